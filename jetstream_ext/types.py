@@ -64,7 +64,7 @@ class BatchMessage:
         payload: Its payload; may be empty.
         headers: Its headers; copied, never changed.
         msg_ttl: Its TTL: whole seconds, a timedelta, or `NEVER` (ADR-43; server 2.11, stream ``allow_msg_ttl``).
-        msg_id: ``Nats-Msg-Id`` for the stream's duplicate window.
+        msg_id: ``Nats-Msg-Id`` for the stream's duplicate window. Blanks around it are left out, as servers ignore them.
         stream: ``Nats-Expected-Stream``.
         expected_last_seq: ``Nats-Expected-Last-Sequence``.
         expected_last_subject_seq: ``Nats-Expected-Last-Subject-Sequence``.

@@ -101,15 +101,15 @@ class InboxSubscription:
         if subscription is not None:
             self._connection.drop(subscription)
 
-    def owner_dropped(self, what: str, timer: asyncio.TimerHandle | None = None) -> None:
+    def owner_dropped(self, what: str, then: Iterable[Callable[[], object]] = ()) -> None:
         """Close, from the owner's ``__del__`` and so perhaps from another thread, if `what` was left open; warn if so."""
         if self.subscription is None or self._connection.end is not None:
             return
 
         def close() -> None:
             self.close()
-            if timer is not None:
-                timer.cancel()
+            for end in then:
+                end()
 
         with contextlib.suppress(RuntimeError):  # the loop is closed: nothing runs any more
             self._loop.call_soon_threadsafe(close)

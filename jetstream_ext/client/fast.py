@@ -442,9 +442,7 @@ class FastSession:
         self._ended = asyncio.Event()
         self._fire = weakly(self._timer_fired)
         self._timer: asyncio.TimerHandle | None = None
-        self._results: deque[Awaitable[object]] = deque()  # of coroutine handlers, oldest first
-        self._handling: asyncio.Task[None] | None = None  # awaits them
-        self._is_behind = False
+        self._results = _Results(self.batch.batch_id)
 
     # -- callers --------------------------------------------------------------------------------------------------
 
@@ -474,6 +472,8 @@ class FastSession:
             while True:
                 self._check_ended()
                 if encoded is None or opened != self.opened:
+                    if self.opened:
+                        began = self.now()
                     try:
                         encoded, opened = self.batch.encode(message), self.opened
                     except SubjectElsewhere as question:
@@ -501,7 +501,7 @@ class FastSession:
 
     async def _when_sendable(self, began: float, message: BatchMessage | None = None) -> None:
         await self.wait_ready(self.batch.can_send, message, began)
-        while not self._connection.has_room:
+        while not self._connection.has_room and not self._ended.is_set():
             await self._wait_buffer(began)
             await self.wait_ready(self.batch.can_send)
 
@@ -524,9 +524,14 @@ class FastSession:
             self._disconnected()
 
     async def wait_ready(self, goal: Callable[[], bool], first: BatchMessage | None = None, began: float = 0.0) -> None:
-        """Wait for `goal` on a usable connection; open the batch for its message `first`, added at `began`, if it is new."""
+        """Wait for `goal` on a usable connection; open the batch for its message `first`, added at `began`, if it is new.
+
+        Returns as well when the batch is committed: then the caller's next step returns, or raises BatchClosedError.
+        """
         while True:
             await self.wait(goal)
+            if self._ended.is_set():
+                return
             if self._inbox is None:
                 assert first is not None
                 await self._open(first, began)
@@ -613,13 +618,13 @@ class FastSession:
         tail = f".{self.batch.batch_id}.>"
         inbox = await connection.inbox(handler, tail=tail, timeout=deadline - self.now())
         try:
-            while not connection.has_room and self.batch.end_reason is None:
-                try:
-                    await connection.wait_room(deadline - self.now(), over=lambda: self.batch.end_reason is not None)
-                except RequestTimeoutError:
-                    raise self._not_sent(f"no {ROOM}") from None
             if self.now() >= deadline:
                 raise self._not_sent("no answer to the lookups")
+            while not connection.has_room and not self._ended.is_set():
+                try:
+                    await connection.wait_room(deadline - self.now(), over=self._ended.is_set)
+                except RequestTimeoutError:
+                    raise self._not_sent(f"no {ROOM}") from None
             # A stream that does not store the subject was named by the caller: perhaps accounts map subjects.
             stream = leader.stream if leader.stream is not None and leader.stream.stores(first.subject) else None
             self.batch.open(inbox.subject, self.now() - began, stream if self._one_stream else None)
@@ -671,47 +676,14 @@ class FastSession:
         try:
             result = handler(event)
         except (Exception, asyncio.CancelledError) as error:  # no suspension here: the handler itself raised it
-            self._handler_failed(error)
+            self._results.failed(error)
         else:
             if inspect.isawaitable(result):
-                if len(self._results) == KEPT_REPORTS:
-                    self._drop_result()
-                    if not self._is_behind:
-                        self._is_behind = True
-                        text = "batch %s: a coroutine handler is behind by %d events; the oldest are dropped"
-                        _log.warning(text, self.batch.batch_id, KEPT_REPORTS)
-                self._results.append(result)
-                if self._handling is None or self._handling.done():
-                    self._handling = asyncio.get_running_loop().create_task(self._await_results())
-
-    def _drop_result(self) -> None:
-        result = self._results.popleft()
-        if inspect.iscoroutine(result):
-            result.close()  # it has not begun
-
-    async def _await_results(self) -> None:
-        while self._results:
-            try:
-                await self._results.popleft()
-            except (Exception, asyncio.CancelledError) as error:
-                if (task := asyncio.current_task()) is not None and task.cancelling():
-                    raise
-                self._handler_failed(error)
+                self._results.add(result)
 
     async def end_handlers(self, timeout: float) -> None:
         """Wait for the coroutine handlers for up to `timeout` seconds, then cancel them."""
-        try:
-            if self._handling is not None and timeout > 0:
-                await asyncio.wait({self._handling}, timeout=timeout)
-        finally:
-            while self._results:
-                self._drop_result()
-            if self._handling is not None:
-                await cancel(self._handling, _CANCEL_TIMEOUT)
-
-    def _handler_failed(self, error: BaseException) -> None:
-        message = f"batch {self.batch.batch_id}: a callback (on_flow, on_gap or on_error) raised"
-        asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
+        await self._results.end(timeout)
 
     def _arm(self) -> None:
         due = self.batch.next_timer()
@@ -725,7 +697,10 @@ class FastSession:
 
     def __del__(self) -> None:
         if self._inbox is not None:
-            self._inbox.owner_dropped(f"FastPublisher {self.batch.batch_id}", self._timer)
+            then = [self._results.cancel]
+            if self._timer is not None:
+                then.append(self._timer.cancel)
+            self._inbox.owner_dropped(f"FastPublisher {self.batch.batch_id}", then)
 
     def _timer_fired(self) -> None:
         self._timer = None
@@ -734,3 +709,60 @@ class FastSession:
             self.deliver(events, out)
         else:
             self._arm()
+
+
+class _Results:
+    """What the coroutine handlers of a batch returned: awaited one at a time, in a task that does not hold the session."""
+
+    def __init__(self, batch_id: str) -> None:
+        self._batch_id = batch_id
+        self._waiting: deque[Awaitable[object]] = deque()  # oldest first
+        self._task: asyncio.Task[None] | None = None
+        self._is_behind = False
+
+    def add(self, result: Awaitable[object]) -> None:
+        if len(self._waiting) == KEPT_REPORTS:
+            self._drop_oldest()
+            if not self._is_behind:
+                self._is_behind = True
+                text = "batch %s: a coroutine handler is behind by %d events; the oldest are dropped"
+                _log.warning(text, self._batch_id, KEPT_REPORTS)
+        self._waiting.append(result)
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._await_all())
+
+    def _drop_oldest(self) -> None:
+        result = self._waiting.popleft()
+        if inspect.iscoroutine(result):
+            result.close()  # it has not begun
+
+    async def _await_all(self) -> None:
+        while self._waiting:
+            try:
+                await self._waiting.popleft()
+            except (Exception, asyncio.CancelledError) as error:
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise
+                self.failed(error)
+
+    def failed(self, error: BaseException) -> None:
+        """Report what a handler raised."""
+        message = f"batch {self._batch_id}: a callback (on_flow, on_gap or on_error) raised"
+        asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
+
+    def cancel(self) -> None:
+        """Cancel the handler that runs, and drop those that wait."""
+        while self._waiting:
+            self._drop_oldest()
+        if self._task is not None:
+            self._task.cancel()
+
+    async def end(self, timeout: float) -> None:
+        """Wait for the handlers for up to `timeout` seconds, then cancel them."""
+        try:
+            if self._task is not None and timeout > 0:
+                await asyncio.wait({self._task}, timeout=timeout)
+        finally:
+            self.cancel()
+            if self._task is not None:
+                await cancel(self._task, _CANCEL_TIMEOUT)

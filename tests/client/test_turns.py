@@ -1,10 +1,12 @@
 """Many calls on one batch: each in its turn, each with its own timeout, and nothing of a call that did not get that far."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import nats.errors
 import pytest
+from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
@@ -300,6 +302,39 @@ async def test_a_cancelled_first_call_leaves_the_batch_for_any_stream(
         with pytest.raises(errors.BadSubjectError, match=f"'{one}.a' is stored by stream '{one}'"):
             await batch.add(f"{one}.a")
     assert (await subjects(js, one), await subjects(js, two)) == ([], [f"{two}.a"])
+
+
+@KINDS
+@pytest.mark.parametrize("ended", ["commit_eob", "discard"])
+@pytest.mark.parametrize("end", ["close", "drain", "kill"])
+async def test_an_ended_batch_takes_every_call_without_a_connection(
+    own_server: Any, own_js: JetStreamContext, own_nc: Client, own_stream: MakeStream, kind: Any, ended: str, end: str
+) -> None:
+    stream = await own_stream()
+    batch = kind(own_js)
+    await batch.add(f"{stream}.a")
+    await getattr(batch, ended)()
+    if end == "kill":
+        await asyncio.to_thread(own_server.kill)
+        while own_nc.is_connected:
+            await asyncio.sleep(0.01)
+    else:
+        await getattr(own_nc, end)()
+
+    async def source() -> AsyncIterator[tuple[str, bytes]]:
+        yield f"{stream}.a", b""
+
+    calls = [batch.add(f"{stream}.a"), batch.add_many([(f"{stream}.a", b"")]), batch.add_many(source())]
+    calls += [batch.commit(f"{stream}.a"), batch.commit_eob()]
+    if kind is jsx.FastPublisher:
+        calls += [batch.add(f"{stream}.a", msg_id="1"), batch.ping()]
+        flushed = asyncio.ensure_future(batch.flush())
+        await asyncio.wait({flushed}, timeout=10)
+        assert flushed.exception() is None or isinstance(flushed.exception(), errors.BatchClosedError)
+    async with asyncio.timeout(10):
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    expected = errors.BatchClosedError, nats.errors.ConnectionClosedError, nats.errors.ConnectionReconnectingError
+    assert all(isinstance(each, expected) for each in outcomes), outcomes
 
 
 async def test_a_batch_whose_first_call_was_cancelled_is_resolved(

@@ -21,6 +21,20 @@ async def drop_publisher(js: JetStreamContext, stream: str) -> None:
     await publisher.add(f"{stream}.a", b"1")
 
 
+async def drop_publisher_with_a_handler(js: JetStreamContext, stream: str) -> None:
+    handled = asyncio.Event()
+
+    async def handle(_: jsx.BatchFlowAck) -> None:
+        handled.set()
+        await asyncio.Event().wait()
+
+    publisher = jsx.FastPublisher(js, flow=1, keepalive=0.05, on_flow=handle)
+    for _ in range(5):  # the others wait for the first one
+        await publisher.add(f"{stream}.a", b"1")
+    await publisher.flush()
+    await handled.wait()
+
+
 async def drop_batch(js: JetStreamContext, stream: str) -> None:
     batch = jsx.AtomicBatch(js)
     await batch.add(f"{stream}.a", b"1")
@@ -30,7 +44,7 @@ async def drop_watch(js: JetStreamContext, stream: str) -> None:
     await jsx.watch_abandoned(js, stream).__aenter__()
 
 
-DROP = pytest.mark.parametrize("drop", [drop_publisher, drop_batch, drop_watch])
+DROP = pytest.mark.parametrize("drop", [drop_publisher, drop_publisher_with_a_handler, drop_batch, drop_watch])
 Drop = Callable[[JetStreamContext, str], Awaitable[None]]
 
 

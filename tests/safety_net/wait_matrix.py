@@ -209,6 +209,15 @@ def publishers(gap: jsx.GapMode) -> tuple[Callable[[Try], Awaitable[Any]], Calla
     return new, opened
 
 
+def committed(opened: Callable[[Try], Awaitable[Any]]) -> Callable[[Try], Awaitable[Any]]:
+    async def committed(t: Try) -> Any:
+        batch = await opened(t)
+        await batch.commit_eob()
+        return batch
+
+    return committed
+
+
 def fast_calls(gap: jsx.GapMode) -> dict[str, Call]:
     new, opened = publishers(gap)
     return {
@@ -223,6 +232,11 @@ def fast_calls(gap: jsx.GapMode) -> dict[str, Call]:
         "discard": on(opened, lambda t, pub: pub.discard()),
         "flush": on(opened, lambda t, pub: pub.flush()),
         "ping": on(opened, lambda t, pub: pub.ping()),
+        "add (committed)": on(committed(opened), lambda t, pub: pub.add(t.subject, t.payload)),
+        "add_many (committed)": on(committed(opened), lambda t, pub: pub.add_many(t.entries(30))),
+        "commit_eob (committed)": on(committed(opened), lambda t, pub: pub.commit_eob()),
+        "flush (committed)": on(committed(opened), lambda t, pub: pub.flush()),
+        "ping (committed)": on(committed(opened), lambda t, pub: pub.ping()),
         "wait_closed": on(opened, lambda t, pub: pub.wait_closed()),
         "wait_closed (unused)": on(new, lambda t, pub: pub.wait_closed()),
     }
@@ -317,6 +331,9 @@ CALLS: dict[str, Call] = {
     ),
     "AtomicBatch.commit": on(open_batch, lambda t, batch: batch.commit(t.subject, t.payload)),
     "AtomicBatch.commit_eob": on(open_batch, lambda t, batch: batch.commit_eob()),
+    "AtomicBatch.add (committed)": on(committed(open_batch), lambda t, batch: batch.add(t.subject, t.payload)),
+    "AtomicBatch.add_many (committed)": on(committed(open_batch), lambda t, batch: batch.add_many(t.entries())),
+    "AtomicBatch.commit_eob (committed)": on(committed(open_batch), lambda t, batch: batch.commit_eob()),
     "AtomicBatch.discard": on(open_batch, lambda t, batch: batch.discard()),
     "AtomicBatch.resolve": on(lost_commit, lambda t, batch: batch.resolve(timeout=t.timeout)),
     "AtomicBatches.__anext__": on(open_batches, lambda t, acks: anext(acks)),
