@@ -539,7 +539,7 @@ class _Ingest:
         self._stream, self._base = state, max(self._base, seq)
 
     async def _look_up(self) -> StreamState | None:
-        """Return the stream as its leader reports it; None: there is none. Raises NotPermittedError if it is not known."""
+        """Return the stream as its leader reports it, or None if no stream stores the subject; raise as `Api.ask` does."""
         try:
             if self._stream is not None:
                 return await stream_state(self._context, self._stream.name, self._ack_timeout)

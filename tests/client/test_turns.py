@@ -54,6 +54,10 @@ async def subjects(js: JetStreamContext, stream: str) -> list[str]:
     return [message.subject for message in await jsx.DirectGet(js, stream).scan(confirm=True).to_list()]
 
 
+def with_timeout(kind: Any, js: JetStreamContext, timeout: float) -> Any:
+    return kind(js, **{"timeout" if kind is jsx.AtomicBatch else "ack_timeout": timeout})
+
+
 async def settle() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
@@ -101,8 +105,7 @@ async def test_many_calls_that_ask_in_vain_end_within_their_timeout(
     js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
     stream = await make_stream()
-    name = "timeout" if kind is jsx.AtomicBatch else "ack_timeout"
-    async with kind(js, **{name: 2.0}) as batch:
+    async with with_timeout(kind, js, 2.0) as batch:
         await batch.add(f"{stream}.a")
         await lookups(js, monkeypatch, asyncio.Event().wait)
         async with asyncio.timeout(15):
@@ -119,8 +122,7 @@ async def test_calls_that_ask_in_vain_do_not_end_those_between_them(
 ) -> None:
     """The others wait for them, because of the order, but not for one after the other."""
     stream = await make_stream()
-    name = "timeout" if kind is jsx.AtomicBatch else "ack_timeout"
-    async with kind(js, **{name: 12.0}) as batch:
+    async with with_timeout(kind, js, 12.0) as batch:
         await batch.add(f"{stream}.a")
         await lookups(js, monkeypatch, asyncio.Event().wait)
         asking = [batch.add("other.a" if index % 2 else f"{stream}.a") for index in range(30)]
@@ -137,8 +139,7 @@ async def test_slow_answers_come_at_the_same_time(
     js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
     stream = await make_stream()
-    name = "timeout" if kind is jsx.AtomicBatch else "ack_timeout"
-    async with kind(js, **{name: 12.0}) as batch:
+    async with with_timeout(kind, js, 12.0) as batch:
         await batch.add(f"{stream}.a")
         config = (await js.stream_info(stream)).config
         await js.update_stream(config, subjects=[f"{stream}.>", f"{stream}-new.>"])
@@ -190,7 +191,7 @@ async def test_first_messages_give_up_together(
         return await lookup_leader(*arguments)
 
     monkeypatch.setattr(f"jetstream_ext.client.{module}.lookup_leader", counted)
-    batch = kind(js, **{"timeout" if kind is jsx.AtomicBatch else "ack_timeout": timeout})
+    batch = with_timeout(kind, js, timeout)
     room.clear()
     adding = asyncio.gather(*(batch.add(f"{stream}.a") for _ in range(300)), return_exceptions=True)
     await settle()
