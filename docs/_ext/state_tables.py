@@ -118,6 +118,7 @@ def atomic_batch(state: atomic.State) -> atomic.AtomicBatchMachine:
     opened(machine)
     machine.add(machine.prepare(MESSAGE))
     machine.add(machine.prepare(MESSAGE))
+    machine.receive(1, b"", b"")
     if state in (atomic.State.COMMITTING, atomic.State.COMMITTED, atomic.State.UNKNOWN):
         machine.commit(None)
     if state is atomic.State.COMMITTED:

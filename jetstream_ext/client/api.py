@@ -160,7 +160,8 @@ async def _first_answer(send: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
 async def gather_bounded(work: Callable[[_Item], Awaitable[_T]], items: Iterable[_Item], *, limit: int) -> list[_T]:
     """Await ``work(item)`` for every item, at most `limit` at a time; return the results in the order of the items.
 
-    The first failure or a cancellation cancels all others. When this returns or raises, all have ended.
+    The first failure or a cancellation cancels all others. When this returns or raises, all have ended, also if it is
+    cancelled again.
     """
     todo = list(items)
     results: list[_T | None] = [None] * len(todo)
@@ -170,13 +171,28 @@ async def gather_bounded(work: Callable[[_Item], Awaitable[_T]], items: Iterable
         for index, item in remaining:
             results[index] = await work(item)
 
+    # Not a TaskGroup: after a failure, that of Python 3.11 leaves the caller's `Task.cancelling` at 1, and then a timeout
+    # around the call ends as a cancellation.
+    workers = [asyncio.ensure_future(worker()) for _ in range(min(limit, len(todo)))]
+    running = set(workers)
     try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(limit, len(todo))):
-                group.create_task(worker())
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return results  # type: ignore[return-value]  # complete once the group has ended
+        while running:
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+    finally:
+        for task in workers:
+            task.add_done_callback(mark_retrieved)
+            task.cancel()
+        cancelled: asyncio.CancelledError | None = None
+        while running := {task for task in workers if not task.done()}:
+            try:
+                await asyncio.wait(running)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+    return results  # type: ignore[return-value]  # complete once the workers have ended
 
 
 def _api(where: Context | Api, timeout: float | None) -> Api:
@@ -289,10 +305,18 @@ async def first_since(
         found = await ask(start_time=rfc3339(when, "time"))
         if found is None or found.time >= when:
             return end if found is None else min(found.seq, end)
-    first, low, high = end, state.first_seq, end
+    return await bisect_time(lambda seq: ask(seq=seq), state.first_seq, end, when)
+
+
+async def bisect_time(find: Callable[[int], Awaitable[StoredMsg | None]], first: int, end: int, when: datetime) -> int:
+    """Return the first sequence from `first` on that was stored at `when` or later, or `end`.
+
+    `find` returns the first message from a sequence on. The stored times are taken as ascending.
+    """
+    low, high, first = first, end, end
     while low < high:
         middle = (low + high) // 2
-        found = await ask(seq=middle)
+        found = await find(middle)
         if found is not None and found.time < when:
             low = found.seq + 1
         else:

@@ -29,7 +29,7 @@ from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.fence import send_fence
 from jetstream_ext.client.retry import Retry, is_transient_read
-from jetstream_ext.client.turns import Turns
+from jetstream_ext.client.turns import Turn, Turns
 from jetstream_ext.errors import BatchOutcomeUnknownError, JetStreamExtError, RequestTimeoutError
 from jetstream_ext.protocol import atomic_resolve, frames
 from jetstream_ext.protocol.api import StreamState
@@ -50,6 +50,9 @@ _BLOCK: Final = 1 << 15
 _RESOLVE_TIMEOUTS: Final = 4
 # Seconds to wait for one answer of `resolve`. During an election no server answers, and the plan starts again.
 _ANSWER_TIMEOUT: Final = 2.0
+
+# The key of the waiter for the beginning of a batch; replies have sequences from 1.
+_BEGUN: Final = 0
 
 _T = TypeVar("_T")
 
@@ -204,14 +207,7 @@ class AtomicSession:
     async def send_commit(self, message: BatchMessage | None) -> None:
         """Send the commit; `committed` waits for the answer."""
         patience = self._new_call()
-        last = None
-        if message is not None:
-            last = await self._prepared(message, patience)
-        elif self._turns.queue:
-            try:
-                await patience.spend(self._turns.wait(self.machine.check_open, patience.send_by))
-            except RequestTimeoutError as late:
-                raise self._not_sent("the commit was not sent", late) from late
+        last = await self._prepared_commit(message, patience)
         self._check_usable()
         block = self.machine.commit(last)
         self._session = self._connection.session
@@ -293,29 +289,70 @@ class AtomicSession:
         It then is its turn, the connection has room, and the batch is open and has its subject. A message that gives up
         before is not part of the batch, and a batch that it was the first of can still be one of any stream.
         """
-        machine, connection = self.machine, self._connection
         if (ready := self._prepared_now(message, ack)) is not None:
             return ready
         with self._turns.join() as turn:
+            return await self._in_turn(turn, message, patience, ack)
+
+    async def _in_turn(
+        self, turn: Turn, message: BatchMessage, patience: _Patience, ack: bool | None = None
+    ) -> Encoded:
+        """Do what `_prepared` says, with a turn that the caller keeps."""
+        machine, connection = self.machine, self._connection
+        while True:
+            machine.limit_messages(connection.max_payload)
+            try:
+                encoded = machine.prepare(message, ack)
+            except SubjectElsewhere as question:
+                await patience.spend(self._find_stream(question.subject, patience.left / 2))
+                continue
+            self._check_usable()
+            try:
+                if not turn.has_come:
+                    await patience.spend(turn.wait(patience.send_by))
+                elif not connection.has_room:
+                    await patience.spend(self._wait_room(patience.to_send))
+                elif machine.state is State.NEW:
+                    await patience.spend(self._open(encoded, message, patience.to_send), opening=True)
+                else:
+                    return encoded
+            except RequestTimeoutError as late:
+                raise self._not_sent("a message was not added", late) from late
+
+    async def _prepared_commit(self, message: BatchMessage | None, patience: _Patience) -> Encoded | None:
+        """Return when the commit can be sent at once, with or without a last message; raise as `_prepared` does."""
+        machine = self.machine
+        with self._turns.join() as turn:
             while True:
-                machine.limit_messages(connection.max_payload)
-                try:
-                    encoded = machine.prepare(message, ack)
-                except SubjectElsewhere as question:
-                    await patience.spend(self._find_stream(question.subject, patience.left / 2))
-                    continue
+                machine.check_open()
+                last = None if message is None else await self._in_turn(turn, message, patience)
                 self._check_usable()
                 try:
                     if not turn.has_come:
                         await patience.spend(turn.wait(patience.send_by))
-                    elif not connection.has_room:
-                        await patience.spend(self._wait_room(patience.to_send))
-                    elif machine.state is State.NEW:
-                        await patience.spend(self._open(encoded, message, patience.to_send), opening=True)
+                    elif (first := machine.begin(last)) is not None:
+                        await self._begin(first, patience)
                     else:
-                        return encoded
+                        return last
                 except RequestTimeoutError as late:
-                    raise self._not_sent("a message was not added", late) from late
+                    raise self._not_sent("the commit was not sent", late) from late
+
+    async def _begin(self, first: Block, patience: _Patience) -> None:
+        """Send what must come before the commit, and wait until the server has begun the batch, or it has ended."""
+        if first.messages:
+            await patience.spend(self._write(first, patience))
+        if self.machine.begun or self.machine.ended:  # during the write
+            return
+        waiter = self._expect(_BEGUN)
+        try:
+            async with asyncio.timeout_at(patience.send_by):
+                await patience.spend(waiter)
+        except TimeoutError:
+            raise RequestTimeoutError("no reply says that the server has its first message") from None
+        finally:
+            self._forget(_BEGUN, waiter)
+        if self._only_call is not None:
+            patience.replied()  # as after the reply to any other write
 
     def _not_sent(self, what: str, why: RequestTimeoutError) -> RequestTimeoutError:
         return RequestTimeoutError(f"batch {self.machine.batch_id}: {what} within {self._timeout:g} s: {why}")
@@ -450,6 +487,9 @@ class AtomicSession:
                 waiter.set_result(refusal)
             elif refusal is not None:
                 self.machine.refusal_unobserved(refusal)
+        begun = self._waiters.get(_BEGUN)
+        if begun is not None and self.machine.begun and not begun.done():
+            begun.set_result(None)
         self._settle()
 
     def _disconnected(self) -> None:

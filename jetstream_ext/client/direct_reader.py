@@ -29,6 +29,7 @@ from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import JetStreamExtError, RequestTimeoutError
 from jetstream_ext.protocol import frames, range_read
 from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, StoredMsg, not_found
+from jetstream_ext.protocol.feature_table import START_TIME_LEVEL
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.range_read import MAX_LEADER_REQUESTS, Action, RangeRead, SingleRead, State, no_answer
 from jetstream_ext.protocol.reads import NEWEST, Link, MultiLast, OneReply, Plan, Scan, SentRequest
@@ -115,10 +116,11 @@ async def read_blocks(
     loop, connection = asyncio.get_running_loop(), context.connection
     if min_seq is not None:
         await wait_for_sequence(context, stream, min_seq, timeout)
-        if isinstance(plan, MultiLast) and plan.up_to_time is not None:
-            # Only the leader knows what was stored up to then.
-            state = await stream_state(context, stream, timeout)
-            plan.pin(await first_since(context, state, plan.up_to_time, timeout) - 1)
+    finds_times = (connection.api_level or 0) >= START_TIME_LEVEL
+    if isinstance(plan, MultiLast) and plan.up_to_time is not None and (min_seq is not None or not finds_times):
+        # A responder may lag, and with `min_seq` only the leader knows what was stored up to then.
+        state = await stream_state(context, stream, timeout)
+        plan.pin(await first_since(context, state, plan.up_to_time, timeout) - 1)
     prove_to = min_seq
     if confirm:
         assert isinstance(plan, Scan)

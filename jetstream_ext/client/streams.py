@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import nats.errors
 import orjson
@@ -152,19 +152,35 @@ async def ensure_stream(
 
 
 def _check_lists(wanted: StreamConfig) -> None:
-    """Raise TypeError for a single subject or source: nats-py sends it as it is, and servers call it invalid JSON."""
-    for name in ("subjects", "sources"):
-        given = getattr(wanted, name)
-        if given is not None and not isinstance(given, list | tuple):
-            shown = repr(given) if isinstance(given, str) else type(given).__name__
-            example = f"[{given!r}]" if isinstance(given, str) else "[...]"
-            raise TypeError(f"stream {wanted.name!r}: {name} must be a list, not {shown}; give {name}={example}")
+    """Raise TypeError for a single subject or source, or the mere name of one: servers call what nats-py sends invalid."""
+
+    def refuse(field: str, what: str, given: object, example: str) -> NoReturn:
+        shown = repr(given) if isinstance(given, str) else type(given).__name__
+        raise TypeError(f"stream {wanted.name!r}: {field} must be {what}, not {shown}; give {field}={example}")
+
+    def source(given: object) -> str:
+        return f"StreamSource(name={given!r})" if isinstance(given, str) else "StreamSource(...)"
+
+    if wanted.subjects is not None and not isinstance(wanted.subjects, list | tuple):
+        refuse(
+            "subjects",
+            "a list",
+            wanted.subjects,
+            f"[{wanted.subjects!r}]" if isinstance(wanted.subjects, str) else "[...]",
+        )
+    if wanted.sources is not None and not isinstance(wanted.sources, list | tuple):
+        refuse("sources", "a list", wanted.sources, f"[{source(wanted.sources)}]")
+    for entry in wanted.sources or ():
+        if not isinstance(entry, StreamSource):
+            refuse("sources", "a list of StreamSource", entry, f"[{source(entry)}]")
+    if wanted.mirror is not None and not isinstance(wanted.mirror, StreamSource):
+        refuse("mirror", "a StreamSource", wanted.mirror, source(wanted.mirror))
 
 
 async def _overlap(api: Api, wanted: StreamConfig, refusal: ServerError) -> ServerError:
     """Return the refusal (10065) of a stream whose subjects others store, with the streams that do."""
     holders: dict[str, str] = {}
-    for subject in wanted.subjects or []:
+    for subject in wanted.subjects or [str(wanted.name)]:  # the server's default
         with suppress(nats.errors.Error, APIError):  # the refusal alone is better than another error
             names = (await api.ask("STREAM.NAMES", {"subject": subject})).get("streams")
             holders |= {str(name): subject for name in names or ()}
@@ -316,7 +332,12 @@ def _made_durable(diff: Mapping[str, tuple[Any, Any]]) -> str:
             )
     want, have = diff.get("sources", ((), ()))
     existing = {(entry.name, entry.consumer and entry.consumer.name) for entry in have or ()}
-    names = [entry.name for entry in want or () if entry.consumer and (entry.name, entry.consumer.name) not in existing]
+    origins = {name for name, _ in existing}
+    names = [
+        entry.name
+        for entry in want or ()
+        if entry.consumer and entry.name in origins and (entry.name, entry.consumer.name) not in existing
+    ]
     if not names:
         return ""
     return (

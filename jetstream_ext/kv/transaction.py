@@ -62,6 +62,8 @@ class Transaction:
         self._with_id = with_id
         self._batch: AtomicBatch | None = None
         self._messages: list[BatchMessage] = []
+        self._session = 0  # the connection's when the first of these messages were sent
+        self._repeated = False
         self._state: BatchState = "open"
         self._revisions: dict[str, int] = {}
 
@@ -218,6 +220,7 @@ class Transaction:
             self._batch = batch = AtomicBatch(bucket.js, ack_first=not self._with_id, timeout=bucket.timeout)
             self._batch_id = batch.batch_id
             self._messages = staging.messages(fence=fence, msg_id=self._batch_id if self._with_id else None)
+            self._session = bucket.context.connection.session
             try:
                 await batch.add_many(self._messages)
                 self._accept(await batch.commit_eob())
@@ -295,6 +298,13 @@ class Transaction:
                 f"this transaction is {self._state}; there is nothing to resolve", batch_id=self._batch_id
             )
         outcome = await self._batch.resolve(timeout=timeout)
+        if outcome == "not_stored" and self._repeated and self._bucket.context.connection.session != self._session:
+            raise BatchOutcomeUnknownError(
+                f"bucket {self._bucket.name!r}: the commit was sent twice and the client has reconnected, so one of the two "
+                "may still arrive over an old connection; read the keys to see whether they are written",
+                batch_id=self._batch_id,
+                outcome="unknown",
+            )
         if outcome == "stored":
             assert self._batch.ack is not None
             self._accept(self._batch.ack)
@@ -317,6 +327,7 @@ class Transaction:
         Cancellation: The outcome stays unknown; `resolve` finds it out.
         """
         assert self.can_repeat
+        self._repeated = True
         bucket = self._bucket
         try:
             ack = await publish_atomic(bucket.js, self._messages, batch_id=self._batch_id, timeout=bucket.timeout)

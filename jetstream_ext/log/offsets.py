@@ -56,7 +56,10 @@ class Seq:
 
 @dataclass(frozen=True, slots=True)
 class Time:
-    """The first message stored at or after a time, by the server's clock, or else the next message to be stored.
+    """The first message stored at or after a time, by the server's clock.
+
+    If there is none yet, the reader leaves out what is stored before that time. A stored position does not hold the time:
+    a reader or worker that starts again there before that time leaves nothing out.
 
     Args:
         when: A timezone-aware datetime.

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 from collections import deque
 from collections.abc import Iterator
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Final, Literal, Self
 
 from nats.js import JetStreamContext
+from nats.js.api import Header
 
-from jetstream_ext.client.api import first_since, get_at_leader, newest_up_to, settled_state, stream_state
+from jetstream_ext.client.api import (
+    bisect_time,
+    first_since,
+    get_at_leader,
+    newest_up_to,
+    settled_state,
+    stream_state,
+)
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.direct_reader import link_of, read_blocks, read_one
@@ -23,7 +32,8 @@ from jetstream_ext.errors import MessageNotFoundError, PositionLostError, Reques
 from jetstream_ext.log.offsets import First, Last, OffsetStore, Seq, Start, Stored, StoredOffset, Time, check_start
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import Request, StoredMsg
-from jetstream_ext.protocol.gaps import Gaps, were_replaced
+from jetstream_ext.protocol.feature_table import START_TIME_LEVEL
+from jetstream_ext.protocol.gaps import Gaps, only_a_rollup, were_replaced
 from jetstream_ext.protocol.options import check_int, check_seconds
 from jetstream_ext.protocol.reads import Scan
 from jetstream_ext.protocol.subjects import check_filter
@@ -37,6 +47,8 @@ _GROUP_BYTES: Final = 4 << 20
 _REQUEST_BYTES: Final = 1 << 20
 # The most sequences of a group: a filter can leave few messages among many sequences.
 _WIDEST: Final = 1 << 40
+# By then a server has removed what a rollup replaces.
+_ROLLUP_TAKES: Final = timedelta(seconds=5)
 # The first pause at the end of the stream, in seconds; it doubles up to `poll`.
 _FIRST_PAUSE: Final = 0.005
 
@@ -65,15 +77,15 @@ class LogReader:
       newer messages instead (``discard_new_per_subject``);
     * if a limit may have removed them: ``max_msgs`` is reached, less than one message fits into ``max_bytes`` (both only
       with discard ``old``), or they may be older than ``max_age``;
-    * if subjects have disappeared since this reader last checked the stream's beginning, or, without rollups, if the
-      stream has fewer messages than then. Compaction never does that; purges, deletions and the expiry of a message's
-      own TTL do.
+    * if subjects have disappeared since this reader last checked the stream's beginning, or if the stream has fewer
+      messages than then and no rollup was stored since (or less than 5 s before). Compaction never does that; purges,
+      deletions and the expiry of a message's own TTL do.
 
     Otherwise they were replaced. Three cases cannot be decided. A purge, a deletion or the end of a message's own TTL that
     happened before this reader checked the stream for the first time, or after which as many new subjects (or messages)
-    arrived, counts as a replacement. Limits that were changed are known to the reader only if it checked the stream
-    before and after; then the old and the new ones count. A marker that the server stores when a TTL ends
-    (``subject_delete_marker_ttl``) replaces the message.
+    arrived, or (if rollups are allowed) a rollup, or more than about 4,000 messages or 4 MiB, counts as a replacement. Limits that
+    were changed are known to the reader only if it checked the stream before and after; then the old and the new ones
+    count. A marker that the server stores when a TTL ends (``subject_delete_marker_ttl``) replaces the message.
 
     An ``async for`` may be left and continued later; nothing has to be closed. One task at a time may read.
 
@@ -210,6 +222,8 @@ class LogReader:
         self._position: int | None = start.seq if isinstance(start, Seq) else None
         # Until a reader that starts at the oldest message has read one, no message can be lost.
         self._at_head = False
+        # A start that was later than every message when it was looked up: messages stored before it are left out.
+        self._not_before: datetime | None = None
         # The state when no message at or above the position had been removed from the beginning of the stream, and a time
         # before which the message at the position had not been stored.
         self._before: StreamState | None = None
@@ -320,13 +334,12 @@ class LogReader:
             if not self._confirm:
                 # One request at a time: only the rows show how far the responder is.
                 size = min(_REQUEST_BYTES, link_of(self._context).room(1))
-                batch = self._direct.batch(_GROUP, subject=self.subject, seq=position, max_bytes=size)
-                self._ready.extend(await batch.to_list())
-                if not self._ready:
+                rows = await self._direct.batch(_GROUP, subject=self.subject, seq=position, max_bytes=size).to_list()
+                if not rows:
                     return False
                 self._checked = True
-                self._after_ready = self._ready[-1].seq + 1
-                return True
+                self._make_ready(rows, rows[-1].seq + 1)
+                continue
             state = self._state
             if state is None or position > state.last_seq:
                 state = await self._look_at(position)
@@ -339,7 +352,7 @@ class LogReader:
     async def _read_group(self, position: int, state: StreamState) -> None:
         """Read a group of messages, have the leader verify it, and make it ready."""
         if position < state.first_seq and not self._at_head:
-            if were_replaced(state, self._before, self._since):
+            if await self._were_replaced(state):
                 position = state.first_seq
             else:
                 position = self._report_loss(position, state.first_seq)
@@ -352,7 +365,7 @@ class LogReader:
         gaps.close()
         if not (missing := gaps.lowest) or state.first_seq <= missing:
             self._at_head = False
-        elif not self._at_head and not were_replaced(state, self._before, self._since):
+        elif not self._at_head and not await self._were_replaced(state):
             # Messages before the gap are verified and returned first; the next call reports the gap.
             kept = [row for row in rows if row.seq < missing]
             if kept:
@@ -362,10 +375,47 @@ class LogReader:
         if rows:
             self._since = rows[-1].time
         self._note(state, end + 1)
+        self._make_ready(rows, end + 1)
+
+    def _make_ready(self, rows: list[StoredMsg], after: int) -> None:
+        """Let messages be returned, with the position after them; those before the start are left out."""
+        if (start := self._not_before) is not None:
+            rows = list(itertools.dropwhile(lambda row: row.time < start, rows))
+            if rows:
+                self._not_before = None
         self._ready.extend(rows)
-        self._after_ready = end + 1
+        self._after_ready = after
         if not rows:
-            self._position = self._after_ready
+            self._position = after
+
+    async def _were_replaced(self, state: StreamState) -> bool:
+        """Return whether newer messages replaced what is missing at the stream's beginning; else it is lost."""
+        before = self._before
+        if not were_replaced(state, before, self._since):
+            return False
+        if before is None or not only_a_rollup(state, before):
+            return True
+        return await self._has_rollup(before)
+
+    async def _has_rollup(self, before: StreamState) -> bool:
+        """Return whether a rollup was stored after `before`, or more messages than are looked through."""
+        messages = size = 0
+
+        def is_rollup(message: StoredMsg) -> bool:
+            if message.seq == before.last_seq and not before.origin and before.now - message.time > _ROLLUP_TAKES:
+                return False  # what it replaces had been removed before
+            return Header.ROLLUP.value in message.headers
+
+        plan = Scan(seq=before.last_seq, max_bytes=_REQUEST_BYTES)
+        reading = read_blocks(self._context, self.stream, plan, self._timeout, confirm=True)
+        async with contextlib.aclosing(reading) as blocks:
+            async for block in blocks:
+                if any(map(is_rollup, block.messages())):
+                    return True
+                messages, size = messages + len(block), size + block.size
+                if messages > _GROUP or size > _GROUP_BYTES:
+                    return True
+        return False
 
     def _note(self, state: StreamState, position: int) -> None:
         """Note a state of the stream that later ones are compared with; everything below `position` is verified."""
@@ -411,7 +461,9 @@ class LogReader:
         self._position = await self._find(start, state)
         self._at_head = isinstance(start, First)
         if isinstance(start, Time):
-            self._since = start.when
+            self._since = min(start.when, state.now)
+            if self._position > state.last_seq:
+                self._not_before = start.when
         self._note(state, self._position)
         return self._position
 
@@ -499,6 +551,8 @@ class LogReader:
             return start.seq
         # The oldest message names a subject, whose last message shows how far the responder is.
         oldest = None if isinstance(start, First) else await self._find_one(Request(seq=1, next_by_subj=">"))
+        if isinstance(start, Time):
+            self._not_before = start.when  # a responder may lack messages that it is about to get
         if oldest is None:
             return 1
         newest_of = self._direct.multi_last([oldest.subject])
@@ -510,12 +564,19 @@ class LogReader:
         if isinstance(start, Last):
             found = await newest_up_to(self._find_one, last, oldest.seq, subject=self.subject or ">")
         elif isinstance(start, Time):
-            found = await self._find_one(Request(start_time=start.when, next_by_subj=self.subject or ">"))
-            newest = (
-                None if found else await newest_up_to(self._find_one, last, oldest.seq, subject=self.subject or ">")
-            )
-            if newest is not None and newest.time >= start.when:
-                raise disagree
+            subject = self.subject or ">"
+            if (self._context.connection.api_level or 0) >= START_TIME_LEVEL:
+                found = await self._find_one(Request(start_time=start.when, next_by_subj=subject))
+                seq = last + 1 if found is None else found.seq
+            else:
+                seq = await bisect_time(
+                    lambda seq: self._find_one(Request(seq=seq, next_by_subj=subject)), oldest.seq, last + 1, start.when
+                )
+            if seq > last:
+                newest = await newest_up_to(self._find_one, last, oldest.seq, subject=subject)
+                if newest is not None and newest.time >= start.when:
+                    raise disagree
+            return seq
         return last + 1 if found is None else found.seq
 
     async def _find_one(self, request: Request) -> StoredMsg | None:

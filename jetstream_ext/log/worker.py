@@ -133,7 +133,9 @@ async def exactly_once(
     position.
 
     Args:
-        reader: What to read. Its start is used the first time; later starts continue at the stored position.
+        reader: What to read. Its start is used the first time; later starts continue at the stored position. With
+            ``confirm=False`` the worker never handles the inputs that the reader passes over, because a replica or mirror
+            lacked them. To read while the origin is away, read its mirror by name, with ``confirm=True``.
         output_stream: The stream that the outputs and the position go to.
         handler: Called with a `StoredMsg`, returns its outputs: a `BatchMessage`, an iterable or async iterable of
             them, or None; or an awaitable of that. If an output has an expectation of its own and other outputs go to

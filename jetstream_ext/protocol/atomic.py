@@ -106,7 +106,9 @@ class AtomicBatchMachine:
 
     With `own_id` no other batch can have the id, so one message with it proves that the batch is stored. Otherwise
     another publisher may use it at the same time or may have used it before, and the machine keeps the fingerprint of
-    every message, to tell this batch from others in the stream.
+    every message, to tell this batch from others in the stream. The server tells batches apart only by their id: if it
+    refuses message 1, message 2 may continue an earlier batch, and the commit would store that one. So message 1 then
+    always has a reply subject, and the commit is sent after the reply to it; see `begin`.
     """
 
     def __init__(
@@ -140,12 +142,14 @@ class AtomicBatchMachine:
         # What the batch consists of.
         self._subjects: list[str] = []
         self._fingerprints: list[int] | None = None if own_id else []
+        self.begun: bool = own_id  # the server cannot take the next message for one of another batch
         self._written: set[str] = set()
         self._first_subject = b""
         self._held: Encoded | None = None
         # What the commit consists of, to take it back.
         self._commit_has_message = False
         self._commit_held: Encoded | None = None
+        self._refused: JetStreamExtError | None = None  # what the answer to the commit must confirm
         self._given_up = False
         self._duplicate: ServerError | None = None  # the refusal that led to UNKNOWN: the stream has seen message ids
         self._doubt_from = 0  # the first sequence after a disconnection that no reply has settled, or 0
@@ -307,12 +311,29 @@ class AtomicBatchMachine:
         self._count(names)
         return Block(b"".join(out), len(out), size, awaited, last_asked, stopped)
 
+    def begin(self, last: Encoded | None) -> Block | None:
+        """Return None if `commit` may follow at once; else what to send before, and then await that the batch has `begun`.
+
+        The block is empty if message 1 was sent already. Raises as `commit` does.
+        """
+        self.check_open()
+        if not self._must_begin(last):
+            return None
+        if self.sent or last is None or self._held is None:
+            return Block(b"", 0, 0, 0, 0)
+        self._check_held()
+        self._check_place(last)
+        self._encoder.check_size(last)
+        first, self._held = self._held, None
+        return self._block([first])
+
     def commit(self, last: Encoded | None) -> Block:
-        """Take the commit, with a last message or none; return what to send.
+        """Take the commit, with a last message or none; return what to send. `begin` must have returned None.
 
         Raises EmptyBatchError if there are no messages, or none that could carry the commit; and as `add` does.
         """
         self.check_open()
+        assert not self._must_begin(last)
         held = self._held
         self._check_held()
         if last is not None:
@@ -421,16 +442,19 @@ class AtomicBatchMachine:
 
     def lost(self, why: str) -> None:
         """Note that a reply that was awaited does not come: none in time, or a failed write."""
-        self._apply(Input.ANSWER_LOST, why)
+        self._apply(Input.ANSWER_LOST, why, cause=self._refused)
 
     def disconnected(self, *, reply_awaited: bool) -> None:
         """Take the loss of the connection.
 
         The server keeps the batch by its id, but messages may have been lost. So the next message asks for a reply: an
-        empty one proves that everything before it arrived, and 10176 says that the batch is lost.
+        empty one proves that everything before it arrived, and 10176 says that the batch is lost. If another batch may
+        have the id, this needs the reply to message 1.
         """
         if reply_awaited:
             self.lost("the connection was lost before the answer came")
+        elif self.state is OPEN and self.sent and not self.begun:
+            self.lost("the connection was lost before the answer to its first message came")
         else:
             self._apply(Input.DISCONNECTED)
 
@@ -473,6 +497,10 @@ class AtomicBatchMachine:
             )
         self._check_server(message, self._server_version)
 
+    def _must_begin(self, last: Encoded | None) -> bool:
+        """Return whether the commit comes after message 1, and the server may take it for that of another batch."""
+        return not self.begun and (self.sent > 0 or (last is not None and self._held is not None))
+
     def _check_held(self) -> None:
         if self._held is not None:
             self._encoder.check_size(self._held)
@@ -506,7 +534,7 @@ class AtomicBatchMachine:
         return Block(b"".join(out), len(out), sum(len(message[3]) for message in messages), asked, asked)
 
     def _command(self, message: Encoded, *, commit: bool = False) -> tuple[bytes, bool]:
-        """Give a message its sequence; return its command, and whether it asks for a reply."""
+        """Give a message its sequence; return its command, and whether a caller may await the reply."""
         _, subject, head, payload, ack, _ = message
         seq = self.sent = self.sent + 1
         if seq == 1:
@@ -514,7 +542,8 @@ class AtomicBatchMachine:
         if ack is None:
             ack = (seq == 1 and self._ack_first) or seq % self._ack_every == 0
         wants_reply = ack or commit or bool(self._doubt_from)
-        reply = b"%b%d" % (self._reply, seq) if wants_reply else b""
+        has_reply = wants_reply or (seq == 1 and not self.begun)
+        reply = b"%b%d" % (self._reply, seq) if has_reply else b""
         return pub(subject, reply, b"%b%d%b" % (head, seq, wire.COMMIT if commit else wire.END), payload), wants_reply
 
     def _take(self, seq: int, header: bytes, payload: bytes) -> JetStreamExtError | None:
@@ -536,15 +565,16 @@ class AtomicBatchMachine:
                 facts=self._facts("not_stored"),
                 hint=self._hint(payload),
             )
+            if answers_commit and self._refused is not None:
+                self._apply(Input.BATCH_REFUSED, error=self._refused)
+                return None
             # With a message held back the refusal would reach the caller that adds the next one.
             if seq == self.sent and seq > 1 and self._held is None and wire.refuses_one_message(reply):
                 self._apply(Input.MESSAGE_REFUSED)
                 return error
             shared = self._fingerprints is not None and self.state is COMMITTING and not answers_commit
             if shared and wire.refuses_one_message(reply):
-                text = reply.description or "no stream, or no leader"
-                why = f"{what} was refused ({text}), and the server may have had another batch with this id"
-                self._apply(Input.ANSWER_LOST, why, cause=reply)
+                self._refused = self._refused or error  # its place may have been taken by a message of another batch
             else:
                 self._apply(Input.BATCH_REFUSED, error=error)
         elif isinstance(reply, BatchAck):
@@ -554,7 +584,11 @@ class AtomicBatchMachine:
                     f"not for {self.batch_id!r} with {self.size}",
                     frame=payload,
                 )
-            self._apply(Input.ACKNOWLEDGED, "the server acknowledged a commit that was not sent", ack=reply)
+            if self._refused is not None:
+                why = "a message was refused, so the server has committed another batch with this id"
+                self._apply(Input.ANSWER_LOST, why, cause=self._refused)
+            else:
+                self._apply(Input.ACKNOWLEDGED, "the server acknowledged a commit that was not sent", ack=reply)
         elif reply is wire.Reply.ORDINARY:
             detail = f"{self.sent} messages of batch {self.batch_id} may be stored as separate messages"
             self._apply(Input.STORED_SEPARATELY, error=ATOMIC.unsupported(detail=detail))
@@ -609,6 +643,7 @@ class AtomicBatchMachine:
             return
         if event is Input.STAGED:
             self.staged = max(self.staged, seq)
+            self.begun = self.begun or seq == 1
             if seq >= self._doubt_from:
                 self._doubt_from = 0  # the server counts without gaps, so it has everything before this message
         elif event is Input.MESSAGE_REFUSED:

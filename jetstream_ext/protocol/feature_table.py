@@ -185,7 +185,7 @@ FENCED_BATCHES: Final = Quirk(
 QUIRKS: Final = (FENCED_BATCHES,)  # the faults of single releases
 
 START_TIME_LEVEL: Final = 2
-"""Servers below this API level answer `start_time` with an earlier or later message if sequences were deleted."""
+"""Servers below this API level find a time (`start_time`, `up_to_time`) at another message if sequences were deleted."""
 
 BY_OPTION: Final = {
     feature.option: feature

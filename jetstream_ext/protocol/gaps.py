@@ -59,7 +59,8 @@ def were_replaced(state: StreamState, before: StreamState | None, since: datetim
     * the stream has no messages, or too few for one subject to have reached ``max_msgs_per_subject``;
     * a limit that removes the oldest messages may have acted: ``max_msgs`` is reached, less than one message fits into
       ``max_bytes`` (both with discard ``old``), or the messages may be older than ``max_age``;
-    * since `before` subjects have disappeared, or (without rollups) the stream has fewer messages.
+    * since `before` subjects have disappeared, or (without rollups) the stream has fewer messages. With rollups see
+      `only_a_rollup`.
 
     An option counts if the stream has it now or had it `before`.
 
@@ -90,8 +91,18 @@ def were_replaced(state: StreamState, before: StreamState | None, since: datetim
                 return False
     if before is None:
         return True
-    by_limit = not rollups and _replaces_above(before) == _replaces_above(state)
-    return state.num_subjects >= before.num_subjects and not (by_limit and state.messages < before.messages)
+    return state.num_subjects >= before.num_subjects and (rollups or not _has_fewer(state, before))
+
+
+def only_a_rollup(state: StreamState, before: StreamState) -> bool:
+    """Return whether only a rollup that was stored since `before` can have replaced what is missing."""
+    rollups = any(it.config.get("allow_rollup_hdrs") for it in (state, before))
+    return rollups and _has_fewer(state, before)
+
+
+def _has_fewer(state: StreamState, before: StreamState) -> bool:
+    """Return whether messages are missing beyond what a limit per subject removes: one for each new message at most."""
+    return state.messages < before.messages and _replaces_above(before) == _replaces_above(state)
 
 
 def _discard(state: StreamState) -> str:

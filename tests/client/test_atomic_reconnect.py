@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import nats
 import nats.errors
 import pytest
 from nats.aio.client import Client
@@ -11,6 +12,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
+from jetstream_ext.client import atomic_session
 from jetstream_ext.client.connection import connection_of
 from jetstream_ext.testing import NatsServer
 
@@ -44,6 +46,44 @@ async def test_a_batch_continues_after_a_reconnect(
             await batch.add(f"{stream}.a", b"x", ack=False)
     assert batch._session.machine.staged >= 4, "the first message after the reconnect was acknowledged"
     assert (await batch.commit_eob()).batch_size == 7
+
+
+@pytest.mark.parametrize("ends", ["the reply", "close", "kill"])
+async def test_what_comes_while_message_1_is_written_is_not_awaited_again(
+    monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """The server is before 2.14, so `commit` sends message 1, whose reply a batch with an id of the caller awaits."""
+    with NatsServer(version="2.12.8") as server:
+        nc = await nats.connect(server.url, connect_timeout=10, allow_reconnect=False)
+        js = nc.jetstream(timeout=300)
+        await js.add_stream(name="S", subjects=["S.>"], allow_atomic=True)
+        batch = jsx.AtomicBatch(js, batch_id="mine")
+        await batch.add("S.a", b"1")
+        machine, write = batch._session.machine, atomic_session.AtomicSession._write
+
+        async def slow(self: Any, block: Any, patience: Any) -> None:
+            if ends != "the reply":
+                server.pause()
+            await write(self, block, patience)
+            if ends == "close":
+                await nc.close()
+            elif ends == "kill":
+                server.kill()
+            while not (machine.begun or machine.ended):
+                await asyncio.sleep(0.001)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(atomic_session.AtomicSession, "_write", slow)
+            commit = asyncio.ensure_future(batch.commit("S.b", b"2"))
+            async with asyncio.timeout(60):
+                await asyncio.wait({commit})
+        if ends == "the reply":
+            assert (await commit).batch_size == 2
+        else:
+            with pytest.raises(errors.BatchAbandonedError) as caught:
+                await commit
+            assert caught.value.outcome == "not_stored"
+        await nc.close()
 
 
 @pytest.mark.parametrize("acked", [True, False])

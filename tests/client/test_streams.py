@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
@@ -352,6 +353,15 @@ class TestAdvice:
             await jsx.ensure_stream(js, name=name, subjects=[f"{name}.*.a", "free"])
         assert (caught.value.code, caught.value.err_code) == (400, 10065)
 
+    async def test_a_stream_with_the_default_subject_is_named(
+        self, js: JetStreamContext, stream_name: Callable[[], str]
+    ) -> None:
+        first, second = stream_name(), stream_name()
+        await js.add_stream(name=first, subjects=[second])
+        with pytest.raises(ServerError, match=f"stream '{first}' stores messages on '{second}'") as caught:
+            await jsx.ensure_stream(js, name=second)
+        assert caught.value.err_code == 10065
+
     async def test_the_refusal_stands_alone_if_the_other_streams_cannot_be_named(
         self, js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -386,9 +396,30 @@ class TestAdvice:
         await jsx.ensure_stream(js, name=name, sources=[StreamSource(name=origin)])
         with pytest.raises(StreamConfigMismatchError, match=r"js\.update_stream$"):
             await jsx.ensure_stream(js, name=name, sources=[StreamSource(name=origin, filter_subject="a")])
+        durable = StreamSource(name="NEW", consumer=StreamConsumerSource(name="c", deliver_subject="d"))
+        with pytest.raises(StreamConfigMismatchError, match=r"js\.update_stream$"):
+            await jsx.ensure_stream(js, name=name, sources=[StreamSource(name=origin), durable])
 
     @pytest.mark.parametrize("wrong", [{"subjects": "a.*"}, {"sources": StreamSource(name="A")}, {"sources": "A"}])
     async def test_lists_that_are_none_are_refused(self, js: JetStreamContext, wrong: dict[str, Any]) -> None:
         name = next(iter(wrong))
         with pytest.raises(TypeError, match=rf"stream 'S': {name} must be a list, not .*; give {name}=\["):
+            await jsx.ensure_stream(js, name="S", **wrong)
+
+    @pytest.mark.parametrize(
+        ("wrong", "advice"),
+        [
+            ({"sources": "A"}, "sources must be a list, not 'A'; give sources=[StreamSource(name='A')]"),
+            (
+                {"sources": ["A"]},
+                "sources must be a list of StreamSource, not 'A'; give sources=[StreamSource(name='A')]",
+            ),
+            ({"sources": [None]}, "give sources=[StreamSource(...)]"),
+            ({"mirror": "A"}, "mirror must be a StreamSource, not 'A'; give mirror=StreamSource(name='A')"),
+        ],
+    )
+    async def test_names_instead_of_sources_are_refused(
+        self, js: JetStreamContext, wrong: dict[str, Any], advice: str
+    ) -> None:
+        with pytest.raises(TypeError, match=re.escape(advice)):
             await jsx.ensure_stream(js, name="S", **wrong)

@@ -152,3 +152,76 @@ class TestGatherBounded:
             await gather_bounded(work, range(9), limit=3)
         assert caught.value.args == (1,)
         assert sorted(cancelled) == [0, 2]
+
+    async def test_a_timeout_around_it_is_a_timeout_also_after_a_failure(self) -> None:
+        async def fail(item: int) -> None:
+            await asyncio.sleep(0)
+            raise KeyError(item)
+
+        async def call() -> None:
+            async with asyncio.timeout(0.01):
+                with pytest.raises(KeyError):
+                    await gather_bounded(fail, range(3), limit=3)
+                await asyncio.sleep(30)
+
+        with pytest.raises(TimeoutError):
+            await call()
+
+    async def test_a_call_that_somebody_else_cancels_ends_the_others(self) -> None:
+        shared = asyncio.get_running_loop().create_future()
+
+        async def work(item: int) -> None:
+            await (shared if item else asyncio.sleep(30))
+
+        task = asyncio.ensure_future(gather_bounded(work, range(2), limit=2))
+        await asyncio.sleep(0.001)
+        shared.cancel()
+        done, _ = await asyncio.wait({task}, timeout=20)
+        assert done == {task}
+        assert task.cancelled()
+
+    @pytest.mark.parametrize("after", ["a failure", "a cancellation"])
+    async def test_a_cancellation_during_the_clean_up_leaves_no_call_behind(self, after: str) -> None:
+        cleaning, go_on, left = asyncio.Event(), asyncio.Event(), 0
+
+        async def work(item: int) -> None:
+            nonlocal left
+            left += 1
+            try:
+                if item == 2 and after == "a failure":
+                    await asyncio.sleep(0.001)
+                    raise KeyError(item)
+                await asyncio.sleep(30)
+            finally:
+                cleaning.set()
+                if item != 2:
+                    await go_on.wait()
+                left -= 1
+
+        task = asyncio.ensure_future(gather_bounded(work, range(3), limit=3))
+        await asyncio.sleep(0.001)
+        if after == "a cancellation":
+            task.cancel()
+        await cleaning.wait()
+        await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.sleep(0.001)
+        assert not task.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert left == 0
+
+    async def test_a_cancellation_is_not_lost_with_a_failure(self) -> None:
+        failing = asyncio.Event()
+
+        async def fail(item: int) -> None:
+            await failing.wait()
+            raise KeyError(item)
+
+        task = asyncio.ensure_future(gather_bounded(fail, range(3), limit=3))
+        await asyncio.sleep(0.001)
+        failing.set()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task

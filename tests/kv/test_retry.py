@@ -1,6 +1,7 @@
 """`retry_transaction`: when it runs a function again, for how long, and after a lost answer."""
 
 import asyncio
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -8,6 +9,7 @@ import nats.errors
 import pytest
 
 import jetstream_ext.kv as kvx
+from jetstream_ext.client.atomic import AtomicBatch
 from jetstream_ext.errors import (
     BatchAbandonedError,
     BatchOutcomeUnknownError,
@@ -17,6 +19,7 @@ from jetstream_ext.errors import (
     RequestTimeoutError,
     server_error,
 )
+from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.transaction import Transaction
 from jetstream_ext.protocol.api import StreamState
 
@@ -262,6 +265,40 @@ class TestLostAnswers:
                 fn = Counting()
                 assert await kvx.retry_transaction(kv, fn) == result
                 assert fn.runs == runs
+
+    @pytest.mark.parametrize("reconnected", [True, False])
+    @pytest.mark.parametrize("repeated", [True, False])
+    async def test_a_commit_sent_twice_is_not_called_lost_after_a_reconnect(
+        self, make_bucket, monkeypatch: pytest.MonkeyPatch, repeated: bool, reconnected: bool
+    ) -> None:
+        async def lost(*_: Any, **__: Any) -> Any:
+            raise BatchOutcomeUnknownError("no answer")
+
+        async def not_stored(batch: AtomicBatch, *, timeout: float | None = None) -> str:
+            return "not_stored"
+
+        bucket = Bucket(await make_bucket(), None)
+        tx = Transaction(bucket, with_id=True)
+        tx.put("a", b"1")
+        with monkeypatch.context() as patch:
+            patch.setattr(AtomicBatch, "commit_eob", lost)
+            patch.setattr(AtomicBatch, "state", "unknown")
+            patch.setattr(sys.modules[Transaction.__module__], "publish_atomic", lost)
+            patch.setattr(AtomicBatch, "resolve", not_stored)
+            with pytest.raises(BatchOutcomeUnknownError):
+                await tx.commit()
+            if repeated:
+                with pytest.raises(BatchOutcomeUnknownError):
+                    await tx.repeat()
+            if reconnected:
+                patch.setattr(type(bucket.context.connection), "session", bucket.context.connection.session + 1)
+            if repeated and reconnected:
+                for _ in range(2):
+                    with pytest.raises(BatchOutcomeUnknownError, match="sent twice and the client has reconnected"):
+                        await tx.resolve()
+                assert tx.state == "unknown"
+            else:
+                assert await tx.resolve() == "not_stored"
 
     async def test_plain_transaction_leaves_the_outcome_to_the_caller(
         self, make_bucket, monkeypatch: pytest.MonkeyPatch

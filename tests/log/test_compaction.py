@@ -17,7 +17,7 @@ from jetstream_ext.errors import PositionLostError
 from jetstream_ext.log import First, LogReader, Seq, Time, exactly_once
 from jetstream_ext.log import reader as reader_module
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.gaps import were_replaced
+from jetstream_ext.protocol.gaps import only_a_rollup, were_replaced
 from jetstream_ext.testing import ReferenceServer, VirtualClock
 
 Make = Callable[..., Awaitable[str]]
@@ -111,6 +111,21 @@ def test_an_earlier_state_shows_that_something_else_removed_messages(
 ) -> None:
     state = state_of(config)
     assert were_replaced(state, replace(state, **before), None) is replaced
+
+
+@pytest.mark.parametrize(
+    ("config", "before", "only"),
+    [
+        (COMPACTING, {"messages": 11}, False),
+        ({"allow_rollup_hdrs": True}, {"messages": 11}, True),
+        ({"allow_rollup_hdrs": True}, {"messages": 10}, False),
+        (COMPACTING, {"messages": 11, "config": COMPACTING | {"allow_rollup_hdrs": True}}, True),
+        (COMPACTING | {"allow_rollup_hdrs": True}, {"messages": 11, "config": {"max_msgs_per_subject": 2}}, False),
+    ],
+)
+def test_fewer_messages_may_need_a_rollup(config: dict[str, Any], before: dict[str, Any], only: bool) -> None:
+    state = state_of(config)
+    assert only_a_rollup(state, replace(state, **before)) is only
 
 
 @pytest.mark.parametrize(("minutes", "replaced"), [(59, True), (60, False)])
@@ -305,6 +320,94 @@ async def test_rollups_of_a_subject_replace_and_rollups_of_the_stream_do_not(
     await js.publish(f"{name}.d", b"d", headers={"Nats-Rollup": "all"})
     with pytest.raises(PositionLostError):
         await reader.read()
+
+
+@pytest.mark.parametrize("keep", [-1, 5])
+@pytest.mark.parametrize("newer", ["", "a", "abcab"])
+async def test_a_purge_is_reported_unless_a_rollup_may_have_replaced_the_messages(
+    js: JetStreamContext, make_stream: Make, newer: str, keep: int
+) -> None:
+    async def purged(**options: Any) -> LogReader:
+        name = await make_stream(allow_rollup_hdrs=True, max_msgs_per_subject=keep)
+        await publish(js, name, "abc" * 5)
+        reader = LogReader(js, name, start=Seq(1))
+        await reader.open()
+        await publish(js, name, newer[:1], **options)
+        await js.purge_stream(name, keep=3)
+        await publish(js, name, newer[1:])
+        return reader
+
+    with pytest.raises(PositionLostError) as caught:
+        await (await purged()).read()
+    assert caught.value.expected == 1
+    if newer:
+        reader = await purged(headers=ROLLUP)
+        assert len([message async for message in reader]) == 2 + len(newer), (
+            "its effect cannot be told from that of the purge"
+        )
+
+
+@pytest.mark.parametrize("mirror", [False, True])
+@pytest.mark.parametrize("seconds", [1, 6])
+async def test_a_rollup_right_before_the_check_may_not_have_acted_yet(seconds: int, mirror: bool) -> None:
+    clock = VirtualClock()
+    async with ReferenceServer(clock=clock) as server:
+        nc = await nats.connect(server.url, connect_timeout=10)
+        js = nc.jetstream(timeout=30)
+        await js.add_stream(name="S", subjects=["S.>"], allow_direct=True, allow_rollup_hdrs=True)
+        await publish(js, "S", "aaaabbbb")
+        await publish(js, "S", "b", headers=ROLLUP)
+        name = "S"
+        if mirror:
+            await js.add_stream(
+                name=(name := "M"), mirror=StreamSource(name="S"), allow_direct=True, allow_rollup_hdrs=True
+            )
+            while (await js.stream_info("M")).state.last_seq < 9:
+                await asyncio.sleep(0.01)
+        clock.advance(seconds)
+        reader = LogReader(js, name, start=Seq(1))
+        await reader.open()
+        await js.purge_stream(name, seq=3)
+        if seconds < 5 or mirror:
+            assert (await reader.read())[-1].seq == 9, "its effect cannot be told from that of the purge"
+        else:
+            with pytest.raises(PositionLostError):
+                await reader.read()
+        await nc.close()
+
+
+async def test_messages_of_one_subject_that_expire_are_reported() -> None:
+    clock = VirtualClock()
+    async with ReferenceServer(clock=clock) as server:
+        nc = await nats.connect(server.url, connect_timeout=10)
+        js = nc.jetstream(timeout=30)
+        await js.add_stream(name="S", subjects=["S.>"], allow_direct=True, allow_msg_ttl=True, allow_rollup_hdrs=True)
+        await publish(js, "S", "aaa", headers={"Nats-TTL": "60"})
+        await publish(js, "S", "a")
+        reader = LogReader(js, "S", start=Seq(1))
+        await reader.open()
+        clock.advance(61)
+        with pytest.raises(PositionLostError):
+            await reader.read()
+        await nc.close()
+
+
+async def test_too_many_new_messages_are_not_searched_for_a_rollup(
+    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_module, "_GROUP", 10)
+    for count in (9, 10):
+        name = await make_stream(allow_rollup_hdrs=True)
+        await publish(js, name, "a" * 30)
+        reader = LogReader(js, name, start=Seq(1))
+        await reader.open()
+        await js.purge_stream(name, keep=1)
+        await publish(js, name, "a" * count)
+        if count < 10:
+            with pytest.raises(PositionLostError):
+                await reader.read()
+        else:
+            assert await seqs(reader) == [*range(30, 41)]
 
 
 @pytest.mark.parametrize("markers", [True, False])

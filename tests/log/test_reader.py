@@ -63,7 +63,6 @@ async def test_an_empty_stream_is_read_once_it_has_messages(
         (Last(), "9", None),
         (New(), None, None),
         (Time(datetime(2020, 1, 1, tzinfo=UTC)), None, 1),
-        (Time(datetime(2200, 1, 1, tzinfo=UTC)), None, None),
     ],
     ids=repr,
 )

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import nats
@@ -29,6 +29,39 @@ async def js(request: pytest.FixtureRequest) -> AsyncIterator[JetStreamContext]:
 async def fill(js: JetStreamContext, first: int, last: int) -> None:
     for n in range(first, last + 1):
         await js.publish(f"s.{n % 3}", b"%d" % n)
+
+
+@pytest.mark.parametrize("confirm", [True, False])
+@pytest.mark.parametrize("js", READS, indirect=True)
+async def test_a_time_is_found_where_messages_were_removed(js: JetStreamContext, confirm: bool) -> None:
+    # Servers before 2.12 may answer a request with `start_time` with a later message, or none.
+    await js.add_stream(name="S", subjects=["s.*"], allow_direct=True, max_msgs_per_subject=1)
+    for subject in ("a", "b", "c", *"d" * 40):
+        await js.publish(f"s.{subject}", b"")
+    there = await jsx.DirectGet(js, "S").scan().to_list()
+    for number, message in enumerate(there):
+        found = [msg.seq async for msg in LogReader(js, "S", start=Time(message.time), confirm=confirm)]
+        assert found == [one.seq for one in there[number:]]
+
+
+@pytest.mark.parametrize("stored", [3, 0])
+@pytest.mark.parametrize("confirm", [True, False])
+@pytest.mark.parametrize("js", ["2.11.11", "2.15.1"], indirect=True)
+async def test_a_time_in_the_future_is_waited_for(js: JetStreamContext, confirm: bool, stored: int) -> None:
+    await js.add_stream(name="S", subjects=["s.*"], allow_direct=True)
+    await fill(js, 1, stored)
+    when = datetime.now(UTC) + timedelta(seconds=0.4)
+    reader = LogReader(js, "S", start=Time(when), confirm=confirm)
+    await reader.open()
+    await fill(js, stored + 1, 6)
+    found = [message.seq for message in await reader.read()]
+    while datetime.now(UTC) <= when:
+        await asyncio.sleep(0.05)
+    await fill(js, 7, 8)
+    found += [message.seq async for message in reader]
+    everything = await jsx.DirectGet(js, "S").scan().to_list()
+    assert found == [message.seq for message in everything if message.time >= when]
+    assert found[-2:] == [7, 8]
 
 
 @pytest.mark.parametrize("confirm", [True, False])

@@ -38,7 +38,12 @@ def add(machine: AtomicBatchMachine, message: BatchMessage, ack: bool | None = N
 
 
 def commit(machine: AtomicBatchMachine, message: BatchMessage | None = None) -> list[Command]:
-    return commands(machine.commit(None if message is None else machine.prepare(message)))
+    """Commit a batch; the server has message 1."""
+    last = None if message is None else machine.prepare(message)
+    first = machine.begin(last)
+    if first is not None:
+        machine.receive(1, b"", b"")
+    return (commands(first) if first is not None else []) + commands(machine.commit(last))
 
 
 def refusal(err_code: int, code: int = 400) -> tuple[bytes, bytes]:

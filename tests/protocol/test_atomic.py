@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 import pytest
-from atomic_batches import Command, add, batch, commit, message, refusal, visible
+from atomic_batches import Command, add, batch, commands, commit, message, refusal, visible
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,6 +47,7 @@ def at(state: State, level: int = 4, **options: Any) -> AtomicBatchMachine:
     machine = batch(level, **options)
     add(machine, message())
     add(machine, message("a.2"))
+    machine.receive(1, *STAGED)
     if state in (COMMITTING, COMMITTED, UNKNOWN):
         commit(machine)
     if state is COMMITTED:
@@ -137,6 +138,7 @@ def test_a_message_that_is_held_back_is_not_sent_over_a_lower_limit(own_id: bool
     machine = batch(2, own_id=own_id)
     add(machine, message("a.1"))
     add(machine, message("a.2", bytes(1000)))
+    machine.receive(1, *STAGED)
     encoded = machine.prepare(message("a.3", bytes(1000)))
     before = visible(machine)
     machine.limit_messages(500)
@@ -239,10 +241,10 @@ def test_only_a_batch_with_an_id_of_the_caller_keeps_fingerprints() -> None:
     assert isinstance(bulk.add_many(iter(messages), 1 << 20).stopped, StopIteration)
     for entry in messages[:-1]:
         add(single, as_message(entry))
-    single.commit(single.prepare(as_message(messages[-1])))
+    commit(single, as_message(messages[-1]))
     single.receive(single.sent, *refusal(10167))  # the newest message is not part of the batch
     assert single.fingerprints == (bulk.fingerprints or ())[:-1]
-    single.commit(single.prepare(as_message(messages[-1])))
+    commit(single, as_message(messages[-1]))
     assert single.fingerprints == bulk.fingerprints
     assert len(set(bulk.fingerprints or ())) == 4
     stored = [fingerprint(m.subject, dict(message_headers(m)), m.payload) for m in map(as_message, messages)]
@@ -406,7 +408,7 @@ def test_replies_to_the_newest_message_while_open(reply: str) -> None:
         assert (returned, machine.state, machine.staged, machine.size) == (None, OPEN, 2, 2)
     elif reply in STILL_OPEN:
         assert type(returned) is REFUSED[reply]
-        assert visible(machine) == (OPEN, 1, 1, 0, None, None, "a.1")
+        assert visible(machine) == (OPEN, 1, 1, 1, None, None, "a.1")
     elif reply in ("ack", "ack of another size"):
         # No commit was sent, but the client cannot claim that nothing is stored.
         assert (returned, machine.state) == (None, UNKNOWN)
@@ -469,7 +471,7 @@ def test_replies_to_the_commit(reply: str, last: BatchMessage | None, level: int
         assert isinstance(machine.error, errors.UnsupportedFeatureError)
         assert machine.error.required_api_level == 2
     else:
-        assert (returned, machine.state, machine.staged) == (None, UNKNOWN, 0)
+        assert (returned, machine.state, machine.staged) == (None, UNKNOWN, 1)
         assert isinstance(machine.error, errors.BatchOutcomeUnknownError)
         assert isinstance(machine.error.__cause__, errors.ResponseError)
 
@@ -501,12 +503,115 @@ def test_refusals_of_the_two_newest_messages() -> None:
         add(machine, message("a.1", expected_last_subject_seq=0))
 
 
-@pytest.mark.parametrize("own_id", [True, False])
-def test_a_refusal_of_an_earlier_message_during_the_commit_ends_the_batch(own_id: bool) -> None:
-    machine = at(COMMITTING, own_id=own_id)
+def test_a_refusal_of_an_earlier_message_during_the_commit_ends_the_batch() -> None:
+    machine = at(COMMITTING, own_id=True)
     assert machine.receive(2, *refusal(10054)) is None
-    # The place of the message may have been that of another batch with the id, which the commit has then completed.
-    assert machine.state is (FAILED if own_id else UNKNOWN)
+    assert machine.state is FAILED
+
+
+@pytest.mark.parametrize("answer", ["503", "overload", "incomplete", "wrong last sequence", "ack", None])
+def test_the_answer_to_the_commit_decides_if_another_batch_may_have_the_id(answer: str | None) -> None:
+    # The place of the refused message may have been taken by one of another batch.
+    machine = at(COMMITTING)
+    assert machine.receive(2, *refusal(10054)) is None
+    assert machine.state is COMMITTING
+    if answer is None:
+        machine.lost("no answer within 5 s")
+    else:
+        assert machine.receive(machine.sent, *REPLIES[answer]) is None
+    if answer in ("ack", None):
+        assert (machine.state, machine.unresolved()) == (UNKNOWN, Unresolved.COMMIT)
+        assert machine.error is not None
+        assert isinstance(machine.error.__cause__, errors.MessageTooLargeError)
+    else:
+        assert machine.state is FAILED
+        assert isinstance(machine.error, errors.MessageTooLargeError)
+        assert machine.error.outcome == "not_stored"
+
+
+class TestAnEarlierBatchWithTheId:
+    """A batch of the same id may be open on the server. If it has one message, message 2 of this one continues it."""
+
+    @LEVELS
+    @pytest.mark.parametrize("options", [{}, {"ack_first": False}, {"in_one_go": True}])
+    def test_it_is_not_committed(self, options: dict[str, Any], level: int) -> None:
+        machine = batch(level, **options)
+        sent = add(machine, message(), ack=False), add(machine, message("a.2"), ack=False)
+        last = machine.prepare(message("a.3"))
+        first = machine.begin(last)
+        assert first is not None
+        before = [command for command in (*sent, *commands(first)) if command is not None]
+        assert before[0][1] == "_INBOX.r.1"
+        assert all("Nats-Batch-Commit" not in headers for _, _, headers, _ in before)
+        with pytest.raises(AssertionError):
+            machine.commit(last)
+        machine.receive(1, *NO_RESPONDERS)
+        with pytest.raises(errors.NoStreamError) as caught:
+            machine.begin(last)
+        assert (caught.value.outcome, machine.state) == ("not_stored", FAILED)
+
+    @LEVELS
+    def test_a_held_message_is_sent_before_the_commit(self, level: int) -> None:
+        machine = batch(level, in_one_go=True)
+        assert add(machine, message()) is None
+        last = machine.prepare(message("a.2"))
+        first = machine.begin(last)
+        assert first is not None
+        (held,) = commands(first)
+        assert held[:2] == ("a.1", "_INBOX.r.1")
+        waiting = machine.begin(last)
+        assert waiting is not None
+        assert waiting.data == b""
+        machine.receive(1, *STAGED)
+        assert machine.begin(last) is None
+        (command,) = commands(machine.commit(last))
+        assert (command[0], command[2]["Nats-Batch-Sequence"], command[2]["Nats-Batch-Commit"]) == ("a.2", "2", "1")
+
+    def test_the_last_message_is_checked_before_the_held_one_is_sent(self) -> None:
+        machine = batch(2)
+        add(machine, message())
+        last = machine.prepare(message("a.1", expected_last_subject_seq=0))
+        with pytest.raises(ValueError, match="an earlier message"):
+            machine.begin(last)
+        assert machine.sent == 0
+
+    def test_the_reply_to_message_1_is_awaited_only_before_the_commit(self) -> None:
+        machine = batch(ack_first=False)
+        block = machine.add(machine.prepare(message()))
+        assert (block.awaited, block.last_asked) == (0, 0)
+        bulk = batch(ack_first=False).add_many(iter([message()] * 3), 1 << 20)
+        assert (bulk.messages, bulk.awaited, bulk.last_asked) == (3, 0, 0)
+
+    def test_a_later_reply_does_not_tell_that_message_1_was_taken(self) -> None:
+        machine = batch(ack_first=False)
+        add(machine, message())
+        add(machine, message(), ack=True)
+        machine.receive(2, *STAGED)
+        assert machine.begin(None) is not None
+
+    def test_a_batch_of_one_message_continues_no_other(self) -> None:
+        machine = batch()
+        last = machine.prepare(message())
+        assert machine.begin(last) is None
+        machine.commit(last)
+        machine.receive(1, *ack(1))
+        assert machine.state is COMMITTED
+
+    @LEVELS
+    def test_a_generated_id_needs_no_reply(self, level: int) -> None:
+        machine = batch(level, own_id=True, ack_first=False)
+        sent = [add(machine, message()), add(machine, message())]
+        assert not any(command[1] for command in sent if command is not None)
+        assert machine.begin(None) is machine.begin(machine.prepare(message())) is None
+
+    def test_a_connection_that_is_lost_before_the_reply_to_message_1_ends_the_batch(self) -> None:
+        machine = batch(ack_first=False)
+        add(machine, message())
+        machine.disconnected(reply_awaited=False)
+        assert machine.state is FAILED
+        with pytest.raises(errors.BatchAbandonedError, match="first message") as caught:
+            add(machine, message())
+        assert caught.value.outcome == "not_stored"
 
 
 def test_staged_never_decreases() -> None:
@@ -665,7 +770,7 @@ def test_an_empty_batch_cannot_be_committed(level: int) -> None:
     ],
 )
 def test_which_messages_ask_for_a_reply(options: dict[str, Any], asks: dict[int, bool], replies: list[bool]) -> None:
-    machine = batch(**options)
+    machine = batch(own_id=True, **options)
     steps = [add(machine, message(), asks.get(seq)) for seq in range(1, 5)]
     assert [bool(step[1]) for step in steps if step] == replies
     assert commit(machine)[-1][1]
@@ -674,7 +779,7 @@ def test_which_messages_ask_for_a_reply(options: dict[str, Any], asks: dict[int,
 @LEVELS
 @given(st.data())
 def test_sequences_on_the_wire_are_1_to_n_whatever_is_refused(level: int, data: st.DataObject) -> None:
-    machine = batch(level)
+    machine = batch(level, own_id=True)
     accepted: list[tuple[str, bytes]] = []
     staged: dict[int, tuple[str, bytes]] = {}
 

@@ -238,6 +238,50 @@ class TestBatchesWithOneId:
         assert caught.value.outcome == "unknown"
         assert isinstance(caught.value.__cause__, errors.AtomicPublishDuplicateMessageIDError)
 
+    @pytest.mark.parametrize("how", ["publish_atomic", "add", "add_many", "commit"])
+    async def test_a_discarded_batch_is_not_stored_by_the_commit_of_a_later_one(
+        self, js: JetStreamContext, make_stream: MakeStream, how: str
+    ) -> None:
+        stream = await make_stream(max_msg_size=1000)
+        subject, large = f"{stream}.a", bytes(2000)
+        earlier = jsx.AtomicBatch(js, batch_id="job")
+        await earlier.add(subject, b"earlier")
+        await earlier.discard()
+
+        async def publish() -> None:
+            batch = jsx.AtomicBatch(js, batch_id="job", ack_first=False)
+            match how:
+                case "publish_atomic":
+                    await jsx.publish_atomic(js, [(subject, large), (subject, b"2")], batch_id="job")
+                case "add":
+                    await batch.add(subject, large)
+                    await batch.add(subject, b"2")
+                    await batch.commit_eob()
+                case "add_many":
+                    await batch.add_many([(subject, large), (subject, b"2")])
+                    await batch.commit_eob()
+                case "commit":
+                    await batch.add(subject, large)
+                    await batch.commit(subject, b"2")
+
+        # The server refuses message 1 and keeps the earlier batch, of which message 2 could be the next one.
+        with pytest.raises(errors.MessageTooLargeError) as caught:
+            await publish()
+        assert caught.value.outcome == "not_stored"
+        assert (await js.stream_info(stream)).state.messages == 0
+        assert await earlier.resolve() == "not_stored"
+        batch = jsx.AtomicBatch(js, batch_id="job", ack_first=False)
+        with pytest.raises(errors.AtomicPublishIncompleteError):  # its first message ends the earlier batch
+            await self.two(batch, subject)
+        await self.two(jsx.AtomicBatch(js, batch_id="job", ack_first=False), subject)
+        assert await payloads(js, stream) == [b"1", b"2"]
+
+    @staticmethod
+    async def two(batch: jsx.AtomicBatch, subject: str) -> None:
+        await batch.add(subject, b"1")
+        await batch.add(subject, b"2")
+        await batch.commit_eob()
+
     async def test_no_other_batch_has_a_generated_id(self, js: JetStreamContext, make_stream: MakeStream) -> None:
         stream = await make_stream()
         messages = self.batch(stream, "xyz", ids="x")

@@ -1,7 +1,7 @@
 """Run schedules of the fast batch or of whole calls, or replay one.
 
 python tests/simulation [--schedules 100000] [--first 0]
-python tests/simulation --calls [--schedules 34000]
+python tests/simulation --calls [--schedules 26000]
 python tests/simulation --replay fail:chaos:4711
 python tests/simulation --replay ingest:4711
 """
@@ -33,12 +33,16 @@ def call_failures(first: int, count: int) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", action="store_true", help="run whole calls: ingest, atomic batches and workers")
+    parser.add_argument(
+        "--calls",
+        action="store_true",
+        help="run whole calls: ingest, atomic batches (also with ids used again) and workers",
+    )
     parser.add_argument(
         "--schedules",
         type=int,
         help="schedules of each mode of the fast batch, half of them on each kind of link (default: 100,000), or of each "
-        "kind of call (default: 34,000)",
+        "kind of call (default: 26,000)",
     )
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="the number of processes")
@@ -50,7 +54,7 @@ def main() -> int:
         kind = options.replay.partition(":")[0]
         (call_schedules if kind in JOBS else fast_schedules).replay(options.replay, print)
         return 0
-    failures, kinds, schedules = (call_failures, len(JOBS), 34_000) if options.calls else (fast_failures, 2, 100_000)
+    failures, kinds, schedules = (call_failures, len(JOBS), 26_000) if options.calls else (fast_failures, 2, 100_000)
     schedules = options.schedules or schedules
     began = time.monotonic()
     done = failed = 0

@@ -89,6 +89,10 @@ class _Pipe:
             self._timer = None
         self._arm()
 
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._moving)
+
     def clear(self) -> None:
         """Lose what is on its way."""
         self._moving.clear()
@@ -171,6 +175,7 @@ class Network:
         self.late_limit = math.inf
         """Seconds within which what was sent over a link arrives after the link is lost, if it is not lost, too."""
         self._links: dict[int, _Link] = {}
+        self._lost: list[_Link] = []
         self._numbers = 0
         self._ended: set[int] = set()  # the connections that the server has closed
         self._down_until = 0.0
@@ -287,8 +292,15 @@ class Network:
             link.closed = True
             link.up.release(self.late_limit)
             del self._links[link.number]
+            self._lost.append(link)
             self.loop.call_soon(link.protocol.connection_lost, error)
             link.up.push(None, self.delay(link))
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether what was sent over a lost link is still on its way."""
+        self._lost = [link for link in self._lost if link.up.is_busy]
+        return bool(self._lost)
 
     def calm(self) -> None:
         """End the faults, and make the links fast: with a round trip longer than a timeout, no call succeeds."""

@@ -53,6 +53,7 @@ class Pipeline:
         self.server, self._run = server, run
         self.source, self.sink = f"{name}IN", f"{name}OUT"
         self.checkpoint = folder / "checkpoint"
+        self.log = folder / "job.log"
 
     def make(self, **config: Any) -> None:
         async def fill(js: JetStreamContext) -> None:
@@ -126,7 +127,7 @@ class Pipeline:
             (self.checkpoint / "commits" / name).unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def job(self, semantics: str, **given: Any) -> Iterator[subprocess.Popen[str]]:
+    def job(self, semantics: str, **given: Any) -> Iterator[subprocess.Popen[bytes]]:
         """Run the query in a separate process."""
         text = json.dumps(
             {
@@ -142,29 +143,32 @@ class Pipeline:
             | given
         )
         environment = os.environ | {"PYSPARK_PYTHON": sys.executable}
-        process = subprocess.Popen(
-            [sys.executable, str(JOB), text],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environment,
-            start_new_session=True,  # the driver's JVM and Python workers die with it
-        )
+        with self.log.open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, str(JOB), text],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # the driver's JVM and Python workers die with it
+            )
         try:
             yield process
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
 
-    def until(self, rows: int, seconds: float = 120) -> None:
-        """Wait until the sink has at least `rows` rows."""
-        deadline = time.monotonic() + seconds
-        while self.count() < rows:
-            assert time.monotonic() < deadline, f"{self.count()} rows after {seconds} s"
-            time.sleep(0.05)
+    def until(self, rows: int, *, job: subprocess.Popen[bytes] | None = None, seconds: float = 300) -> None:
+        """Wait until the sink has at least `rows` rows; a failure tells when rows arrived and what `job` printed."""
+        begun = time.monotonic()
+        arrived: dict[int, float] = {}
+        while (count := self.count()) < rows:
+            passed = round(time.monotonic() - begun, 1)
+            arrived.setdefault(count, passed)
+            if passed > seconds or (job is not None and job.poll() is not None):
+                printed = self.log.read_text()[-8000:] if job else ""
+                pytest.fail(f"{count} rows of {rows} after {passed} s ({arrived}): {printed}")
+            time.sleep(0.2)
 
 
 async def _count(js: JetStreamContext, stream: str) -> int:
@@ -351,7 +355,7 @@ def test_the_driver_is_killed(spark: SparkSession, pipeline: Pipeline, semantics
         pytest.skip("nox -s full -- spark_faults runs it")
     pipeline.make()
     with pipeline.job(semantics) as job:
-        pipeline.until(ROWS // 3)
+        pipeline.until(ROWS // 3, job=job)
         os.killpg(job.pid, signal.SIGKILL)
         job.wait()
     assert sum(pipeline.stored().values()) < ROWS
@@ -367,7 +371,7 @@ CLUSTER = {"master": "local-cluster[2,1,1024]", "conf": {"spark.executor.memory"
 def test_an_executor_is_killed(pipeline: Pipeline, semantics: str) -> None:
     pipeline.make()
     with pipeline.job(semantics, **CLUSTER) as job:
-        pipeline.until(ROWS // 3)
+        pipeline.until(ROWS // 3, job=job)
         executors = _executors(job.pid)
         assert executors
         assert pipeline.count() < ROWS
