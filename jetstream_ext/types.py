@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final, TypedDict
@@ -61,7 +61,7 @@ class BatchMessage:
 
     Args:
         subject: Its subject, without wildcards, white space and control characters.
-        payload: Its payload; may be empty.
+        payload: Its payload; may be empty. A bytearray or memoryview is copied.
         headers: Its headers; copied, never changed.
         msg_ttl: Its TTL: whole seconds, a timedelta, or `NEVER` (ADR-43; server 2.11, stream ``allow_msg_ttl``).
         msg_id: ``Nats-Msg-Id`` for the stream's duplicate window. Blanks around it are left out, as servers ignore them.
@@ -82,8 +82,17 @@ class BatchMessage:
     expected_last_subject: str | None = None
 
     def __post_init__(self) -> None:
-        if type(self.headers) is dict:  # sending copies other mappings: copying could drop what a subclass adds
-            object.__setattr__(self, "headers", self.headers.copy())
+        # The caller may use its buffer and its mapping again before the message is sent, or sent once more.
+        payload: object = self.payload
+        if type(payload) is not bytes and isinstance(payload, bytearray | memoryview):
+            object.__setattr__(self, "payload", bytes(payload))
+        if self.headers is not None and isinstance(self.headers, Mapping):
+            object.__setattr__(self, "headers", _copied(self.headers))
+
+
+def _copied(headers: Mapping[str, str]) -> Mapping[str, str]:
+    copy: Callable[[], Mapping[str, str]] | None = getattr(headers, "copy", None)
+    return dict(headers) if copy is None else copy()  # its own copy keeps what its class adds, as repeated names
 
 
 Entry = tuple[str, bytes] | tuple[str, bytes, Mapping[str, str]] | BatchMessage

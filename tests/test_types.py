@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import pickle
+from collections import UserDict
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
@@ -98,11 +100,15 @@ def test_the_enums_are_their_wire_text() -> None:
     assert jsx.GapMode("fail") is jsx.GapMode.FAIL
 
 
-def test_a_batch_message_copies_its_headers() -> None:
-    headers = {"A": "1"}
-    message = jsx.BatchMessage("a", headers=headers)
+@pytest.mark.parametrize("kind", [dict, UserDict])
+@pytest.mark.parametrize("view", [bytearray, memoryview])
+def test_a_batch_message_copies_its_headers_and_its_payload(kind: type, view: Callable[[bytearray], Any]) -> None:
+    headers, buffer = kind({"A": "1"}), bytearray(b"1")
+    message = jsx.BatchMessage("a", view(buffer), headers)
     headers["A"] = "2"
-    assert message.headers == {"A": "1"}
+    buffer[:] = b"2"
+    assert message == jsx.BatchMessage("a", b"1", {"A": "1"})
+    assert type(message.payload) is bytes
 
 
 def test_a_batch_message_takes_what_add_takes() -> None:

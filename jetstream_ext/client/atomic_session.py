@@ -330,6 +330,8 @@ class AtomicSession:
                 try:
                     if not turn.has_come:
                         await patience.spend(turn.wait(patience.send_by))
+                    elif not self._connection.has_room:
+                        await patience.spend(self._wait_room(patience.to_send))
                     elif (first := machine.begin(last)) is not None:
                         await self._begin(first, patience)
                     else:

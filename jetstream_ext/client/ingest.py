@@ -86,7 +86,8 @@ async def ingest(
     Args:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
         messages: ``(subject, payload)``, ``(subject, payload, headers)`` or `BatchMessage`, from an iterable or an async
-            iterable, all for one stream. It is read as fast as the messages are stored; only one window is in memory.
+            iterable, all for one stream. It is read as fast as the messages are stored; only one window is in memory. What
+            it yields is copied unless it is immutable, so it may use one buffer or dict again and again.
         msg_id: Called with each message that has no ``Nats-Msg-Id``; returns its id. The default ids are a random id of
             the run and the message's place in it. With ids that are derived from the content, a second run stores only
             what the first did not. A message is known by its id, so no other publisher may use it meanwhile. Only the
@@ -185,21 +186,23 @@ class _Source:
             await self.entries.aclose()  # otherwise the loop closes it later, in a task
 
     def _with_id(self, entry: Entry) -> Entry:
-        """Return the message with an id; anything else stays as it is, and is refused when it is sent."""
+        """Return the message with an id; anything else stays as it is, and is refused when it is sent.
+
+        Nothing of what is returned changes with what the caller does to its buffers and mappings.
+        """
         self.taken += 1
         if type(entry) is tuple:  # nearly every message of a bulk: no object is made for it
-            if len(entry) == 2:
+            if len(entry) == 2 and type(entry[1]) is bytes:
                 return entry[0], entry[1], {h.MSG_ID: self._id(entry)}
-            if len(entry) == 3 and type(entry[2]) is dict and entry[2].get(h.MSG_ID):
-                return entry
+            if len(entry) == 3 and type(entry[1]) is bytes and type(entry[2]) is dict and entry[2].get(h.MSG_ID):
+                return entry[0], entry[1], entry[2].copy()
         try:
             message = entry if isinstance(entry, BatchMessage) else BatchMessage(*entry)
-            headers = dict(given_headers(message))
+            headers = given_headers(message)
         except (TypeError, ValueError):
             return entry
-        if message.msg_id is not None or headers.get(h.MSG_ID):
-            return entry
-        headers[h.MSG_ID] = self._id(entry)
+        if message.msg_id is None and not headers.get(h.MSG_ID):
+            headers = {**headers, h.MSG_ID: self._id(entry)}
         if isinstance(entry, tuple):
             return message.subject, message.payload, headers
         return dataclasses.replace(message, headers=headers)
@@ -368,6 +371,7 @@ class _Ingest:
     async def _send_batch(self) -> None:
         """Send from the source until it or the batch ends; then the window holds what is not acknowledged."""
         await self._connected()
+        self._retry.reset()  # nothing waits: a lost connection before the next message says nothing about it
         before = self._stored
         opened = False
         trouble: Exception | None = None
@@ -619,9 +623,12 @@ class _Ingest:
                 search.see(await self._read(state, *block))
         except NotPermittedError:
             return unknown
-        except RequestTimeoutError:
+        except RequestTimeoutError as late:
             if await self._never_answers():
                 return unknown
+            if self._retry.over:
+                what = f"searching it for what is stored took longer than {self._retry.give_up_after:g} s"
+                raise RequestTimeoutError(f"stream {state.name!r}: {what}") from late
             raise
         self._silences = 0
         if state.replicated:

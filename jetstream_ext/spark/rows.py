@@ -55,6 +55,9 @@ class _MultiHeaders(dict[str, str]):
     def items(self) -> Any:
         return self._pairs
 
+    def copy(self) -> _MultiHeaders:
+        return self  # nothing changes it
+
 
 @dataclass(frozen=True, slots=True)
 class Columns:

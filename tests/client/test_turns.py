@@ -256,6 +256,25 @@ async def test_a_message_that_finds_no_room_leaves_the_batch_open(
     assert await subjects(js, stream) == [f"{stream}.a", f"{stream}.e"]
 
 
+async def test_a_commit_whose_turn_comes_late_waits_for_room_too(
+    js: JetStreamContext, make_stream: MakeStream, room: asyncio.Event
+) -> None:
+    stream = await make_stream()
+    async with jsx.AtomicBatch(js, timeout=2) as batch:
+        await batch.add(f"{stream}.a")
+        room.clear()
+        late = asyncio.ensure_future(batch.add(f"{stream}.b"))
+        await asyncio.sleep(0.5)
+        with pytest.raises(errors.RequestTimeoutError, match=r"the commit was not sent within 2 s: no room"):
+            await batch.commit_eob()
+        with pytest.raises(errors.RequestTimeoutError):
+            await late
+        assert (batch.state, batch.size) == ("open", 1)
+        room.set()
+        await batch.commit_eob()
+    assert await subjects(js, stream) == [f"{stream}.a"]
+
+
 async def test_the_opening_counts_for_the_calls_that_wait_for_it(
     own_server: Any, own_js: JetStreamContext, own_stream: MakeStream
 ) -> None:

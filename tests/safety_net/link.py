@@ -1,4 +1,4 @@
-"""A TCP proxy that is slow, drops the bytes of the server, or rewrites its greeting."""
+"""A TCP proxy that is slow, drops the bytes of one side, or rewrites its greeting."""
 
 import asyncio
 from collections.abc import Callable
@@ -20,6 +20,10 @@ class Link:
     ) -> None:
         self.replies = True
         """Whether the client receives the bytes of the server."""
+        self.requests = True
+        """Whether the server receives the bytes of the client."""
+        self.dropped = b""
+        """The bytes of the client that the server did not receive."""
         self.accepting = True
         """Whether new connections are let through."""
         self._port = port
@@ -68,8 +72,11 @@ class Link:
 
     async def _up(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1 << 16):
-            writer.write(data)
-            await writer.drain()
+            if self.requests:
+                writer.write(data)
+                await writer.drain()
+            else:
+                self.dropped += data
         raise ConnectionResetError
 
     async def _down(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

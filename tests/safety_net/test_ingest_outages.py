@@ -2,7 +2,8 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import UserDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,28 @@ Connect = Callable[..., Awaitable[Client]]
 Outage = Callable[[], Awaitable[None]]
 SENT, COUNT = 10, 20
 SHORT = 0.2  # seconds; a duplicate window that ends during the outages here
+
+
+class Headers(MutableMapping[str, str]):
+    """A mapping without `copy`."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+
+    def __getitem__(self, name: str) -> str:
+        return self._values[name]
+
+    def __setitem__(self, name: str, value: str) -> None:
+        self._values[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
@@ -202,6 +225,81 @@ class TestLongOutage:
             link.accepting = True
 
         return outage
+
+    async def test_a_connection_that_was_lost_before_anything_was_sent_does_not_use_up_the_timeout(
+        self, direct: JetStreamContext, link: Link, js: JetStreamContext
+    ) -> None:
+        await add_stream(direct)
+        timeout = 3.0
+
+        async def outage() -> None:
+            await cut(link, js)
+            link.accepting = True
+
+        async def quiet() -> AsyncIterator[Any]:
+            await asyncio.sleep(timeout)
+            for n in range(COUNT):
+                if n == SENT:
+                    await outage()
+                yield "s.a", b"%d" % n
+
+        await cut(link, js)
+        asyncio.get_running_loop().call_later(0.2, setattr, link, "accepting", True)
+        report = await jsx.ingest(js, quiet(), timeout=timeout)
+        assert report.stored == COUNT
+        assert await stored(direct) == list(range(COUNT))
+
+    async def test_a_search_that_takes_longer_than_the_timeout_says_so(
+        self, direct: JetStreamContext, js: JetStreamContext, outage: Outage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await add_stream(direct, allow_direct=False, duplicate_window=SHORT)
+        get = ingest_module.get_at_leader
+
+        async def slow(*arguments: Any) -> Any:
+            await asyncio.sleep(0.3)
+            return await get(*arguments)
+
+        monkeypatch.setattr(ingest_module, "get_at_leader", slow)
+        with pytest.raises(
+            jsx.errors.IngestError, match=r"searching it for what is stored took longer than 1 s"
+        ) as caught:
+            await run(js, outage, timeout=1)
+        assert (caught.value.index, caught.value.in_doubt) == (0, SENT)
+
+    @pytest.mark.parametrize("kind", [tuple, jsx.BatchMessage])
+    @pytest.mark.parametrize("buffer", [bytearray, lambda size: memoryview(bytearray(size))], ids=["bytearray", "view"])
+    @pytest.mark.parametrize("headers", [None, dict, UserDict, Headers], ids=["none", "dict", "UserDict", "mapping"])
+    async def test_a_source_may_use_its_buffer_and_headers_again(
+        self, direct: JetStreamContext, link: Link, js: JetStreamContext, kind: Any, buffer: Any, headers: Any
+    ) -> None:
+        await add_stream(direct)
+        numbers, data = {} if headers is None else headers(), buffer(2)
+
+        async def lost() -> bool:
+            return link.dropped.count(b"PUB s.a ") == SENT - 1
+
+        async def outage() -> None:
+            await until(lost)
+            await cut(link, js)
+            link.accepting = link.requests = True
+
+        def message(n: int) -> Any:
+            link.requests = link.requests and n != 1  # the first message opens the batch; the next ones are lost
+            data[:] = b"%02d" % n
+            if headers is None:
+                fields: tuple[Any, ...] = "s.a", data
+            else:
+                numbers["Nats-Msg-Id"] = numbers["Number"] = str(n)
+                fields = "s.a", data, numbers
+            return fields if kind is tuple else kind(*fields)
+
+        report = await run(js, outage, message)
+        assert (report.stored, report.duplicates, report.in_doubt) == (COUNT, 1, 0), "the first message was stored"
+        assert report.resent > SENT - 1
+        assert await stored(direct) == list(range(COUNT))
+        if headers is not None:
+            found = await jsx.DirectGet(direct, "S").scan().to_list()
+            assert [each.headers["Number"] for each in found] == [str(n) for n in range(COUNT)]
 
     @pytest.mark.parametrize("config", [{}, {"allow_direct": False}, {"max_msgs": 5}, {"max_msgs_per_subject": 1}])
     async def test_nothing_is_stored_twice(

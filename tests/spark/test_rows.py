@@ -10,8 +10,9 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.types import ArrayType, BinaryType, MapType, StringType, StructType
 
+from jetstream_ext.protocol.options import as_message, message_headers
 from jetstream_ext.spark.options import WriteOptions
-from jetstream_ext.spark.rows import Columns, Message, RowError, RowReader
+from jetstream_ext.spark.rows import Columns, Message, RowError, RowReader, without_ids
 
 Reads = Callable[..., list[Message]]
 
@@ -99,6 +100,11 @@ def test_a_row_that_cannot_be_a_message_is_refused(
 def test_dedupe_refuses_headers_with_several_values(read: Reads) -> None:
     with pytest.raises(RowError, match=r"row 0 of partition 3 .* has several values"):
         read(("s.a", b"", {"A": ["1", "2"]}), several=True)
+
+
+def test_every_value_of_a_header_is_sent(read: Reads) -> None:
+    (entry,) = without_ids(read(("s.a", b"", {"A": ["1", "2"]}), several=True, semantics="transactional"))
+    assert message_headers(as_message(entry)) == [("A", "1"), ("A", "2")]
 
 
 def test_single_rows_are_collected_into_chunks() -> None:
