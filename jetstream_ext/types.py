@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Final, TypedDict
+from typing import Any, Final, TypedDict
 
 
 class _Never(enum.Enum):
@@ -86,13 +86,29 @@ class BatchMessage:
         payload: object = self.payload
         if type(payload) is not bytes and isinstance(payload, bytearray | memoryview):
             object.__setattr__(self, "payload", bytes(payload))
-        if self.headers is not None and isinstance(self.headers, Mapping):
-            object.__setattr__(self, "headers", _copied(self.headers))
+        headers = self.headers
+        if type(headers) is dict:
+            object.__setattr__(self, "headers", headers.copy())
+        elif headers is not None and isinstance(headers, Mapping):
+            object.__setattr__(self, "headers", own_headers(headers.items()))
 
 
-def _copied(headers: Mapping[str, str]) -> Mapping[str, str]:
-    copy: Callable[[], Mapping[str, str]] | None = getattr(headers, "copy", None)
-    return dict(headers) if copy is None else copy()  # its own copy keeps what its class adds, as repeated names
+class RepeatedHeaders(dict[str, str]):
+    """Headers with several values for some names: `items` repeats the name. Nothing changes them."""
+
+    def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
+        self._pairs = list(pairs)
+        super().__init__(self._pairs)
+
+    def items(self) -> Any:
+        return self._pairs
+
+
+def own_headers(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return headers, with every value of a repeated name, that do not change with the mapping that `pairs` come from."""
+    pairs = list(pairs)
+    headers = dict(pairs)
+    return headers if len(headers) == len(pairs) else RepeatedHeaders(pairs)
 
 
 Entry = tuple[str, bytes] | tuple[str, bytes, Mapping[str, str]] | BatchMessage

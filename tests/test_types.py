@@ -14,6 +14,7 @@ import jetstream_ext as jsx
 from jetstream_ext import types
 from jetstream_ext.errors import ResponseError, ServerError
 from jetstream_ext.protocol.direct import ReplyDecoder
+from jetstream_ext.protocol.options import message_headers
 
 VALUES: list[Any] = [
     jsx.BatchMessage("a.b", b"x", msg_ttl=jsx.NEVER, msg_id="m", stream="S", expected_last_seq=0),
@@ -98,6 +99,17 @@ def test_the_enums_are_their_wire_text() -> None:
         "COMMITTED", "GAP", "ERROR", "TIMEOUT", "DISCARDED", "DISCONNECTED",
     }  # fmt: skip
     assert jsx.GapMode("fail") is jsx.GapMode.FAIL
+
+
+class Repeated(dict[str, str]):
+    def items(self) -> Any:
+        return [("A", "1"), ("A", "2")]
+
+
+def test_a_batch_message_keeps_every_value_of_a_header() -> None:
+    message = jsx.BatchMessage("a", b"", Repeated(A="2"))
+    for each in (message, copy.deepcopy(message), pickle.loads(pickle.dumps(message)), dataclasses.replace(message)):
+        assert message_headers(each) == [("A", "1"), ("A", "2")]
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict])

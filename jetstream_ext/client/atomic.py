@@ -159,8 +159,9 @@ class AtomicBatch:
         Raises:
             BatchOutcomeUnknownError: The answer was lost: either all messages are stored, or none. See `resolve`.
             BatchError: The server refused, or the batch had ended; nothing is stored.
-            RequestTimeoutError: As for `add` and `commit_eob`; the commit was not sent. `commit` can be called again. A batch
-                with an id of yours on a server older than 2.14 can then be committed only with a message.
+            RequestTimeoutError: As for `add` and `commit_eob`; the commit was not sent. `commit` can be called again, and
+                waits again for what did not come. A batch with an id of yours on a server older than 2.14 can then be
+                committed only with a message.
             UnsupportedFeatureError, BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: As for `add`.
 
         Cancellation: `state` is ``"unknown"`` if the commit was sent, and ``"open"`` if it was not; then as after a
@@ -174,8 +175,8 @@ class AtomicBatch:
         Raises:
             EmptyBatchError: Nothing was added.
             BatchOutcomeUnknownError, BatchError: As for `commit`.
-            RequestTimeoutError: The calls before this one have not ended within `timeout`, or the reply to the first message
-                of a batch with an id of yours has not come; the commit was not sent.
+            RequestTimeoutError: The calls before this one have not ended within `timeout`, the connection has no room, or the
+                reply to the first message of a batch with an id of yours has not come; the commit was not sent.
 
         Cancellation: As for `commit`.
         """

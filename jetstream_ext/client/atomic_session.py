@@ -326,6 +326,8 @@ class AtomicSession:
             while True:
                 machine.check_open()
                 last = None if message is None else await self._in_turn(turn, message, patience)
+                if turn.has_come:
+                    machine.check_commit(last)
                 self._check_usable()
                 try:
                     if not turn.has_come:

@@ -56,6 +56,7 @@ from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import check_seconds
 from jetstream_ext.protocol.subjects import check_subject
+from jetstream_ext.types import own_headers
 
 # States of nats-py's parser (nats.protocol.parser).
 _AWAITING_CONTROL_LINE = 1
@@ -378,7 +379,7 @@ class Context:
         assert isinstance(self.js, JetStreamContext)  # only those publish
         self.connection.check_request(subject)
         frames.check_size(len(h.rebuild(headers)) + len(payload), self.connection.max_payload)
-        publishing = self.js.publish(subject, payload, timeout=timeout, headers=dict(headers))
+        publishing = self.js.publish(subject, payload, timeout=timeout, headers=own_headers(headers.items()))
         return await self.connection.bounded(publishing, timeout, what)
 
 

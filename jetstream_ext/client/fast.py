@@ -273,13 +273,13 @@ class FastPublisher:
                 except StopAsyncIteration:
                     return FastPubAck(batch.sent, batch.acked)
                 # One write each: nats-py's buffer joins them, and a slow source must not wait for a full block.
-                await self.add_message(entry if isinstance(entry, BatchMessage) else BatchMessage(*entry))
+                await self.add_message(as_message(entry))
         entries = iter(messages)
         stopped: BaseException | None = None
         if not session.opened:
             session.check_new()
             for entry in entries:
-                await self.add_message(entry if isinstance(entry, BatchMessage) else BatchMessage(*entry))
+                await self.add_message(as_message(entry))
                 break
             else:
                 return FastPubAck(batch.sent, batch.acked)

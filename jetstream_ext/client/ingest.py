@@ -45,8 +45,15 @@ from jetstream_ext.protocol.api import StreamState, recreated
 from jetstream_ext.protocol.atomic_wire import read_reply
 from jetstream_ext.protocol.fence import mark, marked_seq
 from jetstream_ext.protocol.id_search import IdSearch, Verdict
-from jetstream_ext.protocol.options import check_seconds, given_headers, has_expectation, message_headers, payload_bytes
-from jetstream_ext.types import BatchFlowAck, BatchMessage, Entry, IngestProgress, IngestReport
+from jetstream_ext.protocol.options import (
+    as_message,
+    check_seconds,
+    given_headers,
+    has_expectation,
+    message_headers,
+    payload_bytes,
+)
+from jetstream_ext.types import BatchFlowAck, BatchMessage, Entry, IngestProgress, IngestReport, own_headers
 
 MsgId = Callable[[Entry], str]
 ProgressHandler = Callable[[IngestProgress], None]
@@ -188,24 +195,27 @@ class _Source:
     def _with_id(self, entry: Entry) -> Entry:
         """Return the message with an id; anything else stays as it is, and is refused when it is sent.
 
-        Nothing of what is returned changes with what the caller does to its buffers and mappings.
+        Nothing of what is returned changes with the caller's buffers and mappings.
         """
         self.taken += 1
-        if type(entry) is tuple:  # nearly every message of a bulk: no object is made for it
-            if len(entry) == 2 and type(entry[1]) is bytes:
+        if type(entry) is tuple and len(entry) > 1 and type(entry[1]) is bytes:
+            # Nearly every message of a bulk is one of these two; no object is made for it.
+            if len(entry) == 2:
                 return entry[0], entry[1], {h.MSG_ID: self._id(entry)}
-            if len(entry) == 3 and type(entry[1]) is bytes and type(entry[2]) is dict and entry[2].get(h.MSG_ID):
-                return entry[0], entry[1], entry[2].copy()
+            if len(entry) == 3 and type(entry[2]) is dict:
+                own = entry[2].copy()
+                if not own.get(h.MSG_ID):
+                    own[h.MSG_ID] = self._id(entry)
+                return entry[0], entry[1], own
         try:
-            message = entry if isinstance(entry, BatchMessage) else BatchMessage(*entry)
+            message = as_message(entry)  # a copy
             headers = given_headers(message)
         except (TypeError, ValueError):
             return entry
         if message.msg_id is None and not headers.get(h.MSG_ID):
-            headers = {**headers, h.MSG_ID: self._id(entry)}
-        if isinstance(entry, tuple):
-            return message.subject, message.payload, headers
-        return dataclasses.replace(message, headers=headers)
+            others = [(name, value) for name, value in headers.items() if name != h.MSG_ID]
+            message = dataclasses.replace(message, headers=own_headers([*others, (h.MSG_ID, self._id(entry))]))
+        return message
 
     def _id(self, entry: Entry) -> str:
         if self._msg_id is None:
@@ -463,8 +473,8 @@ class _Ingest:
     async def _publish_oldest(self, *, in_doubt: bool) -> None:
         """Publish the oldest message of the window, once; `in_doubt`: an earlier copy may be stored and unknown."""
         entry = self._window[0]
-        message = entry if isinstance(entry, BatchMessage) else BatchMessage(*entry)
-        headers = dict(message_headers(message))
+        message = as_message(entry)
+        headers = own_headers(message_headers(message))
         once = self._publish_alone if not has_expectation(message) else self._publish_in_a_batch
         again = self._sent_again
         if self._unanswered:
@@ -627,7 +637,7 @@ class _Ingest:
             if await self._never_answers():
                 return unknown
             if self._retry.over:
-                what = f"searching it for what is stored took longer than {self._retry.give_up_after:g} s"
+                what = f"searching it did not end within {self._retry.give_up_after:g} s of the first error"
                 raise RequestTimeoutError(f"stream {state.name!r}: {what}") from late
             raise
         self._silences = 0
@@ -681,5 +691,5 @@ def _subject(entry: Entry) -> str:
 
 def _msg_id(entry: Entry) -> str:
     """Return the id of a message that was sent, as the stream shows it."""
-    headers = message_headers(entry if isinstance(entry, BatchMessage) else BatchMessage(*entry))
+    headers = message_headers(as_message(entry))
     return dict(headers)[h.MSG_ID].strip()

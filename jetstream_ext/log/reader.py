@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Final, Literal, Self
 
 from nats.js import JetStreamContext
@@ -83,9 +84,10 @@ class LogReader:
 
     Otherwise they were replaced. Three cases cannot be decided. A purge, a deletion or the end of a message's own TTL that
     happened before this reader checked the stream for the first time, or after which as many new subjects (or messages)
-    arrived, or (if rollups are allowed) a rollup, or more than about 4,000 messages or 4 MiB, counts as a replacement. Limits that
-    were changed are known to the reader only if it checked the stream before and after; then the old and the new ones
-    count. A marker that the server stores when a TTL ends (``subject_delete_marker_ttl``) replaces the message.
+    arrived, or (if rollups are allowed) a rollup, more than about 4,000 messages or 4 MiB, or (if messages have TTLs) one
+    that is gone again and may have been a rollup, counts as a replacement. Limits that were changed are known to the
+    reader only if it checked the stream before and after; then the old and the new ones count. A marker that the server
+    stores when a TTL ends (``subject_delete_marker_ttl``) replaces the message.
 
     An ``async for`` may be left and continued later; nothing has to be closed. One task at a time may read.
 
@@ -265,8 +267,9 @@ class LogReader:
 
         Args:
             max_messages: From 1. One call returns about 4,000 messages or 4 MiB at most.
-            timeout: Seconds to wait for a first message, whatever `tail` is; 0 does not wait. None is the reader's
-                timeout with ``tail=True``, else 0. Transient errors may take the reader's `timeout` and `patience` in addition.
+            timeout: Seconds to wait for a first message, whatever `tail` is; 0 reads to the end of the stream, past what
+                `subject` or the start leaves out, and does not wait there. None is the reader's timeout with ``tail=True``,
+                else 0. Transient errors may take the reader's `timeout` and `patience` in addition.
 
         Raises:
             ValueError, TypeError: A number is out of range, or of another type.
@@ -307,7 +310,7 @@ class LogReader:
         pause = min(_FIRST_PAUSE, self._poll)
         while True:
             try:
-                if await retry.attempt(self._advance):
+                if await retry.attempt(partial(self._advance, deadline if wait else math.inf)):
                     return True
             except Exception as error:
                 await retry.pause_if_transient(error)
@@ -327,9 +330,17 @@ class LogReader:
             self._patience, transient=lambda error: (is_transient_read if self._checked else is_transient)(error)
         )
 
-    async def _advance(self) -> bool:
-        """Make messages ready; return False if the stream ends before the position, as its leader or responder reports."""
+    async def _advance(self, until: float) -> bool:
+        """Make messages ready; return False if the stream ends before the position, as its leader or responder reports.
+
+        At the time `until`, return False after a group that has nothing to return.
+        """
+        loop = asyncio.get_running_loop()
+        moved = False
         while not self._ready:
+            if moved and loop.time() >= until:
+                return False
+            moved = True
             position = await self._resolve()
             if not self._confirm:
                 # One request at a time: only the rows show how far the responder is.
@@ -395,11 +406,14 @@ class LogReader:
             return False
         if before is None or not only_a_rollup(state, before):
             return True
-        return await self._has_rollup(before)
+        return await self._has_rollup(before, state)
 
-    async def _has_rollup(self, before: StreamState) -> bool:
-        """Return whether a rollup was stored after `before`, or more messages than are looked through."""
-        messages = size = 0
+    async def _has_rollup(self, before: StreamState, state: StreamState) -> bool:
+        """Return whether a rollup may have been stored from `before` to `state`.
+
+        One is there, or may have expired, or there are more messages than are looked through.
+        """
+        messages = size = known = 0
 
         def is_rollup(message: StoredMsg) -> bool:
             if message.seq == before.last_seq and not before.origin and before.now - message.time > _ROLLUP_TAKES:
@@ -410,12 +424,15 @@ class LogReader:
         reading = read_blocks(self._context, self.stream, plan, self._timeout, confirm=True)
         async with contextlib.aclosing(reading) as blocks:
             async for block in blocks:
-                if any(map(is_rollup, block.messages())):
+                rows = list(block.messages())
+                if any(map(is_rollup, rows)):
                     return True
+                known += sum(before.last_seq < row.seq <= state.last_seq for row in rows)
                 messages, size = messages + len(block), size + block.size
                 if messages > _GROUP or size > _GROUP_BYTES:
                     return True
-        return False
+        expires = any(it.config.get("allow_msg_ttl") for it in (before, state))
+        return expires and known < state.last_seq - before.last_seq
 
     def _note(self, state: StreamState, position: int) -> None:
         """Note a state of the stream that later ones are compared with; everything below `position` is verified."""

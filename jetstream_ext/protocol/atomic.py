@@ -316,46 +316,43 @@ class AtomicBatchMachine:
 
         The block is empty if message 1 was sent already. Raises as `commit` does.
         """
-        self.check_open()
+        self.check_commit(last)
         if not self._must_begin(last):
             return None
         if self.sent or last is None or self._held is None:
             return Block(b"", 0, 0, 0, 0)
-        self._check_held()
-        self._check_place(last)
-        self._encoder.check_size(last)
         first, self._held = self._held, None
         return self._block([first])
 
     def commit(self, last: Encoded | None) -> Block:
         """Take the commit, with a last message or none; return what to send. `begin` must have returned None.
 
-        Raises EmptyBatchError if there are no messages, or none that could carry the commit; and as `add` does.
+        Raises as `check_commit` does.
         """
-        self.check_open()
+        self.check_commit(last)
         assert not self._must_begin(last)
-        held = self._held
+        outgoing = [message for message in (self._held, last) if message is not None]
+        if last is not None:
+            self._count([last[0]])
+            self._identify(last)
+        self._commit_has_message, self._commit_held, self._held = last is not None, None if last else self._held, None
+        block = self._block(outgoing, commit=True)
+        self._apply(Input.COMMIT_SENT)
+        return block
+
+    def check_commit(self, last: Encoded | None) -> None:
+        """Raise what ended the batch, EmptyBatchError if no message could carry the commit, or as `add` does for `last`."""
+        self.check_open()
         self._check_held()
         if last is not None:
             self._check_place(last)
             self._encoder.check_size(last)
-            outgoing = [last] if held is None else [held, last]
-            self._count([last[0]])
-            self._identify(last)
-        elif held is not None:
-            outgoing = [held]
-        elif self.sent and self._has_marker:
-            outgoing = []
-        else:
+        elif self._held is None and not (self.sent and self._has_marker):
             why = f"this server is older than {ATOMIC_EOB.since} and commits only with a message, but all messages were sent already; end the batch with commit(subject, payload)"
             raise errors.EmptyBatchError(
                 f"batch {self.batch_id}: {why if self.sent else 'the batch has no messages; add one before a commit'}",
                 **self._facts("not_stored"),
             )
-        self._commit_has_message, self._commit_held, self._held = last is not None, None if last else held, None
-        block = self._block(outgoing, commit=True)
-        self._apply(Input.COMMIT_SENT)
-        return block
 
     def discard(self) -> None:
         """Give the batch up. The server forgets it after 10 s, and nothing of it is stored unless it was committed."""

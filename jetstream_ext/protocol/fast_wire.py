@@ -18,7 +18,7 @@ from jetstream_ext.errors import ResponseError, ServerError, Status, server_erro
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import parse_batch_ack, parse_object, parse_refusal
 from jetstream_ext.protocol.frames import Frame, check_size, pub
-from jetstream_ext.protocol.options import message_headers, payload_bytes
+from jetstream_ext.protocol.options import as_message, message_headers, payload_bytes
 from jetstream_ext.protocol.subjects import SubjectCache, SubjectElsewhere
 from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowGap, BatchMessage, Entry, GapMode
 
@@ -114,7 +114,7 @@ class FastWire:
                             seq += 1
                             size += len(payload)
                             continue
-                message = entry if isinstance(entry, BatchMessage) else BatchMessage(*entry)
+                message = as_message(entry)
                 out.append(self.message(self.encode(message), seq + 1))
                 seq += 1
                 size += len(message.payload)

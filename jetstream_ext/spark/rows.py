@@ -18,7 +18,7 @@ from jetstream_ext.errors import BadSubjectError, JetStreamExtError
 from jetstream_ext.protocol.headers import MSG_ID
 from jetstream_ext.protocol.subjects import check_subject, covers
 from jetstream_ext.spark.options import OptionError, WriteOptions
-from jetstream_ext.types import Entry
+from jetstream_ext.types import Entry, own_headers
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -43,20 +43,6 @@ Message: TypeAlias = tuple[str, bytes, Mapping[str, str] | None, str | None]
 
 class RowError(JetStreamExtError):
     """A row cannot become a message; the text names its partition, its index and the reason."""
-
-
-class _MultiHeaders(dict[str, str]):
-    """Headers with several values for some names: `items` repeats the name."""
-
-    def __init__(self, pairs: list[tuple[str, str]]) -> None:
-        super().__init__(pairs)
-        self._pairs = pairs
-
-    def items(self) -> Any:
-        return self._pairs
-
-    def copy(self) -> _MultiHeaders:
-        return self  # nothing changes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,15 +199,13 @@ class RowReader:
                 pairs.append((name, value or ""))
         if not pairs:
             return None
-        headers = dict(pairs)
-        if len(headers) == len(pairs):
-            return headers
-        if self._options.semantics == "dedupe":
+        headers = own_headers(pairs)
+        if self._options.semantics == "dedupe" and len(headers) < len(pairs):
             raise self._bad(
                 "one of its headers has several values, which semantics=dedupe does not support; join them, or use "
                 "semantics=transactional"
             )
-        return _MultiHeaders(pairs)
+        return headers
 
     def _bad(self, what: str) -> RowError:
         return RowError(f"row {self._row} of partition {self._partition} cannot be a message: {what}")

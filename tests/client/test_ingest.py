@@ -58,11 +58,11 @@ class TestSources:
     async def test_every_form_of_message_is_stored(self, js: JetStreamContext, stream: str) -> None:
         headers = {"K": "v"}
         await jsx.ingest(js, [
-            (f"{stream}.1", b"plain"), (f"{stream}.2", b"headers", headers), (f"{stream}.3",),
+            (f"{stream}.1", b"plain"), (f"{stream}.2", b"headers", headers), (f"{stream}.3", b""),
             jsx.BatchMessage(f"{stream}.4", b"full", headers={"K": "w"}, msg_ttl=60),
             (f"{stream}.5", b"own", {"Nats-Msg-Id": "mine"}), jsx.BatchMessage(f"{stream}.6", b"own id", msg_id="my own"),
-            (f"{stream}.7", memoryview(b"view")),
-        ])  # type: ignore[list-item]  # fmt: skip
+            (f"{stream}.7", memoryview(b"view")),  # type: ignore[list-item]
+        ])  # fmt: skip
         stored = await messages(js, stream)
         assert [each.data for each in stored] == [b"plain", b"headers", b"", b"full", b"own", b"own id", b"view"]
         assert (stored[1].headers["K"], stored[3].headers["K"], stored[3].headers["Nats-TTL"]) == ("v", "w", "60")
@@ -418,3 +418,25 @@ async def test_the_error_names_a_connection_that_drains(own_js: JetStreamContext
     assert "closed" not in str(caught.value)
     failed.set()
     await asyncio.gather(*draining)
+
+
+@pytest.mark.parametrize("before", [0, 3])
+@pytest.mark.parametrize("fields", [(), ("x",), (b"x", None, None, "id"), (b"x", {"Nats-Msg-Id": "id"}, 60)])
+async def test_only_tuples_of_two_or_three_are_messages(
+    js: JetStreamContext, stream: str, before: int, fields: tuple[Any, ...]
+) -> None:
+    entries: list[Any] = [(f"{stream}.1", b"%d" % n) for n in range(before)] + [(f"{stream}.1", *fields)]
+    with pytest.raises(errors.IngestError, match=r"a tuple of \d|must be bytes") as caught:
+        await jsx.ingest(js, entries)
+    assert caught.value.index == before
+
+    async def given_one_by_one() -> AsyncIterator[Any]:
+        for entry in entries:
+            yield entry
+
+    for given in (entries, given_one_by_one()):
+        publisher = jsx.FastPublisher(js)
+        with pytest.raises(TypeError, match=r"a tuple of \d|must be bytes"):
+            await publisher.add_many(given)
+        await (publisher.commit_eob() if before else publisher.discard())
+    assert (await js.stream_info(stream)).state.messages == 3 * before

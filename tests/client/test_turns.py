@@ -275,6 +275,16 @@ async def test_a_commit_whose_turn_comes_late_waits_for_room_too(
     assert await subjects(js, stream) == [f"{stream}.a"]
 
 
+async def test_an_empty_batch_does_not_wait_for_room(js: JetStreamContext, room: asyncio.Event) -> None:
+    room.clear()
+    batch = jsx.AtomicBatch(js, timeout=30)
+    for call in (batch.commit_eob(), jsx.publish_atomic(js, [], timeout=30)):
+        async with asyncio.timeout(5):
+            with pytest.raises(errors.EmptyBatchError):
+                await call
+    await batch.discard()
+
+
 async def test_the_opening_counts_for_the_calls_that_wait_for_it(
     own_server: Any, own_js: JetStreamContext, own_stream: MakeStream
 ) -> None:

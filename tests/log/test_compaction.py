@@ -376,6 +376,31 @@ async def test_a_rollup_right_before_the_check_may_not_have_acted_yet(seconds: i
         await nc.close()
 
 
+@pytest.mark.parametrize("expired", [True, False])
+async def test_a_rollup_that_has_expired_may_have_replaced_the_messages(expired: bool) -> None:
+    clock = VirtualClock()
+    async with ReferenceServer(clock=clock) as server:
+        nc = await nats.connect(server.url, connect_timeout=10)
+        js = nc.jetstream(timeout=30)
+        await js.add_stream(name="S", subjects=["S.>"], allow_direct=True, allow_msg_ttl=True, allow_rollup_hdrs=True)
+        await publish(js, "S", "aaaabb")
+        reader = LogReader(js, "S", start=Seq(1))
+        await reader.open()
+        await publish(js, "S", "b")
+        if expired:
+            await publish(js, "S", "a", headers=ROLLUP | {"Nats-TTL": "1"})
+        else:
+            await js.purge_stream("S", seq=5)
+        await publish(js, "S", "a")
+        clock.advance(3)
+        if expired:
+            assert [message.seq async for message in reader] == [5, 6, 7, 9]
+        else:
+            with pytest.raises(PositionLostError):
+                await reader.read()
+        await nc.close()
+
+
 async def test_messages_of_one_subject_that_expire_are_reported() -> None:
     clock = VirtualClock()
     async with ReferenceServer(clock=clock) as server:

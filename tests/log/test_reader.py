@@ -2,8 +2,9 @@
 
 import asyncio
 import pickle
+import time
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import nats.errors
@@ -101,6 +102,32 @@ async def test_time_starts_at_the_first_message_of_that_time(
     when = (await DirectGet(js, name).get(6)).time
     assert (await numbers(LogReader(js, name, start=Time(when))))[0] == 6
     assert (await numbers(LogReader(js, name, start=Time(when), subject=f"{name}.1")))[0] == 7
+
+
+@pytest.mark.parametrize("confirm", [True, False])
+async def test_what_comes_before_the_start_is_not_read_for_longer_than_the_timeout(
+    js: JetStreamContext, make_stream: Make, more: More, monkeypatch: pytest.MonkeyPatch, confirm: bool
+) -> None:
+    name = await make_stream()
+    reader = LogReader(js, name, start=Time(datetime.now(UTC) + timedelta(hours=1)), confirm=confirm)
+    assert await reader.read() == []
+    await more(name, 1, 400)
+    monkeypatch.setattr(reader_module, "_GROUP", 10)
+    reader._span, groups, make_ready = 10, 0, reader._make_ready
+
+    def slow(*arguments: Any) -> None:
+        nonlocal groups
+        groups += 1
+        time.sleep(0.02)
+        make_ready(*arguments)
+
+    monkeypatch.setattr(reader, "_make_ready", slow)
+    assert await reader.read(timeout=0.1) == []
+    assert 0 < groups < 20
+    assert reader.position is not None
+    assert 1 < reader.position < 401
+    assert await reader.read(timeout=0) == []
+    assert reader.position == 401, "without a time to wait, it reads to the end"
 
 
 async def test_read_returns_at_most_max_messages(js: JetStreamContext, make_stream: Make) -> None:
