@@ -26,6 +26,7 @@ from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.types import own_headers
 
 # Seconds between two looks at the connection, during a wait and while inboxes are open: nats-py has no event for one that
 # is closed while it reconnects or while its server reads nothing.
@@ -498,7 +499,7 @@ class FallbackConnection(BaseConnection):
     async def _publish(self, data: bytes) -> None:
         async with self._writing:  # keeps the order of the calls
             for command in frames.parse_pubs(data):
-                headers = dict(h.parse_lines(command.header)) if command.header else None
+                headers = own_headers(h.parse_lines(command.header)) if command.header else None
                 await self.nc.publish(command.subject, command.payload, reply=command.reply, headers=headers)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:

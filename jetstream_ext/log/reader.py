@@ -50,6 +50,7 @@ _REQUEST_BYTES: Final = 1 << 20
 _WIDEST: Final = 1 << 40
 # By then a server has removed what a rollup replaces.
 _ROLLUP_TAKES: Final = timedelta(seconds=5)
+_SHORTEST_TTL: Final = timedelta(seconds=1)
 # The first pause at the end of the stream, in seconds; it doubles up to `poll`.
 _FIRST_PAUSE: Final = 0.005
 
@@ -85,7 +86,7 @@ class LogReader:
     Otherwise they were replaced. Three cases cannot be decided. A purge, a deletion or the end of a message's own TTL that
     happened before this reader checked the stream for the first time, or after which as many new subjects (or messages)
     arrived, or (if rollups are allowed) a rollup, more than about 4,000 messages or 4 MiB, or (if messages have TTLs) one
-    that is gone again and may have been a rollup, counts as a replacement. Limits that were changed are known to the
+    that is gone again after a second or more and may have been a rollup, counts as a replacement. Limits that were changed are known to the
     reader only if it checked the stream before and after; then the old and the new ones count. A marker that the server
     stores when a TTL ends (``subject_delete_marker_ttl``) replaces the message.
 
@@ -413,7 +414,13 @@ class LogReader:
 
         One is there, or may have expired, or there are more messages than are looked through.
         """
-        messages = size = known = 0
+        messages = size = 0
+        last, stored = before.last_seq, before.now  # of the newest message before the next one
+        expires = any(it.config.get("allow_msg_ttl") for it in (before, state))
+
+        def may_have_expired(seq: int) -> bool:
+            # A mirror keeps the times of its origin, and can remove a message as soon as it has it.
+            return expires and seq > last + 1 and (bool(before.origin) or state.now - stored >= _SHORTEST_TTL)
 
         def is_rollup(message: StoredMsg) -> bool:
             if message.seq == before.last_seq and not before.origin and before.now - message.time > _ROLLUP_TAKES:
@@ -424,15 +431,14 @@ class LogReader:
         reading = read_blocks(self._context, self.stream, plan, self._timeout, confirm=True)
         async with contextlib.aclosing(reading) as blocks:
             async for block in blocks:
-                rows = list(block.messages())
-                if any(map(is_rollup, rows)):
-                    return True
-                known += sum(before.last_seq < row.seq <= state.last_seq for row in rows)
+                for row in block.messages():
+                    if is_rollup(row) or may_have_expired(min(row.seq, state.last_seq + 1)):
+                        return True
+                    last, stored = row.seq, row.time
                 messages, size = messages + len(block), size + block.size
                 if messages > _GROUP or size > _GROUP_BYTES:
                     return True
-        expires = any(it.config.get("allow_msg_ttl") for it in (before, state))
-        return expires and known < state.last_seq - before.last_seq
+        return may_have_expired(state.last_seq + 1)
 
     def _note(self, state: StreamState, position: int) -> None:
         """Note a state of the stream that later ones are compared with; everything below `position` is verified."""

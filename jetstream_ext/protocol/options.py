@@ -80,6 +80,11 @@ def message_headers(message: BatchMessage) -> list[tuple[str, str]]:
     """Return the headers of a message: the caller's, then those of its options; raise an error if one is invalid."""
     own = given_headers(message)
     pairs: list[tuple[str, str]] = list(own.items())
+    if len(pairs) > len(own):
+        names = [name for name, _ in pairs]
+        for name in names:
+            if name.startswith("Nats-") and names.count(name) > 1:
+                raise BadHeaderError(f"header {name!r} has several values; servers take only the first")
     options: list[tuple[str, str]] = []
     if message.msg_id is not None:
         if not message.msg_id:

@@ -1,6 +1,8 @@
 """A nats-py with unknown internals: slower, with one warning, and otherwise the same."""
 
 import asyncio
+import base64
+import json
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
@@ -17,6 +19,7 @@ from jetstream_ext.client.base_connection import FallbackConnection, InboxHandle
 from jetstream_ext.client.connection import connection_of
 from jetstream_ext.protocol.frames import Frame, parts, pub
 from jetstream_ext.testing import NatsServer
+from jetstream_ext.types import own_headers
 
 
 def with_unknown_internals(nc: Client) -> Client:
@@ -79,6 +82,14 @@ def test_any_missing_internal_selects_the_fallback(missing: str) -> None:
     nc = Client()
     setattr(nc, missing, object())
     assert isinstance(connection_of(nc), FallbackConnection)
+
+
+async def test_every_value_of_a_header_is_sent(js: JetStreamContext, stream: str) -> None:
+    headers = own_headers([("K", "1"), ("K", "2")])
+    await jsx.publish_atomic(js, [jsx.BatchMessage(f"{stream}.a", b"", headers)])
+    answer = await js._nc.request(f"$JS.API.STREAM.MSG.GET.{stream}", b'{"seq": 1}')
+    lines = base64.b64decode(json.loads(answer.data)["message"]["hdrs"]).split(b"\r\n")
+    assert [line for line in lines if line.startswith(b"K: ")] == [b"K: 1", b"K: 2"]
 
 
 async def test_fast_ingest_works(js: JetStreamContext, stream: str, leak_check: Any) -> None:

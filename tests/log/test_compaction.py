@@ -376,8 +376,12 @@ async def test_a_rollup_right_before_the_check_may_not_have_acted_yet(seconds: i
         await nc.close()
 
 
-@pytest.mark.parametrize("expired", [True, False])
-async def test_a_rollup_that_has_expired_may_have_replaced_the_messages(expired: bool) -> None:
+@pytest.mark.parametrize(("newer", "seconds", "replaced"), [
+    ("rollup", 3, True), ("purged", 3, True), ("purged", 0, False), ("kept", 3, False), ("deleted", 0.9, False),
+])  # fmt: skip
+async def test_a_rollup_that_has_expired_may_have_replaced_the_messages(
+    newer: str, seconds: float, replaced: bool
+) -> None:
     clock = VirtualClock()
     async with ReferenceServer(clock=clock) as server:
         nc = await nats.connect(server.url, connect_timeout=10)
@@ -386,15 +390,15 @@ async def test_a_rollup_that_has_expired_may_have_replaced_the_messages(expired:
         await publish(js, "S", "aaaabb")
         reader = LogReader(js, "S", start=Seq(1))
         await reader.open()
-        await publish(js, "S", "b")
-        if expired:
-            await publish(js, "S", "a", headers=ROLLUP | {"Nats-TTL": "1"})
-        else:
-            await js.purge_stream("S", seq=5)
-        await publish(js, "S", "a")
-        clock.advance(3)
-        if expired:
-            assert [message.seq async for message in reader] == [5, 6, 7, 9]
+        await publish(js, "S", "a", headers=ROLLUP | {"Nats-TTL": "1"} if newer == "rollup" else None)
+        await publish(js, "S", "ab")
+        if newer == "deleted":
+            await js.delete_msg("S", 8)
+        if newer != "rollup":
+            await js.purge_stream("S", seq=8 if newer == "purged" else 5)
+        clock.advance(seconds)
+        if replaced:
+            assert [each.seq async for each in reader] == ([8, 9] if newer == "purged" else [5, 6, 8, 9])
         else:
             with pytest.raises(PositionLostError):
                 await reader.read()

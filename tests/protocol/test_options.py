@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jetstream_ext.errors import BadHeaderError
 from jetstream_ext.protocol import options
-from jetstream_ext.types import NEVER, BatchMessage
+from jetstream_ext.types import NEVER, BatchMessage, RepeatedHeaders
 
 
 @pytest.mark.parametrize(
@@ -180,3 +180,10 @@ def test_seconds_are_numbers_over_zero_or_from_zero(zero: bool) -> None:
             options.check_seconds(other, "timeout", zero=zero)  # type: ignore[arg-type]
     if zero:
         assert options.check_seconds(0, "timeout", zero=True) == 0.0
+
+
+def test_an_instruction_to_the_server_has_one_value() -> None:
+    with pytest.raises(BadHeaderError, match=r"header 'Nats-Msg-Id' has several values; servers take only the first"):
+        options.message_headers(BatchMessage("a", b"", RepeatedHeaders([("Nats-Msg-Id", "1"), ("Nats-Msg-Id", "2")])))
+    pairs = [("A", "1"), ("Nats-Msg-Id", "1"), ("A", "2")]
+    assert options.message_headers(BatchMessage("a", b"", RepeatedHeaders(pairs))) == pairs

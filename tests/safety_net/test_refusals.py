@@ -15,7 +15,9 @@ from nats.js.api import StreamSource
 
 import jetstream_ext as jsx
 from jetstream_ext import BatchMessage, errors
+from jetstream_ext.client.connection import Context
 from jetstream_ext.testing import NatsServer
+from jetstream_ext.types import own_headers
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -282,6 +284,17 @@ class TestMaxPayload:
         outcome = await within(20, batch.add_many([large]) if how == "add_many" else getattr(batch, how)(*large))
         await batch.discard()
         assert isinstance(outcome, nats.errors.MaxPayloadError)
+
+    async def test_a_message_that_is_published_again_takes_the_limit_of_a_new_server(
+        self, reconnect: Any, make_stream: MakeStream, within: Within
+    ) -> None:
+        js, lower = reconnect
+        stream = await make_stream()
+        await lower()
+        headers = own_headers([("A", "x" * 600), ("A", "y" * 600)])
+        outcome = await within(20, Context(js).publish(f"{stream}.a", b"", headers, 10, "the ack"))
+        assert isinstance(outcome, nats.errors.MaxPayloadError)
+        assert (await js.stream_info(stream)).state.messages == 0
 
     @pytest.mark.parametrize("kind", ["atomic", "fast"])
     async def test_a_source_in_between_takes_the_limit_of_a_new_server(
