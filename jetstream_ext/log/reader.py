@@ -415,7 +415,7 @@ class LogReader:
         One is there, or may have expired, or there are more messages than are looked through.
         """
         messages = size = 0
-        last, stored = before.last_seq, before.now  # of the newest message before the next one
+        last, stored = before.last_seq, before.now  # the next message has a higher sequence, and was stored later
         expires = any(it.config.get("allow_msg_ttl") for it in (before, state))
 
         def may_have_expired(seq: int) -> bool:
@@ -434,7 +434,7 @@ class LogReader:
                 for row in block.messages():
                     if is_rollup(row) or may_have_expired(min(row.seq, state.last_seq + 1)):
                         return True
-                    last, stored = row.seq, row.time
+                    last, stored = row.seq, max(stored, row.time)
                 messages, size = messages + len(block), size + block.size
                 if messages > _GROUP or size > _GROUP_BYTES:
                     return True

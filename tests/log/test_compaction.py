@@ -388,12 +388,13 @@ async def test_a_rollup_that_has_expired_may_have_replaced_the_messages(
         js = nc.jetstream(timeout=30)
         await js.add_stream(name="S", subjects=["S.>"], allow_direct=True, allow_msg_ttl=True, allow_rollup_hdrs=True)
         await publish(js, "S", "aaaabb")
+        clock.advance(10)
         reader = LogReader(js, "S", start=Seq(1))
         await reader.open()
         await publish(js, "S", "a", headers=ROLLUP | {"Nats-TTL": "1"} if newer == "rollup" else None)
         await publish(js, "S", "ab")
         if newer == "deleted":
-            await js.delete_msg("S", 8)
+            await js.delete_msg("S", 7)
         if newer != "rollup":
             await js.purge_stream("S", seq=8 if newer == "purged" else 5)
         clock.advance(seconds)
