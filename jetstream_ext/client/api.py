@@ -22,9 +22,16 @@ from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 from jetstream_ext.client.base_connection import NotPermittedError, mark_retrieved
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.retry import Retry, has_no_leader
-from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ResponseError, ServerError, Status
+from jetstream_ext.errors import (
+    ErrorCode,
+    RequestTimeoutError,
+    ResponseError,
+    ServerError,
+    Status,
+    StreamRecreatedError,
+)
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.api import StreamState, parse_answer, parse_stream_state
+from jetstream_ext.protocol.api import StreamState, parse_answer, parse_stream_state, recreated
 from jetstream_ext.protocol.direct import Request, StoredMsg
 from jetstream_ext.protocol.feature_table import START_TIME_LEVEL, Feature
 from jetstream_ext.protocol.options import rfc3339
@@ -202,6 +209,48 @@ def _api(where: Context | Api, timeout: float | None) -> Api:
 async def stream_state(where: Context | Api, stream: str, timeout: float | None = None) -> StreamState:
     """Return the state of `stream` as its leader reports it; raise as `Api.ask` does."""
     return parse_stream_state(await _api(where, timeout).stream(stream), stream)
+
+
+async def check_same_stream(
+    where: Context | Api, before: StreamState, now: StreamState | None = None, timeout: float | None = None
+) -> StreamState:
+    """Return the state of a stream now, or raise StreamRecreatedError if it is another stream than `before`.
+
+    Some servers change `StreamState.created` of a stream that stays the same (2.12 up to 2.12.15 and 2.14 up to 2.14.5,
+    when they restart after an update of its configuration or when its creation was repeated). So if that differs, the last
+    or the first message of `before` must still be stored, at the same sequence and with the same time. If both were removed
+    meanwhile, the streams count as different ones. If `created` is the same, this sends no request for a message.
+
+    Args:
+        where: The context; with an `Api`, all requests share its deadline.
+        before: The state from before the first read of what must be of one stream.
+        now: Its state since then; None asks the leader.
+        timeout: Seconds to wait for each answer; None is the context's own.
+
+    Raises:
+        StreamRecreatedError: It is another stream, or no message shows that it is the same one.
+        NotFoundError: The stream does not exist any more.
+        Exception: As for `Api.ask`.
+    """
+    if now is None:
+        now = await stream_state(where, before.name, timeout)
+    if not recreated(before.created, now.created) or not set(before.ends).isdisjoint(now.ends):
+        return now
+    why = "the messages that would show whether it is the same stream are gone, so it counts as another one"
+    for seq, time in before.ends:
+        found = await get_at_leader(where, before.name, {"seq": seq}, timeout)
+        if found is not None and found.time == time:
+            return now
+        if found is not None:
+            why = f"it was deleted and created again, because its message {seq} was stored at another time"
+            break
+    raise StreamRecreatedError(
+        f"stream {before.name!r}: its creation time was {before.created} and is {now.created}, and {why}; what was read "
+        "before does not belong to it",
+        stream=before.name,
+        expected=before.created,
+        found=now.created,
+    )
 
 
 async def settled_state(

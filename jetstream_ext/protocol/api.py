@@ -19,6 +19,7 @@ ABANDONED: Final = "$JS.EVENT.ADVISORY.STREAM.BATCH_ABANDONED"
 # this time is the only one.
 _LEASE_NS: Final = 2_500_000_000
 _EPOCH: Final = datetime.fromtimestamp(0, UTC)
+_ZERO_TIME: Final = "0001-01-01T00:00:00Z"  # of an empty stream
 
 
 def parse_object(what: str, payload: bytes) -> dict[str, Any]:
@@ -96,6 +97,7 @@ class StreamState:
     messages: int = 0
     size: int = 0
     num_subjects: int = 0
+    first_time: datetime = _EPOCH  # when its first message was stored, if it has messages
     last_time: datetime = _EPOCH  # when its last message was stored, or else when the stream was created
     now: datetime = _EPOCH  # the leader's clock
     replicated: bool = False
@@ -159,6 +161,12 @@ class StreamState:
     def duplicate_window(self) -> timedelta | None:
         return _duration(self.config.get("duplicate_window"))
 
+    @property
+    def ends(self) -> tuple[tuple[int, datetime], ...]:
+        """The sequences and stored times of its last and its first message, which another stream does not have."""
+        last, first = (self.last_seq, self.last_time), (self.first_seq, self.first_time)
+        return (last, first) if self.messages else (last,) if self.last_seq else ()
+
     def check_created(self, created: str) -> None:
         if recreated(created, self.created):
             raise StreamRecreatedError(
@@ -200,6 +208,7 @@ def parse_stream_state(answer: Mapping[str, Any], stream: str = "") -> StreamSta
         fresh = [peer for peer in peers if not peer.get("offline") and int(peer.get("active") or 0) < _LEASE_NS]
         messages, last_seq = int(state["messages"]), int(state["last_seq"])
         created = str(answer["created"])
+        first_time = _time(state.get("first_ts") or _ZERO_TIME)
         last_time = _time(state["last_ts"])
         if last_time.year == 1:  # an empty stream
             last_time = _time(created)
@@ -214,6 +223,7 @@ def parse_stream_state(answer: Mapping[str, Any], stream: str = "") -> StreamSta
             messages=messages,
             size=int(state.get("bytes") or 0),
             num_subjects=int(state.get("num_subjects") or 0),
+            first_time=first_time,
             last_time=last_time,
             now=_time(answer["ts"]),
             replicated=bool(peers) or int(config.get("num_replicas") or 1) > 1,
