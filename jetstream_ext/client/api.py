@@ -51,10 +51,6 @@ _NO_TIME: Final = 0.001
 # How long a request that the server refused is not sent again by a lookup, in seconds.
 _REFUSED_TTL: Final = 30.0
 
-# A mirror with the same options, and without a filter or start, holds the same messages for the same time.
-_SAME: Final = ("max_msgs_per_subject", "max_age", "allow_msg_ttl")
-_PART: Final = ("filter_subject", "subject_transforms", "opt_start_seq", "opt_start_time")
-
 _T = TypeVar("_T")
 _Item = TypeVar("_Item")
 
@@ -299,18 +295,6 @@ async def get_at_leader(
             headers=h.decode_stored(block),
             time_ns=h.parse_time_ns(h.to_utc(str(found["time"]))),
         )
-
-
-async def mirrors_all(context: Context, mirror: str, stream: str, timeout: float) -> bool:
-    """Return whether the stream `mirror` holds the same messages as `stream`; raise as `Api.ask` does about `stream`."""
-    try:
-        state = await stream_state(context, mirror, timeout / 2)
-    except (NotFoundError, ServiceUnavailableError, ServerError, RequestTimeoutError):
-        return False  # in another account or domain, or without the permission to ask, its configuration is unknown
-    if state.origin.get("name") != stream or any(state.origin.get(name) for name in _PART):
-        return False
-    origin = await stream_state(context, stream, timeout)
-    return all(state.config.get(name) == origin.config.get(name) for name in _SAME)
 
 
 async def newest_up_to(

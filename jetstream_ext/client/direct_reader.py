@@ -18,7 +18,6 @@ from jetstream_ext.client.api import (
     first_since,
     gather_bounded,
     get_at_leader,
-    mirrors_all,
     newest_up_to,
     stream_state,
     wait_for_sequence,
@@ -28,6 +27,7 @@ from jetstream_ext.client.connection import Context
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import JetStreamExtError, RequestTimeoutError
 from jetstream_ext.protocol import frames, range_read
+from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, StoredMsg, not_found
 from jetstream_ext.protocol.feature_table import START_TIME_LEVEL
 from jetstream_ext.protocol.frames import Frame
@@ -105,12 +105,19 @@ def link_of(context: Context) -> Link:
 
 
 async def read_blocks(
-    context: Context, stream: str, plan: Plan, timeout: float, *, confirm: bool = False, min_seq: int | None = None
+    context: Context,
+    stream: str,
+    plan: Plan,
+    timeout: float,
+    *,
+    confirm: bool = False,
+    state: StreamState | None = None,
+    min_seq: int | None = None,
 ) -> AsyncGenerator[Block, None]:
     """Yield the messages of a read as they come; see `RangeRead` for `timeout` and `DirectGet` for errors.
 
     With `confirm`, which needs a `Scan`, the leader proves that the whole range was delivered; a range without an end ends
-    at the leader's current last sequence. With `min_seq`, the read waits until the leader has this sequence, and a range
+    at the leader's current last sequence. `state` is what the leader said before, if the caller has asked. With `min_seq`, the read waits until the leader has this sequence, and a range
     is proved at least up to it. A `MultiLast` with `min_seq` must be `proved`.
     """
     loop, connection = asyncio.get_running_loop(), context.connection
@@ -125,7 +132,8 @@ async def read_blocks(
     if confirm:
         assert isinstance(plan, Scan)
         if plan.up_to_seq is None:
-            plan.up_to_seq = (await stream_state(context, stream, timeout)).last_seq
+            state = state or await stream_state(context, stream, timeout)
+            plan.up_to_seq = state.last_seq
         prove_to = plan.up_to_seq
     machine = RangeRead(
         stream,
@@ -133,6 +141,7 @@ async def read_blocks(
         timeout,
         pause=LAG_PAUSE,
         prove_to=prove_to,
+        whole=state.whole if state is not None else range(0),
         link=link_of(context),
         server_version=connection.server_version,
     )
@@ -194,8 +203,6 @@ async def read_blocks(
                 machine.leader_answered(found, loop.time())
             case range_read.FindNewest(seq, filters):
                 machine.newest_found(*await Retry(timeout).call(lambda: find_newest(seq, filters)), loop.time())
-            case range_read.CheckMirror(name):
-                machine.mirror_checked(loop.time(), same=await mirrors_all(context, name, stream, timeout))
             case range_read.AwaitConnection():
                 await connection.wait_usable(timeout)
                 machine.connected()

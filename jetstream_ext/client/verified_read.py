@@ -1,21 +1,26 @@
 """Reads that are complete and current, whichever replica or mirror answers.
 
-A replica may lag, and a mirror may hold other messages than its origin. `VerifiedReader` accepts an answer only if it
-shows that its responder holds the same messages as the stream and has reached the needed sequence; otherwise it asks
-again. `range_read.RangeRead` proves ranges.
+A replica may lag. A mirror may lack messages, because it has limits of its own, and it keeps what the stream has removed.
+No answer shows that a mirror holds the same messages. So `VerifiedReader` accepts only answers of the stream itself that
+show that their responder has reached the needed sequence. Otherwise it asks again, and if only mirrors answer, because
+they are nearer, it asks the leader for one message after the other. `range_read.RangeRead` does the same for ranges.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from jetstream_ext.client.api import (
     LAG_PAUSE,
+    Api,
+    gather_bounded,
     get_at_leader,
-    mirrors_all,
+    malformed_as_error,
     newest_up_to,
     stream_state,
     wait_for_sequence,
@@ -30,16 +35,26 @@ from jetstream_ext.errors import (
     RequestTimeoutError,
 )
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, StoredMsg, not_found
+from jetstream_ext.protocol.range_read import MAX_LEADER_REQUESTS, MAX_MIRROR_ANSWERS
 from jetstream_ext.protocol.reads import OneReply, Scan, reached_now
+from jetstream_ext.protocol.subjects import is_literal
 
 _CATCH_UP_BATCH: Final = 16_000
 _NO_LIMIT: Final = 1 << 31
 _FIRST_PAUSE: Final = 0.001  # short, because another responder may answer the next request
 _AWAY: Final = "no replica answers"  # a stream that does not allow direct gets is refused before
+# Messages with wildcards in their subjects that are passed over to find one that can be asked for.
+_MOST_PASSED: Final = 64
+# A read catches up with its writers if what is left becomes smaller by this factor again and again.
+_NEARER: Final = 0.9
 
 
 class _UnverifiedError(Exception):
     """An answer does not show that its responder holds what is needed; the text says why."""
+
+
+class AskLeaderError(Exception):
+    """No answer of a replica of the stream can be had, or be told from that of a mirror; the leader can be asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +80,10 @@ class VerifiedReader:
         self._timeout = timeout
         self._need = need
         self._what = what or f"stream {stream!r}"
-        self._trusted = {stream: True}
+        self._mirror_answers = 0  # in a row
         self._witness: str | None = None
+        self.replies: int = 0
+        """How many answers were accepted. Those of one reply are all of the stream that has the name at that moment."""
 
     async def get(self, request: Request) -> StoredMsg:
         """Return the message that a single get finds; ask the leader if the answer proves too little.
@@ -78,11 +95,7 @@ class VerifiedReader:
         retry.start()
         with contextlib.suppress(MessageNotFoundError):
             found = await read_one(self._context, self._stream, request, self._timeout)
-            if found.seq == request.seq:
-                return found  # no other message can be the answer
-            # A mirror's last message is the stream's if it is as new as needed. Its next message may be a later one than
-            # the stream's, which the mirror lacks.
-            if found.seq >= self._need and (request.last_by_subj is not None or found.stream == self._stream):
+            if found.stream == self._stream and (found.seq == request.seq or found.seq >= self._need):
                 return found
         try:
             await wait_for_sequence(self._context, self._stream, self._need, retry.remaining)
@@ -99,13 +112,14 @@ class VerifiedReader:
     ) -> Answer:
         """Return the last message of every subject that matches one of `subjects`, all of one moment.
 
-        The answer may include the last message of one more subject. With `up_to` (see `newest_up_to`), it is of the
+        The answer may include the last message of one more subject. With `up_to` (see `newest_to_ask_for`), it is of the
         moment when that message was stored. The answer is no longer than the connection carries with so many `in_flight`,
         and `Answer.pending` counts the rest; None does not limit it.
 
         Raises:
             TooManySubjectsError: The subjects match too many.
             LookupError: `up_to` is no longer stored.
+            AskLeaderError: Use `last_at_leader`.
         """
         retry = self._retry()
         while True:
@@ -123,20 +137,43 @@ class VerifiedReader:
                 if up_to is None:
                     if not len(answer.block):
                         self._witness = None
-                    await self._check(answer.block.stream, reached_now(answer.block, answer.up_to_seq), self._need)
+                    self._check(answer.block.stream, reached_now(answer.block, answer.up_to_seq), self._need)
                 else:
                     # A complete reply ends with the newest message that the responder has up to that point.
                     reached = up_to.seq if answer.pending else max(answer.block.seqs, default=0)
                     if 0 < reached < up_to.seq and await self._at_leader(Request(seq=up_to.seq)) is None:
                         raise LookupError
-                    await self._check(answer.block.stream, reached, up_to.seq)
+                    self._check(answer.block.stream, reached, up_to.seq)
+                self.replies += 1
                 return answer
             except _UnverifiedError as doubt:
                 await self._pause(retry, doubt)
 
+    async def last_at_leader(self, subjects: Sequence[str], *, up_to: int | None = None) -> list[StoredMsg]:
+        """Return what the leader has as the last message of each of `subjects`, up to a sequence, at different moments."""
+        self.replies += 2
+
+        async def find(subject: str) -> StoredMsg | None:
+            newest = await self._at_leader(Request(last_by_subj=subject))
+            if newest is None or up_to is None or newest.seq <= up_to:
+                return newest
+            return await newest_up_to(self._at_leader, up_to, 1, subject=subject)
+
+        found = await gather_bounded(find, subjects, limit=MAX_LEADER_REQUESTS)
+        return [message for message in found if message is not None]
+
     async def newest_up_to(self, seq: int, first: int) -> StoredMsg | None:
         """Return the newest message up to `seq` that the leader still has, or None; `first` is the lowest sequence."""
         return await newest_up_to(self._at_leader, seq, first)
+
+    async def newest_to_ask_for(self, seq: int, first: int) -> StoredMsg | None:
+        """As `newest_up_to`, but pass over messages with a wildcard in their subjects; raise AskLeaderError for too many."""
+        for _ in range(_MOST_PASSED):
+            found = await self.newest_up_to(seq, first)
+            if found is None or is_literal(found.subject):
+                return found
+            seq = found.seq - 1
+        raise AskLeaderError
 
     async def oldest_of(self, subject: str, after: int) -> tuple[StoredMsg, int] | None:
         """Return the oldest message of a subject and the number of its messages, or None if it has none.
@@ -151,10 +188,14 @@ class VerifiedReader:
                 block = answer.block
                 if not len(block) and await self._at_leader(Request(last_by_subj=subject)) is None:
                     return None
-                await self._check(block.stream, max(block.seqs, default=0), after + 1)
+                self._check(block.stream, max(block.seqs, default=0), after + 1)
+                self.replies += 1
                 return block.message(0), answer.pending + 1
             except _UnverifiedError as doubt:
                 await self._pause(retry, doubt)
+            except AskLeaderError:
+                oldest = await self._at_leader(Request(seq=1, next_by_subj=subject))
+                return None if oldest is None else (oldest, await self._count_at_leader(subject))
 
     async def log(self, first: int, last: int) -> AsyncGenerator[Block, None]:
         """Yield the messages from sequence `first` to `last` in order; the leader proves that they are complete."""
@@ -165,64 +206,83 @@ class VerifiedReader:
             try:
                 async with contextlib.aclosing(reading) as blocks:
                     async for block in blocks:
-                        await self._check(block.stream)
                         position = block.seqs[-1]
+                        self.replies += 1
                         retry.reset()
                         yield block
                 return
             except DirectGetDisabledError:
                 await self._pause(retry, _UnverifiedError(_AWAY))
-            except _UnverifiedError as doubt:
-                await self._pause(retry, doubt)
 
-    async def catch_up(self, position: int, take: Callable[[Block], None]) -> StoredMsg | None:
+    async def catch_up(self, position: int, take: Callable[[Block | list[StoredMsg]], None]) -> StoredMsg | None:
         """Pass the messages after `position` to `take`, up to an end that no reply of this read has passed.
 
-        Return the last message, or None.
+        Return the last message, or None. Raise RequestTimeoutError if the read has not come nearer to the end for
+        `timeout` seconds, because messages are stored faster than it reads them.
         """
-        retry = self._retry()
+        loop, retry = asyncio.get_running_loop(), self._retry()
         newest: StoredMsg | None = None
+        nearest, until = math.inf, 0.0
         while True:
             # Every responder so far had at most what the leader has now; the next reply must reach that.
             leader = (await stream_state(self._context, self._stream, self._timeout)).last_seq
-            request = Request(seq=position + 1, batch=_CATCH_UP_BATCH, max_bytes=self._room(1))
+            if leader - position <= nearest * _NEARER:
+                nearest, until = leader - position, loop.time() + self._timeout
+            elif loop.time() >= until:
+                raise RequestTimeoutError(
+                    f"{self._what}: {leader - position} messages are still unread, because they are stored faster than this "
+                    f"read returns them (it has not come nearer to the end for {self._timeout:g} s); repeat the call when "
+                    "fewer are stored, or read fewer keys with get_many"
+                )
             try:
-                answer = await self._ask(request)
-                block = answer.block
-                if len(block):
-                    await self._check(block.stream)
-                    take(block)
-                    newest, position = block.message(-1), block.seqs[-1]
+                found: Block | list[StoredMsg]
+                try:
+                    request = Request(seq=position + 1, batch=_CATCH_UP_BATCH, max_bytes=self._room(1))
+                    answer = await self._ask(request)
+                    found, pending = answer.block, answer.pending
+                    if len(found):
+                        self._check(found.stream)
+                except AskLeaderError:
+                    found = await self._next_at_leader(position)
+                    if not found:
+                        return newest
+                    pending = 1
+                if len(found):
+                    take(found)
+                    newest = found[-1] if isinstance(found, list) else found.message(-1)
+                    position = newest.seq
+                    self.replies += 1
                     retry.reset()
-                if answer.pending:
+                if pending:
                     continue
                 after = Request(seq=position + 1, next_by_subj=">")
                 missing = await self._at_leader(after) if position < leader else None
                 if missing is None or missing.seq > leader:
                     return newest
-                await self._check(self._stream, position, missing.seq)
+                self._check(self._stream, position, missing.seq)
             except _UnverifiedError as doubt:
                 await self._pause(retry, doubt)
 
-    async def _check(self, responder: str, reached: int = 0, need: int = 0) -> None:
-        """Raise `_UnverifiedError` unless the stream `responder` holds the same messages and has reached `need`.
+    def _check(self, responder: str, reached: int = 0, need: int = 0) -> None:
+        """Raise `_UnverifiedError` unless the stream itself answered and has reached `need`.
 
-        `responder` is empty for an answer without messages. `reached` is a sequence that the answer shows it to have.
+        Raise AskLeaderError if only mirrors have answered for a while. `responder` is empty for an answer without messages.
+        `reached` is a sequence that the answer shows it to have.
         """
         if not responder:
             raise _UnverifiedError("no replica has caught up with the leader")
-        trusted = self._trusted.get(responder)
-        if trusted is None:
-            trusted = self._trusted[responder] = await self._mirrors_all(responder)
-        if not trusted:
-            raise _UnverifiedError(f"only stream {responder!r} answered, a mirror that does not hold the same messages")
+        if responder != self._stream:
+            self._mirror_answers += 1
+            if self._mirror_answers > MAX_MIRROR_ANSWERS:
+                raise AskLeaderError
+            raise _UnverifiedError(f"only stream {responder!r} answered, a mirror, which may hold other messages")
+        self._mirror_answers = 0
         if reached < need:
             raise _UnverifiedError(f"no replica with sequence {need} answered")
 
-    async def _mirrors_all(self, responder: str) -> bool:
-        return await mirrors_all(self._context, responder, self._stream, self._timeout)
-
     async def _ask(self, request: Request) -> Answer:
+        if self._mirror_answers > MAX_MIRROR_ANSWERS:
+            raise AskLeaderError
         plan, joined = OneReply(request, whole=True), Block()
         try:
             async with contextlib.aclosing(read_blocks(self._context, self._stream, plan, self._timeout)) as blocks:
@@ -239,13 +299,39 @@ class VerifiedReader:
     async def _at_leader(self, request: Request) -> StoredMsg | None:
         return await get_at_leader(self._context, self._stream, request.body(), self._timeout)
 
+    async def _next_at_leader(self, position: int) -> list[StoredMsg]:
+        """Return some messages after `position`, with every one that is stored up to the last of them."""
+
+        async def find(seq: int) -> StoredMsg | None:
+            return await self._at_leader(Request(seq=seq, next_by_subj=">"))
+
+        seqs = range(position + 1, position + 1 + MAX_LEADER_REQUESTS)
+        found = await gather_bounded(find, seqs, limit=MAX_LEADER_REQUESTS)
+        by_seq = {message.seq: message for message in found if message is not None}
+        return [by_seq[seq] for seq in sorted(by_seq)]
+
+    async def _count_at_leader(self, subject: str) -> int:
+        api = Api(self._context, self._timeout)
+        answer = await api.stream(self._stream, {"subjects_filter": subject})
+        with malformed_as_error(f"stream {self._stream!r}"):
+            return int(answer["state"]["subjects"][subject])
+
     async def _find_witness(self) -> str | None:
         """Return a subject that has a message now, or None if the stream is empty."""
         # The first message: servers find it at once in a stream of any size, it is seldom removed, and servers may find
         # no last message if its sequence was deleted.
-        oldest = await self._at_leader(Request(seq=1, next_by_subj=">"))
-        self._witness = None if oldest is None else oldest.subject
-        return self._witness
+        seq = 1
+        for _ in range(_MOST_PASSED):
+            oldest = await self._at_leader(Request(seq=seq, next_by_subj=">"))
+            if oldest is None and seq == 1:
+                return None
+            if oldest is None:
+                break
+            if is_literal(oldest.subject):  # servers store others, but a request for one is for all that it matches
+                self._witness = oldest.subject
+                return self._witness
+            seq = oldest.seq + 1
+        raise AskLeaderError
 
     def _room(self, in_flight: int) -> int:
         return min(DEFAULT_MAX_BYTES, link_of(self._context).room(in_flight))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -11,6 +12,7 @@ import nats.js.errors
 from nats.js.kv import KeyValue
 
 from jetstream_ext.client.api import Api, malformed_as_error
+from jetstream_ext.client.base_connection import NotPermittedError
 from jetstream_ext.errors import (
     KeyConflictError,
     MessageTTLDisabledError,
@@ -21,11 +23,14 @@ from jetstream_ext.errors import (
 )
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import ROLLUP_HEADERS, check_key, operation
+from jetstream_ext.kv.limits import known_since, with_record
 from jetstream_ext.protocol.api import answering_server
 from jetstream_ext.protocol.feature_table import BY_OPTION
 from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ, MSG_TTL
 from jetstream_ext.protocol.options import ttl_value
 from jetstream_ext.types import NEVER, TTL
+
+_log = logging.getLogger("jetstream_ext")
 
 
 async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = None) -> int:
@@ -98,8 +103,9 @@ async def enable(
 ) -> KeyValue:
     """Turn on what a bucket lacks; return nats-py's `KeyValue` for the bucket as it is now.
 
-    The call never turns an option off, and changes nothing else of the configuration. It does not write to a bucket
-    that lacks nothing.
+    The call never turns an option off. It records in the metadata of the bucket's stream since when the bucket's limits
+    hold, because reads of the past need to know that, and changes nothing else of the configuration. It does not write to a
+    bucket that lacks nothing.
 
     Args:
         kv: nats-py's bucket.
@@ -119,7 +125,8 @@ async def enable(
 
     Cancellation: The bucket may have been changed.
 
-    Requires: Permission for ``STREAM.INFO`` and ``STREAM.UPDATE``. Servers have no conditional update: two programs
+    Requires: Permission for ``STREAM.INFO`` and ``STREAM.UPDATE`` (without the latter, a bucket that lacks only the record
+        is returned as it is, with a warning to the logger ``jetstream_ext``). Servers have no conditional update: two programs
         that turn on different options at the same moment can undo each other's change.
     """
     wanted: dict[str, Any] = {}
@@ -137,13 +144,11 @@ async def enable(
         wanted |= {"subject_delete_marker_ttl": marker_ttl, "allow_rollup_hdrs": True, "deny_purge": False}
     bucket = Bucket(kv, timeout)
     api = Api(bucket.context, bucket.timeout)
-    found = (await bucket.unchecked_state()).config
-    missing = {name: value for name, value in wanted.items() if (found.get(name) or False) != value}
+    state = await bucket.unchecked_state()
+    missing = {name: value for name, value in wanted.items() if (state.config.get(name) or False) != value}
     if missing:
-        _check_supported(bucket, found, missing, "nothing was changed")
-        answer = await api.ask(f"STREAM.UPDATE.{bucket.stream}", {**found, **missing})
-        with malformed_as_error(f"bucket {bucket.name!r} (which may have been changed)"):
-            found = dict(answer["config"])
+        _check_supported(bucket, state.config, missing, "nothing was changed")
+        found = await _update(api, bucket, {**state.config, **missing})
         diff = {name: (value, got) for name, value in missing.items() if (got := found.get(name) or False) != value}
         if diff:
             _check_supported(bucket, found, diff, "the server ignored the option")
@@ -151,7 +156,28 @@ async def enable(
                 f"bucket {bucket.name!r}: the server stored other values than requested (requested, stored): {diff}",
                 diff=diff,
             )
-    return KeyValue(bucket.name, bucket.stream, bucket.prefix, bucket.js, direct=bool(found.get("allow_direct")))
+        state = await bucket.unchecked_state()  # the leader's clock once its limits hold
+    if known_since(state) is None and not state.origin:
+        # What nothing has been removed from was under no other limits.
+        since = state.created_at if state.never_removed else state.now
+        try:
+            await _update(api, bucket, with_record(state.config, since))
+        except NotPermittedError:
+            if missing:
+                raise
+            _log.warning(
+                "bucket %r: it is not recorded since when its limits hold, because the client may not update its stream; reads "
+                "of the past may raise HistoryUnavailableError",
+                bucket.name,
+            )
+    return KeyValue(bucket.name, bucket.stream, bucket.prefix, bucket.js, direct=state.allows_direct)
+
+
+async def _update(api: Api, bucket: Bucket, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Update a bucket's stream; return its configuration as the server stored it."""
+    answer = await api.ask(f"STREAM.UPDATE.{bucket.stream}", config)
+    with malformed_as_error(f"bucket {bucket.name!r} (which may have been changed)"):
+        return dict(answer["config"])
 
 
 def _check_supported(bucket: Bucket, config: Mapping[str, Any], options: Iterable[str], detail: str) -> None:

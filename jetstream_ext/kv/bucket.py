@@ -13,7 +13,14 @@ from nats.js import JetStreamContext
 from nats.js.errors import BadBucketError, BucketNotFoundError, NotFoundError
 from nats.js.kv import KeyValue
 
-from jetstream_ext.client.api import Api, gather_bounded, get_at_leader, malformed_as_error, stream_state
+from jetstream_ext.client.api import (
+    Api,
+    check_same_stream,
+    gather_bounded,
+    get_at_leader,
+    malformed_as_error,
+    stream_state,
+)
 from jetstream_ext.client.connection import Context, bucket_parts
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.client.verified_read import VerifiedReader
@@ -73,6 +80,10 @@ class Bucket:
                 )
             self.prefix = named[0]
         return state
+
+    async def check_same(self, before: StreamState) -> StreamState:
+        """Return the state of the bucket's stream now; raise StreamRecreatedError if it is not the stream of `before`."""
+        return await check_same_stream(self.context, before, await self.unchecked_state(), self.timeout)
 
     def check(self, state: StreamState, *, direct: bool = True, mirror: bool = False) -> None:
         """Raise BadBucketError for no bucket, or for a mirror unless `mirror`.

@@ -103,8 +103,10 @@ def row_of(message: StoredMsg) -> Row:
     return message.seq, message.subject, message.data, message.headers, message.time
 
 
-def rows_of(block: Block) -> Iterator[Row]:
-    """Return the messages of a block; raise ResponseError at once if one is malformed."""
+def rows_of(block: Block | Sequence[StoredMsg]) -> Iterator[Row]:
+    """Return messages as rows; raise ResponseError at once if one of a block is malformed."""
+    if not isinstance(block, Block):
+        return map(row_of, block)
     # As columns: zip makes one tuple after the other, so that a million messages are not a million tuples.
     subjects: list[str] = []
     headers: list[Mapping[str, str]] = []

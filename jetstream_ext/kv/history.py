@@ -7,8 +7,9 @@ assume that y, the newest message of a key up to S, was not read. y was stored u
 it. That one has a revision above S, because y is the newest up to S, so it was stored after the last reply. Then y was
 stored during the whole read, and was read.
 
-Some removals have no revision: a message expires and leaves no marker. Those are decided by time: a message that had
-expired when revision S was stored is not in the snapshot.
+Some removals have no revision: a message expires and leaves no marker. Those are decided by the leader's clock after the
+last reply. A message that has expired by then is not in the snapshot, whether or not a reply had it. Every other one was
+stored during the whole read.
 
 **The past.** A key at revision R is its newest message up to R. Servers always remove the oldest messages of a key
 first (history, purge, maximum age), so if such a message is stored, it is the answer, and a delete marker says that the
@@ -36,11 +37,15 @@ _SECONDS: Final = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µ
 
 
 class Latest:
-    """A bucket as of the newest message that it was fed; `max_age` is the bucket's own TTL."""
+    """A bucket as of the newest message that it was fed.
 
-    def __init__(self, subjects: Subjects, *, max_age: timedelta | None = None) -> None:
+    `max_age` is the bucket's own TTL. With `own_ttls`, the server heeds the TTLs of single messages.
+    """
+
+    def __init__(self, subjects: Subjects, *, max_age: timedelta | None = None, own_ttls: bool = True) -> None:
         self._subjects = subjects
         self._max_age = max_age
+        self._own_ttls = own_ttls
         self._entries: dict[str, KeyValueEntry] = {}
         self._deleted: set[str] = set()  # the keys whose entry is a marker
         # For each key with a TTL: the revision that has it, and the TTL (None: the message never expires).
@@ -67,7 +72,7 @@ class Latest:
             entries[key] = KeyValueEntry(bucket, key, data, seq, time, op, reason)
             if op != "PUT":
                 deleted.add(key)
-            if MSG_TTL in headers:
+            if self._own_ttls and MSG_TTL in headers:
                 ttl = ttl_of(headers)
                 if ttl is not None or never_expires(headers):
                     self._ttls[key] = seq, ttl
@@ -131,6 +136,8 @@ class Past:
         self._accounted = 0
         self.expires: bool = False
         """Whether a message showed that values of the bucket have TTLs of their own."""
+        self.since: datetime | None = None
+        """When the newest message up to the revision was stored that this was fed: not after the revision."""
 
     def feed(self, rows: Iterable[Row], *, log: bool = False) -> None:
         """Take messages, ascending for each key: all that a key has, or its newest one up to the revision.
@@ -140,7 +147,9 @@ class Past:
         bucket, wanted, revision = self._subjects.bucket, self._subjects.wanted, self.revision
         keys, prefix, cut = self._keys, self._subjects.prefix, len(self._subjects.prefix)
         for row in rows:
-            seq, subject, _, headers, _ = row
+            seq, subject, _, headers, time = row
+            if seq <= revision and (self.since is None or time > self.since):
+                self.since = time
             name = subject[cut:]
             asked = wanted(name) and subject.startswith(prefix)
             if not (asked or log):

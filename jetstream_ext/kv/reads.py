@@ -11,7 +11,7 @@ from typing import Final
 from nats.js.kv import KeyValue
 
 from jetstream_ext.client.api import first_since, gather_bounded
-from jetstream_ext.client.verified_read import VerifiedReader
+from jetstream_ext.client.verified_read import AskLeaderError, VerifiedReader
 from jetstream_ext.errors import HistoryUnavailableError, TooManySubjectsError
 from jetstream_ext.kv.bucket import LOOKUPS_IN_FLIGHT, Bucket
 from jetstream_ext.kv.entries import (
@@ -26,6 +26,7 @@ from jetstream_ext.kv.entries import (
     rows_of,
 )
 from jetstream_ext.kv.history import Latest, Past, Verdict
+from jetstream_ext.kv.limits import drops_oldest, known_since
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import Block, StoredMsg
 from jetstream_ext.protocol.gaps import Gaps
@@ -45,6 +46,10 @@ _CHUNKS_IN_FLIGHT: Final = 3
 # Of more keys than this, listing them costs more than reading the log: the server sorts all of them for each page.
 _MOST_LISTED: Final = 100_000
 _MICROSECOND: Final = timedelta(microseconds=1)
+_LIMITS_UNKNOWN: Final = (
+    ", and it is not known since when the bucket's limits hold (`await jetstream_ext.kv.enable(kv)` records that for later "
+    "reads)"
+)
 
 
 async def get_many(
@@ -90,8 +95,10 @@ async def get_many(
     state = await bucket.readable_state()
     subjects = Subjects(bucket.name, bucket.prefix, wanted.__contains__)
     if at is None:
-        latest = Latest(subjects)
-        await _read_by_name(bucket, bucket.reader(state.last_seq), list(wanted), latest.feed)
+        latest, source = Latest(subjects), bucket.reader(state.last_seq)
+        await _read_by_name(bucket, source, list(wanted), latest.feed)
+        if source.replies > 1:
+            await bucket.check_same(state)
         found = latest.entries()
     else:
         verdict, _ = await _read_past(bucket, subjects, list(wanted), state, at, strict=True)
@@ -163,8 +170,9 @@ async def _read_now(
     bucket: Bucket, subjects: Subjects, patterns: list[str], state: StreamState, *, include_deletes: bool
 ) -> KeyValueSnapshot:
     source = bucket.reader(state.last_seq)
-    latest = Latest(subjects, max_age=state.max_age)
+    latest = Latest(subjects, max_age=state.max_age, own_ttls=bool(state.config.get("allow_msg_ttl")))
     answer = await _read_at_once(bucket, source, patterns, state)
+    expired_by: datetime | None = None  # None: the server has decided for its only answer what had expired
     if answer is not None:
         latest.feed(rows_of(answer))
         newest = answer.message(-1) if len(answer) else None
@@ -177,12 +185,13 @@ async def _read_now(
                 latest.feed(rows_of(block))
         else:
             await _read_by_name(bucket, source, names, latest.feed)
-        newest = await source.catch_up(state.last_seq, lambda block: latest.feed(rows_of(block)))
+        newest = await source.catch_up(state.last_seq, lambda found: latest.feed(rows_of(found)))
+        # What expired meanwhile may have been stored for the first replies and gone for the last ones.
+        expired_by = (await bucket.check_same(state)).now
     revision, time = state.last_seq, state.last_time
     if newest is not None and newest.seq > revision:
         revision, time = newest.seq, newest.time
-    # For a single answer, the server has decided what had expired.
-    entries = latest.entries(None if answer is not None else time, include_deletes=include_deletes)
+    entries = latest.entries(expired_by, include_deletes=include_deletes)
     return KeyValueSnapshot(entries, revision=revision, time=time)
 
 
@@ -194,7 +203,7 @@ async def _read_at_once(
         return None
     try:
         answer = await source.last_of([bucket.subject(pattern) for pattern in patterns])
-    except TooManySubjectsError:
+    except (TooManySubjectsError, AskLeaderError):
         return None
     return None if answer.pending else answer.block
 
@@ -214,7 +223,7 @@ async def _read_by_name(
     *,
     up_to: StoredMsg | None = None,
 ) -> None:
-    """Read the last message of each of `keys` (up to the message `up_to`), in parts that are each of one moment.
+    """Read the last message of each of `keys` (up to the message `up_to`), in parts that are each of one moment if possible.
 
     Messages of other keys may be among them. Raises LookupError if `up_to` is no longer stored.
     """
@@ -222,8 +231,12 @@ async def _read_by_name(
     async def read(chunk: Sequence[str]) -> None:
         alone = len(chunk) == 1
         in_flight = None if alone else _CHUNKS_IN_FLIGHT
+        subjects = [bucket.subject(key) for key in chunk]
         try:
-            answer = await source.last_of([bucket.subject(key) for key in chunk], up_to=up_to, in_flight=in_flight)
+            answer = await source.last_of(subjects, up_to=up_to, in_flight=in_flight)
+        except AskLeaderError:
+            take(rows_of(await source.last_at_leader(subjects, up_to=None if up_to is None else up_to.seq)))
+            return
         except TooManySubjectsError:
             if alone:
                 raise
@@ -314,6 +327,7 @@ async def _read_past(
     if point.revision > state.last_seq:
         state = await bucket.readable_state()  # `_revision_at` has waited for that time
     verdict = await _judge_past(bucket, subjects, patterns, state, point)
+    await bucket.check_same(state)
     what, keys = f"bucket {bucket.name!r} at revision {point.revision}", verdict.unavailable
     if strict and keys:
         shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
@@ -324,8 +338,8 @@ async def _read_past(
         )
     if strict and verdict.lost:
         raise HistoryUnavailableError(
-            f"{what}: keys may be missing, because messages up to this revision may have expired or been purged; "
-            "snapshot(strict=False) returns the rest"
+            f"{what}: keys may be missing, because messages up to this revision may have expired or been purged"
+            f"{_LIMITS_UNKNOWN if known_since(state) is None else ''}; snapshot(strict=False) returns the rest"
         )
     return verdict, point
 
@@ -357,8 +371,8 @@ async def _judge_past(
             lost = _may_have_expired(state, past, point)
     if names is None:
 
-        def take(block: Block) -> None:
-            past.feed(rows_of(block), log=True)
+        def take(found: Block | list[StoredMsg]) -> None:
+            past.feed(rows_of(found), log=True)
 
         gaps = await _read_log(source, state.lowest_seq, state.last_seq, take)
         await source.catch_up(state.last_seq, take)
@@ -372,11 +386,14 @@ async def _judge_past(
 
 
 def _may_have_expired(state: StreamState, past: Past, point: ResolvedRevision) -> bool:
-    """Whether keys may have expired since and left no message."""
+    """Whether keys may have expired since, or a limit may have removed them, and they left no message."""
+    since, stored = known_since(state), max(point.since, past.since or point.since)
+    if since is None or stored < since or drops_oldest(state):
+        return True
     markers_stay = min(state.marker_ttl or timedelta(0), state.max_age or timedelta.max)
-    if state.now - point.since < markers_stay:
+    if state.now - stored < markers_stay:
         return False  # the markers of everything that expired since are still stored
-    return past.expires or (state.max_age is not None and state.created_at + state.max_age < state.now)
+    return past.expires or (state.max_age is not None and min(state.created_at, since) + state.max_age < state.now)
 
 
 async def _feed_by_name(
@@ -404,12 +421,16 @@ async def _feed_by_name(
         gaps = await _read_log(source, state.lowest_seq, revision, lambda block: past.feed(rows_of(block)))
         missing = gaps.highest > 0
     else:
-        while moved and (newest := await source.newest_up_to(revision, state.lowest_seq)) is not None:
-            try:
-                await _read_by_name(bucket, source, moved, past.feed, up_to=newest)
-                break
-            except LookupError:
-                pass  # `newest` was removed meanwhile. The loop ends: nothing is ever added up to the revision.
+        try:
+            while moved and (newest := await source.newest_to_ask_for(revision, state.lowest_seq)) is not None:
+                try:
+                    await _read_by_name(bucket, source, moved, past.feed, up_to=newest)
+                    break
+                except LookupError:
+                    pass  # `newest` was removed meanwhile. The loop ends: nothing is ever added up to the revision.
+        except AskLeaderError:
+            found = await source.last_at_leader([bucket.subject(key) for key in moved], up_to=revision)
+            past.feed(rows_of(found))
 
     async def feed_oldest(key: str) -> None:
         if state.max_msgs_per_subject == 1:

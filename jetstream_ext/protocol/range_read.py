@@ -4,9 +4,11 @@
 each event in each state. The caller loops over `RangeRead.next_action`, does what it says, and hands in what happens.
 
 A replica of the stream has its messages in order and without gaps of its own, but it may lag. So only the end of the
-range needs a proof. A mirror that answers under the stream's name (``mirror_direct``) can lack any message: it has
-limits of its own, perhaps a filter, perhaps a start in the middle. So every gap in a mirror's answer also needs a
-proof, with one request to the leader for each.
+range needs a proof. A mirror that answers under the stream's name (``mirror_direct``) can lack any message, because it
+has limits of its own, perhaps a filter, perhaps a start in the middle, and it keeps what the stream has removed. Its rows
+prove themselves only if they have every sequence and the leader says that the stream has every sequence, too. Otherwise
+the read asks again, because the next responder may be a replica. If a mirror is near, no replica ever answers. Then the
+leader is asked for each row.
 """
 
 from __future__ import annotations
@@ -28,22 +30,21 @@ from jetstream_ext.errors import (
 )
 from jetstream_ext.protocol.direct import Block, EndOfBatch, ReplyDecoder, Request, StoredMsg, decode_single
 from jetstream_ext.protocol.frames import Frame
-from jetstream_ext.protocol.gaps import find_gaps
 from jetstream_ext.protocol.reads import Link, MultiLast, Plan, RangePlan, Scan, SentRequest, Stopwatch
 
 _log = logging.getLogger("jetstream_ext.direct")
 
 MAX_LEADER_REQUESTS: Final = 64
-"""Requests to the leader at once. To prove more gaps than these takes longer than to request the rows again."""
-# Answers in a row that are dropped at most: if only a mirror is near, the stream itself never answers.
-_MAX_ANSWERS_DROPPED: Final = 8
+"""Requests to the leader at once."""
+MAX_MIRROR_ANSWERS: Final = 8
+"""After so many answers of mirrors in a row, no replica of the stream seems to be near."""
 
 
 class State(enum.Enum):
     """Where a read is: the columns of `TABLE`."""
 
     READING = "reading"
-    PROVING = "proving"  # the leader is asked for gaps in a mirror's rows, the rest of the range, or the newest message
+    PROVING = "proving"  # the leader is asked for a mirror's rows, the rest of the range, or the newest message
     PAUSED = "paused"
     RESUMING = "resuming"  # the next request needs a usable connection
     ENDED = "ended"
@@ -57,9 +58,7 @@ class Input(enum.Enum):
     UNPROVED = "only the leader knows whether the replies show what is asked for"
     PROVED = "the leader has said what the replies must show"
     BEHIND = "a responder does not have what is asked for"
-    GAPS = "a mirror's rows have gaps"
-    TOO_MANY_GAPS = "a mirror's rows have too many gaps to ask the leader for each"
-    GAPS_PROVED = "the leader has no message in the gaps"
+    MIRROR = "a mirror answers, and a replica may answer the next request"
     MISSING = "the leader has a message that no responder delivered"
     NO_RESPONDER = "no responder answers"
     INTERRUPTED = "the connection or messages are lost, or no reply comes"
@@ -76,12 +75,10 @@ TABLE: Final[dict[Input, tuple[State | tuple[State, State] | None, ...]]] = {
     #                     READING              PROVING          PAUSED    RESUMING  ENDED
     Input.COMPLETE:      (ENDED,               ENDED,           ERR,      ENDED,    ENDED),
     Input.SHORT:         (PROVING,             ERR,             ERR,      ERR,      ERR),
-    Input.GAPS:          (PROVING,             ERR,             ERR,      ERR,      ERR),
     Input.UNPROVED:      (PROVING,             ERR,             ERR,      ERR,      ERR),
     Input.PROVED:        (ERR,                 READING,         ERR,      ERR,      ERR),
     Input.BEHIND:        ((PAUSED, ENDED),     (PAUSED, ENDED), ERR,      ERR,      ERR),
-    Input.TOO_MANY_GAPS: (RESUMING,            ERR,             ERR,      ERR,      ERR),
-    Input.GAPS_PROVED:   (ERR,                 READING,         ERR,      ERR,      ERR),
+    Input.MIRROR:        (RESUMING,            ERR,             ERR,      ERR,      ERR),
     Input.MISSING:       (ERR,                 (PAUSED, ENDED), ERR,      ERR,      ERR),
     Input.NO_RESPONDER:  ((PAUSED, ENDED),     ERR,             ERR,      ERR,      ERR),
     Input.INTERRUPTED:   ((RESUMING, ENDED),   ERR,             ERR,      RESUMING, ENDED),
@@ -131,13 +128,6 @@ class FindNewest:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckMirror:
-    """Find out whether the stream `name`, which answered, holds the same messages; call `mirror_checked`."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
 class AwaitConnection:
     """Wait until the connection is usable, then call `connected`."""
 
@@ -162,7 +152,7 @@ class Done:
 
 
 # After an action that fails in another way, the caller calls `failed`.
-Action = SendRequest | DropReply | AskLeader | FindNewest | CheckMirror | AwaitConnection | Deliver | Wait | Done
+Action = SendRequest | DropReply | AskLeader | FindNewest | AwaitConnection | Deliver | Wait | Done
 
 
 @dataclass(slots=True)
@@ -256,8 +246,9 @@ class RangeRead(_Read):
         timeout: Seconds that may pass without an answer, or without a new row while responders lag or do not answer. After
             half of it, a request without an answer is repeated, and both replies are awaited.
         pause: Seconds between two requests while responders lag or do not answer.
-        prove_to: Prove a `RangePlan` up to this sequence, or accept for a `MultiLast` only answers of the stream itself and
-            of mirrors that hold the same messages; None believes the responders.
+        prove_to: Prove a `RangePlan` up to this sequence, or accept for a `MultiLast` only answers of the stream itself;
+            None believes the responders.
+        whole: Sequences all of which the leader has. A mirror's rows among them need no other proof if none is missing.
         link: What is known of the connection; the replies add to it.
         server_version: The connected server's version, for errors.
     """
@@ -270,6 +261,7 @@ class RangeRead(_Read):
         *,
         pause: float,
         prove_to: int | None = None,
+        whole: range = range(0),
         link: Link | None = None,
         server_version: str = "",
     ) -> None:
@@ -283,8 +275,8 @@ class RangeRead(_Read):
         if prove_to is not None and isinstance(plan, RangePlan):
             self._range, self._before = plan, plan.position
             self._prove_to = prove_to if plan.up_to_seq is None else min(prove_to, plan.up_to_seq)
-        self._checked = None if prove_to is None else {stream}  # which streams may answer a `MultiLast`
-        self._unchecked: tuple[SentRequest, EndOfBatch] | None = None  # the whole answer of another one
+        self._whole = whole if self._range is not None and self._range.subject in (None, ">") else range(0)
+        self._own_only = prove_to is not None and self._range is None
         self._link = link or Link()
         if isinstance(plan, Scan):
             plan.link = self._link
@@ -292,7 +284,7 @@ class RangeRead(_Read):
         self._replies: dict[SentRequest, _Reply] = {}
         self._dropped: list[SentRequest] = []
         self._rows: Block | None = None
-        self._gaps: list[range] = []  # of `_rows`, which are held back until the leader has answered
+        self._held = False  # `_rows` are a mirror's, and wait for the leader's answer
         self._give_up_at: float | None = None
         self._answered = self._retried = self._silent = False
         self._late: tuple[SentRequest, ...] = ()  # requests in flight before the oldest, which is silent, was repeated
@@ -300,7 +292,7 @@ class RangeRead(_Read):
         # How long sending has taken since the last answer, and when the request was handed out that is being sent.
         self._sending = 0.0
         self._sending_since: float | None = None
-        self._answers_dropped = 0
+        self._mirror_answers = 0
         self._mirror = ""
 
     def next_action(self, now: float) -> Action:
@@ -320,16 +312,16 @@ class RangeRead(_Read):
                 self._sending_since = now
                 until = self._deadline if self._late else now + self._timeout - self._sending
                 return SendRequest(sent, until)
-            if self.state is PROVING and self._unchecked is not None:
-                return CheckMirror(self._replies[self._unchecked[0]].decoder.responder)
             if self.state is PROVING and isinstance(self._plan, MultiLast):
                 assert self._plan.wanted is not None
                 return FindNewest(self._plan.wanted, self._plan.among)
             if self.state is PROVING:
                 assert self._range is not None
-                behind = [gap.start - 1 for gap in self._gaps[:MAX_LEADER_REQUESTS]] or [self._before]
+                behind = [self._before]
+                if self._held and self._rows is not None:
+                    behind += self._rows.seqs[:-1]
                 return AskLeader(tuple(map(self._range.request_after, behind)))
-            if self._rows is not None and not self._gaps:
+            if self._rows is not None and not self._held:
                 rows, self._rows = self._rows, None
                 self._before = rows.seqs[-1]
                 self._give_up_at = None
@@ -405,15 +397,36 @@ class RangeRead(_Read):
 
     def leader_answered(self, found: Sequence[int | None], now: float) -> None:
         """Take the sequences that the leader found for the requests of `AskLeader`; None is no message."""
-        asked, self._gaps = self._gaps[:MAX_LEADER_REQUESTS], self._gaps[MAX_LEADER_REQUESTS:]
-        stops = [gap.stop for gap in asked] or [self._prove_to + 1]
-        missing = next((seq for seq, stop in zip(found, stops, strict=True) if seq is not None and seq < stop), None)
+        rows = self._rows
+        if not self._held or rows is None:
+            (seq,) = found
+            if seq is None or seq > self._prove_to:
+                self._happen(Input.COMPLETE, why=f"the leader has nothing after sequence {self._before}")
+            else:
+                self._missing(seq, now)
+            return
+        self._held = False
+        pairs = list(zip(rows.seqs, found, strict=True))
+        missing = next((at_leader for seq, at_leader in pairs if at_leader is not None and at_leader < seq), None)
         if missing is not None:
             self._missing(missing, now)
-        elif not asked:
-            self._happen(Input.COMPLETE, why=f"the leader has nothing after sequence {self._before}")
-        elif not self._gaps:
-            self._happen(Input.GAPS_PROVED)
+        else:
+            self._mirror = ""
+            self._happen(Input.PROVED)
+        self._remove_rows({seq for seq, at_leader in pairs if at_leader != seq})
+
+    def _remove_rows(self, seqs: set[int]) -> None:
+        """Leave out a mirror's rows that the stream has removed."""
+        rows = self._rows
+        if rows is None or seqs.isdisjoint(rows.seqs):
+            return
+        assert self._range is not None
+        count = len(rows)
+        rows.select([seq not in seqs for seq in rows.seqs])
+        self._range.leave_out(count - len(rows))
+        self._drop_replies()
+        if not rows.seqs:
+            self._rows = None
 
     def newest_found(self, newest: tuple[int, str] | None, last_seq: int, now: float) -> None:
         """Take sequence and subject of the message that `FindNewest` asked for, if any, and the leader's last sequence."""
@@ -423,20 +436,6 @@ class RangeRead(_Read):
             self._behind(now)
         else:
             self._happen(Input.PROVED)
-
-    def mirror_checked(self, now: float, *, same: bool) -> None:
-        assert self._unchecked is not None
-        assert self._checked is not None
-        (sent, end), self._unchecked = self._unchecked, None
-        name = self._replies[sent].decoder.responder
-        if same:
-            self._checked.add(name)
-            self._happen(Input.PROVED)
-            self._finish(sent, end, now)
-        else:
-            self._plan.retry()
-            self._drop_replies()
-            self._behind(now, f"only mirror {name!r} answers, which does not hold the same messages")
 
     def _read(self, now: float) -> bool:
         """Take what has arrived of the oldest reply; return whether there is something new to do."""
@@ -512,14 +511,12 @@ class RangeRead(_Read):
             reply.lost, reply.error = True, decoder.broken
         elif decoder.end is not None:
             self._silent = False
-            known = self._checked is None or not isinstance(self._plan, MultiLast) or not decoder.responder
-            if known or decoder.responder in (self._checked or ()):
-                self._finish(sent, decoder.end, now)
+            if self._own_only and decoder.responder not in ("", self._stream):
+                self._plan.retry()
+                self._drop_replies()
+                self._behind(now, f"only mirror {decoder.responder!r} answers, which may hold other messages")
             else:
-                self._unchecked = sent, decoder.end
-                self._happen(
-                    Input.UNPROVED, why=f"{decoder.responder!r} answers, which may be a mirror of other messages"
-                )
+                self._finish(sent, decoder.end, now)
 
     def _finish(self, sent: SentRequest, end: EndOfBatch, now: float) -> None:
         plan = self._plan
@@ -550,25 +547,29 @@ class RangeRead(_Read):
         self._happen(Input.BEHIND, RequestTimeoutError(text), why, give_up=self._patience_ends(now))
 
     def _check_responder(self, rows: Block) -> None:
-        """Note the gaps of a mirror's answer to prove them, or drop the answer if there are too many."""
+        """Drop a mirror's rows, or hold back the first ones to compare them with the leader's, unless they prove themselves."""
         if rows.stream == self._stream:
-            self._answers_dropped = 0
+            self._mirror_answers = 0
             return
-        gaps = list(find_gaps(self._before, rows.seqs, self._prove_to))
-        if not gaps:
+        first = max(self._before + 1, self._whole.start)
+        if rows.seqs[0] == first and rows.seqs[-1] in self._whole and rows.seqs[-1] - first + 1 == len(rows):
             return
-        why = f"an answer of mirror {rows.stream!r} has {len(gaps)} gaps"
-        if len(gaps) > MAX_LEADER_REQUESTS and self._answers_dropped < _MAX_ANSWERS_DROPPED:
-            self._answers_dropped += 1
-            self._go_back(gaps[0].stop)
-            self._happen(Input.TOO_MANY_GAPS, why=why)
-        else:
-            self._gaps, self._mirror = gaps, f" (mirror {rows.stream!r} answers)"
-            self._happen(Input.GAPS, why=why)
+        self._mirror_answers += 1
+        why = f"mirror {rows.stream!r} answers"
+        if self._mirror_answers <= MAX_MIRROR_ANSWERS:
+            self._go_back(rows.seqs[0])
+            self._happen(Input.MIRROR, why=why)
+            return
+        self._held, self._mirror = True, f" ({why})"
+        if len(rows) > MAX_LEADER_REQUESTS:
+            self._go_back(rows.seqs[MAX_LEADER_REQUESTS])
+        self._happen(Input.UNPROVED, why=why)
 
     def _missing(self, seq: int, now: float) -> None:
         """Read again from a message that the leader has and no responder delivered."""
         self._go_back(seq)
+        if self._rows is not None:
+            self._give_up_at = None
         late = RequestTimeoutError(
             f"stream {self._stream!r}: the leader has sequence {seq}, but no replica or mirror that answers direct gets "
             f"delivered it within {self._timeout:g} s{self._mirror}"
@@ -580,15 +581,12 @@ class RangeRead(_Read):
     def _go_back(self, seq: int) -> None:
         """Keep only the rows before `seq`, and forget what is in flight."""
         assert self._range is not None
-        rows, self._gaps = self._rows, []
-        dropped = 0
+        rows, dropped = self._rows, 0
         if rows is not None:
             dropped = len(rows)
             rows.keep(0, bisect_left(rows.seqs, seq))
             dropped -= len(rows)
-            if rows.seqs:
-                self._give_up_at = None
-            else:
+            if not rows.seqs:
                 self._rows = rows = None
         self._range.rewind(self._before if rows is None else rows.seqs[-1], dropped)
         self._retried = self._silent = False

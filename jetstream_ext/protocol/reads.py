@@ -192,6 +192,9 @@ class RangePlan(Plan):
         self.done: bool = False
         self.in_flight.clear()
 
+    def leave_out(self, rows: int) -> None:
+        """Note that so many of the accepted rows do not count after all."""
+
 
 class OneReply(RangePlan):
     """The plan of one request, which one reply answers.
@@ -227,6 +230,9 @@ class OneReply(RangePlan):
     def rewind(self, position: int, dropped: int = 0) -> None:
         super().rewind(position)
         self._rows -= dropped
+
+    def leave_out(self, rows: int) -> None:
+        self.rewind(self.position, rows)
 
     @property
     def _last(self) -> int:

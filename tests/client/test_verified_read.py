@@ -1,4 +1,4 @@
-"""Ranges that mirrors answer: the leader proves the gaps in their answers."""
+"""Ranges that mirrors answer: they are read as the stream itself has them."""
 
 import logging
 import re
@@ -78,13 +78,50 @@ async def test_messages_deleted_from_a_mirror_are_still_read(js: JetStreamContex
         assert await read(js, origin) == present(1, 300)
 
 
-async def test_a_complete_mirror_costs_no_second_read(
-    js: JetStreamContext, origin: str, mirror: Mirror, caplog: pytest.LogCaptureFixture
+async def test_messages_deleted_from_the_stream_are_not_read_from_a_mirror(
+    js: JetStreamContext, origin: str, mirror: Mirror
 ) -> None:
     await mirror(279)
+    for seq in (50, 51, 250, 300):
+        await js.delete_msg(origin, seq)
+    for _ in range(8):
+        assert await read(js, origin) == [seq for seq in present(1, 300) if seq not in (50, 51, 250, 300)]
+
+
+async def test_a_mirror_of_a_stream_that_has_every_sequence_costs_no_second_read(
+    js: JetStreamContext, stream_name: Callable[[], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    origin, name = stream_name(), stream_name()
+    await js.add_stream(name=origin, subjects=[origin], allow_direct=True)
+    for _ in range(20):
+        await js.publish(origin)
+    await js.purge_stream(origin, seq=6)
+    await js.add_stream(name=name, mirror=StreamSource(name=origin), mirror_direct=True, allow_direct=True)
+    while (await js.stream_info(name)).state.messages < 15:
+        pass
+    plans = [Scan(up_to_seq=None, max_bytes=1 << 20) for _ in range(20)]
     with caplog.at_level(logging.DEBUG, logger="jetstream_ext.direct"):
-        assert await read(js, origin) == present(1, 300)
-    assert sum("request sent" in record.message for record in caplog.records) == 1
+        for plan in plans:
+            blocks = [block async for block in read_blocks(Context(js), origin, plan, 30, confirm=True)]
+            assert [seq for block in blocks for seq in block.seqs] == list(range(6, 21))
+    assert sum("request sent" in record.message for record in caplog.records) == len(plans)
+
+
+async def test_rows_of_a_near_mirror_are_compared_with_the_leaders(
+    js: JetStreamContext, origin: str, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = await mirror(279)
+    for seq in (50, 51, 250, 300):
+        await js.delete_msg(origin, seq)
+    send = direct_reader._Inboxes.send
+
+    async def only_to_the_mirror(self: object, subject: str, *arguments: object) -> None:
+        await send(self, subject.replace(origin, name), *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(direct_reader._Inboxes, "send", only_to_the_mirror)
+    expected = [seq for seq in present(1, 300) if seq not in (50, 51, 250, 300)]
+    assert await read(js, origin) == expected
+    assert await read(js, origin, f"{origin}.2") == [seq for seq in expected if seq % 3 == 2]
 
 
 async def test_messages_that_no_responder_has_are_a_timeout(

@@ -6,18 +6,17 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from nats.js.errors import NotFoundError, ServiceUnavailableError
 
 from jetstream_ext.client import api
 from jetstream_ext.client import verified_read as module
-from jetstream_ext.client.verified_read import Answer, VerifiedReader
-from jetstream_ext.errors import MessageNotFoundError, RequestTimeoutError, ResponseError, ServerError
+from jetstream_ext.client.verified_read import Answer, AskLeaderError, VerifiedReader
+from jetstream_ext.errors import MessageNotFoundError, RequestTimeoutError
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import Block, Request, StoredMsg
+from jetstream_ext.protocol.range_read import MAX_MIRROR_ANSWERS
 from jetstream_ext.protocol.reads import Link
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
-CONFIG = {"max_msgs_per_subject": 1, "max_age": 0, "allow_msg_ttl": True}
 
 
 class Log:
@@ -67,24 +66,32 @@ class Scripted(VerifiedReader):
         return answer
 
 
+class Counts:
+    """Answers how many messages each subject has."""
+
+    def __init__(self, log: Log, _: float) -> None:
+        self.log = log
+
+    async def stream(self, _: str, request: Mapping[str, str]) -> dict[str, Any]:
+        subject = request["subjects_filter"]
+        return {"state": {"subjects": {subject: list(self.log.messages.values()).count(subject)}}}
+
+
 @pytest.fixture(autouse=True)
-def mirrors(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The configurations of the other streams, or the errors of their leaders."""
-    known: dict[str, Any] = {}
+def leader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the log answer what the leader is asked."""
 
     async def get_at_leader(log: Log, _: str, request: Mapping[str, Any], __: float) -> StoredMsg | None:
         return log.find(request)
 
     async def stream_state(log: Log, stream: str, _: float) -> StreamState:
-        if isinstance(config := known.get(stream, CONFIG), Exception):
-            raise config
-        return StreamState(stream, "", config, config.get("mirror", {}), last_seq=log.last, messages=len(log.messages))
+        return StreamState(stream, "", {}, last_seq=log.last, messages=len(log.messages))
 
     monkeypatch.setattr(module, "link_of", lambda _: Link(1e12))
+    monkeypatch.setattr(module, "Api", Counts)
     for each in (module, api):
         monkeypatch.setattr(each, "get_at_leader", get_at_leader)
         monkeypatch.setattr(each, "stream_state", stream_state)
-    return known
 
 
 async def test_a_late_answer_of_the_leader_names_the_whole_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +137,6 @@ class TestLastOf:
             (answer(5, up_to=8), "no replica with sequence 9"),
             (answer(), "has caught up with the leader"),
             (None, "was incomplete"),
-            (answer(5, up_to=9, stream="STRANGER"), "'STRANGER'"),
         ],
     )
     async def test_refused_answers_end_in_a_timeout(self, bad: Answer | None, why: str) -> None:
@@ -163,38 +169,61 @@ class TestLastOf:
             await source.last_of(["$KV.B.x"], up_to=answer(5).block.message(0))
 
 
-class TestMirrors:
-    @pytest.mark.parametrize(
-        ("config", "trusted"),
-        [
-            ({**CONFIG, "mirror": {"name": "KV_B"}}, True),
-            ({**CONFIG, "mirror": {"name": "KV_B", "filter_subject": "$KV.B.a"}}, False),
-            ({**CONFIG, "mirror": {"name": "KV_B", "opt_start_seq": 7}}, False),
-            ({**CONFIG, "mirror": {"name": "KV_B", "opt_start_time": "2026-01-01T00:00:00Z"}}, False),
-            ({**CONFIG, "mirror": {"name": "KV_B", "subject_transforms": [{"src": ">"}]}}, False),
-            ({**CONFIG, "mirror": {"name": "OTHER"}}, False),
-            ({**CONFIG}, False),
-            ({**CONFIG, "max_msgs_per_subject": -1, "mirror": {"name": "KV_B"}}, False),
-            ({**CONFIG, "max_age": 7, "mirror": {"name": "KV_B"}}, False),
-            ({**CONFIG, "allow_msg_ttl": False, "mirror": {"name": "KV_B"}}, False),
-            (NotFoundError(), False),
-            (ServiceUnavailableError(), False),
-            (ServerError("no"), False),
-            (RequestTimeoutError("no permission to ask"), False),
-        ],
-    )
-    async def test_a_mirror_is_trusted_if_it_holds_the_same_messages_as_its_origin(
-        self, mirrors: dict[str, Any], config: object, trusted: bool
-    ) -> None:
-        mirrors["M"] = config
-        of_mirror, own = answer(9, up_to=9, stream="M"), answer(9, up_to=9)
-        source = Scripted(Log(s9="b"), 9, of_mirror, own)
-        assert await source.last_of(["$KV.B.a"]) is (of_mirror if trusted else own)
+def seqs_of(found: Block | list[StoredMsg]) -> list[int]:
+    return [message.seq for message in found] if isinstance(found, list) else found.seqs
 
-    async def test_a_malformed_answer_about_a_mirror_is_raised(self, mirrors: dict[str, Any]) -> None:
-        mirrors["M"] = ResponseError("malformed")
-        with pytest.raises(ResponseError):
-            await Scripted(Log(s9="b"), 9, answer(9, up_to=9, stream="M")).last_of(["$KV.B.a"])
+
+class TestOnlyMirrorsAnswer:
+    ANSWER = answer(5, up_to=9, stream="M")
+
+    async def test_last_of_leaves_it_to_the_caller_to_ask_the_leader(self) -> None:
+        source = Scripted(Log(s5="a", s7="b", s9="a"), 9, self.ANSWER)
+        for _ in range(2):
+            with pytest.raises(AskLeaderError):
+                await source.last_of(["$KV.B.a"])
+        assert len(source.requests) == MAX_MIRROR_ANSWERS + 2
+        found = await source.last_at_leader(["$KV.B.a", "$KV.B.b", "$KV.B.c"])
+        assert [message.seq for message in found] == [9, 7]
+        found = await source.last_at_leader(["$KV.B.a", "$KV.B.b", "$KV.B.c"], up_to=6)
+        assert [message.seq for message in found] == [5]
+
+    async def test_an_answer_of_the_stream_itself_begins_the_count_again(self) -> None:
+        own = answer(5, 9, up_to=9)
+        source = Scripted(Log(s5="a", s9="a"), 9, *[*[self.ANSWER] * MAX_MIRROR_ANSWERS, own] * 3)
+        for _ in range(3):
+            assert await source.last_of(["$KV.B.a"]) is own
+
+    async def test_the_oldest_message_is_the_leaders(self) -> None:
+        found = await Scripted(Log(s8="a", s9="a"), 9, self.ANSWER).oldest_of("$KV.B.a", after=7)
+        assert found is not None
+        assert (found[0].seq, found[1]) == (8, 2)
+
+    async def test_catching_up_ends_where_the_leader_has_nothing_more(self) -> None:
+        keys = {f"s{seq}": "k" for seq in (*range(10, 200), 300, 301)}
+        taken: list[int] = []
+        newest = await Scripted(Log(**keys), 9, self.ANSWER).catch_up(9, lambda found: taken.extend(seqs_of(found)))
+        assert newest is not None
+        assert (newest.seq, taken) == (301, [*range(10, 200), 300, 301])
+
+
+class TestSubjectsWithWildcards:
+    async def test_they_are_not_asked_for(self) -> None:
+        source = Scripted(Log(s1="*", s2=">", s5="a", s9="b"), 9, answer(5, up_to=9))
+        await source.last_of(["$KV.B.b"])
+        assert source.requests[0].multi_last == ("$KV.B.b", "$KV.B.a")
+
+    async def test_messages_with_nothing_else_are_left_to_the_leader(self) -> None:
+        source = Scripted(Log(s1="*", s2=">"), 2, answer(2, up_to=9))
+        with pytest.raises(AskLeaderError):
+            await source.last_of(["$KV.B.b"])
+
+    async def test_the_newest_message_to_ask_for_has_none(self) -> None:
+        found = await Scripted(Log(s2="a", s5="*", s6=">"), 6, None).newest_to_ask_for(6, 1)
+        assert found is not None
+        assert found.seq == 2
+        many = Log(**{f"s{seq}": "*" for seq in range(1, 100)})
+        with pytest.raises(AskLeaderError):
+            await Scripted(many, 6, None).newest_to_ask_for(99, 1)
 
 
 class TestNewestUpTo:
@@ -231,8 +260,9 @@ class TestOldestOf:
     async def test_a_refused_answer_is_requested_again_until_the_timeout(self, bad: Answer | None) -> None:
         source = Scripted(Log(s9="a"), 9, bad, answer(9))
         assert (await source.oldest_of("$KV.B.a", after=7)) == (answer(9).block.message(0), 1)
-        with pytest.raises(RequestTimeoutError):
-            await Scripted(Log(s9="a"), 9, bad).oldest_of("$KV.B.a", after=7)
+        if bad is None or bad.block.stream != "STRANGER":
+            with pytest.raises(RequestTimeoutError):
+                await Scripted(Log(s9="a"), 9, bad).oldest_of("$KV.B.a", after=7)
 
     async def test_a_subject_without_messages(self) -> None:
         assert await Scripted(Log(s9="b"), 9, answer()).oldest_of("$KV.B.a", after=7) is None
@@ -243,7 +273,7 @@ class TestCatchUp:
         taken: list[int] = []
         log = Log(s10="a", s11="b", s12="c")
         source = Scripted(log, 9, answer(10), answer(), answer(11, 12))
-        newest = await source.catch_up(9, lambda block: taken.extend(block.seqs))
+        newest = await source.catch_up(9, lambda found: taken.extend(seqs_of(found)))
         assert newest is not None
         assert (newest.seq, taken) == (12, [10, 11, 12])
 
@@ -260,7 +290,7 @@ class TestCatchUp:
         source = Scripted(
             Log(s12="a"), 9, answer(10, pending=2), None, answer(11, 12, stream="STRANGER"), answer(11, 12)
         )
-        newest = await source.catch_up(9, lambda block: taken.extend(block.seqs))
+        newest = await source.catch_up(9, lambda found: taken.extend(seqs_of(found)))
         assert newest is not None
         assert (newest.seq, taken) == (12, [10, 11, 12])
         assert [request.seq for request in source.requests] == [10, 11, 11, 11]
@@ -271,3 +301,30 @@ class TestCatchUp:
         with pytest.raises(RequestTimeoutError, match="no replica with sequence 12 answered"):
             await Scripted(Log(s12="a"), 9, answer()).catch_up(9, lambda _: None)
         assert loop.time() - start < 20
+
+    async def test_a_writer_that_stays_ahead_ends_it(self) -> None:
+        log = Log(s20="a")
+
+        class Behind(Scripted):
+            async def _ask(self, request: Any) -> Answer:
+                log.last += 2  # two are stored while one is read
+                await asyncio.sleep(0.01)
+                return answer(request.seq, pending=9)
+
+        with pytest.raises(RequestTimeoutError, match="stored faster than this read returns them"):
+            await Behind(log, 9, None).catch_up(9, lambda _: None)
+
+    async def test_a_writer_that_is_slower_does_not(self) -> None:
+        log = Log(s60="a")
+        taken: list[int] = []
+
+        class Nearer(Scripted):
+            async def _ask(self, request: Any) -> Answer:
+                log.last += 1
+                await asyncio.sleep(0.05)  # some timeouts in all
+                seqs = range(request.seq, min(request.seq + 3, log.last + 1))
+                return answer(*seqs, pending=log.last - seqs[-1])
+
+        newest = await Nearer(log, 9, None).catch_up(9, lambda found: taken.extend(seqs_of(found)))
+        assert newest is not None
+        assert taken == list(range(10, newest.seq + 1))

@@ -15,7 +15,6 @@ with atheris.instrument_imports(include=["jetstream_ext"]):
     from jetstream_ext.protocol.range_read import (
         AskLeader,
         AwaitConnection,
-        CheckMirror,
         Deliver,
         Done,
         FindNewest,
@@ -98,8 +97,6 @@ def one_input(raw: bytes) -> None:
                 case FindNewest(seq):
                     newest = min(seq, data.ConsumeIntInRange(0, 60))
                     machine.newest_found((newest, "a.b") if newest else None, data.ConsumeIntInRange(newest, 60), now)
-                case CheckMirror(_):
-                    machine.mirror_checked(now, same=data.ConsumeBool())
                 case AwaitConnection():
                     machine.connected()
                 case Done(None):

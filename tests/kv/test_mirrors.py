@@ -11,8 +11,9 @@ from nats.js.errors import BadBucketError
 from nats.js.kv import KeyValue
 
 import jetstream_ext.kv as kvx
-from jetstream_ext.client.verified_read import VerifiedReader
-from jetstream_ext.errors import NoStreamError, RequestTimeoutError
+from jetstream_ext.client import direct_reader
+from jetstream_ext.errors import NoStreamError
+from jetstream_ext.kv import reads
 from jetstream_ext.testing import NatsCluster
 
 KEYS = [f"k{n % 600}.{n % 3}" for n in range(600)]
@@ -55,44 +56,47 @@ async def test_mirrors_that_keep_removed_messages_are_not_trusted(make_bucket, l
     await kv._js.delete_stream(stream)
 
 
-async def test_mirror_with_the_same_messages_is_trusted(make_bucket, load, monkeypatch: pytest.MonkeyPatch) -> None:
-    kv = await make_bucket()
+@pytest.fixture
+def near(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Let a mirror answer all direct gets from a stream, as one does that is nearer than the stream."""
+    send = direct_reader._Inboxes.send
+
+    def near(stream: str, mirror: str) -> None:
+        async def only_to_the_mirror(self: Any, subject: str, *arguments: Any) -> None:
+            await send(self, subject.replace(f".DIRECT.GET.{stream}", f".DIRECT.GET.{mirror}"), *arguments)
+
+        monkeypatch.setattr(direct_reader._Inboxes, "send", only_to_the_mirror)
+
+    return near
+
+
+@pytest.mark.parametrize("strategy", ["as it is", "by name"])
+@pytest.mark.parametrize("source", [{}, {"filter_subject": "$KV.*.*.0"}], ids=["whole", "filtered"])
+async def test_bucket_is_read_at_its_leader_if_only_a_mirror_is_near(
+    make_bucket, load, near, monkeypatch: pytest.MonkeyPatch, source: dict[str, str], strategy: str
+) -> None:
+    if strategy == "by name":
+        monkeypatch.setattr(reads, "_SMALL_LOG", 0)
+        monkeypatch.setattr(reads, "_DEEP", 0)
+        monkeypatch.setattr(reads, "_ROWS_PER_LOOKUP", 0)
+    kv = await make_bucket(history=2)
     await load(kv, dict.fromkeys(KEYS, b"1"))
-    stream = await mirrored(kv, "SAME", 600, max_msgs_per_subject=1, allow_msg_ttl=True)
-    asked: set[str] = set()
-    mirrors_all = VerifiedReader._mirrors_all
-
-    async def listen(self, name: str) -> bool:
-        asked.add(name)
-        return await mirrors_all(self, name)
-
-    monkeypatch.setattr(VerifiedReader, "_mirrors_all", listen)
-    for n in range(40):
-        await kv.put("k0.0", b"%d" % n)
-        assert (await kvx.get_many(kv, ["k0.0"]))["k0.0"].value == b"%d" % n
-        assert len(await kvx.snapshot(kv)) == 600
-    assert asked == {stream}
-
-
-async def test_timeout_names_the_untrusted_mirror(make_bucket, load, monkeypatch: pytest.MonkeyPatch) -> None:
-    kv = await make_bucket()
-    await load(kv, {"a.0": b"1", "b.1": b"1"})
-    stream = await mirrored(kv, "FILTERED", 1, filter_subject=f"$KV.{kv._name}.*.0")
-    ask = VerifiedReader._ask
-
-    async def near(self, request):
-        while (answer := await ask(self, request)) is None or answer.block.stream != stream:
-            pass
-        return answer
-
-    monkeypatch.setattr(VerifiedReader, "_ask", near)
-    timeout, said = 0.25, ""
-    while "does not hold the same" not in said:  # the mirror's answer may be late on a busy machine
-        timeout *= 2
-        with pytest.raises(RequestTimeoutError) as late:
-            await kvx.get_many(kv, ["a.0"], timeout=timeout)
-        said = str(late.value)
-        assert timeout < 30, said
+    await load(kv, dict.fromkeys(KEYS[:300], b"2"))
+    stream = await mirrored(kv, "NEAR", 300 if source else 900, allow_direct=True, **source)
+    await kv._js.purge_stream(kv._stream, subject=f"{kv._pre}{KEYS[0]}")
+    near(kv._stream, stream)
+    there = set(KEYS[1:])
+    assert {key: entry.value for key, entry in (await kvx.snapshot(kv)).items()} == {
+        key: b"2" if key in KEYS[:300] else b"1" for key in there
+    }
+    assert set(await kvx.snapshot(kv, ["*.1"])) == set(KEYS[1::3])
+    assert set(await kvx.get_many(kv, KEYS)) == there
+    assert await kvx.get_many(kv, ["nothing", "else"]) == {}
+    if not source or strategy == "by name":
+        past = await kvx.get_many(kv, KEYS[1:100], at=650)
+        assert [entry.value for entry in past.values()] == [b"2"] * 49 + [b"1"] * 50
+    await kv.put("k599.2", b"3")
+    assert (await kvx.get_many(kv, ["k599.2"]))["k599.2"].value == b"3"
 
 
 @pytest.fixture

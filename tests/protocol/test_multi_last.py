@@ -15,7 +15,6 @@ from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.range_read import (
     Action,
     AwaitConnection,
-    CheckMirror,
     Deliver,
     Done,
     DropReply,
@@ -170,9 +169,6 @@ class World:
             case FindNewest(seq, filters):
                 self.leader_asked.append(seq)
                 self.machine.newest_found(self.stream.newest(seq, filters), self.stream.last, self.now)
-            case CheckMirror(name):
-                only = next(replica.only for replica in self.replicas if replica.name == name)
-                self.machine.mirror_checked(self.now, same=only == ">")
             case AwaitConnection():
                 self.machine.connected()
             case Wait(until):
@@ -377,7 +373,7 @@ class TestOneReplica:
             assert isinstance(world.act(), errors.TooManySubjectsError)
             assert world.now == 0.0
 
-    def test_proved_does_not_believe_a_partial_mirror(self, file: bool) -> None:
+    def test_proved_does_not_believe_a_mirror(self, file: bool) -> None:
         world = one("abca", Request(multi_last=(">",)), file=file, proved=True)
         mirror = Replica(world.stream, 4, file, name="M", only="a")
         world.replicas.append(mirror)
@@ -390,11 +386,6 @@ class TestOneReplica:
             world.stream, [mirror], MultiLast(Request(multi_last=(">",)), proved=True), random.Random(1), prove_to=1
         )
         assert "mirror 'M'" in str(world.act())
-        mirror.only = ">"
-        world = World(
-            world.stream, [mirror], MultiLast(Request(multi_last=(">",)), proved=True), random.Random(1), prove_to=1
-        )
-        assert (world.act(), len(world.delivered)) == (None, 3)
 
 
 @given(seed=st.integers(0, 1 << 40), proved=st.booleans(), loss=st.sampled_from([0.0, 0.0, 0.05]))

@@ -19,6 +19,7 @@ from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.range_read import (
     ERR,
     MAX_LEADER_REQUESTS,
+    MAX_MIRROR_ANSWERS,
     TABLE,
     Action,
     AskLeader,
@@ -70,9 +71,9 @@ def reply(seqs: Sequence[int], pending: int = 0, stream: str = "S") -> list[Fram
 class Script:
     """One machine, driven step by step."""
 
-    def __init__(self, plan: Plan, prove_to: int | None = None) -> None:
+    def __init__(self, plan: Plan, prove_to: int | None = None, whole: range = range(0)) -> None:
         self.plan = plan
-        self.machine = RangeRead("S", plan, TIMEOUT, pause=PAUSE, prove_to=prove_to)
+        self.machine = RangeRead("S", plan, TIMEOUT, pause=PAUSE, prove_to=prove_to, whole=whole)
         self.now = 0.0
         self.delivered: list[int] = []
         self.sent: list[SentRequest] = []
@@ -93,6 +94,13 @@ class Script:
         assert isinstance(self.act(), Wait)
         self.machine.receive(self.plan.in_flight[0], frames, self.now)
         return self.act()
+
+    def answer_by_mirror(self, frames: list[Frame]) -> Action:
+        """Answer as a mirror until the machine asks the leader."""
+        for _ in range(MAX_MIRROR_ANSWERS):
+            assert isinstance(self.answer(frames), AwaitConnection)
+            self.reconnect()
+        return self.answer(frames)
 
     def expire(self) -> Action:
         """Let the time of the wait pass."""
@@ -575,13 +583,53 @@ class TestProof:
         assert "the leader has sequence 2, but no replica or mirror" in str(failure(action))
         assert TIMEOUT <= script.now <= TIMEOUT + 2 * PAUSE
 
-    def test_the_leader_is_asked_about_gaps_of_a_mirror_before_its_rows_are_delivered(self) -> None:
+    def test_a_mirror_is_asked_again_because_a_replica_may_answer(self) -> None:
+        script = Script(scan(3), prove_to=3)
+        for _ in range(3):
+            assert isinstance(script.answer(reply([1, 2, 3], stream="M")), AwaitConnection)
+            script.reconnect()
+        assert script.now == 0.0, "it is asked again at once"
+        assert script.answer(reply([1, 3])) == Done()
+        assert script.delivered == [1, 3]
+
+    def test_the_leader_is_asked_for_each_row_if_only_mirrors_answer(self) -> None:
         script = Script(scan(9), prove_to=9)
-        action = script.answer(reply([2, 3, 6], stream="M"))
-        assert action == AskLeader((Request(seq=1, next_by_subj=">"), Request(seq=4, next_by_subj=">")))
+        action = script.answer_by_mirror(reply([2, 3, 6], stream="M"))
+        assert action == AskLeader(tuple(Request(seq=seq, next_by_subj=">") for seq in (1, 3, 4)))
         assert script.delivered == []
-        script.leader(2, 6)
+        script.leader(2, 3, 6)
         assert script.delivered == [2, 3, 6]
+
+    def test_rows_of_a_mirror_that_the_stream_has_removed_do_not_count(self) -> None:
+        script = Script(scan(9), prove_to=9)
+        script.answer_by_mirror(reply([2, 3, 6, 9], stream="M"))
+        assert script.leader(3, 3, 9, 9) == Done()
+        assert script.delivered == [3, 9]
+
+    def test_a_read_goes_on_behind_rows_that_the_stream_has_removed(self) -> None:
+        script = Script(scan(9), prove_to=9)
+        script.answer_by_mirror(reply([2, 3], stream="M"))
+        assert isinstance(script.leader(9, 9), AskLeader), "for what the replies lack"
+        script.leader(9)
+        script.expire()
+        script.reconnect()
+        assert script.answer(reply([9])) == Done()
+        assert script.delivered == [9]
+
+    def test_a_mirror_of_a_stream_that_has_every_sequence_is_believed(self) -> None:
+        script = Script(scan(6, batch=2), prove_to=6, whole=range(3, 7))
+        script.answer(reply([3, 4], 2, stream="M"))
+        assert script.delivered == [3, 4]
+        assert script.answer(reply([5, 6], stream="M")) == Done()
+
+    @pytest.mark.parametrize("seqs", [[3, 5], [4, 5], [2, 3, 4], [3, 4, 5, 6, 7]])
+    def test_a_mirror_without_every_sequence_or_beyond_them_is_asked_again(self, seqs: list[int]) -> None:
+        script = Script(scan(9, batch=5), prove_to=9, whole=range(3, 7))
+        assert isinstance(script.answer(reply(seqs, stream="M")), AwaitConnection)
+
+    def test_a_filter_leaves_out_sequences_so_that_nothing_proves_them(self) -> None:
+        script = Script(Scan(subject="a", up_to_seq=4, max_bytes=100), prove_to=4, whole=range(1, 5))
+        assert isinstance(script.answer(reply([1, 2, 3, 4], stream="M")), AwaitConnection)
 
     def test_the_leader_is_not_asked_about_gaps_of_the_stream_itself(self) -> None:
         script = Script(scan(6), prove_to=6)
@@ -589,8 +637,8 @@ class TestProof:
 
     def test_rows_before_a_missing_message_are_delivered(self) -> None:
         script = Script(scan(6), prove_to=6)
-        script.answer(reply([1, 2, 3, 6], stream="M"))
-        assert isinstance(script.leader(5), Wait)
+        script.answer_by_mirror(reply([1, 2, 3, 6], stream="M"))
+        assert isinstance(script.leader(1, 2, 3, 5), Wait)
         assert script.delivered == [1, 2, 3]
         script.expire()
         script.reconnect()
@@ -602,6 +650,9 @@ class TestProof:
         script = Script(scan(6), prove_to=6)
         script.answer([row(1, 0, 9)])
         script.expire()
+        for _ in range(MAX_MIRROR_ANSWERS):
+            script.answer(reply([3, 6], stream="M"))
+            script.reconnect()
         script.answer([row(3, 0, 2, "M"), row(6, 4, 0, "M")])  # 4 was lost: the second failure at one place
         assert script.machine.state is State.PROVING
         script.leader(2)
@@ -610,24 +661,35 @@ class TestProof:
         assert script.answer(reply([2, 6])) == Done()
         assert script.delivered == [1, 2, 6]
 
-    def test_an_answer_with_many_gaps_is_dropped_some_times_and_then_proved(self) -> None:
-        count = 2 * (MAX_LEADER_REQUESTS + 1)
-        evens = list(range(2, count + 1, 2))
+    def test_the_leader_is_asked_for_some_rows_at_a_time(self) -> None:
+        count = 2 * MAX_LEADER_REQUESTS + 1
         script = Script(scan(count, batch=1000), prove_to=count)
-        thrown_away = 0
-        while isinstance(script.answer(reply(evens, stream="M")), AwaitConnection):
-            thrown_away += 1
+        action = script.answer_by_mirror(reply(range(1, count + 1), stream="M"))
+        assert isinstance(action, AskLeader)
+        assert len(action.requests) == MAX_LEADER_REQUESTS
+        script.leader(*range(1, MAX_LEADER_REQUESTS + 1))
+        script.answer(reply(range(MAX_LEADER_REQUESTS + 1, count + 1), stream="M"))
+        script.leader(*range(MAX_LEADER_REQUESTS + 1, count))
+        script.answer(reply([count], stream="M"))
+        assert script.leader(count) == Done()
+        assert script.delivered == list(range(1, count + 1))
+
+    def test_a_mirror_that_never_gets_a_message_is_an_error(self) -> None:
+        many = range(3, 3 * MAX_LEADER_REQUESTS)
+        script = Script(scan(many[-1], batch=1000), prove_to=many[-1])
+        script.answer_by_mirror(reply(many, stream="M"))
+        while not isinstance(action := script.leader(2, *many[1:MAX_LEADER_REQUESTS]), Done):
+            script.expire()
             script.reconnect()
-        assert thrown_away == 8
-        assert script.now == 0.0, "it is asked again at once"
-        script.leader(*evens[:MAX_LEADER_REQUESTS])
-        assert script.leader(*evens[MAX_LEADER_REQUESTS:]) == Done()
-        assert script.delivered == evens
+            script.answer(reply(many, stream="M"))
+        assert "has sequence 2, but no replica or mirror" in str(failure(action))
+        assert "(mirror 'M' answers)" in str(failure(action))
+        assert TIMEOUT <= script.now <= TIMEOUT + 2 * PAUSE
 
     def test_a_read_by_time_is_proved_by_time(self) -> None:
         when = datetime(2026, 1, 1, tzinfo=UTC)
         script = Script(Scan(start_time=when, up_to_seq=9, max_bytes=100, subject="a"), prove_to=9)
-        action = script.answer(reply([7, 9], stream="M"))
+        action = script.answer_by_mirror(reply([7, 9], stream="M"))
         by_time = Request(start_time=when, next_by_subj="a")
         assert action == AskLeader((by_time, Request(seq=8, next_by_subj="a")))
         script.leader(5, 9)
@@ -679,8 +741,8 @@ class TestProvedBatch:
 
     def test_rows_of_a_mirror_behind_a_missing_message_do_not_count(self) -> None:
         script = self.script(4, 4)
-        script.answer(reply([1, 3, 4], stream="M"))
-        script.leader(2)
+        script.answer_by_mirror(reply([1, 3, 4], stream="M"))
+        script.leader(1, 2, 4)
         assert script.delivered == [1]
         script.expire()
         script.reconnect()
@@ -774,7 +836,8 @@ class Cluster:
             cluster.responders.append(Responder("S", held, rng.choice([last, last, rng.randint(0, last)])))
         for number in range(rng.randint(0, 2)):
             some = rng.choice([0.0, 0.3, 0.9, 1.0])
-            part = {seq for seq in held if rng.random() < some}
+            more = rng.choice([0.0, 0.1])  # what the stream has removed
+            part = {seq for seq in range(1, last + 1) if rng.random() < (some if seq in held else more)}
             cluster.responders.append(Responder(f"M{number}", part, rng.choice([last, rng.randint(0, last)])))
         for responder in cluster.responders:
             responder.stuck, responder.room = rng.random() < 0.2, rng.choice([2, 5, 1 << 20])
@@ -832,7 +895,9 @@ class World:
             )  # fmt: skip
             self.plan = OneReply(request)
         self.prove_to = (last if limited else self.up_to) if proved else None
-        self.machine = RangeRead("S", self.plan, TIMEOUT, pause=PAUSE, prove_to=self.prove_to)
+        held = self.cluster.held
+        whole = range(min(held), last + 1) if held and len(held) == last + 1 - min(held) else range(0)
+        self.machine = RangeRead("S", self.plan, TIMEOUT, pause=PAUSE, prove_to=self.prove_to, whole=whole)
         self.delivered: list[int] = []
         self.open: dict[SentRequest, list[list[Frame]]] = {}
         self.now = 0.0
@@ -899,7 +964,7 @@ class World:
         end = self.cluster.last if self.up_to is None else self.up_to
         wanted = [seq for seq in sorted(self.cluster.held) if self.first <= seq <= end and self.matches(seq)]
         assert self.delivered == sorted(set(self.delivered)), "in order, each once"
-        assert set(self.delivered) <= set(wanted)
+        assert self.prove_to is None or set(self.delivered) <= set(wanted)
         if error is not None:
             assert isinstance(error, (*DOCUMENTED, nats.errors.ConnectionReconnectingError)), repr(error)
         elif self.limit is not None:

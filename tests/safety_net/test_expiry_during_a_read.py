@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import nats
-import pytest
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
@@ -18,14 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from frame_proxy import FrameProxy, before_request
 
-ISSUE = "Key-value and log: no guess, no hole"
 
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason=f"{ISSUE}: keys that expire during a read are returned without later ones",
-)
 async def test_snapshot_never_has_a_key_without_one_that_outlived_it(
     server: NatsServer, js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:

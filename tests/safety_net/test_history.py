@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from nats.js import JetStreamContext
@@ -10,10 +9,6 @@ from nats.js import JetStreamContext
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext.errors import HistoryUnavailableError
-
-ISSUE = "Key-value and log: no guess, no hole"
-# The exception with which `pytest.raises` reports that nothing was raised.
-NOT_RAISED: Any = pytest.fail.Exception
 
 
 async def expired(js: JetStreamContext, stream: str) -> None:
@@ -23,9 +18,6 @@ async def expired(js: JetStreamContext, stream: str) -> None:
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=NOT_RAISED, reason=f"{ISSUE}: markers enabled later count as proof for keys that expired before"
-)
 async def test_past_before_markers_were_enabled_is_unavailable_for_keys_that_expired_without_one(
     js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
@@ -41,9 +33,6 @@ async def test_past_before_markers_were_enabled_is_unavailable_for_keys_that_exp
         await kvx.snapshot(kv, ["session.*"], at=2)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=NOT_RAISED, reason=f"{ISSUE}: a raised max_age is applied to the time before it was raised"
-)
 async def test_past_before_max_age_was_raised_is_unavailable_for_keys_that_expired(
     js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:

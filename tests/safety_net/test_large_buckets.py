@@ -6,26 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import nats
-import pytest
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
-from jetstream_ext.errors import RequestTimeoutError, TooManySubjectsError
+from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.testing import NatsServer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from frame_proxy import Frame, FrameProxy
 
-ISSUE = "Key-value and log: no guess, no hole"
 
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=TooManySubjectsError,
-    reason=f"{ISSUE}: get_many fails if the oldest message has a wildcard in its subject",
-)
 async def test_get_many_reads_many_keys_beside_a_message_with_a_wildcard_in_its_subject(
     js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
@@ -38,11 +30,6 @@ async def test_get_many_reads_many_keys_beside_a_message_with_a_wildcard_in_its_
     assert list(await kvx.get_many(kv, keys)) == keys
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason=f"{ISSUE}: a snapshot follows a faster writer without a bound",
-)
 async def test_snapshot_ends_when_a_writer_is_faster(
     server: NatsServer, js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:

@@ -12,7 +12,6 @@ from nats.js.kv import KeyValue
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 
-ISSUE = "Key-value and log: no guess, no hole"
 KEYS = [f"k{n}" for n in range(100)]
 # Each request has a random responder. A mirror that answers half of them answers none of 60 once in 2**60 runs.
 TRIALS = 60
@@ -48,15 +47,8 @@ def mirrored(js: JetStreamContext, stream_name: Callable[[], str]) -> Mirrored:
 
 
 LIMITS = pytest.mark.parametrize("limit", [{"max_msgs": 10}, {"max_bytes": 700}], ids=["max_msgs", "max_bytes"])
-PART = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{ISSUE}: a mirror with a limit answers for the bucket"
-)
-MORE = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{ISSUE}: a mirror keeps what was purged from its origin"
-)
 
 
-@PART
 @LIMITS
 async def test_snapshot_is_whole_beside_a_mirror_with_a_limit(mirrored: Mirrored, limit: dict[str, int]) -> None:
     kv = await mirrored(ready=5, **limit)
@@ -64,7 +56,6 @@ async def test_snapshot_is_whole_beside_a_mirror_with_a_limit(mirrored: Mirrored
         assert set(await kvx.snapshot(kv)) == set(KEYS)
 
 
-@PART
 @LIMITS
 async def test_get_many_is_whole_beside_a_mirror_with_a_limit(mirrored: Mirrored, limit: dict[str, int]) -> None:
     kv = await mirrored(ready=5, **limit)
@@ -72,7 +63,6 @@ async def test_get_many_is_whole_beside_a_mirror_with_a_limit(mirrored: Mirrored
         assert set(await kvx.get_many(kv, KEYS)) == set(KEYS)
 
 
-@MORE
 async def test_snapshot_never_brings_back_what_was_purged_from_the_bucket(
     mirrored: Mirrored, js: JetStreamContext
 ) -> None:
@@ -83,7 +73,6 @@ async def test_snapshot_never_brings_back_what_was_purged_from_the_bucket(
         assert "k7" not in await kvx.snapshot(kv)
 
 
-@MORE
 async def test_get_many_never_brings_back_what_was_purged_from_the_bucket(
     mirrored: Mirrored, js: JetStreamContext
 ) -> None:

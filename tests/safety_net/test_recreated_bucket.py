@@ -32,9 +32,6 @@ async def create_bucket(js: JetStreamContext, name: str, keys: set[str]) -> None
         await jsx.publish_atomic(js, messages[begin : begin + 1000])
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{ISSUE}: a snapshot mixes a bucket with one recreated during the read"
-)
 async def test_snapshot_never_mixes_a_bucket_with_the_one_created_after_it(
     server: NatsServer, js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
