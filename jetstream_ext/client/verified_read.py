@@ -85,6 +85,11 @@ class VerifiedReader:
         self.replies: int = 0
         """How many answers were accepted. Those of one reply are all of the stream that has the name at that moment."""
 
+    @property
+    def only_mirrors_answer(self) -> bool:
+        """Whether so many answers of mirrors came in a row that no replica of the stream seems to be near."""
+        return self._mirror_answers > MAX_MIRROR_ANSWERS
+
     async def get(self, request: Request) -> StoredMsg:
         """Return the message that a single get finds; ask the leader if the answer proves too little.
 
@@ -269,19 +274,19 @@ class VerifiedReader:
         Raise AskLeaderError if only mirrors have answered for a while. `responder` is empty for an answer without messages.
         `reached` is a sequence that the answer shows it to have.
         """
-        if not responder:
-            raise _UnverifiedError("no replica has caught up with the leader")
         if responder != self._stream:
-            self._mirror_answers += 1
-            if self._mirror_answers > MAX_MIRROR_ANSWERS:
+            self._mirror_answers += 1  # perhaps: a mirror that has none of the messages does not tell its name
+            if self.only_mirrors_answer:
                 raise AskLeaderError
+            if not responder:
+                raise _UnverifiedError("no replica has caught up with the leader")
             raise _UnverifiedError(f"only stream {responder!r} answered, a mirror, which may hold other messages")
         self._mirror_answers = 0
         if reached < need:
             raise _UnverifiedError(f"no replica with sequence {need} answered")
 
     async def _ask(self, request: Request) -> Answer:
-        if self._mirror_answers > MAX_MIRROR_ANSWERS:
+        if self.only_mirrors_answer:
             raise AskLeaderError
         plan, joined = OneReply(request, whole=True), Block()
         try:

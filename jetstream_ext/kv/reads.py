@@ -178,7 +178,7 @@ async def _read_now(
         newest = answer.message(-1) if len(answer) else None
     else:
         names = None
-        if patterns != [EVERYTHING] or state.messages >= _DEEP * state.num_subjects:
+        if patterns != [EVERYTHING] or state.messages >= _DEEP * state.num_subjects or source.only_mirrors_answer:
             names = await _list_keys(bucket, patterns)
         if names is None:
             async for block in source.log(state.lowest_seq, state.last_seq):
