@@ -1,17 +1,20 @@
 """A bucket that is deleted and created again is another bucket."""
 
+import asyncio
+import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import nats
+import nats.errors
 import pytest
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
-from jetstream_ext.errors import JetStreamExtError
+from jetstream_ext.errors import BatchOutcomeUnknownError, JetStreamExtError, StreamRecreatedError
 from jetstream_ext.log import LogReader, OffsetStore
 from jetstream_ext.testing import NatsServer
 
@@ -57,9 +60,27 @@ async def test_snapshot_never_mixes_a_bucket_with_the_one_created_after_it(
     assert set(snapshot) in (OLD, NEW)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=NOT_RAISED, reason=f"{ISSUE}: a transaction commits to a bucket recreated since its reads"
-)
+@pytest.mark.parametrize("wrote", [True, False])
+@pytest.mark.parametrize("keys", [("account",), ("missing",), ("account", "other", "third")])
+async def test_transaction_fails_in_a_recreated_bucket_whatever_it_has_read(
+    js: JetStreamContext, stream_name: Callable[[], str], keys: tuple[str, ...], wrote: bool
+) -> None:
+    name = stream_name()
+    kv = await kvx.enable(await js.create_key_value(bucket=name))
+    await kv.put("account", b"100")
+    tx = kvx.transaction(kv)
+    await tx.get_many(keys)
+    await js.delete_key_value(name)
+    other = await kvx.enable(await js.create_key_value(bucket=name))
+    if wrote:
+        await other.put("account", b"7")
+    tx.put("result", b"101")
+    with pytest.raises(JetStreamExtError):
+        await tx.commit()
+    assert tx.state == "failed"
+    assert list(await kvx.snapshot(other)) == (["account"] if wrote else [])
+
+
 async def test_transaction_fails_when_the_bucket_was_recreated_since_its_reads(
     js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
@@ -72,8 +93,99 @@ async def test_transaction_fails_when_the_bucket_was_recreated_since_its_reads(
     other = await kvx.enable(await js.create_key_value(bucket=name))
     await other.put("account", b"7")
     tx.put("account", b"101")
-    with pytest.raises(JetStreamExtError):
+    with pytest.raises(StreamRecreatedError, match="nothing was written") as caught:
         await tx.commit()
+    assert caught.value.stream == f"KV_{name}"
+    assert caught.value.found > caught.value.expected
+    assert (await other.get("account")).value == b"7"
+
+
+async def test_transaction_that_only_reads_fails_when_the_bucket_was_recreated_between_its_reads(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    name = stream_name()
+    kv = await kvx.enable(await js.create_key_value(bucket=name))
+    for key in ("a", "b"):
+        await kv.put(key, b"1")
+    tx = kvx.transaction(kv)
+    await tx.get("a")
+    await js.delete_key_value(name)
+    other = await kvx.enable(await js.create_key_value(bucket=name))
+    for key in ("a", "b"):
+        await other.put(key, b"2")
+    await tx.get("b")
+    with pytest.raises(StreamRecreatedError):
+        await tx.commit()
+
+
+async def test_retried_transaction_fails_when_the_bucket_was_recreated_during_a_run(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    name, runs = stream_name(), 0
+    kv = await kvx.enable(await js.create_key_value(bucket=name))
+    await kv.put("account", b"100")
+
+    async def fn(tx: kvx.Transaction) -> None:
+        nonlocal runs
+        runs += 1
+        await tx.get("account")
+        await js.delete_key_value(name)
+        await (await kvx.enable(await js.create_key_value(bucket=name))).put("account", b"7")
+        tx.put("account", b"101")
+
+    with pytest.raises(StreamRecreatedError):
+        await kvx.retry_transaction(kv, fn)
+    assert runs == 1
+
+
+async def test_lost_commit_is_not_repeated_in_a_recreated_bucket(
+    js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = stream_name()
+    kv = await kvx.enable(await js.create_key_value(bucket=name))
+    await kv.put("account", b"100")
+
+    async def lose(tx: kvx.Transaction) -> None:
+        tx._batch_id, tx._messages, tx._state = "lost", tx._staging.messages(msg_id="lost"), "unknown"
+        await js.delete_key_value(name)
+        await (await kvx.enable(await js.create_key_value(bucket=name))).put("account", b"7")
+        raise BatchOutcomeUnknownError(batch_id="lost")
+
+    async def fn(tx: kvx.Transaction) -> None:
+        await tx.get("account")
+        tx.put("account", b"101")
+
+    monkeypatch.setattr(kvx.Transaction, "commit", lose)
+    with pytest.raises(BatchOutcomeUnknownError) as caught:
+        await kvx.retry_transaction(kv, fn)
+    assert isinstance(caught.value.__cause__, StreamRecreatedError)
+    assert (await kv.get("account")).value == b"7"
+
+
+async def test_transaction_commits_after_a_restart_that_changed_the_creation_time_of_its_bucket() -> None:
+    with NatsServer(version="2.12.8") as server:
+        async with await nats.connect(server.url, connect_timeout=10) as nc:
+            await kvx.enable(await nc.jetstream().create_key_value(bucket="B", history=1))
+        server.restart()
+        async with await nats.connect(server.url, connect_timeout=10, reconnect_time_wait=0.05) as nc:
+            js = nc.jetstream(timeout=10)
+            kv = await js.key_value("B")
+            for key in ("a", "b"):
+                await kv.put(key, b"1")
+            created = (await js.stream_info("KV_B")).created
+            tx = kvx.transaction(kv)
+            await tx.get("a")
+            await kvx.enable(kv, ttl=60)
+            server.restart()
+            async with asyncio.timeout(60):
+                while True:
+                    with contextlib.suppress(nats.errors.Error):
+                        if (await js.stream_info("KV_B")).created != created:
+                            break
+                    await asyncio.sleep(0.05)
+            await kv.put("b", b"2")  # the last message is gone, the first is left
+            tx.put("a", b"2")
+            await tx.commit()
 
 
 @pytest.mark.xfail(
