@@ -5,7 +5,6 @@ import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import nats
 import nats.errors
@@ -23,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from frame_proxy import FrameProxy, before_request
 
 ISSUE = "Key-value and log: no guess, no hole"
-NOT_RAISED: Any = pytest.fail.Exception
 OLD = {f"old{n}" for n in range(3000)}
 NEW = {f"new{n}" for n in range(3200)}
 
@@ -188,9 +186,6 @@ async def test_transaction_commits_after_a_restart_that_changed_the_creation_tim
             await tx.commit()
 
 
-@pytest.mark.xfail(
-    strict=True, raises=NOT_RAISED, reason=f"{ISSUE}: a commit overwrites an offset in a bucket recreated since"
-)
 async def test_offset_commit_fails_when_the_bucket_was_recreated_since_the_last_one(
     js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
@@ -204,3 +199,57 @@ async def test_offset_commit_fails_when_the_bucket_was_recreated_since_the_last_
     await theirs.commit(LogReader(js, name), name="worker", position=2)
     with pytest.raises(JetStreamExtError):
         await mine.commit(LogReader(js, name), name="worker", position=1)
+
+
+@pytest.fixture
+async def stream(js: JetStreamContext, stream_name: Callable[[], str]) -> str:
+    name = stream_name()
+    await js.add_stream(name=name, subjects=[name], allow_direct=True)
+    await js.publish(name, b"1")
+    return name
+
+
+@pytest.mark.parametrize("stored", [True, False])
+async def test_position_that_was_fetched_before_the_bucket_was_recreated_is_not_followed(
+    js: JetStreamContext, stream_name: Callable[[], str], stream: str, stored: bool
+) -> None:
+    bucket = stream_name()
+    other = await OffsetStore(js, bucket).create()
+    if stored:
+        await other.commit(LogReader(js, stream), name="worker")
+    mine = OffsetStore(js, bucket)
+    assert (await mine.fetch("worker") is not None) == stored
+    await js.delete_key_value(bucket)
+    theirs = await OffsetStore(js, bucket).create()
+    if stored:
+        await theirs.commit(LogReader(js, stream), name="worker")
+    for _ in range(2):
+        with pytest.raises(StreamRecreatedError, match=r"call fetch\(\) before the next commit") as caught:
+            await mine.commit(LogReader(js, stream), name="worker", position=2)
+        assert caught.value.stream == f"KV_{bucket}"
+    found = await mine.fetch("worker")
+    assert (found is not None) == stored
+    assert found is None or found.seq == 1
+    assert (await mine.commit(LogReader(js, stream), name="worker", position=2)).seq == 2
+
+
+@pytest.mark.parametrize("committed", [True, False])
+async def test_position_is_stored_after_a_restart_that_changed_the_creation_time_of_its_bucket(committed: bool) -> None:
+    with NatsServer(version="2.12.8") as server:
+        async with await nats.connect(server.url, connect_timeout=10) as nc:
+            js = nc.jetstream(timeout=10)
+            await js.add_stream(name="S", subjects=["S"], allow_direct=True)
+            await (await OffsetStore(js).create()).commit(LogReader(js, "S"), name="other")
+        server.restart()
+        async with await nats.connect(server.url, connect_timeout=10, reconnect_time_wait=0.05) as nc:
+            js = nc.jetstream(timeout=10)
+            offsets = OffsetStore(js)
+            await offsets.fetch("worker")
+            if committed:
+                await offsets.commit(LogReader(js, "S"), name="worker")
+            info = await js.stream_info("KV_offsets")
+            await js.update_stream(info.config.evolve(description="the same bucket"))
+            server.restart()
+            stored = await offsets.commit(LogReader(js, "S"), name="worker", position=1)
+            assert (await js.stream_info("KV_offsets")).created != info.created
+            assert await OffsetStore(js).fetch("worker") == stored
