@@ -11,11 +11,16 @@ If a store fails or its answer is lost, the writer reads the record that followe
     it has the payload of an earlier store whose    the fence moves there, and the store is retried
     answer was lost
     no record follows the fence                     nothing is stored; the store is retried
+    another payload has the sequence of the fence   StreamRecreatedError: this is another stream
     anything else                                   RecordMovedError
 
 A store that is still on its way during that read does no harm: its retry names the same fence, so only one of the two is
 stored, and both have the same content. A record's payload must therefore identify its writer and its content, because
 equal payloads count as the same store.
+
+A fence is only a sequence. If the stream is deleted and created again, and another record gets the same sequence there, the
+server accepts the next store. With `checked`, a store first reads the record at the fence and compares its payload, which
+leaves only the moment between that read and the store.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ from jetstream_ext.client.api import get_at_leader
 from jetstream_ext.client.atomic import publish_atomic
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.retry import Retry
-from jetstream_ext.errors import ErrorCode, FencedError, RequestTimeoutError
+from jetstream_ext.errors import ErrorCode, FencedError, RequestTimeoutError, StreamRecreatedError
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.options import as_message, has_expectation, message_headers
 from jetstream_ext.types import TTL, BatchAck, BatchMessage, Entry
@@ -72,7 +77,9 @@ class FencedWriter:
     timeout: float | None = None  # seconds to wait for an answer; None is the context's own
     rollup: bool = False  # let each record remove the one before (the stream needs ``allow_rollup_hdrs``)
     msg_ttl: TTL | None = None  # the time to live of a record, such as `NEVER` on a stream with ``max_age``
+    checked: bool = False  # read the record at the fence before each store: the stream may have been created again
     fence: int = field(default=0, init=False)  # the sequence of the newest record; 0 before the first
+    _record: bytes = field(default=b"", init=False)  # the payload of that record
     # The payloads of stores since the fence whose answers were lost.
     _in_doubt: set[bytes] = field(default_factory=set, init=False)
 
@@ -87,8 +94,11 @@ class FencedWriter:
 
     def follow(self, record: StoredMsg | None) -> None:
         """Let the next store follow `record`, the newest one: what was read, or that of a `RecordMovedError`."""
-        self.fence = 0 if record is None else record.seq
+        self._move(*(0, b"") if record is None else (record.seq, record.data))
         self._in_doubt.clear()
+
+    def _move(self, fence: int, record: bytes) -> None:
+        self.fence, self._record = fence, record
 
     async def store(self, messages: Sequence[Entry], record: bytes) -> BatchAck:
         """Store `messages`, if any, and a record with the payload `record` behind them, all or nothing.
@@ -98,6 +108,7 @@ class FencedWriter:
 
         Raises:
             RecordMovedError: Another writer has stored a record. `follow` or `read` to continue behind it.
+            StreamRecreatedError: The record at the fence is not the one that was read or stored; nothing was stored.
             WrongLastSequenceError: An expectation of one of the messages does not hold; nothing was stored.
             Exception: A message was refused, or transient errors lasted for longer than `patience`. After the latter the
                 messages may be stored; the next `store` or `read` finds out.
@@ -105,6 +116,8 @@ class FencedWriter:
         Cancellation: The messages may be stored; the next `store` or `read` finds out.
         """
         retry = self._retry()
+        if self.checked and self.fence:
+            self._check_same(await self._find(retry, {"seq": self.fence}))
         while True:
             self._in_doubt.add(record)
             try:
@@ -118,7 +131,7 @@ class FencedWriter:
                 break
             except Exception as error:
                 await retry.pause_if_transient(error)
-        self.fence = ack.seq
+        self._move(ack.seq, record)
         self._in_doubt.clear()
         return ack
 
@@ -146,13 +159,14 @@ class FencedWriter:
         """Return the ack of a store that failed with `error` if it is stored after all, or raise why it is not."""
         where = f"the record on {self.subject!r} of stream {self.stream!r}"
         newest = await self._find(retry, {"last_by_subj": self.subject})
+        self._check_same(newest, error)
         if newest is not None and newest.seq > self.fence:
             # Only one record can follow the fence. It may be this writer's, with another writer's behind it.
             follower = await self._find(retry, {"seq": self.fence + 1, "next_by_subj": self.subject})
             if follower is not None and follower.data in self._in_doubt:
                 if follower.data == record:
                     return BatchAck(self.stream, follower.seq, batch_size=len(messages) + 1)
-                self.fence = follower.seq
+                self._move(follower.seq, follower.data)
                 raise RequestTimeoutError(
                     f"{self.name}: the new record is not stored, because an earlier write of {where} succeeded after its answer "
                     "was lost; repeat the call"
@@ -174,6 +188,16 @@ class FencedWriter:
             f"{self.name}: this attempt was not stored; the server refused {where}, although sequence {self.fence} is still the newest "
             "(this can happen after a change of leader); repeat the call"
         ) from error
+
+    def _check_same(self, found: StoredMsg | None, cause: Exception | None = None) -> None:
+        """Raise StreamRecreatedError if `found` has the sequence of the fence and is another message."""
+        if found is None or found.seq != self.fence or (found.subject, found.data) == (self.subject, self._record):
+            return
+        raise StreamRecreatedError(
+            f"{self.name}: stream {self.stream!r} was deleted and created again, because its message {self.fence} is not the "
+            f"record on {self.subject!r} that this writer follows; nothing of this store is there; read the newest record to continue",
+            stream=self.stream,
+        ) from cause
 
     async def _find(self, retry: Retry, request: Mapping[str, object]) -> StoredMsg | None:
         return await retry.call(lambda: get_at_leader(self.context, self.stream, request, self.timeout))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from types import TracebackType
 from typing import Final, Literal, Self, TypeVar
 
 from nats.js.kv import KeyValue
 
+from jetstream_ext.client.api import check_same_stream
 from jetstream_ext.client.atomic import AtomicBatch, BatchState, publish_atomic
 from jetstream_ext.client.retry import Retry, is_transient
 from jetstream_ext.errors import (
@@ -26,12 +28,14 @@ from jetstream_ext.errors import (
     MessageTooLargeError,
     MessageTTLDisabledError,
     Outcome,
+    StreamRecreatedError,
     WrongLastSequenceError,
     batch_refusal,
 )
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import KeyValueEntry, check_key, check_keys
 from jetstream_ext.kv.staging import Staging
+from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.options import check_seconds, check_sequence
 from jetstream_ext.types import TTL, BatchAck, BatchMessage
 
@@ -50,13 +54,15 @@ class Transaction:
     `put`, `create`, `update`, `delete` and `purge` send nothing before the commit. `get` and `get_many` read the newest
     state at the bucket's leader, with the transaction's own operations applied, and make the commit conditional: it
     succeeds only if every key that was read, or found missing, is still at the revision that was read. The effect is as
-    if the whole transaction had happened at the moment of the commit (serialisable).
+    if the whole transaction had happened at the moment of the commit (serialisable). A bucket that was deleted and created
+    again since the first read is another one: the commit fails.
 
     The commit stores one message per key, for any number of operations on it, with the headers that nats-py writes.
     """
 
-    def __init__(self, bucket: Bucket, *, with_id: bool = False) -> None:
+    def __init__(self, bucket: Bucket, *, with_id: bool = False, before: StreamState | None = None) -> None:
         self._bucket = bucket
+        self._before = before  # a state of the bucket before the first read: all reads must be of that bucket
         self._staging = Staging(bucket.prefix, bucket=bucket.name, max_payload=bucket.context.connection.max_payload)
         self._batch_id = ""  # of the newest commit
         self._with_id = with_id
@@ -66,6 +72,7 @@ class Transaction:
         self._repeated = False
         self._state: BatchState = "open"
         self._revisions: dict[str, int] = {}
+        self._errors: list[Exception] = []  # that `get`, `get_many` and `commit` have raised
 
     def __repr__(self) -> str:
         return f"<Transaction on {self._bucket.name!r} of {len(self._staging.writes)} keys, {self._state}>"
@@ -149,6 +156,7 @@ class Transaction:
         Raises:
             BatchClosedError: The transaction has ended.
             nats.js.errors.InvalidKeyError: No client accepts such a key.
+            nats.js.errors.BucketNotFoundError: The bucket does not exist.
             RequestTimeoutError, nats.js.errors.ServiceUnavailableError: The bucket's leader does not answer.
 
         Cancellation: Safe; the transaction stays usable.
@@ -165,8 +173,13 @@ class Transaction:
     async def _get(self, keys: Iterable[str]) -> dict[str, KeyValueEntry]:
         staging = self._staging
         new = [key for key in keys if key not in staging.writes and key not in staging.reads]
-        for key, entry in (await self._bucket.look_up(new)).items():
-            staging.read(key, entry)
+        if new:
+            with self._remembering_errors():
+                if self._before is None:
+                    before = await self._bucket.unchecked_state()
+                    self._before = self._before or before  # that of the first, if several tasks read
+                for key, entry in (await self._bucket.look_up(new)).items():
+                    staging.read(key, entry)
         found: dict[str, KeyValueEntry] = {}
         for key in keys:
             staged = staging.writes.get(key)
@@ -186,6 +199,8 @@ class Transaction:
         Raises:
             KeyConflictError: A key is not as it was read, or not as an operation expects it; nothing is written. Its
                 `keys` names the keys.
+            StreamRecreatedError: The bucket was deleted and created again since the first read; nothing is written.
+            nats.js.errors.BadBucketError: Keys were read, and the bucket is a mirror, or the stream is not a bucket's.
             BatchOutcomeUnknownError: The answer was lost. Either everything is written or nothing; `resolve` may find
                 out which.
             AtomicPublishDisabledError: The bucket does not allow atomic batches; `enable` turns them on.
@@ -199,10 +214,17 @@ class Transaction:
         self._check_open()
         self._state = "failed"
         try:
-            if self._staging.writes:
-                await self._commit()
-            else:
-                await self._check_reads()
+            with self._remembering_errors():
+                if self._before is not None and self._staging.reads:
+                    self._bucket.check(self._before, direct=False)  # a mirror has its keys under another prefix
+                if self._staging.writes:
+                    await self._commit()
+                elif len(self._staging.reads) > 1:  # a single read was of one moment
+                    await self._check_reads()
+                    await self.check_bucket(await self._bucket.state(direct=False))
+        except StreamRecreatedError as error:
+            text = f"bucket {self._bucket.name!r}: nothing was written; {error}; run the transaction again"
+            raise StreamRecreatedError(text, stream=error.stream, expected=error.expected, found=error.found) from error
         finally:
             if self._state == "failed" and self._batch is not None and self._batch.state == "unknown":
                 self._state = "unknown"
@@ -213,9 +235,12 @@ class Transaction:
         staging, bucket = self._staging, self._bucket
         for retries in range(_MAX_COMMIT_RETRIES + 1):
             fence: int | None = None
-            if staging.needs_fence:
-                fence = (await bucket.state(direct=False)).last_seq
-                await self._check_reads()  # raises unless everything was as it was read at the fence
+            if staging.reads:
+                state = await bucket.state(direct=False)
+                await self.check_bucket(state)
+                if staging.needs_fence:
+                    fence = state.last_seq
+                    await self._check_reads()  # raises unless everything was as it was read at the fence
             # Without an id of ours: no other batch can have a generated one, so a part of the batch proves all of it.
             self._batch = batch = AtomicBatch(bucket.js, ack_first=not self._with_id, timeout=bucket.timeout)
             self._batch_id = batch.batch_id
@@ -236,14 +261,15 @@ class Transaction:
 
     async def _check_reads(self) -> None:
         """Raise KeyConflictError unless everything was as it was read at a moment between the last read and now."""
-        staging = self._staging
-        if staging.reads and not staging.writes and not any(staging.reads.values()):
-            await self._bucket.state(direct=False)  # raises for a mirror, where keys have another prefix
-        if len(staging.reads) < 2 and not staging.writes:
-            return  # a single read was of one moment
-        conflict = staging.moved(await self._bucket.look_up(staging.reads))
+        conflict = self._staging.moved(await self._bucket.look_up(self._staging.reads))
         if conflict is not None:
             raise conflict
+
+    async def check_bucket(self, now: StreamState) -> None:
+        """Raise StreamRecreatedError unless `now` is a state of the bucket that was read, if one was."""
+        if self._before is not None and self._staging.reads:
+            bucket = self._bucket
+            self._before = await check_same_stream(bucket.context, self._before, now, bucket.timeout)
 
     def _accept(self, ack: BatchAck) -> None:
         first = ack.seq - len(self._messages) + 1
@@ -310,6 +336,25 @@ class Transaction:
             self._accept(self._batch.ack)
         self._state = "committed" if outcome == "stored" else "failed"
         return outcome
+
+    @property
+    def before(self) -> StreamState | None:
+        """A state of the bucket from before the first read of another run, or None."""
+        return self._before
+
+    @contextmanager
+    def _remembering_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._errors.append(error)
+            raise
+
+    def has_raised(self, error: Exception) -> bool:
+        """Whether `get`, `get_many` or `commit` raised this error, or all of an exception group."""
+        if isinstance(error, ExceptionGroup):
+            return all(map(self.has_raised, error.exceptions))
+        return any(error is own for own in self._errors)
 
     @property
     def can_repeat(self) -> bool:
@@ -412,10 +457,12 @@ async def retry_transaction(
     """Run `fn` in a transaction and commit it; run it again, in a new one, if a key that it read has changed.
 
     Between two runs there is a random pause, at first of up to 4 ms, then of up to twice as long each time, at most half
-    a second. `fn` also runs again after a transient error: the bucket's leader is away, the connection is lost, or the
-    server is busy. If the answer to a commit is lost, the call first finds out whether the transaction was written, so
-    that `fn` takes effect once (see "Transactions" in the documentation for what that needs). Any other exception of
-    `fn` ends the call, and nothing is written.
+    a second. `fn` also runs again after a transient error of the transaction's own reads or commit: the bucket's
+    leader is away, the connection is lost, or the server is busy. If the answer to a commit is lost, the call first finds
+    out whether the transaction was written, so that `fn` takes effect once (see "Transactions" in the documentation for
+    what that needs). Any other exception of `fn` ends the call, and nothing is written: also a conflict or transient error
+    of another transaction or call in `fn`, or an exception that `fn` raises because of the transaction's. An exception
+    group counts as the transaction's if all exceptions in it are.
 
     ::
 
@@ -438,6 +485,7 @@ async def retry_transaction(
     Raises:
         KeyConflictError: There was still a conflict after `give_up_after`; or a condition of `fn`'s own (`create`,
             `last=`) did not hold, which another run would not change.
+        StreamRecreatedError: The bucket was deleted and created again since the first run read it; nothing is written.
         BatchOutcomeUnknownError: Whether the last run was written could not be found out in time.
         BatchError, RequestTimeoutError: The bucket could not be written to in time, or the server refused; nothing is
             written.
@@ -452,27 +500,32 @@ async def retry_transaction(
     bucket = Bucket(kv, timeout)
     retry = Retry(give_up_after, first_pause=_FIRST_PAUSE, jitter=True, transient=_may_run_again)
     retry.start()
+    before: StreamState | None = None
     while True:
-        tx = Transaction(bucket, with_id=True)
+        tx = Transaction(bucket, with_id=True, before=before)
+        returned = False
         try:
             result = await fn(tx)
+            returned = True
             if tx.state == "open":
                 await _commit(bucket, tx, retry)
             return result
         except Exception as error:
-            if tx.state in ("committed", "unknown"):
+            if tx.state in ("committed", "unknown") or not (returned or tx.has_raised(error)):
                 raise
             failure = error
         finally:
             await tx.discard()
+        before = tx.before
         await retry.pause_if_transient(failure)
 
 
 def _may_run_again(error: Exception) -> bool:
+    if isinstance(error, ExceptionGroup):
+        return all(map(_may_run_again, error.exceptions))
     if isinstance(error, KeyConflictError):
         return error.stale_read
-    # No transaction raises the latter while nothing of it is written: it is of another call of `fn`.
-    return is_transient(error) and not isinstance(error, BatchOutcomeUnknownError)
+    return is_transient(error)
 
 
 async def _commit(bucket: Bucket, tx: Transaction, retry: Retry) -> None:
@@ -487,7 +540,9 @@ async def _commit(bucket: Bucket, tx: Transaction, retry: Retry) -> None:
     while tx.state == "unknown":
         await retry.pause_until_deadline(unknown)
         try:
-            window = (await bucket.state(direct=False)).duplicate_window or timedelta(0)
+            state = await bucket.state(direct=False)
+            await tx.check_bucket(state)
+            window = state.duplicate_window or timedelta(0)
             if tx.can_repeat and loop.time() + bucket.timeout - sent < window.total_seconds():
                 await tx.repeat()
             elif not retry.over:  # else the next pause raises

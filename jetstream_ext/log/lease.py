@@ -32,7 +32,7 @@ from nats.js.errors import APIError
 from jetstream_ext.client.base_connection import cancel
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.client.retry import Retry
-from jetstream_ext.errors import WrongLastSequenceError, server_error
+from jetstream_ext.errors import StreamRecreatedError, WrongLastSequenceError, server_error
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import DELETE_HEADERS, PURGE_HEADERS, operation
 from jetstream_ext.protocol.direct import StoredMsg
@@ -165,7 +165,7 @@ class Lease:
         while not self.lost:
             await asyncio.sleep(self._seconds / 3)
             try:
-                with contextlib.suppress(RecordMovedError):
+                with contextlib.suppress(RecordMovedError, StreamRecreatedError):
                     await writer.store([], self._encode())
                     continue
                 # It has ended before it was renewed, or it was deleted. Another worker may have one now.

@@ -16,12 +16,14 @@ from nats.js import JetStreamContext
 from nats.js.errors import BucketNotFoundError
 from nats.nuid import NUID
 
+from jetstream_ext.client.api import check_same_stream
 from jetstream_ext.client.connection import Context, open_bucket
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.client.retry import Retry
-from jetstream_ext.errors import FencedError
+from jetstream_ext.errors import FencedError, StreamRecreatedError
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import check_key, operation
+from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.options import check_int, check_seconds, check_sequence, rfc3339
 from jetstream_ext.protocol.subjects import check_name
@@ -184,7 +186,7 @@ class OffsetStore:
 
     A commit succeeds only if no other reader has committed under the name since this object last fetched or committed
     it. Of two readers with the same name, the one that fetched last continues. The next commit of the other one
-    raises `FencedError`; that reader should stop.
+    raises `FencedError`; that reader should stop. A bucket that was deleted and created again since is another one.
 
     Args:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
@@ -215,6 +217,7 @@ class OffsetStore:
         self._patience = check_seconds(patience, "patience")
         self._opened: Bucket | None = None
         self._writers: dict[str, FencedWriter] = {}
+        self._fetched_in: dict[str, StreamState] = {}  # the bucket's state before the last fetch of a name
         self._id = NUID().next().decode()
 
     def __repr__(self) -> str:
@@ -257,7 +260,11 @@ class OffsetStore:
         Cancellation: Safe; nothing is left behind.
         """
         check_key(name)
-        return _decode(name, await (await self._writer(name)).read())
+        writer = await self._writer(name)
+        state = await Retry(self._patience).call(self._state)
+        found = await writer.read()
+        self._fetched_in[name] = state
+        return _decode(name, found)
 
     async def commit(
         self, reader: PositionedReader, *, name: str | None = None, position: int | None = None
@@ -277,6 +284,7 @@ class OffsetStore:
         Raises:
             FencedError: Another reader has committed under the name since this object fetched it, or a position exists
                 that this object has not fetched. Nothing is stored. `fetch` takes the name over.
+            StreamRecreatedError: The bucket was deleted and created again since. The position is not stored.
             ValueError: The reader has no name, or the position is out of range.
             nats.js.errors.InvalidKeyError, nats.js.errors.BucketNotFoundError: As for `fetch`.
             RequestTimeoutError, nats.js.errors.ServiceUnavailableError: No answer for longer than `patience`; the next
@@ -291,7 +299,19 @@ class OffsetStore:
         writer = await self._writer(name)
         fetched = writer.fence != 0
         try:
+            if (
+                not fetched and name in self._fetched_in
+            ):  # there was no position: no record shows that the bucket is the same
+                await Retry(self._patience).call(lambda: self._check_same(self._fetched_in[name]))
             ack = await writer.store([], offset.encode())
+        except StreamRecreatedError as error:
+            raise StreamRecreatedError(
+                f"reader {name!r}: the position was not stored, because bucket {self.bucket!r} is not known to be the one in which "
+                f"this OffsetStore last fetched or committed it; call fetch() before the next commit ({error})",
+                stream=error.stream,
+                expected=error.expected,
+                found=error.found,
+            ) from error
         except RecordMovedError as moved:
             stored = _decode(name, moved.record)
             what = f"reader {name!r}: nothing was stored; its position in bucket {self.bucket!r}"
@@ -342,8 +362,15 @@ class OffsetStore:
                 name=f"reader {name!r}",
                 timeout=self._timeout,
                 patience=self._patience,
+                checked=True,
             )
         return writer
+
+    async def _state(self) -> StreamState:
+        return await (await self._open()).state(direct=False)
+
+    async def _check_same(self, before: StreamState) -> None:
+        await check_same_stream(self._context, before, await self._state(), self._timeout)
 
     async def _open(self) -> Bucket:
         if self._opened is None:

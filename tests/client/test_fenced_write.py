@@ -345,3 +345,59 @@ async def test_a_refusal_of_a_fence_that_did_not_move_says_only_what_is_known(
     monkeypatch.setattr(one, "_publish", refuse)
     with pytest.raises(errors.RequestTimeoutError, match="this attempt was not stored"):
         await one.store([], b"1")
+
+
+async def recreate(js: JetStreamContext, stream: str) -> None:
+    """Delete a stream and create it again, with another writer's record at the sequence of the first one."""
+    config = (await js.stream_info(stream)).config
+    await js.delete_stream(stream)
+    await js.add_stream(config)
+    await writer(js, stream).store([], b"other")
+
+
+@pytest.mark.parametrize("messages", [True, False])
+@pytest.mark.parametrize("read", [True, False])
+async def test_a_checked_writer_does_not_follow_the_record_of_another_stream(
+    js: JetStreamContext, stream: str, read: bool, messages: bool
+) -> None:
+    one, entries = writer(js, stream, checked=True), [(f"{stream}.a", b"")] if messages else []
+    await (writer(js, stream) if read else one).store([], b"first")
+    if read:
+        await one.read()
+    await recreate(js, stream)
+    for _ in range(2):
+        with pytest.raises(errors.StreamRecreatedError, match="is not the record on") as caught:
+            await one.store(entries, b"second")
+        assert caught.value.stream == stream
+    assert await payloads(js, stream) == [b"other"]
+    await one.read()
+    assert (await one.store(entries, b"second")).seq == 2 + messages
+
+
+async def test_a_checked_writer_follows_its_own_records(js: JetStreamContext, make_stream: MakeStream) -> None:
+    stream = await make_stream(max_msgs_per_subject=1)
+    one = writer(js, stream, checked=True)
+    for number in range(3):
+        assert (await one.store([], b"%d" % number)).seq == number + 1
+    other = writer(js, stream)
+    await other.read()
+    await other.store([], b"other")
+    with pytest.raises(RecordMovedError):  # its record is gone
+        await one.store([], b"3")
+
+
+async def test_a_store_whose_answer_is_lost_is_not_repeated_in_another_stream(
+    js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = writer(js, stream)
+    await one.store([], b"first")
+
+    async def lose(*_: Any) -> Any:
+        await recreate(js, stream)
+        raise errors.BatchOutcomeUnknownError
+
+    monkeypatch.setattr(one, "_publish", lose)
+    with pytest.raises(errors.StreamRecreatedError) as caught:
+        await one.store([], b"second")
+    assert isinstance(caught.value.__cause__, errors.BatchOutcomeUnknownError)
+    assert await payloads(js, stream) == [b"other"]

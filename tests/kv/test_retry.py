@@ -120,13 +120,27 @@ async def test_exception_of_the_function_ends_the_call(make_bucket, failure: Exc
     ],
     ids=lambda failure: type(failure).__name__,
 )
-async def test_transient_errors_are_retried(make_bucket, failure: Exception) -> None:
+@pytest.mark.parametrize("of", ["read", "commit"])
+async def test_transient_errors_are_retried(
+    make_bucket, monkeypatch: pytest.MonkeyPatch, failure: Exception, of: str
+) -> None:
     kv = await make_bucket()
-    fn = Counting(failure, failure)
+    failures = [failure] * 2
+    owner, name = (Bucket, "look_up") if of == "read" else (AtomicBatch, "commit_eob")
+    original = getattr(owner, name)
+
+    async def failing(self: Any, *args: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return await original(self, *args)
+
+    monkeypatch.setattr(owner, name, failing)
+    fn = Counting()
     assert await kvx.retry_transaction(kv, fn) == 1
     assert fn.runs == 3
+    failures += [failure] * 50
     with pytest.raises(type(failure)):
-        await kvx.retry_transaction(kv, Counting(*[failure] * 50), give_up_after=0.2)
+        await kvx.retry_transaction(kv, Counting(), give_up_after=0.2)
 
 
 async def test_function_may_commit_or_discard_itself(make_bucket) -> None:
