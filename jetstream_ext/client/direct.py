@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from datetime import datetime
 from typing import Final
 
 from nats.js import JetStreamContext
 
+from jetstream_ext.client.api import check_same_stream, stream_state, wait_for_sequence
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import MessageBatch, read_blocks, read_one
 from jetstream_ext.client.verified_read import VerifiedReader
-from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Request, StoredMsg
+from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, StoredMsg
 from jetstream_ext.protocol.options import check_int, check_sequence, rfc3339
 from jetstream_ext.protocol.reads import MultiLast, OneReply, Plan, Scan
 from jetstream_ext.protocol.subjects import check_filter, check_name
@@ -295,8 +297,8 @@ class DirectGet:
             max_bytes: Bytes per request at most, 1 to 2**63-1; requests ask for no more than the connection carries in about
                 half a second.
             prefetch: Requests in flight at most, 1 to 4.
-            confirm: Prove at the stream's leader that the range is complete: a replica or mirror may lag, and its
-                shorter answer looks like the end of the stream. Without `up_to_seq`, the range ends at the leader's
+            confirm: Prove at the stream's leader that the range is complete, and at the end that it is of one stream: a
+                replica or mirror may lag, and its shorter answer looks like the end of the stream. Without `up_to_seq`, the range ends at the leader's
                 last sequence when the read starts. Needs permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
             min_seq: Read your own writes: wait (within the timeout) until the leader has this sequence, and prove the
                 range up to it.
@@ -312,6 +314,7 @@ class DirectGet:
             MessagesLostError: While iterating: messages were lost on their way, twice at the same place.
             RequestTimeoutError: While iterating: no message came for `timeout` seconds; or for that time the leader did not
                 reach `min_seq`, or no responder delivered all that the leader has.
+            StreamRecreatedError: At the end, with `confirm`: the stream was deleted and created again during the read.
             nats.js.errors.NotFoundError, nats.js.errors.APIError: While iterating, with `confirm` or `min_seq`: the
                 leader refused, or there is no such stream.
             JetStreamExtError, nats.errors.Error: While iterating: see the class.
@@ -332,13 +335,24 @@ class DirectGet:
             max_bytes=check_int(max_bytes, "max_bytes", high=_INT64_MAX),
             prefetch=check_int(prefetch, "prefetch", high=4),
         )
-        return self._read(plan, confirm=confirm, min_seq=min_seq)
-
-    def _read(self, plan: Plan, *, confirm: bool = False, min_seq: int | None = None) -> MessageBatch:
         if min_seq is not None:
             check_sequence(min_seq, "min_seq")
-        blocks = read_blocks(self._js, self._stream, plan, self._timeout, confirm=confirm, min_seq=min_seq)
-        return MessageBatch(plan, blocks)
+        return MessageBatch(plan, self._confirmed(plan, min_seq)) if confirm else self._read(plan, min_seq=min_seq)
+
+    def _read(self, plan: Plan, *, min_seq: int | None = None) -> MessageBatch:
+        if min_seq is not None:
+            check_sequence(min_seq, "min_seq")
+        return MessageBatch(plan, read_blocks(self._js, self._stream, plan, self._timeout, min_seq=min_seq))
+
+    async def _confirmed(self, plan: Scan, min_seq: int | None) -> AsyncGenerator[Block, None]:
+        if min_seq is not None:
+            await wait_for_sequence(self._js, self._stream, min_seq, self._timeout)
+        state = await stream_state(self._js, self._stream, self._timeout)
+        reading = read_blocks(self._js, self._stream, plan, self._timeout, confirm=True, state=state)
+        async with aclosing(reading) as blocks:
+            async for block in blocks:
+                yield block
+        await check_same_stream(self._js, state, timeout=self._timeout)
 
 
 def _start(seq: int | None, start_time: datetime | None) -> int | None:

@@ -9,10 +9,11 @@ from nats.js import JetStreamContext
 from nats.js.api import StreamConfig, StreamSource
 
 import jetstream_ext as jsx
+from jetstream_ext import DirectGet
 from jetstream_ext.client import direct_reader
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import read_blocks
-from jetstream_ext.errors import RequestTimeoutError
+from jetstream_ext.errors import RequestTimeoutError, StreamRecreatedError
 from jetstream_ext.protocol.reads import Scan
 
 
@@ -142,3 +143,18 @@ async def test_messages_that_no_responder_has_are_a_timeout(
         said = str(late.value)
         assert timeout < 30, said
     assert re.search(rf"has sequence 2, .* within {timeout:g} s \(mirror '{name}' answers\)", said)
+
+
+async def test_a_stream_that_was_created_again_during_the_read_is_an_error(
+    js: JetStreamContext, origin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = (await js.stream_info(origin)).config
+    read_ = DirectGet(js, origin).scan(batch=50, prefetch=1, confirm=True)
+    seen = [await anext(read_)]
+    await js.delete_stream(origin)
+    await js.add_stream(config)
+    for _ in range(400):
+        await js.publish(f"{origin}.1")
+    with pytest.raises(StreamRecreatedError):
+        seen += [message async for message in read_]
+    assert seen
