@@ -223,7 +223,7 @@ class LogReader:
     def _start_at(self, start: Start | StoredOffset) -> None:
         self._start = start
         self._position: int | None = start.seq if isinstance(start, Seq) else None
-        # Until a reader that starts at the oldest message has read one, no message can be lost.
+        # It starts at the oldest message and has none to return yet: what is removed before that one is no loss.
         self._at_head = False
         # A start that was later than every message when it was looked up: messages stored before it are left out.
         self._not_before: datetime | None = None
@@ -363,29 +363,33 @@ class LogReader:
 
     async def _read_group(self, position: int, state: StreamState) -> None:
         """Read a group of messages, have the leader verify it, and make it ready."""
-        if position < state.first_seq and not self._at_head:
-            if await self._were_replaced(state):
+        if position < state.first_seq:
+            if self._at_head or await self._were_replaced(state):
                 position = state.first_seq
             else:
                 position = self._report_loss(position, state.first_seq)
         self._note(state, position)
+        complete = self.subject is None and state.has_every_sequence
         rows, end, heard = await self._read_rows(position, state.last_seq)
         # A read that has all its rows may have waited for the end of the answer.
         state = await self._look(max(0.001, heard + self._timeout - asyncio.get_running_loop().time()))
+        if self._at_head:
+            position = rows[0].seq if rows else end + 1
         gaps = Gaps(position, end)
         gaps.add([row.seq for row in rows])
         gaps.close()
-        if not (missing := gaps.lowest) or state.first_seq <= missing:
-            self._at_head = False
-        elif not self._at_head and not await self._were_replaced(state):
-            # Messages before the gap are verified and returned first; the next call reports the gap.
-            kept = [row for row in rows if row.seq < missing]
-            if kept:
+        missing = gaps.lowest
+        if 0 < missing < state.first_seq and not await self._were_replaced(state):
+            if self._at_head and not complete:
+                # The gap may be older than this read. What is returned begins at the message that is the oldest one now.
+                rows = [row for row in rows if row.seq >= state.first_seq]
+            elif kept := [row for row in rows if row.seq < missing]:
+                # Messages before the gap are verified and returned first; the next call reports the gap.
                 rows, end = kept, missing - 1
             else:
                 self._report_loss(missing, min(state.first_seq, end + 1))
         if rows:
-            self._since = rows[-1].time
+            self._at_head, self._since = False, rows[-1].time
         self._note(state, end + 1)
         self._make_ready(rows, end + 1)
 

@@ -41,9 +41,6 @@ def purge_between_requests(js: JetStreamContext, name: str) -> Callable[..., Awa
     return before_request(2, rf"\.DIRECT\.GET\.{name}$", lambda: js.purge_stream(name, seq=PURGED + 1))
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{ISSUE}: a purge during the first group leaves a silent hole"
-)
 async def test_reader_from_the_first_message_reports_a_purge_during_its_first_group(
     server: NatsServer, js: JetStreamContext, numbers: str
 ) -> None:
@@ -62,9 +59,6 @@ async def test_reader_from_the_first_message_reports_a_purge_during_its_first_gr
     assert expected == len(read) + 1
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{ISSUE}: exactly_once succeeds with inputs that were never handled"
-)
 async def test_worker_does_not_end_as_a_success_when_inputs_are_purged_unhandled(
     server: NatsServer, js: JetStreamContext, numbers: str, stream_name: Callable[[], str]
 ) -> None:
