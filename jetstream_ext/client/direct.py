@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from datetime import datetime
 from typing import Final
 
 from nats.js import JetStreamContext
 
+from jetstream_ext.client.api import stream_state
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import MessageBatch, read_blocks, read_one
 from jetstream_ext.client.verified_read import VerifiedReader
-from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Request, StoredMsg
+from jetstream_ext.protocol.api import FIRST_UNREADABLE
+from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, StoredMsg
 from jetstream_ext.protocol.options import check_int, check_sequence, rfc3339
 from jetstream_ext.protocol.reads import MultiLast, OneReply, Plan, Scan
 from jetstream_ext.protocol.subjects import check_filter, check_name
@@ -25,6 +28,10 @@ class DirectGet:
     Any replica or mirror may answer, so an answer can lag behind a publish that was just acknowledged. The stream needs
     ``allow_direct``. Batches, times and `multi_last` need nats-server 2.11; `get`, `get_last` and `get_next` work on
     2.10.
+
+    Servers with file storage do not find messages from sequence 2**62 on, although they acknowledge them. A read with
+    `confirm` or `min_seq` raises `StreamConfigMismatchError` for a stream that has reached this sequence. Other reads ask no
+    leader: there such messages look as if they did not exist.
 
     If a lost connection interrupts an answer, the library requests the rest once more. Every call can raise:
 
@@ -314,6 +321,8 @@ class DirectGet:
                 reach `min_seq`, or no responder delivered all that the leader has.
             nats.js.errors.NotFoundError, nats.js.errors.APIError: While iterating, with `confirm` or `min_seq`: the
                 leader refused, or there is no such stream.
+            StreamConfigMismatchError: While iterating, with `confirm` or `min_seq`: the stream has file storage and has
+                reached sequence 2**62 (see the class).
             JetStreamExtError, nats.errors.Error: While iterating: see the class.
 
         Cancellation: As for `batch`.
@@ -337,8 +346,19 @@ class DirectGet:
     def _read(self, plan: Plan, *, confirm: bool = False, min_seq: int | None = None) -> MessageBatch:
         if min_seq is not None:
             check_sequence(min_seq, "min_seq")
-        blocks = read_blocks(self._js, self._stream, plan, self._timeout, confirm=confirm, min_seq=min_seq)
-        return MessageBatch(plan, blocks)
+        return MessageBatch(plan, self._blocks(plan, confirm=confirm, min_seq=min_seq))
+
+    async def _blocks(self, plan: Plan, *, confirm: bool, min_seq: int | None) -> AsyncGenerator[Block, None]:
+        if confirm and min_seq is None:  # the wait for `min_seq` checks the same
+            assert isinstance(plan, Scan)
+            if plan.up_to_seq is None or plan.up_to_seq >= FIRST_UNREADABLE:
+                state = await stream_state(self._js, self._stream, self._timeout)
+                state.check_sequences()
+                plan.up_to_seq = plan.up_to_seq or state.last_seq
+        reading = read_blocks(self._js, self._stream, plan, self._timeout, confirm=confirm, min_seq=min_seq)
+        async with aclosing(reading) as blocks:
+            async for block in blocks:
+                yield block
 
 
 def _start(seq: int | None, start_time: datetime | None) -> int | None:

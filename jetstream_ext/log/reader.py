@@ -131,7 +131,8 @@ class LogReader:
             stays; `seek` to the error's ``got`` continues after the loss.
         StreamRecreatedError: While reading: the stream was deleted and created again since the reader began.
         StreamConfigMismatchError: While reading: the stream's retention is not ``limits``, so that consumers delete
-            messages (no error with ``on_lost="skip"``).
+            messages (no error with ``on_lost="skip"``); or it has file storage and has reached sequence 2**62, from which on
+            servers find no messages.
         DirectGetDisabledError: While reading: the stream lacks ``allow_direct``.
         nats.js.errors.NotFoundError: While reading: the stream, or the bucket of `offsets`, does not exist.
         UnsupportedFeatureError: While reading: the server is older than 2.11.
@@ -525,7 +526,9 @@ class LogReader:
     async def _look(self, timeout: float | None = None) -> StreamState:
         """Return the stream's state as its leader reports it now; raise an error if the reader cannot read it."""
         state = await stream_state(self._context, self.stream, self._timeout if timeout is None else timeout)
-        if not self._checked:
+        if self._checked:
+            state.check_sequences()
+        else:
             state.check_direct_reads(self._context.connection.server_version)
             if state.retention != "limits" and not self._skips:
                 raise StreamConfigMismatchError(

@@ -494,6 +494,7 @@ def _check_output_stream(state: StreamState, subject: str, server_version: str, 
     if not ATOMIC.at(state.api_level):
         raise ATOMIC.unsupported(server_version=version, api_level=state.api_level, detail="nothing was stored")
     FENCED_BATCHES.check(version, "nothing was stored")
+    state.check_sequences()
     diff: dict[str, tuple[Any, Any]] = {}
     advice: list[str] = []
     if not config.get("allow_atomic"):

@@ -9,10 +9,21 @@ from typing import Any, Final
 
 import orjson
 
-from jetstream_ext.errors import DirectGetDisabledError, ResponseError, ServerError, StreamRecreatedError, server_error
+from jetstream_ext.errors import (
+    DirectGetDisabledError,
+    ResponseError,
+    ServerError,
+    StreamConfigMismatchError,
+    StreamRecreatedError,
+    server_error,
+)
 from jetstream_ext.protocol.feature_table import DIRECT_BATCH
 from jetstream_ext.protocol.subjects import covers
 from jetstream_ext.types import AbandonedBatch, BatchAck
+
+FIRST_UNREADABLE: Final = 1 << 62
+"""Servers with file storage (2.11 to 2.15) acknowledge messages from this sequence on, but find none of them for a read or a
+consumer, and have lost them after a restart. `first_seq`, or a purge up to a sequence, can bring a stream there."""
 
 ABANDONED: Final = "$JS.EVENT.ADVISORY.STREAM.BATCH_ABANDONED"
 # Followers start no election for 4 s after they heard from their leader. So a leader that heard from a majority within
@@ -173,8 +184,22 @@ class StreamState:
         """Whether it stores messages on the literal `subject`."""
         return any(covers(pattern, subject) for pattern in self.subjects)
 
+    def check_sequences(self) -> None:
+        """Raise StreamConfigMismatchError if its server answers that it has no message where it has stored one."""
+        storage = str(self.config.get("storage") or "file")
+        if storage == "file" and self.last_seq >= FIRST_UNREADABLE:
+            raise StreamConfigMismatchError(
+                f"stream {self.name!r} has reached sequence {self.last_seq}, and servers with file storage do not find messages "
+                "from sequence 2**62 on, although they acknowledge them; publish to a new stream with a lower first_seq or "
+                "with memory storage",
+                diff={"storage": ("memory", storage)},
+            )
+
     def check_direct_reads(self, server_version: str, *, how: str = "") -> None:
-        """Raise an error unless the stream allows batched direct gets; `how` overrides the advice for streams."""
+        """Raise an error unless batched direct gets can read the stream; `how` overrides the advice for streams.
+
+        Raises DirectGetDisabledError or UnsupportedFeatureError, or as `check_sequences` does.
+        """
         if not self.allows_direct:
             how = how or (
                 f"enable it with allow_direct=True (jetstream_ext.ensure_stream) or 'nats stream edit {self.name} "
@@ -185,6 +210,7 @@ class StreamState:
             raise DIRECT_BATCH.unsupported(
                 server_version=self.server_version or server_version, api_level=self.api_level
             )
+        self.check_sequences()
 
 
 def recreated(before: str, now: str) -> bool:
