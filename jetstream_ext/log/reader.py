@@ -119,6 +119,7 @@ class LogReader:
         stream: The stream's name.
         subject: The filter, or None.
         tail: Whether the iteration waits at the end of the stream.
+        confirm: Whether the leader verifies what is read.
         offsets: Where positions are stored.
         name: The name of a reader that was started with `Stored`, or None.
 
@@ -168,7 +169,6 @@ class LogReader:
         self._patience = check_seconds(patience, "patience")
         self._poll = check_seconds(poll, "poll")
         self._skips = on_lost == "skip"
-        self._confirm = confirm
         self._context = Context(js)
         self._timeout = self._context.resolve_timeout(timeout)
         self._direct = DirectGet(js, stream, timeout=timeout)
@@ -179,6 +179,7 @@ class LogReader:
         self.stream: str = stream
         self.subject: str | None = subject
         self.tail: bool = tail
+        self.confirm: bool = confirm
         self.offsets: OffsetStore = OffsetStore(js, timeout=timeout) if offsets is None else offsets
         self.name: str | None = start.name if isinstance(start, Stored) else None
         self._reading = False
@@ -344,7 +345,7 @@ class LogReader:
                 return False
             moved = True
             position = await self._resolve()
-            if not self._confirm:
+            if not self.confirm:
                 # One request at a time: only the rows show how far the responder is.
                 size = min(_REQUEST_BYTES, link_of(self._context).room(1))
                 rows = await self._direct.batch(_GROUP, subject=self.subject, seq=position, max_bytes=size).to_list()
@@ -467,7 +468,7 @@ class LogReader:
     async def _resolve(self) -> int:
         """Return the position; look up the start and the stream, unless that is done."""
         if self._position is not None:
-            if self._created is None and self._confirm:
+            if self._created is None and self.confirm:
                 self._note(await self._look(), self._position)
             return self._position
         start = self._start
@@ -478,7 +479,7 @@ class LogReader:
                 f"the stored position of {start.name!r} belongs to stream {start.stream!r}, and this reader reads "
                 f"{self.stream!r}; take another name"
             )
-        if not self._confirm:
+        if not self.confirm:
             if isinstance(start, StoredOffset):
                 self._created = start.created or None
             self._position = await self._find_unconfirmed(start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -18,7 +19,7 @@ from jetstream_ext.errors import (
     server_error,
 )
 from jetstream_ext.protocol.feature_table import DIRECT_BATCH
-from jetstream_ext.protocol.subjects import covers
+from jetstream_ext.protocol.subjects import covers, overlap
 from jetstream_ext.types import AbandonedBatch, BatchAck
 
 FIRST_UNREADABLE: Final = 1 << 62
@@ -29,6 +30,7 @@ ABANDONED: Final = "$JS.EVENT.ADVISORY.STREAM.BATCH_ABANDONED"
 # Followers start no election for 4 s after they heard from their leader. So a leader that heard from a majority within
 # this time is the only one.
 _LEASE_NS: Final = 2_500_000_000
+_FILLED_IN: Final = re.compile(r"\{\{\s*(\w*)|^\$\d+$")  # the part of a subject transform's destination
 _EPOCH: Final = datetime.fromtimestamp(0, UTC)
 
 
@@ -184,6 +186,24 @@ class StreamState:
         """Whether it stores messages on the literal `subject`."""
         return any(covers(pattern, subject) for pattern in self.subjects)
 
+    def copies_of(self, stream: str, subject: str) -> list[str]:
+        """Return the subjects on which it stores copies of the messages of another stream on a literal subject.
+
+        After a transform they are filters that match these subjects.
+        """
+        copies: list[str] = []
+        for source in (self.origin, *(self.config.get("sources") or ())):
+            if source.get("name") != stream or source.get("external"):  # that is a stream of another account or domain
+                continue
+            if transforms := source.get("subject_transforms"):
+                copies += [made for transform in transforms for made in _transformed(transform, subject)]
+            elif covers(source.get("filter_subject") or ">", subject):
+                copies.append(subject)
+        if own := self.config.get("subject_transform"):
+            kept = [copy for copy in copies if not covers(own.get("src") or ">", copy)]
+            copies = kept + [made for copy in copies for made in _transformed(own, copy)]
+        return copies
+
     def check_sequences(self) -> None:
         """Raise StreamConfigMismatchError if its server answers that it has no message where it has stored one."""
         storage = str(self.config.get("storage") or "file")
@@ -211,6 +231,19 @@ class StreamState:
                 server_version=self.server_version or server_version, api_level=self.api_level
             )
         self.check_sequences()
+
+
+def _transformed(transform: Mapping[str, Any], subject: str) -> list[str]:
+    """Return a filter for what a subject transform makes of a subject or filter, or nothing if its source does not match."""
+    if not overlap(transform.get("src") or ">", subject):
+        return []
+    tokens: list[str] = []
+    for token in (transform.get("dest") or subject).split("."):
+        filled_in = _FILLED_IN.search(token)
+        if filled_in and (filled_in[1] or "").lower().startswith(("split", "slice")):  # it becomes several tokens
+            return [".".join([*tokens, ">"])]
+        tokens.append("*" if filled_in else token)
+    return [".".join(tokens)]
 
 
 def recreated(before: str, now: str) -> bool:

@@ -129,3 +129,38 @@ def test_a_stream_whose_server_cannot_find_its_newest_messages_is_refused(
                 check()
         else:
             check()
+
+
+def transform(source: str, destination: str) -> dict[str, str]:
+    return {"src": source, "dest": destination}
+
+
+@pytest.mark.parametrize(
+    ("config", "copies"),
+    [
+        ({}, []),
+        ({"mirror": {"name": "O"}}, ["o.at.w"]),
+        ({"mirror": {"name": "OTHER"}}, []),
+        ({"mirror": {"name": "O", "external": {"api": "$JS.hub.API"}}}, []),
+        ({"mirror": {"name": "O", "filter_subject": "o.out.>"}}, []),
+        ({"mirror": {"name": "O", "filter_subject": "o.*.w"}}, ["o.at.w"]),
+        ({"sources": [{"name": "A"}, {"name": "O"}]}, ["o.at.w"]),
+        ({"sources": [{"name": "O", "subject_transforms": [transform("o.out.>", "q.>")]}]}, []),
+        ({"sources": [{"name": "O", "subject_transforms": [transform("o.at.*", "")]}]}, ["o.at.w"]),
+        ({"sources": [{"name": "O", "subject_transforms": [transform("o.at.*", "p.{{wildcard(1)}}.x")]}]}, ["p.*.x"]),
+        ({"sources": [{"name": "O", "subject_transforms": [transform("o.at.*", "p.$1")]}]}, ["p.*"]),
+        ({"sources": [{"name": "O", "subject_transforms": [transform("", "p-{{ partition(3,1) }}.$K")]}]}, ["*.$K"]),
+        ({"sources": [{"name": "O", "subject_transforms": [transform("o.>", "p.{{split(1,-)}}.x")]}]}, ["p.>"]),
+        ({"mirror": {"name": "O"}, "subject_transform": transform("o.>", "z.>")}, ["z.>"]),
+        ({"mirror": {"name": "O"}, "subject_transform": transform("a.>", "z.>")}, ["o.at.w"]),
+        (
+            {
+                "mirror": {"name": "O", "subject_transforms": [transform("o.>", "p.>")]},
+                "subject_transform": transform("p.a", "z"),
+            },
+            ["p.>", "z"],
+        ),
+    ],
+)
+def test_a_stream_copies_what_its_filters_and_transforms_take(config: dict[str, Any], copies: list[str]) -> None:
+    assert parse_stream_state(answer(config={"name": "S", **config})).copies_of("O", "o.at.w") == copies
