@@ -261,9 +261,14 @@ async def settled_state(
 
 
 async def wait_for_sequence(context: Context, stream: str, seq: int, timeout: float) -> None:
-    """Wait until the leader's last sequence is at least `seq`; raise RequestTimeoutError after `timeout` seconds."""
+    """Wait until the leader's last sequence is at least `seq`; raise RequestTimeoutError after `timeout` seconds.
+
+    Raises as `StreamState.check_sequences` does as well: what the caller then reads at the leader proves nothing.
+    """
     deadline = asyncio.get_running_loop().time() + timeout
-    if (await stream_state(context, stream, timeout)).last_seq >= seq:
+    state = await stream_state(context, stream, timeout)
+    state.check_sequences()
+    if state.last_seq >= seq:
         return
     try:
         async with asyncio.timeout_at(deadline):

@@ -28,6 +28,10 @@ class DirectGet:
     ``allow_direct``. Batches, times and `multi_last` need nats-server 2.11; `get`, `get_last` and `get_next` work on
     2.10.
 
+    Servers with file storage do not find messages from sequence 2**62 on, although they acknowledge them. A read with
+    `confirm` or `min_seq` raises `StreamConfigMismatchError` for a stream that has reached this sequence. Other reads ask no
+    leader: there such messages look as if they did not exist.
+
     If a lost connection interrupts an answer, the library requests the rest once more. Every call can raise:
 
     * `nats.errors.ConnectionClosedError`, `nats.errors.ConnectionDrainingError`: at once, if the application closes or
@@ -317,6 +321,8 @@ class DirectGet:
             StreamRecreatedError: At the end, with `confirm`: the stream was deleted and created again during the read.
             nats.js.errors.NotFoundError, nats.js.errors.APIError: While iterating, with `confirm` or `min_seq`: the
                 leader refused, or there is no such stream.
+            StreamConfigMismatchError: While iterating, with `confirm` or `min_seq`: the stream has file storage and has
+                reached sequence 2**62 (see the class).
             JetStreamExtError, nats.errors.Error: While iterating: see the class.
 
         Cancellation: As for `batch`.
@@ -348,6 +354,7 @@ class DirectGet:
         if min_seq is not None:
             await wait_for_sequence(self._js, self._stream, min_seq, self._timeout)
         state = await stream_state(self._js, self._stream, self._timeout)
+        state.check_sequences()
         reading = read_blocks(self._js, self._stream, plan, self._timeout, confirm=True, state=state)
         async with aclosing(reading) as blocks:
             async for block in blocks:

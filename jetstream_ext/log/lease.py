@@ -180,9 +180,10 @@ class Lease:
             headers = headers | {MSG_TTL: str(self._seconds)}
         while True:
             expected = headers | {EXPECTED_LAST_SUBJECT_SEQ: str(writer.fence)}
-            publish = bucket.js.publish(writer.subject, b"", timeout=_RELEASE_TIMEOUT, headers=expected)
             try:
-                await bucket.context.connection.bounded(publish, _RELEASE_TIMEOUT, f"the ack of {writer.subject}")
+                await bucket.context.publish(
+                    writer.subject, b"", expected, _RELEASE_TIMEOUT, f"the ack of {writer.subject}"
+                )
                 return
             except APIError as refusal:
                 error = server_error(code=refusal.code, err_code=refusal.err_code, description="")

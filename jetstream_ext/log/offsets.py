@@ -254,6 +254,7 @@ class OffsetStore:
             nats.js.errors.InvalidKeyError: The name is not a key.
             nats.js.errors.BucketNotFoundError: The bucket does not exist; `create` makes it.
             nats.js.errors.BadBucketError: It is a mirror, or the stream is not a bucket's.
+            StreamConfigMismatchError: It has file storage and has reached revision 2**62, from which on servers find nothing.
             ValueError: The stored value is not a position.
             RequestTimeoutError, nats.js.errors.ServiceUnavailableError: No answer for longer than `patience`.
 
@@ -375,7 +376,7 @@ class OffsetStore:
     async def _open(self) -> Bucket:
         if self._opened is None:
             bucket = Bucket(open_bucket(self.context, self.bucket), self._timeout)
-            await bucket.state(direct=False)
+            (await bucket.state(direct=False)).check_sequences()
             self._opened = bucket
         return self._opened
 

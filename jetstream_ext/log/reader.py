@@ -119,6 +119,7 @@ class LogReader:
         stream: The stream's name.
         subject: The filter, or None.
         tail: Whether the iteration waits at the end of the stream.
+        confirm: Whether the leader verifies what is read.
         offsets: Where positions are stored.
         name: The name of a reader that was started with `Stored`, or None.
 
@@ -131,7 +132,8 @@ class LogReader:
             stays; `seek` to the error's ``got`` continues after the loss.
         StreamRecreatedError: While reading: the stream was deleted and created again since the reader began.
         StreamConfigMismatchError: While reading: the stream's retention is not ``limits``, so that consumers delete
-            messages (no error with ``on_lost="skip"``).
+            messages (no error with ``on_lost="skip"``); or it has file storage and has reached sequence 2**62, from which on
+            servers find no messages.
         DirectGetDisabledError: While reading: the stream lacks ``allow_direct``.
         nats.js.errors.NotFoundError: While reading: the stream, or the bucket of `offsets`, does not exist.
         UnsupportedFeatureError: While reading: the server is older than 2.11.
@@ -167,7 +169,6 @@ class LogReader:
         self._patience = check_seconds(patience, "patience")
         self._poll = check_seconds(poll, "poll")
         self._skips = on_lost == "skip"
-        self._confirm = confirm
         self._context = Context(js)
         self._timeout = self._context.resolve_timeout(timeout)
         self._direct = DirectGet(js, stream, timeout=timeout)
@@ -178,6 +179,7 @@ class LogReader:
         self.stream: str = stream
         self.subject: str | None = subject
         self.tail: bool = tail
+        self.confirm: bool = confirm
         self.offsets: OffsetStore = OffsetStore(js, timeout=timeout) if offsets is None else offsets
         self.name: str | None = start.name if isinstance(start, Stored) else None
         self._reading = False
@@ -223,7 +225,7 @@ class LogReader:
     def _start_at(self, start: Start | StoredOffset) -> None:
         self._start = start
         self._position: int | None = start.seq if isinstance(start, Seq) else None
-        # Until a reader that starts at the oldest message has read one, no message can be lost.
+        # It starts at the oldest message and has none to return yet: what is removed before that one is no loss.
         self._at_head = False
         # A start that was later than every message when it was looked up: messages stored before it are left out.
         self._not_before: datetime | None = None
@@ -343,7 +345,7 @@ class LogReader:
                 return False
             moved = True
             position = await self._resolve()
-            if not self._confirm:
+            if not self.confirm:
                 # One request at a time: only the rows show how far the responder is.
                 size = min(_REQUEST_BYTES, link_of(self._context).room(1))
                 rows = await self._direct.batch(_GROUP, subject=self.subject, seq=position, max_bytes=size).to_list()
@@ -363,29 +365,33 @@ class LogReader:
 
     async def _read_group(self, position: int, state: StreamState) -> None:
         """Read a group of messages, have the leader verify it, and make it ready."""
-        if position < state.first_seq and not self._at_head:
-            if await self._were_replaced(state):
+        if position < state.first_seq:
+            if self._at_head or await self._were_replaced(state):
                 position = state.first_seq
             else:
                 position = self._report_loss(position, state.first_seq)
         self._note(state, position)
-        rows, end, heard = await self._read_rows(position, state.last_seq)
+        complete = self.subject is None and state.has_every_sequence
+        rows, end, heard = await self._read_rows(position, state)
         # A read that has all its rows may have waited for the end of the answer.
         state = await self._look(max(0.001, heard + self._timeout - asyncio.get_running_loop().time()))
+        if self._at_head:
+            position = rows[0].seq if rows else end + 1
         gaps = Gaps(position, end)
         gaps.add([row.seq for row in rows])
         gaps.close()
-        if not (missing := gaps.lowest) or state.first_seq <= missing:
-            self._at_head = False
-        elif not self._at_head and not await self._were_replaced(state):
-            # Messages before the gap are verified and returned first; the next call reports the gap.
-            kept = [row for row in rows if row.seq < missing]
-            if kept:
+        missing = gaps.lowest
+        if 0 < missing < state.first_seq and not await self._were_replaced(state):
+            if self._at_head and not complete:
+                # The gap may be older than this read. What is returned begins at the message that is the oldest one now.
+                rows = [row for row in rows if row.seq >= state.first_seq]
+            elif kept := [row for row in rows if row.seq < missing]:
+                # Messages before the gap are verified and returned first; the next call reports the gap.
                 rows, end = kept, missing - 1
             else:
                 self._report_loss(missing, min(state.first_seq, end + 1))
         if rows:
-            self._since = rows[-1].time
+            self._at_head, self._since = False, rows[-1].time
         self._note(state, end + 1)
         self._make_ready(rows, end + 1)
 
@@ -462,7 +468,7 @@ class LogReader:
     async def _resolve(self) -> int:
         """Return the position; look up the start and the stream, unless that is done."""
         if self._position is not None:
-            if self._created is None and self._confirm:
+            if self._created is None and self.confirm:
                 self._note(await self._look(), self._position)
             return self._position
         start = self._start
@@ -473,7 +479,7 @@ class LogReader:
                 f"the stored position of {start.name!r} belongs to stream {start.stream!r}, and this reader reads "
                 f"{self.stream!r}; take another name"
             )
-        if not self._confirm:
+        if not self.confirm:
             if isinstance(start, StoredOffset):
                 self._created = start.created or None
             self._position = await self._find_unconfirmed(start)
@@ -490,18 +496,18 @@ class LogReader:
         self._note(state, self._position)
         return self._position
 
-    async def _read_rows(self, position: int, last: int) -> tuple[list[StoredMsg], int, float]:
+    async def _read_rows(self, position: int, state: StreamState) -> tuple[list[StoredMsg], int, float]:
         """Return a group of messages from a position on, the sequence where it ends, and when all of it was known.
 
-        `last` is the stream's last sequence.
+        `state` is the stream's state before.
         """
         loop = asyncio.get_running_loop()
         heard = 0.0
         rows: list[StoredMsg] = []
-        size, end = 0, min(last, position + self._span - 1)
+        size, end = 0, min(state.last_seq, position + self._span - 1)
         read_to = end
         plan = Scan(subject=self.subject, seq=position, up_to_seq=end, max_bytes=_REQUEST_BYTES)
-        reading = read_blocks(self._context, self.stream, plan, self._timeout, confirm=True)
+        reading = read_blocks(self._context, self.stream, plan, self._timeout, confirm=True, state=state)
         async with contextlib.aclosing(reading) as blocks:
             async for block in blocks:
                 heard = loop.time()
@@ -521,7 +527,9 @@ class LogReader:
     async def _look(self, timeout: float | None = None) -> StreamState:
         """Return the stream's state as its leader reports it now; raise an error if the reader cannot read it."""
         state = await stream_state(self._context, self.stream, self._timeout if timeout is None else timeout)
-        if not self._checked:
+        if self._checked:
+            state.check_sequences()
+        else:
             state.check_direct_reads(self._context.connection.server_version)
             if state.retention != "limits" and not self._skips:
                 raise StreamConfigMismatchError(

@@ -38,7 +38,7 @@ import nats.errors
 import orjson
 from nats.nuid import NUID
 
-from jetstream_ext.client.api import stream_state
+from jetstream_ext.client.api import lookup_stream, stream_state
 from jetstream_ext.client.base_connection import InboxHandler
 from jetstream_ext.client.connection import Context, open_bucket
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
@@ -59,7 +59,7 @@ from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.feature_table import ATOMIC, FENCED_BATCHES
 from jetstream_ext.protocol.options import check_int, check_message, check_seconds
-from jetstream_ext.protocol.subjects import check_name, check_subject, covers
+from jetstream_ext.protocol.subjects import check_name, check_subject, covers, overlap
 from jetstream_ext.types import NEVER, BatchMessage
 
 Outputs = BatchMessage | Iterable[BatchMessage] | AsyncIterable[BatchMessage] | None
@@ -176,7 +176,10 @@ async def exactly_once(
         RequestTimeoutError: For `patience` seconds another worker of this name stored its position before each attempt to
             take over. This worker asks it to make room; it cannot if that one's connection has an ``inbox_prefix`` that
             is not its own and does not begin with ``_INBOX``, or if it may not publish there.
-        ValueError: The stored position is that of a worker on another stream, or a number is out of range.
+        ValueError: The reader would return the worker's own positions, without end: its stream is the output stream, or
+            mirrors it or has it as a source, and its filter does not exclude them. Raised before anything is read. (For a
+            reader with ``confirm=False`` this is not known if the leader of its stream does not answer within 2 s.) Or the
+            stored position is that of a worker on another stream, or a number is out of range.
         TypeError: The handler returned something else, or an argument is of another type.
         Exception: Exceptions of the handler; a transient error that lasted longer than `patience`.
 
@@ -278,6 +281,7 @@ class _Worker:
     async def _prepare(self) -> None:
         state = await self._look()
         _check_output_stream(state, self.subject, self.context.connection.server_version, may_vanish=self.may_vanish)
+        await self._check_input()
         config = state.config
         self.writer = FencedWriter(
             self.context,
@@ -289,6 +293,31 @@ class _Worker:
             rollup=bool(config.get("allow_rollup_hdrs")) and not config.get("deny_purge"),
             msg_ttl=NEVER if state.max_age and config.get("allow_msg_ttl") else None,
         )
+
+    async def _check_input(self) -> None:
+        """Raise ValueError if the reader would return the positions that this worker stores."""
+        reader = self.reader
+        if reader.stream == self.stream:
+            found, how = [self.subject], "is the output stream"
+        else:
+            found, how = await self._copied_as(), f"copies the output stream {self.stream!r}"
+        for subject in found:
+            if reader.subject is None or overlap(reader.subject, subject):
+                raise ValueError(
+                    f"worker {self.name!r}: the reader's stream {reader.stream!r} {how}, so that the reader would return each "
+                    f"position of this worker, on {subject!r}, and the worker store another one for it; nothing was stored; "
+                    "give the reader a filter (subject=) that does not match this subject"
+                )
+
+    async def _copied_as(self) -> list[str]:
+        """Return the subjects, or filters that match them, on which the input stream has copies of the positions."""
+        reader = self.reader
+        if reader.confirm:
+            look = partial(stream_state, self.context, reader.stream, self.timeout)
+            return (await Retry(self.patience).call(look)).copies_of(self.stream, self.subject)
+        # Its leader may be away, or not to be asked.
+        known = await lookup_stream(self.context, self.subject, reader.stream, self.timeout)
+        return [] if known is None else known[0].copies_of(self.stream, self.subject)
 
     def _check_lease(self) -> None:
         if self.lease is not None and self.lease.lost:
@@ -494,6 +523,7 @@ def _check_output_stream(state: StreamState, subject: str, server_version: str, 
     if not ATOMIC.at(state.api_level):
         raise ATOMIC.unsupported(server_version=version, api_level=state.api_level, detail="nothing was stored")
     FENCED_BATCHES.check(version, "nothing was stored")
+    state.check_sequences()
     diff: dict[str, tuple[Any, Any]] = {}
     advice: list[str] = []
     if not config.get("allow_atomic"):

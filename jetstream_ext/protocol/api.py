@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -9,15 +10,27 @@ from typing import Any, Final
 
 import orjson
 
-from jetstream_ext.errors import DirectGetDisabledError, ResponseError, ServerError, StreamRecreatedError, server_error
+from jetstream_ext.errors import (
+    DirectGetDisabledError,
+    ResponseError,
+    ServerError,
+    StreamConfigMismatchError,
+    StreamRecreatedError,
+    server_error,
+)
 from jetstream_ext.protocol.feature_table import DIRECT_BATCH
-from jetstream_ext.protocol.subjects import covers
+from jetstream_ext.protocol.subjects import covers, overlap
 from jetstream_ext.types import AbandonedBatch, BatchAck
+
+FIRST_UNREADABLE: Final = 1 << 62
+"""Servers with file storage (2.11 to 2.15) acknowledge messages from this sequence on, but find none of them for a read or a
+consumer, and have lost them after a restart. `first_seq`, or a purge up to a sequence, can bring a stream there."""
 
 ABANDONED: Final = "$JS.EVENT.ADVISORY.STREAM.BATCH_ABANDONED"
 # Followers start no election for 4 s after they heard from their leader. So a leader that heard from a majority within
 # this time is the only one.
 _LEASE_NS: Final = 2_500_000_000
+_FILLED_IN: Final = re.compile(r"\{\{\s*(\w*)|^\$\d+$")  # the part of a subject transform's destination
 _EPOCH: Final = datetime.fromtimestamp(0, UTC)
 _ZERO_TIME: Final = "0001-01-01T00:00:00Z"  # of an empty stream
 
@@ -186,8 +199,40 @@ class StreamState:
         """Whether it stores messages on the literal `subject`."""
         return any(covers(pattern, subject) for pattern in self.subjects)
 
+    def copies_of(self, stream: str, subject: str) -> list[str]:
+        """Return the subjects on which it stores copies of the messages of another stream on a literal subject.
+
+        After a transform they are filters that match these subjects.
+        """
+        copies: list[str] = []
+        for source in (self.origin, *(self.config.get("sources") or ())):
+            if source.get("name") != stream or source.get("external"):  # that is a stream of another account or domain
+                continue
+            if transforms := source.get("subject_transforms"):
+                copies += [made for transform in transforms for made in _transformed(transform, subject)]
+            elif covers(source.get("filter_subject") or ">", subject):
+                copies.append(subject)
+        if own := self.config.get("subject_transform"):
+            kept = [copy for copy in copies if not covers(own.get("src") or ">", copy)]
+            copies = kept + [made for copy in copies for made in _transformed(own, copy)]
+        return copies
+
+    def check_sequences(self) -> None:
+        """Raise StreamConfigMismatchError if its server answers that it has no message where it has stored one."""
+        storage = str(self.config.get("storage") or "file")
+        if storage == "file" and self.last_seq >= FIRST_UNREADABLE:
+            raise StreamConfigMismatchError(
+                f"stream {self.name!r} has reached sequence {self.last_seq}, and servers with file storage do not find messages "
+                "from sequence 2**62 on, although they acknowledge them; publish to a new stream with a lower first_seq or "
+                "with memory storage",
+                diff={"storage": ("memory", storage)},
+            )
+
     def check_direct_reads(self, server_version: str, *, how: str = "") -> None:
-        """Raise an error unless the stream allows batched direct gets; `how` overrides the advice for streams."""
+        """Raise an error unless batched direct gets can read the stream; `how` overrides the advice for streams.
+
+        Raises DirectGetDisabledError or UnsupportedFeatureError, or as `check_sequences` does.
+        """
         if not self.allows_direct:
             how = how or (
                 f"enable it with allow_direct=True (jetstream_ext.ensure_stream) or 'nats stream edit {self.name} "
@@ -198,6 +243,20 @@ class StreamState:
             raise DIRECT_BATCH.unsupported(
                 server_version=self.server_version or server_version, api_level=self.api_level
             )
+        self.check_sequences()
+
+
+def _transformed(transform: Mapping[str, Any], subject: str) -> list[str]:
+    """Return a filter for what a subject transform makes of a subject or filter, or nothing if its source does not match."""
+    if not overlap(transform.get("src") or ">", subject):
+        return []
+    tokens: list[str] = []
+    for token in (transform.get("dest") or subject).split("."):
+        filled_in = _FILLED_IN.search(token)
+        if filled_in and (filled_in[1] or "").lower().startswith(("split", "slice")):  # it becomes several tokens
+            return [".".join([*tokens, ">"])]
+        tokens.append("*" if filled_in else token)
+    return [".".join(tokens)]
 
 
 def recreated(before: str, now: str) -> bool:

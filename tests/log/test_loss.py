@@ -1,6 +1,7 @@
 """Messages removed before they were read, and recreated streams: the reader reports both."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -10,10 +11,12 @@ import pytest
 from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy, RetentionPolicy, StreamConfig
 
+import jetstream_ext as jsx
 from jetstream_ext import errors
 from jetstream_ext.client import api, direct_reader
-from jetstream_ext.log import Last, LogReader, Seq
+from jetstream_ext.log import First, Last, LogReader, New, Seq, Time
 from jetstream_ext.log import reader as reader_module
+from jetstream_ext.protocol.reads import Scan
 from jetstream_ext.testing import NatsServer
 
 Make = Callable[..., Awaitable[str]]
@@ -22,6 +25,10 @@ More = Callable[[str, int, int], Awaitable[None]]
 
 async def numbers(reader: LogReader) -> list[int]:
     return [int(msg.data) async for msg in reader]
+
+
+async def seqs(reading: Awaitable[list[jsx.StoredMsg]]) -> list[int]:
+    return [msg.seq for msg in await reading]
 
 
 @pytest.fixture
@@ -168,6 +175,188 @@ async def test_a_purge_before_the_first_message_was_read_is_no_loss(
     assert await reader.open() == 3
     await js.purge_stream(name, seq=5)
     assert await numbers(reader) == list(range(5, 21))
+
+
+@pytest.fixture
+def during_the_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, Callable[[], Awaitable[Any]]], None]:
+    """Run an action while the n-th group is read (from 1), after its first `sequences` and before the others."""
+
+    def plan(group: int, sequences: int, action: Callable[[], Awaitable[Any]]) -> None:
+        read_blocks, scan, count = reader_module.read_blocks, reader_module.Scan, 0
+        options: dict[str, Any] = {}
+
+        def noted(**given: Any) -> Scan:
+            options.update(given)
+            return scan(**given)
+
+        async def interrupted(context: Any, stream: str, plan: Scan, timeout: float, *, confirm: bool) -> Any:
+            nonlocal count
+            count += 1
+            plans = [plan]
+            if count == group:
+                middle = options["seq"] + sequences
+                plans = [scan(**{**options, "up_to_seq": middle - 1}), scan(**{**options, "seq": middle})]
+            for part in plans:
+                async with contextlib.aclosing(read_blocks(context, stream, part, timeout, confirm=confirm)) as blocks:
+                    async for block in blocks:
+                        yield block
+                if part is not plans[-1]:
+                    await action()
+
+        monkeypatch.setattr(reader_module, "Scan", noted)
+        monkeypatch.setattr(reader_module, "read_blocks", interrupted)
+
+    return plan
+
+
+async def test_a_purge_behind_the_first_message_is_a_loss_even_in_the_first_group(
+    js: JetStreamContext, make_stream: Make, during_the_read: Any
+) -> None:
+    name = await make_stream(40)
+    during_the_read(1, 10, lambda: js.purge_stream(name, seq=31))
+    reader = LogReader(js, name)
+    assert await seqs(reader.read()) == list(range(1, 11))
+    with pytest.raises(errors.PositionLostError) as caught:
+        await reader.read()
+    assert (caught.value.expected, caught.value.got, reader.position) == (11, 31, 11)
+    reader.seek(First())
+    assert await seqs(reader.read()) == list(range(31, 41)), "the start is looked up again"
+
+
+async def test_skipping_reader_warns_of_a_purge_in_its_first_group(
+    js: JetStreamContext, make_stream: Make, during_the_read: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = await make_stream(40)
+    during_the_read(1, 10, lambda: js.purge_stream(name, seq=31))
+    with caplog.at_level(logging.WARNING, logger="jetstream_ext"):
+        assert await numbers(LogReader(js, name, on_lost="skip")) == [*range(1, 11), *range(31, 41)]
+    assert "11 to 30 were removed" in caplog.text
+
+
+async def test_a_purge_in_the_second_group_is_a_loss(
+    js: JetStreamContext, make_stream: Make, during_the_read: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_module, "_GROUP", 20)
+    name = await make_stream(60)
+    during_the_read(2, 5, lambda: js.purge_stream(name, seq=31))
+    reader = LogReader(js, name)
+    assert [msg.seq for _ in range(2) for msg in await reader.read()] == list(range(1, 26))
+    with pytest.raises(errors.PositionLostError) as caught:
+        await reader.read()
+    assert (caught.value.expected, caught.value.got) == (26, 31)
+
+
+@pytest.mark.parametrize("case", ["filtered", "with deleted messages"])
+async def test_a_gap_that_may_be_older_than_the_read_moves_the_start_behind_it(
+    js: JetStreamContext, make_stream: Make, during_the_read: Any, case: str
+) -> None:
+    """Nothing was returned yet. So the reader starts at the message that is the oldest one now, and returns all after it."""
+    name = await make_stream(40)
+    if case == "with deleted messages":
+        await js.delete_msg(name, 3)
+    during_the_read(1, 3, lambda: js.purge_stream(name, seq=6))
+    reader = LogReader(js, name, subject=f"{name}.1" if case == "filtered" else None)
+    wanted = [n for n in range(6, 41) if case != "filtered" or n % 3 == 1]
+    assert await seqs(reader.read()) == wanted
+    assert await seqs(reader.read()) == []
+    assert reader.position == 41
+
+
+async def test_a_reader_without_a_match_so_far_has_lost_nothing(
+    js: JetStreamContext, make_stream: Make, more: More, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_module, "_GROUP", 10)
+    name = await make_stream(30)
+    reader = LogReader(js, name, subject=f"{name}.late")
+    assert await reader.read() == []
+    await more(name, 31, 60)
+    await js.purge_stream(name, seq=51)
+    await js.publish(f"{name}.late", b"61")
+    await js.publish(f"{name}.late", b"62")
+    assert await seqs(reader.read(1)) == [61]
+    reader.seek(62)
+    await js.purge_stream(name, seq=63)
+    with pytest.raises(errors.PositionLostError):
+        await reader.read()
+
+
+async def test_a_purge_of_the_whole_stream_during_the_first_group(
+    js: JetStreamContext, make_stream: Make, more: More, during_the_read: Any
+) -> None:
+    name = await make_stream(40)
+    during_the_read(1, 10, lambda: js.purge_stream(name))
+    reader = LogReader(js, name)
+    assert await seqs(reader.read()) == list(range(1, 11))
+    with pytest.raises(errors.PositionLostError) as caught:
+        await reader.read()
+    assert (caught.value.expected, caught.value.got) == (11, 41)
+
+
+@pytest.mark.parametrize("on_lost", ["error", "skip"])
+async def test_a_purge_of_the_whole_stream_before_the_first_group_is_no_loss(
+    js: JetStreamContext, make_stream: Make, more: More, on_lost: Any
+) -> None:
+    name = await make_stream(40)
+    reader = LogReader(js, name, on_lost=on_lost)
+    assert await reader.open() == 1
+    await js.purge_stream(name)
+    assert await numbers(reader) == []
+    await more(name, 41, 42)
+    assert await numbers(reader) == [41, 42]
+
+
+async def test_messages_that_a_cancelled_call_made_ready_are_returned_by_the_next(
+    js: JetStreamContext, make_stream: Make, during_the_read: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = await make_stream(40)
+    during_the_read(1, 10, lambda: js.purge_stream(name, seq=31))
+    reader, read_group, is_ready = LogReader(js, name), LogReader._read_group, asyncio.Event()
+
+    async def never_returned(self: LogReader, *arguments: Any) -> None:
+        await read_group(self, *arguments)
+        is_ready.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(LogReader, "_read_group", never_returned)
+    reading = asyncio.create_task(reader.read())
+    await is_ready.wait()
+    reading.cancel()
+    await asyncio.wait([reading])
+    monkeypatch.setattr(LogReader, "_read_group", read_group)
+    assert (reading.cancelled(), reader.position) == (True, 1)
+    assert await seqs(reader.read()) == list(range(1, 11))
+    with pytest.raises(errors.PositionLostError):
+        await reader.read()
+
+
+async def test_a_compacted_stream_is_read_from_its_oldest_message_while_it_is_written(
+    js: JetStreamContext, make_stream: Make, more: More, during_the_read: Any
+) -> None:
+    name = await make_stream(40, max_msgs_per_subject=10)
+    during_the_read(1, 5, lambda: more(name, 41, 50))
+    read = await numbers(LogReader(js, name))
+    assert read == sorted(set(read))
+    assert set(read) >= set(range(21, 51))
+
+
+@pytest.mark.parametrize("start", ["Seq", "Time", "Last", "New", "First of an empty stream"])
+async def test_what_is_purged_before_the_first_message_is_a_loss_at_other_starts(
+    js: JetStreamContext, make_stream: Make, more: More, start: str
+) -> None:
+    """`First()` is the oldest message whenever the reader gets there; the others name a place."""
+    name = await make_stream(0 if start.startswith("First") else 10)
+    when = (await js.get_msg(name, 5)).time if not start.startswith("First") else None
+    given = {"Seq": lambda: Seq(5), "Time": lambda: Time(when), "Last": Last, "New": New}.get(start, First)()
+    reader = LogReader(js, name, start=given)
+    await reader.open()
+    await more(name, 11, 40)
+    await js.purge_stream(name, seq=21)
+    if start.startswith("First"):
+        assert len(await reader.read()) == 10
+        return
+    with pytest.raises(errors.PositionLostError) as caught:
+        await reader.read()
+    assert caught.value.expected == {"Seq": 5, "Time": 5, "Last": 10, "New": 11}[start]
 
 
 async def test_a_reader_overtaken_by_limits_raises(js: JetStreamContext, make_stream: Make, more: More) -> None:

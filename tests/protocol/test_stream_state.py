@@ -5,7 +5,12 @@ from typing import Any
 
 import pytest
 
-from jetstream_ext.errors import DirectGetDisabledError, ResponseError, UnsupportedFeatureError
+from jetstream_ext.errors import (
+    DirectGetDisabledError,
+    ResponseError,
+    StreamConfigMismatchError,
+    UnsupportedFeatureError,
+)
 from jetstream_ext.protocol.api import StreamState, parse_stream_state
 
 CREATED = "2026-01-02T03:04:05.000000006Z"
@@ -102,3 +107,60 @@ def test_a_stream_without_direct_gets_is_refused_with_what_to_do() -> None:
         StreamState("S", CREATED, {}, api_level=1).check_direct_reads("2.15.1")
     with pytest.raises(UnsupportedFeatureError, match=r"2\.10\.2"):
         StreamState("S", CREATED, {"allow_direct": True}).check_direct_reads("2.10.2")
+
+
+@pytest.mark.parametrize(
+    ("config", "last_seq", "refused"),
+    [
+        ({}, (1 << 62) - 1, False),
+        ({}, 1 << 62, True),
+        ({"storage": "file"}, (1 << 64) - 1, True),
+        ({"storage": "memory"}, (1 << 64) - 1, False),
+    ],
+)
+def test_a_stream_whose_server_cannot_find_its_newest_messages_is_refused(
+    config: dict[str, Any], last_seq: int, refused: bool
+) -> None:
+    config = {"allow_direct": True, **config}
+    state = StreamState("S", CREATED, config, first_seq=last_seq + 1, last_seq=last_seq, api_level=1)
+    for check in (state.check_sequences, lambda: state.check_direct_reads("2.15.1")):
+        if refused:
+            with pytest.raises(StreamConfigMismatchError, match=f"stream 'S'.*{last_seq}.*new stream"):
+                check()
+        else:
+            check()
+
+
+def transform(source: str, destination: str) -> dict[str, str]:
+    return {"src": source, "dest": destination}
+
+
+@pytest.mark.parametrize(
+    ("config", "copies"),
+    [
+        ({}, []),
+        ({"mirror": {"name": "O"}}, ["o.at.w"]),
+        ({"mirror": {"name": "OTHER"}}, []),
+        ({"mirror": {"name": "O", "external": {"api": "$JS.hub.API"}}}, []),
+        ({"mirror": {"name": "O", "filter_subject": "o.out.>"}}, []),
+        ({"mirror": {"name": "O", "filter_subject": "o.*.w"}}, ["o.at.w"]),
+        ({"sources": [{"name": "A"}, {"name": "O"}]}, ["o.at.w"]),
+        ({"sources": [{"name": "O", "subject_transforms": [transform("o.out.>", "q.>")]}]}, []),
+        ({"sources": [{"name": "O", "subject_transforms": [transform("o.at.*", "")]}]}, ["o.at.w"]),
+        ({"sources": [{"name": "O", "subject_transforms": [transform("o.at.*", "p.{{wildcard(1)}}.x")]}]}, ["p.*.x"]),
+        ({"sources": [{"name": "O", "subject_transforms": [transform("o.at.*", "p.$1")]}]}, ["p.*"]),
+        ({"sources": [{"name": "O", "subject_transforms": [transform("", "p-{{ partition(3,1) }}.$K")]}]}, ["*.$K"]),
+        ({"sources": [{"name": "O", "subject_transforms": [transform("o.>", "p.{{split(1,-)}}.x")]}]}, ["p.>"]),
+        ({"mirror": {"name": "O"}, "subject_transform": transform("o.>", "z.>")}, ["z.>"]),
+        ({"mirror": {"name": "O"}, "subject_transform": transform("a.>", "z.>")}, ["o.at.w"]),
+        (
+            {
+                "mirror": {"name": "O", "subject_transforms": [transform("o.>", "p.>")]},
+                "subject_transform": transform("p.a", "z"),
+            },
+            ["p.>", "z"],
+        ),
+    ],
+)
+def test_a_stream_copies_what_its_filters_and_transforms_take(config: dict[str, Any], copies: list[str]) -> None:
+    assert parse_stream_state(answer(config={"name": "S", **config})).copies_of("O", "o.at.w") == copies

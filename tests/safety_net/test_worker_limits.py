@@ -1,10 +1,13 @@
 """A worker ends at the end of its input, and at an output that can never be stored."""
 
+import asyncio
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from nats.js import JetStreamContext
+from nats.js.api import StreamSource, SubjectTransform
 
 import jetstream_ext as jsx
 from jetstream_ext.errors import AtomicPublishIncompleteError, MessageTooLargeError
@@ -17,9 +20,6 @@ class EndlessError(Exception):
     """The handler was called more often than there are inputs."""
 
 
-@pytest.mark.xfail(
-    strict=True, raises=EndlessError, reason=f"{ISSUE}: a worker on its own input handles its own positions without end"
-)
 async def test_worker_whose_output_is_its_input_never_handles_its_own_positions(
     js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
@@ -40,6 +40,75 @@ async def test_worker_whose_output_is_its_input_never_handles_its_own_positions(
         assert handled == [], "a refusal comes before the first message"
     else:
         assert handled == [f"{name}.in"] * 3
+
+
+def source(name: str, **options: Any) -> dict[str, Any]:
+    return {"sources": [StreamSource(name=name, **options)]}
+
+
+COPIES: dict[str, Callable[[str], dict[str, Any]]] = {
+    "a mirror": lambda name: {"mirror": StreamSource(name=name)},
+    "a source": lambda name: {**source(name), "subjects": [f"{name}-copy.>"]},
+    "a filtered source": lambda name: source(name, filter_subject=f"{name}.at.*"),
+    "a source with a transform": lambda name: source(
+        name, subject_transforms=[SubjectTransform(src=f"{name}.at.*", dest=f"{name}.in.{{{{wildcard(1)}}}}")]
+    ),
+    "a copy with a transform of its own": lambda name: {
+        **source(name),
+        "subject_transform": SubjectTransform(src=f"{name}.at.*", dest=f"{name}.in.$1"),
+    },
+}
+
+
+@pytest.mark.parametrize("confirm", [True, False])
+@pytest.mark.parametrize("copy", COPIES)
+async def test_worker_refuses_a_copy_of_its_output_as_its_input(
+    js: JetStreamContext, stream_name: Callable[[], str], copy: str, confirm: bool
+) -> None:
+    name, copied = stream_name(), stream_name()
+    await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True)
+    await js.add_stream(name=copied, allow_direct=True, **COPIES[copy](name))
+    await js.publish(f"{name}.in.1", b"1")
+    with pytest.raises(ValueError, match=rf"{copied}.*copies.*{name}.*nothing was stored.*filter"):
+        await exactly_once(
+            LogReader(js, copied, confirm=confirm), name, lambda _: None, name="w", prefix=f"{name}.at", patience=1
+        )
+    assert (await js.stream_info(name)).state.messages == 1
+
+
+@pytest.mark.parametrize("subject", [">", "{}.>", "{}.at.*", "{}.*.w"])
+async def test_worker_refuses_a_filter_that_matches_its_positions(
+    js: JetStreamContext, stream_name: Callable[[], str], subject: str
+) -> None:
+    name = stream_name()
+    await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True)
+    reader = LogReader(js, name, subject=subject.format(name))
+    with pytest.raises(ValueError, match=rf"is the output stream.*'{name}\.at\.w'.*subject="):
+        await exactly_once(reader, name, lambda _: None, name="w", prefix=f"{name}.at")
+    assert (await js.stream_info(name)).state.messages == 0
+
+
+@pytest.mark.parametrize("where", ["the output stream", "a mirror", "a mirror without the positions"])
+async def test_worker_may_read_its_output_stream_without_its_positions(
+    js: JetStreamContext, stream_name: Callable[[], str], where: str
+) -> None:
+    name, copied = stream_name(), stream_name()
+    await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True)
+    for n in range(3):
+        await js.publish(f"{name}.in", b"%d" % n)
+    reader = LogReader(js, name, subject=f"{name}.in")
+    if where != "the output stream":
+        filtered = where == "a mirror without the positions"
+        mirror = StreamSource(name=name, filter_subject=f"{name}.in" if filtered else None)
+        await js.add_stream(name=copied, mirror=mirror, allow_direct=True)
+        async with asyncio.timeout(30):
+            while (await js.stream_info(copied)).state.messages < 3:
+                await asyncio.sleep(0.05)
+        reader = LogReader(js, copied, subject=None if filtered else f"{name}.in")
+    done = await exactly_once(
+        reader, name, lambda message: jsx.BatchMessage(f"{name}.out", message.data), name="w", prefix=f"{name}.at"
+    )
+    assert (done.inputs, done.outputs) == (3, 3)
 
 
 @pytest.mark.xfail(

@@ -1,9 +1,14 @@
 """A message that is too large for the server, its headers included, is refused before it is sent."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import base64
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
 
 import nats
 import nats.errors
+import nats.js.errors
 import pytest
 from nats.aio.client import Client
 from nats.js.api import StreamConfig
@@ -12,8 +17,12 @@ from nats.js.kv import KeyValue
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext.errors import IngestError
-from jetstream_ext.log import LogReader, exactly_once
+from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.log import LogReader, OffsetStore, exactly_once
+from jetstream_ext.log.lease import Lease
+from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.testing import NatsServer
+from jetstream_ext.types import NEVER
 
 Write = Callable[[Client, str, int], Awaitable[object]]
 
@@ -104,3 +113,167 @@ async def test_write_within_a_few_bytes_of_the_limit_keeps_the_connection(
         await write(fragile, stream_name(), fragile.max_payload - 5)
     assert fragile.is_connected, "the server closed the user's connection"
     assert isinstance(caught.value, nats.errors.MaxPayloadError | IngestError)
+
+
+LIMIT = 4096  # of the server for the tests below, in bytes
+WIDEST = 450  # bytes of headers that a write adds at most, and 200
+
+
+@dataclass
+class AnyReader:
+    """A reader of a stream whose name is as long as a test wants, for positions of any size."""
+
+    stream: str
+    name: str | None = "r"
+    tail: bool = False
+    created: str | None = ""
+    position: int | None = 1
+
+    async def open(self) -> int:
+        return 1
+
+    async def read(self, max_messages: int = 1, timeout: float | None = None) -> list[StoredMsg]:
+        return []
+
+
+Sized = Callable[[KeyValue, int], Awaitable[object]]
+
+
+async def touch_value(kv: KeyValue, size: int) -> None:
+    await kv.put("k", bytes(size))
+    await kvx.touch(kv, "k", 60)
+
+
+async def touch_value_with_headers(kv: KeyValue, size: int) -> None:
+    await kv._js.publish(f"{kv._pre}k", bytes(size - 100), headers={"X-Owner": "é" * 20})
+    await kvx.touch(kv, "k", NEVER)
+
+
+async def put(kv: KeyValue, size: int) -> None:
+    async with kvx.transaction(kv) as tx:
+        tx.put("k", bytes(size))
+
+
+async def put_with_a_ttl(kv: KeyValue, size: int) -> None:
+    async with kvx.transaction(kv) as tx:
+        tx.put("k", bytes(size), ttl=60)
+
+
+async def create_with_a_ttl(kv: KeyValue, size: int) -> None:
+    await kv.purge("k")
+    async with kvx.transaction(kv) as tx:
+        tx.create("k", bytes(size), ttl=60)
+
+
+async def update_with_a_ttl(kv: KeyValue, size: int) -> None:
+    last = await kv.put("k", b"")
+    async with kvx.transaction(kv) as tx:
+        tx.update("k", bytes(size), last=last, ttl=60)
+
+
+async def put_in_a_retried_transaction(kv: KeyValue, size: int) -> None:
+    async def fn(tx: kvx.Transaction) -> None:
+        await tx.get_many(["a", "b", "c"])  # with one message, the commit needs a fence
+        tx.put("k", bytes(size), ttl=60)
+
+    await kvx.retry_transaction(kv, fn)
+
+
+async def delete_behind_a_long_key(kv: KeyValue, size: int) -> None:
+    async with kvx.transaction(kv) as tx:
+        await tx.get("x" * (size - 100))
+        tx.delete("k")
+
+
+async def purge_behind_a_long_key(kv: KeyValue, size: int) -> None:
+    async with kvx.transaction(kv) as tx:
+        await tx.get("x" * (size - 100))
+        tx.purge("k", ttl=60)
+
+
+async def commit_a_position(kv: KeyValue, size: int) -> None:
+    offsets = OffsetStore(kv._js, kv._name)
+    await offsets.fetch("k")
+    await offsets.commit(AnyReader("s" * (size - 100)), name="k")
+
+
+async def take_a_lease(kv: KeyValue, size: int) -> None:
+    await kv.purge("k")
+    lease = Lease(Bucket(kv), "k", holder="h" * (size - 100), name="w", patience=10)
+    await lease.acquire()
+    assert lease._renewing is not None
+    lease._renewing.cancel()
+
+
+async def work(kv: KeyValue, size: int) -> None:
+    await kv._js.purge_stream(kv._stream, subject=f"{kv._pre}at.w")
+
+    def make(_: StoredMsg) -> jsx.BatchMessage:
+        return jsx.BatchMessage(f"{kv._pre}k", bytes(size), headers={"X": "1"}, msg_ttl=60)
+
+    reader = LogReader(kv._js, f"{kv._name}-in")
+    await exactly_once(reader, kv._stream, make, name="w", prefix=f"{kv._pre}at", patience=10)
+
+
+async def largest_since(kv: KeyValue, seq: int) -> int:
+    """Return the size of the largest message stored after `seq`, as the server counts it for its limit."""
+    sizes = []
+    last = (await kv._js.stream_info(kv._stream)).state.last_seq
+    for number in range(seq + 1, last + 1):
+        with contextlib.suppress(nats.js.errors.NotFoundError):
+            answer = await kv._js._api_request(
+                f"$JS.API.STREAM.MSG.GET.{kv._stream}", json.dumps({"seq": number}).encode()
+            )
+            found = answer["message"]
+            sizes.append(sum(len(base64.b64decode(found.get(part) or "")) for part in ("hdrs", "data")))
+    return max(sizes)
+
+
+@pytest.fixture(scope="module")
+def small_server() -> Iterator[NatsServer]:
+    with NatsServer(config=f"max_payload: {LIMIT}") as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("write", "spare"),
+    [
+        (touch_value, 0),
+        (touch_value_with_headers, 0),
+        (put, 40),
+        (put_with_a_ttl, 40),
+        (create_with_a_ttl, 40),
+        (update_with_a_ttl, 40),
+        (put_in_a_retried_transaction, 40),
+        (delete_behind_a_long_key, 40),
+        (purge_behind_a_long_key, 40),
+        (commit_a_position, 0),
+        (take_a_lease, 0),
+        (work, 40),
+    ],
+)
+async def test_message_of_any_size_near_the_limit_is_stored_or_refused(
+    small_server: NatsServer, stream_name: Callable[[], str], write: Sized, spare: int
+) -> None:
+    """`spare` is how many bytes below the limit a write is refused: a batch leaves room for the longest number."""
+    nc = await nats.connect(small_server.url, allow_reconnect=False, connect_timeout=10)
+    try:
+        js = nc.jetstream(timeout=10)
+        kv = await bucket(nc, stream_name())
+        await js.add_stream(name=f"{kv._name}-in", subjects=[f"{kv._name}-in"], allow_direct=True)
+        await js.publish(f"{kv._name}-in", b"1")
+        largest, refused = 0, 0
+        for size in range(LIMIT - WIDEST, LIMIT + 1):
+            before = (await js.stream_info(kv._stream)).state.last_seq
+            try:
+                await write(kv, size)
+            except nats.errors.MaxPayloadError:
+                refused += 1
+            else:
+                assert not refused, f"{size} bytes are stored, although fewer were refused"
+                largest = max(largest, await largest_since(kv, before))
+            assert nc.is_connected, f"the server closed the connection at {size} bytes"
+        assert refused
+        assert LIMIT - spare <= largest <= LIMIT
+    finally:
+        await nc.close()
