@@ -13,6 +13,7 @@ from jetstream_ext.client.api import check_same_stream, stream_state, wait_for_s
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import MessageBatch, read_blocks, read_one
 from jetstream_ext.client.verified_read import VerifiedReader
+from jetstream_ext.protocol.api import FIRST_UNREADABLE
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, StoredMsg
 from jetstream_ext.protocol.options import check_int, check_sequence, rfc3339
 from jetstream_ext.protocol.reads import MultiLast, OneReply, Plan, Scan
@@ -354,7 +355,8 @@ class DirectGet:
         if min_seq is not None:
             await wait_for_sequence(self._js, self._stream, min_seq, self._timeout)
         state = await stream_state(self._js, self._stream, self._timeout)
-        state.check_sequences()
+        if plan.up_to_seq is None or plan.up_to_seq >= FIRST_UNREADABLE:
+            state.check_sequences()
         reading = read_blocks(self._js, self._stream, plan, self._timeout, confirm=True, state=state)
         async with aclosing(reading) as blocks:
             async for block in blocks:

@@ -189,7 +189,7 @@ def during_the_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, Call
             options.update(given)
             return scan(**given)
 
-        async def interrupted(context: Any, stream: str, plan: Scan, timeout: float, *, confirm: bool) -> Any:
+        async def interrupted(context: Any, stream: str, plan: Scan, timeout: float, **confirmed: Any) -> Any:
             nonlocal count
             count += 1
             plans = [plan]
@@ -197,7 +197,7 @@ def during_the_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, Call
                 middle = options["seq"] + sequences
                 plans = [scan(**{**options, "up_to_seq": middle - 1}), scan(**{**options, "seq": middle})]
             for part in plans:
-                async with contextlib.aclosing(read_blocks(context, stream, part, timeout, confirm=confirm)) as blocks:
+                async with contextlib.aclosing(read_blocks(context, stream, part, timeout, **confirmed)) as blocks:
                     async for block in blocks:
                         yield block
                 if part is not plans[-1]:
