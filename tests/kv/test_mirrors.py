@@ -202,3 +202,21 @@ async def test_reads_wait_for_lagging_replicas(wait_for_interest: Any) -> None:
                     assert past["a"].value == b"%d" % (n - 1)
         finally:
             await nc.close()
+
+
+async def test_purge_of_the_stream_is_seen_after_the_next_write(wait_for_interest: Any) -> None:
+    """A purge has no revision; a replica that has a later message has applied it."""
+    async with NatsCluster() as cluster:
+        nc = await nats.connect(cluster.urls, connect_timeout=10)
+        try:
+            js = nc.jetstream(timeout=30)
+            kv = await kvx.enable(await js.create_key_value(bucket="B", replicas=3))
+            await wait_for_interest(js, "$KV.B.a")
+            for n in range(60):
+                await kv.put("a", b"%d" % n)
+                await js.purge_stream("KV_B", subject="$KV.B.a")
+                await kv.put("b", b"%d" % n)
+                assert set(await kvx.get_many(kv, ["a", "b"])) == {"b"}
+                assert set(await kvx.snapshot(kv)) == {"b"}
+        finally:
+            await nc.close()
