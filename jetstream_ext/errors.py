@@ -186,12 +186,13 @@ class PositionLostError(MessagesLostError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class StreamRecreatedError(JetStreamExtError):
-    """The stream was deleted and created again, so that a position in the earlier stream is void.
+    """The stream was deleted and created again, so that positions and revisions in the earlier stream are void.
 
     Attributes:
         stream: The stream.
-        expected: The creation time of the stream that the position belongs to, as the server writes it.
-        found: The creation time of the stream that exists now.
+        expected: The creation time of the earlier stream, as the server writes it; empty if a message showed that it is
+            another stream.
+        found: The creation time of the stream that exists now, or empty as well.
     """
 
     stream: str = ""

@@ -36,6 +36,7 @@ from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import KeyValueEntry, check_key, check_keys
 from jetstream_ext.kv.staging import Staging
 from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.atomic_wire import Encoder
 from jetstream_ext.protocol.options import check_seconds, check_sequence
 from jetstream_ext.types import TTL, BatchAck, BatchMessage
 
@@ -44,6 +45,7 @@ _Result = TypeVar("_Result")
 _OUTCOMES: Final[dict[BatchState, Outcome]] = {"committed": "stored", "unknown": "unknown"}
 # How often a commit is sent again because a key to be created turned out to have a delete marker.
 _MAX_COMMIT_RETRIES: Final = 3
+_NO_LIMIT: Final = 1 << 31
 # Seconds. Conflicts are short, so the first pauses between two runs of a transaction are, too.
 _FIRST_PAUSE: Final = 0.004
 
@@ -297,11 +299,11 @@ class Transaction:
         elif isinstance(refusal, AtomicPublishIncompleteError):
             # No caller awaits the refusal of a message that is too large for the bucket, so the batch is incomplete.
             limit = int((await self._bucket.state(direct=False)).config.get("max_msg_size", -1))
-            key = next((key for key in writes if 0 <= limit < len(writes[key].value)), None)
-            if key is None:
+            found = next(((key, size) for key, size in self._stored_sizes() if 0 <= limit < size), None)
+            if found is None:
                 return refusal
             message = (
-                f"{bucket}: the value of key {key!r} has {len(writes[key].value)} bytes, more than the limit of {limit} "
+                f"{bucket}: the value of key {found[0]!r} has {found[1]} bytes with its headers, more than the limit of {limit} "
                 "(max_msg_size); nothing was written"
             )
             described = "message size exceeds maximum allowed"
@@ -309,6 +311,11 @@ class Transaction:
         else:
             return refusal
         return batch_refusal(error, message, batch_id=refusal.batch_id, outcome="not_stored")
+
+    def _stored_sizes(self) -> Iterator[tuple[str, int]]:
+        encoder = Encoder(self._batch_id, _NO_LIMIT, 0)
+        for seq, (key, message) in enumerate(zip(self._staging.writes, self._messages, strict=True), 1):
+            yield key, encoder.stored_size(encoder.encode(message, ack=None), seq)
 
     async def resolve(self, *, timeout: float | None = None) -> Literal["stored", "not_stored"]:
         """Find out, after a `BatchOutcomeUnknownError`, whether the transaction is written; see `AtomicBatch.resolve`.

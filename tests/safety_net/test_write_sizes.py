@@ -11,12 +11,13 @@ import nats.errors
 import nats.js.errors
 import pytest
 from nats.aio.client import Client
+from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
 from nats.js.kv import KeyValue
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
-from jetstream_ext.errors import IngestError
+from jetstream_ext.errors import IngestError, MessageTooLargeError
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.log import LogReader, OffsetStore, exactly_once
 from jetstream_ext.log.lease import Lease
@@ -277,3 +278,25 @@ async def test_message_of_any_size_near_the_limit_is_stored_or_refused(
         assert LIMIT - spare <= largest <= LIMIT
     finally:
         await nc.close()
+
+
+async def test_value_of_any_size_near_the_limit_of_the_bucket_is_stored_or_named(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    kv = await kvx.enable(await js.create_key_value(bucket=stream_name(), max_value_size=1000), ttl=True)
+    refusals: list[str] = []
+    for size in range(800, 1001):
+
+        async def fn(tx: kvx.Transaction, size: int = size) -> None:
+            tx.put("small", b"1")
+            tx.put("large", bytes(size), ttl=60)
+            tx.put("last", b"1")
+
+        try:
+            await kvx.retry_transaction(kv, fn)
+        except MessageTooLargeError as error:
+            refusals.append(str(error))
+        else:
+            assert not refusals, f"{size} bytes are stored, although fewer were refused"
+    assert 0 < len(refusals) < 200
+    assert all("key 'large' has" in text for text in refusals)
