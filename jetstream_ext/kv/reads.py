@@ -176,6 +176,8 @@ async def _read_now(
     if answer is not None:
         latest.feed(rows_of(answer))
         newest = answer.message(-1) if len(answer) else None
+        if not source.replies:  # only the leader has said that the stream is empty, perhaps a new one
+            await bucket.check_same(state)
     else:
         names = None
         if patterns != [EVERYTHING] or state.messages >= _DEEP * state.num_subjects or source.only_mirrors_answer:
