@@ -306,9 +306,9 @@ class _Worker:
         for subject in found:
             if reader.subject is None or overlap(reader.subject, subject):
                 raise ValueError(
-                    f"worker {self.name!r}: the reader's stream {reader.stream!r} {how}, so that the reader would return each "
-                    f"position of this worker, on {subject!r}, and the worker store another one for it; nothing was stored; "
-                    "give the reader a filter (subject=) that does not match this subject"
+                    f"worker {self.name!r}: the reader's stream {reader.stream!r} {how}, so the reader would return each position "
+                    f"of this worker (on {subject!r}), and each would lead to another one; nothing was stored; give the reader a "
+                    "filter (subject=) that does not match this subject"
                 )
 
     async def _copied_as(self) -> list[str]:
