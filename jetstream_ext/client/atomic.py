@@ -246,13 +246,16 @@ async def publish_atomic(
             message the call can be repeated: if this batch was stored before, within the stream's duplicate window,
             the call returns its ack. Two publishers must not use one id at the same time.
         timeout: Seconds that each write of the messages and the commit may take, with the lookups before; None is
-            the context's timeout. With a `batch_id`, the search for an earlier batch after a refusal may take four times as
+            the context's timeout. After a refusal that a message's size may explain, to ask for the stream's limit may take
+            as long again, 2 s at most. With a `batch_id`, the search for an earlier batch after a refusal may take four times as
             long.
 
     Raises:
         EmptyBatchError: There were no messages.
         BatchOutcomeUnknownError: The answer was lost: either all messages are stored, or none. Or the server refused
             repeated message ids, and it cannot be known whether this batch was stored before.
+        MessageTooLargeError: A message is larger than the stream's ``max_msg_size``; nothing is stored. Without permission
+            for ``STREAM.INFO`` an AtomicPublishIncompleteError, because servers drop such a message without a word.
         BatchError: The server refused; nothing is stored.
         UnsupportedFeatureError, RequestTimeoutError: As for `AtomicBatch.add`; nothing is stored.
         BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: A message cannot be sent, or an argument
@@ -264,8 +267,8 @@ async def publish_atomic(
     """
     session = AtomicSession(Context(js), batch_id, timeout, in_one_go=True)
     try:
-        await session.fill(messages)
-        return await session.commit(None)
+        await session.explained(session.fill(messages))
+        return await session.explained(session.commit(None))
     except AtomicPublishDuplicateMessageIDError as refusal:
         if batch_id is None:
             raise  # the id was generated: no other batch has it
@@ -374,7 +377,7 @@ async def _publish(
                     yield await _oldest_ack(commits)
                 session = AtomicSession(context, timeout=timeout, in_one_go=True)
                 try:
-                    await session.fill(batch)
+                    await session.explained(session.fill(batch))
                     await session.send_commit(None)  # few messages and their commit go out in one write
                 except BaseException:
                     session.discard()
@@ -386,7 +389,9 @@ async def _publish(
             yield await _oldest_ack(commits)
     except Exception as error:
         if commits:
-            fates = await asyncio.gather(*(commit.committed() for commit in commits), return_exceptions=True)
+            fates = await asyncio.gather(
+                *(commit.explained(commit.committed()) for commit in commits), return_exceptions=True
+            )
             notes = (f"{fate.batch_id} stored" if isinstance(fate, BatchAck) else repr(fate) for fate in fates)
             error.add_note("outcomes of the batches whose commits were in flight: " + ", ".join(notes))
         raise
@@ -398,7 +403,7 @@ async def _publish(
 async def _oldest_ack(commits: deque[AtomicSession]) -> BatchAck:
     commit = commits.popleft()
     try:
-        return await commit.committed()
+        return await commit.explained(commit.committed())
     finally:
         commit.discard()
 

@@ -17,6 +17,7 @@ from nats.js import JetStreamContext
 from nats.nuid import NUID
 
 from jetstream_ext.client.api import (
+    ask_stream,
     get_at_leader,
     known_stream_name,
     lookup_leader,
@@ -30,7 +31,13 @@ from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.fence import send_fence
 from jetstream_ext.client.retry import Retry, is_transient_read
 from jetstream_ext.client.turns import Turn, Turns
-from jetstream_ext.errors import BatchOutcomeUnknownError, JetStreamExtError, RequestTimeoutError
+from jetstream_ext.errors import (
+    AtomicPublishIncompleteError,
+    BatchOutcomeUnknownError,
+    JetStreamExtError,
+    MessageTooLargeError,
+    RequestTimeoutError,
+)
 from jetstream_ext.protocol import atomic_resolve, frames
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.atomic import AtomicBatchMachine, State, Unresolved
@@ -234,6 +241,23 @@ class AtomicSession:
         ack = self.machine.result()
         remember_ack(self._context, ack)
         return ack
+
+    async def explained(self, work: Awaitable[_T]) -> _T:
+        """Return what `work` on this batch returns, or raise its error; a message that is too large for its stream is named."""
+        try:
+            return await work
+        except (AtomicPublishIncompleteError, MessageTooLargeError) as refusal:
+            if (suspect := self.machine.suspect(refusal)) is None:
+                raise
+            message, stream = suspect
+            try:  # the stream now: its limit may have changed
+                state = await ask_stream(self._context, message.subject, stream, self._timeout)
+            except nats.errors.Error:
+                state = None
+            error = None if state is None else self.machine.too_large(message, state)
+            if error is None:
+                raise
+            raise error from refusal
 
     def discard(self) -> None:
         self.machine.discard()

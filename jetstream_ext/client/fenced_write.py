@@ -36,7 +36,13 @@ from jetstream_ext.client.api import get_at_leader
 from jetstream_ext.client.atomic import publish_atomic
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.retry import Retry
-from jetstream_ext.errors import ErrorCode, FencedError, RequestTimeoutError, StreamRecreatedError
+from jetstream_ext.errors import (
+    ErrorCode,
+    FencedError,
+    MessageTooLargeError,
+    RequestTimeoutError,
+    StreamRecreatedError,
+)
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.options import as_message, has_expectation, message_headers
 from jetstream_ext.types import TTL, BatchAck, BatchMessage, Entry
@@ -152,7 +158,19 @@ class FencedWriter:
             batch = [first if first.stream else replace(first, stream=self.stream), *messages[1:], last]
             return await publish_atomic(js, batch, timeout=timeout)
         headers = dict(message_headers(last))
-        ack = await self.context.publish(self.subject, record, headers, timeout, f"the ack of {self.subject}")
+        try:
+            ack = await self.context.publish(self.subject, record, headers, timeout, f"the ack of {self.subject}")
+        except APIError as error:
+            if error.err_code != ErrorCode.MESSAGE_TOO_LARGE:
+                raise
+            raise MessageTooLargeError(
+                f"{self.name}: the record on {self.subject!r} has {len(record)} bytes and its headers, more than stream "
+                f"{self.stream!r} takes (max_msg_size); nothing was stored; raise the stream's limit",
+                code=error.code,
+                err_code=error.err_code,
+                description=error.description or "",
+                outcome="not_stored",
+            ) from error
         return BatchAck(ack.stream, ack.seq, batch_size=1, domain=ack.domain)
 
     async def _find_out(self, error: Exception, messages: Sequence[Entry], record: bytes, retry: Retry) -> BatchAck:

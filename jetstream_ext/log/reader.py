@@ -95,7 +95,8 @@ class LogReader:
     Args:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
         stream: The stream's name.
-        start: `First()`, `Seq(n)`, `Time(t)`, `Last()`, `New()` or `Stored(name)`.
+        start: `First()`, `Seq(n)`, `Time(t)`, `Last()`, `New()` or `Stored(name)`. With `First()`, what is removed before
+            the first message that the reader returns is no loss; from that message on, every gap is looked at.
         subject: Read only what matches this filter (wildcards allowed); None is everything.
         tail: At the end of the stream, ``async for`` waits for more instead of ending. The reader asks the leader again
             after 5 ms, then after twice as long each time, up to `poll`.

@@ -171,6 +171,8 @@ async def exactly_once(
         PositionLostError, StreamRecreatedError: As for the reader: the input at the position is gone.
         BadSubjectError: An output's subject is not one of the output stream's, or is the position's.
         AtomicPublishTooLargeError: The outputs of one input (or of a group) exceed the server's batch limit.
+        MessageTooLargeError: An output, or the position, is larger than the output stream's ``max_msg_size``. Nothing of that
+            commit is stored.
         BatchError, ServerError: The server refused an output. Nothing of the batch is stored.
         UnsupportedFeatureError: The output stream's server is older than 2.12.1.
         RequestTimeoutError: For `patience` seconds another worker of this name stored its position before each attempt to
@@ -304,9 +306,9 @@ class _Worker:
         for subject in found:
             if reader.subject is None or overlap(reader.subject, subject):
                 raise ValueError(
-                    f"worker {self.name!r}: the reader's stream {reader.stream!r} {how}, so that the reader would return each "
-                    f"position of this worker, on {subject!r}, and the worker store another one for it; nothing was stored; "
-                    "give the reader a filter (subject=) that does not match this subject"
+                    f"worker {self.name!r}: the reader's stream {reader.stream!r} {how}, so the reader would return each position "
+                    f"of this worker (on {subject!r}), and each would lead to another one; nothing was stored; give the reader a "
+                    "filter (subject=) that does not match this subject"
                 )
 
     async def _copied_as(self) -> list[str]:

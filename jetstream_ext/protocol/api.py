@@ -167,6 +167,12 @@ class StreamState:
         return max(0, int(self.config.get("max_msgs_per_subject") or 0))
 
     @property
+    def max_msg_size(self) -> int | None:
+        """How many bytes a message with its headers can have; None: the stream has no limit of its own."""
+        limit = int(self.config.get("max_msg_size", -1))
+        return limit if limit >= 0 else None
+
+    @property
     def max_age(self) -> timedelta | None:
         return _duration(self.config.get("max_age"))
 

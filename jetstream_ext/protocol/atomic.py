@@ -11,10 +11,10 @@ import enum
 import logging
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from jetstream_ext import errors
-from jetstream_ext.errors import BatchError, JetStreamExtError, Outcome, ResponseError, ServerError
+from jetstream_ext.errors import BatchError, ErrorCode, JetStreamExtError, Outcome, ResponseError, ServerError, Status
 from jetstream_ext.protocol import atomic_wire as wire
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.atomic_wire import NO_OPTIONS, Block, Encoded, Encoder, options_of
@@ -88,6 +88,14 @@ TABLE: Final[dict[Input, tuple[State | None, ...]]] = {
 _NEXT: Final = {(state, event): after for event, row in TABLE.items() for state, after in zip(State, row, strict=True)}
 
 
+class Measured(NamedTuple):
+    """A message of a batch as it was sent; servers count its headers, those of the batch too, and its payload."""
+
+    size: int
+    subject: str
+    seq: int
+
+
 class Unresolved(enum.Enum):
     """What `resolve` must find out about a batch that has ended."""
 
@@ -146,6 +154,9 @@ class AtomicBatchMachine:
         self._written: set[str] = set()
         self._first_subject = b""
         self._held: Encoded | None = None
+        # The largest message, the largest one before it, and a refused one that is no longer part of the batch.
+        self._largest = self._largest_before = Measured(0, "", 0)
+        self._taken_back: Measured | None = None
         # What the commit consists of, to take it back.
         self._commit_has_message = False
         self._commit_held: Encoded | None = None
@@ -248,7 +259,7 @@ class AtomicBatchMachine:
         names: list[str] = []  # counted at once, unless the place of a message is to be checked
         stopped: BaseException | None = StopIteration()
         encoder, hold_back, ack_every = self._encoder, self._holds_back, self._ack_every
-        fingerprints = self._fingerprints
+        fingerprints, largest = self._fingerprints, self._largest.size
         self._check_held()
         plain, room, known = encoder.plain, encoder.plain_room, encoder.subjects.encode
         source: Iterator[Any] = messages if first is None else chain((first,), messages)
@@ -296,10 +307,11 @@ class AtomicBatchMachine:
                     self.sent = seq
                     _, subject, head, payload, _, _ = ready
                     total = len(head) + len(str(seq)) + 4
-                    out.append(
-                        b"HPUB %b %d %d\r\n%b%d\r\n\r\n%b\r\n"
-                        % (subject, total, total + len(payload), head, seq, payload)
-                    )
+                    length = total + len(payload)
+                    if length > largest:
+                        largest = length
+                        self._measure(length, ready)
+                    out.append(b"HPUB %b %d %d\r\n%b%d\r\n\r\n%b\r\n" % (subject, total, length, head, seq, payload))
                 size += len(ready[3])
                 if size >= limit or awaited:
                     stopped = None
@@ -416,6 +428,36 @@ class AtomicBatchMachine:
             self.check_open()
         return Unresolved.NONE
 
+    def suspect(self, refusal: JetStreamExtError) -> tuple[Measured, str | None] | None:
+        """Return the message that may be why the server refused, if its stream has a ``max_msg_size``, and that stream's name.
+
+        A server drops a message that is too large without a word if it has no reply subject; then the batch is incomplete.
+        """
+        found: Measured | None = None
+        if isinstance(refusal, errors.MessageTooLargeError):
+            found = self._taken_back or self._largest
+        elif isinstance(refusal, errors.AtomicPublishIncompleteError):
+            found = self._largest
+        if found is None:
+            return None
+        own = self._stream is not None and self._stream.stores(found.subject)
+        return found, self._stream.name if own and self._stream else None
+
+    def too_large(self, message: Measured, state: StreamState) -> errors.MessageTooLargeError | None:
+        """Return the error for a refused batch if `message` is larger than its stream takes now."""
+        limit = state.max_msg_size
+        if limit is None or message.size <= limit:
+            return None
+        return errors.MessageTooLargeError(
+            f"batch {self.batch_id}: the message on subject {message.subject!r} has {message.size} bytes with its headers, and "
+            f"stream {state.name!r} takes {limit} (max_msg_size); nothing of the batch is stored; make the message smaller, or "
+            "raise the stream's limit",
+            code=Status.INVALID_REQUEST,
+            err_code=ErrorCode.MESSAGE_TOO_LARGE,
+            description="message size exceeds maximum allowed",
+            **self._facts("not_stored"),
+        )
+
     # -- what the server and the connection do ----------------------------------------------------------------------
 
     def receive(self, seq: int, header: bytes, payload: bytes) -> JetStreamExtError | None:
@@ -511,7 +553,13 @@ class AtomicBatchMachine:
         if message[5] is not None and message[5].subject is not None:
             FENCED_BATCHES.check(server_version, "the message was not added")
 
+    def _measure(self, size: int, message: Encoded) -> None:
+        """Note the size of the message with the newest sequence."""
+        if size > self._largest.size:
+            self._largest, self._largest_before = Measured(size, message[0], self.sent), self._largest
+
     def _count(self, names: list[str]) -> None:
+        self._taken_back = None
         self._subjects += names
         self._written.update(names)
 
@@ -541,7 +589,9 @@ class AtomicBatchMachine:
         wants_reply = ack or commit or bool(self._doubt_from)
         has_reply = wants_reply or (seq == 1 and not self.begun)
         reply = b"%b%d" % (self._reply, seq) if has_reply else b""
-        return pub(subject, reply, b"%b%d%b" % (head, seq, wire.COMMIT if commit else wire.END), payload), wants_reply
+        header = b"%b%d%b" % (head, seq, wire.COMMIT if commit else wire.END)
+        self._measure(len(header) + len(payload), message)
+        return pub(subject, reply, header, payload), wants_reply
 
     def _take(self, seq: int, header: bytes, payload: bytes) -> JetStreamExtError | None:
         """As `receive`; raise ResponseError for a malformed reply, before anything has changed."""
@@ -663,6 +713,8 @@ class AtomicBatchMachine:
 
     def _take_back(self) -> None:
         """Free the sequence of the newest message or commit: the server did not count it, and it may be tried again."""
+        if self._largest.seq == self.sent:
+            self._taken_back, self._largest = self._largest, self._largest_before
         self.sent -= 1
         if self.state is COMMITTING and not self._commit_has_message:
             self._held = self._commit_held

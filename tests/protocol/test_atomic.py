@@ -810,3 +810,81 @@ def test_sequences_on_the_wire_are_1_to_n_whatever_is_refused(level: int, data: 
     assert list(staged) == list(range(1, len(accepted) + 1))
     machine.receive(machine.sent, *ack(len(accepted)))
     assert machine.state is COMMITTED
+
+
+# -- messages that are larger than their stream takes
+
+
+LARGE = message("a.large", bytes(500))
+
+
+def limited_to(size: int) -> StreamState:
+    return StreamState("A", "2026-01-01T00:00:00Z", {"subjects": ["a.>"], "max_msg_size": size})
+
+
+def blamed(machine: AtomicBatchMachine, error: errors.JetStreamExtError | None, size: int = 400) -> str | None:
+    """Return the subject that the error for a stream with this limit names."""
+    suspect = None if error is None else machine.suspect(error)
+    found = suspect and machine.too_large(suspect[0], limited_to(size))
+    return str(found).partition("subject '")[2].partition("'")[0] if found else None
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_the_largest_message_of_an_incomplete_batch_is_named(place: int, bulk: bool) -> None:
+    machine = batch(own_id=True)
+    messages = [message("a.1"), message("a.2"), message("a.3")]
+    messages[place] = LARGE
+    if bulk:
+        machine.add_many(iter(messages), 1 << 20)
+    else:
+        for each in messages:
+            add(machine, each)
+    commit(machine)
+    machine.receive(machine.sent, *refusal(10176))
+    suspect = machine.suspect(machine.error or errors.JetStreamExtError())
+    assert suspect is not None
+    assert suspect[0].size > 500, "headers count"
+    assert blamed(machine, machine.error, suspect[0].size - 1) == "a.large"
+    assert blamed(machine, machine.error, suspect[0].size) is None, "a message may have as many bytes as the limit"
+
+
+@pytest.mark.parametrize("size", [-1, None])
+def test_a_stream_without_a_limit_blames_no_message(size: int | None) -> None:
+    machine = batch(own_id=True)
+    add(machine, LARGE)
+    commit(machine)
+    machine.receive(2, *refusal(10176))
+    state = limited_to(-1)
+    if size is None:
+        state = StreamState("A", "2026-01-01T00:00:00Z", {})
+    suspect = machine.suspect(machine.error or errors.JetStreamExtError())
+    assert suspect is not None
+    assert machine.too_large(suspect[0], state) is None
+
+
+def test_other_refusals_have_nothing_to_do_with_a_size() -> None:
+    machine = batch(own_id=True)
+    add(machine, LARGE)
+    commit(machine)
+    machine.receive(2, *refusal(10071))
+    assert blamed(machine, machine.error) is None
+
+
+def test_a_message_that_was_taken_back_is_blamed_only_for_its_own_refusal() -> None:
+    machine = batch(own_id=True)
+    add(machine, message())
+    add(machine, LARGE, ack=True)
+    refused = machine.receive(2, *refusal(10054))
+    assert blamed(machine, refused) == "a.large"
+    add(machine, message("a.2"))
+    commit(machine)
+    machine.receive(3, *refusal(10176))
+    assert blamed(machine, machine.error) is None
+
+
+def test_a_refused_last_message_is_named() -> None:
+    machine = batch(own_id=True)
+    add(machine, message())
+    commit(machine, LARGE)
+    assert blamed(machine, machine.receive(2, *refusal(10054))) == "a.large"

@@ -10,10 +10,8 @@ from nats.js import JetStreamContext
 from nats.js.api import StreamSource, SubjectTransform
 
 import jetstream_ext as jsx
-from jetstream_ext.errors import AtomicPublishIncompleteError, MessageTooLargeError
+from jetstream_ext.errors import MessageTooLargeError
 from jetstream_ext.log import LogReader, exactly_once
-
-ISSUE = "Key-value and log: no guess, no hole"
 
 
 class EndlessError(Exception):
@@ -111,11 +109,6 @@ async def test_worker_may_read_its_output_stream_without_its_positions(
     assert (done.inputs, done.outputs) == (3, 3)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AtomicPublishIncompleteError,
-    reason=f"{ISSUE}: an output over max_msg_size is retried, and then reported as an incomplete batch",
-)
 async def test_output_larger_than_the_stream_takes_is_refused_at_once_and_named(
     js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:

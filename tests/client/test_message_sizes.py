@@ -1,0 +1,175 @@
+"""A message larger than its stream's ``max_msg_size``: what servers count, and the error that names it."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import nats
+import nats.errors
+import pytest
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext import BatchMessage, errors
+from jetstream_ext.client import atomic_session
+from jetstream_ext.client.base_connection import NotPermittedError
+from jetstream_ext.log import LogReader, exactly_once
+from jetstream_ext.testing import NatsServer
+
+MakeStream = Callable[..., Awaitable[str]]
+LIMIT = 1000
+
+
+@pytest.fixture(scope="module", params=["2.12.8", "2.14.6", "2.15.1"])
+def versions(request: pytest.FixtureRequest) -> Any:
+    with NatsServer(version=request.param) as server:
+        yield server
+
+
+@pytest.fixture
+async def js_of_version(versions: NatsServer) -> AsyncIterator[JetStreamContext]:
+    nc = await nats.connect(versions.url, connect_timeout=10)
+    yield nc.jetstream()
+    await nc.close()
+
+
+def batch(name: str, place: int, size: int, **options: Any) -> list[BatchMessage]:
+    """Return three messages; the one at `place` has a payload of `size` bytes."""
+    messages = [BatchMessage(f"{name}.small", b"1") for _ in range(3)]
+    messages[place] = BatchMessage(f"{name}.large", bytes(size), **options)
+    return messages
+
+
+async def set_limit(js: JetStreamContext, name: str, size: int) -> None:
+    config = (await js.stream_info(name)).config
+    config.max_msg_size = size
+    await js.update_stream(config)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("options", [{}, {"headers": {"Trace": "x" * 50}}, {"msg_id": "a"}])
+async def test_servers_count_payload_and_all_headers(
+    js_of_version: JetStreamContext, stream_name: Callable[[], str], place: int, options: dict[str, Any]
+) -> None:
+    js, name = js_of_version, stream_name()
+    await js.add_stream(name=name, subjects=[f"{name}.>"], allow_atomic=True, max_msg_size=LIMIT)
+    with pytest.raises(errors.MessageTooLargeError) as caught:
+        await jsx.publish_atomic(js, batch(name, place, LIMIT, **options))
+    told = int(str(caught.value).partition(" has ")[2].split()[0])
+    over = told - LIMIT  # the bytes of its headers
+    assert over > 0
+    with pytest.raises(errors.MessageTooLargeError, match=f"{name}.large' has {LIMIT + 1} bytes.*takes {LIMIT}"):
+        await jsx.publish_atomic(js, batch(name, place, LIMIT - over + 1, **options))
+    assert (await js.stream_info(name)).state.messages == 0
+    ack = await jsx.publish_atomic(js, batch(name, place, LIMIT - over, **options))
+    assert ack.batch_size == 3
+
+
+class TestPublishAtomic:
+    @pytest.mark.parametrize("how", ["list", "async iterable", "with an id", "many"])
+    async def test_a_message_over_the_limit_is_named(
+        self, js: JetStreamContext, make_stream: MakeStream, leak_check: Any, how: str
+    ) -> None:
+        name = await make_stream(max_msg_size=LIMIT)
+        messages = batch(name, 1, 5000)
+
+        async def each() -> AsyncIterator[BatchMessage]:
+            for message in messages:
+                yield message
+
+        publishing: dict[str, Callable[[], Awaitable[Any]]] = {
+            "list": lambda: jsx.publish_atomic(js, messages),
+            "async iterable": lambda: jsx.publish_atomic(js, each()),
+            "with an id": lambda: jsx.publish_atomic(js, messages, batch_id="job"),
+            "many": lambda: jsx.publish_atomic_many(js, [batch(name, 1, 1), messages, batch(name, 1, 1)]).to_list(),
+        }
+        with pytest.raises(errors.MessageTooLargeError, match=rf"'{name}\.large'.*'{name}' takes {LIMIT}") as caught:
+            await publishing[how]()
+        assert (caught.value.outcome, caught.value.err_code) == ("not_stored", 10054)
+        assert isinstance(caught.value.__cause__, errors.BatchServerError)
+        await leak_check.assert_clean()
+
+    async def test_the_refusal_of_a_long_batch_names_the_message(
+        self, js: JetStreamContext, make_stream: MakeStream
+    ) -> None:
+        """The server's reply to message 1000 says that the batch is incomplete."""
+        name = await make_stream(max_msg_size=LIMIT)
+        messages = [BatchMessage(f"{name}.a", b"1"), BatchMessage(f"{name}.large", bytes(2000))]
+        with pytest.raises(errors.MessageTooLargeError, match="large"):
+            await jsx.publish_atomic(js, messages + [BatchMessage(f"{name}.a", b"1")] * 1500)
+
+    async def test_a_limit_that_was_raised_since_the_last_lookup_holds(
+        self, js: JetStreamContext, make_stream: MakeStream
+    ) -> None:
+        name = await make_stream(max_msg_size=LIMIT)
+        await jsx.publish_atomic(js, batch(name, 1, 1))
+        await set_limit(js, name, 9000)
+        await jsx.publish_atomic(js, batch(name, 1, 5000))
+
+    async def test_a_limit_that_was_lowered_since_the_last_lookup_is_told(
+        self, js: JetStreamContext, make_stream: MakeStream
+    ) -> None:
+        name = await make_stream(max_msg_size=9000)
+        await jsx.publish_atomic(js, batch(name, 1, 5000))
+        await set_limit(js, name, LIMIT)
+        with pytest.raises(errors.MessageTooLargeError, match=f"takes {LIMIT}"):
+            await jsx.publish_atomic(js, batch(name, 1, 5000))
+
+    @pytest.mark.parametrize("why", ["the limit was raised", "not permitted", "closed"])
+    async def test_the_servers_refusal_remains_if_the_size_does_not_explain_it(
+        self, js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, why: str
+    ) -> None:
+        name = await make_stream(max_msg_size=LIMIT)
+        ask = atomic_session.ask_stream
+
+        async def asked(*arguments: Any) -> Any:
+            match why:
+                case "not permitted":
+                    raise NotPermittedError("no")
+                case "closed":
+                    raise nats.errors.ConnectionClosedError
+            await set_limit(js, name, 9000)
+            return await ask(*arguments)
+
+        monkeypatch.setattr(atomic_session, "ask_stream", asked)
+        with pytest.raises(errors.AtomicPublishIncompleteError) as caught:
+            await jsx.publish_atomic(js, batch(name, 1, 5000))
+        assert caught.value.outcome == "not_stored"
+
+    async def test_a_batch_that_is_incomplete_for_another_reason_is_not_blamed_on_a_size(
+        self, js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        name = await make_stream(max_msg_size=LIMIT)
+        write = atomic_session.Context(js).connection.write
+
+        async def without_the_second(data: bytes, *arguments: Any, **options: Any) -> None:
+            await write(data.replace(b"Nats-Batch-Sequence: 2\r", b"Nats-Batch-Sequence: 9\r"), *arguments, **options)
+
+        monkeypatch.setattr(atomic_session.Context(js).connection, "write", without_the_second)
+        with pytest.raises(errors.AtomicPublishIncompleteError):
+            await jsx.publish_atomic(js, batch(name, 1, 100))
+
+
+class TestExactlyOnce:
+    async def test_a_limit_that_is_raised_in_time_lets_the_worker_go_on(
+        self, js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        name, output = await make_stream(), await make_stream(max_msg_size=LIMIT)
+        await js.publish(f"{name}.in", b"1")
+        ask = atomic_session.ask_stream
+
+        async def raised_before(*arguments: Any) -> Any:
+            await set_limit(js, output, 9000)
+            return await ask(*arguments)
+
+        monkeypatch.setattr(atomic_session, "ask_stream", raised_before)
+        done = await exactly_once(
+            LogReader(js, name), output, lambda _: batch(output, 1, 5000), name="w", prefix=f"{output}.at"
+        )
+        assert (done.inputs, done.outputs) == (1, 3)
+
+    async def test_a_position_over_the_limit_is_refused_at_once(
+        self, js: JetStreamContext, make_stream: MakeStream
+    ) -> None:
+        name, output = await make_stream(), await make_stream(max_msg_size=50)
+        with pytest.raises(errors.MessageTooLargeError, match=rf"'{output}\.at\.w'.*max_msg_size.*nothing was stored"):
+            await exactly_once(LogReader(js, name), output, lambda _: None, name="w", prefix=f"{output}.at")
