@@ -50,6 +50,29 @@ _NO_LIMIT: Final = 1 << 31
 _FIRST_PAUSE: Final = 0.004
 
 
+class _Identity:
+    """The bucket that the runs of a transaction have read: at the commit it must be the same one.
+
+    Attributes:
+        state: A state of the bucket from before the first read, or None.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self.state: StreamState | None = None
+
+    async def note(self) -> None:
+        """Remember the bucket, before a read."""
+        if self.state is None:
+            state = await self._bucket.unchecked_state()
+            self.state = self.state or state  # the first one, if several tasks read
+
+    async def check(self, now: StreamState) -> None:
+        """Raise StreamRecreatedError unless `now` is a state of the bucket that was read, if one was."""
+        if self.state is not None:
+            self.state = await check_same_stream(self._bucket.context, self.state, now, self._bucket.timeout)
+
+
 class Transaction:
     """Operations on one bucket that are committed all at once or not at all; made by `transaction`.
 
@@ -62,9 +85,17 @@ class Transaction:
     The commit stores one message per key, for any number of operations on it, with the headers that nats-py writes.
     """
 
-    def __init__(self, bucket: Bucket, *, with_id: bool = False, before: StreamState | None = None) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        *,
+        with_id: bool = False,
+        identity: _Identity | None = None,
+        errors: list[Exception] | None = None,
+    ) -> None:
         self._bucket = bucket
-        self._before = before  # a state of the bucket before the first read: all reads must be of that bucket
+        self._identity = identity or _Identity(bucket)
+        self._errors = errors  # gets those that `get`, `get_many` and `commit` raise
         self._staging = Staging(bucket.prefix, bucket=bucket.name, max_payload=bucket.context.connection.max_payload)
         self._batch_id = ""  # of the newest commit
         self._with_id = with_id
@@ -74,7 +105,6 @@ class Transaction:
         self._repeated = False
         self._state: BatchState = "open"
         self._revisions: dict[str, int] = {}
-        self._errors: list[Exception] = []  # that `get`, `get_many` and `commit` have raised
 
     def __repr__(self) -> str:
         return f"<Transaction on {self._bucket.name!r} of {len(self._staging.writes)} keys, {self._state}>"
@@ -177,9 +207,7 @@ class Transaction:
         new = [key for key in keys if key not in staging.writes and key not in staging.reads]
         if new:
             with self._remembering_errors():
-                if self._before is None:
-                    before = await self._bucket.unchecked_state()
-                    self._before = self._before or before  # that of the first, if several tasks read
+                await self._identity.note()
                 for key, entry in (await self._bucket.look_up(new)).items():
                     staging.read(key, entry)
         found: dict[str, KeyValueEntry] = {}
@@ -217,13 +245,13 @@ class Transaction:
         self._state = "failed"
         try:
             with self._remembering_errors():
-                if self._before is not None and self._staging.reads:
-                    self._bucket.check(self._before, direct=False)  # a mirror has its keys under another prefix
+                if self._identity.state is not None and self._staging.reads:
+                    self._bucket.check(self._identity.state, direct=False)  # a mirror's keys have another prefix
                 if self._staging.writes:
                     await self._commit()
                 elif len(self._staging.reads) > 1:  # a single read was of one moment
                     await self._check_reads()
-                    await self.check_bucket(await self._bucket.state(direct=False))
+                    await self._identity.check(await self._bucket.state(direct=False))
         except StreamRecreatedError as error:
             text = f"bucket {self._bucket.name!r}: nothing was written; {error}; run the transaction again"
             raise StreamRecreatedError(text, stream=error.stream, expected=error.expected, found=error.found) from error
@@ -239,7 +267,7 @@ class Transaction:
             fence: int | None = None
             if staging.reads:
                 state = await bucket.state(direct=False)
-                await self.check_bucket(state)
+                await self._identity.check(state)
                 if staging.needs_fence:
                     fence = state.last_seq
                     await self._check_reads()  # raises unless everything was as it was read at the fence
@@ -266,12 +294,6 @@ class Transaction:
         conflict = self._staging.moved(await self._bucket.look_up(self._staging.reads))
         if conflict is not None:
             raise conflict
-
-    async def check_bucket(self, now: StreamState) -> None:
-        """Raise StreamRecreatedError unless `now` is a state of the bucket that was read, if one was."""
-        if self._before is not None and self._staging.reads:
-            bucket = self._bucket
-            self._before = await check_same_stream(bucket.context, self._before, now, bucket.timeout)
 
     def _accept(self, ack: BatchAck) -> None:
         first = ack.seq - len(self._messages) + 1
@@ -344,24 +366,14 @@ class Transaction:
         self._state = "committed" if outcome == "stored" else "failed"
         return outcome
 
-    @property
-    def before(self) -> StreamState | None:
-        """A state of the bucket from before the first read of another run, or None."""
-        return self._before
-
     @contextmanager
     def _remembering_errors(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            self._errors.append(error)
+            if self._errors is not None:
+                self._errors.append(error)
             raise
-
-    def has_raised(self, error: Exception) -> bool:
-        """Whether `get`, `get_many` or `commit` raised this error, or all of an exception group."""
-        if isinstance(error, ExceptionGroup):
-            return all(map(self.has_raised, error.exceptions))
-        return any(error is own for own in self._errors)
 
     @property
     def can_repeat(self) -> bool:
@@ -507,24 +519,31 @@ async def retry_transaction(
     bucket = Bucket(kv, timeout)
     retry = Retry(give_up_after, first_pause=_FIRST_PAUSE, jitter=True, transient=_may_run_again)
     retry.start()
-    before: StreamState | None = None
+    identity = _Identity(bucket)
     while True:
-        tx = Transaction(bucket, with_id=True, before=before)
+        errors: list[Exception] = []
+        tx = Transaction(bucket, with_id=True, identity=identity, errors=errors)
         returned = False
         try:
             result = await fn(tx)
             returned = True
             if tx.state == "open":
-                await _commit(bucket, tx, retry)
+                await _commit(bucket, tx, identity, retry)
             return result
         except Exception as error:
-            if tx.state in ("committed", "unknown") or not (returned or tx.has_raised(error)):
+            if tx.state in ("committed", "unknown") or not (returned or _consists_of(error, errors)):
                 raise
             failure = error
         finally:
             await tx.discard()
-        before = tx.before
         await retry.pause_if_transient(failure)
+
+
+def _consists_of(error: Exception, errors: Iterable[Exception]) -> bool:
+    """Return whether `error` is one of `errors`, or a group of nothing else."""
+    if isinstance(error, ExceptionGroup):
+        return all(_consists_of(each, errors) for each in error.exceptions)
+    return any(error is each for each in errors)
 
 
 def _may_run_again(error: Exception) -> bool:
@@ -535,7 +554,7 @@ def _may_run_again(error: Exception) -> bool:
     return is_transient(error)
 
 
-async def _commit(bucket: Bucket, tx: Transaction, retry: Retry) -> None:
+async def _commit(bucket: Bucket, tx: Transaction, identity: _Identity, retry: Retry) -> None:
     """Commit, and find out what the commit did if its answer is lost."""
     loop = asyncio.get_running_loop()
     sent = loop.time()
@@ -548,7 +567,7 @@ async def _commit(bucket: Bucket, tx: Transaction, retry: Retry) -> None:
         await retry.pause_until_deadline(unknown)
         try:
             state = await bucket.state(direct=False)
-            await tx.check_bucket(state)
+            await identity.check(state)
             window = state.duplicate_window or timedelta(0)
             if tx.can_repeat and loop.time() + bucket.timeout - sent < window.total_seconds():
                 await tx.repeat()

@@ -19,6 +19,7 @@ from jetstream_ext.errors import (
     MessageTooLargeError,
     MessageTTLDisabledError,
 )
+from jetstream_ext.kv.bucket import Bucket
 
 
 async def values(kv: Any) -> dict[str, bytes]:
@@ -349,3 +350,25 @@ async def test_write_skew_is_refused(make_bucket) -> None:
             kvx.retry_transaction(kv, lambda tx: leave(tx, "ben", "anna")),
         )
         assert sorted(left) == [False, True]
+
+
+@pytest.mark.parametrize(("reads", "requests"), [(0, 0), (1, 2), (3, 2)])
+async def test_only_reads_make_a_transaction_ask_for_the_bucket(
+    make_bucket, monkeypatch: pytest.MonkeyPatch, reads: int, requests: int
+) -> None:
+    kv = await make_bucket()
+    asked = 0
+    state = Bucket.unchecked_state
+
+    async def counted(bucket: Bucket) -> Any:
+        nonlocal asked
+        asked += 1
+        return await state(bucket)
+
+    monkeypatch.setattr(Bucket, "unchecked_state", counted)
+    async with kvx.transaction(kv) as tx:
+        for number in range(reads):
+            await tx.get(f"read.{number}")
+            tx.put(f"written.{number}", b"1")
+        tx.put("written", b"1")
+    assert asked == requests

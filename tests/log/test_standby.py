@@ -704,3 +704,37 @@ async def test_a_standby_works_with_the_options_that_the_streams_have_when_it_ta
     await more(start.source, 1, 1)
     await standby.handles(1)
     await standby.stop()
+
+
+async def test_a_lease_in_a_bucket_that_was_created_again_is_taken_or_lost(
+    js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = stream_name()
+
+    async def acquire(holder: str, seconds: int) -> Lease:
+        made = Lease(Bucket(open_bucket(js, name), 30), "k", holder=holder, name=holder, patience=30, seconds=seconds)
+        await made.acquire()
+        return made
+
+    await js.create_key_value(bucket=name)
+    mine = await acquire("mine", 3)
+    others: list[Lease] = []
+
+    async def recreate(*_: Any) -> Any:
+        monkeypatch.undo()
+        await js.delete_key_value(name)
+        await js.create_key_value(bucket=name)
+        others.append(await acquire("other", 3600))
+        raise errors.RequestTimeoutError("the answer was lost")
+
+    assert mine._writer is not None
+    monkeypatch.setattr(mine._writer, "_publish", recreate)
+    async with asyncio.timeout(60):
+        while not mine.lost:
+            await asyncio.sleep(0.05)
+    assert not others[0].lost
+    found = await others[0]._bucket.get_at_leader(last_by_subj=others[0]._bucket.subject("k"))
+    assert found is not None
+    assert others[0]._decode(found)[0] == "other"
+    for each in (mine, *others):
+        await each.release()
