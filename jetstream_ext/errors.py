@@ -461,8 +461,15 @@ class StreamMismatchError(BatchServerError, codes=(ErrorCode.STREAM_MISMATCH,)):
     """10060: another stream than the expected one stores the subject."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class MessageTooLargeError(BatchServerError, codes=(ErrorCode.MESSAGE_TOO_LARGE,)):
-    """10054: the message is larger than the stream's ``max_msg_size``."""
+    """10054: the message is larger than the stream's ``max_msg_size``.
+
+    Attributes:
+        subject: The message's subject, if it is known which message it is.
+    """
+
+    subject: str = ""
 
 
 class MessageTTLInvalidError(BatchServerError, codes=(ErrorCode.MESSAGE_TTL_INVALID,)):

@@ -17,7 +17,13 @@ from nats.js import JetStreamContext
 from jetstream_ext.client.atomic_session import AtomicSession
 from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription, weakly
 from jetstream_ext.client.connection import Context
-from jetstream_ext.errors import AtomicPublishDuplicateMessageIDError, BatchOutcomeUnknownError, ResponseError
+from jetstream_ext.errors import (
+    AtomicPublishDuplicateMessageIDError,
+    AtomicPublishIncompleteError,
+    BatchOutcomeUnknownError,
+    MessageTooLargeError,
+    ResponseError,
+)
 from jetstream_ext.protocol.api import ABANDONED, parse_abandoned
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import check_int, check_message
@@ -132,7 +138,10 @@ class AtomicBatch:
         check_message(message)
         if ack is not None and not isinstance(ack, bool):
             raise TypeError(f"ack must be a bool or None, not {type(ack).__name__}")
-        await self._session.add(message, ack)
+        try:
+            await self._session.add(message, ack)
+        except (AtomicPublishIncompleteError, MessageTooLargeError) as refusal:
+            await self._session.raise_explained(refusal)
 
     async def add_many(self, messages: Iterable[Entry] | AsyncIterable[Entry]) -> None:
         """Add many messages, with one write for many of them; much faster than `add`.
@@ -151,7 +160,7 @@ class AtomicBatch:
 
         Cancellation: The batch stays usable. The messages that `size` counts are part of it.
         """
-        await self._session.add_many(messages)
+        await self._session.explained(self._session.add_many(messages))
 
     async def commit(self, subject: str, payload: bytes = b"", **options: Unpack[PublishOptions]) -> BatchAck:
         """Add a last message (arguments as for `add`), commit, and return the server's ack.
@@ -167,7 +176,7 @@ class AtomicBatch:
         Cancellation: `state` is ``"unknown"`` if the commit was sent, and ``"open"`` if it was not; then as after a
             RequestTimeoutError.
         """
-        return await self._session.commit(BatchMessage(subject, payload, **options))
+        return await self._session.explained(self._session.commit(BatchMessage(subject, payload, **options)))
 
     async def commit_eob(self) -> BatchAck:
         """Commit without another message, and return the server's ack.
@@ -180,7 +189,7 @@ class AtomicBatch:
 
         Cancellation: As for `commit`.
         """
-        return await self._session.commit(None)
+        return await self._session.explained(self._session.commit(None))
 
     async def resolve(self, *, timeout: float | None = None) -> Literal["stored", "not_stored"]:
         """Find out, after a `BatchOutcomeUnknownError`, whether the batch is stored.
@@ -224,7 +233,7 @@ class AtomicBatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            await self._session.finish()
+            await self._session.explained(self._session.finish())
         else:
             self._session.discard()
 

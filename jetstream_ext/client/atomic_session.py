@@ -9,7 +9,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator
 from datetime import UTC, datetime
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 import nats.errors
 import nats.js.errors
@@ -34,6 +34,7 @@ from jetstream_ext.client.turns import Turn, Turns
 from jetstream_ext.errors import (
     AtomicPublishIncompleteError,
     BatchOutcomeUnknownError,
+    BatchServerError,
     JetStreamExtError,
     MessageTooLargeError,
     RequestTimeoutError,
@@ -247,17 +248,21 @@ class AtomicSession:
         try:
             return await work
         except (AtomicPublishIncompleteError, MessageTooLargeError) as refusal:
-            if (suspect := self.machine.suspect(refusal)) is None:
-                raise
-            message, stream = suspect
-            try:  # the stream now: its limit may have changed
-                state = await ask_stream(self._context, message.subject, stream, self._timeout)
-            except nats.errors.Error:
-                state = None
-            error = None if state is None else self.machine.too_large(message, state)
-            if error is None:
-                raise
-            raise error from refusal
+            await self.raise_explained(refusal)
+
+    async def raise_explained(self, refusal: BatchServerError) -> NoReturn:
+        """Raise a refusal of the server, or an error that names the message that is too large, if one is."""
+        if (suspect := self.machine.suspect(refusal)) is None:
+            raise refusal
+        message, stream = suspect
+        try:  # the stream now: its limit may have changed
+            state = await ask_stream(self._context, message.subject, stream, self._timeout)
+        except nats.errors.Error:
+            state = None
+        error = None if state is None else self.machine.too_large(message, state)
+        if error is None:
+            raise refusal
+        raise error from refusal
 
     def discard(self) -> None:
         self.machine.discard()

@@ -96,6 +96,7 @@ class Bucket:
                 "stream instead (its mirrors answer its direct gets), or read the mirror with get_many and snapshot",
                 stream=self.stream,
             )
+        state.check_sequences()
         if not state.max_msgs_per_subject:  # nats-py also refuses it
             raise BadBucketError(
                 description=f"stream {self.stream!r} is not a bucket: it does not limit the history (max_msgs_per_subject)",

@@ -17,13 +17,11 @@ from jetstream_ext.client.retry import Retry, is_transient
 from jetstream_ext.errors import (
     AtomicPublishDisabledError,
     AtomicPublishDuplicateMessageIDError,
-    AtomicPublishIncompleteError,
     AtomicPublishTooLargeError,
     BatchAbandonedError,
     BatchClosedError,
     BatchOutcomeUnknownError,
     BatchServerError,
-    ErrorCode,
     KeyConflictError,
     MessageTooLargeError,
     MessageTTLDisabledError,
@@ -36,7 +34,6 @@ from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import KeyValueEntry, check_key, check_keys
 from jetstream_ext.kv.staging import Staging
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.atomic_wire import Encoder
 from jetstream_ext.protocol.options import check_seconds, check_sequence
 from jetstream_ext.types import TTL, BatchAck, BatchMessage
 
@@ -318,26 +315,12 @@ class Transaction:
                 f"{bucket}: the transaction has {len(writes)} keys, more than the server accepts in one batch; nothing was "
                 f"written ({refusal.description})"
             )
-        elif isinstance(refusal, AtomicPublishIncompleteError):
-            # No caller awaits the refusal of a message that is too large for the bucket, so the batch is incomplete.
-            limit = int((await self._bucket.state(direct=False)).config.get("max_msg_size", -1))
-            found = next(((key, size) for key, size in self._stored_sizes() if 0 <= limit < size), None)
-            if found is None:
-                return refusal
-            message = (
-                f"{bucket}: the value of key {found[0]!r} has {found[1]} bytes with its headers, more than the limit of {limit} "
-                "(max_msg_size); nothing was written"
-            )
-            described = "message size exceeds maximum allowed"
-            error = MessageTooLargeError(code=refusal.code, err_code=ErrorCode.MESSAGE_TOO_LARGE, description=described)
+        elif isinstance(refusal, MessageTooLargeError) and refusal.subject:
+            key = refusal.subject.removeprefix(self._bucket.prefix)
+            message = f"{bucket}: the value of key {key!r} is too large; nothing was written ({refusal.message})"
         else:
             return refusal
         return batch_refusal(error, message, batch_id=refusal.batch_id, outcome="not_stored")
-
-    def _stored_sizes(self) -> Iterator[tuple[str, int]]:
-        encoder = Encoder(self._batch_id, _NO_LIMIT, 0)
-        for seq, (key, message) in enumerate(zip(self._staging.writes, self._messages, strict=True), 1):
-            yield key, encoder.stored_size(encoder.encode(message, ack=None), seq)
 
     async def resolve(self, *, timeout: float | None = None) -> Literal["stored", "not_stored"]:
         """Find out, after a `BatchOutcomeUnknownError`, whether the transaction is written; see `AtomicBatch.resolve`.

@@ -455,6 +455,7 @@ class AtomicBatchMachine:
             code=Status.INVALID_REQUEST,
             err_code=ErrorCode.MESSAGE_TOO_LARGE,
             description="message size exceeds maximum allowed",
+            subject=message.subject,
             **self._facts("not_stored"),
         )
 

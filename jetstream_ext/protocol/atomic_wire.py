@@ -120,10 +120,6 @@ class Encoder:
         """Raise MaxPayloadError if a message is too large by now: after a reconnect the limit may be lower."""
         check_size(len(message[2]) + _LONGEST + len(message[3]), self.max_payload)
 
-    def stored_size(self, message: Encoded, seq: int) -> int:
-        """Return the bytes that a stream counts for the message `seq` of a batch, unless it commits: headers and payload."""
-        return len(message[2]) + len(b"%d" % seq) + len(END) + len(message[3])
-
     def fingerprint(self, message: Encoded) -> int:
         """Return the `fingerprint` that the message will have in the stream."""
         name, _, head, payload, _, _ = message
