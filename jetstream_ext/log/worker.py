@@ -169,6 +169,8 @@ async def exactly_once(
             ``allow_msg_ttl``), ``max_msgs`` or ``max_bytes`` (with discard ``old``), or a retention other than
             ``limits``. Raised before anything is read.
         PositionLostError, StreamRecreatedError: As for the reader: the input at the position is gone.
+        StreamRecreatedError: The output stream was deleted and created again, and holds something else at the sequence of
+            this worker's position. Nothing of that commit is stored.
         BadSubjectError: An output's subject is not one of the output stream's, or is the position's.
         AtomicPublishTooLargeError: The outputs of one input (or of a group) exceed the server's batch limit.
         MessageTooLargeError: An output, or the position, is larger than the output stream's ``max_msg_size``. Nothing of that
@@ -294,6 +296,7 @@ class _Worker:
             patience=self.patience,
             rollup=bool(config.get("allow_rollup_hdrs")) and not config.get("deny_purge"),
             msg_ttl=NEVER if state.max_age and config.get("allow_msg_ttl") else None,
+            checked=True,
         )
 
     async def _check_input(self) -> None:
