@@ -157,6 +157,8 @@ class VerifiedReader:
     async def last_at_leader(self, subjects: Sequence[str], *, up_to: int | None = None) -> list[StoredMsg]:
         """Return what the leader has as the last message of each of `subjects`, up to a sequence, at different moments."""
         self.replies += 2
+        # A new leader may still have to apply what its predecessor acknowledged.
+        await wait_for_sequence(self._context, self._stream, self._need, self._timeout)
 
         async def find(subject: str) -> StoredMsg | None:
             newest = await self._at_leader(Request(last_by_subj=subject))
@@ -319,7 +321,8 @@ class VerifiedReader:
         api = Api(self._context, self._timeout)
         answer = await api.stream(self._stream, {"subjects_filter": subject})
         with malformed_as_error(f"stream {self._stream!r}"):
-            return int(answer["state"]["subjects"][subject])
+            # If the messages have been removed meanwhile, there may have been any number of them.
+            return int((answer["state"].get("subjects") or {}).get(subject, _NO_LIMIT))
 
     async def _find_witness(self) -> str | None:
         """Return a subject that has a message now, or None if the stream is empty."""
