@@ -81,9 +81,9 @@ class Bucket:
             self.prefix = named[0]
         return state
 
-    async def check_same(self, before: StreamState) -> StreamState:
+    async def check_same(self, before: StreamState, now: StreamState | None = None) -> StreamState:
         """Return the state of the bucket's stream now; raise StreamRecreatedError if it is not the stream of `before`."""
-        return await check_same_stream(self.context, before, await self.unchecked_state(), self.timeout)
+        return await check_same_stream(self.context, before, now or await self.unchecked_state(), self.timeout)
 
     def check(self, state: StreamState, *, direct: bool = True, mirror: bool = False) -> None:
         """Raise BadBucketError for no bucket, or for a mirror unless `mirror`.
@@ -189,3 +189,26 @@ class Bucket:
             return key, None if message is None else entry_of(self.name, key, row_of(message))
 
         return dict(await gather_bounded(read, keys, limit=LOOKUPS_IN_FLIGHT))
+
+
+class Identity:
+    """The bucket that the runs of a transaction have read; at the commit it must be the same one.
+
+    Attributes:
+        state: A state of the bucket from before the first read, or None.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self.state: StreamState | None = None
+
+    async def note(self) -> None:
+        """Remember the bucket, before a read."""
+        if self.state is None:
+            state = await self._bucket.unchecked_state()
+            self.state = self.state or state  # the first one, if several tasks read
+
+    async def check(self, now: StreamState) -> None:
+        """Raise StreamRecreatedError unless `now` is a state of the bucket that was read, if one was."""
+        if self.state is not None:
+            self.state = await self._bucket.check_same(self.state, now)

@@ -11,7 +11,6 @@ from typing import Final, Literal, Self, TypeVar
 
 from nats.js.kv import KeyValue
 
-from jetstream_ext.client.api import check_same_stream
 from jetstream_ext.client.atomic import AtomicBatch, BatchState, publish_atomic
 from jetstream_ext.client.retry import Retry, is_transient
 from jetstream_ext.errors import (
@@ -30,10 +29,9 @@ from jetstream_ext.errors import (
     WrongLastSequenceError,
     batch_refusal,
 )
-from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.kv.bucket import Bucket, Identity
 from jetstream_ext.kv.entries import KeyValueEntry, check_key, check_keys
 from jetstream_ext.kv.staging import Staging
-from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.options import check_seconds, check_sequence
 from jetstream_ext.types import TTL, BatchAck, BatchMessage
 
@@ -45,29 +43,6 @@ _MAX_COMMIT_RETRIES: Final = 3
 _NO_LIMIT: Final = 1 << 31
 # Seconds. Conflicts are short, so the first pauses between two runs of a transaction are, too.
 _FIRST_PAUSE: Final = 0.004
-
-
-class _Identity:
-    """The bucket that the runs of a transaction have read: at the commit it must be the same one.
-
-    Attributes:
-        state: A state of the bucket from before the first read, or None.
-    """
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
-        self.state: StreamState | None = None
-
-    async def note(self) -> None:
-        """Remember the bucket, before a read."""
-        if self.state is None:
-            state = await self._bucket.unchecked_state()
-            self.state = self.state or state  # the first one, if several tasks read
-
-    async def check(self, now: StreamState) -> None:
-        """Raise StreamRecreatedError unless `now` is a state of the bucket that was read, if one was."""
-        if self.state is not None:
-            self.state = await check_same_stream(self._bucket.context, self.state, now, self._bucket.timeout)
 
 
 class Transaction:
@@ -87,11 +62,11 @@ class Transaction:
         bucket: Bucket,
         *,
         with_id: bool = False,
-        identity: _Identity | None = None,
+        identity: Identity | None = None,
         errors: list[Exception] | None = None,
     ) -> None:
         self._bucket = bucket
-        self._identity = identity or _Identity(bucket)
+        self._identity = identity or Identity(bucket)
         self._errors = errors  # gets those that `get`, `get_many` and `commit` raise
         self._staging = Staging(bucket.prefix, bucket=bucket.name, max_payload=bucket.context.connection.max_payload)
         self._batch_id = ""  # of the newest commit
@@ -502,7 +477,7 @@ async def retry_transaction(
     bucket = Bucket(kv, timeout)
     retry = Retry(give_up_after, first_pause=_FIRST_PAUSE, jitter=True, transient=_may_run_again)
     retry.start()
-    identity = _Identity(bucket)
+    identity = Identity(bucket)
     while True:
         errors: list[Exception] = []
         tx = Transaction(bucket, with_id=True, identity=identity, errors=errors)
@@ -537,7 +512,7 @@ def _may_run_again(error: Exception) -> bool:
     return is_transient(error)
 
 
-async def _commit(bucket: Bucket, tx: Transaction, identity: _Identity, retry: Retry) -> None:
+async def _commit(bucket: Bucket, tx: Transaction, identity: Identity, retry: Retry) -> None:
     """Commit, and find out what the commit did if its answer is lost."""
     loop = asyncio.get_running_loop()
     sent = loop.time()
