@@ -79,7 +79,12 @@ class FrameProxy:
         link = asyncio.current_task()
         assert link is not None
         self._links.add(link)
-        back, upstream = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            back, upstream = await asyncio.open_connection("127.0.0.1", self.port)
+        except OSError:  # the server is restarting; the client tries again
+            self._links.discard(link)
+            writer.transport.abort()
+            return
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._pump(reader, upstream, lambda frame: self.on_publish(frame)))
