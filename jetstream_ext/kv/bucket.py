@@ -54,7 +54,7 @@ class Bucket:
 
     async def unchecked_state(self) -> StreamState:
         """Return the state of the bucket's stream at its leader; raises as `stream_state` does, and BucketNotFoundError."""
-        with self._not_found():
+        with self.not_found():
             return await stream_state(self.context, self.stream, self.timeout)
 
     async def state(self, *, direct: bool = True) -> StreamState:
@@ -155,13 +155,16 @@ class Bucket:
 
     async def _page(self, api: Api, pattern: str, offset: int) -> dict[str, Any]:
         request = {"subjects_filter": self.subject(pattern), "offset": offset}
-        with self._not_found():
+        with self.not_found():
             return await api.stream(self.stream, request)
 
     @contextmanager
-    def _not_found(self) -> Iterator[None]:
+    def not_found(self) -> Iterator[None]:
+        """Raise BucketNotFoundError where the server answers that the stream does not exist."""
         try:
             yield
+        except BucketNotFoundError:
+            raise
         except NotFoundError as error:
             text = f"bucket {self.name!r} does not exist"
             raise BucketNotFoundError(Status.NOT_FOUND, text, error.err_code, stream=self.stream) from error
@@ -171,7 +174,8 @@ class Bucket:
         return VerifiedReader(self.context, self.stream, self.timeout, need=need, what=f"bucket {self.name!r}")
 
     async def get_at_leader(self, **request: object) -> StoredMsg | None:
-        return await get_at_leader(self.context, self.stream, request, self.timeout)
+        with self.not_found():
+            return await get_at_leader(self.context, self.stream, request, self.timeout)
 
     def ttls_disabled(self, refusal: ServerError, keys: Iterable[str], batch_id: str = "") -> BatchServerError:
         shown = ", ".join(map(repr, keys))

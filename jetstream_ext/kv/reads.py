@@ -92,17 +92,18 @@ async def get_many(
     """
     wanted = check_keys(keys)
     bucket = Bucket(kv, timeout)
-    state = await bucket.readable_state()
-    subjects = Subjects(bucket.name, bucket.prefix, wanted.__contains__)
-    if at is None:
-        latest, source = Latest(subjects), bucket.reader(state.last_seq)
-        await _read_by_name(bucket, source, list(wanted), latest.feed)
-        if source.replies > 1:
-            await bucket.check_same(state)
-        found = latest.entries()
-    else:
-        verdict, _ = await _read_past(bucket, subjects, list(wanted), state, at, strict=True)
-        found = _without_deleted(verdict.entries)
+    with bucket.not_found():
+        state = await bucket.readable_state()
+        subjects = Subjects(bucket.name, bucket.prefix, wanted.__contains__)
+        if at is None:
+            latest, source = Latest(subjects), bucket.reader(state.last_seq)
+            await _read_by_name(bucket, source, list(wanted), latest.feed)
+            if source.replies > 1:
+                await bucket.check_same(state)
+            found = latest.entries()
+        else:
+            verdict, _ = await _read_past(bucket, subjects, list(wanted), state, at, strict=True)
+            found = _without_deleted(verdict.entries)
     return {key: entry for key in wanted if (entry := found.get(key)) is not None}
 
 
@@ -145,11 +146,12 @@ async def snapshot(
     """
     patterns = check_filters(filters)
     bucket = Bucket(kv, timeout)
-    state = await bucket.readable_state()
-    subjects = Subjects(bucket.name, bucket.prefix, matcher(patterns))
-    if at is None:
-        return await _read_now(bucket, subjects, patterns, state, include_deletes=include_deletes)
-    verdict, point = await _read_past(bucket, subjects, patterns, state, at, strict=strict)
+    with bucket.not_found():
+        state = await bucket.readable_state()
+        subjects = Subjects(bucket.name, bucket.prefix, matcher(patterns))
+        if at is None:
+            return await _read_now(bucket, subjects, patterns, state, include_deletes=include_deletes)
+        verdict, point = await _read_past(bucket, subjects, patterns, state, at, strict=strict)
     return KeyValueSnapshot(
         verdict.entries if include_deletes else _without_deleted(verdict.entries),
         revision=point.revision,

@@ -682,6 +682,7 @@ class HistoryMachine(RuleBasedStateMachine):
             return
 
         def find_problems(history: History) -> list[str]:
+            revision = history.revision_at(at) if isinstance(at, datetime) else at
             if snap.revision > history.last or revision > history.last:
                 return [f"revision {snap.revision}"]
             problems = [f"{key} does not match" for key in snap.keys() - set(matching(patterns))]
@@ -749,6 +750,7 @@ class HistoryMachine(RuleBasedStateMachine):
             return
 
         def find_problems(history: History) -> list[str]:
+            revision = history.revision_at(at) if isinstance(at, datetime) else at
             if revision > history.last:
                 return [f"revision {revision}"]
             problems = [f"{key} was not asked for" for key in found.keys() - set(chosen)]
