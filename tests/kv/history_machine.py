@@ -287,6 +287,10 @@ class HistoryMachine(RuleBasedStateMachine):
         )
         if self.replicas > 1:
             await self._wait_for_interest()
+        # Without a record of its limits, the past of a bucket is known only as far as nothing was removed.
+        self.recorded = self.calm or (not self.is_log and self.incarnation % 3 > 0)
+        if self.recorded:
+            await kvx.enable(KeyValue(self.name, f"KV_{self.name}", f"$KV.{self.name}.", self.js, direct=True))
         await new.sync()
         self.history = new
         self.writer = KeyValue(self.name, new.stream, f"$KV.{self.name}.", self.js, direct=True)
@@ -769,7 +773,9 @@ class HistoryMachine(RuleBasedStateMachine):
     ) -> None:
         """Count a read of the past whose answer is certainly stored: no error is expected."""
         history = self.history
-        if during is not None or history.silent_removals or history.expires or history.config_changes > 1:
+        if not self.recorded or during is not None:
+            return
+        if history.silent_removals or history.expires or history.config_changes > 1:
             return
         if error is not None and not isinstance(error, HistoryUnavailableError):
             return  # the answer of a mirror or of a lagging replica was refused until the timeout
