@@ -61,6 +61,7 @@ CAMPAIGNS: dict[str, tuple[list[str], dict[str, str]]] = {
             "JETSTREAM_EXT_DIFFERENTIAL_VERSIONS": "2.10.26,2.11.11,2.12.8,2.14.6,2.15.1",
         },
     ),
+    "history": (["-m", "pytest", "-s", "--timeout=7200", "tests/kv/test_whole_history.py"], {}),
     "simulation": (["tests/simulation"], {}),
     "call_simulation": (["tests/simulation", "--calls"], {}),
     "waits": (["-m", "pytest", "--timeout=7200", "tests/safety_net/test_waits_end.py"], {}),
@@ -74,6 +75,7 @@ def full(session: nox.Session) -> None:
 
     The campaigns: longer (tests that CI runs shortened), faults, atomic_faults and spark_faults (kill, pause and restart
     real servers under load), differential (10,000 random sequences of commands to the reference server and to real ones),
+    history (100,000 random operations on buckets and logs, with every read compared with the acknowledged history),
     simulation (200,000 schedules of the fast batch in virtual time), call_simulation (104,000 schedules of ingest, atomic
     batches and exactly-once workers in virtual time), waits (every call, fault, payload and state of the connection), fuzz
     (the decoder of direct-get replies; needs a Python that atheris supports).
