@@ -605,7 +605,8 @@ class HistoryMachine(RuleBasedStateMachine):
                 removed = [
                     event
                     for event in history.of_key(key)
-                    if event.seq in stored and event.cause in ("purged", "deleted", "changed", "limits")
+                    if (event.seq in stored or event.seq > low)
+                    and event.cause in ("purged", "deleted", "changed", "limits")
                 ]
                 if removed:
                     truths += [*removed, None, *history.truths(key, low)]
