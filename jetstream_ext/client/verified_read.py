@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -18,6 +17,7 @@ from typing import Final
 from jetstream_ext.client.api import (
     LAG_PAUSE,
     Api,
+    check_same_stream,
     gather_bounded,
     get_at_leader,
     malformed_as_error,
@@ -34,6 +34,7 @@ from jetstream_ext.errors import (
     MessagesLostError,
     RequestTimeoutError,
 )
+from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, StoredMsg, not_found
 from jetstream_ext.protocol.range_read import MAX_LEADER_REQUESTS, MAX_MIRROR_ANSWERS
 from jetstream_ext.protocol.reads import OneReply, Scan, reached_now
@@ -45,8 +46,10 @@ _FIRST_PAUSE: Final = 0.001  # short, because another responder may answer the n
 _AWAY: Final = "no replica answers"  # a stream that does not allow direct gets is refused before
 # Messages with wildcards in their subjects that are passed over to find one that can be asked for.
 _MOST_PASSED: Final = 64
-# A read catches up with its writers if what is left becomes smaller by this factor again and again.
-_NEARER: Final = 0.9
+# So many pauses in, it is asked whether the stream is still the same: perhaps nothing will ever catch up.
+_PAUSES_BEFORE_A_CHECK: Final = 8
+# A read catches up with the writers only if it is faster than they are, by so much that it will end.
+_SLOWER: Final = 0.9
 
 
 class _UnverifiedError(Exception):
@@ -80,6 +83,10 @@ class VerifiedReader:
         self._timeout = timeout
         self._need = need
         self._what = what or f"stream {stream!r}"
+        self.before: StreamState | None = None
+        """A state of the stream from before the reads. Then a stream that was deleted and created again since is a
+        StreamRecreatedError, and no responder that never catches up."""
+        self._pauses = 0
         self._mirror_answers = 0  # in a row
         self._witness: str | None = None
         self.replies: int = 0
@@ -89,6 +96,13 @@ class VerifiedReader:
     def only_mirrors_answer(self) -> bool:
         """Whether so many answers of mirrors came in a row that no replica of the stream seems to be near."""
         return self._mirror_answers > MAX_MIRROR_ANSWERS
+
+    async def replicas_answer(self) -> bool:
+        """Find out whether replicas of the stream answer, unless an answer has shown it already."""
+        if not self.replies and not self.only_mirrors_answer:
+            with contextlib.suppress(AskLeaderError):
+                await self.last_of(())
+        return not self.only_mirrors_answer
 
     async def get(self, request: Request) -> StoredMsg:
         """Return the message that a single get finds; ask the leader if the answer proves too little.
@@ -100,7 +114,7 @@ class VerifiedReader:
         retry.start()
         with contextlib.suppress(MessageNotFoundError):
             found = await read_one(self._context, self._stream, request, self._timeout)
-            if found.stream == self._stream and (found.seq == request.seq or found.seq >= self._need):
+            if found.stream == self._stream and found.seq >= self._need:
                 return found
         try:
             await wait_for_sequence(self._context, self._stream, self._need, retry.remaining)
@@ -177,7 +191,7 @@ class VerifiedReader:
         """As `newest_up_to`, but pass over messages with a wildcard in their subjects; raise AskLeaderError for too many."""
         for _ in range(_MOST_PASSED):
             found = await self.newest_up_to(seq, first)
-            if found is None or is_literal(found.subject):
+            if found is None or _can_be_asked_for(found.subject):
                 return found
             seq = found.seq - 1
         raise AskLeaderError
@@ -224,23 +238,27 @@ class VerifiedReader:
     async def catch_up(self, position: int, take: Callable[[Block | list[StoredMsg]], None]) -> StoredMsg | None:
         """Pass the messages after `position` to `take`, up to an end that no reply of this read has passed.
 
-        Return the last message, or None. Raise RequestTimeoutError if the read has not come nearer to the end for
-        `timeout` seconds, because messages are stored faster than it reads them.
+        Return the last message, or None. Raise RequestTimeoutError if messages are stored faster than they are read for
+        half of `timeout`.
         """
         loop, retry = asyncio.get_running_loop(), self._retry()
         newest: StoredMsg | None = None
-        nearest, until = math.inf, 0.0
+        start: tuple[int, int] | None = None  # where this read and the leader were
+        until = 0.0
         while True:
             # Every responder so far had at most what the leader has now; the next reply must reach that.
             leader = (await stream_state(self._context, self._stream, self._timeout)).last_seq
-            if leader - position <= nearest * _NEARER:
-                nearest, until = leader - position, loop.time() + self._timeout
-            elif loop.time() >= until:
-                raise RequestTimeoutError(
-                    f"{self._what}: {leader - position} messages are still unread, because they are stored faster than this "
-                    f"read returns them (it has not come nearer to the end for {self._timeout:g} s); repeat the call when "
-                    "fewer are stored, or read fewer keys with get_many"
-                )
+            left = leader - position
+            if left == 0:
+                return newest
+            if loop.time() >= until:
+                if start is not None and (position - start[0]) * _SLOWER < leader - start[1]:
+                    raise RequestTimeoutError(
+                        f"{self._what}: {left} messages are still unread, because they are stored faster than this read "
+                        f"returns them (for {self._timeout / 2:g} s); repeat the call when fewer are stored, or read fewer "
+                        "keys with get_many"
+                    )
+                start, until = (position, leader), loop.time() + self._timeout / 2
             try:
                 found: Block | list[StoredMsg]
                 try:
@@ -254,6 +272,10 @@ class VerifiedReader:
                     if not found:
                         return newest
                     pending = 1
+                    due = [message for message in found if message.seq <= leader]
+                    if len(due) == left:  # all of them were read, and no reply has passed the last one
+                        take(due)
+                        return due[-1]
                 if len(found):
                     take(found)
                     newest = found[-1] if isinstance(found, list) else found.message(-1)
@@ -335,7 +357,7 @@ class VerifiedReader:
                 return None
             if oldest is None:
                 break
-            if is_literal(oldest.subject):  # servers store others, but a request for one is for all that it matches
+            if _can_be_asked_for(oldest.subject):
                 self._witness = oldest.subject
                 return self._witness
             seq = oldest.seq + 1
@@ -348,4 +370,15 @@ class VerifiedReader:
         return Retry(self._timeout, first_pause=_FIRST_PAUSE, longest_pause=LAG_PAUSE, factor=1.5)
 
     async def _pause(self, retry: Retry, doubt: _UnverifiedError) -> None:
+        self._pauses += 1
+        if self.before is not None and self._pauses == _PAUSES_BEFORE_A_CHECK:
+            await check_same_stream(self._context, self.before, timeout=self._timeout)
         await retry.pause_until_deadline(RequestTimeoutError(f"{self._what}: {doubt} (tried for {self._timeout:g} s)"))
+
+
+def _can_be_asked_for(subject: str) -> bool:
+    """Whether a request for a stored subject is for this one alone.
+
+    Servers store subjects with wildcards, which match others, and with bytes that are not UTF-8, which they send as U+FFFD.
+    """
+    return is_literal(subject) and "\ufffd" not in subject

@@ -9,7 +9,7 @@ stored during the whole read, and was read.
 
 Some removals have no revision: a message expires and leaves no marker. Those are decided by the leader's clock after the
 last reply. A message that has expired by then is not in the snapshot, whether or not a reply had it. Every other one was
-stored during the whole read.
+stored during the whole read. Where the bucket leaves markers, only the markers themselves go without a revision.
 
 **The past.** A key at revision R is its newest message up to R. Servers always remove the oldest messages of a key
 first (history, purge, maximum age), so if such a message is stored, it is the answer, and a delete marker says that the
@@ -77,10 +77,17 @@ class Latest:
                 if ttl is not None or never_expires(headers):
                     self._ttls[key] = seq, ttl
 
-    def entries(self, time: datetime | None = None, *, include_deletes: bool = False) -> dict[str, KeyValueEntry]:
-        """Return the entries without those that had expired at `time` (None: keep them); call it once, at the end."""
+    def entries(
+        self, time: datetime | None = None, *, markers: bool = False, include_deletes: bool = False
+    ) -> dict[str, KeyValueEntry]:
+        """Return the entries without those that had expired at `time` (None: keep them); call it once, at the end.
+
+        With `markers`, a value that expires is replaced by a delete marker, which was fed if it belongs to the snapshot.
+        """
         entries = self._entries
         gone = set() if time is None else self._expired(time)
+        if markers:
+            gone &= self._deleted
         if not include_deletes:
             gone |= self._deleted
         for key in gone:
@@ -90,11 +97,10 @@ class Latest:
     def _expired(self, time: datetime) -> set[str]:
         entries = self._entries
         own = {key: ttl for key, (seq, ttl) in self._ttls.items() if entries[key].revision == seq}
-        gone = {key for key, ttl in own.items() if ttl is not None and entries[key].created + ttl <= time}
-        if self._max_age is not None:
+        gone = {key for key, ttl in own.items() if ttl is not None and time - entries[key].created >= ttl}
+        if (max_age := self._max_age) is not None:
             exempt = {key for key, ttl in own.items() if ttl is None}
-            oldest = time - self._max_age
-            gone.update(key for key, entry in entries.items() if entry.created <= oldest and key not in exempt)
+            gone.update(key for key, entry in entries.items() if time - entry.created >= max_age and key not in exempt)
         return gone
 
 
@@ -192,7 +198,14 @@ class Past:
         return max(self._accounted, max(full, default=0))
 
     def verdict(
-        self, *, named: Iterable[str], listed: Iterable[str] = (), wild: bool, missing: bool, lost: bool
+        self,
+        *,
+        named: Iterable[str],
+        listed: Iterable[str] = (),
+        wild: bool,
+        missing: bool,
+        lost: bool,
+        unexplained: int = 0,
     ) -> Verdict:
         """Return what is known after everything was fed.
 
@@ -201,6 +214,8 @@ class Past:
             listed: Keys that match, and existed when the read began.
             wild: The caller gave patterns as well, so that keys may match that nothing names.
             missing: Messages up to the revision were, or may have been, removed.
+            unexplained: The highest sequence up to the revision whose message was removed, or may have been, while no
+                history accounts for it (0: none).
             lost: They may have been messages of keys that are no longer stored.
         """
         wanted = self._subjects.wanted
@@ -218,11 +233,16 @@ class Past:
             doubtful = {name for name in named if name not in entries or entries[name].operation != "PUT"}
             entries = {name: entry for name, entry in entries.items() if name not in doubtful}
             gone |= doubtful
+        if self.expires and self._history != 1:
+            # A newer value with a TTL of its own may have expired, after which the server exposes an older one again.
+            exposed = {name for name, entry in entries.items() if wanted(name) and entry.revision < unexplained}
+            entries = {name: entry for name, entry in entries.items() if name not in exposed}
+            gone |= exposed
         return Verdict(entries, tuple(sorted(gone)), complete=not wild, lost=wild and lost)
 
 
 def ttl_of(headers: Mapping[str, str]) -> timedelta | None:
-    """Return the TTL in a message's headers as servers read it, in whole seconds; None if it has no finite one."""
+    """Return the TTL in a message's headers as servers read it, in whole seconds; None if it has no finite one, or 0."""
     text = headers.get(MSG_TTL, "").strip()
     if text.isdigit():
         seconds = float(text)
@@ -232,7 +252,7 @@ def ttl_of(headers: Mapping[str, str]) -> timedelta | None:
             return None
         seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
     try:
-        return timedelta(seconds=int(seconds))
+        return timedelta(seconds=int(seconds)) or None
     except OverflowError:
         return None
 

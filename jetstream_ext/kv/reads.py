@@ -96,7 +96,7 @@ async def get_many(
         state = await bucket.readable_state()
         subjects = Subjects(bucket.name, bucket.prefix, wanted.__contains__)
         if at is None:
-            latest, source = Latest(subjects), bucket.reader(state.last_seq)
+            latest, source = Latest(subjects), _reader(bucket, state)
             await _read_by_name(bucket, source, list(wanted), latest.feed)
             if source.replies > 1:
                 await bucket.check_same(state)
@@ -161,6 +161,12 @@ async def snapshot(
     )
 
 
+def _reader(bucket: Bucket, state: StreamState) -> VerifiedReader:
+    source = bucket.reader(state.last_seq)
+    source.before = state
+    return source
+
+
 def _without_deleted(entries: dict[str, KeyValueEntry]) -> dict[str, KeyValueEntry]:
     return {key: entry for key, entry in entries.items() if entry.operation == "PUT"}
 
@@ -171,18 +177,24 @@ def _without_deleted(entries: dict[str, KeyValueEntry]) -> dict[str, KeyValueEnt
 async def _read_now(
     bucket: Bucket, subjects: Subjects, patterns: list[str], state: StreamState, *, include_deletes: bool
 ) -> KeyValueSnapshot:
-    source = bucket.reader(state.last_seq)
+    source = _reader(bucket, state)
     latest = Latest(subjects, max_age=state.max_age, own_ttls=bool(state.config.get("allow_msg_ttl")))
     answer = await _read_at_once(bucket, source, patterns, state)
     expired_by: datetime | None = None  # None: the server has decided for its only answer what had expired
+    markers = False
     if answer is not None:
         latest.feed(rows_of(answer))
         newest = answer.message(-1) if len(answer) else None
-        if not source.replies:  # only the leader has said that the stream is empty, perhaps a new one
+        known = newest is not None and (newest.seq > state.last_seq or (newest.seq, newest.time) in state.ends)
+        if not known:  # nothing shows that the answer is of the stream whose last sequence and time are known
             await bucket.check_same(state)
     else:
         names = None
-        if patterns != [EVERYTHING] or state.messages >= _DEEP * state.num_subjects or source.only_mirrors_answer:
+        if (
+            patterns != [EVERYTHING]
+            or state.messages >= _DEEP * state.num_subjects
+            or not await source.replicas_answer()
+        ):
             names = await _list_keys(bucket, patterns)
         if names is None:
             async for block in source.log(state.lowest_seq, state.last_seq):
@@ -191,11 +203,12 @@ async def _read_now(
             await _read_by_name(bucket, source, names, latest.feed)
         newest = await source.catch_up(state.last_seq, lambda found: latest.feed(rows_of(found)))
         # What expired meanwhile may have been stored for the first replies and gone for the last ones.
-        expired_by = (await bucket.check_same(state)).now
+        end = await bucket.check_same(state)
+        expired_by, markers = end.now, None not in (state.marker_ttl, end.marker_ttl)
     revision, time = state.last_seq, state.last_time
     if newest is not None and newest.seq > revision:
         revision, time = newest.seq, newest.time
-    entries = latest.entries(expired_by, include_deletes=include_deletes)
+    entries = latest.entries(expired_by, markers=markers, include_deletes=include_deletes)
     return KeyValueSnapshot(entries, revision=revision, time=time)
 
 
@@ -287,7 +300,6 @@ class ResolvedRevision:
     revision: int
     time: datetime
     since: datetime  # not later than the revision was stored
-    is_newest: bool  # nothing had been written after it when the leader was asked
 
 
 async def resolve_revision(bucket: Bucket, state: StreamState, at: int | datetime) -> ResolvedRevision:
@@ -295,17 +307,17 @@ async def resolve_revision(bucket: Bucket, state: StreamState, at: int | datetim
     if isinstance(at, datetime):
         rfc3339(at, "at")
         when = at.astimezone(UTC)
-        return ResolvedRevision(await _revision_at(bucket, state, when), when, since=when, is_newest=False)
+        return ResolvedRevision(await _revision_at(bucket, state, when), when, since=when)
     if isinstance(at, bool) or not isinstance(at, int):
         raise TypeError(f"at must be a revision or a datetime, not {type(at).__name__}")
     if check_sequence(at, "at") > state.last_seq:
         raise ValueError(f"bucket {bucket.name!r} has no revision {at} yet; its last is {state.last_seq}")
     if at == state.last_seq:
-        return ResolvedRevision(at, state.last_time, since=state.last_time, is_newest=True)
+        return ResolvedRevision(at, state.last_time, since=state.last_time)
     message = await bucket.get_at_leader(seq=at, next_by_subj=">")
     time = state.last_time if message is None else message.time
     exact = message is not None and message.seq == at
-    return ResolvedRevision(at, time, since=time if exact else state.created_at, is_newest=False)
+    return ResolvedRevision(at, time, since=time if exact else state.created_at)
 
 
 async def _revision_at(bucket: Bucket, state: StreamState, when: datetime) -> int:
@@ -331,7 +343,6 @@ async def _read_past(
     if point.revision > state.last_seq:
         state = await bucket.readable_state()  # `_revision_at` has waited for that time
     verdict = await _judge_past(bucket, subjects, patterns, state, point)
-    await bucket.check_same(state)
     what, keys = f"bucket {bucket.name!r} at revision {point.revision}", verdict.unavailable
     if strict and keys:
         shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
@@ -353,40 +364,54 @@ async def _judge_past(
 ) -> Verdict:
     past = Past(subjects, revision=point.revision, history=state.max_msgs_per_subject)
     if point.revision < state.lowest_seq:
+        await bucket.check_same(state)
         return past.verdict(named=(), wild=False, missing=False, lost=False)
-    source = bucket.reader(state.last_seq)
+    source = _reader(bucket, state)
     named = [pattern for pattern in patterns if is_literal(pattern)]
     wild = len(named) < len(patterns)
-    small = state.messages <= _SMALL_LOG
+    small = state.messages <= _SMALL_LOG and await source.replicas_answer()
     names: list[str] | None = named
     if wild:
         log = small or (patterns == [EVERYTHING] and state.messages < _DEEP * state.num_subjects)
-        names = None if log else await _list_keys(bucket, patterns)
-    missing = lost = False
+        names = None if log and await source.replicas_answer() else await _list_keys(bucket, patterns)
+    missing = unexplained = 0
+    lost = False
     if names is not None:
         known = await _feed_by_name(bucket, source, names, state, past)
-        if known is not False and (wild or past.uncertain(names)):
-            missing = known or await _any_removed(bucket, source, state, point.revision)
+        if known is not None:
+            missing = known
+        elif wild or past.uncertain(names):
+            missing = point.revision if await _any_removed(bucket, source, state, point.revision) else 0
         if missing and small:
             # Only the whole log shows whether the histories of other keys account for what is missing.
             past = Past(subjects, revision=point.revision, history=state.max_msgs_per_subject)
             names = None
         else:
-            lost = _may_have_expired(state, past, point)
+            unexplained, lost = missing, _may_have_expired(state, past, point)
     if names is None:
 
         def take(found: Block | list[StoredMsg]) -> None:
             past.feed(rows_of(found), log=True)
 
-        gaps = await _read_log(source, state.lowest_seq, state.last_seq, take)
+        up_to_revision = Gaps(state.lowest_seq, point.revision)
+
+        def note(block: Block) -> None:
+            up_to_revision.add(block.seqs)
+            take(block)
+
+        gaps = await _read_log(source, state.lowest_seq, state.last_seq, note)
         await source.catch_up(state.last_seq, take)
-        missing = 0 < gaps.lowest <= point.revision
+        up_to_revision.close()
+        missing, explained = up_to_revision.highest, past.accounts_for()
+        unexplained = missing if missing > explained else 0
         # A gap above the revision may be the delete marker of a key that existed (`purge_deletes`).
-        lost = gaps.highest > past.accounts_for() or _may_have_expired(state, past, point)
-    if point.is_newest:
+        lost = gaps.highest > explained or _may_have_expired(state, past, point)
+    if (await bucket.check_same(state)).last_seq == point.revision:
         # A key that expires without a marker while the revision is the newest one both existed at it and did not.
-        return past.verdict(named=(), wild=wild, missing=missing, lost=False)
-    return past.verdict(named=named, listed=names or (), wild=wild, missing=missing, lost=lost)
+        return past.verdict(named=(), wild=wild, missing=missing > 0, lost=False)
+    return past.verdict(
+        named=named, listed=names or (), wild=wild, missing=missing > 0, unexplained=unexplained, lost=lost
+    )
 
 
 def _may_have_expired(state: StreamState, past: Past, point: ResolvedRevision) -> bool:
@@ -397,13 +422,15 @@ def _may_have_expired(state: StreamState, past: Past, point: ResolvedRevision) -
     markers_stay = min(state.marker_ttl or timedelta(0), state.max_age or timedelta.max)
     if state.now - stored < markers_stay:
         return False  # the markers of everything that expired since are still stored
-    return past.expires or (state.max_age is not None and min(state.created_at, since) + state.max_age < state.now)
+    if past.expires or state.marker_ttl is not None:
+        return True
+    return state.max_age is not None and min(state.created_at, since) + state.max_age < state.now
 
 
 async def _feed_by_name(
     bucket: Bucket, source: VerifiedReader, names: Sequence[str], state: StreamState, past: Past
-) -> bool | None:
-    """Feed what decides about each of `names`; return whether messages up to the revision are missing, if known.
+) -> int | None:
+    """Feed what decides about each of `names`; return the highest sequence up to the revision that is missing, if known.
 
     That is the key's last message if it is old enough, else its last one up to the revision, else its oldest.
     """
@@ -420,10 +447,11 @@ async def _feed_by_name(
 
     await _read_by_name(bucket, source, names, take)
     moved = [key for key in names if key in last]
-    missing: bool | None = None
-    if min(revision - state.lowest_seq, state.messages) <= _ROWS_PER_LOOKUP * len(moved):
+    missing: int | None = None
+    short = min(revision - state.lowest_seq, state.messages) <= _ROWS_PER_LOOKUP * len(moved)
+    if short and await source.replicas_answer():
         gaps = await _read_log(source, state.lowest_seq, revision, lambda block: past.feed(rows_of(block)))
-        missing = gaps.highest > 0
+        missing = gaps.highest
     else:
         try:
             while moved and (newest := await source.newest_to_ask_for(revision, state.lowest_seq)) is not None:
@@ -450,7 +478,7 @@ async def _any_removed(bucket: Bucket, source: VerifiedReader, state: StreamStat
     """Whether messages up to `revision` were, or may have been, removed."""
     if (await bucket.readable_state()).never_removed:
         return False
-    if revision - state.lowest_seq >= _SMALL_LOG:
+    if revision - state.lowest_seq >= _SMALL_LOG or not await source.replicas_answer():
         return True
     return (await _read_log(source, state.lowest_seq, revision)).highest > 0
 
