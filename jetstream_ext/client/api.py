@@ -215,7 +215,8 @@ async def check_same_stream(
     Some servers change `StreamState.created` of a stream that stays the same (2.12 up to 2.12.15 and 2.14 up to 2.14.5,
     when they restart after an update of its configuration or when its creation was repeated). So if that differs, the last
     or the first message of `before` must still be stored, at the same sequence and with the same time. If both were removed
-    meanwhile, the streams count as different ones. If `created` is the same, this sends no request for a message.
+    meanwhile, the streams count as different ones. If `created` is the same, this sends no request for a message, unless it
+    is a stream in memory on one server of a cluster, which is empty after a restart and keeps its `created`.
 
     Args:
         where: The context; with an `Api`, all requests share its deadline.
@@ -230,7 +231,8 @@ async def check_same_stream(
     """
     if now is None:
         now = await stream_state(where, before.name, timeout)
-    if not recreated(before.created, now.created) or not set(before.ends).isdisjoint(now.ends):
+    may_be_same = not recreated(before.created, now.created)
+    if (may_be_same and not before.volatile) or not set(before.ends).isdisjoint(now.ends):
         return now
     why = "the messages that would show whether it is the same stream are gone, so it counts as another one"
     for seq, time in before.ends:
@@ -238,8 +240,11 @@ async def check_same_stream(
         if found is not None and found.time == time:
             return now
         if found is not None:
-            why = f"it was deleted and created again, because its message {seq} was stored at another time"
+            why = f"it was deleted and created again, or lost everything, because its message {seq} was stored at another time"
             break
+    else:
+        if may_be_same and now.last_seq >= before.last_seq:
+            return now
     raise StreamRecreatedError(
         f"stream {before.name!r}: its creation time was {before.created} and is {now.created}, and {why}; what was read "
         "before does not belong to it",

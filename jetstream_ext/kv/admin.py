@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import nats.errors
 import nats.js.errors
 from nats.js.kv import KeyValue
 
-from jetstream_ext.client.api import Api, malformed_as_error
+from jetstream_ext.client.api import Api, malformed_as_error, stream_state
 from jetstream_ext.client.base_connection import NotPermittedError
 from jetstream_ext.errors import (
     KeyConflictError,
@@ -23,7 +23,7 @@ from jetstream_ext.errors import (
 )
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import ROLLUP_HEADERS, check_key, operation
-from jetstream_ext.kv.limits import known_since, with_record
+from jetstream_ext.kv.limits import known_since, limits_of, with_record
 from jetstream_ext.protocol.api import answering_server
 from jetstream_ext.protocol.feature_table import BY_OPTION
 from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ, MSG_TTL
@@ -31,6 +31,9 @@ from jetstream_ext.protocol.options import ttl_value
 from jetstream_ext.types import NEVER, TTL
 
 _log = logging.getLogger("jetstream_ext")
+
+# Each update is followed by a look at the result. Two are the most that a bucket needs: its options, then the record.
+_MAX_UPDATES: Final = 6
 
 
 async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = None) -> int:
@@ -105,7 +108,7 @@ async def enable(
 
     The call never turns an option off. It records in the metadata of the bucket's stream since when the bucket's limits
     hold, because reads of the past need to know that, and changes nothing else of the configuration. It does not write to a
-    bucket that lacks nothing.
+    bucket that lacks neither an option nor the record.
 
     Args:
         kv: nats-py's bucket.
@@ -144,24 +147,20 @@ async def enable(
         wanted |= {"subject_delete_marker_ttl": marker_ttl, "allow_rollup_hdrs": True, "deny_purge": False}
     bucket = Bucket(kv, timeout)
     api = Api(bucket.context, bucket.timeout)
-    state = await bucket.unchecked_state()
-    missing = {name: value for name, value in wanted.items() if (state.config.get(name) or False) != value}
-    if missing:
+    for updates_left in reversed(range(_MAX_UPDATES)):  # another program may change the configuration at the same time
+        with bucket.not_found():
+            state = await stream_state(api, bucket.stream)
+        missing = {name: value for name, value in wanted.items() if (state.config.get(name) or False) != value}
+        recorded = known_since(state) is not None or bool(state.origin)
+        if not missing and recorded:
+            break
         _check_supported(bucket, state.config, missing, "nothing was changed")
-        found = await _update(api, bucket, {**state.config, **missing})
-        diff = {name: (value, got) for name, value in missing.items() if (got := found.get(name) or False) != value}
-        if diff:
-            _check_supported(bucket, found, diff, "the server ignored the option")
-            raise StreamConfigMismatchError(
-                f"bucket {bucket.name!r}: the server stored other values than requested (requested, stored): {diff}",
-                diff=diff,
-            )
-        state = await bucket.unchecked_state()  # the leader's clock once its limits hold
-    if known_since(state) is None and not state.origin:
-        # What nothing has been removed from was under no other limits.
-        since = state.created_at if state.never_removed else state.now
+        config = {**state.config, **missing}
+        if not recorded and limits_of(config) == limits_of(state.config):
+            # A bucket that still holds all that it ever stored has lost nothing under other limits.
+            config = with_record(config, state.created_at if state.never_removed else state.now)
         try:
-            await _update(api, bucket, with_record(state.config, since))
+            answer = await api.ask(f"STREAM.UPDATE.{bucket.stream}", config)
         except NotPermittedError:
             if missing:
                 raise
@@ -170,14 +169,18 @@ async def enable(
                 "of the past may raise HistoryUnavailableError",
                 bucket.name,
             )
+            break
+        with malformed_as_error(f"bucket {bucket.name!r} (which may have been changed)"):
+            found = dict(answer["config"])
+        diff = {name: (value, got) for name, value in missing.items() if (got := found.get(name) or False) != value}
+        if diff:
+            _check_supported(bucket, found, diff, "the server ignored the option")
+        if diff and not updates_left:
+            raise StreamConfigMismatchError(
+                f"bucket {bucket.name!r}: the server stored other values than requested (requested, stored): {diff}",
+                diff=diff,
+            )
     return KeyValue(bucket.name, bucket.stream, bucket.prefix, bucket.js, direct=state.allows_direct)
-
-
-async def _update(api: Api, bucket: Bucket, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Update a bucket's stream; return its configuration as the server stored it."""
-    answer = await api.ask(f"STREAM.UPDATE.{bucket.stream}", config)
-    with malformed_as_error(f"bucket {bucket.name!r} (which may have been changed)"):
-        return dict(answer["config"])
 
 
 def _check_supported(bucket: Bucket, config: Mapping[str, Any], options: Iterable[str], detail: str) -> None:

@@ -191,6 +191,11 @@ class StreamState:
         last, first = (self.last_seq, self.last_time), (self.first_seq, self.first_time)
         return (last, first) if self.messages else (last,) if self.last_seq else ()
 
+    @property
+    def volatile(self) -> bool:
+        """Whether it is empty after a restart of its server, with the same `created`."""
+        return bool(self.leader) and not self.replicated and self.config.get("storage") == "memory"
+
     def check_created(self, created: str) -> None:
         if recreated(created, self.created):
             raise StreamRecreatedError(
