@@ -709,6 +709,9 @@ class HistoryMachine(RuleBasedStateMachine):
                     continue
                 wrong = disagreement(key, entry, truths, history, deletes=deletes)
                 named = patterns is not None and key in patterns
+                if wrong and entry is not None and history.is_exposed(key, revision, entry.revision):
+                    self.tally.errors["undetectable exposure"] += 1
+                    continue
                 if wrong and entry is None and (not snap.complete or named):
                     if history.is_undetectable(key, revision, named=named):
                         self.tally.errors["undetectable disappearance"] += 1
@@ -760,9 +763,13 @@ class HistoryMachine(RuleBasedStateMachine):
                 return [f"revision {revision}"]
             problems = [f"{key} was not asked for" for key in found.keys() - set(chosen)]
             for key in chosen:
-                wrong = disagreement(key, found.get(key), history.truths(key, revision), history)
-                if wrong and key not in found and history.is_undetectable(key, revision, named=True):
+                entry = found.get(key)
+                wrong = disagreement(key, entry, history.truths(key, revision), history)
+                if wrong and entry is None and history.is_undetectable(key, revision, named=True):
                     self.tally.errors["undetectable disappearance"] += 1
+                    continue
+                if wrong and entry is not None and history.is_exposed(key, revision, entry.revision):
+                    self.tally.errors["undetectable exposure"] += 1
                     continue
                 problems += wrong
             return [f"at {at} (revision {revision}):", *problems] if problems else []
