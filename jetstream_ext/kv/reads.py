@@ -370,6 +370,8 @@ async def _judge_past(
     named = [pattern for pattern in patterns if is_literal(pattern)]
     wild = len(named) < len(patterns)
     small = state.messages <= _SMALL_LOG and await source.replicas_answer()
+    # Whether the end of a message's own TTL can show an older message of its key again.
+    exposes = state.max_msgs_per_subject != 1 and bool(state.config.get("allow_msg_ttl"))
     names: list[str] | None = named
     if wild:
         log = small or (patterns == [EVERYTHING] and state.messages < _DEEP * state.num_subjects)
@@ -380,7 +382,7 @@ async def _judge_past(
         known = await _feed_by_name(bucket, source, names, state, past)
         if known is not None:
             missing = known
-        elif wild or past.uncertain(names):
+        elif wild or past.uncertain(names) or (exposes and not state.never_removed):
             missing = point.revision if await _any_removed(bucket, source, state, point.revision) else 0
         if missing and small:
             # Only the whole log shows whether the histories of other keys account for what is missing.

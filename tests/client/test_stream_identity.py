@@ -1,9 +1,13 @@
 """A stream that was deleted and created again is told from one whose creation time changed."""
 
+import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import nats
+import nats.errors
+import nats.js.errors
 import pytest
 from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
@@ -14,7 +18,7 @@ from jetstream_ext.client.api import Api, check_same_stream, stream_state
 from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import StreamRecreatedError
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.testing import NatsServer, ReferenceServer
+from jetstream_ext.testing import NatsCluster, NatsServer, ReferenceServer
 
 Change = Callable[[JetStreamContext], Awaitable[Any]]
 
@@ -108,3 +112,35 @@ async def test_stream_without_a_message_to_compare_counts_as_another_one(
     await js.add_stream(name=name, subjects=[name])
     with pytest.raises(StreamRecreatedError, match="so it counts as another one"):
         await check_same_stream(Context(js), before)
+
+
+async def test_stream_in_memory_that_a_restart_has_emptied_is_another_one() -> None:
+    """On one server of a cluster it keeps its creation time."""
+    async with NatsCluster() as cluster:
+        nc = await nats.connect(cluster.urls, connect_timeout=10)
+        try:
+            js = nc.jetstream(timeout=30)
+            await js.add_stream(StreamConfig(name="S", subjects=["S.>"], storage="memory", num_replicas=1))
+            context = Context(js)
+            await js.publish("S.a")
+            await js.publish("S.b")
+            before = await stream_state(context, "S")
+            assert (await check_same_stream(context, before)).last_seq == 2
+            host = next(server for server in cluster.servers if server.name == before.leader)
+            host.restart()
+            async with asyncio.timeout(60):
+                while True:
+                    with contextlib.suppress(nats.errors.Error, nats.js.errors.Error):
+                        if (now := await stream_state(context, "S", 2)).last_seq < 2:
+                            break
+                    await asyncio.sleep(0.1)
+                assert now.created == before.created
+                with pytest.raises(StreamRecreatedError, match=r"lost everything|are gone"):
+                    await check_same_stream(context, before)
+                await js.publish("S.c")
+                await js.publish("S.d")
+                await js.publish("S.e")
+                with pytest.raises(StreamRecreatedError, match="lost everything"):
+                    await check_same_stream(context, before)
+        finally:
+            await nc.close()

@@ -1,5 +1,6 @@
 """`enable` turns on the options that a bucket lacks."""
 
+import asyncio
 from datetime import timedelta
 from typing import Any
 
@@ -106,3 +107,13 @@ async def test_enable_changes_nothing_on_a_server_without_the_option(version: st
             assert (await config_of(kv))["allow_direct"]
         finally:
             await nc.close()
+
+
+async def test_enable_does_not_undo_another_enable_at_the_same_time(make_bucket) -> None:
+    for _ in range(10):
+        kv = await make_bucket(allow=False, direct=True)
+        config = (await kv._js.stream_info(kv._stream)).config
+        await kv._js.update_stream(config.evolve(allow_atomic=True))  # then it lacks only the record
+        await asyncio.gather(kvx.enable(kv, ttl=60), *(kvx.enable(kv) for _ in range(3)))
+        await kvx.enable(kv, ttl=60)
+        assert (await config_of(kv))["subject_delete_marker_ttl"] == 60

@@ -85,3 +85,14 @@ def test_bucket_ttl_applies_unless_the_message_never_expires(seconds: float, lef
     latest = Latest(ALL, max_age=timedelta(seconds=10))
     latest.feed([put(1, "a"), put(2, "b", Nats_TTL="100"), put(3, "c", Nats_TTL="never")])
     assert set(latest.entries(at(seconds))) == left
+
+
+def test_with_markers_only_markers_expire_without_a_revision() -> None:
+    rows = [put(1, "session", Nats_TTL="1"), put(2, "gone", b"", KV_Operation="PURGE", Nats_TTL="1"), put(3, "kept")]
+    assert set(fed(rows).entries(at(100), markers=True, include_deletes=True)) == {"session", "kept"}
+    assert set(fed(rows).entries(at(100), include_deletes=True)) == {"kept"}
+
+
+@pytest.mark.parametrize("ttl", ["0", "00", "300000000000", "9" * 30])
+def test_ttls_that_never_end_a_message_are_ignored(ttl: str) -> None:
+    assert set(fed([put(1, "a", Nats_TTL=ttl)]).entries(at(1000))) == {"a"}

@@ -81,3 +81,47 @@ async def test_key_whose_delete_marker_was_exposed_again_is_unavailable(make_buc
     assert gone.value.keys == ("a",)
     with pytest.raises(HistoryUnavailableError):
         await kvx.snapshot(kv, at=made)
+
+
+@pytest.mark.parametrize("removal", ["purge", "expiry"])
+async def test_key_that_vanishes_before_a_read_of_what_was_the_newest_revision_is_unavailable(
+    make_bucket, monkeypatch: pytest.MonkeyPatch, removal: str
+) -> None:
+    """The revision is the newest one when the call begins; then another one is written, and the key vanishes."""
+    kv = await make_bucket(history=5)
+    await kv.put("a", b"1")
+    await kv.create("s", b"1", msg_ttl=1 if removal == "expiry" else None)
+    newest = await kv.put("z", b"1")
+    resolve = reads.resolve_revision
+
+    async def then_vanish(*arguments: object) -> object:
+        found = await resolve(*arguments)
+        await kv.put("z", b"2")
+        if removal == "purge":
+            await kv._js.purge_stream(kv._stream, subject=f"{kv._pre}s")
+        async with asyncio.timeout(30):
+            while await exists(kv, "s"):
+                await asyncio.sleep(0.05)
+        return found
+
+    monkeypatch.setattr(reads, "resolve_revision", then_vanish)
+    with pytest.raises(HistoryUnavailableError):
+        await kvx.snapshot(kv, at=newest)
+
+
+async def test_value_that_exposed_an_older_one_when_it_expired_is_unavailable(make_bucket) -> None:
+    """Another client has written it over the older one, with a TTL and without replacing the key's history."""
+    kv = await make_bucket(history=5)
+    await kv.put("a", b"old")
+    made = (await kv._js.publish(f"{kv._pre}a", b"session", headers={"Nats-TTL": "1"})).seq
+    await kv.create("sign", b"of TTLs", msg_ttl=600)
+    async with asyncio.timeout(30):
+        while (await kv.get("a")).value != b"old":
+            await asyncio.sleep(0.05)
+    await kv.put("z", b"1")
+    for filters in (["a"], ["*"]):
+        with pytest.raises(HistoryUnavailableError) as gone:
+            await kvx.snapshot(kv, filters, at=made)
+        assert gone.value.keys == ("a",)
+    with pytest.raises(HistoryUnavailableError):
+        await kvx.get_many(kv, ["a"], at=made)
