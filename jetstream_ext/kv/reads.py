@@ -300,6 +300,7 @@ class ResolvedRevision:
     revision: int
     time: datetime
     since: datetime  # not later than the revision was stored
+    is_newest: bool  # nothing had been written after it when the leader was asked
 
 
 async def resolve_revision(bucket: Bucket, state: StreamState, at: int | datetime) -> ResolvedRevision:
@@ -307,17 +308,17 @@ async def resolve_revision(bucket: Bucket, state: StreamState, at: int | datetim
     if isinstance(at, datetime):
         rfc3339(at, "at")
         when = at.astimezone(UTC)
-        return ResolvedRevision(await _revision_at(bucket, state, when), when, since=when)
+        return ResolvedRevision(await _revision_at(bucket, state, when), when, since=when, is_newest=False)
     if isinstance(at, bool) or not isinstance(at, int):
         raise TypeError(f"at must be a revision or a datetime, not {type(at).__name__}")
     if check_sequence(at, "at") > state.last_seq:
         raise ValueError(f"bucket {bucket.name!r} has no revision {at} yet; its last is {state.last_seq}")
     if at == state.last_seq:
-        return ResolvedRevision(at, state.last_time, since=state.last_time)
+        return ResolvedRevision(at, state.last_time, since=state.last_time, is_newest=True)
     message = await bucket.get_at_leader(seq=at, next_by_subj=">")
     time = state.last_time if message is None else message.time
     exact = message is not None and message.seq == at
-    return ResolvedRevision(at, time, since=time if exact else state.created_at)
+    return ResolvedRevision(at, time, since=time if exact else state.created_at, is_newest=False)
 
 
 async def _revision_at(bucket: Bucket, state: StreamState, when: datetime) -> int:
@@ -408,7 +409,8 @@ async def _judge_past(
         unexplained = missing if missing > explained else 0
         # A gap above the revision may be the delete marker of a key that existed (`purge_deletes`).
         lost = gaps.highest > explained or _may_have_expired(state, past, point)
-    if (await bucket.check_same(state)).last_seq == point.revision:
+    end = await bucket.check_same(state)
+    if point.is_newest and end.last_seq == point.revision:
         # A key that expires without a marker while the revision is the newest one both existed at it and did not.
         return past.verdict(named=(), wild=wild, missing=missing > 0, lost=False)
     return past.verdict(
