@@ -145,6 +145,7 @@ class VerifiedReader:
             # A reply without messages does not show its responder, so the request includes one subject that has messages.
             witness = up_to.subject if up_to is not None else self._witness or await self._find_witness()
             if witness is None:
+                self.replies += 1
                 return Answer(Block(), pending=0, up_to_seq=self._need)
             request = Request(
                 multi_last=(*subjects, witness),

@@ -704,7 +704,7 @@ class HistoryMachine(RuleBasedStateMachine):
                 entry, truths = snap.get(key), history.truths(key, revision)
                 if key in snap.unavailable:
                     stored = truths[0] is not None and truths[0].operation == "PUT" and truths[0].sure == NEVER_GONE
-                    if entry is not None or (stored and len(truths) == 1):
+                    if entry is not None or (stored and len(truths) == 1 and not history.may_expose()):
                         problems.append(f"{key} is unavailable, although it is stored: {truths}")
                     continue
                 wrong = disagreement(key, entry, truths, history, deletes=deletes)

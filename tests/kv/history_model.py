@@ -366,6 +366,10 @@ class History:
         missing = max(set(range(1, self.last + 1)) - self.stored.keys(), default=0)
         return not self.reads_whole_log or missing <= self._explained()
 
+    def may_expose(self) -> bool:
+        """Whether the end of a message's own TTL may show an older message again, so that a stored one proves little."""
+        return self.history != 1 and any(event.shows_expiry for event in self.stored.values())
+
     def is_exposed(self, key: str, revision: int, found: int) -> bool:
         """Whether a read of a revision may return the older message `found` of a key.
 
