@@ -267,8 +267,8 @@ async def wait_for_sequence(
 ) -> None:
     """Wait until the leader's last sequence is at least `seq`; raise RequestTimeoutError after `timeout` seconds.
 
-    Raises as `StreamState.check_sequences` does as well, unless the caller reads only `up_to` a readable sequence: what it
-    then reads at the leader proves nothing.
+    Raises as `StreamState.check_sequences` does as well, because what the caller then reads at the leader proves nothing;
+    `up_to` is the last sequence that it reads.
     """
     deadline = asyncio.get_running_loop().time() + timeout
     state = await stream_state(context, stream, timeout)

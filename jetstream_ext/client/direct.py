@@ -241,8 +241,8 @@ class DirectGet:
             max_bytes: Bytes per page, 1 to 2**63-1; as for `batch`, also on a slow connection.
             min_seq: Read your own writes: wait (within the timeout) until the leader has this sequence, and for a replica
                 of the stream that has what the leader has. If only mirrors answer, the read ends in a
-                `RequestTimeoutError` that names the mirror. With `up_to_time`, the leader decides what was stored up to then. Needs
-                permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
+                `RequestTimeoutError` that names the mirror. With `up_to_time`, the leader decides what was stored up to
+                then. Needs permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
 
         Returns:
             As for `batch`.
@@ -302,8 +302,8 @@ class DirectGet:
             start_time: Start at the first message stored at or after this aware datetime instead.
             up_to_seq: Last stream sequence, inclusive.
             batch: Messages per request at most, 1 to 2**63-1; None lets requests follow the size of the messages.
-            max_bytes: Bytes per request at most, 1 to 2**63-1; requests ask for no more than the connection carries in about
-                half a second.
+            max_bytes: Bytes per request at most, 1 to 2**63-1; requests ask for no more than the connection carries in
+                about half a second.
             prefetch: Requests in flight at most, 1 to 4.
             confirm: Prove at the stream's leader that the range is complete, and at the end that it is of one stream: a
                 replica or mirror may lag, and its shorter answer looks like the end of the stream. Without `up_to_seq`,

@@ -574,7 +574,7 @@ class RangeRead(_Read):
         self._happen(Input.BEHIND, RequestTimeoutError(text), why, give_up=self._patience_ends(now))
 
     def _check_responder(self, rows: Block) -> None:
-        """Drop a mirror's rows, or hold back the first ones to compare them with the leader's, unless they prove themselves."""
+        """Drop a mirror's rows, or hold back the first ones for the leader's answer, unless they prove themselves."""
         assert self._range is not None
         if rows.stream == self._stream:
             self._mirror_answers, self._range.most = 0, None
