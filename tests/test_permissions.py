@@ -17,8 +17,8 @@ import pytest
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
+from jetstream_ext import errors, log
 from jetstream_ext import kv as kvx
-from jetstream_ext import log
 from jetstream_ext.testing import NatsServer
 
 PAGE = Path(__file__).parents[1] / "docs" / "permissions.md"
@@ -249,6 +249,23 @@ async def test_the_permissions_of_a_row_are_sufficient_and_each_is_needed(row: s
             await attempt(server.url, "some", CALLS[row], 30, refused)
         except nats.errors.Error as error:
             pytest.fail(f"{error!r}; refused: {refused}")
+
+
+async def test_confirmed_scan_with_an_end_works_without_the_state_of_the_stream() -> None:
+    needs = ["$JS.API.DIRECT.GET.S", "$JS.API.STREAM.MSG.GET.S"]
+    refused: list[str] = []
+
+    async def call(js: JetStreamContext) -> None:
+        for _ in range(3):
+            await proved(js, confirm=True, up_to_seq=2)
+        assert len(refused) == 1, "a refused request is not repeated for a while"
+        with pytest.raises(errors.RequestTimeoutError, match=r"STREAM\.INFO\.S"):
+            await proved(js, confirm=True)
+
+    config = f"authorization {{ users: [ {{ user: admin, password: x }}, {user('some', needs)} ] }}"
+    async with NatsServer(config=config) as server:
+        await prepare(server.url, "scan(confirm=True)")
+        await attempt(server.url, "some", call, 20, refused)
 
 
 async def test_watching_needs_a_subscription() -> None:

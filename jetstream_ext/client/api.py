@@ -59,12 +59,14 @@ class Api:
     """The JetStream API for one call of this library; all its requests share the deadline of `timeout` seconds.
 
     A `lookup` asks what the call can do without, for at most two seconds. The server logs every request that it refuses,
-    so a lookup does not send one again for a while.
+    so a lookup does not send one again for a while. An `optional` request is a lookup that has all of `timeout`.
     """
 
-    def __init__(self, context: Context, timeout: float | None = None, *, lookup: bool = False) -> None:
+    def __init__(
+        self, context: Context, timeout: float | None = None, *, lookup: bool = False, optional: bool = False
+    ) -> None:
         self.context = context
-        self._lookup = lookup
+        self._lookup = lookup or optional
         if lookup and timeout is not None:
             timeout = max(_NO_TIME, min(timeout, _LOOKUP_TIMEOUT))
         self.timeout: float = context.resolve_timeout(timeout)
@@ -265,14 +267,17 @@ async def settled_state(
     return state
 
 
-async def wait_for_sequence(context: Context, stream: str, seq: int, timeout: float) -> None:
+async def wait_for_sequence(
+    context: Context, stream: str, seq: int, timeout: float, *, up_to: int | None = None
+) -> None:
     """Wait until the leader's last sequence is at least `seq`; raise RequestTimeoutError after `timeout` seconds.
 
-    Raises as `StreamState.check_sequences` does as well: what the caller then reads at the leader proves nothing.
+    Raises as `StreamState.check_sequences` does as well, because what the caller then reads at the leader proves nothing;
+    `up_to` is the last sequence that it reads.
     """
     deadline = asyncio.get_running_loop().time() + timeout
     state = await stream_state(context, stream, timeout)
-    state.check_sequences()
+    state.check_sequences(up_to)
     if state.last_seq >= seq:
         return
     try:

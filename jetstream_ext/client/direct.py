@@ -9,11 +9,12 @@ from typing import Final
 
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.api import check_same_stream, stream_state, wait_for_sequence
+from jetstream_ext.client.api import Api, check_same_stream, stream_state, wait_for_sequence
+from jetstream_ext.client.base_connection import NotPermittedError
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import MessageBatch, read_blocks, read_one
 from jetstream_ext.client.verified_read import VerifiedReader
-from jetstream_ext.protocol.api import FIRST_UNREADABLE
+from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, StoredMsg
 from jetstream_ext.protocol.options import check_int, check_sequence, rfc3339
 from jetstream_ext.protocol.reads import MultiLast, OneReply, Plan, Scan
@@ -30,8 +31,9 @@ class DirectGet:
     2.10.
 
     Servers with file storage do not find messages from sequence 2**62 on, although they acknowledge them. A read with
-    `confirm` or `min_seq` raises `StreamConfigMismatchError` for a stream that has reached this sequence. Other reads ask no
-    leader: there such messages look as if they did not exist.
+    `confirm` or `min_seq` raises `StreamConfigMismatchError` for a stream that has reached this sequence, unless
+    `up_to_seq` of a `scan` ends the range before. Other reads ask no leader: there such messages look as if they did not
+    exist.
 
     If a lost connection interrupts an answer, the library requests the rest once more. Every call can raise:
 
@@ -237,9 +239,10 @@ class DirectGet:
             up_to_time: The point in time as an aware datetime (exclusive) instead.
             batch: The maximum number of messages, 1 to 2**63-1.
             max_bytes: Bytes per page, 1 to 2**63-1; as for `batch`, also on a slow connection.
-            min_seq: Read your own writes: wait (within the timeout) until the leader has this sequence, and for a responder
-                that has what the leader has. With `up_to_time`, the leader decides what was stored up to then. Needs
-                permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
+            min_seq: Read your own writes: wait (within the timeout) until the leader has this sequence, and for a replica
+                of the stream that has what the leader has. If only mirrors answer, the read ends in a
+                `RequestTimeoutError` that names the mirror. With `up_to_time`, the leader decides what was stored up to
+                then. Needs permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
 
         Returns:
             As for `batch`.
@@ -299,12 +302,14 @@ class DirectGet:
             start_time: Start at the first message stored at or after this aware datetime instead.
             up_to_seq: Last stream sequence, inclusive.
             batch: Messages per request at most, 1 to 2**63-1; None lets requests follow the size of the messages.
-            max_bytes: Bytes per request at most, 1 to 2**63-1; requests ask for no more than the connection carries in about
-                half a second.
+            max_bytes: Bytes per request at most, 1 to 2**63-1; requests ask for no more than the connection carries in
+                about half a second.
             prefetch: Requests in flight at most, 1 to 4.
             confirm: Prove at the stream's leader that the range is complete, and at the end that it is of one stream: a
-                replica or mirror may lag, and its shorter answer looks like the end of the stream. Without `up_to_seq`, the range ends at the leader's
-                last sequence when the read starts. Needs permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
+                replica or mirror may lag, and its shorter answer looks like the end of the stream. Without `up_to_seq`,
+                the range ends at the leader's last sequence when the read starts. Needs permission for ``STREAM.INFO``
+                and ``STREAM.MSG.GET``. With `up_to_seq`, a client without permission for ``STREAM.INFO`` can read as
+                well, but the read then does not notice if the stream is deleted and created again.
             min_seq: Read your own writes: wait (within the timeout) until the leader has this sequence, and prove the
                 range up to it.
 
@@ -323,7 +328,7 @@ class DirectGet:
             nats.js.errors.NotFoundError, nats.js.errors.APIError: While iterating, with `confirm` or `min_seq`: the
                 leader refused, or there is no such stream.
             StreamConfigMismatchError: While iterating, with `confirm` or `min_seq`: the stream has file storage and has
-                reached sequence 2**62 (see the class).
+                reached sequence 2**62, and `up_to_seq` is not below it (see the class).
             JetStreamExtError, nats.errors.Error: While iterating: see the class.
 
         Cancellation: As for `batch`.
@@ -353,15 +358,21 @@ class DirectGet:
 
     async def _confirmed(self, plan: Scan, min_seq: int | None) -> AsyncGenerator[Block, None]:
         if min_seq is not None:
-            await wait_for_sequence(self._js, self._stream, min_seq, self._timeout)
-        state = await stream_state(self._js, self._stream, self._timeout)
-        if plan.up_to_seq is None or plan.up_to_seq >= FIRST_UNREADABLE:
-            state.check_sequences()
+            await wait_for_sequence(self._js, self._stream, min_seq, self._timeout, up_to=plan.up_to_seq)
+        state: StreamState | None = None
+        try:
+            state = await stream_state(Api(self._js, self._timeout, optional=plan.up_to_seq is not None), self._stream)
+        except NotPermittedError:
+            if plan.up_to_seq is None:
+                raise
+        else:
+            state.check_sequences(plan.up_to_seq)
         reading = read_blocks(self._js, self._stream, plan, self._timeout, confirm=True, state=state)
         async with aclosing(reading) as blocks:
             async for block in blocks:
                 yield block
-        await check_same_stream(self._js, state, timeout=self._timeout)
+        if state is not None:
+            await check_same_stream(self._js, state, timeout=self._timeout)
 
 
 def _start(seq: int | None, start_time: datetime | None) -> int | None:

@@ -32,7 +32,7 @@ from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, StoredMsg,
 from jetstream_ext.protocol.feature_table import START_TIME_LEVEL
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.range_read import MAX_LEADER_REQUESTS, Action, RangeRead, SingleRead, State, no_answer
-from jetstream_ext.protocol.reads import NEWEST, Link, MultiLast, OneReply, Plan, Scan, SentRequest
+from jetstream_ext.protocol.reads import NEWEST, Link, MultiLast, OneReply, Plan, RangePlan, Scan, SentRequest
 
 
 class _Inboxes:
@@ -117,12 +117,15 @@ async def read_blocks(
     """Yield the messages of a read as they come; see `RangeRead` for `timeout` and `DirectGet` for errors.
 
     With `confirm`, which needs a `Scan`, the leader proves that the whole range was delivered; a range without an end ends
-    at the leader's current last sequence. `state` is what the leader said before, if the caller has asked. With `min_seq`, the read waits until the leader has this sequence, and a range
-    is proved at least up to it. A `MultiLast` with `min_seq` must be `proved`.
+    at the leader's current last sequence. `state` is what the leader said before, if the caller has asked.
+
+    With `min_seq`, the read waits until the leader has this sequence, and a range is proved at least up to it. A
+    `MultiLast` with `min_seq` must be `proved`.
     """
     loop, connection = asyncio.get_running_loop(), context.connection
     if min_seq is not None:
-        await wait_for_sequence(context, stream, min_seq, timeout)
+        up_to = plan.up_to_seq if isinstance(plan, RangePlan) else None
+        await wait_for_sequence(context, stream, min_seq, timeout, up_to=up_to)
     finds_times = (connection.api_level or 0) >= START_TIME_LEVEL
     if isinstance(plan, MultiLast) and plan.up_to_time is not None and (min_seq is not None or not finds_times):
         # A responder may lag, and with `min_seq` only the leader knows what was stored up to then.
@@ -297,6 +300,7 @@ class MessageBatch:
         self._blocks = blocks
         self._ready: Iterator[StoredMsg] = iter(())
         self._end: EndOfBatch | None = None
+        self._last_seq = 0
         self._failure: BaseException | None = None
         self._closed = False
         self._reading = False
@@ -309,7 +313,7 @@ class MessageBatch:
     @property
     def last_seq(self) -> int | None:
         """The stream sequence of the last message (0 if none was found); None before the end."""
-        return self._end.last_seq if self._end else None
+        return self._last_seq if self._end else None
 
     @property
     def up_to_seq(self) -> int | None:
@@ -351,7 +355,9 @@ class MessageBatch:
         self._check_alone()
         self._reading = True
         try:
-            return await anext(self._blocks)
+            block = await anext(self._blocks)
+            self._last_seq = block.seqs[-1]
+            return block
         except StopAsyncIteration:
             self._end = self._plan.end if self._plan.done else None
             return None

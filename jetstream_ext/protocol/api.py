@@ -228,10 +228,14 @@ class StreamState:
             copies = kept + [made for copy in copies for made in _transformed(own, copy)]
         return copies
 
-    def check_sequences(self) -> None:
-        """Raise StreamConfigMismatchError if its server answers that it has no message where it has stored one."""
+    def check_sequences(self, up_to: int | None = None) -> None:
+        """Raise StreamConfigMismatchError if its server answers that it has no message where it has stored one.
+
+        `up_to` is the last sequence that the caller reads (None: all of them).
+        """
         storage = str(self.config.get("storage") or "file")
-        if storage == "file" and self.last_seq >= FIRST_UNREADABLE:
+        readable = up_to is not None and up_to < FIRST_UNREADABLE
+        if storage == "file" and not readable and self.last_seq >= FIRST_UNREADABLE:
             raise StreamConfigMismatchError(
                 f"stream {self.name!r} has reached sequence {self.last_seq}, and servers with file storage do not find messages "
                 "from sequence 2**62 on, although they acknowledge them; publish to a new stream with a lower first_seq or "

@@ -8,7 +8,7 @@ range needs a proof. A mirror that answers under the stream's name (``mirror_dir
 has limits of its own, perhaps a filter, perhaps a start in the middle, and it keeps what the stream has removed. Its rows
 prove themselves only if they have every sequence and the leader says that the stream has every sequence, too. Otherwise
 the read asks again, because the next responder may be a replica. If a mirror is near, no replica ever answers. Then the
-leader is asked for each row.
+leader is asked for each row, and each request asks for no more rows than the leader is asked for at once.
 """
 
 from __future__ import annotations
@@ -406,6 +406,9 @@ class RangeRead(_Read):
                 self._missing(seq, now)
             return
         self._held = False
+        if found[0] is None or found[0] > rows.seqs[-1]:
+            self._skip_removed(rows, found[0])
+            return
         pairs = list(zip(rows.seqs, found, strict=True))
         missing = next((at_leader for seq, at_leader in pairs if at_leader is not None and at_leader < seq), None)
         if missing is not None:
@@ -414,6 +417,19 @@ class RangeRead(_Read):
             self._mirror = ""
             self._happen(Input.PROVED)
         self._remove_rows({seq for seq, at_leader in pairs if at_leader != seq})
+
+    def _skip_removed(self, rows: Block, following: int | None) -> None:
+        """Drop a mirror's rows, all of which the stream has removed, and continue at the leader's next message."""
+        assert self._range is not None
+        self._mirror, self._give_up_at = "", None
+        self._go_back(rows.seqs[0])
+        if following is None:
+            self._range.end_here()
+            self._happen(Input.COMPLETE, why=f"the leader has nothing after sequence {self._before}")
+            return
+        self._range.skip_to(following)
+        self._before = following - 1
+        self._happen(Input.PROVED, why=f"the leader has nothing before sequence {following}")
 
     def _remove_rows(self, seqs: set[int]) -> None:
         """Leave out a mirror's rows that the stream has removed."""
@@ -512,11 +528,11 @@ class RangeRead(_Read):
         elif decoder.end is not None:
             self._silent = False
             if self._own_only and decoder.responder not in ("", self._stream):
-                self._plan.retry()
-                self._drop_replies()
-                self._behind(now, f"only mirror {decoder.responder!r} answers, which may hold other messages")
-            else:
-                self._finish(sent, decoder.end, now)
+                self._distrust(decoder.responder, now)
+                return
+            if self._own_only and decoder.responder:
+                self._mirror_answers = 0
+            self._finish(sent, decoder.end, now)
 
     def _finish(self, sent: SentRequest, end: EndOfBatch, now: float) -> None:
         plan = self._plan
@@ -535,6 +551,17 @@ class RangeRead(_Read):
         if isinstance(plan, MultiLast) and plan.behind:
             self._behind(now)
 
+    def _distrust(self, mirror: str, now: float) -> None:
+        """Drop a mirror's answer to a `MultiLast`, and pause if no replica seems to be near."""
+        self._plan.retry()
+        self._drop_replies()
+        self._mirror_answers += 1
+        if self._mirror_answers > MAX_MIRROR_ANSWERS:
+            self._behind(now, f"only mirror {mirror!r} answers, which may hold other messages")
+        else:
+            self._retried = self._silent = False
+            self._happen(Input.MIRROR, why=f"mirror {mirror!r} answers")
+
     def _behind(self, now: float, why: str = "") -> None:
         """Pause, because another responder may have what this one lacks."""
         assert isinstance(self._plan, MultiLast)
@@ -547,14 +574,18 @@ class RangeRead(_Read):
         self._happen(Input.BEHIND, RequestTimeoutError(text), why, give_up=self._patience_ends(now))
 
     def _check_responder(self, rows: Block) -> None:
-        """Drop a mirror's rows, or hold back the first ones to compare them with the leader's, unless they prove themselves."""
+        """Drop a mirror's rows, or hold back the first ones for the leader's answer, unless they prove themselves."""
+        assert self._range is not None
         if rows.stream == self._stream:
-            self._mirror_answers = 0
+            self._mirror_answers, self._range.most = 0, None
             return
         first = max(self._before + 1, self._whole.start)
         if rows.seqs[0] == first and rows.seqs[-1] in self._whole and rows.seqs[-1] - first + 1 == len(rows):
+            self._range.most = None
             return
         self._mirror_answers += 1
+        if self._mirror_answers >= MAX_MIRROR_ANSWERS:
+            self._range.most = MAX_LEADER_REQUESTS  # the rest of a longer reply would be dropped
         why = f"mirror {rows.stream!r} answers"
         if self._mirror_answers <= MAX_MIRROR_ANSWERS:
             self._go_back(rows.seqs[0])

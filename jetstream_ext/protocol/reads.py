@@ -170,6 +170,7 @@ class RangePlan(Plan):
         self.subject = subject
         self.start_time: datetime | None = start_time
         self.up_to_seq = up_to_seq
+        self.most: int | None = None  # messages per request, one request at a time; None: no limit
         self._origin = (seq - 1, start_time)
 
     @property
@@ -195,6 +196,16 @@ class RangePlan(Plan):
     def leave_out(self, rows: int) -> None:
         """Note that so many of the accepted rows do not count after all."""
 
+    def skip_to(self, seq: int) -> None:
+        """Continue at `seq`, because the range has no message between `position` and it."""
+        self.position, self.start_time = seq - 1, None
+
+    def end_here(self) -> None:
+        """End the read, because the range has no message behind `position`."""
+        self.in_flight.clear()
+        last = self.position if self.position > self._origin[0] else 0
+        self._finish_early(EndOfBatch(0, last, found=last > 0))
+
 
 class OneReply(RangePlan):
     """The plan of one request, which one reply answers.
@@ -217,11 +228,16 @@ class OneReply(RangePlan):
         if self.done or self.in_flight:
             return None
         request = self._request
-        if self._rows and request.batch is not None:
+        if request.batch is None:
+            return self._send(request)
+        if self.position > self._origin[0]:
             request = replace(request, seq=self.position + 1, start_time=None, batch=request.batch - self._rows)
-        return self._send(request)
+        if self.most is None or (request.batch or 0) <= self.most:
+            return self._send(request)
+        return self._send(replace(request, batch=self.most), count=self.most)
 
     def accept(self, sent: SentRequest, block: Block, size: int, pending: int) -> Block:
+        sent.rows += len(block)
         self._rows += len(block)
         self.position: int = block.seqs[-1]
         self._pending = pending
@@ -240,6 +256,8 @@ class OneReply(RangePlan):
 
     def finish(self, sent: SentRequest, end: EndOfBatch) -> None:
         self.in_flight.clear()
+        if sent.count and sent.rows == sent.count and end.num_pending:
+            return  # `most` ended the reply, and not the caller's limits
         if not end.found:  # a retry that found nothing more still ends where the rows before it ended
             end = replace(end, last_seq=self._last, found=self._rows > 0)
         elif self._request.multi_last is not None and self._rows:
@@ -497,7 +515,7 @@ class Scan(RangePlan):
         return False
 
     def next_request(self) -> SentRequest | None:
-        if self.done or self._reached or len(self.in_flight) >= self._prefetch:
+        if self.done or self._reached or len(self.in_flight) >= (self._prefetch if self.most is None else 1):
             return None
         if not self.in_flight:
             return self._request_from(self.position + 1)
@@ -509,7 +527,7 @@ class Scan(RangePlan):
         return self._request_from(start)
 
     def _request_from(self, start: int) -> SentRequest:
-        count = self._batch
+        count = self._batch if self.most is None else min(self._batch, self.most)
         if self.up_to_seq is not None:
             count = max(1, min(count, self.up_to_seq - start + 1))
         by_time = self.start_time  # None once the first row has arrived

@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from jetstream_ext import errors
 from jetstream_ext.protocol.direct import EndOfBatch, Request
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.range_read import (
+    MAX_MIRROR_ANSWERS,
     Action,
     AwaitConnection,
     Deliver,
@@ -386,6 +388,17 @@ class TestOneReplica:
             world.stream, [mirror], MultiLast(Request(multi_last=(">",)), proved=True), random.Random(1), prove_to=1
         )
         assert "mirror 'M'" in str(world.act())
+
+    def test_proved_asks_again_without_a_pause_after_a_mirror_s_answer(self, file: bool) -> None:
+        world = one("abca", Request(multi_last=(">",)), file=file, proved=True)
+        mirror = Replica(world.stream, 4, file, name="M")
+        world.replicas.append(mirror)
+        answers: list[Replica] = [*[mirror] * MAX_MIRROR_ANSWERS, world.replicas[0]]
+        world.rng = mock.Mock(
+            random=lambda: 1.0, choice=lambda some: answers.pop(0) if some is world.replicas else some[-1]
+        )
+        assert world.act() is None
+        assert (world.now, answers) == (0.0, [])
 
 
 @given(seed=st.integers(0, 1 << 40), proved=st.booleans(), loss=st.sampled_from([0.0, 0.0, 0.05]))

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetstream_ext import errors
-from jetstream_ext.protocol import reads
+from jetstream_ext.protocol import range_read, reads
 from jetstream_ext.protocol.direct import Request
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.range_read import (
@@ -609,12 +609,42 @@ class TestProof:
     def test_a_read_goes_on_behind_rows_that_the_stream_has_removed(self) -> None:
         script = Script(scan(9), prove_to=9)
         script.answer_by_mirror(reply([2, 3], stream="M"))
-        assert isinstance(script.leader(9, 9), AskLeader), "for what the replies lack"
-        script.leader(9)
-        script.expire()
-        script.reconnect()
+        assert isinstance(script.leader(9, 9), Wait), "at the leader's next message, without a pause"
+        assert script.sent[-1].request.seq == 9
         assert script.answer(reply([9])) == Done()
         assert script.delivered == [9]
+
+    def test_a_read_ends_if_the_leader_has_nothing_instead_of_the_rows_of_a_mirror(self) -> None:
+        script = Script(scan(200, batch=100), prove_to=200)
+        script.answer_by_mirror(reply(range(1, 101), 100, stream="M"))
+        assert script.leader(*[None] * MAX_LEADER_REQUESTS) == Done()
+        assert script.plan.end is not None
+        assert (script.delivered, script.plan.end.last_seq, script.plan.end.num_pending) == ([], 0, 0)
+
+    def test_a_next_message_of_the_leader_beyond_the_range_ends_the_read(self) -> None:
+        script = Script(scan(9), prove_to=9)
+        script.answer_by_mirror(reply([2, 3], stream="M"))
+        script.leader(20, 20)
+        assert script.answer(reply([20], stream="M")) == Done()
+        assert script.delivered == []
+
+    def test_a_request_asks_for_no_more_than_the_leader_is_asked_for_if_only_mirrors_answer(self) -> None:
+        script = Script(scan(2000, batch=1000, prefetch=4), prove_to=2000)
+        script.answer_by_mirror(reply(range(1, MAX_LEADER_REQUESTS + 1), 2000 - MAX_LEADER_REQUESTS, stream="M"))
+        assert script.sent[0].request.batch == 1000
+        assert script.sent[MAX_MIRROR_ANSWERS].request.batch == MAX_LEADER_REQUESTS
+        script.leader(*range(1, MAX_LEADER_REQUESTS + 1))
+        assert script.sent[-1].request.batch == MAX_LEADER_REQUESTS
+        assert len(script.plan.in_flight) == 1
+
+    @pytest.mark.parametrize("responder", ["S", "M"], ids=["replica", "mirror that proves itself"])
+    def test_requests_grow_again_if_an_answer_needs_no_proof(self, responder: str) -> None:
+        script = Script(scan(200, batch=1000), prove_to=200, whole=range(3, 201))
+        script.answer_by_mirror(reply([1, 2], 198, stream="M"))
+        script.leader(1, 2)
+        script.answer(reply(range(3, 3 + MAX_LEADER_REQUESTS), 200 - 2 - MAX_LEADER_REQUESTS, stream=responder))
+        assert script.delivered[-1] == 2 + MAX_LEADER_REQUESTS
+        assert script.sent[-1].request.batch == 200 - 2 - MAX_LEADER_REQUESTS
 
     def test_a_mirror_of_a_stream_that_has_every_sequence_is_believed(self) -> None:
         script = Script(scan(6, batch=2), prove_to=6, whole=range(3, 7))
@@ -738,6 +768,35 @@ class TestProvedBatch:
         script = self.script(batch, 9)
         assert script.answer(reply(seqs, pending)) == Done()
         assert script.delivered == seqs
+
+    @pytest.mark.parametrize("limit", [100, 1000])
+    def test_a_batch_beside_a_near_mirror_is_read_with_short_requests(self, limit: int) -> None:
+        script, count, most = self.script(limit, 150), min(limit, 150), MAX_LEADER_REQUESTS
+        script.answer_by_mirror(reply(range(1, most + 1), 150 - most, stream="M"))
+        script.leader(*range(1, most + 1))
+        while (first := len(script.delivered) + 1) <= count:
+            request = script.sent[-1].request
+            assert (request.seq, request.batch) == (first, min(most, limit - first + 1))
+            rows = range(first, min(first + most, count + 1))
+            script.answer(reply(rows, 150 - rows[-1], stream="M"))
+            script.leader(*rows)
+        assert script.act() == Done()
+        assert script.delivered == list(range(1, count + 1))
+
+    def test_a_short_request_whose_reply_max_bytes_cuts_ends_the_batch(self) -> None:
+        script = self.script(1000, 150)
+        script.answer_by_mirror(reply(range(1, 11), 140, stream="M"))
+        assert script.leader(*range(1, 11)) == Done()
+        assert script.delivered == list(range(1, 11))
+
+    def test_a_batch_goes_on_behind_rows_that_the_stream_has_removed(self) -> None:
+        script = self.script(5, 40)
+        script.answer_by_mirror(reply([1, 2, 3, 4, 5], 35, stream="M"))
+        script.leader(30, 30, 30, 30, 30)
+        assert (script.sent[-1].request.seq, script.sent[-1].request.batch) == (30, 5)
+        script.answer(reply([30, 40], stream="M"))
+        assert script.leader(30, 40) == Done()
+        assert script.delivered == [30, 40]
 
     def test_rows_of_a_mirror_behind_a_missing_message_do_not_count(self) -> None:
         script = self.script(4, 4)
@@ -983,3 +1042,10 @@ class World:
 @settings(max_examples=400, deadline=None)
 def test_a_read_never_reports_a_gap_as_success_and_always_ends(seed: int, proved: bool, limited: bool) -> None:
     World(seed, proved=proved, limited=limited).check()
+
+
+@given(seed=st.integers(0, 1 << 40), limited=st.booleans(), most=st.sampled_from([1, 2, 5]))
+@settings(max_examples=400, deadline=None)
+def test_a_read_beside_a_near_mirror_reports_no_gap_as_success(seed: int, limited: bool, most: int) -> None:
+    with mock.patch.multiple(range_read, MAX_MIRROR_ANSWERS=1, MAX_LEADER_REQUESTS=most):
+        World(seed, proved=True, limited=limited).check()

@@ -139,8 +139,9 @@ async def test_no_verified_read_passes_over_messages_with_large_sequences(js_of_
         with pytest.raises(StreamConfigMismatchError, match=r"2\*\*62") as caught:
             await read()
         assert caught.value.diff == {"storage": ("memory", "file")}, name
-    below = await direct.scan(confirm=True, up_to_seq=(1 << 62) - 1).to_list()
-    assert [message.data for message in below] == [b"0"], "what is below can be read"
+    for options in ({"confirm": True}, {"min_seq": last}, {"confirm": True, "min_seq": last}):
+        below = await direct.scan(up_to_seq=(1 << 62) - 1, **options).to_list()
+        assert [message.data for message in below] == [b"0"], "what is below can be read"
 
 
 async def test_memory_storage_has_no_largest_sequence(js_of_version: JetStreamContext) -> None:
