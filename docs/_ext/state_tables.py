@@ -323,9 +323,12 @@ def arrived(frames: list[Any], now: float = 0.0) -> Event:
     return event
 
 
+TIME_NS = 1_767_225_600_000_000_000  # as in `messages`
+
+
 def leader_found(seq: int | None, now: float = 0.0) -> Event:
     def event(machine: RangeRead) -> None:
-        machine.leader_answered([seq], now)
+        machine.leader_answered([None if seq is None else range_read.Found(seq, TIME_NS)], now)
         carried_out(machine, now)
 
     return event

@@ -31,7 +31,15 @@ from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, StoredMsg, not_found
 from jetstream_ext.protocol.feature_table import START_TIME_LEVEL
 from jetstream_ext.protocol.frames import Frame
-from jetstream_ext.protocol.range_read import MAX_LEADER_REQUESTS, Action, RangeRead, SingleRead, State, no_answer
+from jetstream_ext.protocol.range_read import (
+    MAX_LEADER_REQUESTS,
+    Action,
+    Found,
+    RangeRead,
+    SingleRead,
+    State,
+    no_answer,
+)
 from jetstream_ext.protocol.reads import NEWEST, Link, MultiLast, OneReply, Plan, RangePlan, Scan, SentRequest
 
 
@@ -153,9 +161,9 @@ async def read_blocks(
     async def at_leader(request: Request) -> StoredMsg | None:
         return await get_at_leader(context, stream, request.body(), timeout)
 
-    async def ask_leader(request: Request) -> int | None:
+    async def ask_leader(request: Request) -> Found | None:
         found = await Retry(timeout).call(lambda: at_leader(request))
-        return None if found is None else found.seq
+        return None if found is None else Found(found.seq, found.time_ns)
 
     def receive(sent: SentRequest, frames: list[Frame]) -> None:
         machine.receive(sent, frames, loop.time())

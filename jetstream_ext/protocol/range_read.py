@@ -5,10 +5,12 @@ each event in each state. The caller loops over `RangeRead.next_action`, does wh
 
 A replica of the stream has its messages in order and without gaps of its own, but it may lag. So only the end of the
 range needs a proof. A mirror that answers under the stream's name (``mirror_direct``) can lack any message, because it
-has limits of its own, perhaps a filter, perhaps a start in the middle, and it keeps what the stream has removed. Its rows
-prove themselves only if they have every sequence and the leader says that the stream has every sequence, too. Otherwise
-the read asks again, because the next responder may be a replica. If a mirror is near, no replica ever answers. Then the
-leader is asked for each row, and each request asks for no more rows than the leader is asked for at once.
+has limits of its own, perhaps a filter, perhaps a start in the middle. It keeps what the stream has removed, and even the
+messages of an earlier stream of the same name, whose sequences are lower than those that it copied later. Its rows count
+if they have every sequence, the leader says that the stream has every sequence, too, and the leader has the same message
+as their first. Otherwise the read asks again, because the next responder may be a replica. If a mirror is near, no replica
+ever answers. Then the leader is asked for each row, and each request asks for no more rows than the leader is asked for
+at once.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from jetstream_ext.errors import (
     DirectGetDisabledError,
@@ -112,9 +114,16 @@ class DropReply:
     sent: SentRequest
 
 
+class Found(NamedTuple):
+    """A message at the leader: another stream of the same name has another one at the same sequence."""
+
+    seq: int
+    time_ns: int
+
+
 @dataclass(frozen=True, slots=True)
 class AskLeader:
-    """Ask the stream's leader for each of these messages; hand the sequences found to `leader_answered`."""
+    """Ask the stream's leader for each of these messages; hand what it has to `leader_answered`."""
 
     requests: tuple[Request, ...]
 
@@ -284,7 +293,8 @@ class RangeRead(_Read):
         self._replies: dict[SentRequest, _Reply] = {}
         self._dropped: list[SentRequest] = []
         self._rows: Block | None = None
-        self._held = False  # `_rows` are a mirror's, and wait for the leader's answer
+        self._held = 0  # how many of `_rows`, which are a mirror's, the leader is asked for before they are delivered
+        self._known_mirrors: set[str] = set()  # those that had a message of this stream
         self._give_up_at: float | None = None
         self._answered = self._retried = self._silent = False
         self._late: tuple[SentRequest, ...] = ()  # requests in flight before the oldest, which is silent, was repeated
@@ -319,7 +329,7 @@ class RangeRead(_Read):
                 assert self._range is not None
                 behind = [self._before]
                 if self._held and self._rows is not None:
-                    behind += self._rows.seqs[:-1]
+                    behind += self._rows.seqs[: self._held - 1]
                 return AskLeader(tuple(map(self._range.request_after, behind)))
             if self._rows is not None and not self._held:
                 rows, self._rows = self._rows, None
@@ -395,28 +405,34 @@ class RangeRead(_Read):
             self._late = late
             _log.debug("stream %r: no answer for %.4g s, asking once more", self._stream, self._timeout / 2)
 
-    def leader_answered(self, found: Sequence[int | None], now: float) -> None:
-        """Take the sequences that the leader found for the requests of `AskLeader`; None is no message."""
+    def leader_answered(self, found: Sequence[Found | None], now: float) -> None:
+        """Take what the leader found for the requests of `AskLeader`; None is no message."""
         rows = self._rows
         if not self._held or rows is None:
-            (seq,) = found
-            if seq is None or seq > self._prove_to:
+            (later,) = found
+            if later is None or later.seq > self._prove_to:
                 self._happen(Input.COMPLETE, why=f"the leader has nothing after sequence {self._before}")
             else:
-                self._missing(seq, now)
+                self._missing(later.seq, now)
             return
-        self._held = False
-        if found[0] is None or found[0] > rows.seqs[-1]:
-            self._skip_removed(rows, found[0])
+        asked, self._held = self._held, 0
+        if found[0] is None or found[0].seq > rows.seqs[-1]:
+            self._skip_removed(rows, None if found[0] is None else found[0].seq)
             return
-        pairs = list(zip(rows.seqs, found, strict=True))
-        missing = next((at_leader for seq, at_leader in pairs if at_leader is not None and at_leader < seq), None)
-        if missing is not None:
-            self._missing(missing, now)
-        else:
+        delivered = [Found(rows.seqs[index], rows.message(index).time_ns) for index in range(asked)]
+        missing = next(
+            (it.seq for it, own in zip(found, delivered, strict=True) if it and it.seq <= own.seq and it != own), 0
+        )
+        if not missing:
+            self._known_mirrors.add(rows.stream)
             self._mirror = ""
             self._happen(Input.PROVED)
-        self._remove_rows({seq for seq, at_leader in pairs if at_leader != seq})
+        elif asked < len(rows):
+            self._mirror_answers += 1  # perhaps of an earlier stream
+            self._missing(missing, now)
+        else:
+            self._missing(missing, now)
+        self._remove_rows({own.seq for it, own in zip(found, delivered, strict=True) if it != own})
 
     def _skip_removed(self, rows: Block, following: int | None) -> None:
         """Drop a mirror's rows, all of which the stream has removed, and continue at the leader's next message."""
@@ -580,20 +596,23 @@ class RangeRead(_Read):
             self._mirror_answers, self._range.most = 0, None
             return
         first = max(self._before + 1, self._whole.start)
+        why = f"mirror {rows.stream!r} answers"
         if rows.seqs[0] == first and rows.seqs[-1] in self._whole and rows.seqs[-1] - first + 1 == len(rows):
             self._range.most = None
+            if rows.stream not in self._known_mirrors:
+                self._held, self._mirror = 1, f" ({why})"
+                self._happen(Input.UNPROVED, why=why)
             return
         self._mirror_answers += 1
         if self._mirror_answers >= MAX_MIRROR_ANSWERS:
             self._range.most = MAX_LEADER_REQUESTS  # the rest of a longer reply would be dropped
-        why = f"mirror {rows.stream!r} answers"
         if self._mirror_answers <= MAX_MIRROR_ANSWERS:
             self._go_back(rows.seqs[0])
             self._happen(Input.MIRROR, why=why)
             return
-        self._held, self._mirror = True, f" ({why})"
         if len(rows) > MAX_LEADER_REQUESTS:
             self._go_back(rows.seqs[MAX_LEADER_REQUESTS])
+        self._held, self._mirror = len(rows), f" ({why})"
         self._happen(Input.UNPROVED, why=why)
 
     def _missing(self, seq: int, now: float) -> None:

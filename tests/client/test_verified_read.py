@@ -14,6 +14,7 @@ from jetstream_ext.client import direct_reader
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import read_blocks
 from jetstream_ext.errors import RequestTimeoutError, StreamRecreatedError
+from jetstream_ext.log import LogReader
 from jetstream_ext.protocol.reads import Scan
 
 
@@ -158,3 +159,23 @@ async def test_a_stream_that_was_created_again_during_the_read_is_an_error(
     with pytest.raises(StreamRecreatedError):
         seen += [message async for message in read_]
     assert seen
+
+
+async def test_a_mirror_of_an_earlier_stream_adds_no_message(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    origin, name = stream_name(), stream_name()
+    config = StreamConfig(name=origin, subjects=[origin], allow_direct=True)
+    await js.add_stream(config)
+    for _ in range(20):
+        await js.publish(origin, b"earlier")
+    await js.add_stream(name=name, mirror=StreamSource(name=origin), mirror_direct=True, allow_direct=True)
+    while (await js.stream_info(name)).state.messages < 20:
+        pass
+    await js.delete_stream(origin)
+    await js.add_stream(config)
+    for _ in range(20):
+        await js.publish(origin, b"new")
+    for _ in range(20):
+        assert {message.data async for message in DirectGet(js, origin).scan(confirm=True)} == {b"new"}
+        assert {message.data async for message in LogReader(js, origin)} == {b"new"}

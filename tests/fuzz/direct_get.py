@@ -18,6 +18,7 @@ with atheris.instrument_imports(include=["jetstream_ext"]):
         Deliver,
         Done,
         FindNewest,
+        Found,
         RangeRead,
         SendRequest,
         Wait,
@@ -93,7 +94,8 @@ def one_input(raw: bytes) -> None:
                 case Deliver(block):
                     last = look_at(block.messages())
                 case AskLeader(requests):
-                    machine.leader_answered([data.ConsumeIntInRange(0, 60) or None for _ in requests], now)
+                    seqs = [data.ConsumeIntInRange(0, 60) for _ in requests]
+                    machine.leader_answered([Found(seq, seq) if seq else None for seq in seqs], now)
                 case FindNewest(seq):
                     newest = min(seq, data.ConsumeIntInRange(0, 60))
                     machine.newest_found((newest, "a.b") if newest else None, data.ConsumeIntInRange(newest, 60), now)

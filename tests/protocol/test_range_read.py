@@ -27,6 +27,7 @@ from jetstream_ext.protocol.range_read import (
     Deliver,
     Done,
     DropReply,
+    Found,
     Input,
     RangeRead,
     SendRequest,
@@ -40,10 +41,14 @@ TIMEOUT, PAUSE = 5.0, 0.05
 DOCUMENTED = (errors.RequestTimeoutError, errors.MessagesLostError, errors.DirectGetDisabledError)
 
 
+TIME_NS = 1_763_673_811_200_000_000
+"""When every message was stored, except those of an earlier stream."""
+
+
 def row(seq: int, last: int, pending: int, stream: str = "S") -> Frame:
     block = (
         f"NATS/1.0\r\nNats-Stream: {stream}\r\nNats-Subject: a\r\nNats-Sequence: {seq}\r\n"
-        f"Nats-Time-Stamp: 2026-11-20T21:23:31.2Z\r\nNats-Num-Pending: {pending}\r\nNats-Last-Sequence: {last}\r\n\r\n"
+        f"Nats-Time-Stamp: {'2025-11-20' if stream != 'EARLIER' else '2024-01-01'}T21:23:31.2Z\r\nNats-Num-Pending: {pending}\r\nNats-Last-Sequence: {last}\r\n\r\n"
     ).encode()
     return b"_INBOX.x", block, len(block)
 
@@ -117,7 +122,7 @@ class Script:
     def leader(self, *found: int | None) -> Action:
         action = self.act()
         assert isinstance(action, AskLeader)
-        self.machine.leader_answered(found, self.now)
+        self.machine.leader_answered([None if seq is None else Found(seq, TIME_NS) for seq in found], self.now)
         return self.act()
 
 
@@ -648,9 +653,32 @@ class TestProof:
 
     def test_a_mirror_of_a_stream_that_has_every_sequence_is_believed(self) -> None:
         script = Script(scan(6, batch=2), prove_to=6, whole=range(3, 7))
-        script.answer(reply([3, 4], 2, stream="M"))
-        assert script.delivered == [3, 4]
-        assert script.answer(reply([5, 6], stream="M")) == Done()
+        assert script.answer(reply([3, 4], 2, stream="M")) == AskLeader((Request(seq=1, next_by_subj=">"),))
+        assert script.delivered == []
+        script.leader(3)
+        assert script.delivered == [3, 4], "it has the first message"
+        assert script.answer(reply([5, 6], stream="M")) == Done(), "and so the later ones"
+
+    def test_a_mirror_of_an_earlier_stream_is_not_believed(self) -> None:
+        script = Script(scan(4, batch=2), prove_to=4, whole=range(1, 5))
+        script.answer(reply([1, 2], 2, stream="EARLIER"))
+        script.leader(1)
+        assert script.delivered == []
+        script.expire()
+        script.reconnect()
+        script.answer(reply([1, 2], 2))
+        assert script.answer(reply([3, 4])) == Done()
+        assert script.delivered == [1, 2, 3, 4]
+
+    def test_rows_of_an_earlier_stream_do_not_count(self) -> None:
+        script = Script(scan(3), prove_to=3)
+        script.answer_by_mirror(reply([1, 3], stream="EARLIER"))
+        script.leader(1, 3)
+        assert script.delivered == []
+        script.expire()
+        script.reconnect()
+        assert script.answer(reply([1, 3])) == Done()
+        assert script.delivered == [1, 3]
 
     @pytest.mark.parametrize("seqs", [[3, 5], [4, 5], [2, 3, 4], [3, 4, 5, 6, 7]])
     def test_a_mirror_without_every_sequence_or_beyond_them_is_asked_again(self, seqs: list[int]) -> None:
@@ -897,7 +925,8 @@ class Cluster:
             some = rng.choice([0.0, 0.3, 0.9, 1.0])
             more = rng.choice([0.0, 0.1])  # what the stream has removed
             part = {seq for seq in range(1, last + 1) if rng.random() < (some if seq in held else more)}
-            cluster.responders.append(Responder(f"M{number}", part, rng.choice([last, rng.randint(0, last)])))
+            name = rng.choice([f"M{number}", f"M{number}", "EARLIER"])
+            cluster.responders.append(Responder(name, part, rng.choice([last, rng.randint(0, last)])))
         for responder in cluster.responders:
             responder.stuck, responder.room = rng.random() < 0.2, rng.choice([2, 5, 1 << 20])
         return cluster
@@ -973,11 +1002,13 @@ class World:
                     self.open.pop(sent, None)
                 case AskLeader(requests):
                     assert len(requests) <= MAX_LEADER_REQUESTS
-                    self.machine.leader_answered([self.leader(request) for request in requests], self.now)
+                    found = [self.leader(request) for request in requests]
+                    self.machine.leader_answered([seq and Found(seq, TIME_NS) for seq in found], self.now)
                 case AwaitConnection():
                     self.machine.connected()
                 case Deliver(block):
                     assert len(block) == len(block.bodies) == len(block.header_sizes) > 0
+                    assert self.prove_to is None or block.stream != "EARLIER", "a message of an earlier stream"
                     self.delivered += block.seqs
                 case Done(error):
                     return error
