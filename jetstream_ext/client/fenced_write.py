@@ -213,7 +213,8 @@ class FencedWriter:
             return
         raise StreamRecreatedError(
             f"{self.name}: stream {self.stream!r} was deleted and created again, because its message {self.fence} is not the "
-            f"record on {self.subject!r} that this writer follows; nothing of this store is there; read the newest record to continue",
+            f"record on {self.subject!r} that was stored or read last; nothing of this commit is stored; start again to continue in "
+            "the new stream",
             stream=self.stream,
         ) from cause
 

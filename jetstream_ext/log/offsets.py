@@ -26,7 +26,7 @@ from jetstream_ext.kv.entries import check_key, operation
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.options import check_int, check_seconds, check_sequence, rfc3339
-from jetstream_ext.protocol.subjects import check_name
+from jetstream_ext.protocol.subjects import check_name, overlap
 
 _VERSION: Final = 1
 
@@ -171,7 +171,9 @@ class PositionedReader(Protocol):
 
     name: str | None
     stream: str
+    subject: str | None
     tail: bool
+    context: JetStreamContext
 
     @property
     def created(self) -> str | None: ...
@@ -179,6 +181,11 @@ class PositionedReader(Protocol):
     def position(self) -> int | None: ...
     async def open(self) -> int: ...
     async def read(self, max_messages: int = ..., timeout: float | None = ...) -> list[StoredMsg]: ...
+
+
+def matches(reader: PositionedReader, subject: str) -> bool:
+    """Return whether a reader returns messages on `subject`, which may be a filter."""
+    return reader.subject is None or overlap(reader.subject, subject)
 
 
 class OffsetStore:
@@ -286,7 +293,8 @@ class OffsetStore:
             FencedError: Another reader has committed under the name since this object fetched it, or a position exists
                 that this object has not fetched. Nothing is stored. `fetch` takes the name over.
             StreamRecreatedError: The bucket was deleted and created again since. The position is not stored.
-            ValueError: The reader has no name, or the position is out of range.
+            ValueError: The reader has no name, the position is out of range, or the reader would return the stored position as
+                its next message: it reads the bucket's stream, and its filter matches the key. Nothing is stored.
             nats.js.errors.InvalidKeyError, nats.js.errors.BucketNotFoundError: As for `fetch`.
             RequestTimeoutError, nats.js.errors.ServiceUnavailableError: No answer for longer than `patience`; the next
                 commit or `fetch` finds out whether the position was stored.
@@ -294,6 +302,7 @@ class OffsetStore:
         Cancellation: The position may have been stored; the next commit finds out.
         """
         name = _name_of(reader, name)
+        self._check_excluded(reader, name)
         here = await reader.open()
         seq = check_sequence(here if position is None else position, "position")
         offset = StoredOffset(name, reader.stream, reader.created or "", seq, writer=self._id)
@@ -348,7 +357,8 @@ class OffsetStore:
                 longer is not interrupted: the commit follows when it asks for the next message.
 
         Raises:
-            ValueError, TypeError: `every` or `seconds` is out of range, or the reader has no name.
+            ValueError, TypeError: `every` or `seconds` is out of range, or the reader has no name. When the block is entered:
+                the reader would return its own positions (see `commit`).
         """
         return Committing(self, reader, _name_of(reader, name), every, seconds)
 
@@ -366,6 +376,17 @@ class OffsetStore:
                 checked=True,
             )
         return writer
+
+    def _check_excluded(self, reader: PositionedReader, name: str) -> None:
+        """Raise ValueError if the reader would return its own stored position."""
+        bucket = Bucket(open_bucket(self.context, self.bucket), self._timeout)
+        subject, same_api = bucket.subject(name), Context(reader.context).prefix == self._context.prefix
+        if same_api and reader.stream == bucket.stream and matches(reader, subject):
+            raise ValueError(
+                f"reader {name!r}: nothing was stored, because its stream {reader.stream!r} is the stream of bucket "
+                f"{self.bucket!r}, so the reader would return each of its positions (on {subject!r}), and each would lead to "
+                "another one; give the reader a filter (subject=) that does not match this subject, or use another bucket"
+            )
 
     async def _state(self) -> StreamState:
         return await (await self._open()).state(direct=False)

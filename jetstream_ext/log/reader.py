@@ -18,6 +18,7 @@ from nats.js.api import Header
 
 from jetstream_ext.client.api import (
     bisect_time,
+    check_same_stream,
     first_since,
     get_at_leader,
     newest_up_to,
@@ -96,7 +97,8 @@ class LogReader:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
         stream: The stream's name.
         start: `First()`, `Seq(n)`, `Time(t)`, `Last()`, `New()` or `Stored(name)`. With `First()`, what is removed before
-            the first message that the reader returns is no loss; from that message on, every gap is looked at.
+            the reader returns its first message, or has found that none matches so far, is no loss; what is removed after
+            that is one.
         subject: Read only what matches this filter (wildcards allowed); None is everything.
         tail: At the end of the stream, ``async for`` waits for more instead of ending. The reader asks the leader again
             after 5 ms, then after twice as long each time, up to `poll`.
@@ -112,8 +114,9 @@ class LogReader:
         confirm: Have the leader verify what is read. False trusts the replica or mirror that answers and asks no leader:
             for many readers of one stream, and for reading a mirror or replica while the leader is away. The end of the
             stream is then where the responder's is. Messages that the responder lacks or that were removed are skipped
-            without an error, and a recreated stream is not noticed. `on_lost` has no effect. `Stored` still asks the leader
-            of the bucket of `offsets`.
+            without an error, and so is everything from sequence 2**62 on with file storage, where servers find no
+            messages. A recreated stream is not noticed. `on_lost` has no effect. `Stored` still asks the leader of the
+            bucket of `offsets`.
 
     Attributes:
         context: The JetStream context.
@@ -131,7 +134,9 @@ class LogReader:
             another stream.
         PositionLostError: While reading: see `on_lost`; also if the stream ends before the position. The position
             stays; `seek` to the error's ``got`` continues after the loss.
-        StreamRecreatedError: While reading: the stream was deleted and created again since the reader began.
+        StreamRecreatedError: While reading: the stream was deleted and created again since the reader began, or since the
+            position was stored. It counts as created again if its creation time has changed and the first and last messages
+            that the reader last knew of are gone. For a stored position, the creation time decides alone.
         StreamConfigMismatchError: While reading: the stream's retention is not ``limits``, so that consumers delete
             messages (no error with ``on_lost="skip"``); or it has file storage and has reached sequence 2**62, from which on
             servers find no messages.
@@ -175,6 +180,7 @@ class LogReader:
         self._direct = DirectGet(js, stream, timeout=timeout)
         self._span = _GROUP
         self._created: str | None = None
+        self._seen: StreamState | None = None  # the last one; the next must be of the same stream
         self._checked = False  # the leader has said that the stream can be read
         self.context: JetStreamContext = js
         self.stream: str = stream
@@ -226,7 +232,7 @@ class LogReader:
     def _start_at(self, start: Start | StoredOffset) -> None:
         self._start = start
         self._position: int | None = start.seq if isinstance(start, Seq) else None
-        # It starts at the oldest message and has none to return yet: what is removed before that one is no loss.
+        # It starts at the oldest message and has verified nothing yet: what is removed before that is no loss.
         self._at_head = False
         # A start that was later than every message when it was looked up: messages stored before it are left out.
         self._not_before: datetime | None = None
@@ -359,6 +365,7 @@ class LogReader:
             if state is None or position > state.last_seq:
                 state = await self._look_at(position)
                 if position > state.last_seq:
+                    self._at_head = False
                     self._note(state, position)
                     return False
             await self._read_group(position, state)
@@ -391,8 +398,10 @@ class LogReader:
                 rows, end = kept, missing - 1
             else:
                 self._report_loss(missing, min(state.first_seq, end + 1))
+        if rows or state.first_seq <= end + 1:
+            self._at_head = False
         if rows:
-            self._at_head, self._since = False, rows[-1].time
+            self._since = rows[-1].time
         self._note(state, end + 1)
         self._make_ready(rows, end + 1)
 
@@ -540,10 +549,9 @@ class LogReader:
                     diff={"retention": ("limits", state.retention)},
                 )
             self._checked = True
-        if self._created is None:
-            self._created = state.created
-        state.check_created(self._created)
-        self._state = state
+        if self._seen is not None:
+            await check_same_stream(self._context, self._seen, state, self._timeout)
+        self._created, self._seen, self._state = state.created, state, state
         return state
 
     async def _look_at(self, position: int) -> StreamState:

@@ -52,14 +52,14 @@ from jetstream_ext.errors import (
 )
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.log.lease import Lease, lease_key
-from jetstream_ext.log.offsets import StoredOffset, encode_position
+from jetstream_ext.log.offsets import StoredOffset, encode_position, matches
 from jetstream_ext.log.reader import LogReader
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.feature_table import ATOMIC, FENCED_BATCHES
 from jetstream_ext.protocol.options import check_int, check_message, check_seconds
-from jetstream_ext.protocol.subjects import check_name, check_subject, covers, overlap
+from jetstream_ext.protocol.subjects import check_name, check_subject, covers
 from jetstream_ext.types import NEVER, BatchMessage
 
 Outputs = BatchMessage | Iterable[BatchMessage] | AsyncIterable[BatchMessage] | None
@@ -163,14 +163,14 @@ async def exactly_once(
 
     Raises:
         FencedError: Another worker of this name was started, or has taken the lease; this one must stop, and can store
-            nothing more.
+            nothing more. Or its position was removed, for example with the output stream.
         StreamConfigMismatchError: The output stream lacks ``allow_atomic`` or a subject for the position, stores that
             under another one (``subject_transform``), or its limits can remove it: ``max_age`` (without
             ``allow_msg_ttl``), ``max_msgs`` or ``max_bytes`` (with discard ``old``), or a retention other than
             ``limits``. Raised before anything is read.
         PositionLostError, StreamRecreatedError: As for the reader: the input at the position is gone.
-        StreamRecreatedError: The output stream was deleted and created again, and holds something else at the sequence of
-            this worker's position. Nothing of that commit is stored.
+        StreamRecreatedError: Also if the answer to a commit was lost, and the output stream was deleted and created again
+            and now holds another position at the sequence of this worker's. Nothing of that commit is stored.
         BadSubjectError: An output's subject is not one of the output stream's, or is the position's.
         AtomicPublishTooLargeError: The outputs of one input (or of a group) exceed the server's batch limit.
         MessageTooLargeError: An output, or the position, is larger than the output stream's ``max_msg_size``. Nothing of that
@@ -180,10 +180,11 @@ async def exactly_once(
         RequestTimeoutError: For `patience` seconds another worker of this name stored its position before each attempt to
             take over. This worker asks it to make room; it cannot if that one's connection has an ``inbox_prefix`` that
             is not its own and does not begin with ``_INBOX``, or if it may not publish there.
-        ValueError: The reader would return the worker's own positions, without end: its stream is the output stream, or
-            mirrors it or has it as a source, and its filter does not exclude them. Raised before anything is read. (For a
-            reader with ``confirm=False`` this is not known if the leader of its stream does not answer within 2 s.) Or the
-            stored position is that of a worker on another stream, or a number is out of range.
+        ValueError: The reader would return the worker's own positions, or (with ``standby=True``) its lease, without end: its
+            stream is the output stream or that of the lease's bucket, or mirrors it or has it as a source, and its filter
+            does not exclude them. Raised before anything is read. (For a reader with ``confirm=False`` a copy is not noticed
+            if the leader of its stream does not answer within 2 s.) Or the stored position is that of a worker on another
+            stream, or a number is out of range.
         TypeError: The handler returned something else, or an argument is of another type.
         Exception: Exceptions of the handler; a transient error that lasted longer than `patience`.
 
@@ -253,10 +254,8 @@ class _Worker:
         try:
             self.inbox = inbox.subject
             if self.standby:
-                offsets = self.reader.offsets
-                await Retry(self.patience).call(offsets.create)
-                bucket = Bucket(open_bucket(offsets.context, offsets.bucket), self.timeout)
-                key = lease_key(self.stream, self.subject)
+                await Retry(self.patience).call(self.reader.offsets.create)
+                bucket, key = self._lease_key()
                 self.lease = Lease(bucket, key, holder=self.id, name=f"worker {self.name!r}", patience=self.patience)
                 await self.lease.acquire()
                 await self._prepare()  # that may have taken weeks
@@ -296,33 +295,45 @@ class _Worker:
             patience=self.patience,
             rollup=bool(config.get("allow_rollup_hdrs")) and not config.get("deny_purge"),
             msg_ttl=NEVER if state.max_age and config.get("allow_msg_ttl") else None,
-            checked=True,
         )
 
     async def _check_input(self) -> None:
-        """Raise ValueError if the reader would return the positions that this worker stores."""
-        reader = self.reader
-        if reader.stream == self.stream:
-            found, how = [self.subject], "is the output stream"
-        else:
-            found, how = await self._copied_as(), f"copies the output stream {self.stream!r}"
-        for subject in found:
-            if reader.subject is None or overlap(reader.subject, subject):
-                raise ValueError(
-                    f"worker {self.name!r}: the reader's stream {reader.stream!r} {how}, so the reader would return each position "
-                    f"of this worker (on {subject!r}), and each would lead to another one; nothing was stored; give the reader a "
-                    "filter (subject=) that does not match this subject"
+        """Raise ValueError if the reader would return the positions or the leases that this worker stores."""
+        await self._check_excluded("position", "the output stream", self.stream, self.subject)
+        if self.standby:
+            bucket, key = self._lease_key()
+            if bucket.context.prefix == self.context.prefix:
+                await self._check_excluded(
+                    "lease", "the stream of the lease's bucket", bucket.stream, bucket.subject(key)
                 )
 
-    async def _copied_as(self) -> list[str]:
-        """Return the subjects, or filters that match them, on which the input stream has copies of the positions."""
+    async def _check_excluded(self, what: str, where: str, stream: str, subject: str) -> None:
+        """Raise ValueError if the reader would return what this worker stores in a stream on a literal subject."""
+        reader = self.reader
+        own = reader.stream == stream
+        how = f"is {where}" if own else f"copies {where} {stream!r}"
+        for copy in [subject] if own else await self._copied_as(stream, subject):
+            if matches(reader, copy):
+                raise ValueError(
+                    f"worker {self.name!r}: the reader's stream {reader.stream!r} {how}, so the reader would return each {what} "
+                    f"of this worker (on {copy!r}) as an input, without end; nothing was stored; give the reader a filter "
+                    "(subject=) that does not match this subject"
+                )
+
+    async def _copied_as(self, stream: str, subject: str) -> list[str]:
+        """Return the subjects, or filters that match them, on which the input stream has copies of another one's messages."""
         reader = self.reader
         if reader.confirm:
             look = partial(stream_state, self.context, reader.stream, self.timeout)
-            return (await Retry(self.patience).call(look)).copies_of(self.stream, self.subject)
+            return (await Retry(self.patience).call(look)).copies_of(stream, subject)
         # Its leader may be away, or not to be asked.
-        known = await lookup_stream(self.context, self.subject, reader.stream, self.timeout)
-        return [] if known is None else known[0].copies_of(self.stream, self.subject)
+        known = await lookup_stream(self.context, subject, reader.stream, self.timeout)
+        return [] if known is None else known[0].copies_of(stream, subject)
+
+    def _lease_key(self) -> tuple[Bucket, str]:
+        offsets = self.reader.offsets
+        bucket = Bucket(open_bucket(offsets.context, offsets.bucket), self.timeout)
+        return bucket, lease_key(self.stream, self.subject)
 
     def _check_lease(self) -> None:
         if self.lease is not None and self.lease.lost:

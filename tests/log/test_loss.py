@@ -14,7 +14,7 @@ from nats.js.api import DiscardPolicy, RetentionPolicy, StreamConfig
 import jetstream_ext as jsx
 from jetstream_ext import errors
 from jetstream_ext.client import api, direct_reader
-from jetstream_ext.log import First, Last, LogReader, New, Seq, Time
+from jetstream_ext.log import First, Last, LogReader, New, OffsetStore, Seq, Stored, Time, exactly_once
 from jetstream_ext.log import reader as reader_module
 from jetstream_ext.protocol.reads import Scan
 from jetstream_ext.testing import NatsServer
@@ -262,22 +262,92 @@ async def test_a_gap_that_may_be_older_than_the_read_moves_the_start_behind_it(
     assert reader.position == 41
 
 
-async def test_a_reader_without_a_match_so_far_has_lost_nothing(
-    js: JetStreamContext, make_stream: Make, more: More, monkeypatch: pytest.MonkeyPatch
+async def test_a_filtered_reader_has_lost_nothing_that_was_removed_before_its_first_verified_group(
+    js: JetStreamContext, make_stream: Make, more: More, monkeypatch: pytest.MonkeyPatch, before_each_look: Any
 ) -> None:
     monkeypatch.setattr(reader_module, "_GROUP", 10)
     name = await make_stream(30)
+
+    async def overtake() -> None:
+        await more(name, 31, 60)
+        await js.purge_stream(name, seq=51)
+
+    before_each_look({2: overtake})  # the first group is gone when it is verified
     reader = LogReader(js, name, subject=f"{name}.late")
     assert await reader.read() == []
-    await more(name, 31, 60)
-    await js.purge_stream(name, seq=51)
-    await js.publish(f"{name}.late", b"61")
-    await js.publish(f"{name}.late", b"62")
-    assert await seqs(reader.read(1)) == [61]
-    reader.seek(62)
-    await js.purge_stream(name, seq=63)
-    with pytest.raises(errors.PositionLostError):
+    assert reader.position == 61
+
+
+async def test_a_filtered_reader_reports_what_is_removed_after_its_first_verified_group(
+    js: JetStreamContext, make_stream: Make, more: More
+) -> None:
+    name = await make_stream(10)
+    reader = LogReader(js, name, subject=f"{name}.late")
+    assert await reader.read() == []
+    for n in range(11, 16):
+        await js.publish(f"{name}.late", b"%d" % n)
+    await js.purge_stream(name, seq=14)
+    with pytest.raises(errors.PositionLostError) as caught:
         await reader.read()
+    assert (caught.value.expected, caught.value.got, reader.position) == (11, 14, 11)
+    reader.seek(14)
+    assert await seqs(reader.read()) == [14, 15]
+
+
+async def test_a_reader_that_found_the_stream_empty_reports_what_is_removed_afterwards(
+    js: JetStreamContext, make_stream: Make, more: More
+) -> None:
+    name = await make_stream(0)
+    reader = LogReader(js, name)
+    assert await reader.read() == []
+    await more(name, 1, 10)
+    await js.purge_stream(name, seq=6)
+    with pytest.raises(errors.PositionLostError) as caught:
+        await reader.read()
+    assert (caught.value.expected, caught.value.got) == (1, 6)
+
+
+@pytest.mark.parametrize("subject", [None, "1", "late"])
+@pytest.mark.parametrize("messages", [0, 3])
+async def test_a_reader_starts_at_the_edge_of_a_stream_whose_oldest_messages_expire_all_the_time(
+    js: JetStreamContext, make_stream: Make, more: More, before_each_look: Any, messages: int, subject: str | None
+) -> None:
+    """Before each of the reader's first requests to the leader, messages are stored, and all older ones expire."""
+    name = await make_stream(messages)
+    last = messages
+
+    async def expire() -> None:
+        nonlocal last
+        await more(name, last + 1, last + 10)
+        last += 10
+        await js.purge_stream(name, seq=last - 2)
+
+    before_each_look(dict.fromkeys(range(1, 6), expire))
+    reader = LogReader(js, name, subject=subject and f"{name}.{subject}")
+    read = await seqs(reader.read())
+    assert read == sorted(set(read))
+    assert (subject == "late") is (read == [])
+
+
+@pytest.mark.parametrize("look", [1, 2])
+async def test_a_worker_starts_at_the_edge_of_a_stream_whose_oldest_messages_expire_all_the_time(
+    js: JetStreamContext, make_stream: Make, more: More, before_each_look: Any, look: int
+) -> None:
+    """The stream is empty when the worker takes its name over, or just before."""
+    name, output = await make_stream(0), await make_stream(0)
+    last, handled = 0, list[int]()
+
+    async def expire() -> None:
+        nonlocal last
+        await more(name, last + 1, last + 10)
+        last += 10
+        await js.purge_stream(name, seq=last - 2)
+
+    before_each_look({look: expire})
+    await exactly_once(
+        LogReader(js, name), output, lambda message: handled.append(message.seq), name="w", prefix=f"{output}.at"
+    )
+    assert handled == [8, 9, 10]
 
 
 async def test_a_purge_of_the_whole_stream_during_the_first_group(
@@ -391,6 +461,38 @@ async def test_a_recreated_stream_is_detected(
         await reader.read()
     assert caught.value.expected == created != caught.value.found
     assert caught.value.stream == name
+
+
+async def test_a_stream_is_the_same_after_a_restart_that_changed_its_creation_time() -> None:
+    """nats-server 2.12.8 does so after an update of the stream's configuration."""
+    async with NatsServer(version="2.12.8") as server:
+        nc = await nats.connect(server.url, connect_timeout=10, reconnect_time_wait=0.05)
+        try:
+            js = nc.jetstream(timeout=10)
+            await js.add_stream(name="S", subjects=["S"], allow_direct=True)
+            await js.publish("S", b"1")
+            await asyncio.to_thread(server.restart)
+            async with asyncio.timeout(60):
+                while not nc.is_connected:
+                    await asyncio.sleep(0.05)
+            reader = LogReader(js, "S")
+            assert await seqs(reader.read()) == [1]
+            created = reader.created
+            await js.update_stream((await js.stream_info("S")).config.evolve(description="the same stream"))
+            await asyncio.to_thread(server.restart)
+            async with asyncio.timeout(60):
+                while True:
+                    with contextlib.suppress(nats.errors.Error):
+                        await js.publish("S", b"2")
+                        break
+                    await asyncio.sleep(0.05)
+            assert await seqs(reader.read()) == [2]
+            assert reader.created != created, "positions are stored with the new time"
+            offsets = await OffsetStore(js).create()
+            await offsets.commit(reader, name="r")
+            assert await LogReader(js, "S", start=Stored("r")).read() == []
+        finally:
+            await nc.close()
 
 
 async def test_a_stream_recreated_during_a_read_is_detected(

@@ -254,28 +254,3 @@ async def test_a_tailing_worker_survives_lost_connections(own_server: NatsServer
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-
-
-async def test_a_worker_stores_nothing_in_an_output_stream_that_was_created_again(
-    js: JetStreamContext, make_stream: Make, more: Callable[[str, int, int], Awaitable[None]]
-) -> None:
-    """The position of the next worker of its name has the sequence of its own there."""
-    source, target = await make_stream(), await make_stream()
-
-    def work(tail: bool) -> Coroutine[Any, Any, Any]:
-        reader = LogReader(js, source, tail=tail, poll=0.02)
-        return exactly_once(reader, target, handler(target), name="w", prefix=f"{target}.at")
-
-    older = asyncio.create_task(work(tail=True))
-    async with asyncio.timeout(30):
-        while not (await js.stream_info(target)).state.messages:
-            await asyncio.sleep(0.02)
-        config = (await js.stream_info(target)).config
-        await js.delete_stream(target)
-        await js.add_stream(config)
-        await work(tail=False)
-        assert (await js.stream_info(target)).state.last_seq == 1
-        await more(source, 1, 4)
-        with pytest.raises(errors.StreamRecreatedError, match="created again"):
-            await older
-    assert (await js.stream_info(target)).state.last_seq == 1

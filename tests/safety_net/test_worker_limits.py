@@ -10,8 +10,9 @@ from nats.js import JetStreamContext
 from nats.js.api import StreamSource, SubjectTransform
 
 import jetstream_ext as jsx
+import jetstream_ext.kv as kvx
 from jetstream_ext.errors import MessageTooLargeError
-from jetstream_ext.log import LogReader, exactly_once
+from jetstream_ext.log import LogReader, OffsetStore, exactly_once
 
 
 class EndlessError(Exception):
@@ -127,3 +128,57 @@ async def test_output_larger_than_the_stream_takes_is_refused_at_once_and_named(
             patience=1.5,
         )
     assert time.monotonic() - before < 1.5
+
+
+@pytest.mark.parametrize("how", ["commit", "committing"])
+@pytest.mark.parametrize("subject", [None, "$KV.{}.>", "$KV.{}.audit"])
+async def test_position_of_a_reader_of_its_own_bucket_is_refused(
+    js: JetStreamContext, stream_name: Callable[[], str], subject: str | None, how: str
+) -> None:
+    """Each stored position would be the reader's next message, and lead to another position."""
+    bucket = stream_name()
+    offsets = await OffsetStore(js, bucket).create()
+    await kvx.enable(await js.key_value(bucket))
+    reader = LogReader(js, f"KV_{bucket}", subject=subject and subject.format(bucket))
+    entered = offsets.committing(reader, name="audit", every=1)
+    storing = offsets.commit(reader, name="audit") if how == "commit" else entered.__aenter__()
+    with pytest.raises(ValueError, match=rf"'audit'.*nothing was stored.*KV\.{bucket}\.audit.*subject="):
+        await storing
+    assert (await js.stream_info(f"KV_{bucket}")).state.messages == 0
+
+
+async def test_position_of_a_reader_of_other_keys_of_its_bucket_is_stored(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    bucket = stream_name()
+    offsets = await OffsetStore(js, bucket).create()
+    await kvx.enable(await js.key_value(bucket))
+    reader = LogReader(js, f"KV_{bucket}", subject=f"$KV.{bucket}.other")
+    assert (await offsets.commit(reader, name="audit")).seq == 1
+
+
+@pytest.mark.parametrize("where", ["the bucket", "a mirror"])
+async def test_standby_worker_refuses_its_lease_as_its_input(
+    js: JetStreamContext, stream_name: Callable[[], str], where: str
+) -> None:
+    name, bucket, copied = stream_name(), stream_name(), stream_name()
+    await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True)
+    offsets = await OffsetStore(js, bucket).create()
+    await kvx.enable(await js.key_value(bucket))
+    await js.add_stream(name=copied, mirror=StreamSource(name=f"KV_{bucket}"), allow_direct=True)
+    source = f"KV_{bucket}" if where == "the bucket" else copied
+    with pytest.raises(
+        ValueError, match=rf"'{source}'.*the lease's bucket.*each lease.*leases\.{name}.*nothing was stored.*subject="
+    ):
+        await exactly_once(
+            LogReader(js, source, offsets=offsets),
+            name,
+            lambda _: None,
+            name="w",
+            prefix=f"{name}.at",
+            standby=True,
+        )
+    assert (await js.stream_info(f"KV_{bucket}")).state.messages == 0
+    reader = LogReader(js, source, offsets=offsets, subject=f"$KV.{bucket}.other")
+    done = await exactly_once(reader, name, lambda _: None, name="w", prefix=f"{name}.at", standby=True)
+    assert done.inputs == 0
