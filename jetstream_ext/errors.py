@@ -234,8 +234,19 @@ class BadHeaderError(JetStreamExtError, nats.errors.BadHeaderError, ValueError):
         self.key: str = self.message  # nats-py's field
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class MaxPayloadError(JetStreamExtError, nats.errors.MaxPayloadError, ValueError):
-    """A message (with its headers) is larger than the server's ``max_payload``; nothing was sent."""
+    """A message (with its headers) is larger than the server's ``max_payload``; nothing was sent.
+
+    Attributes:
+        subject: The message's subject, if known.
+        size: Its size in bytes, with its headers, if known.
+        limit: The server's ``max_payload``, if known.
+    """
+
+    subject: str = ""
+    size: int | None = None
+    limit: int | None = None
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -467,9 +478,13 @@ class MessageTooLargeError(BatchServerError, codes=(ErrorCode.MESSAGE_TOO_LARGE,
 
     Attributes:
         subject: The message's subject, if it is known which message it is.
+        size: Its size in bytes, with its headers, if known.
+        limit: The stream's ``max_msg_size``, if known.
     """
 
     subject: str = ""
+    size: int | None = None
+    limit: int | None = None
 
 
 class MessageTTLInvalidError(BatchServerError, codes=(ErrorCode.MESSAGE_TTL_INVALID,)):

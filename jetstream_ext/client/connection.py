@@ -378,7 +378,7 @@ class Context:
         """
         assert isinstance(self.js, JetStreamContext)  # only those publish
         self.connection.check_request(subject)
-        frames.check_size(len(h.encode(headers.items())) + len(payload), self.connection.max_payload)
+        frames.check_size(len(h.encode(headers.items())) + len(payload), self.connection.max_payload, subject)
         publishing = self.js.publish(subject, payload, timeout=timeout, headers=own_headers(headers.items()))
         return await self.connection.bounded(publishing, timeout, what)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
@@ -15,10 +16,13 @@ from jetstream_ext.client.api import Api, malformed_as_error, stream_state
 from jetstream_ext.client.base_connection import NotPermittedError
 from jetstream_ext.errors import (
     KeyConflictError,
+    MaxPayloadError,
+    MessageTooLargeError,
     MessageTTLDisabledError,
     RequestTimeoutError,
     StreamConfigMismatchError,
     WrongLastSequenceError,
+    batch_refusal,
     server_error,
 )
 from jetstream_ext.kv.bucket import Bucket
@@ -53,6 +57,10 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
         nats.js.errors.KeyNotFoundError: There is no such key.
         KeyConflictError: The key changed between the read and the write; nothing was written.
         MessageTTLDisabledError: The bucket does not allow TTLs; `enable` turns them on.
+        MessageTooLargeError: The value with the headers for its TTL is larger than the bucket allows; nothing was written.
+        MaxPayloadError: It is larger than the server's max_payload; nothing was written.
+        StreamConfigMismatchError: The key was not found, but the bucket's server does not find all that is stored, because
+            the bucket has reached sequence 2**62. Only a client with permission for ``STREAM.INFO`` notices.
         UnsupportedFeatureError: The server is older than 2.11, and would never let the key expire; nothing was written.
         nats.js.errors.InvalidKeyError, ValueError, TypeError: Invalid argument; nothing was sent.
         RequestTimeoutError: No answer within `timeout`; the key may have been written.
@@ -67,6 +75,8 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
     subject = bucket.subject(key)
     found = await bucket.get_at_leader(last_by_subj=subject)
     if found is None or operation(found.headers)[0] != "PUT":
+        with contextlib.suppress(NotPermittedError):
+            (await bucket.unchecked_state()).check_sequences()
         raise nats.js.errors.KeyNotFoundError(message=f"key {key!r} of bucket {bucket.name!r}")
     if not BY_OPTION["allow_msg_ttl"].on(bucket.context.connection.server_version):
         # Older servers store the header and never expire the key. But the bucket's leader may be a newer server.
@@ -81,6 +91,9 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
         raise RequestTimeoutError(
             f"bucket {bucket.name!r}: no answer within {bucket.timeout:g} s; key {key!r} may have been written"
         ) from None
+    except MaxPayloadError as large:
+        text = bucket.too_large(subject, large.size, "server", large.limit, "max_payload")
+        raise MaxPayloadError(text, subject=subject, size=large.size, limit=large.limit) from large
     except nats.js.errors.APIError as refusal:
         error = server_error(code=refusal.code, err_code=refusal.err_code, description=refusal.description or "")
         if isinstance(error, WrongLastSequenceError):
@@ -92,6 +105,12 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
             ) from refusal
         if isinstance(error, MessageTTLDisabledError):
             raise bucket.ttls_disabled(error, [key]) from refusal
+        if isinstance(error, MessageTooLargeError):
+            text = (
+                f"bucket {bucket.name!r}: the value of key {key!r} with the headers for its TTL is larger than the bucket takes "
+                "(max_msg_size); nothing was written, and the key keeps its value and its earlier TTL; raise the bucket's limit"
+            )
+            raise batch_refusal(error, text, outcome="not_stored", subject=subject) from refusal
         raise
     return int(ack.seq)
 

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from jetstream_ext.client.api import (
     check_same_stream,
     gather_bounded,
     get_at_leader,
+    lookup_stream,
     malformed_as_error,
     stream_state,
 )
@@ -185,34 +187,28 @@ class Bucket:
         )
         return batch_refusal(refusal, message, batch_id=batch_id, outcome="not_stored")
 
+    def too_large(self, subject: str, size: int | None, what: str, limit: int | None, option: str) -> str:
+        """Return the text of an error: `what` takes no message as large as that of the key on `subject`."""
+        key = subject.removeprefix(self.prefix)
+        return (
+            f"bucket {self.name!r}: the message of key {key!r} has {size} bytes with its headers; the {what} takes {limit} "
+            f"({option}); nothing was written"
+        )
+
     async def look_up(self, keys: Iterable[str]) -> dict[str, KeyValueEntry | None]:
-        """Return the newest entries of `keys` at the leader, delete markers included."""
+        """Return the newest entries of `keys` at the leader, delete markers included.
+
+        If one is not found, raises as `StreamState.check_sequences` does as well.
+        """
 
         async def read(key: str) -> tuple[str, KeyValueEntry | None]:
             message = await self.get_at_leader(last_by_subj=self.subject(key))
             return key, None if message is None else entry_of(self.name, key, row_of(message))
 
-        return dict(await gather_bounded(read, keys, limit=LOOKUPS_IN_FLIGHT))
-
-
-class Identity:
-    """The bucket that the runs of a transaction have read; at the commit it must be the same one.
-
-    Attributes:
-        state: A state of the bucket from before the first read, or None.
-    """
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
-        self.state: StreamState | None = None
-
-    async def note(self) -> None:
-        """Remember the bucket, before a read."""
-        if self.state is None:
-            state = await self._bucket.unchecked_state()
-            self.state = self.state or state  # the first one, if several tasks read
-
-    async def check(self, now: StreamState) -> None:
-        """Raise StreamRecreatedError unless `now` is a state of the bucket that was read, if one was."""
-        if self.state is not None:
-            self.state = await self._bucket.check_same(self.state, now)
+        found = dict(await gather_bounded(read, keys, limit=LOOKUPS_IN_FLIGHT))
+        if None in found.values():
+            known = await lookup_stream(self.context, "", self.stream, self.timeout)
+            if known is not None:
+                state, last_seq = known
+                replace(state, last_seq=last_seq).check_sequences()
+        return found

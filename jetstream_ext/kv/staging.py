@@ -164,11 +164,13 @@ class Staging:
 
     def moved(self, now: Mapping[str, KeyValueEntry | None]) -> KeyConflictError | None:
         """Return the conflict if a key that was read has changed."""
-        wrong = {
-            key: _moved(key, revision, _revision_of(entry))
-            for key, entry in self.reads.items()
-            if (revision := _revision_of(now[key])) != _revision_of(entry)
-        }
+        wrong: dict[str, str] = {}
+        for key, entry in self.reads.items():
+            newest = now[key]
+            if _revision_of(newest) != _revision_of(entry):
+                wrong[key] = _moved(key, _revision_of(newest), _revision_of(entry))
+            elif newest is not None and entry is not None and newest.created != entry.created:
+                wrong[key] = f"key {key!r} has another message at revision {entry.revision} than the one that was read"
         return self._changed(wrong, stale_read=True) if wrong else None
 
     def _changed(self, wrong: Mapping[str, str], *, stale_read: bool) -> KeyConflictError:

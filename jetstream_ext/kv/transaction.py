@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from types import TracebackType
-from typing import Final, Literal, Self, TypeVar
+from typing import Any, Final, Literal, Self, TypeVar
 
 from nats.js.kv import KeyValue
 
@@ -22,6 +22,7 @@ from jetstream_ext.errors import (
     BatchOutcomeUnknownError,
     BatchServerError,
     KeyConflictError,
+    MaxPayloadError,
     MessageTooLargeError,
     MessageTTLDisabledError,
     Outcome,
@@ -29,7 +30,7 @@ from jetstream_ext.errors import (
     WrongLastSequenceError,
     batch_refusal,
 )
-from jetstream_ext.kv.bucket import Bucket, Identity
+from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import KeyValueEntry, check_key, check_keys
 from jetstream_ext.kv.staging import Staging
 from jetstream_ext.protocol.options import check_seconds, check_sequence
@@ -40,7 +41,6 @@ _Result = TypeVar("_Result")
 _OUTCOMES: Final[dict[BatchState, Outcome]] = {"committed": "stored", "unknown": "unknown"}
 # How often a commit is sent again because a key to be created turned out to have a delete marker.
 _MAX_COMMIT_RETRIES: Final = 3
-_NO_LIMIT: Final = 1 << 31
 # Seconds. Conflicts are short, so the first pauses between two runs of a transaction are, too.
 _FIRST_PAUSE: Final = 0.004
 
@@ -51,22 +51,15 @@ class Transaction:
     `put`, `create`, `update`, `delete` and `purge` send nothing before the commit. `get` and `get_many` read the newest
     state at the bucket's leader, with the transaction's own operations applied, and make the commit conditional: it
     succeeds only if every key that was read, or found missing, is still at the revision that was read. The effect is as
-    if the whole transaction had happened at the moment of the commit (serialisable). A bucket that was deleted and created
-    again since the first read is another one: the commit fails.
+    if the whole transaction had happened at the moment of the commit (serialisable). If the bucket was deleted and created
+    again since a key was found, the commit fails.
 
     The commit stores one message per key, for any number of operations on it, with the headers that nats-py writes.
     """
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        *,
-        with_id: bool = False,
-        identity: Identity | None = None,
-        errors: list[Exception] | None = None,
-    ) -> None:
+    def __init__(self, bucket: Bucket, *, with_id: bool = False, errors: list[Exception] | None = None) -> None:
         self._bucket = bucket
-        self._identity = identity or Identity(bucket)
+        self._first: KeyValueEntry | None = None  # the entry that was read first; it shows which bucket was read
         self._errors = errors  # gets those that `get`, `get_many` and `commit` raise
         self._staging = Staging(bucket.prefix, bucket=bucket.name, max_payload=bucket.context.connection.max_payload)
         self._batch_id = ""  # of the newest commit
@@ -161,6 +154,8 @@ class Transaction:
             BatchClosedError: The transaction has ended.
             nats.js.errors.InvalidKeyError: No client accepts such a key.
             nats.js.errors.BucketNotFoundError: The bucket does not exist.
+            StreamConfigMismatchError: The key was not found, but the bucket's server does not find all that is stored,
+                because the bucket has reached sequence 2**62.
             RequestTimeoutError, nats.js.errors.ServiceUnavailableError: The bucket's leader does not answer.
 
         Cancellation: Safe; the transaction stays usable.
@@ -178,10 +173,15 @@ class Transaction:
         staging = self._staging
         new = [key for key in keys if key not in staging.writes and key not in staging.reads]
         if new:
+            is_first = self._first is None
             with self._remembering_errors():
-                await self._identity.note()
-                for key, entry in (await self._bucket.look_up(new)).items():
-                    staging.read(key, entry)
+                entries = await self._bucket.look_up(new)
+            for key, entry in entries.items():
+                staging.read(key, entry)
+            if is_first:
+                # Concurrent reads have no order, but a bucket that was created again has only newer messages.
+                candidates = [entry for entry in (self._first, *entries.values()) if entry is not None]
+                self._first = min(candidates, key=lambda entry: entry.created, default=None)
         found: dict[str, KeyValueEntry] = {}
         for key in keys:
             staged = staging.writes.get(key)
@@ -201,13 +201,17 @@ class Transaction:
         Raises:
             KeyConflictError: A key is not as it was read, or not as an operation expects it; nothing is written. Its
                 `keys` names the keys.
-            StreamRecreatedError: The bucket was deleted and created again since the first read; nothing is written.
-            nats.js.errors.BadBucketError: Keys were read, and the bucket is a mirror, or the stream is not a bucket's.
+            StreamRecreatedError: The bucket was deleted and created again since a key was found; nothing is written.
+            nats.js.errors.BadBucketError: The bucket is a mirror, or the stream is not a bucket's; nothing is written.
             BatchOutcomeUnknownError: The answer was lost. Either everything is written or nothing; `resolve` may find
                 out which.
             AtomicPublishDisabledError: The bucket does not allow atomic batches; `enable` turns them on.
             MessageTTLDisabledError: The bucket does not allow TTLs; `enable` turns them on.
-            MessageTooLargeError: A value is larger than the bucket allows; the error names its key.
+            MessageTooLargeError: A value with its headers, or a delete marker, is larger than the bucket allows; the error
+                names the key, and nothing is written.
+            MaxPayloadError: A value with its headers is larger than the server's max_payload; the error names the key, and
+                nothing is written.
+            StreamConfigMismatchError: As for `get`; nothing is written.
             BatchError: Any other refusal; nothing is written.
             UnsupportedFeatureError: The server is older than 2.12.1; nothing is written.
 
@@ -217,16 +221,14 @@ class Transaction:
         self._state = "failed"
         try:
             with self._remembering_errors():
-                if self._identity.state is not None and self._staging.reads:
-                    self._bucket.check(self._identity.state, direct=False)  # a mirror's keys have another prefix
                 if self._staging.writes:
                     await self._commit()
-                elif len(self._staging.reads) > 1:  # a single read was of one moment
-                    await self._check_reads()
-                    await self._identity.check(await self._bucket.state(direct=False))
-        except StreamRecreatedError as error:
-            text = f"bucket {self._bucket.name!r}: nothing was written; {error}; run the transaction again"
-            raise StreamRecreatedError(text, stream=error.stream, expected=error.expected, found=error.found) from error
+                else:
+                    reads = self._staging.reads
+                    if reads and not any(reads.values()):
+                        await self._bucket.state(direct=False)  # raises for a mirror, where keys have another prefix
+                    if len(reads) > 1:  # a single read was of one moment
+                        await self._check_reads()
         finally:
             if self._state == "failed" and self._batch is not None and self._batch.state == "unknown":
                 self._state = "unknown"
@@ -236,13 +238,11 @@ class Transaction:
     async def _commit(self) -> None:
         staging, bucket = self._staging, self._bucket
         for retries in range(_MAX_COMMIT_RETRIES + 1):
+            await self._check_bucket()
             fence: int | None = None
-            if staging.reads:
-                state = await bucket.state(direct=False)
-                await self._identity.check(state)
-                if staging.needs_fence:
-                    fence = state.last_seq
-                    await self._check_reads()  # raises unless everything was as it was read at the fence
+            if staging.needs_fence:
+                fence = (await bucket.state(direct=False)).last_seq
+                await self._check_reads()  # raises unless everything was as it was read at the fence
             # Without an id of ours: no other batch can have a generated one, so a part of the batch proves all of it.
             self._batch = batch = AtomicBatch(bucket.js, ack_first=not self._with_id, timeout=bucket.timeout)
             self._batch_id = batch.batch_id
@@ -257,14 +257,42 @@ class Transaction:
                 if conflict is not None or retries == _MAX_COMMIT_RETRIES:
                     raise conflict or refusal from refusal
             except BatchServerError as refusal:
-                raise await self._explain(refusal) from refusal.__cause__
+                raise self._explain(refusal) from refusal.__cause__
+            except MaxPayloadError as error:
+                text = bucket.too_large(error.subject, error.size, "server", error.limit, "max_payload")
+                raise MaxPayloadError(text, subject=error.subject, size=error.size, limit=error.limit) from error
             finally:
                 await batch.discard()
 
+    async def is_recreated(self) -> bool:
+        """Return whether the bucket is not the one that was read: another message has the revision of the first entry.
+
+        Without a message there, either the key has changed or the bucket has; the server then refuses the commit.
+        """
+        first = self._first
+        found = None if first is None else await self._bucket.get_at_leader(seq=first.revision)
+        if first is None or found is None:
+            return False
+        return (found.subject, found.time) != (self._bucket.subject(first.key), first.created)
+
+    async def _check_bucket(self) -> None:
+        """Raise StreamRecreatedError if `is_recreated`."""
+        if await self.is_recreated():
+            assert self._first is not None
+            raise StreamRecreatedError(
+                f"bucket {self._bucket.name!r}: nothing was written; the bucket was deleted and created again, because revision "
+                f"{self._first.revision} is not the message of key {self._first.key!r} that was read; run the transaction again",
+                stream=self._bucket.stream,
+            )
+
     async def _check_reads(self) -> None:
-        """Raise KeyConflictError unless everything was as it was read at a moment between the last read and now."""
+        """Raise an error unless everything was as it was read at a moment between the last read and now.
+
+        Raises KeyConflictError, or StreamRecreatedError if that is the reason.
+        """
         conflict = self._staging.moved(await self._bucket.look_up(self._staging.reads))
         if conflict is not None:
+            await self._check_bucket()
             raise conflict
 
     def _accept(self, ack: BatchAck) -> None:
@@ -274,9 +302,10 @@ class Transaction:
     async def _find_conflict(self) -> KeyConflictError | None:
         return self._staging.refused(await self._bucket.look_up(self._staging.expectations))
 
-    async def _explain(self, refusal: BatchServerError) -> BatchServerError:
+    def _explain(self, refusal: BatchServerError) -> BatchServerError:
         """Return a refusal with the key that it is about and what the caller can do."""
-        bucket, writes, error = f"bucket {self._bucket.name!r}", self._staging.writes, refusal
+        bucket, writes = f"bucket {self._bucket.name!r}", self._staging.writes
+        facts: dict[str, Any] = {}
         if isinstance(refusal, AtomicPublishDisabledError):
             message = (
                 f"{bucket}: atomic batches, which a transaction needs, are disabled; nothing was written; enable them with "
@@ -291,11 +320,11 @@ class Transaction:
                 f"written ({refusal.description})"
             )
         elif isinstance(refusal, MessageTooLargeError) and refusal.subject:
-            key = refusal.subject.removeprefix(self._bucket.prefix)
-            message = f"{bucket}: the value of key {key!r} is too large; nothing was written ({refusal.message})"
+            message = self._bucket.too_large(refusal.subject, refusal.size, "bucket", refusal.limit, "max_msg_size")
+            facts = {"subject": refusal.subject, "size": refusal.size, "limit": refusal.limit}
         else:
             return refusal
-        return batch_refusal(error, message, batch_id=refusal.batch_id, outcome="not_stored")
+        return batch_refusal(refusal, message, batch_id=refusal.batch_id, outcome="not_stored", **facts)
 
     async def resolve(self, *, timeout: float | None = None) -> Literal["stored", "not_stored"]:
         """Find out, after a `BatchOutcomeUnknownError`, whether the transaction is written; see `AtomicBatch.resolve`.
@@ -414,7 +443,7 @@ def transaction(kv: KeyValue, *, timeout: float | None = None) -> Transaction:
 
     Raises:
         KeyConflictError: At the exit: a key has changed since; see `retry_transaction`.
-        BatchError: At the exit: as for `Transaction.commit`.
+        BatchError, MaxPayloadError, StreamRecreatedError: At the exit: as for `Transaction.commit`.
 
     Cancellation: Nothing is written, unless the commit was sent already.
 
@@ -435,7 +464,8 @@ async def retry_transaction(
 
     Between two runs there is a random pause, at first of up to 4 ms, then of up to twice as long each time, at most half
     a second. `fn` also runs again after a transient error of the transaction's own reads or commit: the bucket's
-    leader is away, the connection is lost, or the server is busy. If the answer to a commit is lost, the call first finds
+    leader is away, the connection is lost, or the server is busy. It also runs again if the bucket was deleted and created
+    again since the run read it; the next run reads the new bucket. If the answer to a commit is lost, the call first finds
     out whether the transaction was written, so that `fn` takes effect once (see "Transactions" in the documentation for
     what that needs). Any other exception of `fn` ends the call, and nothing is written: also a conflict or transient error
     of another transaction or call in `fn`, or an exception that `fn` raises because of the transaction's. An exception
@@ -462,10 +492,12 @@ async def retry_transaction(
     Raises:
         KeyConflictError: There was still a conflict after `give_up_after`; or a condition of `fn`'s own (`create`,
             `last=`) did not hold, which another run would not change.
-        StreamRecreatedError: The bucket was deleted and created again since the first run read it; nothing is written.
+        StreamRecreatedError: The bucket was deleted and created again during each run until `give_up_after`; nothing is
+            written.
         BatchOutcomeUnknownError: Whether the last run was written could not be found out in time.
         BatchError, RequestTimeoutError: The bucket could not be written to in time, or the server refused; nothing is
             written.
+        MaxPayloadError, StreamConfigMismatchError: As for `Transaction.commit`; nothing is written.
         ValueError, TypeError: `give_up_after` or `timeout` is not over 0, or not a number.
         Exception: Whatever `fn` raises.
 
@@ -477,16 +509,15 @@ async def retry_transaction(
     bucket = Bucket(kv, timeout)
     retry = Retry(give_up_after, first_pause=_FIRST_PAUSE, jitter=True, transient=_may_run_again)
     retry.start()
-    identity = Identity(bucket)
     while True:
         errors: list[Exception] = []
-        tx = Transaction(bucket, with_id=True, identity=identity, errors=errors)
+        tx = Transaction(bucket, with_id=True, errors=errors)
         returned = False
         try:
             result = await fn(tx)
             returned = True
             if tx.state == "open":
-                await _commit(bucket, tx, identity, retry)
+                await _commit(bucket, tx, retry)
             return result
         except Exception as error:
             if tx.state in ("committed", "unknown") or not (returned or _consists_of(error, errors)):
@@ -509,10 +540,10 @@ def _may_run_again(error: Exception) -> bool:
         return all(map(_may_run_again, error.exceptions))
     if isinstance(error, KeyConflictError):
         return error.stale_read
-    return is_transient(error)
+    return is_transient(error) or isinstance(error, StreamRecreatedError)  # the next run reads the new bucket
 
 
-async def _commit(bucket: Bucket, tx: Transaction, identity: Identity, retry: Retry) -> None:
+async def _commit(bucket: Bucket, tx: Transaction, retry: Retry) -> None:
     """Commit, and find out what the commit did if its answer is lost."""
     loop = asyncio.get_running_loop()
     sent = loop.time()
@@ -524,10 +555,9 @@ async def _commit(bucket: Bucket, tx: Transaction, identity: Identity, retry: Re
     while tx.state == "unknown":
         await retry.pause_until_deadline(unknown)
         try:
-            state = await bucket.state(direct=False)
-            await identity.check(state)
-            window = state.duplicate_window or timedelta(0)
-            if tx.can_repeat and loop.time() + bucket.timeout - sent < window.total_seconds():
+            window = (await bucket.state(direct=False)).duplicate_window or timedelta(0)
+            can_repeat = tx.can_repeat and not await tx.is_recreated()
+            if can_repeat and loop.time() + bucket.timeout - sent < window.total_seconds():
                 await tx.repeat()
             elif not retry.over:  # else the next pause raises
                 await tx.resolve(timeout=retry.remaining)

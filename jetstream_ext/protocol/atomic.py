@@ -456,6 +456,8 @@ class AtomicBatchMachine:
             err_code=ErrorCode.MESSAGE_TOO_LARGE,
             description="message size exceeds maximum allowed",
             subject=message.subject,
+            size=message.size,
+            limit=limit,
             **self._facts("not_stored"),
         )
 

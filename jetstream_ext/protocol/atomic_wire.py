@@ -106,19 +106,19 @@ class Encoder:
         name, payload = message.subject, message.payload
         if options_of(message) == NO_OPTIONS and type(payload) is bytes:
             # Nearly every message of a bulk.
-            check_size(len(self.plain) + _LONGEST + len(payload), self.max_payload)
+            check_size(len(self.plain) + _LONGEST + len(payload), self.max_payload, name)
             return name, self.subjects.encode(name), self.plain, payload, ack, None
         expectations = _check_headers(message)
         subject = self.subjects.encode(name)
         payload = payload_bytes(payload)
         head = h.encode(message_headers(message))[: -len(END)] + self._tail
         h.check_block(len(head) + _LONGEST)
-        check_size(len(head) + _LONGEST + len(payload), self.max_payload)
+        check_size(len(head) + _LONGEST + len(payload), self.max_payload, name)
         return name, subject, head, payload, ack, expectations
 
     def check_size(self, message: Encoded) -> None:
         """Raise MaxPayloadError if a message is too large by now: after a reconnect the limit may be lower."""
-        check_size(len(message[2]) + _LONGEST + len(message[3]), self.max_payload)
+        check_size(len(message[2]) + _LONGEST + len(message[3]), self.max_payload, message[0])
 
     def fingerprint(self, message: Encoded) -> int:
         """Return the `fingerprint` that the message will have in the stream."""

@@ -50,11 +50,15 @@ class Command(NamedTuple):
     payload: bytes
 
 
-def check_size(size: int, max_payload: int) -> None:
+def check_size(size: int, max_payload: int, subject: str = "") -> None:
     """Raise MaxPayloadError if a message's headers and payload together are over the server's limit, in bytes."""
     if size > max_payload:
         raise MaxPayloadError(
-            f"the message has {size} bytes with its headers, more than the server's max_payload of {max_payload}"
+            f"the message{f' on subject {subject!r}' if subject else ''} has {size} bytes with its headers, more than the server's "
+            f"max_payload of {max_payload}",
+            subject=subject,
+            size=size,
+            limit=max_payload,
         )
 
 

@@ -3,13 +3,22 @@
 import asyncio
 from datetime import UTC, datetime, timedelta
 
+import nats
 import pytest
 from nats.js.errors import KeyNotFoundError
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
-from jetstream_ext.errors import HistoryUnavailableError, KeyConflictError, MessageTTLDisabledError
+from jetstream_ext.client.connection import open_bucket
+from jetstream_ext.errors import (
+    HistoryUnavailableError,
+    KeyConflictError,
+    MaxPayloadError,
+    MessageTooLargeError,
+    MessageTTLDisabledError,
+)
 from jetstream_ext.kv import admin
+from jetstream_ext.testing import NatsServer
 
 
 async def expired(kv, key: str) -> None:
@@ -175,6 +184,31 @@ class TestTouch:
         await kv.delete("gone")
         with pytest.raises(KeyNotFoundError):
             await kvx.touch(kv, "gone", ttl=60)
+
+    async def test_touch_of_a_missing_key_needs_no_permission_for_the_stream(self) -> None:
+        allowed = '"$JS.API.STREAM.MSG.GET.KV_B", "$KV.B.>"'
+        users = f"{{user: a, password: a}}, {{user: b, password: b, permissions: {{publish: [{allowed}]}}}}"
+        with NatsServer(config=f"authorization {{users: [{users}]}}") as server:
+            async with await nats.connect(server.url, user="a", password="a", connect_timeout=10) as nc:
+                await nc.jetstream().create_key_value(bucket="B")
+            async with await nats.connect(server.url, user="b", password="b", connect_timeout=10) as nc:
+                with pytest.raises(KeyNotFoundError, match="nothing"):
+                    await kvx.touch(open_bucket(nc.jetstream(), "B"), "nothing", ttl=60)
+
+    async def test_touch_of_a_value_that_is_too_large_with_its_headers_names_the_key(self, make_bucket, nc) -> None:
+        kv = await make_bucket(max_value_size=64)
+        await kv.put("s", b"1" * 60)
+        with pytest.raises(
+            MessageTooLargeError, match=rf"'{kv._name}'.*key 's'.*max_msg_size.*nothing was written"
+        ) as caught:
+            await kvx.touch(kv, "s", ttl=60)
+        assert (caught.value.subject, caught.value.outcome) == (f"{kv._pre}s", "not_stored")
+        assert (await kv.get("s")).revision == 1
+        kv = await make_bucket()
+        await kv.put("s", b"1" * nc.max_payload)
+        with pytest.raises(MaxPayloadError, match=rf"'{kv._name}'.*key 's'.*max_payload.*nothing was written"):
+            await kvx.touch(kv, "s", ttl=60)
+        assert (await kv.get("s")).revision == 1
 
     @pytest.mark.parametrize("ttl", [0, 0.5, -1, timedelta(milliseconds=1500)])
     async def test_touch_refuses_invalid_ttls(self, make_bucket, ttl: float) -> None:

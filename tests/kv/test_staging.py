@@ -1,5 +1,6 @@
 """`Staging`: the messages of a transaction, and the conflicts that it finds without a server."""
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -46,6 +47,16 @@ def test_messages_have_the_headers_of_every_client(staging: Staging) -> None:
         message("g", headers=purge, expected_last_subject_seq=6, msg_ttl=60),
     ]
     assert staging.expectations == {"b": 0, "c": 17, "e": 5, "g": 6}
+
+
+def test_read_key_with_another_message_at_its_revision_has_moved(staging: Staging) -> None:
+    staging.read("a", entry("a", 1))
+    staging.read("b", None)
+    assert staging.moved({"a": entry("a", 1), "b": None}) is None
+    other = replace(entry("a", 1), created=NOW + timedelta(seconds=1))
+    conflict = staging.moved({"a": other, "b": None})
+    assert conflict is not None
+    assert (conflict.keys, conflict.stale_read) == (("a",), True)
 
 
 def test_value_with_a_ttl_replaces_its_history(staging: Staging) -> None:

@@ -247,6 +247,37 @@ class TestRefusals:
                 tx.put("last", b"1")
         assert await values(kv) == {}
 
+    async def test_message_over_the_bucket_limit_is_described_once(self, make_bucket) -> None:
+        kv = await make_bucket(max_value_size=64)
+        await kv.put("a", b"1")
+        for operation in ("put", "delete", "purge"):
+            tx = kvx.transaction(kv)
+            getattr(tx, operation)("a", *[b"x" * 64][: operation == "put"])
+            with pytest.raises(MessageTooLargeError) as caught:
+                await tx.commit()
+            error = caught.value
+            assert str(error) == (
+                f"bucket {kv._name!r}: the message of key 'a' has {error.size} bytes with its headers; the bucket takes 64 "
+                "(max_msg_size); nothing was written (error 10054)"
+            )
+            assert (error.subject, error.limit, error.outcome) == (f"{kv._pre}a", 64, "not_stored")
+            assert error.size > 64
+        assert await values(kv) == {"a": b"1"}
+
+    @pytest.mark.parametrize("with_headers", [True, False])
+    async def test_value_over_the_server_limit_with_its_headers_names_its_key(
+        self, make_bucket, nc, with_headers: bool
+    ) -> None:
+        kv = await make_bucket()
+        tx = kvx.transaction(kv)
+        tx.put("small", b"1")
+        tx.put("large", b"x" * (nc.max_payload - 10), ttl=jsx.NEVER if with_headers else None)
+        tx.put("last", b"1")
+        with pytest.raises(MaxPayloadError, match=r"key 'large' has \d+ bytes.*max_payload.*nothing was written"):
+            await tx.commit()
+        assert tx.state == "failed"
+        assert await values(kv) == {}
+
     async def test_value_over_the_server_limit_is_refused_locally(self, make_bucket, nc) -> None:
         kv = await make_bucket()
         async with kvx.transaction(kv) as tx:
@@ -352,23 +383,31 @@ async def test_write_skew_is_refused(make_bucket) -> None:
         assert sorted(left) == [False, True]
 
 
-@pytest.mark.parametrize(("reads", "requests"), [(0, 0), (1, 2), (3, 2)])
-async def test_only_reads_make_a_transaction_ask_for_the_bucket(
-    make_bucket, monkeypatch: pytest.MonkeyPatch, reads: int, requests: int
+@pytest.mark.parametrize("found", [0, 1, 3])
+async def test_transaction_that_found_a_key_sends_one_more_request_before_the_commit(
+    make_bucket, monkeypatch: pytest.MonkeyPatch, found: int
 ) -> None:
     kv = await make_bucket()
-    asked = 0
-    state = Bucket.unchecked_state
+    for number in range(found):
+        await kv.put(f"found.{number}", b"0")
+    states: list[None] = []
+    requests: list[dict[str, Any]] = []
+    state, get = Bucket.unchecked_state, Bucket.get_at_leader
 
-    async def counted(bucket: Bucket) -> Any:
-        nonlocal asked
-        asked += 1
+    async def counted_state(bucket: Bucket) -> Any:
+        states.append(None)
         return await state(bucket)
 
-    monkeypatch.setattr(Bucket, "unchecked_state", counted)
+    async def counted_get(bucket: Bucket, **request: Any) -> Any:
+        requests.append(request)
+        return await get(bucket, **request)
+
+    monkeypatch.setattr(Bucket, "unchecked_state", counted_state)
+    monkeypatch.setattr(Bucket, "get_at_leader", counted_get)
     async with kvx.transaction(kv) as tx:
-        for number in range(reads):
-            await tx.get(f"read.{number}")
-            tx.put(f"written.{number}", b"1")
-        tx.put("written", b"1")
-    assert asked == requests
+        for key in ("missing", *(f"found.{number}" for number in range(found))):
+            await tx.get(key)
+            tx.put(key, b"1")
+    assert states == []
+    assert [request for request in requests if "seq" in request] == [{"seq": 1}][:found]
+    assert len(requests) == 1 + found + (found > 0)

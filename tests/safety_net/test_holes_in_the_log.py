@@ -133,6 +133,8 @@ async def test_no_verified_read_passes_over_messages_with_large_sequences(js_of_
         "get_many": lambda: kvx.get_many(kv, ["key"]),
         "get_many at": lambda: kvx.get_many(kv, ["key"], at=last),
         "snapshot": lambda: kvx.snapshot(kv),
+        "transaction": lambda: kvx.transaction(kv).get("key"),
+        "touch": lambda: kvx.touch(kv, "key", 60),
         "positions": lambda: OffsetStore(js, "B").fetch("key"),
     }
     for name, read in reads.items():

@@ -3,17 +3,21 @@
 import asyncio
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import nats
 import nats.errors
 import pytest
 from nats.js import JetStreamContext
+from nats.js.kv import KeyValue
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
+from jetstream_ext import AtomicBatch, BatchAck
 from jetstream_ext.errors import BatchOutcomeUnknownError, JetStreamExtError, StreamRecreatedError
+from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.log import LogReader, OffsetStore
 from jetstream_ext.testing import NatsServer
 
@@ -31,6 +35,14 @@ async def create_bucket(js: JetStreamContext, name: str, keys: set[str]) -> None
     messages = [jsx.BatchMessage(f"$KV.{name}.{key}", b"1") for key in sorted(keys)]
     for begin in range(0, len(messages), 1000):
         await jsx.publish_atomic(js, messages[begin : begin + 1000])
+
+
+async def recreate(js: JetStreamContext, name: str) -> KeyValue:
+    """Delete a bucket and create it again, with another value at its first revision."""
+    await js.delete_key_value(name)
+    kv = await kvx.enable(await js.create_key_value(bucket=name))
+    await kv.put("account", b"7")
+    return kv
 
 
 async def test_snapshot_never_mixes_a_bucket_with_the_one_created_after_it(
@@ -56,8 +68,8 @@ async def test_snapshot_never_mixes_a_bucket_with_the_one_created_after_it(
 
 
 @pytest.mark.parametrize("wrote", [True, False])
-@pytest.mark.parametrize("keys", [("account",), ("missing",), ("account", "other", "third")])
-async def test_transaction_fails_in_a_recreated_bucket_whatever_it_has_read(
+@pytest.mark.parametrize("keys", [("account",), ("account", "other", "third")])
+async def test_transaction_that_found_a_key_fails_in_a_recreated_bucket(
     js: JetStreamContext, stream_name: Callable[[], str], keys: tuple[str, ...], wrote: bool
 ) -> None:
     name = stream_name()
@@ -91,7 +103,6 @@ async def test_transaction_fails_when_the_bucket_was_recreated_since_its_reads(
     with pytest.raises(StreamRecreatedError, match="nothing was written") as caught:
         await tx.commit()
     assert caught.value.stream == f"KV_{name}"
-    assert caught.value.found > caught.value.expected
     assert (await other.get("account")).value == b"7"
 
 
@@ -113,7 +124,95 @@ async def test_transaction_that_only_reads_fails_when_the_bucket_was_recreated_b
         await tx.commit()
 
 
-async def test_retried_transaction_fails_when_the_bucket_was_recreated_during_a_run(
+async def test_transaction_whose_only_entry_is_a_delete_marker_fails_in_a_recreated_bucket(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    name = stream_name()
+    kv = await kvx.enable(await js.create_key_value(bucket=name))
+    await kv.delete("account")
+    tx = kvx.transaction(kv)
+    assert await tx.get("account") is None
+    other = await recreate(js, name)
+    tx.put("account", b"101")
+    with pytest.raises(StreamRecreatedError, match="key 'account'"):
+        await tx.commit()
+    assert (await other.get("account")).value == b"7"
+
+
+async def test_transaction_that_found_nothing_commits_in_a_recreated_bucket(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    name = stream_name()
+    kv = await kvx.enable(await js.create_key_value(bucket=name))
+    await kv.put("account", b"100")
+    tx = kvx.transaction(kv)
+    assert await tx.get_many(["missing", "absent"]) == {}
+    other = await recreate(js, name)
+    tx.put("missing", b"1")
+    assert await tx.commit() == {"missing": 2}
+    assert list(await kvx.snapshot(other)) == ["account", "missing"]
+
+
+@pytest.mark.parametrize("keys", [("a", "b"), ("b", "a")])
+@pytest.mark.parametrize("writes", [True, False])
+async def test_transaction_fails_when_the_bucket_was_recreated_between_its_concurrent_reads(
+    js: JetStreamContext,
+    stream_name: Callable[[], str],
+    monkeypatch: pytest.MonkeyPatch,
+    keys: tuple[str],
+    writes: bool,
+) -> None:
+    name = stream_name()
+    kv = await kvx.enable(await js.create_key_value(bucket=name))
+    for key in ("a", "b"):
+        await kv.put(key, b"1")
+    read = Bucket.get_at_leader
+
+    async def read_in_turn(bucket: Bucket, **request: object) -> Any:
+        if request.get("last_by_subj") == bucket.subject("b"):
+            await recreated.wait()
+        found = await read(bucket, **request)
+        if request.get("last_by_subj") == bucket.subject("a") and not recreated.is_set():
+            await js.delete_key_value(name)
+            other = await kvx.enable(await js.create_key_value(bucket=name))
+            for key in ("a", "b"):
+                await other.put(key, b"2")
+            recreated.set()
+        return found
+
+    recreated = asyncio.Event()
+    monkeypatch.setattr(Bucket, "get_at_leader", read_in_turn)
+    tx = kvx.transaction(kv)
+    found = await tx.get_many(keys)
+    assert {key: entry.value for key, entry in found.items()} == {"a": b"1", "b": b"2"}
+    if writes:
+        for key in keys:
+            tx.put(key, b"3")
+    with pytest.raises(StreamRecreatedError):
+        await tx.commit()
+
+
+async def test_retried_transaction_runs_again_in_the_bucket_that_was_recreated_during_a_run(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    name, values = stream_name(), []
+    kv = await kvx.enable(await js.create_key_value(bucket=name))
+    await kv.put("account", b"100")
+
+    async def fn(tx: kvx.Transaction) -> None:
+        entry = await tx.get("account")
+        assert entry is not None
+        values.append(entry.value)
+        if len(values) == 1:
+            await recreate(js, name)
+        tx.put("account", entry.value + b"1")
+
+    await kvx.retry_transaction(kv, fn, give_up_after=60)
+    assert values == [b"100", b"7"]
+    assert (await kv.get("account")).value == b"71"
+
+
+async def test_retried_transaction_fails_when_the_bucket_is_recreated_during_every_run(
     js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
     name, runs = stream_name(), 0
@@ -124,37 +223,138 @@ async def test_retried_transaction_fails_when_the_bucket_was_recreated_during_a_
         nonlocal runs
         runs += 1
         await tx.get("account")
-        await js.delete_key_value(name)
-        await (await kvx.enable(await js.create_key_value(bucket=name))).put("account", b"7")
+        await recreate(js, name)
         tx.put("account", b"101")
 
+    with pytest.raises(StreamRecreatedError, match="nothing was written"):
+        await kvx.retry_transaction(kv, fn, give_up_after=1)
+    assert runs > 1
+    assert (await kv.get("account")).value == b"7"
+
+
+async def test_function_that_fails_because_of_another_recreated_bucket_does_not_run_again(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    kv, name, runs = await kvx.enable(await js.create_key_value(bucket=stream_name())), stream_name(), 0
+    await (await kvx.enable(await js.create_key_value(bucket=name))).put("account", b"100")
+
+    async def fn(tx: kvx.Transaction) -> None:
+        nonlocal runs
+        runs += 1
+        async with kvx.transaction(await js.key_value(name)) as other:
+            await other.get("account")
+            await recreate(js, name)
+            other.put("account", b"101")
+
     with pytest.raises(StreamRecreatedError):
-        await kvx.retry_transaction(kv, fn)
+        await kvx.retry_transaction(kv, fn, give_up_after=60)
     assert runs == 1
 
 
-async def test_lost_commit_is_not_repeated_in_a_recreated_bucket(
+async def test_lost_commit_is_resolved_and_not_repeated_in_a_recreated_bucket(
     js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = stream_name()
+    name, runs = stream_name(), 0
     kv = await kvx.enable(await js.create_key_value(bucket=name))
     await kv.put("account", b"100")
+    send = AtomicBatch.commit_eob
 
-    async def lose(tx: kvx.Transaction) -> None:
-        tx._batch_id, tx._messages, tx._state = "lost", tx._staging.messages(msg_id="lost"), "unknown"
-        await js.delete_key_value(name)
-        await (await kvx.enable(await js.create_key_value(bucket=name))).put("account", b"7")
-        raise BatchOutcomeUnknownError(batch_id="lost")
+    async def lose(batch: AtomicBatch) -> BatchAck:
+        if runs > 1:
+            return await send(batch)
+        await recreate(js, name)
+        raise BatchOutcomeUnknownError(batch_id=batch.batch_id)
+
+    async def repeat(tx: kvx.Transaction) -> None:
+        raise AssertionError("the commit was repeated")
+
+    async def resolve(batch: AtomicBatch, *, timeout: float | None = None) -> str:
+        return "not_stored"
 
     async def fn(tx: kvx.Transaction) -> None:
-        await tx.get("account")
-        tx.put("account", b"101")
+        nonlocal runs
+        runs += 1
+        entry = await tx.get("account")
+        assert entry is not None
+        tx.put("account", entry.value + b"1")
 
-    monkeypatch.setattr(kvx.Transaction, "commit", lose)
-    with pytest.raises(BatchOutcomeUnknownError) as caught:
+    monkeypatch.setattr(AtomicBatch, "commit_eob", lose)
+    monkeypatch.setattr(AtomicBatch, "state", property(lambda batch: "unknown" if runs == 1 else "committed"))
+    monkeypatch.setattr(AtomicBatch, "resolve", resolve)
+    monkeypatch.setattr(kvx.Transaction, "repeat", repeat)
+    await kvx.retry_transaction(kv, fn)
+    assert runs == 2
+    assert (await kv.get("account")).value == b"71"
+
+
+@contextlib.asynccontextmanager
+async def bucket_whose_creation_time_changes() -> AsyncIterator[tuple[NatsServer, JetStreamContext, KeyValue]]:
+    """A bucket whose creation time a restart changes after the next update of its configuration."""
+    with NatsServer(version="2.12.8") as server:
+        async with await nats.connect(server.url, connect_timeout=10) as nc:
+            await kvx.enable(await nc.jetstream().create_key_value(bucket="B", history=1))
+        server.restart()
+        async with await nats.connect(server.url, connect_timeout=10, reconnect_time_wait=0.05) as nc:
+            js = nc.jetstream(timeout=10)
+            yield server, js, await js.key_value("B")
+
+
+async def change_creation_time(server: NatsServer, js: JetStreamContext) -> None:
+    info = await js.stream_info("KV_B")
+    await js.update_stream(info.config.evolve(description="the same bucket"))
+    server.restart()
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(nats.errors.Error):
+                if (await js.stream_info("KV_B")).created != info.created:
+                    return
+            await asyncio.sleep(0.05)
+
+
+async def test_retried_transaction_runs_again_if_the_creation_time_and_every_message_changed() -> None:
+    values: list[bytes] = []
+    async with bucket_whose_creation_time_changes() as (server, js, kv):
+        await kv.put("count", b"1")
+
+        async def fn(tx: kvx.Transaction) -> None:
+            entry = await tx.get("count")
+            assert entry is not None
+            values.append(entry.value)
+            if len(values) == 1:
+                await change_creation_time(server, js)
+                await kv.put("count", b"2")
+            tx.put("count", entry.value + b"x")
+
         await kvx.retry_transaction(kv, fn)
-    assert isinstance(caught.value.__cause__, StreamRecreatedError)
-    assert (await kv.get("account")).value == b"7"
+        assert values == [b"1", b"2"]
+        assert (await kv.get("count")).value == b"2x"
+
+
+async def test_stored_commit_is_found_after_a_restart_that_changed_the_creation_time_of_its_bucket(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs = 0
+    commit = kvx.Transaction.commit
+    async with bucket_whose_creation_time_changes() as (server, js, kv):
+        await kv.put("count", b"1")
+
+        async def lose(tx: kvx.Transaction) -> None:
+            await commit(tx)
+            await change_creation_time(server, js)
+            tx._state, tx._revisions = "unknown", {}
+            raise BatchOutcomeUnknownError(batch_id=tx._batch_id)
+
+        async def fn(tx: kvx.Transaction) -> None:
+            nonlocal runs
+            runs += 1
+            entry = await tx.get("count")
+            assert entry is not None
+            tx.put("count", entry.value + b"x")
+
+        monkeypatch.setattr(kvx.Transaction, "commit", lose)
+        await kvx.retry_transaction(kv, fn)
+        assert runs == 1
+        assert (await kv.get("count")).value == b"1x"
 
 
 async def test_transaction_commits_after_a_restart_that_changed_the_creation_time_of_its_bucket() -> None:
