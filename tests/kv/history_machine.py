@@ -843,7 +843,8 @@ class HistoryMachine(RuleBasedStateMachine):
                         truths = [it for seq in range(before, history.last + 1) for it in history.truths(key, seq)]
                         assert not (wrong := disagreement(key, entry, truths, history)), (wrong, history.events)
                         expected.setdefault(key, revision)
-                        read.add(key)
+                        if revision:  # what is still absent may be absent in another bucket
+                            read.add(key)
                     case "put":
                         tx.put(key, value, ttl=kvx_ttl(op[2]))
                         written[key] = ("PUT", value)
