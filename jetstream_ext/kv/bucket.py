@@ -195,6 +195,11 @@ class Bucket:
             f"({option}); nothing was written"
         )
 
+    async def has_replaced(self, entry: KeyValueEntry) -> bool:
+        """Return whether another message has the revision of `entry` now: the bucket was deleted and created again."""
+        found = await self.get_at_leader(seq=entry.revision)
+        return found is not None and (found.subject, found.time) != (self.subject(entry.key), entry.created)
+
     async def look_up(self, keys: Iterable[str]) -> dict[str, KeyValueEntry | None]:
         """Return the newest entries of `keys` at the leader, delete markers included.
 

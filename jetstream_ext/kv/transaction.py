@@ -59,7 +59,7 @@ class Transaction:
 
     def __init__(self, bucket: Bucket, *, with_id: bool = False, errors: list[Exception] | None = None) -> None:
         self._bucket = bucket
-        self._first: KeyValueEntry | None = None  # the entry that was read first; it shows which bucket was read
+        self._first: KeyValueEntry | None = None
         self._errors = errors  # gets those that `get`, `get_many` and `commit` raise
         self._staging = Staging(bucket.prefix, bucket=bucket.name, max_payload=bucket.context.connection.max_payload)
         self._batch_id = ""  # of the newest commit
@@ -83,6 +83,11 @@ class Transaction:
     def revisions(self) -> dict[str, int]:
         """The new revision of every key that was written; empty before the commit."""
         return self._revisions.copy()
+
+    @property
+    def first_entry(self) -> KeyValueEntry | None:
+        """The entry that was read first, maybe a delete marker; None if nothing was found. It shows which bucket was read."""
+        return self._first
 
     def put(self, key: str, value: bytes, *, ttl: TTL | None = None) -> None:
         """Write a value, whatever the key's revision.
@@ -264,24 +269,16 @@ class Transaction:
             finally:
                 await batch.discard()
 
-    async def is_recreated(self) -> bool:
-        """Return whether the bucket is not the one that was read: another message has the revision of the first entry.
-
-        Without a message there, either the key has changed or the bucket has; the server then refuses the commit.
-        """
-        first = self._first
-        found = None if first is None else await self._bucket.get_at_leader(seq=first.revision)
-        if first is None or found is None:
-            return False
-        return (found.subject, found.time) != (self._bucket.subject(first.key), first.created)
-
     async def _check_bucket(self) -> None:
-        """Raise StreamRecreatedError if `is_recreated`."""
-        if await self.is_recreated():
-            assert self._first is not None
+        """Raise StreamRecreatedError if another message has the revision of the first entry.
+
+        If no message has it, the key or the bucket has changed, and the server refuses the commit.
+        """
+        first = self.first_entry
+        if first is not None and await self._bucket.has_replaced(first):
             raise StreamRecreatedError(
                 f"bucket {self._bucket.name!r}: nothing was written; the bucket was deleted and created again, because revision "
-                f"{self._first.revision} is not the message of key {self._first.key!r} that was read; run the transaction again",
+                f"{first.revision} is not the message of key {first.key!r} that was read; run the transaction again",
                 stream=self._bucket.stream,
             )
 
@@ -556,8 +553,9 @@ async def _commit(bucket: Bucket, tx: Transaction, retry: Retry) -> None:
         await retry.pause_until_deadline(unknown)
         try:
             window = (await bucket.state(direct=False)).duplicate_window or timedelta(0)
-            can_repeat = tx.can_repeat and not await tx.is_recreated()
-            if can_repeat and loop.time() + bucket.timeout - sent < window.total_seconds():
+            first = tx.first_entry
+            is_recreated = first is not None and await bucket.has_replaced(first)
+            if tx.can_repeat and not is_recreated and loop.time() + bucket.timeout - sent < window.total_seconds():
                 await tx.repeat()
             elif not retry.over:  # else the next pause raises
                 await tx.resolve(timeout=retry.remaining)
