@@ -380,8 +380,10 @@ class OffsetStore:
     def _check_excluded(self, reader: PositionedReader, name: str) -> None:
         """Raise ValueError if the reader would return its own stored position."""
         bucket = Bucket(open_bucket(self.context, self.bucket), self._timeout)
-        subject, same_api = bucket.subject(name), Context(reader.context).prefix == self._context.prefix
-        if same_api and reader.stream == bucket.stream and matches(reader, subject):
+        subject = bucket.subject(name)
+        if reader.stream != bucket.stream or Context(reader.context).prefix != self._context.prefix:
+            return
+        if matches(reader, subject):
             raise ValueError(
                 f"reader {name!r}: nothing was stored, because its stream {reader.stream!r} is the stream of bucket "
                 f"{self.bucket!r}, so the reader would return each of its positions (on {subject!r}), and each would lead to "
