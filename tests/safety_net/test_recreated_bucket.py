@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from frame_proxy import FrameProxy, before_request
 
-ISSUE = "Key-value and log: no guess, no hole"
 OLD = {f"old{n}" for n in range(3000)}
 NEW = {f"new{n}" for n in range(3200)}
 
