@@ -117,30 +117,31 @@ async def test_stream_without_a_message_to_compare_counts_as_another_one(
 async def test_stream_in_memory_that_a_restart_has_emptied_is_another_one() -> None:
     """On one server of a cluster it keeps its creation time."""
     async with NatsCluster() as cluster:
-        nc = await nats.connect(cluster.urls, connect_timeout=10)
-        try:
-            js = nc.jetstream(timeout=30)
-            await js.add_stream(StreamConfig(name="S", subjects=["S.>"], storage="memory", num_replicas=1))
-            context = Context(js)
-            await js.publish("S.a")
-            await js.publish("S.b")
-            before = await stream_state(context, "S")
+        connected = cluster.servers[0]
+        async with await nats.connect(connected.url, connect_timeout=10) as nc:
+            js, context = nc.jetstream(timeout=30), Context(nc.jetstream(timeout=30))
+            for number in range(50):  # until one is on another server, so that this connection stays
+                name = f"S{number}"
+                config = StreamConfig(name=name, subjects=[f"{name}.>"], storage="memory", num_replicas=1)
+                await js.add_stream(config)
+                if (await stream_state(context, name)).leader != connected.name:
+                    break
+            await js.publish(f"{name}.a")
+            await js.publish(f"{name}.b")
+            before = await stream_state(context, name)
             assert (await check_same_stream(context, before)).last_seq == 2
             host = next(server for server in cluster.servers if server.name == before.leader)
             host.restart()
             async with asyncio.timeout(60):
                 while True:
                     with contextlib.suppress(nats.errors.Error, nats.js.errors.Error):
-                        if (now := await stream_state(context, "S", 2)).last_seq < 2:
+                        if (now := await stream_state(context, name, 2)).last_seq < 2:
                             break
                     await asyncio.sleep(0.1)
-                assert now.created == before.created
-                with pytest.raises(StreamRecreatedError, match=r"lost everything|are gone"):
-                    await check_same_stream(context, before)
-                await js.publish("S.c")
-                await js.publish("S.d")
-                await js.publish("S.e")
-                with pytest.raises(StreamRecreatedError, match="lost everything"):
-                    await check_same_stream(context, before)
-        finally:
-            await nc.close()
+            assert now.created == before.created
+            with pytest.raises(StreamRecreatedError, match=r"lost everything|are gone"):
+                await check_same_stream(context, before)
+            for token in "cde":
+                await js.publish(f"{name}.{token}")
+            with pytest.raises(StreamRecreatedError, match="lost everything"):
+                await check_same_stream(context, before)
