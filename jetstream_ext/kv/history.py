@@ -205,7 +205,6 @@ class Past:
         wild: bool,
         missing: bool,
         lost: bool,
-        unexplained: int = 0,
     ) -> Verdict:
         """Return what is known after everything was fed.
 
@@ -214,8 +213,6 @@ class Past:
             listed: Keys that match, and existed when the read began.
             wild: The caller gave patterns as well, so that keys may match that nothing names.
             missing: Messages up to the revision were, or may have been, removed.
-            unexplained: The highest sequence up to the revision whose message was removed, or may have been, while no
-                history accounts for it (0: none).
             lost: They may have been messages of keys that are no longer stored.
         """
         wanted = self._subjects.wanted
@@ -233,11 +230,6 @@ class Past:
             doubtful = {name for name in named if name not in entries or entries[name].operation != "PUT"}
             entries = {name: entry for name, entry in entries.items() if name not in doubtful}
             gone |= doubtful
-        if self.expires and self._history != 1:
-            # A newer value with a TTL of its own may have expired, after which the server exposes an older one again.
-            exposed = {name for name, entry in entries.items() if wanted(name) and entry.revision < unexplained}
-            entries = {name: entry for name, entry in entries.items() if name not in exposed}
-            gone |= exposed
         return Verdict(entries, tuple(sorted(gone)), complete=not wild, lost=wild and lost)
 
 

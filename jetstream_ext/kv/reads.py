@@ -371,26 +371,23 @@ async def _judge_past(
     named = [pattern for pattern in patterns if is_literal(pattern)]
     wild = len(named) < len(patterns)
     small = state.messages <= _SMALL_LOG and await source.replicas_answer()
-    # Whether the end of a message's own TTL can show an older message of its key again.
-    exposes = state.max_msgs_per_subject != 1 and bool(state.config.get("allow_msg_ttl"))
     names: list[str] | None = named
     if wild:
         log = small or (patterns == [EVERYTHING] and state.messages < _DEEP * state.num_subjects)
         names = None if log and await source.replicas_answer() else await _list_keys(bucket, patterns)
-    missing = unexplained = 0
-    lost = False
+    missing, lost = 0, False
     if names is not None:
         known = await _feed_by_name(bucket, source, names, state, past)
         if known is not None:
             missing = known
-        elif wild or past.uncertain(names) or (exposes and not state.never_removed):
+        elif wild or past.uncertain(names):
             missing = point.revision if await _any_removed(bucket, source, state, point.revision) else 0
         if missing and small:
             # Only the whole log shows whether the histories of other keys account for what is missing.
             past = Past(subjects, revision=point.revision, history=state.max_msgs_per_subject)
             names = None
         else:
-            unexplained, lost = missing, _may_have_expired(state, past, point)
+            lost = _may_have_expired(state, past, point)
     if names is None:
 
         def take(found: Block | list[StoredMsg]) -> None:
@@ -405,17 +402,14 @@ async def _judge_past(
         gaps = await _read_log(source, state.lowest_seq, state.last_seq, note)
         await source.catch_up(state.last_seq, take)
         up_to_revision.close()
-        missing, explained = up_to_revision.highest, past.accounts_for()
-        unexplained = missing if missing > explained else 0
+        missing = up_to_revision.highest
         # A gap above the revision may be the delete marker of a key that existed (`purge_deletes`).
-        lost = gaps.highest > explained or _may_have_expired(state, past, point)
+        lost = gaps.highest > past.accounts_for() or _may_have_expired(state, past, point)
     end = await bucket.check_same(state)
     if point.is_newest and end.last_seq == point.revision:
         # A key that expires without a marker while the revision is the newest one both existed at it and did not.
         return past.verdict(named=(), wild=wild, missing=missing > 0, lost=False)
-    return past.verdict(
-        named=named, listed=names or (), wild=wild, missing=missing > 0, unexplained=unexplained, lost=lost
-    )
+    return past.verdict(named=named, listed=names or (), wild=wild, missing=missing > 0, lost=lost)
 
 
 def _may_have_expired(state: StreamState, past: Past, point: ResolvedRevision) -> bool:

@@ -546,21 +546,21 @@ class HistoryMachine(RuleBasedStateMachine):
         self._pending = during
         self.tally.operations += 1
         self.tally.checks[name] += 1
-        answer = error = None
+        answer = error = only_if_recreated = None
         try:
             answer = await call()
         except (RequestTimeoutError, nats.js.errors.ServiceUnavailableError, *expected) as caught:
             error = caught
         except (StreamRecreatedError, BucketNotFoundError, ValueError) as caught:
-            if self.history is before:
-                raise
-            error = caught
+            error = only_if_recreated = caught
         finally:
             self._pending = None
             async with self._interfering:
                 pass  # operations that outlast the call have ended
         if self._failure is not None:
             raise self._failure
+        if only_if_recreated is not None and self.history is before:
+            raise only_if_recreated
         if error is not None:
             self.tally.errors[f"{name}: {type(error).__name__}"] += 1
         await self.history.sync()
@@ -705,7 +705,7 @@ class HistoryMachine(RuleBasedStateMachine):
                 entry, truths = snap.get(key), history.truths(key, revision)
                 if key in snap.unavailable:
                     stored = truths[0] is not None and truths[0].operation == "PUT" and truths[0].sure == NEVER_GONE
-                    if entry is not None or (stored and len(truths) == 1 and not history.may_expose()):
+                    if entry is not None or (stored and len(truths) == 1):
                         problems.append(f"{key} is unavailable, although it is stored: {truths}")
                     continue
                 wrong = disagreement(key, entry, truths, history, deletes=deletes)

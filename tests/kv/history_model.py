@@ -366,23 +366,14 @@ class History:
         missing = max(set(range(1, self.last + 1)) - self.stored.keys(), default=0)
         return not self.reads_whole_log or missing <= self._explained()
 
-    def may_expose(self) -> bool:
-        """Whether the end of a message's own TTL may show an older message again, so that a stored one proves little."""
-        return self.history != 1 and any(event.shows_expiry for event in self.stored.values())
-
     def is_exposed(self, key: str, revision: int, found: int) -> bool:
         """Whether a read of a revision may return the older message `found` of a key.
 
         docs/key-value.md, "Reads of the past": another client "wrote a value with a TTL over an older message of its key,
-        in a bucket with a history above 1, and the value expired", and no message shows TTLs, or histories explain what is
-        missing.
+        in a bucket with a history above 1, and the value expired".
         """
         newer = [event for event in self.of_key(key) if found < event.seq <= revision]
-        if self.history == 1 or not newer or any(event.cause != "expired" for event in newer):
-            return False
-        shown = any(event.shows_expiry for event in self.stored.values())
-        missing = max(set(range(1, revision + 1)) - self.stored.keys())
-        return not self.reads_whole_log or not shown or missing <= self._explained()
+        return self.history != 1 and bool(newer) and all(event.cause == "expired" for event in newer)
 
     def _may_expire(self) -> bool:
         """Whether the bucket or its messages show that keys expire."""

@@ -107,21 +107,3 @@ async def test_key_that_vanishes_before_a_read_of_what_was_the_newest_revision_i
     monkeypatch.setattr(reads, "resolve_revision", then_vanish)
     with pytest.raises(HistoryUnavailableError):
         await kvx.snapshot(kv, at=newest)
-
-
-async def test_value_that_exposed_an_older_one_when_it_expired_is_unavailable(make_bucket) -> None:
-    """Another client has written it over the older one, with a TTL and without replacing the key's history."""
-    kv = await make_bucket(history=5)
-    await kv.put("a", b"old")
-    made = (await kv._js.publish(f"{kv._pre}a", b"session", headers={"Nats-TTL": "1"})).seq
-    await kv.create("sign", b"of TTLs", msg_ttl=600)
-    async with asyncio.timeout(30):
-        while (await kv.get("a")).value != b"old":
-            await asyncio.sleep(0.05)
-    await kv.put("z", b"1")
-    for filters in (["a"], ["*"]):
-        with pytest.raises(HistoryUnavailableError) as gone:
-            await kvx.snapshot(kv, filters, at=made)
-        assert gone.value.keys == ("a",)
-    with pytest.raises(HistoryUnavailableError):
-        await kvx.get_many(kv, ["a"], at=made)

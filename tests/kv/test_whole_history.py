@@ -32,7 +32,7 @@ STEPS = 40 if FULL else 25
 def run(machine: type[HistoryMachine], operations: int, **attributes: Any) -> None:
     """Run a machine until it has done so many operations; print the seeds and what it has done."""
     tally = Tally()
-    seed = int(SEED) if SEED else random.SystemRandom().randrange(1 << 32)
+    seed = int(SEED or (random.SystemRandom().randrange(1 << 32) if FULL else 16))
     try:
         while tally.operations < operations:
             print(f"\n{machine.__name__} {attributes.get('reading', '')}: JETSTREAM_EXT_HISTORY_SEED={seed}")
