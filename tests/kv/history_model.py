@@ -210,7 +210,7 @@ class History:
         )
 
     async def _info(self) -> dict[str, Any]:
-        """Ask the stream's leader; wait for one if there is none."""
+        """Return what the stream's leader answers to STREAM.INFO; during an election, wait for the next leader."""
         async with asyncio.timeout(30):
             while True:
                 with contextlib.suppress(nats.errors.TimeoutError, nats.errors.NoRespondersError):
