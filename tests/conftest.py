@@ -204,7 +204,9 @@ def _abort_sockets_of_a_coroutine(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
-async def abort_sockets(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[asyncio.StreamWriter]]:
+async def abort_sockets(
+    monkeypatch: pytest.MonkeyPatch, end_reconnects: Callable[[], Awaitable[None]]
+) -> AsyncIterator[list[asyncio.StreamWriter]]:
     """Abort, at the end, the sockets that nats-py has left open after it lost a connection; the value lists all sockets.
 
     The garbage collector may find them only during another test, because a test that fails keeps its connections alive.
@@ -273,17 +275,21 @@ async def leak_check(nc: Client, js: JetStreamContext) -> LeakCheck:
 
 @pytest.fixture(autouse=True)
 async def end_reconnects() -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """End nats-py's tasks that still reconnect: after a close, or after nats-py has lost track of them.
+    """End nats-py's own tasks: those that still reconnect after a close, or that nats-py has lost track of.
 
-    Before Python 3.12, `wait_for` loses a cancellation that arrives together with its result. Such a task then retries
-    indefinitely, and the end of the event loop, which cancels it only once, waits for it.
+    Before Python 3.12, `wait_for` loses a cancellation that arrives together with its result. Such a task
+    goes on, and the end of the event loop, which cancels it only once, waits for it.
     """
 
+    def left() -> list[asyncio.Task[Any]]:
+        names = ((task, getattr(task.get_coro(), "__qualname__", "")) for task in asyncio.all_tasks())
+        return [task for task, name in names if name.startswith("Client.") and not task.done()]
+
     async def end_reconnects() -> None:
-        for task in asyncio.all_tasks():
-            while getattr(task.get_coro(), "__qualname__", "") == "Client._attempt_reconnect" and not task.done():
+        while tasks := left():  # a task that ends may have started another one
+            for task in tasks:
                 task.cancel()
-                await asyncio.sleep(0)
+            await asyncio.sleep(0)
 
     yield end_reconnects
     await end_reconnects()

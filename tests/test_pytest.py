@@ -26,7 +26,32 @@ def test_failure_with_a_ring_of_causes():
 """
 
 
-@pytest.mark.parametrize("program", [LARGE, RING], ids=["large collections", "ring of causes"])
+CONNECTION = """
+import asyncio
+
+
+left = []
+
+
+class Client:
+    async def _read_loop(self):
+        for _ in range(3):
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                pass  # lost
+
+
+async def test_failure_that_leaves_a_connection():
+    left.append(asyncio.create_task(Client()._read_loop()))
+    await asyncio.sleep(0)
+    assert False
+"""
+
+
+@pytest.mark.parametrize(
+    "program", [LARGE, RING, CONNECTION], ids=["large collections", "ring of causes", "a connection is left"]
+)
 def test_a_failure_is_reported_at_once(tmp_path: Path, program: str) -> None:
     (tmp_path / "test_program.py").write_text(program)
     command = [sys.executable, "-m", "pytest", "--confcutdir=/", "-p", "no:cacheprovider", tmp_path]
