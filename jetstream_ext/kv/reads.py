@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Final
+from typing import Final, TypeVar
 
 from nats.js.kv import KeyValue
 
 from jetstream_ext.client.api import first_since, gather_bounded
+from jetstream_ext.client.retry import Retry
 from jetstream_ext.client.verified_read import AskLeaderError, VerifiedReader
-from jetstream_ext.errors import HistoryUnavailableError, TooManySubjectsError
+from jetstream_ext.errors import HistoryUnavailableError, RequestTimeoutError, TooManySubjectsError
 from jetstream_ext.kv.bucket import LOOKUPS_IN_FLIGHT, Bucket
 from jetstream_ext.kv.entries import (
     EVERYTHING,
@@ -26,12 +27,14 @@ from jetstream_ext.kv.entries import (
     rows_of,
 )
 from jetstream_ext.kv.history import Latest, Past, Verdict
-from jetstream_ext.kv.limits import drops_oldest, known_since
+from jetstream_ext.kv.limits import drops_oldest, known_since, limits_of
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import Block, StoredMsg
 from jetstream_ext.protocol.gaps import Gaps
 from jetstream_ext.protocol.options import check_sequence, rfc3339
 from jetstream_ext.protocol.subjects import is_literal, matcher
+
+_T = TypeVar("_T")
 
 # With so many messages per key or more, asking for the keys by name costs less than reading the whole log.
 _DEEP: Final = 3
@@ -93,16 +96,15 @@ async def get_many(
     wanted = check_keys(keys)
     bucket = Bucket(kv, timeout)
     with bucket.not_found():
-        state = await bucket.readable_state()
-        subjects = Subjects(bucket.name, bucket.prefix, wanted.__contains__)
         if at is None:
-            latest, source = Latest(subjects), _reader(bucket, state)
+            state = await bucket.readable_state()
+            latest, source = Latest(_subjects(bucket, wanted.__contains__)), _reader(bucket, state)
             await _read_by_name(bucket, source, list(wanted), latest.feed)
             if source.replies > 1:
                 await bucket.check_same(state)
             found = latest.entries()
         else:
-            verdict, _ = await _read_past(bucket, subjects, list(wanted), state, at, strict=True)
+            verdict, _ = await _read_past(bucket, wanted.__contains__, list(wanted), at, strict=True)
             found = _without_deleted(verdict.entries)
     return {key: entry for key in wanted if (entry := found.get(key)) is not None}
 
@@ -147,11 +149,11 @@ async def snapshot(
     patterns = check_filters(filters)
     bucket = Bucket(kv, timeout)
     with bucket.not_found():
-        state = await bucket.readable_state()
-        subjects = Subjects(bucket.name, bucket.prefix, matcher(patterns))
         if at is None:
-            return await _read_now(bucket, subjects, patterns, state, include_deletes=include_deletes)
-        verdict, point = await _read_past(bucket, subjects, patterns, state, at, strict=strict)
+            return await _under_the_same_limits(
+                bucket, lambda state: _read_now(bucket, patterns, state, include_deletes=include_deletes)
+            )
+        verdict, point = await _read_past(bucket, matcher(patterns), patterns, at, strict=strict)
     return KeyValueSnapshot(
         verdict.entries if include_deletes else _without_deleted(verdict.entries),
         revision=point.revision,
@@ -167,6 +169,33 @@ def _reader(bucket: Bucket, state: StreamState) -> VerifiedReader:
     return source
 
 
+def _subjects(bucket: Bucket, wanted: Callable[[str], bool]) -> Subjects:
+    return Subjects(bucket.name, bucket.prefix, wanted)
+
+
+class _LimitsChangedError(Exception):
+    """The limits by which a read judges what it does not find were changed during the read."""
+
+
+async def _under_the_same_limits(bucket: Bucket, read: Callable[[StreamState], Awaitable[_T]]) -> _T:
+    """Return what `read` returns; repeat it if it raises _LimitsChangedError."""
+    retry = Retry(bucket.timeout)
+    while True:
+        try:
+            return await read(await bucket.readable_state())
+        except _LimitsChangedError:
+            what = f"bucket {bucket.name!r}: its limits were changed during each read"
+            await retry.pause_until_deadline(RequestTimeoutError(f"{what} (tried for {bucket.timeout:.4g} s)"))
+
+
+async def _check_end(bucket: Bucket, before: StreamState) -> StreamState:
+    """Return the bucket's state now; raise StreamRecreatedError or _LimitsChangedError if it is no longer what it was."""
+    end = await bucket.check_same(before)
+    if limits_of(end.config) != limits_of(before.config):
+        raise _LimitsChangedError
+    return end
+
+
 def _without_deleted(entries: dict[str, KeyValueEntry]) -> dict[str, KeyValueEntry]:
     return {key: entry for key, entry in entries.items() if entry.operation == "PUT"}
 
@@ -175,9 +204,9 @@ def _without_deleted(entries: dict[str, KeyValueEntry]) -> dict[str, KeyValueEnt
 
 
 async def _read_now(
-    bucket: Bucket, subjects: Subjects, patterns: list[str], state: StreamState, *, include_deletes: bool
+    bucket: Bucket, patterns: list[str], state: StreamState, *, include_deletes: bool
 ) -> KeyValueSnapshot:
-    source = _reader(bucket, state)
+    source, subjects = _reader(bucket, state), _subjects(bucket, matcher(patterns))
     latest = Latest(subjects, max_age=state.max_age, own_ttls=bool(state.config.get("allow_msg_ttl")))
     answer = await _read_at_once(bucket, source, patterns, state)
     expired_by: datetime | None = None  # None: the server has decided for its only answer what had expired
@@ -203,8 +232,8 @@ async def _read_now(
             await _read_by_name(bucket, source, names, latest.feed)
         newest = await source.catch_up(state.last_seq, lambda found: latest.feed(rows_of(found)))
         # What expired meanwhile may have been stored for the first replies and gone for the last ones.
-        end = await bucket.check_same(state)
-        expired_by, markers = end.now, None not in (state.marker_ttl, end.marker_ttl)
+        end = await _check_end(bucket, state)
+        expired_by, markers = end.now, end.marker_ttl is not None
     revision, time = state.last_seq, state.last_time
     if newest is not None and newest.seq > revision:
         revision, time = newest.seq, newest.time
@@ -337,13 +366,17 @@ async def _revision_at(bucket: Bucket, state: StreamState, when: datetime) -> in
 
 
 async def _read_past(
-    bucket: Bucket, subjects: Subjects, patterns: list[str], state: StreamState, at: int | datetime, *, strict: bool
+    bucket: Bucket, wanted: Callable[[str], bool], patterns: list[str], at: int | datetime, *, strict: bool
 ) -> tuple[Verdict, ResolvedRevision]:
     """Return what is known of `at`; with `strict`, raise HistoryUnavailableError unless that is everything."""
-    point = await resolve_revision(bucket, state, at)
-    if point.revision > state.last_seq:
-        state = await bucket.readable_state()  # `_revision_at` has waited for that time
-    verdict = await _judge_past(bucket, subjects, patterns, state, point)
+
+    async def judge(state: StreamState) -> tuple[Verdict, ResolvedRevision, StreamState]:
+        point = await resolve_revision(bucket, state, at)
+        if point.revision > state.last_seq:
+            state = await bucket.readable_state()  # `_revision_at` has waited for that time
+        return await _judge_past(bucket, _subjects(bucket, wanted), patterns, state, point), point, state
+
+    verdict, point, state = await _under_the_same_limits(bucket, judge)
     what, keys = f"bucket {bucket.name!r} at revision {point.revision}", verdict.unavailable
     if strict and keys:
         shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
@@ -365,7 +398,7 @@ async def _judge_past(
 ) -> Verdict:
     past = Past(subjects, revision=point.revision, history=state.max_msgs_per_subject)
     if point.revision < state.lowest_seq:
-        await bucket.check_same(state)
+        await _check_end(bucket, state)
         return past.verdict(named=(), wild=False, missing=False, lost=False)
     source = _reader(bucket, state)
     named = [pattern for pattern in patterns if is_literal(pattern)]
@@ -405,7 +438,7 @@ async def _judge_past(
         missing = up_to_revision.highest
         # A gap above the revision may be the delete marker of a key that existed (`purge_deletes`).
         lost = gaps.highest > past.accounts_for() or _may_have_expired(state, past, point)
-    end = await bucket.check_same(state)
+    end = await _check_end(bucket, state)
     if point.is_newest and end.last_seq == point.revision:
         # A key that expires without a marker while the revision is the newest one both existed at it and did not.
         return past.verdict(named=(), wild=wild, missing=missing > 0, lost=False)

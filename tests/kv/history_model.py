@@ -317,9 +317,13 @@ class History:
                 found.append(event)
             if event.cause == "deleted" and any(it.key == key and it.seq < event.seq for it in self.stored.values()):
                 continue  # docs/key-value.md: "an administrator deleted a single message, and an older one is stored"
-            if event.sure >= revision and time is not None and not event.is_due(time):
+            if event.sure >= revision and time is not None and not self._is_due(event, time):
                 return found
         return [*found, None]
+
+    def _is_due(self, event: Event, time: datetime) -> bool:
+        deadline = self.expiry(event) if event.seq in self.stored else event.deadline
+        return deadline is not None and deadline <= time
 
     def expiry(self, event: Event) -> datetime | None:
         """Return when the server will remove a message, by the limits of now."""

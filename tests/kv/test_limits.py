@@ -13,7 +13,7 @@ from nats.js.api import DiscardPolicy
 from nats.js.kv import KeyValue
 
 import jetstream_ext.kv as kvx
-from jetstream_ext.errors import HistoryUnavailableError
+from jetstream_ext.errors import HistoryUnavailableError, RequestTimeoutError
 from jetstream_ext.kv.limits import RECORD, drops_oldest, known_since, limits_of, with_record
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.testing import NatsServer
@@ -203,3 +203,66 @@ async def test_ttl_that_a_mirror_does_not_heed_ends_no_key(make_bucket, load: An
     mirror = await kv._js.key_value(f"{kv._name}_M")
     assert "short" in await kvx.get_many(mirror, ["short"])
     assert len(await kvx.snapshot(mirror)) == 1101
+
+
+def change_after_the_first_look(monkeypatch: pytest.MonkeyPatch, change: Callable[[], Awaitable[Any]]) -> None:
+    """Let another client change a bucket right after a read has asked for the bucket's state."""
+    look, changed = kvx.bucket.Bucket.readable_state, False
+
+    async def look_and_change(bucket: kvx.bucket.Bucket) -> StreamState:
+        nonlocal changed
+        state = await look(bucket)
+        if not changed:
+            changed = True
+            await change()
+        return state
+
+    monkeypatch.setattr(kvx.bucket.Bucket, "readable_state", look_and_change)
+
+
+async def test_history_that_is_shortened_during_a_read_of_the_past_hides_no_key(
+    make_bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = await make_bucket(history=5)
+    for _ in range(8):
+        await kv.put("a", b"1")
+    await kv.purge("b")  # which accounts for every message that is missing
+    for _ in range(3):
+        await kv.put("a", b"2")
+    config = (await kv._js.stream_info(kv._stream)).config
+    change_after_the_first_look(monkeypatch, lambda: kv._js.update_stream(config.evolve(max_msgs_per_subject=3)))
+    snapshot = await kvx.snapshot(kv, ["a", "b"], at=1, strict=False)
+    assert snapshot.unavailable == ("a", "b")
+
+
+async def test_ttl_that_is_raised_during_a_snapshot_ends_no_key(make_bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvx.reads, "_CHUNK", 2)
+    kv = await make_bucket(history=1, ttl=1)
+    revisions = [await kv.put(f"k{n}", b"1") for n in range(5)]
+    config = (await kv._js.stream_info(kv._stream)).config
+
+    async def raise_ttl() -> None:
+        await kv._js.update_stream(config.evolve(max_age=3600.0))
+        await asyncio.sleep(1.2)
+
+    change_after_the_first_look(monkeypatch, raise_ttl)
+    assert [entry.revision for entry in (await kvx.snapshot(kv)).values()] == revisions
+
+
+async def test_limits_that_change_during_every_read_are_an_error(make_bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = await make_bucket(history=1)
+    await kv.put("a", b"1")
+    await kv.put("a", b"2")
+    config = (await kv._js.stream_info(kv._stream)).config
+    look, looks = kvx.bucket.Bucket.readable_state, 0
+
+    async def look_and_change(bucket: kvx.bucket.Bucket) -> StreamState:
+        nonlocal looks
+        looks += 1
+        state = await look(bucket)
+        await kv._js.update_stream(config.evolve(max_msgs_per_subject=1 + looks))
+        return state
+
+    monkeypatch.setattr(kvx.bucket.Bucket, "readable_state", look_and_change)
+    with pytest.raises(RequestTimeoutError, match="limits"):
+        await kvx.snapshot(kv, at=1, timeout=0.5)
