@@ -611,6 +611,8 @@ class HistoryMachine(RuleBasedStateMachine):
                 ]
                 if removed:
                     truths += [*removed, None, *history.truths(key, low)]
+                if any(truth is not None and history.has_expired(truth) for truth in truths):
+                    truths.append(None)  # by the leader's clock; the server may remove it a little later
                 problems += disagreement(key, snap.get(key), truths, history, deletes=deletes)
             return [*problems, *history.find_disorder(snap, matching(patterns))]
 

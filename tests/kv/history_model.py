@@ -329,6 +329,11 @@ class History:
         """Return when the server will remove a message, by the limits of now."""
         return replace(event, max_age=self.max_age).deadline
 
+    def has_expired(self, event: Event) -> bool:
+        """Whether the TTL of a message has passed, although it may still be stored."""
+        assert self.view is not None
+        return self._is_due(event, self.view.time)
+
     def expires_soon(self) -> bool:
         """Whether a message expires about now."""
         assert self.view is not None
