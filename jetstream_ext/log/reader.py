@@ -266,7 +266,7 @@ class LogReader:
     async def __anext__(self) -> StoredMsg:
         if not self._ready:
             with self._exclusive():
-                if not await self._fill(None if self.tail else 0.0):
+                if not await self._fill(math.inf, wait=self.tail):
                     raise StopAsyncIteration
         return self._take()
 
@@ -278,8 +278,9 @@ class LogReader:
         Args:
             max_messages: From 1. One call returns about 4,000 messages or 4 MiB at most.
             timeout: Seconds to wait for a first message, whatever `tail` is; 0 reads to the end of the stream, past what
-                `subject` or the start leaves out, and does not wait there. None is the reader's timeout with ``tail=True``,
-                else 0. Transient errors may take the reader's `timeout` and `patience` in addition.
+                `subject` or the start leaves out, and does not wait there. What is stored during the call does not move that
+                end. None is the reader's timeout with ``tail=True``, else 0. Transient errors may take the reader's `timeout`
+                and `patience` in addition.
 
         Raises:
             ValueError, TypeError: A number is out of range, or of another type.
@@ -294,8 +295,40 @@ class LogReader:
         check_seconds(timeout, "timeout", zero=True)
         if not self._ready:
             with self._exclusive():
-                await self._fill(timeout)
-        return [self._take() for _ in range(min(max_messages, len(self._ready)))]
+                if timeout:
+                    await self._fill(asyncio.get_running_loop().time() + timeout, wait=True)
+                else:
+                    await self._fill(math.inf, wait=False)
+        return self._take_up_to(max_messages)
+
+    async def read_for(self, seconds: float, max_messages: int = 1000) -> list[StoredMsg] | None:
+        """Return the next messages as `read` does, an empty list after `seconds` without one, or None at the end of the stream.
+
+        With ``tail=True`` the stream has no end. Call it in a loop to do something else every `seconds`, such as storing the
+        position: that also moves while nothing matches.
+
+        Args:
+            seconds: How long the call may look for a first message. One request more, and transient errors, may take the
+                reader's `timeout` and `patience` in addition.
+            max_messages: As for `read`.
+
+        Raises:
+            ValueError, TypeError: A number is out of range, or of another type.
+            RuntimeError: Another task is reading.
+            Exception: As for iteration; see `LogReader`.
+
+        Cancellation: Safe: the position has not moved.
+        """
+        check_int(max_messages, "max_messages")
+        check_seconds(seconds, "seconds")
+        if not self._ready:
+            with self._exclusive():
+                if not await self._fill(asyncio.get_running_loop().time() + seconds, wait=self.tail):
+                    return None
+        return self._take_up_to(max_messages)
+
+    def _take_up_to(self, count: int) -> list[StoredMsg]:
+        return [self._take() for _ in range(min(count, len(self._ready)))]
 
     def _take(self) -> StoredMsg:
         message = self._ready.popleft()
@@ -312,24 +345,24 @@ class LogReader:
         finally:
             self._reading = False
 
-    async def _fill(self, wait: float | None) -> bool:
-        """Make messages ready; return False if the stream has no more for `wait` seconds (None: indefinitely)."""
+    async def _fill(self, until: float, *, wait: bool) -> bool:
+        """Make messages ready, or return at the time `until`; without `wait`, return False at the end of the stream."""
         loop = asyncio.get_running_loop()
-        deadline = math.inf if wait is None else loop.time() + wait
         retry = self._retry()
         pause = min(_FIRST_PAUSE, self._poll)
         while True:
             try:
-                if await retry.attempt(partial(self._advance, deadline if wait else math.inf)):
-                    return True
+                ended = await retry.attempt(partial(self._advance, until))
             except Exception as error:
                 await retry.pause_if_transient(error)
                 self._state = None
                 continue
-            retry.reset()
-            left = deadline - loop.time()
-            if left <= 0:
+            if ended and not wait:
                 return False
+            left = until - loop.time()
+            if self._ready or left <= 0:
+                return True
+            retry.reset()
             # Polled: a reader of a mirror, a stream with sources or another account does not see messages published.
             await asyncio.sleep(min(pause, left))
             pause = min(pause * 2, self._poll)
@@ -341,12 +374,13 @@ class LogReader:
         )
 
     async def _advance(self, until: float) -> bool:
-        """Make messages ready; return False if the stream ends before the position, as its leader or responder reports.
+        """Make messages ready; return True if there are none up to the stream's end, as its leader or responder reports.
 
-        At the time `until`, return False after a group that has nothing to return.
+        That is the end that this call sees first, because others may store messages as fast as they are read. Return False
+        at the time `until` as well, after a group that has nothing to return.
         """
         loop = asyncio.get_running_loop()
-        moved = False
+        before, end, moved = self._state, math.inf, False
         while not self._ready:
             if moved and loop.time() >= until:
                 return False
@@ -355,21 +389,28 @@ class LogReader:
             if not self.confirm:
                 # One request at a time: only the rows show how far the responder is.
                 size = min(_REQUEST_BYTES, link_of(self._context).room(1))
-                rows = await self._direct.batch(_GROUP, subject=self.subject, seq=position, max_bytes=size).to_list()
+                batch = self._direct.batch(_GROUP, subject=self.subject, seq=position, max_bytes=size)
+                rows = await batch.to_list()
                 if not rows:
-                    return False
+                    return True
                 self._checked = True
                 self._make_ready(rows, rows[-1].seq + 1)
+                if not self._ready and not batch.num_pending:
+                    return True
                 continue
+            if position > end:
+                return True
             state = self._state
             if state is None or position > state.last_seq:
                 state = await self._look_at(position)
                 if position > state.last_seq:
                     self._at_head = False
                     self._note(state, position)
-                    return False
+                    return True
+            if state is not before:
+                end = min(end, state.last_seq)
             await self._read_group(position, state)
-        return True
+        return False
 
     async def _read_group(self, position: int, state: StreamState) -> None:
         """Read a group of messages, have the leader verify it, and make it ready."""

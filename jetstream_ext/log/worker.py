@@ -270,7 +270,7 @@ class _Worker:
         reader = self.reader
         while True:
             self._check_lease()
-            messages = await reader.read(self.max_messages, _IDLE if reader.tail else 0)
+            messages = await reader.read_for(_IDLE, self.max_messages)
             position = await reader.open()
             if messages:
                 await self._store(await self._handle(messages, position))
@@ -278,7 +278,7 @@ class _Worker:
                 continue
             if position != self.committed:
                 await self._commit([], position)
-            if not reader.tail:
+            if messages is None:
                 return Processed(self.inputs, self.outputs, self.commits, position)
 
     async def _prepare(self) -> None:
