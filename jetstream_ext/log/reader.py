@@ -582,14 +582,14 @@ class LogReader:
             state.check_sequences()
         else:
             state.check_direct_reads(self._context.connection.server_version)
-            if state.retention != "limits" and not self._skips:
-                raise StreamConfigMismatchError(
-                    f"stream {self.stream!r} has {state.retention} retention: acknowledgements of its consumers delete "
-                    "messages that this reader has not read. Read a copy of it with limits retention, or read what is "
-                    "left with on_lost='skip'",
-                    diff={"retention": ("limits", state.retention)},
-                )
-            self._checked = True
+        if state.retention != "limits" and not self._skips:
+            raise StreamConfigMismatchError(
+                f"stream {self.stream!r} has {state.retention} retention: acknowledgements of its consumers delete "
+                "messages that this reader has not read. Read a copy of it with limits retention, or read what is "
+                "left with on_lost='skip'",
+                diff={"retention": ("limits", state.retention)},
+            )
+        self._checked = True
         if self._seen is not None:
             await check_same_stream(self._context, self._seen, state, self._timeout)
         self._created, self._seen, self._state = state.created, state, state

@@ -169,6 +169,7 @@ async def exactly_once(
             ``allow_msg_ttl``), ``max_msgs`` or ``max_bytes`` (with discard ``old``), or a retention other than
             ``limits``. Raised before anything is read.
         PositionLostError, StreamRecreatedError: As for the reader: the input at the position is gone.
+        StreamConfigMismatchError: As for the reader, also while the worker runs: consumers remove inputs.
         StreamRecreatedError: Also if the answer to a commit was lost, and the output stream was deleted and created again
             and now holds another position at the sequence of this worker's. Nothing of that commit is stored.
         BadSubjectError: An output's subject is not one of the output stream's, or is the position's.
