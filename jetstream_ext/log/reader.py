@@ -7,10 +7,12 @@ import contextlib
 import itertools
 import logging
 import math
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from functools import partial
+from operator import attrgetter
 from typing import Final, Literal, Self
 
 from nats.js import JetStreamContext
@@ -30,7 +32,13 @@ from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.direct_reader import link_of, read_blocks, read_one
 from jetstream_ext.client.retry import Retry, is_transient, is_transient_read
 from jetstream_ext.client.verified_read import VerifiedReader
-from jetstream_ext.errors import MessageNotFoundError, PositionLostError, RequestTimeoutError, StreamConfigMismatchError
+from jetstream_ext.errors import (
+    MessageNotFoundError,
+    PositionLostError,
+    RequestTimeoutError,
+    StreamConfigMismatchError,
+    StreamRecreatedError,
+)
 from jetstream_ext.log.offsets import First, Last, OffsetStore, Seq, Start, Stored, StoredOffset, Time, check_start
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import Request, StoredMsg
@@ -240,6 +248,9 @@ class LogReader:
         # before which the message at the position had not been stored.
         self._before: StreamState | None = None
         self._since: datetime | None = None
+        # Sequences and times of stored messages. If the stream has another message at the sequence of the first one, it has
+        # lost what the reader has verified; each of the others counts when those before it were removed.
+        self._witnesses: tuple[tuple[int, datetime], ...] = ()
         if self._state is not None and self._position is not None:
             self._note(self._state, self._position)
         self._state = None
@@ -404,10 +415,12 @@ class LogReader:
             if state is None or position > state.last_seq:
                 state = await self._look_at(position)
                 if position > state.last_seq:
+                    await self._check_witnesses(state)
+                    self._witnesses = state.ends
                     self._at_head = False
                     self._note(state, position)
                     return True
-            if state is not before:
+            if state is not before and state.leader_is_certain:
                 end = min(end, state.last_seq)
             await self._read_group(position, state)
         return False
@@ -420,10 +433,12 @@ class LogReader:
             else:
                 position = self._report_loss(position, state.first_seq)
         self._note(state, position)
-        complete = self.subject is None and state.has_every_sequence
+        before, complete = state, self.subject is None and state.has_every_sequence
         rows, end, heard = await self._read_rows(position, state)
         # A read that has all its rows may have waited for the end of the answer.
         state = await self._look(max(0.001, heard + self._timeout - asyncio.get_running_loop().time()))
+        await self._check_witnesses(state, rows)
+        rows = rows[bisect_left(rows, position, key=attrgetter("seq")) :]
         if self._at_head:
             position = rows[0].seq if rows else end + 1
         gaps = Gaps(position, end)
@@ -444,6 +459,7 @@ class LogReader:
         if rows:
             self._since = rows[-1].time
         self._note(state, end + 1)
+        self._keep_witnesses(end, rows, before, state)
         self._make_ready(rows, end + 1)
 
     def _make_ready(self, rows: list[StoredMsg], after: int) -> None:
@@ -456,6 +472,39 @@ class LogReader:
         self._after_ready = after
         if not rows:
             self._position = after
+
+    async def _check_witnesses(self, state: StreamState, rows: Sequence[StoredMsg] = ()) -> None:
+        """Raise StreamRecreatedError if the stream has another message where it had a witness.
+
+        A stream keeps its creation time if it was restored from an older copy, or if it is in memory and all its servers
+        restarted. `state` is what its leader says now, `rows` what was just read.
+        """
+        for seq, time in self._witnesses:
+            if (seq, time) in state.ends:
+                return
+            at = bisect_left(rows, seq, key=attrgetter("seq"))
+            found: StoredMsg | None = rows[at] if at < len(rows) and rows[at].seq == seq else None
+            if found is None:
+                found = await get_at_leader(self._context, self.stream, {"seq": seq}, self._timeout)
+            if found is not None and found.time == time:
+                return
+            if found is not None:
+                raise StreamRecreatedError(
+                    f"stream {self.stream!r} has lost messages, or was deleted and created again, because its message {seq} "
+                    f"was stored at {found.time.isoformat()}, and earlier at {time.isoformat()}; sequences below the position "
+                    f"{self._position} may be those of messages that this reader has not returned: start another reader, "
+                    "or seek to where it should continue",
+                    stream=self.stream,
+                    expected=self._created or "",
+                    found=state.created,
+                )
+
+    def _keep_witnesses(self, end: int, rows: Sequence[StoredMsg], *states: StreamState) -> None:
+        """Keep the messages that are known next to the sequence `end`, up to which everything is verified, and the first one."""
+        last = [(row.seq, row.time) for row in rows[-1:]] + [(state.last_seq, state.last_time) for state in states]
+        known = sorted({*last, *self._witnesses})
+        after, before = [it for it in known if it[0] >= end][:1], [it for it in known if it[0] <= end][-1:]
+        self._witnesses = tuple(dict.fromkeys((*after, *before, *states[-1].ends[1:])))
 
     async def _were_replaced(self, state: StreamState) -> bool:
         """Return whether newer messages replaced what is missing at the stream's beginning; else it is lost."""
@@ -550,21 +599,23 @@ class LogReader:
     async def _read_rows(self, position: int, state: StreamState) -> tuple[list[StoredMsg], int, float]:
         """Return a group of messages from a position on, the sequence where it ends, and when all of it was known.
 
-        `state` is the stream's state before.
+        The messages begin with the newest witness, if it is below the position: so the same answer shows both. `state` is
+        the stream's state before.
         """
         loop = asyncio.get_running_loop()
         heard = 0.0
         rows: list[StoredMsg] = []
         size, end = 0, min(state.last_seq, position + self._span - 1)
         read_to = end
-        plan = Scan(subject=self.subject, seq=position, up_to_seq=end, max_bytes=_REQUEST_BYTES)
+        first = min([position, *(seq for seq, _ in self._witnesses[:1] if seq >= state.first_seq)])
+        plan = Scan(subject=self.subject, seq=first, up_to_seq=end, max_bytes=_REQUEST_BYTES)
         reading = read_blocks(self._context, self.stream, plan, self._timeout, confirm=True, state=state)
         async with contextlib.aclosing(reading) as blocks:
             async for block in blocks:
                 heard = loop.time()
                 rows += block.messages()
                 size += block.size
-                if size >= _GROUP_BYTES or len(rows) >= 2 * _GROUP:
+                if rows[-1].seq >= position and (size >= _GROUP_BYTES or len(rows) >= 2 * _GROUP):
                     read_to = rows[-1].seq
                     break
         if read_to < end:
@@ -593,12 +644,19 @@ class LogReader:
         if self._seen is not None:
             await check_same_stream(self._context, self._seen, state, self._timeout)
         self._created, self._seen, self._state = state.created, state, state
+        self._witnesses = self._witnesses or state.ends
         return state
 
     async def _look_at(self, position: int) -> StreamState:
         """Return the stream's state once `position` is at most one after its end; raise an error if it stays beyond."""
         state = await settled_state(self._look, position - 1)
+        if position > state.last_seq and not state.leader_is_certain:
+            raise RequestTimeoutError(
+                f"stream {self.stream!r}: its leader has not heard from the other servers lately, so another one may lead and "
+                f"have more than the {state.last_seq} sequences that it reported; the position stays"
+            )
         if position > state.last_seq + 1:
+            await self._check_witnesses(state)
             raise PositionLostError(
                 f"stream {self.stream!r} ends at sequence {state.last_seq}, before the position {position}: the "
                 "stream lost its last messages, or the position belongs to another stream",
