@@ -144,7 +144,8 @@ class LogReader:
             stays; `seek` to the error's ``got`` continues after the loss.
         StreamRecreatedError: While reading: the stream was deleted and created again since the reader began, or since the
             position was stored. It counts as created again if its creation time has changed and the first and last messages
-            that the reader last knew of are gone. For a stored position, the creation time decides alone.
+            that the reader last knew of are gone, or if it has another message where the reader has been: it was restored
+            from an older copy, or emptied. For a stored position, the creation time decides alone.
         StreamConfigMismatchError: While reading: the stream's retention is not ``limits``, so that consumers delete
             messages (no error with ``on_lost="skip"``); or it has file storage and has reached sequence 2**62, from which on
             servers find no messages.

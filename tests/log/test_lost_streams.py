@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
 
 from jetstream_ext import errors
+from jetstream_ext.client.api import get_at_leader
 from jetstream_ext.log import LogReader, New, Seq, exactly_once
 from jetstream_ext.log import reader as reader_module
 from jetstream_ext.testing import NatsCluster, NatsServer
@@ -250,3 +252,55 @@ async def test_messages_that_were_removed_prove_nothing(
     assert len(leader_requests) == asked, "an empty stream is compared once"
     await more(name, 13, 15)
     await read_up_to(15, 13)
+
+
+class FormerLeader:
+    """For its first answers, a server that takes itself for the leader of a stream and has only its first messages."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, last_seq: int, answers: int) -> None:
+        self.answers = answers
+        self._last_seq = last_seq
+        self._look = reader_module.stream_state
+        monkeypatch.setattr(reader_module, "stream_state", self.look)
+
+    async def look(self, *arguments: Any) -> Any:
+        self.answers -= 1
+        context, stream, timeout = arguments
+        state = await self._look(*arguments)
+        if self.answers < 0:
+            return state
+        last = await get_at_leader(context, stream, {"seq": self._last_seq}, timeout)
+        assert last is not None
+        former = replace(state, last_seq=last.seq, last_time=last.time, messages=last.seq)
+        return replace(former, replicated=True, leader_is_certain=False)
+
+
+@pytest.mark.parametrize("subject", [None, "mine"])
+@pytest.mark.parametrize("last_seq", [5, 7])
+async def test_former_leader_does_not_end_a_read(
+    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch, subject: str | None, last_seq: int
+) -> None:
+    """It lacks message 9, and perhaps what the reader has read."""
+    name = await make_stream(6)
+    reader = LogReader(js, name, subject=subject and f"{name}.{subject}")
+    assert len(await reader.read()) == (0 if subject else 6)
+    assert await reader.read() == []
+    for n in (7, 8):
+        await js.publish(f"{name}.other", b"%d" % n)
+    await js.publish(f"{name}.mine")
+    former = FormerLeader(monkeypatch, last_seq, answers=3)
+    assert (
+        await seqs(reader.read(timeout=0)) == ([9] if subject else [7, 8, 9])[: None if last_seq == 5 or subject else 1]
+    )
+    assert former.answers < 3
+
+
+async def test_wait_for_a_certain_leader_ends(
+    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = LogReader(js, await make_stream(2), patience=0.3)
+    FormerLeader(monkeypatch, 2, answers=1000)
+    assert await seqs(reader.read()) == [1, 2], "what is stored is read"
+    with pytest.raises(errors.RequestTimeoutError, match="has not heard from the other servers"):
+        await reader.read()
+    assert reader.position == 3
