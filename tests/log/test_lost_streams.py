@@ -16,7 +16,8 @@ from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
 
 from jetstream_ext import errors
-from jetstream_ext.client.api import get_at_leader
+from jetstream_ext.client.api import check_same_stream, get_at_leader, stream_state
+from jetstream_ext.client.connection import Context
 from jetstream_ext.log import LogReader, New, Seq, exactly_once
 from jetstream_ext.log import reader as reader_module
 from jetstream_ext.testing import NatsCluster, NatsServer
@@ -180,6 +181,7 @@ async def test_memory_stream_on_three_servers_that_all_restarted_is_an_error() -
                 await js.publish("s.a")
             readers = [LogReader(js, "S", subject=subject, patience=60) for subject in (None, "s.a", "s.b")]
             assert [len(await reader.read()) for reader in readers] == [20, 20, 0]
+            before = await stream_state(Context(js), "S")
             for server in cluster.servers:
                 server.kill()
             for server in cluster.servers:
@@ -193,6 +195,8 @@ async def test_memory_stream_on_three_servers_that_all_restarted_is_an_error() -
             for reader in readers:
                 with pytest.raises(errors.StreamRecreatedError):
                     await reader.read()
+            with pytest.raises(errors.StreamRecreatedError, match="lost everything"):
+                await check_same_stream(Context(js), before)
         finally:
             await nc.close()
 
