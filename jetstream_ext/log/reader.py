@@ -250,7 +250,7 @@ class LogReader:
         self._before: StreamState | None = None
         self._since: datetime | None = None
         # Sequences and times of stored messages. If the stream has another message at the sequence of the first one, it has
-        # lost what the reader has verified; each of the others counts when those before it were removed.
+        # lost what the reader has verified; the other one counts if the first was removed.
         self._witnesses: tuple[tuple[int, datetime], ...] = ()
         if self._state is not None and self._position is not None:
             self._note(self._state, self._position)
@@ -417,7 +417,7 @@ class LogReader:
                 state = await self._look_at(position)
                 if position > state.last_seq:
                     await self._check_witnesses(state)
-                    self._witnesses = state.ends
+                    self._witnesses = state.ends[:1]
                     self._at_head = False
                     self._note(state, position)
                     return True
@@ -501,11 +501,11 @@ class LogReader:
                 )
 
     def _keep_witnesses(self, end: int, rows: Sequence[StoredMsg], *states: StreamState) -> None:
-        """Keep the messages that are known next to the sequence `end`, up to which everything is verified, and the first one."""
+        """Keep the messages that are known next to the sequence `end`, up to which everything is verified."""
         last = [(row.seq, row.time) for row in rows[-1:]] + [(state.last_seq, state.last_time) for state in states]
         known = sorted({*last, *self._witnesses})
         after, before = [it for it in known if it[0] >= end][:1], [it for it in known if it[0] <= end][-1:]
-        self._witnesses = tuple(dict.fromkeys((*after, *before, *states[-1].ends[1:])))
+        self._witnesses = tuple(dict.fromkeys(after + before))
 
     async def _were_replaced(self, state: StreamState) -> bool:
         """Return whether newer messages replaced what is missing at the stream's beginning; else it is lost."""
@@ -645,7 +645,7 @@ class LogReader:
         if self._seen is not None:
             await check_same_stream(self._context, self._seen, state, self._timeout)
         self._created, self._seen, self._state = state.created, state, state
-        self._witnesses = self._witnesses or state.ends
+        self._witnesses = self._witnesses or state.ends[:1]
         return state
 
     async def _look_at(self, position: int) -> StreamState:
@@ -657,7 +657,6 @@ class LogReader:
                 f"have more than the {state.last_seq} sequences that it reported; the position stays"
             )
         if position > state.last_seq + 1:
-            await self._check_witnesses(state)
             raise PositionLostError(
                 f"stream {self.stream!r} ends at sequence {state.last_seq}, before the position {position}: the "
                 "stream lost its last messages, or the position belongs to another stream",
