@@ -218,7 +218,8 @@ async def check_same_stream(
     when they restart after an update of its configuration or when its creation was repeated). So if that differs, the last
     or the first message of `before` must still be stored, at the same sequence and with the same time. If both were removed
     meanwhile, the streams count as different ones. If `created` is the same, this sends no request for a message, unless it
-    is a stream in memory on one server of a cluster, which is empty after a restart and keeps its `created`.
+    is a stream in memory in a cluster, which is empty after a restart of its servers and keeps its `created`. A stream that
+    was restored from an older copy counts as the same one.
 
     Args:
         where: The context; with an `Api`, all requests share its deadline.
@@ -245,7 +246,8 @@ async def check_same_stream(
             why = f"it was deleted and created again, or lost everything, because its message {seq} was stored at another time"
             break
     else:
-        if may_be_same and now.last_seq >= before.last_seq:
+        # A new leader of several servers may still have to apply what its predecessor acknowledged.
+        if may_be_same and (now.replicated or now.last_seq >= before.last_seq):
             return now
     raise StreamRecreatedError(
         f"stream {before.name!r}: its creation time was {before.created} and is {now.created}, and {why}; what was read "

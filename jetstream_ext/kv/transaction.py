@@ -27,6 +27,7 @@ from jetstream_ext.errors import (
     MessageTTLDisabledError,
     NoStreamError,
     Outcome,
+    RequestTimeoutError,
     StreamRecreatedError,
     WrongLastSequenceError,
     batch_refusal,
@@ -34,6 +35,7 @@ from jetstream_ext.errors import (
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import KeyValueEntry, check_key, check_keys
 from jetstream_ext.kv.staging import Staging
+from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.options import check_seconds, check_sequence
 from jetstream_ext.types import TTL, BatchAck, BatchMessage
 
@@ -203,7 +205,7 @@ class Transaction:
     async def commit(self) -> dict[str, int]:
         """Commit and return the new revisions; a clean exit of ``async with`` does the same.
 
-        A transaction without writes checks that everything that it read existed at one moment.
+        A transaction without writes asks a leader that knows to be the only one whether everything is still as it was read.
 
         Raises:
             KeyConflictError: A key is not as it was read, or not as an operation expects it; nothing is written. Its
@@ -219,6 +221,7 @@ class Transaction:
             MaxPayloadError: A value with its headers is larger than the server's max_payload; the error names the key, and
                 nothing is written.
             StreamConfigMismatchError: As for `get`; nothing is written.
+            RequestTimeoutError: Nothing was to be written, and no such leader answered in time.
             BatchError: Any other refusal; nothing is written.
             UnsupportedFeatureError: The server is older than 2.12.1; nothing is written.
 
@@ -230,11 +233,11 @@ class Transaction:
             with self._remembering_errors():
                 if self._staging.writes:
                     await self._commit()
-                else:
-                    reads = self._staging.reads
-                    if reads and not any(reads.values()):
-                        await self._bucket.state(direct=False)  # raises for a mirror, where keys have another prefix
-                    if len(reads) > 1:  # a single read was of one moment
+                elif reads := self._staging.reads:
+                    state = await self._certain_state()  # raises for a mirror, where keys have another prefix
+                    if (
+                        len(reads) > 1 or state.replicated
+                    ):  # else a single read was of one moment, and of the only server
                         await self._check_reads()
         finally:
             if self._state == "failed" and self._batch is not None and self._batch.state == "unknown":
@@ -273,6 +276,17 @@ class Transaction:
                 raise MaxPayloadError(text, subject=error.subject, size=error.size, limit=error.limit) from error
             finally:
                 await batch.discard()
+
+    async def _certain_state(self) -> StreamState:
+        """Return the state of the bucket once a leader answers that can have no successor."""
+        bucket, retry = self._bucket, Retry(self._bucket.timeout)
+        while not (state := await bucket.state(direct=False)).leader_is_certain:
+            late = (
+                f"bucket {bucket.name!r}: its leader has not heard from the other servers lately, so what was read may be out of "
+                f"date (tried for {bucket.timeout:.4g} s); run the transaction again"
+            )
+            await retry.pause_until_deadline(RequestTimeoutError(late))
+        return state
 
     async def _check_bucket(self) -> None:
         """Raise StreamRecreatedError if another message has the revision of the first entry.

@@ -172,7 +172,6 @@ class PositionedReader(Protocol):
     name: str | None
     stream: str
     subject: str | None
-    tail: bool
     context: JetStreamContext
 
     @property
@@ -180,7 +179,7 @@ class PositionedReader(Protocol):
     @property
     def position(self) -> int | None: ...
     async def open(self) -> int: ...
-    async def read(self, max_messages: int = ..., timeout: float | None = ...) -> list[StoredMsg]: ...
+    async def read_for(self, seconds: float, max_messages: int = ...) -> list[StoredMsg] | None: ...
 
 
 def matches(reader: PositionedReader, subject: str) -> bool:
@@ -354,7 +353,8 @@ class OffsetStore:
             name: As for `commit`.
             every: Commit after this many handled messages, from 1.
             seconds: Commit when the oldest handled message that is not committed is this old. A handler that takes
-                longer is not interrupted: the commit follows when it asks for the next message.
+                longer is not interrupted: the commit follows when it asks for the next message. A position that has moved
+                only over messages that the filter excludes is committed within twice this time.
 
         Raises:
             ValueError, TypeError: `every` or `seconds` is out of range, or the reader has no name. When the block is entered:
@@ -444,12 +444,12 @@ class Committing:
             if wait <= 0:
                 await self.commit()
                 wait = self._seconds
-            found = await self._reader.read(1, wait if self._reader.tail else 0)
+            found = await self._reader.read_for(wait, 1)
             if found:
                 self._count += 1
                 return found[0]
             self._note_handled(loop.time())  # the position also moves over messages that the filter excludes
-            if not self._reader.tail:
+            if found is None:
                 raise StopAsyncIteration
 
     async def commit(self) -> StoredOffset | None:

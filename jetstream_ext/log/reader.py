@@ -7,10 +7,12 @@ import contextlib
 import itertools
 import logging
 import math
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from functools import partial
+from operator import attrgetter
 from typing import Final, Literal, Self
 
 from nats.js import JetStreamContext
@@ -30,7 +32,13 @@ from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.direct_reader import link_of, read_blocks, read_one
 from jetstream_ext.client.retry import Retry, is_transient, is_transient_read
 from jetstream_ext.client.verified_read import VerifiedReader
-from jetstream_ext.errors import MessageNotFoundError, PositionLostError, RequestTimeoutError, StreamConfigMismatchError
+from jetstream_ext.errors import (
+    MessageNotFoundError,
+    PositionLostError,
+    RequestTimeoutError,
+    StreamConfigMismatchError,
+    StreamRecreatedError,
+)
 from jetstream_ext.log.offsets import First, Last, OffsetStore, Seq, Start, Stored, StoredOffset, Time, check_start
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import Request, StoredMsg
@@ -136,7 +144,8 @@ class LogReader:
             stays; `seek` to the error's ``got`` continues after the loss.
         StreamRecreatedError: While reading: the stream was deleted and created again since the reader began, or since the
             position was stored. It counts as created again if its creation time has changed and the first and last messages
-            that the reader last knew of are gone. For a stored position, the creation time decides alone.
+            that the reader last knew of are gone, or if it has another message where the reader has been: it was restored
+            from an older copy, or emptied. For a stored position, the creation time decides alone.
         StreamConfigMismatchError: While reading: the stream's retention is not ``limits``, so that consumers delete
             messages (no error with ``on_lost="skip"``); or it has file storage and has reached sequence 2**62, from which on
             servers find no messages.
@@ -240,6 +249,9 @@ class LogReader:
         # before which the message at the position had not been stored.
         self._before: StreamState | None = None
         self._since: datetime | None = None
+        # Sequences and times of stored messages. If the stream has another message at the sequence of the first one, it has
+        # lost what the reader has verified; the other one counts if the first was removed.
+        self._witnesses: tuple[tuple[int, datetime], ...] = ()
         if self._state is not None and self._position is not None:
             self._note(self._state, self._position)
         self._state = None
@@ -266,7 +278,7 @@ class LogReader:
     async def __anext__(self) -> StoredMsg:
         if not self._ready:
             with self._exclusive():
-                if not await self._fill(None if self.tail else 0.0):
+                if not await self._fill(math.inf, wait=self.tail):
                     raise StopAsyncIteration
         return self._take()
 
@@ -278,8 +290,9 @@ class LogReader:
         Args:
             max_messages: From 1. One call returns about 4,000 messages or 4 MiB at most.
             timeout: Seconds to wait for a first message, whatever `tail` is; 0 reads to the end of the stream, past what
-                `subject` or the start leaves out, and does not wait there. None is the reader's timeout with ``tail=True``,
-                else 0. Transient errors may take the reader's `timeout` and `patience` in addition.
+                `subject` or the start leaves out, and does not wait there. What is stored during the call does not move that
+                end. None is the reader's timeout with ``tail=True``, else 0. Transient errors may take the reader's `timeout`
+                and `patience` in addition.
 
         Raises:
             ValueError, TypeError: A number is out of range, or of another type.
@@ -294,8 +307,40 @@ class LogReader:
         check_seconds(timeout, "timeout", zero=True)
         if not self._ready:
             with self._exclusive():
-                await self._fill(timeout)
-        return [self._take() for _ in range(min(max_messages, len(self._ready)))]
+                if timeout:
+                    await self._fill(asyncio.get_running_loop().time() + timeout, wait=True)
+                else:
+                    await self._fill(math.inf, wait=False)
+        return self._take_up_to(max_messages)
+
+    async def read_for(self, seconds: float, max_messages: int = 1000) -> list[StoredMsg] | None:
+        """Return the next messages as `read` does, an empty list after `seconds` without one, or None at the end of the stream.
+
+        With ``tail=True`` the stream has no end. Call it in a loop to do something else every `seconds`, such as storing the
+        position: that also moves while nothing matches.
+
+        Args:
+            seconds: How long the call may look for a first message. One request more, and transient errors, may take the
+                reader's `timeout` and `patience` in addition.
+            max_messages: As for `read`.
+
+        Raises:
+            ValueError, TypeError: A number is out of range, or of another type.
+            RuntimeError: Another task is reading.
+            Exception: As for iteration; see `LogReader`.
+
+        Cancellation: Safe: the position has not moved.
+        """
+        check_int(max_messages, "max_messages")
+        check_seconds(seconds, "seconds")
+        if not self._ready:
+            with self._exclusive():
+                if not await self._fill(asyncio.get_running_loop().time() + seconds, wait=self.tail):
+                    return None
+        return self._take_up_to(max_messages)
+
+    def _take_up_to(self, count: int) -> list[StoredMsg]:
+        return [self._take() for _ in range(min(count, len(self._ready)))]
 
     def _take(self) -> StoredMsg:
         message = self._ready.popleft()
@@ -312,24 +357,24 @@ class LogReader:
         finally:
             self._reading = False
 
-    async def _fill(self, wait: float | None) -> bool:
-        """Make messages ready; return False if the stream has no more for `wait` seconds (None: indefinitely)."""
+    async def _fill(self, until: float, *, wait: bool) -> bool:
+        """Make messages ready, or return at the time `until`; without `wait`, return False at the end of the stream."""
         loop = asyncio.get_running_loop()
-        deadline = math.inf if wait is None else loop.time() + wait
         retry = self._retry()
         pause = min(_FIRST_PAUSE, self._poll)
         while True:
             try:
-                if await retry.attempt(partial(self._advance, deadline if wait else math.inf)):
-                    return True
+                ended = await retry.attempt(partial(self._advance, until))
             except Exception as error:
                 await retry.pause_if_transient(error)
                 self._state = None
                 continue
-            retry.reset()
-            left = deadline - loop.time()
-            if left <= 0:
+            if ended and not wait:
                 return False
+            left = until - loop.time()
+            if self._ready or left <= 0:
+                return True
+            retry.reset()
             # Polled: a reader of a mirror, a stream with sources or another account does not see messages published.
             await asyncio.sleep(min(pause, left))
             pause = min(pause * 2, self._poll)
@@ -341,12 +386,13 @@ class LogReader:
         )
 
     async def _advance(self, until: float) -> bool:
-        """Make messages ready; return False if the stream ends before the position, as its leader or responder reports.
+        """Make messages ready; return True if there are none up to the stream's end, as its leader or responder reports.
 
-        At the time `until`, return False after a group that has nothing to return.
+        That is the end that this call sees first, because others may store messages as fast as they are read. Return False
+        at the time `until` as well, after a group that has nothing to return.
         """
         loop = asyncio.get_running_loop()
-        moved = False
+        before, end, moved = self._state, math.inf, False
         while not self._ready:
             if moved and loop.time() >= until:
                 return False
@@ -355,21 +401,30 @@ class LogReader:
             if not self.confirm:
                 # One request at a time: only the rows show how far the responder is.
                 size = min(_REQUEST_BYTES, link_of(self._context).room(1))
-                rows = await self._direct.batch(_GROUP, subject=self.subject, seq=position, max_bytes=size).to_list()
+                batch = self._direct.batch(_GROUP, subject=self.subject, seq=position, max_bytes=size)
+                rows = await batch.to_list()
                 if not rows:
-                    return False
+                    return True
                 self._checked = True
                 self._make_ready(rows, rows[-1].seq + 1)
+                if not self._ready and not batch.num_pending:
+                    return True
                 continue
+            if position > end:
+                return True
             state = self._state
             if state is None or position > state.last_seq:
                 state = await self._look_at(position)
                 if position > state.last_seq:
+                    await self._check_witnesses(state)
+                    self._witnesses = state.ends[:1]
                     self._at_head = False
                     self._note(state, position)
-                    return False
+                    return True
+            if state is not before and state.leader_is_certain:
+                end = min(end, state.last_seq)
             await self._read_group(position, state)
-        return True
+        return False
 
     async def _read_group(self, position: int, state: StreamState) -> None:
         """Read a group of messages, have the leader verify it, and make it ready."""
@@ -379,10 +434,12 @@ class LogReader:
             else:
                 position = self._report_loss(position, state.first_seq)
         self._note(state, position)
-        complete = self.subject is None and state.has_every_sequence
+        before, complete = state, self.subject is None and state.has_every_sequence
         rows, end, heard = await self._read_rows(position, state)
         # A read that has all its rows may have waited for the end of the answer.
         state = await self._look(max(0.001, heard + self._timeout - asyncio.get_running_loop().time()))
+        await self._check_witnesses(state, rows)
+        rows = rows[bisect_left(rows, position, key=attrgetter("seq")) :]
         if self._at_head:
             position = rows[0].seq if rows else end + 1
         gaps = Gaps(position, end)
@@ -403,6 +460,7 @@ class LogReader:
         if rows:
             self._since = rows[-1].time
         self._note(state, end + 1)
+        self._keep_witnesses(end, rows, before, state)
         self._make_ready(rows, end + 1)
 
     def _make_ready(self, rows: list[StoredMsg], after: int) -> None:
@@ -415,6 +473,39 @@ class LogReader:
         self._after_ready = after
         if not rows:
             self._position = after
+
+    async def _check_witnesses(self, state: StreamState, rows: Sequence[StoredMsg] = ()) -> None:
+        """Raise StreamRecreatedError if the stream has another message where it had a witness.
+
+        A stream keeps its creation time if it was restored from an older copy, or if it is in memory and all its servers
+        restarted. `state` is what its leader says now, `rows` what was just read.
+        """
+        for seq, time in self._witnesses:
+            if (seq, time) in state.ends:
+                return
+            at = bisect_left(rows, seq, key=attrgetter("seq"))
+            found: StoredMsg | None = rows[at] if at < len(rows) and rows[at].seq == seq else None
+            if found is None:
+                found = await get_at_leader(self._context, self.stream, {"seq": seq}, self._timeout)
+            if found is not None and found.time == time:
+                return
+            if found is not None:
+                raise StreamRecreatedError(
+                    f"stream {self.stream!r} has lost messages, or was deleted and created again, because its message {seq} "
+                    f"was stored at {found.time.isoformat()}, and earlier at {time.isoformat()}; sequences below the position "
+                    f"{self._position} may be those of messages that this reader has not returned: start another reader, "
+                    "or seek to where it should continue",
+                    stream=self.stream,
+                    expected=self._created or "",
+                    found=state.created,
+                )
+
+    def _keep_witnesses(self, end: int, rows: Sequence[StoredMsg], *states: StreamState) -> None:
+        """Keep the messages that are known next to the sequence `end`, up to which everything is verified."""
+        last = [(row.seq, row.time) for row in rows[-1:]] + [(state.last_seq, state.last_time) for state in states]
+        known = sorted({*last, *self._witnesses})
+        after, before = [it for it in known if it[0] >= end][:1], [it for it in known if it[0] <= end][-1:]
+        self._witnesses = tuple(dict.fromkeys(after + before))
 
     async def _were_replaced(self, state: StreamState) -> bool:
         """Return whether newer messages replaced what is missing at the stream's beginning; else it is lost."""
@@ -509,21 +600,23 @@ class LogReader:
     async def _read_rows(self, position: int, state: StreamState) -> tuple[list[StoredMsg], int, float]:
         """Return a group of messages from a position on, the sequence where it ends, and when all of it was known.
 
-        `state` is the stream's state before.
+        The messages begin with the newest witness, if it is below the position: so the same answer shows both. `state` is
+        the stream's state before.
         """
         loop = asyncio.get_running_loop()
         heard = 0.0
         rows: list[StoredMsg] = []
         size, end = 0, min(state.last_seq, position + self._span - 1)
         read_to = end
-        plan = Scan(subject=self.subject, seq=position, up_to_seq=end, max_bytes=_REQUEST_BYTES)
+        first = min([position, *(seq for seq, _ in self._witnesses[:1] if seq >= state.first_seq)])
+        plan = Scan(subject=self.subject, seq=first, up_to_seq=end, max_bytes=_REQUEST_BYTES)
         reading = read_blocks(self._context, self.stream, plan, self._timeout, confirm=True, state=state)
         async with contextlib.aclosing(reading) as blocks:
             async for block in blocks:
                 heard = loop.time()
                 rows += block.messages()
                 size += block.size
-                if size >= _GROUP_BYTES or len(rows) >= 2 * _GROUP:
+                if rows[-1].seq >= position and (size >= _GROUP_BYTES or len(rows) >= 2 * _GROUP):
                     read_to = rows[-1].seq
                     break
         if read_to < end:
@@ -541,22 +634,28 @@ class LogReader:
             state.check_sequences()
         else:
             state.check_direct_reads(self._context.connection.server_version)
-            if state.retention != "limits" and not self._skips:
-                raise StreamConfigMismatchError(
-                    f"stream {self.stream!r} has {state.retention} retention: acknowledgements of its consumers delete "
-                    "messages that this reader has not read. Read a copy of it with limits retention, or read what is "
-                    "left with on_lost='skip'",
-                    diff={"retention": ("limits", state.retention)},
-                )
-            self._checked = True
+        if state.retention != "limits" and not self._skips:
+            raise StreamConfigMismatchError(
+                f"stream {self.stream!r} has {state.retention} retention: acknowledgements of its consumers delete "
+                "messages that this reader has not read. Read a copy of it with limits retention, or read what is "
+                "left with on_lost='skip'",
+                diff={"retention": ("limits", state.retention)},
+            )
+        self._checked = True
         if self._seen is not None:
             await check_same_stream(self._context, self._seen, state, self._timeout)
         self._created, self._seen, self._state = state.created, state, state
+        self._witnesses = self._witnesses or state.ends[:1]
         return state
 
     async def _look_at(self, position: int) -> StreamState:
         """Return the stream's state once `position` is at most one after its end; raise an error if it stays beyond."""
         state = await settled_state(self._look, position - 1)
+        if position > state.last_seq and not state.leader_is_certain:
+            raise RequestTimeoutError(
+                f"stream {self.stream!r}: its leader has not heard from the other servers lately, so another one may lead and "
+                f"have more than the {state.last_seq} sequences that it reported; the position stays"
+            )
         if position > state.last_seq + 1:
             raise PositionLostError(
                 f"stream {self.stream!r} ends at sequence {state.last_seq}, before the position {position}: the "

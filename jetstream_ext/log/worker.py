@@ -169,6 +169,7 @@ async def exactly_once(
             ``allow_msg_ttl``), ``max_msgs`` or ``max_bytes`` (with discard ``old``), or a retention other than
             ``limits``. Raised before anything is read.
         PositionLostError, StreamRecreatedError: As for the reader: the input at the position is gone.
+        StreamConfigMismatchError: As for the reader, also while the worker runs: consumers remove inputs.
         StreamRecreatedError: Also if the answer to a commit was lost, and the output stream was deleted and created again
             and now holds another position at the sequence of this worker's. Nothing of that commit is stored.
         BadSubjectError: An output's subject is not one of the output stream's, or is the position's.
@@ -270,7 +271,7 @@ class _Worker:
         reader = self.reader
         while True:
             self._check_lease()
-            messages = await reader.read(self.max_messages, _IDLE if reader.tail else 0)
+            messages = await reader.read_for(_IDLE, self.max_messages)
             position = await reader.open()
             if messages:
                 await self._store(await self._handle(messages, position))
@@ -278,7 +279,7 @@ class _Worker:
                 continue
             if position != self.committed:
                 await self._commit([], position)
-            if not reader.tail:
+            if messages is None:
                 return Processed(self.inputs, self.outputs, self.commits, position)
 
     async def _prepare(self) -> None:

@@ -193,8 +193,8 @@ class StreamState:
 
     @property
     def volatile(self) -> bool:
-        """Whether it is empty after a restart of its server, with the same `created`."""
-        return bool(self.leader) and not self.replicated and self.config.get("storage") == "memory"
+        """Whether it is empty after a restart of its servers, with the same `created`."""
+        return bool(self.leader) and self.config.get("storage") == "memory"
 
     def check_created(self, created: str) -> None:
         if recreated(created, self.created):

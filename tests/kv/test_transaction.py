@@ -3,6 +3,7 @@
 # ruff: noqa: PT012 - the exit of the block raises
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from jetstream_ext.errors import (
     MaxPayloadError,
     MessageTooLargeError,
     MessageTTLDisabledError,
+    RequestTimeoutError,
 )
+from jetstream_ext.kv import bucket as bucket_module
 from jetstream_ext.kv.bucket import Bucket
 
 
@@ -216,6 +219,55 @@ class TestReads:
             assert (await tx.get("a")).value == b"1"  # type: ignore[union-attr]
             await tx.get_many(["b", "c"])
             tx.put("d", b"1")
+
+
+class FormerLeader:
+    """For its first answers, a server that takes itself for the leader of the bucket and has only its first message."""
+
+    def __init__(self, kv: Any, monkeypatch: pytest.MonkeyPatch, *, reads: int, looks: int) -> None:
+        self.reads, self.looks = reads, looks
+        self._look, self._get = bucket_module.stream_state, bucket_module.get_at_leader
+        monkeypatch.setattr(bucket_module, "stream_state", self.look)
+        monkeypatch.setattr(bucket_module, "get_at_leader", self.get)
+
+    async def look(self, *arguments: Any) -> Any:
+        self.looks -= 1
+        return replace(await self._look(*arguments), replicated=True, leader_is_certain=self.looks < 0)
+
+    async def get(self, context: Any, stream: str, request: Any, timeout: float) -> Any:
+        self.reads -= 1
+        return await self._get(context, stream, {"seq": 1} if self.reads >= 0 else request, timeout)
+
+
+class TestReadOnly:
+    async def test_value_of_a_former_leader_is_a_conflict(self, make_bucket, monkeypatch: Any) -> None:
+        kv = await make_bucket(history=5)
+        await kv.put("a", b"1")
+        await kv.put("a", b"2")
+        former = FormerLeader(kv, monkeypatch, reads=1, looks=3)
+        with pytest.raises(KeyConflictError):
+            async with kvx.transaction(kv) as tx:
+                entry = await tx.get("a")
+                assert entry is not None
+                assert entry.value == b"1"
+        assert former.looks < 0, "it waits for a leader that is certain"
+
+        async def read(tx: kvx.Transaction) -> bytes:
+            entry = await tx.get("a")
+            assert entry is not None
+            return entry.value
+
+        former.reads, former.looks = 1, 2
+        assert await kvx.retry_transaction(kv, read) == b"2"
+
+    async def test_wait_for_a_certain_leader_ends(self, make_bucket, monkeypatch: Any) -> None:
+        kv = await make_bucket()
+        await kv.put("a", b"1")
+        FormerLeader(kv, monkeypatch, reads=0, looks=1000)
+        with pytest.raises(RequestTimeoutError, match="has not heard from the other servers"):
+            async with kvx.transaction(kv, timeout=0.3) as tx:
+                await tx.get("a")
+        assert tx.state == "failed"
 
 
 class TestRefusals:

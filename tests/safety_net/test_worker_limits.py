@@ -11,7 +11,7 @@ from nats.js.api import StreamSource, SubjectTransform
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
-from jetstream_ext.errors import MessageTooLargeError
+from jetstream_ext.errors import MessageTooLargeError, StreamConfigMismatchError
 from jetstream_ext.log import LogReader, OffsetStore, exactly_once
 
 
@@ -182,3 +182,31 @@ async def test_standby_worker_refuses_its_lease_as_its_input(
     reader = LogReader(js, source, offsets=offsets, subject=f"$KV.{bucket}.other")
     done = await exactly_once(reader, name, lambda _: None, name="w", prefix=f"{name}.at", standby=True)
     assert done.inputs == 0
+
+
+async def test_worker_does_not_end_as_a_success_when_consumers_remove_its_inputs(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    """The retention becomes `interest` while the worker runs, and a consumer acknowledges inputs that are still unread."""
+    name, output = stream_name(), stream_name()
+    await js.add_stream(name=name, subjects=[name], allow_direct=True)
+    await js.add_stream(name=output, subjects=[f"{output}.>"], allow_direct=True, allow_atomic=True)
+    for n in range(10):
+        await js.publish(name, b"%d" % n)
+    handled: list[int] = []
+
+    async def handle(message: jsx.StoredMsg) -> None:
+        handled.append(message.seq)
+        if message.seq == 5:
+            await js.add_consumer(name, durable_name="C", ack_policy="explicit")
+            await js.update_stream((await js.stream_info(name)).config.evolve(retention="interest"))
+            for n in range(10):
+                await js.publish(name, b"%d" % n)
+            consumer = await js.pull_subscribe_bind("C", name)
+            for taken in await consumer.fetch(20):
+                if taken.metadata.sequence.stream in (12, 13, 14, 18):
+                    await taken.ack_sync()
+
+    with pytest.raises(StreamConfigMismatchError, match="interest retention"):
+        await exactly_once(LogReader(js, name), output, handle, name="w", prefix=f"{output}.at")
+    assert handled == list(range(1, 11))

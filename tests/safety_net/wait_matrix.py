@@ -389,6 +389,7 @@ CALLS: dict[str, Call] = {
     "LogReader.__anext__": on(open_reader, lambda t, reader: anext(reader)),
     "LogReader.open": plain(lambda t: t.reader().open()),
     "LogReader.read": on(open_reader, lambda t, reader: reader.read()),
+    "LogReader.read_for": on(open_reader, lambda t, reader: reader.read_for(0.1)),
     "OffsetStore.commit": on(open_reader, lambda t, reader: t.offsets().commit(reader, name=t.name)),
     "OffsetStore.committing": on(new_committing, lambda t, messages: messages.__aenter__()),
     "OffsetStore.create": plain(lambda t: t.offsets(f"new{t.name}").create()),

@@ -1,0 +1,187 @@
+"""Reads of a stream that others write as fast as it is read: they end, and positions are stored meanwhile."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from nats.js import JetStreamContext
+
+from jetstream_ext.log import LogReader, OffsetStore, Stored, Time, exactly_once
+from jetstream_ext.log import reader as reader_module
+from jetstream_ext.log import worker as worker_module
+
+Make = Callable[..., Awaitable[str]]
+Store = Callable[..., Awaitable[OffsetStore]]
+
+
+@pytest.fixture
+async def busy(js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A stream on whose other subjects a message is stored before each answer of its leader and each direct get."""
+    name = await make_stream(3)
+    look, read_blocks = reader_module.stream_state, reader_module.read_blocks
+
+    async def looked(context: Any, stream: str, *arguments: Any) -> Any:
+        if stream == name:
+            await js.publish(f"{name}.other")
+        return await look(context, stream, *arguments)
+
+    async def read(*arguments: Any, **options: Any) -> Any:
+        await js.publish(f"{name}.other")
+        async for block in read_blocks(*arguments, **options):
+            yield block
+
+    monkeypatch.setattr(reader_module, "stream_state", looked)
+    monkeypatch.setattr(reader_module, "read_blocks", read)
+    return name
+
+
+@pytest.mark.parametrize("matching", ["mine", "2"])
+async def test_a_read_ends_while_other_subjects_are_written(js: JetStreamContext, busy: str, matching: str) -> None:
+    wanted = [2] if matching == "2" else []
+    async with asyncio.timeout(60):
+        reader = LogReader(js, busy, subject=f"{busy}.{matching}")
+        assert [message.seq for message in await reader.read(timeout=0)] == wanted
+        assert await reader.read(timeout=0) == []
+        assert await reader.read_for(30) is None
+        assert [message.seq async for message in LogReader(js, busy, subject=f"{busy}.{matching}")] == wanted
+
+
+async def test_a_read_returns_what_was_stored_before_it(js: JetStreamContext, busy: str) -> None:
+    """The end of the stream that an earlier call saw is not the end for this one."""
+    reader = LogReader(js, busy, subject=f"{busy}.mine")
+    for n in range(5):
+        ack = await js.publish(f"{busy}.mine", b"%d" % n)
+        assert [message.seq for message in await reader.read(timeout=0)] == [ack.seq]
+        assert await reader.read(timeout=0) == []
+
+
+async def test_a_waiting_read_ends_in_time_while_other_subjects_are_written(js: JetStreamContext, busy: str) -> None:
+    loop = asyncio.get_running_loop()
+    reader = LogReader(js, busy, subject=f"{busy}.mine", tail=True)
+    began = loop.time()
+    async with asyncio.timeout(60):
+        assert await reader.read(timeout=0.3) == []
+        assert await reader.read_for(0.3) == [], "with tail=True the stream has no end"
+    assert loop.time() - began >= 0.6
+
+
+async def test_a_waiting_read_pauses_at_the_end_of_a_busy_stream(js: JetStreamContext, busy: str) -> None:
+    reader = LogReader(js, busy, subject=f"{busy}.mine", poll=0.1)
+    await reader.read()
+    before = js._nc.stats["out_msgs"]
+    assert await reader.read(timeout=1.0) == []
+    # About 14 pauses. Each attempt is a group, whose requests are about 5, and the test publishes for some of them.
+    assert js._nc.stats["out_msgs"] - before < 300
+
+
+async def test_a_worker_ends_while_other_subjects_are_written(
+    js: JetStreamContext, busy: str, make_stream: Make
+) -> None:
+    output = await make_stream()
+    reader = LogReader(js, busy, subject=f"{busy}.mine")
+    async with asyncio.timeout(60):
+        done = await exactly_once(reader, output, lambda _: None, name="w", prefix=f"{output}.at")
+    assert done.position == reader.position
+
+
+async def test_committing_ends_while_other_subjects_are_written(
+    js: JetStreamContext, busy: str, make_store: Store
+) -> None:
+    store = await make_store()
+    reader = LogReader(js, busy, subject=f"{busy}.mine", start=Stored("r"), offsets=store)
+    async with asyncio.timeout(60), store.committing(reader) as messages:
+        assert [message.seq async for message in messages] == []
+    assert messages.committed == reader.position
+
+
+@pytest.fixture
+def slow_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of ten sequences, each of which takes a while."""
+    monkeypatch.setattr(reader_module, "_GROUP", 10)
+    monkeypatch.setattr(reader_module, "_WIDEST", 10)
+    read_group = LogReader._read_group
+
+    async def slow(self: LogReader, *arguments: Any) -> None:
+        await asyncio.sleep(0.02)
+        await read_group(self, *arguments)
+
+    monkeypatch.setattr(LogReader, "_read_group", slow)
+
+
+@pytest.mark.usefixtures("slow_groups")
+@pytest.mark.parametrize("tail", [False, True])
+async def test_a_worker_stores_its_position_while_nothing_matches(
+    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch, tail: bool
+) -> None:
+    monkeypatch.setattr(worker_module, "_IDLE", 0.1)
+    name, output = await make_stream(400), await make_stream()
+    reader = LogReader(js, name, subject=f"{name}.mine", tail=tail)
+    working = asyncio.create_task(exactly_once(reader, output, lambda _: None, name="w", prefix=f"{output}.at"))
+    positions: set[int] = set()
+    async with asyncio.timeout(60):
+        while len(positions) < 4:
+            position = reader.position
+            state = (await js.stream_info(output)).state
+            if state.last_seq > len(positions):
+                positions.add(state.last_seq)
+            await asyncio.sleep(0.01)
+    assert position is not None
+    assert 1 < position < 401, "positions are stored before the reader is at the end"
+    working.cancel()
+    await asyncio.wait([working])
+
+
+@pytest.mark.usefixtures("slow_groups")
+@pytest.mark.parametrize("tail", [False, True])
+async def test_committing_commits_while_nothing_matches(
+    js: JetStreamContext, make_stream: Make, make_store: Store, tail: bool
+) -> None:
+    name, store = await make_stream(400), await make_store()
+    reader = LogReader(js, name, subject=f"{name}.mine", start=Stored("r"), offsets=store, tail=tail)
+
+    async def follow() -> None:
+        async with store.committing(reader, seconds=0.1) as messages:
+            committing.append(messages)
+            async for _ in messages:
+                pass
+
+    committing: list[Any] = []
+    task = asyncio.create_task(follow())
+    async with asyncio.timeout(60):
+        while not committing or committing[0].committed in (None, 1):
+            await asyncio.sleep(0.01)
+    assert 1 < committing[0].committed < 401
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_an_unconfirmed_read_ends_although_its_start_leaves_out_what_is_stored(
+    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = await make_stream(3)
+    reader = LogReader(js, name, start=Time(datetime.now(UTC) + timedelta(hours=1)), confirm=False)
+    await reader.open()
+    make_ready = reader._make_ready
+    stored: list[Any] = []
+
+    def growing(*arguments: Any) -> None:
+        stored.append(asyncio.ensure_future(js.publish(f"{name}.other")))
+        make_ready(*arguments)
+
+    monkeypatch.setattr(reader, "_make_ready", growing)
+    await js.publish(f"{name}.other")
+    async with asyncio.timeout(60):
+        assert await reader.read(timeout=0) == []
+    assert len(stored) == 1
+    await asyncio.gather(*stored)
+
+
+@pytest.mark.parametrize("bad", [{"seconds": 0}, {"seconds": -1}, {"seconds": 1, "max_messages": 0}])
+async def test_read_for_checks_its_arguments(js: JetStreamContext, make_stream: Make, bad: dict[str, Any]) -> None:
+    reader = LogReader(js, await make_stream(1))
+    with pytest.raises(ValueError, match="must be"):
+        await reader.read_for(**bad)
+    assert len(await reader.read_for(1) or []) == 1
+    assert await reader.read_for(1) is None
