@@ -367,7 +367,9 @@ class DirectGet:
                 raise
         else:
             state.check_sequences(plan.up_to_seq)
-        reading = read_blocks(self._js, self._stream, plan, self._timeout, confirm=True, state=state)
+            if plan.up_to_seq is None:
+                plan.up_to_seq = state.last_seq
+        reading = read_blocks(self._js, self._stream, plan, self._timeout, confirm=True)
         async with aclosing(reading) as blocks:
             async for block in blocks:
                 yield block

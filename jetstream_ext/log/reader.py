@@ -517,7 +517,7 @@ class LogReader:
         size, end = 0, min(state.last_seq, position + self._span - 1)
         read_to = end
         plan = Scan(subject=self.subject, seq=position, up_to_seq=end, max_bytes=_REQUEST_BYTES)
-        reading = read_blocks(self._context, self.stream, plan, self._timeout, confirm=True, state=state)
+        reading = read_blocks(self._context, self.stream, plan, self._timeout, confirm=True)
         async with contextlib.aclosing(reading) as blocks:
             async for block in blocks:
                 heard = loop.time()
