@@ -423,7 +423,7 @@ class RangeRead(_Read):
             if block.seqs:
                 self._rows = block
             lacking = not ended and position not in hints and len(messages) >= self._width
-            fitting = DEFAULT_MAX_BYTES * len(messages) // sum(message.size for message in messages)
+            fitting = DEFAULT_MAX_BYTES * len(messages) // max(1, sum(message.size for message in messages))
             self._width = max(1, min(2 * self._width, MAX_LEADER_REQUESTS, fitting)) if lacking else 1
         else:
             ended = True
