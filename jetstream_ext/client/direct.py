@@ -184,7 +184,7 @@ class DirectGet:
             start_time: Start at the first message stored at or after this aware datetime instead.
             max_bytes: Stop after the message that brings subjects, headers and payloads to this many bytes, whatever the
                 connection carries: on a slow one, other calls wait for the reply.
-            min_seq: As for `scan`; if a responder lacks a message up to this sequence, another request reads the rest.
+            min_seq: As for `scan`; what a responder lacks up to this sequence comes from another one, or from the leader.
 
         Returns:
             The messages, in the order of their sequences; the request goes out on first use.
@@ -294,7 +294,8 @@ class DirectGet:
         """Read a whole range of the stream, with as many requests as it takes.
 
         Without `up_to_seq`, the read ends where the answering replica has no more messages. Memory is bounded: at most
-        `prefetch` replies are on their way and one is being read, each of `max_bytes` plus one message.
+        `prefetch` replies are on their way and one is being read, each of `max_bytes` plus one message. While a proved read
+        gets its messages from the leader (see `confirm`), these are up to 64.
 
         Args:
             subject: Filter, wildcards allowed; None is every subject.
@@ -306,12 +307,13 @@ class DirectGet:
                 about half a second.
             prefetch: Requests in flight at most, 1 to 4.
             confirm: Prove at the stream's leader that the range is complete, and at the end that it is of one stream: a
-                replica or mirror may lag, and its shorter answer looks like the end of the stream. Without `up_to_seq`,
+                replica or mirror may lag, and its shorter answer looks like the end of the stream. Only messages of the
+                stream itself count. If only mirrors answer, the leader sends them, up to 64 at once. Without `up_to_seq`,
                 the range ends at the leader's last sequence when the read starts. Needs permission for ``STREAM.INFO``
                 and ``STREAM.MSG.GET``. With `up_to_seq`, a client without permission for ``STREAM.INFO`` can read as
                 well, but the read then does not notice if the stream is deleted and created again.
             min_seq: Read your own writes: wait (within the timeout) until the leader has this sequence, and prove the
-                range up to it.
+                range up to it. Only messages of the stream itself count, as with `confirm`.
 
         Returns:
             As for `batch`.
@@ -322,8 +324,8 @@ class DirectGet:
                 message, no responder for `timeout` seconds.
             UnsupportedFeatureError: While iterating: the server is older than 2.11.
             MessagesLostError: While iterating: messages were lost on their way, twice at the same place.
-            RequestTimeoutError: While iterating: no message came for `timeout` seconds; or for that time the leader did not
-                reach `min_seq`, or no responder delivered all that the leader has.
+            RequestTimeoutError: While iterating: no answer came for `timeout` seconds, or for that time the leader did not
+                reach `min_seq`.
             StreamRecreatedError: At the end, with `confirm`: the stream was deleted and created again during the read.
             nats.js.errors.NotFoundError, nats.js.errors.APIError: While iterating, with `confirm` or `min_seq`: the
                 leader refused, or there is no such stream.
@@ -367,7 +369,9 @@ class DirectGet:
                 raise
         else:
             state.check_sequences(plan.up_to_seq)
-        reading = read_blocks(self._js, self._stream, plan, self._timeout, confirm=True, state=state)
+            if plan.up_to_seq is None:
+                plan.up_to_seq = state.last_seq
+        reading = read_blocks(self._js, self._stream, plan, self._timeout, confirm=True)
         async with aclosing(reading) as blocks:
             async for block in blocks:
                 yield block

@@ -27,14 +27,12 @@ from jetstream_ext.client.connection import Context
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import JetStreamExtError, RequestTimeoutError
 from jetstream_ext.protocol import frames, range_read
-from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, StoredMsg, not_found
 from jetstream_ext.protocol.feature_table import START_TIME_LEVEL
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.range_read import (
     MAX_LEADER_REQUESTS,
     Action,
-    Found,
     RangeRead,
     SingleRead,
     State,
@@ -119,13 +117,12 @@ async def read_blocks(
     timeout: float,
     *,
     confirm: bool = False,
-    state: StreamState | None = None,
     min_seq: int | None = None,
 ) -> AsyncGenerator[Block, None]:
     """Yield the messages of a read as they come; see `RangeRead` for `timeout` and `DirectGet` for errors.
 
     With `confirm`, which needs a `Scan`, the leader proves that the whole range was delivered; a range without an end ends
-    at the leader's current last sequence. `state` is what the leader said before, if the caller has asked.
+    at the leader's current last sequence.
 
     With `min_seq`, the read waits until the leader has this sequence, and a range is proved at least up to it. A
     `MultiLast` with `min_seq` must be `proved`.
@@ -143,8 +140,7 @@ async def read_blocks(
     if confirm:
         assert isinstance(plan, Scan)
         if plan.up_to_seq is None:
-            state = state or await stream_state(context, stream, timeout)
-            plan.up_to_seq = state.last_seq
+            plan.up_to_seq = (await stream_state(context, stream, timeout)).last_seq
         prove_to = plan.up_to_seq
     machine = RangeRead(
         stream,
@@ -152,7 +148,6 @@ async def read_blocks(
         timeout,
         pause=LAG_PAUSE,
         prove_to=prove_to,
-        whole=state.whole if state is not None else range(0),
         link=link_of(context),
         server_version=connection.server_version,
     )
@@ -161,9 +156,8 @@ async def read_blocks(
     async def at_leader(request: Request) -> StoredMsg | None:
         return await get_at_leader(context, stream, request.body(), timeout)
 
-    async def ask_leader(request: Request) -> Found | None:
-        found = await Retry(timeout).call(lambda: at_leader(request))
-        return None if found is None else Found(found.seq, found.time_ns)
+    async def ask_leader(request: Request) -> StoredMsg | None:
+        return await Retry(timeout).call(lambda: at_leader(request))
 
     def receive(sent: SentRequest, frames: list[Frame]) -> None:
         machine.receive(sent, frames, loop.time())

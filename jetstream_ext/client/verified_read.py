@@ -1,6 +1,7 @@
 """Reads that are complete and current, whichever replica or mirror answers.
 
-A replica may lag. A mirror may lack messages, because it has limits of its own, and it keeps what the stream has removed.
+A replica may lag. A mirror may lack messages, because it has limits of its own, it keeps what the stream has removed, and
+it may change subjects.
 No answer shows that a mirror holds the same messages. So `VerifiedReader` accepts only answers of the stream itself that
 show that their responder has reached the needed sequence. Otherwise it asks again, and if only mirrors answer, because
 they are nearer, it asks the leader for one message after the other. `range_read.RangeRead` does the same for ranges.

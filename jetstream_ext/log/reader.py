@@ -610,7 +610,7 @@ class LogReader:
         read_to = end
         first = min([position, *(seq for seq, _ in self._witnesses[:1] if seq >= state.first_seq)])
         plan = Scan(subject=self.subject, seq=first, up_to_seq=end, max_bytes=_REQUEST_BYTES)
-        reading = read_blocks(self._context, self.stream, plan, self._timeout, confirm=True, state=state)
+        reading = read_blocks(self._context, self.stream, plan, self._timeout, confirm=True)
         async with contextlib.aclosing(reading) as blocks:
             async for block in blocks:
                 heard = loop.time()

@@ -152,11 +152,6 @@ class StreamState:
         return self.messages == self.last_seq - self.first_seq + 1
 
     @property
-    def whole(self) -> range:
-        """Its sequences, if it holds a message for every one of them; else nothing."""
-        return range(self.first_seq, self.last_seq + 1) if self.has_every_sequence else range(0)
-
-    @property
     def never_removed(self) -> bool:
         """Whether it still holds every message that it ever stored."""
         return self.messages == self.last_seq - self.lowest_seq + 1

@@ -185,6 +185,12 @@ class StoredMsg:
             return self._last_seq
         return h.line_number(self._row()[h.ROW_LAST])
 
+    @property
+    def size(self) -> int:
+        """Its bytes as servers count them for ``max_bytes``: subject, header block and payload."""
+        lines = sum(len(name.encode()) + len(value.encode()) + len(b": \r\n") for name, value in self.headers.items())
+        return len(self.subject.encode()) + (lines and lines + len(b"NATS/1.0\r\n\r\n")) + len(self.data)
+
     def _fields(self) -> dict[str, object]:
         names = ("stream", "subject", "seq", "data", "headers", "time_ns", "num_pending", "last_seq")
         return {name: getattr(self, name) for name in names}
@@ -215,6 +221,19 @@ class Block:
     seqs: list[int] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
     header_sizes: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, messages: Sequence[StoredMsg], pending: int) -> Block:
+        """Return messages as one reply would have them; `pending` matching messages follow the last one."""
+        block, last = cls(messages[0].stream), 0
+        for left, message in zip(range(pending + len(messages) - 1, pending - 1, -1), messages, strict=True):
+            time = h.format_time_ns(message.time_ns)
+            added = (message.stream, message.subject, message.seq, time, left, last)
+            header = h.message_block(message.headers, added)
+            block.seqs.append(last := message.seq)
+            block.bodies.append(header + message.data)
+            block.header_sizes.append(len(header))
+        return block
 
     def __len__(self) -> int:
         return len(self.seqs)

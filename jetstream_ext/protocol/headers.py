@@ -7,7 +7,7 @@ A direct-get reply has the stored headers first and the server's own after them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from jetstream_ext.errors import BadHeaderError, ResponseError
@@ -93,6 +93,12 @@ def lay_out(block: bytes, values: Mapping[str, str]) -> bytes:
     except KeyError as missing:
         raise ResponseError(f"a direct-get reply lacks the header {missing}", frame=block) from None
     return CRLF.join([VERSION, *stored, *appended, b"", b""])
+
+
+def message_block(stored: Mapping[str, str], appended: Iterable[object]) -> bytes:
+    """Return the header block of a message in a batched reply: its stored headers, and the values that servers append."""
+    lines = [*stored.items(), *zip(_APPENDED, appended, strict=True)]
+    return CRLF.join([VERSION, *(f"{name}: {value}".encode() for name, value in lines), b"", b""])
 
 
 def check_header(name: str, value: str) -> None:
@@ -208,6 +214,13 @@ def to_utc(text: str) -> bytes:
     seconds, _, fraction = text[:sign].partition(".")
     when = datetime.fromisoformat(seconds + text[sign:]).astimezone(UTC).replace(tzinfo=None)
     return f"{when.isoformat()}{'.' if fraction else ''}{fraction}Z".encode()
+
+
+def format_time_ns(time_ns: int) -> str:
+    """Return an RFC 3339 time in UTC of nanoseconds since the epoch."""
+    seconds, fraction = divmod(time_ns, 1_000_000_000)
+    when = datetime(1970, 1, 1) + timedelta(seconds=seconds)  # noqa: DTZ001 - in UTC
+    return f"{when.isoformat()}.{fraction:09d}Z"
 
 
 def parse_time_ns(value: bytes) -> int:

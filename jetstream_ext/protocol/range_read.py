@@ -6,31 +6,37 @@ each event in each state. The caller loops over `RangeRead.next_action`, does wh
 A replica of the stream has its messages in order and without gaps of its own, but it may lag. So only the end of the
 range needs a proof. A mirror that answers under the stream's name (``mirror_direct``) can lack any message, because it
 has limits of its own, perhaps a filter, perhaps a start in the middle. It keeps what the stream has removed, and even the
-messages of an earlier stream of the same name, whose sequences are lower than those that it copied later. Its rows count
-if they have every sequence, the leader says that the stream has every sequence, too, and the leader has the same message
-as their first. Otherwise the read asks again, because the next responder may be a replica. If a mirror is near, no replica
-ever answers. Then the leader is asked for each row, and each request asks for no more rows than the leader is asked for
-at once.
+messages of an earlier stream of the same name. It may change subjects. So its rows never count in a proved read. The read
+asks again, because the next responder may be a replica. If a mirror is near, no replica ever answers. Then the leader
+sends the messages, and the mirror's rows only say where to look for them.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 from jetstream_ext.errors import (
     DirectGetDisabledError,
     JetStreamExtError,
     MessagesLostError,
     RequestTimeoutError,
+    ResponseError,
     TooManySubjectsError,
 )
-from jetstream_ext.protocol.direct import Block, EndOfBatch, ReplyDecoder, Request, StoredMsg, decode_single
+from jetstream_ext.protocol.direct import (
+    DEFAULT_MAX_BYTES,
+    Block,
+    EndOfBatch,
+    ReplyDecoder,
+    Request,
+    StoredMsg,
+    decode_single,
+)
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.reads import Link, MultiLast, Plan, RangePlan, Scan, SentRequest, Stopwatch
 
@@ -39,14 +45,14 @@ _log = logging.getLogger("jetstream_ext.direct")
 MAX_LEADER_REQUESTS: Final = 64
 """Requests to the leader at once."""
 MAX_MIRROR_ANSWERS: Final = 8
-"""After so many answers of mirrors in a row, no replica of the stream seems to be near."""
+"""After so many answers in a row that are a mirror's, or do not say whose, no replica of the stream seems to be near."""
 
 
 class State(enum.Enum):
     """Where a read is: the columns of `TABLE`."""
 
     READING = "reading"
-    PROVING = "proving"  # the leader is asked for a mirror's rows, the rest of the range, or the newest message
+    PROVING = "proving"  # the leader is asked for the next messages of the range, or for the newest message
     PAUSED = "paused"
     RESUMING = "resuming"  # the next request needs a usable connection
     ENDED = "ended"
@@ -58,7 +64,7 @@ class Input(enum.Enum):
     COMPLETE = "everything was delivered, and nothing is left to prove"
     SHORT = "the replies end before the sequence to prove"
     UNPROVED = "only the leader knows whether the replies show what is asked for"
-    PROVED = "the leader has said what the replies must show"
+    PROVED = "the leader has sent messages, or said what the replies must show"
     BEHIND = "a responder does not have what is asked for"
     MIRROR = "a mirror answers, and a replica may answer the next request"
     MISSING = "the leader has a message that no responder delivered"
@@ -81,7 +87,7 @@ TABLE: Final[dict[Input, tuple[State | tuple[State, State] | None, ...]]] = {
     Input.PROVED:        (ERR,                 READING,         ERR,      ERR,      ERR),
     Input.BEHIND:        ((PAUSED, ENDED),     (PAUSED, ENDED), ERR,      ERR,      ERR),
     Input.MIRROR:        (RESUMING,            ERR,             ERR,      ERR,      ERR),
-    Input.MISSING:       (ERR,                 (PAUSED, ENDED), ERR,      ERR,      ERR),
+    Input.MISSING:       (ERR,                 PAUSED,          ERR,      ERR,      ERR),
     Input.NO_RESPONDER:  ((PAUSED, ENDED),     ERR,             ERR,      ERR,      ERR),
     Input.INTERRUPTED:   ((RESUMING, ENDED),   ERR,             ERR,      RESUMING, ENDED),
     Input.REFUSED:       (ENDED,               ERR,             ERR,      ERR,      ERR),
@@ -91,8 +97,8 @@ TABLE: Final[dict[Input, tuple[State | tuple[State, State] | None, ...]]] = {
 }  # fmt: skip
 """Where an input leads; with ``ERR`` it raises RuntimeError.
 
-Of a pair, the second is for a read that gives up: the second INTERRUPTED at one place; MISSING, BEHIND, NO_RESPONDER and
-a request that cannot be sent after `timeout` seconds without a new row; NO_RESPONDER before any answer.
+Of a pair, the second is for a read that gives up: the second INTERRUPTED at one place; BEHIND, NO_RESPONDER and a request
+that cannot be sent after `timeout` seconds without a new row; NO_RESPONDER before any answer.
 """
 
 _CELLS: Final = {(state, event): cell for event, row in TABLE.items() for state, cell in zip(State, row, strict=True)}
@@ -112,13 +118,6 @@ class SendRequest:
 @dataclass(frozen=True, slots=True)
 class DropReply:
     sent: SentRequest
-
-
-class Found(NamedTuple):
-    """A message at the leader: another stream of the same name has another one at the same sequence."""
-
-    seq: int
-    time_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +170,7 @@ class _Reply:
     lost: bool = False  # nothing comes after `frames`
     error: Exception | None = None  # why, if it is not the lost connection
     unsent: bool = False
+    hints: list[int] = field(default_factory=list)  # the sequences of a mirror's rows
     whole: bool = False  # its last frame has arrived
     lap: tuple[int, float, bool] = (0, 0.0, True)  # see `Stopwatch.lap`
 
@@ -257,7 +257,6 @@ class RangeRead(_Read):
         pause: Seconds between two requests while responders lag or do not answer.
         prove_to: Prove a `RangePlan` up to this sequence, or accept for a `MultiLast` only answers of the stream itself;
             None believes the responders.
-        whole: Sequences all of which the leader has. A mirror's rows among them need no other proof if none is missing.
         link: What is known of the connection; the replies add to it.
         server_version: The connected server's version, for errors.
     """
@@ -270,7 +269,6 @@ class RangeRead(_Read):
         *,
         pause: float,
         prove_to: int | None = None,
-        whole: range = range(0),
         link: Link | None = None,
         server_version: str = "",
     ) -> None:
@@ -280,12 +278,14 @@ class RangeRead(_Read):
         self._server_version = server_version
         self._range: RangePlan | None = None
         self._prove_to = 0
-        self._before = 0  # the last sequence that was delivered
         if prove_to is not None and isinstance(plan, RangePlan):
-            self._range, self._before = plan, plan.position
+            self._range = plan
             self._prove_to = prove_to if plan.up_to_seq is None else min(prove_to, plan.up_to_seq)
-        self._whole = whole if self._range is not None and self._range.subject in (None, ">") else range(0)
-        self._own_only = prove_to is not None and self._range is None
+        self._own_only = prove_to is not None
+        self._hints: list[int] = []  # of the sequences that the leader is asked about
+        self._pending = 0  # how many messages follow `_hints`, as the mirror says
+        self._asked: tuple[int, ...] = ()  # the leader is asked for the message behind each of them
+        self._width = 1  # how many of `_asked` do not come from a mirror
         self._link = link or Link()
         if isinstance(plan, Scan):
             plan.link = self._link
@@ -293,8 +293,6 @@ class RangeRead(_Read):
         self._replies: dict[SentRequest, _Reply] = {}
         self._dropped: list[SentRequest] = []
         self._rows: Block | None = None
-        self._held = 0  # how many of `_rows`, which are a mirror's, the leader is asked for before they are delivered
-        self._known_mirrors: set[str] = set()  # those that had a message of this stream
         self._give_up_at: float | None = None
         self._answered = self._retried = self._silent = False
         self._late: tuple[SentRequest, ...] = ()  # requests in flight before the oldest, which is silent, was repeated
@@ -302,8 +300,7 @@ class RangeRead(_Read):
         # How long sending has taken since the last answer, and when the request was handed out that is being sent.
         self._sending = 0.0
         self._sending_since: float | None = None
-        self._mirror_answers = 0
-        self._mirror = ""
+        self._mirror_answers = 0  # in a row; see `MAX_MIRROR_ANSWERS`
 
     def next_action(self, now: float) -> Action:
         if self._sending_since is not None:
@@ -312,7 +309,7 @@ class RangeRead(_Read):
             if self._dropped:
                 return DropReply(self._dropped.pop())
             # Before rows are delivered, so that the server works while the reader does.
-            may_send = self.state is PROVING or (self.state is READING and not (self._late and self._plan.in_flight))
+            may_send = self.state is READING and not (self._late and self._plan.in_flight)
             if may_send and (sent := self._plan.next_request()) is not None:
                 decoder = ReplyDecoder(self._stream, start=sent.request.seq or 1, server_version=self._server_version)
                 if all(reply.whole for reply in self._replies.values()):
@@ -327,13 +324,9 @@ class RangeRead(_Read):
                 return FindNewest(self._plan.wanted, self._plan.among)
             if self.state is PROVING:
                 assert self._range is not None
-                behind = [self._before]
-                if self._held and self._rows is not None:
-                    behind += self._rows.seqs[: self._held - 1]
-                return AskLeader(tuple(map(self._range.request_after, behind)))
-            if self._rows is not None and not self._held:
+                return AskLeader(tuple(map(self._range.request_after, self._asked)))
+            if self._rows is not None:
                 rows, self._rows = self._rows, None
-                self._before = rows.seqs[-1]
                 self._give_up_at = None
                 return Deliver(rows)
             if self.state is RESUMING:
@@ -405,60 +398,44 @@ class RangeRead(_Read):
             self._late = late
             _log.debug("stream %r: no answer for %.4g s, asking once more", self._stream, self._timeout / 2)
 
-    def leader_answered(self, found: Sequence[Found | None], now: float) -> None:
+    def leader_answered(self, found: Sequence[StoredMsg | None], now: float) -> None:
         """Take what the leader found for the requests of `AskLeader`; None is no message."""
-        rows = self._rows
-        if not self._held or rows is None:
-            (later,) = found
-            if later is None or later.seq > self._prove_to:
-                self._happen(Input.COMPLETE, why=f"the leader has nothing after sequence {self._before}")
-            else:
-                self._missing(later.seq, now)
-            return
-        asked, self._held = self._held, 0
-        if found[0] is None or found[0].seq > rows.seqs[-1]:
-            self._skip_removed(rows, None if found[0] is None else found[0].seq)
-            return
-        delivered = [Found(rows.seqs[index], rows.message(index).time_ns) for index in range(asked)]
-        missing = next(
-            (it.seq for it, own in zip(found, delivered, strict=True) if it and it.seq <= own.seq and it != own), 0
-        )
-        if not missing:
-            self._known_mirrors.add(rows.stream)
-            self._mirror = ""
-            self._happen(Input.PROVED)
-        elif asked < len(rows):
-            self._mirror_answers += 1  # perhaps of an earlier stream
-            self._missing(missing, now)
+        assert self._range is not None
+        plan, hints = self._range, self._hints
+        following = dict(zip(self._asked, found, strict=True))
+        messages: list[StoredMsg] = []
+        position = plan.position
+        while (message := following.get(position)) is not None:
+            if message.seq <= position:
+                wrong = (
+                    f"stream {self._stream!r}: the leader sent sequence {message.seq} as the next one after {position}"
+                )
+                self._happen(Input.FAILED, ResponseError(wrong))
+                return
+            messages.append(message)
+            position = message.seq
+        # The leader has nothing more, or the responders have not, and now nothing is left to prove.
+        ended = position in following or (not hints and position >= self._prove_to)
+        self._retried = self._silent = False
+        if messages and (hints or messages[0].seq <= self._prove_to):
+            known = self._pending + len(hints)  # as the mirror counts
+            block = plan.take(messages, 0 if ended else max(0, known - len(messages)))
+            if block.seqs:
+                self._rows = block
+            lacking = not ended and position not in hints and len(messages) >= self._width
+            fitting = DEFAULT_MAX_BYTES * len(messages) // max(1, sum(message.size for message in messages))
+            self._width = max(1, min(2 * self._width, MAX_LEADER_REQUESTS, fitting)) if lacking else 1
         else:
-            self._missing(missing, now)
-        self._remove_rows({own.seq for it, own in zip(found, delivered, strict=True) if it != own})
-
-    def _skip_removed(self, rows: Block, following: int | None) -> None:
-        """Drop a mirror's rows, all of which the stream has removed, and continue at the leader's next message."""
-        assert self._range is not None
-        self._mirror, self._give_up_at = "", None
-        self._go_back(rows.seqs[0])
-        if following is None:
-            self._range.end_here()
-            self._happen(Input.COMPLETE, why=f"the leader has nothing after sequence {self._before}")
-            return
-        self._range.skip_to(following)
-        self._before = following - 1
-        self._happen(Input.PROVED, why=f"the leader has nothing before sequence {following}")
-
-    def _remove_rows(self, seqs: set[int]) -> None:
-        """Leave out a mirror's rows that the stream has removed."""
-        rows = self._rows
-        if rows is None or seqs.isdisjoint(rows.seqs):
-            return
-        assert self._range is not None
-        count = len(rows)
-        rows.select([seq not in seqs for seq in rows.seqs])
-        self._range.leave_out(count - len(rows))
-        self._drop_replies()
-        if not rows.seqs:
-            self._rows = None
+            ended = True
+        if ended and not plan.done:
+            plan.end_here()
+        if plan.done:
+            self._happen(Input.COMPLETE, why=f"the leader has nothing else in the range after sequence {plan.position}")
+        elif hints or self._mirror_answers > MAX_MIRROR_ANSWERS:
+            self._happen(Input.PROVED, why=f"the leader sent messages up to sequence {plan.position}")
+        else:
+            why = f"the leader has sequence {messages[0].seq}, which no responder delivered"
+            self._happen(Input.MISSING, why=why)
 
     def newest_found(self, newest: tuple[int, str] | None, last_seq: int, now: float) -> None:
         """Take sequence and subject of the message that `FindNewest` asked for, if any, and the leader's last sequence."""
@@ -476,10 +453,11 @@ class RangeRead(_Read):
             self._happen(Input.UNPROVED, why=f"the newest message up to sequence {plan.wanted} is needed")
             return True
         if plan.done:
-            if self._range is None or self._before >= self._prove_to or self._range.cut:
+            if self._range is None or self._range.position >= self._prove_to or self._range.cut:
                 self._happen(Input.COMPLETE)
             else:
-                self._happen(Input.SHORT, why=f"nothing came after sequence {self._before}")
+                self._ask_behind([])
+                self._happen(Input.SHORT, why=f"nothing came after sequence {self._range.position}")
             return True
         oldest = plan.in_flight[0]
         reply = self._replies[oldest]
@@ -531,23 +509,21 @@ class RangeRead(_Read):
             return
         if block.seqs:
             self._answered = True
-            rows = self._plan.accept(sent, block, decoder.size, block.pending(-1))
-            if rows.seqs:
-                self._retried = False
-                self._rows = rows
-                if self._range is not None:
-                    self._check_responder(rows)
-        if sent not in self._plan.in_flight:
-            return  # the answer was dropped
-        if decoder.broken is not None:
+            if self._own_only and block.stream != self._stream:
+                reply.hints += block.seqs
+                self._pending = block.pending(-1)
+            else:
+                self._replica_answered()
+                rows = self._plan.accept(sent, block, decoder.size, block.pending(-1))
+                if rows.seqs:
+                    self._retried = False
+                    self._rows = rows
+        if reply.hints:
+            self._distrust(reply, now)
+        elif decoder.broken is not None:
             reply.lost, reply.error = True, decoder.broken
         elif decoder.end is not None:
             self._silent = False
-            if self._own_only and decoder.responder not in ("", self._stream):
-                self._distrust(decoder.responder, now)
-                return
-            if self._own_only and decoder.responder:
-                self._mirror_answers = 0
             self._finish(sent, decoder.end, now)
 
     def _finish(self, sent: SentRequest, end: EndOfBatch, now: float) -> None:
@@ -567,16 +543,45 @@ class RangeRead(_Read):
         if isinstance(plan, MultiLast) and plan.behind:
             self._behind(now)
 
-    def _distrust(self, mirror: str, now: float) -> None:
-        """Drop a mirror's answer to a `MultiLast`, and pause if no replica seems to be near."""
+    def _replica_answered(self) -> None:
+        self._mirror_answers, self._width = 0, 1
+        if self._range is not None:
+            self._range.most = None
+
+    def _count_mirror(self) -> None:
+        self._mirror_answers += 1
+        if self._range is not None and self._mirror_answers >= MAX_MIRROR_ANSWERS:
+            self._range.most = MAX_LEADER_REQUESTS
+
+    def _distrust(self, reply: _Reply, now: float) -> None:
+        """Drop a mirror's answer; if no replica seems to be near, ask the leader for the range, or pause."""
+        mirror, hints = reply.decoder.responder, reply.hints
+        last_resort = self._mirror_answers >= MAX_MIRROR_ANSWERS
+        more = reply.decoder.end is None and reply.decoder.broken is None and len(hints) < MAX_LEADER_REQUESTS
+        if last_resort and self._range is not None and more:
+            return
+        self._count_mirror()
         self._plan.retry()
         self._drop_replies()
-        self._mirror_answers += 1
-        if self._mirror_answers > MAX_MIRROR_ANSWERS:
+        self._retried = self._silent = False
+        if not last_resort:
+            self._happen(Input.MIRROR, why=f"mirror {mirror!r} answers")
+        elif self._range is None:
             self._behind(now, f"only mirror {mirror!r} answers, which may hold other messages")
         else:
-            self._retried = self._silent = False
-            self._happen(Input.MIRROR, why=f"mirror {mirror!r} answers")
+            self._ask_behind(hints)
+            self._happen(Input.UNPROVED, why=f"only mirror {mirror!r} answers")
+
+    def _ask_behind(self, hints: list[int]) -> None:
+        """Choose the sequences behind which the leader is asked for the next message of the range."""
+        assert self._range is not None
+        start = self._range.position
+        self._hints = hints
+        if not hints:
+            self._pending = 0
+            self._count_mirror()
+        near = range(start, max(start + 1, min(start + self._width, self._prove_to)))
+        self._asked = tuple(dict.fromkeys((*near, *hints)))[:MAX_LEADER_REQUESTS]
 
     def _behind(self, now: float, why: str = "") -> None:
         """Pause, because another responder may have what this one lacks."""
@@ -585,62 +590,8 @@ class RangeRead(_Read):
             why
             or f"no replica or mirror that answers direct gets has sequence {self._plan.point}, which the leader has"
         )
-        self._retried = self._silent = False
         text = f"stream {self._stream!r}: {why} (tried for {self._timeout:g} s)"
         self._happen(Input.BEHIND, RequestTimeoutError(text), why, give_up=self._patience_ends(now))
-
-    def _check_responder(self, rows: Block) -> None:
-        """Drop a mirror's rows, or hold back the first ones for the leader's answer, unless they prove themselves."""
-        assert self._range is not None
-        if rows.stream == self._stream:
-            self._mirror_answers, self._range.most = 0, None
-            return
-        first = max(self._before + 1, self._whole.start)
-        why = f"mirror {rows.stream!r} answers"
-        if rows.seqs[0] == first and rows.seqs[-1] in self._whole and rows.seqs[-1] - first + 1 == len(rows):
-            self._range.most = None
-            if rows.stream not in self._known_mirrors:
-                self._held, self._mirror = 1, f" ({why})"
-                self._happen(Input.UNPROVED, why=why)
-            return
-        self._mirror_answers += 1
-        if self._mirror_answers >= MAX_MIRROR_ANSWERS:
-            self._range.most = MAX_LEADER_REQUESTS  # the rest of a longer reply would be dropped
-        if self._mirror_answers <= MAX_MIRROR_ANSWERS:
-            self._go_back(rows.seqs[0])
-            self._happen(Input.MIRROR, why=why)
-            return
-        if len(rows) > MAX_LEADER_REQUESTS:
-            self._go_back(rows.seqs[MAX_LEADER_REQUESTS])
-        self._held, self._mirror = len(rows), f" ({why})"
-        self._happen(Input.UNPROVED, why=why)
-
-    def _missing(self, seq: int, now: float) -> None:
-        """Read again from a message that the leader has and no responder delivered."""
-        self._go_back(seq)
-        if self._rows is not None:
-            self._give_up_at = None
-        late = RequestTimeoutError(
-            f"stream {self._stream!r}: the leader has sequence {seq}, but no replica or mirror that answers direct gets "
-            f"delivered it within {self._timeout:g} s{self._mirror}"
-        )
-        why = f"the leader has sequence {seq}, which no responder delivered{self._mirror}"
-        self._mirror = ""
-        self._happen(Input.MISSING, late, why, give_up=self._patience_ends(now))
-
-    def _go_back(self, seq: int) -> None:
-        """Keep only the rows before `seq`, and forget what is in flight."""
-        assert self._range is not None
-        rows, dropped = self._rows, 0
-        if rows is not None:
-            dropped = len(rows)
-            rows.keep(0, bisect_left(rows.seqs, seq))
-            dropped -= len(rows)
-            if not rows.seqs:
-                self._rows = rows = None
-        self._range.rewind(self._before if rows is None else rows.seqs[-1], dropped)
-        self._retried = self._silent = False
-        self._drop_replies()
 
     def _patience_ends(self, now: float) -> bool:
         if self._give_up_at is None:

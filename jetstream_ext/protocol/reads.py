@@ -16,11 +16,12 @@ import enum
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Final
 
-from jetstream_ext.protocol.direct import Block, EndOfBatch, Request
+from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, StoredMsg
 from jetstream_ext.protocol.subjects import matcher
 
 FIRST_BATCH: Final = 1_000
@@ -185,20 +186,21 @@ class RangePlan(Plan):
             return Request(start_time=start_time, next_by_subj=self.subject)
         return Request(seq=seq + 1, next_by_subj=self.subject or ">")
 
-    def rewind(self, position: int, dropped: int = 0) -> None:
-        """Continue behind `position`: the range holds more than the replies had. So many rows do not count after all."""
-        self.position = position
-        origin, start_time = self._origin
-        self.start_time = start_time if position == origin else None
+    def reopen(self) -> None:
+        """Continue behind `position`: the range holds more than the replies had."""
         self.done: bool = False
         self.in_flight.clear()
 
-    def leave_out(self, rows: int) -> None:
-        """Note that so many of the accepted rows do not count after all."""
+    def take(self, messages: Sequence[StoredMsg], pending: int) -> Block:
+        """Take the leader's next messages of the range, and return those within the limits, which may end the read.
 
-    def skip_to(self, seq: int) -> None:
-        """Continue at `seq`, because the range has no message between `position` and it."""
-        self.position, self.start_time = seq - 1, None
+        `pending` is how many matching messages follow the last one.
+        """
+        self.reopen()
+        size = sum(message.size for message in messages)
+        rows = self.accept(SentRequest(Request()), Block.of(messages, pending), size, pending)
+        self.retry()
+        return rows
 
     def end_here(self) -> None:
         """End the read, because the range has no message behind `position`."""
@@ -218,11 +220,16 @@ class OneReply(RangePlan):
         super().__init__(request.next_by_subj, request.seq or 1, request.start_time, None)
         self._request = request
         self._whole = whole
-        self._rows = self._pending = 0
+        self._rows = self._size = self._pending = 0
+
+    @property
+    def _full(self) -> bool:
+        batch, max_bytes = self._request.batch, self._request.max_bytes
+        return batch is not None and (self._rows >= batch or (max_bytes is not None and self._size >= max_bytes))
 
     @property
     def cut(self) -> bool:
-        return self._rows == self._request.batch or (self.end is not None and self.end.num_pending > 0)
+        return self._full or (self.end is not None and self.end.num_pending > 0)
 
     def next_request(self) -> SentRequest | None:
         if self.done or self.in_flight:
@@ -231,7 +238,9 @@ class OneReply(RangePlan):
         if request.batch is None:
             return self._send(request)
         if self.position > self._origin[0]:
-            request = replace(request, seq=self.position + 1, start_time=None, batch=request.batch - self._rows)
+            left = None if request.max_bytes is None else request.max_bytes - self._size
+            batch = request.batch - self._rows
+            request = replace(request, seq=self.position + 1, start_time=None, batch=batch, max_bytes=left)
         if self.most is None or (request.batch or 0) <= self.most:
             return self._send(request)
         return self._send(replace(request, batch=self.most), count=self.most)
@@ -239,16 +248,19 @@ class OneReply(RangePlan):
     def accept(self, sent: SentRequest, block: Block, size: int, pending: int) -> Block:
         sent.rows += len(block)
         self._rows += len(block)
+        self._size += size - sent.size
+        sent.size = size
         self.position: int = block.seqs[-1]
         self._pending = pending
         return block
 
-    def rewind(self, position: int, dropped: int = 0) -> None:
-        super().rewind(position)
-        self._rows -= dropped
-
-    def leave_out(self, rows: int) -> None:
-        self.rewind(self.position, rows)
+    def take(self, messages: Sequence[StoredMsg], pending: int) -> Block:
+        request, kept, size = self._request, 0, self._size
+        for message in messages:
+            kept, size = kept + 1, size + message.size
+            if self._rows + kept == request.batch or (request.max_bytes is not None and size >= request.max_bytes):
+                break
+        return super().take(messages[:kept], pending + len(messages) - kept)
 
     @property
     def _last(self) -> int:
@@ -256,7 +268,7 @@ class OneReply(RangePlan):
 
     def finish(self, sent: SentRequest, end: EndOfBatch) -> None:
         self.in_flight.clear()
-        if sent.count and sent.rows == sent.count and end.num_pending:
+        if sent.count and sent.rows == sent.count and end.num_pending and not self._full:
             return  # `most` ended the reply, and not the caller's limits
         if not end.found:  # a retry that found nothing more still ends where the rows before it ended
             end = replace(end, last_seq=self._last, found=self._rows > 0)
@@ -268,7 +280,7 @@ class OneReply(RangePlan):
         if self._whole and self._rows:
             return False
         self.in_flight.clear()
-        if self._rows and self._rows == self._request.batch:
+        if self._rows and self._full:
             # Only the end of the reply is missing, and the last message said the same.
             self._finish_early(EndOfBatch(self._pending, self._last))
         return True
@@ -600,7 +612,7 @@ class Scan(RangePlan):
         ceiling = MAX_BATCH if span <= 1.1 * sent.rows else MAX_BATCH_GAPPY
         self._batch = max(1, min(fits, carried, sent.count * 4, ceiling))
 
-    def rewind(self, position: int, dropped: int = 0) -> None:
-        super().rewind(position)
+    def reopen(self) -> None:
+        super().reopen()
         self._reached = self._dense = False
         self._beyond = 0

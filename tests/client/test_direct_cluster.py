@@ -1,7 +1,6 @@
 """Direct Get on a cluster: lagging and dying replicas, and partial mirrors."""
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -229,8 +228,8 @@ async def test_confirmed_read_skips_what_only_a_near_mirror_keeps(
         await jsx.DirectGet(js, name, timeout=1).multi_last([f"{name}.1"], min_seq=1).to_list()
 
 
-async def test_if_only_a_mirror_answers_the_read_ends_in_time(js: JetStreamContext, make: Make) -> None:
-    """Its gaps are proved one by one, and a message that it lacks ends the read with a timeout."""
+async def test_if_only_a_mirror_answers_the_leader_sends_the_messages(js: JetStreamContext, make: Make) -> None:
+    """Also one that the mirror lacks."""
     name = await make(num_replicas=1)
     await fill(js, name, 1, 400)
     for seq in range(2, 400, 2):
@@ -242,10 +241,4 @@ async def test_if_only_a_mirror_answers_the_read_ends_in_time(js: JetStreamConte
     await js.update_stream(config)
     assert await seqs(jsx.DirectGet(js, name, timeout=30).scan(confirm=True)) == [*range(1, 400, 2), 400]
     await js.delete_msg(mirror, 201)
-    timeout, said = 1.5, ""
-    while not re.search(rf"the leader has sequence 201.*{mirror}", said):  # which it may say late on a busy machine
-        timeout *= 2
-        with pytest.raises(errors.RequestTimeoutError) as late:
-            await jsx.DirectGet(js, name, timeout=timeout).scan(confirm=True).to_list()
-        said = str(late.value)
-        assert timeout < 30, said
+    assert await seqs(jsx.DirectGet(js, name, timeout=30).scan(confirm=True)) == [*range(1, 400, 2), 400]

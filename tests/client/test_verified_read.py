@@ -1,8 +1,7 @@
 """Ranges that mirrors answer: they are read as the stream itself has them."""
 
-import logging
-import re
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 from nats.js import JetStreamContext
@@ -13,7 +12,7 @@ from jetstream_ext import DirectGet
 from jetstream_ext.client import direct_reader
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import read_blocks
-from jetstream_ext.errors import RequestTimeoutError, StreamRecreatedError
+from jetstream_ext.errors import StreamRecreatedError
 from jetstream_ext.log import LogReader
 from jetstream_ext.protocol.reads import Scan
 
@@ -90,60 +89,69 @@ async def test_messages_deleted_from_the_stream_are_not_read_from_a_mirror(
         assert await read(js, origin) == [seq for seq in present(1, 300) if seq not in (50, 51, 250, 300)]
 
 
-async def test_a_mirror_of_a_stream_that_has_every_sequence_costs_no_second_read(
-    js: JetStreamContext, stream_name: Callable[[], str], caplog: pytest.LogCaptureFixture
-) -> None:
-    origin, name = stream_name(), stream_name()
-    await js.add_stream(name=origin, subjects=[origin], allow_direct=True)
-    for _ in range(20):
-        await js.publish(origin)
-    await js.purge_stream(origin, seq=6)
-    await js.add_stream(name=name, mirror=StreamSource(name=origin), mirror_direct=True, allow_direct=True)
-    while (await js.stream_info(name)).state.messages < 15:
-        pass
-    plans = [Scan(up_to_seq=None, max_bytes=1 << 20) for _ in range(20)]
-    with caplog.at_level(logging.DEBUG, logger="jetstream_ext.direct"):
-        for plan in plans:
-            blocks = [block async for block in read_blocks(Context(js), origin, plan, 30, confirm=True)]
-            assert [seq for block in blocks for seq in block.seqs] == list(range(6, 21))
-    assert sum("request sent" in record.message for record in caplog.records) == len(plans)
+@pytest.fixture
+def only_to_the_mirror(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    def near(stream: str, mirror: str) -> None:
+        send = direct_reader._Inboxes.send
+
+        async def only_to_the_mirror(self: object, subject: str, *arguments: object) -> None:
+            await send(self, subject.replace(f".{stream}", f".{mirror}"), *arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(direct_reader._Inboxes, "send", only_to_the_mirror)
+
+    return near
 
 
-async def test_rows_of_a_near_mirror_are_compared_with_the_leaders(
-    js: JetStreamContext, origin: str, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+async def test_beside_a_near_mirror_the_leader_sends_the_messages(
+    js: JetStreamContext, origin: str, mirror: Mirror, only_to_the_mirror: Callable[[str, str], None]
 ) -> None:
     name = await mirror(279)
     for seq in (50, 51, 250, 300):
         await js.delete_msg(origin, seq)
-    send = direct_reader._Inboxes.send
-
-    async def only_to_the_mirror(self: object, subject: str, *arguments: object) -> None:
-        await send(self, subject.replace(origin, name), *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(direct_reader._Inboxes, "send", only_to_the_mirror)
+    only_to_the_mirror(origin, name)
     expected = [seq for seq in present(1, 300) if seq not in (50, 51, 250, 300)]
     assert await read(js, origin) == expected
     assert await read(js, origin, f"{origin}.2") == [seq for seq in expected if seq % 3 == 2]
 
 
-async def test_messages_that_no_responder_has_are_a_timeout(
-    js: JetStreamContext, origin: str, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("part", [{"filter_subject": "1"}, {"opt_start_seq": 251}, {"filter_subject": "none"}])
+async def test_messages_that_no_responder_has_come_from_the_leader(
+    js: JetStreamContext,
+    origin: str,
+    mirror: Mirror,
+    only_to_the_mirror: Callable[[str, str], None],
+    part: dict[str, Any],
 ) -> None:
-    name = await mirror(93, filter_subject=f"{origin}.1")
-    send = direct_reader._Inboxes.send
+    if "filter_subject" in part:
+        part = {"filter_subject": f"{origin}.{part['filter_subject']}"}
+    name = await mirror({f"{origin}.1": 93, f"{origin}.none": 0}.get(part.get("filter_subject", ""), 50), **part)
+    only_to_the_mirror(origin, name)
+    assert await read(js, origin) == present(1, 300)
+    assert await read(js, origin, f"{origin}.2") == [seq for seq in present(1, 300) if seq % 3 == 2]
 
-    async def only_to_the_mirror(self: object, subject: str, *arguments: object) -> None:
-        await send(self, subject.replace(origin, name), *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(direct_reader._Inboxes, "send", only_to_the_mirror)
-    timeout, said = 0.75, ""
-    while "has sequence 2" not in said:  # the leader says so, perhaps late on a busy machine
-        timeout *= 2
-        with pytest.raises(RequestTimeoutError) as late:
-            await read(js, origin, timeout=timeout)
-        said = str(late.value)
-        assert timeout < 30, said
-    assert re.search(rf"has sequence 2, .* within {timeout:g} s \(mirror '{name}' answers\)", said)
+async def test_messages_of_the_leader_are_those_that_a_replica_sends(
+    js: JetStreamContext,
+    stream_name: Callable[[], str],
+    only_to_the_mirror: Callable[[str, str], None],
+) -> None:
+    origin, name = stream_name(), stream_name()
+    await js.add_stream(name=origin, subjects=[f"{origin}.*"], allow_direct=True)
+    for headers in (None, {"A": "1", "Status": "204", "b": ""}, {"Nats-Msg-Id": "ü"}):
+        for data in (b"", b"\xff\r\n", b"x" * 100_000):
+            await js.publish(f"{origin}.ü", data, headers=headers and headers | {"Nats-Msg-Id": stream_name()})
+    await js.add_stream(name=name, mirror=StreamSource(name=origin), mirror_direct=True, allow_direct=True)
+    while (await js.stream_info(name)).state.messages < 9:
+        pass
+
+    async def seen() -> list[tuple[Any, ...]]:
+        found = await DirectGet(js, origin).scan(confirm=True).to_list()
+        return [(m.stream, m.subject, m.seq, m.data, m.headers, m.time, m.time_ns, m.num_pending) for m in found]
+
+    there = await seen()
+    only_to_the_mirror(origin, name)
+    assert len(there) == 9
+    assert await seen() == there
 
 
 async def test_a_stream_that_was_created_again_during_the_read_is_an_error(

@@ -74,7 +74,7 @@ def test_every_code_of_a_batch_has_a_row(tables: ModuleType) -> None:
         ("fast-ok", "`ack` frame", "NEW", ""),
         ("range-read", "the connection is lost", "READING", "**RESUMING**"),
         ("range-read", "the connection is lost", "PAUSED", "·"),
-        ("range-read", "the leader has the same messages", "PROVING", "**READING**"),
+        ("range-read", "the leader sends the next messages", "PROVING", "**READING**"),
         ("range-read", "503 before any message", "READING", "**ENDED** `DirectGetDisabledError`"),
         ("range-read", "the pause is over", "READING", ""),
     ],

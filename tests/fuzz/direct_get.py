@@ -11,14 +11,13 @@ import atheris
 
 with atheris.instrument_imports(include=["jetstream_ext"]):
     from jetstream_ext.errors import JetStreamExtError
-    from jetstream_ext.protocol.direct import decode_single
+    from jetstream_ext.protocol.direct import StoredMsg, decode_single
     from jetstream_ext.protocol.range_read import (
         AskLeader,
         AwaitConnection,
         Deliver,
         Done,
         FindNewest,
-        Found,
         RangeRead,
         SendRequest,
         Wait,
@@ -95,7 +94,8 @@ def one_input(raw: bytes) -> None:
                     last = look_at(block.messages())
                 case AskLeader(requests):
                     seqs = [data.ConsumeIntInRange(0, 60) for _ in requests]
-                    machine.leader_answered([Found(seq, seq) if seq else None for seq in seqs], now)
+                    found = [StoredMsg(stream="S", subject="a", seq=seq) if seq else None for seq in seqs]
+                    machine.leader_answered(found, now)
                 case FindNewest(seq):
                     newest = min(seq, data.ConsumeIntInRange(0, 60))
                     machine.newest_found((newest, "a.b") if newest else None, data.ConsumeIntInRange(newest, 60), now)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jetstream_ext.protocol import reads
-from jetstream_ext.protocol.direct import Block, EndOfBatch, Request
+from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, StoredMsg
 from jetstream_ext.protocol.reads import MultiLast, OneReply, Plan, Scan, SentRequest
 
 NOT_FOUND = EndOfBatch(0, 0, found=False)
@@ -266,25 +266,33 @@ class TestScan:
         assert plan.end.last_seq == 0
         assert plan.end.num_pending == len(messages)
 
-    def test_a_range_that_ends_in_a_gap_can_be_rewound(self) -> None:
-        # A partial replica shows 11, and the leader says that 10 exists, so the plan asks again.
-        partial, whole = Model({8: ("a", 1), 11: ("a", 1)}), Model({8: ("a", 1), 10: ("a", 1), 11: ("a", 1)})
-        plan = Scan(seq=8, up_to_seq=10, batch=2, max_bytes=100, prefetch=2)
+    def test_a_range_that_ends_in_a_gap_can_be_opened_again(self) -> None:
+        # A partial replica shows 12, and the leader says that 9 exists, so the plan asks again.
+        partial, whole = Model({8: ("a", 1), 12: ("a", 1)}), Model(dict.fromkeys((8, 9, 11, 12), ("a", 1)))
+        plan = Scan(seq=8, up_to_seq=11, batch=2, max_bytes=100, prefetch=2)
         assert Driver(plan, partial).run() == [8]
         assert plan.request_after(8) == Request(seq=9, next_by_subj=">")
-        plan.rewind(8)
-        assert Driver(plan, whole).run() == [10]
-        assert plan.end is not None
-        assert plan.end.last_seq == 10
+        assert plan.take([StoredMsg(stream="S", subject="a", seq=9)], 2).seqs == [9]
+        assert Driver(plan, whole).run() == [11]
+        assert plan.end == EndOfBatch(1, 11)
 
-    def test_a_range_by_time_continues_by_sequence_and_can_be_rewound_to_its_start(self) -> None:
+    def test_a_range_by_time_continues_by_sequence(self) -> None:
         when = datetime.fromtimestamp(5, UTC)
         plan = Scan(start_time=when, subject="a", max_bytes=100)
         assert plan.request_after(0) == Request(start_time=when, next_by_subj="a")
         Driver(plan, Model({6: ("a", 1)})).run()
         assert plan.request_after(6) == Request(seq=7, next_by_subj="a")
-        plan.rewind(0)
+
+    def test_a_range_by_time_without_messages_is_asked_for_by_time_again(self) -> None:
+        plan = Scan(start_time=(when := datetime.fromtimestamp(5, UTC)), max_bytes=100)
+        Driver(plan, Model({})).run()
+        plan.reopen()
         assert plan.next_request().request.start_time == when  # type: ignore[union-attr]
+
+    def test_messages_of_the_leader_beyond_the_range_end_it(self) -> None:
+        plan = Scan(seq=1, up_to_seq=4, max_bytes=100)
+        assert plan.take([StoredMsg(stream="S", subject="a", seq=seq) for seq in (2, 4, 6)], 5).seqs == [2, 4]
+        assert (plan.done, plan.end) == (True, EndOfBatch(6, 4))
 
 
 class TestOneReply:

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 from nats.js import JetStreamContext
-from nats.js.api import StreamConfig, StreamSource
+from nats.js.api import StreamConfig, StreamSource, SubjectTransform
 from nats.js.kv import KeyValue
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
+from jetstream_ext.client import direct_reader
+from jetstream_ext.log import LogReader
 
 KEYS = [f"k{n}" for n in range(100)]
 # Each request has a random responder. A mirror that answers half of them answers none of 60 once in 2**60 runs.
@@ -81,3 +83,98 @@ async def test_get_many_never_brings_back_what_was_purged_from_the_bucket(
     await js.purge_stream(f"KV_{name}", subject=f"$KV.{name}.k7")
     for _ in range(TRIALS):
         assert "k7" not in await kvx.get_many(kv, KEYS)
+
+
+# -- mirrors that change subjects ----------------------------------------------------------------------------------------
+
+Transformed = Callable[..., Awaitable[str]]
+
+
+@pytest.fixture
+def transformed(js: JetStreamContext) -> Transformed:
+    """Create mirrors of a stream that have its messages under other subjects, and answer most of its direct gets."""
+
+    async def create(stream: str, messages: int, subjects: dict[str, str]) -> str:
+        names = [f"{stream}_CHANGED_{number}" for number in range(3)]
+        for name in names:
+            changed = StreamSource(name=stream, subject_transforms=[SubjectTransform(*it) for it in subjects.items()])
+            await js.add_stream(StreamConfig(name=name, mirror=changed, allow_direct=True, mirror_direct=True))
+        async with asyncio.timeout(60):
+            for name in names:
+                while (await js.stream_info(name)).state.messages < messages:
+                    await asyncio.sleep(0.02)
+            # Only then does this test show something.
+            while {(await jsx.DirectGet(js, stream).get(1)).stream for _ in range(20)} == {stream}:
+                await asyncio.sleep(0.02)
+        return names[0]
+
+    return create
+
+
+@pytest.mark.parametrize("changed", ["012", "0"], ids=["all", "some"])
+async def test_messages_have_the_subjects_of_the_stream_beside_a_mirror_that_changes_them(
+    js: JetStreamContext, stream_name: Callable[[], str], transformed: Transformed, changed: str
+) -> None:
+    name = stream_name()
+    await js.add_stream(StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True))
+    expected = [(seq, f"{name}.{seq % 3}") for seq in range(1, 51)]
+    for _, subject in expected:
+        await js.publish(subject)
+    await transformed(name, 50, {f"{name}.{n}": f"elsewhere.{n}" if n in changed else f"{name}.{n}" for n in "012"})
+    direct = jsx.DirectGet(js, name)
+    for _ in range(TRIALS):
+        assert [(m.seq, m.subject) for m in await LogReader(js, name).read()] == expected
+        assert [(m.seq, m.subject) for m in await direct.scan(confirm=True).to_list()] == expected
+        zero = [it for it in expected if it[1] == f"{name}.0"]
+        assert [(m.seq, m.subject) for m in await direct.scan(subject=f"{name}.0", confirm=True).to_list()] == zero
+        assert [(m.seq, m.subject) for m in await direct.scan(min_seq=50).to_list()] == expected
+        assert [(m.seq, m.subject) for m in await direct.batch(100, min_seq=50).to_list()] == expected
+        read = await direct.multi_last([f"{name}.*"], min_seq=50).to_list()
+        assert [(m.seq, m.subject) for m in read] == expected[-3:]
+        assert (await direct.get_last(f"{name}.0", min_seq=50)).seq == 48
+        assert (await direct.get(48, min_seq=50)).subject == f"{name}.0"
+        assert (await direct.get_next(f"{name}.>", seq=48, min_seq=50)).subject == f"{name}.0"
+
+
+@pytest.mark.parametrize("changed", ["ab", "a"], ids=["all", "some"])
+@pytest.mark.parametrize("keys", [50, 3000], ids=["few keys", "many keys"])
+async def test_snapshot_is_whole_beside_a_mirror_that_changes_subjects(
+    js: JetStreamContext, stream_name: Callable[[], str], transformed: Transformed, keys: int, changed: str
+) -> None:
+    name = stream_name()
+    kv = await kvx.enable(await js.create_key_value(bucket=name))
+    config = (await js.stream_info(f"KV_{name}")).config
+    await js.update_stream(config.evolve(allow_batched=True))
+    async with jsx.FastPublisher(js) as publisher:
+        await publisher.add_many((f"$KV.{name}.{'ab'[n % 2]}.{n}", b"1") for n in range(keys))
+    subjects = {
+        f"$KV.{name}.{part}.*": f"$KV.{name}{'_OTHER' * (part in changed)}.{part}.{{{{wildcard(1)}}}}" for part in "ab"
+    }
+    await transformed(f"KV_{name}", keys, subjects)
+    expected = {f"{'ab'[n % 2]}.{n}" for n in range(keys)}
+    for _ in range(12 if keys > 100 else TRIALS):
+        assert set(await kvx.snapshot(kv)) == expected
+        assert set(await kvx.snapshot(kv, at=keys)) == expected
+        assert set(await kvx.get_many(kv, ["a.0", "b.1"])) == {"a.0", "b.1"}
+
+
+async def test_messages_have_the_subjects_of_the_stream_if_only_a_mirror_that_changes_them_answers(
+    js: JetStreamContext, stream_name: Callable[[], str], transformed: Transformed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = stream_name()
+    await js.add_stream(StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True))
+    expected = [(seq, f"{name}.{seq % 3}") for seq in range(1, 201)]
+    for _, subject in expected:
+        await js.publish(subject)
+    mirror = await transformed(
+        name, 200, {f"{name}.0": "elsewhere", f"{name}.1": f"{name}.2", f"{name}.2": f"{name}.1"}
+    )
+    send = direct_reader._Inboxes.send
+
+    async def only_to_the_mirror(self: Any, subject: str, *arguments: Any) -> None:
+        await send(self, subject.replace(f".DIRECT.GET.{name}", f".DIRECT.GET.{mirror}"), *arguments)
+
+    monkeypatch.setattr(direct_reader._Inboxes, "send", only_to_the_mirror)
+    assert [(m.seq, m.subject) async for m in LogReader(js, name)] == expected
+    zero = [it for it in expected if it[1] == f"{name}.0"]
+    assert [(m.seq, m.subject) async for m in LogReader(js, name, subject=f"{name}.0")] == zero
