@@ -138,10 +138,11 @@ class AtomicBatch:
         check_message(message)
         if ack is not None and not isinstance(ack, bool):
             raise TypeError(f"ack must be a bool or None, not {type(ack).__name__}")
+        began = asyncio.get_running_loop().time()
         try:
             await self._session.add(message, ack)
         except (AtomicPublishIncompleteError, MessageTooLargeError) as refusal:
-            await self._session.raise_explained(refusal)
+            await self._session.raise_explained(refusal, began)
 
     async def add_many(self, messages: Iterable[Entry] | AsyncIterable[Entry]) -> None:
         """Add many messages, with one write for many of them; much faster than `add`.
@@ -255,8 +256,7 @@ async def publish_atomic(
             message the call can be repeated: if this batch was stored before, within the stream's duplicate window,
             the call returns its ack. Two publishers must not use one id at the same time.
         timeout: Seconds that each write of the messages and the commit may take, with the lookups before; None is
-            the context's timeout. After a refusal that a message's size may explain, to ask for the stream's limit may take
-            as long again, 2 s at most. With a `batch_id`, the search for an earlier batch after a refusal may take four times as
+            the context's timeout. With a `batch_id`, the search for an earlier batch after a refusal may take four times as
             long.
 
     Raises:
@@ -264,7 +264,8 @@ async def publish_atomic(
         BatchOutcomeUnknownError: The answer was lost: either all messages are stored, or none. Or the server refused
             repeated message ids, and it cannot be known whether this batch was stored before.
         MessageTooLargeError: A message is larger than the stream's ``max_msg_size``; nothing is stored. Without permission
-            for ``STREAM.INFO`` an AtomicPublishIncompleteError, because servers drop such a message without a word.
+            for ``STREAM.INFO``, or an answer to it within what is left of `timeout`, an AtomicPublishIncompleteError, because
+            servers drop such a message without a word.
         BatchError: The server refused; nothing is stored.
         UnsupportedFeatureError, RequestTimeoutError: As for `AtomicBatch.add`; nothing is stored.
         BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: A message cannot be sent, or an argument

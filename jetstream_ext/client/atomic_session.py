@@ -245,18 +245,23 @@ class AtomicSession:
 
     async def explained(self, work: Awaitable[_T]) -> _T:
         """Return what `work` on this batch returns, or raise its error; a message that is too large for its stream is named."""
+        began = asyncio.get_running_loop().time()
         try:
             return await work
         except (AtomicPublishIncompleteError, MessageTooLargeError) as refusal:
-            await self.raise_explained(refusal)
+            await self.raise_explained(refusal, began)
 
-    async def raise_explained(self, refusal: BatchServerError) -> NoReturn:
-        """Raise a refusal of the server, or an error that names the message that is too large, if one is."""
-        if (suspect := self.machine.suspect(refusal)) is None:
+    async def raise_explained(self, refusal: BatchServerError, began: float) -> NoReturn:
+        """Raise a refusal of the server, or an error that names the message that is too large, if one is.
+
+        The stream is asked for its limit only within the timeout of the call, which began at the time `began`.
+        """
+        left = began + self._timeout - asyncio.get_running_loop().time()
+        if left <= 0 or (suspect := self.machine.suspect(refusal)) is None:
             raise refusal
         message, stream = suspect
         try:  # the stream now: its limit may have changed
-            state = await ask_stream(self._context, message.subject, stream, self._timeout)
+            state = await ask_stream(self._context, message.subject, stream, left)
         except nats.errors.Error:
             state = None
         error = None if state is None else self.machine.too_large(message, state)

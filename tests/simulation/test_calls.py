@@ -61,6 +61,7 @@ def test_a_schedule_can_be_replayed(kind: str) -> None:
         "atomic:356",
         "atomic:226040",  # a message is refused, and its place taken by that of an earlier batch with the id
         "atomic:1518417",  # message 1 is refused unseen, and the commit is that of an earlier batch with the id
+        "atomic:694361207",  # to explain a refusal took longer than the call's timeout
         "reused:20221",  # a lookup that failed made a timeout a cancellation
         "reused:750",  # a batch of which a part was stored by the commit of a later one
         "reused:814",
