@@ -92,6 +92,8 @@ class VerifiedReader:
         self._witness: str | None = None
         self.replies: int = 0
         """How many answers were accepted. Those of one reply are all of the stream that has the name at that moment."""
+        self.first_seq: int = 0
+        """The leader's lowest sequence when `catch_up` asked it last; the read ended at its last one of that moment or later."""
 
     @property
     def only_mirrors_answer(self) -> bool:
@@ -249,7 +251,8 @@ class VerifiedReader:
         until = 0.0
         while True:
             # Every responder so far had at most what the leader has now; the next reply must reach that.
-            leader = (await stream_state(self._context, self._stream, self._timeout)).last_seq
+            state = await stream_state(self._context, self._stream, self._timeout)
+            self.first_seq, leader = state.first_seq, state.last_seq
             left = leader - position
             if left == 0:
                 return newest

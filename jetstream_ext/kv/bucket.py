@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ from jetstream_ext.client.connection import Context, bucket_parts
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.errors import BatchServerError, RequestTimeoutError, ServerError, Status, batch_refusal
-from jetstream_ext.kv.entries import KeyValueEntry, entry_of, row_of
+from jetstream_ext.kv.entries import KeyValueEntry, Subjects, entry_of, row_of
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.subjects import is_literal
@@ -53,6 +53,9 @@ class Bucket:
 
     def subject(self, key: str) -> str:
         return self.prefix + key
+
+    def subjects(self, wanted: Callable[[str], bool] = lambda _: True) -> Subjects:
+        return Subjects(self.name, self.prefix, wanted)
 
     async def unchecked_state(self) -> StreamState:
         """Return the state of the bucket's stream at its leader; raises as `stream_state` does, and BucketNotFoundError."""
@@ -143,7 +146,7 @@ class Bucket:
                 continue
             subjects |= page
             if offset + count >= total or len(subjects) > most:
-                return [subject[len(self.prefix) :] for subject in subjects]
+                return [key for key in map(self.subjects().key_of, subjects) if key is not None]
             if offset + count > listed:  # not a page that was read before
                 listed = offset + count
                 api, retry = self._patience()

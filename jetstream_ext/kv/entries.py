@@ -145,6 +145,14 @@ class Subjects:
     prefix: str  # before each key: ``$KV.<bucket>.``
     wanted: Callable[[str], bool]
 
+    def key_of(self, subject: str) -> str | None:
+        """Return the key on a subject; None if the read does not want it, or if the bucket's stream stores it for others."""
+        if subject.startswith(self.prefix):
+            key = subject[len(self.prefix) :]
+            if self.wanted(key):
+                return key
+        return None
+
 
 def operation(headers: Mapping[str, str]) -> tuple[Operation, str | None]:
     """Return what a message with these headers does to its key, and the reason if it is a server's marker."""

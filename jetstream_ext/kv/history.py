@@ -9,13 +9,18 @@ stored during the whole read, and was read.
 
 Some removals have no revision: a message expires and leaves no marker. Those are decided by the leader's clock after the
 last reply. A message that has expired by then is not in the snapshot, whether or not a reply had it. Every other one was
-stored during the whole read. Where the bucket leaves markers, only the markers themselves go without a revision.
+stored during the whole read. Where the bucket leaves markers, only the markers themselves go without a revision. A limit
+of the whole stream, or a purge up to a sequence, removes the lowest sequences. The leader's lowest sequence from before
+the last reply decides. S is not below the leader's last one of that moment, so a message that is lower than its lowest one
+was removed, and no newer one replaced it up to S. (Its state after the last reply could not tell the two apart.)
 
 **The past.** A key at revision R is its newest message up to R. Servers always remove the oldest messages of a key
 first (history, purge, maximum age), so if such a message is stored, it is the answer, and a delete marker says that the
 key did not exist. If none is stored, the key's oldest message decides: `Past.verdict` is the table of docs/key-value.md,
 "Reads of the past". A key can also vanish without a trace and be written again. If that is possible (`Verdict.lost`),
-the answer may be incomplete, and no key is known not to have existed.
+the answer may be incomplete, and no key is known not to have existed. Where markers cover that, one expiry remains: that
+of a message which is not the last one of its key. It leaves no marker, but a newer message of the key, which is stored or
+has left a marker.
 """
 
 from __future__ import annotations
@@ -25,8 +30,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final
-
-from nats.js.kv import KV_OP
 
 from jetstream_ext.kv.entries import ROLLUP, KeyValueEntry, Row, Subjects, entry_of, operation
 from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT, EXPECTED_LAST_SUBJECT_SEQ, MSG_TTL
@@ -54,11 +57,10 @@ class Latest:
     def feed(self, rows: Iterable[Row]) -> None:
         """Take messages, in any order."""
         entries, deleted = self._entries, self._deleted
-        bucket, wanted = self._subjects.bucket, self._subjects.wanted
-        prefix, cut = self._subjects.prefix, len(self._subjects.prefix)
+        bucket, key_of = self._subjects.bucket, self._subjects.key_of
         for seq, subject, data, headers, time in rows:
-            key = subject[cut:]
-            if not wanted(key) or not subject.startswith(prefix):
+            key = key_of(subject)
+            if key is None:
                 continue
             known = entries.get(key)
             if known is not None:
@@ -78,16 +80,18 @@ class Latest:
                     self._ttls[key] = seq, ttl
 
     def entries(
-        self, time: datetime | None = None, *, markers: bool = False, include_deletes: bool = False
+        self, time: datetime | None = None, *, first_seq: int = 0, markers: bool = False, include_deletes: bool = False
     ) -> dict[str, KeyValueEntry]:
         """Return the entries without those that had expired at `time` (None: keep them); call it once, at the end.
 
-        With `markers`, a value that expires is replaced by a delete marker, which was fed if it belongs to the snapshot.
+        Also without those below `first_seq`, a lowest sequence that the stream had up to the end of what was fed. With
+        `markers`, a value that expires is replaced by a delete marker, which was fed if it belongs to the snapshot.
         """
         entries = self._entries
         gone = set() if time is None else self._expired(time)
         if markers:
             gone &= self._deleted
+        gone.update(key for key, entry in entries.items() if entry.revision < first_seq)
         if not include_deletes:
             gone |= self._deleted
         for key in gone:
@@ -106,6 +110,7 @@ class Latest:
 
 @dataclass(slots=True)
 class _Key:
+    name: str | None  # None: the read does not want it, or it is no key of the bucket
     oldest: int
     newest: int
     count: int
@@ -114,11 +119,11 @@ class _Key:
     before: int | None  # the revision that the oldest message says it replaced (0: there was none)
 
 
-def _first(seq: int, subject: str, headers: Mapping[str, str]) -> _Key:
+def _first(name: str | None, seq: int, subject: str, headers: Mapping[str, str]) -> _Key:
     if not headers:
-        return _Key(seq, 0, 0, None, replaced=False, before=None)
+        return _Key(name, seq, 0, 0, None, replaced=False, before=None)
     before = replaced_revision(headers, subject)
-    return _Key(seq, 0, 0, None, replaced=bool(before) or replaced_all(headers), before=before)
+    return _Key(name, seq, 0, 0, None, replaced=bool(before) or replaced_all(headers), before=before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +143,12 @@ class Past:
         self._subjects = subjects
         self.revision = revision
         self._history = history
-        self._keys: dict[str, _Key] = {}
+        self._keys: dict[str, _Key] = {}  # by subject
         self._accounted = 0
+        self.emptied: bool = False
+        """Whether a message showed that everything up to the revision was removed, whatever its key."""
         self.expires: bool = False
-        """Whether a message showed that values of the bucket have TTLs of their own."""
+        """Whether a message showed that messages of the bucket have TTLs of their own."""
         self.since: datetime | None = None
         """When the newest message up to the revision was stored that this was fed: not after the revision."""
 
@@ -150,43 +157,43 @@ class Past:
 
         With `log`, they are part of the whole log: messages of other keys may then explain what is missing in it.
         """
-        bucket, wanted, revision = self._subjects.bucket, self._subjects.wanted, self.revision
-        keys, prefix, cut = self._keys, self._subjects.prefix, len(self._subjects.prefix)
+        bucket, key_of, keys, revision = self._subjects.bucket, self._subjects.key_of, self._keys, self.revision
         for row in rows:
             seq, subject, _, headers, time = row
             if seq <= revision and (self.since is None or time > self.since):
                 self.since = time
-            name = subject[cut:]
-            asked = wanted(name) and subject.startswith(prefix)
-            if not (asked or log):
-                continue
-            key = keys.get(name)
+            key = keys.get(subject)
             if key is None:
-                key = keys[name] = _first(seq, subject, headers)
+                name = key_of(subject)
+                if name is None and not log:
+                    continue
+                key = keys[subject] = _first(name, seq, subject, headers)
             if seq <= key.newest:
                 continue
             key.newest = seq
             key.count += 1
             if headers:
-                if replaced_all(headers):
+                if seq > revision and replaced_everything(headers):
+                    self.emptied = True
+                elif replaced_all(headers):
                     self._accounted = max(self._accounted, seq)
                 self.expires = self.expires or shows_expiry(headers)
-            if asked and seq <= revision:
-                key.entry = entry_of(bucket, name, row)
+            if key.name is not None and seq <= revision:
+                key.entry = entry_of(bucket, key.name, row)
 
     def feed_oldest(self, row: Row, count: int) -> None:
         """Take the oldest of the `count` messages of a key that has none up to the revision."""
         self.feed((row,))
-        self._keys[row[1][len(self._subjects.prefix) :]].count = count
+        self._keys[row[1]].count = count
 
     def knows(self, name: str) -> bool:
-        key = self._keys.get(name)
+        key = self._keys.get(self._subjects.prefix + name)
         return key is not None and key.entry is not None
 
     def uncertain(self, named: Iterable[str]) -> bool:
         """Whether the answer depends on sequences up to the revision being missing."""
         absent = any(key.entry is None or key.entry.operation != "PUT" for key in self._keys.values())
-        return absent or any(name not in self._keys for name in named)
+        return absent or any(self._subjects.prefix + name not in self._keys for name in named)
 
     def _full(self, key: _Key) -> bool:
         return 0 < self._history <= key.count
@@ -205,6 +212,7 @@ class Past:
         wild: bool,
         missing: bool,
         lost: bool,
+        expire: bool = False,
     ) -> Verdict:
         """Return what is known after everything was fed.
 
@@ -214,17 +222,18 @@ class Past:
             wild: The caller gave patterns as well, so that keys may match that nothing names.
             missing: Messages up to the revision were, or may have been, removed.
             lost: They may have been messages of keys that are no longer stored.
+            expire: They may have expired, without a marker if a newer message of the key was stored.
         """
-        wanted = self._subjects.wanted
-        entries = {name: key.entry for name, key in self._keys.items() if key.entry is not None}
+        keys = {key.name: key for key in self._keys.values() if key.name is not None}
+        entries = {name: key.entry for name, key in keys.items() if key.entry is not None}
         if not missing:
             return Verdict(entries, (), complete=True, lost=False)
         gone = {
             name
-            for name, key in self._keys.items()
-            if key.entry is None and wanted(name) and (key.replaced or (key.before is None and self._full(key)))
+            for name, key in keys.items()
+            if key.entry is None and (key.replaced or (key.before is None and (expire or self._full(key))))
         }
-        gone.update(name for name in (*named, *listed) if name not in self._keys)
+        gone.update(name for name in (*named, *listed) if name not in keys)
         if lost:
             # Such a key may have existed and vanished. What is stored of it now may be older or newer than that.
             doubtful = {name for name in named if name not in entries or entries[name].operation != "PUT"}
@@ -259,7 +268,7 @@ def replaced_revision(headers: Mapping[str, str], subject: str) -> int | None:
 
     Servers store a message with an expectation only if the expectation held.
     """
-    if ROLLUP in headers:
+    if replaced_all(headers):
         return None
     expected = headers.get(EXPECTED_LAST_SUBJECT_SEQ, "")
     if not expected.isdigit() or headers.get(EXPECTED_LAST_SUBJECT, subject) != subject:
@@ -269,11 +278,14 @@ def replaced_revision(headers: Mapping[str, str], subject: str) -> int | None:
 
 def replaced_all(headers: Mapping[str, str]) -> bool:
     """Whether storing a message removed every older one of its key."""
-    return ROLLUP in headers or marker_reason(headers) is not None
+    return bool(headers.get(ROLLUP, "").strip()) or marker_reason(headers) is not None
+
+
+def replaced_everything(headers: Mapping[str, str]) -> bool:
+    """Whether storing a message removed every older one of the stream."""
+    return headers.get(ROLLUP, "").strip().lower() == "all"
 
 
 def shows_expiry(headers: Mapping[str, str]) -> bool:
-    """Whether a message shows that values of its bucket have TTLs of their own."""
-    if marker_reason(headers) is not None:
-        return True
-    return MSG_TTL in headers and KV_OP not in headers and not never_expires(headers)
+    """Whether a message shows that messages of its bucket have TTLs of their own."""
+    return marker_reason(headers) is not None or (MSG_TTL in headers and not never_expires(headers))

@@ -98,7 +98,7 @@ async def get_many(
     with bucket.not_found():
         if at is None:
             state = await bucket.readable_state()
-            latest, source = Latest(_subjects(bucket, wanted.__contains__)), _reader(bucket, state)
+            latest, source = Latest(bucket.subjects(wanted.__contains__)), _reader(bucket, state)
             await _read_by_name(bucket, source, list(wanted), latest.feed)
             if source.replies > 1:
                 await bucket.check_same(state)
@@ -169,10 +169,6 @@ def _reader(bucket: Bucket, state: StreamState) -> VerifiedReader:
     return source
 
 
-def _subjects(bucket: Bucket, wanted: Callable[[str], bool]) -> Subjects:
-    return Subjects(bucket.name, bucket.prefix, wanted)
-
-
 class _LimitsChangedError(Exception):
     """The limits by which a read judges what it does not find were changed during the read."""
 
@@ -206,7 +202,7 @@ def _without_deleted(entries: dict[str, KeyValueEntry]) -> dict[str, KeyValueEnt
 async def _read_now(
     bucket: Bucket, patterns: list[str], state: StreamState, *, include_deletes: bool
 ) -> KeyValueSnapshot:
-    source, subjects = _reader(bucket, state), _subjects(bucket, matcher(patterns))
+    source, subjects = _reader(bucket, state), bucket.subjects(matcher(patterns))
     latest = Latest(subjects, max_age=state.max_age, own_ttls=bool(state.config.get("allow_msg_ttl")))
     answer = await _read_at_once(bucket, source, patterns, state)
     expired_by: datetime | None = None  # None: the server has decided for its only answer what had expired
@@ -237,7 +233,7 @@ async def _read_now(
     revision, time = state.last_seq, state.last_time
     if newest is not None and newest.seq > revision:
         revision, time = newest.seq, newest.time
-    entries = latest.entries(expired_by, markers=markers, include_deletes=include_deletes)
+    entries = latest.entries(expired_by, first_seq=source.first_seq, markers=markers, include_deletes=include_deletes)
     return KeyValueSnapshot(entries, revision=revision, time=time)
 
 
@@ -374,7 +370,7 @@ async def _read_past(
         point = await resolve_revision(bucket, state, at)
         if point.revision > state.last_seq:
             state = await bucket.readable_state()  # `_revision_at` has waited for that time
-        return await _judge_past(bucket, _subjects(bucket, wanted), patterns, state, point), point, state
+        return await _judge_past(bucket, bucket.subjects(wanted), patterns, state, point), point, state
 
     verdict, point, state = await _under_the_same_limits(bucket, judge)
     what, keys = f"bucket {bucket.name!r} at revision {point.revision}", verdict.unavailable
@@ -408,7 +404,7 @@ async def _judge_past(
     if wild:
         log = small or (patterns == [EVERYTHING] and state.messages < _DEEP * state.num_subjects)
         names = None if log and await source.replicas_answer() else await _list_keys(bucket, patterns)
-    missing, lost = 0, False
+    missing, unexplained = 0, False
     if names is not None:
         known = await _feed_by_name(bucket, source, names, state, past)
         if known is not None:
@@ -419,8 +415,6 @@ async def _judge_past(
             # Only the whole log shows whether the histories of other keys account for what is missing.
             past = Past(subjects, revision=point.revision, history=state.max_msgs_per_subject)
             names = None
-        else:
-            lost = _may_have_expired(state, past, point)
     if names is None:
 
         def take(found: Block | list[StoredMsg]) -> None:
@@ -437,25 +431,37 @@ async def _judge_past(
         up_to_revision.close()
         missing = up_to_revision.highest
         # A gap above the revision may be the delete marker of a key that existed (`purge_deletes`).
-        lost = gaps.highest > past.accounts_for() or _may_have_expired(state, past, point)
+        unexplained = gaps.highest > past.accounts_for()
     end = await _check_end(bucket, state)
     if point.is_newest and end.last_seq == point.revision:
         # A key that expires without a marker while the revision is the newest one both existed at it and did not.
         return past.verdict(named=(), wild=wild, missing=missing > 0, lost=False)
-    return past.verdict(named=named, listed=names or (), wild=wild, missing=missing > 0, lost=lost)
+    expire = _may_expire(end, past)
+    return past.verdict(
+        named=named,
+        listed=names or (),
+        wild=wild,
+        missing=missing > 0,
+        lost=unexplained or past.emptied or _may_have_vanished(end, past, point, expire=expire),
+        expire=expire,
+    )
 
 
-def _may_have_expired(state: StreamState, past: Past, point: ResolvedRevision) -> bool:
-    """Whether keys may have expired since, or a limit may have removed them, and they left no message."""
-    since, stored = known_since(state), max(point.since, past.since or point.since)
-    if since is None or stored < since or drops_oldest(state):
+def _may_expire(end: StreamState, past: Past) -> bool:
+    """Whether messages may have expired, as far as the bucket's limits and messages show."""
+    if past.expires or end.marker_ttl is not None:
         return True
-    markers_stay = min(state.marker_ttl or timedelta(0), state.max_age or timedelta.max)
-    if state.now - stored < markers_stay:
-        return False  # the markers of everything that expired since are still stored
-    if past.expires or state.marker_ttl is not None:
+    since = known_since(end) or end.created_at
+    return end.max_age is not None and min(end.created_at, since) + end.max_age < end.now
+
+
+def _may_have_vanished(end: StreamState, past: Past, point: ResolvedRevision, *, expire: bool) -> bool:
+    """Whether a limit may have removed all messages of a key since, and the key left no marker."""
+    since, stored = known_since(end), max(point.since, past.since or point.since)
+    if since is None or stored < since or drops_oldest(end):
         return True
-    return state.max_age is not None and min(state.created_at, since) + state.max_age < state.now
+    markers_stay = min(end.marker_ttl or timedelta(0), end.max_age or timedelta.max)
+    return expire and end.now - stored >= markers_stay  # else the markers of all that expired since are still stored
 
 
 async def _feed_by_name(
@@ -465,8 +471,8 @@ async def _feed_by_name(
 
     That is the key's last message if it is old enough, else its last one up to the revision, else its oldest.
     """
-    revision, cut = past.revision, len(bucket.prefix)
-    last: dict[str, Row] = {}
+    revision = past.revision
+    last: dict[str, Row] = {}  # by subject
 
     def take(rows: Iterable[Row]) -> None:
         for row in rows:
@@ -474,10 +480,10 @@ async def _feed_by_name(
             if seq <= revision:
                 past.feed((row,))
             else:
-                last[subject[cut:]] = row
+                last[subject] = row
 
     await _read_by_name(bucket, source, names, take)
-    moved = [key for key in names if key in last]
+    moved = [key for key in names if bucket.subject(key) in last]
     missing: int | None = None
     short = min(revision - state.lowest_seq, state.messages) <= _ROWS_PER_LOOKUP * len(moved)
     if short and await source.replicas_answer():
@@ -497,7 +503,7 @@ async def _feed_by_name(
 
     async def feed_oldest(key: str) -> None:
         if state.max_msgs_per_subject == 1:
-            past.feed((last[key],))  # the key has no other message
+            past.feed((last[bucket.subject(key)],))  # the key has no other message
         elif (oldest := await source.oldest_of(bucket.subject(key), revision)) is not None:
             past.feed_oldest(row_of(oldest[0]), oldest[1])
 

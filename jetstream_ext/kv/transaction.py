@@ -144,7 +144,8 @@ class Transaction:
         Args:
             key: The key.
             last: The revision that it must be at.
-            ttl: How long the marker stays, as for `put`; None is indefinitely.
+            ttl: How long the marker stays, as for `put`; None is indefinitely. After that, reads of the past may know
+                nothing of the key.
 
         Raises:
             KeyConflictError, BatchClosedError, ValueError, nats.js.errors.InvalidKeyError, TypeError: As for `update`.

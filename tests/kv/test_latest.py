@@ -93,6 +93,19 @@ def test_with_markers_only_markers_expire_without_a_revision() -> None:
     assert set(fed(rows).entries(at(100), include_deletes=True)) == {"kept"}
 
 
+def test_entries_below_the_lowest_sequence_are_omitted() -> None:
+    rows = [put(1, "a"), put(2, "b"), put(3, "c", b"", KV_Operation="DEL"), put(4, "d"), put(5, "a")]
+    assert set(fed(rows).entries(first_seq=4, markers=True, include_deletes=True)) == {"a", "d"}
+
+
+def test_subjects_of_others_are_ignored() -> None:
+    assert ALL.key_of("$KV.B.a.b") == "a.b"
+    assert ALL.key_of("$KV.C.a") is None
+    assert Subjects("B", "$KV.B.", matcher(["a.*"])).key_of("$KV.B.b") is None
+    latest = fed([put(1, "a"), (2, "$KV.C.a", b"other", {}, at(2)), (3, "a", b"other", {}, at(3))])
+    assert latest.entries()["a"].revision == 1
+
+
 @pytest.mark.parametrize("ttl", ["0", "00", "300000000000", "9" * 30])
 def test_ttls_that_never_end_a_message_are_ignored(ttl: str) -> None:
     assert set(fed([put(1, "a", Nats_TTL=ttl)]).entries(at(1000))) == {"a"}

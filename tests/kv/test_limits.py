@@ -187,6 +187,54 @@ async def test_past_of_a_bucket_that_drops_its_oldest_messages_is_unavailable(ma
     assert not (await kvx.snapshot(kv, ["k.*"], at=last - 1, strict=False)).complete
 
 
+@pytest.mark.parametrize(("limit", "purged_up_to"), [({"max_msgs": 6}, 0), ({"max_bytes": 300}, 0), ({}, 3)])
+async def test_snapshot_has_no_key_that_a_limit_or_a_purge_removed_during_the_read(
+    make_bucket, monkeypatch: pytest.MonkeyPatch, limit: dict[str, int], purged_up_to: int
+) -> None:
+    monkeypatch.setattr(kvx.reads, "_CHUNK", 2)
+    kv = await make_bucket(history=1)
+    config = (await kv._js.stream_info(kv._stream)).config
+    await kv._js.update_stream(config.evolve(discard=DiscardPolicy.OLD, **limit))
+    for n in range(6):
+        await kv.put(f"old{n}", b"1")
+    read = kvx.reads._read_by_name
+
+    async def read_and_write(*arguments: Any, **options: Any) -> None:
+        await read(*arguments, **options)
+        for n in range(3):
+            await kv.put(f"new{n}", b"1")
+        if purged_up_to:
+            await kv._js.purge_stream(kv._stream, seq=purged_up_to + 1)
+
+    monkeypatch.setattr(kvx.reads, "_read_by_name", read_and_write)
+    snapshot = await kvx.snapshot(kv, ["*", "x", "y"])
+    assert "old0" not in snapshot
+    assert set(snapshot) == set(await kv.keys())
+    assert snapshot.revision == 9
+
+
+async def test_snapshot_has_a_key_that_was_replaced_after_its_last_reply(
+    make_bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is below the first sequence of the stream by then, as if a limit had removed it."""
+    monkeypatch.setattr(kvx.reads, "_CHUNK", 2)
+    kv = await make_bucket(history=1)
+    config = (await kv._js.stream_info(kv._stream)).config
+    await kv._js.update_stream(config.evolve(discard=DiscardPolicy.OLD, max_msgs=100))
+    for n in range(6):
+        await kv.put(f"k{n}", b"1")
+    check = kvx.reads._check_end
+
+    async def write_and_check(*arguments: Any) -> StreamState:
+        await kv.put("k0", b"2")
+        return await check(*arguments)
+
+    monkeypatch.setattr(kvx.reads, "_check_end", write_and_check)
+    snapshot = await kvx.snapshot(kv)
+    assert snapshot.revision == 6
+    assert {entry.revision for entry in snapshot.values()} == {1, 2, 3, 4, 5, 6}
+
+
 async def test_ttl_that_a_mirror_does_not_heed_ends_no_key(make_bucket, load: Any) -> None:
     """A mirror without ``allow_msg_ttl`` keeps messages whose TTL has passed."""
     kv = await make_bucket(history=1)

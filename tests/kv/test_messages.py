@@ -5,7 +5,14 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from jetstream_ext.kv.entries import KeyValueEntry, entry_of, operation
-from jetstream_ext.kv.history import never_expires, replaced_all, replaced_revision, shows_expiry, ttl_of
+from jetstream_ext.kv.history import (
+    never_expires,
+    replaced_all,
+    replaced_everything,
+    replaced_revision,
+    shows_expiry,
+    ttl_of,
+)
 
 EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -80,13 +87,22 @@ def test_expectation_names_the_replaced_revision(headers: dict[str, str], revisi
 def test_rollups_and_markers_replaced_all_older_messages() -> None:
     assert replaced_all({"Nats-Rollup": "sub"})
     assert replaced_all({"Nats-Marker-Reason": "MaxAge"})
+    assert replaced_all({"Nats-Rollup": "all"})
+    assert not replaced_all({"Nats-Rollup": ""}), "servers ignore it"
     assert not replaced_all({"KV-Operation": "DEL"})
     assert not replaced_all({})
+
+
+def test_rollups_of_the_whole_stream() -> None:
+    assert replaced_everything({"Nats-Rollup": "all"})
+    assert replaced_everything({"Nats-Rollup": "ALL"})
+    assert not replaced_everything({"Nats-Rollup": "sub"})
+    assert not replaced_everything({"Nats-Marker-Reason": "MaxAge"})
 
 
 def test_ttls_of_values_and_markers_show_expiry() -> None:
     assert shows_expiry({"Nats-TTL": "5"})
     assert shows_expiry({"Nats-Marker-Reason": "MaxAge"})
     assert not shows_expiry({"Nats-TTL": "never"})
-    assert not shows_expiry({"KV-Operation": "PURGE", "Nats-TTL": "5"})
+    assert shows_expiry({"KV-Operation": "PURGE", "Nats-TTL": "5"}), "then nothing is left of its key"
     assert not shows_expiry({})

@@ -33,9 +33,15 @@ def message(seq: int, key: str, headers: dict[str, str] | None = None) -> Record
 
 
 def judge(
-    past: Past, *, named: tuple[str, ...] = (), wild: bool = True, missing: bool = True, lost: bool = False
+    past: Past,
+    *,
+    named: tuple[str, ...] = (),
+    wild: bool = True,
+    missing: bool = True,
+    lost: bool = False,
+    expire: bool = False,
 ) -> Verdict:
-    return past.verdict(named=named, wild=wild, missing=missing, lost=lost)
+    return past.verdict(named=named, wild=wild, missing=missing, lost=lost, expire=expire)
 
 
 def known(verdict: Verdict) -> dict[str, int]:
@@ -77,6 +83,39 @@ def test_oldest_message_decides_if_none_is_old_enough(history: int, after: list[
     assert judge(past, named=("a",), wild=False, lost=True).unavailable == ("a",)
     assert judge(past, missing=False).unavailable == ()
     assert known(judge(past)) == {}
+
+
+@pytest.mark.parametrize(
+    ("headers", "unavailable"), [({}, True), ({"KV-Operation": "DEL"}, True), ({EXPECTED: "0"}, False)]
+)
+def test_oldest_message_that_does_not_say_what_it_replaced_may_have_replaced_an_expired_one(
+    headers: dict[str, str], unavailable: bool
+) -> None:
+    past = Past(ALL, revision=4, history=3)
+    past.feed([message(5, "a", headers)])
+    assert judge(past, expire=True).unavailable == (("a",) if unavailable else ())
+    assert judge(past, expire=True, missing=False).unavailable == ()
+
+
+def test_rollup_of_the_stream_accounts_only_for_what_was_removed_up_to_the_revision() -> None:
+    rollup = message(5, "x", {"Nats-Rollup": "all"})
+    after = Past(ALL, revision=6, history=3)
+    after.feed([rollup, message(6, "a")], log=True)
+    assert not after.emptied
+    assert after.accounts_for() == 5
+    before = Past(ALL, revision=4, history=3)
+    before.feed([rollup, message(6, "a")], log=True)
+    assert before.emptied
+    assert before.accounts_for() == 0
+    assert judge(before).unavailable == ("x",)
+
+
+def test_other_subjects_of_the_stream_are_no_keys_but_account_for_gaps() -> None:
+    past = Past(ALL, revision=4, history=1)
+    foreign = message(1, "k", {EXPECTED: "0"})._replace(subject="$KV.C.k")
+    past.feed([foreign, message(5, "k"), message(9, "")._replace(subject="k")], log=True)
+    assert past.accounts_for() == 9
+    assert judge(past).unavailable == ("k",)
 
 
 def test_named_key_without_messages_is_unavailable() -> None:
