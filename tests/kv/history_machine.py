@@ -192,6 +192,7 @@ class HistoryMachine(RuleBasedStateMachine):
         self.readers: list[ReaderState] = []
         self.committed: dict[str, int] = {}
         self._pending: tuple[int, list[Op]] | None = None
+        self._asked: str = ""  # the kinds of the requests since the operations in the middle of a read
         self._failure: Exception | None = None
         self._interfering = asyncio.Lock()
         self.run(self._connect())
@@ -226,7 +227,10 @@ class HistoryMachine(RuleBasedStateMachine):
                     await self.js.delete_stream(stream)
 
     async def _pass_on(self, frame: Frame) -> Frame:
-        if self._pending is not None and REQUESTS.search(frame.subject):
+        request = REQUESTS.search(frame.subject)
+        if request is not None:
+            self._asked += f" {request[1]}"
+        if request is not None and self._pending is not None:
             count, ops = self._pending
             self._pending = (count - 1, ops)
             if count == 1:
@@ -234,6 +238,7 @@ class HistoryMachine(RuleBasedStateMachine):
                 try:
                     async with self._interfering:
                         await self._apply(ops)
+                    self._asked = f" {request[1]}"
                 except Exception as error:
                     self._failure = error  # the proxy would only close the connection
         return frame
@@ -357,7 +362,7 @@ class HistoryMachine(RuleBasedStateMachine):
             await self.expire_next()
             return
         await history.sync()
-        cause = "purged"
+        cause = "purged" if kind == "purge_key" else "trimmed"
         at = max(1, history.last - op[1]) if kind in ("purge_up_to", "delete_message") else 0
         match kind:
             case "purge_all":
@@ -543,7 +548,7 @@ class HistoryMachine(RuleBasedStateMachine):
         before = self.history
         await before.sync()
         low = before.last
-        self._pending = during
+        self._pending, self._asked = during, ""
         self.tally.operations += 1
         self.tally.checks[name] += 1
         answer = error = only_if_recreated = None
@@ -589,6 +594,7 @@ class HistoryMachine(RuleBasedStateMachine):
         )
         if error is not None:
             return
+        settled = re.search(r"STREAM\.INFO.* DIRECT\.GET", self._asked) is not None
 
         def find_problems(history: History) -> list[str]:
             revision = snap.revision
@@ -607,12 +613,13 @@ class HistoryMachine(RuleBasedStateMachine):
                     event
                     for event in history.of_key(key)
                     if (event.seq in stored or event.seq > low)
-                    and event.cause in ("purged", "deleted", "changed", "limits")
+                    and event.cause in ("purged", "trimmed", "deleted", "changed", "limits")
                 ]
-                if removed:
-                    truths += [*removed, None, *history.truths(key, low)]
-                if any(truth is not None and history.has_expired(truth) for truth in truths):
-                    truths.append(None)  # by the leader's clock; the server may remove it a little later
+                if removed or any(truth is not None and history.goes_silently(truth) for truth in truths):
+                    truths.append(None)
+                # What was removed at the beginning of the stream is known if the leader was asked before the last reply.
+                if removed and not (settled and all(event.cause in ("trimmed", "limits") for event in removed)):
+                    truths += [*removed, *history.truths(key, low)]
                 problems += disagreement(key, snap.get(key), truths, history, deletes=deletes)
             return [*problems, *history.find_disorder(snap, matching(patterns))]
 

@@ -111,10 +111,8 @@ class Event:
 
     @property
     def shows_expiry(self) -> bool:
-        """Whether it shows that values of the bucket expire on their own."""
-        if "Nats-Marker-Reason" in self.headers:
-            return True
-        return self.operation == "PUT" and self.ttl is not None and self.ttl != math.inf
+        """Whether it shows that messages of the bucket expire on their own."""
+        return self.ttl is not None and self.ttl != math.inf
 
     @property
     def replaced_revision(self) -> int | None:
@@ -329,10 +327,11 @@ class History:
         """Return when the server will remove a message, by the limits of now."""
         return replace(event, max_age=self.max_age).deadline
 
-    def has_expired(self, event: Event) -> bool:
-        """Whether the TTL of a message has passed, although it may still be stored."""
+    def goes_silently(self, event: Event) -> bool:
+        """Whether a message has expired that leaves no marker; servers remove it a moment later."""
         assert self.view is not None
-        return self._is_due(event, self.view.time)
+        marked = event.operation == "PUT" and self.config.get("subject_delete_marker_ttl", 0) > 0
+        return not marked and self._is_due(event, self.view.time)
 
     def expires_soon(self) -> bool:
         """Whether a message expires about now."""
@@ -344,34 +343,53 @@ class History:
         return next((event for event in reversed(self.of_key(key)) if event.seq in self.stored), None)
 
     def find_disorder(self, snap: kvx.KeyValueSnapshot, keys: Iterable[str]) -> list[str]:
-        """Return which key that a snapshot lacks expired after one that it has."""
+        """Return which key that a snapshot lacks was removed after one that it has."""
+        keys = list(keys)
         newest = [truths[0] for key in keys if len(truths := self.truths(key, snap.revision)) > 1]
         expired = [event for event in newest if event is not None and event.cause in ("expired", "max_age")]
         here = [event for event in expired if event.key in snap and snap[event.key].revision == event.seq]
-        return [
+        problems = [
             f"has {one}, but not {other}, which expired later"
             for one in here
             for other in expired
             if other.key not in snap and one.deadline and other.deadline and one.deadline + DISORDER < other.deadline
         ]
+        # Such limits remove the lowest sequences first.
+        last = [[event for event in self.of_key(key) if event.seq <= snap.revision][-1:] for key in keys]
+        limited = [event for events in last for event in events if event.cause == "limits" and event.operation == "PUT"]
+        problems += [
+            f"has {one}, but not {other}, which a limit removed later"
+            for one in limited
+            for other in limited
+            if one.seq < other.seq and one.key in snap and other.key not in snap
+        ]
+        return problems
 
     def is_undetectable(self, key: str, revision: int, *, named: bool) -> bool:
         """Whether a read of a revision may lack a key, because nothing that is stored shows that it existed.
 
-        docs/key-value.md, "Reads of the past": "A key disappeared, and none of the three conditions holds. For example,
-        the histories of other keys explain all the missing sequences". Here it was purged from the stream or deleted, or
+        docs/key-value.md, "Reads of the past": "A key disappeared, and none of the conditions holds. For example, the
+        histories of other keys explain all the missing sequences". Here it was purged from the stream or deleted, or
         its own TTL passed. The key must be gone, or written again since; a key that is gone and was named is unavailable.
+
+        Where messages may expire, and markers cover that, only these are left: the key, or its marker, was purged from
+        the stream or deleted; or the marker of a purge expired earlier. And if the key was written again, then by a
+        message that says that there was none.
         """
         mine = self.of_key(key)
         newest = max(event.seq for event in mine if event.seq <= revision)
         causes = {event.cause for event in mine if event.seq >= newest}
         here = [event for event in mine if event.seq in self.stored]
-        if not causes & {"purged", "deleted", "expired"} or (named and not here):
+        if not causes & {"purged", "trimmed", "deleted", "expired"} or (named and not here):
             return False
         if any(event.seq <= revision and event.operation == "PUT" for event in here):
             return False
-        if self._may_expire() and not self._markers_since(revision):
-            return False
+        if self._may_expire(self.stored.values() if self.reads_whole_log else here[:1]):
+            if not self._markers_since(revision) or (here and here[0].replaced_revision is None):
+                return False
+            brief = any(event.operation != "PUT" and event.ttl is not None for event in mine if event.seq > revision)
+            if not causes & {"purged", "trimmed", "deleted"} and not (brief and self.history == 1):
+                return False
         missing = max(set(range(1, self.last + 1)) - self.stored.keys(), default=0)
         return not self.reads_whole_log or missing <= self._explained()
 
@@ -384,12 +402,12 @@ class History:
         newer = [event for event in self.of_key(key) if found < event.seq <= revision]
         return self.history != 1 and bool(newer) and all(event.cause == "expired" for event in newer)
 
-    def _may_expire(self) -> bool:
-        """Whether the bucket or its messages show that keys expire."""
+    def _may_expire(self, seen: Iterable[Event]) -> bool:
+        """Whether the bucket or messages of it show that messages expire."""
         assert self.view is not None
         if self.max_age < (self.view.time - parse_time(self.created)).total_seconds():
             return True
-        return any(event.shows_expiry for event in self.stored.values())
+        return self.config.get("subject_delete_marker_ttl", 0) > 0 or any(event.shows_expiry for event in seen)
 
     def _markers_since(self, revision: int) -> bool:
         """Whether each expiry since a revision has left a marker that is still stored."""
