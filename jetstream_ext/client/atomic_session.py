@@ -141,8 +141,9 @@ class AtomicSession:
         self._context = context
         self._connection = context.connection
         self._timeout = context.resolve_timeout(timeout)
-        # One call of the user's sends and commits the whole batch.
+        # One call of the user's, which began now, sends and commits the whole batch.
         self._only_call = _Patience(self._timeout) if in_one_go else None
+        self._only_call_began = asyncio.get_running_loop().time() if in_one_go else None
         self._turns = Turns()
         self._waiters: dict[int, _Waiter] = {}
         self._commit_waiter: _Waiter | None = None
@@ -256,7 +257,7 @@ class AtomicSession:
 
         The stream is asked for its limit only within the timeout of the call, which began at the time `began`.
         """
-        left = began + self._timeout - asyncio.get_running_loop().time()
+        left = (self._only_call_began or began) + self._timeout - asyncio.get_running_loop().time()
         if left <= 0 or (suspect := self.machine.suspect(refusal)) is None:
             raise refusal
         message, stream = suspect

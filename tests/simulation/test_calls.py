@@ -61,7 +61,9 @@ def test_a_schedule_can_be_replayed(kind: str) -> None:
         "atomic:356",
         "atomic:226040",  # a message is refused, and its place taken by that of an earlier batch with the id
         "atomic:1518417",  # message 1 is refused unseen, and the commit is that of an earlier batch with the id
-        "atomic:694361207",  # to explain a refusal took longer than the call's timeout
+        "atomic:235",  # to explain a refusal took longer than the call's timeout
+        "atomic:694361207",
+        "reused:605",
         "reused:20221",  # a lookup that failed made a timeout a cancellation
         "reused:750",  # a batch of which a part was stored by the commit of a later one
         "reused:814",
