@@ -43,8 +43,7 @@ _MAX_UPDATES: Final = 6
 async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = None) -> int:
     """Give a key a new TTL, unless another client changes it meanwhile; return its new revision.
 
-    Servers cannot extend the TTL of a stored message, so the call writes the value again, with the headers that it had
-    (as nats-py has them: one value per name). The server's own, whose names begin with ``Nats-``, are left out.
+    Servers cannot extend the TTL of a stored message, so the call writes the value again, with the headers that it had.
     A value that can expire replaces the key's history; otherwise its expiry would show the previous value again.
 
     Args:
@@ -56,7 +55,6 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
 
     Raises:
         nats.js.errors.KeyNotFoundError: There is no such key.
-        nats.js.errors.BadBucketError: The bucket is a mirror.
         KeyConflictError: The key changed between the read and the write; nothing was written.
         MessageTTLDisabledError: The bucket does not allow TTLs; `enable` turns them on.
         MessageTooLargeError: The value with the headers for its TTL is larger than the bucket allows; nothing was written.
@@ -65,8 +63,6 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
             the bucket has reached sequence 2**62. Only a client with permission for ``STREAM.INFO`` notices.
         UnsupportedFeatureError: The server is older than 2.11, and would never let the key expire; nothing was written.
         nats.js.errors.InvalidKeyError, ValueError, TypeError: Invalid argument; nothing was sent.
-        nats.js.errors.APIError: The server refused for another reason: the bucket is full or sealed, or lacks
-            ``allow_rollup_hdrs``, which nats-py's buckets have; nothing was written.
         RequestTimeoutError: No answer within `timeout`; the key may have been written.
 
     Cancellation: The key may have been written.
@@ -80,12 +76,12 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
     found = await bucket.get_at_leader(last_by_subj=subject)
     if found is None or operation(found.headers)[0] != "PUT":
         with contextlib.suppress(NotPermittedError):
-            await bucket.state(direct=False)
+            (await bucket.unchecked_state()).check_sequences()
         raise nats.js.errors.KeyNotFoundError(message=f"key {key!r} of bucket {bucket.name!r}")
     if not BY_OPTION["allow_msg_ttl"].on(bucket.context.connection.server_version):
         # Older servers store the header and never expire the key. But the bucket's leader may be a newer server.
         _check_supported(bucket, (await bucket.unchecked_state()).config, ["allow_msg_ttl"], "nothing was written")
-    headers = {name: value for name, value in found.headers.items() if not name.startswith("Nats-")}  # the server's own
+    headers = {name: value for name, value in found.headers.items() if not name.lower().startswith("nats-")}
     if ttl is not NEVER:
         headers |= ROLLUP_HEADERS
     headers |= {MSG_TTL: text, EXPECTED_LAST_SUBJECT_SEQ: str(found.seq)}

@@ -206,7 +206,7 @@ class Bucket:
     async def look_up(self, keys: Iterable[str]) -> dict[str, KeyValueEntry | None]:
         """Return the newest entries of `keys` at the leader, delete markers included.
 
-        If one is not found, raises as `check` does as well.
+        If one is not found, raises as `StreamState.check_sequences` does as well.
         """
 
         async def read(key: str) -> tuple[str, KeyValueEntry | None]:
@@ -218,5 +218,5 @@ class Bucket:
             known = await lookup_stream(self.context, "", self.stream, self.timeout)
             if known is not None:
                 state, last_seq = known
-                self.check(replace(state, last_seq=last_seq), direct=False)
+                replace(state, last_seq=last_seq).check_sequences()
         return found

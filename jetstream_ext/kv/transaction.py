@@ -25,7 +25,6 @@ from jetstream_ext.errors import (
     MaxPayloadError,
     MessageTooLargeError,
     MessageTTLDisabledError,
-    NoStreamError,
     Outcome,
     RequestTimeoutError,
     StreamRecreatedError,
@@ -163,7 +162,6 @@ class Transaction:
             BatchClosedError: The transaction has ended.
             nats.js.errors.InvalidKeyError: No client accepts such a key.
             nats.js.errors.BucketNotFoundError: The bucket does not exist.
-            nats.js.errors.BadBucketError: The key was not found, and the bucket is a mirror.
             StreamConfigMismatchError: The key was not found, but the bucket's server does not find all that is stored,
                 because the bucket has reached sequence 2**62.
             RequestTimeoutError, nats.js.errors.ServiceUnavailableError: The bucket's leader does not answer.
@@ -267,9 +265,6 @@ class Transaction:
                 conflict = await self._find_conflict()
                 if conflict is not None or retries == _MAX_COMMIT_RETRIES:
                     raise conflict or refusal from refusal
-            except NoStreamError:
-                await bucket.state(direct=False)  # raises for a mirror, which has no subjects
-                raise
             except BatchServerError as refusal:
                 raise self._explain(refusal) from refusal.__cause__
             except MaxPayloadError as error:
