@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from pyspark.sql.types import StructType
 
 from jetstream_ext.errors import BadSubjectError, JetStreamExtError
-from jetstream_ext.protocol.headers import MSG_ID
+from jetstream_ext.protocol.headers import MSG_ID, is_reserved
 from jetstream_ext.protocol.subjects import check_subject, covers
 from jetstream_ext.spark.options import OptionError, WriteOptions
 from jetstream_ext.types import Entry, own_headers
@@ -186,7 +186,7 @@ class RowReader:
     def _headers(self, given: Any) -> Mapping[str, str] | None:
         pairs: list[tuple[str, str]] = []
         for name, value in given.items() if isinstance(given, dict) else given:
-            if name[:5].lower() == "nats-":
+            if is_reserved(name):
                 if self._options.strip_nats_headers:
                     continue
                 raise self._bad(
