@@ -14,7 +14,6 @@ from nats.js.kv import KeyValue
 from jetstream_ext.client.atomic import AtomicBatch, BatchState, publish_atomic
 from jetstream_ext.client.retry import Retry, is_transient
 from jetstream_ext.errors import (
-    AtomicPublishDisabledError,
     AtomicPublishDuplicateMessageIDError,
     AtomicPublishTooLargeError,
     BatchAbandonedError,
@@ -24,7 +23,7 @@ from jetstream_ext.errors import (
     KeyConflictError,
     MaxPayloadError,
     MessageTooLargeError,
-    MessageTTLDisabledError,
+    NoStreamError,
     Outcome,
     StreamRecreatedError,
     WrongLastSequenceError,
@@ -159,6 +158,7 @@ class Transaction:
             BatchClosedError: The transaction has ended.
             nats.js.errors.InvalidKeyError: No client accepts such a key.
             nats.js.errors.BucketNotFoundError: The bucket does not exist.
+            nats.js.errors.BadBucketError: The key was not found, and the bucket is a mirror, or the stream is not a bucket's.
             StreamConfigMismatchError: The key was not found, but the bucket's server does not find all that is stored,
                 because the bucket has reached sequence 2**62.
             RequestTimeoutError, nats.js.errors.ServiceUnavailableError: The bucket's leader does not answer.
@@ -217,7 +217,11 @@ class Transaction:
             MaxPayloadError: A value with its headers is larger than the server's max_payload; the error names the key, and
                 nothing is written.
             StreamConfigMismatchError: As for `get`; nothing is written.
-            BatchError: Any other refusal; nothing is written.
+            NoStreamError: The bucket's leader is away, or the bucket does not exist; nothing is written.
+            ServerError: The server refused for another reason: the bucket does not allow rollups (10111), is sealed (10109)
+                or is full (10077). Nothing is written. The error is also a `BatchError`, and a nats-py ``APIError`` as
+                those of nats-py's ``put`` are; for these reasons it names the bucket and what to do.
+            BatchError: Any other failure of the batch; nothing is written.
             UnsupportedFeatureError: The server is older than 2.12.1; nothing is written.
 
         Cancellation: Nothing is written, unless the commit was sent already (then `state` is ``"unknown"``).
@@ -261,6 +265,9 @@ class Transaction:
                 conflict = await self._find_conflict()
                 if conflict is not None or retries == _MAX_COMMIT_RETRIES:
                     raise conflict or refusal from refusal
+            except NoStreamError:
+                await bucket.check_known(fresh=True)
+                raise
             except BatchServerError as refusal:
                 raise self._explain(refusal) from refusal.__cause__
             except MaxPayloadError as error:
@@ -301,26 +308,18 @@ class Transaction:
 
     def _explain(self, refusal: BatchServerError) -> BatchServerError:
         """Return a refusal with the key that it is about and what the caller can do."""
-        bucket, writes = f"bucket {self._bucket.name!r}", self._staging.writes
+        writes = self._staging.writes
         facts: dict[str, Any] = {}
-        if isinstance(refusal, AtomicPublishDisabledError):
+        if isinstance(refusal, AtomicPublishTooLargeError):
             message = (
-                f"{bucket}: atomic batches, which a transaction needs, are disabled; nothing was written; enable them with "
-                "`await jetstream_ext.kv.enable(kv, atomic=True)`"
-            )
-        elif isinstance(refusal, MessageTTLDisabledError):
-            keys = [key for key, staged in writes.items() if staged.ttl is not None]
-            return self._bucket.ttls_disabled(refusal, keys, refusal.batch_id)
-        elif isinstance(refusal, AtomicPublishTooLargeError):
-            message = (
-                f"{bucket}: the transaction has {len(writes)} keys, more than the server accepts in one batch; nothing was "
+                f"bucket {self._bucket.name!r}: the transaction has {len(writes)} keys, more than the server accepts in one batch; nothing was "
                 f"written ({refusal.description})"
             )
         elif isinstance(refusal, MessageTooLargeError) and refusal.subject:
             message = self._bucket.too_large(refusal.subject, refusal.size, "bucket", refusal.limit, "max_msg_size")
             facts = {"subject": refusal.subject, "size": refusal.size, "limit": refusal.limit}
         else:
-            return refusal
+            return self._bucket.refused(refusal, [key for key, staged in writes.items() if staged.ttl is not None])
         return batch_refusal(refusal, message, batch_id=refusal.batch_id, outcome="not_stored", **facts)
 
     async def resolve(self, *, timeout: float | None = None) -> Literal["stored", "not_stored"]:
@@ -440,7 +439,7 @@ def transaction(kv: KeyValue, *, timeout: float | None = None) -> Transaction:
 
     Raises:
         KeyConflictError: At the exit: a key has changed since; see `retry_transaction`.
-        BatchError, MaxPayloadError, StreamRecreatedError: At the exit: as for `Transaction.commit`.
+        nats.js.errors.BadBucketError, BatchError, MaxPayloadError, StreamRecreatedError: At the exit: as for `Transaction.commit`.
 
     Cancellation: Nothing is written, unless the commit was sent already.
 
@@ -494,7 +493,8 @@ async def retry_transaction(
         BatchOutcomeUnknownError: Whether the last run was written could not be found out in time.
         BatchError, RequestTimeoutError: The bucket could not be written to in time, or the server refused; nothing is
             written.
-        MaxPayloadError, StreamConfigMismatchError: As for `Transaction.commit`; nothing is written.
+        nats.js.errors.BadBucketError, MaxPayloadError, StreamConfigMismatchError: As for `Transaction.commit`, at once;
+            nothing is written.
         ValueError, TypeError: `give_up_after` or `timeout` is not over 0, or not a number.
         Exception: Whatever `fn` raises.
 
