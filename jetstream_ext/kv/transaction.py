@@ -58,7 +58,6 @@ class Transaction:
 
     def __init__(self, bucket: Bucket, *, with_id: bool = False, errors: list[Exception] | None = None) -> None:
         self._bucket = bucket
-        self._first: KeyValueEntry | None = None
         self._errors = errors  # gets those that `get`, `get_many` and `commit` raise
         self._staging = Staging(bucket.prefix, bucket=bucket.name, max_payload=bucket.context.connection.max_payload)
         self._batch_id = ""  # of the newest commit
@@ -82,11 +81,6 @@ class Transaction:
     def revisions(self) -> dict[str, int]:
         """The new revision of every key that was written; empty before the commit."""
         return self._revisions.copy()
-
-    @property
-    def first_entry(self) -> KeyValueEntry | None:
-        """The entry that was read first, maybe a delete marker; None if nothing was found. It shows which bucket was read."""
-        return self._first
 
     def put(self, key: str, value: bytes, *, ttl: TTL | None = None) -> None:
         """Write a value, whatever the key's revision.
@@ -178,15 +172,10 @@ class Transaction:
         staging = self._staging
         new = [key for key in keys if key not in staging.writes and key not in staging.reads]
         if new:
-            is_first = self._first is None
             with self._remembering_errors():
                 entries = await self._bucket.look_up(new)
             for key, entry in entries.items():
                 staging.read(key, entry)
-            if is_first:
-                # Concurrent reads have no order, but a bucket that was created again has only newer messages.
-                candidates = [entry for entry in (self._first, *entries.values()) if entry is not None]
-                self._first = min(candidates, key=lambda entry: entry.created, default=None)
         found: dict[str, KeyValueEntry] = {}
         for key in keys:
             staged = staging.writes.get(key)
@@ -277,15 +266,15 @@ class Transaction:
                 await batch.discard()
 
     async def _check_bucket(self) -> None:
-        """Raise StreamRecreatedError if another message has the revision of the first entry.
+        """Raise StreamRecreatedError if another message has the revision of the oldest entry that was read.
 
         If no message has it, the key or the bucket has changed, and the server refuses the commit.
         """
-        first = self.first_entry
-        if first is not None and await self._bucket.has_replaced(first):
+        oldest = self._staging.oldest_read
+        if oldest is not None and await self._bucket.has_replaced(oldest):
             raise StreamRecreatedError(
                 f"bucket {self._bucket.name!r}: nothing was written; the bucket was deleted and created again, because revision "
-                f"{first.revision} is not the message of key {first.key!r} that was read; run the transaction again",
+                f"{oldest.revision} is not the message of key {oldest.key!r} that was read; run the transaction again",
                 stream=self._bucket.stream,
             )
 
@@ -449,6 +438,47 @@ def transaction(kv: KeyValue, *, timeout: float | None = None) -> Transaction:
     return Transaction(Bucket(kv, timeout))
 
 
+class _Run(Transaction):
+    """One run of `retry_transaction`."""
+
+    async def commit_once(self, retry: Retry) -> None:
+        """Commit, and find out what the commit did if its answer is lost."""
+        loop, bucket = asyncio.get_running_loop(), self._bucket
+        sent = loop.time()
+        try:
+            await self.commit()
+            return
+        except BatchOutcomeUnknownError as error:
+            unknown = error
+        while self.state == "unknown":
+            await retry.pause_until_deadline(unknown)
+            try:
+                window = (await bucket.state(direct=False)).duplicate_window or timedelta(0)
+                oldest = self._staging.oldest_read
+                is_recreated = oldest is not None and await bucket.has_replaced(oldest)
+                if (
+                    self.can_repeat
+                    and not is_recreated
+                    and loop.time() + bucket.timeout - sent < window.total_seconds()
+                ):
+                    await self.repeat()
+                elif not retry.over:  # else the next pause raises
+                    await self.resolve(timeout=retry.remaining)
+            except Exception as error:
+                if self.state != "unknown":
+                    raise
+                unknown = _unknown(bucket, unknown.batch_id, error)
+                cause = unknown.__cause__
+                if cause is not None and not is_transient(cause):
+                    raise unknown from cause
+        if self.state == "failed":
+            raise BatchAbandonedError(
+                f"bucket {bucket.name!r}: nothing was written, because the commit was lost; run the transaction again",
+                batch_id=unknown.batch_id,
+                outcome="not_stored",
+            ) from unknown
+
+
 async def retry_transaction(
     kv: KeyValue,
     fn: Callable[[Transaction], Awaitable[_Result]],
@@ -508,13 +538,13 @@ async def retry_transaction(
     retry.start()
     while True:
         errors: list[Exception] = []
-        tx = Transaction(bucket, with_id=True, errors=errors)
+        tx = _Run(bucket, with_id=True, errors=errors)
         returned = False
         try:
             result = await fn(tx)
             returned = True
             if tx.state == "open":
-                await _commit(bucket, tx, retry)
+                await tx.commit_once(retry)
             return result
         except Exception as error:
             if tx.state in ("committed", "unknown") or not (returned or _consists_of(error, errors)):
@@ -538,40 +568,6 @@ def _may_run_again(error: Exception) -> bool:
     if isinstance(error, KeyConflictError):
         return error.stale_read
     return is_transient(error) or isinstance(error, StreamRecreatedError)  # the next run reads the new bucket
-
-
-async def _commit(bucket: Bucket, tx: Transaction, retry: Retry) -> None:
-    """Commit, and find out what the commit did if its answer is lost."""
-    loop = asyncio.get_running_loop()
-    sent = loop.time()
-    try:
-        await tx.commit()
-        return
-    except BatchOutcomeUnknownError as error:
-        unknown = error
-    while tx.state == "unknown":
-        await retry.pause_until_deadline(unknown)
-        try:
-            window = (await bucket.state(direct=False)).duplicate_window or timedelta(0)
-            first = tx.first_entry
-            is_recreated = first is not None and await bucket.has_replaced(first)
-            if tx.can_repeat and not is_recreated and loop.time() + bucket.timeout - sent < window.total_seconds():
-                await tx.repeat()
-            elif not retry.over:  # else the next pause raises
-                await tx.resolve(timeout=retry.remaining)
-        except Exception as error:
-            if tx.state != "unknown":
-                raise
-            unknown = _unknown(bucket, unknown.batch_id, error)
-            cause = unknown.__cause__
-            if cause is not None and not is_transient(cause):
-                raise unknown from cause
-    if tx.state == "failed":
-        raise BatchAbandonedError(
-            f"bucket {bucket.name!r}: nothing was written, because the commit was lost; run the transaction again",
-            batch_id=unknown.batch_id,
-            outcome="not_stored",
-        ) from unknown
 
 
 def _unknown(bucket: Bucket, batch_id: str, error: Exception) -> BatchOutcomeUnknownError:
