@@ -227,7 +227,7 @@ async def test_writes_to_a_mirror_are_refused_at_once(open_mirror, transformed: 
     assert (await kvx.snapshot(kv)).revision == 5
 
 
-async def test_writes_without_a_leader_ask_once_whether_the_bucket_is_a_mirror(
+async def test_only_a_write_that_no_stream_takes_leads_to_a_look_at_the_stream(
     make_bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the answer that no stream took the message leads to a look at the stream."""
