@@ -35,7 +35,7 @@ from jetstream_ext.protocol.api import StreamState, parse_answer, parse_stream_s
 from jetstream_ext.protocol.direct import Request, StoredMsg
 from jetstream_ext.protocol.feature_table import START_TIME_LEVEL, Feature
 from jetstream_ext.protocol.options import rfc3339
-from jetstream_ext.types import BatchAck
+from jetstream_ext.types import BatchAck, own_headers
 
 LAG_PAUSE: Final = 0.05  # seconds between two checks whether a leader, a replica or a mirror has caught up
 NO_JETSTREAM: Final = "the server runs without JetStream, or the JetStream domain differs"
@@ -309,7 +309,7 @@ async def get_at_leader(
             subject=str(found["subject"]),
             seq=int(found["seq"]),
             data=base64.b64decode(found.get("data") or ""),
-            headers=h.decode_stored(block),
+            headers=own_headers(h.stored_pairs(block)),
             time_ns=h.parse_time_ns(h.to_utc(str(found["time"]))),
         )
 

@@ -42,6 +42,8 @@ from jetstream_ext.errors import (
     MessageTooLargeError,
     RequestTimeoutError,
     StreamRecreatedError,
+    batch_refusal,
+    server_error,
 )
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.options import as_message, has_expectation, message_headers
@@ -161,16 +163,14 @@ class FencedWriter:
         try:
             ack = await self.context.publish(self.subject, record, headers, timeout, f"the ack of {self.subject}")
         except APIError as error:
-            if error.err_code != ErrorCode.MESSAGE_TOO_LARGE:
-                raise
-            raise MessageTooLargeError(
-                f"{self.name}: the record on {self.subject!r} has {len(record)} bytes and its headers, more than stream "
-                f"{self.stream!r} takes (max_msg_size); nothing was stored; raise the stream's limit",
-                code=error.code,
-                err_code=error.err_code,
-                description=error.description or "",
-                outcome="not_stored",
-            ) from error
+            refusal = server_error(code=error.code, err_code=error.err_code, description=error.description or "")
+            text = f"{self.name}: stream {self.stream!r} refused the record on {self.subject!r}: {refusal.description}; nothing was stored"
+            if isinstance(refusal, MessageTooLargeError):
+                text = (
+                    f"{self.name}: the record on {self.subject!r} has {len(record)} bytes and its headers, more than stream "
+                    f"{self.stream!r} takes (max_msg_size); nothing was stored; raise the stream's limit"
+                )
+            raise batch_refusal(refusal, text, outcome="not_stored") from error
         return BatchAck(ack.stream, ack.seq, batch_size=1, domain=ack.domain)
 
     async def _find_out(self, error: Exception, messages: Sequence[Entry], record: bytes, retry: Retry) -> BatchAck:

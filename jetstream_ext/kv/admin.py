@@ -18,7 +18,7 @@ from jetstream_ext.errors import (
     KeyConflictError,
     MaxPayloadError,
     MessageTooLargeError,
-    MessageTTLDisabledError,
+    NoStreamError,
     RequestTimeoutError,
     StreamConfigMismatchError,
     WrongLastSequenceError,
@@ -30,9 +30,9 @@ from jetstream_ext.kv.entries import ROLLUP_HEADERS, check_key, operation
 from jetstream_ext.kv.limits import known_since, limits_of, with_record
 from jetstream_ext.protocol.api import answering_server
 from jetstream_ext.protocol.feature_table import BY_OPTION
-from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ, MSG_TTL
+from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ, MSG_TTL, is_reserved
 from jetstream_ext.protocol.options import ttl_value
-from jetstream_ext.types import NEVER, TTL
+from jetstream_ext.types import NEVER, TTL, own_headers
 
 _log = logging.getLogger("jetstream_ext")
 
@@ -43,8 +43,10 @@ _MAX_UPDATES: Final = 6
 async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = None) -> int:
     """Give a key a new TTL, unless another client changes it meanwhile; return its new revision.
 
-    Servers cannot extend the TTL of a stored message, so the call writes the value again, with the headers that it had.
-    A value that can expire replaces the key's history; otherwise its expiry would show the previous value again.
+    Servers cannot extend the TTL of a stored message, so the call writes the value again, with the headers that it had:
+    every value of each header, in order, except those whose name begins with ``Nats-``. NATS reserves these for the server,
+    which would take them as instructions. (Names are case-sensitive, so ``nats-own`` stays.) A value that can expire
+    replaces the key's history; otherwise its expiry would show the previous value again.
 
     Args:
         kv: nats-py's bucket.
@@ -55,19 +57,29 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
 
     Raises:
         nats.js.errors.KeyNotFoundError: There is no such key.
+        nats.js.errors.BucketNotFoundError: There is no such bucket.
+        nats.js.errors.BadBucketError: The bucket is a mirror, or the stream is not a bucket's; nothing was written.
         KeyConflictError: The key changed between the read and the write; nothing was written.
         MessageTTLDisabledError: The bucket does not allow TTLs; `enable` turns them on.
         MessageTooLargeError: The value with the headers for its TTL is larger than the bucket allows; nothing was written.
         MaxPayloadError: It is larger than the server's max_payload; nothing was written.
+        NoStreamError: The bucket's leader is away, or the stream does not store the bucket's keys; nothing was written. It
+            is also nats-py's ``NoStreamResponseError``.
+        ServerError: The server refused the write for another reason: the bucket does not allow rollups (10111), is sealed
+            (10109) or is full (10077). Nothing was written. The error is a nats-py ``APIError``, as those of nats-py's
+            ``put`` are, and names the bucket and the reason.
+        BadHeaderError: A header of the value has a name that clients must not send; nothing was written.
         StreamConfigMismatchError: The key was not found, but the bucket's server does not find all that is stored, because
             the bucket has reached sequence 2**62. Only a client with permission for ``STREAM.INFO`` notices.
         UnsupportedFeatureError: The server is older than 2.11, and would never let the key expire; nothing was written.
         nats.js.errors.InvalidKeyError, ValueError, TypeError: Invalid argument; nothing was sent.
         RequestTimeoutError: No answer within `timeout`; the key may have been written.
+        nats.js.errors.ServiceUnavailableError: No JetStream answers; nothing was written.
 
     Cancellation: The key may have been written.
 
-    Requires: nats-server 2.11, ``allow_msg_ttl`` (nats-py's buckets have it), permission for ``STREAM.MSG.GET``.
+    Requires: nats-server 2.11, ``allow_msg_ttl`` and ``allow_rollup_hdrs`` (nats-py's buckets have both), permission for
+        ``STREAM.MSG.GET``.
     """
     check_key(key)
     text = ttl_value(ttl)
@@ -76,17 +88,25 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
     found = await bucket.get_at_leader(last_by_subj=subject)
     if found is None or operation(found.headers)[0] != "PUT":
         with contextlib.suppress(NotPermittedError):
-            (await bucket.unchecked_state()).check_sequences()
+            await bucket.state(direct=False)
         raise nats.js.errors.KeyNotFoundError(message=f"key {key!r} of bucket {bucket.name!r}")
     if not BY_OPTION["allow_msg_ttl"].on(bucket.context.connection.server_version):
         # Older servers store the header and never expire the key. But the bucket's leader may be a newer server.
         _check_supported(bucket, (await bucket.unchecked_state()).config, ["allow_msg_ttl"], "nothing was written")
-    headers = {name: value for name, value in found.headers.items() if not name.lower().startswith("nats-")}
+    pairs = [pair for pair in found.header_pairs if not is_reserved(pair[0])]
     if ttl is not NEVER:
-        headers |= ROLLUP_HEADERS
-    headers |= {MSG_TTL: text, EXPECTED_LAST_SUBJECT_SEQ: str(found.seq)}
+        pairs += ROLLUP_HEADERS.items()
+    pairs += [(MSG_TTL, text), (EXPECTED_LAST_SUBJECT_SEQ, str(found.seq))]
+    headers = own_headers(pairs)
     try:
         ack = await bucket.context.publish(subject, found.data, headers, bucket.timeout, f"the ack of {subject}")
+    except nats.js.errors.NoStreamResponseError as unanswered:
+        await bucket.check_known(fresh=True)
+        raise NoStreamError(
+            f"bucket {bucket.name!r}: no stream stores key {key!r} (subject {subject!r}), or the bucket has no leader; nothing was "
+            "written",
+            outcome="not_stored",
+        ) from unanswered
     except nats.errors.TimeoutError:
         raise RequestTimeoutError(
             f"bucket {bucket.name!r}: no answer within {bucket.timeout:g} s; key {key!r} may have been written"
@@ -103,15 +123,13 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
                 keys=(key,),
                 description=error.description,
             ) from refusal
-        if isinstance(error, MessageTTLDisabledError):
-            raise bucket.ttls_disabled(error, [key]) from refusal
         if isinstance(error, MessageTooLargeError):
             text = (
                 f"bucket {bucket.name!r}: the value of key {key!r} with the headers for its TTL is larger than the bucket takes "
                 "(max_msg_size); nothing was written, and the key keeps its value and its earlier TTL; raise the bucket's limit"
             )
             raise batch_refusal(error, text, outcome="not_stored", subject=subject) from refusal
-        raise
+        raise bucket.refused(error, [key]) from refusal
     return int(ack.seq)
 
 

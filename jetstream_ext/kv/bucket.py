@@ -17,6 +17,7 @@ from nats.js.kv import KeyValue
 from jetstream_ext.client.api import (
     Api,
     check_same_stream,
+    forget_stream,
     gather_bounded,
     get_at_leader,
     lookup_stream,
@@ -26,7 +27,14 @@ from jetstream_ext.client.api import (
 from jetstream_ext.client.connection import Context, bucket_parts
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.client.verified_read import VerifiedReader
-from jetstream_ext.errors import BatchServerError, RequestTimeoutError, ServerError, Status, batch_refusal
+from jetstream_ext.errors import (
+    BatchServerError,
+    ErrorCode,
+    RequestTimeoutError,
+    ServerError,
+    Status,
+    batch_refusal,
+)
 from jetstream_ext.kv.entries import KeyValueEntry, Subjects, entry_of, row_of
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import StoredMsg
@@ -182,12 +190,38 @@ class Bucket:
         with self.not_found():
             return await get_at_leader(self.context, self.stream, request, self.timeout)
 
-    def ttls_disabled(self, refusal: ServerError, keys: Iterable[str], batch_id: str = "") -> BatchServerError:
-        shown = ", ".join(map(repr, keys))
-        message = (
-            f"bucket {self.name!r}: TTLs are disabled (key {shown}); nothing was written; enable them with "
-            "`await jetstream_ext.kv.enable(kv, ttl=True)`"
-        )
+    def refused(self, refusal: ServerError, keys: Iterable[str]) -> BatchServerError:
+        """Return the error to raise when the server has refused a write: what is wrong with the bucket, and what to do.
+
+        `keys` are those that are written with a TTL.
+        """
+        said = refusal.description
+        reasons: dict[int, tuple[str, str]] = {
+            ErrorCode.ATOMIC_DISABLED: (
+                "atomic batches, which a transaction needs, are disabled",
+                "; enable them with `await jetstream_ext.kv.enable(kv, atomic=True)`",
+            ),
+            ErrorCode.MESSAGE_TTL_DISABLED: (
+                f"TTLs are disabled (key {', '.join(map(repr, keys))})",
+                "; enable them with `await jetstream_ext.kv.enable(kv, ttl=True)`",
+            ),
+            ErrorCode.ROLLUP_REFUSED: (
+                f"rollups are disabled, which purges and values with a TTL need to replace a key's history ({said})",
+                f"; enable them with allow_rollup_hdrs=True or 'nats stream edit {self.stream} --allow-rollup'",
+            ),
+            ErrorCode.STREAM_SEALED: (f"it is sealed, so it takes no more writes ({said})", ""),
+            ErrorCode.STORE_FAILED: (
+                f"the server cannot store the write ({said})",
+                "; if this is a limit of the bucket, raise it or delete keys",
+            ),
+        }
+        batch_id = ""
+        if isinstance(refusal, BatchServerError):
+            batch_id = refusal.batch_id
+            if batch_id and refusal.err_code not in reasons:
+                return refusal  # its text says at which message, and what may explain it
+        why, remedy = reasons.get(refusal.err_code or 0, (f"the server refused the write ({said})", ""))
+        message = f"bucket {self.name!r}: {why}; nothing was written{remedy}"
         return batch_refusal(refusal, message, batch_id=batch_id, outcome="not_stored")
 
     def too_large(self, subject: str, size: int | None, what: str, limit: int | None, option: str) -> str:
@@ -206,7 +240,7 @@ class Bucket:
     async def look_up(self, keys: Iterable[str]) -> dict[str, KeyValueEntry | None]:
         """Return the newest entries of `keys` at the leader, delete markers included.
 
-        If one is not found, raises as `StreamState.check_sequences` does as well.
+        If one is not found, raises as `check_known` does as well.
         """
 
         async def read(key: str) -> tuple[str, KeyValueEntry | None]:
@@ -215,8 +249,24 @@ class Bucket:
 
         found = dict(await gather_bounded(read, keys, limit=LOOKUPS_IN_FLIGHT))
         if None in found.values():
-            known = await lookup_stream(self.context, "", self.stream, self.timeout)
-            if known is not None:
-                state, last_seq = known
-                replace(state, last_seq=last_seq).check_sequences()
+            await self.check_known()
         return found
+
+    async def check_known(self, *, fresh: bool = False) -> None:
+        """Raise as `check` does if the stream is known, and return if the client cannot find out.
+
+        It explains why a key was not found, or why no stream took a message. The leader is asked if that was not done
+        within the last seconds, with `fresh` in any case.
+        """
+        if fresh:
+            forget_stream(self.context, self.stream)
+        known = await lookup_stream(self.context, "", self.stream, self.timeout)
+        if known is None:
+            return
+        state, last_seq = known
+        try:
+            self.check(replace(state, last_seq=last_seq), direct=False)
+        except BadBucketError:
+            if fresh:
+                raise
+            await self.check_known(fresh=True)  # it may have been a mirror, and is none any more

@@ -92,6 +92,15 @@ class Staging:
         self.writes[key] = Staged(operation, value, ttl, expected, creates)
 
     @property
+    def oldest_read(self) -> KeyValueEntry | None:
+        """The oldest entry that was read, delete markers included; it shows which bucket was read.
+
+        Concurrent reads have no order, but a bucket that was created again has only newer messages.
+        """
+        found = [entry for entry in self.reads.values() if entry is not None]
+        return min(found, key=lambda entry: entry.created, default=None)
+
+    @property
     def only_read(self) -> list[str]:
         """The keys that were read and are not written."""
         return [key for key in self.reads if key not in self.writes]

@@ -14,7 +14,6 @@ from nats.js.kv import KeyValue
 from jetstream_ext.client.atomic import AtomicBatch, BatchState, publish_atomic
 from jetstream_ext.client.retry import Retry, is_transient
 from jetstream_ext.errors import (
-    AtomicPublishDisabledError,
     AtomicPublishDuplicateMessageIDError,
     AtomicPublishTooLargeError,
     BatchAbandonedError,
@@ -24,7 +23,7 @@ from jetstream_ext.errors import (
     KeyConflictError,
     MaxPayloadError,
     MessageTooLargeError,
-    MessageTTLDisabledError,
+    NoStreamError,
     Outcome,
     RequestTimeoutError,
     StreamRecreatedError,
@@ -61,7 +60,6 @@ class Transaction:
 
     def __init__(self, bucket: Bucket, *, with_id: bool = False, errors: list[Exception] | None = None) -> None:
         self._bucket = bucket
-        self._first: KeyValueEntry | None = None
         self._errors = errors  # gets those that `get`, `get_many` and `commit` raise
         self._staging = Staging(bucket.prefix, bucket=bucket.name, max_payload=bucket.context.connection.max_payload)
         self._batch_id = ""  # of the newest commit
@@ -85,11 +83,6 @@ class Transaction:
     def revisions(self) -> dict[str, int]:
         """The new revision of every key that was written; empty before the commit."""
         return self._revisions.copy()
-
-    @property
-    def first_entry(self) -> KeyValueEntry | None:
-        """The entry that was read first, maybe a delete marker; None if nothing was found. It shows which bucket was read."""
-        return self._first
 
     def put(self, key: str, value: bytes, *, ttl: TTL | None = None) -> None:
         """Write a value, whatever the key's revision.
@@ -162,6 +155,7 @@ class Transaction:
             BatchClosedError: The transaction has ended.
             nats.js.errors.InvalidKeyError: No client accepts such a key.
             nats.js.errors.BucketNotFoundError: The bucket does not exist.
+            nats.js.errors.BadBucketError: The key was not found, and the bucket is a mirror, or the stream is not a bucket's.
             StreamConfigMismatchError: The key was not found, but the bucket's server does not find all that is stored,
                 because the bucket has reached sequence 2**62.
             RequestTimeoutError, nats.js.errors.ServiceUnavailableError: The bucket's leader does not answer.
@@ -181,15 +175,10 @@ class Transaction:
         staging = self._staging
         new = [key for key in keys if key not in staging.writes and key not in staging.reads]
         if new:
-            is_first = self._first is None
             with self._remembering_errors():
                 entries = await self._bucket.look_up(new)
             for key, entry in entries.items():
                 staging.read(key, entry)
-            if is_first:
-                # Concurrent reads have no order, but a bucket that was created again has only newer messages.
-                candidates = [entry for entry in (self._first, *entries.values()) if entry is not None]
-                self._first = min(candidates, key=lambda entry: entry.created, default=None)
         found: dict[str, KeyValueEntry] = {}
         for key in keys:
             staged = staging.writes.get(key)
@@ -221,7 +210,11 @@ class Transaction:
                 nothing is written.
             StreamConfigMismatchError: As for `get`; nothing is written.
             RequestTimeoutError: Nothing was to be written, and no such leader answered in time.
-            BatchError: Any other refusal; nothing is written.
+            NoStreamError: The bucket's leader is away, or the bucket does not exist; nothing is written.
+            ServerError: The server refused for another reason: the bucket does not allow rollups (10111), is sealed (10109)
+                or is full (10077). Nothing is written. The error is also a `BatchError`, and a nats-py ``APIError`` as
+                those of nats-py's ``put`` are; for these reasons it names the bucket and what to do.
+            BatchError: Any other failure of the batch; nothing is written.
             UnsupportedFeatureError: The server is older than 2.12.1; nothing is written.
 
         Cancellation: Nothing is written, unless the commit was sent already (then `state` is ``"unknown"``).
@@ -265,6 +258,9 @@ class Transaction:
                 conflict = await self._find_conflict()
                 if conflict is not None or retries == _MAX_COMMIT_RETRIES:
                     raise conflict or refusal from refusal
+            except NoStreamError:
+                await bucket.check_known(fresh=True)
+                raise
             except BatchServerError as refusal:
                 raise self._explain(refusal) from refusal.__cause__
             except MaxPayloadError as error:
@@ -285,15 +281,15 @@ class Transaction:
         return state
 
     async def _check_bucket(self) -> None:
-        """Raise StreamRecreatedError if another message has the revision of the first entry.
+        """Raise StreamRecreatedError if another message has the revision of the oldest entry that was read.
 
         If no message has it, the key or the bucket has changed, and the server refuses the commit.
         """
-        first = self.first_entry
-        if first is not None and await self._bucket.has_replaced(first):
+        oldest = self._staging.oldest_read
+        if oldest is not None and await self._bucket.has_replaced(oldest):
             raise StreamRecreatedError(
                 f"bucket {self._bucket.name!r}: nothing was written; the bucket was deleted and created again, because revision "
-                f"{first.revision} is not the message of key {first.key!r} that was read; run the transaction again",
+                f"{oldest.revision} is not the message of key {oldest.key!r} that was read; run the transaction again",
                 stream=self._bucket.stream,
             )
 
@@ -316,26 +312,18 @@ class Transaction:
 
     def _explain(self, refusal: BatchServerError) -> BatchServerError:
         """Return a refusal with the key that it is about and what the caller can do."""
-        bucket, writes = f"bucket {self._bucket.name!r}", self._staging.writes
+        writes = self._staging.writes
         facts: dict[str, Any] = {}
-        if isinstance(refusal, AtomicPublishDisabledError):
+        if isinstance(refusal, AtomicPublishTooLargeError):
             message = (
-                f"{bucket}: atomic batches, which a transaction needs, are disabled; nothing was written; enable them with "
-                "`await jetstream_ext.kv.enable(kv, atomic=True)`"
-            )
-        elif isinstance(refusal, MessageTTLDisabledError):
-            keys = [key for key, staged in writes.items() if staged.ttl is not None]
-            return self._bucket.ttls_disabled(refusal, keys, refusal.batch_id)
-        elif isinstance(refusal, AtomicPublishTooLargeError):
-            message = (
-                f"{bucket}: the transaction has {len(writes)} keys, more than the server accepts in one batch; nothing was "
+                f"bucket {self._bucket.name!r}: the transaction has {len(writes)} keys, more than the server accepts in one batch; nothing was "
                 f"written ({refusal.description})"
             )
         elif isinstance(refusal, MessageTooLargeError) and refusal.subject:
             message = self._bucket.too_large(refusal.subject, refusal.size, "bucket", refusal.limit, "max_msg_size")
             facts = {"subject": refusal.subject, "size": refusal.size, "limit": refusal.limit}
         else:
-            return refusal
+            return self._bucket.refused(refusal, [key for key, staged in writes.items() if staged.ttl is not None])
         return batch_refusal(refusal, message, batch_id=refusal.batch_id, outcome="not_stored", **facts)
 
     async def resolve(self, *, timeout: float | None = None) -> Literal["stored", "not_stored"]:
@@ -455,7 +443,7 @@ def transaction(kv: KeyValue, *, timeout: float | None = None) -> Transaction:
 
     Raises:
         KeyConflictError: At the exit: a key has changed since; see `retry_transaction`.
-        BatchError, MaxPayloadError, StreamRecreatedError: At the exit: as for `Transaction.commit`.
+        nats.js.errors.BadBucketError, BatchError, MaxPayloadError, StreamRecreatedError: At the exit: as for `Transaction.commit`.
 
     Cancellation: Nothing is written, unless the commit was sent already.
 
@@ -463,6 +451,47 @@ def transaction(kv: KeyValue, *, timeout: float | None = None) -> Transaction:
         server accepts 1000 keys in one batch.
     """
     return Transaction(Bucket(kv, timeout))
+
+
+class _Run(Transaction):
+    """One run of `retry_transaction`."""
+
+    async def commit_once(self, retry: Retry) -> None:
+        """Commit, and find out what the commit did if its answer is lost."""
+        loop, bucket = asyncio.get_running_loop(), self._bucket
+        sent = loop.time()
+        try:
+            await self.commit()
+            return
+        except BatchOutcomeUnknownError as error:
+            unknown = error
+        while self.state == "unknown":
+            await retry.pause_until_deadline(unknown)
+            try:
+                window = (await bucket.state(direct=False)).duplicate_window or timedelta(0)
+                oldest = self._staging.oldest_read
+                is_recreated = oldest is not None and await bucket.has_replaced(oldest)
+                if (
+                    self.can_repeat
+                    and not is_recreated
+                    and loop.time() + bucket.timeout - sent < window.total_seconds()
+                ):
+                    await self.repeat()
+                elif not retry.over:  # else the next pause raises
+                    await self.resolve(timeout=retry.remaining)
+            except Exception as error:
+                if self.state != "unknown":
+                    raise
+                unknown = _unknown(bucket, unknown.batch_id, error)
+                cause = unknown.__cause__
+                if cause is not None and not is_transient(cause):
+                    raise unknown from cause
+        if self.state == "failed":
+            raise BatchAbandonedError(
+                f"bucket {bucket.name!r}: nothing was written, because the commit was lost; run the transaction again",
+                batch_id=unknown.batch_id,
+                outcome="not_stored",
+            ) from unknown
 
 
 async def retry_transaction(
@@ -509,7 +538,8 @@ async def retry_transaction(
         BatchOutcomeUnknownError: Whether the last run was written could not be found out in time.
         BatchError, RequestTimeoutError: The bucket could not be written to in time, or the server refused; nothing is
             written.
-        MaxPayloadError, StreamConfigMismatchError: As for `Transaction.commit`; nothing is written.
+        nats.js.errors.BadBucketError, MaxPayloadError, StreamConfigMismatchError: As for `Transaction.commit`, at once;
+            nothing is written.
         ValueError, TypeError: `give_up_after` or `timeout` is not over 0, or not a number.
         Exception: Whatever `fn` raises.
 
@@ -523,13 +553,13 @@ async def retry_transaction(
     retry.start()
     while True:
         errors: list[Exception] = []
-        tx = Transaction(bucket, with_id=True, errors=errors)
+        tx = _Run(bucket, with_id=True, errors=errors)
         returned = False
         try:
             result = await fn(tx)
             returned = True
             if tx.state == "open":
-                await _commit(bucket, tx, retry)
+                await tx.commit_once(retry)
             return result
         except Exception as error:
             if tx.state in ("committed", "unknown") or not (returned or _consists_of(error, errors)):
@@ -553,40 +583,6 @@ def _may_run_again(error: Exception) -> bool:
     if isinstance(error, KeyConflictError):
         return error.stale_read
     return is_transient(error) or isinstance(error, StreamRecreatedError)  # the next run reads the new bucket
-
-
-async def _commit(bucket: Bucket, tx: Transaction, retry: Retry) -> None:
-    """Commit, and find out what the commit did if its answer is lost."""
-    loop = asyncio.get_running_loop()
-    sent = loop.time()
-    try:
-        await tx.commit()
-        return
-    except BatchOutcomeUnknownError as error:
-        unknown = error
-    while tx.state == "unknown":
-        await retry.pause_until_deadline(unknown)
-        try:
-            window = (await bucket.state(direct=False)).duplicate_window or timedelta(0)
-            first = tx.first_entry
-            is_recreated = first is not None and await bucket.has_replaced(first)
-            if tx.can_repeat and not is_recreated and loop.time() + bucket.timeout - sent < window.total_seconds():
-                await tx.repeat()
-            elif not retry.over:  # else the next pause raises
-                await tx.resolve(timeout=retry.remaining)
-        except Exception as error:
-            if tx.state != "unknown":
-                raise
-            unknown = _unknown(bucket, unknown.batch_id, error)
-            cause = unknown.__cause__
-            if cause is not None and not is_transient(cause):
-                raise unknown from cause
-    if tx.state == "failed":
-        raise BatchAbandonedError(
-            f"bucket {bucket.name!r}: nothing was written, because the commit was lost; run the transaction again",
-            batch_id=unknown.batch_id,
-            outcome="not_stored",
-        ) from unknown
 
 
 def _unknown(bucket: Bucket, batch_id: str, error: Exception) -> BatchOutcomeUnknownError:

@@ -294,7 +294,9 @@ class OffsetStore:
             StreamRecreatedError: The bucket was deleted and created again since. The position is not stored.
             ValueError: The reader has no name, the position is out of range, or the reader would return the stored position as
                 its next message: it reads the bucket's stream, and its filter matches the key. Nothing is stored.
-            nats.js.errors.InvalidKeyError, nats.js.errors.BucketNotFoundError: As for `fetch`.
+            nats.js.errors.InvalidKeyError, nats.js.errors.BucketNotFoundError, nats.js.errors.BadBucketError: As for `fetch`.
+            ServerError: The server refused the position, because the bucket is sealed or full, for example; nothing is stored.
+                The error is also a nats-py ``APIError``.
             RequestTimeoutError, nats.js.errors.ServiceUnavailableError: No answer for longer than `patience`; the next
                 commit or `fetch` finds out whether the position was stored.
 

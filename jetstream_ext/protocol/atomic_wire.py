@@ -75,7 +75,7 @@ def fingerprint(subject: str, headers: Mapping[str, str], payload: bytes) -> int
     """
     own: object = headers.get(h.MSG_ID)
     if not own:
-        own = tuple(sorted(pair for pair in headers.items() if not pair[0].lower().startswith("nats-")))
+        own = tuple(sorted(pair for pair in headers.items() if not h.is_reserved(pair[0])))
     increment = headers.get(h.INCREMENT)
     return hash((subject, own, payload if increment is None else increment))
 

@@ -28,6 +28,7 @@ from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.frames import Frame, parts
 from jetstream_ext.protocol.options import rfc3339
+from jetstream_ext.types import own_headers
 
 DEFAULT_MAX_BYTES: Final = 8 * 1024 * 1024  # of one reply; the server's own 64 MiB make it cut off slow consumers
 
@@ -72,7 +73,8 @@ class StoredMsg:
         subject: Its subject.
         seq: Its stream sequence.
         data: Its payload; empty for delete markers.
-        headers: The stored headers, without those that the server adds to a reply.
+        headers: The stored headers, without those that the server adds to a reply; of several values of a name, the last.
+        header_pairs: The same as a list of name and value, in the stored order, with every value of a repeated name.
         time: When it was stored (aware, UTC, microseconds).
         time_ns: When it was stored, in nanoseconds since the epoch.
         num_pending: The number of matching messages after it, if the reply has it.
@@ -110,7 +112,7 @@ class StoredMsg:
         self._subject = subject
         self._seq = seq
         self._body = data
-        self._headers = dict(headers or {})
+        self._headers = own_headers((headers or {}).items())
         self._time_ns = time_ns
         self._num_pending = num_pending
         self._last_seq = last_seq
@@ -156,6 +158,10 @@ class StoredMsg:
         return h.decode_stored(stored) if stored else {}
 
     @property
+    def header_pairs(self) -> list[tuple[str, str]]:
+        return h.stored_pairs(self._row()[h.ROW_STORED]) if self._header_size else list(self._headers.items())
+
+    @property
     def time_ns(self) -> int:
         if not self._header_size:
             return self._time_ns
@@ -193,7 +199,7 @@ class StoredMsg:
 
     def _fields(self) -> dict[str, object]:
         names = ("stream", "subject", "seq", "data", "headers", "time_ns", "num_pending", "last_seq")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | {"headers": own_headers(self.header_pairs)}
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, StoredMsg):
@@ -507,7 +513,7 @@ def decode_single(stream: str, frame: Frame, server_version: str = "", request: 
             subject=values[h.SUBJECT],
             seq=int(values[h.SEQUENCE]),
             data=payload,
-            headers=h.decode_stored(header),
+            headers=own_headers(h.stored_pairs(header)),
             time_ns=h.parse_time_ns(values[h.TIME_STAMP].encode()),
         )
     except (KeyError, ValueError) as error:

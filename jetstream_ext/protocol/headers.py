@@ -28,6 +28,8 @@ _APPENDED: Final = (STREAM, SUBJECT, SEQUENCE, TIME_STAMP, NUM_PENDING, LAST_SEQ
 REPLY_HEADERS: Final = frozenset({*_APPENDED, UP_TO_SEQUENCE})
 _REPLY_NAMES: Final = frozenset(name.encode() for name in REPLY_HEADERS)
 
+_RESERVED: Final = "Nats-"
+
 MSG_ID: Final = "Nats-Msg-Id"
 MSG_TTL: Final = "Nats-TTL"
 INCREMENT: Final = "Nats-Incr"
@@ -200,9 +202,22 @@ def count(value: bytes) -> int:
     return number
 
 
+def is_reserved(name: str) -> bool:
+    """Return whether a header is an instruction to the server, or what the server notes about a message.
+
+    Servers compare names case-sensitively: to them, ``nats-rollup`` is a header like any other.
+    """
+    return name.startswith(_RESERVED)
+
+
+def stored_pairs(block: bytes) -> list[tuple[str, str]]:
+    """Return a stored message's own headers in order: the block's, without what the server adds to a reply."""
+    return [(name, value) for name, value in parse_lines(block) if name not in REPLY_HEADERS]
+
+
 def decode_stored(block: bytes) -> dict[str, str]:
-    """Return a stored message's own headers: the block's, without what the server adds to a reply."""
-    return {name: value for name, value in parse_lines(block) if name not in REPLY_HEADERS}
+    """Return `stored_pairs` as a mapping, with the last value of each name."""
+    return dict(stored_pairs(block))
 
 
 def to_utc(text: str) -> bytes:

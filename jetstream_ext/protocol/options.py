@@ -83,7 +83,7 @@ def message_headers(message: BatchMessage) -> list[tuple[str, str]]:
     if len(pairs) > len(own):
         names = [name for name, _ in pairs]
         for name in names:
-            if name.startswith("Nats-") and names.count(name) > 1:
+            if h.is_reserved(name) and names.count(name) > 1:
                 raise BadHeaderError(f"header {name!r} has several values; servers take only the first")
     options: list[tuple[str, str]] = []
     if message.msg_id is not None:

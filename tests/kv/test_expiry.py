@@ -1,6 +1,8 @@
 """TTLs: delete markers, keys that expired without one, and `touch`."""
 
 import asyncio
+import base64
+import json
 from datetime import UTC, datetime, timedelta
 
 import nats
@@ -18,7 +20,9 @@ from jetstream_ext.errors import (
     MessageTTLDisabledError,
 )
 from jetstream_ext.kv import admin
+from jetstream_ext.protocol.headers import parse_lines
 from jetstream_ext.testing import NatsServer
+from jetstream_ext.types import own_headers
 
 
 async def expired(kv, key: str) -> None:
@@ -29,6 +33,13 @@ async def expired(kv, key: str) -> None:
             if entry is None or entry.operation != "PUT":
                 return
             await asyncio.sleep(0.05)
+
+
+async def stored(kv, key: str) -> tuple[bytes, bytes]:
+    """Return the header block and the value of a key as the server stores them."""
+    request = json.dumps({"last_by_subj": f"{kv._pre}{key}"}).encode()
+    message = (await kv._js._api_request(f"$JS.API.STREAM.MSG.GET.{kv._stream}", request))["message"]
+    return base64.b64decode(message["hdrs"]), base64.b64decode(message["data"])
 
 
 @pytest.mark.parametrize("history", [1, 4])
@@ -149,15 +160,28 @@ class TestTouch:
         assert (await kv.get("s")).value == b"1"
         assert len(await kv.history("s")) == 1
 
-    async def test_touch_keeps_the_other_headers(self, make_bucket) -> None:
+    async def test_touch_keeps_every_header_but_those_of_the_server(self, make_bucket) -> None:
+        """The server compares names case-sensitively: only those that begin with ``Nats-`` mean something to it."""
         kv = await make_bucket()
-        await kv._js.publish(f"{kv._pre}s", b"v", headers={"Content-Type": "text/plain", "Nats-Msg-Id": "1"})
+        users = [
+            ("X", "1"), ("Content-Type", "text/plain"), ("X", "2"), ("nats-own", "keep"), ("NATS-App", "1"),
+            ("nats-ttl", "1"), ("nats-rollup", "all"), ("nats-expected-last-sequence", "999"),
+            ("NATS-EXPECTED-STREAM", "ANOTHER"), ("nats-msg-id", "1"), ("Natsy", ""), ("X", "1"),
+        ]  # fmt: skip
+        servers = [("Nats-Msg-Id", "1"), ("Nats-Expected-Last-Sequence", "1"), ("Nats-TTL", "7")]
+        await kv.put("other", b"1")
+        headers = own_headers([*users[:3], *servers, *users[3:]])
+        await kv._js.publish(f"{kv._pre}s", b"v", headers=headers)
         await kvx.touch(kv, "s", ttl=60)
-        stored = await jsx.DirectGet(kv._js, kv._stream).get_last(f"{kv._pre}s")
-        assert stored.data == b"v"
-        assert stored.headers["Content-Type"] == "text/plain"
-        assert stored.headers["Nats-TTL"] == "60"
-        assert "Nats-Msg-Id" not in stored.headers
+        block, value = await stored(kv, "s")
+        assert value == b"v"
+        pairs = parse_lines(block)
+        added = [("Nats-Rollup", "sub"), ("Nats-TTL", "60"), ("Nats-Expected-Last-Subject-Sequence", "2")]
+        assert pairs == users + added
+        assert set(await kvx.snapshot(kv)) == {"other", "s"}  # ``nats-rollup: all`` removed nothing
+        await kvx.touch(kv, "s", ttl=jsx.NEVER)
+        block, _ = await stored(kv, "s")
+        assert parse_lines(block) == [*users, ("Nats-TTL", "never"), ("Nats-Expected-Last-Subject-Sequence", "3")]
 
     async def test_touch_conflicts_with_a_concurrent_write(self, make_bucket, monkeypatch: pytest.MonkeyPatch) -> None:
         kv = await make_bucket()

@@ -12,6 +12,7 @@ from nats.js.kv import KeyValue
 
 import jetstream_ext.kv as kvx
 from jetstream_ext.client import direct_reader
+from jetstream_ext.client.api import Api
 from jetstream_ext.errors import NoStreamError
 from jetstream_ext.kv import reads
 from jetstream_ext.testing import NatsCluster
@@ -174,16 +175,89 @@ async def test_mirror_with_other_subjects_is_refused(open_mirror) -> None:
             await read
 
 
-async def test_writes_to_a_mirror_are_refused(open_mirror) -> None:
-    kv, bound = await open_mirror()
-    tx = kvx.transaction(bound)
-    assert await tx.get("a") is None
-    with pytest.raises(BadBucketError, match=kv._stream):
-        await tx.commit()
-    tx = kvx.transaction(bound)
-    tx.put("a", b"1")
+async def put(tx: kvx.Transaction) -> None:
+    tx.put("a", b"9")
+
+
+async def create(tx: kvx.Transaction) -> None:
+    tx.create("new", b"9")
+
+
+async def get_and_put(tx: kvx.Transaction) -> None:
+    await tx.get("a")
+    tx.put("a", b"9")
+
+
+async def get_several_and_put(tx: kvx.Transaction) -> None:
+    await tx.get_many(["a", "b", "c"])
+    tx.put("a", b"9")
+
+
+async def get_missing(tx: kvx.Transaction) -> None:
+    await tx.get("missing")
+
+
+async def commit(kv: KeyValue, fn: Callable[[kvx.Transaction], Awaitable[None]]) -> None:
+    async with kvx.transaction(kv) as tx:
+        await fn(tx)
+
+
+@pytest.mark.parametrize("transformed", [False, True], ids=["plain", "own subjects"])
+async def test_writes_to_a_mirror_are_refused_at_once(open_mirror, transformed: bool) -> None:
+    """With `transformed`, the keys have the mirror's own subjects, so that reads of its leader find them."""
+    kv, plain = await open_mirror()
+    mirror = plain
+    if transformed:
+        name = f"{kv._name}_T"
+        own = SubjectTransform(src=f"{kv._pre}>", dest=f"$KV.{name}.>")
+        source = StreamSource(name=kv._stream, subject_transforms=[own])
+        await kv._js.add_stream(name=f"KV_{name}", mirror=source, max_msgs_per_subject=2, allow_direct=True)
+        mirror = await kv._js.key_value(name)
+    await caught_up(mirror, 5)
+    refused = pytest.raises(BadBucketError, match=f"is a mirror of stream '{kv._stream}'")
+    async with asyncio.timeout(15):  # `retry_transaction` alone would take 30 s
+        for key in ("a", "missing"):
+            with refused:
+                await kvx.touch(mirror, key, 60)
+        for fn in (put, create, get_and_put, get_several_and_put, get_missing):
+            with refused:
+                await commit(mirror, fn)
+            with refused:
+                await kvx.retry_transaction(mirror, fn)
+    assert (await kvx.snapshot(kv)).revision == 5
+
+
+async def test_only_a_write_that_no_stream_takes_leads_to_a_look_at_the_stream(
+    make_bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the answer that no stream took the message leads to a look at the stream."""
+    asked: list[str] = []
+    ask = Api.ask
+
+    async def listen(self: Any, what: str, *arguments: Any, **options: Any) -> Any:
+        asked.append(what)
+        return await ask(self, what, *arguments, **options)
+
+    monkeypatch.setattr(Api, "ask", listen)
+    kv = await make_bucket()
+    await kv.put("a", b"1")
+    await commit(kv, put)  # caches which server has the stream
+    asked.clear()
+    await kvx.touch(kv, "a", 60)
+    assert asked == [f"STREAM.MSG.GET.{kv._stream}"]
+    asked.clear()
+    await commit(kv, get_and_put)
+    await commit(kv, get_missing)
+    await commit(kv, put)
+    assert [what for what in asked if not what.startswith("STREAM.MSG.GET.")] == [f"STREAM.INFO.{kv._stream}"]
+    config = (await kv._js.stream_info(kv._stream)).config
+    await kv._js.update_stream(config.evolve(subjects=[f"{kv._name}.elsewhere"]))
+    asked.clear()
+    with pytest.raises(NoStreamError, match="nothing was written"):
+        await kvx.touch(kv, "a", 60)
+    assert asked == [f"STREAM.MSG.GET.{kv._stream}", f"STREAM.INFO.{kv._stream}"]
     with pytest.raises(NoStreamError):
-        await tx.commit()
+        await commit(kv, put)
 
 
 async def test_reads_wait_for_lagging_replicas(wait_for_interest: Any) -> None:

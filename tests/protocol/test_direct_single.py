@@ -1,5 +1,6 @@
 """Requests, and the replies to single gets."""
 
+import pickle
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
@@ -115,3 +116,18 @@ def test_refusals_name_the_stream_and_what_the_server_said(code: int, attributes
     error = direct.status_error("D", b"NATS/1.0 %d Some Text\r\n\r\n" % code)
     assert {name: getattr(error, name) for name in attributes} == attributes
     assert "'D'" in str(error)
+
+
+def test_header_pairs_have_every_value_in_order() -> None:
+    lines = b"NATS/1.0\r\nX: 1\r\nY: \r\nX: 2\r\n"
+    added = b"Nats-Stream: S\r\nNats-Subject: s\r\nNats-Sequence: 1\r\nNats-Time-Stamp: %b\r\n" % TIME
+    block = lines + added + b"Nats-Num-Pending: 0\r\nNats-Last-Sequence: 0\r\n\r\n"
+    pairs = [("X", "1"), ("Y", ""), ("X", "2")]
+    one = direct.decode_single("S", raw(block, b"v"))
+    of_a_batch = direct.StoredMsg.from_wire("S", 1, block + b"v", len(block))
+    for message in (one, of_a_batch, pickle.loads(pickle.dumps(one)), pickle.loads(pickle.dumps(of_a_batch))):
+        assert message.header_pairs == pairs
+        assert message.headers == {"X": "2", "Y": ""}
+        assert list(message.headers.items()) == [("X", "2"), ("Y", "")]
+    assert direct.StoredMsg(stream="S", subject="s", seq=1).header_pairs == []
+    assert direct.StoredMsg(stream="S", subject="s", seq=1, headers={"X": "1"}).header_pairs == [("X", "1")]

@@ -131,6 +131,16 @@ def test_stored_headers_exclude_the_servers_headers() -> None:
     assert h.decode_stored(b"") == {}
 
 
+@pytest.mark.parametrize("name", ["Nats-TTL", "Nats-Anything", "Nats-"])
+def test_names_that_nats_reserves(name: str) -> None:
+    assert h.is_reserved(name)
+
+
+@pytest.mark.parametrize("name", ["nats-ttl", "NATS-TTL", "NATS-App", "Natsy", "X-Nats-TTL", "KV-Operation", ""])
+def test_names_of_the_user(name: str) -> None:
+    assert not h.is_reserved(name)
+
+
 def test_lines_without_a_colon_are_skipped_and_values_may_have_colons() -> None:
     assert h.parse_lines(b"NATS/1.0\r\nnonsense\r\nTime: 12:30:00\r\nNo:space\r\n\r\n") == [
         ("Time", "12:30:00"),

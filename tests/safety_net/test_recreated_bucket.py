@@ -357,29 +357,15 @@ async def test_stored_commit_is_found_after_a_restart_that_changed_the_creation_
 
 
 async def test_transaction_commits_after_a_restart_that_changed_the_creation_time_of_its_bucket() -> None:
-    with NatsServer(version="2.12.8") as server:
-        async with await nats.connect(server.url, connect_timeout=10) as nc:
-            await kvx.enable(await nc.jetstream().create_key_value(bucket="B", history=1))
-        server.restart()
-        async with await nats.connect(server.url, connect_timeout=10, reconnect_time_wait=0.05) as nc:
-            js = nc.jetstream(timeout=10)
-            kv = await js.key_value("B")
-            for key in ("a", "b"):
-                await kv.put(key, b"1")
-            created = (await js.stream_info("KV_B")).created
-            tx = kvx.transaction(kv)
-            await tx.get("a")
-            await kvx.enable(kv, ttl=60)
-            server.restart()
-            async with asyncio.timeout(60):
-                while True:
-                    with contextlib.suppress(nats.errors.Error):
-                        if (await js.stream_info("KV_B")).created != created:
-                            break
-                    await asyncio.sleep(0.05)
-            await kv.put("b", b"2")  # the last message is gone, the first is left
-            tx.put("a", b"2")
-            await tx.commit()
+    async with bucket_whose_creation_time_changes() as (server, js, kv):
+        for key in ("a", "b"):
+            await kv.put(key, b"1")
+        tx = kvx.transaction(kv)
+        await tx.get("a")
+        await change_creation_time(server, js)
+        await kv.put("b", b"2")  # the last message is gone, the first is left
+        tx.put("a", b"2")
+        await tx.commit()
 
 
 async def test_offset_commit_fails_when_the_bucket_was_recreated_since_the_last_one(
@@ -431,21 +417,13 @@ async def test_position_that_was_fetched_before_the_bucket_was_recreated_is_not_
 
 @pytest.mark.parametrize("committed", [True, False])
 async def test_position_is_stored_after_a_restart_that_changed_the_creation_time_of_its_bucket(committed: bool) -> None:
-    with NatsServer(version="2.12.8") as server:
-        async with await nats.connect(server.url, connect_timeout=10) as nc:
-            js = nc.jetstream(timeout=10)
-            await js.add_stream(name="S", subjects=["S"], allow_direct=True)
-            await (await OffsetStore(js).create()).commit(LogReader(js, "S"), name="other")
-        server.restart()
-        async with await nats.connect(server.url, connect_timeout=10, reconnect_time_wait=0.05) as nc:
-            js = nc.jetstream(timeout=10)
-            offsets = OffsetStore(js)
-            await offsets.fetch("worker")
-            if committed:
-                await offsets.commit(LogReader(js, "S"), name="worker")
-            info = await js.stream_info("KV_offsets")
-            await js.update_stream(info.config.evolve(description="the same bucket"))
-            server.restart()
-            stored = await offsets.commit(LogReader(js, "S"), name="worker", position=1)
-            assert (await js.stream_info("KV_offsets")).created != info.created
-            assert await OffsetStore(js).fetch("worker") == stored
+    async with bucket_whose_creation_time_changes() as (server, js, _):
+        await js.add_stream(name="S", subjects=["S"], allow_direct=True)
+        offsets = OffsetStore(js, "B")
+        await offsets.commit(LogReader(js, "S"), name="other")
+        await offsets.fetch("worker")
+        if committed:
+            await offsets.commit(LogReader(js, "S"), name="worker")
+        await change_creation_time(server, js)
+        stored = await offsets.commit(LogReader(js, "S"), name="worker", position=1)
+        assert await OffsetStore(js, "B").fetch("worker") == stored
