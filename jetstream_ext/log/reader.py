@@ -454,7 +454,9 @@ class LogReader:
                 # Messages before the gap are verified and returned first; the next call reports the gap.
                 rows, end = kept, missing - 1
             else:
-                self._report_loss(missing, min(state.first_seq, end + 1))
+                after = min(state.first_seq, end + 1) if rows and self._skips else state.first_seq
+                self._report_loss(missing, after)
+                end = max(end, after - 1)
         if rows or state.first_seq <= end + 1:
             self._at_head = False
         if rows:

@@ -599,3 +599,43 @@ async def test_a_server_before_2_11_is_refused() -> None:
                 await asyncio.wait_for(LogReader(js, "S").read(), 30)
         finally:
             await nc.close()
+
+
+@pytest.mark.parametrize("on_lost", ["error", "skip"])
+async def test_a_loss_that_ends_behind_its_group_is_reported_once_to_its_end(
+    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch, caplog: Any, on_lost: Any
+) -> None:
+    monkeypatch.setattr(reader_module, "_GROUP", 4)
+    name = await make_stream(20)
+    reader = LogReader(js, name, on_lost=on_lost)
+    assert await seqs(reader.read(4)) == [1, 2, 3, 4]
+    await js.purge_stream(name, seq=15)
+    if on_lost == "error":
+        with pytest.raises(errors.PositionLostError) as caught:
+            await reader.read()
+        assert (caught.value.expected, caught.value.got) == (5, 15)
+        reader.seek(15)
+    assert await seqs(reader.read(1)) == [15]
+    assert caplog.text.count("were removed before they were read") == (on_lost == "skip")
+
+
+async def test_a_loss_after_the_reader_has_skipped_another_one_is_reported(
+    js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream that compacts: after the skip, the reader knows which subjects it had."""
+    monkeypatch.setattr(reader_module, "_GROUP", 4)
+    name = stream_name()
+    await js.add_stream(name=name, subjects=[f"{name}.*"], allow_direct=True, max_msgs_per_subject=1)
+    for n in range(20):
+        await js.publish(f"{name}.{n}", b"")
+    reader = LogReader(js, name)
+    assert await seqs(reader.read(4)) == [1, 2, 3, 4]
+    await js.purge_stream(name, seq=15)
+    with pytest.raises(errors.PositionLostError) as caught:
+        await reader.read()
+    assert caught.value.got is not None
+    reader.seek(caught.value.got)
+    await js.purge_stream(name, seq=18)
+    with pytest.raises(errors.PositionLostError) as caught:
+        await reader.read()
+    assert (caught.value.expected, caught.value.got) == (15, 18)
