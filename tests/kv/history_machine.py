@@ -1006,6 +1006,9 @@ class HistoryMachine(RuleBasedStateMachine):
 
     async def _read_log(self, state: ReaderState, limit: int, during: Interference, *, commit: bool) -> None:
         name, history, reader = "LogReader.read", state.history, state.reader
+        if history is self.history:
+            await history.sync()
+        start, stored = history.view, set(history.stored)
         messages, error, _, _ = await self._read(
             name, lambda: reader.read(limit, timeout=0), during, (PositionLostError, StreamRecreatedError)
         )
@@ -1031,6 +1034,8 @@ class HistoryMachine(RuleBasedStateMachine):
             if state.subject is not None and not matches(state.subject, event.key):
                 problems.append(f"returned {event}, which does not match")
             lowest = message.seq + 1
+        assert start is not None
+        assert history.view is not None
         returned = {message.seq for message in messages or ()}
         passed, after = position, position
         if isinstance(error, PositionLostError):
@@ -1045,7 +1050,9 @@ class HistoryMachine(RuleBasedStateMachine):
         for event in history.events:
             wanted = state.subject is None or matches(state.subject, event.key)
             if wanted and state.next <= event.seq < passed and event.seq not in returned:
-                problems += self._skipped(state, event, min(returned, default=passed))
+                # The reader may have looked before or after what happened during the call.
+                looks = [history.view] if event.seq in stored or event.seq > start.last else [start, history.view]
+                problems += self._skipped(state, event, min(returned, default=passed), looks)
         if problems:
             what = (
                 f"{name} from {state.next} to {after}, {state.subject}, from the first {state.from_first}, history "
@@ -1069,16 +1076,18 @@ class HistoryMachine(RuleBasedStateMachine):
                 await reader.offsets.commit(reader, name="reader")
                 self.committed = {history.created: after}
 
-    def _skipped(self, state: ReaderState, event: Event, first_returned: int) -> list[str]:
-        """Return why a reader must not pass over a message silently (docs/log.md, "Compacted streams")."""
-        history, before, now = state.history, state.view, state.history.view
-        assert now is not None
+    def _skipped(self, state: ReaderState, event: Event, first_returned: int, looks: list[View]) -> list[str]:
+        """Return why a reader must not pass over a message silently (docs/log.md, "Compacted streams").
+
+        It looked at the stream at one of `looks`, of which the last one is now.
+        """
+        history, before, now = state.history, state.view, looks[-1]
         if event.seq in history.stored:
             return [f"passed over {event}, which is stored"]
         if event.cause == "replaced" or (state.from_first and event.seq < first_returned):
             return []
-        if now.first <= event.seq or (event.possible <= before.last and before.first <= event.seq):
-            return []  # it was removed from the middle
+        if now.first <= event.seq or event.from_middle:
+            return []
         config = history.config
         rollups = [
             later
@@ -1088,11 +1097,14 @@ class HistoryMachine(RuleBasedStateMachine):
         ]
         if self.is_log:
             return [f"passed over {event} at the beginning of a stream that keeps all messages of a subject"]
-        reported = not now.messages or now.subjects < before.subjects
-        reported = reported or event.cause == "max_age"
-        reported = reported or (now.messages < before.messages and not rollups)
-        reported = reported or (event.cause == "limits" and 0 < config["max_msgs"] <= now.messages)
-        if before.config_changes == now.config_changes and event.possible >= before.last and reported:
+
+        def reports(look: View) -> bool:
+            reported = not look.messages or look.subjects < before.subjects
+            reported = reported or event.cause == "max_age"
+            reported = reported or (look.messages < before.messages and not rollups)
+            return reported or (event.cause == "limits" and 0 < config["max_msgs"] <= look.messages)
+
+        if before.config_changes == now.config_changes and event.possible >= before.last and all(map(reports, looks)):
             return [f"passed over {event} at the beginning of the stream"]
         self.tally.errors["LogReader: undecidable hole"] += 1
         return []

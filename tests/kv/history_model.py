@@ -86,6 +86,7 @@ class Event:
     sure: int = NEVER_GONE
     possible: int = NEVER_GONE
     cause: str = ""  # why it is no longer stored
+    from_middle: bool = False  # an older message was still stored when it was removed
 
     @property
     def ttl(self) -> float | None:
@@ -197,6 +198,7 @@ class History:
         self.last = state["last_seq"]
         deleted = set(state.get("deleted") or ())
         for seq in [seq for seq in self.stored if seq < state["first_seq"] or seq in deleted]:
+            self.stored[seq].from_middle = state["first_seq"] < seq
             self._remove(self.stored.pop(seq), before, parse_time(info["ts"]), cause)
         self.view = View(
             self.last,
