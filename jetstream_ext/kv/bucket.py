@@ -269,4 +269,4 @@ class Bucket:
         except BadBucketError:
             if fresh:
                 raise
-            await self.check_known(fresh=True)  # it may have been a mirror, and is none any more
+            await self.check_known(fresh=True)  # the cached answer may be from an earlier stream of that name

@@ -111,7 +111,7 @@ async def test_stream_restored_from_an_older_copy_is_an_error(
 async def test_stream_restored_in_the_middle_of_a_filtered_read_is_an_error(
     restored: Restored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing matched since message 2, but the position has passed what is stored anew."""
+    """No message matches the filter, and the position is above the messages that were stored after the restore."""
     monkeypatch.setattr(reader_module, "_GROUP", 105)
     monkeypatch.setattr(reader_module, "_WIDEST", 105)
     reader = LogReader(restored.js, "S", subject="s.none", start=Seq(2))
