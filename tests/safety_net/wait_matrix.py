@@ -11,11 +11,13 @@ import contextlib
 import contextvars
 import inspect
 import itertools
+import traceback
 import typing
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from types import TracebackType
 from typing import Any
 
 import nats
@@ -438,6 +440,7 @@ class Cell:
     fallback: bool = False
     moment: float = 0.0  # seconds after the start of the call at which its connection ends
     wrong: str = ""
+    through: Callable[[int], "Fault"] | None = None  # makes the proxy of a server's port that is the fault
     complete: bool = False  # the call had all its answers before the fault
     took: float = 0.0  # seconds of the round's clock
     failed: list[Exception] = field(default_factory=list)  # why it had to be prepared again
@@ -447,6 +450,32 @@ class Cell:
         state = "4 MiB pending" if self.pending else "idle"
         when = f" after {self.moment:g} s" if self.moment else ""
         return f"{self.call}, {fault}{when}, {self.size:,} B, {state}" + (", fallback" if self.fallback else "")
+
+    async def note(self, error: Exception) -> None:
+        """Note an error that nats-py reports, if this package raised it in a callback and it is not documented."""
+        if not isinstance(error, nats.errors.Error):
+            files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+            if any("/jetstream_ext/" in file for file in files):
+                self.wrong += f"; a callback raised {error!r:.300}"
+
+
+class Fault(typing.Protocol):
+    """A proxy that spoils a connection once its cell is prepared."""
+
+    url: str
+
+    async def __aenter__(self) -> typing.Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+    def arm(self) -> None:
+        """Spoil the connection from now on."""
+
+    @property
+    def frozen(self) -> bool:
+        """Whether it has begun."""
 
 
 class _LoopClock:
@@ -507,16 +536,12 @@ class _Running:
     cell: Cell
     t: Try
     held: set[int]
-    freezer: _Freezer | None
+    freezer: "_Freezer | Fault | None"
     start: Start
     task: asyncio.Task[object] | None = None
 
 
 _numbers = itertools.count()
-
-
-async def _ignore(error: Exception) -> None:
-    pass
 
 
 def _without_internals(nc: Client) -> None:
@@ -555,13 +580,17 @@ async def _prepare(
 
 async def _connect(
     server: NatsServer, cell: Cell, proxies: contextlib.AsyncExitStack
-) -> tuple[Client, _Freezer | None]:
+) -> tuple[Client, _Freezer | Fault | None]:
     """Return a connection and the hooks of its proxy."""
-    freezer, url = None, server.url
-    if isinstance(cell.fault, int):
-        freezer = _Freezer(cell.fault)
-        proxy = FrameProxy(server.port, on_publish=freezer.up, on_delivery=freezer.down)
-        url = (await proxies.enter_async_context(proxy)).url
+    freezer: _Freezer | Fault | None = None
+    url = server.url
+    if cell.through is not None:
+        freezer = proxy = await proxies.enter_async_context(cell.through(server.port))
+        url = proxy.url
+    elif isinstance(cell.fault, int):
+        freezer = hooks = _Freezer(cell.fault)
+        frames = FrameProxy(server.port, on_publish=hooks.up, on_delivery=hooks.down)
+        url = (await proxies.enter_async_context(frames)).url
     nc = await nats.connect(
         url,
         allow_reconnect=cell.fault != "kill",
@@ -569,7 +598,7 @@ async def _connect(
         max_reconnect_attempts=-1,
         connect_timeout=30,
         drain_timeout=1,
-        error_cb=_ignore,
+        error_cb=cell.note,
     )
     if cell.fallback:
         _without_internals(nc)
