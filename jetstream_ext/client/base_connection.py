@@ -18,11 +18,11 @@ from functools import cached_property
 from typing import Any, Final, TypeVar
 
 import nats.errors
-from nats.aio.client import DEFAULT_PENDING_SIZE, Client
+from nats.aio.client import DEFAULT_MAX_PAYLOAD_SIZE, DEFAULT_PENDING_SIZE, Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from jetstream_ext.errors import RequestTimeoutError
+from jetstream_ext.errors import RequestTimeoutError, ResponseError
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.frames import Frame
@@ -250,7 +250,8 @@ class BaseConnection(ABC):
         nats-py's own waits (subscribe, flush, request) have no bound, and some swallow a cancellation. The operation
         therefore runs in its own task, which is cancelled if this call ends first. `what` names the awaited thing in the
         RequestTimeoutError, also if nats-py's own timeout passes first. An error of the socket, or a full buffer while
-        nats-py reconnects, is a ConnectionReconnectingError.
+        nats-py reconnects, is a ConnectionReconnectingError. On malformed words of a server, nats-py raises whatever its
+        code meets, from KeyError to RecursionError; that is a ResponseError.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
@@ -268,12 +269,17 @@ class BaseConnection(ABC):
                     raise end
                 if remaining <= 0:
                     raise RequestTimeoutError(f"timed out after {timeout:.4g} s while waiting for {what}")
-        except RequestTimeoutError:
+        except (Over, RequestTimeoutError):
             raise
         except nats.errors.TimeoutError:  # before OSError, which it is, too
             raise RequestTimeoutError(f"timed out after {timeout:.4g} s while waiting for {what}") from None
         except (OSError, nats.errors.OutboundBufferLimitError) as error:
             raise nats.errors.ConnectionReconnectingError from error
+        except nats.errors.Error:
+            raise
+        except Exception as error:
+            text = f"nats-py cannot process what the server sent while waiting for {what}: {error!r:.200}"
+            raise ResponseError(text) from error
         finally:
             cancel_soon(task)
 
@@ -356,8 +362,9 @@ class BaseConnection(ABC):
 
     @property
     def max_payload(self) -> int:
-        """The server's limit for headers and payload together, in bytes."""
-        return int(self.nc.max_payload)
+        """The server's limit for headers and payload together, in bytes; nats-py's default if its INFO has no such number."""
+        limit: object = self.nc.max_payload
+        return limit if isinstance(limit, int) else DEFAULT_MAX_PAYLOAD_SIZE
 
     @cached_property
     def inbox_size(self) -> int:

@@ -319,7 +319,8 @@ def connection_of(nc: Client) -> Connection | FallbackConnection:
 
 
 def _server_info(nc: Client) -> dict[str, Any]:
-    return getattr(nc, "_server_info", None) or {}
+    info = getattr(nc, "_server_info", None)
+    return info if isinstance(info, dict) else {}  # nats-py takes any JSON as the server's INFO
 
 
 _INTERNALS: dict[str, Any] = {

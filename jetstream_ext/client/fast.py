@@ -660,7 +660,7 @@ class FastSession:
                 pass  # the connection calls `_disconnected`
         for event in events:
             if isinstance(event, UnrecognisedReply):
-                _log.warning("batch %s: ignored an unrecognised reply: %r", self.batch.batch_id, event.payload)
+                _log.warning("batch %s: ignored an unrecognised reply: %.200r", self.batch.batch_id, event.payload)
             elif isinstance(event, Ended):
                 self._ended.set()
                 self._turns.wake()

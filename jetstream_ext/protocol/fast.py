@@ -540,14 +540,16 @@ class FastBatch:
         return b""
 
     def _is_idle(self, reply: Reply) -> bool:
-        """Whether a server answers a ping that has not stored or received anything since: waits must end nevertheless.
+        """Whether a server answers that has not stored or received anything since: waits must end nevertheless.
 
-        A stream's leader without its followers takes messages and answers pings, and acknowledges nothing.
+        A stream's leader without its followers takes messages and answers pings, and acknowledges nothing. Another server
+        may repeat one ack or one gap endlessly.
         """
         said, window = reply.said, self.window
-        if reply.op != wire.PING or not isinstance(said, BatchFlowAck):
-            return False
-        return said.seq <= window.acked and min(reply.seq, self.sent) <= window.arrived
+        if isinstance(said, BatchFlowGap):
+            return said in self.gaps
+        arrived = min(reply.seq, self.sent) if reply.op == wire.PING else 0
+        return isinstance(said, BatchFlowAck) and said.seq <= window.acked and arrived <= window.arrived
 
     def _is_of_another_batch(self, reply: Reply, ack: BatchAck) -> bool:
         """Whether a final ack counts messages that this batch cannot have had on the server.

@@ -46,6 +46,10 @@ MAX_LEADER_REQUESTS: Final = 64
 """Requests to the leader at once."""
 MAX_MIRROR_ANSWERS: Final = 8
 """After so many answers in a row that are a mirror's, or do not say whose, no replica of the stream seems to be near."""
+_MOST_ROWS: Final = 1 << 14
+"""Of a reply to a request without `batch`: servers send up to 1024, one for each subject."""
+_ROW_OVERHEAD: Final = 2048
+"""More than the bytes of the header lines that a server adds to a message and does not count for `max_bytes`."""
 
 
 class State(enum.Enum):
@@ -172,6 +176,8 @@ class _Reply:
     unsent: bool = False
     hints: list[int] = field(default_factory=list)  # the sequences of a mirror's rows
     whole: bool = False  # its last frame has arrived
+    count: int = 0  # how many frames have arrived
+    largest: int = 0  # of them, in bytes
     lap: tuple[int, float, bool] = (0, 0.0, True)  # see `Stopwatch.lap`
 
 
@@ -352,12 +358,27 @@ class RangeRead(_Read):
         size = sum(len(body) for _, body, _ in frames)
         self._stopwatch.add(size, now, first=not sent.wire)
         sent.wire += size
+        reply.count += len(frames)
+        reply.largest = max(reply.largest, max(len(body) for _, body, _ in frames))
+        if self._exceeds(sent, reply):
+            text = f"stream {self._stream!r}: the reply to a direct get exceeds what was requested: {sent.request}"
+            reply.lost, reply.error = True, ResponseError(text)
         if frames[-1][1].startswith(b"NATS/1.0 "):  # a status ends a reply
             reply.whole, reply.lap = True, self._stopwatch.lap()
         if reply.frames:
             reply.frames += frames
         else:
             reply.frames = frames
+
+    def _exceeds(self, sent: SentRequest, reply: _Reply) -> bool:
+        """Return whether a reply is longer than a server makes it, so that it may never end.
+
+        A server exceeds `max_bytes` by at most one message, of any size.
+        """
+        request = sent.request
+        most = (request.batch or _MOST_ROWS) + 1  # and the end of the reply
+        size = sent.wire - reply.largest - reply.count * _ROW_OVERHEAD
+        return reply.count > most or size > (request.max_bytes or DEFAULT_MAX_BYTES)
 
     def disconnected(self, closed: Exception | None = None) -> None:
         """Note that the connection is lost, and the rest of all replies; `closed` is the error if that is for good."""
@@ -472,7 +493,9 @@ class RangeRead(_Read):
             self._timer = None
             self._decode(oldest, reply, frames, now)
             return True
-        if reply.lost:
+        if isinstance(reply.error, ResponseError):
+            self._happen(Input.REFUSED, reply.error)
+        elif reply.lost:
             text = f"stream {self._stream!r}: the connection was lost before the direct get was answered completely"
             lost = reply.error or MessagesLostError(text, expected=reply.decoder.last_seq)
             self._interrupt(lost, now, unsent=reply.unsent)
