@@ -133,14 +133,25 @@ class TestStalled:
         assert machine.end_reason is EndReason.TIMEOUT
         assert "acknowledged 0 of 5 messages and then nothing for 5 s" in str(machine.error)
 
-    def test_any_sign_of_the_server_extends_it(self) -> None:
+    def test_every_new_ack_extends_it(self) -> None:
         machine = batch()
         machine.waiting(10.0)
-        for now in (14.0, 18.0, 22.0):
-            machine.receive([ack(0)], now)
+        for now, seq in ((14.0, 1), (18.0, 2), (22.0, 3)):
+            machine.receive([ack(seq)], now)
             assert machine.handle_timer(now + 0.5)[0] == []
         assert machine.end_reason is None
         machine.handle_timer(27.0)
+        assert machine.end_reason is EndReason.TIMEOUT
+
+    @pytest.mark.parametrize("gap", list(GapMode))
+    def test_a_repeated_ack_does_not_extend_it(self, gap: GapMode) -> None:
+        machine = batch(gap=gap)
+        machine.receive([ack(3)], 10.0)
+        machine.waiting(10.0)
+        for now in (11.0, 14.9):
+            machine.receive([ack(3)] * 100, now)
+            machine.handle_timer(now)
+        machine.handle_timer(15.0)
         assert machine.end_reason is EndReason.TIMEOUT
 
     @pytest.mark.parametrize("gap", list(GapMode))
