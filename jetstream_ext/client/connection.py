@@ -61,6 +61,9 @@ from jetstream_ext.types import own_headers
 # States of nats-py's parser (nats.protocol.parser).
 _AWAITING_CONTROL_LINE = 1
 _MAX_CONTROL_LINE = 4096
+# More than any server sends: a list of its cluster's URLs, and the 64 MiB that it can be configured to take with headers.
+_LONGEST_LINE = 1 << 20
+_LARGEST_MESSAGE = 65 << 20
 
 _log = logging.getLogger("jetstream_ext")
 _CLOSE_TIMEOUT: Final = 2.0
@@ -216,11 +219,9 @@ class Connection(BaseConnection):
             # The first data is the answer to a ping, which nats-py sends after the subscriptions and its buffer.
             self._connection_lost = False
             notify(self._handlers.values(), connected=True)
-        if not self._handlers:
-            await self._parse(data)
-            return
         if parser.state != _AWAITING_CONTROL_LINE:
             # nats-py is inside a message of another subscription: pass it the rest.
+            _check_total(parser.needed)
             rest = parser.needed + 2 - len(buffer)
             head, data = data[:rest], data[rest:]
             await self._parse(head)
@@ -250,6 +251,8 @@ class Connection(BaseConnection):
                 if eol < 0:
                     if size - pos <= _MAX_CONTROL_LINE:
                         break
+                    if size - pos > _LONGEST_LINE:
+                        raise nats.errors.ProtocolError("the server sends a line without an end")
                     eol = size - 2  # too long for the control line of a message: nats-py decides
                 read = frames.message_line(data[pos:eol])
                 if read is None or read.sid not in handlers:
@@ -262,6 +265,7 @@ class Connection(BaseConnection):
                         return  # the parser was reset: the rest is of the lost connection
                     pos = end
                     continue
+                _check_total(read.total)
                 line_length = eol + 2 - pos
                 line = (handlers[read.sid], read.subject, read.header_size, read.total, line_length)
                 if len(parsed_lines) >= _PARSED_LINES_KEPT:
@@ -293,6 +297,12 @@ class Connection(BaseConnection):
         stats["in_bytes"] += payload_bytes
         if handler is not None:
             call_handler(handler.frames, batch)
+
+
+def _check_total(total: int) -> None:
+    """Raise, for nats-py to end the connection, if a message is larger than any: it would be buffered without bound."""
+    if total > _LARGEST_MESSAGE:
+        raise nats.errors.ProtocolError("the server announces a message of more than 65 MiB")
 
 
 _FALLBACK_WARNING = (

@@ -430,6 +430,18 @@ class BrokenFrame(Attack):
                 await link.send(whole)
 
 
+class EndlessBytes(Attack):
+    """Begins a line or a message that never ends."""
+
+    async def lie(self, link: Link, frame: Frame) -> None:
+        address = f"MSG {frame.subject} {frame.sid}".encode()
+        sizes = (str(1 << 63), str(1 << 40), "9" * 4_000)
+        beginnings = (b"MSG ", b"-ERR '", b"INFO {", b"x", address, *(b"%b %b\r\n" % (address, n.encode()) for n in sizes))
+        await link.send(self.rng.choice(beginnings))
+        while True:
+            await link.send(b"x" * 60_000)
+
+
 class Drip(Attack):
     """Sends one byte at a time."""
 
@@ -596,6 +608,7 @@ ATTACKS: dict[str, Callable[[str, int], Attack]] = {
     "endless-pages": EndlessPages,
     "endless-answers": EndlessAnswers,
     "broken-frame": BrokenFrame,
+    "endless-bytes": EndlessBytes,
     "drip": Drip,
     "cut": Cut,
     "errors": Errors,

@@ -441,6 +441,7 @@ class Cell:
     moment: float = 0.0  # seconds after the start of the call at which its connection ends
     wrong: str = ""
     through: Callable[[int], "Fault"] | None = None  # makes the proxy of a server's port that is the fault
+    longer: float = 0.0  # seconds that the call may take beyond what its timeout and patience allow
     complete: bool = False  # the call had all its answers before the fault
     took: float = 0.0  # seconds of the round's clock
     failed: list[Exception] = field(default_factory=list)  # why it had to be prepared again
@@ -704,7 +705,7 @@ async def _watch(running: _Running, clock: _LoopClock, timeout: float) -> None:
     running.task.add_done_callback(lambda _: setattr(running.cell, "took", clock.seconds - start))
     if not _is_endless(running.cell):
         timeouts = 1 + PATIENCE * running.cell.call.startswith(PATIENT)
-        await clock.wait([running.task], timeouts * timeout + SLACK)
+        await clock.wait([running.task], timeouts * timeout + running.cell.longer + SLACK)
     _judge(running)
 
 
