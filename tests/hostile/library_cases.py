@@ -10,13 +10,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "safety_net"))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "safety_net")]
 
 from attacks import ATTACKS, attack
 from hostile_proxy import HostileProxy
 from memory import MemoryWatch
-from wait_matrix import CALLS, Cell, fill, run_round
+from wait_matrix import CALLS, Cell, Try, fill, plain, run_round
 
 from jetstream_ext.testing import ReferenceServer
 

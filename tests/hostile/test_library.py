@@ -1,0 +1,106 @@
+"""A hostile server: every call of the library ends in time, with a documented error, and needs little memory.
+
+CI runs a sample; ``nox -s full -- hostile`` runs every call with every attack, for several seeds. A failure begins with the
+case that failed. To repeat it: ``JETSTREAM_EXT_HOSTILE='texts:74:ingest' python -m pytest tests/hostile/test_library.py``.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "safety_net")]
+
+from attacks import ATTACKS
+from library_cases import CALLS, FEEDS, LIMIT, Case, Try, cases, plain, run, run_fed
+
+# nats-py leaves the sockets of lost connections to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
+FULL = bool(os.environ.get("JETSTREAM_EXT_FULL"))
+REPEATED = [Case.parse(text) for text in os.environ.get("JETSTREAM_EXT_HOSTILE", "").split(",") if text]
+SEEDS = range(1, 5)
+PART = 500
+
+
+def parts() -> Iterator[list[Case]]:
+    """Return the cases of each test: the ones to repeat, or all, or one of every call with the attacks in turn."""
+    if REPEATED:
+        yield REPEATED
+    elif FULL:
+        every = list(cases(SEEDS))
+        yield from (every[start : start + PART] for start in range(0, len(every), PART))
+    else:
+        attacks = sorted(ATTACKS)
+        yield [Case(attacks[n % len(attacks)], n, call) for n, call in enumerate(CALLS)]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Keep nats-py's tracebacks about hostile bytes out of the report."""
+    logger = logging.getLogger("nats.aio.client")
+    level, logger.level = logger.level, logging.CRITICAL
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "jetstream_ext does not know the internals", RuntimeWarning)
+        yield
+    logger.level = level
+
+
+@pytest.mark.parametrize("part", [pytest.param(part, id=f"{part[0]}...{part[-1]}") for part in parts()])
+async def test_every_call_ends_in_time_with_a_documented_error_and_leaves_nothing(part: list[Case]) -> None:
+    assert await run(part) == []
+
+
+def fed() -> list[Case]:
+    if REPEATED:
+        return [case for case in REPEATED if case.attack in FEEDS]
+    calls = list(CALLS) if FULL else ["DirectGet.scan", "FastPublisher.add_many (gaps ok)"]
+    return [Case(name, n, call) for name in FEEDS for n, call in enumerate(calls, 1)]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("case", fed(), ids=str)
+async def test_a_server_that_sends_without_end_does_not_fill_the_memory(case: Case) -> None:
+    sent, growth = await run_fed(case, timeout=3.0 if FULL else 0.6)
+    assert growth <= LIMIT, f"{case}: the server sent {sent >> 20} MiB, and {growth >> 20} MiB more memory was needed"
+
+
+async def _raise(t: Try) -> None:
+    await t.js.account_info()
+    raise KeyError("seq")
+
+
+async def _keep(t: Try) -> None:
+    kept = []
+    async with asyncio.timeout(t.timeout):
+        while True:
+            kept.append(bytearray(b"x") * (1 << 20))
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        (_raise, "raised KeyError"),
+        (lambda t: asyncio.Event().wait(), "still waits"),
+        (lambda t: t.nc.subscribe("left"), "subscriptions are left"),
+    ],
+)
+async def test_the_campaign_finds_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[Try], Awaitable[object]], found: str
+) -> None:
+    monkeypatch.setitem(CALLS, "features", plain(call))
+    (wrong,) = await run([Case("none", 1, "features")])
+    assert wrong.startswith("none:1:features: ")
+    assert found in wrong
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+async def test_the_campaign_finds_a_call_that_needs_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CALLS, "features", plain(_keep))
+    _, growth = await run_fed(Case("none", 1, "features"), timeout=0.6)
+    assert growth > LIMIT
