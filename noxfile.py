@@ -65,6 +65,7 @@ CAMPAIGNS: dict[str, tuple[list[str], dict[str, str]]] = {
     "simulation": (["tests/simulation"], {}),
     "call_simulation": (["tests/simulation", "--calls"], {}),
     "waits": (["-m", "pytest", "--timeout=7200", "tests/safety_net/test_waits_end.py"], {}),
+    "hostile": (["-m", "pytest", "--timeout=3600", "tests/hostile"], {}),
     "fuzz": (["tests/fuzz/direct_get.py"], {}),
 }
 
@@ -77,8 +78,9 @@ def full(session: nox.Session) -> None:
     real servers under load), differential (10,000 random sequences of commands to the reference server and to real ones),
     history (100,000 random operations on buckets and logs, with every read compared with the acknowledged history),
     simulation (200,000 schedules of the fast batch in virtual time), call_simulation (104,000 schedules of ingest, atomic
-    batches and exactly-once workers in virtual time), waits (every call, fault, payload and state of the connection), fuzz
-    (the decoder of direct-get replies; needs a Python that atheris supports).
+    batches and exactly-once workers in virtual time), waits (every call, fault, payload and state of the connection),
+    hostile (a server that says anything, against every call, the command line, Spark and the wire; a failure names what
+    repeats it), fuzz (the decoder of direct-get replies; needs a Python that atheris supports).
     """
     chosen, arguments = session.posargs[:1] or list(CAMPAIGNS), session.posargs[1:]
     if unknown := set(chosen) - set(CAMPAIGNS):
@@ -86,7 +88,7 @@ def full(session: nox.Session) -> None:
     for name in chosen:
         command, environment = CAMPAIGNS[name]
         if command[0] == "-m":
-            session.install("-e", ".[spark,server]", *group("test"))
+            session.install("-e", ".[spark,server,cli]", *group("test"))
         else:
             session.install("-e", ".")
         extra = arguments

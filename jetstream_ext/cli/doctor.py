@@ -34,14 +34,15 @@ async def _examine_all(where: Target, stream: str | None) -> tuple[Features, lis
 
 
 async def _all_streams(js: JetStreamContext) -> list[StreamState]:
-    states: list[StreamState] = []
+    states: dict[str, StreamState] = {}
     while True:
-        page = await Api(Context(js)).ask("STREAM.LIST", {"offset": len(states)})
+        known = len(states)
+        page = await Api(Context(js)).ask("STREAM.LIST", {"offset": known})
         with malformed_as_error("all streams"):
             infos, total = list(page.get("streams") or ()), int(page["total"])
-        states += map(parse_stream_state, infos)
-        if not infos or len(states) >= total:
-            return states
+        states |= {state.name: state for state in map(parse_stream_state, infos)}
+        if len(states) == known or len(states) >= total:
+            return list(states.values())
 
 
 async def _examine(js: JetStreamContext, state: StreamState, api_level: int) -> dict[str, Any]:

@@ -157,7 +157,8 @@ class Bucket:
                 return [key for key in map(self.subjects().key_of, subjects) if key is not None]
             if offset + count > listed:  # not a page that was read before
                 listed = offset + count
-                api, retry = self._patience()
+                if max(page) > last:
+                    api, retry = self._patience()
             last, overlap = max(page), count // 10 + 1
             offset += count - overlap
 

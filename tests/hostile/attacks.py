@@ -322,7 +322,7 @@ class GrowingStream(Attack):
         def grown(match: re.Match[bytes]) -> bytes:
             return match[1] + b"%d" % min((1 << 64) - 1, int(match[2]) + self._seen * self._step)
 
-        payload = re.sub(rb'("(?:last_seq|messages|num_pending)":\s*)(\d+)', grown, frame.payload)
+        payload = re.sub(rb'("(?:last_seq|messages|num_pending|total|num_subjects)":\s*)(\d+)', grown, frame.payload)
         header = re.sub(rb"(Nats-(?:Num-Pending|UpTo-Sequence): )(\d+)", grown, frame.header)
         await link.send(Frame(frame.subject, frame.reply, header, payload, frame.sid).delivery())
 
