@@ -170,14 +170,27 @@ class Json(Attack):
         return where if isinstance(where, dict) else range(len(where))
 
 
+_PARSED = {"type", "created", "ts", "time", "first_ts", "last_ts", "retention", "discard", "storage", "compression"}
+
+
 class Texts(Json):
     """Puts escape sequences into every kind of text: strings in JSON, header values, payloads."""
 
     removes = 0.0
 
+    def __init__(self, name: str, seed: int) -> None:
+        super().__init__(name, seed)
+        self._parsed = self.rng.random() < 0.2  # also what is no text for a reader: times and types
+
+    async def info(self, line: bytes) -> bytes:
+        text = self.rng.choice(TEXTS)
+        info = json.loads(line.removeprefix(b"INFO "))
+        names = self.rng.sample(("version", "server_name", "cluster", "server_id", "domain", "go"), 3)
+        return b"INFO " + json.dumps(info | {name: f"{info.get(name, '')}{text}" for name in names}).encode() + b"\r\n"
+
     def wanted(self, where: Any) -> Any:
         keys = where if isinstance(where, dict) else range(len(where))
-        return [key for key in keys if isinstance(where[key], str)]
+        return [key for key in keys if isinstance(where[key], str) and (self._parsed or key not in _PARSED)]
 
     def choices(self, old: Any) -> tuple[str, ...]:
         text = self.rng.choice(TEXTS)
@@ -187,7 +200,8 @@ class Texts(Json):
         if frame.header and self.rng.random() < 0.7:
             text = self.rng.choice(TEXTS).replace("\r", "").replace("\n", "").encode()
             lines = frame.header.split(b"\r\n")
-            places = [n for n, line in enumerate(lines) if b": " in line]
+            skipped = () if self._parsed else (b"Nats-Sequence", b"Nats-Time-Stamp", b"Nats-Num", b"Nats-Last", b"Nats-UpTo")
+            places = [n for n, line in enumerate(lines) if b": " in line and not line.startswith(skipped)]
             if places:
                 n = self.rng.choice(places)
                 name, _, value = lines[n].partition(b": ")
@@ -459,22 +473,29 @@ class Cut(Attack):
 
 
 class Errors(Attack):
-    """Sends ``-ERR``."""
+    """Sends ``-ERR``, also to a client that connects."""
 
-    async def lie(self, link: Link, frame: Frame) -> None:
+    def _error(self, subject: str) -> bytes:
         text = self.rng.choice(
             (
                 *("Stale Connection", "Authorization Violation", "Authentication Timeout", "Slow Consumer", "", "'"),
                 *("Maximum Payload Violation", "Invalid Subject", "Maximum Connections Exceeded", "Parser Error"),
-                f'Permissions Violation for Publish to "{frame.subject}"',
+                f"Authorization Violation {self.rng.choice(TEXTS)}",
+                f'Permissions Violation for Publish to "{subject}"',
                 'Permissions Violation for Publish to "$JS.API.>"',
-                f'Permissions Violation for Subscription to "{frame.subject}"',
+                f'Permissions Violation for Subscription to "{subject}"',
                 f'Permissions Violation for Publish to "{self.rng.choice(TEXTS)}"',
                 f'Permissions Violation for Publish to "{"[" * 1000}"',
                 *TEXTS,
             )
         )
-        await link.send(b"-ERR '%b'\r\n" % text.encode())
+        return b"-ERR '%b'\r\n" % text.encode()
+
+    async def info(self, line: bytes) -> bytes:
+        return line + (self._error("a") if self.rng.random() < 0.5 else b"")
+
+    async def lie(self, link: Link, frame: Frame) -> None:
+        await link.send(self._error(frame.subject))
         if self.rng.random() < 0.5:
             await link.send(frame.delivery())
 

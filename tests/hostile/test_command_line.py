@@ -63,11 +63,8 @@ def chosen() -> list[Case]:
         return [case for case in cases if case.call in COMMANDS]
     if FULL:
         return [Case(name, seed, call) for seed in range(2) for name in ATTACKS for call in COMMANDS]
-    return [Case("texts", n, call) for n, call in enumerate(COMMANDS) if call != "ingest"] + [
-        Case("errors", 8, "doctor"),
-        Case("refusal", 3, "snapshot"),
-        Case("next-info", 5, "doctor"),
-    ]
+    sample = "texts:4:doctor texts:5:snapshot texts:6:export texts:9:export-stdout errors:0:doctor refusal:1:snapshot"
+    return [Case.parse(text) for text in sample.split()]
 
 
 async def run_case(case: Case, folder: Path) -> Screen:
