@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any, Final, TypeVar
 
 import nats.errors
-from nats.aio.client import DEFAULT_MAX_PAYLOAD_SIZE, DEFAULT_PENDING_SIZE, Client
+from nats.aio.client import DEFAULT_PENDING_SIZE, Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
@@ -30,6 +30,7 @@ from jetstream_ext.types import own_headers
 
 # Seconds between two looks at the connection, during a wait and while inboxes are open: nats-py has no event for one that
 # is closed while it reconnects or while its server reads nothing.
+_DEFAULT_MAX_PAYLOAD: Final = 1 << 20  # of servers
 _WAIT_POLL: Final = 0.05
 _INBOX_POLL: Final = 0.2
 _CANCEL_AGAIN: Final = 0.5
@@ -362,9 +363,9 @@ class BaseConnection(ABC):
 
     @property
     def max_payload(self) -> int:
-        """The server's limit for headers and payload together, in bytes; nats-py's default if its INFO has no such number."""
-        limit: object = self.nc.max_payload
-        return limit if isinstance(limit, int) else DEFAULT_MAX_PAYLOAD_SIZE
+        """The server's limit for headers and payload together, in bytes; servers' default if its ``INFO`` has no valid one."""
+        limit = self.nc.max_payload
+        return limit if type(limit) is int and limit > 0 else _DEFAULT_MAX_PAYLOAD
 
     @cached_property
     def inbox_size(self) -> int:
