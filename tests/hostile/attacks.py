@@ -200,7 +200,9 @@ class Texts(Json):
         if frame.header and self.rng.random() < 0.7:
             text = self.rng.choice(TEXTS).replace("\r", "").replace("\n", "").encode()
             lines = frame.header.split(b"\r\n")
-            skipped = () if self._parsed else (b"Nats-Sequence", b"Nats-Time-Stamp", b"Nats-Num", b"Nats-Last", b"Nats-UpTo")
+            skipped = (
+                () if self._parsed else (b"Nats-Sequence", b"Nats-Time-Stamp", b"Nats-Num", b"Nats-Last", b"Nats-UpTo")
+            )
             places = [n for n, line in enumerate(lines) if b": " in line and not line.startswith(skipped)]
             if places:
                 n = self.rng.choice(places)
@@ -250,7 +252,9 @@ class Headers(Attack):
         lines = frame.header.rstrip(b"\r\n").split(b"\r\n")
         n = self.rng.randrange(1, len(lines)) if len(lines) > 1 else 0
         name, _, value = lines[n].partition(b":")
-        match self.rng.choice(("change", "change", "change", "remove", "repeat", "cut", "empty", "add", "swap", "lines")):
+        match self.rng.choice(
+            ("change", "change", "change", "remove", "repeat", "cut", "empty", "add", "swap", "lines")
+        ):
             case "change":
                 new = self.rng.choice((*HEADER_NUMBERS, *TEXTS)).replace("\r", "").replace("\n", "")
                 lines[n] = name + b": " + new.encode()
@@ -264,7 +268,9 @@ class Headers(Attack):
                 names = (b"Nats-Num-Pending", b"Nats-Last-Sequence", b"Nats-Sequence", b"Nats-UpTo-Sequence", b"Status")
                 lines[n] = self.rng.choice(names) + b": " + self.rng.choice(HEADER_NUMBERS).encode()
             case "lines":
-                lines[n] = self.rng.choice((b": x", b"x", b"\xff\xfe: \xff", b"a b: c", b"\n", name + b":", b"x:" * 900))
+                lines[n] = self.rng.choice(
+                    (b": x", b"x", b"\xff\xfe: \xff", b"a b: c", b"\n", name + b":", b"x:" * 900)
+                )
             case "empty":
                 lines = [b"NATS/1.0"]
         header = b"\r\n".join(lines) + b"\r\n\r\n"
@@ -450,7 +456,14 @@ class EndlessBytes(Attack):
     async def lie(self, link: Link, frame: Frame) -> None:
         address = f"MSG {frame.subject} {frame.sid}".encode()
         sizes = (str(1 << 63), str(1 << 40), "9" * 4_000)
-        beginnings = (b"MSG ", b"-ERR '", b"INFO {", b"x", address, *(b"%b %b\r\n" % (address, n.encode()) for n in sizes))
+        beginnings = (
+            b"MSG ",
+            b"-ERR '",
+            b"INFO {",
+            b"x",
+            address,
+            *(b"%b %b\r\n" % (address, n.encode()) for n in sizes),
+        )
         await link.send(self.rng.choice(beginnings))
         while True:
             await link.send(b"x" * 60_000)
@@ -558,7 +571,9 @@ def hostile_info(rng: Random) -> bytes:
     changes = [(name, number) for name in ("max_payload", "proto", "client_id", "port") for number in NUMBERS]
     changes += [(name, thing) for name in ("max_payload", "connect_urls", "version", "nonce") for thing in THINGS]
     changes += [(name, text) for name in ("version", "server_name", "cluster", "server_id", "domain", "xkey", "ip")]
-    changes += [("connect_urls", urls) for urls in (f"[{text}]", '["::"]', '["127.0.0.1:1"]', '["a:b:c"]', '["[::1:4"]')]
+    changes += [
+        ("connect_urls", urls) for urls in (f"[{text}]", '["::"]', '["127.0.0.1:1"]', '["a:b:c"]', '["[::1:4"]')
+    ]
     changes += [("ldm", "true"), ("headers", "false"), ("jetstream", "false"), ("auth_required", "true")]
     changes += [("tls_available", "true"), ("nonce", '"abc"'), ("version", '"2"'), ("version", '"9.9.9-x+y"')]
     if rng.random() < 0.1:
@@ -574,7 +589,13 @@ class Unasked(Attack):
     async def start(self, link: Link) -> None:
         for sid, subject in list(link.subscriptions.items()):
             place = subject.replace("*", "x").replace(">", "x.y")
-            for payload in (b"", b"{", b'{"type":"ack"}', b'{"error":{"code":500}}', self.rng.choice(THINGS[:8]).encode()):
+            for payload in (
+                b"",
+                b"{",
+                b'{"type":"ack"}',
+                b'{"error":{"code":500}}',
+                self.rng.choice(THINGS[:8]).encode(),
+            ):
                 await link.send(Frame(place, "", b"", payload, sid).delivery())
             await link.send(Frame(place, "", b"NATS/1.0 503\r\n\r\n", b"", sid).delivery())
 

@@ -138,7 +138,9 @@ async def test_the_campaign_reads_what_a_program_writes_to_its_terminal() -> Non
                                    environment=os.environ, timeout=60)  # fmt: skip
     assert screen.status == 0
     assert "seen True" in screen.output
-    slow = await run_in_terminal("timeit", "-n", "1", "import time; time.sleep(60)", environment=os.environ, timeout=0.2)
+    slow = await run_in_terminal(
+        "timeit", "-n", "1", "import time; time.sleep(60)", environment=os.environ, timeout=0.2
+    )
     assert slow.wrong(secret=SECRET, plain=True).startswith("does not end")
 
 

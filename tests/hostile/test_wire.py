@@ -39,7 +39,18 @@ pytestmark = [
 ]
 
 # How a connection goes before the client has authenticated.
-GREETINGS = ("tls", "tls", "tls first", "clear", "available", "two greetings", "no handshake", "error", "nonce", "silent")
+GREETINGS = (
+    "tls",
+    "tls",
+    "tls first",
+    "clear",
+    "available",
+    "two greetings",
+    "no handshake",
+    "error",
+    "nonce",
+    "silent",
+)
 # How it goes after that.
 CONTINUES = ("answer", "cut", "another info", "moved", "error")
 
@@ -152,7 +163,9 @@ async def run_case(case: Case, chain: Path) -> tuple[str, int]:
     async with Network(case.seed, tls) as network:
         settings = WAYS[case.call](network.places, chain)
         secrets = {"user": "alice", "password": SECRETS[0]} if case.seed % 2 else {"token": SECRETS[1]}
-        with contextlib.suppress(Exception):  # the network may refuse in every way; the command line's words are elsewhere
+        with contextlib.suppress(
+            Exception
+        ):  # the network may refuse in every way; the command line's words are elsewhere
             async with asyncio.timeout(4 * TIMEOUT), connected(Target(replace(settings, **secrets), TIMEOUT)) as js:
                 for _ in range(3):
                     with contextlib.suppress(Exception):
