@@ -120,6 +120,11 @@ class Attack:
         await link.send(frame.delivery())
 
 
+def raw(**fields: str) -> str:
+    """Return a JSON object whose values are given as they are written, also wrongly."""
+    return "{" + ",".join(f'"{name}":{value}' for name, value in fields.items()) + "}"
+
+
 def with_payload(frame: Frame, payload: bytes) -> Frame:
     return Frame(frame.subject, frame.reply, frame.header, payload, frame.sid)
 
@@ -148,7 +153,7 @@ class Json(Attack):
         except ValueError:
             await link.send(frame.delivery())
             return
-        raw: list[str] = []
+        written: list[str] = []
         for _ in range(self.rng.choice((1, 1, 2, 5))):
             places = [(where, index) for where, index in _places(value) if index in self.wanted(where)]
             if not places:
@@ -157,10 +162,10 @@ class Json(Attack):
             if self.rng.random() < self.removes:
                 del where[index]
             else:
-                raw.append(self.rng.choice(self.choices(where[index])))
-                where[index] = f"@{len(raw) - 1}@"
+                written.append(self.rng.choice(self.choices(where[index])))
+                where[index] = f"@{len(written) - 1}@"
         text = json.dumps(value)
-        for n, replacement in enumerate(raw):
+        for n, replacement in enumerate(written):
             text = text.replace(f'"@{n}@"', replacement)
         await link.send(with_payload(frame, text.encode()).delivery())
 
@@ -283,10 +288,10 @@ class Status(Attack):
     """Answers with a status, among them end-of-batch without what belongs to it."""
 
     async def lie(self, link: Link, frame: Frame) -> None:
-        lines = [b"NATS/1.0 " + self.rng.choice(STATUSES)]
-        for name in (b"Nats-Num-Pending", b"Nats-Last-Sequence", b"Nats-UpTo-Sequence", b"Description"):
-            if self.rng.random() < 0.4:
-                lines.append(name + b": " + self.rng.choice(HEADER_NUMBERS).encode())
+        names = (b"Nats-Num-Pending", b"Nats-Last-Sequence", b"Nats-UpTo-Sequence", b"Description")
+        some = [name for name in names if self.rng.random() < 0.4]
+        numbers = [name + b": " + self.rng.choice(HEADER_NUMBERS).encode() for name in some]
+        lines = [b"NATS/1.0 " + self.rng.choice(STATUSES), *numbers]
         await link.send(Frame(frame.subject, "", b"\r\n".join(lines) + b"\r\n\r\n", b"", frame.sid).delivery())
 
 
@@ -578,9 +583,7 @@ def hostile_info(rng: Random) -> bytes:
     changes += [("tls_available", "true"), ("nonce", '"abc"'), ("version", '"2"'), ("version", '"9.9.9-x+y"')]
     if rng.random() < 0.1:
         return rng.choice((*THINGS, "", "{", '"x"', "0")).encode(errors="surrogatepass")
-    for name, value in rng.sample(changes, rng.choice((1, 1, 3))):
-        info[name] = value
-    return ("{" + ",".join(f'"{name}":{value}' for name, value in info.items()) + "}").encode()
+    return raw(**(info | dict(rng.sample(changes, rng.choice((1, 1, 3)))))).encode(errors="surrogatepass")
 
 
 class Unasked(Attack):
@@ -610,22 +613,23 @@ class ForgedBatches(Attack):
     async def lie(self, link: Link, frame: Frame) -> None:
         number = self.rng.choice(NUMBERS)
         small = str(self.rng.randrange(0, 8))
-        error = '{"code":400,"err_code":%d,"description":"no"}' % self.rng.choice(CODES)
+        error = raw(code="400", err_code=str(self.rng.choice(CODES)), description='"no"')
+        stream = {"stream": '"X"'}
         forged = self.rng.choice(
             (
-                '{"type":"ack","seq":%s,"msgs":%s}' % (small, number),
-                '{"type":"ack","seq":%s,"msgs":%s}' % (number, small),
-                '{"type":"ack"}',
-                '{"type":"gap","last_seq":%s,"seq":%s}' % (number, small),
-                '{"type":"gap","last_seq":%s,"seq":%s}' % (small, number),
-                '{"type":"err","seq":%s,"error":%s}' % (small, error),
-                '{"type":"err","seq":1,"error":%s}' % number,
-                '{"type":%s}' % self.rng.choice((*THINGS, number)),
-                '{"last_seq":%s,"seq":%s}' % (number, small),
-                '{"stream":"X","seq":%s,"batch":"b","count":%s}' % (number, small),
-                '{"stream":"X","seq":%s,"batch":%s,"count":%s}' % (small, number, small),
-                '{"stream":"X","seq":1,"batch":"b","count":1,"error":%s}' % error,
-                '{"stream":"","seq":%s}' % number,
+                raw(type='"ack"', seq=small, msgs=number),
+                raw(type='"ack"', seq=number, msgs=small),
+                raw(type='"ack"'),
+                raw(type='"gap"', last_seq=number, seq=small),
+                raw(type='"gap"', last_seq=small, seq=number),
+                raw(type='"err"', seq=small, error=error),
+                raw(type='"err"', seq="1", error=number),
+                raw(type=self.rng.choice((*THINGS, number))),
+                raw(last_seq=number, seq=small),
+                raw(**stream, seq=number, batch='"b"', count=small),
+                raw(**stream, seq=small, batch=number, count=small),
+                raw(**stream, seq="1", batch='"b"', count="1", error=error),
+                raw(stream='""', seq=number),
             )
         ).encode(errors="surrogatepass")
         for subject in link.replies[-3:]:

@@ -9,13 +9,14 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "safety_net")]
+sys.path.extend([str(Path(__file__).parent), str(Path(__file__).parents[1] / "safety_net")])
 
 from attacks import ATTACKS, attack
 from hostile_proxy import HostileProxy
 from memory import MemoryWatch
-from wait_matrix import CALLS, Cell, Try, fill, plain, run_round
+from wait_matrix import CALLS, Cell, fill, run_round
 
 from jetstream_ext.testing import ReferenceServer
 
@@ -69,7 +70,7 @@ class Logs(logging.Handler):
         self.wrong: list[str] = []
         self._logger = logging.getLogger("jetstream_ext")
 
-    def __enter__(self) -> "Logs":
+    def __enter__(self) -> Self:
         self._level, self._propagates = self._logger.level, self._logger.propagate
         self._logger.setLevel(logging.DEBUG)
         self._logger.propagate = False

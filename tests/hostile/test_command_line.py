@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "safety_net")]
+sys.path.extend([str(Path(__file__).parent), str(Path(__file__).parents[1] / "safety_net")])
 
 pytest.importorskip("termios")
 
@@ -25,7 +25,7 @@ from wait_matrix import fill
 from jetstream_ext.testing import ReferenceServer
 
 FULL = bool(os.environ.get("JETSTREAM_EXT_FULL"))
-SECRET = "correct-horse"  # noqa: S105 - no server checks it
+SECRET = "correct-horse"
 TIMEOUT = "500ms"  # for each answer
 LIMIT = 100.0  # seconds: `ingest` gives up a minute after the last stored row
 AT_ONCE = 4

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "safety_net")]
+sys.path.extend([str(Path(__file__).parent), str(Path(__file__).parents[1] / "safety_net")])
 
 from attacks import ATTACKS
-from library_cases import CALLS, FEEDS, LIMIT, Case, Try, cases, plain, run, run_fed
+from library_cases import FEEDS, LIMIT, Case, cases, run, run_fed
+from wait_matrix import CALLS, Try, plain
 
 # nats-py leaves the sockets of lost connections to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")

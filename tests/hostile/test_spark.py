@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "safety_net")]
+sys.path.extend([str(Path(__file__).parent), str(Path(__file__).parents[1] / "safety_net")])
 
 pytest.importorskip("pyspark")
 
@@ -27,7 +27,7 @@ from wait_matrix import fill
 from jetstream_ext.testing import ReferenceServer
 
 FULL = bool(os.environ.get("JETSTREAM_EXT_FULL"))
-SECRET = "correct-horse"  # noqa: S105 - no server checks it
+SECRET = "correct-horse"
 PROCESSES = 4 if FULL else 1  # a write that nothing answers waits for half a minute
 SECONDS = 100.0  # a write gives up half a minute after the last stored row
 JOBS: dict[str, Mapping[str, str]] = {

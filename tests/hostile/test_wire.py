@@ -13,6 +13,7 @@ import ssl
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from random import Random
 from types import TracebackType
@@ -20,7 +21,7 @@ from typing import Self
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "safety_net")]
+sys.path.extend([str(Path(__file__).parent), str(Path(__file__).parents[1] / "safety_net")])
 
 from fake_nats_server import GREETING, certificate
 from library_cases import Case
@@ -140,12 +141,12 @@ class Network:
 
 
 WAYS: dict[str, Callable[[list[str], Path], Settings]] = {
-    "tls scheme": lambda places, chain: Settings(url=",".join(f"tls://{place}" for place in places), ca=str(chain)),
-    "one of two schemes": lambda places, chain: Settings(url=f"tls://{places[0]},nats://{places[1]}", ca=str(chain)),
-    "authority": lambda places, chain: Settings(url=",".join(places), ca=str(chain)),
-    "certificate": lambda places, chain: Settings(url=places[0], cert=str(chain), key=str(chain), ca=str(chain)),
-    "first": lambda places, chain: Settings(url=places[0], ca=str(chain), tls_first=True),
-    "unknown authority": lambda places, chain: Settings(url=f"tls://{places[0]}"),
+    "tls scheme": lambda places, pem: Settings(url=",".join(f"tls://{place}" for place in places), ca=str(pem)),
+    "one of two schemes": lambda places, pem: Settings(url=f"tls://{places[0]},nats://{places[1]}", ca=str(pem)),
+    "authority": lambda places, pem: Settings(url=",".join(places), ca=str(pem)),
+    "certificate": lambda places, pem: Settings(url=places[0], cert=str(pem), key=str(pem), ca=str(pem)),
+    "first": lambda places, pem: Settings(url=places[0], ca=str(pem), tls_first=True),
+    "unknown authority": lambda places, pem: Settings(url=f"tls://{places[0]}"),
 }
 
 
@@ -156,12 +157,12 @@ def chosen() -> list[Case]:
     return [Case("wire", seed * len(WAYS) + n, way) for seed in seeds for n, way in enumerate(WAYS)]
 
 
-async def run_case(case: Case, chain: Path) -> tuple[str, int]:
+async def run_case(case: Case, pem: Path) -> tuple[str, int]:
     """Return what is wrong in a case, and how many connections became encrypted."""
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(chain)
+    tls.load_cert_chain(pem)
     async with Network(case.seed, tls) as network:
-        settings = WAYS[case.call](network.places, chain)
+        settings = WAYS[case.call](network.places, pem)
         secrets = {"user": "alice", "password": SECRETS[0]} if case.seed % 2 else {"token": SECRETS[1]}
         with contextlib.suppress(
             Exception
@@ -175,22 +176,20 @@ async def run_case(case: Case, chain: Path) -> tuple[str, int]:
 
 
 async def test_no_secret_is_sent_without_tls_if_it_was_asked_for(tmp_path: Path) -> None:
-    loop, chain, waiting = asyncio.get_running_loop(), certificate(tmp_path), iter(chosen())
+    loop, pem, waiting = asyncio.get_running_loop(), certificate(tmp_path), iter(chosen())
     loop.set_exception_handler(lambda *_: None)  # nats-py's tasks that end with half a handshake
-    found: list[tuple[str, int]] = []
 
-    async def work() -> None:
-        for case in waiting:
-            found.append(await run_case(case, chain))
+    async def work() -> list[tuple[str, int]]:
+        return [await run_case(case, pem) for case in waiting]
 
-    await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+    found = list(chain.from_iterable(await asyncio.gather(*(work() for _ in range(AT_ONCE)))))
     assert [wrong for wrong, _ in found if wrong] == []
     assert "JETSTREAM_EXT_HOSTILE" in os.environ or any(secured for _, secured in found)
 
 
 async def test_the_campaign_finds_a_secret_on_the_wire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(WAYS, "none", lambda places, chain: Settings(url=places[0]))
-    chain = certificate(tmp_path)
+    monkeypatch.setitem(WAYS, "none", lambda places, pem: Settings(url=places[0]))
+    pem = certificate(tmp_path)
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-    found = await asyncio.gather(*(run_case(Case("wire", seed, "none"), chain) for seed in range(5)))
+    found = await asyncio.gather(*(run_case(Case("wire", seed, "none"), pem) for seed in range(5)))
     assert any("sent in the clear" in wrong for wrong, _ in found)
