@@ -62,7 +62,7 @@ from jetstream_ext.types import own_headers
 _AWAITING_CONTROL_LINE = 1
 _MAX_CONTROL_LINE = 4096
 # More than any server sends: a list of its cluster's URLs, and the 64 MiB that it can be configured to take with headers.
-_LONGEST_LINE = 1 << 20
+_LONGEST_LINE = 1 << 18
 _LARGEST_MESSAGE = 65 << 20
 
 _log = logging.getLogger("jetstream_ext")

@@ -63,8 +63,8 @@ class Link(Protocol):
 
     subscriptions: dict[str, str]
     """The client's subscriptions: sid to subject."""
-    replies: list[str]
-    """Where the newest messages of the client want their answers."""
+    asked: dict[str, str]
+    """The subjects of the client's newest messages, by where they want their answers; oldest first."""
     fed: int
     """How many bytes were sent to the client."""
 
@@ -352,6 +352,21 @@ class GrowingStream(Attack):
         await link.send(Frame(frame.subject, frame.reply, header, payload, frame.sid).delivery())
 
 
+class SameAnswer(Attack):
+    """Repeats its first answer to each kind of request, and counts on: every page of a list is the first one."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        super().__init__(name, seed)
+        self._answers: dict[str, bytes] = {}
+
+    async def message(self, link: Link, frame: Frame) -> None:
+        self._seen += 1
+        if not frame.header:
+            payload = self._answers.setdefault(link.asked.get(frame.subject, ""), frame.payload)
+            frame = with_payload(frame, re.sub(rb'("total":\s*)\d+', rb"\g<1>%d" % (self._seen << 20), payload))
+        await link.send(frame.delivery())
+
+
 # -- replies without an end ---------------------------------------------------------------------------------------------
 
 
@@ -632,7 +647,7 @@ class ForgedBatches(Attack):
                 raw(stream='""', seq=number),
             )
         ).encode(errors="surrogatepass")
-        for subject in link.replies[-3:]:
+        for subject in list(link.asked)[-3:]:
             if (sid := link.sid_of(subject)) is not None:
                 await link.send(Frame(subject, "", b"", forged, sid).delivery())
         if self.rng.random() < 0.5:
@@ -650,6 +665,7 @@ ATTACKS: dict[str, Callable[[str, int], Attack]] = {
     "redirected": Redirected,
     "silence": Silence,
     "growing-stream": GrowingStream,
+    "same-answer": SameAnswer,
     "endless-reply": EndlessReply,
     "endless-pages": EndlessPages,
     "endless-answers": EndlessAnswers,

@@ -8,7 +8,7 @@ from typing import Any, Self
 from attacks import Attack
 from frame_proxy import Frame
 
-_REPLIES_KEPT = 20
+_ASKED_KEPT = 100
 _LINE_LIMIT = 1 << 20
 
 
@@ -100,7 +100,9 @@ class HostileProxy:
                 line += await reader.readexactly(int(words[-1]) + 2)
                 names = words[1 : -2 if operation == "HPUB" else -1]
                 if len(names) > 1:
-                    link.replies = [*link.replies[1 - _REPLIES_KEPT :], names[1]]
+                    link.asked[names[1]] = names[0]
+                    if len(link.asked) > _ASKED_KEPT:
+                        del link.asked[next(iter(link.asked))]
             upstream.write(line)
             await upstream.drain()
         raise ConnectionResetError("the client has closed the connection")
@@ -132,7 +134,7 @@ class _Link:
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self.subscriptions: dict[str, str] = {}
-        self.replies: list[str] = []
+        self.asked: dict[str, str] = {}
         self.fed = 0
         self._writer = writer
 

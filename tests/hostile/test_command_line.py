@@ -63,7 +63,7 @@ def chosen() -> list[Case]:
         return [case for case in cases if case.call in COMMANDS]
     if FULL:
         return [Case(name, seed, call) for seed in range(2) for name in ATTACKS for call in COMMANDS]
-    sample = "texts:4:doctor texts:5:snapshot texts:6:export texts:9:export-stdout errors:0:doctor refusal:1:snapshot"
+    sample = "same-answer:0:doctor texts:4:doctor texts:5:snapshot texts:6:export texts:9:export-stdout errors:0:doctor refusal:1:snapshot"
     return [Case.parse(text) for text in sample.split()]
 
 

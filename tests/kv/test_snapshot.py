@@ -335,6 +335,21 @@ async def test_each_page_of_the_list_may_take_the_timeout(make_bucket, pages_of_
     assert next(asked) > 8
 
 
+async def test_list_of_keys_whose_pages_repeat_ends_after_the_timeout(make_bucket, pages_of_four) -> None:
+    kv = await make_bucket()
+    for n in range(4):
+        await kv.put(f"k{n}", b"")
+
+    async def repeat(answer: dict[str, Any]) -> None:
+        answer["total"] = 1 << 40
+        answer["state"]["subjects"] = {f"{kv._pre}k{n}": 1 for n in range(4)}
+
+    pages_of_four(repeat)
+    async with asyncio.timeout(20):
+        with pytest.raises(RequestTimeoutError):
+            await bucket.Bucket(kv, 0.5).list_keys([">"])
+
+
 async def test_list_of_keys_that_never_continues_ends_after_the_timeout(make_bucket, pages_of_four) -> None:
     kv = await make_bucket()
     for n in range(10):

@@ -154,6 +154,18 @@ class TestStalled:
         machine.handle_timer(15.0)
         assert machine.end_reason is EndReason.TIMEOUT
 
+    def test_a_repeated_gap_does_not_extend_it(self) -> None:
+        machine, gap = batch(gap=GapMode.OK), b'{"type":"gap","last_seq":2,"seq":4}'
+        report = ack(0)[0], gap, 0
+        machine.receive([report], 10.0)
+        assert machine.gap_count == 1
+        machine.waiting(10.0)
+        for now in (11.0, 14.9):
+            machine.receive([report] * 100, now)
+            machine.handle_timer(now)
+        machine.handle_timer(15.0)
+        assert (machine.end_reason, machine.gap_count) == (EndReason.TIMEOUT, 1)
+
     @pytest.mark.parametrize("gap", list(GapMode))
     @pytest.mark.parametrize("reconnects", [False, True])
     def test_a_wait_ends_while_pings_are_answered_and_nothing_is_acknowledged(

@@ -306,6 +306,41 @@ class TestReading:
         assert script.machine.state is State.ENDED
 
     @pytest.mark.parametrize(
+        ("plan", "most"),
+        [
+            (scan(), 4),
+            (scan(up_to=2), 2),
+            (OneReply(Request(seq=1, batch=3, max_bytes=1 << 20)), 3),
+            (OneReply(Request(seq=1, batch=1000, max_bytes=9000)), 100),
+            (MultiLast(Request(multi_last=("a",), max_bytes=9000)), range_read._MOST_ROWS),
+        ],
+        ids=["batch", "range", "one reply", "max_bytes", "multi_last"],
+    )
+    def test_a_reply_without_an_end_is_refused_when_it_exceeds_its_request(self, plan: Plan, most: int) -> None:
+        script = Script(plan)
+        assert isinstance(script.act(), Wait)
+        sent, held = script.plan.in_flight[0], 0
+        size = 0 if most != 100 else 10_000
+        for seq in range(1, 2 * most + 2):
+            subject, body, header = row(seq, seq - 1, 1 << 40)
+            script.machine.receive(sent, [(subject, body + bytes(size), header)], script.now)
+            held = max(held, sum(len(reply.frames) for reply in script.machine._replies.values()))
+        assert held <= most + 2
+        error = failure(script.act())
+        assert isinstance(error, errors.ResponseError)
+        assert "exceeds what was requested" in str(error)
+
+    def test_the_message_that_exceeds_max_bytes_may_be_of_any_size(self) -> None:
+        script = Script(OneReply(Request(seq=1, batch=10, max_bytes=1000)))
+        subject, body, header = row(2, 1, 5)
+        frames = [row(1, 0, 6), (subject, body + bytes(20 << 20), header), eob(2, 5)]
+        assert isinstance(script.act(), Wait)
+        for frame in frames:
+            script.machine.receive(script.plan.in_flight[0], [frame], script.now)
+        assert script.act() == Done()
+        assert script.delivered == [1, 2]
+
+    @pytest.mark.parametrize(
         ("plan", "frames"),
         [
             (OneReply(Request(seq=1, batch=2)), reply([1, 2], 3)),
