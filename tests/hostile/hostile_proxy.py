@@ -73,19 +73,19 @@ class HostileProxy:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        back, upstream = await asyncio.open_connection("127.0.0.1", self._port, limit=_LINE_LIMIT)
-        link = _Link(writer)
-        self.links.append(link)
+        link, upstream = _Link(writer), None
         try:
+            back, upstream = await asyncio.open_connection("127.0.0.1", self._port, limit=_LINE_LIMIT)
+            self.links.append(link)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._up(reader, upstream, link))
                 group.create_task(self._down(back, link))
-        except (asyncio.CancelledError, ExceptionGroup):
+        except (OSError, asyncio.CancelledError, ExceptionGroup):
             pass  # one side has closed the connection, or this proxy ends
         finally:
             self._tasks.discard(task)
-            writer.transport.abort()
-            upstream.transport.abort()
+            for each in filter(None, (writer, upstream)):
+                each.transport.abort()
 
     async def _up(self, reader: asyncio.StreamReader, upstream: asyncio.StreamWriter, link: "_Link") -> None:
         while line := await reader.readline():
