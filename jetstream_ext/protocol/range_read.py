@@ -361,8 +361,9 @@ class RangeRead(_Read):
         reply.count += len(frames)
         reply.largest = max(reply.largest, max(len(body) for _, body, _ in frames))
         if self._exceeds(sent, reply):
-            text = f"stream {self._stream!r}: the reply to a direct get exceeds what was requested: {sent.request}"
-            reply.lost, reply.error = True, ResponseError(text)
+            allowed = f"{sent.request.body()}"[:300]
+            text = f"stream {self._stream!r}: the reply to a direct get is longer than its request {allowed} allows"
+            reply.lost, reply.error = True, ResponseError(f"{text}; the messages that were returned are valid")
         if frames[-1][1].startswith(b"NATS/1.0 "):  # a status ends a reply
             reply.whole, reply.lap = True, self._stopwatch.lap()
         if reply.frames:

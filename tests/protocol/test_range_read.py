@@ -328,7 +328,7 @@ class TestReading:
         assert held <= most + 2
         error = failure(script.act())
         assert isinstance(error, errors.ResponseError)
-        assert "exceeds what was requested" in str(error)
+        assert "is longer than its request" in str(error)
 
     def test_the_message_that_exceeds_max_bytes_may_be_of_any_size(self) -> None:
         script = Script(OneReply(Request(seq=1, batch=10, max_bytes=1000)))
