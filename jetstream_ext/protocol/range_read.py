@@ -355,11 +355,12 @@ class RangeRead(_Read):
         self._sending = 0.0
         if self._sending_since is not None:
             self._sending_since = now
-        size = sum(len(body) for _, body, _ in frames)
+        sizes = [len(body) for _, body, _ in frames]
+        size = sum(sizes)
         self._stopwatch.add(size, now, first=not sent.wire)
         sent.wire += size
         reply.count += len(frames)
-        reply.largest = max(reply.largest, max(len(body) for _, body, _ in frames))
+        reply.largest = max(reply.largest, *sizes)
         if self._exceeds(sent, reply):
             allowed = f"{sent.request.body()}"[:300]
             text = f"stream {self._stream!r}: the reply to a direct get is longer than its request {allowed} allows"

@@ -28,7 +28,7 @@ FULL = bool(os.environ.get("JETSTREAM_EXT_FULL"))
 SECRET = "correct-horse"
 TIMEOUT = "500ms"  # for each answer
 LIMIT = 100.0  # seconds: `ingest` gives up a minute after the last stored row
-AT_ONCE = 4
+AT_ONCE = 6 if FULL else 2
 
 Command = Callable[[str, Path], list[str]]
 
@@ -62,7 +62,9 @@ def chosen() -> list[Case]:
         cases = [Case.parse(text) for text in repeated.split(",")]
         return [case for case in cases if case.call in COMMANDS]
     if FULL:
-        return [Case(name, seed, call) for seed in range(2) for name in ATTACKS for call in COMMANDS]
+        # `ingest` may take a minute each time.
+        calls = {0: COMMANDS, 1: COMMANDS.keys() - {"ingest"}}
+        return [Case(name, seed, call) for seed in calls for name in ATTACKS for call in sorted(calls[seed])]
     sample = "same-answer:0:doctor texts:4:doctor texts:5:snapshot texts:6:export texts:9:export-stdout errors:0:doctor refusal:1:snapshot"
     return [Case.parse(text) for text in sample.split()]
 
