@@ -57,16 +57,16 @@ DATA = {"export-stdout", "doctor-json"}
 """Their standard output is data for another program, byte by byte as stored: it is not the terminal here."""
 
 
-def chosen() -> list[Case]:
+def parts() -> list[list[Case]]:
+    """Return the cases of each test: the ones to repeat, or all with one attack, or a few."""
     if repeated := os.environ.get("JETSTREAM_EXT_HOSTILE"):
-        cases = [Case.parse(text) for text in repeated.split(",")]
-        return [case for case in cases if case.call in COMMANDS]
+        return [[case for case in map(Case.parse, repeated.split(",")) if case.call in COMMANDS]]
     if FULL:
         # `ingest` may take a minute each time.
         calls = {0: COMMANDS, 1: COMMANDS.keys() - {"ingest"}}
-        return [Case(name, seed, call) for seed in calls for name in ATTACKS for call in sorted(calls[seed])]
-    sample = "same-answer:0:doctor texts:4:doctor texts:5:snapshot texts:6:export texts:9:export-stdout errors:0:doctor refusal:1:snapshot"
-    return [Case.parse(text) for text in sample.split()]
+        return [[Case(name, seed, call) for seed in calls for call in sorted(calls[seed])] for name in ATTACKS]
+    sample = "same-answer:0:doctor texts:4:doctor texts:5:snapshot texts:6:export texts:9:export-stdout"
+    return [[Case.parse(text) for text in f"{sample} errors:0:doctor refusal:1:snapshot".split()]]
 
 
 async def run_case(case: Case, folder: Path) -> Screen:
@@ -97,9 +97,9 @@ async def run_case(case: Case, folder: Path) -> Screen:
                 )
 
 
-@pytest.mark.timeout(3600 if FULL else 300)
-async def test_every_command_ends_and_shows_neither_escapes_nor_secrets(tmp_path: Path) -> None:
-    waiting, wrong = iter(chosen()), list[str]()
+@pytest.mark.parametrize("part", parts(), ids=lambda part: part[0].attack if part else "none")
+async def test_every_command_ends_and_shows_neither_escapes_nor_secrets(tmp_path: Path, part: list[Case]) -> None:
+    waiting, wrong = iter(part), list[str]()
 
     async def work(folder: Path) -> None:
         for case in waiting:

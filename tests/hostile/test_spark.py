@@ -36,7 +36,8 @@ JOBS: dict[str, Mapping[str, str]] = {
     "follow": {"stream": "R0"},
     "write": {"stream": "W0"},
 }
-DOCUMENTED = {"JetStreamExtError", "ValueError"}  # the options and the offsets of a checkpoint have errors of their own
+# nats-py's error, which this package's derive from, and those of the options and of the offsets of a checkpoint.
+DOCUMENTED = {"Error", "ValueError"}
 
 
 class SparkProcess:
