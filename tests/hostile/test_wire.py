@@ -153,7 +153,7 @@ WAYS: dict[str, Callable[[list[str], Path], Settings]] = {
 def chosen() -> list[Case]:
     if repeated := os.environ.get("JETSTREAM_EXT_HOSTILE"):
         return [case for case in map(Case.parse, repeated.split(",")) if case.call in WAYS]
-    seeds = range(200 if FULL else 6)
+    seeds = range(200 if FULL else 3)
     return [Case("wire", seed * len(WAYS) + n, way) for seed in seeds for n, way in enumerate(WAYS)]
 
 
