@@ -18,7 +18,7 @@ import click
 import nats.errors
 import nats.js.errors
 from nats.js import JetStreamContext
-from nats.js.api import AckPolicy, ConsumerConfig
+from nats.js.api import AckPolicy, ConsumerConfig, PubAck
 from nats.nuid import NUID
 from rich.text import Text
 
@@ -31,12 +31,14 @@ from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.fast import FastPublisher
 from jetstream_ext.client.streams import Features, features
+from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.protocol.feature_table import ATOMIC, DIRECT_BATCH, DIRECT_GET, FAST_INGEST, Feature
 from jetstream_ext.testing import NatsServer
 from jetstream_ext.types import BatchMessage
 
 _ATOMIC_BATCH: Final = 500  # servers accept 1,000 by default
 _FETCH: Final = 500
+_ASYNC_PART: Final = 1000  # messages that nats-py takes within the timeout
 _CLOSE_TIMEOUT: Final = 5.0
 _POLL: Final = 0.5
 _SUBJECTS: Final = 10
@@ -270,9 +272,19 @@ class _Cases:
 
     async def _publish_async(self) -> int:
         count = max(1, self._messages // _WINDOWED_SHARE)
-        acks = [await self._js.publish_async(subject, payload) for subject, payload in self._some(count)]
-        await self._js.publish_async_completed()
-        return len(await asyncio.gather(*acks))
+        waiting, timeout = set[asyncio.Future[PubAck]](), Context(self._js).timeout
+        # nats-py waits for room without bound, and `publish_async_completed` for an ack that it could not read.
+        async with asyncio.timeout(timeout) as limit:
+            for subject, payload in self._some(count):
+                waiting.add(await self._js.publish_async(subject, payload))
+                if len(waiting) % _ASYNC_PART == 0:
+                    limit.reschedule(asyncio.get_running_loop().time() + timeout)
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, timeout=timeout)
+            if not done:
+                raise RequestTimeoutError(f"no ack of js.publish_async within {timeout:.4g} s")
+            await asyncio.gather(*done)
+        return count
 
     async def _publish_atomic(self) -> int:
         batches = max(1, self._messages // _WINDOWED_SHARE // _ATOMIC_BATCH)

@@ -65,7 +65,7 @@ def parts() -> list[list[Case]]:
         # `ingest` may take a minute each time.
         calls = {0: COMMANDS, 1: COMMANDS.keys() - {"ingest"}}
         return [[Case(name, seed, call) for seed in calls for call in sorted(calls[seed])] for name in ATTACKS]
-    sample = "same-answer:0:doctor texts:4:doctor texts:5:snapshot texts:6:export texts:9:export-stdout"
+    sample = "refusal:0:bench same-answer:0:doctor texts:4:doctor texts:5:snapshot texts:6:export texts:9:export-stdout"
     return [[Case.parse(text) for text in f"{sample} errors:0:doctor refusal:1:snapshot".split()]]
 
 
