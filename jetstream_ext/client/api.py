@@ -35,7 +35,7 @@ from jetstream_ext.protocol.api import StreamState, parse_answer, parse_stream_s
 from jetstream_ext.protocol.direct import Request, StoredMsg
 from jetstream_ext.protocol.feature_table import START_TIME_LEVEL, Feature
 from jetstream_ext.protocol.options import rfc3339
-from jetstream_ext.types import BatchAck, own_headers
+from jetstream_ext.types import BatchAck
 
 LAG_PAUSE: Final = 0.05  # seconds between two checks whether a leader, a replica or a mirror has caught up
 NO_JETSTREAM: Final = "the server runs without JetStream, or the JetStream domain differs"
@@ -303,14 +303,13 @@ async def get_at_leader(
         raise
     with malformed_as_error(f"a message of stream {stream!r}"):
         found = answer["message"]
-        block = base64.b64decode(found["hdrs"]) if found.get("hdrs") else b""
-        return StoredMsg(
-            stream=stream,
-            subject=str(found["subject"]),
-            seq=int(found["seq"]),
-            data=base64.b64decode(found.get("data") or ""),
-            headers=own_headers(h.stored_pairs(block)),
-            time_ns=h.parse_time_ns(h.to_utc(str(found["time"]))),
+        return StoredMsg.single(
+            stream,
+            str(found["subject"]).encode(),
+            int(found["seq"]),
+            base64.b64decode(found.get("data") or ""),
+            h.complete_lines(base64.b64decode(found.get("hdrs") or "")),
+            h.parse_time_ns(h.to_utc(str(found["time"]))),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -39,6 +40,8 @@ from jetstream_ext.protocol.range_read import (
     no_answer,
 )
 from jetstream_ext.protocol.reads import NEWEST, Link, MultiLast, OneReply, Plan, RangePlan, Scan, SentRequest
+
+_log = logging.getLogger("jetstream_ext.direct")
 
 
 class _Inboxes:
@@ -229,6 +232,16 @@ async def read_blocks(
                         machine.failed(error)
     finally:
         inboxes.close_all()
+
+
+async def skip_malformed(blocks: AsyncGenerator[Block, None]) -> AsyncGenerator[Block, None]:
+    """Yield `blocks` without the messages about which the server says something malformed; log each of them."""
+    async with aclosing(blocks):
+        async for block in blocks:
+            for error in block.drop_malformed():
+                _log.warning("skipped a message: %s", error)
+            if block.seqs:
+                yield block
 
 
 async def read_one(context: Context, stream: str, request: Request, timeout: float) -> StoredMsg:

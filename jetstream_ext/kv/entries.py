@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from types import MappingProxyType
 from typing import Final, Literal
 
@@ -13,8 +13,9 @@ from nats.js.api import Header
 from nats.js.errors import InvalidKeyError
 from nats.js.kv import KV_DEL, KV_OP, KV_PURGE, MSG_ROLLUP_SUBJECT
 
+from jetstream_ext.errors import ResponseError
 from jetstream_ext.protocol.direct import Block, StoredMsg
-from jetstream_ext.protocol.headers import ROW_STORED, ROW_SUBJECT, ROW_TIME, decode_stored, parse_time_ns
+from jetstream_ext.protocol.headers import ROW_STORED, ROW_SUBJECT, ROW_TIME, decode_stored, parse_time
 from jetstream_ext.ttl import marker_reason
 
 Operation = Literal["PUT", "DEL", "PURGE"]
@@ -111,19 +112,15 @@ def rows_of(block: Block | Sequence[StoredMsg]) -> Iterator[Row]:
     subjects: list[str] = []
     headers: list[Mapping[str, str]] = []
     times: list[datetime] = []
-    for row in block.each_row():
-        subjects.append(row[ROW_SUBJECT].decode("utf-8", "replace"))
-        headers.append(decode_stored(row[ROW_STORED]) if row[ROW_STORED] else _NO_HEADERS)
-        times.append(_time(row[ROW_TIME]))
-    return zip(block.seqs, subjects, block.datas, headers, times, strict=True)
-
-
-def _time(line: bytes) -> datetime:
     try:
-        return datetime.fromisoformat(line[17:].decode())
-    except ValueError:
-        # The form of a draft, or no time: `parse_time_ns` accepts the one and raises for the other.
-        return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=parse_time_ns(line[17:]) // 1000)
+        for row in block.each_row():
+            subjects.append(row[ROW_SUBJECT].decode("utf-8", "replace"))
+            headers.append(decode_stored(row[ROW_STORED]) if row[ROW_STORED] else _NO_HEADERS)
+            times.append(parse_time(row[ROW_TIME][17:]))
+    except ResponseError:
+        block.check()  # its error names the message
+        raise
+    return zip(block.seqs, subjects, block.datas, headers, times, strict=True)
 
 
 ROLLUP: Final = Header.ROLLUP.value

@@ -1,7 +1,8 @@
 """Message headers on the wire: a status line, then ``Name: value`` lines, then an empty line.
 
-A direct-get reply has the stored headers first and the server's own after them. So of two lines with one name the
-*last* is the server's: a publisher that stores ``Nats-Sequence: 77`` must not mislead a reader.
+A direct-get reply has the stored block first, which servers store unchecked, and the server's own lines after it. So the
+server's lines are read from the end of the block, where nobody else can write, and no line before them is believed: a
+publisher can store ``Nats-Sequence: 77``, or a block without an end.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ UP_TO_SEQUENCE: Final = "Nats-UpTo-Sequence"
 _APPENDED: Final = (STREAM, SUBJECT, SEQUENCE, TIME_STAMP, NUM_PENDING, LAST_SEQUENCE)
 # What a server adds to a direct-get reply; never part of a stored message's headers.
 REPLY_HEADERS: Final = frozenset({*_APPENDED, UP_TO_SEQUENCE})
-_REPLY_NAMES: Final = frozenset(name.encode() for name in REPLY_HEADERS)
 
 _RESERVED: Final = "Nats-"
 
@@ -55,6 +55,9 @@ name, and the stored headers are one block without the server's lines, or nothin
 ROW_SUBJECT, ROW_SEQUENCE, ROW_TIME, ROW_PENDING, ROW_LAST, ROW_STREAM, ROW_STORED = range(7)
 
 
+_LINES: Final = tuple(f"{name}: ".encode() for name in _APPENDED)
+
+
 def reply_row(block: bytes) -> Row:
     """Cut up the header block of a message in a batched direct-get reply; return an empty row for any other block.
 
@@ -62,45 +65,71 @@ def reply_row(block: bytes) -> Row:
     """
     lines = block.rsplit(CRLF, 8)
     if (
-        len(lines) != 9
-        or lines[1][:13] != b"Nats-Stream: "
-        or lines[2][:14] != b"Nats-Subject: "
-        or lines[3][:15] != b"Nats-Sequence: "
-        or lines[4][:17] != b"Nats-Time-Stamp: "
-        or lines[5][:18] != b"Nats-Num-Pending: "
-        or lines[6][:20] != b"Nats-Last-Sequence: "
+        len(lines) == 9
+        and lines[1][:13] == b"Nats-Stream: "
+        and lines[2][:14] == b"Nats-Subject: "
+        and lines[3][:15] == b"Nats-Sequence: "
+        and lines[4][:17] == b"Nats-Time-Stamp: "
+        and lines[5][:18] == b"Nats-Num-Pending: "
+        and lines[6][:20] == b"Nats-Last-Sequence: "
     ):
+        stored = lines[0] if CRLF in lines[0] else b""
+        return [lines[2][14:], lines[3], lines[4], lines[5], lines[6], lines[1], stored]
+    if not lines[-1] and lines[-3:][0].startswith(_LINES[3]):
+        return []  # the reply to a single get
+    found = _cut_off(block, _LINES)
+    if not found:
         return []
-    stored = lines[0] if len(lines[0]) > len(VERSION) else b""
-    return [lines[2][14:], lines[3], lines[4], lines[5], lines[6], lines[1], stored]
+    stream, subject, sequence, time, pending, last, stored = found
+    return [subject[14:], sequence, time, pending, last, stream, stored]
 
 
-def checked_row(block: bytes) -> Row:
-    """Return `reply_row` of a block that must be a message's; raise ResponseError if it is not."""
-    row = reply_row(block)
-    if not row:
-        raise ResponseError("a message in a direct-get reply lacks a header that the server adds", frame=block)
-    return row
+def single_row(block: bytes) -> Row:
+    """As `reply_row`, for the reply to a single direct get, which has only the first four lines."""
+    found = _cut_off(block, _LINES[:4])
+    if not found:
+        return []
+    stream, subject, sequence, time, stored = found
+    return [subject[14:], sequence, time, b"", b"", stream, stored]
 
 
-def lay_out(block: bytes, values: Mapping[str, str]) -> bytes:
-    """Return the header block of a reply in the layout that `reply_row` takes, whatever the server's order was.
+def _cut_off(block: bytes, names: tuple[bytes, ...]) -> list[bytes]:
+    """Return the server's lines at the end of a block, by `names`, and what is stored in one piece; nothing for others.
 
-    `values` are the last values of its names. Raises ResponseError if a line that servers append is missing.
+    Another order, or new lines between them, does not matter. A server appends its lines to the stored block without its
+    last two bytes. If these are not its empty line, the server's first line continues the publisher's last one, whose end
+    is lost, so that it counts as no header.
     """
-    lines = block.split(CRLF)[1:]
-    stored = [line for line in lines if line and line.partition(b":")[0].strip() not in _REPLY_NAMES]
-    try:
-        appended = [f"{name}: {values[name]}".encode() for name in _APPENDED]
-    except KeyError as missing:
-        raise ResponseError(f"a direct-get reply lacks the header {missing}", frame=block) from None
-    return CRLF.join([VERSION, *stored, *appended, b"", b""])
+    lines = block.split(CRLF)
+    if any(lines[-2:]):
+        return []
+    found: dict[bytes, bytes] = {}
+    while len(found) < len(names):
+        if not lines:
+            return []
+        line = lines.pop()
+        missing = [name for name in names if name not in found]
+        for name in missing:
+            begin = line.rfind(name)  # none of the values has a blank
+            if begin == 0 or (begin > 0 and len(missing) == 1):
+                found[name] = line[begin:]
+    return [*map(found.__getitem__, names), CRLF.join(lines) if len(lines) > 1 else b""]
 
 
-def message_block(stored: Mapping[str, str], appended: Iterable[object]) -> bytes:
+def complete_lines(block: bytes) -> bytes:
+    """Return the stored headers of a message as `ROW_STORED` has them; `block` is its whole header block."""
+    stored = block[: -len(CRLF)].rpartition(CRLF)[0]
+    return stored if CRLF in stored else b""
+
+
+def stored_lines(headers: Mapping[str, str]) -> bytes:
+    """Return headers as `ROW_STORED` has them."""
+    return CRLF.join([VERSION, *(f"{name}: {value}".encode() for name, value in headers.items())]) if headers else b""
+
+
+def message_block(stored: bytes, appended: Iterable[bytes]) -> bytes:
     """Return the header block of a message in a batched reply: its stored headers, and the values that servers append."""
-    lines = [*stored.items(), *zip(_APPENDED, appended, strict=True)]
-    return CRLF.join([VERSION, *(f"{name}: {value}".encode() for name, value in lines), b"", b""])
+    return CRLF.join([stored or VERSION, *map(bytes.__add__, _LINES, appended), b"", b""])
 
 
 def check_header(name: str, value: str) -> None:
@@ -168,12 +197,12 @@ def parse_status(block: bytes) -> tuple[int, str] | None:
     """Return the inline status ``(code, text)``, or None; raise ResponseError if `block` is not a header block."""
     line = block.partition(CRLF)[0]
     if not line.startswith(VERSION):
-        raise ResponseError("a header block does not begin with NATS/1.0", frame=block)
+        raise ResponseError("it does not begin with NATS/1.0", frame=block)
     code, _, text = line[len(VERSION) :].strip().partition(b" ")
     if not code:
         return None
     if not code.isdigit() or len(code) > 9:
-        raise ResponseError("a header block has a status that is not a number", frame=block)
+        raise ResponseError("its status is not a number", frame=block)
     return int(code), text.decode("utf-8", "replace")
 
 
@@ -198,7 +227,7 @@ def line_number(line: bytes) -> int:
 def count(value: bytes) -> int:
     """Return a sequence or a count that a server sent; raise ResponseError if it is not from 0 to 2**64-1."""
     if not value.isdigit() or len(value) > 20 or (number := int(value)) >> 64:
-        raise ResponseError("a header that the server adds is not a number from 0 to 2**64-1", frame=value)
+        raise ResponseError(f"{value[:64]!r} is not a number from 0 to 2**64-1", frame=value)
     return number
 
 
@@ -238,6 +267,17 @@ def format_time_ns(time_ns: int) -> str:
     return f"{when.isoformat()}.{fraction:09d}Z"
 
 
+def parse_time(value: bytes) -> datetime:
+    """As `parse_time_ns`, to the microsecond."""
+    if value.endswith(b"Z"):
+        # Six times as fast as by nanoseconds, and truncates the same digits.
+        try:
+            return datetime.fromisoformat(value.decode())
+        except ValueError:
+            pass  # `parse_time_ns` raises the error
+    return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=parse_time_ns(value) // 1000)
+
+
 def parse_time_ns(value: bytes) -> int:
     """Return the nanoseconds since the epoch of an RFC 3339 time in UTC, or raise ResponseError.
 
@@ -258,4 +298,4 @@ def parse_time_ns(value: bytes) -> int:
         second = whole.hour * 3600 + whole.minute * 60 + whole.second
         return (days * 86400 + second) * 1_000_000_000 + int(fraction.ljust(9, "0"))
     except ValueError:
-        raise ResponseError(f"the server sent a time that is not RFC 3339: {text[:64]!r}", frame=value) from None
+        raise ResponseError(f"{value[:64]!r} is a time that is not RFC 3339", frame=value) from None

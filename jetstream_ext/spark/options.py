@@ -337,6 +337,7 @@ class ReadOptions:
     max_bytes_per_partition: int = _option("maxBytesPerPartition", _size, 64 << 20)
     fail_on_data_loss: bool = _option("failOnDataLoss", _boolean, True)
     tail_check: bool = _option("tailCheck", _boolean, True)
+    skip_bad: bool = _option("onBad", _choice(error=False, skip=True), False)
     allow_unstable_retention: bool = _option("allowUnstableRetention", _boolean, False)
     push_down: bool = _option("pushDown", _boolean, False)
     max_offsets: int | None = _option("maxOffsetsPerTrigger", _positive)

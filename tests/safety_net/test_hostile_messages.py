@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from frame_proxy import Frame, FrameProxy
 from read_as_spark import Read, read_as_spark
 
-ISSUE = "Hostile and odd input"
 UNREADABLE = {
     "unfinished": b"NATS/1.0\r\nA: bcd",
     "line feeds only": b"NATS/1.0\nA: b\n\n",
@@ -105,9 +104,6 @@ PATHS = pytest.mark.parametrize(
 BLOCKS = pytest.mark.parametrize("block", UNREADABLE.values(), ids=UNREADABLE)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=ResponseError, reason=f"{ISSUE}: one message with a malformed header block stops every read"
-)
 @BLOCKS
 @PATHS
 async def test_read_returns_every_message_beside_a_malformed_header_block(
@@ -125,9 +121,6 @@ async def test_transaction_reads_a_key_with_a_malformed_header_block(
     assert [found[key].value for key in KEYS] == [b"a", b"b", b"c"]
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{ISSUE}: a forged Nats-Stream makes get name another stream"
-)
 @pytest.mark.parametrize("call", ["get", "get_last", "get_next"])
 async def test_single_get_names_the_responder_and_not_a_forged_stream(
     js: JetStreamContext, store: Store, call: str
@@ -143,9 +136,6 @@ async def test_single_get_names_the_responder_and_not_a_forged_stream(
     assert (message.stream, message.subject, message.seq, message.data) == (f"KV_{name}", subject, 2, b"b")
 
 
-@pytest.mark.xfail(
-    strict=True, raises=ResponseError, reason=f"{ISSUE}: a forged Nats-Stream ends every read of several messages"
-)
 @pytest.mark.parametrize("path", [batch, multi_last, scan, log_reader, snapshot, snapshot_of_the_past, get_many])
 async def test_read_returns_every_message_beside_a_forged_stream(
     js: JetStreamContext, store: Store, path: Callable[[JetStreamContext, str], Awaitable[list[bytes]]]
@@ -153,9 +143,6 @@ async def test_read_returns_every_message_beside_a_forged_stream(
     assert await path(js, await store(FORGED)) == [b"a", b"b", b"c"]
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{ISSUE}: export stops at a message with a malformed header block"
-)
 async def test_export_writes_every_message_beside_a_malformed_header_block(
     server: NatsServer, store: Store, tmp_path: Path
 ) -> None:
@@ -169,9 +156,6 @@ async def test_export_writes_every_message_beside_a_malformed_header_block(
     assert len([json.loads(line) for line in file.read_text().splitlines()]) == 3
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{ISSUE}: Spark stops at a message with a malformed header block"
-)
 async def test_spark_reads_every_message_beside_a_malformed_header_block(server: NatsServer, store: Store) -> None:
     pytest.importorskip("pyspark")
     stream = f"KV_{await store(UNREADABLE['unfinished'])}"
@@ -196,9 +180,6 @@ async def scan_all(js: JetStreamContext, stream: str) -> Any:
     return [message.time async for message in jsx.DirectGet(js, stream).scan()]
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{ISSUE}: a ResponseError names neither stream nor sequence"
-)
 @pytest.mark.parametrize("path", [get_the_second, scan_all])
 async def test_refused_reply_is_reported_with_its_stream_and_sequence(
     server: NatsServer, store: Store, path: Callable[[JetStreamContext, str], Awaitable[Any]]
@@ -215,7 +196,6 @@ async def test_refused_reply_is_reported_with_its_stream_and_sequence(
     assert re.search(r"\b2\b", str(caught.value))
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason=f"{ISSUE}: scan has no option that skips a message")
 async def test_scan_skips_a_refused_reply_on_request(server: NatsServer, store: Store) -> None:
     stream = f"KV_{await store(EMPTY)}"
     async with FrameProxy(server.port, on_delivery=spoil_the_second_message) as proxy:
@@ -228,7 +208,6 @@ async def test_scan_skips_a_refused_reply_on_request(server: NatsServer, store: 
     assert read == [1, 3]
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"{ISSUE}: Spark has no option that skips a message")
 async def test_spark_skips_a_refused_reply_on_request(server: NatsServer, store: Store) -> None:
     pytest.importorskip("pyspark")
     stream = f"KV_{await store(EMPTY)}"
