@@ -138,11 +138,12 @@ class StoredMsg:
     def _row(self) -> list[bytes]:
         lines = self._lines
         if lines is None:
-            lines = self._lines = h.reply_row(self._body[: self._header_size])
+            lines = h.reply_row(self._body[: self._header_size])
             if not lines:
                 raise malformed(
                     self._stream, f"message {self._seq}", "it lacks a header that the server adds", self._body
                 )
+            self._lines = lines
         return lines
 
     def _malformed(self, error: ResponseError) -> ResponseError:

@@ -66,7 +66,7 @@ def reply_row(block: bytes) -> Row:
     lines = block.rsplit(CRLF, 8)
     if (
         len(lines) == 9
-        and lines[1][:13] == b"Nats-Stream: "
+        and lines[1].rfind(b"Nats-Stream: ") == 0  # the publisher's last line may be before it
         and lines[2][:14] == b"Nats-Subject: "
         and lines[3][:15] == b"Nats-Sequence: "
         and lines[4][:17] == b"Nats-Time-Stamp: "
