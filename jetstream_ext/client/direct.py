@@ -315,10 +315,10 @@ class DirectGet:
                 well, but the read then does not notice if the stream is deleted and created again.
             min_seq: Read your own writes: wait (within the timeout) until the leader has this sequence, and prove the
                 range up to it. Only messages of the stream itself count, as with `confirm`.
-            on_bad: What to do about a message whose time or counts, which the server adds to it, are malformed: with
-                ``"error"``, the attribute of the message raises `ResponseError`; with ``"skip"``, the read leaves the message
-                out and logs a warning with its sequence. No released server sends such a message. What a publisher
-                stores is never bad: headers that cannot be decoded are left out.
+            on_bad: What to do about a message whose time, which the server adds to it, is malformed: with ``"error"``, the
+                attribute `StoredMsg.time` raises `ResponseError`; with ``"skip"``, the read leaves the message out and logs
+                a warning with its sequence. No released server sends such a message, and what a publisher stores is
+                never bad.
 
         Returns:
             As for `batch`.

@@ -235,7 +235,7 @@ async def read_blocks(
 
 
 async def skip_malformed(blocks: AsyncGenerator[Block, None]) -> AsyncGenerator[Block, None]:
-    """Yield `blocks` without the messages about which the server says something malformed; log each of them."""
+    """Yield `blocks` without the messages that `StoredMsg.check` refuses; log a warning for each of those."""
     async with aclosing(blocks):
         async for block in blocks:
             for error in block.drop_malformed():

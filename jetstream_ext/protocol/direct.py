@@ -156,8 +156,8 @@ class StoredMsg:
             raise self._malformed(error) from None
 
     def check(self) -> None:
-        """Raise ResponseError if something that the server says about the message is malformed."""
-        _ = self.time_ns, self.num_pending, self.last_seq
+        """Raise ResponseError if the server's lines cannot be read: the time is malformed, or one is missing."""
+        _ = self.time_ns
 
     @property
     def stream(self) -> str:
@@ -326,12 +326,12 @@ class Block:
         return pending
 
     def check(self) -> None:
-        """Raise ResponseError for the first message about which the server says something malformed."""
+        """Raise ResponseError for the first message that `StoredMsg.check` refuses."""
         for message in self.messages():
             message.check()
 
     def drop_malformed(self) -> list[ResponseError]:
-        """Drop the messages about which the server says something malformed; return their errors."""
+        """Drop the messages that `StoredMsg.check` refuses; return the errors."""
         errors: list[ResponseError] = []
 
         def is_good(message: StoredMsg) -> bool:

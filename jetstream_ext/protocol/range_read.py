@@ -496,6 +496,7 @@ class RangeRead(_Read):
         decoder = reply.decoder
         try:
             block = decoder.feed(frames)
+            pending = block.pending(-1) if block.seqs else 0
         except DirectGetDisabledError as error:
             self._interrupt(error, now)
             return
@@ -511,10 +512,10 @@ class RangeRead(_Read):
             self._answered = True
             if self._own_only and block.stream != self._stream:
                 reply.hints += block.seqs
-                self._pending = block.pending(-1)
+                self._pending = pending
             else:
                 self._replica_answered()
-                rows = self._plan.accept(sent, block, decoder.size, block.pending(-1))
+                rows = self._plan.accept(sent, block, decoder.size, pending)
                 if rows.seqs:
                     self._retried = False
                     self._rows = rows
