@@ -16,6 +16,7 @@ from jetstream_ext.client.connection import open_bucket
 from jetstream_ext.errors import HistoryUnavailableError
 from jetstream_ext.kv import KeyValueSnapshot
 from jetstream_ext.kv import snapshot as take_snapshot
+from jetstream_ext.kv.entries import key_text
 from jetstream_ext.protocol.subjects import check_name
 
 
@@ -97,9 +98,9 @@ def _as_json(bucket: str, found: KeyValueSnapshot) -> dict[str, Any]:
         "revision": found.revision,
         "time": found.time.isoformat(),
         "complete": found.complete,
-        "unavailable": found.unavailable,
+        "unavailable": [key_text(key) for key in found.unavailable],
         "entries": {
-            key: {
+            key_text(key): {
                 **text_or_base64("value", entry.value),
                 "revision": entry.revision,
                 "created": entry.created.isoformat(),

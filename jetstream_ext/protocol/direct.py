@@ -227,11 +227,12 @@ class Block:
     seqs: list[int] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
     header_sizes: list[int] = field(default_factory=list)
+    from_leader: bool = False  # its subjects have U+FFFD where the stored bytes may be others
 
     @classmethod
     def of(cls, messages: Sequence[StoredMsg], pending: int) -> Block:
-        """Return messages as one reply would have them; `pending` matching messages follow the last one."""
-        block, last = cls(messages[0].stream), 0
+        """Return the leader's messages as one reply would have them; `pending` matching messages follow the last one."""
+        block, last = cls(messages[0].stream, from_leader=True), 0
         for left, message in zip(range(pending + len(messages) - 1, pending - 1, -1), messages, strict=True):
             time = h.format_time_ns(message.time_ns)
             added = (message.stream, message.subject, message.seq, time, left, last)
@@ -259,6 +260,7 @@ class Block:
         self.seqs += other.seqs
         self.bodies += other.bodies
         self.header_sizes += other.header_sizes
+        self.from_leader |= other.from_leader
 
     @property
     def size(self) -> int:

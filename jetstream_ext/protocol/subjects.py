@@ -78,6 +78,14 @@ def is_literal(pattern: str) -> bool:
     return "*" not in pattern and ">" not in pattern
 
 
+def can_be_asked_for(subject: str) -> bool:
+    """Whether a request for a stored subject, as a server sent it, is for this one alone.
+
+    Servers store subjects with wildcards, which match others, and with bytes that are not UTF-8, which they send as U+FFFD.
+    """
+    return is_literal(subject) and "\ufffd" not in subject
+
+
 def matcher(filters: Collection[str]) -> Callable[[str], bool]:
     """Return a function that tells whether a stored message's subject matches one of `filters`."""
     if ">" in filters:

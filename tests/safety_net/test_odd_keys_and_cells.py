@@ -21,9 +21,6 @@ from run_cli import run_cli
 ISSUE = "Hostile and odd input"
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{ISSUE}: two keys that are not UTF-8 collide in a snapshot"
-)
 async def test_snapshot_keeps_keys_that_are_not_utf8_apart(
     server: NatsServer, js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -135,6 +136,45 @@ def test_deleted_keys_are_read_on_request(make: Callable[..., str], read: Read, 
     assert values(read(bucket)) == {key: value for key, value in TEN.items() if key not in ("k.1", "k.2")}
     found = {row["key"]: row["operation"] for row in read(bucket, includeDeleted="true")}
     assert (found["k.1"], found["k.2"], found["k.3"], len(found)) == ("DEL", "PURGE", "PUT", 10)
+
+
+ODD = {b"\xff": "\\xff", b"\xfe": "\\xfe", b"\\xff": "\\\\xff", "\ufffd".encode(): "\ufffd", b"k.\xff": "k.\\xff"}
+
+
+@pytest.fixture
+def odd(make: Callable[..., str], server: NatsServer) -> str:
+    """A bucket with keys that clients refuse, too; the values are the keys."""
+    bucket = make(ten, history=2)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw, raw.makefile("rb") as answers:
+        raw.sendall(b'CONNECT {"verbose":false}\r\n')
+        for key in ODD:
+            raw.sendall(b"PUB $KV.%b.%b %d\r\n%b\r\n" % (bucket.encode(), key, len(key), key))
+        raw.sendall(b"PING\r\n")
+        while answers.readline() != b"PONG\r\n":
+            pass
+    return bucket
+
+
+@pytest.mark.parametrize("consistency", ["latest", "strict"])
+def test_keys_that_clients_refuse_are_rows_with_different_keys(odd: str, read: Read, consistency: str) -> None:
+    texts = {text: key for key, text in ODD.items()}
+    assert values(read(odd, consistency=consistency)) == TEN | texts
+    assert values(read(odd, consistency=consistency, asOf="12")) == TEN | {"\\xff": b"\xff", "\\xfe": b"\xfe"}
+    assert values(read(odd, consistency=consistency, keys="k.>")) == TEN | {"k.\\xff": b"k.\xff"}
+    assert values(read(odd, consistency=consistency, keys="k.1,\ufffd")) == {"k.1": b"1", "\ufffd": "\ufffd".encode()}
+
+
+def test_keys_that_clients_refuse_have_their_present_values_if_history_is_gone(
+    odd: str, server: NatsServer, read: Read, with_js: Any
+) -> None:
+    async def overwrite(js: JetStreamContext) -> None:
+        for value in (b"1", b"2", b"3"):
+            await js.publish(f"$KV.{odd}.\ufffd", value)
+
+    with_js(overwrite)
+    assert values(read(odd, asOf="15"))["\ufffd"] == b"3"
+    with pytest.raises(HistoryUnavailableError, match="the history needed for 1 of 5 keys"):
+        read(odd, asOf="15", consistency="strict")
 
 
 @pytest.mark.parametrize("count", [1023, 1024, 1025, 3000])
