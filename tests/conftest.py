@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import inspect
 import os
+import socket
 import sys
 import uuid
 import warnings
@@ -178,6 +179,19 @@ def spark_environment(_spark_jvm: tuple[Any, dict[str, str]]) -> Iterator[dict[s
     left = jvm.org.apache.spark.sql.classic.SparkSession.getDefaultSession()
     if left.isDefined():  # by a program that failed
         left.get().stop()
+
+
+@pytest.fixture
+def send_raw() -> Callable[[NatsServer, bytes], None]:
+    """Send lines of the protocol to a server, with any bytes in subjects and headers, and wait until it has read them."""
+
+    def send_raw(server: NatsServer, lines: bytes) -> None:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as raw, raw.makefile("rb") as answers:
+            raw.sendall(b'CONNECT {"verbose":false,"headers":true,"no_responders":true}\r\n%bPING\r\n' % lines)
+            while answers.readline() != b"PONG\r\n":
+                pass
+
+    return send_raw
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def command(
     entries = table("key", "value", "revision", "created")
     for key, entry in sorted(found.items()):
         entries.add_row(
-            Text(printable(key)),
+            Text(printable(key_text(key))),
             Text(_shown(entry.value)),
             str(entry.revision),
             entry.created.isoformat(sep=" ", timespec="milliseconds"),
@@ -65,7 +65,7 @@ def command(
     screen.print(count(len(found), "key"))
     if found.unavailable:
         screen.print(
-            f"left out, because their history is no longer stored: {', '.join(map(printable, found.unavailable))}",
+            f"left out, because their history is no longer stored: {', '.join(printable(key_text(key)) for key in found.unavailable)}",
             markup=False,
         )
     if not found.complete:

@@ -309,7 +309,7 @@ async def get_at_leader(
             subject=str(found["subject"]),
             seq=int(found["seq"]),
             data=base64.b64decode(found.get("data") or ""),
-            headers=own_headers(h.stored_pairs(block)),
+            headers=own_headers(h.stored_pairs(block, "surrogateescape")),
             time_ns=h.parse_time_ns(h.to_utc(str(found["time"]))),
         )
 

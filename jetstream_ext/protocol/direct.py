@@ -75,6 +75,7 @@ class StoredMsg:
         data: Its payload; empty for delete markers.
         headers: The stored headers, without those that the server adds to a reply; of several values of a name, the last.
         header_pairs: The same as a list of name and value, in the stored order, with every value of a repeated name.
+        raw_headers: `header_pairs` as bytes. In `header_pairs` and `headers`, U+FFFD stands for bytes that are not UTF-8.
         time: When it was stored (aware, UTC, microseconds).
         time_ns: When it was stored, in nanoseconds since the epoch.
         num_pending: The number of matching messages after it, if the reply has it.
@@ -112,6 +113,7 @@ class StoredMsg:
         self._subject = subject
         self._seq = seq
         self._body = data
+        # Those of a server are decoded with surrogateescape, which loses nothing.
         self._headers = own_headers((headers or {}).items())
         self._time_ns = time_ns
         self._num_pending = num_pending
@@ -153,13 +155,27 @@ class StoredMsg:
     @property
     def headers(self) -> dict[str, str]:
         if not self._header_size:
-            return dict(self._headers)
+            return dict(self.header_pairs)
         stored = self._row()[h.ROW_STORED]
         return h.decode_stored(stored) if stored else {}
 
     @property
     def header_pairs(self) -> list[tuple[str, str]]:
-        return h.stored_pairs(self._row()[h.ROW_STORED]) if self._header_size else list(self._headers.items())
+        if self._header_size:
+            return h.stored_pairs(self._row()[h.ROW_STORED])
+        return [(name.decode("utf-8", "replace"), value.decode("utf-8", "replace")) for name, value in self.raw_headers]
+
+    @property
+    def raw_headers(self) -> list[tuple[bytes, bytes]]:
+        pairs = self._escaped_headers()
+        return [
+            (name.encode("utf-8", "surrogateescape"), value.encode("utf-8", "surrogateescape")) for name, value in pairs
+        ]
+
+    def _escaped_headers(self) -> list[tuple[str, str]]:
+        if self._header_size:
+            return h.stored_pairs(self._row()[h.ROW_STORED], "surrogateescape")
+        return list(self._headers.items())
 
     @property
     def time_ns(self) -> int:
@@ -194,12 +210,12 @@ class StoredMsg:
     @property
     def size(self) -> int:
         """Its bytes as servers count them for ``max_bytes``: subject, header block and payload."""
-        lines = sum(len(name.encode()) + len(value.encode()) + len(b": \r\n") for name, value in self.headers.items())
+        lines = sum(len(name) + len(value) + len(b": \r\n") for name, value in self.raw_headers)
         return len(self.subject.encode()) + (lines and lines + len(b"NATS/1.0\r\n\r\n")) + len(self.data)
 
     def _fields(self) -> dict[str, object]:
         names = ("stream", "subject", "seq", "data", "headers", "time_ns", "num_pending", "last_seq")
-        return {name: getattr(self, name) for name in names} | {"headers": own_headers(self.header_pairs)}
+        return {name: getattr(self, name) for name in names} | {"headers": own_headers(self._escaped_headers())}
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, StoredMsg):
@@ -236,7 +252,7 @@ class Block:
         for left, message in zip(range(pending + len(messages) - 1, pending - 1, -1), messages, strict=True):
             time = h.format_time_ns(message.time_ns)
             added = (message.stream, message.subject, message.seq, time, left, last)
-            header = h.message_block(message.headers, added)
+            header = h.message_block(message.raw_headers, added)
             block.seqs.append(last := message.seq)
             block.bodies.append(header + message.data)
             block.header_sizes.append(len(header))
@@ -398,7 +414,7 @@ class ReplyDecoder:
         """Return a message's header block as `headers.reply_row` takes it, or nothing for the end of the reply."""
         row = h.reply_row(header)
         if not row:
-            values = dict(h.parse_lines(header))
+            values = dict(h.parse_lines(header, "surrogateescape"))
             if h.SEQUENCE not in values:
                 self._finish(header, values)
                 return b""
@@ -515,7 +531,7 @@ def decode_single(stream: str, frame: Frame, server_version: str = "", request: 
             subject=values[h.SUBJECT],
             seq=int(values[h.SEQUENCE]),
             data=payload,
-            headers=own_headers(h.stored_pairs(header)),
+            headers=own_headers(h.stored_pairs(header, "surrogateescape")),
             time_ns=h.parse_time_ns(values[h.TIME_STAMP].encode()),
         )
     except (KeyError, ValueError) as error:

@@ -86,21 +86,22 @@ def checked_row(block: bytes) -> Row:
 def lay_out(block: bytes, values: Mapping[str, str]) -> bytes:
     """Return the header block of a reply in the layout that `reply_row` takes, whatever the server's order was.
 
-    `values` are the last values of its names. Raises ResponseError if a line that servers append is missing.
+    `values` are the last values of its names, decoded with ``surrogateescape``. Raises ResponseError if a line that servers append is missing.
     """
     lines = block.split(CRLF)[1:]
     stored = [line for line in lines if line and line.partition(b":")[0].strip() not in _REPLY_NAMES]
     try:
-        appended = [f"{name}: {values[name]}".encode() for name in _APPENDED]
+        appended = [f"{name}: {values[name]}".encode("utf-8", "surrogateescape") for name in _APPENDED]
     except KeyError as missing:
         raise ResponseError(f"a direct-get reply lacks the header {missing}", frame=block) from None
     return CRLF.join([VERSION, *stored, *appended, b"", b""])
 
 
-def message_block(stored: Mapping[str, str], appended: Iterable[object]) -> bytes:
+def message_block(stored: Iterable[tuple[bytes, bytes]], appended: Iterable[object]) -> bytes:
     """Return the header block of a message in a batched reply: its stored headers, and the values that servers append."""
-    lines = [*stored.items(), *zip(_APPENDED, appended, strict=True)]
-    return CRLF.join([VERSION, *(f"{name}: {value}".encode() for name, value in lines), b"", b""])
+    lines = [b"%b: %b" % pair for pair in stored]
+    lines += [f"{name}: {value}".encode() for name, value in zip(_APPENDED, appended, strict=True)]
+    return CRLF.join([VERSION, *lines, b"", b""])
 
 
 def check_header(name: str, value: str) -> None:
@@ -177,13 +178,16 @@ def parse_status(block: bytes) -> tuple[int, str] | None:
     return int(code), text.decode("utf-8", "replace")
 
 
-def parse_lines(block: bytes) -> list[tuple[str, str]]:
-    """Return the ``(name, value)`` pairs of a header block in order; lines without a colon are skipped."""
+def parse_lines(block: bytes, errors: str = "replace") -> list[tuple[str, str]]:
+    """Return the ``(name, value)`` pairs of a header block in order; lines without a colon are skipped.
+
+    `errors` is what becomes of bytes that are not UTF-8, as for `bytes.decode`; ``surrogateescape`` loses nothing.
+    """
     pairs: list[tuple[str, str]] = []
     for line in block.split(CRLF)[1:]:
         name, colon, value = line.partition(b":")
         if colon:
-            pairs.append((name.strip().decode("utf-8", "replace"), value.strip().decode("utf-8", "replace")))
+            pairs.append((name.strip().decode("utf-8", errors), value.strip().decode("utf-8", errors)))
     return pairs
 
 
@@ -210,9 +214,9 @@ def is_reserved(name: str) -> bool:
     return name.startswith(_RESERVED)
 
 
-def stored_pairs(block: bytes) -> list[tuple[str, str]]:
-    """Return a stored message's own headers in order: the block's, without what the server adds to a reply."""
-    return [(name, value) for name, value in parse_lines(block) if name not in REPLY_HEADERS]
+def stored_pairs(block: bytes, errors: str = "replace") -> list[tuple[str, str]]:
+    """Return a stored message's own headers in order: those of `parse_lines`, without what the server adds to a reply."""
+    return [(name, value) for name, value in parse_lines(block, errors) if name not in REPLY_HEADERS]
 
 
 def decode_stored(block: bytes) -> dict[str, str]:

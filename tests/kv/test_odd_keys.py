@@ -1,6 +1,5 @@
 """Any publisher can store keys that clients refuse, also keys that are not UTF-8: no read takes one for another."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -23,19 +22,12 @@ ODD = (b"\xff", b"\xfe", "\ufffd".encode(), b"\xc3", "é".encode(), b"\\xff", b"
 KEYS = {raw: raw.decode("utf-8", "surrogateescape") for raw in (b"ok", *ODD)}
 
 
-async def publish(server: NatsServer, lines: bytes) -> None:
-    """Send lines of the protocol, with any bytes in subjects and headers."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(b'CONNECT {"verbose":false,"headers":true,"no_responders":true}\r\n%bPING\r\n' % lines)
-    await reader.readuntil(b"PONG\r\n")
-    writer.close()
-    await writer.wait_closed()
+SendRaw = Callable[[NatsServer, bytes], None]
 
 
-async def put(server: NatsServer, kv: KeyValue, data: bytes, keys: tuple[bytes, ...] = tuple(KEYS)) -> None:
-    """Store `data` and the key under each of `keys`."""
-    lines = (b"PUB %b%b %d\r\n%b%b\r\n" % (kv._pre.encode(), key, len(data + key), data, key) for key in keys)
-    await publish(server, b"".join(lines))
+def lines(kv: KeyValue, data: bytes, keys: tuple[bytes, ...] = tuple(KEYS)) -> bytes:
+    """Return what stores `data` and the key under each of `keys`."""
+    return b"".join(b"PUB %b%b %d\r\n%b%b\r\n" % (kv._pre.encode(), key, len(data + key), data, key) for key in keys)
 
 
 def values(found: Any) -> dict[str, bytes]:
@@ -68,13 +60,15 @@ def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("strategy")
-async def test_reads_keep_keys_that_are_not_utf8_apart(every: NatsServer, stream_name: Callable[[], str]) -> None:
+async def test_reads_keep_keys_that_are_not_utf8_apart(
+    every: NatsServer, stream_name: Callable[[], str], send_raw: SendRaw
+) -> None:
     async with await nats.connect(every.url) as nc:
         kv = await kvx.enable(await nc.jetstream().create_key_value(bucket=stream_name(), history=5), atomic=False)
-        await put(every, kv, b"1:")
+        send_raw(every, lines(kv, b"1:"))
         first = await kvx.snapshot(kv)
         assert values(first) == stored(b"1:")
-        await put(every, kv, b"2:")
+        send_raw(every, lines(kv, b"2:"))
         now = await kvx.snapshot(kv)
         assert values(now) == stored(b"2:")
         assert [entry.key for entry in now.values()] == list(now)
@@ -88,10 +82,10 @@ async def test_reads_keep_keys_that_are_not_utf8_apart(every: NatsServer, stream
 
 
 async def test_key_that_the_leader_does_not_tell_is_an_error_beside_a_near_mirror(
-    make_bucket, server: NatsServer, mirrored, near
+    make_bucket, server: NatsServer, send_raw: SendRaw, mirrored, near
 ) -> None:
     kv = await make_bucket(history=2)
-    await put(server, kv, b"1:")
+    send_raw(server, lines(kv, b"1:"))
     near(kv._stream, await mirrored(kv, "NEAR", len(KEYS), allow_direct=True))
     for at in (None, len(KEYS) - 1):
         with pytest.raises(ResponseError, match="the key of message 2 is not known"):
@@ -105,9 +99,9 @@ def test_message_of_the_leader_with_an_unknown_subject_is_no_row() -> None:
         rows_of([StoredMsg(stream="S", subject="$KV.B.\ufffd", seq=3)])
 
 
-async def test_transaction_refuses_keys_that_are_not_utf8(make_bucket, server: NatsServer) -> None:
+async def test_transaction_refuses_keys_that_are_not_utf8(make_bucket, server: NatsServer, send_raw: SendRaw) -> None:
     kv = await make_bucket()
-    await put(server, kv, b"1:")
+    send_raw(server, lines(kv, b"1:"))
     async with kvx.transaction(kv) as tx:
         for key in set(KEYS.values()) - {"ok"}:
             with pytest.raises(InvalidKeyError):

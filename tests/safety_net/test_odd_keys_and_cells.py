@@ -1,7 +1,6 @@
 """Keys that are not UTF-8, cells that a spreadsheet runs, and names that a type checker looks for."""
 
 import ast
-import asyncio
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,18 +21,15 @@ ISSUE = "Hostile and odd input"
 
 
 async def test_snapshot_keeps_keys_that_are_not_utf8_apart(
-    server: NatsServer, js: JetStreamContext, stream_name: Callable[[], str]
+    server: NatsServer,
+    js: JetStreamContext,
+    stream_name: Callable[[], str],
+    send_raw: Callable[[NatsServer, bytes], None],
 ) -> None:
     name = stream_name()
     kv = await kvx.enable(await js.create_key_value(bucket=name))
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(b'CONNECT {"verbose":false}\r\n')
-    for key, value in ((b"\xff", b"1"), (b"\xfe", b"2"), (b"ok", b"3")):
-        writer.write(b"PUB $KV.%b.%b 1\r\n%b\r\n" % (name.encode(), key, value))
-    writer.write(b"PING\r\n")
-    await reader.readuntil(b"PONG\r\n")
-    writer.close()
-    await writer.wait_closed()
+    values = ((b"\xff", b"1"), (b"\xfe", b"2"), (b"ok", b"3"))
+    send_raw(server, b"".join(b"PUB $KV.%b.%b 1\r\n%b\r\n" % (name.encode(), *pair) for pair in values))
     try:
         snapshot = await kvx.snapshot(kv)
     except JetStreamExtError:

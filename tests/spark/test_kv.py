@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -142,16 +141,10 @@ ODD = {b"\xff": "\\xff", b"\xfe": "\\xfe", b"\\xff": "\\\\xff", "\ufffd".encode(
 
 
 @pytest.fixture
-def odd(make: Callable[..., str], server: NatsServer) -> str:
+def odd(make: Callable[..., str], server: NatsServer, send_raw: Callable[[NatsServer, bytes], None]) -> str:
     """A bucket with keys that clients refuse, too; the values are the keys."""
     bucket = make(ten, history=2)
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw, raw.makefile("rb") as answers:
-        raw.sendall(b'CONNECT {"verbose":false}\r\n')
-        for key in ODD:
-            raw.sendall(b"PUB $KV.%b.%b %d\r\n%b\r\n" % (bucket.encode(), key, len(key), key))
-        raw.sendall(b"PING\r\n")
-        while answers.readline() != b"PONG\r\n":
-            pass
+    send_raw(server, b"".join(b"PUB $KV.%b.%b %d\r\n%b\r\n" % (bucket.encode(), key, len(key), key) for key in ODD))
     return bucket
 
 
