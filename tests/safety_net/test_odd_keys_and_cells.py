@@ -46,7 +46,6 @@ def test_export_offers_cells_that_a_spreadsheet_does_not_run(tmp_path: Path) -> 
     assert "spreadsheet" in done.output.lower()
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"{ISSUE}: pyright strict does not know jsx.errors")
 def test_package_imports_its_errors_by_name() -> None:
     # pyright knows a submodule only where the package itself binds the name.
     tree = ast.parse(Path(jsx.__file__).read_text(encoding="utf-8"))
