@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
@@ -16,8 +15,6 @@ from jetstream_ext.testing import NatsServer
 sys.path.insert(0, str(Path(__file__).parent))
 
 from run_cli import run_cli
-
-ISSUE = "Hostile and odd input"
 
 
 async def test_snapshot_keeps_keys_that_are_not_utf8_apart(
@@ -37,9 +34,6 @@ async def test_snapshot_keeps_keys_that_are_not_utf8_apart(
     assert {entry.value for entry in snapshot.values()} == {b"1", b"2", b"3"} or not snapshot.complete
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{ISSUE}: export has no option for cells that a spreadsheet runs"
-)
 def test_export_offers_cells_that_a_spreadsheet_does_not_run(tmp_path: Path) -> None:
     done = run_cli("export", "--help", home=tmp_path)
     assert done.status == 0
