@@ -298,6 +298,10 @@ class Block:
             yield row if len(row) == 7 else h.checked_row(body[:size])
 
     @property
+    def subjects(self) -> list[bytes]:
+        return [row[h.ROW_SUBJECT] for row in self.each_row()]
+
+    @property
     def datas(self) -> list[bytes]:
         return [body[size:] for body, size in zip(self.bodies, self.header_sizes, strict=True)]
 

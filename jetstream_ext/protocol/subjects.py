@@ -86,6 +86,11 @@ def can_be_asked_for(subject: str) -> bool:
     return is_literal(subject) and "\ufffd" not in subject
 
 
+def filter_for(subject: str) -> str:
+    """Return a filter that matches a stored subject as a server sent it: ``*`` for tokens whose bytes are not known."""
+    return ".".join("*" if "\ufffd" in token else token for token in subject.split("."))
+
+
 def matcher(filters: Collection[str]) -> Callable[[str], bool]:
     """Return a function that tells whether a stored message's subject matches one of `filters`."""
     if ">" in filters:
@@ -115,7 +120,7 @@ class SubjectMatcher:
         if len(known) > self._CACHE_LIMIT:
             known.clear()
         for subject in set(subjects).difference(known):
-            known[subject] = self._matches(subject.decode("utf-8", "replace"))
+            known[subject] = self._matches(subject.decode("utf-8", "surrogateescape"))
         return [known[subject] for subject in subjects]
 
 
