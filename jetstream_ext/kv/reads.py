@@ -88,6 +88,8 @@ async def get_many(
             `timeout` is not over 0.
         RequestTimeoutError, nats.js.errors.ServiceUnavailableError: No answer, no leader, or no replica that has caught up
             with the leader, within `timeout`.
+        ResponseError: An answer is malformed. Or only mirrors answer direct gets, and the leader has a message whose key is
+            not UTF-8, which its answer does not show ("Keys that clients refuse" in the documentation).
 
     Cancellation: Safe; nothing is left behind.
 
