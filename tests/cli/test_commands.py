@@ -100,7 +100,7 @@ def test_snapshot_shows_keys_that_are_not_utf8_escaped(
     ok: Json,
     run: Run,
     stream_name: Callable[[], str],
-    send_raw: Callable[[NatsServer, bytes], None],
+    publish_raw: Callable[..., None],
 ) -> None:
     bucket = stream_name()
 
@@ -108,8 +108,7 @@ def test_snapshot_shows_keys_that_are_not_utf8_escaped(
         await jetstream_ext.kv.enable(await js.create_key_value(bucket=bucket))
 
     def put(value: bytes) -> None:
-        keys = (b"\xff", b"\xfe", b"\\xff")
-        send_raw(server, b"".join(b"PUB $KV.%b.%b 1\r\n%b\r\n" % (bucket.encode(), key, value) for key in keys))
+        publish_raw(server, ((b"$KV.%b.%b" % (bucket.encode(), key), value) for key in (b"\xff", b"\xfe", b"\\xff")))
 
     with_js(server.url, create)
     put(b"1")

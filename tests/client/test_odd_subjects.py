@@ -31,13 +31,12 @@ async def stream(
     js: JetStreamContext,
     server: NatsServer,
     stream_name: Callable[[], str],
-    send_raw: Callable[[NatsServer, bytes], None],
+    publish_raw: Callable[..., None],
 ) -> str:
     """A stream with two messages on each of the subjects, whose first tokens are the stream's name."""
     name = stream_name()
     await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True)
-    pubs = (b"PUB %b.%b %d\r\n%b\r\n" % (name.encode(), each, len(each), each) for each in SUBJECTS * 2)
-    send_raw(server, b"".join(pubs))
+    publish_raw(server, ((b"%b.%b" % (name.encode(), each), each) for each in SUBJECTS * 2))
     return name
 
 

@@ -186,11 +186,11 @@ class TestTouch:
 
     @pytest.mark.parametrize("line", [b"X: caf\xe9", b"X\xff: 1"], ids=["value", "name"])
     async def test_touch_refuses_to_change_a_header_that_is_not_utf8(
-        self, make_bucket, server: NatsServer, send_raw, line: bytes
+        self, make_bucket, server: NatsServer, publish_raw, line: bytes
     ) -> None:
         kv = await make_bucket()
-        subject, block = f"{kv._pre}s".encode(), b"NATS/1.0\r\nA: \xef\xbf\xbd\r\n%b\r\n\r\n" % line
-        send_raw(server, b"HPUB %b %d %d\r\n%bv\r\n" % (subject, len(block), len(block) + 1, block))
+        block = b"NATS/1.0\r\nA: \xef\xbf\xbd\r\n%b\r\n\r\n" % line
+        publish_raw(server, [(f"{kv._pre}s".encode(), b"v")], block=block)
         with pytest.raises(BadHeaderError, match=r"the header 'X.*' of key 's' is not UTF-8 .*; nothing was written"):
             await kvx.touch(kv, "s", ttl=60)
         assert await stored(kv, "s") == (block, b"v")

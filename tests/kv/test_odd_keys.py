@@ -22,12 +22,12 @@ ODD = (b"\xff", b"\xfe", "\ufffd".encode(), b"\xc3", "é".encode(), b"\\xff", b"
 KEYS = {raw: raw.decode("utf-8", "surrogateescape") for raw in (b"ok", *ODD)}
 
 
-SendRaw = Callable[[NatsServer, bytes], None]
+PublishRaw = Callable[..., None]
 
 
-def lines(kv: KeyValue, data: bytes, keys: tuple[bytes, ...] = tuple(KEYS)) -> bytes:
-    """Return what stores `data` and the key under each of `keys`."""
-    return b"".join(b"PUB %b%b %d\r\n%b%b\r\n" % (kv._pre.encode(), key, len(data + key), data, key) for key in keys)
+def messages(kv: KeyValue, data: bytes) -> list[tuple[bytes, bytes]]:
+    """Return what stores `data` and the key under each key."""
+    return [(kv._pre.encode() + key, data + key) for key in KEYS]
 
 
 def values(found: Any) -> dict[str, bytes]:
@@ -61,14 +61,14 @@ def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("strategy")
 async def test_reads_keep_keys_that_are_not_utf8_apart(
-    every: NatsServer, stream_name: Callable[[], str], send_raw: SendRaw
+    every: NatsServer, stream_name: Callable[[], str], publish_raw: PublishRaw
 ) -> None:
     async with await nats.connect(every.url) as nc:
         kv = await kvx.enable(await nc.jetstream().create_key_value(bucket=stream_name(), history=5), atomic=False)
-        send_raw(every, lines(kv, b"1:"))
+        publish_raw(every, messages(kv, b"1:"))
         first = await kvx.snapshot(kv)
         assert values(first) == stored(b"1:")
-        send_raw(every, lines(kv, b"2:"))
+        publish_raw(every, messages(kv, b"2:"))
         now = await kvx.snapshot(kv)
         assert values(now) == stored(b"2:")
         assert [entry.key for entry in now.values()] == list(now)
@@ -82,10 +82,10 @@ async def test_reads_keep_keys_that_are_not_utf8_apart(
 
 
 async def test_key_that_the_leader_does_not_tell_is_an_error_beside_a_near_mirror(
-    make_bucket, server: NatsServer, send_raw: SendRaw, mirrored, near
+    make_bucket, server: NatsServer, publish_raw: PublishRaw, mirrored, near
 ) -> None:
     kv = await make_bucket(history=2)
-    send_raw(server, lines(kv, b"1:"))
+    publish_raw(server, messages(kv, b"1:"))
     near(kv._stream, await mirrored(kv, "NEAR", len(KEYS), allow_direct=True))
     for at in (None, len(KEYS) - 1):
         with pytest.raises(ResponseError, match="the key of message 2 is not known"):
@@ -99,9 +99,11 @@ def test_message_of_the_leader_with_an_unknown_subject_is_no_row() -> None:
         rows_of([StoredMsg(stream="S", subject="$KV.B.\ufffd", seq=3)])
 
 
-async def test_transaction_refuses_keys_that_are_not_utf8(make_bucket, server: NatsServer, send_raw: SendRaw) -> None:
+async def test_transaction_refuses_keys_that_are_not_utf8(
+    make_bucket, server: NatsServer, publish_raw: PublishRaw
+) -> None:
     kv = await make_bucket()
-    send_raw(server, lines(kv, b"1:"))
+    publish_raw(server, messages(kv, b"1:"))
     async with kvx.transaction(kv) as tx:
         for key in set(KEYS.values()) - {"ok"}:
             with pytest.raises(InvalidKeyError):

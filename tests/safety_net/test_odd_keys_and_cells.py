@@ -21,12 +21,12 @@ async def test_snapshot_keeps_keys_that_are_not_utf8_apart(
     server: NatsServer,
     js: JetStreamContext,
     stream_name: Callable[[], str],
-    send_raw: Callable[[NatsServer, bytes], None],
+    publish_raw: Callable[..., None],
 ) -> None:
     name = stream_name()
     kv = await kvx.enable(await js.create_key_value(bucket=name))
     values = ((b"\xff", b"1"), (b"\xfe", b"2"), (b"ok", b"3"))
-    send_raw(server, b"".join(b"PUB $KV.%b.%b 1\r\n%b\r\n" % (name.encode(), *pair) for pair in values))
+    publish_raw(server, ((b"$KV.%b.%b" % (name.encode(), key), value) for key, value in values))
     try:
         snapshot = await kvx.snapshot(kv)
     except JetStreamExtError:

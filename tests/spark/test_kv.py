@@ -141,10 +141,10 @@ ODD = {b"\xff": "\\xff", b"\xfe": "\\xfe", b"\\xff": "\\\\xff", "\ufffd".encode(
 
 
 @pytest.fixture
-def odd(make: Callable[..., str], server: NatsServer, send_raw: Callable[[NatsServer, bytes], None]) -> str:
+def odd(make: Callable[..., str], server: NatsServer, publish_raw: Callable[..., None]) -> str:
     """A bucket with keys that clients refuse, too; the values are the keys."""
     bucket = make(ten, history=2)
-    send_raw(server, b"".join(b"PUB $KV.%b.%b %d\r\n%b\r\n" % (bucket.encode(), key, len(key), key) for key in ODD))
+    publish_raw(server, ((b"$KV.%b.%b" % (bucket.encode(), key), key) for key in ODD))
     return bucket
 
 
