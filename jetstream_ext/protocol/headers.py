@@ -86,7 +86,8 @@ def checked_row(block: bytes) -> Row:
 def lay_out(block: bytes, values: Mapping[str, str]) -> bytes:
     """Return the header block of a reply in the layout that `reply_row` takes, whatever the server's order was.
 
-    `values` are the last values of its names, decoded with ``surrogateescape``. Raises ResponseError if a line that servers append is missing.
+    `values` are the last values of its names, decoded with ``surrogateescape``. Raises ResponseError if a line that servers
+    append is missing.
     """
     lines = block.split(CRLF)[1:]
     stored = [line for line in lines if line and line.partition(b":")[0].strip() not in _REPLY_NAMES]

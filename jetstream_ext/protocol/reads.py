@@ -329,6 +329,8 @@ class MultiLast(Plan):
     On 2.11 the EOB of a cut page counts one message too few, so the count on the page's last message decides whether
     more follows. A 404 does not prove that no message matches.
 
+    In a request, a wildcard stands for a token that is not UTF-8, and rows that no filter of the caller matches are left out.
+
     The subject of the witness may be one more than a server answers for. If the others alone are not too many, the witness
     becomes the newest message that matches: up to the point in time, the leader has no later one.
 
