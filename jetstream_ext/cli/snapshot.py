@@ -64,10 +64,8 @@ def command(
     screen.print(entries)
     screen.print(count(len(found), "key"))
     if found.unavailable:
-        screen.print(
-            f"left out, because their history is no longer stored: {', '.join(printable(key_text(key)) for key in found.unavailable)}",
-            markup=False,
-        )
+        left_out = ", ".join(printable(key_text(key)) for key in found.unavailable)
+        screen.print(f"left out, because their history is no longer stored: {left_out}", markup=False)
     if not found.complete:
         screen.print("Further keys may be missing: the stream has removed messages.")
 
