@@ -8,11 +8,13 @@ cannot pass by skipping them.
 import asyncio
 import contextlib
 import inspect
+import json
 import os
+import socket
 import sys
 import uuid
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +180,28 @@ def spark_environment(_spark_jvm: tuple[Any, dict[str, str]]) -> Iterator[dict[s
     left = jvm.org.apache.spark.sql.classic.SparkSession.getDefaultSession()
     if left.isDefined():  # by a program that failed
         left.get().stop()
+
+
+@pytest.fixture
+def publish_raw() -> Callable[..., None]:
+    """Publish pairs of subject and payload, and a block of headers, all of any bytes; return when they are stored."""
+
+    def publish_raw(server: NatsServer, messages: Iterable[tuple[bytes, bytes]], *, block: bytes = b"") -> None:
+        sent = list(messages)
+        lines = [b'CONNECT {"verbose":false,"headers":true,"no_responders":true}\r\nSUB _RAW.acks 1\r\n']
+        for subject, data in sent:
+            size = len(block) + len(data)
+            sizes = b"%d %d" % (len(block), size) if block else b"%d" % size
+            lines.append(b"%bPUB %b _RAW.acks %b\r\n%b%b\r\n" % (b"H" if block else b"", subject, sizes, block, data))
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as raw, raw.makefile("rb") as answers:
+            raw.sendall(b"".join(lines))
+            for _ in sent:
+                while not answers.readline().startswith(b"MSG _RAW.acks"):
+                    pass
+                ack = json.loads(answers.readline())
+                assert "error" not in ack, ack
+
+    return publish_raw
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import ast
 import importlib
 import importlib.metadata
 import inspect
+import re
 import subprocess
 import sys
 import types
@@ -180,6 +181,19 @@ def test_nothing_else_is_exported() -> None:
     modules = {name for name, value in vars(jetstream_ext).items() if isinstance(value, types.ModuleType)}
     inside = {path.stem if path.is_file() else path.name for path in PACKAGE.iterdir()}
     assert modules <= inside, "a foreign module became an attribute of the package"
+
+
+def test_a_type_checker_knows_every_name_that_the_documentation_uses() -> None:
+    """Pyright knows a submodule only if the package binds it, and any name if it sees a module's `__getattr__`."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    bound = {alias.asname for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    root = PACKAGE.parent
+    pages = [root / "README.md", *root.glob("docs/**/*.md"), *root.glob("examples/*.py")]
+    used = {name for page in pages for name in re.findall(r"\bjsx\.(\w+)", page.read_text(encoding="utf-8"))}
+    assert {"errors", "AtomicBatch"} <= used
+    assert used <= DOCUMENTED | bound | {"__version__"}
+    [conditional] = [node.test for node in tree.body if isinstance(node, ast.If)]
+    assert ast.unparse(conditional) == "not TYPE_CHECKING"  # pyright takes no other name
 
 
 def test_star_import_gives_exactly_all() -> None:

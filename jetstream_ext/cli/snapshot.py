@@ -16,6 +16,7 @@ from jetstream_ext.client.connection import open_bucket
 from jetstream_ext.errors import HistoryUnavailableError
 from jetstream_ext.kv import KeyValueSnapshot
 from jetstream_ext.kv import snapshot as take_snapshot
+from jetstream_ext.kv.entries import key_text
 from jetstream_ext.protocol.subjects import check_name
 
 
@@ -53,7 +54,7 @@ def command(
     entries = table("key", "value", "revision", "created")
     for key, entry in sorted(found.items()):
         entries.add_row(
-            Text(printable(key)),
+            Text(printable(key_text(key))),
             Text(_shown(entry.value)),
             str(entry.revision),
             entry.created.isoformat(sep=" ", timespec="milliseconds"),
@@ -63,10 +64,8 @@ def command(
     screen.print(entries)
     screen.print(count(len(found), "key"))
     if found.unavailable:
-        screen.print(
-            f"left out, because their history is no longer stored: {', '.join(map(printable, found.unavailable))}",
-            markup=False,
-        )
+        left_out = ", ".join(printable(key_text(key)) for key in found.unavailable)
+        screen.print(f"left out, because their history is no longer stored: {left_out}", markup=False)
     if not found.complete:
         screen.print("Further keys may be missing: the stream has removed messages.")
 
@@ -97,9 +96,9 @@ def _as_json(bucket: str, found: KeyValueSnapshot) -> dict[str, Any]:
         "revision": found.revision,
         "time": found.time.isoformat(),
         "complete": found.complete,
-        "unavailable": found.unavailable,
+        "unavailable": [key_text(key) for key in found.unavailable],
         "entries": {
-            key: {
+            key_text(key): {
                 **text_or_base64("value", entry.value),
                 "revision": entry.revision,
                 "created": entry.created.isoformat(),

@@ -39,7 +39,7 @@ from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, StoredMsg, not_found
 from jetstream_ext.protocol.range_read import MAX_LEADER_REQUESTS, MAX_MIRROR_ANSWERS
 from jetstream_ext.protocol.reads import OneReply, Scan, reached_now
-from jetstream_ext.protocol.subjects import is_literal
+from jetstream_ext.protocol.subjects import can_be_asked_for
 
 _CATCH_UP_BATCH: Final = 16_000
 _NO_LIMIT: Final = 1 << 31
@@ -195,7 +195,7 @@ class VerifiedReader:
         """As `newest_up_to`, but pass over messages with a wildcard in their subjects; raise AskLeaderError for too many."""
         for _ in range(_MOST_PASSED):
             found = await self.newest_up_to(seq, first)
-            if found is None or _can_be_asked_for(found.subject):
+            if found is None or can_be_asked_for(found.subject):
                 return found
             seq = found.seq - 1
         raise AskLeaderError
@@ -362,7 +362,7 @@ class VerifiedReader:
                 return None
             if oldest is None:
                 break
-            if _can_be_asked_for(oldest.subject):
+            if can_be_asked_for(oldest.subject):
                 self._witness = oldest.subject
                 return self._witness
             seq = oldest.seq + 1
@@ -379,11 +379,3 @@ class VerifiedReader:
         if self.before is not None and self._pauses == _PAUSES_BEFORE_A_CHECK:
             await check_same_stream(self._context, self.before, timeout=self._timeout)
         await retry.pause_until_deadline(RequestTimeoutError(f"{self._what}: {doubt} (tried for {self._timeout:g} s)"))
-
-
-def _can_be_asked_for(subject: str) -> bool:
-    """Whether a request for a stored subject is for this one alone.
-
-    Servers store subjects with wildcards, which match others, and with bytes that are not UTF-8, which they send as U+FFFD.
-    """
-    return is_literal(subject) and "\ufffd" not in subject

@@ -41,7 +41,7 @@ from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.subjects import is_literal
 
 LOOKUPS_IN_FLIGHT: Final = 64
-_KEY: Final = re.compile(r"\$KV\.[^.]+\.")
+_KEY: Final = re.compile(r"\$KV\.[-_a-zA-Z0-9]+\.")
 
 
 class Bucket:

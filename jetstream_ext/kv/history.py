@@ -271,7 +271,10 @@ def replaced_revision(headers: Mapping[str, str], subject: str) -> int | None:
     if replaced_all(headers):
         return None
     expected = headers.get(EXPECTED_LAST_SUBJECT_SEQ, "")
-    if not expected.isdigit() or headers.get(EXPECTED_LAST_SUBJECT, subject) != subject:
+    named = headers.get(EXPECTED_LAST_SUBJECT)
+    if not expected.isdigit() or (
+        named is not None and (named != subject or "\ufffd" in named)
+    ):  # or not known exactly
         return None
     return int(expected)
 

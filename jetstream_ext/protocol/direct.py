@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from itertools import compress, repeat
 from operator import ge
 from typing import Any, Final, final
@@ -28,7 +27,6 @@ from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.frames import Frame, parts
 from jetstream_ext.protocol.options import rfc3339
-from jetstream_ext.types import own_headers
 
 DEFAULT_MAX_BYTES: Final = 8 * 1024 * 1024  # of one reply; the server's own 64 MiB make it cut off slow consumers
 
@@ -75,6 +73,7 @@ class StoredMsg:
         data: Its payload; empty for delete markers.
         headers: The stored headers, without those that the server adds to a reply; of several values of a name, the last.
         header_pairs: The same as a list of name and value, in the stored order, with every value of a repeated name.
+        raw_subject, raw_headers: `subject` and `header_pairs` as bytes; elsewhere U+FFFD stands for what is not UTF-8.
         time: When it was stored (aware, UTC, microseconds).
         time_ns: When it was stored, in nanoseconds since the epoch.
         num_pending: The number of matching messages after it, if the reply has it.
@@ -118,9 +117,21 @@ class StoredMsg:
         self._last_seq = last_seq
 
     @classmethod
-    def single(cls, stream: str, subject: bytes, seq: int, data: bytes, stored: bytes, time_ns: int) -> StoredMsg:
+    def single(
+        cls,
+        stream: str,
+        subject: bytes,
+        seq: int,
+        data: bytes,
+        stored: bytes,
+        time_ns: int,
+        num_pending: int | None = None,
+        last_seq: int | None = None,
+    ) -> StoredMsg:
         """Return a message that came alone; `stored` is as in `headers.ROW_STORED`."""
-        self = cls(stream=stream, subject="", seq=seq, data=data, time_ns=time_ns)
+        self = cls(
+            stream=stream, subject="", seq=seq, data=data, time_ns=time_ns, num_pending=num_pending, last_seq=last_seq
+        )
         self._subject, self._stored = subject, stored
         return self
 
@@ -194,6 +205,10 @@ class StoredMsg:
         return h.stored_pairs(self.stored_lines)
 
     @property
+    def raw_headers(self) -> list[tuple[bytes, bytes]]:
+        return h.raw_pairs(self.stored_lines)
+
+    @property
     def time_ns(self) -> int:
         if not self._header_size:
             return self._time_ns
@@ -231,23 +246,24 @@ class StoredMsg:
         stored = self.stored_lines
         return len(self.raw_subject) + (len(stored) + len(b"\r\n\r\n") if stored else 0) + len(self.data)
 
-    def _fields(self) -> dict[str, object]:
-        names = ("stream", "subject", "seq", "data", "headers", "time_ns", "num_pending", "last_seq")
-        return {name: getattr(self, name) for name in names} | {"headers": own_headers(self.header_pairs)}
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, StoredMsg):
             return NotImplemented
-        return self._fields() == other._fields()
+        return all(getattr(self, name) == getattr(other, name) for name in (*_SHOWN, "raw_subject", "raw_headers"))
 
     def __hash__(self) -> int:
         return hash((self._stream, self._seq, self.data))
 
     def __repr__(self) -> str:
-        return f"StoredMsg({', '.join(f'{name}={value!r}' for name, value in self._fields().items())})"
+        return f"StoredMsg({', '.join(f'{name}={getattr(self, name)!r}' for name in _SHOWN)})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return partial(StoredMsg, **self._fields()), ()  # type: ignore[arg-type]
+        counts = self.num_pending, self.last_seq
+        own = self._stream, self.raw_subject, self._seq, self.data, self.stored_lines, self.time_ns
+        return StoredMsg.single, (*own, *counts)
+
+
+_SHOWN: Final = ("stream", "subject", "seq", "data", "headers", "time_ns", "num_pending", "last_seq")
 
 
 @dataclass(slots=True)
@@ -261,11 +277,12 @@ class Block:
     seqs: list[int] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
     header_sizes: list[int] = field(default_factory=list)
+    from_leader: bool = False  # its subjects have U+FFFD where the stored bytes may be others
 
     @classmethod
     def of(cls, messages: Sequence[StoredMsg], pending: int) -> Block:
-        """Return messages as one reply would have them; `pending` matching messages follow the last one."""
-        block, last = cls(messages[0].stream), 0
+        """Return the leader's messages as one reply would have them; `pending` matching messages follow the last one."""
+        block, last = cls(messages[0].stream, from_leader=True), 0
         for left, message in zip(range(pending + len(messages) - 1, pending - 1, -1), messages, strict=True):
             time = h.format_time_ns(message.time_ns).encode()
             numbers = b"%d" % message.seq, time, b"%d" % left, b"%d" % last
@@ -293,6 +310,7 @@ class Block:
         self.seqs += other.seqs
         self.bodies += other.bodies
         self.header_sizes += other.header_sizes
+        self.from_leader |= other.from_leader
 
     @property
     def size(self) -> int:
@@ -314,6 +332,10 @@ class Block:
             if len(row) != 7 and not (row := h.reply_row(body[:size])):
                 self.check()
             yield row
+
+    @property
+    def subjects(self) -> list[bytes]:
+        return [row[h.ROW_SUBJECT] for row in self.each_row()]
 
     @property
     def datas(self) -> list[bytes]:

@@ -240,8 +240,15 @@ def is_reserved(name: str) -> bool:
 
 
 def stored_pairs(block: bytes) -> list[tuple[str, str]]:
-    """Return a stored message's own headers in order: the block's, without what the server adds to a reply."""
+    """Return a stored message's own headers in order: those of `parse_lines`, without what the server adds to a reply."""
     return [(name, value) for name, value in parse_lines(block) if name not in REPLY_HEADERS]
+
+
+def raw_pairs(block: bytes) -> list[tuple[bytes, bytes]]:
+    """As `stored_pairs`, without decoding."""
+    lines = (line.partition(b":") for line in block.split(CRLF)[1:])
+    pairs = [(name.strip(), value.strip()) for name, colon, value in lines if colon]
+    return [(name, value) for name, value in pairs if name.decode("utf-8", "replace") not in REPLY_HEADERS]
 
 
 def decode_stored(block: bytes) -> dict[str, str]:

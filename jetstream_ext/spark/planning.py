@@ -218,7 +218,7 @@ def _is_subject(value: Any) -> bool:
         check_subject(value)
     except (BadSubjectError, TypeError):
         return False
-    return True
+    return "\ufffd" not in value  # in a column, that stands for bytes that are not UTF-8
 
 
 # -- the state of a stream ----------------------------------------------------------------------------------------

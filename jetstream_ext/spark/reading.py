@@ -45,7 +45,7 @@ async def _chunks(blocks: AsyncGenerator[Block, None], part: SequenceRange) -> A
     chunk, size = Block(part.stream), 0
     async for block in blocks:
         if matcher is not None:
-            block.select(matcher.mask([row[ROW_SUBJECT] for row in block.rows]))
+            block.select(matcher.mask(block.subjects))
         chunk.extend(block)
         size += block.size
         if len(chunk) >= _ROWS or size >= _BYTES:
