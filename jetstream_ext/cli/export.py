@@ -17,7 +17,7 @@ import orjson
 
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
 from jetstream_ext.cli.formats import FORMATS, SPREADSHEET, WRITERS, format_of
-from jetstream_ext.cli.output import Stopped, count, is_are, one_line, progress, write_json
+from jetstream_ext.cli.output import Stopped, count, is_are, one_line, progress, say, write_json
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.subjects import check_name
@@ -102,7 +102,7 @@ def command(
             }
         )
     else:
-        click.echo(f"wrote {count(done.messages, 'message')} up to sequence {done.seq:,} to {file} ({seconds:.1f} s)")
+        say(f"wrote {count(done.messages, 'message')} up to sequence {done.seq:,} to {file} ({seconds:.1f} s)")
 
 
 async def _export(where: Target, part: _Part, *, resume: bool, show: bool) -> None:

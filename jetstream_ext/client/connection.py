@@ -17,7 +17,6 @@ import contextlib
 import importlib.util
 import inspect
 import itertools
-import logging
 import math
 import re
 import ssl
@@ -56,13 +55,14 @@ from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import check_seconds
 from jetstream_ext.protocol.subjects import check_subject
+from jetstream_ext.text import get_logger
 from jetstream_ext.types import own_headers
 
 # States of nats-py's parser (nats.protocol.parser).
 _AWAITING_CONTROL_LINE = 1
 _MAX_CONTROL_LINE = 4096
 
-_log = logging.getLogger("jetstream_ext")
+_log = get_logger()
 _CLOSE_TIMEOUT: Final = 2.0
 # Short enough for a read to survive a server's restart within its own timeout.
 _RECONNECT_WAIT: Final = 0.25
@@ -495,12 +495,38 @@ class OwnClient(Client):
         if refused or len(self._failures) >= self._tries:
             raise error  # through nats-py's connect(), which would retry for minutes
 
+    async def _process_connect_init(self) -> None:
+        try:
+            await super()._process_connect_init()
+        except (nats.errors.Error, OSError):
+            raise
+        except Exception as error:  # nats-py checks no field of INFO, and its reconnect task would end with this error
+            raise nats.errors.Error(f"the server's first answers are malformed: {error}") from error
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        before = len(self._server_pool)
+        await super()._process_info(info, initial_connection)
+        if self._needs_tls and not self._encrypted and (current := self._current_server) is not None:
+            # Anyone on the network may have sent this INFO. The servers that it names must have a certificate for the
+            # host that the user named, or else they could be servers of an attacker with certificates of their own.
+            for server in self._server_pool[before:]:
+                server.tls_name = current.tls_name or current.uri.hostname
+
+    async def _close(self, status: int, do_cbs: bool = True) -> None:
+        if self._needs_tls and not self._encrypted:  # nats-py would write the pending messages to this socket
+            self._pending, self._pending_data_size = [], 0
+        await super()._close(status, do_cbs)
+
+    @property
+    def _encrypted(self) -> bool:
+        """Whether the socket in use is encrypted; a server's INFO only says that it should be."""
+        channel = getattr(self._transport, "_io_writer", None) or getattr(self._transport, "_ws", None)
+        return channel is not None and channel.get_extra_info("ssl_object") is not None
+
     def _connect_command(self) -> bytes:
-        # nats-py sends the credentials without TLS if the server does not require it, the first time or after a reconnect.
-        encrypted = self.options["tls_handshake_first"] or self._server_info.get("tls_required")
-        if self._current_server is not None and self._current_server.uri.scheme in ("ws", "wss"):
-            encrypted = self._current_server.uri.scheme == "wss"
-        if self._needs_tls and not encrypted:
+        # nats-py calls this before each CONNECT, also after a reconnect and for servers that it has discovered. It would
+        # send the credentials without TLS to a server that does not require it.
+        if self._needs_tls and not self._encrypted:
             raise JetStreamExtError("the server does not require TLS, but TLS was requested; nothing was sent")
         return super()._connect_command()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -40,8 +39,9 @@ from jetstream_ext.protocol.range_read import (
     no_answer,
 )
 from jetstream_ext.protocol.reads import NEWEST, Link, MultiLast, OneReply, Plan, RangePlan, Scan, SentRequest
+from jetstream_ext.text import get_logger
 
-_log = logging.getLogger("jetstream_ext.direct")
+_log = get_logger("direct")
 
 
 class _Inboxes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any, Final
@@ -34,9 +33,10 @@ from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.feature_table import BY_OPTION
 from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ, MSG_TTL, is_reserved
 from jetstream_ext.protocol.options import ttl_value
+from jetstream_ext.text import get_logger
 from jetstream_ext.types import NEVER, TTL, own_headers
 
-_log = logging.getLogger("jetstream_ext")
+_log = get_logger()
 
 # Each update is followed by a look at the result. Two are the most that a bucket needs: its options, then the record.
 _MAX_UPDATES: Final = 6

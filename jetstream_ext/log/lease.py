@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import re
 from datetime import datetime, timedelta
 from typing import Final
@@ -37,8 +36,9 @@ from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import DELETE_HEADERS, PURGE_HEADERS, operation
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ, MSG_TTL
+from jetstream_ext.text import get_logger
 
-_log = logging.getLogger("jetstream_ext")
+_log = get_logger()
 
 SECONDS: Final = 10
 """Seconds after which the lease of a worker that died ends."""

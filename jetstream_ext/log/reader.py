@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 import math
 from bisect import bisect_left
 from collections import deque
@@ -47,8 +46,9 @@ from jetstream_ext.protocol.gaps import Gaps, only_a_rollup, were_replaced
 from jetstream_ext.protocol.options import check_int, check_seconds
 from jetstream_ext.protocol.reads import Scan
 from jetstream_ext.protocol.subjects import check_filter, filter_for
+from jetstream_ext.text import get_logger
 
-_log = logging.getLogger("jetstream_ext")
+_log = get_logger()
 
 _FIRST: Final = First()
 # Messages and bytes of a group, about. A group costs two requests, which should be few compared with its messages.

@@ -27,7 +27,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import logging
 import re
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -60,13 +59,14 @@ from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.feature_table import ATOMIC, FENCED_BATCHES
 from jetstream_ext.protocol.options import check_int, check_message, check_seconds
 from jetstream_ext.protocol.subjects import check_name, check_subject, covers
+from jetstream_ext.text import get_logger
 from jetstream_ext.types import NEVER, BatchMessage
 
 Outputs = BatchMessage | Iterable[BatchMessage] | AsyncIterable[BatchMessage] | None
 Handler = Callable[[StoredMsg], Outputs | Awaitable[Outputs]]
 GroupHandler = Callable[[list[StoredMsg]], Outputs | Awaitable[Outputs]]
 
-_log = logging.getLogger("jetstream_ext")
+_log = get_logger()
 
 TAKEOVER_PAUSE: Final = 30.0
 """Seconds after a take-over from a live worker in which the next worker waits, if the one that took over is alive."""

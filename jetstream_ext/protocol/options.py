@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Final
-from urllib.parse import urlsplit
 
 from jetstream_ext.errors import BadHeaderError
 from jetstream_ext.protocol import headers as h
@@ -166,18 +165,3 @@ def rfc3339(when: datetime, name: str) -> str:
         return when.astimezone(UTC).isoformat()  # in UTC, because RFC 3339 has no offsets with seconds
     except OverflowError:
         raise ValueError(f"{name} must be in the years 1 to 9999 in UTC, not {when!r}") from None
-
-
-def server_url(text: str) -> str:
-    """Return the URL of a server with its scheme; raise ValueError, without a part of the text, if it is invalid."""
-    url = text if "://" in text else f"nats://{text}"
-    try:
-        parts = urlsplit(url)
-        valid = bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        valid = False
-    if not valid:
-        raise ValueError("it needs a host, and a port from 1 to 65535 if any")
-    if parts.scheme not in ("nats", "tls", "ws", "wss"):
-        raise ValueError("its scheme must be nats, tls, ws or wss")
-    return url

@@ -14,7 +14,6 @@ sends the messages, and the mirror's rows only say where to look for them.
 from __future__ import annotations
 
 import enum
-import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,8 +38,9 @@ from jetstream_ext.protocol.direct import (
 )
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.reads import Link, MultiLast, Plan, RangePlan, Scan, SentRequest, Stopwatch
+from jetstream_ext.text import get_logger
 
-_log = logging.getLogger("jetstream_ext.direct")
+_log = get_logger("direct")
 
 MAX_LEADER_REQUESTS: Final = 64
 """Requests to the leader at once."""

@@ -6,7 +6,6 @@ If a value at that revision is no longer stored, ``consistency=latest`` reads th
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,11 +29,12 @@ from jetstream_ext.spark.connection import ask, connected, run_on_driver
 from jetstream_ext.spark.options import KvOptions
 from jetstream_ext.spark.planning import PlanningError, state_of
 from jetstream_ext.spark.source import check_schema, schema_of
+from jetstream_ext.text import get_logger
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
 
-_log = logging.getLogger("jetstream_ext.spark")
+_log = get_logger("spark")
 
 _COLUMNS: Final[dict[str, DataType]] = {
     "bucket": StringType(),

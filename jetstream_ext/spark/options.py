@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar
 
 from jetstream_ext.errors import BadSubjectError
-from jetstream_ext.protocol.options import server_url
+from jetstream_ext.protocol.servers import parse_servers
 from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject
 
 Bound: TypeAlias = Literal["earliest", "latest"] | int | datetime
@@ -216,20 +216,13 @@ _boolean = _choice(true=True, false=False)
 
 
 def _servers(text: str) -> tuple[str, ...]:
-    servers: list[str] = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        if "@" in part:
-            raise ValueError(
-                "a URL has credentials in it; give them by reference "
-                "(user and passwordEnv, tokenEnv, credsFile or nkeyFile)"
-            )
-        try:
-            servers.append(server_url(part))
-        except ValueError as error:
-            raise ValueError(f"{part!r} is not the URL of a server: {error}") from None
-    if not servers:
-        raise ValueError("it is empty; give at least one URL such as nats://host:4222")
-    return tuple(dict.fromkeys(servers))
+    servers = parse_servers(text)
+    if servers.user is not None:
+        raise ValueError(
+            "a URL has credentials in it; give them by reference "
+            "(user and passwordEnv, tokenEnv, credsFile or nkeyFile)"
+        )
+    return servers.urls
 
 
 def _time(value: Any) -> datetime:

@@ -21,7 +21,6 @@ which is why the option ``sinkPartitions`` exists; the driver checks it at the e
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
@@ -43,8 +42,9 @@ from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.rows import Message, content, without_ids
+from jetstream_ext.text import get_logger
 
-_log = logging.getLogger("jetstream_ext.spark")
+_log = get_logger("spark")
 
 # Seconds that a task keeps trying while no row can be stored: during an election, or a restart.
 PATIENCE: Final = 30.0

@@ -145,9 +145,9 @@ def test_every_error_is_one_line(run: Run, tmp_path: Path) -> None:
             assert (done.exit_code, done.stderr.count("\n"), words in done.stderr) == (1, 1, True), done.output
     for where, words in {
         url: "no connection",
-        "http://localhost": "not the URL",
-        "nats://localhost:port": "not the URL",
-        "nats://": "not the URL",
+        "http://localhost": "its scheme must be nats",
+        "nats://localhost:port": "it needs a host, and a port",
+        "nats://": "it needs a host",
     }.items():
         done = run("doctor", where)
         assert (done.exit_code, done.stderr.count("\n"), words in done.stderr) == (1, 1, True), done.output

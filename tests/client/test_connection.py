@@ -1,6 +1,7 @@
 """`Connection`: byte streams in any pieces, compared with nats-py's own parser."""
 
 import asyncio
+import contextlib
 import itertools
 import ssl
 from types import SimpleNamespace
@@ -559,30 +560,111 @@ async def test_tls_needs_a_nats_py_that_asks_before_it_sends_credentials(monkeyp
     assert not client.arguments
 
 
-@pytest.mark.parametrize(
-    ("url", "tls_required", "sent"),
-    [
-        ("nats://h", True, True),
-        ("tls://h", False, False),
-        ("wss://h", False, True),
-        ("ws://h", True, False),
-        ("nats://h", False, False),
-    ],
-)
-async def test_credentials_are_sent_over_tls_only(
-    monkeypatch: pytest.MonkeyPatch, url: str, tls_required: bool, sent: bool
+class Channel:
+    """The part of a stream writer and of aiohttp's WebSocket that tells whether the socket is encrypted."""
+
+    def __init__(self, *, encrypted: bool) -> None:
+        self._encrypted = encrypted
+
+    def get_extra_info(self, name: str) -> object:
+        return object() if name == "ssl_object" and self._encrypted else None
+
+
+@pytest.mark.parametrize("attribute", ["_io_writer", "_ws"])
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_credentials_are_sent_only_over_a_socket_that_is_encrypted(
+    monkeypatch: pytest.MonkeyPatch, attribute: str, encrypted: bool
 ) -> None:
     monkeypatch.setattr(Client, "_connect_command", lambda _: b"CONNECT")
     client = NotOpened(ZeroDivisionError())
     with pytest.raises(JetStreamExtError, match="ZeroDivisionError"):
         await client.open(["tls://h"], shown="h", timeout=5)
-    client.options["tls_handshake_first"] = False
-    client._current_server, client._server_info = Srv(urlparse(url)), {"tls_required": tls_required}
-    if sent:
+    client._current_server, client._server_info = Srv(urlparse("wss://h")), {"tls_required": True}
+    client.options["tls_handshake_first"] = True
+    client._transport = SimpleNamespace(**{attribute: Channel(encrypted=encrypted)})  # type: ignore[assignment]
+    if encrypted:
         assert client._connect_command() == b"CONNECT"
         return
     with pytest.raises(JetStreamExtError, match="nothing was sent"):
         client._connect_command()
+
+
+async def test_messages_that_wait_for_a_reconnect_are_not_written_to_a_socket_without_tls() -> None:
+    received = bytearray()
+    ended = asyncio.Event()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionResetError):
+            received.extend(await reader.read())
+        writer.close()
+        ended.set()
+
+    client = NotOpened(ZeroDivisionError())
+    with pytest.raises(JetStreamExtError, match="ZeroDivisionError"):
+        await client.open(["tls://h"], shown="h", timeout=5)
+    async with await asyncio.start_server(connected, "127.0.0.1") as listening, asyncio.timeout(30):
+        url = urlparse(f"tls://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
+        transport = TcpTransport()
+        await transport.connect(url, 1024, 10)
+        client._transport, client._current_server, client._flush_queue = transport, Srv(url), asyncio.Queue()
+        client._status = Client.RECONNECTING
+        client._pending, client._pending_data_size = [b"PUB a 6\r\nsecret\r\n"], 17
+        await Client.close(client)
+        await ended.wait()
+    assert received == b""
+
+
+class Scripted:
+    """Greets each connection with the next of `greetings`, and completes the connection after CONNECT."""
+
+    def __init__(self, *greetings: bytes) -> None:
+        self._greetings = list(greetings)
+        self.writers: list[asyncio.StreamWriter] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.append(writer)
+        writer.write(self._greetings.pop(0))
+        with contextlib.suppress(ConnectionError):
+            while line := await reader.readline():
+                if line == b"PING\r\n":
+                    writer.write(b"PONG\r\n")
+        writer.close()
+
+
+MALFORMED = [
+    b"INFO []\r\n",
+    b"INFO 5\r\n",
+    b'INFO {"connect_urls": 5}\r\n',
+    b'INFO {"connect_urls": ["["]}\r\n',
+    b"INFO \xff\r\n",
+    b"INFO\r\n",
+    b"HTTP/1.1 400\r\n",
+]
+
+
+@pytest.mark.parametrize("greeting", MALFORMED)
+async def test_a_malformed_greeting_is_the_documented_error(greeting: bytes) -> None:
+    async with await asyncio.start_server(Scripted(greeting).serve, "127.0.0.1") as listening:
+        port = listening.sockets[0].getsockname()[1]
+        with pytest.raises(JetStreamExtError, match="no connection to h"):
+            await OwnClient().open([f"nats://127.0.0.1:{port}"], shown="h", timeout=30, tries=1)
+
+
+async def test_a_malformed_greeting_does_not_end_the_attempts_to_reconnect() -> None:
+    good = b'INFO {"version": "2.15.1", "max_payload": 1048576}\r\n'
+    script = Scripted(good, *MALFORMED, good)
+    async with await asyncio.start_server(script.serve, "127.0.0.1") as listening, asyncio.timeout(60):
+        port = listening.sockets[0].getsockname()[1]
+        client = OwnClient()
+        connected_again = asyncio.Event()
+
+        async def reconnected() -> None:
+            connected_again.set()
+
+        await client.open([f"nats://127.0.0.1:{port}"], shown="h", timeout=30, reconnected_cb=reconnected)
+        script.writers[0].transport.abort()
+        await connected_again.wait()
+        await client.close_quickly()
 
 
 @pytest.mark.parametrize(
