@@ -39,15 +39,12 @@ from nats.js.manager import JetStreamManager
 
 from jetstream_ext.client.base_connection import (
     REFUSAL,
-    ROOM,
     BaseConnection,
     FallbackConnection,
     InboxHandler,
     InboxSubscription,
-    Over,
     call_handler,
     cancel,
-    never,
     notify,
 )
 from jetstream_ext.errors import JetStreamExtError
@@ -150,14 +147,6 @@ class Connection(BaseConnection):
         assert queue is not None
         if queue.empty():  # one wake-up is enough: nats-py's flusher writes the whole buffer
             queue.put_nowait(asyncio.get_running_loop().create_future())
-
-    async def write(
-        self, data: bytes, messages: int, payload_bytes: int, *, timeout: float, over: Callable[[], bool] = never
-    ) -> None:
-        self.write_nowait(data, messages, payload_bytes)
-        if not self.has_room:
-            with contextlib.suppress(Over):
-                await self.bounded(self._flushed(), timeout, ROOM, over=over)
 
     @property
     def has_room(self) -> bool:
