@@ -256,12 +256,18 @@ def stream_name() -> Callable[[], str]:
     return lambda: f"T{uuid.uuid4().hex[:12]}"
 
 
-async def unsubscribed(nc: Client, held: set[int]) -> None:
-    """Wait on the fallback, which unsubscribes in the background, until `nc` has only the subscriptions `held`."""
+async def has_only(nc: Client, held: set[int]) -> bool:
+    """Return whether `nc` has only the subscriptions `held`, on the fallback when it has unsubscribed in the background."""
     if isinstance(connection.connection_of(nc), FallbackConnection):
         async with asyncio.timeout(30):
             while set(nc._subs) - held:
                 await asyncio.sleep(0.001)
+    return set(nc._subs) <= held
+
+
+@pytest.fixture(name="has_only")
+def _has_only() -> Callable[[Client, set[int]], Awaitable[bool]]:
+    return has_only
 
 
 class LeakCheck:
@@ -283,8 +289,8 @@ class LeakCheck:
         return tuple(now - then for now, then in zip(self._held(), self.before, strict=True))  # type: ignore[return-value]
 
     async def assert_clean(self) -> None:
-        """Fail if subscriptions or timers are left now, or tasks after 30 s; see `unsubscribed` for the fallback."""
-        await unsubscribed(self.nc, self.before[0])
+        """Fail if subscriptions or timers are left now, or tasks after 30 s."""
+        await has_only(self.nc, self.before[0])
         subscriptions, _, timers = self.leaked()
         assert (subscriptions, timers) == (set(), set())
         async with asyncio.timeout(30):

@@ -446,6 +446,11 @@ class FallbackConnection(BaseConnection):
         inbox.subscription = subscription
         return inbox
 
+    @property
+    def usable(self) -> bool:
+        self._check_state()  # before a caller decides what to send: the next look of `_check_inboxes` may be later
+        return super().usable
+
     def _drop_late_subscription(self, subscribing: asyncio.Task[Subscription]) -> None:
         if not subscribing.cancelled() and subscribing.exception() is None:
             self.drop(subscribing.result())

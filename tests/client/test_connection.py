@@ -24,6 +24,7 @@ from jetstream_ext.protocol.frames import Frame, parts
 from jetstream_ext.testing import NatsServer
 
 Heard = tuple[Any, ...]
+INTERNALS = pytest.mark.internals("the fallback gets messages from nats-py's subscriptions, and writes by its publish")
 
 
 class Recorder(Client):
@@ -122,24 +123,29 @@ async def test_foreign_messages_are_delivered_as_by_nats_py() -> None:
     assert nc.heard == [heard for heard in EXPECTED if heard[0] not in ("one", "two")]
 
 
+@INTERNALS
 async def test_a_byte_stream_in_one_piece_is_delivered() -> None:
     assert await fed([WHOLE]) == EXPECTED
 
 
+@INTERNALS
 async def test_a_byte_stream_in_single_bytes_is_delivered() -> None:
     assert await fed([WHOLE[i : i + 1] for i in range(len(WHOLE))]) == EXPECTED
 
 
+@INTERNALS
 async def test_a_byte_stream_split_at_every_position_is_delivered() -> None:
     for cut in range(1, len(WHOLE)):
         assert await fed([WHOLE[:cut], WHOLE[cut:]]) == EXPECTED, cut
 
 
+@INTERNALS
 @pytest.mark.parametrize("step", [2, 3, 7, 16, 31, 64])
 async def test_a_byte_stream_in_pieces_of_one_size_is_delivered(step: int) -> None:
     assert await fed([WHOLE[i : i + step] for i in range(0, len(WHOLE), step)]) == EXPECTED
 
 
+@INTERNALS
 @given(st.permutations(range(len(STREAM))), st.lists(st.integers(1, len(WHOLE) - 1), max_size=6, unique=True))
 def test_messages_in_any_order_and_pieces_are_delivered(order: list[int], cuts: list[int]) -> None:
     data = b"".join(STREAM[i][0] for i in order)
@@ -166,6 +172,7 @@ def direct_get_reply() -> bytes:
     )
 
 
+@INTERNALS
 async def test_a_direct_get_reply_cut_anywhere_decodes_the_same() -> None:
     reply = direct_get_reply()
 
@@ -187,6 +194,7 @@ async def test_a_direct_get_reply_cut_anywhere_decodes_the_same() -> None:
     assert await decoded(*(reply[i : i + 1] for i in range(len(reply)))) == (whole, end)
 
 
+@INTERNALS
 @pytest.mark.parametrize("sid", [1, 2], ids=["ours", "foreign"])
 @pytest.mark.parametrize("header", [b"", HEADER])
 async def test_a_large_message_is_not_parsed_again_with_every_piece(
@@ -212,6 +220,7 @@ async def test_a_large_message_is_not_parsed_again_with_every_piece(
     assert looked < 2 * len(data) + 4 * 32768
 
 
+@INTERNALS
 async def test_many_small_messages_are_delivered_in_blocks() -> None:
     nc, connection, *_ = await opened()
     blocks: list[int] = []
@@ -223,6 +232,7 @@ async def test_many_small_messages_are_delivered_in_blocks() -> None:
     assert nc.stats["in_bytes"] == 1000
 
 
+@INTERNALS
 @pytest.mark.parametrize("cut", [3, 14, 20, 40])
 async def test_a_reset_parser_drops_an_incomplete_message(cut: int) -> None:
     nc, *_ = await opened()
@@ -231,6 +241,7 @@ async def test_a_reset_parser_drops_an_incomplete_message(cut: int) -> None:
     assert await _rest_is_heard(nc)
 
 
+@INTERNALS
 async def test_a_reset_parser_drops_an_incomplete_foreign_message() -> None:
     nc, *_ = await opened()
     await nc._ps.parse(msg(2, bytes(100))[:50])
@@ -243,6 +254,7 @@ async def _rest_is_heard(nc: Recorder) -> bool:
     return nc.heard == EXPECTED and nc._ps.buf == b""
 
 
+@INTERNALS
 async def test_a_reset_while_nats_py_takes_a_message_drops_the_rest_of_the_old_connection() -> None:
     nc, *_ = await opened()
 
@@ -265,6 +277,7 @@ MALFORMED = [
 ]  # fmt: skip
 
 
+@INTERNALS
 @pytest.mark.parametrize("line", MALFORMED, ids=lambda line: line[:24])
 async def test_a_malformed_line_fails_as_in_nats_py(line: bytes) -> None:
     async def fate(nc: Recorder) -> tuple[object, int]:
@@ -280,6 +293,7 @@ async def test_a_malformed_line_fails_as_in_nats_py(line: bytes) -> None:
     assert nc.heard == plain.heard == [("foreign", 2, b"a.b", b"", b"before", b"")]
 
 
+@INTERNALS
 async def test_our_messages_before_a_malformed_line_are_delivered() -> None:
     nc, *_ = await opened()
     with pytest.raises(nats.errors.ProtocolError):
@@ -287,6 +301,7 @@ async def test_our_messages_before_a_malformed_line_are_delivered() -> None:
     assert nc.heard == [("one", b"a.b", b"", b"good")]
 
 
+@INTERNALS
 async def test_a_long_info_line_in_pieces_is_passed_on() -> None:
     nc, *_ = await opened()
     info = {"connect_urls": [f"10.0.0.{i}:4222" for i in range(2000)]}
@@ -301,6 +316,7 @@ async def test_a_long_info_line_in_pieces_is_passed_on() -> None:
 # -- subscriptions
 
 
+@INTERNALS
 async def test_late_messages_of_a_closed_inbox_are_dropped() -> None:
     nc, _, first, _ = await opened()
     first.close()
@@ -312,6 +328,7 @@ async def test_late_messages_of_a_closed_inbox_are_dropped() -> None:
     assert b"".join(nc._pending).endswith(b"UNSUB 1\r\n")
 
 
+@INTERNALS
 async def test_a_bounded_number_of_closed_inboxes_is_remembered() -> None:
     nc, connection, *_ = await opened()
     for _ in range(1000):
@@ -323,6 +340,7 @@ async def test_a_bounded_number_of_closed_inboxes_is_remembered() -> None:
     assert nc.heard[-1] == ("two", b"a.b", b"", b"ours")
 
 
+@INTERNALS
 async def test_an_inbox_can_be_closed_inside_its_own_delivery() -> None:
     nc, connection, *_ = await opened()
     taken: list[Frame] = []
@@ -340,6 +358,7 @@ async def test_an_inbox_can_be_closed_inside_its_own_delivery() -> None:
     assert parts(taken[0]) == (b"a.b", b"", b"x")
 
 
+@INTERNALS
 @pytest.mark.parametrize("failure", [ZeroDivisionError, asyncio.CancelledError])
 async def test_a_failing_handler_does_not_end_the_connection(
     loop_is_quiet: list[dict[str, Any]], failure: type[BaseException]
@@ -372,6 +391,7 @@ class Stuck(Recorder):
         self._flush_queue.put_nowait(asyncio.get_running_loop().create_future())
 
 
+@INTERNALS
 async def test_subscribing_an_inbox_never_suspends() -> None:
     nc = Stuck()
     connection = connection_of(nc)
@@ -383,6 +403,7 @@ async def test_subscribing_an_inbox_never_suspends() -> None:
     assert not nc._subs
 
 
+@INTERNALS
 async def test_a_write_times_out_while_nats_py_flushes() -> None:
     nc = Stuck()
     nc._max_pending_size = 10
@@ -462,6 +483,7 @@ async def test_all_callers_share_one_connection() -> None:
     assert connection_of(Recorder()) is not connection_of(nc)
 
 
+@INTERNALS
 async def test_a_client_that_is_not_connected_has_the_known_internals() -> None:
     nc = Client()
     connection = connection_of(nc)  # a warning would be an error here
@@ -470,6 +492,7 @@ async def test_a_client_that_is_not_connected_has_the_known_internals() -> None:
         connection.write_nowait(b"PUB a 0\r\n\r\n", 1, 0)
 
 
+@INTERNALS
 @pytest.mark.parametrize(
     ("status", "error"),
     [
@@ -490,6 +513,7 @@ async def test_nothing_is_written_without_a_connection(status: int, error: type[
     assert nc.stats["out_msgs"] == 0
 
 
+@INTERNALS
 async def test_writing_counts_and_wakes_the_flusher_once() -> None:
     nc, connection, *_ = await opened()
     assert nc._flush_queue is not None

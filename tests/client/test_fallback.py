@@ -117,8 +117,9 @@ async def test_concurrent_writes_keep_their_order(js: JetStreamContext, nc: Clie
 
 
 async def test_a_cancelled_write_has_written_everything(
-    nc: Client, heard: tuple[FallbackConnection, str, list[Frame]]
+    nc: Client, heard: tuple[FallbackConnection, str, list[Frame]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("jetstream_ext.client.base_connection._MAX_QUEUED", 0)
     connection, subject, frames = heard
     data = [pub(subject.encode(), b"", b"", b"%d" % i) for i in range(4)]
     nc._max_pending_size = 1  # every publish waits for the flusher
