@@ -16,7 +16,7 @@ from nats.js import JetStreamContext
 import jetstream_ext as jsx
 from jetstream_ext import errors
 from jetstream_ext.client.base_connection import FallbackConnection, InboxHandler
-from jetstream_ext.client.connection import connection_of
+from jetstream_ext.client.connection import _CLIENT, connection_of
 from jetstream_ext.protocol.frames import Frame, parts, pub
 from jetstream_ext.testing import NatsServer
 from jetstream_ext.types import own_headers
@@ -77,7 +77,7 @@ async def test_it_warns_once_per_connection(server: NatsServer) -> None:
         await nc.close()
 
 
-@pytest.mark.parametrize("missing", ["_pending", "_subs", "_flush_queue", "_remove_sub", "_ps"])
+@pytest.mark.parametrize("missing", sorted(_CLIENT))
 def test_any_missing_internal_selects_the_fallback(missing: str) -> None:
     nc = Client()
     setattr(nc, missing, object())
