@@ -64,7 +64,6 @@ _CLOSE_TIMEOUT: Final = 2.0
 _RECONNECT_WAIT: Final = 0.25
 _SEED: Final = re.compile(r"BEGIN USER NKEY SEED-+\s+(\S+)")
 
-_INSTALL: Final = "install nats-py 2.16"
 _MISSING: Final = object()
 
 _CLOSED_SIDS_KEPT = 64
@@ -287,7 +286,7 @@ class Connection(BaseConnection):
 
 _FALLBACK_WARNING = (
     "jetstream_ext does not know the internals of this version of nats-py; it uses nats-py's public interface instead, which "
-    "is several times slower (nats-py 2.16 is known)"
+    "is several times slower. It knows those of nats-py 2.16."
 )
 _CONNECTION_ATTRIBUTE = "_jetstream_ext_connection"
 """The attribute of a client that holds its connection, which lives exactly as long as the client."""
@@ -364,7 +363,9 @@ def _required() -> Iterator[None]:
     try:
         yield
     except (AttributeError, TypeError) as error:
-        raise JetStreamExtError(f"jetstream_ext cannot use this version of nats-py: {error}; {_INSTALL}") from error
+        raise JetStreamExtError(
+            f"jetstream_ext cannot use this version of nats-py: {error}; install nats-py 2.16"
+        ) from error
 
 
 def _server_info(nc: Client) -> Mapping[str, Any]:
@@ -459,7 +460,7 @@ class OwnClient(Client):
             raise JetStreamExtError(f"no connection to {shown}: ws:// has no TLS, but TLS was requested; use wss://")
         # Without it, the override below is never called.
         if self._needs_tls and not ("_connect_command" in vars(Client) and _has(self, _TLS)):
-            raise JetStreamExtError(f"this version of nats-py may send credentials without TLS; {_INSTALL}")
+            raise JetStreamExtError("this version of nats-py may send credentials without TLS; install nats-py 2.16")
         if any(url.lower().startswith("ws") for url in servers) and importlib.util.find_spec("aiohttp") is None:
             raise JetStreamExtError("WebSockets need the package aiohttp: pip install 'nats-py[aiohttp]'")
         self._tries = tries

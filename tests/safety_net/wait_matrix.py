@@ -27,6 +27,8 @@ from waiting import abandon, end_connection
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 import jetstream_ext.log as log
+from jetstream_ext.client.base_connection import FallbackConnection
+from jetstream_ext.client.connection import connection_of
 from jetstream_ext.client.retry import is_transient
 from jetstream_ext.testing import NatsServer
 
@@ -521,8 +523,9 @@ async def _ignore(error: Exception) -> None:
 
 def _without_internals(nc: Client) -> None:
     """Make this package use nats-py's public interface only."""
-    flush = nc._flush_pending
-    nc._flush_pending = lambda force_flush=False: flush(force_flush)  # type: ignore[method-assign, assignment]
+    parse = nc._ps.parse
+    nc._ps.parse = lambda data=b"": parse(data)  # type: ignore[method-assign]
+    assert isinstance(connection_of(nc), FallbackConnection)
 
 
 async def _prepare(
