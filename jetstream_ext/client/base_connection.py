@@ -412,7 +412,11 @@ class BaseConnection(ABC):
 
 
 class FallbackConnection(BaseConnection):
-    """The slower connection, for nats-py with other internals; writing and `drop` go on in background tasks."""
+    """The slower connection, for nats-py with other internals.
+
+    Writing and `drop` go on in background tasks. A task ends when nats-py's buffer has taken its bytes, or when the
+    connection is closed.
+    """
 
     def __init__(self, nc: Client, server_info: Callable[[], Mapping[str, Any]]) -> None:
         super().__init__(nc, server_info)
