@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import nats.errors
-import nats.protocol.parser
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
@@ -342,7 +341,7 @@ def _internals_known(nc: Client) -> bool:
     return (
         _has(nc, _CLIENT)
         and _has(nc._ps, _PARSER)
-        and getattr(nats.protocol.parser, "AWAITING_CONTROL_LINE", None) == _AWAITING_CONTROL_LINE
+        and getattr(inspect.getmodule(nc._ps), "AWAITING_CONTROL_LINE", None) == _AWAITING_CONTROL_LINE
         and nc.stats.keys() >= _STATS
         and subject == "a"
     )
