@@ -195,5 +195,10 @@ BY_OPTION: Final = {
 """The feature that each option of a stream's configuration enables, for options that some tested server lacks."""
 
 
+def api_level(release: str) -> int:
+    """Return the API level that a server of this version has at least (0: before 2.11)."""
+    return max(feature.api_level for feature in FEATURES if feature.on(release))
+
+
 def _numbers(release: str) -> tuple[int, ...]:
     return tuple(int(part) for part in release.partition("-")[0].split(".") if part.isdecimal())

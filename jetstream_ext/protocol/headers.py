@@ -181,16 +181,49 @@ def encode(items: Iterable[tuple[str, str]]) -> bytes:
 
 
 def rebuild(headers: Mapping[str, str] | None) -> bytes:
-    """Return the bytes that nats-py parsed into `headers`, as nearly as they can be known."""
+    """Return the bytes that nats-py parsed into `headers`, as nearly as they can be known; the server's lines are last."""
     if not headers:
         return b""
-    lines = dict(headers)
-    first = VERSION
-    if SEQUENCE not in lines and "Status" in lines:
+    first, lines = VERSION, dict(headers)
+    if SEQUENCE in lines:  # a stored message
+        if any(type(name) is not str for name in lines):  # nats-py's own name for the text of a stored status line
+            lines.pop("Status", None)
+            lines.pop("Description")
+        appended = {} if (stream := _take_stream(lines)) is None else {STREAM: stream}
+        lines |= appended | {name: lines.pop(name) for name in _APPENDED if name in lines}
+    elif "Status" in lines:
         # If there are both a status line and headers, nats-py leaves the headers in the description as well.
         text = lines.pop("Description", "").split("\n")[0].strip()
         first += f" {lines.pop('Status')} {text}".rstrip().encode()
     return CRLF.join([first, *(f"{name}: {value}".encode() for name, value in lines.items()), b"", b""])
+
+
+def _take_stream(lines: dict[str, str]) -> str | None:
+    """Remove the ``Nats-Stream`` that the server appended to a stored message; return it, or None if it is lost.
+
+    The server overwrites the last two bytes of a stored block. If its sender left out the line break that they should be,
+    the first line that the server appends is glued to the sender's last one. nats-py leaves out the first ten bytes of a
+    block, whatever they are.
+    """
+    own = [name for name in lines if name not in REPLY_HEADERS]
+    forged = None
+    if STREAM in lines:
+        places = list(lines)
+        stream = lines.pop(STREAM)
+        if not own or places.index(STREAM) > places.index(own[-1]):
+            return stream
+        forged = stream  # unless nothing is glued: a name that comes twice keeps its first place
+    for name in reversed(own):
+        before, glued, stream = lines[name].rpartition(f"{STREAM}: ")
+        if glued and stream and not any(map(str.isspace, stream)):
+            lines[name] = before
+            lines.pop("", None)  # no header, but what follows a line feed in the ten bytes
+            return stream
+        if name.endswith(STREAM):
+            return lines.pop(name)
+    if forged is None and own and STREAM.endswith(own[0]):
+        return lines.pop(own[0])
+    return forged
 
 
 def parse_status(block: bytes) -> tuple[int, str] | None:

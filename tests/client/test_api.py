@@ -315,6 +315,7 @@ async def test_a_lookup_without_an_answer_is_repeated_the_next_time(
     await leak_check.assert_clean()
 
 
+@pytest.mark.internals("nats-py's public interface keeps only the newest error")
 async def test_refusals_do_not_hide_each_other() -> None:
     config = """
         authorization { users = [ { user: u, password: p, permissions: {

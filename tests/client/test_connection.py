@@ -25,6 +25,7 @@ from jetstream_ext.protocol.frames import Frame, parts
 from jetstream_ext.testing import NatsServer
 
 Heard = tuple[Any, ...]
+INTERNALS = pytest.mark.internals("the fallback gets messages from nats-py's subscriptions, and writes by its publish")
 
 
 class Recorder(Client):
@@ -69,7 +70,7 @@ async def opened() -> tuple[Recorder, Connection, InboxSubscription, InboxSubscr
     first = await connection.inbox(listener(nc, "one"), timeout=5)
     nc._sid = 11
     second = await connection.inbox(listener(nc, "two"), timeout=5)
-    assert (first.subscription._id, second.subscription._id) == (1, 12)  # type: ignore[union-attr]
+    assert list(connection._sids.values()) == [1, 12]
     return nc, connection, first, second
 
 
@@ -123,24 +124,29 @@ async def test_foreign_messages_are_delivered_as_by_nats_py() -> None:
     assert nc.heard == [heard for heard in EXPECTED if heard[0] not in ("one", "two")]
 
 
+@INTERNALS
 async def test_a_byte_stream_in_one_piece_is_delivered() -> None:
     assert await fed([WHOLE]) == EXPECTED
 
 
+@INTERNALS
 async def test_a_byte_stream_in_single_bytes_is_delivered() -> None:
     assert await fed([WHOLE[i : i + 1] for i in range(len(WHOLE))]) == EXPECTED
 
 
+@INTERNALS
 async def test_a_byte_stream_split_at_every_position_is_delivered() -> None:
     for cut in range(1, len(WHOLE)):
         assert await fed([WHOLE[:cut], WHOLE[cut:]]) == EXPECTED, cut
 
 
+@INTERNALS
 @pytest.mark.parametrize("step", [2, 3, 7, 16, 31, 64])
 async def test_a_byte_stream_in_pieces_of_one_size_is_delivered(step: int) -> None:
     assert await fed([WHOLE[i : i + step] for i in range(0, len(WHOLE), step)]) == EXPECTED
 
 
+@INTERNALS
 @given(st.permutations(range(len(STREAM))), st.lists(st.integers(1, len(WHOLE) - 1), max_size=6, unique=True))
 def test_messages_in_any_order_and_pieces_are_delivered(order: list[int], cuts: list[int]) -> None:
     data = b"".join(STREAM[i][0] for i in order)
@@ -167,6 +173,7 @@ def direct_get_reply() -> bytes:
     )
 
 
+@INTERNALS
 async def test_a_direct_get_reply_cut_anywhere_decodes_the_same() -> None:
     reply = direct_get_reply()
 
@@ -188,6 +195,7 @@ async def test_a_direct_get_reply_cut_anywhere_decodes_the_same() -> None:
     assert await decoded(*(reply[i : i + 1] for i in range(len(reply)))) == (whole, end)
 
 
+@INTERNALS
 @pytest.mark.parametrize("sid", [1, 2], ids=["ours", "foreign"])
 @pytest.mark.parametrize("header", [b"", HEADER])
 async def test_a_large_message_is_not_parsed_again_with_every_piece(
@@ -213,6 +221,7 @@ async def test_a_large_message_is_not_parsed_again_with_every_piece(
     assert looked < 2 * len(data) + 4 * 32768
 
 
+@INTERNALS
 async def test_many_small_messages_are_delivered_in_blocks() -> None:
     nc, connection, *_ = await opened()
     blocks: list[int] = []
@@ -224,6 +233,7 @@ async def test_many_small_messages_are_delivered_in_blocks() -> None:
     assert nc.stats["in_bytes"] == 1000
 
 
+@INTERNALS
 @pytest.mark.parametrize("cut", [3, 14, 20, 40])
 async def test_a_reset_parser_drops_an_incomplete_message(cut: int) -> None:
     nc, *_ = await opened()
@@ -232,6 +242,7 @@ async def test_a_reset_parser_drops_an_incomplete_message(cut: int) -> None:
     assert await _rest_is_heard(nc)
 
 
+@INTERNALS
 async def test_a_reset_parser_drops_an_incomplete_foreign_message() -> None:
     nc, *_ = await opened()
     await nc._ps.parse(msg(2, bytes(100))[:50])
@@ -244,6 +255,7 @@ async def _rest_is_heard(nc: Recorder) -> bool:
     return nc.heard == EXPECTED and nc._ps.buf == b""
 
 
+@INTERNALS
 async def test_a_reset_while_nats_py_takes_a_message_drops_the_rest_of_the_old_connection() -> None:
     nc, *_ = await opened()
 
@@ -266,6 +278,7 @@ MALFORMED = [
 ]  # fmt: skip
 
 
+@INTERNALS
 @pytest.mark.parametrize("line", MALFORMED, ids=lambda line: line[:24])
 async def test_a_malformed_line_fails_as_in_nats_py(line: bytes) -> None:
     async def fate(nc: Recorder) -> tuple[object, int]:
@@ -281,6 +294,7 @@ async def test_a_malformed_line_fails_as_in_nats_py(line: bytes) -> None:
     assert nc.heard == plain.heard == [("foreign", 2, b"a.b", b"", b"before", b"")]
 
 
+@INTERNALS
 async def test_our_messages_before_a_malformed_line_are_delivered() -> None:
     nc, *_ = await opened()
     with pytest.raises(nats.errors.ProtocolError):
@@ -288,6 +302,7 @@ async def test_our_messages_before_a_malformed_line_are_delivered() -> None:
     assert nc.heard == [("one", b"a.b", b"", b"good")]
 
 
+@INTERNALS
 async def test_a_long_info_line_in_pieces_is_passed_on() -> None:
     nc, *_ = await opened()
     info = {"connect_urls": [f"10.0.0.{i}:4222" for i in range(2000)]}
@@ -302,6 +317,7 @@ async def test_a_long_info_line_in_pieces_is_passed_on() -> None:
 # -- subscriptions
 
 
+@INTERNALS
 async def test_late_messages_of_a_closed_inbox_are_dropped() -> None:
     nc, _, first, _ = await opened()
     first.close()
@@ -313,6 +329,7 @@ async def test_late_messages_of_a_closed_inbox_are_dropped() -> None:
     assert b"".join(nc._pending).endswith(b"UNSUB 1\r\n")
 
 
+@INTERNALS
 async def test_a_bounded_number_of_closed_inboxes_is_remembered() -> None:
     nc, connection, *_ = await opened()
     for _ in range(1000):
@@ -324,6 +341,7 @@ async def test_a_bounded_number_of_closed_inboxes_is_remembered() -> None:
     assert nc.heard[-1] == ("two", b"a.b", b"", b"ours")
 
 
+@INTERNALS
 async def test_an_inbox_can_be_closed_inside_its_own_delivery() -> None:
     nc, connection, *_ = await opened()
     taken: list[Frame] = []
@@ -341,6 +359,7 @@ async def test_an_inbox_can_be_closed_inside_its_own_delivery() -> None:
     assert parts(taken[0]) == (b"a.b", b"", b"x")
 
 
+@INTERNALS
 @pytest.mark.parametrize("failure", [ZeroDivisionError, asyncio.CancelledError])
 async def test_a_failing_handler_does_not_end_the_connection(
     loop_is_quiet: list[dict[str, Any]], failure: type[BaseException]
@@ -373,6 +392,7 @@ class Stuck(Recorder):
         self._flush_queue.put_nowait(asyncio.get_running_loop().create_future())
 
 
+@INTERNALS
 async def test_subscribing_an_inbox_never_suspends() -> None:
     nc = Stuck()
     connection = connection_of(nc)
@@ -384,6 +404,7 @@ async def test_subscribing_an_inbox_never_suspends() -> None:
     assert not nc._subs
 
 
+@INTERNALS
 async def test_a_write_times_out_while_nats_py_flushes() -> None:
     nc = Stuck()
     nc._max_pending_size = 10
@@ -434,24 +455,12 @@ async def test_a_wait_for_room_ends(own_server: NatsServer, kind: type[Connectio
 
 
 async def test_a_broken_socket_is_a_lost_connection() -> None:
-    nc = Recorder()
-    nc._max_pending_size = 10
-    nc._flusher_task = None  # then nats-py flushes within the call
+    async def drain() -> None:
+        raise BrokenPipeError("broken pipe")
 
-    class Broken:
-        def writelines(self, data: list[bytes]) -> None:
-            pass
-
-        async def drain(self) -> None:
-            raise BrokenPipeError("broken pipe")
-
-    nc._transport = Broken()  # type: ignore[assignment]
     with pytest.raises(nats.errors.ConnectionReconnectingError) as caught:
-        await FallbackConnection(nc, dict).write(b"PUB a 20\r\n" + bytes(20) + b"\r\n", 1, 20, timeout=5)
+        await connection_of(Recorder()).bounded(drain(), 5, "a request")
     assert isinstance(caught.value.__cause__, BrokenPipeError)
-    for connection in (connection_of(nc), FallbackConnection(nc, dict)):
-        with pytest.raises(nats.errors.ConnectionReconnectingError):  # also in a flush of nats-py's own
-            await connection.bounded(Broken().drain(), 5, "a request")
 
 
 # -- the connection itself
@@ -463,6 +472,7 @@ async def test_all_callers_share_one_connection() -> None:
     assert connection_of(Recorder()) is not connection_of(nc)
 
 
+@INTERNALS
 async def test_a_client_that_is_not_connected_has_the_known_internals() -> None:
     nc = Client()
     connection = connection_of(nc)  # a warning would be an error here
@@ -471,6 +481,7 @@ async def test_a_client_that_is_not_connected_has_the_known_internals() -> None:
         connection.write_nowait(b"PUB a 0\r\n\r\n", 1, 0)
 
 
+@INTERNALS
 @pytest.mark.parametrize(
     ("status", "error"),
     [
@@ -491,6 +502,7 @@ async def test_nothing_is_written_without_a_connection(status: int, error: type[
     assert nc.stats["out_msgs"] == 0
 
 
+@INTERNALS
 async def test_writing_counts_and_wakes_the_flusher_once() -> None:
     nc, connection, *_ = await opened()
     assert nc._flush_queue is not None

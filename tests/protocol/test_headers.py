@@ -202,3 +202,25 @@ def test_times_in_the_form_of_the_adr_are_accepted(text: bytes, ns: int) -> None
 def test_a_leader_s_time_in_its_own_zone_becomes_utc(text: str, utc: bytes) -> None:
     assert h.to_utc(text) == utc
     assert h.parse_time_ns(h.to_utc(text)) == h.parse_time_ns(utc)
+
+
+def test_rebuilt_block_ends_with_the_lines_of_the_server_in_their_order() -> None:
+    # nats-py keeps a repeated name at its first place, with its last value.
+    parsed = {
+        "Nats-Last-Sequence": "1",
+        "Nats-Sequence": "2",
+        "A": "b",
+        "Nats-Stream": "S",
+        "Nats-Subject": "s",
+        "Nats-Time-Stamp": "T",
+        "Nats-Num-Pending": "0",
+    }
+    assert h.rebuild(parsed) == (
+        b"NATS/1.0\r\nA: b\r\nNats-Stream: S\r\nNats-Subject: s\r\nNats-Sequence: 2\r\nNats-Time-Stamp: T\r\n"
+        b"Nats-Num-Pending: 0\r\nNats-Last-Sequence: 1\r\n\r\n"
+    )
+
+
+def test_rebuilt_end_of_a_batch_keeps_its_status_line() -> None:
+    parsed = {"Status": "204", "Description": "EOB", "Nats-Num-Pending": "7", "Nats-Last-Sequence": "5"}
+    assert h.rebuild(parsed) == b"NATS/1.0 204 EOB\r\nNats-Num-Pending: 7\r\nNats-Last-Sequence: 5\r\n\r\n"
