@@ -26,7 +26,8 @@ from jetstream_ext.client.api import Api, first_since, gather_bounded, malformed
 from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ServerError
 from jetstream_ext.protocol import feature_table
-from jetstream_ext.protocol.api import answering_server, parse_refusal
+from jetstream_ext.protocol.api import answering_server, check_config, parse_refusal
+from jetstream_ext.protocol.numbers import LARGEST_SIGNED, json_number
 from jetstream_ext.protocol.options import check_sequence, rfc3339
 from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject
 
@@ -359,6 +360,7 @@ async def source_health(js: JetStreamContext, stream: str, *, timeout: float | N
     info = await api.stream(stream)
     with malformed_as_error(f"stream {stream!r} or one of its origins"):
         config, domain = info["config"], info.get("domain")
+        check_config(config)
         mirror, sources = config.get("mirror"), config.get("sources") or []
         rows = [*([info["mirror"]] if info.get("mirror") else []), *(info.get("sources") or [])]
 
@@ -381,7 +383,7 @@ async def _health(
     api: Api, entry: Mapping[str, Any], reported: list[Mapping[str, Any]], domain: str | None, *, mirror: bool
 ) -> SourceHealth:
     """Return the health of `entry` from what the reading server reports about it, and from what its origin answers."""
-    ages = [int(row.get("active", -1)) for row in reported]
+    ages = [json_number(row.get("active", -1), "active", low=-1, high=LARGEST_SIGNED) for row in reported]
     last_active = timedelta(microseconds=max(ages) // 1000) if ages and min(ages) >= 0 else None
     errors = [parse_refusal(row["error"]) for row in reported if row.get("error")]
     state, detail, pending = await _origin(api, entry)
@@ -405,7 +407,7 @@ async def _health(
         mirror=mirror,
         state=state,
         detail=detail,
-        lag=max((int(row.get("lag", 0)) for row in reported), default=0),
+        lag=max((json_number(row.get("lag", 0), "lag") for row in reported), default=0),
         pending=pending,
         last_active=last_active,
         error=errors[0] if errors else None,
@@ -429,7 +431,7 @@ async def _origin(api: Api, entry: Mapping[str, Any]) -> tuple[SourceState, str,
     except (ServiceUnavailableError, RequestTimeoutError, ServerError) as error:
         return SourceState.UNREACHABLE, f"{where} does not answer: {error}", None
     config = info.get("config") or {}
-    pending = int(info.get("num_pending", 0)) + int(info.get("num_ack_pending", 0))
+    pending = sum(json_number(info.get(name, 0), name) for name in ("num_pending", "num_ack_pending"))
     if config.get("ack_policy") != "flow_control":
         fault = f"has ack policy {config.get('ack_policy')!r}, not 'flow_control'"
     elif config.get("deliver_subject") != consumer.get("deliver_subject"):

@@ -17,7 +17,7 @@ from jetstream_ext.client.api import Api, malformed_as_error
 from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ServerError, StreamConfigMismatchError
 from jetstream_ext.protocol import feature_table
-from jetstream_ext.protocol.api import answering_server
+from jetstream_ext.protocol.api import answering_server, check_config
 from jetstream_ext.protocol.feature_table import Feature
 from jetstream_ext.protocol.subjects import check_name
 
@@ -316,6 +316,7 @@ def _pruned(value: Any) -> Any:
 
 
 def _stream_info(answer: dict[str, Any]) -> StreamInfo:
+    check_config(answer["config"])
     info: StreamInfo = StreamInfo.from_response(orjson.loads(orjson.dumps(answer | {"config": {}})))
     info.config = _read(answer["config"])
     return info

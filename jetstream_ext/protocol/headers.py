@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from jetstream_ext.errors import BadHeaderError, ResponseError
+from jetstream_ext.protocol.numbers import parse_number
 
 VERSION: Final = b"NATS/1.0"
 CRLF: Final = b"\r\n"
@@ -113,6 +114,16 @@ def check_header(name: str, value: str) -> None:
         raise BadHeaderError(f"header name {name!r} is empty or has characters that are not allowed in a header name")
     if "\r" in value or "\n" in value or "\0" in value:
         raise BadHeaderError(f"the value of header {name!r} has a line break or a NUL character")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _not_unicode(name) from None
+
+
+def _not_unicode(name: str) -> BadHeaderError:
+    return BadHeaderError(
+        f"the value of header {name!r} has half of a surrogate pair, which UTF-8 cannot encode; nothing was sent"
+    )
 
 
 def check_block(size: int) -> None:
@@ -146,7 +157,11 @@ def encode(items: Iterable[tuple[str, str]]) -> bytes:
         raise BadHeaderError(
             f"a message id ({MSG_ID}) is blank; servers ignore it, so that they would store duplicates"
         )
-    block = (text + "\r\n").encode()
+    try:
+        block = (text + "\r\n").encode()
+    except UnicodeEncodeError as error:
+        # Names are ASCII, and a value has no line break, so the name is at the start of the line.
+        raise _not_unicode(text[: error.start].rpartition("\r\n")[2].partition(":")[0]) from None
     check_block(len(block))
     return block
 
@@ -172,9 +187,10 @@ def parse_status(block: bytes) -> tuple[int, str] | None:
     code, _, text = line[len(VERSION) :].strip().partition(b" ")
     if not code:
         return None
-    if not code.isdigit() or len(code) > 9:
-        raise ResponseError("a header block has a status that is not a number", frame=block)
-    return int(code), text.decode("utf-8", "replace")
+    number = parse_number(code, 999)
+    if number is None:
+        raise ResponseError("a header block has a status that is not a number from 0 to 999", frame=block)
+    return number, text.decode("utf-8", "replace")
 
 
 def parse_lines(block: bytes) -> list[tuple[str, str]]:
@@ -197,7 +213,8 @@ def line_number(line: bytes) -> int:
 
 def count(value: bytes) -> int:
     """Return a sequence or a count that a server sent; raise ResponseError if it is not from 0 to 2**64-1."""
-    if not value.isdigit() or len(value) > 20 or (number := int(value)) >> 64:
+    number = parse_number(value)
+    if number is None:
         raise ResponseError("a header that the server adds is not a number from 0 to 2**64-1", frame=value)
     return number
 
@@ -221,13 +238,16 @@ def decode_stored(block: bytes) -> dict[str, str]:
 
 
 def to_utc(text: str) -> bytes:
-    """Return an RFC 3339 time with any offset in UTC, fraction digits kept."""
+    """Return an RFC 3339 time with any offset in UTC, fraction digits kept; raise ValueError or OverflowError for others."""
     if text.endswith("Z"):
         return text.encode()
     # STREAM.MSG.GET answers in the zone that the server runs in.
     sign = max(text.rfind("+"), text.rfind("-"))
     seconds, _, fraction = text[:sign].partition(".")
-    when = datetime.fromisoformat(seconds + text[sign:]).astimezone(UTC).replace(tzinfo=None)
+    local = datetime.fromisoformat(seconds + text[sign:])
+    if local.tzinfo is None:
+        raise ValueError(f"the time {text[:64]!r} has no offset from UTC")
+    when = local.astimezone(UTC).replace(tzinfo=None)
     return f"{when.isoformat()}{'.' if fraction else ''}{fraction}Z".encode()
 
 

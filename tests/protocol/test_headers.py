@@ -12,7 +12,7 @@ from jetstream_ext.errors import BadHeaderError, ResponseError
 from jetstream_ext.protocol import headers as h
 
 TOKEN = "!#$%&'*+-.^_`|~" + string.digits + string.ascii_letters
-names = st.text(TOKEN, min_size=1, max_size=20)
+names = st.text(TOKEN, min_size=1, max_size=20).filter(lambda name: name != h.MSG_ID)  # it must not be blank
 values = st.text(st.characters(exclude_characters="\r\n\0", exclude_categories=["Cs"]), max_size=40)
 
 
