@@ -28,7 +28,7 @@ from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ServerError
 from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol.api import answering_server, check_config, parse_refusal
 from jetstream_ext.protocol.numbers import LARGEST_SIGNED, json_number
-from jetstream_ext.protocol.options import check_sequence, rfc3339
+from jetstream_ext.protocol.options import check_sequence, check_unicode, rfc3339
 from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject
 
 _HEARTBEAT: Final = 1.0  # seconds; servers replace any other value
@@ -178,7 +178,8 @@ async def create_source_consumer(
         in the entry: the consumer has them.
 
     Raises:
-        ValueError: Servers refuse or silently replace a name or option, or it would leave the stream unread.
+        ValueError: Servers refuse or silently replace a name or option, it would leave the stream unread, or UTF-8 cannot
+            encode a text.
         TypeError: ``filter_subjects`` is not a list.
         nats.js.errors.NotFoundError: There is no such stream.
         UnsupportedFeatureError: The server is older than 2.14. Nothing was created.
@@ -210,6 +211,9 @@ async def create_source_consumer(
         idle_heartbeat=_HEARTBEAT,
         max_deliver=-1,
     ).as_dict()
+    check_unicode(body, f"the configuration of consumer {name!r}")
+    if external is not None:
+        check_unicode(external.as_dict(), "external")
     context = Context(js)
     api = Api(context, timeout)
     subject = f"CONSUMER.CREATE.{stream}.{name}"

@@ -19,6 +19,7 @@ from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ServerError, St
 from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol.api import answering_server, check_config
 from jetstream_ext.protocol.feature_table import Feature
+from jetstream_ext.protocol.options import check_unicode
 from jetstream_ext.protocol.subjects import check_name
 
 _MINUS_ONE_FOR_ZERO: Final = frozenset(
@@ -108,7 +109,7 @@ async def ensure_stream(
         nats-py's ``StreamInfo`` of the stream as it is now.
 
     Raises:
-        ValueError: The name is missing or invalid.
+        ValueError: The name is missing or invalid, or UTF-8 cannot encode a text of the configuration.
         TypeError: ``subjects`` or ``sources`` is not a list.
         StreamConfigMismatchError: The stream exists with another configuration, or the server changed the
             configuration; ``diff`` maps each field to (wanted, found).
@@ -125,6 +126,7 @@ async def ensure_stream(
     wanted = (config or StreamConfig()).evolve(**params)
     check_name(wanted.name or "", "stream name")
     _check_lists(wanted)
+    check_unicode(wanted.as_dict(), f"the configuration of stream {wanted.name!r}")
     api = Api(Context(js), timeout)
     domain = api.context.connection.domain
     if api.context.prefix != DEFAULT_PREFIX:

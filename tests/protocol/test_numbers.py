@@ -13,7 +13,24 @@ def test_decimal_digits_are_a_number(text: str, number: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "-5", "+7", " 7", "7 ", "7\n", "1_000", "0x7", "7.0", "1e3", "٣", "５", "²", "∞", "\ud800", str(LARGEST + 1)],
+    [
+        "",
+        "-5",
+        "+7",
+        " 7",
+        "7 ",
+        "7\n",
+        "1_000",
+        "0x7",
+        "7.0",
+        "1e3",
+        "٣",
+        "\uff15",
+        "²",
+        "∞",
+        "\ud800",
+        str(LARGEST + 1),
+    ],
 )
 def test_other_text_is_no_number(text: str) -> None:
     assert parse_number(text) is None
