@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -29,14 +28,13 @@ from jetstream_ext.errors import (
     Status,
     StreamRecreatedError,
 )
-from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.api import StreamState, parse_answer, parse_stream_state, parsing, recreated
+from jetstream_ext.protocol.api import StreamState, parse_answer, parse_message, parse_stream_state, parsing, recreated
 from jetstream_ext.protocol.direct import Request, StoredMsg
 from jetstream_ext.protocol.feature_table import START_TIME_LEVEL, Feature
-from jetstream_ext.protocol.numbers import json_number, json_text
+from jetstream_ext.protocol.numbers import json_number
 from jetstream_ext.protocol.options import rfc3339
 from jetstream_ext.protocol.subjects import check_name
-from jetstream_ext.types import BatchAck, own_headers
+from jetstream_ext.types import BatchAck
 
 LAG_PAUSE: Final = 0.05  # seconds between two checks whether a leader, a replica or a mirror has caught up
 NO_JETSTREAM: Final = "the server runs without JetStream, or the JetStream domain differs"
@@ -302,17 +300,7 @@ async def get_at_leader(
         if error.err_code == ErrorCode.MESSAGE_NOT_FOUND:
             return None
         raise
-    with malformed_as_error(f"a message of stream {stream!r}"):
-        found = answer["message"]
-        block = base64.b64decode(found["hdrs"], validate=True) if found.get("hdrs") else b""
-        return StoredMsg(
-            stream=stream,
-            subject=json_text(found["subject"], "subject"),
-            seq=json_number(found["seq"], "seq", low=1),
-            data=base64.b64decode(found.get("data") or "", validate=True),
-            headers=own_headers(h.stored_pairs(block)),
-            time_ns=h.parse_time_ns(h.to_utc(json_text(found["time"], "time"))),
-        )
+    return parse_message(stream, answer)
 
 
 async def newest_up_to(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,10 +20,12 @@ from jetstream_ext.errors import (
     StreamRecreatedError,
     server_error,
 )
+from jetstream_ext.protocol import headers as h
+from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.feature_table import DIRECT_BATCH
 from jetstream_ext.protocol.numbers import LARGEST, LARGEST_SIGNED, json_number, json_text, parse_number
 from jetstream_ext.protocol.subjects import check_name, covers, overlap
-from jetstream_ext.types import AbandonedBatch, BatchAck
+from jetstream_ext.types import AbandonedBatch, BatchAck, own_headers
 
 FIRST_UNREADABLE: Final = 1 << 62
 """Servers with file storage (2.11 to 2.15) acknowledge messages from this sequence on, but find none of them for a read or a
@@ -317,6 +320,21 @@ def parse_stream_state(answer: Mapping[str, Any], stream: str = "") -> StreamSta
             leader_is_certain=not peers or (fresh + 1) * 2 > len(peers) + 1,
             api_level=level,
             server_version=version,
+        )
+
+
+def parse_message(stream: str, answer: Mapping[str, Any]) -> StoredMsg:
+    """Parse the answer to ``STREAM.MSG.GET`` of `stream`; raise ResponseError if a field is missing or malformed."""
+    with parsing(f"the server's answer about a message of stream {stream!r}"):
+        found = answer["message"]
+        block = base64.b64decode(found["hdrs"], validate=True) if found.get("hdrs") else b""
+        return StoredMsg(
+            stream=stream,
+            subject=json_text(found["subject"], "subject"),
+            seq=json_number(found["seq"], "seq", low=1),
+            data=base64.b64decode(found.get("data") or "", validate=True),
+            headers=own_headers(h.stored_pairs(block)),
+            time_ns=h.parse_time_ns(h.to_utc(json_text(found["time"], "time"))),
         )
 
 
