@@ -120,10 +120,11 @@ def rows_of(block: Block | Sequence[StoredMsg]) -> Iterator[Row]:
 
 def _time(line: bytes) -> datetime:
     try:
-        return datetime.fromisoformat(line[17:].decode())
+        if line.endswith(b"Z"):
+            return datetime.fromisoformat(line[17:].decode())
     except ValueError:
-        # The form of a draft, or no time: `parse_time_ns` accepts the one and raises for the other.
-        return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=parse_time_ns(line[17:]) // 1000)
+        pass  # `parse_time_ns` raises the error
+    return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=parse_time_ns(line[17:]) // 1000)
 
 
 ROLLUP: Final = Header.ROLLUP.value

@@ -248,14 +248,23 @@ def ttl_of(headers: Mapping[str, str]) -> timedelta | None:
     text = headers.get(MSG_TTL, "").strip()
     seconds: float | None = parse_number(text)
     if seconds is None:
-        parts = _GO_DURATION.findall(text)
-        if not parts or "".join(number + unit for number, unit in parts) != text:
-            return None
-        seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
+        seconds = _go_duration(text)
     try:
-        return timedelta(seconds=int(seconds)) or None
+        return timedelta(seconds=int(seconds or 0)) or None
     except OverflowError:
         return None
+
+
+def _go_duration(text: str) -> float | None:
+    """Return the seconds of a duration such as ``1h30m``; None for other text."""
+    seconds, position = 0.0, 0
+    while position < len(text):
+        part = _GO_DURATION.match(text, position)  # not findall: it would take a minute for a header full of digits
+        if part is None:
+            return None
+        seconds += float(part[1]) * _SECONDS[part[2]]
+        position = part.end()
+    return seconds
 
 
 def never_expires(headers: Mapping[str, str]) -> bool:
