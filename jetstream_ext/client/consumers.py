@@ -27,7 +27,7 @@ from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ServerError
 from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol.api import answering_server, check_config, parse_refusal
-from jetstream_ext.protocol.numbers import LARGEST_SIGNED, json_number
+from jetstream_ext.protocol.numbers import json_int64, json_number
 from jetstream_ext.protocol.options import check_sequence, check_unicode, rfc3339
 from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject
 
@@ -387,7 +387,7 @@ async def _health(
     api: Api, entry: Mapping[str, Any], reported: list[Mapping[str, Any]], domain: str | None, *, mirror: bool
 ) -> SourceHealth:
     """Return the health of `entry` from what the reading server reports about it, and from what its origin answers."""
-    ages = [json_number(row.get("active", -1), "active", low=-1, high=LARGEST_SIGNED) for row in reported]
+    ages = [json_int64(row.get("active", -1), "active") for row in reported]
     last_active = timedelta(microseconds=max(ages) // 1000) if ages and min(ages) >= 0 else None
     errors = [parse_refusal(row["error"]) for row in reported if row.get("error")]
     state, detail, pending = await _origin(api, entry)

@@ -23,7 +23,7 @@ from jetstream_ext.errors import (
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.feature_table import DIRECT_BATCH
-from jetstream_ext.protocol.numbers import LARGEST, LARGEST_SIGNED, json_number, json_text, parse_number
+from jetstream_ext.protocol.numbers import json_int64, json_number, json_text, parse_number
 from jetstream_ext.protocol.subjects import check_name, covers, overlap
 from jetstream_ext.types import AbandonedBatch, BatchAck, own_headers
 
@@ -292,7 +292,7 @@ def parse_stream_state(answer: Mapping[str, Any], stream: str = "") -> StreamSta
         config, state, cluster = answer["config"], answer["state"], answer.get("cluster") or {}
         check_config(config)
         peers = cluster.get("replicas") or []
-        ages = [json_number(peer.get("active") or 0, "active") for peer in peers if not peer.get("offline")]
+        ages = [json_int64(peer.get("active") or 0, "active") for peer in peers if not peer.get("offline")]
         fresh = sum(age < _LEASE_NS for age in ages)
         messages, last_seq = json_number(state["messages"], "messages"), json_number(state["last_seq"], "last_seq")
         first_seq = max(1, json_number(state["first_seq"], "first_seq")) if messages else last_seq + 1
@@ -340,7 +340,7 @@ def parse_message(stream: str, answer: Mapping[str, Any]) -> StoredMsg:
 
 # The fields of a stream's configuration that are read, by their kinds. A field may be absent or null.
 _NUMBERS: Final = (
-    "first_seq", "max_msgs", "max_bytes", "max_msgs_per_subject", "max_msg_size", "max_age", "duplicate_window",
+    "max_msgs", "max_bytes", "max_msgs_per_subject", "max_msg_size", "max_age", "duplicate_window",
     "subject_delete_marker_ttl", "num_replicas",
 )  # fmt: skip
 _TEXTS: Final = ("retention", "storage", "discard")
@@ -349,10 +349,9 @@ _TEXTS: Final = ("retention", "storage", "discard")
 def check_config(config: Mapping[str, Any]) -> None:
     """Raise one of the errors of `parsing` if a field of a stream's configuration has another type."""
     check_name(config["name"], "stream name")  # it becomes part of the subjects of requests
+    json_number(config.get("first_seq") or 0, "first_seq")
     for name in _NUMBERS:
-        if config.get(name) is not None:
-            low, high = (0, LARGEST) if name == "first_seq" else (-1, LARGEST_SIGNED)
-            json_number(config[name], name, low=low, high=high)
+        json_int64(config.get(name) or 0, name)
     for name in _TEXTS:
         json_text(config.get(name) or "", name)
     for subject in config.get("subjects") or ():

@@ -197,5 +197,10 @@ BY_OPTION: Final = {
 
 
 def _numbers(release: str) -> tuple[int, ...]:
-    parts = map(parse_number, release.partition("-")[0].split("."))
-    return tuple(part for part in parts if part is not None)
+    numbers: list[int] = []
+    for part in release.partition("-")[0].split("."):
+        number = parse_number(part)
+        if number is None:
+            break
+        numbers.append(number)
+    return tuple(numbers)

@@ -9,8 +9,6 @@ from typing import Final
 
 LARGEST: Final = (1 << 64) - 1
 """The largest sequence or count of a stream."""
-LARGEST_SIGNED: Final = (1 << 63) - 1
-"""The largest value of a setting."""
 _MOST_DIGITS: Final = len(str(LARGEST))
 
 
@@ -27,6 +25,11 @@ def json_number(value: object, name: str, *, low: int = 0, high: int = LARGEST) 
     if type(value) is not int or not low <= value <= high:
         raise ValueError(f"{name!r} is not an integer from {low} to {high}")
     return value
+
+
+def json_int64(value: object, name: str) -> int:
+    """As `json_number`, for a setting or a duration in nanoseconds: servers write -1 for none, and keep 64 bits."""
+    return json_number(value, name, low=-(1 << 63), high=(1 << 63) - 1)
 
 
 def json_text(value: object, name: str) -> str:

@@ -19,7 +19,6 @@ from families import FAMILIES, SECONDS, Report, run_case, run_cases
 
 SHARE = 200  # cases per task of a process
 MEMORY = 256 << 10  # how much the memory of a process may grow after its first cases, in KiB
-SHOWN = 20  # how many failures are printed
 
 
 def run_share(name: str, first: int) -> tuple[Report, int]:
@@ -44,6 +43,7 @@ def main() -> int:
     print(f"first seed {first}", flush=True)
     began, frames, slowest, failures = time.monotonic(), 0, 0.0, 0
     base, largest = 0, 0
+    shown: set[tuple[str, str]] = set()
     with ProcessPoolExecutor(options.processes) as pool:
         for start in count(first, SHARE):
             tasks = [pool.submit(run_share, name, start) for name in FAMILIES]
@@ -54,7 +54,9 @@ def main() -> int:
             base = base or largest
             for failure in (failure for report in reports for failure in report.failures):
                 failures += 1
-                if failures <= SHOWN:
+                name, _, error = failure.split(":", 2)
+                if (name, error) not in shown:  # one example of each
+                    shown.add((name, error))
                     print(failure, flush=True)
             if frames >= options.frames:
                 break
