@@ -33,7 +33,7 @@ from jetstream_ext.protocol.direct import Request, StoredMsg
 from jetstream_ext.protocol.feature_table import START_TIME_LEVEL, Feature
 from jetstream_ext.protocol.numbers import json_number
 from jetstream_ext.protocol.options import rfc3339
-from jetstream_ext.protocol.subjects import check_name
+from jetstream_ext.protocol.subjects import check_filter, check_name
 from jetstream_ext.types import BatchAck
 
 LAG_PAUSE: Final = 0.05  # seconds between two checks whether a leader, a replica or a mirror has caught up
@@ -87,8 +87,10 @@ class Api:
             ServerError: Any other refusal.
             NotPermittedError: The client may not send the request.
             RequestTimeoutError, ResponseError: No answer or (with `repeat`) no leader in time; a malformed answer.
+            BadSubjectError: The subject is invalid; nothing was sent.
         """
         subject = f"{prefix or self.context.prefix}.{what}"
+        check_filter(subject)  # it may have a name or prefix that another program wrote; nats-py sends any bytes
         payload = b"" if body is None else orjson.dumps(body)
 
         refusal: ServerError | None = None

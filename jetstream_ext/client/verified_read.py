@@ -30,6 +30,7 @@ from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import link_of, read_blocks, read_one
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import (
+    BadSubjectError,
     DirectGetDisabledError,
     MessageNotFoundError,
     MessagesLostError,
@@ -40,7 +41,7 @@ from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, Sto
 from jetstream_ext.protocol.numbers import json_number
 from jetstream_ext.protocol.range_read import MAX_LEADER_REQUESTS, MAX_MIRROR_ANSWERS
 from jetstream_ext.protocol.reads import OneReply, Scan, reached_now
-from jetstream_ext.protocol.subjects import is_literal
+from jetstream_ext.protocol.subjects import check_subject, is_literal
 
 _CATCH_UP_BATCH: Final = 16_000
 _NO_LIMIT: Final = 1 << 31
@@ -387,4 +388,8 @@ def _can_be_asked_for(subject: str) -> bool:
 
     Servers store subjects with wildcards, which match others, and with bytes that are not UTF-8, which they send as U+FFFD.
     """
+    try:
+        check_subject(subject)
+    except BadSubjectError:
+        return False
     return is_literal(subject) and "\ufffd" not in subject
