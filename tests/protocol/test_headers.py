@@ -70,6 +70,17 @@ def test_headers_that_could_end_their_line_are_refused(name: str, value: str) ->
         h.encode([("fine", "fine"), (name, value)])
 
 
+@pytest.mark.parametrize("value", ["\ud800", "a\udfffb", "\ud800" * 3])
+def test_value_that_utf_8_cannot_encode_is_refused_with_the_headers_name(value: str) -> None:
+    h.encode([("Culprit", "known by now"), ("Other", "1")])
+    with pytest.raises(BadHeaderError, match="the value of header 'Culprit' has half of a surrogate pair"):
+        h.encode([("Other", "Culprit: 2"), ("Culprit", value), ("Other", value)])
+    with pytest.raises(BadHeaderError, match="'New-Name'"):
+        h.encode([("New-Name", value)])
+    with pytest.raises(BadHeaderError, match="'Culprit'"):
+        h.check_header("Culprit", value)
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [(b"K", "v"), ("K", b"v"), ("K", 1), ("K", None), (None, "v"), ("K", ["v"])]
 )
