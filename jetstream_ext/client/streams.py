@@ -69,6 +69,7 @@ async def features(js: JetStreamContext, *, timeout: float | None = None) -> Fea
         nats.js.errors.ServiceUnavailableError: There is no JetStream.
         RequestTimeoutError: No answer in time, and the connected server's ``INFO`` has no API level.
         ServerError: The server refused, for instance because JetStream is disabled for the account.
+        ResponseError: The answer is malformed.
 
     Cancellation: Safe; nothing is left behind.
 

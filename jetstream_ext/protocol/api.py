@@ -349,9 +349,10 @@ _TEXTS: Final = ("retention", "storage", "discard")
 def check_config(config: Mapping[str, Any]) -> None:
     """Raise one of the errors of `parsing` if a field of a stream's configuration has another type."""
     check_name(config["name"], "stream name")  # it becomes part of the subjects of requests
-    json_number(config.get("first_seq") or 0, "first_seq")
-    for name in _NUMBERS:
-        json_int64(config.get(name) or 0, name)
+    for name in ("first_seq", *_NUMBERS):
+        value = config.get(name)
+        if value is not None:
+            (json_number if name == "first_seq" else json_int64)(value, name)
     for name in _TEXTS:
         json_text(config.get(name) or "", name)
     for subject in config.get("subjects") or ():

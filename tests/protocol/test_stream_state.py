@@ -99,6 +99,8 @@ def test_the_configuration_that_the_server_returns() -> None:
         {"config": {"name": "S", "max_msg_size": "5"}},
         {"config": {"name": "S", "max_msgs_per_subject": 1.5}},
         {"config": {"name": "S", "max_age": True}},
+        {"config": {"name": "S", "max_msg_size": {}}},
+        {"config": {"name": "S", "first_seq": ""}},
         {"config": {"name": "S", "max_age": 1 << 63}},
         {"config": {"name": "S", "first_seq": -1}},
         {"config": {"name": "S", "subjects": [1]}},
