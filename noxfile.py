@@ -65,6 +65,7 @@ CAMPAIGNS: dict[str, tuple[list[str], dict[str, str]]] = {
     "simulation": (["tests/simulation"], {}),
     "call_simulation": (["tests/simulation", "--calls"], {}),
     "waits": (["-m", "pytest", "--timeout=7200", "tests/safety_net/test_waits_end.py"], {}),
+    "mutations": (["tests/mutations"], {}),
     "fuzz": (["tests/fuzz/direct_get.py"], {}),
 }
 
@@ -77,8 +78,9 @@ def full(session: nox.Session) -> None:
     real servers under load), differential (10,000 random sequences of commands to the reference server and to real ones),
     history (100,000 random operations on buckets and logs, with every read compared with the acknowledged history),
     simulation (200,000 schedules of the fast batch in virtual time), call_simulation (104,000 schedules of ingest, atomic
-    batches and exactly-once workers in virtual time), waits (every call, fault, payload and state of the connection), fuzz
-    (the decoder of direct-get replies; needs a Python that atheris supports).
+    batches and exactly-once workers in virtual time), waits (every call, fault, payload and state of the connection),
+    mutations (10,000,000 mutated frames through every decoder and machine), fuzz (the decoder of direct-get replies; needs
+    a Python that atheris supports).
     """
     chosen, arguments = session.posargs[:1] or list(CAMPAIGNS), session.posargs[1:]
     if unknown := set(chosen) - set(CAMPAIGNS):

@@ -30,6 +30,7 @@ from jetstream_ext.types import own_headers
 
 # Seconds between two looks at the connection, during a wait and while inboxes are open: nats-py has no event for one that
 # is closed while it reconnects or while its server reads nothing.
+_DEFAULT_MAX_PAYLOAD: Final = 1 << 20  # of servers
 _WAIT_POLL: Final = 0.05
 _INBOX_POLL: Final = 0.2
 _CANCEL_AGAIN: Final = 0.5
@@ -364,8 +365,9 @@ class BaseConnection(ABC):
 
     @property
     def max_payload(self) -> int:
-        """The server's limit for headers and payload together, in bytes."""
-        return int(self.nc.max_payload)
+        """The server's limit for headers and payload together, in bytes; servers' default if its ``INFO`` has no valid one."""
+        limit = self.nc.max_payload
+        return limit if type(limit) is int and limit > 0 else _DEFAULT_MAX_PAYLOAD
 
     @cached_property
     def inbox_size(self) -> int:
@@ -378,27 +380,30 @@ class BaseConnection(ABC):
 
     @property
     def server_version(self) -> str:
-        return str(self._server_info().get("version", ""))
+        return self._info_text("version")
 
     @property
     def server_name(self) -> str:
-        return str(self._server_info().get("server_name", ""))
+        return self._info_text("server_name")
 
     @property
     def server_id(self) -> str:
         """The id of the connected server's process: a restarted server has another one."""
-        return str(self._server_info().get("server_id", ""))
+        return self._info_text("server_id")
 
     @property
     def api_level(self) -> int | None:
         """The connected server's JetStream API level (None: a server before 2.12)."""
         level = self._server_info().get("api_lvl")
-        return level if isinstance(level, int) else None
+        return level if type(level) is int else None
 
     @property
     def domain(self) -> str | None:
-        domain = self._server_info().get("domain")
-        return domain if isinstance(domain, str) and domain else None
+        return self._info_text("domain") or None
+
+    def _info_text(self, name: str) -> str:
+        value = self._server_info().get(name)
+        return value if isinstance(value, str) else ""
 
     def check_usable(self) -> None:
         """Raise nats-py's own error unless bytes written now can reach the server."""

@@ -37,6 +37,7 @@ from jetstream_ext.errors import (
 )
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, StoredMsg, not_found
+from jetstream_ext.protocol.numbers import json_number
 from jetstream_ext.protocol.range_read import MAX_LEADER_REQUESTS, MAX_MIRROR_ANSWERS
 from jetstream_ext.protocol.reads import OneReply, Scan, reached_now
 from jetstream_ext.protocol.subjects import can_be_asked_for
@@ -349,7 +350,7 @@ class VerifiedReader:
         answer = await api.stream(self._stream, {"subjects_filter": subject})
         with malformed_as_error(f"stream {self._stream!r}"):
             # If the messages have been removed meanwhile, there may have been any number of them.
-            return int((answer["state"].get("subjects") or {}).get(subject, _NO_LIMIT))
+            return json_number((answer["state"].get("subjects") or {}).get(subject, _NO_LIMIT), "subjects")
 
     async def _find_witness(self) -> str | None:
         """Return a subject that has a message now, or None if the stream is empty."""

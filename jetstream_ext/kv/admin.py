@@ -28,7 +28,7 @@ from jetstream_ext.errors import (
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import ROLLUP_HEADERS, check_key, operation
 from jetstream_ext.kv.limits import known_since, limits_of, with_record
-from jetstream_ext.protocol.api import answering_server
+from jetstream_ext.protocol.api import answering_server, check_config
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.feature_table import BY_OPTION
 from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ, MSG_TTL, is_reserved
@@ -226,7 +226,8 @@ async def enable(
             )
             break
         with malformed_as_error(f"bucket {bucket.name!r} (which may have been changed)"):
-            found = dict(answer["config"])
+            found = answer["config"]
+            check_config(found)
         diff = {name: (value, got) for name, value in missing.items() if (got := found.get(name) or False) != value}
         if diff:
             _check_supported(bucket, found, diff, "the server ignored the option")

@@ -356,7 +356,7 @@ class _Worker:
                 self._go_to(found)
                 record = orjson.loads(found.data)
                 inbox, took_over = record.get("inbox"), record.get("took_over")
-                if isinstance(inbox, str) and isinstance(took_over, int):  # not so in the records of earlier versions
+                if isinstance(inbox, str) and type(took_over) is int:  # not so in the records of earlier versions
                     if inbox != other:
                         other, may_take_over, patient_until = inbox, False, loop.time() + TAKEOVER_PAUSE
                     if not may_take_over:
@@ -573,9 +573,9 @@ def _removing_limits(state: StreamState) -> dict[str, tuple[Any, Any]]:
     if state.retention != "limits":
         found["retention"] = ("limits", state.retention)
     if state.max_age and not config.get("allow_msg_ttl"):
-        found["max_age"] = (0, int(config["max_age"]))
+        found["max_age"] = (0, config["max_age"])
     if str(config.get("discard") or "old") == "old":
         for name in ("max_msgs", "max_bytes"):
-            if int(config.get(name) or -1) > 0:
-                found[name] = (-1, int(config[name]))
+            if (config.get(name) or -1) > 0:
+                found[name] = (-1, config[name])
     return found

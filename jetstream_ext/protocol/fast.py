@@ -494,8 +494,6 @@ class FastBatch:
             raise errors.ResponseError("a reply has an unknown type", frame=said.payload)
         if isinstance(said, BatchAck):
             foreign = said.batch_id != self.batch_id
-        elif isinstance(said, BatchFlowGap):
-            foreign = False
         else:
             covers = reply.seq if isinstance(said, ServerError | wire.OrdinaryAck) else said.seq
             foreign = covers > self.sent + 1  # the marker that ends the batch has a sequence too

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from jetstream_ext.errors import UnsupportedFeatureError
+from jetstream_ext.protocol.numbers import parse_number
 
 RELEASES: Final = ("2.10", "2.11", "2.12", "2.14", "2.15")  # those that are tested, oldest first; there was no 2.13
 
@@ -201,4 +202,10 @@ def api_level(release: str) -> int:
 
 
 def _numbers(release: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in release.partition("-")[0].split(".") if part.isdecimal())
+    numbers: list[int] = []
+    for part in release.partition("-")[0].split("."):
+        number = parse_number(part)
+        if number is None:
+            break
+        numbers.append(number)
+    return tuple(numbers)

@@ -7,11 +7,13 @@ publisher can store ``Nats-Sequence: 77``, or a block without an end.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from jetstream_ext.errors import BadHeaderError, ResponseError
+from jetstream_ext.protocol.numbers import parse_number
 
 VERSION: Final = b"NATS/1.0"
 CRLF: Final = b"\r\n"
@@ -142,6 +144,16 @@ def check_header(name: str, value: str) -> None:
         raise BadHeaderError(f"header name {name!r} is empty or has characters that are not allowed in a header name")
     if "\r" in value or "\n" in value or "\0" in value:
         raise BadHeaderError(f"the value of header {name!r} has a line break or a NUL character")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _not_unicode(name) from None
+
+
+def _not_unicode(name: str) -> BadHeaderError:
+    return BadHeaderError(
+        f"the value of header {name!r} has half of a surrogate pair, which UTF-8 cannot encode; nothing was sent"
+    )
 
 
 def check_block(size: int) -> None:
@@ -175,7 +187,11 @@ def encode(items: Iterable[tuple[str, str]]) -> bytes:
         raise BadHeaderError(
             f"a message id ({MSG_ID}) is blank; servers ignore it, so that they would store duplicates"
         )
-    block = (text + "\r\n").encode()
+    try:
+        block = (text + "\r\n").encode()
+    except UnicodeEncodeError as error:
+        # Names are ASCII, and a value has no line break, so the name is at the start of the line.
+        raise _not_unicode(text[: error.start].rpartition("\r\n")[2].partition(":")[0]) from None
     check_block(len(block))
     return block
 
@@ -234,9 +250,10 @@ def parse_status(block: bytes) -> tuple[int, str] | None:
     code, _, text = line[len(VERSION) :].strip().partition(b" ")
     if not code:
         return None
-    if not code.isdigit() or len(code) > 9:
-        raise ResponseError("its status is not a number", frame=block)
-    return int(code), text.decode("utf-8", "replace")
+    number = parse_number(code, 999)
+    if number is None:
+        raise ResponseError("its status is not a number from 0 to 999", frame=block)
+    return number, text.decode("utf-8", "replace")
 
 
 def parse_lines(block: bytes) -> list[tuple[str, str]]:
@@ -259,7 +276,8 @@ def line_number(line: bytes) -> int:
 
 def count(value: bytes) -> int:
     """Return a sequence or a count that a server sent; raise ResponseError if it is not from 0 to 2**64-1."""
-    if not value.isdigit() or len(value) > 20 or (number := int(value)) >> 64:
+    number = parse_number(value)
+    if number is None:
         raise ResponseError(f"{value[:64]!r} is not a number from 0 to 2**64-1", frame=value)
     return number
 
@@ -290,13 +308,16 @@ def decode_stored(block: bytes) -> dict[str, str]:
 
 
 def to_utc(text: str) -> bytes:
-    """Return an RFC 3339 time with any offset in UTC, fraction digits kept."""
+    """Return an RFC 3339 time with any offset in UTC, fraction digits kept; raise ValueError or OverflowError for others."""
     if text.endswith("Z"):
         return text.encode()
     # STREAM.MSG.GET answers in the zone that the server runs in.
     sign = max(text.rfind("+"), text.rfind("-"))
     seconds, _, fraction = text[:sign].partition(".")
-    when = datetime.fromisoformat(seconds + text[sign:]).astimezone(UTC).replace(tzinfo=None)
+    local = datetime.fromisoformat(seconds + text[sign:])
+    if local.tzinfo is None:
+        raise ValueError(f"the time {text[:64]!r} has no offset from UTC")
+    when = local.astimezone(UTC).replace(tzinfo=None)
     return f"{when.isoformat()}{'.' if fraction else ''}{fraction}Z".encode()
 
 
@@ -309,7 +330,7 @@ def format_time_ns(time_ns: int) -> str:
 
 def parse_time(value: bytes) -> datetime:
     """As `parse_time_ns`, to the microsecond."""
-    if value.endswith(b"Z"):
+    if value[7:8] == b"-" and value[10:11] == b"T" and value.endswith(b"Z"):
         # Six times as fast as by nanoseconds, and truncates the same digits.
         try:
             return datetime.fromisoformat(value.decode())
@@ -318,24 +339,21 @@ def parse_time(value: bytes) -> datetime:
     return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=parse_time_ns(value) // 1000)
 
 
+_RFC3339: Final = re.compile(rb"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z| \+0000 UTC)")
+
+
 def parse_time_ns(value: bytes) -> int:
     """Return the nanoseconds since the epoch of an RFC 3339 time in UTC, or raise ResponseError.
 
     The time has 0 to 9 fraction digits. The form of ADR-31's examples, ``2022-08-06 00:29:27.5 +0000 UTC``, is accepted
     too; no released server writes it.
     """
-    text = value.decode("ascii", "replace")
-    if text.endswith(" +0000 UTC"):
-        text = text.removesuffix(" +0000 UTC") + "Z"
     try:
-        if not text.endswith("Z"):
+        if (found := _RFC3339.fullmatch(value)) is None:
             raise ValueError
-        seconds, _, fraction = text[:-1].partition(".")
-        if len(seconds) != 19 or len(fraction) > 9 or (fraction and not fraction.isdigit()):
-            raise ValueError
-        whole = datetime.fromisoformat(seconds).replace(tzinfo=UTC)
+        whole = datetime.fromisoformat(f"{found[1].decode()}T{found[2].decode()}").replace(tzinfo=UTC)
         days = (whole - datetime(1970, 1, 1, tzinfo=UTC)).days
         second = whole.hour * 3600 + whole.minute * 60 + whole.second
-        return (days * 86400 + second) * 1_000_000_000 + int(fraction.ljust(9, "0"))
+        return (days * 86400 + second) * 1_000_000_000 + int((found[3] or b"").ljust(9, b"0"))
     except ValueError:
         raise ResponseError(f"{value[:64]!r} is a time that is not RFC 3339", frame=value) from None

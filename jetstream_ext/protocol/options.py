@@ -155,6 +155,24 @@ def check_seconds(value: float, name: str, *, zero: bool = False) -> float:
     return float(value)
 
 
+def check_unicode(document: object, what: str) -> None:
+    """Raise ValueError if a text in `document`, which is to be sent as JSON, cannot be encoded; `what` leads to it."""
+    if isinstance(document, str):
+        try:
+            document.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"{what} has half of a surrogate pair, which UTF-8 cannot encode: {document[:64]!r}; nothing was sent"
+            ) from None
+    elif isinstance(document, Mapping):
+        for name, value in document.items():
+            check_unicode(name, f"a name in {what}")
+            check_unicode(value, f"{name} of {what}")
+    elif isinstance(document, list | tuple):
+        for value in document:
+            check_unicode(value, what)
+
+
 def rfc3339(when: datetime, name: str) -> str:
     """Return an aware datetime as servers accept it in requests; raise ValueError or TypeError for others."""
     if not isinstance(when, datetime):

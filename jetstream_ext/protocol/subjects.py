@@ -83,7 +83,11 @@ def can_be_asked_for(subject: str) -> bool:
 
     Servers store subjects with wildcards, which match others, and with bytes that are not UTF-8, which they send as U+FFFD.
     """
-    return is_literal(subject) and "\ufffd" not in subject
+    try:
+        check_subject(subject)
+    except BadSubjectError:
+        return False
+    return "\ufffd" not in subject
 
 
 def filter_for(subject: str) -> str:

@@ -267,8 +267,8 @@ def _bounds(
             return dict.fromkeys(streams, parse(text))
         try:
             pairs = json.loads(text, object_pairs_hook=list)  # a dict would silently keep the last of two entries
-        except ValueError as error:
-            raise ValueError(f"{text!r} is not valid JSON: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{text[:1024]!r} is not valid JSON: {error}") from None
         found: dict[str, Bound] = {}
         for stream, value in pairs:
             if stream not in streams:

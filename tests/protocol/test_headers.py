@@ -12,7 +12,7 @@ from jetstream_ext.errors import BadHeaderError, ResponseError
 from jetstream_ext.protocol import headers as h
 
 TOKEN = "!#$%&'*+-.^_`|~" + string.digits + string.ascii_letters
-names = st.text(TOKEN, min_size=1, max_size=20)
+names = st.text(TOKEN, min_size=1, max_size=20).filter(lambda name: name != h.MSG_ID)  # it must not be blank
 values = st.text(st.characters(exclude_characters="\r\n\0", exclude_categories=["Cs"]), max_size=40)
 
 
@@ -68,6 +68,17 @@ def test_headers_that_could_end_their_line_are_refused(name: str, value: str) ->
     assert repr(name) in str(caught.value)
     with pytest.raises(BadHeaderError):
         h.encode([("fine", "fine"), (name, value)])
+
+
+@pytest.mark.parametrize("value", ["\ud800", "a\udfffb", "\ud800" * 3])
+def test_value_that_utf_8_cannot_encode_is_refused_with_the_headers_name(value: str) -> None:
+    h.encode([("Culprit", "known by now"), ("Other", "1")])
+    with pytest.raises(BadHeaderError, match="the value of header 'Culprit' has half of a surrogate pair"):
+        h.encode([("Other", "Culprit: 2"), ("Culprit", value), ("Other", value)])
+    with pytest.raises(BadHeaderError, match="'New-Name'"):
+        h.encode([("New-Name", value)])
+    with pytest.raises(BadHeaderError, match="'Culprit'"):
+        h.check_header("Culprit", value)
 
 
 @pytest.mark.parametrize(
