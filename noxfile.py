@@ -66,6 +66,7 @@ CAMPAIGNS: dict[str, tuple[list[str], dict[str, str]]] = {
     "call_simulation": (["tests/simulation", "--calls"], {}),
     "waits": (["-m", "pytest", "--timeout=7200", "tests/safety_net/test_waits_end.py"], {}),
     "hostile": (["-m", "pytest", "--timeout=3600", "tests/hostile"], {}),
+    "mutations": (["tests/mutations"], {}),
     "fuzz": (["tests/fuzz/direct_get.py"], {}),
 }
 
@@ -80,7 +81,8 @@ def full(session: nox.Session) -> None:
     simulation (200,000 schedules of the fast batch in virtual time), call_simulation (104,000 schedules of ingest, atomic
     batches and exactly-once workers in virtual time), waits (every call, fault, payload and state of the connection),
     hostile (a server that says anything, against every call, the command line, Spark and the wire; a failure names what
-    repeats it), fuzz (the decoder of direct-get replies; needs a Python that atheris supports).
+    repeats it), mutations (10,000,000 mutated frames through every decoder and machine), fuzz (the decoder of direct-get
+    replies; needs a Python that atheris supports).
     """
     chosen, arguments = session.posargs[:1] or list(CAMPAIGNS), session.posargs[1:]
     if unknown := set(chosen) - set(CAMPAIGNS):

@@ -1,7 +1,8 @@
 """Modern NATS JetStream for nats-py: direct get, atomic batches, fast ingest, TTLs and durable sourcing."""
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import TYPE_CHECKING
 
+from jetstream_ext import errors as errors
 from jetstream_ext.client.atomic import (
     AbandonedBatches,
     AtomicBatch,
@@ -44,7 +45,7 @@ from jetstream_ext.types import (
 __version__: str
 """The installed version of ``nats-jetstream-ext``."""
 
-if not _TYPE_CHECKING:  # for a type checker, `__getattr__` would declare every name
+if not TYPE_CHECKING:  # for a type checker, `__getattr__` would declare every name
 
     def __getattr__(name: str) -> str:
         if name != "__version__":
@@ -53,6 +54,8 @@ if not _TYPE_CHECKING:  # for a type checker, `__getattr__` would declare every 
 
         return version("nats-jetstream-ext")
 
+
+del TYPE_CHECKING  # not a name of this package
 
 __all__ = [
     "NEVER",

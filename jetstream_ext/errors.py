@@ -43,6 +43,7 @@ import nats.errors
 import nats.js.errors
 from typing_extensions import override
 
+from jetstream_ext.text import printable
 from jetstream_ext.types import BatchAck, IngestReport
 
 
@@ -58,7 +59,7 @@ class JetStreamExtError(nats.errors.Error):
 
     @override
     def __str__(self) -> str:
-        return self.message or type(self).__name__
+        return printable(self.message) or type(self).__name__
 
     # By identity: nats-py's API errors compare fields and have no hash.
     @override

@@ -8,11 +8,13 @@ cannot pass by skipping them.
 import asyncio
 import contextlib
 import inspect
+import json
 import os
+import socket
 import sys
 import uuid
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from hypothesis import HealthCheck, settings
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
+from jetstream_ext.client import connection
+from jetstream_ext.client.base_connection import FallbackConnection
 from jetstream_ext.testing import NatsCluster, NatsServer
 
 # The time of an example depends on the machine, so a deadline would only make tests fail at random.
@@ -42,6 +46,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run the conformance tests against a server in a container of this image (alone: JETSTREAM_EXT_IMAGE, "
         "or else nats:2.15.1)",
     )
+    parser.addoption(
+        "--fallback",
+        action="store_true",
+        help="run the tests as with a nats-py whose internals are unknown; those marked as tests of internals are left out",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--fallback"):
+        connection._internals_known = lambda _: False  # type: ignore[assignment]
+        config.addinivalue_line("filterwarnings", "ignore:jetstream_ext does not know the internals:RuntimeWarning")
 
 
 # Where these are set, pytest compares the collections of a failed assertion line by line, whatever their size. For some
@@ -119,7 +134,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--fallback"):
+        of_internals = [item for item in items if item.get_closest_marker("internals")]
+        config.hook.pytest_deselected(items=of_internals)
+        items[:] = [item for item in items if not item.get_closest_marker("internals")]
     if "PYTEST_XDIST_WORKER" in os.environ:
         rank = {scope: place for place, scope in enumerate(LONGEST)}
         items.sort(key=lambda item: rank.get(scope_of(item.nodeid), len(rank)))
@@ -181,6 +200,28 @@ def spark_environment(_spark_jvm: tuple[Any, dict[str, str]]) -> Iterator[dict[s
 
 
 @pytest.fixture
+def publish_raw() -> Callable[..., None]:
+    """Publish pairs of subject and payload, and a block of headers, all of any bytes; return when they are stored."""
+
+    def publish_raw(server: NatsServer, messages: Iterable[tuple[bytes, bytes]], *, block: bytes = b"") -> None:
+        sent = list(messages)
+        lines = [b'CONNECT {"verbose":false,"headers":true,"no_responders":true}\r\nSUB _RAW.acks 1\r\n']
+        for subject, data in sent:
+            size = len(block) + len(data)
+            sizes = b"%d %d" % (len(block), size) if block else b"%d" % size
+            lines.append(b"%bPUB %b _RAW.acks %b\r\n%b%b\r\n" % (b"H" if block else b"", subject, sizes, block, data))
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as raw, raw.makefile("rb") as answers:
+            raw.sendall(b"".join(lines))
+            for _ in sent:
+                while not answers.readline().startswith(b"MSG _RAW.acks"):
+                    pass
+                ack = json.loads(answers.readline())
+                assert "error" not in ack, ack
+
+    return publish_raw
+
+
+@pytest.fixture
 def own_server() -> Iterator[NatsServer]:
     """A server that the test may kill, pause and restart."""
     with NatsServer() as server:
@@ -239,6 +280,20 @@ def stream_name() -> Callable[[], str]:
     return lambda: f"T{uuid.uuid4().hex[:12]}"
 
 
+async def has_only(nc: Client, held: set[int]) -> bool:
+    """Return whether `nc` has only the subscriptions `held`, on the fallback when it has unsubscribed in the background."""
+    if isinstance(connection.connection_of(nc), FallbackConnection):
+        async with asyncio.timeout(30):
+            while set(nc._subs) - held:
+                await asyncio.sleep(0.001)
+    return set(nc._subs) <= held
+
+
+@pytest.fixture(name="has_only")
+def _has_only() -> Callable[[Client, set[int]], Awaitable[bool]]:
+    return has_only
+
+
 class LeakCheck:
     """Compares the subscriptions, tasks and timers of a connection and the loop with those at the beginning."""
 
@@ -259,6 +314,7 @@ class LeakCheck:
 
     async def assert_clean(self) -> None:
         """Fail if subscriptions or timers are left now, or tasks after 30 s."""
+        await has_only(self.nc, self.before[0])
         subscriptions, _, timers = self.leaked()
         assert (subscriptions, timers) == (set(), set())
         async with asyncio.timeout(30):

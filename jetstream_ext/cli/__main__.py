@@ -6,6 +6,7 @@ import importlib.util
 import io
 import logging
 import sys
+import traceback
 from typing import Any
 
 try:
@@ -16,8 +17,9 @@ try:
     import nats.errors
 
     from jetstream_ext.cli import bench, doctor, export, ingest, local, snapshot
-    from jetstream_ext.cli.output import Stopped, one_line
+    from jetstream_ext.cli.output import Stopped, one_line, printable_errors
     from jetstream_ext.testing import NatsServerError
+    from jetstream_ext.text import printable
 except KeyboardInterrupt:  # the imports take a moment
     sys.exit(130)
 
@@ -25,7 +27,15 @@ except KeyboardInterrupt:  # the imports take a moment
 class _Commands(click.Group):
     """Reports the errors of a command in one line."""
 
+    def make_context(self, *args: Any, **options: Any) -> click.Context:
+        with printable_errors():
+            return super().make_context(*args, **options)
+
     def invoke(self, ctx: click.Context) -> Any:
+        with printable_errors():
+            return self._invoke(ctx)
+
+    def _invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except (KeyboardInterrupt, click.Abort):
@@ -36,6 +46,13 @@ class _Commands(click.Group):
             raise click.ClickException(one_line(error)) from error
 
 
+class _Formatter(logging.Formatter):
+    """Of records that no handler takes: nats-py's and asyncio's, with tracebacks."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), keep_lines=True)
+
+
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="nats-jetstream-ext")
 def cli() -> None:
@@ -44,6 +61,8 @@ def cli() -> None:
     The exit status is 0 for success, 1 for a failure, 2 for wrong usage, and 130 after Ctrl-C.
     """
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # nats-py causes a warning for every TLS connection
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_Formatter())
 
 
 for _module in (bench, doctor, export, ingest, snapshot):
@@ -61,6 +80,8 @@ def main() -> None:
         cli(prog_name="jetstream-ext")
     except KeyboardInterrupt:  # before the group of commands handles it
         sys.exit(130)
+    except Exception:
+        sys.exit(printable(traceback.format_exc().rstrip(), keep_lines=True))
 
 
 if __name__ == "__main__":

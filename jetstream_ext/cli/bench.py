@@ -20,10 +20,9 @@ import nats.js.errors
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, PubAck
 from nats.nuid import NUID
-from rich.text import Text
 
 from jetstream_ext.cli.connection import Target, connected, connection_options
-from jetstream_ext.cli.output import Stopped, console, on_signal, progress, table, write_json
+from jetstream_ext.cli.output import Stopped, console, on_signal, progress, say, styled, table, write_json
 from jetstream_ext.client.api import stream_state
 from jetstream_ext.client.atomic import publish_atomic
 from jetstream_ext.client.base_connection import cancel
@@ -34,6 +33,7 @@ from jetstream_ext.client.streams import Features, features
 from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.protocol.feature_table import ATOMIC, DIRECT_BATCH, DIRECT_GET, FAST_INGEST, Feature
 from jetstream_ext.testing import NatsServer
+from jetstream_ext.text import printable
 from jetstream_ext.types import BatchMessage
 
 _ATOMIC_BATCH: Final = 500  # servers accept 1,000 by default
@@ -91,7 +91,7 @@ def command(where: Target, messages: int, size: int, rounds: int, plot: Path | N
             raise Stopped("stopped; the scratch stream is deleted" if deleted else "stopped") from None
         finally:
             if job.left and own is None:
-                click.echo(f"the scratch stream {job.left} could not be deleted; delete it if it exists", err=True)
+                say(f"the scratch stream {job.left} could not be deleted; delete it if it exists", err=True)
     conditions = {
         "server": where.shown if own is None else "embedded",
         "server_version": outcome.version,
@@ -110,11 +110,11 @@ def command(where: Target, messages: int, size: int, rounds: int, plot: Path | N
         return
     place = f"at {where.shown}" if own is None else "temporary server"
     screen = console()
-    screen.print(f"nats-server {outcome.version}, {place}; nats-py {conditions['nats_py']}", markup=False)
+    screen.print(f"nats-server {outcome.version}, {place}; nats-py {conditions['nats_py']}")
     screen.print(f"{messages:,} messages of {size:,} bytes, {spread}")
     _show(outcome)
     if plot is not None:
-        click.echo(f"plot in {plot}")
+        say(f"plot in {plot}")
 
 
 @dataclass(slots=True)
@@ -349,12 +349,12 @@ def _show(outcome: _Outcome) -> None:
         for case in outcome.cases:
             if case.group == group:
                 figures = [case.median, min(case.rates), max(case.rates)] if wide else [case.median]
-                call = Text(case.name, "bold" if case.ours else "")
+                call = styled(case.name, "bold" if case.ours else "")
                 rates.add_row(call, *(f"{rate:,.0f}" for rate in figures), f"{case.median / base.median:.1f}")
         screen.print(rates)
     screen.print('Column "times nats-py": relative to the fastest call of nats-py.', style="dim")
     for name, release in outcome.left_out.items():
-        screen.print(f"left out: {name} needs nats-server {release}", markup=False)
+        screen.print(f"left out: {name} needs nats-server {release}")
 
 
 def _check_plot(path: Path) -> None:
@@ -376,7 +376,7 @@ def _draw_plot(path: Path, title: str, outcome: _Outcome) -> None:
     with rc_context(settings):
         heights = [len(cases) + 1.2 for _, cases in groups]
         figure = Figure(figsize=(9, 0.36 * sum(heights) + 0.6), dpi=150, layout="constrained")
-        figure.suptitle(title, fontsize=10)
+        figure.suptitle(printable(title), fontsize=10, parse_math=False)
         rows = figure.subplots(len(groups), squeeze=False, height_ratios=heights)[:, 0]
         for axes, (label, cases) in zip(rows, groups, strict=True):
             _draw_group(axes, label, cases)

@@ -20,14 +20,15 @@ from nats.js.errors import NotFoundError
 from jetstream_ext.client.api import stream_state
 from jetstream_ext.client.connection import Context, OwnClient, login, tls_context
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.options import server_url
+from jetstream_ext.protocol.servers import Servers, parse_servers
 
 _Command = Callable[..., None]
 
 _DEFAULT_URL: Final = "nats://127.0.0.1:4222"
-_USER_INFO: Final = re.compile(r"(?:(?<=://)|^(?!\w+://)).*@")
 _DURATION: Final = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s|m|h|$)")
 _SECONDS: Final = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
+# A Windows certificate asks for TLS, too.
+_UNSUPPORTED: Final = ("nsc", "user_jwt", "socks_proxy", "windows_cert_store", "windows_ca_certs_match")
 _CREDENTIALS: Final = ("user", "password", "token", "creds", "nkey")
 
 
@@ -40,7 +41,7 @@ def _option(flag: str, variable: str | None, metavar: str, help_text: str) -> st
     return field(default="", metadata={"flag": flag, "attributes": _attributes(variable, metavar, help_text)})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)  # its repr would show the secrets
 class Settings:
     """Where and as which user to connect, with the field names of a context's file; an empty text is unset."""
 
@@ -101,7 +102,7 @@ def _load_context(name: str) -> Settings:
         if not isinstance(values[each.name], type(each.default)):
             wanted = "true or false" if isinstance(each.default, bool) else "a string"
             raise click.ClickException(f"context {name!r}: {each.name!r} is not {wanted} ({path})")
-    for unsupported in ("nsc", "user_jwt", "socks_proxy"):
+    for unsupported in _UNSUPPORTED:
         if found.get(unsupported):
             raise click.ClickException(f"context {name!r} uses {unsupported!r}, which this tool does not support")
     return Settings(**values)
@@ -115,14 +116,16 @@ class Target:
     timeout: float
 
     @property
-    def servers(self) -> list[str]:
-        urls = [url.strip() for url in (self.settings.url or _DEFAULT_URL).split(",") if url.strip()]
-        return [_full_url(url) for url in urls]
+    def servers(self) -> Servers:
+        try:
+            return parse_servers(self.settings.url or _DEFAULT_URL)
+        except ValueError as error:
+            raise click.ClickException(str(error)) from None
 
     @property
     def shown(self) -> str:
         """The servers without passwords and tokens."""
-        return ", ".join(map(_without_secrets, self.servers))
+        return ", ".join(self.servers.urls)
 
     def at(self, url: str) -> Target:
         return dataclasses.replace(self, settings=dataclasses.replace(self.settings, url=url))
@@ -169,10 +172,10 @@ def connection_options(*, server: bool = True, selected: bool = True) -> Callabl
 @asynccontextmanager
 async def connected(target: Target) -> AsyncIterator[JetStreamContext]:
     """Connect for the duration of a block; the first attempt tries every server once."""
-    settings, client = target.settings, OwnClient()
-    arguments = _arguments(settings)
-    arguments |= {"name": "jetstream-ext", "shown": target.shown, "tries": len(target.servers)}
-    await client.open(target.servers, timeout=target.timeout, **arguments)
+    settings, client, servers = target.settings, OwnClient(), target.servers
+    arguments = _arguments(settings, servers)
+    arguments |= {"name": "jetstream-ext", "shown": target.shown, "tries": len(servers.urls)}
+    await client.open(servers.urls, timeout=target.timeout, **arguments)
     prefix, domain = settings.jetstream_api_prefix, settings.jetstream_domain or None
     where = {"prefix": prefix} if prefix else {"domain": domain}
     try:
@@ -197,20 +200,7 @@ def _seconds(text: str) -> float:
     raise click.BadParameter(f"{text!r} is not a duration, such as 5s or 500ms")
 
 
-def _full_url(url: str) -> str:
-    """Return a server's URL with its scheme, or raise an error if it is invalid."""
-    try:
-        return server_url(url)
-    except ValueError as error:
-        raise click.ClickException(f"{_without_secrets(url)!r} is not the URL of a server: {error}") from None
-
-
-def _without_secrets(url: str) -> str:
-    """Return a valid or invalid URL without user, password and token."""
-    return _USER_INFO.sub("", url)
-
-
-def _arguments(settings: Settings) -> dict[str, Any]:
+def _arguments(settings: Settings, servers: Servers) -> dict[str, Any]:
     """Return the arguments of `Client.connect` for credentials, TLS and the inbox prefix."""
     arguments: dict[str, Any] = {}
     if settings.user and settings.password:  # in the nats tool's order of precedence
@@ -221,6 +211,10 @@ def _arguments(settings: Settings) -> dict[str, Any]:
         arguments |= login(_file("the nkey", settings.nkey))
     elif token := settings.token or settings.user:
         arguments["token"] = token
+    elif servers.password is not None:
+        arguments |= {"user": servers.user, "password": servers.password}
+    elif servers.user:
+        arguments["token"] = servers.user
     if settings.inbox_prefix:
         arguments["inbox_prefix"] = settings.inbox_prefix
     if bool(settings.cert) != bool(settings.key):

@@ -8,10 +8,9 @@ from typing import Any, Final
 
 import click
 from nats.js import JetStreamContext
-from rich.text import Text
 
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
-from jetstream_ext.cli.output import console, count, printable, table, write_json
+from jetstream_ext.cli.output import console, count, say, styled, table, write_json
 from jetstream_ext.client.api import Api, malformed_as_error
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.consumers import source_health
@@ -125,22 +124,21 @@ def _show(found: Features, streams: list[dict[str, Any]]) -> None:
     screen.print(f"nats-server {found.server_version}, JetStream API level {found.api_level}")
     rows = table("feature", "here", "calls")
     for feature in FEATURES:
-        here = Text("yes") if feature.at(found.api_level) else Text(f"needs {feature.since}", "bold")
+        here = "yes" if feature.at(found.api_level) else styled(f"needs {feature.since}", "bold")
         rows.add_row(feature.title, here, feature.calls.replace("`", ""))
     screen.print(rows)
     if not streams:
         screen.print("There are no streams.")
     for stream in streams:
-        screen.print(
-            Text.assemble("\n", (printable(stream["name"]), "bold"), f"  {count(stream['messages'], 'message')}")
-        )
+        screen.print()
+        screen.print(styled(stream["name"], "bold"), f" {count(stream['messages'], 'message')}")
         if stream["has"]:
-            screen.print(f"  allows {', '.join(stream['has'])}", markup=False)
+            screen.print(f"  allows {', '.join(stream['has'])}")
         for reason in stream["never"]:
-            screen.print(f"  cannot have {reason}", markup=False)
+            screen.print(f"  cannot have {reason}")
         if stream["lacks"]:
-            screen.print(Text(f"  lacks {', '.join(stream['lacks'])}", "bold"))
+            screen.print(styled(f"  lacks {', '.join(stream['lacks'])}", "bold"))
             screen.print("  enable the options with")
-            click.echo(f"    {stream['fix']}")  # not wrapped, so that it can be copied
+            say(f"    {stream['fix']}")  # not wrapped, so that it can be copied
         for problem in stream["sources"]:
-            screen.print(Text(f"  {printable(problem)}", "bold red"))
+            screen.print(styled(f"  {problem}", "bold red"))

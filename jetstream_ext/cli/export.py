@@ -16,8 +16,8 @@ import nats.errors
 import orjson
 
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
-from jetstream_ext.cli.formats import FORMATS, WRITERS, format_of
-from jetstream_ext.cli.output import Stopped, count, is_are, one_line, progress, write_json
+from jetstream_ext.cli.formats import FORMATS, SPREADSHEET, WRITERS, format_of
+from jetstream_ext.cli.output import Stopped, count, is_are, one_line, progress, say, write_json
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.subjects import check_name
@@ -31,6 +31,11 @@ _REPORT_EVERY: Final = 500
 @click.argument("stream")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--format", "given", type=click.Choice(FORMATS), help="Format of FILE (default: from its suffix).")
+@click.option(
+    "--spreadsheet",
+    is_flag=True,
+    help="In CSV, put an apostrophe before each cell that a spreadsheet would run as a formula; ingest keeps it.",
+)
 @click.option("--subject", default="", metavar="FILTER", help="Export only messages of this subject or filter.")
 @click.option(
     "--start-seq", type=click.IntRange(1), default=1, metavar="SEQ", show_default=True, help="Start at this sequence."
@@ -44,6 +49,7 @@ def command(
     stream: str,
     file: Path,
     given: str | None,
+    spreadsheet: bool,
     subject: str,
     start_seq: int,
     resume: bool,
@@ -57,7 +63,10 @@ def command(
     must be 2.11 or newer.
     """
     check_name(stream, "stream name")  # servers do not answer requests with an invalid one
-    part = _Part(file, _Journal(stream, "", subject, start_seq, format_of(file, given)))
+    form = format_of(file, given)
+    if spreadsheet and form != "csv":
+        raise click.UsageError(f"--spreadsheet is for CSV, not for {form}")
+    part = _Part(file, _Journal(stream, "", subject, start_seq, SPREADSHEET if spreadsheet else form))
     if file.exists() and not overwrite:
         raise click.ClickException(f"{file} already exists; --overwrite replaces it")
     if part.path.exists() and not (resume or overwrite):
@@ -93,7 +102,7 @@ def command(
             }
         )
     else:
-        click.echo(f"wrote {count(done.messages, 'message')} up to sequence {done.seq:,} to {file} ({seconds:.1f} s)")
+        say(f"wrote {count(done.messages, 'message')} up to sequence {done.seq:,} to {file} ({seconds:.1f} s)")
 
 
 async def _export(where: Target, part: _Part, *, resume: bool, show: bool) -> None:

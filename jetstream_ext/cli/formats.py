@@ -7,6 +7,7 @@ import csv
 import importlib.util
 import io
 import os
+import re
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from datetime import datetime
@@ -21,9 +22,13 @@ from jetstream_ext.cli.output import text_or_base64
 from jetstream_ext.protocol.direct import StoredMsg
 
 FORMATS: Final = ("csv", "jsonl", "parquet")
+SPREADSHEET: Final = "csv for spreadsheets"
 _SUFFIXES: Final = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
 _COLUMNS: Final = ("seq", "time", "subject", "headers", "data", "data_base64")
 _PARQUET_ROWS: Final = 10_000  # converted at a time
+# Spreadsheets take a cell with such a start as a formula, the last four in East Asian versions.
+_FORMULA: Final = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+_NUMBER: Final = re.compile(r"-(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")  # a negative one of JSON
 _LARGEST_FIELD: Final = 1 << 30  # the csv module's own limit is lower than a server's max_payload
 
 Row = Mapping[str, Any]
@@ -162,8 +167,20 @@ class Csv(JsonLines):
         writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
         for message in messages:
             row = _row(message)
-            writer.writerow(row | {"headers": orjson.dumps(row["headers"]).decode() if row["headers"] else ""})
+            row["headers"] = orjson.dumps(row["headers"]).decode() if row["headers"] else ""
+            writer.writerow({name: self._cell(value) for name, value in row.items()})
         return text.getvalue().encode()
+
+    def _cell(self, value: str | int) -> str | int:
+        return value
+
+
+class SpreadsheetCsv(Csv):
+    """CSV in which a spreadsheet takes no cell as a formula (OWASP, "CSV Injection"); a number such as -5 is none."""
+
+    def _cell(self, value: str | int) -> str | int:
+        is_formula = isinstance(value, str) and value.startswith(_FORMULA) and not _NUMBER.fullmatch(value)
+        return f"'{value}" if is_formula else value
 
 
 class Parquet(JsonLines):
@@ -198,7 +215,12 @@ class Parquet(JsonLines):
         part.unlink()
 
 
-WRITERS: Final[dict[str, JsonLines]] = {"csv": Csv(), "jsonl": JsonLines(), "parquet": Parquet()}
+WRITERS: Final[dict[str, JsonLines]] = {
+    "csv": Csv(),
+    SPREADSHEET: SpreadsheetCsv(),
+    "jsonl": JsonLines(),
+    "parquet": Parquet(),
+}
 
 
 def _row(message: StoredMsg) -> dict[str, Any]:

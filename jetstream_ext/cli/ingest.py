@@ -21,7 +21,7 @@ from nats.js.errors import NoStreamResponseError
 
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
 from jetstream_ext.cli.formats import FORMATS, JsonRow, Row, RowError, Rows, format_of
-from jetstream_ext.cli.output import ReportProgress, Stopped, count, is_are, one_line, progress, write_json
+from jetstream_ext.cli.output import ReportProgress, Stopped, count, is_are, one_line, progress, say, write_json
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.ingest import ingest
 from jetstream_ext.client.streams import ensure_stream
@@ -110,12 +110,12 @@ def command(
             }
         )
     if report.in_doubt:
-        click.echo(f"{count(report.in_doubt, 'row')} may be stored more than once, because of an outage", err=True)
+        say(f"{count(report.in_doubt, 'row')} may be stored more than once, because of an outage", err=True)
     if job.stopping:
         raise Stopped(f"stopped: exactly {count(rows, 'row')} {is_are(rows)} in {stream}; {_RESUME_HINT}")
     if not as_json:
         before = f" ({job.skipped:,} of them were skipped or already stored)" if job.skipped else ""
-        click.echo(f"{count(rows, 'row')} of {file} {is_are(rows)} in {stream}{before} ({report.seconds:.1f} s)")
+        say(f"{count(rows, 'row')} of {file} {is_are(rows)} in {stream}{before} ({report.seconds:.1f} s)")
 
 
 def _stored_before(rows: int) -> str:
@@ -223,7 +223,7 @@ class _Ingest:
             if self.stopping:
                 task.cancel()
             else:
-                click.echo("stopping after the messages in flight; press Ctrl-C again to stop at once", err=True)
+                say("stopping after the messages in flight; press Ctrl-C again to stop at once", err=True)
             self.stopping = True
 
         try:

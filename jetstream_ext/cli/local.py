@@ -12,7 +12,7 @@ from typing import Final
 
 import click
 
-from jetstream_ext.cli.output import on_signal, write_json
+from jetstream_ext.cli.output import on_signal, say, write_json
 from jetstream_ext.testing import NatsServer
 
 _POLL: Final = 0.2
@@ -59,12 +59,12 @@ def serve(port: int, store: Path | None, config: Path | None, as_json: bool) -> 
         if as_json:
             write_json({"url": server.url, "version": server.version, "store": folder})
         else:
-            click.echo(f"nats-server {server.version} at {server.url}")
-            click.echo(f"data in {folder}" if folder else "the data is deleted when the server stops")
-            click.echo("Ctrl-C stops the server")
+            say(f"nats-server {server.version} at {server.url}")
+            say(f"data in {folder}" if folder else "the data is deleted when the server stops")
+            say("Ctrl-C stops the server")
         while server.running:
             if stopping:
-                click.echo("stopping", err=True)
+                say("stopping", err=True)
                 return
             time.sleep(_POLL)
         last = server.log.rstrip().rpartition("\n")[2] or "nothing"

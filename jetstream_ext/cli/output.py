@@ -1,8 +1,13 @@
-"""The output of commands: results on stdout, progress and errors on stderr."""
+"""The output of commands: results on stdout, progress and errors on stderr.
+
+Only this module writes to the terminal and uses rich's `Text`. Each of its functions makes text printable first, because
+names, values and errors of servers, files and arguments are foreign.
+"""
 
 from __future__ import annotations
 
 import base64
+import json
 import os
 import re
 import signal
@@ -13,7 +18,6 @@ from typing import IO, Any, Final
 import click
 import nats.errors
 import nats.js.errors
-import orjson
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
@@ -23,9 +27,11 @@ from rich.theme import Theme
 from jetstream_ext.client.api import NO_JETSTREAM
 from jetstream_ext.errors import ErrorCode, IngestError, JetStreamExtError, RequestTimeoutError
 from jetstream_ext.testing import NatsServerStartError
+from jetstream_ext.text import printable
 
 _FILE_WIDTH: Final = 200
 _WIDTH_OF_A_BAR: Final = 70
+_USER_INFO: Final = re.compile(r"(\w\w:/+).*@")  # the Path of a URL has only one slash
 _UNBROKEN: Final = Column(no_wrap=True)
 _THEME: Final = Theme(
     {
@@ -48,6 +54,23 @@ class Stopped(click.ClickException):
 
     def show(self, file: IO[Any] | None = None) -> None:
         click.echo(self.message, file=file, err=True)
+
+
+@contextmanager
+def printable_errors() -> Iterator[None]:
+    """Make the texts of click's exceptions printable, and hide the credentials of a URL in the wrong place."""
+    try:
+        yield
+    except click.ClickException as error:
+        text = _USER_INFO.sub(r"\1", error.message)
+        keep_lines = isinstance(error, click.UsageError)  # its text may be the help text
+        vars(error)["message"] = printable(text, keep_lines=keep_lines)  # click declares it as final
+        raise
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print a line that is never wrapped."""
+    click.echo(printable(text), err=err)
 
 
 class _Rate(ProgressColumn):
@@ -76,9 +99,20 @@ def on_signal(handler: Callable[[], None], *numbers: signal.Signals) -> Iterator
             signal.signal(number, previous)
 
 
+class _Screen(Console):
+    """Takes a str, also one in a table's cell, as foreign text without markup."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+
+def styled(text: str, style: str = "") -> Text:
+    return Text(printable(text), style)
+
+
 def console(*, stderr: bool = False) -> Console:
     """Return a console on the stream that click writes to."""
-    screen = Console(stderr=stderr, highlight=False, theme=_THEME)
+    screen = _Screen(stderr=stderr, highlight=False, markup=False, emoji=False, theme=_THEME)
     if not screen.is_terminal and "COLUMNS" not in os.environ:
         screen.width = _FILE_WIDTH  # rich's default of 80 would cut columns
     return screen
@@ -100,24 +134,26 @@ def progress(what: str, total: int, *, before: int = 0, show: bool = True) -> It
         TimeRemainingColumn(table_column=_UNBROKEN),
     )
     with Progress(*columns, console=screen) as bar:
-        task = bar.add_task(what, total=max(total, 1), messages=before)
+        task = bar.add_task(printable(what), total=max(total, 1), messages=before)
 
         yield lambda position, messages: bar.update(task, completed=position, messages=messages)
 
 
 def write_json(value: Mapping[str, Any]) -> None:
     """Write a JSON object as one line of UTF-8, whatever the terminal's encoding."""
-    click.echo(orjson.dumps(value))
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    if not text.isprintable():  # JSON's escapes are the same characters to a program, but not to a terminal
+        text = "".join(char if char.isprintable() else _json_escape(char) for char in text)
+    click.echo(text.encode())
+
+
+def _json_escape(char: str) -> str:
+    return json.dumps(char)[1:-1].replace("\x7f", r"\u007f")
 
 
 def table(*headings: str) -> Table:
     """Return a table that wraps its cells and never cuts them."""
     return Table(*(Column(heading, overflow="fold") for heading in headings))
-
-
-def printable(text: str) -> str:
-    """Return foreign text without escape sequences."""
-    return text if text.isprintable() else repr(text)
 
 
 def count(number: int, what: str) -> str:

@@ -8,14 +8,14 @@ from typing import Any
 
 import click
 from nats.js.errors import BucketNotFoundError
-from rich.text import Text
 
 from jetstream_ext.cli.connection import Target, connected, connection_options
-from jetstream_ext.cli.output import console, count, printable, table, text_or_base64, write_json
+from jetstream_ext.cli.output import console, count, table, text_or_base64, write_json
 from jetstream_ext.client.connection import open_bucket
 from jetstream_ext.errors import HistoryUnavailableError
 from jetstream_ext.kv import KeyValueSnapshot
 from jetstream_ext.kv import snapshot as take_snapshot
+from jetstream_ext.kv.entries import key_text
 from jetstream_ext.protocol.subjects import check_name
 
 
@@ -53,27 +53,25 @@ def command(
     entries = table("key", "value", "revision", "created")
     for key, entry in sorted(found.items()):
         entries.add_row(
-            Text(printable(key)),
-            Text(_shown(entry.value)),
+            key_text(key),
+            _shown(entry.value),
             str(entry.revision),
             entry.created.isoformat(sep=" ", timespec="milliseconds"),
         )
     screen = console()
-    screen.print(f"{bucket} at revision {found.revision}, {found.time}", markup=False)
+    screen.print(f"{bucket} at revision {found.revision}, {found.time}")
     screen.print(entries)
     screen.print(count(len(found), "key"))
     if found.unavailable:
-        screen.print(
-            f"left out, because their history is no longer stored: {', '.join(map(printable, found.unavailable))}",
-            markup=False,
-        )
+        left_out = ", ".join(map(key_text, found.unavailable))
+        screen.print(f"left out, because their history is no longer stored: {left_out}")
     if not found.complete:
         screen.print("Further keys may be missing: the stream has removed messages.")
 
 
 def _shown(value: bytes) -> str:
     [(name, text)] = text_or_base64("value", value).items()
-    return printable(text) if name == "value" else f"base64 {text}"
+    return text if name == "value" else f"base64 {text}"
 
 
 async def _take(
@@ -97,9 +95,9 @@ def _as_json(bucket: str, found: KeyValueSnapshot) -> dict[str, Any]:
         "revision": found.revision,
         "time": found.time.isoformat(),
         "complete": found.complete,
-        "unavailable": found.unavailable,
+        "unavailable": [key_text(key) for key in found.unavailable],
         "entries": {
-            key: {
+            key_text(key): {
                 **text_or_base64("value", entry.value),
                 "revision": entry.revision,
                 "created": entry.created.isoformat(),

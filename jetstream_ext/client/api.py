@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final, NamedTuple, TypeVar
@@ -30,12 +28,13 @@ from jetstream_ext.errors import (
     Status,
     StreamRecreatedError,
 )
-from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.api import StreamState, parse_answer, parse_stream_state, recreated
+from jetstream_ext.protocol.api import StreamState, parse_answer, parse_message, parse_stream_state, parsing, recreated
 from jetstream_ext.protocol.direct import Request, StoredMsg
 from jetstream_ext.protocol.feature_table import START_TIME_LEVEL, Feature
+from jetstream_ext.protocol.numbers import json_number
 from jetstream_ext.protocol.options import rfc3339
-from jetstream_ext.types import BatchAck, own_headers
+from jetstream_ext.protocol.subjects import check_filter, check_name
+from jetstream_ext.types import BatchAck
 
 LAG_PAUSE: Final = 0.05  # seconds between two checks whether a leader, a replica or a mirror has caught up
 NO_JETSTREAM: Final = "the server runs without JetStream, or the JetStream domain differs"
@@ -88,8 +87,10 @@ class Api:
             ServerError: Any other refusal.
             NotPermittedError: The client may not send the request.
             RequestTimeoutError, ResponseError: No answer or (with `repeat`) no leader in time; a malformed answer.
+            BadSubjectError: The subject is invalid; nothing was sent.
         """
         subject = f"{prefix or self.context.prefix}.{what}"
+        check_filter(subject)  # it may have a name or prefix that another program wrote; nats-py sends any bytes
         payload = b"" if body is None else orjson.dumps(body)
 
         refusal: ServerError | None = None
@@ -142,9 +143,9 @@ class Api:
 
     async def level(self) -> int:
         """Return the API level of the JetStream that answers (0: before 2.11); raise as `ask` does."""
-        account = (await self.ask("INFO")).get("api")
-        level = account.get("level") if isinstance(account, dict) else None
-        return level if isinstance(level, int) else 0
+        answer = await self.ask("INFO")
+        with malformed_as_error("the account"):
+            return json_number((answer.get("api") or {}).get("level") or 0, "level")
 
 
 async def _first_answer(send: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
@@ -301,17 +302,7 @@ async def get_at_leader(
         if error.err_code == ErrorCode.MESSAGE_NOT_FOUND:
             return None
         raise
-    with malformed_as_error(f"a message of stream {stream!r}"):
-        found = answer["message"]
-        block = base64.b64decode(found["hdrs"]) if found.get("hdrs") else b""
-        return StoredMsg(
-            stream=stream,
-            subject=str(found["subject"]),
-            seq=int(found["seq"]),
-            data=base64.b64decode(found.get("data") or ""),
-            headers=own_headers(h.stored_pairs(block)),
-            time_ns=h.parse_time_ns(h.to_utc(str(found["time"]))),
-        )
+    return parse_message(stream, answer)
 
 
 async def newest_up_to(
@@ -374,13 +365,9 @@ async def bisect_time(find: Callable[[int], Awaitable[StoredMsg | None]], first:
     return min(first, end)
 
 
-@contextmanager
-def malformed_as_error(what: str) -> Iterator[None]:
+def malformed_as_error(what: str) -> AbstractContextManager[None]:
     """Raise ResponseError if the block finds a field of the answer about `what` missing or malformed."""
-    try:
-        yield
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, binascii.Error) as error:
-        raise ResponseError(f"the server's answer about {what} is malformed: {error!r}") from error
+    return parsing(f"the server's answer about {what}")
 
 
 @dataclass(slots=True)
@@ -483,8 +470,18 @@ def forget_stream(context: Context, name: str) -> None:
 
 async def stream_name(where: Context | Api, subject: str, timeout: float | None = None) -> str | None:
     """Return the name of the stream that stores messages on `subject`, or None; raise as `Api.ask` does."""
-    names = (await _api(where, timeout).ask("STREAM.NAMES", {"subject": subject})).get("streams")
-    return str(names[0]) if isinstance(names, list) and names else None
+    names = await stream_names(_api(where, timeout), subject)
+    return names[0] if names else None
+
+
+async def stream_names(api: Api, subject: str) -> list[str]:
+    """Return the names of the streams that store messages on `subject`, a filter or not; raise as `Api.ask` does."""
+    answer = await api.ask("STREAM.NAMES", {"subject": subject})
+    with malformed_as_error(f"the streams of subject {subject!r}"):
+        names = list(answer.get("streams") or ())
+        for name in names:
+            check_name(name, "stream name")  # it becomes part of the subjects of requests
+        return names
 
 
 async def known_stream_name(context: Context, subject: str, timeout: float) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import re
 from collections import deque
@@ -28,12 +27,13 @@ from jetstream_ext.protocol.api import ABANDONED, parse_abandoned
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import check_int, check_message
 from jetstream_ext.protocol.subjects import check_name
+from jetstream_ext.text import get_logger
 from jetstream_ext.types import AbandonedBatch, BatchAck, BatchMessage, Entry, PublishOptions
 
 Messages = Iterable[Entry] | AsyncIterable[Entry]
 BatchState = Literal["open", "committed", "discarded", "failed", "unknown"]
 
-_log = logging.getLogger("jetstream_ext")
+_log = get_logger()
 _DOMAIN: Final = re.compile(r"\$JS\.([^.]+)\.API\Z")
 _PENDING_LIMIT: Final = 65_536
 

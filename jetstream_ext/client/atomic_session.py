@@ -46,6 +46,7 @@ from jetstream_ext.protocol.atomic_resolve import Commit, NeverKnown, NotYetKnow
 from jetstream_ext.protocol.atomic_wire import Block, Encoded
 from jetstream_ext.protocol.feature_table import ATOMIC
 from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.protocol.numbers import parse_number
 from jetstream_ext.protocol.options import as_message, check_seconds
 from jetstream_ext.protocol.subjects import SubjectElsewhere
 from jetstream_ext.types import BatchAck, BatchMessage, Entry
@@ -518,10 +519,11 @@ class AtomicSession:
         for frame in received:
             subject, header, payload = frames.parts(frame)
             token = subject.rpartition(b".")[2]
-            if not token.isdigit():
+            seq = parse_number(token)
+            if seq is None:
                 continue  # not a reply subject of this batch
-            refusal = self.machine.receive(int(token), header, payload)
-            waiter = self._waiters.pop(int(token), None)
+            refusal = self.machine.receive(seq, header, payload)
+            waiter = self._waiters.pop(seq, None)
             if waiter is not None and not waiter.done():
                 waiter.set_result(refusal)
             elif refusal is not None:

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any, Final, TypeVar
 
 import nats.errors
-from nats.aio.client import DEFAULT_PENDING_SIZE, Client
+from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
@@ -39,6 +39,9 @@ _CANCELLATIONS: Final = 10
 _REQUEST_TOKEN: Final = 27
 
 _FLUSH_TIMEOUT: Final = 1_000_000
+
+# Bytes that may wait for nats-py, which has the same limit for its own buffer by default.
+_MAX_QUEUED: Final = 2 << 20
 
 # How nats-py reports that the server refused a message; nats-py has put the text into lower case.
 REFUSAL: Final = re.compile(r'permissions violation for publish to "(.*)"', re.IGNORECASE)
@@ -94,11 +97,13 @@ class InboxSubscription:
     def __init__(self, connection: BaseConnection, subject: str) -> None:
         self.subject = subject
         self.subscription: Subscription | None = None
+        self.closed = False
         self._connection = connection
         self._loop = asyncio.get_running_loop()
 
     def close(self) -> None:
         """Unsubscribe. Never suspends; safe to call twice and on a closed connection."""
+        self.closed = True
         subscription, self.subscription = self.subscription, None
         if subscription is not None:
             self._connection.drop(subscription)
@@ -205,7 +210,6 @@ class BaseConnection(ABC):
     def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
         """Append encoded commands to nats-py's buffer, or raise as `check_usable` does and write nothing."""
 
-    @abstractmethod
     async def write(
         self, data: bytes, messages: int, payload_bytes: int, *, timeout: float, over: Callable[[], bool] = never
     ) -> None:
@@ -215,6 +219,10 @@ class BaseConnection(ABC):
 
         Cancellation: Everything is written: the bytes are in the buffer before the first suspension.
         """
+        self.write_nowait(data, messages, payload_bytes)
+        if not self.has_room:
+            with contextlib.suppress(Over):
+                await self.bounded(self._flushed(), timeout, ROOM, over=over)
 
     @property
     @abstractmethod
@@ -378,27 +386,30 @@ class BaseConnection(ABC):
 
     @property
     def server_version(self) -> str:
-        return str(self._server_info().get("version", ""))
+        return self._info_text("version")
 
     @property
     def server_name(self) -> str:
-        return str(self._server_info().get("server_name", ""))
+        return self._info_text("server_name")
 
     @property
     def server_id(self) -> str:
         """The id of the connected server's process: a restarted server has another one."""
-        return str(self._server_info().get("server_id", ""))
+        return self._info_text("server_id")
 
     @property
     def api_level(self) -> int | None:
         """The connected server's JetStream API level (None: a server before 2.12)."""
         level = self._server_info().get("api_lvl")
-        return level if isinstance(level, int) else None
+        return level if type(level) is int else None
 
     @property
     def domain(self) -> str | None:
-        domain = self._server_info().get("domain")
-        return domain if isinstance(domain, str) and domain else None
+        return self._info_text("domain") or None
+
+    def _info_text(self, name: str) -> str:
+        value = self._server_info().get(name)
+        return value if isinstance(value, str) else ""
 
     def check_usable(self) -> None:
         """Raise nats-py's own error unless bytes written now can reach the server."""
@@ -412,7 +423,11 @@ class BaseConnection(ABC):
 
 
 class FallbackConnection(BaseConnection):
-    """The slower connection, for nats-py with other internals; writing and `drop` go on in background tasks."""
+    """The slower connection, for nats-py with other internals.
+
+    Writing and `drop` go on in background tasks. A task ends when nats-py's buffer has taken its bytes, or when the
+    connection is closed.
+    """
 
     def __init__(self, nc: Client, server_info: Callable[[], Mapping[str, Any]]) -> None:
         super().__init__(nc, server_info)
@@ -428,13 +443,15 @@ class FallbackConnection(BaseConnection):
         inbox = InboxSubscription(self, subject or self.nc.new_inbox())
 
         async def deliver(msg: Msg) -> None:
-            block = h.rebuild(msg.headers)
-            handler.frames([(msg.subject.encode(), block + msg.data, len(block))])
+            if not inbox.closed:  # nats-py delivers what it has received until the subscription ends in the background
+                block = h.rebuild(msg.headers)
+                call_handler(handler.frames, [(msg.subject.encode(), block + msg.data, len(block))])
 
         subscribing = self._track(asyncio.ensure_future(self.nc.subscribe(inbox.subject + tail, cb=deliver)))
         try:
             subscription = await self.bounded(asyncio.shield(subscribing), timeout, "the subscription to an inbox")
         except BaseException:
+            inbox.close()
             subscribing.add_done_callback(self._drop_late_subscription)
             subscribing.cancel()  # nats-py's flush takes that for success
             raise
@@ -443,6 +460,11 @@ class FallbackConnection(BaseConnection):
         self._inbox_opened()
         inbox.subscription = subscription
         return inbox
+
+    @property
+    def usable(self) -> bool:
+        self._check_state()  # before a caller decides what to send: the next look of `_check_inboxes` may be later
+        return super().usable
 
     def _drop_late_subscription(self, subscribing: asyncio.Task[Subscription]) -> None:
         if not subscribing.cancelled() and subscribing.exception() is None:
@@ -465,24 +487,16 @@ class FallbackConnection(BaseConnection):
 
     def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
         self.check_usable()
-        self._publish_soon(data)
+        self._queued += len(data)
+        publishing = self._spawn(self._publish(data))  # fails if the connection is lost, which the handlers are told
+        publishing.add_done_callback(lambda _: self._written(len(data)))
 
-    async def write(
-        self, data: bytes, messages: int, payload_bytes: int, *, timeout: float, over: Callable[[], bool] = never
-    ) -> None:
-        self.check_usable()
-        publishing = self._publish_soon(data)
-        try:
-            await self.bounded(asyncio.shield(publishing), timeout, ROOM, over=over)
-        except Over:
-            cancel_soon(publishing)
-        except nats.errors.Error:
-            cancel_soon(publishing)
-            raise
+    def _written(self, size: int) -> None:
+        self._queued -= size
 
     @property
     def has_room(self) -> bool:
-        return self._queued <= DEFAULT_PENDING_SIZE
+        return self._queued <= _MAX_QUEUED
 
     async def _flushed(self) -> None:
         await asyncio.sleep(0)  # a write that was just queued does not hold the lock yet
@@ -492,17 +506,6 @@ class FallbackConnection(BaseConnection):
     async def _pong(self) -> None:
         # Longer than any wait, and in a task of its own: a late PONG after the end of nats-py's own wait ends its read loop.
         await asyncio.shield(self._spawn(self.nc.flush(_FLUSH_TIMEOUT)))
-
-    def _publish_soon(self, data: bytes) -> asyncio.Task[None]:
-        self._queued += len(data)
-        publishing = self._spawn(
-            self._publish(data)
-        )  # it fails when the connection is lost, which the handlers are told
-        publishing.add_done_callback(lambda _: self._written(len(data)))
-        return publishing
-
-    def _written(self, size: int) -> None:
-        self._queued -= size
 
     async def _publish(self, data: bytes) -> None:
         async with self._writing:  # keeps the order of the calls

@@ -17,14 +17,12 @@ import contextlib
 import importlib.util
 import inspect
 import itertools
-import logging
 import math
 import re
 import ssl
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,29 +31,26 @@ from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
 from nats.js.api import PubAck
-from nats.js.client import KV_PRE_TEMPLATE, KV_STREAM_TEMPLATE
 from nats.js.kv import KeyValue
 from nats.js.manager import JetStreamManager
 
 from jetstream_ext.client.base_connection import (
     REFUSAL,
-    ROOM,
     BaseConnection,
     FallbackConnection,
     InboxHandler,
     InboxSubscription,
-    Over,
     call_handler,
     cancel,
-    never,
     notify,
 )
 from jetstream_ext.errors import JetStreamExtError
-from jetstream_ext.protocol import frames
+from jetstream_ext.protocol import feature_table, frames
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import check_seconds
 from jetstream_ext.protocol.subjects import check_subject
+from jetstream_ext.text import get_logger
 from jetstream_ext.types import own_headers
 
 # States of nats-py's parser (nats.protocol.parser).
@@ -65,11 +60,13 @@ _MAX_CONTROL_LINE = 4096
 _LONGEST_LINE = 1 << 18
 _LARGEST_MESSAGE = 65 << 20
 
-_log = logging.getLogger("jetstream_ext")
+_log = get_logger()
 _CLOSE_TIMEOUT: Final = 2.0
 # Short enough for a read to survive a server's restart within its own timeout.
 _RECONNECT_WAIT: Final = 0.25
 _SEED: Final = re.compile(r"BEGIN USER NKEY SEED-+\s+(\S+)")
+
+_MISSING: Final = object()
 
 _CLOSED_SIDS_KEPT = 64
 _REFUSED_KEPT = 1024
@@ -86,6 +83,7 @@ class Connection(BaseConnection):
         super().__init__(nc, lambda: _server_info(nc))
         self._parser = nc._ps
         self._parse = nc._ps.parse
+        self._sids: dict[Subscription, int] = {}
         self._closed_sids: deque[bytes] = deque()
         self._buffer: bytearray = nc._ps.buf
         self._needed = 0
@@ -112,23 +110,21 @@ class Connection(BaseConnection):
             raise nats.errors.ConnectionDrainingError
         self._watch_reader()
         inbox = InboxSubscription(self, subject or nc.new_inbox())
-        nc._sid += 1
+        nc._sid = sid = nc._sid + 1
         # The same as nats-py's `subscribe`, without its unbounded wait for the flusher.
-        subscription = inbox.subscription = Subscription(nc, nc._sid, inbox.subject + tail)
-        nc._subs[subscription._id] = subscription
-        self._handlers[b"%d" % subscription._id] = handler
+        subscription = inbox.subscription = nc._subs[sid] = Subscription(nc, sid, inbox.subject + tail)
+        self._sids[subscription] = sid
+        self._handlers[b"%d" % sid] = handler
         self._inbox_opened()
         if nc.is_connected:  # otherwise nats-py subscribes when it is connected again
-            self._append(b"SUB %b  %d\r\n" % (subscription._subject.encode(), subscription._id))
+            self._append(b"SUB %b  %d\r\n" % (subscription.subject.encode(), sid))
         return inbox
 
     def drop(self, subscription: Subscription) -> None:
-        sid = b"%d" % subscription._id
-        nc = self.nc
-        if nc._subs.get(subscription._id) is subscription:
-            nc._remove_sub(subscription._id)
-            subscription._closed = True
-            subscription._stop_processing()
+        number, nc = self._sids.pop(subscription), self.nc
+        sid = b"%d" % number
+        if nc._subs.get(number) is subscription:  # nats-py runs nothing for it, because it has no callback
+            del nc._subs[number]
             if nc.is_connected:
                 self._append(b"UNSUB %b\r\n" % sid)
         self._inbox_dropped()
@@ -153,14 +149,6 @@ class Connection(BaseConnection):
         assert queue is not None
         if queue.empty():  # one wake-up is enough: nats-py's flusher writes the whole buffer
             queue.put_nowait(asyncio.get_running_loop().create_future())
-
-    async def write(
-        self, data: bytes, messages: int, payload_bytes: int, *, timeout: float, over: Callable[[], bool] = never
-    ) -> None:
-        self.write_nowait(data, messages, payload_bytes)
-        if not self.has_room:
-            with contextlib.suppress(Over):
-                await self.bounded(self._flushed(), timeout, ROOM, over=over)
 
     @property
     def has_room(self) -> bool:
@@ -306,11 +294,45 @@ def _check_total(total: int) -> None:
 
 
 _FALLBACK_WARNING = (
-    "jetstream_ext does not know the internals of this version of nats-py (supported: 2.16 and later 2.x releases); it uses nats-py's "
-    "public interface instead, which is several times slower"
+    "jetstream_ext does not know the internals of this version of nats-py; it uses nats-py's public interface instead, which "
+    "is several times slower. It knows those of nats-py 2.16."
 )
 _CONNECTION_ATTRIBUTE = "_jetstream_ext_connection"
 """The attribute of a client that holds its connection, which lives exactly as long as the client."""
+
+# What `Connection` uses of nats-py's objects, besides what `FallbackConnection` uses as well: the type of each attribute,
+# or the predicate that it meets. tests/test_imports.py compares these tables with the code.
+_CLIENT: Final[Mapping[str, Any]] = {
+    "CONNECTED": int,
+    "_flush_queue": asyncio.Queue | None,
+    "_max_pending_size": int,
+    "_pending": list,
+    "_pending_data_size": int,
+    "_process_err": inspect.iscoroutinefunction,
+    "_ps": object,
+    "_reading_task": asyncio.Task | None,
+    "_send_ping": inspect.iscoroutinefunction,
+    "_server_info": dict,
+    "_sid": int,
+    "_status": int,
+    "_subs": dict,
+}
+_STATS: Final = frozenset({"in_bytes", "in_msgs", "out_bytes", "out_msgs"})
+_PARSER: Final[Mapping[str, Any]] = {
+    "buf": bytearray,
+    "needed": int,
+    "parse": inspect.iscoroutinefunction,
+    "state": int,
+}
+# What `OwnClient` needs to send no credentials without TLS: methods of `Client` that it overrides, and attributes.
+_OVERRIDDEN: Final = frozenset({"_close", "_connect_command", "_process_info"})
+_TLS: Final[Mapping[str, Any]] = {
+    "_current_server": object,
+    "_pending": list,
+    "_pending_data_size": int,
+    "_server_pool": list,
+    "_transport": object,
+}
 
 
 def connection_of(nc: Client) -> Connection | FallbackConnection:
@@ -328,36 +350,49 @@ def connection_of(nc: Client) -> Connection | FallbackConnection:
     return connection
 
 
-def _server_info(nc: Client) -> dict[str, Any]:
-    info = getattr(nc, "_server_info", None)
-    return info if isinstance(info, dict) else {}  # nats-py takes any JSON as the server's INFO
-
-
-_INTERNALS: dict[str, Any] = {
-    "_status": int,
-    "_pending": list,
-    "_pending_data_size": int,
-    "_max_pending_size": int,
-    "_subs": dict,
-    "_sid": int,
-    "stats": dict,
-    "_reading_task": asyncio.Task | None,
-    "_flush_queue": asyncio.Queue | None,
-    "_remove_sub": Callable,
-    "_ps.buf": bytearray,
-    "_ps.state": int,
-    "_ps.needed": int,
-}
-_COROUTINES = ("_process_err", "_send_ping", "_ps.parse")
-
-
 def _internals_known(nc: Client) -> bool:
     try:
-        return all(isinstance(attrgetter(path)(nc), kind) for path, kind in _INTERNALS.items()) and all(
-            inspect.iscoroutinefunction(attrgetter(path)(nc)) for path in _COROUTINES
-        )
-    except AttributeError:
+        subject = Subscription(nc, 1, "a").subject  # sends nothing
+    except (AttributeError, TypeError):
         return False
+    return (
+        _has(nc, _CLIENT)
+        and _has(nc._ps, _PARSER)
+        and getattr(inspect.getmodule(nc._ps), "AWAITING_CONTROL_LINE", None) == _AWAITING_CONTROL_LINE
+        and nc.stats.keys() >= _STATS
+        and subject == "a"
+    )
+
+
+def _has(owner: object, internals: Mapping[str, Any]) -> bool:
+    """Return whether an object of nats-py has all of `internals`."""
+    for name, kind in internals.items():
+        value = getattr(owner, name, _MISSING)
+        if value is _MISSING or not (kind(value) if inspect.isfunction(kind) else isinstance(value, kind)):
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def _required() -> Iterator[None]:
+    """Raise the documented error if nats-py lacks an internal that has no substitute."""
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        raise JetStreamExtError(
+            f"jetstream_ext cannot use this version of nats-py: {error}; install nats-py 2.16"
+        ) from error
+
+
+def _server_info(nc: Client) -> Mapping[str, Any]:
+    """Return the ``INFO`` of the connected server, or what nats-py's public interface says of it."""
+    info: object = getattr(nc, "_server_info", None)
+    if info is not None:
+        return info if isinstance(info, dict) else {}  # nats-py takes any JSON as the server's INFO
+    with _required():
+        version = nc.connected_server_version
+    release = f"{version.major}.{version.minor}.{version.patch}"
+    return {"version": release, "api_lvl": feature_table.api_level(release)}
 
 
 class Context:
@@ -367,9 +402,11 @@ class Context:
         if not isinstance(js, JetStreamManager):
             raise TypeError(f"expected a nats-py JetStream context (nc.jetstream()), not {type(js).__name__}")
         self.js = js
-        self.nc: Client = js._nc
-        self.prefix: str = js._prefix
-        self.timeout: float = float(js._timeout)
+        self.nc: Client
+        self.prefix: str
+        with _required():
+            self.nc, self.prefix, timeout = js._nc, js._prefix, js._timeout
+        self.timeout: float = float(timeout)
         check_subject(self.prefix)  # nats-py does not; a space in it makes the server close the connection
 
     def resolve_timeout(self, timeout: float | None, name: str = "timeout") -> float:
@@ -396,12 +433,14 @@ class Context:
 
 def bucket_parts(kv: KeyValue) -> tuple[JetStreamContext, str, str, str]:
     """Return a bucket's JetStream context, its name, its stream, and the subject prefix of its keys."""
-    return kv._js, kv._name, kv._stream, kv._pre
+    with _required():
+        return kv._js, kv._name, kv._stream, kv._pre
 
 
 def open_bucket(js: JetStreamContext, name: str) -> KeyValue:
     """Return nats-py's bucket `name` without a request; the first read of it finds out whether it exists."""
-    return KeyValue(name, KV_STREAM_TEMPLATE.format(bucket=name), KV_PRE_TEMPLATE.format(bucket=name), js, direct=False)
+    with _required():
+        return KeyValue(name, f"KV_{name}", f"$KV.{name}.", js, direct=False)
 
 
 class OwnClient(Client):
@@ -435,7 +474,7 @@ class OwnClient(Client):
         self._needs_tls = "tls" in arguments or any(url.lower().startswith(("tls:", "wss:")) for url in servers)
         if self._needs_tls and any(url.lower().startswith("ws:") for url in servers):
             raise JetStreamExtError(f"no connection to {shown}: ws:// has no TLS, but TLS was requested; use wss://")
-        if self._needs_tls and "_connect_command" not in vars(Client):  # then the override below is never called
+        if self._needs_tls and not (vars(Client).keys() >= _OVERRIDDEN and _has(self, _TLS)):
             raise JetStreamExtError("this version of nats-py may send credentials without TLS; install nats-py 2.16")
         if any(url.lower().startswith("ws") for url in servers) and importlib.util.find_spec("aiohttp") is None:
             raise JetStreamExtError("WebSockets need the package aiohttp: pip install 'nats-py[aiohttp]'")
@@ -476,8 +515,9 @@ class OwnClient(Client):
             if closing.done() and not closing.cancelled() and closing.exception() is not None:
                 _log.debug("closing the connection failed: %r", closing.exception())
             await cancel(closing, _CLOSE_TIMEOUT)
-            if self._reconnection_task is not None:  # it may have lost the cancellation of nats-py's close()
-                await cancel(self._reconnection_task, _CLOSE_TIMEOUT)
+            reconnecting = getattr(self, "_reconnection_task", None)
+            if reconnecting is not None:  # it may have lost the cancellation of nats-py's close()
+                await cancel(reconnecting, _CLOSE_TIMEOUT)
         finally:
             closing.cancel()
             self._abort()
@@ -506,12 +546,38 @@ class OwnClient(Client):
         if refused or len(self._failures) >= self._tries:
             raise error  # through nats-py's connect(), which would retry for minutes
 
+    async def _process_connect_init(self) -> None:
+        try:
+            await super()._process_connect_init()
+        except (nats.errors.Error, OSError):
+            raise
+        except Exception as error:  # nats-py checks no field of INFO, and its reconnect task would end with this error
+            raise nats.errors.Error(f"the server's first answers are malformed: {error}") from error
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        before = len(self._server_pool) if self._needs_tls else 0
+        await super()._process_info(info, initial_connection)
+        if self._needs_tls and not self._encrypted and (current := self._current_server) is not None:
+            # Anyone on the network may have sent this INFO. The servers that it names must have a certificate for the
+            # host that the user named, or else they could be servers of an attacker with certificates of their own.
+            for server in self._server_pool[before:]:
+                server.tls_name = current.tls_name or current.uri.hostname
+
+    async def _close(self, status: int, do_cbs: bool = True) -> None:
+        if self._needs_tls and not self._encrypted:  # nats-py would write the pending messages to this socket
+            self._pending, self._pending_data_size = [], 0
+        await super()._close(status, do_cbs)
+
+    @property
+    def _encrypted(self) -> bool:
+        """Whether the socket in use is encrypted; a server's INFO only says that it should be."""
+        channel = getattr(self._transport, "_io_writer", None) or getattr(self._transport, "_ws", None)
+        return channel is not None and channel.get_extra_info("ssl_object") is not None
+
     def _connect_command(self) -> bytes:
-        # nats-py sends the credentials without TLS if the server does not require it, the first time or after a reconnect.
-        encrypted = self.options["tls_handshake_first"] or self._server_info.get("tls_required")
-        if self._current_server is not None and self._current_server.uri.scheme in ("ws", "wss"):
-            encrypted = self._current_server.uri.scheme == "wss"
-        if self._needs_tls and not encrypted:
+        # nats-py calls this before each CONNECT, also after a reconnect and for servers that it has discovered. It would
+        # send the credentials without TLS to a server that does not require it.
+        if self._needs_tls and not self._encrypted:
             raise JetStreamExtError("the server does not require TLS, but TLS was requested; nothing was sent")
         return super()._connect_command()
 

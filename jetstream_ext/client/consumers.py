@@ -26,8 +26,9 @@ from jetstream_ext.client.api import Api, first_since, gather_bounded, malformed
 from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ServerError
 from jetstream_ext.protocol import feature_table
-from jetstream_ext.protocol.api import answering_server, parse_refusal
-from jetstream_ext.protocol.options import check_sequence, rfc3339
+from jetstream_ext.protocol.api import answering_server, check_config, parse_refusal
+from jetstream_ext.protocol.numbers import json_int64, json_number
+from jetstream_ext.protocol.options import check_sequence, check_unicode, rfc3339
 from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject
 
 _HEARTBEAT: Final = 1.0  # seconds; servers replace any other value
@@ -177,7 +178,8 @@ async def create_source_consumer(
         in the entry: the consumer has them.
 
     Raises:
-        ValueError: Servers refuse or silently replace a name or option, or it would leave the stream unread.
+        ValueError: Servers refuse or silently replace a name or option, it would leave the stream unread, or UTF-8 cannot
+            encode a text.
         TypeError: ``filter_subjects`` is not a list.
         nats.js.errors.NotFoundError: There is no such stream.
         UnsupportedFeatureError: The server is older than 2.14. Nothing was created.
@@ -209,6 +211,9 @@ async def create_source_consumer(
         idle_heartbeat=_HEARTBEAT,
         max_deliver=-1,
     ).as_dict()
+    check_unicode(body, f"the configuration of consumer {name!r}")
+    if external is not None:
+        check_unicode(external.as_dict(), "external")
     context = Context(js)
     api = Api(context, timeout)
     subject = f"CONSUMER.CREATE.{stream}.{name}"
@@ -359,6 +364,7 @@ async def source_health(js: JetStreamContext, stream: str, *, timeout: float | N
     info = await api.stream(stream)
     with malformed_as_error(f"stream {stream!r} or one of its origins"):
         config, domain = info["config"], info.get("domain")
+        check_config(config)
         mirror, sources = config.get("mirror"), config.get("sources") or []
         rows = [*([info["mirror"]] if info.get("mirror") else []), *(info.get("sources") or [])]
 
@@ -381,7 +387,7 @@ async def _health(
     api: Api, entry: Mapping[str, Any], reported: list[Mapping[str, Any]], domain: str | None, *, mirror: bool
 ) -> SourceHealth:
     """Return the health of `entry` from what the reading server reports about it, and from what its origin answers."""
-    ages = [int(row.get("active", -1)) for row in reported]
+    ages = [json_int64(row.get("active", -1), "active") for row in reported]
     last_active = timedelta(microseconds=max(ages) // 1000) if ages and min(ages) >= 0 else None
     errors = [parse_refusal(row["error"]) for row in reported if row.get("error")]
     state, detail, pending = await _origin(api, entry)
@@ -405,7 +411,7 @@ async def _health(
         mirror=mirror,
         state=state,
         detail=detail,
-        lag=max((int(row.get("lag", 0)) for row in reported), default=0),
+        lag=max((json_number(row.get("lag", 0), "lag") for row in reported), default=0),
         pending=pending,
         last_active=last_active,
         error=errors[0] if errors else None,
@@ -429,7 +435,7 @@ async def _origin(api: Api, entry: Mapping[str, Any]) -> tuple[SourceState, str,
     except (ServiceUnavailableError, RequestTimeoutError, ServerError) as error:
         return SourceState.UNREACHABLE, f"{where} does not answer: {error}", None
     config = info.get("config") or {}
-    pending = int(info.get("num_pending", 0)) + int(info.get("num_ack_pending", 0))
+    pending = sum(json_number(info.get(name, 0), name) for name in ("num_pending", "num_ack_pending"))
     if config.get("ack_policy") != "flow_control":
         fault = f"has ack policy {config.get('ack_policy')!r}, not 'flow_control'"
     elif config.get("deliver_subject") != consumer.get("deliver_subject"):

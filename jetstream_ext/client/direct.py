@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from datetime import datetime
-from typing import Final
+from typing import Final, Literal
 
 from nats.js import JetStreamContext
 
 from jetstream_ext.client.api import Api, check_same_stream, stream_state, wait_for_sequence
 from jetstream_ext.client.base_connection import NotPermittedError
 from jetstream_ext.client.connection import Context
-from jetstream_ext.client.direct_reader import MessageBatch, read_blocks, read_one
+from jetstream_ext.client.direct_reader import MessageBatch, read_blocks, read_one, skip_malformed
 from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, StoredMsg
@@ -42,7 +42,7 @@ class DirectGet:
     * `MessagesLostError`: the connection, or messages of a reply, were lost twice at the same place;
     * `RequestTimeoutError`: see `timeout`;
     * `BadRequestError`, `RequiredApiLevelError`, `ServerError`: the server refused the request;
-    * `ResponseError`: an answer breaks the protocol;
+    * `ResponseError`: an answer breaks the protocol; its text names the stream, and the message if one is to blame;
     * `MaxPayloadError`: nothing was sent; the request is over the server's limit.
 
     The logger ``jetstream_ext.direct`` has a DEBUG record of each request, retry, pause and failure.
@@ -290,6 +290,7 @@ class DirectGet:
         prefetch: int = 2,
         confirm: bool = False,
         min_seq: int | None = None,
+        on_bad: Literal["error", "skip"] = "error",
     ) -> MessageBatch:
         """Read a whole range of the stream, with as many requests as it takes.
 
@@ -314,6 +315,10 @@ class DirectGet:
                 well, but the read then does not notice if the stream is deleted and created again.
             min_seq: Read your own writes: wait (within the timeout) until the leader has this sequence, and prove the
                 range up to it. Only messages of the stream itself count, as with `confirm`.
+            on_bad: What to do about a message whose time, which the server adds to it, is malformed: with ``"error"``, the
+                attribute `StoredMsg.time` raises `ResponseError`; with ``"skip"``, the read leaves the message out and logs
+                a warning with its sequence. No released server sends such a message, and what a publisher stores is
+                never bad.
 
         Returns:
             As for `batch`.
@@ -349,9 +354,15 @@ class DirectGet:
             max_bytes=check_int(max_bytes, "max_bytes", high=_INT64_MAX),
             prefetch=check_int(prefetch, "prefetch", high=4),
         )
+        if on_bad not in ("error", "skip"):
+            raise ValueError(f"on_bad must be 'error' or 'skip', not {on_bad!r}")
         if min_seq is not None:
             check_sequence(min_seq, "min_seq")
-        return MessageBatch(plan, self._confirmed(plan, min_seq)) if confirm else self._read(plan, min_seq=min_seq)
+        if confirm:
+            blocks = self._confirmed(plan, min_seq)
+        else:
+            blocks = read_blocks(self._js, self._stream, plan, self._timeout, min_seq=min_seq)
+        return MessageBatch(plan, skip_malformed(blocks) if on_bad == "skip" else blocks)
 
     def _read(self, plan: Plan, *, min_seq: int | None = None) -> MessageBatch:
         if min_seq is not None:

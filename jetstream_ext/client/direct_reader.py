@@ -39,6 +39,9 @@ from jetstream_ext.protocol.range_read import (
     no_answer,
 )
 from jetstream_ext.protocol.reads import NEWEST, Link, MultiLast, OneReply, Plan, RangePlan, Scan, SentRequest
+from jetstream_ext.text import get_logger
+
+_log = get_logger("direct")
 
 
 class _Inboxes:
@@ -229,6 +232,16 @@ async def read_blocks(
                         machine.failed(error)
     finally:
         inboxes.close_all()
+
+
+async def skip_malformed(blocks: AsyncGenerator[Block, None]) -> AsyncGenerator[Block, None]:
+    """Yield `blocks` without the messages that `StoredMsg.check` refuses; log a warning for each of those."""
+    async with aclosing(blocks):
+        async for block in blocks:
+            for error in block.drop_malformed():
+                _log.warning("skipped a message: %s", error)
+            if block.seqs:
+                yield block
 
 
 async def read_one(context: Context, stream: str, request: Request, timeout: float) -> StoredMsg:

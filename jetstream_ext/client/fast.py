@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import math
 from collections import deque
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
@@ -34,6 +33,7 @@ from jetstream_ext.protocol.feature_table import FAST_INGEST
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import as_message
 from jetstream_ext.protocol.subjects import SubjectElsewhere
+from jetstream_ext.text import get_logger
 from jetstream_ext.types import (
     BatchAck,
     BatchFlowAck,
@@ -51,7 +51,7 @@ GapHandler = Callable[[BatchFlowGap], Awaitable[None] | None]
 ErrorHandler = Callable[[BatchFlowError], Awaitable[None] | None]
 FlowHandler = Callable[[BatchFlowAck], Awaitable[None] | None]
 
-_log: Final = logging.getLogger("jetstream_ext.fast")
+_log: Final = get_logger("fast")
 
 _REPLY_SHARE: Final = 0.25  # the part of `ack_timeout` that is kept for the reply to the first message
 _CANCEL_TIMEOUT: Final = 1.0  # seconds for a handler to end after its cancellation

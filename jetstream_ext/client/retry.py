@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass
@@ -26,9 +25,10 @@ from jetstream_ext.errors import (
     ServerError,
     Status,
 )
+from jetstream_ext.text import get_logger
 
 _T = TypeVar("_T")
-_log = logging.getLogger("jetstream_ext")
+_log = get_logger()
 
 _NO_TIME: Final = 0.001
 # Seconds after the deadline for an attempt that ends in time by itself: its error says better what it waited for.

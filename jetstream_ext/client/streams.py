@@ -17,8 +17,9 @@ from jetstream_ext.client.api import Api, malformed_as_error
 from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ServerError, StreamConfigMismatchError
 from jetstream_ext.protocol import feature_table
-from jetstream_ext.protocol.api import answering_server
+from jetstream_ext.protocol.api import answering_server, check_config
 from jetstream_ext.protocol.feature_table import Feature
+from jetstream_ext.protocol.options import check_unicode
 from jetstream_ext.protocol.subjects import check_name
 
 _MINUS_ONE_FOR_ZERO: Final = frozenset(
@@ -68,6 +69,7 @@ async def features(js: JetStreamContext, *, timeout: float | None = None) -> Fea
         nats.js.errors.ServiceUnavailableError: There is no JetStream.
         RequestTimeoutError: No answer in time, and the connected server's ``INFO`` has no API level.
         ServerError: The server refused, for instance because JetStream is disabled for the account.
+        ResponseError: The answer is malformed.
 
     Cancellation: Safe; nothing is left behind.
 
@@ -108,7 +110,7 @@ async def ensure_stream(
         nats-py's ``StreamInfo`` of the stream as it is now.
 
     Raises:
-        ValueError: The name is missing or invalid.
+        ValueError: The name is missing or invalid, or UTF-8 cannot encode a text of the configuration.
         TypeError: ``subjects`` or ``sources`` is not a list.
         StreamConfigMismatchError: The stream exists with another configuration, or the server changed the
             configuration; ``diff`` maps each field to (wanted, found).
@@ -125,6 +127,7 @@ async def ensure_stream(
     wanted = (config or StreamConfig()).evolve(**params)
     check_name(wanted.name or "", "stream name")
     _check_lists(wanted)
+    check_unicode(wanted.as_dict(), f"the configuration of stream {wanted.name!r}")
     api = Api(Context(js), timeout)
     domain = api.context.connection.domain
     if api.context.prefix != DEFAULT_PREFIX:
@@ -316,6 +319,7 @@ def _pruned(value: Any) -> Any:
 
 
 def _stream_info(answer: dict[str, Any]) -> StreamInfo:
+    check_config(answer["config"])
     info: StreamInfo = StreamInfo.from_response(orjson.loads(orjson.dumps(answer | {"config": {}})))
     info.config = _read(answer["config"])
     return info

@@ -37,9 +37,10 @@ from jetstream_ext.errors import (
 )
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, StoredMsg, not_found
+from jetstream_ext.protocol.numbers import json_number
 from jetstream_ext.protocol.range_read import MAX_LEADER_REQUESTS, MAX_MIRROR_ANSWERS
 from jetstream_ext.protocol.reads import OneReply, Scan, reached_now
-from jetstream_ext.protocol.subjects import is_literal
+from jetstream_ext.protocol.subjects import can_be_asked_for
 
 _CATCH_UP_BATCH: Final = 16_000
 _NO_LIMIT: Final = 1 << 31
@@ -195,7 +196,7 @@ class VerifiedReader:
         """As `newest_up_to`, but pass over messages with a wildcard in their subjects; raise AskLeaderError for too many."""
         for _ in range(_MOST_PASSED):
             found = await self.newest_up_to(seq, first)
-            if found is None or _can_be_asked_for(found.subject):
+            if found is None or can_be_asked_for(found.subject):
                 return found
             seq = found.seq - 1
         raise AskLeaderError
@@ -349,7 +350,7 @@ class VerifiedReader:
         answer = await api.stream(self._stream, {"subjects_filter": subject})
         with malformed_as_error(f"stream {self._stream!r}"):
             # If the messages have been removed meanwhile, there may have been any number of them.
-            return int((answer["state"].get("subjects") or {}).get(subject, _NO_LIMIT))
+            return json_number((answer["state"].get("subjects") or {}).get(subject, _NO_LIMIT), "subjects")
 
     async def _find_witness(self) -> str | None:
         """Return a subject that has a message now, or None if the stream is empty."""
@@ -362,7 +363,7 @@ class VerifiedReader:
                 return None
             if oldest is None:
                 break
-            if _can_be_asked_for(oldest.subject):
+            if can_be_asked_for(oldest.subject):
                 self._witness = oldest.subject
                 return self._witness
             seq = oldest.seq + 1
@@ -379,11 +380,3 @@ class VerifiedReader:
         if self.before is not None and self._pauses == _PAUSES_BEFORE_A_CHECK:
             await check_same_stream(self._context, self.before, timeout=self._timeout)
         await retry.pause_until_deadline(RequestTimeoutError(f"{self._what}: {doubt} (tried for {self._timeout:g} s)"))
-
-
-def _can_be_asked_for(subject: str) -> bool:
-    """Whether a request for a stored subject is for this one alone.
-
-    Servers store subjects with wildcards, which match others, and with bytes that are not UTF-8, which they send as U+FFFD.
-    """
-    return is_literal(subject) and "\ufffd" not in subject

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any, Final
@@ -15,6 +14,7 @@ from nats.js.kv import KeyValue
 from jetstream_ext.client.api import Api, malformed_as_error, stream_state
 from jetstream_ext.client.base_connection import NotPermittedError
 from jetstream_ext.errors import (
+    BadHeaderError,
     KeyConflictError,
     MaxPayloadError,
     MessageTooLargeError,
@@ -28,13 +28,15 @@ from jetstream_ext.errors import (
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import ROLLUP_HEADERS, check_key, operation
 from jetstream_ext.kv.limits import known_since, limits_of, with_record
-from jetstream_ext.protocol.api import answering_server
+from jetstream_ext.protocol.api import answering_server, check_config
+from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.feature_table import BY_OPTION
 from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ, MSG_TTL, is_reserved
 from jetstream_ext.protocol.options import ttl_value
+from jetstream_ext.text import get_logger
 from jetstream_ext.types import NEVER, TTL, own_headers
 
-_log = logging.getLogger("jetstream_ext")
+_log = get_logger()
 
 # Each update is followed by a look at the result. Two are the most that a bucket needs: its options, then the record.
 _MAX_UPDATES: Final = 6
@@ -68,7 +70,8 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
         ServerError: The server refused the write for another reason: the bucket does not allow rollups (10111), is sealed
             (10109) or is full (10077). Nothing was written. The error is a nats-py ``APIError``, as those of nats-py's
             ``put`` are, and names the bucket and the reason.
-        BadHeaderError: A header of the value has a name that clients must not send; nothing was written.
+        BadHeaderError: A header of the value has a name that clients must not send, or is not UTF-8, which nats-py cannot
+            send; nothing was written.
         StreamConfigMismatchError: The key was not found, but the bucket's server does not find all that is stored, because
             the bucket has reached sequence 2**62. Only a client with permission for ``STREAM.INFO`` notices.
         UnsupportedFeatureError: The server is older than 2.11, and would never let the key expire; nothing was written.
@@ -93,7 +96,7 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
     if not BY_OPTION["allow_msg_ttl"].on(bucket.context.connection.server_version):
         # Older servers store the header and never expire the key. But the bucket's leader may be a newer server.
         _check_supported(bucket, (await bucket.unchecked_state()).config, ["allow_msg_ttl"], "nothing was written")
-    pairs = [pair for pair in found.header_pairs if not is_reserved(pair[0])]
+    pairs = [pair for pair in _text_headers(bucket, key, found) if not is_reserved(pair[0])]
     if ttl is not NEVER:
         pairs += ROLLUP_HEADERS.items()
     pairs += [(MSG_TTL, text), (EXPECTED_LAST_SUBJECT_SEQ, str(found.seq))]
@@ -131,6 +134,21 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
             raise batch_refusal(error, text, outcome="not_stored", subject=subject) from refusal
         raise bucket.refused(error, [key]) from refusal
     return int(ack.seq)
+
+
+def _text_headers(bucket: Bucket, key: str, message: StoredMsg) -> list[tuple[str, str]]:
+    """Return the stored headers as they were published; raise BadHeaderError if one is not UTF-8."""
+    pairs: list[tuple[str, str]] = []
+    for name, value in message.raw_headers:
+        try:
+            pairs.append((name.decode(), value.decode()))
+        except UnicodeDecodeError as error:
+            raise BadHeaderError(
+                f"bucket {bucket.name!r}: the header {name.decode('utf-8', 'backslashreplace')!r} of key {key!r} is not UTF-8 "
+                f"({value[:64]!r}), which nats-py cannot send; nothing was written, and the key keeps its earlier TTL; put the "
+                "value again with its new TTL (a transaction with put(ttl=...)), without that header"
+            ) from error
+    return pairs
 
 
 async def enable(
@@ -208,7 +226,8 @@ async def enable(
             )
             break
         with malformed_as_error(f"bucket {bucket.name!r} (which may have been changed)"):
-            found = dict(answer["config"])
+            found = answer["config"]
+            check_config(found)
         diff = {name: (value, got) for name, value in missing.items() if (got := found.get(name) or False) != value}
         if diff:
             _check_supported(bucket, found, diff, "the server ignored the option")

@@ -38,10 +38,11 @@ from jetstream_ext.errors import (
 from jetstream_ext.kv.entries import KeyValueEntry, Subjects, entry_of, row_of
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.protocol.numbers import json_number
 from jetstream_ext.protocol.subjects import is_literal
 
 LOOKUPS_IN_FLIGHT: Final = 64
-_KEY: Final = re.compile(r"\$KV\.[^.]+\.")
+_KEY: Final = re.compile(r"\$KV\.[-_a-zA-Z0-9]+\.")
 
 
 class Bucket:
@@ -141,8 +142,9 @@ class Bucket:
         while True:
             answer = await retry.call(partial(self._page, api, pattern, offset))
             with malformed_as_error(f"the keys of bucket {self.name!r}"):
-                page, total = dict(answer["state"].get("subjects") or {}), int(answer.get("total") or 0)
-                count = min(int(answer.get("limit") or len(page)), total - offset)
+                page = dict(answer["state"].get("subjects") or {})
+                total = json_number(answer.get("total") or 0, "total")
+                count = min(json_number(answer.get("limit") or len(page), "limit"), total - offset)
                 # Servers send bytes that are not UTF-8 as U+FFFD, so that several keys of a page may have one name.
                 if count < min(2, total - offset) or (len(page) < count and "\ufffd" not in "".join(page)):
                     raise ValueError("keys are missing")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from types import MappingProxyType
 from typing import Final, Literal
 
@@ -13,8 +13,9 @@ from nats.js.api import Header
 from nats.js.errors import InvalidKeyError
 from nats.js.kv import KV_DEL, KV_OP, KV_PURGE, MSG_ROLLUP_SUBJECT
 
+from jetstream_ext.errors import ResponseError
 from jetstream_ext.protocol.direct import Block, StoredMsg
-from jetstream_ext.protocol.headers import ROW_STORED, ROW_SUBJECT, ROW_TIME, decode_stored, parse_time_ns
+from jetstream_ext.protocol.headers import ROW_STORED, ROW_SUBJECT, ROW_TIME, decode_stored, parse_time
 from jetstream_ext.ttl import marker_reason
 
 Operation = Literal["PUT", "DEL", "PURGE"]
@@ -26,7 +27,8 @@ class KeyValueEntry:
 
     Attributes:
         bucket: The bucket's name.
-        key: The key.
+        key: The key. Any publisher can store keys that clients refuse; bytes that are not UTF-8 are lone surrogates in it
+            (``surrogateescape``, as in Python's file names).
         value: Its value; ``b""`` if the key was deleted.
         revision: The stream sequence of the message.
         created: When the server stored it, by the server's clock (aware, UTC).
@@ -96,34 +98,46 @@ class KeyValueSnapshot(Mapping[str, KeyValueEntry]):
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
 Row = tuple[int, str, bytes, Mapping[str, str], datetime]
-"""A stored message: its sequence, subject, payload, headers and time."""
+"""A stored message: its sequence, subject, payload, headers and time. Different subjects are different texts (PEP 383)."""
 
 
 def row_of(message: StoredMsg) -> Row:
+    """Return a message as a row: one of a known subject, or one of the leader's, which may raise ResponseError."""
+    _check_known(message)
     return message.seq, message.subject, message.data, message.headers, message.time
 
 
 def rows_of(block: Block | Sequence[StoredMsg]) -> Iterator[Row]:
-    """Return messages as rows; raise ResponseError at once if one of a block is malformed."""
+    """Return messages as rows; raise ResponseError at once if one of a block is malformed or its subject is not known."""
     if not isinstance(block, Block):
-        return map(row_of, block)
+        return iter([row_of(message) for message in block])
+    if block.from_leader:
+        for message in block.messages():
+            _check_known(message)
     # As columns: zip makes one tuple after the other, so that a million messages are not a million tuples.
     subjects: list[str] = []
     headers: list[Mapping[str, str]] = []
     times: list[datetime] = []
-    for row in block.each_row():
-        subjects.append(row[ROW_SUBJECT].decode("utf-8", "replace"))
-        headers.append(decode_stored(row[ROW_STORED]) if row[ROW_STORED] else _NO_HEADERS)
-        times.append(_time(row[ROW_TIME]))
+    try:
+        for row in block.each_row():
+            subjects.append(row[ROW_SUBJECT].decode("utf-8", "surrogateescape"))
+            headers.append(decode_stored(row[ROW_STORED]) if row[ROW_STORED] else _NO_HEADERS)
+            times.append(parse_time(row[ROW_TIME][17:]))
+    except ResponseError:
+        block.check()  # its error names the message
+        raise
     return zip(block.seqs, subjects, block.datas, headers, times, strict=True)
 
 
-def _time(line: bytes) -> datetime:
-    try:
-        return datetime.fromisoformat(line[17:].decode())
-    except ValueError:
-        # The form of a draft, or no time: `parse_time_ns` accepts the one and raises for the other.
-        return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=parse_time_ns(line[17:]) // 1000)
+def _check_known(message: StoredMsg) -> None:
+    """Raise ResponseError if the subject of a leader's message may be another one."""
+    if "\ufffd" in message.subject:
+        raise ResponseError(
+            f"stream {message.stream!r}: the key of message {message.seq} is not known, because its subject "
+            f"{message.subject!r} is not UTF-8, or has U+FFFD: answers of the stream's leader have U+FFFD instead of other "
+            "bytes, and only mirrors answer direct gets; read other keys only (filters), or connect to a server that is "
+            "nearer to a replica of the stream"
+        )
 
 
 ROLLUP: Final = Header.ROLLUP.value
@@ -171,6 +185,14 @@ def entry_of(bucket: str, key: str, row: Row) -> KeyValueEntry:
     return KeyValueEntry(bucket, key, data, seq, time, op, reason)
 
 
+def key_text(key: str) -> str:
+    r"""Return a key as valid text: ``\xNN`` for a byte that is not UTF-8, and two backslashes for one.
+
+    Different keys are different texts, and a key that clients accept is its own text.
+    """
+    return key.replace("\\", "\\\\").encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
 # -- the keys and filters that a bucket accepts (ADR-8) -----------------------------------------------------------------
 
 # nats-py's rule without its two gaps: its `$` accepts a trailing line feed, and "a..b" is not a valid subject.
@@ -180,11 +202,16 @@ _FILTER: Final = re.compile(r"([-/_=a-zA-Z0-9]+|\*)(\.([-/_=a-zA-Z0-9]+|\*))*(\.
 EVERYTHING: Final = ">"
 
 
+def is_key(key: str) -> bool:
+    """Whether nats-py, nats.go and nats.js accept a key."""
+    return _KEY.fullmatch(key) is not None
+
+
 def check_key(key: str) -> None:
     """Raise InvalidKeyError for a key that nats-py, nats.go and nats.js refuse; TypeError if it is not a str."""
     if not isinstance(key, str):
         raise TypeError(f"a key must be str, not {type(key).__name__}")
-    if not _KEY.fullmatch(key):
+    if not is_key(key):
         raise InvalidKeyError(f"key {key!r} must be tokens of [-/_=a-zA-Z0-9] joined by single dots")
 
 

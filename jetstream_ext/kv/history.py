@@ -33,9 +33,10 @@ from typing import Final
 
 from jetstream_ext.kv.entries import ROLLUP, KeyValueEntry, Row, Subjects, entry_of, operation
 from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT, EXPECTED_LAST_SUBJECT_SEQ, MSG_TTL
+from jetstream_ext.protocol.numbers import parse_number
 from jetstream_ext.ttl import marker_reason
 
-_GO_DURATION: Final = re.compile(r"(\d+(?:\.\d*)?)(ns|us|µs|ms|h|m|s)")
+_GO_DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]*)?)(ns|us|µs|ms|h|m|s)")
 _SECONDS: Final = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
 
@@ -245,17 +246,25 @@ class Past:
 def ttl_of(headers: Mapping[str, str]) -> timedelta | None:
     """Return the TTL in a message's headers as servers read it, in whole seconds; None if it has no finite one, or 0."""
     text = headers.get(MSG_TTL, "").strip()
-    if text.isdigit():
-        seconds = float(text)
-    else:
-        parts = _GO_DURATION.findall(text)
-        if not parts or "".join(number + unit for number, unit in parts) != text:
-            return None
-        seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
+    seconds: float | None = parse_number(text)
+    if seconds is None:
+        seconds = _go_duration(text)
     try:
-        return timedelta(seconds=int(seconds)) or None
+        return timedelta(seconds=int(seconds or 0)) or None
     except OverflowError:
         return None
+
+
+def _go_duration(text: str) -> float | None:
+    """Return the seconds of a duration such as ``1h30m``; None for other text."""
+    seconds, position = 0.0, 0
+    while position < len(text):
+        part = _GO_DURATION.match(text, position)  # not findall: it would take a minute for a header full of digits
+        if part is None:
+            return None
+        seconds += float(part[1]) * _SECONDS[part[2]]
+        position = part.end()
+    return seconds
 
 
 def never_expires(headers: Mapping[str, str]) -> bool:
@@ -270,10 +279,10 @@ def replaced_revision(headers: Mapping[str, str], subject: str) -> int | None:
     """
     if replaced_all(headers):
         return None
-    expected = headers.get(EXPECTED_LAST_SUBJECT_SEQ, "")
-    if not expected.isdigit() or headers.get(EXPECTED_LAST_SUBJECT, subject) != subject:
+    named = headers.get(EXPECTED_LAST_SUBJECT)
+    if named is not None and (named != subject or "\ufffd" in named):  # or not known exactly
         return None
-    return int(expected)
+    return parse_number(headers.get(EXPECTED_LAST_SUBJECT_SEQ, ""))
 
 
 def replaced_all(headers: Mapping[str, str]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import orjson
 
-from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.api import StreamState, parse_time
 
 RECORD: Final = "jetstream_ext.limits"
 """The name of the record in the metadata."""
@@ -40,9 +40,9 @@ def known_since(state: StreamState) -> datetime | None:
     """Return the time since which only the limits of a stream have removed messages that it had then; None: unknown."""
     try:
         record = orjson.loads(state.config["metadata"][RECORD])
-        since = datetime.fromisoformat(record["since"])
-        return since if since.tzinfo is not None and record["limits"] == limits_of(state.config) else None
-    except (KeyError, TypeError, ValueError):
+        since = parse_time(record["since"])
+        return since if record["limits"] == limits_of(state.config) else None
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
         return None
 
 

@@ -32,7 +32,7 @@ from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import Block, StoredMsg
 from jetstream_ext.protocol.gaps import Gaps
 from jetstream_ext.protocol.options import check_sequence, rfc3339
-from jetstream_ext.protocol.subjects import is_literal, matcher
+from jetstream_ext.protocol.subjects import can_be_asked_for, is_literal, matcher
 
 _T = TypeVar("_T")
 
@@ -88,6 +88,8 @@ async def get_many(
             `timeout` is not over 0.
         RequestTimeoutError, nats.js.errors.ServiceUnavailableError: No answer, no leader, or no replica that has caught up
             with the leader, within `timeout`.
+        ResponseError: An answer is malformed. Or only mirrors answer direct gets, and the leader has a message whose key is
+            not UTF-8, which its answer does not show ("Keys that clients refuse" in the documentation).
 
     Cancellation: Safe; nothing is left behind.
 
@@ -253,8 +255,7 @@ async def _read_at_once(
 async def _list_keys(bucket: Bucket, patterns: list[str]) -> list[str] | None:
     """Return the given keys, and those that match a pattern now; None if they are many or cannot be read by name."""
     names = await bucket.list_keys(patterns, most=_MOST_LISTED)
-    # Servers store a subject with a wildcard, but a request for it is one for all its matches.
-    return names if len(names) <= _MOST_LISTED and all(map(is_literal, names)) else None
+    return names if len(names) <= _MOST_LISTED and all(map(can_be_asked_for, names)) else None
 
 
 async def _read_by_name(
@@ -375,7 +376,7 @@ async def _read_past(
     verdict, point, state = await _under_the_same_limits(bucket, judge)
     what, keys = f"bucket {bucket.name!r} at revision {point.revision}", verdict.unavailable
     if strict and keys:
-        shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+        shown = ", ".join(map(repr, keys[:5])) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
         raise HistoryUnavailableError(
             f"{what}: the history needed for {shown} is no longer stored; keep more history, or leave such keys out with "
             "snapshot(strict=False)",

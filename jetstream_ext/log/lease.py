@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import re
 from datetime import datetime, timedelta
 from typing import Final
@@ -37,8 +36,11 @@ from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import DELETE_HEADERS, PURGE_HEADERS, operation
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ, MSG_TTL
+from jetstream_ext.protocol.numbers import json_number, json_text
+from jetstream_ext.protocol.options import MAX_TTL
+from jetstream_ext.text import get_logger
 
-_log = logging.getLogger("jetstream_ext")
+_log = get_logger()
 
 SECONDS: Final = 10
 """Seconds after which the lease of a worker that died ends."""
@@ -143,7 +145,7 @@ class Lease:
     def _is_free(self, found: StoredMsg | None, now: datetime) -> bool:
         """Return whether no other worker is alive: `found` is its lease, and `now` a time before that was read."""
         if found is None:
-            seconds, age = float(self._seconds), timedelta.max
+            seconds, age = self._seconds, timedelta.max
             if not self._watched:
                 return True
         elif operation(found.headers)[0] != "PUT":
@@ -198,11 +200,11 @@ class Lease:
         self._count += 1
         return orjson.dumps({"v": _VERSION, "worker": self._holder, "seconds": self._seconds, "renewal": self._count})
 
-    def _decode(self, found: StoredMsg) -> tuple[str, float]:
+    def _decode(self, found: StoredMsg) -> tuple[str, int]:
         try:
             body = orjson.loads(found.data)
-            if body["v"] == _VERSION:
-                return str(body["worker"]), float(body["seconds"])
+            if json_number(body["v"], "v") == _VERSION:
+                return json_text(body["worker"], "worker"), json_number(body["seconds"], "seconds", low=1, high=MAX_TTL)
         except (KeyError, TypeError, ValueError):
             pass
         raise ValueError(

@@ -25,6 +25,7 @@ from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import check_key, operation
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.protocol.numbers import json_number, json_text
 from jetstream_ext.protocol.options import check_int, check_seconds, check_sequence, rfc3339
 from jetstream_ext.protocol.subjects import check_name, overlap
 
@@ -152,10 +153,11 @@ class StoredOffset:
         """
         try:
             body = orjson.loads(data)
-            if body["v"] == _VERSION and body["seq"] >= 1:
+            if json_number(body["v"], "v") == _VERSION:
                 # The records of `exactly_once` have "worker" instead.
-                writer = body["worker"] if "worker" in body else body["writer"]
-                return cls(name, str(body["stream"]), str(body["created"]), int(body["seq"]), revision, str(writer))
+                writer = json_text(body["worker"] if "worker" in body else body["writer"], "writer")
+                stream, created = json_text(body["stream"], "stream"), json_text(body["created"], "created")
+                return cls(name, stream, created, json_number(body["seq"], "seq", low=1), revision, writer)
         except (KeyError, TypeError, ValueError):
             pass
         raise ValueError(f"the stored value of {name!r} is not a position: {data[:80]!r}; use another name")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 import math
 from bisect import bisect_left
 from collections import deque
@@ -46,9 +45,10 @@ from jetstream_ext.protocol.feature_table import START_TIME_LEVEL
 from jetstream_ext.protocol.gaps import Gaps, only_a_rollup, were_replaced
 from jetstream_ext.protocol.options import check_int, check_seconds
 from jetstream_ext.protocol.reads import Scan
-from jetstream_ext.protocol.subjects import check_filter
+from jetstream_ext.protocol.subjects import check_filter, filter_for
+from jetstream_ext.text import get_logger
 
-_log = logging.getLogger("jetstream_ext")
+_log = get_logger()
 
 _FIRST: Final = First()
 # Messages and bytes of a group, about. A group costs two requests, which should be few compared with its messages.
@@ -696,7 +696,7 @@ class LogReader:
             self._not_before = start.when  # a responder may lack messages that it is about to get
         if oldest is None:
             return 1
-        newest_of = self._direct.multi_last([oldest.subject])
+        newest_of = self._direct.multi_last([filter_for(oldest.subject)])
         await newest_of.to_list()
         last, found = newest_of.up_to_seq, None
         disagree = RequestTimeoutError(f"stream {self.stream!r}: the responders to direct gets differ; try again")

@@ -27,7 +27,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import logging
 import re
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -60,13 +59,14 @@ from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.feature_table import ATOMIC, FENCED_BATCHES
 from jetstream_ext.protocol.options import check_int, check_message, check_seconds
 from jetstream_ext.protocol.subjects import check_name, check_subject, covers
+from jetstream_ext.text import get_logger
 from jetstream_ext.types import NEVER, BatchMessage
 
 Outputs = BatchMessage | Iterable[BatchMessage] | AsyncIterable[BatchMessage] | None
 Handler = Callable[[StoredMsg], Outputs | Awaitable[Outputs]]
 GroupHandler = Callable[[list[StoredMsg]], Outputs | Awaitable[Outputs]]
 
-_log = logging.getLogger("jetstream_ext")
+_log = get_logger()
 
 TAKEOVER_PAUSE: Final = 30.0
 """Seconds after a take-over from a live worker in which the next worker waits, if the one that took over is alive."""
@@ -356,7 +356,7 @@ class _Worker:
                 self._go_to(found)
                 record = orjson.loads(found.data)
                 inbox, took_over = record.get("inbox"), record.get("took_over")
-                if isinstance(inbox, str) and isinstance(took_over, int):  # not so in the records of earlier versions
+                if isinstance(inbox, str) and type(took_over) is int:  # not so in the records of earlier versions
                     if inbox != other:
                         other, may_take_over, patient_until = inbox, False, loop.time() + TAKEOVER_PAUSE
                     if not may_take_over:
@@ -573,9 +573,9 @@ def _removing_limits(state: StreamState) -> dict[str, tuple[Any, Any]]:
     if state.retention != "limits":
         found["retention"] = ("limits", state.retention)
     if state.max_age and not config.get("allow_msg_ttl"):
-        found["max_age"] = (0, int(config["max_age"]))
+        found["max_age"] = (0, config["max_age"])
     if str(config.get("discard") or "old") == "old":
         for name in ("max_msgs", "max_bytes"):
-            if int(config.get(name) or -1) > 0:
-                found[name] = (-1, int(config[name]))
+            if (config.get(name) or -1) > 0:
+                found[name] = (-1, config[name])
     return found

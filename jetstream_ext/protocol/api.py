@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
@@ -18,8 +20,11 @@ from jetstream_ext.errors import (
     StreamRecreatedError,
     server_error,
 )
+from jetstream_ext.protocol import headers as h
+from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.feature_table import DIRECT_BATCH
-from jetstream_ext.protocol.subjects import covers, overlap
+from jetstream_ext.protocol.numbers import json_int64, json_number, json_text, parse_number
+from jetstream_ext.protocol.subjects import check_name, covers, overlap
 from jetstream_ext.types import AbandonedBatch, BatchAck
 
 FIRST_UNREADABLE: Final = 1 << 62
@@ -33,6 +38,15 @@ _LEASE_NS: Final = 2_500_000_000
 _FILLED_IN: Final = re.compile(r"\{\{\s*(\w*)|^\$\d+$")  # the part of a subject transform's destination
 _EPOCH: Final = datetime.fromtimestamp(0, UTC)
 _ZERO_TIME: Final = "0001-01-01T00:00:00Z"  # of an empty stream
+
+
+@contextmanager
+def parsing(what: str, frame: bytes = b"") -> Iterator[None]:
+    """Raise ResponseError if the block finds a field of `what`, which another program wrote, missing or malformed."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ResponseError(f"{what} is malformed: {error!r}", frame=frame) from error
 
 
 def parse_object(what: str, payload: bytes) -> dict[str, Any]:
@@ -56,14 +70,15 @@ def parse_answer(subject: str, payload: bytes) -> dict[str, Any]:
 
 def parse_batch_ack(reply: dict[str, Any], payload: bytes) -> BatchAck:
     """Return the final ack of either kind of batch; raise ResponseError if a field is missing or malformed."""
-    stream, seq = reply.get("stream"), reply.get("seq")
-    batch, count = reply.get("batch"), reply.get("count", 0)
-    malformed = ResponseError("the ack of a batch is malformed", frame=payload)
-    if not (isinstance(stream, str) and isinstance(seq, int) and isinstance(batch, str) and isinstance(count, int)):
-        raise malformed
-    if seq < 0 or count < 0:
-        raise malformed
-    return BatchAck(stream, seq, batch, count, domain=_text(reply.get("domain")), val=_text(reply.get("val")))
+    with parsing("the ack of a batch", payload):
+        return BatchAck(
+            json_text(reply.get("stream"), "stream"),
+            json_number(reply.get("seq"), "seq"),
+            json_text(reply.get("batch"), "batch"),
+            json_number(reply.get("count", 0), "count"),
+            domain=_text(reply.get("domain")),
+            val=_text(reply.get("val")),
+        )
 
 
 def parse_refusal(error: object, payload: bytes = b"") -> ServerError:
@@ -72,34 +87,31 @@ def parse_refusal(error: object, payload: bytes = b"") -> ServerError:
         raise ResponseError("the reply's error is not a JSON object", frame=payload)
     code, err_code = error.get("code"), error.get("err_code")
     return server_error(
-        code=code if isinstance(code, int) else None,
-        err_code=err_code if isinstance(err_code, int) else None,
+        code=code if type(code) is int else None,
+        err_code=err_code if type(err_code) is int else None,
         description=(_text(error.get("description")) or "")[:1024],
     )
 
 
 def _text(value: object) -> str | None:
-    # Not str() of every value: it raises RecursionError for a list that is nested a thousand deep.
     return str(value) if isinstance(value, str | int | float) else None
 
 
 def parse_abandoned(payload: bytes) -> tuple[AbandonedBatch, str | None]:
     """Parse an advisory into the batch and the domain it names; raise ResponseError if it is malformed."""
-    try:
-        event = orjson.loads(payload)
-        stream, batch, reason = event["stream"], event["batch"], event["reason"]
-        time = _time(event["timestamp"])
-        domain = event.get("domain")
-        if not (isinstance(stream, str) and isinstance(batch, str) and isinstance(reason, str)):
-            raise TypeError
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
-        raise ResponseError("the advisory about an abandoned batch is malformed", frame=payload) from None
-    return AbandonedBatch(stream, batch, reason, time), domain if isinstance(domain, str) else None
+    what = "the advisory about an abandoned batch"
+    event = parse_object(what, payload)
+    with parsing(what, payload):
+        stream, batch, reason = (json_text(event[name], name) for name in ("stream", "batch", "reason"))
+        return AbandonedBatch(stream, batch, reason, parse_time(event["timestamp"])), _text(event.get("domain"))
 
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """A stream at the moment when its leader answered; `created` and `config` are as the server writes them."""
+    """A stream at the moment when its leader answered; `created` and `config` are as the server writes them.
+
+    `parse_stream_state` has checked the types of the fields of `config` that are used.
+    """
 
     name: str
     created: str
@@ -121,11 +133,11 @@ class StreamState:
 
     @property
     def created_at(self) -> datetime:
-        return datetime.fromisoformat(self.created).astimezone(UTC)
+        return parse_time(self.created)
 
     @property
     def subjects(self) -> tuple[str, ...]:
-        return tuple(map(str, self.config.get("subjects") or ()))
+        return tuple(self.config.get("subjects") or ())
 
     @property
     def retention(self) -> str:
@@ -144,7 +156,7 @@ class StreamState:
     @property
     def lowest_seq(self) -> int:
         """The lowest sequence that it can ever have had."""
-        return max(1, int(self.config.get("first_seq") or 1))
+        return max(1, self.config.get("first_seq") or 1)
 
     @property
     def has_every_sequence(self) -> bool:
@@ -159,13 +171,13 @@ class StreamState:
     @property
     def max_msgs_per_subject(self) -> int:
         """How many messages per subject it keeps (0: all)."""
-        return max(0, int(self.config.get("max_msgs_per_subject") or 0))
+        return max(0, self.config.get("max_msgs_per_subject") or 0)
 
     @property
     def max_msg_size(self) -> int | None:
         """How many bytes a message with its headers can have; None: the stream has no limit of its own."""
-        limit = int(self.config.get("max_msg_size", -1))
-        return limit if limit >= 0 else None
+        limit = self.config.get("max_msg_size")
+        return limit if limit is not None and limit >= 0 else None
 
     @property
     def max_age(self) -> timedelta | None:
@@ -276,49 +288,105 @@ def recreated(before: str, now: str) -> bool:
 
 def parse_stream_state(answer: Mapping[str, Any], stream: str = "") -> StreamState:
     """Parse the answer to ``STREAM.INFO`` of `stream`; raise ResponseError if a field is missing or malformed."""
-    try:
+    with parsing(f"stream {stream!r}: the leader's answer to STREAM.INFO"):
         config, state, cluster = answer["config"], answer["state"], answer.get("cluster") or {}
+        check_config(config)
         peers = cluster.get("replicas") or []
-        fresh = [peer for peer in peers if not peer.get("offline") and int(peer.get("active") or 0) < _LEASE_NS]
-        messages, last_seq = int(state["messages"]), int(state["last_seq"])
-        created = str(answer["created"])
-        first_time = _time(state.get("first_ts") or _ZERO_TIME)
-        last_time = _time(state["last_ts"])
+        ages = [json_int64(peer.get("active") or 0, "active") for peer in peers if not peer.get("offline")]
+        fresh = sum(age < _LEASE_NS for age in ages)
+        messages, last_seq = json_number(state["messages"], "messages"), json_number(state["last_seq"], "last_seq")
+        first_seq = max(1, json_number(state["first_seq"], "first_seq")) if messages else last_seq + 1
+        created = parse_time(answer["created"])
+        first_time = parse_time(state.get("first_ts") or _ZERO_TIME)
+        last_time = parse_time(state["last_ts"])
         if last_time.year == 1:  # an empty stream
-            last_time = _time(created)
+            last_time = created
         version, level = answering_server(config)
         return StreamState(
-            name=str(config["name"]),
-            created=created,
+            name=config["name"],
+            created=answer["created"],
             config=dict(config),
-            origin=dict((config.get("mirror") or {}).items()),
-            first_seq=max(1, int(state["first_seq"])) if messages else last_seq + 1,
+            origin=dict(config.get("mirror") or {}),
+            first_seq=first_seq,
             last_seq=last_seq,
             messages=messages,
-            size=int(state.get("bytes") or 0),
-            num_subjects=int(state.get("num_subjects") or 0),
+            size=json_number(state.get("bytes") or 0, "bytes"),
+            num_subjects=json_number(state.get("num_subjects") or 0, "num_subjects"),
             first_time=first_time,
             last_time=last_time,
-            now=_time(answer["ts"]),
-            replicated=bool(peers) or int(config.get("num_replicas") or 1) > 1,
-            leader=str(cluster.get("leader") or ""),
-            leader_is_certain=not peers or (len(fresh) + 1) * 2 > len(peers) + 1,
+            now=parse_time(answer["ts"]),
+            replicated=bool(peers) or (config.get("num_replicas") or 1) > 1,
+            leader=json_text(cluster.get("leader") or "", "leader"),
+            leader_is_certain=not peers or (fresh + 1) * 2 > len(peers) + 1,
             api_level=level,
             server_version=version,
         )
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ResponseError(f"stream {stream!r}: the leader's answer to STREAM.INFO is malformed: {error!r}") from error
+
+
+def parse_message(stream: str, answer: Mapping[str, Any]) -> StoredMsg:
+    """Parse the answer to ``STREAM.MSG.GET`` of `stream`; raise ResponseError if a field is missing or malformed."""
+    with parsing(f"the server's answer about a message of stream {stream!r}"):
+        found = answer["message"]
+        block = base64.b64decode(found["hdrs"], validate=True) if found.get("hdrs") else b""
+        return StoredMsg.single(
+            stream,
+            json_text(found["subject"], "subject").encode(),
+            json_number(found["seq"], "seq", low=1),
+            base64.b64decode(found.get("data") or "", validate=True),
+            h.complete_lines(block),
+            h.parse_time_ns(h.to_utc(json_text(found["time"], "time"))),
+        )
+
+
+# The fields of a stream's configuration that are read, by their kinds. A field may be absent or null.
+_NUMBERS: Final = (
+    "max_msgs", "max_bytes", "max_msgs_per_subject", "max_msg_size", "max_age", "duplicate_window",
+    "subject_delete_marker_ttl", "num_replicas",
+)  # fmt: skip
+_TEXTS: Final = ("retention", "storage", "discard")
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Raise one of the errors of `parsing` if a field of a stream's configuration has another type."""
+    check_name(config["name"], "stream name")  # it becomes part of the subjects of requests
+    for name in ("first_seq", *_NUMBERS):
+        value = config.get(name)
+        if value is not None:
+            (json_number if name == "first_seq" else json_int64)(value, name)
+    for name in _TEXTS:
+        json_text(config.get(name) or "", name)
+    for subject in config.get("subjects") or ():
+        json_text(subject, "subjects")
+    for source in (config.get("mirror") or {}, *(config.get("sources") or ())):
+        json_text(source.get("name") or "", "name")
+        json_text(source.get("filter_subject") or "", "filter_subject")
+        json_text((source.get("external") or {}).get("api") or "", "external.api")
+        for name in ("name", "deliver_subject"):
+            json_text((source.get("consumer") or {}).get(name) or "", f"consumer.{name}")
+        for transform in source.get("subject_transforms") or ():
+            _check_transform(transform)
+    _check_transform(config.get("subject_transform") or {})
+    for name, value in (config.get("metadata") or {}).items():
+        json_text(value, f"metadata.{name}")
+
+
+def _check_transform(transform: Mapping[str, Any]) -> None:
+    for name in ("src", "dest"):
+        json_text(transform.get(name) or "", name)
 
 
 def answering_server(config: Mapping[str, Any]) -> tuple[str | None, int]:
     """Return the version and API level of a stream's or consumer's leader; from 2.11 on they are in the metadata."""
     metadata = config.get("metadata") or {}
-    version, level = metadata.get("_nats.ver"), str(metadata.get("_nats.level", ""))
-    return str(version) if version else None, int(level) if level.isascii() and level.isdecimal() else 0
+    return _text(metadata.get("_nats.ver")) or None, parse_number(_text(metadata.get("_nats.level")) or "") or 0
 
 
-def _time(text: str) -> datetime:
-    return datetime.fromisoformat(text).astimezone(UTC)
+def parse_time(text: object) -> datetime:
+    """Return the time in a JSON document; raise ValueError or OverflowError if it has none with an offset from UTC."""
+    time = datetime.fromisoformat(json_text(text, "time"))
+    if time.tzinfo is None:
+        raise ValueError("a time has no offset from UTC")
+    return time.astimezone(UTC)
 
 
 def _duration(nanoseconds: int | None) -> timedelta | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import enum
-import logging
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any, Final, NamedTuple
@@ -22,9 +21,10 @@ from jetstream_ext.protocol.feature_table import ATOMIC, ATOMIC_EOB, FENCED_BATC
 from jetstream_ext.protocol.frames import pub
 from jetstream_ext.protocol.options import as_message, check_batch_id
 from jetstream_ext.protocol.subjects import SubjectElsewhere
+from jetstream_ext.text import get_logger
 from jetstream_ext.types import BatchAck, BatchMessage, Entry
 
-_log: Final = logging.getLogger("jetstream_ext.atomic")
+_log: Final = get_logger("atomic")
 
 # A server that dropped the batch says so only in replies, and a source of messages may never end. So at least one
 # message in so many asks for a reply, and a bulk waits for that reply if the server is so many messages behind.

@@ -19,15 +19,14 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any, Final
 
-import orjson
-
 from jetstream_ext.errors import ErrorCode, ResponseError, ServerError, Status
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import StreamState, recreated
-from jetstream_ext.protocol.atomic_wire import fingerprint, read_reply
+from jetstream_ext.protocol.atomic_wire import answering_stream, fingerprint, read_reply
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.fence import mark, marked_seq
 from jetstream_ext.protocol.gaps import find_gaps
+from jetstream_ext.protocol.numbers import parse_number
 from jetstream_ext.protocol.options import rfc3339
 from jetstream_ext.types import BatchAck
 
@@ -250,8 +249,7 @@ def _ack(commit: Commit, state: StreamState, last_seq: int) -> BatchAck:
 
 def _number(batch_id: str, headers: Mapping[str, str]) -> int:
     """Return the batch sequence of a message with these headers, or 0 if it does not belong to the batch."""
-    number = headers.get(h.BATCH_SEQUENCE, "")
-    return int(number) if headers.get(h.BATCH_ID) == batch_id and number.isdecimal() and len(number) < 20 else 0
+    return parse_number(headers.get(h.BATCH_SEQUENCE, "")) or 0 if headers.get(h.BATCH_ID) == batch_id else 0
 
 
 class _Endings:
@@ -361,7 +359,7 @@ def _refusal(header: bytes, payload: bytes, stream: str) -> ServerError:
         raise NotYetKnown(f"the answer to a probe message of resolve() is malformed: {error}") from error
     if not isinstance(reply, ServerError):
         raise NotYetKnown("the server did not refuse a probe message of resolve() as expected")
-    answering = orjson.loads(payload).get("stream", stream) if payload else stream
+    answering = answering_stream(payload) or stream
     if answering != stream:
         raise NeverKnown(f"the subject of the batch's last message now belongs to stream {answering!r}")
     return reply

@@ -5,9 +5,9 @@ the message before it in the same reply (``Nats-Last-Sequence``, 0 on the first)
 together they prove that nothing was dropped on the way. Servers send the reply without flow control and cut off a slow
 consumer, which only this chain shows.
 
-On every server from 2.10 on, a message has ``Nats-Sequence``; of the headers with that name the last one is the
-server's. The EOB has status 204 and no ``Nats-Sequence``, and a refusal has status 404, 408, 412, 413, 500 or 503. A
-status line alone proves nothing: a stored message can carry one, and servers before 2.12.8 return it.
+On every server from 2.10 on, the header block of a message ends with the server's own lines (see `headers.reply_row`).
+Any other frame is the EOB, which has status 204, or a refusal, which has status 404, 408, 412, 413, 500 or 503. A status
+line alone proves nothing: a stored message can carry one, and servers before 2.12.8 return it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from itertools import compress, repeat
 from operator import ge
 from typing import Any, Final, final
@@ -28,7 +27,6 @@ from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.frames import Frame, parts
 from jetstream_ext.protocol.options import rfc3339
-from jetstream_ext.types import own_headers
 
 DEFAULT_MAX_BYTES: Final = 8 * 1024 * 1024  # of one reply; the server's own 64 MiB make it cut off slow consumers
 
@@ -75,6 +73,7 @@ class StoredMsg:
         data: Its payload; empty for delete markers.
         headers: The stored headers, without those that the server adds to a reply; of several values of a name, the last.
         header_pairs: The same as a list of name and value, in the stored order, with every value of a repeated name.
+        raw_subject, raw_headers: `subject` and `header_pairs` as bytes; elsewhere U+FFFD stands for what is not UTF-8.
         time: When it was stored (aware, UTC, microseconds).
         time_ns: When it was stored, in nanoseconds since the epoch.
         num_pending: The number of matching messages after it, if the reply has it.
@@ -84,11 +83,11 @@ class StoredMsg:
     __slots__ = (
         "_body",
         "_header_size",
-        "_headers",
         "_last_seq",
         "_lines",
         "_num_pending",
         "_seq",
+        "_stored",
         "_stream",
         "_subject",
         "_time_ns",
@@ -109,13 +108,32 @@ class StoredMsg:
         self._lines: list[bytes] | None = None
         self._header_size = 0  # over 0: a message from the wire, decoded on access
         self._stream = stream
-        self._subject = subject
+        self._subject = subject.encode()
         self._seq = seq
         self._body = data
-        self._headers = own_headers((headers or {}).items())
+        self._stored = h.stored_lines(headers or {})
         self._time_ns = time_ns
         self._num_pending = num_pending
         self._last_seq = last_seq
+
+    @classmethod
+    def single(
+        cls,
+        stream: str,
+        subject: bytes,
+        seq: int,
+        data: bytes,
+        stored: bytes,
+        time_ns: int,
+        num_pending: int | None = None,
+        last_seq: int | None = None,
+    ) -> StoredMsg:
+        """Return a message that came alone; `stored` is as in `headers.ROW_STORED`."""
+        self = cls(
+            stream=stream, subject="", seq=seq, data=data, time_ns=time_ns, num_pending=num_pending, last_seq=last_seq
+        )
+        self._subject, self._stored = subject, stored
+        return self
 
     @classmethod
     def from_wire(cls, stream: str, seq: int, body: bytes, header_size: int) -> StoredMsg:
@@ -131,8 +149,26 @@ class StoredMsg:
     def _row(self) -> list[bytes]:
         lines = self._lines
         if lines is None:
-            lines = self._lines = h.checked_row(self._body[: self._header_size])
+            lines = h.reply_row(self._body[: self._header_size])
+            if not lines:
+                raise malformed(
+                    self._stream, f"message {self._seq}", "it lacks a header that the server adds", self._body
+                )
+            self._lines = lines
         return lines
+
+    def _malformed(self, error: ResponseError) -> ResponseError:
+        return malformed(self._stream, f"message {self._seq}", error)
+
+    def _number(self, place: int) -> int:
+        try:
+            return h.line_number(self._row()[place])
+        except ResponseError as error:
+            raise self._malformed(error) from None
+
+    def check(self) -> None:
+        """Raise ResponseError if the server's lines cannot be read: the time is malformed, or one is missing."""
+        _ = self.time_ns
 
     @property
     def stream(self) -> str:
@@ -140,7 +176,11 @@ class StoredMsg:
 
     @property
     def subject(self) -> str:
-        return self._row()[0].decode("utf-8", "replace") if self._header_size else self._subject
+        return (self._row()[0] if self._header_size else self._subject).decode("utf-8", "replace")
+
+    @property
+    def raw_subject(self) -> bytes:
+        return self._row()[h.ROW_SUBJECT] if self._header_size else self._subject
 
     @property
     def seq(self) -> int:
@@ -151,69 +191,79 @@ class StoredMsg:
         return self._body[self._header_size :]
 
     @property
+    def stored_lines(self) -> bytes:
+        """The stored headers as `headers.ROW_STORED` has them."""
+        return self._row()[h.ROW_STORED] if self._header_size else self._stored
+
+    @property
     def headers(self) -> dict[str, str]:
-        if not self._header_size:
-            return dict(self._headers)
-        stored = self._row()[h.ROW_STORED]
+        stored = self.stored_lines
         return h.decode_stored(stored) if stored else {}
 
     @property
     def header_pairs(self) -> list[tuple[str, str]]:
-        return h.stored_pairs(self._row()[h.ROW_STORED]) if self._header_size else list(self._headers.items())
+        return h.stored_pairs(self.stored_lines)
+
+    @property
+    def raw_headers(self) -> list[tuple[bytes, bytes]]:
+        return h.raw_pairs(self.stored_lines)
 
     @property
     def time_ns(self) -> int:
         if not self._header_size:
             return self._time_ns
-        return h.parse_time_ns(h.line_value(self._row()[h.ROW_TIME]))
+        row = self._row()
+        try:
+            return h.parse_time_ns(h.line_value(row[h.ROW_TIME]))
+        except ResponseError as error:
+            raise self._malformed(error) from None
 
     @property
     def time(self) -> datetime:
-        if self._header_size:
-            # Six times as fast as by nanoseconds, and truncates the same digits.
-            text = h.line_value(self._row()[h.ROW_TIME]).decode("ascii", "replace")
-            try:
-                if text.endswith("Z"):
-                    return datetime.fromisoformat(text)
-            except ValueError:
-                pass  # `time_ns` raises the error
-        return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=self.time_ns // 1000)
+        if not self._header_size:
+            return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=self._time_ns // 1000)
+        row = self._row()
+        try:
+            return h.parse_time(h.line_value(row[h.ROW_TIME]))
+        except ResponseError as error:
+            raise self._malformed(error) from None
 
     @property
     def num_pending(self) -> int | None:
         if not self._header_size:
             return self._num_pending
-        return h.line_number(self._row()[h.ROW_PENDING])
+        return self._number(h.ROW_PENDING)
 
     @property
     def last_seq(self) -> int | None:
         if not self._header_size:
             return self._last_seq
-        return h.line_number(self._row()[h.ROW_LAST])
+        return self._number(h.ROW_LAST)
 
     @property
     def size(self) -> int:
         """Its bytes as servers count them for ``max_bytes``: subject, header block and payload."""
-        lines = sum(len(name.encode()) + len(value.encode()) + len(b": \r\n") for name, value in self.headers.items())
-        return len(self.subject.encode()) + (lines and lines + len(b"NATS/1.0\r\n\r\n")) + len(self.data)
-
-    def _fields(self) -> dict[str, object]:
-        names = ("stream", "subject", "seq", "data", "headers", "time_ns", "num_pending", "last_seq")
-        return {name: getattr(self, name) for name in names} | {"headers": own_headers(self.header_pairs)}
+        stored = self.stored_lines
+        return len(self.raw_subject) + (len(stored) + len(b"\r\n\r\n") if stored else 0) + len(self.data)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, StoredMsg):
             return NotImplemented
-        return self._fields() == other._fields()
+        return all(getattr(self, name) == getattr(other, name) for name in (*_SHOWN, "raw_subject", "raw_headers"))
 
     def __hash__(self) -> int:
         return hash((self._stream, self._seq, self.data))
 
     def __repr__(self) -> str:
-        return f"StoredMsg({', '.join(f'{name}={value!r}' for name, value in self._fields().items())})"
+        return f"StoredMsg({', '.join(f'{name}={getattr(self, name)!r}' for name in _SHOWN)})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return partial(StoredMsg, **self._fields()), ()  # type: ignore[arg-type]
+        counts = self.num_pending, self.last_seq
+        own = self._stream, self.raw_subject, self._seq, self.data, self.stored_lines, self.time_ns
+        return StoredMsg.single, (*own, *counts)
+
+
+_SHOWN: Final = ("stream", "subject", "seq", "data", "headers", "time_ns", "num_pending", "last_seq")
 
 
 @dataclass(slots=True)
@@ -227,15 +277,16 @@ class Block:
     seqs: list[int] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
     header_sizes: list[int] = field(default_factory=list)
+    from_leader: bool = False  # its subjects have U+FFFD where the stored bytes may be others
 
     @classmethod
     def of(cls, messages: Sequence[StoredMsg], pending: int) -> Block:
-        """Return messages as one reply would have them; `pending` matching messages follow the last one."""
-        block, last = cls(messages[0].stream), 0
+        """Return the leader's messages as one reply would have them; `pending` matching messages follow the last one."""
+        block, last = cls(messages[0].stream, from_leader=True), 0
         for left, message in zip(range(pending + len(messages) - 1, pending - 1, -1), messages, strict=True):
-            time = h.format_time_ns(message.time_ns)
-            added = (message.stream, message.subject, message.seq, time, left, last)
-            header = h.message_block(message.headers, added)
+            time = h.format_time_ns(message.time_ns).encode()
+            numbers = b"%d" % message.seq, time, b"%d" % left, b"%d" % last
+            header = h.message_block(message.stored_lines, (message.stream.encode(), message.raw_subject, *numbers))
             block.seqs.append(last := message.seq)
             block.bodies.append(header + message.data)
             block.header_sizes.append(len(header))
@@ -259,6 +310,7 @@ class Block:
         self.seqs += other.seqs
         self.bodies += other.bodies
         self.header_sizes += other.header_sizes
+        self.from_leader |= other.from_leader
 
     @property
     def size(self) -> int:
@@ -277,15 +329,43 @@ class Block:
         for body, size in zip(self.bodies, self.header_sizes, strict=True):
             # Without stored headers one split gives the same places, the last of them empty.
             row = body[skip:size].split(b"\r\n") if body.startswith(prefix) else []
-            yield row if len(row) == 7 else h.checked_row(body[:size])
+            if len(row) != 7 and not (row := h.reply_row(body[:size])):
+                self.check()
+            yield row
+
+    @property
+    def subjects(self) -> list[bytes]:
+        return [row[h.ROW_SUBJECT] for row in self.each_row()]
 
     @property
     def datas(self) -> list[bytes]:
         return [body[size:] for body, size in zip(self.bodies, self.header_sizes, strict=True)]
 
     def pending(self, index: int) -> int:
-        """How many matching messages follow row `index`."""
-        return h.line_number(h.checked_row(self.bodies[index][: self.header_sizes[index]])[h.ROW_PENDING])
+        """How many matching messages follow row `index`; raise ResponseError if that is no number."""
+        pending = self.message(index).num_pending
+        assert pending is not None  # it is from the wire
+        return pending
+
+    def check(self) -> None:
+        """Raise ResponseError for the first message that `StoredMsg.check` refuses."""
+        for message in self.messages():
+            message.check()
+
+    def drop_malformed(self) -> list[ResponseError]:
+        """Drop the messages that `StoredMsg.check` refuses; return the errors."""
+        errors: list[ResponseError] = []
+
+        def is_good(message: StoredMsg) -> bool:
+            try:
+                message.check()
+            except ResponseError as error:
+                errors.append(error)
+                return False
+            return True
+
+        self.select(list(map(is_good, self.messages())))
+        return errors
 
     def message(self, index: int) -> StoredMsg:
         return StoredMsg.from_wire(self.stream, self.seqs[index], self.bodies[index], self.header_sizes[index])
@@ -338,7 +418,7 @@ class ReplyDecoder:
         frames = list(frames)
         raws: list[bytes] = []
         prev, stream_line = self._prev, self._stream_line
-        for place, (_, body, size) in enumerate(frames):
+        for _, body, size in frames:
             # Nearly every message: the server's six lines end its header block as in the first message of the reply,
             # whose names were checked.
             row = body[:size].rsplit(b"\r\n", 8)
@@ -346,27 +426,24 @@ class ReplyDecoder:
                 raws.append(prev := row[3][15:])
                 continue
             self._prev = prev
-            header = self._general(body[:size])
-            if not header:
+            row = self._row(body[:size])
+            if not row:
                 break
-            lines = h.reply_row(header)
-            last = h.line_value(lines[h.ROW_LAST])
+            last = h.line_value(row[h.ROW_LAST])
             if last != prev:
                 self.broken = self._lost(last, prev)
                 break
-            raws.append(prev := h.line_value(lines[h.ROW_SEQUENCE]))
+            raws.append(prev := h.line_value(row[h.ROW_SEQUENCE]))
             stream_line = self._stream_line
-            if not body.startswith(header):
-                frames[place] = (b"", header + body[size:], len(header))  # the same message in the usual layout
         self._prev = prev
         if not raws:
             self._check_end()
             return Block(self._stream)
         del frames[len(raws) :]
         try:
-            seqs = list(map(int, raws))
-        except ValueError:
-            raise self._malformed("a sequence is not a number", raws[0]) from None
+            seqs = list(map(int if b"".join(raws).isdigit() else h.count, raws))
+        except (ValueError, ResponseError):
+            raise self._malformed("a sequence is not a number from 0 to 2**64-1", b" ".join(raws)) from None
         if seqs[0] <= self._floor or seqs[-1] >> 64 or any(map(ge, seqs, seqs[1:])):
             raise self._malformed(f"the sequences do not increase after {self._floor}")
         self.last_seq = self._floor = seqs[-1]
@@ -378,11 +455,14 @@ class ReplyDecoder:
         self._check_end()
         return Block(self._stream, seqs, bodies, sizes)
 
-    def _malformed(self, problem: str, frame: bytes = b"") -> ResponseError:
-        return ResponseError(f"stream {self._asked!r}: malformed direct-get reply: {problem}", frame=frame)
+    def _malformed(self, problem: object, frame: bytes = b"") -> ResponseError:
+        return malformed(self._asked, f"the direct-get reply after message {self._floor}", problem, frame)
 
     def _lost(self, last: bytes, prev: bytes) -> MessagesLostError:
-        got = h.count(last) if last else None
+        try:
+            got = h.count(last) if last else None
+        except ResponseError as error:
+            raise self._malformed(error, last) from None
         expected = max(h.count(prev), self._floor)
         until = "" if got is None else f" and up to {got}"
         return MessagesLostError(
@@ -392,21 +472,17 @@ class ReplyDecoder:
             got=got,
         )
 
-    def _general(self, header: bytes) -> bytes:
-        """Return a message's header block as `headers.reply_row` takes it, or nothing for the end of the reply."""
+    def _row(self, header: bytes) -> h.Row:
+        """Return `headers.reply_row` of a message; nothing for the end of the reply."""
         row = h.reply_row(header)
         if not row:
-            values = dict(h.parse_lines(header))
-            if h.SEQUENCE not in values:
-                self._finish(header, values)
-                return b""
-            if h.NUM_PENDING not in values or h.LAST_SEQUENCE not in values:
+            if h.single_row(header):
                 raise feature_table.DIRECT_BATCH.unsupported(
                     server_version=self._server_version,
                     detail=f"stream {self._asked!r} answered a batch request with a single message",
                 )
-            header = h.lay_out(header, values)
-            row = h.reply_row(header)
+            self._finish(header)
+            return row
         responder = h.line_value(row[h.ROW_STREAM])
         if responder != self._responder:
             if self._responder:
@@ -417,9 +493,9 @@ class ReplyDecoder:
         if not self._added:
             stored = len(row[h.ROW_STORED]) + 4 if row[h.ROW_STORED] else 0
             self._added = len(header) - len(row[h.ROW_SUBJECT]) - stored
-        return header
+        return row
 
-    def _finish(self, header: bytes, values: dict[str, str]) -> None:
+    def _finish(self, header: bytes) -> None:
         code, _ = _status(self._asked, header)
         if code == Status.NOT_FOUND:
             if self._responder:
@@ -430,12 +506,16 @@ class ReplyDecoder:
             return
         if code != Status.END_OF_BATCH:
             raise status_error(self._asked, header, self._server_version)
+        values = dict(h.parse_lines(header))
         up_to = values.get(h.UP_TO_SEQUENCE)
-        self.end = EndOfBatch(
-            num_pending=h.count(values.get(h.NUM_PENDING, "").encode()),
-            last_seq=h.count(values.get(h.LAST_SEQUENCE, "").encode()),
-            up_to_seq=None if up_to is None else h.count(up_to.encode()),
-        )
+        try:
+            self.end = EndOfBatch(
+                num_pending=h.count(values.get(h.NUM_PENDING, "").encode()),
+                last_seq=h.count(values.get(h.LAST_SEQUENCE, "").encode()),
+                up_to_seq=None if up_to is None else h.count(up_to.encode()),
+            )
+        except ResponseError as error:
+            raise self._malformed(error, header) from None
 
     def _check_end(self) -> None:
         # The end names the last message, and an empty page says 0. If that message did not come, messages were lost.
@@ -447,15 +527,26 @@ class ReplyDecoder:
             raise self._malformed("it has no messages, but num_pending is not 0")
 
 
+def malformed(stream: str, what: str, problem: object, frame: bytes = b"") -> ResponseError:
+    """Return the error for a malformed reply of a stream; `problem` may be an error that names neither."""
+    frame = problem.frame if isinstance(problem, ResponseError) else frame
+    return ResponseError(f"stream {stream!r}: {what} is malformed: {problem}", frame=frame)
+
+
 def not_found(stream: str, request: Request | None = None) -> MessageNotFoundError:
     asked = "" if request is None else f" for the request {request.body()}"
     return MessageNotFoundError(f"stream {stream!r}: no message found{asked}", stream=stream)
 
 
 def _status(stream: str, header: bytes) -> tuple[int, str]:
-    status = h.parse_status(header) if header else None
+    try:
+        status = h.parse_status(header)
+    except ResponseError as error:
+        raise malformed(stream, "a direct-get reply", error) from None
     if status is None:
-        raise ResponseError(f"stream {stream!r}: a direct-get reply has neither a sequence nor a status", frame=header)
+        raise malformed(
+            stream, "a direct-get reply", "it has neither the server's lines of a message nor a status", header
+        )
     return status
 
 
@@ -502,19 +593,16 @@ def status_error(stream: str, header: bytes, server: str = "", asked: Request | 
 def decode_single(stream: str, frame: Frame, server_version: str = "", request: Request | None = None) -> StoredMsg:
     """Decode the reply to a request without a batch; raise what `status_error` returns, or ResponseError."""
     _, header, payload = parts(frame)
-    if not header:
-        raise ResponseError(f"stream {stream!r}: a direct-get reply has no headers", frame=payload)
-    values = dict(h.parse_lines(header))
-    if h.SEQUENCE not in values:
+    row = h.single_row(header)
+    if not row:
         raise status_error(stream, header, server_version, request)
     try:
-        return StoredMsg(
-            stream=values[h.STREAM],
-            subject=values[h.SUBJECT],
-            seq=int(values[h.SEQUENCE]),
-            data=payload,
-            headers=own_headers(h.stored_pairs(header)),
-            time_ns=h.parse_time_ns(values[h.TIME_STAMP].encode()),
-        )
-    except (KeyError, ValueError) as error:
-        raise ResponseError(f"stream {stream!r}: malformed direct-get header: {error}", frame=header) from None
+        seq = h.line_number(row[h.ROW_SEQUENCE])
+    except ResponseError as error:
+        raise malformed(stream, "the sequence of a message", error) from None
+    try:
+        time_ns = h.parse_time_ns(h.line_value(row[h.ROW_TIME]))
+    except ResponseError as error:
+        raise malformed(stream, f"message {seq}", error) from None
+    responder = h.line_value(row[h.ROW_STREAM]).decode("utf-8", "replace")
+    return StoredMsg.single(responder, row[h.ROW_SUBJECT], seq, payload, row[h.ROW_STORED], time_ns)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import enum
-import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -30,13 +29,14 @@ from jetstream_ext.protocol.fast_wire import BatchFlowError, Encoded, FastWire, 
 from jetstream_ext.protocol.feature_table import FAST_INGEST
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import check_batch_id, check_seconds
+from jetstream_ext.text import get_logger
 from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowGap, BatchMessage, EndReason, Entry, GapMode, InDoubt
 
 _OTHERS: Final = "another publisher, or an earlier one of up to 10 s ago"
 _ADVICE: Final = "give each publisher its own batch_id"
 KEPT_REPORTS: Final = 1000  # how many of the newest gap and error reports a batch keeps
 
-_log: Final = logging.getLogger("jetstream_ext.fast")
+_log: Final = get_logger("fast")
 
 
 class State(enum.Enum):
@@ -494,8 +494,6 @@ class FastBatch:
             raise errors.ResponseError("a reply has an unknown type", frame=said.payload)
         if isinstance(said, BatchAck):
             foreign = said.batch_id != self.batch_id
-        elif isinstance(said, BatchFlowGap):
-            foreign = False
         else:
             covers = reply.seq if isinstance(said, ServerError | wire.OrdinaryAck) else said.seq
             foreign = covers > self.sent + 1  # the marker that ends the batch has a sequence too

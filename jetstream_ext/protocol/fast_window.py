@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Final
 
 from jetstream_ext.protocol.options import check_int
 from jetstream_ext.types import BatchFlowAck
+
+LARGEST_FLOW: Final = 65_535
+"""The largest flow that a batch can ask for and that a server can set: servers keep it in 16 bits."""
 
 
 class Window:
@@ -16,7 +20,7 @@ class Window:
     """
 
     def __init__(self, flow: int, max_outstanding_acks: int) -> None:
-        self.flow: int = check_int(flow, "flow", high=65535)
+        self.flow: int = check_int(flow, "flow", high=LARGEST_FLOW)
         self._outstanding = check_int(max_outstanding_acks, "max_outstanding_acks", high=3)
         self.limit: int = self.flow * self._outstanding  # the highest batch sequence that may be sent
         self.acked: int = 0  # the highest one that the server acknowledged

@@ -17,7 +17,9 @@ from typing import Any, Final, NamedTuple
 from jetstream_ext.errors import ResponseError, ServerError, Status, server_error
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import parse_batch_ack, parse_object, parse_refusal
+from jetstream_ext.protocol.fast_window import LARGEST_FLOW
 from jetstream_ext.protocol.frames import Frame, check_size, pub
+from jetstream_ext.protocol.numbers import LARGEST, json_number, parse_number
 from jetstream_ext.protocol.options import as_message, message_headers, payload_bytes
 from jetstream_ext.protocol.subjects import SubjectCache, SubjectElsewhere
 from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowGap, BatchMessage, Entry, GapMode
@@ -28,8 +30,7 @@ COMMIT_EOB: Final = b"3"
 PING: Final = b"4"
 
 _OPERATIONS: Final = frozenset({START, APPEND, COMMIT_EOB, PING})
-_MAX_DIGITS: Final = 20  # 2**64
-_REPLY_TAIL: Final = _MAX_DIGITS + len(".1.$FI")
+_REPLY_TAIL: Final = len(str(LARGEST)) + len(".1.$FI")
 _BLOCK_BYTES: Final = 1 << 20  # a window of large messages must not be held in memory twice
 
 
@@ -173,9 +174,10 @@ def decode(frame: Frame) -> Reply:
     subject, body, header_size = frame
     header, payload = body[:header_size], body[header_size:]
     words = subject.rsplit(b".", 3)
-    if len(words) != 4 or not words[1].isdigit() or len(words[1]) > _MAX_DIGITS or words[2] not in _OPERATIONS:
+    seq = parse_number(words[1]) if len(words) == 4 and words[2] in _OPERATIONS else None
+    if seq is None:
         raise ResponseError("a reply came to a subject that is not a fast-ingest reply subject", frame=subject)
-    return Reply(int(words[1]), words[2], _said(header, payload))
+    return Reply(seq, words[2], _said(header, payload))
 
 
 def _said(header: bytes, payload: bytes) -> Said:
@@ -188,7 +190,7 @@ def _said(header: bytes, payload: bytes) -> Said:
     reply = parse_object("a fast-ingest reply", payload)
     kind = reply.get("type")
     if kind == "ack":
-        return BatchFlowAck(_number(reply, "seq", payload), _number(reply, "msgs", payload))
+        return BatchFlowAck(_number(reply, "seq", payload), _number(reply, "msgs", payload, high=LARGEST_FLOW))
     if kind == "gap":
         return BatchFlowGap(_number(reply, "last_seq", payload), _number(reply, "seq", payload))
     if kind == "err":
@@ -212,11 +214,13 @@ def _draft(reply: dict[str, Any], payload: bytes) -> Said:
         return BatchFlowError(seq, parse_refusal(reply["error"], payload))
     if last and seq > last + 1 and not reply.get("ack_msgs"):
         return BatchFlowGap(last + 1, seq)
-    return BatchFlowAck(max(last, seq), _number(reply, "ack_msgs", payload, 1))
+    return BatchFlowAck(max(last, seq), _number(reply, "ack_msgs", payload, 1, high=LARGEST_FLOW))
 
 
-def _number(reply: dict[str, Any], name: str, payload: bytes, default: int | None = None) -> int:
-    value = reply.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ResponseError(f"a fast-ingest reply has no valid {name!r}", frame=payload)
-    return value
+def _number(
+    reply: dict[str, Any], name: str, payload: bytes, default: int | None = None, *, high: int = LARGEST
+) -> int:
+    try:
+        return json_number(reply.get(name, default), name, high=high)
+    except ValueError as error:
+        raise ResponseError(f"a fast-ingest reply is malformed: {error}", frame=payload) from None

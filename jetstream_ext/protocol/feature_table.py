@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from jetstream_ext.errors import UnsupportedFeatureError
+from jetstream_ext.protocol.numbers import parse_number
 
 RELEASES: Final = ("2.10", "2.11", "2.12", "2.14", "2.15")  # those that are tested, oldest first; there was no 2.13
 
@@ -195,5 +196,16 @@ BY_OPTION: Final = {
 """The feature that each option of a stream's configuration enables, for options that some tested server lacks."""
 
 
+def api_level(release: str) -> int:
+    """Return the API level that a server of this version has at least (0: before 2.11)."""
+    return max(feature.api_level for feature in FEATURES if feature.on(release))
+
+
 def _numbers(release: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in release.partition("-")[0].split(".") if part.isdecimal())
+    numbers: list[int] = []
+    for part in release.partition("-")[0].split("."):
+        number = parse_number(part)
+        if number is None:
+            break
+        numbers.append(number)
+    return tuple(numbers)

@@ -11,10 +11,11 @@ from typing import Final
 
 from jetstream_ext.errors import ErrorCode, ServerError
 from jetstream_ext.protocol import headers as h
+from jetstream_ext.protocol.numbers import parse_number
 
 # An expectation that no stream meets (the largest that servers parse): the refusal names the stream's last sequence.
 _IMPOSSIBLE_SEQ: Final = (1 << 63) - 1
-_LAST_SEQ: Final = re.compile(r"wrong last sequence: (\d+)\Z")
+_LAST_SEQ: Final = re.compile(r"wrong last sequence: ([0-9]+)\Z")
 
 
 def mark(stream: str) -> bytes:
@@ -31,4 +32,4 @@ def marked_seq(refusal: object) -> int | None:
     if not isinstance(refusal, ServerError) or refusal.err_code != ErrorCode.WRONG_LAST_SEQUENCE:
         return None
     found = _LAST_SEQ.search(refusal.description or "")
-    return int(found[1]) if found else None
+    return parse_number(found[1]) if found else None

@@ -83,11 +83,11 @@ def were_replaced(state: StreamState, before: StreamState | None, since: datetim
         if it.max_age and (since is None or state.now - since >= it.max_age):
             return False
         if _discard(it) == "old":
-            max_msgs, max_bytes = int(it.config.get("max_msgs") or -1), int(it.config.get("max_bytes") or -1)
-            largest = int(it.config.get("max_msg_size") or -1)
+            max_msgs, max_bytes = it.config.get("max_msgs") or -1, it.config.get("max_bytes") or -1
+            largest = it.max_msg_size or _LARGEST_MESSAGE
             if 0 < max_msgs <= state.messages:
                 return False
-            if 0 < max_bytes < state.size + (largest if largest > 0 else _LARGEST_MESSAGE):
+            if 0 < max_bytes < state.size + largest:
                 return False
     if before is None:
         return True

@@ -1,16 +1,19 @@
 """Message headers on the wire: a status line, then ``Name: value`` lines, then an empty line.
 
-A direct-get reply has the stored headers first and the server's own after them. So of two lines with one name the
-*last* is the server's: a publisher that stores ``Nats-Sequence: 77`` must not mislead a reader.
+A direct-get reply has the stored block first, which servers store unchecked, and the server's own lines after it. So the
+server's lines are read from the end of the block, where nobody else can write, and no line before them is believed: a
+publisher can store ``Nats-Sequence: 77``, or a block without an end.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from jetstream_ext.errors import BadHeaderError, ResponseError
+from jetstream_ext.protocol.numbers import parse_number
 
 VERSION: Final = b"NATS/1.0"
 CRLF: Final = b"\r\n"
@@ -26,7 +29,6 @@ UP_TO_SEQUENCE: Final = "Nats-UpTo-Sequence"
 _APPENDED: Final = (STREAM, SUBJECT, SEQUENCE, TIME_STAMP, NUM_PENDING, LAST_SEQUENCE)
 # What a server adds to a direct-get reply; never part of a stored message's headers.
 REPLY_HEADERS: Final = frozenset({*_APPENDED, UP_TO_SEQUENCE})
-_REPLY_NAMES: Final = frozenset(name.encode() for name in REPLY_HEADERS)
 
 _RESERVED: Final = "Nats-"
 
@@ -55,6 +57,9 @@ name, and the stored headers are one block without the server's lines, or nothin
 ROW_SUBJECT, ROW_SEQUENCE, ROW_TIME, ROW_PENDING, ROW_LAST, ROW_STREAM, ROW_STORED = range(7)
 
 
+_LINES: Final = tuple(f"{name}: ".encode() for name in _APPENDED)
+
+
 def reply_row(block: bytes) -> Row:
     """Cut up the header block of a message in a batched direct-get reply; return an empty row for any other block.
 
@@ -62,45 +67,71 @@ def reply_row(block: bytes) -> Row:
     """
     lines = block.rsplit(CRLF, 8)
     if (
-        len(lines) != 9
-        or lines[1][:13] != b"Nats-Stream: "
-        or lines[2][:14] != b"Nats-Subject: "
-        or lines[3][:15] != b"Nats-Sequence: "
-        or lines[4][:17] != b"Nats-Time-Stamp: "
-        or lines[5][:18] != b"Nats-Num-Pending: "
-        or lines[6][:20] != b"Nats-Last-Sequence: "
+        len(lines) == 9
+        and lines[1].rfind(b"Nats-Stream: ") == 0  # the publisher's last line may be before it
+        and lines[2][:14] == b"Nats-Subject: "
+        and lines[3][:15] == b"Nats-Sequence: "
+        and lines[4][:17] == b"Nats-Time-Stamp: "
+        and lines[5][:18] == b"Nats-Num-Pending: "
+        and lines[6][:20] == b"Nats-Last-Sequence: "
     ):
+        stored = lines[0] if CRLF in lines[0] else b""
+        return [lines[2][14:], lines[3], lines[4], lines[5], lines[6], lines[1], stored]
+    if not lines[-1] and lines[-3:][0].startswith(_LINES[3]):
+        return []  # the reply to a single get
+    found = _cut_off(block, _LINES)
+    if not found:
         return []
-    stored = lines[0] if len(lines[0]) > len(VERSION) else b""
-    return [lines[2][14:], lines[3], lines[4], lines[5], lines[6], lines[1], stored]
+    stream, subject, sequence, time, pending, last, stored = found
+    return [subject[14:], sequence, time, pending, last, stream, stored]
 
 
-def checked_row(block: bytes) -> Row:
-    """Return `reply_row` of a block that must be a message's; raise ResponseError if it is not."""
-    row = reply_row(block)
-    if not row:
-        raise ResponseError("a message in a direct-get reply lacks a header that the server adds", frame=block)
-    return row
+def single_row(block: bytes) -> Row:
+    """As `reply_row`, for the reply to a single direct get, which has only the first four lines."""
+    found = _cut_off(block, _LINES[:4])
+    if not found:
+        return []
+    stream, subject, sequence, time, stored = found
+    return [subject[14:], sequence, time, b"", b"", stream, stored]
 
 
-def lay_out(block: bytes, values: Mapping[str, str]) -> bytes:
-    """Return the header block of a reply in the layout that `reply_row` takes, whatever the server's order was.
+def _cut_off(block: bytes, names: tuple[bytes, ...]) -> list[bytes]:
+    """Return the server's lines at the end of a block, by `names`, and what is stored in one piece; nothing for others.
 
-    `values` are the last values of its names. Raises ResponseError if a line that servers append is missing.
+    Another order, or new lines between them, does not matter. A server appends its lines to the stored block without its
+    last two bytes. If these are not its empty line, the server's first line continues the publisher's last one, whose end
+    is lost, so that it counts as no header.
     """
-    lines = block.split(CRLF)[1:]
-    stored = [line for line in lines if line and line.partition(b":")[0].strip() not in _REPLY_NAMES]
-    try:
-        appended = [f"{name}: {values[name]}".encode() for name in _APPENDED]
-    except KeyError as missing:
-        raise ResponseError(f"a direct-get reply lacks the header {missing}", frame=block) from None
-    return CRLF.join([VERSION, *stored, *appended, b"", b""])
+    lines = block.split(CRLF)
+    if any(lines[-2:]):
+        return []
+    found: dict[bytes, bytes] = {}
+    while len(found) < len(names):
+        if not lines:
+            return []
+        line = lines.pop()
+        missing = [name for name in names if name not in found]
+        for name in missing:
+            begin = line.rfind(name)  # none of the values has a blank
+            if begin == 0 or (begin > 0 and len(missing) == 1):
+                found[name] = line[begin:]
+    return [*map(found.__getitem__, names), CRLF.join(lines) if len(lines) > 1 else b""]
 
 
-def message_block(stored: Mapping[str, str], appended: Iterable[object]) -> bytes:
+def complete_lines(block: bytes) -> bytes:
+    """Return the stored headers of a message as `ROW_STORED` has them; `block` is its whole header block."""
+    stored = block[: -len(CRLF)].rpartition(CRLF)[0]
+    return stored if CRLF in stored else b""
+
+
+def stored_lines(headers: Mapping[str, str]) -> bytes:
+    """Return headers as `ROW_STORED` has them."""
+    return CRLF.join([VERSION, *(f"{name}: {value}".encode() for name, value in headers.items())]) if headers else b""
+
+
+def message_block(stored: bytes, appended: Iterable[bytes]) -> bytes:
     """Return the header block of a message in a batched reply: its stored headers, and the values that servers append."""
-    lines = [*stored.items(), *zip(_APPENDED, appended, strict=True)]
-    return CRLF.join([VERSION, *(f"{name}: {value}".encode() for name, value in lines), b"", b""])
+    return CRLF.join([stored or VERSION, *map(bytes.__add__, _LINES, appended), b"", b""])
 
 
 def check_header(name: str, value: str) -> None:
@@ -113,6 +144,16 @@ def check_header(name: str, value: str) -> None:
         raise BadHeaderError(f"header name {name!r} is empty or has characters that are not allowed in a header name")
     if "\r" in value or "\n" in value or "\0" in value:
         raise BadHeaderError(f"the value of header {name!r} has a line break or a NUL character")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _not_unicode(name) from None
+
+
+def _not_unicode(name: str) -> BadHeaderError:
+    return BadHeaderError(
+        f"the value of header {name!r} has half of a surrogate pair, which UTF-8 cannot encode; nothing was sent"
+    )
 
 
 def check_block(size: int) -> None:
@@ -146,35 +187,73 @@ def encode(items: Iterable[tuple[str, str]]) -> bytes:
         raise BadHeaderError(
             f"a message id ({MSG_ID}) is blank; servers ignore it, so that they would store duplicates"
         )
-    block = (text + "\r\n").encode()
+    try:
+        block = (text + "\r\n").encode()
+    except UnicodeEncodeError as error:
+        # Names are ASCII, and a value has no line break, so the name is at the start of the line.
+        raise _not_unicode(text[: error.start].rpartition("\r\n")[2].partition(":")[0]) from None
     check_block(len(block))
     return block
 
 
 def rebuild(headers: Mapping[str, str] | None) -> bytes:
-    """Return the bytes that nats-py parsed into `headers`, as nearly as they can be known."""
+    """Return the bytes that nats-py parsed into `headers`, as nearly as they can be known; the server's lines are last."""
     if not headers:
         return b""
-    lines = dict(headers)
-    first = VERSION
-    if SEQUENCE not in lines and "Status" in lines:
+    first, lines = VERSION, dict(headers)
+    if SEQUENCE in lines:  # a stored message
+        if any(type(name) is not str for name in lines):  # nats-py's own name for the text of a stored status line
+            lines.pop("Status", None)
+            lines.pop("Description")
+        appended = {} if (stream := _take_stream(lines)) is None else {STREAM: stream}
+        lines |= appended | {name: lines.pop(name) for name in _APPENDED if name in lines}
+    elif "Status" in lines:
         # If there are both a status line and headers, nats-py leaves the headers in the description as well.
         text = lines.pop("Description", "").split("\n")[0].strip()
         first += f" {lines.pop('Status')} {text}".rstrip().encode()
     return CRLF.join([first, *(f"{name}: {value}".encode() for name, value in lines.items()), b"", b""])
 
 
+def _take_stream(lines: dict[str, str]) -> str | None:
+    """Remove the ``Nats-Stream`` that the server appended to a stored message; return it, or None if it is lost.
+
+    The server overwrites the last two bytes of a stored block. If its sender left out the line break that they should be,
+    the first line that the server appends is glued to the sender's last one. nats-py leaves out the first ten bytes of a
+    block, whatever they are.
+    """
+    own = [name for name in lines if name not in REPLY_HEADERS]
+    forged = None
+    if STREAM in lines:
+        places = list(lines)
+        stream = lines.pop(STREAM)
+        if not own or places.index(STREAM) > places.index(own[-1]):
+            return stream
+        forged = stream  # unless nothing is glued: a name that comes twice keeps its first place
+    for name in reversed(own):
+        before, glued, stream = lines[name].rpartition(f"{STREAM}: ")
+        if glued and stream and not any(map(str.isspace, stream)):
+            lines[name] = before
+            lines.pop("", None)  # no header, but what follows a line feed in the ten bytes
+            return stream
+        if name.endswith(STREAM):
+            return lines.pop(name)
+    if forged is None and own and STREAM.endswith(own[0]):
+        return lines.pop(own[0])
+    return forged
+
+
 def parse_status(block: bytes) -> tuple[int, str] | None:
     """Return the inline status ``(code, text)``, or None; raise ResponseError if `block` is not a header block."""
     line = block.partition(CRLF)[0]
     if not line.startswith(VERSION):
-        raise ResponseError("a header block does not begin with NATS/1.0", frame=block)
+        raise ResponseError("it does not begin with NATS/1.0", frame=block)
     code, _, text = line[len(VERSION) :].strip().partition(b" ")
     if not code:
         return None
-    if not code.isdigit() or len(code) > 9:
-        raise ResponseError("a header block has a status that is not a number", frame=block)
-    return int(code), text.decode("utf-8", "replace")
+    number = parse_number(code, 999)
+    if number is None:
+        raise ResponseError("its status is not a number from 0 to 999", frame=block)
+    return number, text.decode("utf-8", "replace")
 
 
 def parse_lines(block: bytes) -> list[tuple[str, str]]:
@@ -197,8 +276,9 @@ def line_number(line: bytes) -> int:
 
 def count(value: bytes) -> int:
     """Return a sequence or a count that a server sent; raise ResponseError if it is not from 0 to 2**64-1."""
-    if not value.isdigit() or len(value) > 20 or (number := int(value)) >> 64:
-        raise ResponseError("a header that the server adds is not a number from 0 to 2**64-1", frame=value)
+    number = parse_number(value)
+    if number is None:
+        raise ResponseError(f"{value[:64]!r} is not a number from 0 to 2**64-1", frame=value)
     return number
 
 
@@ -211,8 +291,15 @@ def is_reserved(name: str) -> bool:
 
 
 def stored_pairs(block: bytes) -> list[tuple[str, str]]:
-    """Return a stored message's own headers in order: the block's, without what the server adds to a reply."""
+    """Return a stored message's own headers in order: those of `parse_lines`, without what the server adds to a reply."""
     return [(name, value) for name, value in parse_lines(block) if name not in REPLY_HEADERS]
+
+
+def raw_pairs(block: bytes) -> list[tuple[bytes, bytes]]:
+    """As `stored_pairs`, without decoding."""
+    lines = (line.partition(b":") for line in block.split(CRLF)[1:])
+    pairs = [(name.strip(), value.strip()) for name, colon, value in lines if colon]
+    return [(name, value) for name, value in pairs if name.decode("utf-8", "replace") not in REPLY_HEADERS]
 
 
 def decode_stored(block: bytes) -> dict[str, str]:
@@ -221,13 +308,16 @@ def decode_stored(block: bytes) -> dict[str, str]:
 
 
 def to_utc(text: str) -> bytes:
-    """Return an RFC 3339 time with any offset in UTC, fraction digits kept."""
+    """Return an RFC 3339 time with any offset in UTC, fraction digits kept; raise ValueError or OverflowError for others."""
     if text.endswith("Z"):
         return text.encode()
     # STREAM.MSG.GET answers in the zone that the server runs in.
     sign = max(text.rfind("+"), text.rfind("-"))
     seconds, _, fraction = text[:sign].partition(".")
-    when = datetime.fromisoformat(seconds + text[sign:]).astimezone(UTC).replace(tzinfo=None)
+    local = datetime.fromisoformat(seconds + text[sign:])
+    if local.tzinfo is None:
+        raise ValueError(f"the time {text[:64]!r} has no offset from UTC")
+    when = local.astimezone(UTC).replace(tzinfo=None)
     return f"{when.isoformat()}{'.' if fraction else ''}{fraction}Z".encode()
 
 
@@ -238,24 +328,32 @@ def format_time_ns(time_ns: int) -> str:
     return f"{when.isoformat()}.{fraction:09d}Z"
 
 
+def parse_time(value: bytes) -> datetime:
+    """As `parse_time_ns`, to the microsecond."""
+    if value[7:8] == b"-" and value[10:11] == b"T" and value.endswith(b"Z"):
+        # Six times as fast as by nanoseconds, and truncates the same digits.
+        try:
+            return datetime.fromisoformat(value.decode())
+        except ValueError:
+            pass  # `parse_time_ns` raises the error
+    return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=parse_time_ns(value) // 1000)
+
+
+_RFC3339: Final = re.compile(rb"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z| \+0000 UTC)")
+
+
 def parse_time_ns(value: bytes) -> int:
     """Return the nanoseconds since the epoch of an RFC 3339 time in UTC, or raise ResponseError.
 
     The time has 0 to 9 fraction digits. The form of ADR-31's examples, ``2022-08-06 00:29:27.5 +0000 UTC``, is accepted
     too; no released server writes it.
     """
-    text = value.decode("ascii", "replace")
-    if text.endswith(" +0000 UTC"):
-        text = text.removesuffix(" +0000 UTC") + "Z"
     try:
-        if not text.endswith("Z"):
+        if (found := _RFC3339.fullmatch(value)) is None:
             raise ValueError
-        seconds, _, fraction = text[:-1].partition(".")
-        if len(seconds) != 19 or len(fraction) > 9 or (fraction and not fraction.isdigit()):
-            raise ValueError
-        whole = datetime.fromisoformat(seconds).replace(tzinfo=UTC)
+        whole = datetime.fromisoformat(f"{found[1].decode()}T{found[2].decode()}").replace(tzinfo=UTC)
         days = (whole - datetime(1970, 1, 1, tzinfo=UTC)).days
         second = whole.hour * 3600 + whole.minute * 60 + whole.second
-        return (days * 86400 + second) * 1_000_000_000 + int(fraction.ljust(9, "0"))
+        return (days * 86400 + second) * 1_000_000_000 + int((found[3] or b"").ljust(9, b"0"))
     except ValueError:
-        raise ResponseError(f"the server sent a time that is not RFC 3339: {text[:64]!r}", frame=value) from None
+        raise ResponseError(f"{value[:64]!r} is a time that is not RFC 3339", frame=value) from None

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Final
-from urllib.parse import urlsplit
 
 from jetstream_ext.errors import BadHeaderError
 from jetstream_ext.protocol import headers as h
@@ -156,6 +155,24 @@ def check_seconds(value: float, name: str, *, zero: bool = False) -> float:
     return float(value)
 
 
+def check_unicode(document: object, what: str) -> None:
+    """Raise ValueError if a text in `document`, which is to be sent as JSON, cannot be encoded; `what` leads to it."""
+    if isinstance(document, str):
+        try:
+            document.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"{what} has half of a surrogate pair, which UTF-8 cannot encode: {document[:64]!r}; nothing was sent"
+            ) from None
+    elif isinstance(document, Mapping):
+        for name, value in document.items():
+            check_unicode(name, f"a name in {what}")
+            check_unicode(value, f"{name} of {what}")
+    elif isinstance(document, list | tuple):
+        for value in document:
+            check_unicode(value, what)
+
+
 def rfc3339(when: datetime, name: str) -> str:
     """Return an aware datetime as servers accept it in requests; raise ValueError or TypeError for others."""
     if not isinstance(when, datetime):
@@ -166,18 +183,3 @@ def rfc3339(when: datetime, name: str) -> str:
         return when.astimezone(UTC).isoformat()  # in UTC, because RFC 3339 has no offsets with seconds
     except OverflowError:
         raise ValueError(f"{name} must be in the years 1 to 9999 in UTC, not {when!r}") from None
-
-
-def server_url(text: str) -> str:
-    """Return the URL of a server with its scheme; raise ValueError, without a part of the text, if it is invalid."""
-    url = text if "://" in text else f"nats://{text}"
-    try:
-        parts = urlsplit(url)
-        valid = bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        valid = False
-    if not valid:
-        raise ValueError("it needs a host, and a port from 1 to 65535 if any")
-    if parts.scheme not in ("nats", "tls", "ws", "wss"):
-        raise ValueError("its scheme must be nats, tls, ws or wss")
-    return url

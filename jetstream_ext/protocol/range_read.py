@@ -14,7 +14,6 @@ sends the messages, and the mirror's rows only say where to look for them.
 from __future__ import annotations
 
 import enum
-import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,8 +38,9 @@ from jetstream_ext.protocol.direct import (
 )
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.reads import Link, MultiLast, Plan, RangePlan, Scan, SentRequest, Stopwatch
+from jetstream_ext.text import get_logger
 
-_log = logging.getLogger("jetstream_ext.direct")
+_log = get_logger("direct")
 
 MAX_LEADER_REQUESTS: Final = 64
 """Requests to the leader at once."""
@@ -521,6 +521,7 @@ class RangeRead(_Read):
         decoder = reply.decoder
         try:
             block = decoder.feed(frames)
+            pending = block.pending(-1) if block.seqs else 0
         except DirectGetDisabledError as error:
             self._interrupt(error, now)
             return
@@ -536,10 +537,10 @@ class RangeRead(_Read):
             self._answered = True
             if self._own_only and block.stream != self._stream:
                 reply.hints += block.seqs
-                self._pending = block.pending(-1)
+                self._pending = pending
             else:
                 self._replica_answered()
-                rows = self._plan.accept(sent, block, decoder.size, block.pending(-1))
+                rows = self._plan.accept(sent, block, decoder.size, pending)
                 if rows.seqs:
                     self._retried = False
                     self._rows = rows

@@ -22,7 +22,7 @@ from datetime import datetime
 from typing import Final
 
 from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, StoredMsg
-from jetstream_ext.protocol.subjects import matcher
+from jetstream_ext.protocol.subjects import SubjectMatcher, filter_for
 
 FIRST_BATCH: Final = 1_000
 MAX_BATCH: Final = 16_000
@@ -329,6 +329,8 @@ class MultiLast(Plan):
     On 2.11 the EOB of a cut page counts one message too few, so the count on the page's last message decides whether
     more follows. A 404 does not prove that no message matches.
 
+    In a request, a wildcard stands for a token that is not UTF-8, and rows that no filter of the caller matches are left out.
+
     The subject of the witness may be one more than a server answers for. If the others alone are not too many, the witness
     becomes the newest message that matches: up to the point in time, the leader has no later one.
 
@@ -343,7 +345,7 @@ class MultiLast(Plan):
         self._request = request
         self._step = _Step.NOW if request.up_to_seq is None else _Step.POINT
         self.among: tuple[str, ...] = (">",)  # the filters that the message `wanted` matches
-        self._matches = matcher(request.multi_last or ())
+        self._filters = SubjectMatcher(request.multi_last or ())
         self._with_witness = False  # the first page asks for the witness
         self.point: int | None = request.up_to_seq  # what `EndOfBatch.up_to_seq` says
         self._witness = (0, "")  # its sequence and its subject
@@ -359,7 +361,8 @@ class MultiLast(Plan):
         seq, subject = self._witness
         request = self._request
         if self._step is _Step.NOW and self._with_witness:
-            request = replace(request, multi_last=(*(request.multi_last or ()), subject), batch=None)
+            filters = (*(request.multi_last or ()), filter_for(subject))
+            request = replace(request, multi_last=filters, batch=None, max_bytes=_UNLIMITED)
         elif self._step is _Step.POINT:
             request = Request(seq=self.point, next_by_subj=">", batch=1, max_bytes=1)
         elif self._step is _Step.FITS:
@@ -369,7 +372,7 @@ class MultiLast(Plan):
         elif self._step is _Step.PAGE:
             request = replace(
                 request,
-                multi_last=(*(request.multi_last or ()), *(() if self._matches(subject) else (subject,))),
+                multi_last=(*(request.multi_last or ()), *(() if self._matches(subject) else (filter_for(subject),))),
                 seq=self._cursor + 1 if self._cursor else None,
                 up_to_seq=seq,
                 up_to_time=None,
@@ -396,7 +399,7 @@ class MultiLast(Plan):
                     self.wanted, self._with_witness = NEWEST, False
                 else:
                     self._with_witness = True
-            case _Step.NOW if self._with_witness and (pending or len(reply) > 1):
+            case _Step.NOW if self._with_witness and (pending or any(self._filters.mask(reply.subjects))):
                 self.behind, self._with_witness = True, False  # there are messages that match, after all
             case _Step.NOW:
                 self.point = end.up_to_seq or newest or None
@@ -415,7 +418,7 @@ class MultiLast(Plan):
             case _Step.PAGE if newest != seq:
                 self._page, self._page_pending = reply, pending - (not self._matches(subject))
                 subjects = (*(message.subject for message in reply.messages()), subject)
-                self._page_subjects, self._step = tuple(dict.fromkeys(subjects)), _Step.SUBJECTS
+                self._page_subjects, self._step = tuple(dict.fromkeys(map(filter_for, subjects))), _Step.SUBJECTS
             case _Step.PAGE:
                 return self._deliver(reply, 0, ended=True)
             case _Step.SUBJECTS:
@@ -427,8 +430,8 @@ class MultiLast(Plan):
 
     def _deliver(self, rows: Block, pending: int, *, ended: bool) -> Block:
         self._step, self._pending = _Step.PAGE, pending
-        # A witness that was not asked for; its subject may even have a wildcard.
-        rows.select([self._matches(message.subject) for message in rows.messages()])
+        # A witness that was not asked for; its filter may match more.
+        rows.select(self._filters.mask(rows.subjects))
         if rows.seqs:
             self._rows += len(rows)
             self._last = rows.seqs[-1]
@@ -436,6 +439,11 @@ class MultiLast(Plan):
         if ended or (self._request.batch is not None and self._rows >= self._request.batch):
             self._end()
         return rows
+
+    def _matches(self, witness: str) -> bool:
+        """Whether a filter of the request surely matches the witness."""
+        [matches] = self._filters.mask([witness.replace("\ufffd", "\udcff").encode("utf-8", "surrogateescape")])
+        return matches
 
     def _end(self) -> None:
         self._finish_early(EndOfBatch(self._pending, self._last, self.point, found=bool(self._rows)))

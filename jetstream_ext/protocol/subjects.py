@@ -78,6 +78,23 @@ def is_literal(pattern: str) -> bool:
     return "*" not in pattern and ">" not in pattern
 
 
+def can_be_asked_for(subject: str) -> bool:
+    """Whether a request for a stored subject, as a server sent it, is for this one alone.
+
+    Servers store subjects with wildcards, which match others, and with bytes that are not UTF-8, which they send as U+FFFD.
+    """
+    try:
+        check_subject(subject)
+    except BadSubjectError:
+        return False
+    return "\ufffd" not in subject
+
+
+def filter_for(subject: str) -> str:
+    """Return a filter that matches a stored subject as a server sent it: ``*`` for tokens whose bytes are not known."""
+    return ".".join("*" if "\ufffd" in token else token for token in subject.split("."))
+
+
 def matcher(filters: Collection[str]) -> Callable[[str], bool]:
     """Return a function that tells whether a stored message's subject matches one of `filters`."""
     if ">" in filters:
@@ -107,7 +124,7 @@ class SubjectMatcher:
         if len(known) > self._CACHE_LIMIT:
             known.clear()
         for subject in set(subjects).difference(known):
-            known[subject] = self._matches(subject.decode("utf-8", "replace"))
+            known[subject] = self._matches(subject.decode("utf-8", "surrogateescape"))
         return [known[subject] for subject in subjects]
 
 

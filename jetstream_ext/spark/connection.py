@@ -8,7 +8,6 @@ options become secrets here, and nowhere earlier.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import re
 import threading
@@ -26,8 +25,9 @@ from jetstream_ext.client.connection import OwnClient, login, tls_context
 from jetstream_ext.client.retry import Retry, is_transient_read
 from jetstream_ext.errors import JetStreamExtError
 from jetstream_ext.spark.options import ConnectionOptions, OptionError
+from jetstream_ext.text import get_logger, printable
 
-_log = logging.getLogger("jetstream_ext.spark")
+_log = get_logger("spark")
 
 _IDLE_SECONDS: Final = 60.0
 _ABANDON_TIMEOUT: Final = 5.0
@@ -229,9 +229,25 @@ def _run(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, _Result
 def _wait(future: Future[_Result]) -> _Result:
     try:
         return future.result()
-    except BaseException:  # including an interrupt of this thread
-        future.cancel()
-        raise
+    except Exception as error:
+        shown = _with_printable_texts(error)
+        raise shown from shown.__cause__
+    finally:
+        future.cancel()  # has an effect only after an interrupt of this thread
+
+
+def _with_printable_texts(error: BaseException) -> BaseException:
+    """Return an error whose text and causes are printable, because Spark logs all of them.
+
+    Another library's error with a server's escape sequences is replaced by one of ours, which shows them escaped.
+    """
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    text = str(error)
+    shown = error
+    if not isinstance(error, JetStreamExtError) and printable(text, keep_lines=True) != text:
+        shown = JetStreamExtError(f"{type(error).__name__}: {text}").with_traceback(error.__traceback__)
+    shown.__cause__ = None if cause is None else _with_printable_texts(cause)
+    return shown
 
 
 class WorkerConnection:

@@ -6,15 +6,14 @@ If a value at that revision is no longer stored, ``consistency=latest`` reads th
 
 from __future__ import annotations
 
-import logging
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from nats.js import JetStreamContext
-from nats.js.errors import BadBucketError, InvalidKeyError
+from nats.js.errors import BadBucketError
 from nats.js.kv import KeyValue
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.types import BinaryType, DataType, LongType, StringType, StructType, TimestampType
@@ -23,16 +22,19 @@ from jetstream_ext.client.connection import open_bucket
 from jetstream_ext.errors import HistoryUnavailableError
 from jetstream_ext.kv import KeyValueEntry, snapshot
 from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.kv.entries import is_key, key_text
 from jetstream_ext.kv.reads import resolve_revision
+from jetstream_ext.protocol.subjects import matcher
 from jetstream_ext.spark.connection import ask, connected, run_on_driver
 from jetstream_ext.spark.options import KvOptions
 from jetstream_ext.spark.planning import PlanningError, state_of
 from jetstream_ext.spark.source import check_schema, schema_of
+from jetstream_ext.text import get_logger
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
 
-_log = logging.getLogger("jetstream_ext.spark")
+_log = get_logger("spark")
 
 _COLUMNS: Final[dict[str, DataType]] = {
     "bucket": StringType(),
@@ -85,7 +87,7 @@ class JetStreamKvReader(DataSourceReader):
 
 @dataclass(frozen=True, slots=True)
 class KeyRange:
-    keys: tuple[str, ...]
+    keys: tuple[str, ...] | None  # None: those that clients refuse
     revision: int  # as of which they are read
 
 
@@ -108,13 +110,19 @@ async def plan_kv(context: JetStreamContext, options: KvOptions) -> list[KeyRang
     except ValueError as error:
         raise PlanningError(f"option 'asOf': {error}") from error
     # Listed afterwards, so that no key of that revision is missing.
-    keys = sorted(await bucket.list_keys(options.keys))
-    if not keys or not revision:
+    listed = await bucket.list_keys(options.keys)
+    keys = sorted(filter(is_key, listed))
+    if not listed or not revision:
         return []
     parts = max(min(options.min_partitions, len(keys)), -(-len(keys) // _KEYS_PER_PARTITION))
-    _log.debug("planned %d partitions of bucket %r: %d keys at revision %d", parts, options.bucket, len(keys), revision)
-    cuts = [len(keys) * part // parts for part in range(parts + 1)]
-    return [KeyRange(tuple(keys[start:stop]), revision) for start, stop in pairwise(cuts)]
+    cuts = [len(keys) * part // parts for part in range(parts + 1)] if parts else []
+    ranges = [KeyRange(tuple(keys[start:stop]), revision) for start, stop in pairwise(cuts)]
+    if len(keys) < len(listed):
+        ranges.append(KeyRange(None, revision))
+    _log.debug(
+        "planned %d partitions of bucket %r: %d keys at revision %d", len(ranges), options.bucket, len(listed), revision
+    )
+    return ranges
 
 
 def read_keys(options: KvOptions, schema: StructType, part: KeyRange | None) -> Iterator[RecordBatch]:
@@ -129,37 +137,44 @@ def read_keys(options: KvOptions, schema: StructType, part: KeyRange | None) -> 
 async def _read(
     context: JetStreamContext, options: KvOptions, part: KeyRange
 ) -> AsyncGenerator[list[KeyValueEntry], None]:
-    """Yield the entries of a part, some at a time; raise HistoryUnavailableError if a strict read lacks one."""
+    """Yield the entries of a part, some at a time (perhaps none); raise HistoryUnavailableError if a strict read lacks one."""
     bucket = open_bucket(context, options.bucket)
+    if part.keys is None:
+        # Any publisher can store keys that clients refuse. They cannot be asked for, so other keys are read with them.
+        matches = matcher(options.keys)
+        yield await _read_some(bucket, None, part.revision, options, lambda key: matches(key) and not is_key(key))
+        return
     for first in range(0, len(part.keys), _KEYS_AT_ONCE):
         keys = part.keys[first : first + _KEYS_AT_ONCE]
-        entries, unavailable = await _snapshot(bucket, keys, part.revision, options)
-        if unavailable:
-            if options.strict:
-                raise HistoryUnavailableError(
-                    f"bucket {options.bucket!r} at revision {part.revision}: the history needed for {len(unavailable)} of "
-                    f"{len(part.keys)} keys (such as {unavailable[0]!r}) is no longer stored; keep more history, or use "
-                    "consistency=latest",
-                    keys=unavailable,
-                )
-            entries |= (await _snapshot(bucket, unavailable, None, options))[0]
-        if entries:
-            yield list(entries.values())
+        yield await _read_some(bucket, keys, part.revision, options)
 
 
-async def _snapshot(
-    bucket: KeyValue, keys: Sequence[str], revision: int | None, options: KvOptions
-) -> tuple[dict[str, KeyValueEntry], tuple[str, ...]]:
-    """Return the entries of `keys` at a revision (None is now), and the keys whose entry is no longer known."""
-    read = partial(snapshot, bucket, at=revision, strict=False, include_deletes=options.include_deleted)
-    try:
-        found = await read(keys)
-    except InvalidKeyError:
-        # Clients refuse such a key, but any publisher can store it. It is read with the whole bucket.
-        found = await read(None)
-    wanted = frozenset(keys)
-    entries = {key: entry for key, entry in found.items() if key in wanted}
-    return entries, tuple(key for key in found.unavailable if key in wanted)
+async def _read_some(
+    bucket: KeyValue,
+    keys: Sequence[str] | None,
+    revision: int,
+    options: KvOptions,
+    wanted: Callable[[str], bool] = lambda _: True,
+) -> list[KeyValueEntry]:
+    """Return the entries of the wanted keys among `keys` (None: all) at a revision, or else now if that is no longer stored.
+
+    A strict read raises HistoryUnavailableError instead.
+    """
+    read = partial(snapshot, bucket, strict=False, include_deletes=options.include_deleted)
+    found = await read(keys, at=revision)
+    entries = {key: entry for key, entry in found.items() if wanted(key)}
+    unavailable = tuple(filter(wanted, found.unavailable))
+    if unavailable and options.strict:
+        raise HistoryUnavailableError(
+            f"bucket {options.bucket!r} at revision {revision}: the history needed for {len(unavailable)} of "
+            f"{len(entries) + len(unavailable)} keys (such as {unavailable[0]!r}) is no longer stored; keep more history, or "
+            "use consistency=latest",
+            keys=unavailable,
+        )
+    if unavailable:
+        now = await read(None if keys is None else unavailable)
+        entries |= {key: now[key] for key in unavailable if key in now}
+    return list(entries.values())
 
 
 def _batch(schema: StructType, entries: Sequence[KeyValueEntry]) -> RecordBatch:
@@ -169,5 +184,10 @@ def _batch(schema: StructType, entries: Sequence[KeyValueEntry]) -> RecordBatch:
     fields = [
         pa.field(field.name, types.get(field.name, pa.string()), nullable=field.nullable) for field in schema.fields
     ]
-    columns = [pa.array([getattr(entry, field.name) for entry in entries], field.type) for field in fields]
+    columns = [pa.array([_cell(entry, field.name) for entry in entries], field.type) for field in fields]
     return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
+
+
+def _cell(entry: KeyValueEntry, column: str) -> object:
+    # NATS accepts any bytes in a key; Spark's strings are UTF-8.
+    return key_text(entry.key) if column == "key" else getattr(entry, column)

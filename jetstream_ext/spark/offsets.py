@@ -5,13 +5,15 @@ Spark compares offsets as text, so names are sorted and numbers are integers.
 
 from __future__ import annotations
 
-import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+import orjson
+
 from jetstream_ext.protocol.api import recreated
-from jetstream_ext.protocol.options import check_int
+from jetstream_ext.protocol.numbers import json_number, json_text
 
 VERSION: Final = 1
 
@@ -41,16 +43,17 @@ def decode(offset: Mapping[str, Any]) -> Positions:
     version = offset.get("v", VERSION)
     if version != VERSION:
         raise OffsetError(
-            f"the checkpoint has offsets of version {version!r}, but this release of jetstream_ext reads version "
+            f"the checkpoint has offsets of version {reprlib.repr(version)}, but this release of jetstream_ext reads version "
             f"{VERSION}; use the release that wrote it, or start with a new checkpoint"
         )
     try:
         return {
-            str(name): Position(str(at["created"]), check_int(at["seq"], f"the sequence of stream {name!r}", low=0))
+            name: Position(json_text(at["created"], "created"), json_number(at["seq"], "seq"))
             for name, at in offset["streams"].items()
         }
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise OffsetError(f"the checkpoint holds no offset of format 'jetstream': {offset!r} ({error})") from None
+        shown = reprlib.repr(offset)  # that of a nested list could raise RecursionError
+        raise OffsetError(f"the checkpoint holds no offset of format 'jetstream': {shown} ({error})") from None
 
 
 def lag(progress: Any) -> dict[str, int]:
@@ -64,7 +67,7 @@ def lag(progress: Any) -> dict[str, int]:
         offset (before Spark 4.2, or before the first micro-batch). With filters and gaps there are fewer rows.
     """
     if isinstance(progress, str | bytes):
-        progress = json.loads(progress)
+        progress = orjson.loads(progress)
     behind: dict[str, int] = {}
     for source in _get(progress, "sources") or ():
         end, latest = _positions(_get(source, "endOffset")), _positions(_get(source, "latestOffset"))
@@ -84,7 +87,7 @@ def _positions(offset: Any) -> Positions:
     """Return the positions of an offset that Spark reports; none if it is another source's."""
     try:
         if isinstance(offset, str):
-            offset = json.loads(offset)
+            offset = orjson.loads(offset)
         return decode(offset) if isinstance(offset, Mapping) else {}
     except ValueError:
         return {}

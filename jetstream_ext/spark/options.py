@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar
 
 from jetstream_ext.errors import BadSubjectError
-from jetstream_ext.protocol.options import server_url
+from jetstream_ext.protocol.servers import parse_servers
 from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject
 
 Bound: TypeAlias = Literal["earliest", "latest"] | int | datetime
@@ -216,20 +216,13 @@ _boolean = _choice(true=True, false=False)
 
 
 def _servers(text: str) -> tuple[str, ...]:
-    servers: list[str] = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        if "@" in part:
-            raise ValueError(
-                "a URL has credentials in it; give them by reference "
-                "(user and passwordEnv, tokenEnv, credsFile or nkeyFile)"
-            )
-        try:
-            servers.append(server_url(part))
-        except ValueError as error:
-            raise ValueError(f"{part!r} is not the URL of a server: {error}") from None
-    if not servers:
-        raise ValueError("it is empty; give at least one URL such as nats://host:4222")
-    return tuple(dict.fromkeys(servers))
+    servers = parse_servers(text)
+    if servers.user is not None:
+        raise ValueError(
+            "a URL has credentials in it; give them by reference "
+            "(user and passwordEnv, tokenEnv, credsFile or nkeyFile)"
+        )
+    return servers.urls
 
 
 def _time(value: Any) -> datetime:
@@ -274,8 +267,8 @@ def _bounds(
             return dict.fromkeys(streams, parse(text))
         try:
             pairs = json.loads(text, object_pairs_hook=list)  # a dict would silently keep the last of two entries
-        except ValueError as error:
-            raise ValueError(f"{text!r} is not valid JSON: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{text[:1024]!r} is not valid JSON: {error}") from None
         found: dict[str, Bound] = {}
         for stream, value in pairs:
             if stream not in streams:
@@ -337,6 +330,7 @@ class ReadOptions:
     max_bytes_per_partition: int = _option("maxBytesPerPartition", _size, 64 << 20)
     fail_on_data_loss: bool = _option("failOnDataLoss", _boolean, True)
     tail_check: bool = _option("tailCheck", _boolean, True)
+    skip_bad: bool = _option("onBad", _choice(error=False, skip=True), False)
     allow_unstable_retention: bool = _option("allowUnstableRetention", _boolean, False)
     push_down: bool = _option("pushDown", _boolean, False)
     max_offsets: int | None = _option("maxOffsetsPerTrigger", _positive)

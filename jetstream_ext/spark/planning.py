@@ -6,7 +6,6 @@ Streaming queries use the same checks of a stream's state and the same rules of 
 from __future__ import annotations
 
 import heapq
-import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -25,8 +24,9 @@ from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.subjects import check_subject, covers, overlap
 from jetstream_ext.spark.connection import ask
 from jetstream_ext.spark.options import Bound, ReadOptions
+from jetstream_ext.text import get_logger
 
-_log = logging.getLogger("jetstream_ext.spark")
+_log = get_logger("spark")
 
 # Filtering costs the server about as much as sending five times as many messages. Where more than this share of the
 # messages matches, the executor reads all of them and filters.
@@ -218,7 +218,7 @@ def _is_subject(value: Any) -> bool:
         check_subject(value)
     except (BadSubjectError, TypeError):
         return False
-    return True
+    return "\ufffd" not in value  # in a column, that stands for bytes that are not UTF-8
 
 
 # -- the state of a stream ----------------------------------------------------------------------------------------

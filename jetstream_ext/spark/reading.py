@@ -12,7 +12,7 @@ from nats.js import JetStreamContext
 from pyspark.sql.types import StructType
 
 from jetstream_ext.client.connection import Context
-from jetstream_ext.client.direct_reader import read_blocks
+from jetstream_ext.client.direct_reader import read_blocks, skip_malformed
 from jetstream_ext.protocol.api import recreated
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block
 from jetstream_ext.protocol.gaps import Gaps
@@ -34,7 +34,8 @@ def read_range(options: ReadOptions, schema: StructType, part: SequenceRange | N
         return
     builder = BatchBuilder(schema)
     with connected(options.connection, "executor") as (lease, context):
-        for block in lease.iterate(_chunks(_rows(context, options, part), part)):
+        rows = _rows(context, options, part)
+        for block in lease.iterate(_chunks(skip_malformed(rows) if options.skip_bad else rows, part)):
             yield builder.build(block)
 
 
@@ -44,7 +45,7 @@ async def _chunks(blocks: AsyncGenerator[Block, None], part: SequenceRange) -> A
     chunk, size = Block(part.stream), 0
     async for block in blocks:
         if matcher is not None:
-            block.select(matcher.mask([row[ROW_SUBJECT] for row in block.rows]))
+            block.select(matcher.mask(block.subjects))
         chunk.extend(block)
         size += block.size
         if len(chunk) >= _ROWS or size >= _BYTES:
@@ -160,4 +161,8 @@ class BatchBuilder:
 
     def build(self, block: Block) -> pa.RecordBatch:
         rows = block.rows if self._needs_rows else []
-        return pa.RecordBatch.from_arrays([build(block, rows) for build in self._build], schema=self._schema)
+        try:
+            return pa.RecordBatch.from_arrays([build(block, rows) for build in self._build], schema=self._schema)
+        except pa.ArrowInvalid:
+            block.check()  # its error names the message
+            raise

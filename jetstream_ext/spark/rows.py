@@ -160,7 +160,10 @@ class RowReader:
                 self._check_subject(subject)
             data = given
             if type(data) is not bytes:
-                data = b"" if data is None else data.encode() if isinstance(data, str) else bytes(data)
+                try:
+                    data = b"" if data is None else data.encode() if isinstance(data, str) else bytes(data)
+                except UnicodeEncodeError:
+                    raise self._bad("its data has half of a surrogate pair, which UTF-8 cannot encode") from None
             if msg_id == "":
                 raise self._bad("its msgId is empty")
             yield subject, data, self._headers(pairs) if pairs else None, msg_id
@@ -215,7 +218,8 @@ def content(subject: str, data: bytes, headers: Mapping[str, str] | None) -> byt
     """Return bytes that differ for messages that differ in subject, data or headers."""
     if not headers:
         return b"%d %d %b%b" % (0, len(subject), subject.encode(), data)
-    pairs = "".join(f"{len(name)}:{name}{len(value)}:{value}" for name, value in headers.items()).encode()
+    text = "".join(f"{len(name)}:{name}{len(value)}:{value}" for name, value in headers.items())
+    pairs = text.encode(errors="surrogatepass")  # the message is refused when its headers are encoded
     return b"%d %d %b%b%b" % (len(pairs), len(subject), pairs, subject.encode(), data)
 
 

@@ -7,7 +7,6 @@ task's local properties, and nowhere else. A task prepares each chunk of rows wh
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,8 +31,9 @@ from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.planning import PlanningError, state_of
 from jetstream_ext.spark.rows import Columns, Message, RowReader, with_ids, without_ids
 from jetstream_ext.spark.transactional import PATIENCE, MicroBatch, ReplayError, SinkError, Transactions
+from jetstream_ext.text import get_logger
 
-_log = logging.getLogger("jetstream_ext.spark")
+_log = get_logger("spark")
 
 _SHORT_WINDOW: Final = 120.0
 # The largest flow that servers grant; the publishers of a stream share it.

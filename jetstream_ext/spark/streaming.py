@@ -12,7 +12,6 @@ Spark keeps the offsets; no state here has to survive the process. Two rules:
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -37,6 +36,7 @@ from jetstream_ext.spark.planning import (
     report_data_loss,
     report_lost_head,
 )
+from jetstream_ext.text import get_logger
 
 try:
     from pyspark.sql.streaming.datasource import (
@@ -57,7 +57,7 @@ else:
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
 
-_log = logging.getLogger("jetstream_ext.spark")
+_log = get_logger("spark")
 
 # Spark asks for the latest offset every 10 ms. While there is no new message, the server is asked this often.
 _IDLE_PAUSE: Final = 0.1

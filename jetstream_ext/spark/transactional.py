@@ -20,13 +20,12 @@ which is why the option ``sinkPartitions`` exists; the driver checks it at the e
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
 from typing import Any, Final, Generic, TypeVar
 
+import orjson
 from nats.js import JetStreamContext
 
 from jetstream_ext.client.connection import Context
@@ -41,10 +40,12 @@ from jetstream_ext.errors import (
 )
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.protocol.numbers import json_number, json_text
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.rows import Message, content, without_ids
+from jetstream_ext.text import get_logger
 
-_log = logging.getLogger("jetstream_ext.spark")
+_log = get_logger("spark")
 
 # Seconds that a task keeps trying while no row can be stored: during an election, or a restart.
 PATIENCE: Final = 30.0
@@ -85,10 +86,10 @@ def _decode(kind: type[_Record], stored: StoredMsg | None) -> _Record:
     if stored is None:
         return kind()
     try:
-        body = json.loads(stored.data)
-        values = {each.name: body[each.name] for each in fields(kind)}
-        if body["v"] == _VERSION and all(type(values[each.name]) is type(each.default) for each in fields(kind)):
-            return kind(**values)
+        body = orjson.loads(stored.data)
+        if json_number(body["v"], "v") == _VERSION:
+            readers: dict[Any, Callable[..., Any]] = {int: json_number, str: json_text}
+            return kind(**{each.name: readers[type(each.default)](body[each.name], each.name) for each in fields(kind)})
     except (KeyError, TypeError, ValueError):
         pass  # reported below
     raise ReplayError(
@@ -160,9 +161,9 @@ class StoredRecord(Generic[_Record]):
 
     async def store(self, messages: Sequence[Any], record: _Record) -> bool:
         """Store messages and a new record; False: another attempt has stored a record, which was read."""
-        body = json.dumps({"v": _VERSION, **asdict(record)}, separators=(",", ":"))
+        body = orjson.dumps({"v": _VERSION, **asdict(record)})
         try:
-            await self._fence.store(messages, body.encode())
+            await self._fence.store(messages, body)
         except RecordMovedError:
             _log.debug("%s: another attempt has stored a marker on %r", self.what, self.subject)
             await self.read()

@@ -95,6 +95,33 @@ def test_snapshot_shows_a_bucket_now_and_at_a_revision(
         assert run("snapshot", bucket, "--at", at).exit_code == 2
 
 
+def test_snapshot_shows_keys_that_are_not_utf8_escaped(
+    server: NatsServer,
+    ok: Json,
+    run: Run,
+    stream_name: Callable[[], str],
+    publish_raw: Callable[..., None],
+) -> None:
+    bucket = stream_name()
+
+    async def create(js: JetStreamContext) -> None:
+        await jetstream_ext.kv.enable(await js.create_key_value(bucket=bucket))
+
+    def put(value: bytes) -> None:
+        publish_raw(server, ((b"$KV.%b.%b" % (bucket.encode(), key), value) for key in (b"\xff", b"\xfe", b"\\xff")))
+
+    with_js(server.url, create)
+    put(b"1")
+    shown = ["\\\\xff", "\\xfe", "\\xff"]
+    assert sorted(ok("snapshot", bucket)["entries"]) == shown
+    assert all(f" {key} " in run("snapshot", bucket).stdout for key in shown)
+    put(b"2")
+    assert sorted(ok("snapshot", bucket, "--at", 3, "--partial")["unavailable"]) == shown
+    assert all(key in run("snapshot", bucket, "--at", 3, "--partial").stdout for key in shown)
+    failed = run("snapshot", bucket, "--at", 3)
+    assert (failed.exit_code, r"'\udcff'" in failed.stderr) == (1, True)
+
+
 def test_serve_runs_until_sigint() -> None:
     command = [sys.executable, "-m", "jetstream_ext.cli", "serve", "--port", "0", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
@@ -118,9 +145,9 @@ def test_every_error_is_one_line(run: Run, tmp_path: Path) -> None:
             assert (done.exit_code, done.stderr.count("\n"), words in done.stderr) == (1, 1, True), done.output
     for where, words in {
         url: "no connection",
-        "http://localhost": "not the URL",
-        "nats://localhost:port": "not the URL",
-        "nats://": "not the URL",
+        "http://localhost": "its scheme must be nats",
+        "nats://localhost:port": "it needs a host, and a port",
+        "nats://": "it needs a host",
     }.items():
         done = run("doctor", where)
         assert (done.exit_code, done.stderr.count("\n"), words in done.stderr) == (1, 1, True), done.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import json
 import os
 import signal
@@ -51,6 +52,37 @@ def test_every_payload_survives_export_and_ingest(
     ok("export", one, out)
     ok("ingest", out, "--stream", two, "--subject", two, "--data-from", "data", "--create", two)
     assert payloads(server.url, two) == list(AWKWARD)
+
+
+FORMULAS = (b"=1+1", b"+1", b"-1+1", b"@SUM(A1)", b"\t=1", b"\r=1", b"\n=1", "\uff1d1".encode(), b"-", b"-01", b"--5")
+NO_FORMULAS = (b"-5", b"-0.5e+3", b"5", b"a=1", b" =1", b"'=1", b"", b'"=1"', b"a,=1")
+
+
+def test_export_for_a_spreadsheet_has_no_cell_that_is_a_formula(
+    server: NatsServer, ok: Json, run: Run, tmp_path: Path, stream_name: Callable[[], str]
+) -> None:
+    stream, plain, safe = stream_name(), tmp_path / "plain.csv", tmp_path / "safe.csv"
+
+    async def publish(js: JetStreamContext) -> None:
+        await js.add_stream(name=stream, subjects=[f"={stream}"], allow_direct=True, allow_batched=True)
+        async with jsx.FastPublisher(js) as publisher:
+            await publisher.add_many((f"={stream}", payload) for payload in (*FORMULAS, *NO_FORMULAS, b"\xfb\xff"))
+
+    with_js(server.url, publish)
+    ok("export", stream, plain)
+    ok("export", stream, safe, "--spreadsheet")
+    with plain.open(newline="") as one, safe.open(newline="") as other:
+        rows, cells = list(csv.DictReader(one)), list(csv.DictReader(other))
+    data = [*(f"'{payload.decode()}" for payload in FORMULAS), *(payload.decode() for payload in NO_FORMULAS), ""]
+    assert [row["data"] for row in cells] == data
+    assert {row["subject"] for row in cells} == {f"'={stream}"}
+    assert (rows[-1]["data_base64"], cells[-1]["data_base64"]) == ("+/8=", "'+/8=")
+    changed = {"subject", "data", "data_base64"}
+    assert [{name: row[name] for name in row.keys() - changed} for row in cells] == [
+        {name: row[name] for name in row.keys() - changed} for row in rows
+    ]
+    refused = run("export", stream, tmp_path / "x.jsonl", "--spreadsheet")
+    assert (refused.exit_code, "--spreadsheet is for CSV, not for jsonl" in refused.stderr) == (2, True)
 
 
 def test_a_json_line_is_stored_unchanged(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from cli_tools import Json, Run, run_fix, with_js
 from nats.js import JetStreamContext
 
-from jetstream_ext.cli import output
+from jetstream_ext.cli import doctor, output
+from jetstream_ext.cli.__main__ import main
 from jetstream_ext.testing import NatsServer
 
 
@@ -64,6 +67,132 @@ def test_no_foreign_escape_sequence_reaches_the_terminal(ok: Json, run: Run) -> 
         [found] = ok("doctor", "--stream", stream, url=server.url)["streams"]
         with_js(server.url, lambda js: run_fix(js, found["fix"]))
         assert ok("doctor", "--stream", stream, url=server.url)["streams"][0]["lacks"] == []
+
+
+EVIL = "\x1b]0;owned\x07\x1b[31mred\x9b2J\x7f\u202e[bold]"
+ESCAPED = r"\x1b]0;owned\x07\x1b[31mred\x9b2J\x7f\u202e[bold]"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [EVIL],
+        [f"--{EVIL}"],
+        ["doctor", f"--{EVIL}"],
+        ["doctor", "a", EVIL],
+        ["doctor", "--stream", f"{EVIL} "],
+        ["doctor", "--timeout", EVIL],
+        ["doctor", "--context", EVIL],
+        ["doctor", f"nats://{EVIL}@127.0.0.1:{EVIL}"],
+        ["doctor", f"nats://{EVIL}:1", "--timeout", "1s"],
+        ["snapshot", "B", "--at", EVIL],
+        ["export", EVIL, "out.csv"],
+        ["export", "S", f"{EVIL}.txt"],
+        ["export", "S", "out.csv", "--format", EVIL],
+        ["ingest", EVIL, "--stream", "S"],
+        ["serve", "--config", EVIL],
+    ],
+    ids=lambda arguments: " ".join(arguments).replace(EVIL, "EVIL"),
+)
+def test_no_escape_sequence_of_an_argument_reaches_the_terminal(run: Run, arguments: list[str]) -> None:
+    done = run(*arguments)
+    assert done.exit_code in (1, 2)
+    assert done.stderr
+    assert done.output.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["URL"],
+        ["export", "URL", "out.csv"],
+        ["export", "S", "URL"],
+        ["ingest", "URL", "--stream", "S"],
+        ["doctor", "--context", "URL"],
+        ["doctor", "--timeout", "URL"],
+        ["doctor", "--stream", "URL"],
+        ["doctor", "127.0.0.1", "URL"],
+        ["serve", "--store", __file__, "URL"],
+    ],
+    ids=" ".join,
+)
+def test_a_url_in_the_wrong_place_is_shown_without_its_credentials(run: Run, arguments: list[str]) -> None:
+    done = run(*(each.replace("URL", "nats://u:hun/t@r2@127.0.0.1:4222") for each in arguments))
+    assert done.exit_code in (1, 2)
+    assert "hun" not in done.output
+    assert "r2" not in done.output
+
+
+def test_help_shows_no_value_of_an_environment_variable(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NATS_PASSWORD", "NATS_TOKEN", "NATS_USER", "NATS_CREDS"):
+        monkeypatch.setenv(name, "hunter2")
+    for command in ("doctor", "bench", "export", "snapshot", "ingest"):
+        done = run(command, "--help", url="nats://u:hunter2@127.0.0.1")
+        assert (done.exit_code, "hunter2" in done.output, "127.0.0.1:4222" in done.output) == (
+            0,
+            False,
+            command in ("export", "snapshot", "ingest"),
+        )
+
+
+def test_json_has_escapes_for_what_is_not_printable(ok: Json, run: Run, server: NatsServer) -> None:
+    with NatsServer() as own:
+        bucket(own.url, "B", {"k": f"{EVIL}\ud7ff\U000e0001Zoë".encode()})
+        done = run("snapshot", "B", "--json", url=own.url)
+    assert done.stdout.removesuffix("\n").isprintable()
+    assert "Zoë" in done.stdout
+    assert json.loads(done.stdout)["entries"]["k"]["value"] == f"{EVIL}\ud7ff\U000e0001Zoë"
+
+
+def test_json_names_a_file_whose_name_is_not_utf_8(ok: Json, tmp_path: Path, stream_name: Callable[[], str]) -> None:
+    name, rows = stream_name(), tmp_path / os.fsdecode(b"\xff.jsonl")
+    rows.write_text("{}")
+    assert ok("ingest", rows, "--stream", name, "--subject", name, "--create", name)["file"] == str(rows)
+
+
+def test_a_terminal_gets_the_escape_sequences_of_rich_and_no_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "300")
+    with output.progress(EVIL, 10) as report:
+        report(5, 5)
+    screen, rows = output.console(), output.table("a", "b")
+    rows.add_row(EVIL, output.styled(EVIL, "bold"))
+    screen.print(rows, EVIL, output.styled(EVIL, "bold"))
+    output.say(EVIL)
+    shown = capsys.readouterr()
+    assert "\x1b[" in shown.out
+    assert "\x1b[" in shown.err
+    assert shown.out.count(ESCAPED) == 5
+    assert ESCAPED in shown.err
+    for char in "\x07\x9b\x7f\u202e":
+        assert char not in shown.out + shown.err
+
+
+def test_the_traceback_of_an_unexpected_error_is_printable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_: object) -> None:
+        raise ZeroDivisionError(EVIL)
+
+    monkeypatch.setattr(doctor.command, "callback", fail)
+    monkeypatch.setattr(sys, "argv", ["jetstream-ext", "doctor"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    text = ended.value.code
+    assert isinstance(text, str)
+    assert text.startswith("Traceback")
+    assert text.endswith(f"ZeroDivisionError: {ESCAPED}")
+    assert text.replace("\n", "").isprintable()
+
+
+def test_records_that_no_handler_takes_are_printable(capsys: pytest.CaptureFixture[str], run: Run) -> None:
+    assert run("serve", "--port", "-1").exit_code == 2  # any command sets it up
+    record = logging.LogRecord("nats.aio.client", logging.ERROR, __file__, 1, "%s", (EVIL,), None)
+    assert logging.lastResort is not None
+    logging.lastResort.handle(record)
+    assert capsys.readouterr().err == f"{ESCAPED}\n"
 
 
 def test_output_escapes_characters_that_the_terminal_lacks(server: NatsServer, stream_name: Callable[[], str]) -> None:

@@ -43,8 +43,8 @@ def rows(tmp_path: Path) -> Path:
     [
         ("nats://127.0.0.1:1", "no connection to nats://127.0.0.1:1"),
         ("nats://no-such-host.invalid:4222", "no connection to nats://no-such-host.invalid:4222"),
-        ("http://127.0.0.1:4222", "is not the URL of a server"),
-        ("nats://127.0.0.1:port", "is not the URL of a server"),
+        ("http://127.0.0.1:4222", "its scheme must be nats, tls, ws or wss"),
+        ("nats://127.0.0.1:port", "it needs a host, and a port"),
     ],
 )
 def test_a_wrong_url_and_a_stopped_server_are_reported(

@@ -64,11 +64,14 @@ NEW = b'"metadata":{"_nats.level":"5"}'
         (b'{"config":{%b},"state":{"last_seq":null}}' % NEW, RESET),
         (b'{"config":{%b},"state":{"last_seq":1}}' % NEW, RESET),
         (b'{"config":{%b},"state":{"last_seq":1},"message":{}}' % NEW, RESET),
-        (b'{"config":{"mirror":7},"state":{}}', ("health", "ensure")),
-        (b'{"config":{"sources":[{}]},"state":{}}', ("health", "ensure")),
-        (b'{"config":{"sources":[{"name":"S"}]},"sources":[7]}', ("health",)),
-        (b'{"config":{"sources":[{"name":"S"}]},"sources":[{"name":"S","active":null}]}', ("health",)),
-        (b'{"config":{"sources":[{"name":"S","consumer":{}}]}}', ("health",)),
+        (b'{"config":{"name":"S","mirror":7},"state":{}}', ("health", "ensure")),
+        (b'{"config":{"name":"S","sources":[{}]},"state":{}}', ("health", "ensure")),
+        (b'{"config":{"name":"S","sources":[{"name":"S"}]},"sources":[7]}', ("health",)),
+        (b'{"config":{"name":"S","sources":[{"name":"S"}]},"sources":[{"name":"S","active":null}]}', ("health",)),
+        (b'{"config":{"name":"S","sources":[{"name":"S","consumer":{}}]}}', ("health",)),
+        (b'{"config":{"name":"S","sources":[{"name":"S 0\\r\\nPUB x 0\\r\\n"}]}}', ("health",)),
+        (b'{"config":{"name":"S","sources":[{"name":"S","external":{"api":"x 0\\r\\nPUB x"}}]}}', ("health",)),
+        (b'{"config":{"name":"S","sources":[{"name":"S","consumer":{"name":"c d"}}]}}', ("health",)),
     ],
     ids=str,
 )
@@ -315,6 +318,7 @@ async def test_a_lookup_without_an_answer_is_repeated_the_next_time(
     await leak_check.assert_clean()
 
 
+@pytest.mark.internals("nats-py's public interface keeps only the newest error")
 async def test_refusals_do_not_hide_each_other() -> None:
     config = """
         authorization { users = [ { user: u, password: p, permissions: {

@@ -1,6 +1,7 @@
 """`Connection`: byte streams in any pieces, compared with nats-py's own parser."""
 
 import asyncio
+import contextlib
 import itertools
 import ssl
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from jetstream_ext.protocol.frames import Frame, parts
 from jetstream_ext.testing import NatsServer
 
 Heard = tuple[Any, ...]
+INTERNALS = pytest.mark.internals("the fallback gets messages from nats-py's subscriptions, and writes by its publish")
 
 
 class Recorder(Client):
@@ -68,7 +70,7 @@ async def opened() -> tuple[Recorder, Connection, InboxSubscription, InboxSubscr
     first = await connection.inbox(listener(nc, "one"), timeout=5)
     nc._sid = 11
     second = await connection.inbox(listener(nc, "two"), timeout=5)
-    assert (first.subscription._id, second.subscription._id) == (1, 12)  # type: ignore[union-attr]
+    assert list(connection._sids.values()) == [1, 12]
     return nc, connection, first, second
 
 
@@ -122,24 +124,29 @@ async def test_foreign_messages_are_delivered_as_by_nats_py() -> None:
     assert nc.heard == [heard for heard in EXPECTED if heard[0] not in ("one", "two")]
 
 
+@INTERNALS
 async def test_a_byte_stream_in_one_piece_is_delivered() -> None:
     assert await fed([WHOLE]) == EXPECTED
 
 
+@INTERNALS
 async def test_a_byte_stream_in_single_bytes_is_delivered() -> None:
     assert await fed([WHOLE[i : i + 1] for i in range(len(WHOLE))]) == EXPECTED
 
 
+@INTERNALS
 async def test_a_byte_stream_split_at_every_position_is_delivered() -> None:
     for cut in range(1, len(WHOLE)):
         assert await fed([WHOLE[:cut], WHOLE[cut:]]) == EXPECTED, cut
 
 
+@INTERNALS
 @pytest.mark.parametrize("step", [2, 3, 7, 16, 31, 64])
 async def test_a_byte_stream_in_pieces_of_one_size_is_delivered(step: int) -> None:
     assert await fed([WHOLE[i : i + step] for i in range(0, len(WHOLE), step)]) == EXPECTED
 
 
+@INTERNALS
 @given(st.permutations(range(len(STREAM))), st.lists(st.integers(1, len(WHOLE) - 1), max_size=6, unique=True))
 def test_messages_in_any_order_and_pieces_are_delivered(order: list[int], cuts: list[int]) -> None:
     data = b"".join(STREAM[i][0] for i in order)
@@ -166,6 +173,7 @@ def direct_get_reply() -> bytes:
     )
 
 
+@INTERNALS
 async def test_a_direct_get_reply_cut_anywhere_decodes_the_same() -> None:
     reply = direct_get_reply()
 
@@ -187,6 +195,7 @@ async def test_a_direct_get_reply_cut_anywhere_decodes_the_same() -> None:
     assert await decoded(*(reply[i : i + 1] for i in range(len(reply)))) == (whole, end)
 
 
+@INTERNALS
 @pytest.mark.parametrize("sid", [1, 2], ids=["ours", "foreign"])
 @pytest.mark.parametrize("header", [b"", HEADER])
 async def test_a_large_message_is_not_parsed_again_with_every_piece(
@@ -212,6 +221,7 @@ async def test_a_large_message_is_not_parsed_again_with_every_piece(
     assert looked < 2 * len(data) + 4 * 32768
 
 
+@INTERNALS
 async def test_many_small_messages_are_delivered_in_blocks() -> None:
     nc, connection, *_ = await opened()
     blocks: list[int] = []
@@ -223,6 +233,7 @@ async def test_many_small_messages_are_delivered_in_blocks() -> None:
     assert nc.stats["in_bytes"] == 1000
 
 
+@INTERNALS
 @pytest.mark.parametrize("cut", [3, 14, 20, 40])
 async def test_a_reset_parser_drops_an_incomplete_message(cut: int) -> None:
     nc, *_ = await opened()
@@ -231,6 +242,7 @@ async def test_a_reset_parser_drops_an_incomplete_message(cut: int) -> None:
     assert await _rest_is_heard(nc)
 
 
+@INTERNALS
 async def test_a_reset_parser_drops_an_incomplete_foreign_message() -> None:
     nc, *_ = await opened()
     await nc._ps.parse(msg(2, bytes(100))[:50])
@@ -243,6 +255,7 @@ async def _rest_is_heard(nc: Recorder) -> bool:
     return nc.heard == EXPECTED and nc._ps.buf == b""
 
 
+@INTERNALS
 async def test_a_reset_while_nats_py_takes_a_message_drops_the_rest_of_the_old_connection() -> None:
     nc, *_ = await opened()
 
@@ -265,6 +278,7 @@ MALFORMED = [
 ]  # fmt: skip
 
 
+@INTERNALS
 @pytest.mark.parametrize("line", MALFORMED, ids=lambda line: line[:24])
 async def test_a_malformed_line_fails_as_in_nats_py(line: bytes) -> None:
     async def fate(nc: Recorder) -> tuple[object, int]:
@@ -280,6 +294,7 @@ async def test_a_malformed_line_fails_as_in_nats_py(line: bytes) -> None:
     assert nc.heard == plain.heard == [("foreign", 2, b"a.b", b"", b"before", b"")]
 
 
+@INTERNALS
 async def test_our_messages_before_a_malformed_line_are_delivered() -> None:
     nc, *_ = await opened()
     with pytest.raises(nats.errors.ProtocolError):
@@ -287,6 +302,7 @@ async def test_our_messages_before_a_malformed_line_are_delivered() -> None:
     assert nc.heard == [("one", b"a.b", b"", b"good")]
 
 
+@INTERNALS
 async def test_a_long_info_line_in_pieces_is_passed_on() -> None:
     nc, *_ = await opened()
     info = {"connect_urls": [f"10.0.0.{i}:4222" for i in range(2000)]}
@@ -301,6 +317,7 @@ async def test_a_long_info_line_in_pieces_is_passed_on() -> None:
 # -- subscriptions
 
 
+@INTERNALS
 async def test_late_messages_of_a_closed_inbox_are_dropped() -> None:
     nc, _, first, _ = await opened()
     first.close()
@@ -312,6 +329,7 @@ async def test_late_messages_of_a_closed_inbox_are_dropped() -> None:
     assert b"".join(nc._pending).endswith(b"UNSUB 1\r\n")
 
 
+@INTERNALS
 async def test_a_bounded_number_of_closed_inboxes_is_remembered() -> None:
     nc, connection, *_ = await opened()
     for _ in range(1000):
@@ -323,6 +341,7 @@ async def test_a_bounded_number_of_closed_inboxes_is_remembered() -> None:
     assert nc.heard[-1] == ("two", b"a.b", b"", b"ours")
 
 
+@INTERNALS
 async def test_an_inbox_can_be_closed_inside_its_own_delivery() -> None:
     nc, connection, *_ = await opened()
     taken: list[Frame] = []
@@ -340,6 +359,7 @@ async def test_an_inbox_can_be_closed_inside_its_own_delivery() -> None:
     assert parts(taken[0]) == (b"a.b", b"", b"x")
 
 
+@INTERNALS
 @pytest.mark.parametrize("failure", [ZeroDivisionError, asyncio.CancelledError])
 async def test_a_failing_handler_does_not_end_the_connection(
     loop_is_quiet: list[dict[str, Any]], failure: type[BaseException]
@@ -372,6 +392,7 @@ class Stuck(Recorder):
         self._flush_queue.put_nowait(asyncio.get_running_loop().create_future())
 
 
+@INTERNALS
 async def test_subscribing_an_inbox_never_suspends() -> None:
     nc = Stuck()
     connection = connection_of(nc)
@@ -383,6 +404,7 @@ async def test_subscribing_an_inbox_never_suspends() -> None:
     assert not nc._subs
 
 
+@INTERNALS
 async def test_a_write_times_out_while_nats_py_flushes() -> None:
     nc = Stuck()
     nc._max_pending_size = 10
@@ -433,24 +455,12 @@ async def test_a_wait_for_room_ends(own_server: NatsServer, kind: type[Connectio
 
 
 async def test_a_broken_socket_is_a_lost_connection() -> None:
-    nc = Recorder()
-    nc._max_pending_size = 10
-    nc._flusher_task = None  # then nats-py flushes within the call
+    async def drain() -> None:
+        raise BrokenPipeError("broken pipe")
 
-    class Broken:
-        def writelines(self, data: list[bytes]) -> None:
-            pass
-
-        async def drain(self) -> None:
-            raise BrokenPipeError("broken pipe")
-
-    nc._transport = Broken()  # type: ignore[assignment]
     with pytest.raises(nats.errors.ConnectionReconnectingError) as caught:
-        await FallbackConnection(nc, dict).write(b"PUB a 20\r\n" + bytes(20) + b"\r\n", 1, 20, timeout=5)
+        await connection_of(Recorder()).bounded(drain(), 5, "a request")
     assert isinstance(caught.value.__cause__, BrokenPipeError)
-    for connection in (connection_of(nc), FallbackConnection(nc, dict)):
-        with pytest.raises(nats.errors.ConnectionReconnectingError):  # also in a flush of nats-py's own
-            await connection.bounded(Broken().drain(), 5, "a request")
 
 
 # -- the connection itself
@@ -462,6 +472,7 @@ async def test_all_callers_share_one_connection() -> None:
     assert connection_of(Recorder()) is not connection_of(nc)
 
 
+@INTERNALS
 async def test_a_client_that_is_not_connected_has_the_known_internals() -> None:
     nc = Client()
     connection = connection_of(nc)  # a warning would be an error here
@@ -470,6 +481,7 @@ async def test_a_client_that_is_not_connected_has_the_known_internals() -> None:
         connection.write_nowait(b"PUB a 0\r\n\r\n", 1, 0)
 
 
+@INTERNALS
 @pytest.mark.parametrize(
     ("status", "error"),
     [
@@ -490,6 +502,7 @@ async def test_nothing_is_written_without_a_connection(status: int, error: type[
     assert nc.stats["out_msgs"] == 0
 
 
+@INTERNALS
 async def test_writing_counts_and_wakes_the_flusher_once() -> None:
     nc, connection, *_ = await opened()
     assert nc._flush_queue is not None
@@ -559,30 +572,111 @@ async def test_tls_needs_a_nats_py_that_asks_before_it_sends_credentials(monkeyp
     assert not client.arguments
 
 
-@pytest.mark.parametrize(
-    ("url", "tls_required", "sent"),
-    [
-        ("nats://h", True, True),
-        ("tls://h", False, False),
-        ("wss://h", False, True),
-        ("ws://h", True, False),
-        ("nats://h", False, False),
-    ],
-)
-async def test_credentials_are_sent_over_tls_only(
-    monkeypatch: pytest.MonkeyPatch, url: str, tls_required: bool, sent: bool
+class Channel:
+    """The part of a stream writer and of aiohttp's WebSocket that tells whether the socket is encrypted."""
+
+    def __init__(self, *, encrypted: bool) -> None:
+        self._encrypted = encrypted
+
+    def get_extra_info(self, name: str) -> object:
+        return object() if name == "ssl_object" and self._encrypted else None
+
+
+@pytest.mark.parametrize("attribute", ["_io_writer", "_ws"])
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_credentials_are_sent_only_over_a_socket_that_is_encrypted(
+    monkeypatch: pytest.MonkeyPatch, attribute: str, encrypted: bool
 ) -> None:
     monkeypatch.setattr(Client, "_connect_command", lambda _: b"CONNECT")
     client = NotOpened(ZeroDivisionError())
     with pytest.raises(JetStreamExtError, match="ZeroDivisionError"):
         await client.open(["tls://h"], shown="h", timeout=5)
-    client.options["tls_handshake_first"] = False
-    client._current_server, client._server_info = Srv(urlparse(url)), {"tls_required": tls_required}
-    if sent:
+    client._current_server, client._server_info = Srv(urlparse("wss://h")), {"tls_required": True}
+    client.options["tls_handshake_first"] = True
+    client._transport = SimpleNamespace(**{attribute: Channel(encrypted=encrypted)})  # type: ignore[assignment]
+    if encrypted:
         assert client._connect_command() == b"CONNECT"
         return
     with pytest.raises(JetStreamExtError, match="nothing was sent"):
         client._connect_command()
+
+
+async def test_messages_that_wait_for_a_reconnect_are_not_written_to_a_socket_without_tls() -> None:
+    received = bytearray()
+    ended = asyncio.Event()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionResetError):
+            received.extend(await reader.read())
+        writer.close()
+        ended.set()
+
+    client = NotOpened(ZeroDivisionError())
+    with pytest.raises(JetStreamExtError, match="ZeroDivisionError"):
+        await client.open(["tls://h"], shown="h", timeout=5)
+    async with await asyncio.start_server(connected, "127.0.0.1") as listening, asyncio.timeout(30):
+        url = urlparse(f"tls://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
+        transport = TcpTransport()
+        await transport.connect(url, 1024, 10)
+        client._transport, client._current_server, client._flush_queue = transport, Srv(url), asyncio.Queue()
+        client._status = Client.RECONNECTING
+        client._pending, client._pending_data_size = [b"PUB a 6\r\nsecret\r\n"], 17
+        await Client.close(client)
+        await ended.wait()
+    assert received == b""
+
+
+class Scripted:
+    """Greets each connection with the next of `greetings`, and completes the connection after CONNECT."""
+
+    def __init__(self, *greetings: bytes) -> None:
+        self._greetings = list(greetings)
+        self.writers: list[asyncio.StreamWriter] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.append(writer)
+        writer.write(self._greetings.pop(0))
+        with contextlib.suppress(ConnectionError):
+            while line := await reader.readline():
+                if line == b"PING\r\n":
+                    writer.write(b"PONG\r\n")
+        writer.close()
+
+
+MALFORMED = [
+    b"INFO []\r\n",
+    b"INFO 5\r\n",
+    b'INFO {"connect_urls": 5}\r\n',
+    b'INFO {"connect_urls": ["["]}\r\n',
+    b"INFO \xff\r\n",
+    b"INFO\r\n",
+    b"HTTP/1.1 400\r\n",
+]
+
+
+@pytest.mark.parametrize("greeting", MALFORMED)
+async def test_a_malformed_greeting_is_the_documented_error(greeting: bytes) -> None:
+    async with await asyncio.start_server(Scripted(greeting).serve, "127.0.0.1") as listening:
+        port = listening.sockets[0].getsockname()[1]
+        with pytest.raises(JetStreamExtError, match="no connection to h"):
+            await OwnClient().open([f"nats://127.0.0.1:{port}"], shown="h", timeout=30, tries=1)
+
+
+async def test_a_malformed_greeting_does_not_end_the_attempts_to_reconnect() -> None:
+    good = b'INFO {"version": "2.15.1", "max_payload": 1048576}\r\n'
+    script = Scripted(good, *MALFORMED, good)
+    async with await asyncio.start_server(script.serve, "127.0.0.1") as listening, asyncio.timeout(60):
+        port = listening.sockets[0].getsockname()[1]
+        client = OwnClient()
+        connected_again = asyncio.Event()
+
+        async def reconnected() -> None:
+            connected_again.set()
+
+        await client.open([f"nats://127.0.0.1:{port}"], shown="h", timeout=30, reconnected_cb=reconnected)
+        script.writers[0].transport.abort()
+        await connected_again.wait()
+        await client.close_quickly()
 
 
 @pytest.mark.parametrize(

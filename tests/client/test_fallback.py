@@ -16,7 +16,7 @@ from nats.js import JetStreamContext
 import jetstream_ext as jsx
 from jetstream_ext import errors
 from jetstream_ext.client.base_connection import FallbackConnection, InboxHandler
-from jetstream_ext.client.connection import connection_of
+from jetstream_ext.client.connection import _CLIENT, connection_of
 from jetstream_ext.protocol.frames import Frame, parts, pub
 from jetstream_ext.testing import NatsServer
 from jetstream_ext.types import own_headers
@@ -77,7 +77,7 @@ async def test_it_warns_once_per_connection(server: NatsServer) -> None:
         await nc.close()
 
 
-@pytest.mark.parametrize("missing", ["_pending", "_subs", "_flush_queue", "_remove_sub", "_ps"])
+@pytest.mark.parametrize("missing", sorted(_CLIENT))
 def test_any_missing_internal_selects_the_fallback(missing: str) -> None:
     nc = Client()
     setattr(nc, missing, object())
@@ -117,8 +117,9 @@ async def test_concurrent_writes_keep_their_order(js: JetStreamContext, nc: Clie
 
 
 async def test_a_cancelled_write_has_written_everything(
-    nc: Client, heard: tuple[FallbackConnection, str, list[Frame]]
+    nc: Client, heard: tuple[FallbackConnection, str, list[Frame]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("jetstream_ext.client.base_connection._MAX_QUEUED", 0)
     connection, subject, frames = heard
     data = [pub(subject.encode(), b"", b"", b"%d" % i) for i in range(4)]
     nc._max_pending_size = 1  # every publish waits for the flusher
@@ -299,3 +300,95 @@ async def test_frames_are_what_the_server_sent(
         while not frames:
             await asyncio.sleep(0.001)
     assert [parts(frame) for frame in frames] == [(subject.encode(), header, data)]
+
+
+UNFINISHED = {
+    "unfinished": (b"NATS/1.0\r\nA: bcd", {"A": "b"}),
+    "a name twice": (b"NATS/1.0\r\nA: 1\r\nB: 2\r\nA: bcd", {"A": "b", "B": "2"}),
+    "after a forged stream": (b"NATS/1.0\r\nNats-Stream: OTHER\r\nA: bcd", {"A": "b"}),
+    "no value": (b"NATS/1.0\r\nfoo", {}),
+    "line feeds only": (b"NATS/1.0\nA: b\n\n", {}),
+    "garbage": (b"\x00garbage\xff", {}),
+    "two bytes": (b"xx", {}),
+    "a status": (b"NATS/1.0 404 a", {}),
+    "complete, with the server's names": (
+        b"NATS/1.0\r\nNats-Last-Sequence: 9\r\nNats-Stream: OTHER\r\nNats-Sequence: 7\r\nA: b\r\n\r\n",
+        {"A": "b"},
+    ),
+    "complete, with a value like the server's": (
+        b"NATS/1.0\r\nA: of Nats-Stream: OTHER\r\n\r\n",
+        {"A": "of Nats-Stream: OTHER"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("block", "headers"), UNFINISHED.values(), ids=UNFINISHED)
+async def test_messages_with_any_header_block_are_read(
+    server: NatsServer, js: JetStreamContext, stream: str, block: bytes, headers: dict[str, str]
+) -> None:
+    """The server puts its own lines in place of the last two bytes of a block, whatever they are."""
+    await js.publish(f"{stream}.a", b"1")
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(b'CONNECT {"verbose":false,"headers":true,"no_responders":true}\r\n')
+    writer.write(b"HPUB %b.b %d %d\r\n%b2\r\nPING\r\n" % (stream.encode(), len(block), len(block) + 1, block))
+    await reader.readuntil(b"PONG\r\n")
+    writer.close()
+    await js.publish(f"{stream}.c", b"3")
+    direct = jsx.DirectGet(js, stream)
+    for read in (await direct.batch(9).to_list(), await direct.scan(confirm=True).to_list()):
+        assert [(m.stream, m.seq, m.data, m.headers) for m in read] == [
+            (stream, 1, b"1", {}),
+            (stream, 2, b"2", headers),
+            (stream, 3, b"3", {}),
+        ]
+    single = await direct.get(2)
+    assert (single.stream, single.seq, single.data, single.headers) == (stream, 2, b"2", headers)
+
+
+async def test_a_closed_inbox_delivers_nothing_that_nats_py_still_has(nc: Client) -> None:
+    connection = connection_of(nc)
+    heard: list[Frame] = []
+    inbox = await connection.inbox(InboxHandler(heard.extend, lambda: None), timeout=5)
+    (subscription,) = [each for each in nc._subs.values() if each.subject == inbox.subject]
+    await nc._process_msg(subscription._id, inbox.subject.encode(), b"", b"x", b"")  # takes it into a queue
+    assert subscription.pending_msgs == 1
+    inbox.close()
+    async with asyncio.timeout(30):
+        while subscription.pending_msgs and subscription in nc._subs.values():
+            await asyncio.sleep(0)
+    assert heard == []
+
+
+async def test_a_failing_handler_does_not_end_the_subscription(nc: Client, loop_is_quiet: list[dict[str, Any]]) -> None:
+    connection = connection_of(nc)
+    heard: list[Frame] = []
+
+    def take(frames: list[Frame]) -> None:
+        heard.extend(frames)
+        raise ZeroDivisionError
+
+    inbox = await connection.inbox(InboxHandler(take, lambda: None), timeout=5)
+    for data in (b"1", b"2"):
+        await nc.publish(inbox.subject, data)
+    async with asyncio.timeout(30):
+        while len(heard) < 2:
+            await asyncio.sleep(0.001)
+    assert [type(each["exception"]) for each in loop_is_quiet] == [ZeroDivisionError] * 2
+    loop_is_quiet.clear()
+    inbox.close()
+
+
+async def test_a_loss_is_known_before_the_next_write(own_nc: Client, own_server: NatsServer) -> None:
+    connection = connection_of(with_unknown_internals(own_nc))
+    told: list[str] = []
+    handler = InboxHandler(lambda _: None, lambda: told.append("lost"), lambda: told.append("back"))
+    inbox = await connection.inbox(handler, timeout=5)
+    assert connection._poll is not None
+    connection._poll.cancel()  # only the callers look at the connection
+    await own_nc.force_reconnect()
+    async with asyncio.timeout(30):
+        while not own_nc.is_connected or not own_nc.stats["reconnects"]:
+            await asyncio.sleep(0.001)
+    connection.write_nowait(pub(b"a", b"", b"", b""), 1, 0)
+    assert told == ["lost", "back"]
+    inbox.close()

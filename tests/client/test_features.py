@@ -6,6 +6,8 @@ import json
 import runpy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import nats
 import nats.js.errors
@@ -15,6 +17,7 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
+from jetstream_ext.client.base_connection import FallbackConnection
 from jetstream_ext.errors import RequestTimeoutError, UnsupportedFeatureError
 from jetstream_ext.protocol import feature_table
 from jetstream_ext.testing import NatsServer
@@ -144,3 +147,25 @@ def test_the_table_of_the_readme_is_updated_in_place() -> None:
             update(broken)
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     assert update(readme) == readme, "python docs/_ext/feature_table.py README.md"
+
+
+@pytest.mark.parametrize("limit", [-1, 0, "1048576", 1.5, True, None, [[]]], ids=str)
+def test_an_info_without_a_valid_max_payload_counts_as_the_servers_default(limit: object) -> None:
+    connection = FallbackConnection(cast(Any, SimpleNamespace(max_payload=limit)), dict)
+    assert connection.max_payload == 1 << 20
+
+
+@pytest.mark.parametrize("value", [-1, True, 4.0, "4", [], None], ids=str)
+def test_fields_of_an_info_with_another_type_are_ignored(value: object) -> None:
+    names = ("version", "server_name", "server_id", "domain", "api_lvl")
+    connection = FallbackConnection(cast(Any, None), lambda: dict.fromkeys(names, value))
+    text = value if isinstance(value, str) else ""
+    assert (connection.server_version, connection.server_name, connection.server_id) == (text, text, text)
+    assert connection.domain == (text or None)
+    assert connection.api_level == (value if type(value) is int else None)
+
+
+@pytest.mark.parametrize("version", ["", "v2", "2", "2.15", "2.15.1-x", "\u0662.15.1", "9" * 5000, "-1.0", "2.15.1.1"])
+def test_any_version_of_a_server_can_be_compared(version: str) -> None:
+    assert feature_table.ATOMIC.on(version) == version.startswith(("2.15",))
+    feature_table.FENCED_BATCHES.check(version, "nothing was sent")

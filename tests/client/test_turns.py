@@ -13,23 +13,25 @@ import jetstream_ext as jsx
 from jetstream_ext import errors
 from jetstream_ext.client.api import LeaderInfo, lookup_leader
 from jetstream_ext.client.atomic_session import AtomicSession
-from jetstream_ext.client.connection import Connection, connection_of
+from jetstream_ext.client.base_connection import BaseConnection
+from jetstream_ext.client.connection import connection_of
 
 MakeStream = Callable[..., Awaitable[str]]
 KINDS = pytest.mark.parametrize("kind", [jsx.AtomicBatch, jsx.FastPublisher])
 
 
 @pytest.fixture
-def room(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+def room(nc: Client, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Is set while the connection has room in its write buffer."""
     room = asyncio.Event()
     room.set()
 
-    async def flushed(_: Connection) -> None:
+    async def flushed(_: BaseConnection) -> None:
         await room.wait()
 
-    monkeypatch.setattr(Connection, "has_room", property(lambda _: room.is_set()))
-    monkeypatch.setattr(Connection, "_flushed", flushed)
+    kind = type(connection_of(nc))
+    monkeypatch.setattr(kind, "has_room", property(lambda _: room.is_set()))
+    monkeypatch.setattr(kind, "_flushed", flushed)
     return room
 
 

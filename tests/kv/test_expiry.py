@@ -13,6 +13,7 @@ import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext.client.connection import open_bucket
 from jetstream_ext.errors import (
+    BadHeaderError,
     HistoryUnavailableError,
     KeyConflictError,
     MaxPayloadError,
@@ -182,6 +183,23 @@ class TestTouch:
         await kvx.touch(kv, "s", ttl=jsx.NEVER)
         block, _ = await stored(kv, "s")
         assert parse_lines(block) == [*users, ("Nats-TTL", "never"), ("Nats-Expected-Last-Subject-Sequence", "3")]
+
+    @pytest.mark.parametrize("line", [b"X: caf\xe9", b"X\xff: 1"], ids=["value", "name"])
+    async def test_touch_refuses_to_change_a_header_that_is_not_utf8(
+        self, make_bucket, server: NatsServer, publish_raw, line: bytes
+    ) -> None:
+        kv = await make_bucket()
+        block = b"NATS/1.0\r\nA: \xef\xbf\xbd\r\n%b\r\n\r\n" % line
+        publish_raw(server, [(f"{kv._pre}s".encode(), b"v")], block=block)
+        with pytest.raises(BadHeaderError, match=r"the header 'X.*' of key 's' is not UTF-8 .*; nothing was written"):
+            await kvx.touch(kv, "s", ttl=60)
+        assert await stored(kv, "s") == (block, b"v")
+
+    async def test_touch_keeps_a_header_with_a_replacement_character(self, make_bucket) -> None:
+        kv = await make_bucket()
+        await kv._js.publish(f"{kv._pre}s", b"v", headers={"X": "\ufffd é"})
+        await kvx.touch(kv, "s", ttl=60)
+        assert parse_lines((await stored(kv, "s"))[0])[0] == ("X", "\ufffd é")
 
     async def test_touch_conflicts_with_a_concurrent_write(self, make_bucket, monkeypatch: pytest.MonkeyPatch) -> None:
         kv = await make_bucket()

@@ -11,7 +11,6 @@ from nats.js.errors import BadBucketError
 from nats.js.kv import KeyValue
 
 import jetstream_ext.kv as kvx
-from jetstream_ext.client import direct_reader
 from jetstream_ext.client.api import Api
 from jetstream_ext.errors import NoStreamError
 from jetstream_ext.kv import reads
@@ -20,17 +19,7 @@ from jetstream_ext.testing import NatsCluster
 KEYS = [f"k{n % 600}.{n % 3}" for n in range(600)]
 
 
-async def mirrored(kv, name: str, wait: int, **config) -> str:
-    source = {key: config.pop(key) for key in ("filter_subject", "opt_start_seq") if key in config}
-    stream = f"{kv._name}_{name}"
-    await kv._js.add_stream(name=stream, mirror=StreamSource(name=kv._stream, **source), **config)
-    async with asyncio.timeout(60):
-        while (await kv._js.stream_info(stream)).state.messages < wait:
-            await asyncio.sleep(0.02)
-    return stream
-
-
-async def test_partial_mirrors_are_not_trusted(make_bucket, load) -> None:
+async def test_partial_mirrors_are_not_trusted(make_bucket, mirrored, load) -> None:
     kv = await make_bucket(history=2)
     await load(kv, dict.fromkeys(KEYS, b"1"))
     await load(kv, dict.fromkeys(KEYS, b"2"))
@@ -46,7 +35,7 @@ async def test_partial_mirrors_are_not_trusted(make_bucket, load) -> None:
         assert len(await kvx.get_many(kv, KEYS[:20], at=600)) == 20
 
 
-async def test_mirrors_that_keep_removed_messages_are_not_trusted(make_bucket, load) -> None:
+async def test_mirrors_that_keep_removed_messages_are_not_trusted(make_bucket, mirrored, load) -> None:
     kv = await make_bucket()
     await load(kv, {"stays": b"1", "goes": b"1"})
     stream = await mirrored(kv, "ARCHIVE", 2)
@@ -57,24 +46,10 @@ async def test_mirrors_that_keep_removed_messages_are_not_trusted(make_bucket, l
     await kv._js.delete_stream(stream)
 
 
-@pytest.fixture
-def near(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Let a mirror answer all direct gets from a stream, as one does that is nearer than the stream."""
-    send = direct_reader._Inboxes.send
-
-    def near(stream: str, mirror: str) -> None:
-        async def only_to_the_mirror(self: Any, subject: str, *arguments: Any) -> None:
-            await send(self, subject.replace(f".DIRECT.GET.{stream}", f".DIRECT.GET.{mirror}"), *arguments)
-
-        monkeypatch.setattr(direct_reader._Inboxes, "send", only_to_the_mirror)
-
-    return near
-
-
 @pytest.mark.parametrize("strategy", ["as it is", "by name"])
 @pytest.mark.parametrize("source", [{}, {"filter_subject": "$KV.*.*.0"}], ids=["whole", "filtered"])
 async def test_bucket_is_read_at_its_leader_if_only_a_mirror_is_near(
-    make_bucket, load, near, monkeypatch: pytest.MonkeyPatch, source: dict[str, str], strategy: str
+    make_bucket, load, mirrored, near, monkeypatch: pytest.MonkeyPatch, source: dict[str, str], strategy: str
 ) -> None:
     if strategy == "by name":
         monkeypatch.setattr(reads, "_SMALL_LOG", 0)

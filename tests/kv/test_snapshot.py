@@ -303,18 +303,11 @@ async def test_list_of_keys_that_lacks_some_is_malformed(make_bucket, pages_of_f
             await bucket.Bucket(kv).list_keys([">"])
 
 
-async def test_keys_that_are_not_utf8_are_listed(make_bucket, server: NatsServer) -> None:
+async def test_keys_that_are_not_utf8_are_listed(make_bucket, server: NatsServer, publish_raw) -> None:
     kv = await make_bucket()
     for n in range(5):
         await kv.put(f"k{n}", b"")
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(b'CONNECT {"verbose":false}\r\n')
-    for key in (b"\xfe", b"\xff"):
-        writer.write(b"PUB %b%b 1\r\n1\r\n" % (kv._pre.encode(), key))
-    writer.write(b"PING\r\n")
-    await reader.readuntil(b"PONG\r\n")
-    writer.close()
-    await writer.wait_closed()
+    publish_raw(server, ((kv._pre.encode() + key, b"1") for key in (b"\xfe", b"\xff")))
     # The answer has one name for both.
     assert await bucket.Bucket(kv).list_keys([">"]) == [*(f"k{n}" for n in range(5)), "\ufffd"]
 

@@ -167,6 +167,10 @@ async def test_a_value_that_is_not_a_position_is_refused(
         b'{"v":2}',
         b'{"v":1,"stream":"S","created":"","seq":0,"writer":""}',
         b'{"v":1,"seq":"1"}',
+        b'{"v":true,"stream":"S","created":"","seq":1,"writer":""}',
+        b'{"v":1,"stream":"S","created":"","seq":1.5,"writer":""}',
+        b'{"v":1,"stream":"S","created":"","seq":18446744073709551616,"writer":""}',
+        b'{"v":1,"stream":%b,"created":"","seq":1,"writer":""}' % (b"[" * 900 + b"]" * 900),
     ):
         await kv.put("r", value)
         with pytest.raises(ValueError, match="not a position"):

@@ -32,8 +32,13 @@ def message(
     stored: bytes = b"",
     status: bytes = b"",
     stream: bytes = b"D",
+    glued: bool = False,
 ) -> Frame:
-    """A message of a batch reply as the server lays it out: the stored headers first, its own lines last."""
+    """A message of a batch reply as the server lays it out: the stored headers first, its own lines last.
+
+    With `glued`, the last stored header has lost its end, and the server's first line continues it.
+    """
+    assert not stored or stored.endswith(b"\r\n") != glued
     block = b"NATS/1.0" + status + b"\r\n" + stored + SERVER % (stream, subject, seq, TIME, pending, last)
     return b"_INBOX.x", block + data, len(block)
 
@@ -150,6 +155,42 @@ CASES = {
         [(4, b"m")],
         EndOfBatch(0, 4),
         headers=[{"K": "2"}],
+    ),
+    "a stored block without its end": Case(
+        [message(4, 0, stored=b"K: 1\r\nA: b", glued=True), message(5, 4), eob(0, 5)],
+        [(4, b"m"), (5, b"m")],
+        EndOfBatch(0, 5),
+        headers=[{"K": "1"}, {}],
+    ),
+    "a stored block without its end after another message": Case(
+        [message(4, 0), message(5, 4, stored=b"Nats-Sequence: 77\r\nNats-Stream: X", glued=True), message(6, 5), eob(0, 6)],
+        [(4, b"m"), (5, b"m"), (6, b"m")],
+        EndOfBatch(0, 6),
+        headers=[{}, {}, {}],
+    ),
+    "a stored block that is no header block": Case(
+        [raw(b"\x00garbag" + SERVER % (b"D", b"d.A", 4, TIME, 0, 0), b"m"), message(5, 4), eob(0, 5)],
+        [(4, b"m"), (5, b"m")],
+        EndOfBatch(0, 5),
+        headers=[{}, {}],
+    ),
+    "a stored block with line feeds only": Case(
+        [raw(b"NATS/1.0\nA: b" + SERVER % (b"D", b"d.A", 4, TIME, 0, 0), b"m"), eob(0, 4)],
+        [(4, b"m")],
+        EndOfBatch(0, 4),
+        headers=[{}],
+    ),
+    "a stored line that imitates the server's first one": Case(
+        [message(4, 0, stored=b"X: Nats-Stream: FAKE ", glued=True), message(5, 4, stored=b"X: Nats-Stream: FAKE\r\n"), eob(0, 5)],
+        [(4, b"m"), (5, b"m")],
+        EndOfBatch(0, 5),
+        headers=[{}, {"X": "Nats-Stream: FAKE"}],
+    ),
+    "all of the server's lines are stored, too": Case(
+        [message(4, 0, stored=SERVER[:-2] % (b"X", b"x", 77, TIME, 9, 9)), message(5, 4), eob(0, 5)],
+        [(4, b"m"), (5, b"m")],
+        EndOfBatch(0, 5),
+        headers=[{}, {}],
     ),
     # -- other layouts than today's
     "server headers in another order": Case(
@@ -330,6 +371,21 @@ def test_rows_have_all_headers_of_the_server() -> None:
     assert [row[ROW_TIME] for row in block.rows] == [b"Nats-Time-Stamp: " + TIME]
     assert [row[ROW_STORED] for row in block.rows] == [b""]
     assert block.pending(0) == 8
+
+
+@pytest.mark.parametrize("cut", range(1, len(SERVER % (b"D", b"d.A", 2, TIME, 0, 1))))
+def test_header_block_that_is_cut_is_never_a_message_with_other_fields(cut: int) -> None:
+    """Whatever is missing of the server's lines, nothing that the publisher stored takes their place."""
+    stored = SERVER[:-2] % (b"X", b"x", 77, TIME, 9, 1)
+    whole = b"NATS/1.0\r\n" + stored + SERVER % (b"D", b"d.A", 2, TIME, 0, 1)
+    decoder = ReplyDecoder("D")
+    decoder.feed([message(1, 0)])
+    try:
+        block = decoder.feed([raw(whole[:-cut])])
+        assert [message.subject for message in block.messages()] in ([], ["d.A"])
+        assert [message.time_ns for message in block.messages()] in ([], [1_763_673_811_245_203_696])
+    except errors.JetStreamExtError:
+        pass
 
 
 @pytest.mark.parametrize("name", [b"Nats-Subject", b"Nats-Sequence", b"Nats-Time-Stamp", b"Nats-Num-Pending"])

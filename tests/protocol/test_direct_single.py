@@ -131,3 +131,22 @@ def test_header_pairs_have_every_value_in_order() -> None:
         assert list(message.headers.items()) == [("X", "2"), ("Y", "")]
     assert direct.StoredMsg(stream="S", subject="s", seq=1).header_pairs == []
     assert direct.StoredMsg(stream="S", subject="s", seq=1, headers={"X": "1"}).header_pairs == [("X", "1")]
+
+
+def test_raw_headers_have_the_stored_bytes() -> None:
+    lines = b"NATS/1.0\r\nX: \xff\r\nY\xe9: \xef\xbf\xbd\r\nX: caf\xe9\r\n"
+    added = b"Nats-Stream: S\r\nNats-Subject: s\r\nNats-Sequence: 1\r\nNats-Time-Stamp: %b\r\n" % TIME
+    block = lines + added + b"Nats-Num-Pending: 0\r\nNats-Last-Sequence: 0\r\n\r\n"
+    one = direct.decode_single("S", raw(block, b"v"))
+    of_a_batch = direct.StoredMsg.from_wire("S", 1, block + b"v", len(block))
+    from_the_leader = direct.Block.of([one], 0).message(0)
+    for message in (
+        one,
+        of_a_batch,
+        from_the_leader,
+        *(pickle.loads(pickle.dumps(each)) for each in (one, of_a_batch)),
+    ):
+        assert message.raw_headers == [(b"X", b"\xff"), (b"Y\xe9", b"\xef\xbf\xbd"), (b"X", b"caf\xe9")]
+        assert message.header_pairs == [("X", "\ufffd"), ("Y\ufffd", "\ufffd"), ("X", "caf\ufffd")]
+        assert message.headers == {"X": "caf\ufffd", "Y\ufffd": "\ufffd"}
+        assert message.size == len(lines) + len(b"\r\n") + len(b"sv")

@@ -368,8 +368,18 @@ def test_a_gap_report_never_moves_the_window(mode: GapMode) -> None:
     assert (list(machine.gaps), machine.gap_count) == ([BatchFlowGap(3, 5)], 1)
 
 
+@pytest.mark.parametrize("mode", [FAIL, OK])
+def test_gap_beyond_what_was_sent_changes_nothing(mode: GapMode) -> None:
+    machine = in_state(O, mode)
+    forged = gap(machine.sent, machine.sent + 2)
+    events, _ = machine.receive([forged], 0.0)
+    assert (machine.state, events) == (O, [UnrecognisedReply(forged[1])])
+    assert not machine.gaps
+
+
 def test_reports_are_bounded_and_counted() -> None:
     machine = in_state(O, OK)
+    machine.sent = 1010
     machine.receive([gap(i, i + 1) for i in range(1, KEPT_REPORTS + 11)], 0.0)
     machine.receive([gap(1010, 1011)], 0.0)  # a repeated report counts once
     machine.receive([err(2)] * (KEPT_REPORTS + 5), 0.0)

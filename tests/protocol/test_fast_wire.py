@@ -116,7 +116,9 @@ def test_another_subject_is_a_response_error(subject: bytes) -> None:
         b'{"error":"no"}', b'{"error":[]}', b'{"batch":"u1"}', b'{"batch":"u1","stream":"F","seq":-1,"count":1}',
         b'{"batch":"u1","stream":"F","seq":1,"count":"1"}', b'{"batch":1,"stream":"F","seq":1,"count":1}',
         b'{"batch":"a\x01b","stream":"F","seq":1,"count":1}', b'{"last_seq":-1,"ack_msgs":1}',
-        b'{"seq":123456789012345678901234567890,"type":"ack","msgs":1}',
+        b'{"seq":123456789012345678901234567890,"type":"ack","msgs":1}', b'{"type":"ack","seq":1,"msgs":65536}',
+        b'{"type":"ack","seq":1,"msgs":9223372036854775808}', b'{"type":"ack","seq":1,"msgs":1.0}',
+        b'{"seq":1,"ack_msgs":65536}',
     ],
 )  # fmt: skip
 def test_malformed_replies_are_response_errors(payload: bytes) -> None:

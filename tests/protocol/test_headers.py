@@ -12,7 +12,7 @@ from jetstream_ext.errors import BadHeaderError, ResponseError
 from jetstream_ext.protocol import headers as h
 
 TOKEN = "!#$%&'*+-.^_`|~" + string.digits + string.ascii_letters
-names = st.text(TOKEN, min_size=1, max_size=20)
+names = st.text(TOKEN, min_size=1, max_size=20).filter(lambda name: name != h.MSG_ID)  # it must not be blank
 values = st.text(st.characters(exclude_characters="\r\n\0", exclude_categories=["Cs"]), max_size=40)
 
 
@@ -68,6 +68,17 @@ def test_headers_that_could_end_their_line_are_refused(name: str, value: str) ->
     assert repr(name) in str(caught.value)
     with pytest.raises(BadHeaderError):
         h.encode([("fine", "fine"), (name, value)])
+
+
+@pytest.mark.parametrize("value", ["\ud800", "a\udfffb", "\ud800" * 3])
+def test_value_that_utf_8_cannot_encode_is_refused_with_the_headers_name(value: str) -> None:
+    h.encode([("Culprit", "known by now"), ("Other", "1")])
+    with pytest.raises(BadHeaderError, match="the value of header 'Culprit' has half of a surrogate pair"):
+        h.encode([("Other", "Culprit: 2"), ("Culprit", value), ("Other", value)])
+    with pytest.raises(BadHeaderError, match="'New-Name'"):
+        h.encode([("New-Name", value)])
+    with pytest.raises(BadHeaderError, match="'Culprit'"):
+        h.check_header("Culprit", value)
 
 
 @pytest.mark.parametrize(
@@ -202,3 +213,25 @@ def test_times_in_the_form_of_the_adr_are_accepted(text: bytes, ns: int) -> None
 def test_a_leader_s_time_in_its_own_zone_becomes_utc(text: str, utc: bytes) -> None:
     assert h.to_utc(text) == utc
     assert h.parse_time_ns(h.to_utc(text)) == h.parse_time_ns(utc)
+
+
+def test_rebuilt_block_ends_with_the_lines_of_the_server_in_their_order() -> None:
+    # nats-py keeps a repeated name at its first place, with its last value.
+    parsed = {
+        "Nats-Last-Sequence": "1",
+        "Nats-Sequence": "2",
+        "A": "b",
+        "Nats-Stream": "S",
+        "Nats-Subject": "s",
+        "Nats-Time-Stamp": "T",
+        "Nats-Num-Pending": "0",
+    }
+    assert h.rebuild(parsed) == (
+        b"NATS/1.0\r\nA: b\r\nNats-Stream: S\r\nNats-Subject: s\r\nNats-Sequence: 2\r\nNats-Time-Stamp: T\r\n"
+        b"Nats-Num-Pending: 0\r\nNats-Last-Sequence: 1\r\n\r\n"
+    )
+
+
+def test_rebuilt_end_of_a_batch_keeps_its_status_line() -> None:
+    parsed = {"Status": "204", "Description": "EOB", "Nats-Num-Pending": "7", "Nats-Last-Sequence": "5"}
+    assert h.rebuild(parsed) == b"NATS/1.0 204 EOB\r\nNats-Num-Pending: 7\r\nNats-Last-Sequence: 5\r\n\r\n"

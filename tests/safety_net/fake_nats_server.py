@@ -21,8 +21,8 @@ GREETING = {
 }
 
 
-def certificate(folder: Path) -> Path:
-    """Make a certificate for 127.0.0.1, with its key in the same file."""
+def certificate(folder: Path, name: str = "IP:127.0.0.1") -> Path:
+    """Make a certificate for a name, as in a subjectAltName, with its key in the same file."""
     subprocess.run(
         [
             "openssl",
@@ -38,7 +38,7 @@ def certificate(folder: Path) -> Path:
             "-subj",
             "/CN=127.0.0.1",
             "-addext",
-            "subjectAltName=IP:127.0.0.1",
+            f"subjectAltName={name}",
             "-keyout",
             "key.pem",
             "-out",
@@ -95,12 +95,16 @@ class FakeNatsServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+        for thread in self._threads:
+            thread.join(5)
+
+    def close(self) -> None:
+        """End all connections, and accept no more."""
         for each in (self._listener, *self._open):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
-        for thread in self._threads:
-            thread.join(5)
 
     def _start(self, work: Callable[..., None], *arguments: Any) -> None:
         thread = threading.Thread(target=work, args=arguments, daemon=True)
@@ -131,12 +135,14 @@ class FakeNatsServer:
                 return
             connection = self._tls.wrap_socket(connection, server_side=True)
             self._open.append(connection)
+        elif connection.recv(1, socket.MSG_PEEK) == b"\x16":
+            return  # the client has begun a TLS handshake
         subscriptions: dict[str, str] = {}
         with connection, connection.makefile("rb") as lines:
             for line in lines:
                 if not secure:
                     self.clear.append(line)
-                words = line.decode().split()
+                words = line.decode(errors="replace").split()
                 match words[0].upper() if words else "":
                     case "CONNECT":
                         answer = self._on_connect()

@@ -106,9 +106,6 @@ async def test_sequence_that_no_server_would_send_is_refused_in_a_batch(
         await jsx.DirectGet(js, stream).batch(3, seq=6).to_list()
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{ISSUE}: a forged flow ack opens the window without bound"
-)
 @pytest.mark.parametrize("msgs", [LARGEST_FLOW + 1, 1 << 63])
 async def test_flow_of_a_forged_ack_is_never_larger_than_a_flow_can_be(
     proxied: tuple[JetStreamContext, FrameProxy], stream: str, msgs: int
@@ -152,9 +149,6 @@ async def publish_fast(js: JetStreamContext, subject: str, **options: Any) -> No
         await publisher.add(subject, b"2", **options)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=UnicodeEncodeError, reason=f"{ISSUE}: a lone surrogate in a header is a UnicodeEncodeError"
-)
 @pytest.mark.parametrize("option", [{"headers": {"A": "\ud800"}}, {"msg_id": "\ud800"}], ids=["headers", "msg_id"])
 @pytest.mark.parametrize("write", [publish_atomically, add_to_an_atomic_batch, publish_fast])
 async def test_lone_surrogate_in_a_header_is_refused_with_a_documented_error(
@@ -164,11 +158,6 @@ async def test_lone_surrogate_in_a_header_is_refused_with_a_documented_error(
         await write(js, f"{stream}.c", **option)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason=f"{ISSUE}: a lone surrogate in a header is reported with the codec's text",
-)
 async def test_ingest_names_a_lone_surrogate_in_its_own_words(js: JetStreamContext, stream: str) -> None:
     with pytest.raises(JetStreamExtError) as caught:
         await jsx.ingest(js, [(f"{stream}.c", b"", {"A": "\ud800"})])

@@ -1,23 +1,26 @@
 """A nats-py with other internals is used through its public interface; nothing fails with an `AttributeError`."""
 
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
 from nats.js.kv import KeyValue
+from nats.protocol.parser import Parser
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
+from jetstream_ext.client.base_connection import FallbackConnection
+from jetstream_ext.client.connection import _CLIENT, _PARSER, _TLS, Connection, OwnClient, connection_of, open_bucket
 from jetstream_ext.errors import JetStreamExtError
+from jetstream_ext.log import LogReader
+from jetstream_ext.testing import NatsServer
 
-ISSUE = "Hostile and odd input"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the fallback warns
-MISSING = pytest.mark.xfail(
-    strict=True, raises=AttributeError, reason=f"{ISSUE}: the fallback does not check every internal that is used"
-)
 
 
 class Hidden:
@@ -25,12 +28,14 @@ class Hidden:
 
     def __init__(self, kind: type, name: str) -> None:
         self._name = name
-        self._method = kind.__dict__.get(name)
+        self._of_the_kind = kind.__dict__.get(name)
 
     def __get__(self, owner: Any, kind: type) -> Any:
         if sys._getframe(1).f_globals["__name__"].startswith("jetstream_ext"):
             raise AttributeError(self._name)
-        return self._method.__get__(owner, kind) if self._method is not None else owner.__dict__[self._name]
+        if inspect.isfunction(self._of_the_kind):
+            return self._of_the_kind.__get__(owner, kind)
+        return owner.__dict__[self._name] if self._of_the_kind is None else self._of_the_kind
 
     def __set__(self, owner: Any, value: Any) -> None:
         if sys._getframe(1).f_globals["__name__"].startswith("jetstream_ext"):
@@ -45,9 +50,8 @@ async def put_two(js: JetStreamContext, name: str) -> KeyValue:
     return kv
 
 
-@MISSING
 @pytest.mark.parametrize("name", ["_stop_processing", "_id"])
-async def test_read_falls_back_when_a_subscription_lacks_an_internal(
+async def test_read_works_when_a_subscription_lacks_an_internal(
     js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     await put_two(js, bucket := stream_name())
@@ -56,7 +60,6 @@ async def test_read_falls_back_when_a_subscription_lacks_an_internal(
     assert [message.data for message in messages] == [b"1", b"2"]
 
 
-@MISSING
 @pytest.mark.parametrize("name", ["_prefix", "_timeout", "_nc"])
 async def test_read_works_or_says_why_when_a_context_lacks_an_internal(
     js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch, name: str
@@ -70,7 +73,6 @@ async def test_read_works_or_says_why_when_a_context_lacks_an_internal(
     assert [message.data for message in messages] == [b"1", b"2"]
 
 
-@MISSING
 @pytest.mark.parametrize("name", ["_js", "_name", "_stream", "_pre"])
 async def test_read_works_or_says_why_when_a_bucket_lacks_an_internal(
     js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch, name: str
@@ -83,3 +85,108 @@ async def test_read_works_or_says_why_when_a_bucket_lacks_an_internal(
     except JetStreamExtError:
         return
     assert set(snapshot) == {"a", "b"}
+
+
+INTERNALS = [*((Client, name) for name in _CLIENT), *((Parser, name) for name in _PARSER)]
+
+
+@pytest.mark.parametrize(("kind", "name"), INTERNALS, ids=[name for _, name in INTERNALS])
+async def test_client_works_and_warns_once_when_any_internal_is_missing(
+    js: JetStreamContext,
+    nc: Client,
+    stream_name: Callable[[], str],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type,
+    name: str,
+) -> None:
+    monkeypatch.setattr(kind, name, Hidden(kind, name), raising=False)
+    warned: list[str] = []
+    monkeypatch.setattr("warnings.warn", lambda message, *_, **__: warned.append(str(message)))
+    stream = stream_name()
+    features = {"allow_direct": True, "allow_batched": True, "allow_atomic": True}
+    await jsx.ensure_stream(js, name=stream, subjects=[f"{stream}.>"], **features)
+    assert isinstance(connection_of(nc), FallbackConnection)
+    await jsx.publish_atomic(js, [jsx.BatchMessage(f"{stream}.a", b"1"), jsx.BatchMessage(f"{stream}.b", b"2")])
+    async with jsx.FastPublisher(js) as publisher:
+        await publisher.add(f"{stream}.a", b"3")
+    stored = await jsx.DirectGet(js, stream).scan(confirm=True).to_list()
+    assert [message.data for message in stored] == [b"1", b"2", b"3"]
+    (warning,) = warned
+    assert "does not know the internals of this version of nats-py" in warning
+
+
+async def test_version_and_level_of_a_server_are_known_without_its_info(
+    js: JetStreamContext, server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = await jsx.features(js)
+    monkeypatch.setattr(Client, "_server_info", Hidden(Client, "_server_info"), raising=False)
+    found = await jsx.features(js)
+    assert found.server_version == server.version
+    assert [getattr(found, name) for name in ("atomic", "fast_ingest")] == [expected.atomic, expected.fast_ingest]
+
+
+CALLS: dict[str, Callable[[JetStreamContext], Any]] = {
+    "features": jsx.features,
+    "ensure_stream": lambda js: jsx.ensure_stream(js, name="S"),
+    "DirectGet": lambda js: jsx.DirectGet(js, "S"),
+    "AtomicBatch": jsx.AtomicBatch,
+    "publish_atomic": lambda js: jsx.publish_atomic(js, [jsx.BatchMessage("s")]),
+    "publish_atomic_many": lambda js: jsx.publish_atomic_many(js, [[jsx.BatchMessage("s")]]),
+    "watch_abandoned": lambda js: jsx.watch_abandoned(js, "S"),
+    "FastPublisher": jsx.FastPublisher,
+    "ingest": lambda js: jsx.ingest(js, [("s", b"")]),
+    "create_source_consumer": lambda js: jsx.create_source_consumer(js, "S", "c", deliver_subject="d"),
+    "reset_consumer": lambda js: jsx.reset_consumer(js, "S", "c"),
+    "source_health": lambda js: jsx.source_health(js, "S"),
+    "LogReader": lambda js: LogReader(js, "S"),
+    "snapshot": lambda js: kvx.snapshot(open_bucket(js, "S")),
+    "get_many": lambda js: kvx.get_many(open_bucket(js, "S"), ["a"]),
+    "transaction": lambda js: kvx.transaction(open_bucket(js, "S")),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_every_call_says_which_nats_py_works_when_a_context_lacks_an_internal(
+    js: JetStreamContext, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr(JetStreamContext, "_prefix", Hidden(JetStreamContext, "_prefix"), raising=False)
+
+    async def make() -> None:
+        if isinstance(pending := CALLS[call](js), Awaitable):
+            await pending
+
+    with pytest.raises(JetStreamExtError, match=r"cannot use this version of nats-py: _prefix; install nats-py 2\.16"):
+        await make()
+
+
+def test_bucket_whose_constructor_takes_other_arguments_is_the_documented_error(
+    js: JetStreamContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KeyValue, "__init__", lambda self, name: None)
+    with pytest.raises(JetStreamExtError, match="install nats-py"):
+        open_bucket(js, "B")
+
+
+@pytest.mark.parametrize("name", [*_TLS, "_reconnection_task", "_transport"])
+async def test_own_client_without_tls_needs_no_internal(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(Client, name, Hidden(Client, name), raising=False)
+    client = OwnClient()
+    await client.open([server.url], shown="h", timeout=30)
+    await client.close_quickly()
+    assert client.is_closed
+
+
+@pytest.mark.parametrize("name", _TLS)
+async def test_own_client_refuses_tls_without_an_internal_that_proves_it(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(Client, name, Hidden(Client, name), raising=False)
+    with pytest.raises(JetStreamExtError, match=r"may send credentials without TLS; install nats-py 2\.16"):
+        await OwnClient().open([f"tls://127.0.0.1:{server.port}"], shown="h", timeout=30)
+
+
+async def test_known_nats_py_is_used_without_a_warning(nc: Client, recwarn: pytest.WarningsRecorder) -> None:
+    assert isinstance(connection_of(nc), Connection)
+    assert not recwarn.list

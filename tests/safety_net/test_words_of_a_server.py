@@ -20,8 +20,6 @@ from fake_nats_server import FakeNatsServer
 from read_as_spark import read_as_spark
 from run_cli import run_cli
 
-ISSUE = "Hostile and odd input"
-
 
 @pytest.fixture(autouse=True)
 def collected() -> Iterator[None]:
@@ -46,9 +44,6 @@ def refuse_api(description: str) -> Callable[[str], bytes | None]:
 EVIL = "\x1b]0;owned\x07\x1b[31mred\x9b2J"
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{ISSUE}: escape sequences in a server's -ERR reach the terminal"
-)
 def test_no_escape_sequence_of_a_refused_connection_reaches_the_terminal(tmp_path: Path) -> None:
     words = f"-ERR 'Authorization Violation {EVIL}'\r\n".encode()
     with FakeNatsServer(on_connect=lambda: words) as server:
@@ -57,9 +52,6 @@ def test_no_escape_sequence_of_a_refused_connection_reaches_the_terminal(tmp_pat
     assert done.output.replace("\n", "").isprintable()
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{ISSUE}: escape sequences in a server's description reach the terminal"
-)
 @pytest.mark.parametrize("command", [["doctor"], ["export", "S", "-", "--format", "jsonl"], ["snapshot", "B"]])
 def test_no_escape_sequence_of_a_refused_request_reaches_the_terminal(tmp_path: Path, command: list[str]) -> None:
     with FakeNatsServer(on_publish=refuse_api(EVIL)) as server:
@@ -77,9 +69,6 @@ def answer_as_an_empty_account(subject: str) -> bytes | None:
     return json.dumps(empty).encode()
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{ISSUE}: escape sequences in a server's version reach the terminal"
-)
 def test_no_escape_sequence_of_a_servers_version_reaches_the_terminal(tmp_path: Path) -> None:
     with FakeNatsServer(info=lambda n: {"version": f"2.15.1{EVIL}"}, on_publish=answer_as_an_empty_account) as server:
         done = run_cli("doctor", server.url, "--timeout", "20s", home=tmp_path)
@@ -87,9 +76,6 @@ def test_no_escape_sequence_of_a_servers_version_reaches_the_terminal(tmp_path: 
     assert done.output.replace("\n", "").isprintable()
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{ISSUE}: escape sequences in a server's -ERR reach Spark's log"
-)
 def test_no_escape_sequence_of_a_refused_connection_reaches_sparks_log() -> None:
     pytest.importorskip("pyspark")
     words = f"-ERR 'Authorization Violation {EVIL}'\r\n".encode()

@@ -8,14 +8,17 @@ import socket
 import subprocess
 import threading
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import nats.errors
 import nkeys
 import pytest
+from nats.js.errors import APIError
 
-from jetstream_ext.errors import RequestTimeoutError
+from jetstream_ext.errors import JetStreamExtError, RequestTimeoutError
 from jetstream_ext.spark.connection import ConnectError, Connections, RefusedError, WorkerConnection, ask, connections
 from jetstream_ext.spark.options import ConnectionOptions, OptionError
 from jetstream_ext.testing import NatsServer
@@ -339,3 +342,43 @@ def test_each_process_has_its_own_connections() -> None:
         forked = connections()
         assert forked is not mine
         forked.close()
+
+
+EVIL = "\x1b]0;owned\x07\x9b2J"
+ESCAPED = r"\x1b]0;owned\x07\x9b2J"
+
+
+def test_the_traceback_that_spark_logs_is_printable(cache: Connections, options: ConnectionOptions) -> None:
+    async def fail() -> None:
+        try:
+            try:
+                raise KeyError("harmless")
+            except KeyError:
+                raise APIError(description=f"one {EVIL}")  # noqa: B904 # the context is the point
+        except APIError as error:
+            raise JetStreamExtError(f"two {EVIL}") from error
+
+    with pytest.raises(JetStreamExtError) as caught, cache.lend(options, "x") as lease:
+        lease.run(fail())
+    text = "".join(traceback.format_exception(caught.value))
+    assert text.replace("\n", "").isprintable()
+    for words in ("KeyError: 'harmless'", f"one {ESCAPED}", f"two {ESCAPED}", "raise APIError"):
+        assert words in text
+    assert caught.value.message == f"two {EVIL}"
+
+
+def test_another_librarys_error_that_is_not_printable_becomes_one_of_ours(
+    cache: Connections, options: ConnectionOptions
+) -> None:
+    async def fail(error: Exception) -> None:
+        raise error
+
+    for error in (APIError(description=EVIL), nats.errors.Error(EVIL), ZeroDivisionError(EVIL)):
+        with pytest.raises(JetStreamExtError) as caught, cache.lend(options, "x") as lease:
+            lease.run(fail(error))
+        assert type(error).__name__ in str(caught.value)
+        assert "".join(traceback.format_exception(caught.value)).replace("\n", "").isprintable()
+    plain = ZeroDivisionError("two\nlines")
+    with pytest.raises(ZeroDivisionError) as same, cache.lend(options, "x") as lease:
+        lease.run(fail(plain))
+    assert same.value is plain

@@ -137,6 +137,39 @@ def test_deleted_keys_are_read_on_request(make: Callable[..., str], read: Read, 
     assert (found["k.1"], found["k.2"], found["k.3"], len(found)) == ("DEL", "PURGE", "PUT", 10)
 
 
+ODD = {b"\xff": "\\xff", b"\xfe": "\\xfe", b"\\xff": "\\\\xff", "\ufffd".encode(): "\ufffd", b"k.\xff": "k.\\xff"}
+
+
+@pytest.fixture
+def odd(make: Callable[..., str], server: NatsServer, publish_raw: Callable[..., None]) -> str:
+    """A bucket with keys that clients refuse, too; the values are the keys."""
+    bucket = make(ten, history=2)
+    publish_raw(server, ((b"$KV.%b.%b" % (bucket.encode(), key), key) for key in ODD))
+    return bucket
+
+
+@pytest.mark.parametrize("consistency", ["latest", "strict"])
+def test_keys_that_clients_refuse_are_rows_with_different_keys(odd: str, read: Read, consistency: str) -> None:
+    texts = {text: key for key, text in ODD.items()}
+    assert values(read(odd, consistency=consistency)) == TEN | texts
+    assert values(read(odd, consistency=consistency, asOf="12")) == TEN | {"\\xff": b"\xff", "\\xfe": b"\xfe"}
+    assert values(read(odd, consistency=consistency, keys="k.>")) == TEN | {"k.\\xff": b"k.\xff"}
+    assert values(read(odd, consistency=consistency, keys="k.1,\ufffd")) == {"k.1": b"1", "\ufffd": "\ufffd".encode()}
+
+
+def test_keys_that_clients_refuse_have_their_present_values_if_history_is_gone(
+    odd: str, server: NatsServer, read: Read, with_js: Any
+) -> None:
+    async def overwrite(js: JetStreamContext) -> None:
+        for value in (b"1", b"2", b"3"):
+            await js.publish(f"$KV.{odd}.\ufffd", value)
+
+    with_js(overwrite)
+    assert values(read(odd, asOf="15"))["\ufffd"] == b"3"
+    with pytest.raises(HistoryUnavailableError, match="the history needed for 1 of 5 keys"):
+        read(odd, asOf="15", consistency="strict")
+
+
 @pytest.mark.parametrize("count", [1023, 1024, 1025, 3000])
 def test_more_keys_than_a_request_takes_are_read(make: Callable[..., str], read: Read, count: int) -> None:
     async def fill(kv: KeyValue) -> None:

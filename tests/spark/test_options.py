@@ -86,8 +86,8 @@ def test_load_names_the_streams(loaded: dict[str, str]) -> None:
     ("options", "message"),
     [
         ({"servers": ""}, "'servers'.*empty"),
-        ({"servers": "ftp://x"}, "'servers'.*not the URL of a server"),
-        ({"servers": "nats://x:notaport"}, "'servers'.*not the URL of a server"),
+        ({"servers": "ftp://x"}, "'servers'.*server 1 is invalid: its scheme"),
+        ({"servers": "nats://x:notaport"}, "'servers'.*server 1 is invalid: it needs a host, and a port"),
         ({"stream": "A.B"}, "'stream'.*not allowed in a name"),
         ({"stream": "A,,B"}, "'stream'.*empty"),
         ({"path": "B"}, "'stream'.*says A, but load.* says B"),

@@ -58,6 +58,7 @@ SEQ, SUBJECT = ("seq",), ("subject",)
         ([Not(SEQ, 5)], PushedFilters()),
         ([EqualTo(SUBJECT, "a.b")], PushedFilters(subjects=("a.b",))),
         ([In(SUBJECT, ["a", "b"])], PushedFilters(subjects=("a", "b"))),
+        ([EqualTo(SUBJECT, "a.\ufffd")], PushedFilters()),
         ([EqualTo(SUBJECT, "a.*")], PushedFilters()),
         ([EqualTo(SUBJECT, "a b")], PushedFilters()),
         ([StringStartsWith(SUBJECT, "a.b.")], PushedFilters(subjects=("a.b.>",))),

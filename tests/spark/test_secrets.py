@@ -143,6 +143,8 @@ def test_no_secret_is_written_down(servers: dict[str, dict[str, str]], with_js: 
         anywhere | {"credsFile": secrets["seed"]},
         anywhere | {"credsFile": Path(servers["creds"]["credsFile"]).read_text()},
         anywhere | {"servers": f"nats://me:{PASSWORD}@127.0.0.1"},
+        anywhere | {"servers": f"nats://me:x,{PASSWORD}@127.0.0.1"},
+        anywhere | {"servers": f"nats://me:{PASSWORD}"},
         anywhere | {"nats.password": PASSWORD},
         # Credentials that the server refuses.
         anywhere | {"tokenEnv": "JETSTREAM_EXT_JOB_TOKEN"},

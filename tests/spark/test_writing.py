@@ -269,10 +269,21 @@ class TestTransactions:
         ):
             write(range(10))
 
+    @pytest.mark.parametrize(
+        "message",
+        [
+            b"hello",
+            b'{"v":true,"batch":0,"rows":1,"digest":""}',
+            b'{"v":1,"batch":-1,"rows":1,"digest":""}',
+            b'{"v":1,"batch":0,"rows":1.0,"digest":""}',
+            b'{"v":1,"batch":0,"rows":1,"digest":%b}' % (b"[" * 900 + b"]" * 900),
+        ],
+        ids=["text", "boolean version", "negative batch", "float", "nested"],
+    )
     def test_a_foreign_message_on_the_subject_of_a_marker_is_refused(
-        self, write: Any, with_js: Any, stream: str
+        self, write: Any, with_js: Any, stream: str, message: bytes
     ) -> None:
-        with_js(lambda js: js.publish(f"_spark.{stream}.{QUERY}.0", b"hello"))
+        with_js(lambda js: js.publish(f"_spark.{stream}.{QUERY}.0", message))
         with pytest.raises(ReplayError, match="is not a marker of this sink"):
             write(range(10))
 

@@ -1,0 +1,71 @@
+"""Any publisher can store subjects that are not UTF-8: reads of a stream lose none of them and take none for another."""
+
+from collections.abc import Callable
+
+import pytest
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext.log import Last, LogReader, New
+from jetstream_ext.protocol.subjects import SubjectMatcher
+from jetstream_ext.testing import NatsServer
+
+SUBJECTS = (
+    b"\xff",
+    b"\xfe",
+    "\ufffd".encode(),
+    b"a.\xff",
+    b"a.b",
+    b"a.\xfe.c",
+    "é".encode(),
+    b"a.\xff\xfe.c",
+    b"*x",
+    b"z",
+)
+
+PATTERNS = {">": SUBJECTS, "a.*.c": (b"a.\xfe.c", b"a.\xff\xfe.c"), "\ufffd": ("\ufffd".encode(),), "none": ()}
+
+
+@pytest.fixture
+async def stream(
+    js: JetStreamContext,
+    server: NatsServer,
+    stream_name: Callable[[], str],
+    publish_raw: Callable[..., None],
+) -> str:
+    """A stream with two messages on each of the subjects, whose first tokens are the stream's name."""
+    name = stream_name()
+    await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True)
+    publish_raw(server, ((b"%b.%b" % (name.encode(), each), each) for each in SUBJECTS * 2))
+    return name
+
+
+@pytest.mark.parametrize("min_seq", [None, 1])
+@pytest.mark.parametrize("max_bytes", [1, 300, 1 << 20])
+async def test_multi_last_returns_every_subject_at_every_sequence(
+    js: JetStreamContext, stream: str, max_bytes: int, min_seq: int | None
+) -> None:
+    direct = jsx.DirectGet(js, stream)
+
+    async def read(pattern: str, up_to: int | None) -> list[tuple[int, bytes]]:
+        batch = direct.multi_last([f"{stream}.{pattern}"], up_to_seq=up_to, max_bytes=max_bytes, min_seq=min_seq)
+        return [(message.seq, message.data) for message in await batch.to_list()]
+
+    for up_to in (*range(1, 2 * len(SUBJECTS) + 1), None):
+        newest = {each: seq for seq, each in enumerate((SUBJECTS * 2)[:up_to], 1)}
+        for pattern, matches in PATTERNS.items():
+            assert await read(pattern, up_to) == sorted((newest[each], each) for each in matches if each in newest)
+
+
+@pytest.mark.parametrize(("start", "expected"), [(Last(), [b"z", b"new"]), (New(), [b"new"])], ids=["last", "new"])
+async def test_reader_without_confirmation_starts_at_the_end(
+    js: JetStreamContext, stream: str, start: Last | New, expected: list[bytes]
+) -> None:
+    reader = LogReader(js, stream, start=start, confirm=False)
+    assert await reader.open() == 2 * len(SUBJECTS) + 2 - len(expected)
+    await js.publish(f"{stream}.z", b"new")
+    assert [message.data async for message in reader] == expected
+
+
+def test_filter_with_a_replacement_character_matches_no_other_bytes() -> None:
+    assert SubjectMatcher(["a.\ufffd"]).mask([b"a.\xff", "a.\ufffd".encode()]) == [False, True]

@@ -1,0 +1,662 @@
+"""The decoders and machines that read what servers and publishers wrote, each fed with mutations of valid frames.
+
+A family has cases; the number of a case is the seed of everything in it. A case returns how many mutated frames it has
+fed. It raises what a caller could not expect: any error but the documented ones, or a broken promise of a machine.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any, Final, cast
+
+from mutator import VALUES, Block, Document, Mutator
+from nats.js.api import StreamConfig
+
+from jetstream_ext.client import consumers, streams
+from jetstream_ext.client.api import malformed_as_error
+from jetstream_ext.client.base_connection import FallbackConnection
+from jetstream_ext.errors import BadHeaderError, JetStreamExtError, ResponseError
+from jetstream_ext.kv import entries as kv_entries
+from jetstream_ext.kv.history import Latest, Past, never_expires, ttl_of
+from jetstream_ext.kv.limits import RECORD, drops_oldest, known_since
+from jetstream_ext.log.lease import Lease
+from jetstream_ext.log.offsets import StoredOffset
+from jetstream_ext.protocol import api, atomic_resolve, frames
+from jetstream_ext.protocol import headers as h
+from jetstream_ext.protocol.atomic import AtomicBatchMachine
+from jetstream_ext.protocol.atomic import State as AtomicState
+from jetstream_ext.protocol.atomic_wire import read_reply
+from jetstream_ext.protocol.direct import Block as RowBlock
+from jetstream_ext.protocol.direct import ReplyDecoder, Request, StoredMsg, decode_single
+from jetstream_ext.protocol.fast import KEPT_REPORTS, FastBatch
+from jetstream_ext.protocol.fast import State as FastState
+from jetstream_ext.protocol.fast_window import LARGEST_FLOW
+from jetstream_ext.protocol.feature_table import DIRECT_BATCH, FENCED_BATCHES
+from jetstream_ext.protocol.fence import marked_seq
+from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.protocol.gaps import were_replaced
+from jetstream_ext.protocol.numbers import LARGEST
+from jetstream_ext.protocol.range_read import (
+    AskLeader,
+    AwaitConnection,
+    Deliver,
+    Done,
+    FindNewest,
+    RangeRead,
+    SendRequest,
+    Wait,
+)
+from jetstream_ext.protocol.reads import MultiLast, OneReply, Scan
+from jetstream_ext.types import BatchMessage, GapMode
+
+Case = Callable[[Mutator], int]
+NOW: Final = datetime(2026, 1, 2, tzinfo=UTC)
+INBOX: Final = b"_INBOX.x.y"
+BATCH: Final = "abc"
+
+
+def require(holds: bool, what: str) -> None:
+    if not holds:
+        raise AssertionError(what)
+
+
+# -- the valid frames ---------------------------------------------------------------------------------------------
+
+STORED: Final = (
+    b"",
+    b"A: 1\r\nB: \xc3\xa9\r\n",
+    b"Nats-Batch-Id: abc\r\nNats-Batch-Sequence: 2\r\nNats-Batch-Commit: 1\r\n",
+    b"KV-Operation: DEL\r\nNats-TTL: 1h30m\r\nNats-Expected-Last-Subject-Sequence: 4\r\n",
+    b"Nats-Marker-Reason: MaxAge\r\nNats-TTL: 60s\r\n",
+    b"Nats-Rollup: sub\r\nNats-TTL: never\r\nNats-Sequence: 77\r\n",
+)
+
+
+def reply(seq: int, last: int, stored: bytes = b"") -> Block:
+    """A message of a batched direct-get reply."""
+    added = (
+        b"Nats-Stream: S\r\nNats-Subject: $KV.B.k%d\r\nNats-Sequence: %d\r\nNats-Time-Stamp: 2026-01-01T00:00:%02d.5Z\r\n"
+        b"Nats-Num-Pending: %d\r\nNats-Last-Sequence: %d\r\n" % (seq % 7, seq, seq % 60, 20 - seq, last)
+    )
+    return b"NATS/1.0\r\n%b%b\r\n" % (stored, added), b"value"
+
+
+REPLIES: Final = [reply(seq, seq - 1, STORED[seq % len(STORED)]) for seq in range(1, 11)]
+SINGLES: Final = [
+    (block[: block.index(b"Nats-Num-Pending")] + b"\r\n", payload) for block, payload in REPLIES[: len(STORED)]
+]
+ENDS: Final[list[Block]] = [
+    (b"NATS/1.0 204 EOB\r\nNats-Num-Pending: 10\r\nNats-Last-Sequence: 10\r\n\r\n", b""),
+    (b"NATS/1.0 204 EOB\r\nNats-Num-Pending: 0\r\nNats-Last-Sequence: 10\r\nNats-UpTo-Sequence: 12\r\n\r\n", b""),
+    (b"NATS/1.0 404 Message Not Found\r\n\r\n", b""),
+    (b"NATS/1.0 408 Bad Request\r\n\r\n", b""),
+    (b"NATS/1.0 413 Too Many Results\r\n\r\n", b""),
+    (b"NATS/1.0 503\r\n\r\n", b""),
+]
+DIRECT: Final = REPLIES + SINGLES + ENDS
+
+ERROR: Final = {"code": 400, "err_code": 10071, "description": "wrong last sequence: 4"}
+FINAL: Final = {"stream": "S", "domain": "hub", "seq": 12, "batch": BATCH, "count": 3, "val": "3"}
+FAST: Final = tuple(
+    map(
+        Document,
+        (
+            {"type": "ack", "seq": 2, "msgs": 10},
+            {"type": "gap", "last_seq": 2, "seq": 4},
+            {"type": "err", "seq": 3, "error": ERROR},
+            {"last_seq": 2, "seq": 4, "ack_msgs": 5},
+            {"seq": 2, "error": ERROR},
+            {"stream": "S", "seq": 5},
+            {"error": ERROR},
+            FINAL,
+        ),
+    )
+)
+ATOMIC: Final = tuple(map(Document, (FINAL, {"error": ERROR, "stream": "S", "seq": 0}, {"stream": "S", "seq": 5})))
+SOURCE: Final = {
+    "name": "O",
+    "filter_subject": "a.>",
+    "subject_transforms": [{"src": "a.*", "dest": "b.{{wildcard(1)}}"}],
+    "external": {"api": "$JS.hub.API", "deliver": "d"},
+    "consumer": {"name": "c", "deliver_subject": "e"},
+}
+CONFIG: Final = {
+    "name": "S", "subjects": ["a.*", "$KV.B.>"], "retention": "limits", "storage": "file", "discard": "new", "max_msgs": 1000,
+    "max_bytes": 100_000, "max_age": 3_600_000_000_000, "max_msgs_per_subject": 5, "max_msg_size": -1, "num_replicas": 3,
+    "duplicate_window": 120_000_000_000, "first_seq": 1, "allow_direct": True, "allow_rollup_hdrs": True,
+    "subject_delete_marker_ttl": 60_000_000_000, "sources": [SOURCE], "subject_transform": {"src": "a", "dest": "c"},
+    "placement": {"cluster": "C", "tags": ["t"]}, "republish": {"src": "a", "dest": "r"},
+    "metadata": {
+        "_nats.level": "4", "_nats.ver": "2.15.1", "_nats.req.level": "0",
+        RECORD: '{"since":"2026-01-01T00:00:00+00:00","limits":{}}',
+    },
+}  # fmt: skip
+STATE: Final = {
+    "messages": 10, "bytes": 2000, "first_seq": 1, "first_ts": "2026-01-01T00:00:01Z", "last_seq": 10,
+    "last_ts": "2026-01-01T00:00:10.5Z", "num_subjects": 7, "consumer_count": 0, "subjects": {"$KV.B.k1": 2, "a.b": 1},
+}  # fmt: skip
+INFO: Final = {
+    "type": "io.nats.jetstream.api.v1.stream_info_response", "total": 2, "offset": 0, "limit": 100_000, "config": CONFIG,
+    "created": "2026-01-01T00:00:00.123456789Z", "state": STATE, "domain": "hub", "ts": "2026-01-02T00:00:00Z",
+    "cluster": {"name": "C", "leader": "n1", "replicas": [{"name": "n2", "current": True, "active": 100_000_000}, {"name": "n3"}]},
+    "sources": [SOURCE | {"lag": 3, "active": 5_000_000, "error": ERROR}],
+}  # fmt: skip
+MIRROR: Final = INFO | {
+    "config": CONFIG | {"sources": [], "mirror": SOURCE},
+    "mirror": SOURCE | {"lag": 1, "active": -1},
+}
+INFOS: Final = (Document(INFO), Document(MIRROR), Document({"error": ERROR}))
+MESSAGE: Final = Document({
+    "message": {
+        "subject": "a.b", "seq": 7, "data": base64.b64encode(b"x").decode(), "time": "2026-01-01T00:00:07.5+01:00",
+        "hdrs": base64.b64encode(b"NATS/1.0\r\n%b\r\n" % STORED[2]).decode(),
+    }
+})  # fmt: skip
+CONSUMER: Final = Document({
+    "stream_name": "O", "name": "c", "config": {"ack_policy": "flow_control", "deliver_subject": "e", "metadata": {"_nats.level": "4"}},
+    "num_pending": 3, "num_ack_pending": 1, "paused": True, "pause_until": "2026-01-01T00:00:07Z",
+})  # fmt: skip
+ADVISORY: Final = Document(
+    {"stream": "S", "batch": BATCH, "reason": "timeout", "timestamp": "2026-01-01T00:00:00Z", "domain": "hub"}
+)
+OFFSET: Final = Document({"v": 1, "stream": "S", "created": "2026-01-01T00:00:00Z", "seq": 5, "writer": "w"})
+POSITION: Final = Document(
+    {"v": 1, "stream": "S", "created": "", "seq": 5, "worker": "w", "commit": 3, "inbox": "_INBOX.a", "took_over": 17}
+)
+LEASE: Final = Document({"v": 1, "worker": "w", "seconds": 10, "renewal": 4})
+SERVER: Final = Document({
+    "server_id": "N", "server_name": "n1", "version": "2.15.1", "max_payload": 1 << 20, "api_lvl": 4, "domain": "hub",
+})  # fmt: skip
+
+
+# -- direct gets --------------------------------------------------------------------------------------------------
+
+
+def mutated(m: Mutator, block: Block) -> Frame:
+    header, payload = block
+    header = m.header(header, m.pick(DIRECT)[0])
+    return INBOX, header + payload, len(header)
+
+
+def intact(block: Block) -> Frame:
+    return INBOX, block[0] + block[1], len(block[0])
+
+
+def look_at(message: StoredMsg) -> None:
+    """Access every field of a message that is decoded on access."""
+    require(0 <= message.seq <= LARGEST, "a sequence is out of range")
+    for field in ("subject", "data", "headers", "header_pairs", "time_ns", "time", "num_pending", "last_seq", "size"):
+        try:
+            getattr(message, field)
+        except JetStreamExtError:
+            pass
+    try:
+        hash(message)
+        repr(message)
+    except JetStreamExtError:
+        pass
+
+
+def read_replies(m: Mutator) -> int:
+    """`ReplyDecoder` in random chunks, and everything that reads the rows that it returns."""
+    fed = 0
+    for _ in range(4):
+        decoder = ReplyDecoder("S", start=1, server_version="2.15.1")
+        valid = m.below(len(REPLIES))
+        replies = [intact(block) for block in REPLIES[:valid]]
+        for block in (*REPLIES[valid : valid + 3], m.pick(ENDS)):
+            replies.insert(len(replies) - (m.below(4) == 0), mutated(m, block))
+            fed += 1
+        try:
+            while replies and decoder.end is None and decoder.broken is None:
+                take = 1 + m.below(6)
+                read_rows(m, decoder.feed(replies[:take]))
+                del replies[:take]
+        except JetStreamExtError:
+            pass
+        require(decoder.last_seq <= LARGEST, "a sequence is out of range")
+    return fed
+
+
+def read_rows(m: Mutator, block: RowBlock) -> None:
+    for message in block.messages():
+        look_at(message)
+    try:
+        rows = list(kv_entries.rows_of(block))
+    except JetStreamExtError:
+        return
+    read_bucket(rows)
+
+
+def read_bucket(rows: list[kv_entries.Row]) -> None:
+    subjects = kv_entries.Subjects("B", "$KV.B.", lambda key: True)
+    latest = Latest(subjects, max_age=timedelta(hours=1))
+    latest.feed(rows)
+    latest.entries(NOW)
+    past = Past(subjects, revision=5, history=2)
+    past.feed(rows, log=True)
+    past.verdict(named=["k1", "k9"], wild=True, missing=True, lost=False)
+
+
+BUCKET_HEADERS: Final = (
+    "Nats-TTL", "Nats-Marker-Reason", "Nats-Rollup", "KV-Operation", "Nats-Expected-Last-Subject-Sequence",
+    "Nats-Expected-Last-Subject-Sequence-Subject",
+)  # fmt: skip
+
+
+def read_buckets(m: Mutator) -> int:
+    """Messages of a bucket with any value of the headers that reads of it understand."""
+    rows: list[kv_entries.Row] = []
+    for seq in range(1, 9):
+        headers = {m.pick(BUCKET_HEADERS): m.pick(VALUES).decode("utf-8", "replace") for _ in range(2)}
+        rows.append((seq, f"$KV.B.k{m.below(4)}", b"", headers, NOW - timedelta(seconds=9 - seq)))
+        ttl_of(headers)
+        never_expires(headers)
+    read_bucket(rows)
+    return len(rows)
+
+
+def decode_singles(m: Mutator) -> int:
+    """`decode_single` and what reads header blocks."""
+    for _ in range(8):
+        frame = mutated(m, m.pick(DIRECT))
+        try:
+            look_at(decode_single("S", frame, "2.15.1"))
+        except JetStreamExtError:
+            pass
+        block = frame[1][: frame[2]]
+        for read in (h.parse_status, h.checked_row):
+            try:
+                read(block)
+            except ResponseError:
+                pass
+        headers = h.decode_stored(block)
+        read_bucket([(7, "$KV.B.k", b"", headers, NOW)])
+    return 8
+
+
+def read_range(m: Mutator) -> int:
+    """A whole read, with or without proof, with lost connections and what the leader says."""
+    up_to = m.pick((None, 8, 50))
+    plan: Any = (
+        Scan(max_bytes=1000, up_to_seq=up_to),
+        OneReply(Request(batch=5, seq=1)),
+        MultiLast(Request(multi_last=("a",), up_to_seq=9 if m.below(2) else None), proved=up_to is not None),
+        OneReply(Request(batch=5, seq=1), whole=True),
+    )[m.below(4)]
+    machine = RangeRead(
+        "S", plan, 5.0, pause=0.05, prove_to=up_to if isinstance(plan, MultiLast) or m.below(2) else None
+    )
+    now, fed, seq = 0.0, 0, 0
+    for _ in range(60):
+        try:
+            action = machine.next_action(now)
+        except JetStreamExtError:
+            break
+        match action:
+            case SendRequest(sent):
+                seq = (sent.request.seq or 1) - 1
+            case Deliver(block):
+                read_rows(m, block)
+            case AskLeader(requests):
+                seqs = [m.below(12) for _ in requests]
+                machine.leader_answered(
+                    [StoredMsg(stream="S", subject="a", seq=seq) if seq else None for seq in seqs], now
+                )
+            case FindNewest(most):
+                newest = min(most, m.below(12))
+                machine.newest_found((newest, "a.b") if newest else None, newest + m.below(3), now)
+            case AwaitConnection():
+                machine.connected()
+            case Done(error):
+                require(error is None or isinstance(error, JetStreamExtError), f"it ended with {error!r}")
+                break
+            case Wait(until):
+                if plan.in_flight and m.below(10):
+                    received = [
+                        intact(reply(n, n - 1 if n > seq + 1 else 0)) for n in range(seq + 1, seq + 1 + m.below(4))
+                    ]
+                    block = reply(seq + len(received) + 1, seq + len(received)) if m.below(2) else m.pick(ENDS)
+                    received.append(mutated(m, block))
+                    seq, fed = seq + len(received), fed + 1
+                    machine.receive(plan.in_flight[0], received, now)
+                elif m.below(2):
+                    machine.disconnected()
+                now = max(now, until) if m.below(2) else now
+                machine.handle_timer(now)
+    return fed
+
+
+# -- batches ------------------------------------------------------------------------------------------------------
+
+
+def fast_frame(m: Mutator, sent: int) -> Frame:
+    seq = m.below(sent + 2) if m.below(4) else m.pick(VALUES)
+    subject = b"%b.abc.10.ok.%b.%d.$FI" % (INBOX, seq if isinstance(seq, bytes) else b"%d" % seq, m.below(5))
+    if not m.below(20):
+        header = m.header(m.pick(ENDS)[0], ENDS[0][0])
+        return subject, header, len(header)
+    return subject, m.document(m.pick(FAST)), 0
+
+
+def receive_fast(m: Mutator) -> int:
+    """A fast batch in any of its states."""
+    flow = 1 + m.below(10)
+    batch = FastBatch(batch_id=BATCH, flow=flow, max_outstanding_acks=3, gap=m.pick((GapMode.OK, GapMode.FAIL)))
+    batch.open(INBOX.decode())
+    now, fed = 0.0, 0
+    batch.add(BatchMessage("a.b", b"x"), now)
+    if m.below(4):
+        batch.receive([(b"%b.abc.10.ok.1.0.$FI" % INBOX, b'{"type":"ack","seq":0,"msgs":%d}' % flow, 0)], now)
+    for _ in range(8):
+        now += m.below(3) * 0.5
+        what = m.below(12)
+        try:
+            if what == 0:
+                batch.ping(now)
+            elif what == 1:
+                batch.commit(now)
+            elif what == 2:
+                batch.disconnected(now)
+            elif what == 3:
+                batch.reconnected(now)
+            while batch.state is FastState.OPEN and batch.room > 0 and m.below(3):
+                batch.add(BatchMessage("a.b", b"x"), now)
+        except JetStreamExtError:
+            pass
+        received = [fast_frame(m, batch.sent) for _ in range(2)]
+        fed += len(received)
+        batch.receive(received, now)
+        batch.handle_timer(now)
+        window = batch.window
+        require(isinstance(batch.state, FastState), "an unknown state")
+        require(1 <= window.flow <= LARGEST_FLOW, f"the flow is {window.flow}")
+        require(0 <= window.acked <= batch.sent, "more is acknowledged than was sent")
+        require(window.limit <= batch.sent * 2 + LARGEST_FLOW * 3, "the window is open without bound")
+        require(len(batch.gaps) <= KEPT_REPORTS and len(batch.errors) <= KEPT_REPORTS, "reports without bound")
+        require((batch.end_reason is None) == (batch.state is not FastState.ENDED), "ended without a reason")
+    return fed
+
+
+def atomic_reply(m: Mutator) -> Block:
+    if not m.below(4):
+        return m.header(m.pick(ENDS)[0], ENDS[0][0]), b"" if m.below(3) else m.document(ATOMIC[0])
+    return b"", m.document(m.pick(ATOMIC))
+
+
+def receive_atomic(m: Mutator) -> int:
+    """An atomic batch that is open or being committed."""
+    batch = AtomicBatchMachine(BATCH, own_id=bool(m.below(2)))
+    messages = [batch.prepare(BatchMessage("a.b", b"%d" % n)) for n in range(3)]
+    batch.open(messages[0], api_level=4, server_version="2.15.1", reply=INBOX.decode())
+    fed = 0
+    for message in messages:
+        batch.add(message)
+    batch.receive(1, b"", b"")
+    committed = m.below(3)
+    if committed:
+        batch.commit(None)
+    for _ in range(4):
+        header, payload = atomic_reply(m)
+        fed += 1
+        refusal = batch.receive(m.below(6), header, payload)
+        if refusal is not None:
+            batch.refusal_unobserved(refusal)
+        require(isinstance(batch.state, AtomicState), "an unknown state")
+        require(0 <= batch.staged <= batch.sent <= 4, "more is staged than was sent")
+        require(
+            batch.state is not AtomicState.COMMITTED or (committed > 0 and batch.ack is not None),
+            "committed by nothing",
+        )
+        require(
+            batch.state not in (AtomicState.FAILED, AtomicState.UNKNOWN) or batch.error is not None,
+            "failed without an error",
+        )
+    return fed
+
+
+def resolve_atomic(m: Mutator) -> int:
+    """The search for a batch whose commit was not answered."""
+    opened = api.parse_stream_state(INFO, "S") if m.below(2) else None
+    fingerprints = tuple(range(3)) if m.below(2) else None
+    commit = atomic_resolve.Commit(BATCH, 3, 0, "a.b", opened, 0, 0, fingerprints)
+    plan = atomic_resolve.find_earlier(commit, NOW) if m.below(2) else atomic_resolve.find_commit(commit)
+    fed = 0
+    answer: Any = None
+    try:
+        for _ in range(20):
+            match plan.send(answer):
+                case atomic_resolve.AskState():
+                    answer = api.parse_stream_state(
+                        json.loads(INFOS[0].data) if m.below(4) else parsed(m, INFOS[0]), "S"
+                    )
+                case atomic_resolve.AskMessage():
+                    answer = api.parse_message("S", parsed(m, MESSAGE)) if m.below(4) else None
+                case atomic_resolve.AskRange(_, search, _):
+                    for seq in range(search.next_seq if isinstance(search, atomic_resolve.Search) else 1, 11):
+                        fields = h.decode_stored(m.header(b"NATS/1.0\r\n%b\r\n" % STORED[2], b""))
+                        search.see(StoredMsg(stream="S", subject="a.b", seq=seq, headers=fields))
+                        fed += 1
+                    answer = None
+                case atomic_resolve.AskFence():
+                    answer = (0, atomic_reply(m), atomic_reply(m))
+                    fed += 1
+            fed += 1
+    except (StopIteration, atomic_resolve.NeverKnown, atomic_resolve.NotYetKnown, JetStreamExtError):
+        pass
+    return fed
+
+
+# -- JSON ---------------------------------------------------------------------------------------------------------
+
+STATE_FIELDS: Final = [name for name, value in vars(api.StreamState).items() if isinstance(value, property)]
+
+
+def parsed(m: Mutator, document: Document) -> dict[str, Any]:
+    return api.parse_answer("$JS.API.X", m.document(document))
+
+
+def run(call: Any) -> Any:
+    """Run a coroutine that never waits."""
+    try:
+        call.send(None)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("it waits")
+
+
+def read_states(m: Mutator) -> int:
+    """What a stream's leader answers about it."""
+    valid = api.parse_stream_state(INFO, "S")
+    for _ in range(8):
+        try:
+            answer = parsed(m, m.pick(INFOS))
+            state = api.parse_stream_state(answer, "S")
+        except JetStreamExtError:
+            continue
+        for name in STATE_FIELDS:
+            getattr(state, name)
+        state.copies_of("O", "a.b")
+        state.stores("a.b")
+        known_since(state)
+        drops_oldest(state)
+        were_replaced(state, valid, NOW)
+        for check in (state.check_direct_reads, state.check_created):
+            try:
+                check("2.15.1")
+            except JetStreamExtError:
+                pass
+    return 8
+
+
+class _Api:
+    """Answers each request with mutations of valid answers, without waiting."""
+
+    def __init__(self, m: Mutator) -> None:
+        self._m = m
+        self.context = SimpleNamespace(prefix="$JS.API", connection=SimpleNamespace(server_version="2.15.1"))
+
+    async def ask(self, what: str, *_: object, **__: object) -> dict[str, Any]:
+        return parsed(self._m, CONSUMER)
+
+    async def stream(self, *_: object, **__: object) -> dict[str, Any]:
+        return parsed(self._m, INFOS[0])
+
+    async def level(self) -> int:
+        return 4
+
+
+def read_answers(m: Mutator) -> int:
+    """Other answers of the JetStream API: messages, consumers, origins, created streams, refusals; and advisories."""
+    asked = cast(Any, _Api(m))
+    for _ in range(3):
+        try:
+            look_at(api.parse_message("S", parsed(m, MESSAGE)))
+        except JetStreamExtError:
+            pass
+        try:
+            api.parse_abandoned(m.document(ADVISORY))
+        except ResponseError:
+            pass
+        try:
+            info = parsed(m, m.pick(INFOS))
+            with malformed_as_error("a stream"):
+                config = info["config"]
+                api.check_config(config)
+                for entry in config.get("sources") or []:
+                    run(consumers._health(asked, entry, info.get("sources") or [], info.get("domain"), mirror=False))
+        except JetStreamExtError:
+            pass
+        try:
+            streams._checked(asked, StreamConfig(name="S", subjects=["a.*", "$KV.B.>"]), parsed(m, INFOS[0]))
+        except JetStreamExtError:
+            pass
+        try:
+            marked_seq(read_reply(*atomic_reply(m)))
+        except ResponseError:
+            pass
+    return 15
+
+
+def read_stored_values(m: Mutator) -> int:
+    """What readers and workers keep in messages that others can write."""
+    lease = Lease(cast(Any, SimpleNamespace(name="B")), "k", holder="h", name="w", patience=1)
+    for _ in range(4):
+        for document in (OFFSET, POSITION):
+            try:
+                offset = StoredOffset.decode("n", m.document(document), 5)
+            except ValueError as error:
+                require("is not a position" in str(error), f"another error: {error}")
+            else:
+                require(1 <= offset.seq <= LARGEST, "a position is out of range")
+        found = StoredMsg(stream="S", subject="s", seq=1, data=m.document(LEASE))
+        try:
+            _, seconds = lease._decode(found)
+        except ValueError as error:
+            require("is not the lease of a worker" in str(error), f"another error: {error}")
+        else:
+            timedelta(seconds=seconds)
+    return 12
+
+
+def read_server_info(m: Mutator) -> int:
+    """The INFO of a server."""
+    for _ in range(8):
+        try:
+            info = json.loads(m.document(SERVER))
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(info, Mapping):
+            continue
+        connection = FallbackConnection(
+            cast(Any, SimpleNamespace(max_payload=info.get("max_payload"))), partial(dict, info)
+        )
+        require(connection.max_payload >= 1, "no payload is allowed")
+        require(isinstance(connection.server_version, str), "the version is no text")
+        require(connection.api_level is None or type(connection.api_level) is int, "the level is no number")
+        require(isinstance(connection.domain, str | None), "the domain is no text")
+        DIRECT_BATCH.on(connection.server_version)
+        try:
+            FENCED_BATCHES.check(connection.server_version, "nothing was sent")
+        except JetStreamExtError:
+            pass
+    return 8
+
+
+# -- text ---------------------------------------------------------------------------------------------------------
+
+
+def write_headers(m: Mutator) -> int:
+    """Header blocks of a user, and the control lines of delivered messages."""
+    for _ in range(8):
+        name, value = (m.pick(VALUES).decode("utf-8", "surrogateescape") for _ in range(2))
+        try:
+            block = h.encode([("A", "1"), (name, value)])
+        except BadHeaderError:
+            pass
+        else:
+            require(block.count(b"\r\n") == 4 and len(block) <= h.MAX_BLOCK, "a header ended its line")
+        line = m.damaged(b"HMSG %b 9 %b %b" % (INBOX, m.pick(VALUES), m.pick(VALUES)))
+        found = frames.message_line(line)
+        require(found is None or 0 <= found.header_size <= found.total, "a size is out of range")
+    return 16
+
+
+FAMILIES: Final[dict[str, Case]] = {
+    "replies": read_replies,
+    "singles": decode_singles,
+    "range": read_range,
+    "buckets": read_buckets,
+    "fast": receive_fast,
+    "atomic": receive_atomic,
+    "resolve": resolve_atomic,
+    "states": read_states,
+    "answers": read_answers,
+    "stored": read_stored_values,
+    "info": read_server_info,
+    "headers": write_headers,
+}
+
+
+SECONDS: Final = 1.0
+"""How much processor time one case may take: some frames of at most 64 KiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What some cases showed."""
+
+    frames: int
+    failures: list[str]
+    slowest: float  # the seconds of the slowest case
+
+
+def run_case(name: str, seed: int) -> int:
+    """Run one case of a family; return how many mutated frames it fed."""
+    return FAMILIES[name](Mutator(Random(seed)))
+
+
+def run_cases(name: str, first: int, count: int) -> Report:
+    """Run `count` cases of a family, with the seeds from `first` on."""
+    frames, failures, slowest = 0, [], 0.0
+    for seed in range(first, first + count):
+        began = time.process_time()
+        try:
+            frames += run_case(name, seed)
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            failures.append(
+                f"{name}:{seed}: {type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+            )
+        slowest = max(slowest, time.process_time() - began)
+    return Report(frames, failures, slowest)
