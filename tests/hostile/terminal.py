@@ -9,6 +9,7 @@ import sys
 import termios
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from attacks import SGR
 
@@ -42,7 +43,11 @@ class Screen:
 
 
 async def run_in_terminal(
-    *command: str, environment: Mapping[str, str], timeout: float, stdout: int | None = None
+    *command: str,
+    environment: Mapping[str, str],
+    timeout: float,
+    stdout: int | None = None,
+    folder: Path | None = None,
 ) -> Screen:
     """Run a Python module with a terminal as standard input, output (unless it is `stdout`) and error."""
     master, slave = os.openpty()
@@ -61,7 +66,12 @@ async def run_in_terminal(
             closed.set()
 
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", *command, stdin=slave, stdout=stdout or slave, stderr=slave, env=dict(environment)
+        *(sys.executable, "-m", *command),
+        stdin=slave,
+        stdout=stdout or slave,
+        stderr=slave,
+        env=dict(environment),
+        cwd=folder,
     )
     os.close(slave)
     loop.add_reader(master, read)

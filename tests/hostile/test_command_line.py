@@ -49,12 +49,12 @@ COMMANDS: dict[str, Command] = {
     "snapshot": lambda url, folder: ["snapshot", "B0", "--server", url],
     "snapshot-at": lambda url, folder: ["snapshot", "B0", "--at", "2", "--partial", "--server", url],
     "export": to_file,
-    "export-stdout": lambda url, folder: ["export", "R0", "-", "--format", "jsonl", "--server", url],
+    "export-lines": lambda url, folder: ["export", "R0", str(folder / "rows.jsonl"), "--json", "--server", url],
     "ingest": ingest,
     "bench": lambda url, folder: ["bench", url, "--messages", "40", "--rounds", "1"],
 }
-DATA = {"export-stdout", "doctor-json"}
-"""Their standard output is data for another program, byte by byte as stored: it is not the terminal here."""
+DATA = {"export-lines", "doctor-json"}
+"""Their standard output is data for another program: it is not the terminal here."""
 
 
 def parts() -> list[list[Case]]:
@@ -65,7 +65,7 @@ def parts() -> list[list[Case]]:
         # `ingest` may take a minute each time.
         calls = {0: COMMANDS, 1: COMMANDS.keys() - {"ingest"}}
         return [[Case(name, seed, call) for seed in calls for call in sorted(calls[seed])] for name in ATTACKS]
-    sample = "refusal:0:bench same-answer:0:doctor texts:4:doctor texts:5:snapshot texts:6:export texts:9:export-stdout"
+    sample = "refusal:0:bench same-answer:0:doctor texts:4:doctor texts:5:snapshot texts:6:export texts:9:export-lines"
     return [[Case.parse(text) for text in f"{sample} errors:0:doctor refusal:1:snapshot".split()]]
 
 
@@ -91,6 +91,7 @@ async def run_case(case: Case, folder: Path) -> Screen:
                 return await run_in_terminal(
                     "jetstream_ext.cli",
                     *command,
+                    folder=folder,
                     environment=settings,
                     timeout=LIMIT,
                     stdout=stdout.fileno() if case.call in DATA else None,
