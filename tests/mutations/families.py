@@ -61,6 +61,7 @@ from jetstream_ext.types import BatchMessage, GapMode
 
 Case = Callable[[Mutator], int]
 NOW: Final = datetime(2026, 1, 2, tzinfo=UTC)
+NOW_NS: Final = int(datetime(2026, 1, 1, tzinfo=UTC).timestamp()) * 1_000_000_000
 INBOX: Final = b"_INBOX.x.y"
 BATCH: Final = "abc"
 
@@ -266,6 +267,35 @@ def read_buckets(m: Mutator) -> int:
     return len(rows)
 
 
+def as_servers_reply(stored: bytes, seq: int, last: int | None) -> Block:
+    """What a server makes of a stored header block: it replaces the last two bytes with its own lines."""
+    own, payload = reply(seq, seq - 1 if last is None else last)
+    own = own.removeprefix(b"NATS/1.0\r\n")
+    if last is None:
+        own = own[: own.index(b"Nats-Num-Pending")] + b"\r\n"
+    return (stored[:-2] if len(stored) > 2 else b"NATS/1.0\r\n") + own, payload
+
+
+def decode_stored_blocks(m: Mutator) -> int:
+    """Any stored header block leaves the fields of its message and the other messages as they are."""
+    blocks = [m.header(b"NATS/1.0\r\n" + m.pick(STORED) + b"\r\n", m.pick(DIRECT)[0]) for _ in range(6)]
+    frames = [intact(as_servers_reply(block, seq, seq - 1)) for seq, block in enumerate(blocks, 1)]
+    decoder, found = ReplyDecoder("S"), list[StoredMsg]()
+    while frames:
+        size = 1 + m.below(len(frames))
+        found += decoder.feed(frames[:size]).messages()
+        del frames[:size]
+    for seq, (block, message) in enumerate(zip(blocks, found, strict=True), 1):
+        single = decode_single("S", intact(as_servers_reply(block, seq, None)))
+        expected = "S", seq, f"$KV.B.k{seq % 7}", b"value", NOW_NS + seq * 1_000_000_000 + 500_000_000
+        for one in (message, single):
+            got = one.stream, one.seq, one.subject, one.data, one.time_ns
+            require(got == expected, f"{got} is not {expected}, with the stored block {block!r}")
+            require(one.raw_headers == h.raw_pairs(h.complete_lines(block)), f"wrong headers of {block!r}")
+        require((message.num_pending, message.last_seq) == (20 - seq, seq - 1), "wrong counts")
+    return 2 * len(blocks)
+
+
 def decode_singles(m: Mutator) -> int:
     """`decode_single` and what reads header blocks."""
     for _ in range(8):
@@ -275,7 +305,7 @@ def decode_singles(m: Mutator) -> int:
         except JetStreamExtError:
             pass
         block = frame[1][: frame[2]]
-        for read in (h.parse_status, h.checked_row):
+        for read in (h.parse_status, h.reply_row, h.single_row, h.complete_lines, h.raw_pairs, h.parse_time_ns):
             try:
                 read(block)
             except ResponseError:
@@ -299,11 +329,7 @@ def read_range(m: Mutator) -> int:
     )
     now, fed, seq = 0.0, 0, 0
     for _ in range(60):
-        try:
-            action = machine.next_action(now)
-        except JetStreamExtError:
-            break
-        match action:
+        match machine.next_action(now):
             case SendRequest(sent):
                 seq = (sent.request.seq or 1) - 1
             case Deliver(block):
@@ -615,6 +641,7 @@ def write_headers(m: Mutator) -> int:
 FAMILIES: Final[dict[str, Case]] = {
     "replies": read_replies,
     "singles": decode_singles,
+    "publishers": decode_stored_blocks,
     "range": read_range,
     "buckets": read_buckets,
     "fast": receive_fast,

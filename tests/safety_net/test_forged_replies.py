@@ -66,9 +66,6 @@ ODD = {
 }
 
 
-@pytest.mark.xfail(
-    strict=True, raises=NOT_RAISED, reason=f"{ISSUE}: a Nats-Sequence that no server would send is accepted"
-)
 @pytest.mark.parametrize(
     ("call", "value"), [*((call, value) for call in (get, get_next) for value in ODD.values()), (batch, ODD["plus"])]
 )
