@@ -17,6 +17,7 @@ from jetstream_ext.client.consumers import source_health
 from jetstream_ext.client.streams import Features, features
 from jetstream_ext.protocol.api import StreamState, parse_stream_state
 from jetstream_ext.protocol.feature_table import ATOMIC, DIRECT_GET, FAST_INGEST, FEATURES, MSG_TTL, Feature
+from jetstream_ext.protocol.numbers import json_number
 from jetstream_ext.protocol.subjects import check_name
 
 _KV: Final = "KV_"
@@ -38,7 +39,7 @@ async def _all_streams(js: JetStreamContext) -> list[StreamState]:
         known = len(states)
         page = await Api(Context(js)).ask("STREAM.LIST", {"offset": known})
         with malformed_as_error("all streams"):
-            infos, total = list(page.get("streams") or ()), int(page["total"])
+            infos, total = list(page.get("streams") or ()), json_number(page["total"], "total")
         states |= {state.name: state for state in map(parse_stream_state, infos)}
         if len(states) == known or len(states) >= total:
             return list(states.values())

@@ -27,6 +27,7 @@ from jetstream_ext.client.ingest import ingest
 from jetstream_ext.client.streams import ensure_stream
 from jetstream_ext.errors import IngestError
 from jetstream_ext.protocol.headers import MSG_ID
+from jetstream_ext.protocol.numbers import parse_number
 from jetstream_ext.protocol.subjects import check_name
 from jetstream_ext.types import BatchMessage, IngestProgress, IngestReport
 
@@ -163,8 +164,9 @@ class _Ingest:
             async with DirectGet(js, self._stream).scan(seq=start, up_to_seq=last, confirm=True) as messages:
                 async for message in messages:
                     prefix, _, index = message.headers.get(MSG_ID, "").rpartition(":")
-                    if f"{prefix}:" == self._id_prefix and index.isdecimal():
-                        found = max(found, int(index) + 1)
+                    row = parse_number(index)  # anyone may publish such an id; no file has more rows than bytes
+                    if f"{prefix}:" == self._id_prefix and row is not None and row < self._rows.total:
+                        found = max(found, row + 1)
             if found:
                 return found
             last = start - 1

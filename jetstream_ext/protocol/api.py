@@ -46,7 +46,7 @@ def parsing(what: str, frame: bytes = b"") -> Iterator[None]:
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ResponseError(f"{what} is malformed: {error!r}", frame=frame) from error
+        raise ResponseError(f"{what} is malformed: {error!r:.200}", frame=frame) from error
 
 
 def parse_object(what: str, payload: bytes) -> dict[str, Any]:
