@@ -19,8 +19,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from frame_proxy import Frame, FrameProxy
 
-ISSUE = "Hostile and odd input"
-NOT_RAISED: Any = pytest.fail.Exception
 LARGEST_FLOW = 65_535
 
 
