@@ -24,7 +24,7 @@ from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.feature_table import DIRECT_BATCH
 from jetstream_ext.protocol.numbers import json_int64, json_number, json_text, parse_number
-from jetstream_ext.protocol.subjects import check_name, covers, overlap
+from jetstream_ext.protocol.subjects import covers, overlap
 from jetstream_ext.types import AbandonedBatch, BatchAck
 
 FIRST_UNREADABLE: Final = 1 << 62
@@ -348,7 +348,7 @@ _TEXTS: Final = ("retention", "storage", "discard")
 
 def check_config(config: Mapping[str, Any]) -> None:
     """Raise one of the errors of `parsing` if a field of a stream's configuration has another type."""
-    check_name(config["name"], "stream name")  # it becomes part of the subjects of requests
+    json_text(config["name"], "name")
     for name in ("first_seq", *_NUMBERS):
         value = config.get(name)
         if value is not None:

@@ -15,7 +15,7 @@ sys.path.extend([str(Path(__file__).parent), str(Path(__file__).parents[1] / "sa
 
 from attacks import ATTACKS, attack
 from hostile_proxy import HostileProxy
-from memory import MemoryWatch
+from memory_watch import MemoryWatch
 from wait_matrix import CALLS, Cell, fill, run_round
 
 from jetstream_ext.testing import ReferenceServer
