@@ -753,7 +753,12 @@ async def _undo(running: _Running, clock: _LoopClock) -> None:
         await abandon(task)
 
 
-WRITING = ("BaseConnection.bounded > wait", "Client._send_publish > ", "FallbackConnection._publish > ")
+WRITING = (
+    "BaseConnection.bounded > wait",
+    "Client._send_publish > ",
+    "Client.flush > ",
+    "FallbackConnection._publish > ",
+)
 
 
 def _check_leaks(running: _Running, owners: weakref.WeakKeyDictionary[asyncio.Task[Any], Cell | None]) -> None:
@@ -766,7 +771,8 @@ def _check_leaks(running: _Running, owners: weakref.WeakKeyDictionary[asyncio.Ta
     subscriptions = {nc._subs[sid]._subject for sid in set(nc._subs) - running.held}
     connection = connection_of(nc)
     if isinstance(connection, FallbackConnection):
-        if connection._queued:  # it holds in tasks what nats-py's buffer does not take
+        # It holds in tasks what nats-py's buffer does not take, and each ping until its PONG or the end of the connection.
+        if connection._queued or "Client.flush > wait_for" in tasks:
             tasks = {where for where in tasks if not where.startswith(WRITING)}
             timers = {timer for timer in timers if "_release_waiter" not in timer}
         if nc.is_closed:  # nats-py then ends no subscription, and its close() may fail before it ends them all
