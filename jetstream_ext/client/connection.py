@@ -65,6 +65,8 @@ _CLOSE_TIMEOUT: Final = 2.0
 # Short enough for a read to survive a server's restart within its own timeout.
 _RECONNECT_WAIT: Final = 0.25
 _SEED: Final = re.compile(r"BEGIN USER NKEY SEED-+\s+(\S+)")
+# An nkey seed, the content of a credentials or PEM file, or a token that is longer than the name of a file can be.
+_SECRET: Final = re.compile(r"^\s*S[A-Z2-7]{50,}\s*$|-----|[\r\n\0]|[^/]{256}|.{1025}")
 
 _MISSING: Final = object()
 
@@ -580,6 +582,11 @@ class OwnClient(Client):
         if self._needs_tls and not self._encrypted:
             raise JetStreamExtError("the server does not require TLS, but TLS was requested; nothing was sent")
         return super()._connect_command()
+
+
+def may_be_secret(name: str) -> bool:
+    """Return whether a text may be a secret itself, given where the name of its file belongs; then never repeat it."""
+    return _SECRET.search(name) is not None
 
 
 def login(path: Path, *, jwt: bool = False) -> dict[str, Any]:

@@ -299,6 +299,7 @@ def test_tls_authenticates_server_and_client(cache: Connections, tmp_path: Path)
         ({"tls_ca": "/no/such/file"}, "'tlsCa'.*file '/no/such/file' does not exist on this node"),
         ({"nkey_file": "SU" + "A" * 56}, "'nkeyFile'.*holds the secret itself"),
         ({"creds_file": "-----BEGIN NATS USER JWT-----\nJSX_NOT_SET" + "x" * 1000}, "'credsFile'.*holds the secret"),
+        ({"nkey_file": "JETSTREAM_EXT_NOT_SET" + "x" * 300}, "'nkeyFile'.*holds the secret itself"),
         ({"tls_ca": __file__}, "'tlsCa'.*holds no certificates"),
         ({"tls_cert": __file__, "tls_key": __file__}, "'tlsCert', 'tlsKey'"),
     ],
