@@ -233,17 +233,21 @@ def _wait(future: Future[_Result]) -> _Result:
         future.cancel()  # has an effect only after an interrupt of this thread
 
 
-def _with_printable_texts(error: BaseException) -> BaseException:
-    """Return an error whose text and causes are printable, because Spark logs all of them.
+def _with_printable_texts(error: BaseException, seen: frozenset[int] = frozenset()) -> BaseException:
+    """Return an error whose text, notes and causes are printable, because Spark logs all of them.
 
     Another library's error with a server's escape sequences is replaced by one of ours, which shows them escaped.
+    An error that was raised again while its own consequence was handled is not repeated as a cause.
     """
+    seen |= {id(error)}
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     text = str(error)
     shown = error
     if not isinstance(error, JetStreamExtError) and printable(text, keep_lines=True) != text:
         shown = JetStreamExtError(f"{type(error).__name__}: {text}").with_traceback(error.__traceback__)
-    shown.__cause__ = None if cause is None else _with_printable_texts(cause)
+    if notes := getattr(error, "__notes__", None):
+        shown.__notes__ = [printable(note, keep_lines=True) for note in notes]
+    shown.__cause__ = None if cause is None or id(cause) in seen else _with_printable_texts(cause, seen)
     return shown
 
 
