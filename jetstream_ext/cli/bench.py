@@ -30,7 +30,7 @@ from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.fast import FastPublisher
 from jetstream_ext.client.streams import Features, features
-from jetstream_ext.errors import RequestTimeoutError
+from jetstream_ext.errors import RequestTimeoutError, ResponseError
 from jetstream_ext.protocol.feature_table import ATOMIC, DIRECT_BATCH, DIRECT_GET, FAST_INGEST, Feature
 from jetstream_ext.testing import NatsServer
 from jetstream_ext.text import printable
@@ -231,6 +231,13 @@ async def _while_connected(js: JetStreamContext, case: _Case) -> int:
             if not client.is_connected:
                 raise nats.errors.ConnectionClosedError
         return task.result()
+    except (nats.errors.Error, OSError):
+        raise
+    except Exception as error:
+        if case.ours:
+            raise
+        # On malformed words of a server, nats-py raises whatever its code meets.
+        raise ResponseError(f"nats-py cannot process what the server sent to {case.name}: {error!r:.200}") from error
     finally:
         await cancel(task, _CLOSE_TIMEOUT)  # publish_async raises another error when it is cancelled
 

@@ -18,7 +18,7 @@ from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
 from jetstream_ext.client.api import stream_state
-from jetstream_ext.client.connection import Context, OwnClient, login, tls_context
+from jetstream_ext.client.connection import Context, OwnClient, login, may_be_secret, tls_context
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.servers import Servers, parse_servers
 
@@ -230,6 +230,8 @@ def _arguments(settings: Settings, servers: Servers) -> dict[str, Any]:
 
 
 def _file(what: str, name: str) -> Path:
+    if may_be_secret(name):
+        raise click.ClickException(f"{what}: give the path of the file, not what it holds")
     path = Path(name).expanduser()
     if not path.is_file():
         raise click.ClickException(f"{what}: file {name!r} does not exist")

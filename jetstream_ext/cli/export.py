@@ -34,7 +34,7 @@ _REPORT_EVERY: Final = 500
 @click.option(
     "--spreadsheet",
     is_flag=True,
-    help="In CSV, put an apostrophe before each cell that a spreadsheet would run as a formula; ingest keeps it.",
+    help="In CSV, put an apostrophe before all that a spreadsheet may run as a formula; ingest keeps it.",
 )
 @click.option("--subject", default="", metavar="FILTER", help="Export only messages of this subject or filter.")
 @click.option(

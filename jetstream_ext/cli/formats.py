@@ -26,8 +26,9 @@ SPREADSHEET: Final = "csv for spreadsheets"
 _SUFFIXES: Final = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
 _COLUMNS: Final = ("seq", "time", "subject", "headers", "data", "data_base64")
 _PARQUET_ROWS: Final = 10_000  # converted at a time
-# Spreadsheets take a cell with such a start as a formula, the last four in East Asian versions.
-_FORMULA: Final = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+# Spreadsheets take a cell with such a start as a formula, the last four in East Asian versions. Where a comma is the
+# decimal sign, they split the file at semicolons and line breaks instead, also inside quotes.
+_FORMULA: Final = re.compile('^(?=[\t\r\n])|(^|[;\t\r\n]"*)(?=[-=+@\uff1d\uff0b\uff0d\uff20])')
 _NUMBER: Final = re.compile(r"-(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")  # a negative one of JSON
 _LARGEST_FIELD: Final = 1 << 30  # the csv module's own limit is lower than a server's max_payload
 
@@ -179,8 +180,9 @@ class SpreadsheetCsv(Csv):
     """CSV in which a spreadsheet takes no cell as a formula (OWASP, "CSV Injection"); a number such as -5 is none."""
 
     def _cell(self, value: str | int) -> str | int:
-        is_formula = isinstance(value, str) and value.startswith(_FORMULA) and not _NUMBER.fullmatch(value)
-        return f"'{value}" if is_formula else value
+        if isinstance(value, int) or _NUMBER.fullmatch(value):
+            return value
+        return _FORMULA.sub(r"\1'", value)
 
 
 class Parquet(JsonLines):

@@ -32,6 +32,7 @@ from jetstream_ext.text import printable
 _FILE_WIDTH: Final = 200
 _WIDTH_OF_A_BAR: Final = 70
 _USER_INFO: Final = re.compile(r"(\w\w:/+).*@")  # the Path of a URL has only one slash
+_EXTRA: Final = re.compile(r"(unexpected extra arguments?) \(.*\)", re.DOTALL)
 _UNBROKEN: Final = Column(no_wrap=True)
 _THEME: Final = Theme(
     {
@@ -58,11 +59,14 @@ class Stopped(click.ClickException):
 
 @contextmanager
 def printable_errors() -> Iterator[None]:
-    """Make the texts of click's exceptions printable, and hide the credentials of a URL in the wrong place."""
+    """Make the texts of click's exceptions printable, and hide the credentials of a URL in the wrong place.
+
+    Extra arguments are not repeated: they may be the second half of a password that was not quoted.
+    """
     try:
         yield
     except click.ClickException as error:
-        text = _USER_INFO.sub(r"\1", error.message)
+        text = _EXTRA.sub(r"\1", _USER_INFO.sub(r"\1", error.message))
         keep_lines = isinstance(error, click.UsageError)  # its text may be the help text
         vars(error)["message"] = printable(text, keep_lines=keep_lines)  # click declares it as final
         raise

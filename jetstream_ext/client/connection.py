@@ -22,7 +22,7 @@ import re
 import ssl
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -65,6 +65,8 @@ _CLOSE_TIMEOUT: Final = 2.0
 # Short enough for a read to survive a server's restart within its own timeout.
 _RECONNECT_WAIT: Final = 0.25
 _SEED: Final = re.compile(r"BEGIN USER NKEY SEED-+\s+(\S+)")
+# An nkey seed, the content of a credentials or PEM file, or a token that is longer than the name of a file can be.
+_SECRET: Final = re.compile(r"^\s*S[A-Z2-7]{50,}\s*$|-----|[\r\n\0]|[^/]{256}|.{1025}")
 
 _MISSING: Final = object()
 
@@ -459,6 +461,8 @@ class OwnClient(Client):
         self._tries: float = math.inf
         self._needs_tls: bool = False
         self._closing: bool = False
+        if (parser := getattr(self, "_ps", None)) is not None:
+            parser.parse = _reconnecting(parser.parse)
 
     async def open(
         self, servers: Sequence[str], *, shown: str, timeout: float, tries: float = math.inf, **arguments: Any
@@ -580,6 +584,25 @@ class OwnClient(Client):
         if self._needs_tls and not self._encrypted:
             raise JetStreamExtError("the server does not require TLS, but TLS was requested; nothing was sent")
         return super()._connect_command()
+
+
+def _reconnecting(parse: Callable[[bytes], Awaitable[None]]) -> Callable[[bytes], Awaitable[None]]:
+    """Return nats-py's `parse`, after whose errors it connects again; it would log a traceback and read no more."""
+
+    async def parse_or_reconnect(data: bytes = b"") -> None:
+        try:
+            await parse(data)
+        except (nats.errors.Error, OSError):
+            raise
+        except Exception as error:  # whatever its code meets on malformed words of a server
+            raise nats.errors.ProtocolError from error
+
+    return parse_or_reconnect
+
+
+def may_be_secret(name: str) -> bool:
+    """Return whether a text may be a secret itself, given where the name of its file belongs; then never repeat it."""
+    return _SECRET.search(name) is not None
 
 
 def login(path: Path, *, jwt: bool = False) -> dict[str, Any]:

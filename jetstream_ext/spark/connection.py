@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
@@ -21,7 +20,7 @@ import nats.errors
 from nats.js import JetStreamContext
 
 from jetstream_ext.client.base_connection import cancel
-from jetstream_ext.client.connection import OwnClient, login, tls_context
+from jetstream_ext.client.connection import OwnClient, login, may_be_secret, tls_context
 from jetstream_ext.client.retry import Retry, is_transient_read
 from jetstream_ext.errors import JetStreamExtError
 from jetstream_ext.spark.options import ConnectionOptions, OptionError
@@ -31,8 +30,6 @@ _log = get_logger("spark")
 
 _IDLE_SECONDS: Final = 60.0
 _ABANDON_TIMEOUT: Final = 5.0
-# A secret given where a file's name belongs: an nkey seed, a token, the content of a credentials or PEM file.
-_SECRET: Final = re.compile(r"^\s*S[A-Z2-7]{50,}\s*$|-----|[\r\n\0]|.{1025}")
 
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
@@ -236,17 +233,21 @@ def _wait(future: Future[_Result]) -> _Result:
         future.cancel()  # has an effect only after an interrupt of this thread
 
 
-def _with_printable_texts(error: BaseException) -> BaseException:
-    """Return an error whose text and causes are printable, because Spark logs all of them.
+def _with_printable_texts(error: BaseException, seen: frozenset[int] = frozenset()) -> BaseException:
+    """Return an error whose text, notes and causes are printable, because Spark logs all of them.
 
     Another library's error with a server's escape sequences is replaced by one of ours, which shows them escaped.
+    An error that was raised again while its own consequence was handled is not repeated as a cause.
     """
+    seen |= {id(error)}
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     text = str(error)
     shown = error
     if not isinstance(error, JetStreamExtError) and printable(text, keep_lines=True) != text:
         shown = JetStreamExtError(f"{type(error).__name__}: {text}").with_traceback(error.__traceback__)
-    shown.__cause__ = None if cause is None else _with_printable_texts(cause)
+    if notes := getattr(error, "__notes__", None):
+        shown.__notes__ = [printable(note, keep_lines=True) for note in notes]
+    shown.__cause__ = None if cause is None or id(cause) in seen else _with_printable_texts(cause, seen)
     return shown
 
 
@@ -316,7 +317,7 @@ def _secret(option: str, variable: str) -> str:
 
 
 def _file(option: str, name: str) -> Path:
-    if _SECRET.search(name):
+    if may_be_secret(name):
         raise OptionError(f"option {option!r}: it holds the secret itself; give the path of the file that holds it")
     path = Path(name)
     if not path.is_file() and path.name == name:

@@ -54,8 +54,30 @@ def test_every_payload_survives_export_and_ingest(
     assert payloads(server.url, two) == list(AWKWARD)
 
 
-FORMULAS = (b"=1+1", b"+1", b"-1+1", b"@SUM(A1)", b"\t=1", b"\r=1", b"\n=1", "\uff1d1".encode(), b"-", b"-01", b"--5")
-NO_FORMULAS = (b"-5", b"-0.5e+3", b"5", b"a=1", b" =1", b"'=1", b"", b'"=1"', b"a,=1")
+FORMULAS = (b"=1+1", b"+1", b"-1+1", b"@SUM(A1)", b"\tx", b"\rx", b"\nx", "\uff1d1".encode(), b"-", b"-01", b"--5")
+# Where a comma is the decimal sign, spreadsheets split cells at semicolons, also those in quotes.
+FORMULAS_INSIDE = {
+    b"\t=1": "'\t'=1",
+    b"a;=1;": "a;'=1;",
+    b'a;"=1&"': 'a;"\'=1&"',
+    b"a;;+1\n-1\r\n@1\t=1": "a;;'+1\n'-1\r\n'@1\t'=1",
+    "a;\uff1d1".encode(): "a;'\uff1d1",
+}
+NO_FORMULAS = (
+    b"-5",
+    b"-0.5e+3",
+    b"5",
+    b"a=1",
+    b" =1",
+    b"'=1",
+    b"",
+    b'"=1"',
+    b"a,=1",
+    b"a;1",
+    b"a; =1",
+    b"a;b=1",
+    b"a;'=1",
+)
 
 
 def test_export_for_a_spreadsheet_has_no_cell_that_is_a_formula(
@@ -66,14 +88,17 @@ def test_export_for_a_spreadsheet_has_no_cell_that_is_a_formula(
     async def publish(js: JetStreamContext) -> None:
         await js.add_stream(name=stream, subjects=[f"={stream}"], allow_direct=True, allow_batched=True)
         async with jsx.FastPublisher(js) as publisher:
-            await publisher.add_many((f"={stream}", payload) for payload in (*FORMULAS, *NO_FORMULAS, b"\xfb\xff"))
+            await publisher.add_many(
+                (f"={stream}", payload) for payload in (*FORMULAS, *FORMULAS_INSIDE, *NO_FORMULAS, b"\xfb\xff")
+            )
 
     with_js(server.url, publish)
     ok("export", stream, plain)
     ok("export", stream, safe, "--spreadsheet")
     with plain.open(newline="") as one, safe.open(newline="") as other:
         rows, cells = list(csv.DictReader(one)), list(csv.DictReader(other))
-    data = [*(f"'{payload.decode()}" for payload in FORMULAS), *(payload.decode() for payload in NO_FORMULAS), ""]
+    unchanged = [payload.decode() for payload in NO_FORMULAS]
+    data = [*(f"'{payload.decode()}" for payload in FORMULAS), *FORMULAS_INSIDE.values(), *unchanged, ""]
     assert [row["data"] for row in cells] == data
     assert {row["subject"] for row in cells} == {f"'={stream}"}
     assert (rows[-1]["data_base64"], cells[-1]["data_base64"]) == ("+/8=", "'+/8=")

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import nkeys
 import pytest
 from cli_tools import Json, Run, run_fix, with_js
 from nats.js import JetStreamContext
@@ -117,10 +118,46 @@ def test_no_escape_sequence_of_an_argument_reaches_the_terminal(run: Run, argume
     ids=" ".join,
 )
 def test_a_url_in_the_wrong_place_is_shown_without_its_credentials(run: Run, arguments: list[str]) -> None:
-    done = run(*(each.replace("URL", "nats://u:hun/t@r2@127.0.0.1:4222") for each in arguments))
+    done = run(*(each.replace("URL", "nats://u:hun/t@er2x@127.0.0.1:4222") for each in arguments))
     assert done.exit_code in (1, 2)
     assert "hun" not in done.output
-    assert "r2" not in done.output
+    assert "er2x" not in done.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["snapshot", "B", "u:SECRET@127.0.0.1"],
+        ["snapshot", "B", "--password", "first", "SECRET"],
+        ["snapshot", "B", "nats://u:SECRET\n@127.0.0.1", "SECRET"],
+    ],
+    ids=["URL without a scheme", "half a password", "two lines"],
+)
+def test_an_extra_argument_is_not_repeated(run: Run, arguments: list[str]) -> None:
+    done = run(*(each.replace("SECRET", "hunter2") for each in arguments))
+    assert done.exit_code == 2
+    assert "Got unexpected extra argument" in done.stderr
+    assert "hunter2" not in done.output
+
+
+@pytest.mark.parametrize("option", ["--creds", "--nkey", "--tlsca", "NATS_CREDS", "NATS_NKEY", "NATS_CA"])
+@pytest.mark.parametrize("secret", ["seed", "file", "line"])
+def test_a_secret_in_place_of_its_file_is_not_repeated(
+    run: Run, monkeypatch: pytest.MonkeyPatch, option: str, secret: str
+) -> None:
+    seed = nkeys.encode_seed(bytes(range(32)), nkeys.PREFIX_BYTE_USER).decode()
+    text = {
+        "seed": seed,
+        "file": f"-----BEGIN NATS USER JWT-----\n{'x' * 400}\n-----BEGIN USER NKEY SEED-----\n{seed}\n",
+        "line": f"{seed}{'x' * 400}",
+    }[secret]
+    arguments = [option, text]
+    if option.startswith("NATS_"):
+        monkeypatch.setenv(option, text)
+        arguments = []
+    done = run("doctor", *arguments)
+    assert (done.exit_code, "give the path of the file, not what it holds" in done.stderr) == (1, True)
+    assert seed not in done.output
 
 
 def test_help_shows_no_value_of_an_environment_variable(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,12 @@ def parts() -> list[list[Case]]:
         calls = {0: COMMANDS, 1: COMMANDS.keys() - {"ingest"}}
         return [[Case(name, seed, call) for seed in calls for call in sorted(calls[seed])] for name in ATTACKS]
     sample = "refusal:0:bench same-answer:0:doctor texts:4:doctor texts:5:snapshot texts:6:export texts:9:export-lines"
-    return [[Case.parse(text) for text in f"{sample} errors:0:doctor refusal:1:snapshot".split()]]
+    return [
+        [
+            Case.parse(text)
+            for text in f"{sample} errors:0:doctor refusal:1:snapshot texts:8:bench second-info:5:doctor status:5:doctor".split()
+        ]
+    ]
 
 
 async def run_case(case: Case, folder: Path) -> Screen:

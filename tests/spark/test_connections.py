@@ -299,6 +299,7 @@ def test_tls_authenticates_server_and_client(cache: Connections, tmp_path: Path)
         ({"tls_ca": "/no/such/file"}, "'tlsCa'.*file '/no/such/file' does not exist on this node"),
         ({"nkey_file": "SU" + "A" * 56}, "'nkeyFile'.*holds the secret itself"),
         ({"creds_file": "-----BEGIN NATS USER JWT-----\nJSX_NOT_SET" + "x" * 1000}, "'credsFile'.*holds the secret"),
+        ({"nkey_file": "JETSTREAM_EXT_NOT_SET" + "x" * 300}, "'nkeyFile'.*holds the secret itself"),
         ({"tls_ca": __file__}, "'tlsCa'.*holds no certificates"),
         ({"tls_cert": __file__, "tls_key": __file__}, "'tlsCert', 'tlsKey'"),
     ],
@@ -382,3 +383,24 @@ def test_another_librarys_error_that_is_not_printable_becomes_one_of_ours(
     with pytest.raises(ZeroDivisionError) as same, cache.lend(options, "x") as lease:
         lease.run(fail(plain))
     assert same.value is plain
+
+
+def test_an_error_that_is_its_own_cause_is_raised_once(cache: Connections, options: ConnectionOptions) -> None:
+    lost = APIError(description=f"lost {EVIL}")
+
+    async def fail() -> None:
+        try:
+            try:
+                raise lost
+            except APIError as error:
+                raise JetStreamExtError("gave up") from error
+        except JetStreamExtError:
+            lost.add_note(f"noted {EVIL}")
+            raise lost  # noqa: B904 # as errors that are kept, such as that of a lost connection
+
+    with pytest.raises(JetStreamExtError, match=r"APIError: .*lost") as caught, cache.lend(options, "x") as lease:
+        lease.run(fail())
+    text = "".join(traceback.format_exception(caught.value))
+    shown = ("JetStreamExtError: APIError: ", "JetStreamExtError: gave up", f"noted {ESCAPED}")
+    assert [text.count(words) for words in shown] == [1, 1, 1]
+    assert text.replace("\n", "").isprintable()
