@@ -33,6 +33,7 @@ _FILE_WIDTH: Final = 200
 _WIDTH_OF_A_BAR: Final = 70
 _USER_INFO: Final = re.compile(r"(\w\w:/+).*@")  # the Path of a URL has only one slash
 _EXTRA: Final = re.compile(r"(unexpected extra arguments?) \(.*\)", re.DOTALL)
+_NOT_ASCII: Final = re.compile(r"[^ -~]")
 _UNBROKEN: Final = Column(no_wrap=True)
 _THEME: Final = Theme(
     {
@@ -147,12 +148,13 @@ def write_json(value: Mapping[str, Any]) -> None:
     """Write a JSON object as one line of UTF-8, whatever the terminal's encoding."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     if not text.isprintable():  # JSON's escapes are the same characters to a program, but not to a terminal
-        text = "".join(char if char.isprintable() else _json_escape(char) for char in text)
+        text = _NOT_ASCII.sub(_json_escape, text)
     click.echo(text.encode())
 
 
-def _json_escape(char: str) -> str:
-    return json.dumps(char)[1:-1].replace("\x7f", r"\u007f")
+def _json_escape(found: re.Match[str]) -> str:
+    char = found[0]
+    return char if char.isprintable() else json.dumps(char)[1:-1].replace("\x7f", r"\u007f")
 
 
 def table(*headings: str) -> Table:

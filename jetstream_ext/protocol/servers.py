@@ -46,6 +46,11 @@ def parse_servers(text: str) -> Servers:
                 "the credentials in a URL hold both ',' and '@', so it is not clear where they end; "
                 "write each server with its scheme, and percent-encode the credentials (%2C for ',', %40 for '@')"
             )
+        if scheme in ("ws", "wss") and "/" in user_info:
+            raise ValueError(
+                f"a URL with {scheme}:// has '/' in front of '@', so it is not clear where its credentials end; "
+                "percent-encode them (%2F for '/'), or the path (%40 for '@')"
+            )
         if user_info:
             credentials.add(user_info)
         named = [host for host in map(str.strip, hosts.split(",")) if host]
@@ -61,11 +66,20 @@ def parse_servers(text: str) -> Servers:
     if len(credentials) > 1:
         raise ValueError("the URLs have different credentials; one connection is for one user")
     user, colon, password = "".join(credentials).partition(":")
+    names = _unquoted(user), _unquoted(password)
+    if None in names:
+        raise ValueError("the credentials in a URL are not UTF-8 once they are percent-decoded")
     return Servers(
-        urls=tuple(dict.fromkeys(urls)),
-        user=unquote(user) if credentials else None,
-        password=unquote(password) if colon else None,
+        urls=tuple(dict.fromkeys(urls)), user=names[0] if credentials else None, password=names[1] if colon else None
     )
+
+
+def _unquoted(text: str) -> str | None:
+    """Return a percent-decoded text, or None; the codec's error would hold the text."""
+    try:
+        return unquote(text, errors="strict")
+    except UnicodeDecodeError:
+        return None
 
 
 def _problem(scheme: str, host: str) -> str:

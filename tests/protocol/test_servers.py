@@ -75,6 +75,8 @@ def test_a_comma_after_the_credentials_starts_another_server() -> None:
         ("hun:ter2@h,hun:ter2@i", "percent-encode"),
         ("nats://hun:ter2,@@h", "percent-encode"),
         ("nats://hun:ter2@h,nats://hun:ter3@h", "different credentials"),
+        ("nats://hun:ter2%ff@h", "not UTF-8"),
+        ("wss://h/hun@ter2", "'/' in front of '@'"),
     ],
 )
 def test_an_error_repeats_no_part_of_the_credentials(text: str, problem: str) -> None:
