@@ -56,9 +56,12 @@ from jetstream_ext.types import own_headers
 # States of nats-py's parser (nats.protocol.parser).
 _AWAITING_CONTROL_LINE = 1
 _MAX_CONTROL_LINE = 4096
-# More than any server sends: a list of its cluster's URLs, and the 64 MiB that it can be configured to take with headers.
-_LONGEST_LINE = 1 << 18
-_LARGEST_MESSAGE = 65 << 20
+_LONGEST_LINE = 1 << 18  # more than any server sends: a list of its cluster's URLs
+# A server's INFO says how large messages are that it takes, but a stream's leader may be another server. A server keeps its
+# limit in 31 bits; most leave it at 1 MiB and can queue 64 MiB for a client.
+_LARGEST_MESSAGE = 64 << 20
+_LARGEST_LIMIT = (1 << 31) - 1
+_MESSAGE_HEADERS = 1 << 20  # more than the header lines that a server adds
 
 _log = get_logger()
 _CLOSE_TIMEOUT: Final = 2.0
@@ -211,7 +214,7 @@ class Connection(BaseConnection):
             notify(self._handlers.values(), connected=True)
         if parser.state != _AWAITING_CONTROL_LINE:
             # nats-py is inside a message of another subscription: pass it the rest.
-            _check_total(parser.needed)
+            self._check_total(parser.needed)
             rest = parser.needed + 2 - len(buffer)
             head, data = data[:rest], data[rest:]
             await self._parse(head)
@@ -255,7 +258,7 @@ class Connection(BaseConnection):
                         return  # the parser was reset: the rest is of the lost connection
                     pos = end
                     continue
-                _check_total(read.total)
+                self._check_total(read.total)
                 line_length = eol + 2 - pos
                 line = (handlers[read.sid], read.subject, read.header_size, read.total, line_length)
                 if len(parsed_lines) >= _PARSED_LINES_KEPT:
@@ -288,11 +291,10 @@ class Connection(BaseConnection):
         if handler is not None:
             call_handler(handler.frames, batch)
 
-
-def _check_total(total: int) -> None:
-    """Raise, for nats-py to end the connection, if a message is larger than any: it would be buffered without bound."""
-    if total > _LARGEST_MESSAGE:
-        raise nats.errors.ProtocolError("the server announces a message of more than 65 MiB")
+    def _check_total(self, total: int) -> None:
+        """Raise, for nats-py to end the connection, if a message is larger than any: it would be buffered without bound."""
+        if total > max(_LARGEST_MESSAGE, min(self.max_payload, _LARGEST_LIMIT)) + _MESSAGE_HEADERS:
+            raise nats.errors.ProtocolError("the server announces a message that is larger than any it can send")
 
 
 _FALLBACK_WARNING = (

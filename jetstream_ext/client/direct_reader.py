@@ -173,6 +173,10 @@ async def read_blocks(
         async def next_of(subject: str) -> StoredMsg | None:
             return await at_leader(Request(seq=first, next_by_subj=subject))
 
+        if seq == NEWEST and filters != (">",):  # any match does, and none may be overlooked because it is overwritten
+            matches = await gather_bounded(next_of, filters, limit=MAX_LEADER_REQUESTS)
+            some = max(((one.seq, one.subject) for one in matches if one is not None), default=None)
+            return some, state.last_seq
         while len(filters) > 1:  # leave out those without a message after the newest one that is known
             found = zip(await gather_bounded(next_of, filters, limit=MAX_LEADER_REQUESTS), filters, strict=True)
             later = sorted((one.seq, subject) for one, subject in found if one is not None and one.seq <= last)

@@ -43,9 +43,10 @@ from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import Request, StoredMsg
 from jetstream_ext.protocol.feature_table import START_TIME_LEVEL
 from jetstream_ext.protocol.gaps import Gaps, only_a_rollup, were_replaced
+from jetstream_ext.protocol.numbers import LARGEST
 from jetstream_ext.protocol.options import check_int, check_seconds
 from jetstream_ext.protocol.reads import Scan
-from jetstream_ext.protocol.subjects import check_filter, filter_for
+from jetstream_ext.protocol.subjects import can_be_asked_for, check_filter
 from jetstream_ext.text import get_logger
 
 _log = get_logger()
@@ -696,9 +697,7 @@ class LogReader:
             self._not_before = start.when  # a responder may lack messages that it is about to get
         if oldest is None:
             return 1
-        newest_of = self._direct.multi_last([filter_for(oldest.subject)])
-        await newest_of.to_list()
-        last, found = newest_of.up_to_seq, None
+        last, found = await self._reached(oldest), None
         disagree = RequestTimeoutError(f"stream {self.stream!r}: the responders to direct gets differ; try again")
         if last is None:
             raise disagree  # this one lacks the subject
@@ -719,6 +718,15 @@ class LogReader:
                     raise disagree
             return seq
         return last + 1 if found is None else found.seq
+
+    async def _reached(self, oldest: StoredMsg) -> int | None:
+        """Return the last sequence that a responder has, or None if it lacks the subject of the message `oldest`."""
+        if can_be_asked_for(oldest.subject):
+            newest_of = self._direct.multi_last([oldest.subject])
+            await newest_of.to_list()
+            return newest_of.up_to_seq
+        newest = await newest_up_to(self._find_one, LARGEST, oldest.seq)
+        return None if newest is None else newest.seq
 
     async def _find_one(self, request: Request) -> StoredMsg | None:
         try:

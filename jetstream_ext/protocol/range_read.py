@@ -133,7 +133,10 @@ class AskLeader:
 
 @dataclass(frozen=True, slots=True)
 class FindNewest:
-    """Ask the leader for its newest message up to the sequence `seq` that matches `filters`; hand it to `newest_found`."""
+    """Ask the leader for its newest message up to the sequence `seq` that matches `filters`; hand it to `newest_found`.
+
+    For `NEWEST` and filters other than ``>``, any message that matches will do.
+    """
 
     seq: int
     filters: tuple[str, ...] = (">",)

@@ -22,13 +22,14 @@ from datetime import datetime
 from typing import Final
 
 from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, StoredMsg
-from jetstream_ext.protocol.subjects import SubjectMatcher, filter_for
+from jetstream_ext.protocol.subjects import NOT_INDEXED, SubjectMatcher, filter_for
 
 FIRST_BATCH: Final = 1_000
 MAX_BATCH: Final = 16_000
 MAX_BATCH_GAPPY: Final = 64_000
 NEWEST: Final = (1 << 64) - 1  # as `MultiLast.wanted`: the leader's newest message
 
+_MOST_SKIPS: Final = 16  # how many messages a `MultiLast` passes over that no filter finds
 _UNLIMITED: Final = 1 << 31  # as `max_bytes`: the messages are known and few
 # The replies in flight of one read take about this many seconds: other calls on the connection wait behind them.
 _SECONDS_IN_FLIGHT: Final = 0.5
@@ -331,8 +332,10 @@ class MultiLast(Plan):
 
     In a request, a wildcard stands for a token that is not UTF-8, and rows that no filter of the caller matches are left out.
 
-    The subject of the witness may be one more than a server answers for. If the others alone are not too many, the witness
-    becomes the newest message that matches: up to the point in time, the leader has no later one.
+    The subject of the witness may be one more than a server answers for, or its filter may match too many. If the others
+    alone are not too many, the witness becomes the newest message that matches: up to the point in time, the leader has no
+    later one. Of now, it is any message that matches; without one, nothing is found. It is the same if servers find the
+    witness by no filter.
 
     `request` is the first page; its `batch` is the caller's limit for all pages together. With `proved`, every row is
     proved to be the leader's, also if there is no `up_to_seq`.
@@ -349,6 +352,7 @@ class MultiLast(Plan):
         self._with_witness = False  # the first page asks for the witness
         self.point: int | None = request.up_to_seq  # what `EndOfBatch.up_to_seq` says
         self._witness = (0, "")  # its sequence and its subject
+        self._skips = _MOST_SKIPS
         self._page, self._page_pending = Block(), 0  # a page that shows what comes next
         self._page_subjects: tuple[str, ...] = ()
         self._rows = self._last = self._pending = 0
@@ -455,6 +459,16 @@ class MultiLast(Plan):
         """
         assert self.wanted is not None
         wanted, self.wanted = self.wanted, None
+        if newest is not None and NOT_INDEXED in newest[1] and self._skips:
+            # It is in no reply to a request with filters, so no page ends with it.
+            self._skips -= 1
+            if self.among == (">",):
+                filters = dict.fromkeys(self._request.multi_last or ())
+                self.among, self.wanted = ("*", "*.>") if ">" in filters else tuple(filters), wanted
+                return
+            if wanted != NEWEST:
+                self.wanted = newest[0] - 1
+                return
         if newest is None or newest[0] <= self._cursor:  # what followed has been removed
             self.point = self.point if self._rows else min(wanted, last_seq)
             self._pending = 0
@@ -471,10 +485,13 @@ class MultiLast(Plan):
 
     def fewer_subjects(self) -> bool:
         """Leave the subject of the witness out, because a server does not answer for so many; return whether it was asked."""
-        if self._step is not _Step.PAGE or self._matches(self._witness[1]):
+        if self._step is _Step.NOW and self._with_witness:
+            self.among, self.wanted, self._with_witness = self._request.multi_last or (), NEWEST, False
+        elif self._step is _Step.PAGE and not self._matches(self._witness[1]):
+            self._step = _Step.FITS
+        else:
             return False
         self.in_flight.clear()
-        self._step = _Step.FITS
         return True
 
     def pin(self, seq: int) -> None:

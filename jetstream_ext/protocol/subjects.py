@@ -12,6 +12,9 @@ from jetstream_ext.protocol.frames import check_line
 # Subjects are parts of lines of a text protocol in UTF-8: no control characters, white space or lone surrogates.
 _FORBIDDEN_CHARACTERS: Final = frozenset(chr(code) for code in (*range(33), 127, *range(0xD800, 0xE000)))
 
+NOT_INDEXED: Final = "\x7f"
+"""Servers from 2.11 to 2.15 store subjects with this character, and find them only by sequence, not by a filter."""
+
 _LONGEST_NAME: Final = 255  # in every server; it cannot be configured
 
 
@@ -91,8 +94,11 @@ def can_be_asked_for(subject: str) -> bool:
 
 
 def filter_for(subject: str) -> str:
-    """Return a filter that matches a stored subject as a server sent it: ``*`` for tokens whose bytes are not known."""
-    return ".".join("*" if "\ufffd" in token else token for token in subject.split("."))
+    """Return a filter that matches a stored subject as a server sent it.
+
+    It has ``*`` for tokens whose bytes are not known, and for ``>``, which a filter can have only at its end.
+    """
+    return ".".join("*" if part == ">" or "\ufffd" in part else part for part in subject.split("."))
 
 
 def matcher(filters: Collection[str]) -> Callable[[str], bool]:

@@ -314,6 +314,27 @@ async def test_a_long_info_line_in_pieces_is_passed_on() -> None:
     assert nc.heard == [("one", b"a.b", b"", b"before"), ("INFO", info), ("one", b"a.b", b"", b"after")]
 
 
+@INTERNALS
+@pytest.mark.parametrize("sid", [1, 2])
+@pytest.mark.parametrize(
+    ("max_payload", "size", "accepted"),
+    [
+        (1 << 20, 64 << 20, True), (1 << 20, 66 << 20, False),  # another server may have another limit
+        (100 << 20, (100 << 20) + 70_000, True), (100 << 20, 102 << 20, False),
+        (1 << 40, (2 << 30) + 70_000, True), (1 << 40, 3 << 30, False), ("100", 66 << 20, False),
+    ],
+)  # fmt: skip
+async def test_a_message_can_be_as_large_as_its_server_allows(
+    max_payload: Any, size: int, accepted: bool, sid: int
+) -> None:
+    nc, *_ = await opened()
+    nc._max_payload = max_payload
+    refused = pytest.raises(nats.errors.ProtocolError)
+    with contextlib.nullcontext() if accepted else refused:
+        await nc._ps.parse(b"MSG a.b %d %d\r\nbegin" % (sid, size))
+        await nc._ps.parse(b"more")
+
+
 # -- subscriptions
 
 

@@ -67,5 +67,58 @@ async def test_reader_without_confirmation_starts_at_the_end(
     assert [message.data async for message in reader] == expected
 
 
+# Subjects that cannot be asked for: by no filter of a client, by no filter at all (the last), or by one that matches others.
+HARD = (b"\xff", b">", b">.x", b"*", b"a\x00b", b"\x01", b"\x7f")
+
+
+@pytest.fixture(params=HARD, ids=repr)
+async def hard(
+    request: pytest.FixtureRequest,
+    js: JetStreamContext,
+    server: NatsServer,
+    stream_name: Callable[[], str],
+    publish_raw: Callable[..., None],
+) -> str:
+    """A stream with more subjects than one answer can hold, whose oldest and newest message is on a hard subject."""
+    name = stream_name()
+    await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True)
+    tokens = (request.param, *(b"k%d" % n for n in range(1100)), request.param)
+    publish_raw(server, ((b"%b.%b" % (name.encode(), token), b"") for token in tokens))
+    return name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"min_seq": 1}, {"min_seq": 1, "max_bytes": 1}, {"up_to_seq": 1102}, {"up_to_seq": 1102, "max_bytes": 1}],
+)
+async def test_multi_last_does_not_depend_on_the_subject_of_the_newest_message(
+    js: JetStreamContext, hard: str, options: dict[str, int]
+) -> None:
+    direct = jsx.DirectGet(js, hard, timeout=2)
+    for tokens, expected in (("none",), []), (("k0", "k1"), [2, 3]):
+        batch = direct.multi_last([f"{hard}.{token}" for token in tokens], **options)  # type: ignore[arg-type]
+        assert [message.seq for message in await batch.to_list()] == expected
+
+
+async def test_multi_last_of_everything_lacks_only_what_servers_do_not_find(
+    js: JetStreamContext, server: NatsServer, stream_name: Callable[[], str], publish_raw: Callable[..., None]
+) -> None:
+    name = stream_name()
+    await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True)
+    publish_raw(server, ((b"%b.%b" % (name.encode(), token), b"") for token in (b"a", b"b", b"\x7f", b"c\x7f.d")))
+    direct = jsx.DirectGet(js, name, timeout=2)
+    for pattern in (">", f"{name}.>"):
+        for options in ({"min_seq": 1}, {"up_to_seq": 4}, {"up_to_seq": 4, "max_bytes": 1}):
+            found = await direct.multi_last([pattern], **options).to_list()  # type: ignore[arg-type]
+            assert [message.seq for message in found] == [1, 2]
+
+
+@pytest.mark.parametrize(("start", "position"), [(Last(), 1102), (New(), 1103)], ids=["last", "new"])
+async def test_reader_without_confirmation_does_not_depend_on_the_subject_of_the_oldest_message(
+    js: JetStreamContext, hard: str, start: Last | New, position: int
+) -> None:
+    assert await LogReader(js, hard, start=start, confirm=False).open() == position
+
+
 def test_filter_with_a_replacement_character_matches_no_other_bytes() -> None:
     assert SubjectMatcher(["a.\ufffd"]).mask([b"a.\xff", "a.\ufffd".encode()]) == [False, True]
