@@ -245,7 +245,7 @@ class Connection(BaseConnection):
                     if size - pos <= _MAX_CONTROL_LINE:
                         break
                     if size - pos > _LONGEST_LINE:
-                        raise nats.errors.ProtocolError("the server sends a line without an end")
+                        raise _protocol_error("a line without an end")
                     eol = size - 2  # too long for the control line of a message: nats-py decides
                 read = frames.message_line(data[pos:eol])
                 if read is None or read.sid not in handlers:
@@ -294,7 +294,13 @@ class Connection(BaseConnection):
     def _check_total(self, total: int) -> None:
         """Raise, for nats-py to end the connection, if a message is larger than any: it would be buffered without bound."""
         if total > max(_LARGEST_MESSAGE, min(self.max_payload, _LARGEST_LIMIT)) + _MESSAGE_HEADERS:
-            raise nats.errors.ProtocolError("the server announces a message that is larger than any it can send")
+            raise _protocol_error(f"a message of {total:,} bytes, which is larger than any that it can have")
+
+
+def _protocol_error(what: str) -> nats.errors.ProtocolError:
+    """Return nats-py's error, after which it connects again; it has no text of its own."""
+    _log.warning("the server sends %s; the connection ends", what)
+    return nats.errors.ProtocolError()
 
 
 _FALLBACK_WARNING = (

@@ -63,7 +63,7 @@ def parts() -> list[list[Case]]:
         return [[case for case in map(Case.parse, repeated.split(",")) if case.call in COMMANDS]]
     if FULL:
         # `ingest` may take a minute each time.
-        calls = {0: COMMANDS, 1: COMMANDS.keys() - {"ingest"}}
+        calls = {0: COMMANDS, **dict.fromkeys(range(1, 6), COMMANDS.keys() - {"ingest"})}
         return [[Case(name, seed, call) for seed in calls for call in sorted(calls[seed])] for name in ATTACKS]
     sample = "refusal:0:bench same-answer:0:doctor texts:4:doctor texts:5:snapshot texts:6:export texts:9:export-lines"
     return [

@@ -74,7 +74,7 @@ def chosen() -> list[Case]:
     if repeated := os.environ.get("JETSTREAM_EXT_HOSTILE"):
         return [case for case in map(Case.parse, repeated.split(",")) if case.call in JOBS]
     if FULL:
-        return [Case(name, seed, job) for seed in range(2) for name in ATTACKS for job in JOBS]
+        return [Case(name, seed, job) for seed in range(4) for name in ATTACKS for job in JOBS]
     sample = "none:1:read none:1:read_kv none:1:follow none:1:write texts:1:read headers:2:read json:3:read_kv texts:4:follow"
     return [Case.parse(text) for text in (sample + " refusal:5:write endless-reply:6:read errors:9:read").split()]
 
