@@ -73,7 +73,8 @@ class StoredMsg:
         data: Its payload; empty for delete markers.
         headers: The stored headers, without those that the server adds to a reply; of several values of a name, the last.
         header_pairs: The same as a list of name and value, in the stored order, with every value of a repeated name.
-        raw_subject, raw_headers: `subject` and `header_pairs` as bytes; elsewhere U+FFFD stands for what is not UTF-8.
+        raw_subject: `subject` as bytes; in the text, U+FFFD stands for bytes that are not UTF-8.
+        raw_headers: `header_pairs` as bytes.
         time: When it was stored (aware, UTC, microseconds).
         time_ns: When it was stored, in nanoseconds since the epoch.
         num_pending: The number of matching messages after it, if the reply has it.
