@@ -116,8 +116,8 @@ class FakeNatsServer:
             while True:
                 connection, _ = self._listener.accept()
                 self._open.append(connection)
-                self._start(self._serve, connection, self.connections)
-                self.connections += 1
+                self.connections += 1  # before the client gets its first bytes
+                self._start(self._serve, connection, self.connections - 1)
 
     def _serve(self, connection: socket.socket, number: int) -> None:
         try:
