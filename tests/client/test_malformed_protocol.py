@@ -62,6 +62,7 @@ async def connect() -> AsyncIterator[Connect]:
         listener.close()
 
 
+@pytest.mark.internals("nats-py's own parser buffers without bound")
 @pytest.mark.parametrize(
     "beginning",
     [b"MSG a", b"-ERR '", b"INFO {", b"x", b"MSG a 1 ", b"%b9223372036854775807\r\n", b"%b99999999999999999999999\r\n"],

@@ -234,7 +234,7 @@ async def test_spark_reports_a_refused_reply_with_its_stream_and_sequence(server
 
 
 @pytest.mark.parametrize("confirm", [False, True])
-@pytest.mark.parametrize("value", [b"yesterday", b"", b"2026-01-01T00:00:00", b"2026-13-01T00:00:00Z", b"\xff"])
+@pytest.mark.parametrize("value", [b"yesterday", b"", b"2026-01-01T00:00:00", b"2026-13-01T00:00:00Z"])
 async def test_scan_skips_a_refused_reply_on_request_and_logs_it(
     connect: Callable[..., Awaitable[JetStreamContext]],
     store: Store,
