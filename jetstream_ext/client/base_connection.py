@@ -97,7 +97,7 @@ class InboxSubscription:
     def __init__(self, connection: BaseConnection, subject: str) -> None:
         self.subject = subject
         self.subscription: Subscription | None = None
-        self.closed = False
+        self.closed: bool = False
         self._connection = connection
         self._loop = asyncio.get_running_loop()
 
