@@ -262,7 +262,7 @@ def test_a_type_checker_knows_every_name_that_the_documentation_uses() -> None:
     """Pyright knows a submodule only if the package binds it, and any name if it sees a module's `__getattr__`."""
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     bound = {alias.asname for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    root = PACKAGE.parent
+    root = Path(__file__).parents[1]
     pages = [root / "README.md", *root.glob("docs/**/*.md"), *root.glob("examples/*.py")]
     used = {name for page in pages for name in re.findall(r"\bjsx\.(\w+)", page.read_text(encoding="utf-8"))}
     assert {"errors", "AtomicBatch"} <= used
