@@ -294,7 +294,7 @@ class Connection(BaseConnection):
     def _check_total(self, total: int) -> None:
         """Raise, for nats-py to end the connection, if a message is larger than any: it would be buffered without bound."""
         if total > max(_LARGEST_MESSAGE, min(self.max_payload, _LARGEST_LIMIT)) + _MESSAGE_HEADERS:
-            raise _protocol_error(f"a message of {total:,} bytes, which is larger than any that it can have")
+            raise _protocol_error("a message that is larger than any that it can have")
 
 
 def _protocol_error(what: str) -> nats.errors.ProtocolError:

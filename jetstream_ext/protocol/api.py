@@ -291,6 +291,8 @@ def parse_stream_state(answer: Mapping[str, Any], stream: str = "") -> StreamSta
     with parsing(f"stream {stream!r}: the leader's answer to STREAM.INFO"):
         config, state, cluster = answer["config"], answer["state"], answer.get("cluster") or {}
         check_config(config)
+        if stream and config["name"] != stream:
+            raise ValueError("it is about another stream")
         peers = cluster.get("replicas") or []
         ages = [json_int64(peer.get("active") or 0, "active") for peer in peers if not peer.get("offline")]
         fresh = sum(age < _LEASE_NS for age in ages)

@@ -96,6 +96,7 @@ def test_the_configuration_that_the_server_returns() -> None:
         {"cluster": {"replicas": [3]}},
         {"config": {"name": "S", "mirror": ["ORIGIN"]}},
         {"config": {"name": 1}},
+        {"config": {"name": "OTHER"}},
         {"config": {"name": "S", "max_msg_size": "5"}},
         {"config": {"name": "S", "max_msgs_per_subject": 1.5}},
         {"config": {"name": "S", "max_age": True}},
@@ -117,8 +118,8 @@ def test_the_configuration_that_the_server_returns() -> None:
     ],
 )
 def test_a_malformed_answer_is_a_response_error_that_names_the_stream(broken: dict[str, Any]) -> None:
-    with pytest.raises(ResponseError, match="'ORDERS'"):
-        parse_stream_state(answer(**broken), "ORDERS")
+    with pytest.raises(ResponseError, match="'S'"):
+        parse_stream_state(answer(**broken), "S")
 
 
 def test_a_stream_without_direct_gets_is_refused_with_what_to_do() -> None:
