@@ -177,7 +177,7 @@ class Csv(JsonLines):
 
 
 class SpreadsheetCsv(Csv):
-    """CSV in which a spreadsheet takes no cell as a formula (OWASP, "CSV Injection"); a number such as -5 is none."""
+    """CSV whose text a spreadsheet does not run as formulas (OWASP, "CSV Injection"); numbers such as -5 stay numbers."""
 
     def _cell(self, value: str | int) -> str | int:
         if isinstance(value, int) or _NUMBER.fullmatch(value):

@@ -1,7 +1,7 @@
 """Message headers on the wire: a status line, then ``Name: value`` lines, then an empty line.
 
-A direct-get reply has the stored block first, which servers store unchecked, and the server's own lines after it. So the
-server's lines are read from the end of the block, where nobody else can write, and no line before them is believed: a
+A direct-get reply has the stored block first, which servers store unchecked, and the server's own lines after it. So this
+module reads the server's lines from the end of the block, where only the server writes, and trusts no line before them. A
 publisher can store ``Nats-Sequence: 77``, or a block without an end.
 """
 

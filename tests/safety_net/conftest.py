@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import gc
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+import warnings
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,17 @@ def make_stream(js: JetStreamContext, stream_name: Callable[[], str]) -> MakeStr
         return name
 
     return make
+
+
+@pytest.fixture
+def collect_connections() -> Iterator[None]:
+    """Collect the failed connections of nats-py here, not in another test or while pytest writes a report.
+
+    On Python 3.11, logging a traceback while another one is formatted breaks the formatting.
+    """
+    gc.disable()
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()
+    gc.enable()

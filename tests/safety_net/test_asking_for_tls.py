@@ -1,12 +1,9 @@
 """Every way in which a user asks for TLS keeps the credentials from a server without it, and from one with another name."""
 
 import asyncio
-import gc
 import json
 import shutil
 import sys
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import nkeys
@@ -19,19 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_nats_server import FakeNatsServer, certificate
 from run_cli import run_cli
 
+pytestmark = pytest.mark.usefixtures("collect_connections")
+
 PASSWORD = "correct-horse"
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
-
-
-@pytest.fixture(autouse=True)
-def collected() -> Iterator[None]:
-    """Collect the failed connections of nats-py here, where warnings about their sockets are expected."""
-    gc.disable()
-    yield
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        gc.collect()
-    gc.enable()
 
 
 @pytest.fixture(scope="module")

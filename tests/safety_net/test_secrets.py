@@ -1,10 +1,8 @@
 """No password is sent in the clear if TLS was requested, and none is printed."""
 
-import gc
 import shutil
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +14,10 @@ from fake_nats_server import FakeNatsServer, certificate
 from read_as_spark import read_as_spark
 from run_cli import run_cli
 
+pytestmark = pytest.mark.usefixtures("collect_connections")
+
 PASSWORD = "correct-horse"
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
-
-
-@pytest.fixture(autouse=True)
-def collected() -> Iterator[None]:
-    """Collect the failed connections of nats-py here, not in another test or while pytest writes a report.
-
-    On Python 3.11, logging a traceback while another one is formatted breaks the formatting.
-    """
-    gc.disable()
-    yield
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        gc.collect()
-    gc.enable()
 
 
 def refuse() -> bytes | None:

@@ -1,12 +1,10 @@
 """Texts of a server reach terminals and logs without their escape sequences."""
 
 import asyncio
-import gc
 import json
 import logging
 import sys
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,19 +18,7 @@ from fake_nats_server import FakeNatsServer
 from read_as_spark import read_as_spark
 from run_cli import run_cli
 
-
-@pytest.fixture(autouse=True)
-def collected() -> Iterator[None]:
-    """Collect the failed connections of nats-py here, not in another test or while pytest writes a report.
-
-    On Python 3.11, logging a traceback while another one is formatted breaks the formatting.
-    """
-    gc.disable()
-    yield
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        gc.collect()
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("collect_connections")
 
 
 def refuse_api(description: str) -> Callable[[str], bytes | None]:
