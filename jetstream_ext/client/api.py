@@ -236,7 +236,7 @@ async def check_same_stream(
     if now is None:
         now = await stream_state(where, before.name, timeout)
     may_be_same = not recreated(before.created, now.created)
-    if (may_be_same and not before.volatile) or not set(before.ends).isdisjoint(now.ends):
+    if (may_be_same and not now.volatile) or not set(before.ends).isdisjoint(now.ends):
         return now
     why = "the messages that would show whether it is the same stream are gone, so it counts as another one"
     for seq, time in before.ends:
@@ -474,14 +474,23 @@ async def stream_name(where: Context | Api, subject: str, timeout: float | None 
     return names[0] if names else None
 
 
-async def stream_names(api: Api, subject: str) -> list[str]:
-    """Return the names of the streams that store messages on `subject`, a filter or not; raise as `Api.ask` does."""
-    answer = await api.ask("STREAM.NAMES", {"subject": subject})
-    with malformed_as_error(f"the streams of subject {subject!r}"):
-        names = list(answer.get("streams") or ())
-        for name in names:
-            check_name(name, "stream name")  # it becomes part of the subjects of requests
-        return names
+async def stream_names(api: Api, subject: str | None = None) -> list[str]:
+    """Return the names of the streams that store messages on `subject`, a filter or not (None: all streams).
+
+    Raises as `Api.ask` does.
+    """
+    wanted = {} if subject is None else {"subject": subject}
+    names: dict[str, None] = {}
+    while True:
+        known = len(names)
+        page = await api.ask("STREAM.NAMES", {**wanted, "offset": known} if known else wanted)
+        with malformed_as_error("the names of streams"):
+            found, total = list(page.get("streams") or ()), json_number(page.get("total") or 0, "total")
+            for name in found:
+                check_name(name, "stream name")  # it becomes part of the subjects of requests
+        names |= dict.fromkeys(found)
+        if len(names) == known or len(names) >= total:
+            return list(names)
 
 
 async def known_stream_name(context: Context, subject: str, timeout: float) -> str | None:

@@ -1,21 +1,32 @@
-"""The position of a streaming query, as Spark keeps it in its checkpoint: ``{"v":1,"streams":{"S":{"created":…,"seq":…}}}``.
+"""The position of a streaming query, and the plan of the micro-batch that ends there, as Spark keeps them in its checkpoint.
 
-Spark compares offsets as text, so names are sorted and numbers are integers.
+::
+
+    {"v": 2, "partitions": 4, "streams": {"ORDERS": {
+        "created": "2026-01-31T13:45:00Z", "seq": 9000, "newest": [9500, "2026-02-01T08:00:00.123456Z"],
+        "first": 1001, "cuts": [3001, 5001, 7001]}}}
+
+Spark calls the source with the offsets of a micro-batch whenever it runs it, so a plan that is in the offset is the same
+for every attempt, whatever has happened to the stream, the options or the cluster meanwhile. Spark before 4.2 does not
+say where a micro-batch starts when it asks for the end; then the offset has a ``head`` instead of a plan (see `Position`).
+Version 1 had only ``created`` and ``seq``. Spark compares offsets as text, so names are sorted and numbers are integers.
 """
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Any, Final
 
 import orjson
 
-from jetstream_ext.protocol.api import recreated
+from jetstream_ext.protocol.api import StreamState, parse_time, recreated
 from jetstream_ext.protocol.numbers import json_number, json_text
+from jetstream_ext.protocol.options import rfc3339
 
-VERSION: Final = 1
+VERSION: Final = 2
 
 
 class OffsetError(ValueError):
@@ -24,36 +35,103 @@ class OffsetError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place in a stream, which `created` tells from a later stream of the same name."""
+    """A place in a stream, which `created` and `newest` tell from a later stream of the same name."""
 
     created: str  # when the stream was created, as the server writes it; empty: it did not exist
     seq: int  # the last sequence that was read (0: none)
+    # The sequence and the stored time of the stream's last message when the position was made. Servers change `created` of
+    # a stream that stays the same, but never these.
+    newest: tuple[int, datetime] | None = None
+    # The plan of the micro-batch that ends here: the first sequence that it reads, and where its other partitions begin.
+    first: int | None = None
+    cuts: tuple[int, ...] = ()
+    # Instead of a plan: the first sequence of the stream, and the last sequence that is left out where the micro-batch is
+    # the first one with this stream (None: the query starts at `head`).
+    head: int | None = None
+    skipped: int | None = None
+
+    @classmethod
+    def at(cls, state: StreamState, seq: int) -> Position:
+        return cls(state.created, seq, newest_of(state))
+
+    def without_plan(self) -> Position:
+        return replace(self, first=None, cuts=(), head=None, skipped=None)
 
 
-Positions = dict[str, Position]
+def newest_of(state: StreamState) -> tuple[int, datetime] | None:
+    return (state.last_seq, state.last_time) if state.last_seq else None
 
 
-def encode(positions: Mapping[str, Position]) -> dict[str, Any]:
-    streams = {name: {"created": at.created, "seq": at.seq} for name, at in sorted(positions.items())}
-    return {"v": VERSION, "streams": streams}
+def identity(stream: str, created: str, newest: tuple[int, datetime] | None) -> StreamState:
+    """Return what is remembered of a stream, for `client.api.check_same_stream`."""
+    known = StreamState(stream, created, config={})
+    return replace(known, last_seq=newest[0], last_time=newest[1]) if newest else known
 
 
-def decode(offset: Mapping[str, Any]) -> Positions:
-    """Return the positions of an offset; raise OffsetError if it is not of this source, or of a later version."""
+@dataclass(frozen=True, slots=True)
+class Offset:
+    streams: Mapping[str, Position] = field(default_factory=dict)
+    partitions: int | None = (
+        None  # of the micro-batch that ends here, at least; None in an initial offset, and in version 1
+    )
+    version: int = VERSION
+
+
+def encode(offset: Offset) -> dict[str, Any]:
+    encoded: dict[str, Any] = {"v": VERSION}
+    if offset.partitions is not None:
+        encoded["partitions"] = offset.partitions
+    encoded["streams"] = {name: _encode_position(at) for name, at in sorted(offset.streams.items())}
+    return encoded
+
+
+def _encode_position(at: Position) -> dict[str, Any]:
+    encoded: dict[str, Any] = {"created": at.created, "seq": at.seq}
+    if at.newest is not None:
+        encoded["newest"] = [at.newest[0], rfc3339(at.newest[1], "time")]
+    for name in ("first", "head", "skipped"):
+        if (value := getattr(at, name)) is not None:
+            encoded[name] = value
+    if at.cuts:
+        encoded["cuts"] = list(at.cuts)
+    return encoded
+
+
+def decode(offset: Mapping[str, Any]) -> Offset:
+    """Parse an offset; raise OffsetError if it is not of this source, or of a later version."""
     version = offset.get("v", VERSION)
-    if version != VERSION:
+    if version not in (1, VERSION) or isinstance(version, bool):
         raise OffsetError(
-            f"the checkpoint has offsets of version {reprlib.repr(version)}, but this release of jetstream_ext reads version "
-            f"{VERSION}; use the release that wrote it, or start with a new checkpoint"
+            f"the checkpoint has offsets of version {reprlib.repr(version)}, but this release of jetstream_ext reads versions "
+            f"1 and {VERSION}; use the release that wrote it, or start with a new checkpoint"
         )
     try:
-        return {
-            name: Position(json_text(at["created"], "created"), json_number(at["seq"], "seq"))
-            for name, at in offset["streams"].items()
-        }
+        streams = {name: _decode_position(at) for name, at in offset["streams"].items()}
+        return Offset(streams, _optional(offset, "partitions"), version)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         shown = reprlib.repr(offset)  # that of a nested list could raise RecursionError
         raise OffsetError(f"the checkpoint holds no offset of format 'jetstream': {shown} ({error})") from None
+
+
+def _decode_position(at: Mapping[str, Any]) -> Position:
+    newest = at.get("newest")
+    if newest is not None:
+        seq, time = newest
+        newest = json_number(seq, "newest"), parse_time(json_text(time, "newest"))
+    return Position(
+        json_text(at["created"], "created"),
+        json_number(at["seq"], "seq"),
+        newest,
+        _optional(at, "first"),
+        tuple(json_number(cut, "cuts") for cut in at.get("cuts") or ()),
+        _optional(at, "head"),
+        _optional(at, "skipped"),
+    )
+
+
+def _optional(holder: Mapping[str, Any], name: str) -> int | None:
+    value = holder.get(name)
+    return None if value is None else json_number(value, name)
 
 
 def lag(progress: Any) -> dict[str, int]:
@@ -74,20 +152,24 @@ def lag(progress: Any) -> dict[str, int]:
         for stream, at in latest.items():
             # No message of a re-created stream was read.
             read = end.get(stream)
-            since = 0 if read is None or recreated(read.created, at.created) else read.seq
+            since = read.seq if read is not None and _same_stream(read, at) else 0
             behind[stream] = max(behind.get(stream, 0), at.seq - since, 0)
     return behind
+
+
+def _same_stream(one: Position, other: Position) -> bool:
+    return not recreated(one.created, other.created) or (one.newest is not None and one.newest == other.newest)
 
 
 def _get(holder: Any, name: str) -> Any:
     return holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
 
 
-def _positions(offset: Any) -> Positions:
+def _positions(offset: Any) -> Mapping[str, Position]:
     """Return the positions of an offset that Spark reports; none if it is another source's."""
     try:
         if isinstance(offset, str):
             offset = orjson.loads(offset)
-        return decode(offset) if isinstance(offset, Mapping) else {}
+        return decode(offset).streams if isinstance(offset, Mapping) else {}
     except ValueError:
         return {}

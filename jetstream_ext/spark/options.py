@@ -202,6 +202,21 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _delay(text: str) -> float:
+    """Parse a duration as Spark and Kafka's source write it: ``15m``, ``90s``, ``500ms``, ``1h``."""
+    match = re.fullmatch(r"([0-9]{1,9})(ms|s|m|min|h)", text.strip().lower())
+    if match is None:
+        raise ValueError(f"{text!r} is not a duration such as 500ms, 90s, 15m or 1h")
+    return int(match[1]) * {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}[match[2]]
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(_text(text))
+    except re.error as error:
+        raise ValueError(f"{text!r} is not a regular expression: {error}") from None
+
+
 def _choice(**values: _Value) -> Callable[[str], _Value]:
     def parse(text: str) -> _Value:
         word = text.strip().lower()
@@ -254,31 +269,42 @@ def _as_of(text: str) -> int | datetime | None:
     return _positive(text) if text.isdigit() else _time(text)
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The start or the end of every stream: its own one in `each`, or else the common one."""
+
+    common: Bound
+    each: Mapping[str, Bound] = field(default_factory=dict)
+
+    def of(self, stream: str) -> Bound:
+        return self.each.get(stream, self.common)
+
+
 def _bounds(
-    reader: OptionReader, side: Literal["starting", "ending"], streams: Sequence[str], default: Bound
-) -> dict[str, Bound]:
-    """Return the start or the end of every stream: one for all of them, or JSON with one for each."""
+    reader: OptionReader, side: Literal["starting", "ending"], streams: Sequence[str] | None, default: Bound
+) -> Bounds:
+    """Return the starts or the ends: one for all streams, or JSON with one for each; `streams` is None for a pattern."""
     offsets, time = f"{side}Offsets", f"{side}Time"
     reader.exclude(offsets, time)
     name, parse = (time, _time) if time in reader else (offsets, _offset)
 
-    def bounds(text: str) -> dict[str, Bound]:
+    def bounds(text: str) -> Bounds:
         if not text.lstrip().startswith("{"):
-            return dict.fromkeys(streams, parse(text))
+            return Bounds(parse(text))
         try:
             pairs = json.loads(text, object_pairs_hook=list)  # a dict would silently keep the last of two entries
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{text[:1024]!r} is not valid JSON: {error}") from None
         found: dict[str, Bound] = {}
         for stream, value in pairs:
-            if stream not in streams:
+            if streams is not None and stream not in streams:
                 raise ValueError(f"it names {stream!r}, which is not among the streams to read: {', '.join(streams)}")
             if stream in found:
                 raise ValueError(f"it names {stream!r} twice")
             found[stream] = parse(value)
-        return {stream: found.get(stream, default) for stream in streams}
+        return Bounds(default, found)
 
-    return reader.get(name, bounds, dict.fromkeys(streams, default))
+    return reader.get(name, bounds, Bounds(default))
 
 
 # -- the options of each use --------------------------------------------------------------------------------------
@@ -322,9 +348,10 @@ class ConnectionOptions:
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
     connection: ConnectionOptions
-    streams: tuple[str, ...]
-    starting: Mapping[str, Bound]
-    ending: Mapping[str, Bound]
+    streams: tuple[str, ...]  # none with a pattern
+    starting: Bounds
+    ending: Bounds
+    stream_pattern: re.Pattern[str] | None = _option("streamPattern", _pattern)  # noqa: RUF009 - of whole names
     subjects: tuple[str, ...] = _option("subjects", _names(check_filter), ())  # any may match; none: all messages
     min_partitions: int = _option("minPartitions", _positive, 2)
     max_bytes_per_partition: int = _option("maxBytesPerPartition", _size, 64 << 20)
@@ -333,24 +360,43 @@ class ReadOptions:
     skip_bad: bool = _option("onBad", _choice(error=False, skip=True), False)
     allow_unstable_retention: bool = _option("allowUnstableRetention", _boolean, False)
     push_down: bool = _option("pushDown", _boolean, False)
-    max_offsets: int | None = _option("maxOffsetsPerTrigger", _positive)
+    max_records_per_partition: int | None = _option("maxRecordsPerPartition", _positive)
+    # What to do about a stream that was deleted and created again; None: fail, or else what `fail_on_data_loss` says.
+    on_recreate: Literal["fail", "earliest", "keep"] | None = _option(
+        "onRecreate", _choice(fail="fail", earliest="earliest", keep="keep")
+    )
+    max_rows: int | None = _option("maxRowsPerTrigger", _positive)
     max_bytes: int | None = _option("maxBytesPerTrigger", _size)
+    min_rows: int | None = _option("minRowsPerTrigger", _positive)
+    max_delay: float = _option("maxTriggerDelay", _delay, 900.0)
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool | None = False) -> ReadOptions:
         """Return the options, checked together; `streaming` is None where that is not known yet."""
         elsewhere = {None: {}, False: _STREAMING_ONLY, True: _BATCH_ONLY}[streaming] | _FOR_WRITING
         reader = OptionReader(options, (*READ_OPTIONS, *CONNECTION_OPTIONS), elsewhere)
-        streams = reader.get_streams()
+        by_pattern = "streamPattern" in reader
+        for name in ("stream", "path", "paths") if by_pattern else ():
+            reader.exclude("streamPattern", name)
+        reader.exclude("maxRowsPerTrigger", "maxOffsetsPerTrigger")
+        if "maxTriggerDelay" in reader and "minRowsPerTrigger" not in reader:
+            reader.fail(
+                "maxTriggerDelay", "it limits the wait for minRowsPerTrigger; give that as well, or leave it out"
+            )
+        streams = () if by_pattern else reader.get_streams()
+        named = None if by_pattern else streams
+        values = reader.values(cls)
+        # Kafka's name for it. Kafka's offsets have no gaps, so there it counts rows as well.
+        values["max_rows"] = reader.get("maxOffsetsPerTrigger", _positive, values["max_rows"])
         read = cls(
             connection=ConnectionOptions.parse(reader),
             streams=streams,
-            starting=_bounds(reader, "starting", streams, "earliest"),
-            ending=_bounds(reader, "ending", streams, "latest"),
-            **reader.values(cls),
+            starting=_bounds(reader, "starting", named, "earliest"),
+            ending=_bounds(reader, "ending", named, "latest"),
+            **values,
         )
         for stream in streams:
-            start, end = read.starting[stream], read.ending[stream]
+            start, end = read.starting.of(stream), read.ending.of(stream)
             if end == "earliest":
                 reader.fail("endingOffsets", "a read cannot end at 'earliest'; give 'latest' or a last sequence")
             if isinstance(start, datetime) and isinstance(end, datetime) and start > end:
@@ -428,7 +474,7 @@ CONNECTION_OPTIONS: Final = tuple(_declared(ConnectionOptions))
 READ_OPTIONS: Final = (
     "stream",
     *_declared(ReadOptions),
-    *("startingOffsets", "startingTime", "endingOffsets", "endingTime"),
+    *("startingOffsets", "startingTime", "endingOffsets", "endingTime", "maxOffsetsPerTrigger"),
 )
 WRITE_OPTIONS: Final = ("stream", *_declared(WriteOptions))
 KV_OPTIONS: Final = ("bucket", *_declared(KvOptions))
@@ -439,12 +485,15 @@ _BATCH_ONLY: Final = {
     "endingOffsets": _NO_END,
     "endingTime": _NO_END,
     "pushDown": "Spark does not push filters into streaming reads; leave it out and use 'subjects'",
-    "maxBytesPerPartition": "it is for batch reads, because a replayed micro-batch must have the same partitions; set their "
-    "number with 'minPartitions'",
+    "maxBytesPerPartition": "it is for batch reads; a micro-batch has as many partitions as 'minPartitions' and "
+    "'maxRecordsPerPartition' say",
 }
 _STREAMING_ONLY: Final = dict.fromkeys(
-    ("maxOffsetsPerTrigger", "maxBytesPerTrigger"),
-    "it limits streaming reads and has no effect on a batch read; leave it out",
+    (
+        *("maxRowsPerTrigger", "maxOffsetsPerTrigger", "maxBytesPerTrigger", "minRowsPerTrigger", "maxTriggerDelay"),
+        "onRecreate",
+    ),
+    "it applies to streaming reads and has no effect on a batch read; leave it out",
 )
 _FOR_READING: Final = {name: "it applies only to reads; leave it out" for name in READ_OPTIONS if name != "stream"}
 _FOR_WRITING: Final = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from itertools import accumulate
@@ -13,15 +14,17 @@ from pyspark.sql.types import StructType
 
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import read_blocks, skip_malformed
-from jetstream_ext.protocol.api import recreated
-from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block
-from jetstream_ext.protocol.gaps import Gaps
-from jetstream_ext.protocol.headers import REPLY_HEADERS, ROW_STORED, ROW_SUBJECT, ROW_TIME, Row
+from jetstream_ext.errors import ResponseError
+from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, StoredMsg
+from jetstream_ext.protocol.headers import ROW_STORED, ROW_SUBJECT, ROW_TIME, Row
 from jetstream_ext.protocol.reads import Scan
 from jetstream_ext.protocol.subjects import SubjectMatcher
 from jetstream_ext.spark.connection import connected
+from jetstream_ext.spark.loss import HeadWatch
 from jetstream_ext.spark.options import ReadOptions
-from jetstream_ext.spark.planning import SequenceRange, report_data_loss, state_of
+from jetstream_ext.spark.planning import is_same, report_data_loss, state_of
+from jetstream_ext.spark.ranges import SequenceRange
 
 # The size of a record batch: large enough to hide Spark's cost per batch, small enough for limit() to stop early.
 _ROWS: Final = 10_000
@@ -41,7 +44,7 @@ def read_range(options: ReadOptions, schema: StructType, part: SequenceRange | N
 
 async def _chunks(blocks: AsyncGenerator[Block, None], part: SequenceRange) -> AsyncGenerator[Block, None]:
     """Join the blocks that arrive into blocks for Spark."""
-    matcher = SubjectMatcher(part.filters) if part.filters else None
+    matcher = SubjectMatcher(part.filters) if part.filters and not part.on_server else None
     chunk, size = Block(part.stream), 0
     async for block in blocks:
         if matcher is not None:
@@ -56,29 +59,52 @@ async def _chunks(blocks: AsyncGenerator[Block, None], part: SequenceRange) -> A
 
 
 async def _rows(context: JetStreamContext, options: ReadOptions, part: SequenceRange) -> AsyncGenerator[Block, None]:
-    """Yield the messages of a range, then report data loss if one expired before it was read."""
-    js = Context(context)
+    """Yield the messages of a range, and report data loss: messages that expired before they were read, or another stream."""
+    js, loop = Context(context), asyncio.get_running_loop()
     timeout = options.connection.timeout
-    plan = Scan(subject=part.subject, seq=part.first, up_to_seq=part.last, max_bytes=DEFAULT_MAX_BYTES)
-    blocks = read_blocks(js, part.stream, plan, timeout, confirm=options.tail_check)
-    gaps = Gaps(part.first, part.last)
-    async with aclosing(blocks):
+    watch = HeadWatch(part.first, part.last, from_head=part.from_head, now=loop.time())
+
+    async def check() -> None:
+        state = await _same_stream(context, options, part)
+        lost = None if state is None else watch.answered(state.first_seq, loop.time())
+        if lost:
+            what = f"sequences {lost.start} to {lost.stop - 1} of stream {part.stream!r}"
+            report_data_loss(options, f"{what} expired before they were read")
+
+    newest: StoredMsg | None = None
+    async with aclosing(_blocks(js, part, timeout, confirm=options.tail_check)) as blocks:
         async for block in blocks:
-            if not gaps.lowest:  # only the first gap matters
-                gaps.add(block.seqs)
+            newest = block.message(-1)
+            if watch.add(block.seqs, loop.time()):
+                await check()
             yield block
-    gaps.close()
-    gap = gaps.lowest
-    # A new gap shows only at the start of a range, or in one that had none: elsewhere deleted messages leave gaps too.
-    suspicious = gap and not part.from_head and (gap == part.first or (part.gapless and part.subject is None))
-    if not suspicious and not part.created:
-        return
+    if watch.close() or _is_newer(newest, part):
+        await check()
+
+
+def _blocks(js: Context, part: SequenceRange, timeout: float, *, confirm: bool) -> AsyncGenerator[Block, None]:
+    subject = part.filters[0] if part.on_server else None
+    plan = Scan(subject=subject, seq=part.first, up_to_seq=part.last, max_bytes=DEFAULT_MAX_BYTES)
+    return read_blocks(js, part.stream, plan, timeout, confirm=confirm)
+
+
+def _is_newer(message: StoredMsg | None, part: SequenceRange) -> bool:
+    """Return whether a message was stored after the range was planned, so that it may be of another stream."""
+    if message is None or part.newest is None:
+        return False
+    try:
+        return message.time > part.newest[1]
+    except ResponseError:
+        return True
+
+
+async def _same_stream(context: JetStreamContext, options: ReadOptions, part: SequenceRange) -> StreamState | None:
+    """Return the state of the stream; None once it is reported that it is no longer the one of the plan."""
     state = await state_of(context, part.stream)
-    if state is None or recreated(part.created, state.created):
-        report_data_loss(options, f"stream {part.stream!r} was deleted or re-created while it was read")
-    elif suspicious and state.first_seq > gap:
-        lost = f"sequences {gap} to {state.first_seq - 1} of stream {part.stream!r}"
-        report_data_loss(options, f"{lost} expired before they were read")
+    if state is not None and (not part.created or await is_same(context, part, state)):
+        return state
+    report_data_loss(options, f"stream {part.stream!r} was deleted or re-created while it was read")
+    return None
 
 
 # -- Arrow --------------------------------------------------------------------------------------------------------
@@ -89,7 +115,6 @@ Rows: TypeAlias = Sequence[Row]
 _TIME: Final = pa.timestamp("us", tz="UTC")
 _HEADERS: Final = pa.map_(pa.string(), pa.list_(pa.string()))
 _map_array: Final[Any] = pa.MapArray.from_arrays  # its stubs accept int64 offsets only
-_SERVERS_OWN: Final = frozenset(name.encode() for name in REPLY_HEADERS)
 
 
 def _times(rows: Rows) -> Array:
@@ -123,7 +148,7 @@ def _grouped(header: bytes) -> dict[bytes, list[bytes]]:
     for line in header.split(b"\r\n")[1:]:
         name, colon, value = line.partition(b":")
         name = name.strip()
-        if colon and name not in _SERVERS_OWN:
+        if colon:
             grouped.setdefault(name, []).append(value.strip())
     return grouped
 

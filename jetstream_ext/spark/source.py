@@ -18,7 +18,8 @@ from pyspark.sql.types import ArrayType, BinaryType, DataType, LongType, MapType
 
 from jetstream_ext.spark.connection import run_on_driver
 from jetstream_ext.spark.options import OptionError, ReadOptions, WriteOptions
-from jetstream_ext.spark.planning import PushedFilters, parse_pushed_filters, plan_read
+from jetstream_ext.spark.planning import plan_read
+from jetstream_ext.spark.pushed import PushedFilters, parse_pushed_filters
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch

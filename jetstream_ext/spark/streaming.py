@@ -5,37 +5,45 @@ Spark keeps the offsets; no state here has to survive the process. Two rules:
 * Spark asks for the initial offset again if a query stops before its first micro-batch is committed, and does not record
   the first answer. So a start that depends on the moment (``latest``, or a time after the last message) is *pinned*: the
   first micro-batch ends where it starts. It is empty, and puts the start into the checkpoint.
-* A replay of a micro-batch must have the same partitions, or a sink would not recognise its rows. So the partitions
-  depend only on the offsets and the options.
+* A replay of a micro-batch must have the same rows in the same partitions. So its end holds its plan (see `offsets`), and
+  `Follower.plan` only carries that out::
+
+    latest(start)      what is stored now ─► is it the same stream? ─► how many rows? ─► limits ─► cuts ─► the end, with its plan
+    plan(start, end)   the plan in the end ─► is it still the same stream, and is everything still there? ─► partitions
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from nats.js import JetStreamContext
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
-from jetstream_ext.client.api import settled_state
+from jetstream_ext.client.api import gather_bounded, settled_state
 from jetstream_ext.protocol.api import StreamState, recreated
 from jetstream_ext.spark.connection import run_on_driver
-from jetstream_ext.spark.offsets import Position, Positions, decode, encode
+from jetstream_ext.spark.offsets import Offset, Position, decode, encode, newest_of
 from jetstream_ext.spark.options import OptionError, ReadOptions
 from jetstream_ext.spark.planning import (
-    SequenceRange,
+    STREAMS_AT_ONCE,
+    DataLossError,
+    Measured,
+    count_from,
+    cut,
     first_from,
-    partition_evenly,
-    place_filter,
+    is_same,
+    measure,
     readable_state,
     report_data_loss,
     report_lost_head,
+    run_search,
+    streams_of,
 )
+from jetstream_ext.spark.ranges import SequenceRange, end_of_rows, even_cuts, shares
 from jetstream_ext.text import get_logger
 
 try:
@@ -59,18 +67,20 @@ if TYPE_CHECKING:
 
 _log = get_logger("spark")
 
-# Spark asks for the latest offset every 10 ms. While there is no new message, the server is asked this often.
-_IDLE_PAUSE: Final = 0.1
-
 
 class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Follows streams: one instance lives on the driver as long as the query; `read` runs on copies of it."""
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
-        if not HAS_LIMITS and (options.max_offsets is not None or options.max_bytes is not None):
+        limits = {
+            "maxRowsPerTrigger": options.max_rows,
+            "maxBytesPerTrigger": options.max_bytes,
+            "minRowsPerTrigger": options.min_rows,
+        }
+        name = next((name for name, limit in limits.items() if limit is not None), None)
+        if name is not None and not HAS_LIMITS:
             from pyspark import __version__
 
-            name = "maxBytesPerTrigger" if options.max_offsets is None else "maxOffsetsPerTrigger"
             raise OptionError(
                 f"option {name!r}: limits on micro-batches of a Python source need Spark 4.2, but this is Spark "
                 f"{__version__}; leave the option out, or upgrade Spark"
@@ -87,8 +97,8 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         """Return the limit of a micro-batch. Spark accepts one; `latestOffset` applies both."""
-        if self._options.max_offsets is not None:
-            return ReadMaxRows(self._options.max_offsets)
+        if self._options.max_rows is not None:
+            return ReadMaxRows(self._options.max_rows)
         if self._options.max_bytes is not None:
             return ReadMaxBytes(self._options.max_bytes)
         return ReadAllAvailable()
@@ -97,7 +107,7 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
         """Return the end of the next micro-batch (Spark before 4.2 passes neither its start nor a limit)."""
         rows, size = None, None
         if limit is not None and not isinstance(limit, ReadAllAvailable):
-            rows = limit.max_rows if isinstance(limit, ReadMaxRows) else self._options.max_offsets
+            rows = limit.max_rows if isinstance(limit, ReadMaxRows) else self._options.max_rows
             size = limit.max_bytes if isinstance(limit, ReadMaxBytes) else self._options.max_bytes
         return run_on_driver(
             self._options.connection, lambda context: self._follower.latest(context, start, rows=rows, size=size)
@@ -122,30 +132,71 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
         """Do nothing: the connection belongs to the process."""
 
 
+# Spark asks for the latest offset every 10 ms. While there is no new message, the server is asked less and less often: the
+# pause in seconds after the first answer without news, and the longest one.
+_FIRST_PAUSE: Final = 0.5
+_LONGEST_PAUSE: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What is known of one stream when the next micro-batch is planned."""
+
+    begin: Position  # where the micro-batch starts in it
+    changed: bool = (
+        False  # `begin` is not what Spark passed: the offset must be written even if there is nothing to read
+    )
+    backlog: tuple[StreamState, Measured] | None = None  # what there is to read
+
+
+@dataclass(frozen=True, slots=True)
+class _Resumed:
+    """Where to go on in a stream."""
+
+    begin: Position
+    state: StreamState
+    from_head: bool = False  # at the first message that is stored, whichever that is
+    changed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _ToRead:
+    """The range of one stream in a micro-batch, and where to cut it."""
+
+    span: SequenceRange
+    cuts: tuple[int, ...] | None  # None: evenly, in as many ranges as there are partitions left
+    reported: int  # what is missing below this sequence is no loss, or was reported already
+
+
 class Follower:
     """The position of one query in its streams, on the driver."""
 
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
-        self._initial: Positions | None = None
+        self._initial: Offset | None = None
         self._fresh = False
         self._pinned = False
-        self._target: Positions | None = None
-        self._latest: Positions = {}
-        self._idle_since: float | None = None
+        self._target: Mapping[str, Position] | None = None
+        self._latest: dict[str, Position] = {}
+        # The end that was planned last, and of which states and ranges.
+        self._returned: dict[str, Any] = {}
+        self._planned: dict[str, tuple[StreamState, SequenceRange]] = {}
+        self._answering: set[str] = set()  # streams whose direct gets are known to work
+        self._pause = 0.0
+        self._next_ask = 0.0
+        self._waiting_since: float | None = None  # for `minRowsPerTrigger`
 
     async def initial(self, context: JetStreamContext) -> dict[str, Any]:
         """Return the offset before the first micro-batch; always the same one in this process."""
-        if self._initial is None:
-            self._initial = {name: await self._start(context, name) for name in self._options.streams}
-            self._fresh = True
-            _log.debug("the query starts at %s%s", self._initial, " (pinned)" if self._pinned else "")
-        return encode(self._initial)
+        return encode(await self._initial_offset(context))
 
     async def freeze(self, context: JetStreamContext) -> None:
         """End the query when the messages stored by now are read (``trigger(availableNow=True)``)."""
-        states = {name: await readable_state(context, self._options, name) for name in self._options.streams}
-        self._target = {name: Position(state.created, state.last_seq) for name, state in states.items() if state}
+        streams = await streams_of(context, self._options)
+        states = await gather_bounded(
+            lambda name: readable_state(context, self._options, name), streams, limit=STREAMS_AT_ONCE
+        )
+        self._target = {state.name: Position.at(state, state.last_seq) for state in states if state}
         _log.debug("the query ends at %s", self._target)
 
     async def latest(
@@ -158,7 +209,7 @@ class Follower:
     ) -> dict[str, Any]:
         """Return the offset at the end of the next micro-batch; `start` itself if there is no new message.
 
-        Spark before 4.2 passes no `start`. The micro-batch has at most `rows` sequences and about `size` bytes.
+        Spark before 4.2 passes no `start`. The micro-batch has at most `rows` rows and about `size` bytes.
         """
         if start is None:
             return await self._latest_of_all(context)
@@ -168,50 +219,65 @@ class Follower:
                 return dict(start)
         if self._target is None:
             await self._pause_if_idle()
-        ends = await self._ends(context, decode(start), rows, size)
-        result = encode(ends)
-        if result == start:
-            self._idle_since = asyncio.get_running_loop().time()
+        begun = decode(start)
+        found = await self._look(context, begun)
+        if self._must_wait(found):
             return dict(start)
-        self._idle_since = None
-        _log.debug("the next micro-batch ends at %s", ends)
-        return result
+        if begun.streams.keys() == found.keys() and not any(one.backlog or one.changed for one in found.values()):
+            self._note_idle()
+            return dict(start)
+        self._pause, self._next_ask, self._waiting_since = 0.0, 0.0, None
+        end = await self._end_of(context, found, rows, size)
+        self._returned = encode(end)
+        _log.debug("the next micro-batch ends at %s", end.streams)
+        return dict(self._returned)
 
     def reported(self) -> dict[str, Any] | None:
-        return encode(self._latest) if self._latest else None
+        return encode(Offset(self._latest)) if self._latest else None
 
     async def plan(
         self, context: JetStreamContext, start: Mapping[str, Any], end: Mapping[str, Any]
     ) -> list[SequenceRange]:
         """Return the partitions of the micro-batch from `start` to `end`."""
         begun, ended = decode(start), decode(end)
-        for stream in sorted(begun.keys() - ended.keys()):
+        where, again = "in the option 'stream'", "add it again"
+        if self._options.stream_pattern is not None:
+            where, again = "among the streams that match 'streamPattern'", "create it again"
+        for stream in sorted(begun.streams.keys() - ended.streams.keys()):
             report_data_loss(
                 self._options,
-                f"stream {stream!r} is in the checkpoint of this query but not in the option 'stream'; add it again, or "
-                "start with a new checkpoint",
+                f"stream {stream!r} is in the checkpoint of this query but not {where}; {again}, or start with a new "
+                "checkpoint",
             )
-        ranges: list[SequenceRange] = []
-        heads: dict[str, int] = {}
-        for stream, stop in ended.items():
-            span = self._span(stream, begun.get(stream), stop)
-            if len(span) and (planned := await self._plan_stream(context, span)) is not None:
-                found, heads[stream] = planned
-                ranges.append(found)
-        parts = partition_evenly(ranges, max(self._options.min_partitions, len(ended)))
-        _log.debug("planned %d partitions from %s to %s", len(parts), begun, ended)
-        # A head that is missing by now was reported above; the task whose range covers it does not report it again.
-        return [replace(part, from_head=part.first < heads[part.stream]) for part in parts]
+        known = self._planned if dict(end) == self._returned else {}
 
-    # -- where it starts and ends -------------------------------------------------------------------------------
+        async def look(stream: str) -> _ToRead | None:
+            return await self._to_read(context, stream, begun, ended, known.get(stream))
+
+        found = await gather_bounded(look, ended.streams, limit=STREAMS_AT_ONCE)
+        least = ended.partitions or max(self._options.min_partitions, len(ended.streams))
+        parts = _partitions([one for one in found if one is not None], least)
+        _log.debug("planned %d partitions from %s to %s", len(parts), begun.streams, ended.streams)
+        return parts
+
+    # -- where it starts ----------------------------------------------------------------------------------------
+
+    async def _initial_offset(self, context: JetStreamContext) -> Offset:
+        if self._initial is None:
+            streams = await streams_of(context, self._options)
+            starts = await gather_bounded(lambda name: self._start(context, name), streams, limit=STREAMS_AT_ONCE)
+            self._initial = Offset(dict(zip(streams, starts, strict=True)))
+            self._fresh = True
+            _log.debug("the query starts at %s%s", self._initial.streams, " (pinned)" if self._pinned else "")
+        return self._initial
 
     async def _start(self, context: JetStreamContext, stream: str) -> Position:
         state = await readable_state(context, self._options, stream)
         if state is None:
             return Position("", 0)
-        start = self._options.starting[stream]
+        start = self._options.starting.of(stream)
         if start == "earliest":
-            return Position(state.created, 0)  # the stream may start later by the time it is read
+            return Position.at(state, 0)  # the stream may start later by the time it is read
         first = await first_from(context, state, start)
         if isinstance(start, int) and first > state.last_seq + 1:
             report_data_loss(
@@ -219,90 +285,191 @@ class Follower:
             )
         if start == "latest" or first > state.last_seq:
             self._pinned = True
-        return Position(state.created, first - 1)
+        return Position.at(state, first - 1)
+
+    # -- when the server is asked -------------------------------------------------------------------------------
+
+    async def _pause_if_idle(self) -> None:
+        if self._next_ask:
+            await asyncio.sleep(max(0.0, self._next_ask - asyncio.get_running_loop().time()))
+
+    def _note_idle(self, until: float | None = None) -> None:
+        """Note that there was nothing to read, or not enough; the next answer may be wanted at the time `until`."""
+        self._pause = min(max(_FIRST_PAUSE, self._pause * 1.5), _LONGEST_PAUSE)
+        at = asyncio.get_running_loop().time() + self._pause
+        self._next_ask = at if until is None else min(at, until)
+
+    def _must_wait(self, found: Mapping[str, _Found]) -> bool:
+        """Whether there are fewer rows than `minRowsPerTrigger`, and `maxTriggerDelay` has not passed."""
+        wanted = self._options.min_rows
+        if wanted is None or self._target is not None:
+            return False
+        now = asyncio.get_running_loop().time()
+        if self._waiting_since is None:
+            self._waiting_since = now
+        until = self._waiting_since + self._options.max_delay
+        rows = sum(one.backlog[1].rows for one in found.values() if one.backlog)
+        if not rows or rows >= wanted or now >= until:
+            return False
+        self._note_idle(until)
+        return True
+
+    # -- where a micro-batch ends -------------------------------------------------------------------------------
+
+    async def _look(self, context: JetStreamContext, begun: Offset) -> dict[str, _Found]:
+        streams = await streams_of(context, self._options)
+        found = await gather_bounded(
+            lambda stream: self._look_at(context, stream, begun), streams, limit=STREAMS_AT_ONCE
+        )
+        return dict(zip(streams, found, strict=True))
+
+    async def _look_at(self, context: JetStreamContext, stream: str, begun: Offset) -> _Found:
+        options, before = self._options, begun.streams.get(stream)
+        if added := before is None:
+            # What a pattern finds after the query has started is new: all of it is to be read.
+            start = "earliest" if options.stream_pattern is not None else options.starting.of(stream)
+            before = Position("", 0) if start == "earliest" else await self._start(context, stream)
+            if not (start == "earliest" or isinstance(start, int)):
+                return _Found(before, changed=True)  # pinned: this micro-batch reads none of it
+        state = await readable_state(context, options, stream)
+        if state is not None:
+            self._latest[stream] = Position.at(state, state.last_seq)
+            waits = self._initial is not None and begun == self._initial
+            resumed = await self._resume(context, before, state, waits=waits)
+        if state is None or resumed is None:
+            return _Found(before.without_plan(), changed=added)
+        begin, state, changed = resumed.begin, resumed.state, resumed.changed or added
+        last = state.last_seq
+        if self._target is not None:
+            target = self._target.get(stream)
+            last = min(last, target.seq) if target is not None else 0
+        if last <= begin.seq:
+            return _Found(begin, changed)
+        if not resumed.from_head:
+            report_lost_head(options, state, begin.seq + 1, last)
+        span = SequenceRange(stream, max(begin.seq + 1, state.first_seq), last, options.subjects)
+        if not len(span):  # everything has expired
+            return _Found(Position.at(state, last), changed=True)
+        limits = options.max_rows, options.min_rows, options.max_records_per_partition
+        exact = any(limit is not None for limit in limits)
+        return _Found(begin, changed, (state, await measure(context, state, span, exact=exact)))
+
+    async def _end_of(
+        self, context: JetStreamContext, found: Mapping[str, _Found], rows: int | None, size: int | None
+    ) -> Offset:
+        """Return the end of a micro-batch, which each stream shares by its backlog, with its plan."""
+        backlogs = [one.backlog for one in found.values() if one.backlog is not None]
+        total = max(1, sum(backlog.rows for _, backlog in backlogs))
+
+        async def limited(each: tuple[StreamState, Measured]) -> Measured:
+            backlog = each[1]
+            takes, share = backlog.rows, backlog.rows / total
+            if rows is not None:
+                takes = min(takes, max(1, int(rows * share)))
+            if size is not None:
+                takes = min(takes, max(1, int(size * share * backlog.rows / max(1, backlog.size))))
+            if takes >= backlog.rows:
+                return backlog
+            span = backlog.span
+            if backlog.rows == len(span):
+                last = span.first + takes - 1
+            else:
+                last = await run_search(context, span, end_of_rows(span.first, span.last, takes))
+            return replace(backlog, span=replace(span, last=last), rows=takes)
+
+        taken = await gather_bounded(limited, backlogs, limit=STREAMS_AT_ONCE)
+        least = max(self._options.min_partitions, len(found))
+        lengths = [len(one.span) for one in taken]
+        counts = shares([one.rows for one in taken], lengths, [1] * len(taken), least)
+        cuts = await gather_bounded(
+            lambda each: cut(context, each[0], each[1], self._options.max_records_per_partition),
+            list(zip(taken, counts, strict=True)),
+            limit=STREAMS_AT_ONCE,
+        )
+        streams = {stream: one.begin for stream, one in found.items()}
+        self._planned = {}
+        for (state, _), one, where in zip(backlogs, taken, cuts, strict=True):
+            span = one.span
+            streams[span.stream] = replace(Position.at(state, span.last), first=span.first, cuts=where)
+            self._planned[span.stream] = state, span
+        return Offset(streams, least)
 
     async def _latest_of_all(self, context: JetStreamContext) -> dict[str, Any]:
         """Return the newest offset, where Spark does not pass the start of the micro-batch."""
         new = self._initial is None
-        initial = await self.initial(context)
-        if new and self._pinned:
-            return initial
-        await self._pause_if_idle()
+        initial = await self._initial_offset(context)
+        waits = new and self._pinned
+        if not waits:
+            await self._pause_if_idle()
         before = dict(self._latest)
-        ends: Positions = {}
-        for stream in self._options.streams:
+
+        async def look(stream: str) -> Position:
+            start = initial.streams.get(stream, Position("", 0))  # a pattern may have found it since
             state = await readable_state(context, self._options, stream)
             known = before.get(stream)
             if state is not None and known is not None and not recreated(known.created, state.created):
                 state = await self._not_behind(context, state, known.seq)  # a new stream is reported by `plan`
-            ends[stream] = decode(initial)[stream] if state is None else Position(state.created, state.last_seq)
-        self._latest = dict(ends)
-        self._idle_since = asyncio.get_running_loop().time() if ends == before else None
-        return encode(ends)
-
-    async def _pause_if_idle(self) -> None:
-        if self._idle_since is not None:
-            await asyncio.sleep(max(0.0, self._idle_since + _IDLE_PAUSE - asyncio.get_running_loop().time()))
-
-    async def _ends(self, context: JetStreamContext, begun: Positions, rows: int | None, size: int | None) -> Positions:
-        ends: Positions = {}
-        backlogs: dict[str, tuple[Position, StreamState, int]] = {}
-        for stream in self._options.streams:
-            before = begun.get(stream)
-            if before is None:  # the stream was added since the last run
-                before, start = await self._start(context, stream), self._options.starting[stream]
-                if start == "latest" or isinstance(start, datetime):
-                    ends[stream] = before  # pinned: this micro-batch reads none of it
-                    continue
-            state = await readable_state(context, self._options, stream)
             if state is None:
-                ends[stream] = before
-                continue
-            self._latest[stream] = Position(state.created, state.last_seq)
-            before, state = await self._continue(context, before, state, begun)
-            last = state.last_seq
-            if self._target is not None:
-                target = self._target.get(stream)
-                last = 0 if target is None or recreated(target.created, state.created) else min(last, target.seq)
-            begin = max(before.seq, state.first_seq - 1)
-            if last > begin:
-                backlogs[stream] = Position(before.created, begin), state, last - begin
-            else:
-                ends[stream] = Position(before.created, max(before.seq, last))
-        total = sum(backlog for _, _, backlog in backlogs.values())
-        for stream, (begun_at, state, backlog) in backlogs.items():
-            # Each stream gets its share of the limits, and at least one sequence.
-            takes, share = backlog, backlog / total
-            if rows is not None:
-                takes = min(takes, max(1, math.floor(rows * share)))
-            if size is not None:
-                each = state.size / max(1, state.last_seq - state.first_seq + 1)  # gaps count as 0 bytes
-                takes = min(takes, max(1, math.floor(size * share / max(each, 1e-9))))
-            ends[stream] = Position(begun_at.created, begun_at.seq + takes)
-        return ends
+                return start
+            at = Position.at(state, start.seq if waits else state.last_seq)
+            from_head = not start.seq and self._options.starting.of(stream) == "earliest"
+            return replace(at, head=state.first_seq, skipped=None if from_head else start.seq)
 
-    async def _continue(
-        self, context: JetStreamContext, before: Position, state: StreamState, begun: Positions
-    ) -> tuple[Position, StreamState]:
-        """Return where to continue in a stream that may have been re-created or truncated."""
-        stream = state.name
-        if not before.created:
-            return Position(state.created, 0), state  # the stream did not exist when the query started
-        if recreated(before.created, state.created):
-            report_data_loss(self._options, f"stream {stream!r} was deleted and re-created at {state.created}")
-            return Position(state.created, 0), state
-        if state.last_seq >= before.seq or begun == self._initial:
-            return before, state
-        settled = await self._not_behind(context, state, before.seq)
-        if settled is None:
-            return before, state
-        if recreated(before.created, settled.created):
-            return await self._continue(context, before, settled, begun)
-        return (before if settled.last_seq >= before.seq else Position(state.created, 0)), settled
+        streams = await streams_of(context, self._options)
+        ends = dict(zip(streams, await gather_bounded(look, streams, limit=STREAMS_AT_ONCE), strict=True))
+        self._latest = ends
+        places = {name: (at.created, at.seq) for name, at in ends.items()}
+        if self._returned and places == {name: (at.created, at.seq) for name, at in before.items()}:
+            self._note_idle()
+        else:
+            self._pause, self._next_ask = 0.0, 0.0
+            self._returned = encode(Offset(ends, max(self._options.min_partitions, len(ends))))
+        return dict(self._returned)
+
+    # -- whether it is the same stream --------------------------------------------------------------------------
+
+    async def _resume(
+        self, context: JetStreamContext, before: Position, state: StreamState, *, waits: bool
+    ) -> _Resumed | None:
+        """Return where to go on in a stream that may have been re-created or truncated; None: it was deleted meanwhile.
+
+        With `waits`, the query starts at a sequence that the stream may not have reached.
+        """
+        earliest = self._options.starting.of(state.name) == "earliest"
+        if not before.created:  # it did not exist when the query started
+            return _Resumed(Position.at(state, 0), state, from_head=True)
+        before = before.without_plan()
+        if not await is_same(context, before, state):
+            if self._go_on_in(state) == "keep":
+                return _Resumed(replace(Position.at(state, before.seq)), state, changed=True)
+            return _Resumed(Position.at(state, 0), state, from_head=True, changed=True)
+        if state.last_seq < before.seq and not waits and self._options.on_recreate != "keep":
+            settled = await self._not_behind(context, state, before.seq)
+            if settled is None:
+                return None
+            if recreated(state.created, settled.created):
+                return await self._resume(context, before, settled, waits=waits)
+            if settled.last_seq < before.seq:
+                return _Resumed(Position.at(settled, 0), settled, from_head=True, changed=True)
+            state = settled
+        return _Resumed(before, state, from_head=before.seq == 0 and earliest)
+
+    def _go_on_in(self, state: StreamState) -> Literal["earliest", "keep"]:
+        """Return how to go on in a stream that was re-created; raise DataLossError if the query is to fail."""
+        choice = self._options.on_recreate or ("fail" if self._options.fail_on_data_loss else "earliest")
+        what = f"stream {state.name!r} was deleted and re-created at {state.created}"
+        if choice == "fail":
+            raise DataLossError(
+                f"{what}, and the query has read the stream before it. Set the option onRecreate to 'earliest' to read all of the "
+                "new stream, or to 'keep' to go on at the same sequence, as in a stream that was restored from a backup"
+            )
+        where = "at its first message" if choice == "earliest" else "at the same sequence"
+        _log.warning("%s; going on %s, because of onRecreate or failOnDataLoss", what, where)
+        return choice
 
     async def _not_behind(self, context: JetStreamContext, state: StreamState, seq: int) -> StreamState | None:
         """As `_settled` for a stream that had `seq` before; report data loss if it lost its end."""
-        settled = await self._settled(context, state, seq, state.created)
+        settled = await self._settled(context, state, seq)
         if settled is not None and settled.last_seq < seq and not recreated(state.created, settled.created):
             report_data_loss(
                 self._options,
@@ -311,68 +478,137 @@ class Follower:
             )
         return settled
 
-    async def _settled(
-        self, context: JetStreamContext, state: StreamState, seq: int, created: str
-    ) -> StreamState | None:
+    async def _settled(self, context: JetStreamContext, state: StreamState, seq: int) -> StreamState | None:
         """Wait until the leader has `seq`: a newly elected one may lag for a moment.
 
-        The stream that was created at `created` may be deleted meanwhile (None, once that is reported) or re-created.
+        The stream may be deleted meanwhile (None, once that is reported) or re-created.
         """
         found: StreamState | None = state
 
         async def look() -> StreamState:
             nonlocal found
-            if found is not None and not recreated(created, found.created):
+            if found is not None and not recreated(state.created, found.created):
                 found = await readable_state(context, self._options, state.name)
             return found or state
 
-        if state.last_seq < seq and not recreated(created, state.created):
+        if state.last_seq < seq:
             await settled_state(look, seq)
         return found
 
     # -- what to read -------------------------------------------------------------------------------------------
 
-    def _span(self, stream: str, begin: Position | None, stop: Position) -> SequenceRange:
-        start = self._options.starting.get(stream)
-        if begin is None:  # the first micro-batch with this stream
-            if isinstance(start, int):
-                begin = Position(stop.created, start - 1)
-            else:
-                begin = Position(stop.created, 0 if start == "earliest" else stop.seq)
-        from_head = not begin.created or (begin.seq == 0 and start == "earliest")
-        if recreated(begin.created, stop.created):
-            report_data_loss(self._options, f"stream {stream!r} was deleted and re-created at {stop.created}")
-            begin, from_head = Position(stop.created, 0), True
-        # A start that was resolved again, later, may be behind the end that the micro-batch keeps: then it has no rows.
-        elif begin.seq > stop.seq and begin != (self._initial or {}).get(stream):
-            report_data_loss(
-                self._options,
-                f"stream {stream!r} ended at sequence {stop.seq} when this micro-batch was planned, but the query had already "
-                f"read up to {begin.seq}: the stream lost its last messages",
-            )
-            begin, from_head = Position(stop.created, 0), True
-        return SequenceRange(stream, begin.seq + 1, stop.seq, from_head=from_head, created=stop.created)
-
-    async def _plan_stream(self, context: JetStreamContext, span: SequenceRange) -> tuple[SequenceRange, int] | None:
-        """Return the range to read, and the sequence below which a missing head is no loss."""
-        stream, options = span.stream, self._options
-        state = await readable_state(context, options, stream)
-        if state is not None:
-            state = await self._settled(context, state, span.last, span.created)
+    async def _to_read(
+        self,
+        context: JetStreamContext,
+        stream: str,
+        begun: Offset,
+        ended: Offset,
+        planned: tuple[StreamState, SequenceRange] | None,
+    ) -> _ToRead | None:
+        """Return what a micro-batch reads of a stream; `planned`: this process has just planned it."""
+        options, at, before = self._options, ended.streams[stream], begun.streams.get(stream)
+        exact = ended.version > 1 and at.head is None
+        if exact and (at.first is None or at.first > at.seq):
+            return None
+        state = planned[0] if planned is not None else await readable_state(context, options, stream)
         if state is None:
             return None
-        what = f"sequences {span.first} to {span.last} of stream {stream!r}"
-        if recreated(span.created, state.created):
-            report_data_loss(options, f"{what} are lost: the stream was deleted and re-created at {state.created}")
+        if exact:
+            first = at.first or 1
+            from_head = first != (0 if before is None else before.seq) + 1 or self._from_head(stream, before)
+        else:
+            first, from_head = await self._first_after(context, before, at, state)
+        span = SequenceRange(stream, first, at.seq, options.subjects, from_head=from_head)
+        if planned is not None:
+            span = replace(planned[1], from_head=from_head)
+        elif not len(span) or (state := await self._still_there(context, span, at, state)) is None:
             return None
-        if state.last_seq < span.last:
-            report_data_loss(options, f"{what} cannot be read: the stream ends at {state.last_seq}")
-        first = span.first
-        if not span.from_head:
-            report_lost_head(options, state, first, span.last)
-            first = max(first, state.first_seq)
-        found = replace(span, first=first, last=min(span.last, state.last_seq), gapless=state.has_every_sequence)
-        if not len(found):
+        reported = max(state.first_seq, span.first + 1)
+        if not from_head:
+            report_lost_head(options, state, span.first, span.last)
+            reported = state.first_seq
+            if not exact:
+                span = replace(span, first=max(span.first, state.first_seq))
+        span = replace(span, last=min(span.last, state.last_seq), created=state.created, newest=newest_of(state))
+        if not len(span):
             return None
-        head = max(state.first_seq, first + 1) if span.from_head else 0
-        return await place_filter(context, options.subjects, state, found), head
+        if stream not in self._answering:
+            await count_from(context, replace(span, filters=()), [span.first])  # direct gets work
+            self._answering.add(stream)
+        if planned is None and options.subjects:
+            span = (await measure(context, state, span)).span
+        return _ToRead(span, at.cuts if exact else None, reported)
+
+    def _from_head(self, stream: str, before: Position | None) -> bool:
+        """Return whether a micro-batch that begins at `before` reads from the first message that is stored."""
+        if before is None or not before.created:
+            return True
+        return before.seq == 0 and self._options.starting.of(stream) == "earliest"
+
+    async def _first_after(
+        self, context: JetStreamContext, before: Position | None, at: Position, state: StreamState
+    ) -> tuple[int, bool]:
+        """Return the first sequence of a micro-batch whose end has no plan, and whether that is the stream's head."""
+        stream, head = state.name, at.head or 1
+        if before is None:  # the first micro-batch with this stream
+            start = self._options.starting.of(stream)
+            if at.head is not None:
+                skipped = at.skipped
+            else:  # version 1
+                skipped = start - 1 if isinstance(start, int) else None if start == "earliest" else at.seq
+            return (head, True) if skipped is None else (skipped + 1, False)
+        if recreated(before.created, at.created) and not await is_same(context, before, state):
+            if self._go_on_in(state) == "earliest":
+                return head, True
+        # A start that was resolved again, later, may be behind the end that the micro-batch keeps: then it has no rows.
+        elif before.seq > at.seq and (self._initial is None or before != self._initial.streams.get(stream)):
+            report_data_loss(
+                self._options,
+                f"stream {stream!r} ended at sequence {at.seq} when this micro-batch was planned, but the query had already "
+                f"read up to {before.seq}: the stream lost its last messages",
+            )
+            return head, True
+        if self._from_head(stream, before):
+            return max(before.seq + 1, head), True
+        return before.seq + 1, False
+
+    async def _still_there(
+        self, context: JetStreamContext, span: SequenceRange, at: Position, state: StreamState
+    ) -> StreamState | None:
+        """Return the state of the stream in which `at` is a position, as soon as its leader has all of `span`.
+
+        None: it was deleted or re-created since, and that is reported.
+        """
+        found: StreamState | None = state
+        what = f"sequences {span.first} to {span.last} of stream {span.stream!r}"
+        if state.last_seq < span.last and not recreated(at.created, state.created):
+            found = await self._settled(context, state, span.last)
+        if found is None:
+            return None
+        if not await is_same(context, at, found) and self._options.on_recreate != "keep":
+            lost = f"{what} are lost: the stream was deleted and re-created at {found.created}"
+            if self._options.on_recreate == "earliest":
+                _log.warning("%s", lost)
+            else:
+                report_data_loss(self._options, lost)
+            return None
+        if found.last_seq < span.last:
+            report_data_loss(self._options, f"{what} cannot be read: the stream ends at {found.last_seq}")
+        return found
+
+
+def _partitions(found: list[_ToRead], least: int) -> list[SequenceRange]:
+    """Return the partitions of a micro-batch: at least so many, some of them empty, or none if there is nothing to read."""
+    uncut = [one for one in found if one.cuts is None]
+    rest = least - sum(len(one.cuts) + 1 for one in found if one.cuts is not None)
+    lengths = [len(one.span) for one in uncut]
+    counts = iter(shares(lengths, lengths, [1] * len(uncut), rest))
+    parts: list[SequenceRange] = []
+    for one in found:
+        span = one.span
+        cuts = one.cuts if one.cuts is not None else even_cuts(span.first, span.last, next(counts))
+        parts += [replace(part, from_head=part.first < one.reported) for part in span.cut(cuts)]
+    if parts:
+        last = parts[-1]
+        parts += [replace(last, first=last.last + 1, from_head=False)] * (least - len(parts))
+    return parts
