@@ -9,7 +9,8 @@ from nats.js.api import StreamConfig
 
 import jetstream_ext as jsx
 from jetstream_ext.spark.options import ReadOptions
-from jetstream_ext.spark.planning import SequenceRange, plan_read
+from jetstream_ext.spark.planning import plan_read
+from jetstream_ext.spark.ranges import SequenceRange
 
 
 async def counts(js: JetStreamContext, parts: list[SequenceRange]) -> list[int]:

@@ -13,7 +13,8 @@ from nats.js.api import StreamConfig
 import jetstream_ext as jsx
 from jetstream_ext.errors import DirectGetDisabledError, UnsupportedFeatureError
 from jetstream_ext.spark.options import ReadOptions
-from jetstream_ext.spark.planning import DataLossError, PlanningError, SequenceRange, plan_read
+from jetstream_ext.spark.planning import DataLossError, PlanningError, plan_read
+from jetstream_ext.spark.ranges import SequenceRange
 from jetstream_ext.testing import NatsServer
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetstream_ext.spark.planning import SequenceRange, partition
+from jetstream_ext.spark.ranges import SequenceRange
 
 RANGES = st.lists(
     st.builds(

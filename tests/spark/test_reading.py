@@ -19,7 +19,8 @@ from jetstream_ext.protocol.reads import Scan
 from jetstream_ext.spark import connection, reading
 from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.options import ReadOptions
-from jetstream_ext.spark.planning import DataLossError, SequenceRange
+from jetstream_ext.spark.planning import DataLossError
+from jetstream_ext.spark.ranges import SequenceRange
 from jetstream_ext.spark.source import JetStreamDataSource
 from jetstream_ext.testing import NatsServer
 

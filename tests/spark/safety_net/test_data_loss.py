@@ -10,11 +10,6 @@ import pytest
 
 from jetstream_ext.errors import JetStreamExtError
 
-EPIC = "Spark: the same rows on every replay, through every failure, at any size"
-silent = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{EPIC}: a purge during a read goes unnoticed after a deletion"
-)
-
 # Several times what a reader takes from the server before Spark takes it from the reader.
 MESSAGES = 100_000
 
@@ -46,9 +41,9 @@ def _purge_while_reading(reader: Any, partition: Any, purge: Callable[[], Any]) 
 
 STARTS = [
     pytest.param("first sequence", 0),
-    pytest.param("first sequence", 1, marks=silent),
-    pytest.param("earliest", 0, marks=silent),
-    pytest.param("earliest", 1, marks=silent),
+    pytest.param("first sequence", 1),
+    pytest.param("earliest", 0),
+    pytest.param("earliest", 1),
 ]
 
 
@@ -79,7 +74,6 @@ def test_a_purge_during_a_micro_batch_is_noticed(
     assert rows in (None, MESSAGES - deleted)
 
 
-@silent
 def test_a_purge_during_a_read_by_subject_is_noticed(
     make_stream: Any, publish: Any, batch_read: Any, with_js: Any
 ) -> None:

@@ -4,35 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 
-EPIC = "Spark: the same rows on every replay, through every failure, at any size"
-
-
-def _require(condition: bool, what: str) -> None:
-    """Fail the test with an error that no ``xfail`` mark accepts."""
-    if not condition:
-        pytest.fail(what)
-
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason=f"{EPIC}: the first micro-batch from `earliest` is cut from sequence 1 on",
-)
 def test_the_first_micro_batch_is_cut_where_the_stream_starts(make_stream: Any, stream_query: Any) -> None:
     query = stream_query(make_stream(80, first_seq=900_000_000), minPartitions="8")
     start = query.initial()
     parts = query.parts(start, query.latest(start))
-    _require(sum(map(len, parts)) == 80, "rows are missing")
+    assert sum(map(len, parts)) == 80, "rows are missing"
     assert max(map(len, parts)) <= 20
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason=f"{EPIC}: the first micro-batch from `earliest` is cut from sequence 1 on",
-)
 def test_the_first_micro_batch_of_a_stream_with_an_expired_head_is_cut_evenly(
     make_stream: Any, stream_query: Any, with_js: Any
 ) -> None:
@@ -41,7 +21,7 @@ def test_the_first_micro_batch_of_a_stream_with_an_expired_head_is_cut_evenly(
     query = stream_query(name, minPartitions="4")
     start = query.initial()
     parts = query.parts(start, query.latest(start))
-    _require(sum(map(len, parts)) == 80, "rows are missing")
+    assert sum(map(len, parts)) == 80, "rows are missing"
     assert max(map(len, parts)) <= 40
 
 
@@ -50,9 +30,6 @@ def test_a_batch_read_is_cut_where_the_stream_starts(make_stream: Any, batch_rea
     assert [len(reader.read(partition)) for partition in reader.partitions()] == [10] * 8
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{EPIC}: the plan of a micro-batch is not in its offsets"
-)
 def test_a_replay_with_other_min_partitions_has_the_same_partitions(make_stream: Any, stream_query: Any) -> None:
     name = make_stream(100)
     query = stream_query(name, minPartitions="2")
@@ -76,7 +53,6 @@ def test_a_replay_of_a_stream_that_changed_has_the_same_partitions(
     assert after == [before[0][10:], *before[1:]]
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason=f"{EPIC}: there is no option maxRecordsPerPartition")
 def test_max_records_per_partition_bounds_the_rows_of_every_partition(make_stream: Any, stream_query: Any) -> None:
     query = stream_query(make_stream(95), minPartitions="2", maxRecordsPerPartition="10")
     start = query.initial()

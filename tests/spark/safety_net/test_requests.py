@@ -17,19 +17,7 @@ from nats.js.api import StreamConfig
 
 import jetstream_ext as jsx
 
-EPIC = "Spark: the same rows on every replay, through every failure, at any size"
-reads_everything = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{EPIC}: several subject filters read the whole stream"
-)
-one_by_one = pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"{EPIC}: streams are planned one by one")
-
 MESSAGES = 20_000
-
-
-def _require(condition: bool, what: str) -> None:
-    """Fail the test with an error that no ``xfail`` mark accepts."""
-    if not condition:
-        pytest.fail(what)
 
 
 @pytest.fixture(scope="module")
@@ -49,24 +37,22 @@ def rare(measured: Any) -> str:
     return "RARE"
 
 
-@reads_everything
 def test_a_batch_read_of_several_rare_subjects_is_sent_few_other_messages(
     measured: Any, rare: str, batch_read: Any
 ) -> None:
     reader = batch_read(rare, servers=measured.url, subjects="RARE.first,RARE.second")
     before = measured.sent()
-    _require(sorted(row["seq"] for row in reader.rows()) == [100, 10_000, 19_000], "rows are missing")
+    assert sorted(row["seq"] for row in reader.rows()) == [100, 10_000, 19_000], "rows are missing"
     assert measured.sent() - before < 500
 
 
-@reads_everything
 def test_a_micro_batch_of_several_rare_subjects_is_sent_few_other_messages(
     measured: Any, rare: str, stream_query: Any
 ) -> None:
     query = stream_query(rare, servers=measured.url, subjects="RARE.first,RARE.second")
     before = measured.sent()
     start = query.initial()
-    _require(query.seqs(start, query.latest(start)) == [100, 10_000, 19_000], "rows are missing")
+    assert query.seqs(start, query.latest(start)) == [100, 10_000, 19_000], "rows are missing"
     assert measured.sent() - before < 500
 
 
@@ -77,7 +63,6 @@ def test_a_batch_read_of_one_rare_subject_is_sent_few_other_messages(measured: A
     assert measured.sent() - before < 500
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"{EPIC}: an idle query asks ten times a second")
 def test_an_idle_query_asks_the_server_at_most_twice_a_second(
     make_stream: Any, stream_query: Any, requests_seen: Any
 ) -> None:
@@ -87,14 +72,11 @@ def test_an_idle_query_asks_the_server_at_most_twice_a_second(
     until = time.monotonic() + seconds
     with requests_seen(name) as requests:
         while time.monotonic() < until:
-            _require(query.latest(end) == end, "there is something new")
+            assert query.latest(end) == end, "there is something new"
             time.sleep(0.01)  # as Spark does
     assert len(requests) <= 2 * seconds + 1
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{EPIC}: every partition asks for the identity of its stream"
-)
 @pytest.mark.parametrize("streaming", [False, True])
 def test_the_identity_of_a_stream_is_checked_once_for_all_partitions(
     make_stream: Any, batch_read: Any, stream_query: Any, requests_seen: Any, streaming: bool
@@ -104,7 +86,7 @@ def test_the_identity_of_a_stream_is_checked_once_for_all_partitions(
     start = reader.initial() if streaming else {}
     partitions = reader.partitions(start, reader.latest(start)) if streaming else reader.partitions()
     with requests_seen(name) as requests:
-        _require([len(reader.read(partition)) for partition in partitions] == [100] * 8, "rows are missing")
+        assert [len(reader.read(partition)) for partition in partitions] == [100] * 8, "rows are missing"
     assert sum(".STREAM.INFO." in request for request in requests) <= 1
 
 
@@ -162,18 +144,16 @@ def many_streams(make_stream: Any, stream_name: Any, with_js: Any) -> list[str]:
     return names
 
 
-@one_by_one
 def test_many_streams_are_planned_at_once_for_a_batch_read(many_streams: Any, server: Any, batch_read: Any) -> None:
     with Distance(server.url, 0.05)() as url:
         reader = batch_read(many_streams[0], servers=url)
         reader.partitions()  # it is connected
         reader = batch_read(",".join(many_streams), servers=url)
         begun = time.monotonic()
-        _require(len(reader.partitions()) == len(many_streams), "streams are missing")
+        assert len(reader.partitions()) == len(many_streams), "streams are missing"
         assert time.monotonic() - begun < 1
 
 
-@one_by_one
 def test_many_streams_are_planned_at_once_for_a_micro_batch(many_streams: Any, server: Any, stream_query: Any) -> None:
     with Distance(server.url, 0.05)() as url:
         query = stream_query(many_streams[0], servers=url)
@@ -181,5 +161,5 @@ def test_many_streams_are_planned_at_once_for_a_micro_batch(many_streams: Any, s
         query = stream_query(",".join(many_streams), servers=url)
         begun = time.monotonic()
         start = query.initial()
-        _require(len(query.partitions(start, query.latest(start))) == len(many_streams), "streams are missing")
+        assert len(query.partitions(start, query.latest(start))) == len(many_streams), "streams are missing"
         assert time.monotonic() - begun < 1

@@ -8,10 +8,6 @@ from typing import Any
 
 import pytest
 
-EPIC = "Spark: the same rows on every replay, through every failure, at any size"
-no_max_rows = pytest.mark.xfail(strict=True, raises=ValueError, reason=f"{EPIC}: there is no option maxRowsPerTrigger")
-no_min_rows = pytest.mark.xfail(strict=True, raises=ValueError, reason=f"{EPIC}: there is no option minRowsPerTrigger")
-
 try:
     import pyspark.sql.streaming.datasource  # noqa: F401
 except ImportError:
@@ -41,12 +37,10 @@ def _micro_batches(query: Any) -> list[int]:
     return counts
 
 
-@no_max_rows
 def test_max_rows_per_trigger_counts_the_rows_of_a_sparse_stream(sparse: Any, stream_query: Any) -> None:
     assert _micro_batches(stream_query(sparse(), maxRowsPerTrigger="20")) == [20, 20, 10]
 
 
-@no_max_rows
 def test_max_rows_per_trigger_counts_the_rows_that_match_a_filter(
     make_stream: Any, stream_query: Any, publish: Any
 ) -> None:
@@ -56,7 +50,6 @@ def test_max_rows_per_trigger_counts_the_rows_that_match_a_filter(
     assert _micro_batches(query) == [20, 20, 10]
 
 
-@no_min_rows
 def test_min_rows_per_trigger_waits_for_enough_rows(make_stream: Any, stream_query: Any, publish: Any) -> None:
     name = make_stream(5)
     query = stream_query(name, minRowsPerTrigger="10", maxTriggerDelay="1h")
@@ -66,7 +59,6 @@ def test_min_rows_per_trigger_waits_for_enough_rows(make_stream: Any, stream_que
     assert query.seqs(start, query.latest(start)) == list(range(1, 11))
 
 
-@no_min_rows
 def test_max_trigger_delay_ends_the_wait_for_enough_rows(make_stream: Any, stream_query: Any) -> None:
     query = stream_query(make_stream(5), minRowsPerTrigger="10", maxTriggerDelay="1s")
     start = query.initial()

@@ -12,8 +12,6 @@ from nats.js.api import RePublish, StreamConfig
 
 from jetstream_ext.errors import JetStreamExtError
 
-EPIC = "Spark: the same rows on every replay, through every failure, at any size"
-
 
 @pytest.mark.parametrize("blank", [" ", "\t", "  "])
 def test_a_row_with_a_blank_msg_id_is_refused_or_stored_once(
@@ -26,9 +24,6 @@ def test_a_row_with_a_blank_msg_id_is_refused_or_stored_once(
     assert sum(stored(out, f"{out}.rows").values()) <= 1
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{EPIC}: republished messages lose headers named like the server's"
-)
 def test_a_republished_message_keeps_the_headers_that_name_its_origin(
     stream_name: Any, batch_read: Any, with_js: Any
 ) -> None:

@@ -5,20 +5,11 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-import pytest
-
-EPIC = "Spark: the same rows on every replay, through every failure, at any size"
-
 
 def _rows(query: Any, start: dict[str, Any], end: dict[str, Any], stream: str) -> list[int]:
     return [row["seq"] for part in query.parts(start, end) for row in part if row["stream"] == stream]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason=f"{EPIC}: on Spark 4.0 and 4.1 a stream added on a restart with startingTime skips to its end",
-)
 def test_a_stream_added_on_a_restart_starts_at_the_starting_time(
     make_stream: Any, stream_query: Any, with_js: Any
 ) -> None:
@@ -32,7 +23,6 @@ def test_a_stream_added_on_a_restart_starts_at_the_starting_time(
     assert _rows(query, begin, end, added) == list(range(1, 11))
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason=f"{EPIC}: there is no option streamPattern")
 def test_stream_pattern_discovers_a_stream_that_is_created_later(
     make_stream: Any, stream_query: Any, stream_name: Any
 ) -> None:

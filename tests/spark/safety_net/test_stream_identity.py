@@ -17,21 +17,6 @@ from nats.js.errors import NoStreamResponseError
 from jetstream_ext.errors import JetStreamExtError
 from jetstream_ext.testing import NatsCluster, NatsServer
 
-EPIC = "Spark: the same rows on every replay, through every failure, at any size"
-mistaken = pytest.mark.xfail(
-    strict=True, raises=JetStreamExtError, reason=f"{EPIC}: a stream is known by its `created`, which changes"
-)
-read_again = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{EPIC}: a stream whose `created` changed is read from 1 again"
-)
-no_option = pytest.mark.xfail(strict=True, raises=ValueError, reason=f"{EPIC}: there is no option onRecreate")
-
-
-def _require(condition: bool, what: str) -> None:
-    """Fail the test with an error that no ``xfail`` mark accepts."""
-    if not condition:
-        pytest.fail(what)
-
 
 def _read_on(query: Any, start: dict[str, Any], more: Callable[[], None]) -> list[int]:
     """Return the sequences of the micro-batch after `start`, when there is more to read."""
@@ -58,7 +43,7 @@ async def _with_js(url: str | list[str], question: Callable[[JetStreamContext], 
         await nc.close()
 
 
-@pytest.mark.parametrize("fail", [pytest.param("true", marks=mistaken), pytest.param("false", marks=read_again)])
+@pytest.mark.parametrize("fail", ["true", "false"])
 def test_a_server_2_12_8_that_restarts_after_a_config_update_keeps_its_streams(stream_query: Any, fail: str) -> None:
     config = StreamConfig(name="S", subjects=["S.>"], allow_direct=True)
     with NatsServer(version="2.12.8") as server:
@@ -73,12 +58,11 @@ def test_a_server_2_12_8_that_restarts_after_a_config_update_keeps_its_streams(s
         end = query.latest(query.initial())
         ask(lambda js: js.update_stream(config.evolve(description="the same stream")))
         server.restart()
-        _require(ask(lambda js: js.stream_info("S")).created != created, "`created` is the same")
+        assert ask(lambda js: js.stream_info("S")).created != created, "`created` is the same"
         restarted = stream_query("S", servers=server.url, failOnDataLoss=fail)
         assert _read_on(restarted, end, lambda: ask(_publish_ten)) == list(range(11, 21))
 
 
-@mistaken
 def test_a_stream_of_a_2_12_8_cluster_that_was_created_again_keeps_its_identity(stream_query: Any) -> None:
     config = StreamConfig(name="S", subjects=["S.>"], allow_direct=True)
     with NatsCluster(3, version="2.12.8") as cluster:
@@ -92,7 +76,7 @@ def test_a_stream_of_a_2_12_8_cluster_that_was_created_again_keeps_its_identity(
         end = (query := stream_query("S", servers=servers)).latest(query.initial())
         ask(lambda js: js.add_stream(config))
         cluster.restart()
-        _require(ask(_created_when_it_is_back) != created, "`created` is the same")
+        assert ask(_created_when_it_is_back) != created, "`created` is the same"
         assert _read_on(stream_query("S", servers=servers), end, lambda: ask(_publish_ten)) == list(range(11, 21))
 
 
@@ -111,7 +95,7 @@ async def _caught_up(js: JetStreamContext, name: str, messages: int) -> None:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize("fail", [pytest.param("true", marks=mistaken), pytest.param("false", marks=read_again)])
+@pytest.mark.parametrize("fail", ["true", "false"])
 def test_a_stream_rebuilt_from_its_mirror_is_the_same_stream(
     make_stream: Any, stream_query: Any, stream_name: Any, publish: Any, with_js: Any, fail: str
 ) -> None:
@@ -132,7 +116,7 @@ def test_a_stream_rebuilt_from_its_mirror_is_the_same_stream(
     end = (query := stream_query(name)).latest(query.initial())
     before = with_js(lambda js: js.get_msg(name, 10)).time
     with_js(rebuild)
-    _require(with_js(lambda js: js.get_msg(name, 10)).time == before, "the messages have other times")
+    assert with_js(lambda js: js.get_msg(name, 10)).time == before, "the messages have other times"
     query = stream_query(name, failOnDataLoss=fail)
     assert _read_on(query, end, lambda: publish([(f"{name}.a", b"")] * 5)) == list(range(11, 16))
 
@@ -157,7 +141,6 @@ def test_a_recreated_stream_fails_the_query(make_stream: Any, stream_query: Any,
         query.partitions(end, query.latest(end))
 
 
-@no_option
 def test_on_recreate_fail_refuses_a_recreated_stream_even_where_losses_are_tolerated(
     make_stream: Any, stream_query: Any, with_js: Any
 ) -> None:
@@ -169,7 +152,6 @@ def test_on_recreate_fail_refuses_a_recreated_stream_even_where_losses_are_toler
         query.partitions(end, query.latest(end))
 
 
-@no_option
 @pytest.mark.parametrize(("choice", "expected"), [("earliest", range(1, 16)), ("keep", range(11, 16))])
 def test_on_recreate_decides_where_a_recreated_stream_continues(
     make_stream: Any, stream_query: Any, with_js: Any, choice: str, expected: range
@@ -194,7 +176,6 @@ async def _stream_info(js: JetStreamContext, name: str) -> dict[str, Any]:
     return dict(json.loads((await js._nc.request(f"$JS.API.STREAM.INFO.{name}", timeout=30)).data))
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"{EPIC}: offsets of version 2")
 def test_new_offsets_are_of_version_2(make_stream: Any, stream_query: Any) -> None:
     query = stream_query(make_stream(10))
     start = query.initial()
