@@ -309,7 +309,7 @@ class Follower:
             self._waiting_since = now
         until = self._waiting_since + self._options.max_delay
         rows = sum(one.backlog[1].rows for one in found.values() if one.backlog)
-        if not rows or rows >= wanted or now >= until:
+        if not rows or rows >= wanted or now >= until or any(one.changed for one in found.values()):
             return False
         self._note_idle(until)
         return True
@@ -508,7 +508,7 @@ class Follower:
         """Return what a micro-batch reads of a stream; `planned`: this process has just planned it."""
         options, at, before = self._options, ended.streams[stream], begun.streams.get(stream)
         exact = ended.version > 1 and at.head is None
-        if exact and (at.first is None or at.first > at.seq):
+        if at == before or (exact and at.first is None):
             return None
         state = planned[0] if planned is not None else await readable_state(context, options, stream)
         if state is None:

@@ -14,7 +14,7 @@ from nats.js.errors import NoStreamResponseError
 from jetstream_ext.spark import connection, reading
 from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.options import ReadOptions
-from jetstream_ext.spark.planning import SequenceRange
+from jetstream_ext.spark.ranges import SequenceRange
 from jetstream_ext.spark.source import JetStreamDataSource
 from jetstream_ext.testing import NatsCluster, NatsServer
 

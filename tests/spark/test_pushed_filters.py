@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jetstream_ext.spark.planning import PushedFilters, parse_pushed_filters
+from jetstream_ext.spark.pushed import PushedFilters, parse_pushed_filters
 
 
 @dataclass(frozen=True)

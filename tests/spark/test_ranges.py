@@ -1,71 +1,116 @@
-"""Sequence ranges, cut into partitions."""
+"""Sequence ranges, and where they are cut."""
 
+from bisect import bisect_left
 from itertools import pairwise
+from typing import TypeVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetstream_ext.spark.ranges import SequenceRange
+from jetstream_ext.spark.ranges import Search, SequenceRange, balanced_cuts, end_of_rows, even_cuts, shares
 
-RANGES = st.lists(
-    st.builds(
-        lambda stream, first, count, size: SequenceRange(stream, first, first + count - 1, size=size),
-        st.sampled_from("ABC"),
-        st.integers(1, 1 << 62),
-        st.integers(0, 1 << 40),
-        st.integers(0, 1 << 40),
-    ),
-    max_size=4,
-)
+_Result = TypeVar("_Result")
+
+SEQUENCES = st.one_of(
+    st.sets(st.integers(1, 200), max_size=200),
+    st.sets(st.integers(1, 1 << 40), max_size=50),
+    st.builds(lambda first, count: set(range(first, first + count)), st.integers(1, 1 << 40), st.integers(0, 300)),
+).map(sorted)
 
 
-@given(RANGES, st.integers(1, 50), st.integers(1 << 34, 1 << 40))
-def test_every_sequence_is_in_one_partition(ranges: list[SequenceRange], least: int, most: int) -> None:
-    parts = partition(ranges, min_partitions=least, max_bytes=most)
-    assert parts == partition(ranges, min_partitions=least, max_bytes=most)
-    rest = iter(parts)
-    for one in ranges:
-        position = one.first
-        while position <= one.last:
-            part = next(rest)
-            assert (part.stream, part.first) == (one.stream, position)
-            assert part.last >= part.first
-            position = part.last + 1
-        assert position == max(one.first, one.last + 1)
-    assert next(rest, None) is None
-    assert len(parts) >= min(least, sum(map(len, ranges)))
+def run(search: Search[_Result], stored: list[int]) -> tuple[_Result, int]:
+    """Answer the questions of a search; return its result and how many counts it asked for."""
+    asked, counts = 0, next(search)
+    while True:
+        asked += len(counts)
+        try:
+            counts = search.send([len(stored) - bisect_left(stored, seq) for seq in counts])
+        except StopIteration as end:
+            return end.value, asked
 
 
-@given(st.integers(1, 1000), st.integers(1, 60))
-def test_partitions_are_even(count: int, parts: int) -> None:
-    sizes = [len(part) for part in SequenceRange("A", 5, 4 + count).split(parts)]
+def held(stored: list[int], bounds: list[int]) -> list[int]:
+    """Return how many messages each of the ranges between `bounds` has."""
+    return [bisect_left(stored, stop) - bisect_left(stored, start) for start, stop in pairwise(bounds)]
+
+
+@given(st.integers(1, 1 << 62), st.integers(0, 1 << 40), st.integers(1, 60))
+def test_even_cuts_are_even(first: int, count: int, parts: int) -> None:
+    last = first + count - 1
+    ranges = SequenceRange("A", first, last).cut(even_cuts(first, last, parts))
+    sizes = [len(one) for one in ranges]
+    assert len(ranges) == min(parts, count)
     assert sum(sizes) == count
-    assert max(sizes) - min(sizes) <= 1
+    assert not sizes or max(sizes) - min(sizes) <= 1
+    assert all(one.last + 1 == other.first for one, other in pairwise(ranges))
+
+
+@given(st.lists(st.integers(0, 100), max_size=6, unique=True))
+def test_a_range_has_as_many_parts_as_cuts_ask_for(cuts: list[int]) -> None:
+    parts = SequenceRange("A", 20, 60, from_head=True).cut(cuts)
+    assert len(parts) == len(cuts) + 1
+    assert (parts[0].first, parts[-1].last) == (20, 60)
+    assert all(one.last + 1 == other.first for one, other in pairwise(parts))
+    assert [part.from_head for part in parts] == [part.first == 20 for part in parts]
+    assert SequenceRange("A", 5, 4).cut(cuts) == []
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(1, 50), st.integers(0, 60)), max_size=6),
+    st.integers(0, 100),
+)
+def test_shares_are_within_their_bounds(given: list[tuple[int, int, int]], total: int) -> None:
+    weights, most, least = [list(column) for column in zip(*given, strict=True)] or [[], [], []]
+    counts = shares(weights, most, least, total)
+    lowest = [min(top, max(1, low)) for top, low in zip(most, least, strict=True)]
+    assert all(low <= count <= top for low, count, top in zip(lowest, counts, most, strict=True))
+    assert sum(counts) == min(sum(most), max(sum(lowest), total))
 
 
 @pytest.mark.parametrize(
-    ("size", "least", "expected"),
-    [(0, 1, 1), (0, 2, 2), (0, 5, 5), (100, 1, 1), (101, 1, 2), (1000, 1, 10), (1000, 3, 10), (10**9, 1, 1000)],
+    ("weights", "total", "expected"),
+    [([900, 100], 10, [9, 1]), ([1, 1, 1], 4, [2, 1, 1]), ([0, 0], 3, [2, 1]), ([5], 3, [3]), ([], 3, [])],
 )
-def test_the_size_decides_the_number_of_partitions(size: int, least: int, expected: int) -> None:
-    assert len(partition([SequenceRange("A", 1, 1000, size=size)], min_partitions=least, max_bytes=100)) == expected
+def test_shares_follow_the_weights(weights: list[int], total: int, expected: list[int]) -> None:
+    assert shares(weights, [1000] * len(weights), [1] * len(weights), total) == expected
 
 
-def test_large_streams_get_more_partitions() -> None:
-    ranges = [SequenceRange("A", 1, 1000, size=900), SequenceRange("B", 1, 1000, size=100)]
-    parts = partition(ranges, min_partitions=10, max_bytes=10_000)
-    assert [part.stream for part in parts].count("A") == 9
-    assert len(parts) == 10
+@given(SEQUENCES, st.integers(1, 20), st.one_of(st.none(), st.integers(1, 40)))
+def test_balanced_cuts_are_balanced(stored: list[int], parts: int, most: int | None) -> None:
+    first, last = (stored[0], stored[-1] + 7) if stored else (1, 10)
+    cuts, asked = run(balanced_cuts(first, last, parts, most), stored)
+    bounds = [first, *cuts, last + 1]
+    assert list(cuts) == sorted(set(cuts))
+    assert all(first < cut <= last for cut in cuts)
+    sizes = held(stored, bounds)
+    if most is not None:
+        assert max(sizes) <= most
+    else:
+        assert len(sizes) <= parts
+        assert max(sizes) <= len(stored) / parts * 1.5 + 1
+    assert asked <= 512 + 8 * (len(stored) + 2) * 8
 
 
-def test_an_empty_range_has_no_partitions() -> None:
-    assert partition([], min_partitions=2, max_bytes=1) == []
-    assert partition([SequenceRange("A", 5, 4)], min_partitions=2, max_bytes=1) == []
+@given(SEQUENCES, st.integers(1, 400))
+def test_the_end_of_rows_has_that_many_rows(stored: list[int], rows: int) -> None:
+    first, last = (stored[0], stored[-1] + 7) if stored else (1, 10)
+    end, asked = run(end_of_rows(first, last, rows), stored)
+    assert held(stored, [first, end + 1]) == [min(rows, len(stored))]
+    assert first <= end <= last
+    assert asked <= 7 * 20
 
 
-def test_only_the_first_partition_starts_at_the_head() -> None:
-    parts = SequenceRange("A", 1, 9, size=90, subject="x", filters=("y",), from_head=True, gapless=True).split(3)
-    assert [part.from_head for part in parts] == [True, False, False]
-    assert all((part.subject, part.filters, part.size, part.gapless) == ("x", ("y",), 30, True) for part in parts)
-    assert all(one.last + 1 == other.first for one, other in pairwise(parts))
+@given(st.data())
+def test_searches_end_whatever_the_counts_are(data: st.DataObject) -> None:
+    """Counts come from replicas, which may contradict each other."""
+    search: Search[object] = data.draw(
+        st.sampled_from([end_of_rows(1, 1 << 20, 5), balanced_cuts(1, 1 << 20, 4), balanced_cuts(1, 1 << 20, 4, 3)])
+    )
+    asked = next(search)
+    for _ in range(200):
+        try:
+            asked = search.send(data.draw(st.lists(st.integers(0, 9), min_size=len(asked), max_size=len(asked))))
+        except StopIteration:
+            return
+    pytest.fail("the search does not end")
