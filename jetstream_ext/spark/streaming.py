@@ -318,13 +318,16 @@ class Follower:
 
     async def _look(self, context: JetStreamContext, begun: Offset) -> dict[str, _Found]:
         streams = await streams_of(context, self._options)
+        waits = begun == self._initial
         found = await gather_bounded(
-            lambda stream: self._look_at(context, stream, begun), streams, limit=STREAMS_AT_ONCE
+            lambda stream: self._look_at(context, stream, begun.streams.get(stream), waits=waits),
+            streams,
+            limit=STREAMS_AT_ONCE,
         )
         return dict(zip(streams, found, strict=True))
 
-    async def _look_at(self, context: JetStreamContext, stream: str, begun: Offset) -> _Found:
-        options, before = self._options, begun.streams.get(stream)
+    async def _look_at(self, context: JetStreamContext, stream: str, before: Position | None, *, waits: bool) -> _Found:
+        options = self._options
         if added := before is None:
             # What a pattern finds after the query has started is new: all of it is to be read.
             start = "earliest" if options.stream_pattern is not None else options.starting.of(stream)
@@ -334,7 +337,6 @@ class Follower:
         state = await readable_state(context, options, stream)
         if state is not None:
             self._latest[stream] = Position.at(state, state.last_seq)
-            waits = self._initial is not None and begun == self._initial
             resumed = await self._resume(context, before, state, waits=waits)
         if state is None or resumed is None:
             return _Found(before.without_plan(), changed=added)

@@ -46,7 +46,8 @@ async def more(js: JetStreamContext, name: str, messages: int, size: int = 1) ->
 
 
 def follower(*streams: str, **options: str) -> Follower:
-    given = {"servers": "nats://unused", "stream": ",".join(streams)} | options
+    named = {"stream": ",".join(streams)} if streams else {}
+    given = {"servers": "nats://unused"} | named | options
     return Follower(ReadOptions.parse(given, streaming=True))
 
 
@@ -414,3 +415,197 @@ async def test_every_decision_is_a_debug_record(
     starts = ["the query starts", "the next micro-batch ends", "planned 2 partitions", "the query ends"]
     assert [text for text, start in zip(records, starts, strict=True) if not text.startswith(start)] == []
     assert all(f"'{name}'" in text for text in records)
+
+
+class TestPlans:
+    """The plan of a micro-batch is in its end, so that a replay has the same partitions."""
+
+    async def test_a_replay_has_the_same_partitions_whatever_happened(
+        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
+    ) -> None:
+        name = await make(0, max_msgs_per_subject=100)
+        await more(js, name, 3000)
+        query = follower(name, minPartitions="4")
+        start = await query.initial(js)
+        end = json.loads(json.dumps(await query.latest(js, start)))
+        before = spans(await query.plan(js, start, end))
+        assert (len(before), before[0][0], before[-1][1]) == (4, 2001, 3000)
+        await more(js, name, 900)  # most of the old messages are replaced
+        again = follower(name, minPartitions="3", maxRecordsPerPartition="10", subjects=f"{name}.1")
+        assert spans(await again.plan(js, start, end)) == before
+
+    async def test_a_micro_batch_of_version_1_has_the_partitions_that_its_release_made(
+        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
+    ) -> None:
+        one, other = await make(100), await make(10)
+        created = {name: (await follower(name).initial(js))["streams"][name]["created"] for name in (one, other)}
+
+        def offset(*seqs: int) -> Offset:
+            return {
+                "v": 1,
+                "streams": {
+                    name: {"created": created[name], "seq": seq} for name, seq in zip((one, other), seqs, strict=True)
+                },
+            }
+
+        await js.purge_stream(one, seq=11)
+        query = follower(one, other, minPartitions="3")
+        parts = await query.plan(js, offset(0, 0), offset(90, 10))
+        assert spans(parts) == [(1, 45), (46, 90), (1, 10)]
+        later = await query.latest(js, offset(90, 10))
+        assert (later["v"], seqs(later)) == (2, {one: 100, other: 10})
+        assert spans(await query.plan(js, offset(90, 10), later)) == [(91, 93), (94, 96), (97, 100)]
+
+    async def test_before_spark_4_2_a_micro_batch_is_cut_where_the_stream_starts(
+        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
+    ) -> None:
+        name = await make(100)
+        await js.purge_stream(name, seq=81)
+        query = follower(name, minPartitions="2")
+        end = await query.latest(js, None)
+        start = await query.initial(js)
+        assert spans(await query.plan(js, start, end)) == [(81, 90), (91, 100)]
+        await js.purge_stream(name, seq=95)
+        assert spans(await follower(name, minPartitions="5").plan(js, start, end)) == [(81, 90), (91, 100)]
+        assert await query.latest(js, None) == end
+
+    async def test_before_spark_4_2_a_restart_reads_on_where_the_checkpoint_ends(
+        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
+    ) -> None:
+        """The start options apply to new streams only, also where the first answer of a process is pinned."""
+        name, added = await make(10), await make(5)
+        begun = await follower(name).latest(js, None)
+        await more(js, name, 10)
+        restarted = follower(name, added, startingOffsets="latest")
+        end = await restarted.latest(js, None)
+        assert [(one.stream, one.first, one.last) for one in await restarted.plan(js, begun, end)] == [
+            (name, 11, 15),
+            (name, 16, 20),
+        ]
+        await more(js, added, 3)
+        later = await restarted.latest(js, None)
+        assert [(one.stream, one.first, one.last) for one in await restarted.plan(js, end, later)] == [
+            (added, 6, 6),
+            (added, 7, 8),
+        ]
+
+    async def test_partitions_of_filtered_rows_are_even(
+        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
+    ) -> None:
+        name = await make(0)
+        async with jsx.FastPublisher(js) as publisher:
+            rare = range(9_000, 10_000, 10)
+            await publisher.add_many((f"{name}.{'rare' if i in rare else 'common'}", b"") for i in range(20_000))
+        query = follower(name, subjects=f"{name}.rare", minPartitions="4")
+        start = await query.initial(js)
+        parts = await query.plan(js, start, await query.latest(js, start))
+        assert all(part.on_server for part in parts)
+        held = [sum(part.first <= 1 + i <= part.last for i in rare) for part in parts]
+        assert (sum(held), len(held)) == (100, 4)
+        assert all(15 <= count <= 35 for count in held)
+
+    @pytest.mark.parametrize("limit", [1, 7, 1000])
+    async def test_no_partition_of_a_sparse_stream_has_more_rows_than_allowed(
+        self, js: JetStreamContext, make: Callable[..., Awaitable[str]], limit: int
+    ) -> None:
+        name = await make(2_000)
+        for subject in range(1, 10):
+            await js.purge_stream(name, subject=f"{name}.{subject}", keep=1)
+        stored = [message.seq for message in await jsx.DirectGet(js, name).scan().to_list()]
+        query = follower(name, maxRecordsPerPartition=f"{limit}")
+        start = await query.initial(js)
+        parts = await query.plan(js, start, await query.latest(js, start))
+        held = [sum(part.first <= seq <= part.last for seq in stored) for part in parts]
+        assert sum(held) == len(stored) == 209
+        assert max(held) <= limit
+
+
+class TestRecreation:
+    async def test_keep_waits_for_the_sequence_that_was_read(
+        self, js: JetStreamContext, make: Callable[..., Awaitable[str]], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        name = await make(10)
+        query = follower(name, onRecreate="keep")
+        offset = await query.latest(js, await query.initial(js))
+        await js.delete_stream(name)
+        await make(4, name)
+        kept = await query.latest(js, offset)
+        assert seqs(kept) == {name: 10}
+        assert await query.plan(js, offset, kept) == []
+        assert await query.latest(js, kept) == kept
+        await more(js, name, 8)
+        end = await query.latest(js, kept)
+        assert spans(await query.plan(js, kept, end)) == [(11, 11), (12, 12)]
+        assert caplog.text.count("re-created") == 1
+
+    async def test_a_query_goes_on_in_a_stream_that_was_empty_when_it_started(
+        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
+    ) -> None:
+        name = await make(0)
+        query = follower(name)
+        start = await query.initial(js)
+        assert await query.latest(js, start) == start
+        await more(js, name, 3)
+        end = await query.latest(js, start)
+        assert spans(await query.plan(js, start, end)) == [(1, 1), (2, 3)]
+
+    async def test_a_micro_batch_that_was_planned_before_the_recreation(
+        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
+    ) -> None:
+        name = await make(10)
+        planner = follower(name)
+        start = await planner.initial(js)
+        end = await planner.latest(js, start)
+        await js.delete_stream(name)
+        await make(20, name)
+        with pytest.raises(DataLossError, match=r"sequences 1 to 10 .* are lost"):
+            await follower(name).plan(js, start, end)
+        assert await follower(name, onRecreate="earliest").plan(js, start, end) == []
+        kept = await follower(name, onRecreate="keep").plan(js, start, end)
+        assert spans(kept) == [(1, 5), (6, 10)]
+
+
+async def test_a_pattern_follows_streams_that_come(
+    js: JetStreamContext, make: Callable[..., Awaitable[str]], stream_name: Callable[[], str]
+) -> None:
+    prefix = stream_name()
+    await make(3, f"{prefix}-a")
+    await make(3, f"x-{prefix}-a")  # the pattern is that of a whole name
+    query = follower(streamPattern=f"{prefix}-.*", startingOffsets="latest")
+    start = await query.initial(js)
+    assert seqs(start) == {f"{prefix}-a": 3}
+    assert await query.latest(js, start) == start
+    await make(4, f"{prefix}-b")
+    end = await query.latest(js, start)
+    assert [(part.stream, part.first, part.last) for part in await query.plan(js, start, end)] == [
+        (f"{prefix}-b", 1, 2),
+        (f"{prefix}-b", 3, 4),
+    ]
+    await js.delete_stream(f"{prefix}-b")
+    gone = await query.latest(js, end)
+    assert seqs(gone) == {f"{prefix}-a": 3}
+    with pytest.raises(DataLossError, match="not among the streams that match 'streamPattern'"):
+        await query.plan(js, end, gone)
+
+
+async def test_an_idle_query_asks_less_and_less_often(
+    js: JetStreamContext, make: Callable[..., Awaitable[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = await make(1)
+    query = follower(name)
+    end = await query.latest(js, await query.initial(js))
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(streaming.asyncio, "sleep", sleep)
+    for _ in range(4):
+        assert await query.latest(js, end) == end
+    assert pauses == pytest.approx([0.5, 0.75, 1.0], abs=0.2)
+    await more(js, name, 1)
+    end = await query.latest(js, end)
+    assert seqs(end) == {name: 2}
+    pauses.clear()
+    assert await query.latest(js, end) == end
+    assert pauses == []
