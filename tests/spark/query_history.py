@@ -13,6 +13,7 @@ import logging
 import pickle
 import random
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -121,6 +122,10 @@ class Streams:
             name=stream.name, subjects=[f"{stream.name}.>"], allow_direct=True, allow_batched=True
         ).evolve(**stream.limits)
         self._do(lambda: self._js.add_stream(config))
+        while self._ask(f"STREAM.INFO.{stream.name}")["state"]["last_seq"]:
+            # The server has found the files of the stream that was deleted just before.
+            self._ask(f"STREAM.DELETE.{stream.name}")
+            self._do(lambda: self._js.add_stream(config))
         stream.number, stream.last_seq, stream.exists = stream.number + 1, 0, True
         stream.stored = {}
         self.numbers[self._ask(f"STREAM.INFO.{stream.name}")["created"]] = stream.number
@@ -148,6 +153,8 @@ class Streams:
                 await publisher.add_many(messages)
 
         self._do(send)
+        found = self._ask(f"STREAM.INFO.{stream.name}")["state"]["last_seq"]
+        assert found == stream.last_seq, f"the last sequence is {found}, not {stream.last_seq}"
 
     def remove_some(self, stream: Stream) -> None:
         seqs = list(stream.stored)
@@ -344,12 +351,13 @@ class History:
         for part in parts:
             reader, copy = pickle.loads(pickle.dumps((self._reader, part)))
             rows: list[Message] = []
-            for some in _blocks(reader.read(copy)):
-                if not rows:
-                    attempt.firsts.append(some[-1][2])
-                rows += some
-                if restless and self._chance.random() < 0.2:
-                    self._disturb()
+            with closing(reader.read(copy)) as batches:
+                for some in _blocks(batches):
+                    if not rows:
+                        attempt.firsts.append(some[-1][2])
+                    rows += some
+                    if restless and self._chance.random() < 0.2:
+                        self._disturb()
             if not rows:
                 attempt.firsts.append(copy.value.last)
             attempt.rows.append(rows)
@@ -501,6 +509,6 @@ def _blocks(batches: Iterator[Any]) -> Iterator[list[Message]]:
         rows = []
         for row in batch.to_pylist():
             number, seq = row["data"].split(b":")
-            assert int(seq) == row["seq"]
+            assert int(seq) == row["seq"], f"message {row['seq']} of {row['stream']} is {row['data']!r}"
             rows.append((row["stream"], int(number), row["seq"]))
         yield rows

@@ -26,6 +26,7 @@ STEPS = 40
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read a few messages with each request, so that streams change in the middle of a partition; never wait."""
+    monkeypatch.setattr("jetstream_ext.client.api.SETTLE", 0.2)
     monkeypatch.setattr("jetstream_ext.spark.reading.DEFAULT_MAX_BYTES", 300)
     monkeypatch.setattr("jetstream_ext.spark.reading._ROWS", 1)
     monkeypatch.setattr("jetstream_ext.spark.streaming._FIRST_PAUSE", 0.0)
