@@ -90,9 +90,10 @@ async def readable_state(context: JetStreamContext, options: ReadOptions, stream
     """Return the state of a stream that can be read; None: it does not exist, and that is not an error."""
     state = await state_of(context, stream)
     if state is None:
-        report_data_loss(
-            options, f"stream {stream!r} does not exist; check 'stream', 'servers', 'domain' and 'apiPrefix'"
-        )
+        if options.stream_pattern is None:  # otherwise it existed a moment ago
+            report_data_loss(
+                options, f"stream {stream!r} does not exist; check 'stream', 'servers', 'domain' and 'apiPrefix'"
+            )
         return None
     state.check_direct_reads(Context(context).connection.server_version)
     if state.retention != "limits" and not options.allow_unstable_retention:

@@ -266,7 +266,10 @@ class Follower:
         if self._initial is None:
             streams = await streams_of(context, self._options)
             starts = await gather_bounded(lambda name: self._start(context, name), streams, limit=STREAMS_AT_ONCE)
-            self._initial = Offset(dict(zip(streams, starts, strict=True)))
+            found = dict(zip(streams, starts, strict=True))
+            if self._options.stream_pattern is not None:  # some may be gone by now
+                found = {stream: at for stream, at in found.items() if at.created}
+            self._initial = Offset(found)
             self._fresh = True
             _log.debug("the query starts at %s%s", self._initial.streams, " (pinned)" if self._pinned else "")
         return self._initial
@@ -324,9 +327,12 @@ class Follower:
             streams,
             limit=STREAMS_AT_ONCE,
         )
-        return dict(zip(streams, found, strict=True))
+        return {stream: one for stream, one in zip(streams, found, strict=True) if one is not None}
 
-    async def _look_at(self, context: JetStreamContext, stream: str, before: Position | None, *, waits: bool) -> _Found:
+    async def _look_at(
+        self, context: JetStreamContext, stream: str, before: Position | None, *, waits: bool
+    ) -> _Found | None:
+        """Return what there is to read of a stream; None: it matched the pattern and is gone."""
         options = self._options
         if added := before is None:
             # What a pattern finds after the query has started is new: all of it is to be read.
@@ -339,7 +345,8 @@ class Follower:
             self._latest[stream] = Position.at(state, state.last_seq)
             resumed = await self._resume(context, before, state, waits=waits)
         if state is None or resumed is None:
-            return _Found(before.without_plan(), changed=added)
+            gone = options.stream_pattern is not None
+            return None if gone else _Found(before.without_plan(), changed=added)
         begin, state, changed = resumed.begin, resumed.state, resumed.changed or added
         last = state.last_seq
         if self._target is not None:
