@@ -351,8 +351,8 @@ class ReadOptions:
     streams: tuple[str, ...]  # none with a pattern
     starting: Bounds
     ending: Bounds
-    stream_pattern: re.Pattern[str] | None = _option("streamPattern", _pattern)  # noqa: RUF009 - of whole names
     subjects: tuple[str, ...] = _option("subjects", _names(check_filter), ())  # any may match; none: all messages
+    stream_pattern: re.Pattern[str] | None = _option("streamPattern", _pattern)  # noqa: RUF009 - of whole names
     min_partitions: int = _option("minPartitions", _positive, 2)
     max_bytes_per_partition: int = _option("maxBytesPerPartition", _size, 64 << 20)
     fail_on_data_loss: bool = _option("failOnDataLoss", _boolean, True)
@@ -485,16 +485,16 @@ _BATCH_ONLY: Final = {
     "endingOffsets": _NO_END,
     "endingTime": _NO_END,
     "pushDown": "Spark does not push filters into streaming reads; leave it out and use 'subjects'",
-    "maxBytesPerPartition": "it is for batch reads; a micro-batch has as many partitions as 'minPartitions' and "
-    "'maxRecordsPerPartition' say",
+    "maxBytesPerPartition": "it is for batch reads; a micro-batch has the same number of partitions each time: set their "
+    "number with 'minPartitions', or their size with 'maxRecordsPerPartition'",
 }
-_STREAMING_ONLY: Final = dict.fromkeys(
-    (
-        *("maxRowsPerTrigger", "maxOffsetsPerTrigger", "maxBytesPerTrigger", "minRowsPerTrigger", "maxTriggerDelay"),
-        "onRecreate",
+_STREAMING_ONLY: Final = {
+    **dict.fromkeys(
+        ("maxRowsPerTrigger", "maxOffsetsPerTrigger", "maxBytesPerTrigger", "minRowsPerTrigger", "maxTriggerDelay"),
+        "it limits streaming reads and has no effect on a batch read; leave it out",
     ),
-    "it applies to streaming reads and has no effect on a batch read; leave it out",
-)
+    "onRecreate": "it applies to streaming reads and has no effect on a batch read; leave it out",
+}
 _FOR_READING: Final = {name: "it applies only to reads; leave it out" for name in READ_OPTIONS if name != "stream"}
 _FOR_WRITING: Final = {
     **{name: "it applies only to writes; leave it out" for name in WRITE_OPTIONS if name != "stream"},
