@@ -18,7 +18,7 @@ from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.errors import ErrorCode, JetStreamExtError, StreamRecreatedError
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.spark.connection import ask
-from jetstream_ext.spark.offsets import Position, identity, newest_of
+from jetstream_ext.spark.offsets import Position, identity
 from jetstream_ext.spark.options import Bound, ReadOptions
 from jetstream_ext.spark.pushed import PushedFilters
 from jetstream_ext.spark.ranges import Search, SequenceRange, balanced_cuts, even_cuts, shares
@@ -108,7 +108,7 @@ async def readable_state(context: JetStreamContext, options: ReadOptions, stream
 async def is_same(context: JetStreamContext, before: Position | SequenceRange, state: StreamState) -> bool:
     """Return whether `state` is that of the stream of a position or a range."""
     js = Context(context)
-    known = identity(state.name, before.created, before.newest)
+    known = identity(state.name, before.created, before.ends)
     try:
         await ask(js.timeout, lambda left: check_same_stream(Api(js, left), known, state))
     except StreamRecreatedError:
@@ -281,5 +281,5 @@ async def _resolve(context: JetStreamContext, options: ReadOptions, state: Strea
         min(last, state.last_seq),
         from_head=start == "earliest",
         created=state.created,
-        newest=newest_of(state),
+        ends=state.ends,
     )

@@ -90,10 +90,10 @@ def _blocks(js: Context, part: SequenceRange, timeout: float, *, confirm: bool) 
 
 def _is_newer(message: StoredMsg | None, part: SequenceRange) -> bool:
     """Return whether a message was stored after the range was planned, so that it may be of another stream."""
-    if message is None or part.newest is None:
+    if message is None or not part.ends:
         return False
     try:
-        return message.time > part.newest[1]
+        return message.time > part.ends[0][1]
     except ResponseError:
         return True
 
