@@ -165,7 +165,7 @@ class Follower:
         self._options = options
         self._initial: Offset | None = None
         self._fresh = False
-        self._pinned = False
+        self._pinned: set[str] = set()  # streams whose start depends on the moment
         self._target: Mapping[str, Position] | None = None
         self._latest: dict[str, Position] = {}
         # The end that was planned last, and of which states and ranges.
@@ -261,7 +261,11 @@ class Follower:
                 found = {stream: at for stream, at in found.items() if at.created}
             self._initial = Offset(found)
             self._fresh = True
-            _log.debug("the query starts at %s%s", self._initial.streams, " (pinned)" if self._pinned else "")
+            _log.debug(
+                "the query starts at %s%s",
+                self._initial.streams,
+                f" (pinned: {', '.join(sorted(self._pinned))})" if self._pinned else "",
+            )
         return self._initial
 
     async def _start(self, context: JetStreamContext, stream: str) -> Position:
@@ -277,7 +281,7 @@ class Follower:
                 self._options, f"stream {stream!r} ends at sequence {state.last_seq}, before the start at {first}"
             )
         if start == "latest" or first > state.last_seq:
-            self._pinned = True
+            self._pinned.add(stream)
         return Position.at(state, first - 1)
 
     # -- when the server is asked -------------------------------------------------------------------------------
@@ -397,8 +401,8 @@ class Follower:
         """Return the newest offset, where Spark does not pass the start of the micro-batch."""
         new = self._initial is None
         initial = await self._initial_offset(context)
-        waits = new and self._pinned
-        if not waits:
+        waiting = self._pinned if new else frozenset[str]()
+        if not waiting:
             await self._pause_if_idle()
         before = dict(self._latest)
 
@@ -410,7 +414,7 @@ class Follower:
                 state = await not_behind(context, self._options, state, known.seq)  # a new stream is reported by `plan`
             if state is None:
                 return start
-            at = Position.at(state, start.seq if waits else state.last_seq)
+            at = Position.at(state, start.seq if stream in waiting else state.last_seq)
             from_head = not start.seq and self._options.starting.of(stream) == "earliest"
             return replace(at, head=state.first_seq, skipped=None if from_head else start.seq)
 

@@ -127,6 +127,23 @@ async def test_spark_before_4_2_passes_no_start(js: JetStreamContext, make: Call
     assert seqs(await earliest.initial(js)) == {name: 0}
 
 
+async def test_a_stream_that_has_not_reached_the_start_holds_no_other_one_back_on_spark_before_4_2(
+    js: JetStreamContext, make: Callable[..., Awaitable[str]]
+) -> None:
+    """A restarted query resolves the start again."""
+    busy, quiet = await make(10), await make(0)
+    options = {"startingOffsets": f'{{"{busy}": 5, "{quiet}": 1}}'}
+    query = follower(busy, quiet, **options)
+    await query.initial(js)
+    end = await query.latest(js, None)
+    await more(js, busy, 5)
+    again = follower(busy, quiet, **options)
+    later = await again.latest(js, None)
+    assert seqs(later) == {busy: 15, quiet: 0}
+    parts = await again.plan(js, end, later)
+    assert [(part.stream, part.first, part.last) for part in parts] == [(busy, 11, 13), (busy, 14, 15)]
+
+
 async def test_a_query_starts_at_a_sequence(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
     name = await make(10)
     query = follower(name, startingOffsets=json.dumps({name: 4}))
