@@ -5,13 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import pytest
-
-EPIC = "Spark: the same rows on every replay, through every failure, at any size"
-no_option = pytest.mark.xfail(
-    strict=True, raises=ValueError, reason=f"{EPIC}: foreachBatch leaves markers for every micro-batch"
-)
-
 
 def _rows(out: str, batch: int) -> list[list[dict[str, Any]]]:
     """Two partitions of a micro-batch."""
@@ -23,7 +16,6 @@ def _save(sink: Any, out: str, batch: int) -> None:
     target.save(_rows(out, batch))
 
 
-@no_option
 def test_the_markers_of_a_query_do_not_grow_with_its_micro_batches(
     make_stream: Any, sink: Any, stored: Any, with_js: Any
 ) -> None:
@@ -40,7 +32,6 @@ def test_the_markers_of_a_query_do_not_grow_with_its_micro_batches(
     assert (markers(), sum(stored(out, f"{out}.rows").values())) == (before, 12)
 
 
-@no_option
 def test_a_repeated_micro_batch_stores_nothing(make_stream: Any, sink: Any, stored: Any) -> None:
     out = make_stream()
     for batch in (0, 1, 1, 0):
