@@ -15,8 +15,6 @@ from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 from pyspark.sql import datasource
 
-from jetstream_ext.errors import JetStreamExtError
-
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
@@ -27,12 +25,6 @@ row_by_row = pytest.mark.skipif(
 
 EXACT = ["dedupe", "transactional"]
 ROWS = 30
-
-
-def _require(condition: bool, what: str) -> None:
-    """Fail the test with an error that no ``xfail`` mark accepts."""
-    if not condition:
-        pytest.fail(what)
 
 
 async def _delete(js: JetStreamContext, name: str) -> None:
@@ -96,18 +88,12 @@ def test_a_row_that_vanished_from_the_source_repeats_no_other_row(
         target.write([[{"subject": f"{out}.rows", "data": row["data"]} for row in part] for part in parts])
 
     run()
-    _require(stored(out, f"{out}.rows") == ONCE, "the first attempt did not store every row once")
+    assert stored(out, f"{out}.rows") == ONCE, "the first attempt did not store every row once"
     with_js(lambda js: vanish(js, source))
     run()  # Spark could not record that the micro-batch was done
     assert stored(out, f"{out}.rows") == ONCE
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=(AssertionError, JetStreamExtError),
-    reason="Spark: the same rows on every replay, through every failure, at any size: the plan of a micro-batch is not in "
-    "its offsets",
-)
 @pytest.mark.parametrize("semantics", EXACT)
 def test_other_min_partitions_on_the_replay_repeat_no_row(
     make_stream: Any, stream_query: Any, sink: Any, stored: Any, semantics: str
@@ -243,7 +229,7 @@ def test_a_task_that_fails_while_its_source_loses_a_row_repeats_no_other_row(
         query.run(semantics, losing_a_row_and_failing(query.url, query.source, query.out))
     finally:
         state = with_js(lambda js: js.stream_info(query.source)).state
-        _require(state.first_seq == 2, "the source did not lose its first row")
+        assert state.first_seq == 2, "the source did not lose its first row"
     now = stored(query.out, f"{query.out}.rows.*")
     now.pop(rows[0], None)
     assert now == Counter(rows[1:])
