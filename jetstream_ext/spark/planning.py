@@ -35,6 +35,8 @@ _COUNTS_AT_ONCE: Final = 16
 _SELECTIVE: Final = 0.2
 # Where more than this share of the sequences has a message, cuts by sequence are even enough.
 _DENSE: Final = 0.9
+# Spark keeps every partition in the memory of its driver.
+_MOST_PARTITIONS: Final = 100_000
 # A range of fewer sequences is read and cut without being counted, unless a limit needs its count.
 _FEW: Final = 1_000
 
@@ -206,6 +208,11 @@ async def cut(
 ) -> tuple[int, ...]:
     """Return where to cut a range into about `parts` partitions, none of which has more than `max_records` rows."""
     span = found.span
+    if max_records is not None and (needed := -(-found.rows // max_records)) > _MOST_PARTITIONS:
+        raise PlanningError(
+            f"stream {span.stream!r}: its {found.rows} messages would make {needed} partitions of {max_records} rows, and a read has "
+            f"{_MOST_PARTITIONS} at most; raise maxRecordsPerPartition, or read less at once (maxRowsPerTrigger, endingOffsets)"
+        )
     if found.even:
         if max_records is not None:
             parts = max(parts, -(-len(span) // max_records))
