@@ -143,9 +143,8 @@ class _Found:
     """What is known of one stream when the next micro-batch is planned."""
 
     begin: Position  # where the micro-batch starts in it
-    changed: bool = (
-        False  # `begin` is not what Spark passed: the offset must be written even if there is nothing to read
-    )
+    # `begin` is not what Spark passed: the offset must be written even if there is nothing to read.
+    changed: bool = False
     backlog: tuple[StreamState, Measured] | None = None  # what there is to read
 
 
@@ -414,7 +413,10 @@ class Follower:
                 state = await not_behind(context, self._options, state, known.seq)  # a new stream is reported by `plan`
             if state is None:
                 return start
-            at = Position.at(state, start.seq if stream in waiting else state.last_seq)
+            last = state.last_seq
+            if known is not None and self._options.on_recreate == "keep":
+                last = max(last, known.seq)
+            at = Position.at(state, start.seq if stream in waiting else last)
             from_head = not start.seq and self._options.starting.of(stream) == "earliest"
             return replace(at, head=state.first_seq, skipped=None if from_head else start.seq)
 
@@ -449,7 +451,7 @@ class Follower:
             return None
         if exact:
             first = at.first or 1
-            from_head = first != (0 if before is None else before.seq) + 1 or self._from_head(stream, before)
+            from_head = self._from_head(stream, before) or (before is not None and first != before.seq + 1)
         else:
             first, from_head = await self._first_after(context, before, at, state)
         span = SequenceRange(stream, first, at.seq, options.subjects, from_head=from_head)
@@ -475,9 +477,10 @@ class Follower:
 
     def _from_head(self, stream: str, before: Position | None) -> bool:
         """Return whether a micro-batch that begins at `before` reads from the first message that is stored."""
-        if before is None or not before.created:
-            return True
-        return before.seq == 0 and self._options.starting.of(stream) == "earliest"
+        start = self._options.starting.of(stream)
+        if before is None:
+            return not isinstance(start, int)
+        return not before.created or (before.seq == 0 and start == "earliest")
 
     async def _first_after(
         self, context: JetStreamContext, before: Position | None, at: Position, state: StreamState
@@ -496,6 +499,8 @@ class Follower:
                 return head, True
         # A start that was resolved again, later, may be behind the end that the micro-batch keeps: then it has no rows.
         elif before.seq > at.seq and (self._initial is None or before != self._initial.streams.get(stream)):
+            if self._options.on_recreate == "keep":
+                return before.seq + 1, False
             report_data_loss(
                 self._options,
                 f"stream {stream!r} ended at sequence {at.seq} when this micro-batch was planned, but the query had already "
