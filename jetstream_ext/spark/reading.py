@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
+from datetime import UTC, datetime
 from itertools import accumulate
 from typing import Any, Final, TypeAlias
 
@@ -14,7 +15,7 @@ from pyspark.sql.types import StructType
 
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import read_blocks, skip_malformed
-from jetstream_ext.errors import ResponseError
+from jetstream_ext.errors import DirectGetDisabledError, ResponseError
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, StoredMsg
 from jetstream_ext.protocol.headers import ROW_STORED, ROW_SUBJECT, ROW_TIME, Row
@@ -29,6 +30,7 @@ from jetstream_ext.spark.ranges import SequenceRange
 # The size of a record batch: large enough to hide Spark's cost per batch, small enough for limit() to stop early.
 _ROWS: Final = 10_000
 _BYTES: Final = 8 << 20
+_LATEST: Final = datetime.max.replace(tzinfo=UTC)
 
 
 def read_range(options: ReadOptions, schema: StructType, part: SequenceRange | None) -> Iterator[pa.RecordBatch]:
@@ -64,21 +66,31 @@ async def _rows(context: JetStreamContext, options: ReadOptions, part: SequenceR
     timeout = options.connection.timeout
     watch = HeadWatch(part.first, part.last, from_head=part.from_head, now=loop.time())
 
-    async def check() -> None:
+    async def check() -> bool:
+        """Report what was lost; return whether it is still the stream of the plan."""
         state = await _same_stream(context, options, part)
         lost = None if state is None else watch.answered(state.first_seq, loop.time())
         if lost:
             what = f"sequences {lost.start} to {lost.stop - 1} of stream {part.stream!r}"
             report_data_loss(options, f"{what} expired before they were read")
+        return state is not None
 
-    newest: StoredMsg | None = None
+    newest = part.ends[0][1] if part.ends else None
     async with aclosing(_blocks(js, part, timeout, confirm=options.tail_check)) as blocks:
-        async for block in blocks:
-            newest = block.message(-1)
-            if watch.add(block.seqs, loop.time()):
-                await check()
-            yield block
-    if watch.close() or _is_newer(newest, part):
+        try:
+            async for block in blocks:
+                doubtful = watch.add(block.seqs, loop.time())
+                if newest is not None and (time := _time(block.message(-1))) > newest:
+                    # It was stored after the range was planned, so it may be of another stream.
+                    doubtful, newest = True, time
+                if doubtful and not await check():
+                    return
+                yield block
+        except DirectGetDisabledError:
+            if await _same_stream(context, options, part) is not None:
+                raise
+            return
+    if watch.close():
         await check()
 
 
@@ -88,14 +100,11 @@ def _blocks(js: Context, part: SequenceRange, timeout: float, *, confirm: bool) 
     return read_blocks(js, part.stream, plan, timeout, confirm=confirm)
 
 
-def _is_newer(message: StoredMsg | None, part: SequenceRange) -> bool:
-    """Return whether a message was stored after the range was planned, so that it may be of another stream."""
-    if message is None or not part.ends:
-        return False
+def _time(message: StoredMsg) -> datetime:
     try:
-        return message.time > part.ends[0][1]
-    except ResponseError:
-        return True
+        return message.time
+    except ResponseError:  # `onBad` decides about it
+        return _LATEST
 
 
 async def _same_stream(context: JetStreamContext, options: ReadOptions, part: SequenceRange) -> StreamState | None:

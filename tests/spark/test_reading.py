@@ -13,6 +13,7 @@ from nats.js.api import StreamConfig
 from pyspark.sql.types import StructType
 
 import jetstream_ext as jsx
+from jetstream_ext.client.api import stream_state
 from jetstream_ext.client.connection import Context
 from jetstream_ext.protocol.direct import Block
 from jetstream_ext.protocol.reads import Scan
@@ -169,6 +170,45 @@ def test_rows_that_expire_during_the_read_are_a_loss(
     monkeypatch.setattr(reading, "read_blocks", slow_read)
     with pytest.raises(DataLossError, match="sequences 3 to 25"):
         seqs(SequenceRange(stream, 2, 30))
+
+
+def _planned(with_js: Any, stream: str) -> SequenceRange:
+    """Return the range of a whole stream as a plan makes it."""
+    state = with_js(lambda js: stream_state(Context(js), stream, 10))
+    return SequenceRange(stream, 1, state.last_seq, created=state.created, ends=state.ends)
+
+
+def test_no_row_of_a_recreated_stream_is_read(
+    stream: str, seqs: Any, with_js: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next micro-batch reads them."""
+    part = _planned(with_js, stream)
+
+    async def recreate(js: JetStreamContext) -> None:
+        config = (await js.stream_info(stream)).config
+        await js.delete_stream(stream)
+        await js.add_stream(config)
+        for _ in range(60):
+            await js.publish(f"{stream}.1", b"another stream")
+
+    with_js(recreate)
+    with pytest.raises(DataLossError, match="re-created while it was read"):
+        seqs(part)
+    with caplog.at_level(logging.WARNING, "jetstream_ext.spark"):
+        assert seqs(part, failOnDataLoss="false") == []
+    assert "re-created while it was read" in caplog.text
+
+
+def test_a_stream_that_is_deleted_before_its_partition_is_read_is_a_loss(
+    stream: str, seqs: Any, with_js: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    part = _planned(with_js, stream)
+    with_js(lambda js: js.delete_stream(stream))
+    with pytest.raises(DataLossError, match="was deleted"):
+        seqs(part)
+    with caplog.at_level(logging.WARNING, "jetstream_ext.spark"):
+        assert seqs(part, failOnDataLoss="false") == []
+    assert "was deleted" in caplog.text
 
 
 def test_leaving_early_drops_the_connection(
