@@ -358,6 +358,15 @@ class TestTransactions:
         with pytest.raises(ReplayError, match="is not a marker of this sink"):
             write(range(10))
 
+    @pytest.mark.parametrize("limit", [450, 600, 1024, 4096])
+    def test_markers_fit_into_a_stream_of_small_messages(
+        self, write: Any, stored: Any, change: Any, with_js: Any, stream: str, limit: int
+    ) -> None:
+        change(max_msg_size=limit)
+        assert write(range(500), batch=(1 << 62) + 1) == Written(QUERY, 500)
+        assert write([*reversed(range(500))], batch=(1 << 62) + 1) == Written(QUERY, 500, skipped=500)
+        assert stored() == list(range(500))
+
     def test_rollup_keeps_only_the_records_of_the_newest_micro_batch(
         self, write: Any, with_js: Any, stream: str, change: Any
     ) -> None:
@@ -508,6 +517,18 @@ class TestVersion1:
             write(range(30), transactionRows="10")
         assert write(range(30), transactionRows="10").skipped == 15
         assert stored() == list(range(30))
+
+
+def test_markers_fit_into_the_messages_that_a_server_takes(with_js: Any, cache: Connections) -> None:
+    with NatsServer(config="max_payload: 2048") as small:
+        config = StreamConfig(name="SMALL", subjects=["s.*", "_spark.SMALL.>"], allow_atomic=True, allow_direct=True)
+        with_js(lambda js: js.add_stream(config), small.url)
+        given = {"servers": small.url, "stream": "SMALL", "semantics": "transactional", "sinkPartitions": "2"}
+        options = WriteOptions.parse(given, streaming=True)
+        state = with_js(lambda js: state_of(js, "SMALL"), small.url)
+        for skipped in (0, 500):
+            done = write_partition(options, state, Task(QUERY, 0, 0), chunks("s", range(500)))
+            assert done == Written(QUERY, 500, skipped)
 
 
 @pytest.mark.parametrize(
