@@ -32,7 +32,7 @@ from jetstream_ext.spark.rows import DIGEST_SIZE, Message, content
 _DIGEST: Final = np.dtype(f"S{DIGEST_SIZE}")
 _DIGEST_TEXT: Final = 16  # characters of a digest in a marker
 # The bytes of a marker and its headers without the digests and the stream's name.
-_MARKER_BYTES: Final = 512
+_MARKER_BYTES: Final = 400
 
 
 class ReplayError(JetStreamExtError):
@@ -102,10 +102,9 @@ def decode(kind: type[Record], stored: StoredMsg | None) -> Record:
         ) from None
 
 
-def rows_per_marker(stream: str, *limits: int | None) -> int:
-    """Return how many digests a marker in `stream` can have, if a message has at most `limits` bytes."""
-    most = min(limit for limit in (*limits, 1 << 62) if limit is not None)
-    return max(0, (most - _MARKER_BYTES - len(stream)) // _DIGEST_TEXT)
+def rows_per_marker(stream: str, size: int) -> int:
+    """Return how many rows a marker in `stream` can have, if a message can have `size` bytes."""
+    return max(0, (size - _MARKER_BYTES - len(stream)) // _DIGEST_TEXT)
 
 
 class StoredRows:

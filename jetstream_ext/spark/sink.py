@@ -21,7 +21,6 @@ from pyspark.sql import datasource
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
-from jetstream_ext.client.connection import Context
 from jetstream_ext.client.fast import FastPublisher
 from jetstream_ext.client.ingest import ingest
 from jetstream_ext.errors import BadHeaderError, FencedError, IngestError, MaxPayloadError
@@ -29,11 +28,11 @@ from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.feature_table import ATOMIC, FAST_INGEST
 from jetstream_ext.protocol.subjects import covers
 from jetstream_ext.spark.connection import Lease, connected, run_on_driver
-from jetstream_ext.spark.markers import ReplayError, rows_per_marker
+from jetstream_ext.spark.markers import ReplayError
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.planning import PlanningError, state_of
 from jetstream_ext.spark.rows import Columns, Message, MessageIds, RowReader, with_ids, without_ids
-from jetstream_ext.spark.transactional import PATIENCE, MicroBatch, SinkError, Transactions
+from jetstream_ext.spark.transactional import PATIENCE, MicroBatch, SinkError, Transactions, most_rows
 from jetstream_ext.text import get_logger
 from jetstream_ext.types import Entry
 
@@ -165,7 +164,7 @@ async def check_sink(context: JetStreamContext, options: WriteOptions) -> Stream
         what = "a mirror" if state.config.get("mirror") else "sealed"
         raise PlanningError(f"stream {name!r} is {what}: no message can be published to it")
     if options.semantics == "transactional":
-        _check_transactional(options, state, Context(context).connection.max_payload)
+        _check_transactional(context, options, state)
     else:
         _check_fast(options, state)
     if options.subject is not None and not state.stores(options.subject):
@@ -204,7 +203,7 @@ def _check_fast(options: WriteOptions, state: StreamState) -> None:
             _log.warning(what, stream, window.total_seconds())
 
 
-def _check_transactional(options: WriteOptions, state: StreamState, max_payload: int) -> None:
+def _check_transactional(context: JetStreamContext, options: WriteOptions, state: StreamState) -> None:
     stream = f"stream {state.name!r}"
     if not state.config.get("allow_atomic"):
         raise PlanningError(
@@ -219,6 +218,11 @@ def _check_transactional(options: WriteOptions, state: StreamState, max_payload:
             f"{stream} does not store {markers!r}, where semantics=transactional keeps its markers: add that to the "
             f"stream's subjects ({', '.join(state.subjects)}), or set markerPrefix to a subject below them that rows do "
             "not use"
+        )
+    if not most_rows(context, options, state):
+        raise PlanningError(
+            f"{stream}: its max_msg_size ({state.max_msg_size}) or the server's max_payload is too small for the sink's markers; "
+            "raise it to 1024 bytes, or use semantics=dedupe"
         )
 
 
@@ -344,7 +348,6 @@ def _joined(
 def _transactional(lease: Lease, batch: MicroBatch, partition: int, chunks: Iterable[Sequence[Message]]) -> Written:
     options, nothing = batch.options, Written(batch.writer, 0)
     transactions = Transactions(batch, partition)
-    most = rows_per_marker(options.stream, batch.state.max_msg_size, lease.connection.client.max_payload)
     rows = 0
     try:
         if options.sink_partitions is not None and not lease.run(batch.claim_layout(options.sink_partitions)):
@@ -352,7 +355,7 @@ def _transactional(lease: Lease, batch: MicroBatch, partition: int, chunks: Iter
             return nothing
         lease.run(transactions.open())
         with _Pipeline(lease) as pipeline:
-            for messages in _transactions_of(chunks, max(1, min(most, options.transaction_rows))):
+            for messages in _transactions_of(chunks, transactions.most_rows):
                 pipeline.store(partial(transactions.store, transactions.next(messages)))
                 rows += len(messages)
     except FencedError:

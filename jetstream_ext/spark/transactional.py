@@ -37,7 +37,7 @@ from jetstream_ext.errors import (
     MaxPayloadError,
 )
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.spark.markers import Layout, Marker, Record, ReplayError, StoredRows, decode
+from jetstream_ext.spark.markers import Layout, Marker, Record, ReplayError, StoredRows, decode, rows_per_marker
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.rows import Message, digests_of, without_ids
 from jetstream_ext.text import get_logger
@@ -156,6 +156,14 @@ class StoredRecord(Generic[Record]):
         return error
 
 
+def most_rows(context: JetStreamContext, options: WriteOptions, state: StreamState) -> int:
+    """Return how many rows a transaction can have; 0 if no marker would fit into a message."""
+    size = Context(context).connection.max_payload
+    if state.max_msg_size is not None:
+        size = min(size, state.max_msg_size)
+    return min(options.transaction_rows, rows_per_marker(state.name, size))
+
+
 @dataclass(frozen=True, slots=True)
 class Transaction:
     messages: Sequence[Message]
@@ -167,15 +175,18 @@ class Transactions:
     """The transactions of one attempt at one partition."""
 
     def __init__(self, of: MicroBatch, partition: int) -> None:
-        self._batch = of.batch
+        self._of = of
         self._record = StoredRecord(of, str(partition), Marker, f"partition {partition} of ")
         self._stored = StoredRows(self._record.what, self._record.subject)
         self._known = 0  # the sequence of the newest marker that `_stored` knows
         self._taken = 0
+        self.most_rows: int = 0  # that a transaction can have; known once it is open
         self.skipped: int = 0  # rows that an earlier attempt has stored
 
     async def open(self) -> None:
         """Find out which rows are stored already."""
+        of = self._of
+        self.most_rows = max(1, most_rows(of.context, of.options, of.state))
         await self._record.read()
         await self._learn()
 
@@ -188,7 +199,7 @@ class Transactions:
         """Store a transaction's rows, or find them stored; in the order of `next`, one after the other."""
         messages, digests = self._stored.select(transaction.messages, transaction.digests)
         while messages:
-            marker = self._stored.next_marker(self._batch, digests, self._known)
+            marker = self._stored.next_marker(self._of.batch, digests, self._known)
             if await self._commit(messages, marker, transaction):
                 self._stored.add(marker)
                 self._known = self._record.seq
@@ -204,7 +215,7 @@ class Transactions:
     async def _learn(self) -> None:
         """Read the markers of this micro-batch between the newest one and the newest one known."""
         newest, seq = self._record.last, self._record.seq
-        if newest.batch != self._batch:
+        if newest.batch != self._of.batch:
             if self._stored.rows:
                 raise ReplayError(
                     f"{self._record.what}: the markers of its first {self._stored.rows} rows were removed from "
@@ -214,7 +225,7 @@ class Transactions:
         markers = [newest]
         while self._known < (previous := markers[-1].previous) < seq:
             marker, seq = await self._record.read_at(previous), previous
-            if marker is None or marker.batch != self._batch or not marker.digests:
+            if marker is None:
                 break
             markers.append(marker)
         self._stored.learn(markers[::-1])
