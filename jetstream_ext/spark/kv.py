@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from nats.js import JetStreamContext
@@ -168,7 +169,7 @@ async def _cut(
 def _classes(options: KvOptions, keys: int, *, by_name: bool) -> list[KeyClass]:
     # Each task that does not read by name reads everything.
     least = -(-keys // _LISTED_PER_PARTITION) if by_name else 1
-    count = max(min(options.min_partitions, keys), least)
+    count = max(min(options.min_partitions, keys), least, 1)
     return [KeyClass(number, count, by_name) for number in range(count)]
 
 
@@ -249,9 +250,9 @@ def _check_changes(options: KvOptions, point: ResolvedRevision, changes: Verdict
     """Raise HistoryUnavailableError if the rows of a range may lack keys."""
     if gone := changes.unavailable:
         raise HistoryUnavailableError(
-            f"{_name(options, point)}: {len(gone)} keys (such as {gone[0]!r}) were written since, and what was stored of them "
-            "then is gone, so rows may be missing; keep more history (2 or more), read fewer keys with the option 'keys', or "
-            "read while no key changes",
+            f"{_name(options, point)}: rows may be missing, because the history needed for {len(gone)} of the keys that have "
+            f"changed since (such as {gone[0]!r}) is no longer stored; keep more history (at least 2), read fewer keys with "
+            "the option 'keys', or read while no key changes",
             keys=gone,
         )
     _check_lost(options, point, changes.lost)
@@ -277,10 +278,15 @@ def _batch(schema: StructType, entries: Sequence[KeyValueEntry]) -> RecordBatch:
     fields = [
         pa.field(field.name, types.get(field.name, pa.string()), nullable=field.nullable) for field in schema.fields
     ]
-    columns = [pa.array([_cell(entry, field.name) for entry in entries], field.type) for field in fields]
+    columns = [pa.array(_column(entries, field.name), field.type) for field in fields]
     return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
 
 
-def _cell(entry: KeyValueEntry, column: str) -> object:
-    # NATS accepts any bytes in a key; Spark's strings are UTF-8.
-    return key_text(entry.key) if column == "key" else getattr(entry, column)
+def _column(entries: Sequence[KeyValueEntry], name: str) -> list[object]:
+    values = list(map(attrgetter(name), entries))
+    if name == "key":
+        text = "".join(values)
+        if not text.isascii() or "\\" in text:
+            # NATS accepts any bytes in a key; Spark's strings are UTF-8.
+            return list(map(key_text, values))
+    return values
