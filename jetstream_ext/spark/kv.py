@@ -33,7 +33,8 @@ from jetstream_ext.kv.reads import ResolvedRevision, read_present, resolve_revis
 from jetstream_ext.protocol.subjects import is_literal
 from jetstream_ext.spark.connection import ask, connected, run_on_driver
 from jetstream_ext.spark.options import KvOptions
-from jetstream_ext.spark.planning import PlanningError, SequenceRange, measure, state_of
+from jetstream_ext.spark.planning import PlanningError, cut, measure, state_of
+from jetstream_ext.spark.ranges import SequenceRange
 from jetstream_ext.spark.source import check_schema, schema_of
 from jetstream_ext.text import get_logger
 
@@ -160,10 +161,10 @@ async def _cut(
     selective = patterns != (EVERYTHING,) and len(patterns) == 1 and matching * _FILTER_COST <= state.messages
     subject = bucket.subject(patterns[0]) if selective else None
     first = min(state.first_seq, point.revision)
-    span = SequenceRange(state.name, first, point.revision, subject=subject, gapless=state.has_every_sequence)
+    span = SequenceRange(state.name, first, point.revision, () if subject is None else (subject,))
     count = max(options.min_partitions, -(-(matching if selective else state.messages) // _MESSAGES_PER_RANGE))
-    span = await measure(context, span, count)
-    return [LogRange(part.first, part.last, subject) for part in span.split(count)]
+    cuts = await cut(context, await measure(context, state, span), count)
+    return [LogRange(part.first, part.last, subject) for part in span.cut(cuts)]
 
 
 def _classes(options: KvOptions, keys: int, *, by_name: bool) -> list[KeyClass]:
