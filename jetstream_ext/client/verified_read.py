@@ -223,11 +223,14 @@ class VerifiedReader:
                 oldest = await self._at_leader(Request(seq=1, next_by_subj=subject))
                 return None if oldest is None else (oldest, await self._count_at_leader(subject))
 
-    async def log(self, first: int, last: int) -> AsyncGenerator[Block, None]:
-        """Yield the messages from sequence `first` to `last` in order; the leader proves that they are complete."""
+    async def log(self, first: int, last: int, *, subject: str | None = None) -> AsyncGenerator[Block, None]:
+        """Yield the messages from sequence `first` to `last` in order; the leader proves that they are complete.
+
+        `subject` is a filter for the server.
+        """
         position, retry = first - 1, self._retry()
         while position < last:
-            plan = Scan(seq=position + 1, up_to_seq=last, max_bytes=DEFAULT_MAX_BYTES)
+            plan = Scan(subject=subject, seq=position + 1, up_to_seq=last, max_bytes=DEFAULT_MAX_BYTES)
             reading = read_blocks(self._context, self._stream, plan, self._timeout, confirm=True)
             try:
                 async with contextlib.aclosing(reading) as blocks:

@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 
 from nats.js.kv import KeyValue
 
-from jetstream_ext.client.api import first_since, gather_bounded
+from jetstream_ext.client.api import first_since, gather_bounded, settled_state
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.client.verified_read import AskLeaderError, VerifiedReader
 from jetstream_ext.errors import HistoryUnavailableError, RequestTimeoutError, TooManySubjectsError
@@ -40,6 +40,8 @@ _T = TypeVar("_T")
 _DEEP: Final = 3
 # A log of so many messages is read completely: that costs less than an answer with unavailable keys.
 _SMALL_LOG: Final = 16_000
+# Up to so many messages, the histories of keys that a read does not want are kept in memory, to explain what is missing.
+_MOST_EXPLAINED: Final = 1_000_000
 # So many messages of the log cost as much as looking up the last message of one key up to some revision.
 _ROWS_PER_LOOKUP: Final = 40
 # Keys per request. Servers answer for 1024 subjects; if one answers for fewer, the chunk is halved.
@@ -175,15 +177,38 @@ class _LimitsChangedError(Exception):
     """The limits by which a read judges what it does not find were changed during the read."""
 
 
-async def _under_the_same_limits(bucket: Bucket, read: Callable[[StreamState], Awaitable[_T]]) -> _T:
-    """Return what `read` returns; repeat it if it raises _LimitsChangedError."""
+async def _under_the_same_limits(
+    bucket: Bucket, read: Callable[[StreamState], Awaitable[_T]], point: ResolvedRevision | None = None
+) -> _T:
+    """Return what `read` returns; repeat it if it raises _LimitsChangedError.
+
+    With a `point`, the bucket must be the one in which that was resolved.
+    """
     retry = Retry(bucket.timeout)
     while True:
         try:
-            return await read(await bucket.readable_state())
+            return await read(await bucket.readable_state() if point is None else await state_since(bucket, point))
         except _LimitsChangedError:
             what = f"bucket {bucket.name!r}: its limits were changed during each read"
             await retry.pause_until_deadline(RequestTimeoutError(f"{what} (tried for {bucket.timeout:.4g} s)"))
+
+
+async def state_since(bucket: Bucket, point: ResolvedRevision) -> StreamState:
+    """Return the state of the bucket in which `point` was resolved.
+
+    Raises StreamRecreatedError if it is another one now, and RequestTimeoutError if its leader does not have the revision.
+    """
+
+    async def look() -> StreamState:
+        return await bucket.check_same(point.state, await bucket.readable_state())
+
+    state = await settled_state(look, point.revision, bucket.timeout)
+    if state.last_seq < point.revision:
+        raise RequestTimeoutError(
+            f"bucket {bucket.name!r}: its leader ends at revision {state.last_seq} and did not reach {point.revision} within "
+            f"{bucket.timeout:.4g} s, so it has lost its last messages or still has to catch up; repeat the read"
+        )
+    return state
 
 
 async def _check_end(bucket: Bucket, before: StreamState) -> StreamState:
@@ -201,10 +226,29 @@ def _without_deleted(entries: dict[str, KeyValueEntry]) -> dict[str, KeyValueEnt
 # -- now --------------------------------------------------------------------------------------------------------------
 
 
-async def _read_now(
-    bucket: Bucket, patterns: list[str], state: StreamState, *, include_deletes: bool
+async def read_present(
+    bucket: Bucket, point: ResolvedRevision, keys: Sequence[str], *, include_deletes: bool
 ) -> KeyValueSnapshot:
-    source, subjects = _reader(bucket, state), bucket.subjects(matcher(patterns))
+    """Return what the bucket of `point` holds now of `keys`, which clients may refuse."""
+    patterns = list(keys) if all(map(can_be_asked_for, keys)) else [EVERYTHING]
+
+    async def read(state: StreamState) -> KeyValueSnapshot:
+        return await _read_now(
+            bucket, patterns, state, wanted=frozenset(keys).__contains__, include_deletes=include_deletes
+        )
+
+    return await _under_the_same_limits(bucket, read, point)
+
+
+async def _read_now(
+    bucket: Bucket,
+    patterns: list[str],
+    state: StreamState,
+    *,
+    wanted: Callable[[str], bool] | None = None,
+    include_deletes: bool,
+) -> KeyValueSnapshot:
+    source, subjects = _reader(bucket, state), bucket.subjects(wanted or matcher(patterns))
     latest = Latest(subjects, max_age=state.max_age, own_ttls=bool(state.config.get("allow_msg_ttl")))
     answer = await _read_at_once(bucket, source, patterns, state)
     expired_by: datetime | None = None  # None: the server has decided for its only answer what had expired
@@ -325,8 +369,9 @@ class ResolvedRevision:
 
     revision: int
     time: datetime
-    since: datetime  # not later than the revision was stored
-    is_newest: bool  # nothing had been written after it when the leader was asked
+    since: datetime  # a time at which it was the newest revision, or an earlier one
+    is_newest: bool  # the caller asked for the newest revision of `state`
+    state: StreamState  # of the bucket, when the leader was asked
 
 
 async def resolve_revision(bucket: Bucket, state: StreamState, at: int | datetime) -> ResolvedRevision:
@@ -334,17 +379,17 @@ async def resolve_revision(bucket: Bucket, state: StreamState, at: int | datetim
     if isinstance(at, datetime):
         rfc3339(at, "at")
         when = at.astimezone(UTC)
-        return ResolvedRevision(await _revision_at(bucket, state, when), when, since=when, is_newest=False)
+        return ResolvedRevision(await _revision_at(bucket, state, when), when, when, is_newest=False, state=state)
     if isinstance(at, bool) or not isinstance(at, int):
         raise TypeError(f"at must be a revision or a datetime, not {type(at).__name__}")
     if check_sequence(at, "at") > state.last_seq:
         raise ValueError(f"bucket {bucket.name!r} has no revision {at} yet; its last is {state.last_seq}")
     if at == state.last_seq:
-        return ResolvedRevision(at, state.last_time, since=state.last_time, is_newest=True)
+        return ResolvedRevision(at, state.last_time, state.now, is_newest=True, state=state)
     message = await bucket.get_at_leader(seq=at, next_by_subj=">")
     time = state.last_time if message is None else message.time
     exact = message is not None and message.seq == at
-    return ResolvedRevision(at, time, since=time if exact else state.created_at, is_newest=False)
+    return ResolvedRevision(at, time, time if exact else state.created_at, is_newest=False, state=state)
 
 
 async def _revision_at(bucket: Bucket, state: StreamState, when: datetime) -> int:
@@ -390,21 +435,63 @@ async def _read_past(
     return verdict, point
 
 
+async def read_part(
+    bucket: Bucket,
+    point: ResolvedRevision,
+    wanted: Callable[[str], bool],
+    names: Sequence[str] | None,
+    *,
+    wild: bool,
+) -> Verdict:
+    """Return what is known of some keys at a revision that was resolved earlier, perhaps by another process.
+
+    `names` are read by name, and None stands for all keys, of which the `wanted` ones are returned: then the whole log is
+    read. Either way, every key that the bucket has now is judged as one that the caller named. With `wild`, other keys may
+    have existed.
+
+    Raises StreamRecreatedError, or as `snapshot` does.
+    """
+
+    async def judge(state: StreamState) -> Verdict:
+        subjects = bucket.subjects(wanted)
+        return await _judge(bucket, _reader(bucket, state), subjects, state, point, named=names, names=names, wild=wild)
+
+    return await _under_the_same_limits(bucket, judge, point)
+
+
 async def _judge_past(
     bucket: Bucket, subjects: Subjects, patterns: list[str], state: StreamState, point: ResolvedRevision
 ) -> Verdict:
+    source = _reader(bucket, state)
+    named = [pattern for pattern in patterns if is_literal(pattern)]
+    wild = len(named) < len(patterns)
+    names: list[str] | None = named
+    if wild and point.revision >= state.lowest_seq:
+        log = state.messages <= _SMALL_LOG and await source.replicas_answer()
+        log = log or (patterns == [EVERYTHING] and state.messages < _DEEP * state.num_subjects)
+        names = None if log and await source.replicas_answer() else await _list_keys(bucket, patterns)
+    return await _judge(bucket, source, subjects, state, point, named=named, names=names, wild=wild)
+
+
+async def _judge(
+    bucket: Bucket,
+    source: VerifiedReader,
+    subjects: Subjects,
+    state: StreamState,
+    point: ResolvedRevision,
+    *,
+    named: Sequence[str] | None,
+    names: Sequence[str] | None,
+    wild: bool,
+) -> Verdict:
+    """Return what is known of a revision, by the `names` of keys (None: from the whole log).
+
+    `named` are the keys that the caller named (None: all that are found), and with `wild` there are patterns as well.
+    """
     past = Past(subjects, revision=point.revision, history=state.max_msgs_per_subject)
     if point.revision < state.lowest_seq:
         await _check_end(bucket, state)
         return past.verdict(named=(), wild=False, missing=False, lost=False)
-    source = _reader(bucket, state)
-    named = [pattern for pattern in patterns if is_literal(pattern)]
-    wild = len(named) < len(patterns)
-    small = state.messages <= _SMALL_LOG and await source.replicas_answer()
-    names: list[str] | None = named
-    if wild:
-        log = small or (patterns == [EVERYTHING] and state.messages < _DEEP * state.num_subjects)
-        names = None if log and await source.replicas_answer() else await _list_keys(bucket, patterns)
     missing, unexplained = 0, False
     if names is not None:
         known = await _feed_by_name(bucket, source, names, state, past)
@@ -412,14 +499,15 @@ async def _judge_past(
             missing = known
         elif wild or past.uncertain(names):
             missing = point.revision if await _any_removed(bucket, source, state, point.revision) else 0
-        if missing and small:
+        if missing and state.messages <= _SMALL_LOG and await source.replicas_answer():
             # Only the whole log shows whether the histories of other keys account for what is missing.
             past = Past(subjects, revision=point.revision, history=state.max_msgs_per_subject)
             names = None
     if names is None:
+        explain = state.messages <= _MOST_EXPLAINED
 
         def take(found: Block | list[StoredMsg]) -> None:
-            past.feed(rows_of(found), log=True)
+            past.feed(rows_of(found), log=explain)
 
         up_to_revision = Gaps(state.lowest_seq, point.revision)
 
@@ -431,24 +519,26 @@ async def _judge_past(
         await source.catch_up(state.last_seq, take)
         up_to_revision.close()
         missing = up_to_revision.highest
+        if point.is_newest and past.held >= point.state.num_subjects:
+            missing = 0  # what is missing was missing when the revision was the newest one
         # A gap above the revision may be the delete marker of a key that existed (`purge_deletes`).
         unexplained = gaps.highest > past.accounts_for()
     end = await _check_end(bucket, state)
     if point.is_newest and end.last_seq == point.revision:
         # A key that expires without a marker while the revision is the newest one both existed at it and did not.
         return past.verdict(named=(), wild=wild, missing=missing > 0, lost=False)
-    expire = _may_expire(end, past)
+    expire = may_expire(end, past)
     return past.verdict(
-        named=named,
+        named=past.found if named is None else named,
         listed=names or (),
         wild=wild,
         missing=missing > 0,
-        lost=unexplained or past.emptied or _may_have_vanished(end, past, point, expire=expire),
+        lost=unexplained or past.emptied or may_have_vanished(end, past, point, expire=expire),
         expire=expire,
     )
 
 
-def _may_expire(end: StreamState, past: Past) -> bool:
+def may_expire(end: StreamState, past: Past) -> bool:
     """Whether messages may have expired, as far as the bucket's limits and messages show."""
     if past.expires or end.marker_ttl is not None:
         return True
@@ -456,9 +546,11 @@ def _may_expire(end: StreamState, past: Past) -> bool:
     return end.max_age is not None and min(end.created_at, since) + end.max_age < end.now
 
 
-def _may_have_vanished(end: StreamState, past: Past, point: ResolvedRevision, *, expire: bool) -> bool:
+def may_have_vanished(end: StreamState, past: Past, point: ResolvedRevision, *, expire: bool) -> bool:
     """Whether a limit may have removed all messages of a key since, and the key left no marker."""
     since, stored = known_since(end), max(point.since, past.since or point.since)
+    if point.is_newest and limits_of(end.config) == limits_of(point.state.config):
+        since = min(since or point.since, point.since)
     if since is None or stored < since or drops_oldest(end):
         return True
     markers_stay = min(end.marker_ttl or timedelta(0), end.max_age or timedelta.max)
@@ -472,44 +564,67 @@ async def _feed_by_name(
 
     That is the key's last message if it is old enough, else its last one up to the revision, else its oldest.
     """
-    revision = past.revision
-    last: dict[str, Row] = {}  # by subject
-
-    def take(rows: Iterable[Row]) -> None:
-        for row in rows:
-            seq, subject, *_ = row
-            if seq <= revision:
-                past.feed((row,))
-            else:
-                last[subject] = row
-
-    await _read_by_name(bucket, source, names, take)
-    moved = [key for key in names if bucket.subject(key) in last]
+    revision, first = past.revision, state.lowest_seq
+    last = await read_newest(bucket, source, names, revision, past.feed)
     missing: int | None = None
-    short = min(revision - state.lowest_seq, state.messages) <= _ROWS_PER_LOOKUP * len(moved)
+    short = min(revision - first, state.messages) <= _ROWS_PER_LOOKUP * len(last)
     if short and await source.replicas_answer():
-        gaps = await _read_log(source, state.lowest_seq, revision, lambda block: past.feed(rows_of(block)))
+        gaps = await _read_log(source, first, revision, lambda block: past.feed(rows_of(block)))
         missing = gaps.highest
     else:
-        try:
-            while moved and (newest := await source.newest_to_ask_for(revision, state.lowest_seq)) is not None:
-                try:
-                    await _read_by_name(bucket, source, moved, past.feed, up_to=newest)
-                    break
-                except LookupError:
-                    pass  # `newest` was removed meanwhile. The loop ends: nothing is ever added up to the revision.
-        except AskLeaderError:
-            found = await source.last_at_leader([bucket.subject(key) for key in moved], up_to=revision)
-            past.feed(rows_of(found))
+        await read_earlier(bucket, source, list(last), first, revision, past.feed)
 
     async def feed_oldest(key: str) -> None:
         if state.max_msgs_per_subject == 1:
-            past.feed((last[bucket.subject(key)],))  # the key has no other message
+            past.feed((last[key],))  # the key has no other message
         elif (oldest := await source.oldest_of(bucket.subject(key), revision)) is not None:
             past.feed_oldest(row_of(oldest[0]), oldest[1])
 
-    await gather_bounded(feed_oldest, [key for key in moved if not past.knows(key)], limit=LOOKUPS_IN_FLIGHT)
+    await gather_bounded(feed_oldest, [key for key in last if not past.knows(key)], limit=LOOKUPS_IN_FLIGHT)
     return missing
+
+
+async def read_newest(
+    bucket: Bucket,
+    source: VerifiedReader,
+    keys: Sequence[str],
+    revision: int,
+    take: Callable[[Iterable[Row]], None],
+) -> dict[str, Row]:
+    """Pass the newest message of each of `keys` to `take` if it is not after `revision`; return the others by key."""
+    later: dict[str, Row] = {}
+
+    def divide(rows: Iterable[Row]) -> None:
+        known = []
+        for row in rows:
+            if row[0] <= revision:
+                known.append(row)
+            else:
+                later[row[1]] = row
+        take(known)
+
+    await _read_by_name(bucket, source, keys, divide)
+    return {key: row for key in keys if (row := later.get(bucket.subject(key))) is not None}
+
+
+async def read_earlier(
+    bucket: Bucket,
+    source: VerifiedReader,
+    keys: Sequence[str],
+    first: int,
+    revision: int,
+    take: Callable[[Iterable[Row]], None],
+) -> None:
+    """Pass the newest message up to `revision` of each of `keys` to `take`; `first` is the log's lowest sequence."""
+    try:
+        while keys and (newest := await source.newest_to_ask_for(revision, first)) is not None:
+            try:
+                await _read_by_name(bucket, source, keys, take, up_to=newest)
+                break
+            except LookupError:
+                pass  # `newest` was removed meanwhile. The loop ends: nothing is ever added up to the revision.
+    except AskLeaderError:
+        take(rows_of(await source.last_at_leader([bucket.subject(key) for key in keys], up_to=revision)))
 
 
 async def _any_removed(bucket: Bucket, source: VerifiedReader, state: StreamState, revision: int) -> bool:

@@ -1,33 +1,40 @@
-"""The `jetstream_kv` data source: a bucket as a table, read through `jetstream_ext.kv`.
+"""The `jetstream_kv` data source: a bucket as a table, as of one revision, read through `jetstream_ext.kv`.
 
-The driver lists the keys and pins the revision, as of which each executor reads some of the keys with `kv.snapshot`.
-If a value at that revision is no longer stored, ``consistency=latest`` reads the present one, and ``strict`` fails.
+The driver asks for the state of the bucket's stream and cuts the bucket into parts (`jetstream_ext.kv.parts`): classes of
+keys if that is cheap enough, ranges of the log for larger buckets. It lists no keys.
+
+If the value that a key had is no longer stored, a class has the present one with ``consistency=latest``, and ``strict``
+fails. A range cannot have the present one, because another range may have the earlier one. So it always fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from nats.js import JetStreamContext
 from nats.js.errors import BadBucketError
-from nats.js.kv import KeyValue
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.types import BinaryType, DataType, LongType, StringType, StructType, TimestampType
 
 from jetstream_ext.client.connection import open_bucket
+from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.errors import HistoryUnavailableError
-from jetstream_ext.kv import KeyValueEntry, snapshot
+from jetstream_ext.kv import KeyValueEntry
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.entries import is_key, key_text
-from jetstream_ext.kv.reads import resolve_revision
-from jetstream_ext.protocol.subjects import matcher
+from jetstream_ext.kv.entries import EVERYTHING, key_text
+from jetstream_ext.kv.history import Verdict
+from jetstream_ext.kv.parts import KeyClass, LogRange, RangeReader, read_class
+from jetstream_ext.kv.reads import ResolvedRevision, read_present, resolve_revision
+from jetstream_ext.protocol.subjects import is_literal
 from jetstream_ext.spark.connection import ask, connected, run_on_driver
 from jetstream_ext.spark.options import KvOptions
-from jetstream_ext.spark.planning import PlanningError, state_of
+from jetstream_ext.spark.planning import PlanningError, cut, measure, state_of
+from jetstream_ext.spark.ranges import SequenceRange
 from jetstream_ext.spark.source import check_schema, schema_of
 from jetstream_ext.text import get_logger
 
@@ -44,8 +51,19 @@ _COLUMNS: Final[dict[str, DataType]] = {
     "created": TimestampType(),
     "operation": StringType(),
 }
-_KEYS_PER_PARTITION: Final = 50_000
-_KEYS_AT_ONCE: Final = 10_000
+# Up to so many keys, each task lists all of them. The server sends so many at a time, and sorts them for each request.
+_MOST_LISTED: Final = 100_000
+_LISTED_PER_PARTITION: Final = 50_000
+# A log of up to so many messages and bytes is read by each task as a whole.
+_SMALL_LOG: Final = 1_000_000
+_SMALL_BYTES: Final = 512 << 20
+_MESSAGES_PER_RANGE: Final = 1_000_000
+# So many revisions after that of ``asOf``, each task that reads a range keeps the keys that were written since in memory.
+_MOST_CHANGES: Final = 1_000_000
+# Filtering costs the server about as much as sending so many times as many messages.
+_FILTER_COST: Final = 5
+# Rows of a record batch.
+_ROWS: Final = 10_000
 
 
 class JetStreamKvDataSource(DataSource):
@@ -85,13 +103,16 @@ class JetStreamKvReader(DataSourceReader):
         return read_keys(self._options, self._schema, partition.value)
 
 
+# -- the plan -----------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
-class KeyRange:
-    keys: tuple[str, ...] | None  # None: those that clients refuse
-    revision: int  # as of which they are read
+class BucketPart:
+    point: ResolvedRevision  # as of which it is read
+    keys: KeyClass | LogRange
 
 
-async def plan_kv(context: JetStreamContext, options: KvOptions) -> list[KeyRange]:
+async def plan_kv(context: JetStreamContext, options: KvOptions) -> list[BucketPart]:
     kv = open_bucket(context, options.bucket)
     bucket = Bucket(kv)
     state = await state_of(context, bucket.stream)
@@ -101,80 +122,154 @@ async def plan_kv(context: JetStreamContext, options: KvOptions) -> list[KeyRang
         )
     try:
         bucket.check(state)
-        revision = state.last_seq
-        if (as_of := options.as_of) is not None:
-            point = await ask(bucket.timeout, lambda left: resolve_revision(Bucket(kv, left), state, as_of))
-            revision = point.revision
+        at = options.as_of or state.last_seq
+        if not at:
+            return []
+        point = await ask(bucket.timeout, lambda left: resolve_revision(Bucket(kv, left), state, at))
     except BadBucketError as error:
         raise PlanningError(f"option 'bucket': {error.description}") from error
     except ValueError as error:
         raise PlanningError(f"option 'asOf': {error}") from error
-    # Listed afterwards, so that no key of that revision is missing.
-    listed = await bucket.list_keys(options.keys)
-    keys = sorted(filter(is_key, listed))
-    if not listed or not revision:
+    if not point.revision:
         return []
-    parts = max(min(options.min_partitions, len(keys)), -(-len(keys) // _KEYS_PER_PARTITION))
-    cuts = [len(keys) * part // parts for part in range(parts + 1)] if parts else []
-    ranges = [KeyRange(tuple(keys[start:stop]), revision) for start, stop in pairwise(cuts)]
-    if len(keys) < len(listed):
-        ranges.append(KeyRange(None, revision))
+    parts = await _cut(context, bucket, options, point)
     _log.debug(
-        "planned %d partitions of bucket %r: %d keys at revision %d", len(ranges), options.bucket, len(listed), revision
+        "planned %d partitions of bucket %r at revision %d: %d messages, %d keys",
+        *(len(parts), options.bucket, point.revision, state.messages, state.num_subjects),
     )
-    return ranges
+    return [BucketPart(point, part) for part in parts]
 
 
-def read_keys(options: KvOptions, schema: StructType, part: KeyRange | None) -> Iterator[RecordBatch]:
+async def _cut(
+    context: JetStreamContext, bucket: Bucket, options: KvOptions, point: ResolvedRevision
+) -> Sequence[KeyClass | LogRange]:
+    state, patterns = point.state, options.keys
+    if all(map(is_literal, patterns)):
+        return _classes(options, len(patterns), by_name=True)
+    matching = await _count(context, bucket, options, point)
+    if matching <= _MOST_LISTED:
+        return _classes(options, matching, by_name=True)
+    if state.messages <= _SMALL_LOG and state.size <= _SMALL_BYTES:
+        return _classes(options, matching, by_name=False)
+    behind = state.last_seq - point.revision
+    if behind > _MOST_CHANGES:
+        raise PlanningError(
+            f"option 'asOf': bucket {options.bucket!r} has been written {behind} times since revision {point.revision}; a "
+            f"read of so many keys can go back at most {_MOST_CHANGES} revisions; give a later one, or read fewer keys with "
+            "the option 'keys'"
+        )
+    selective = patterns != (EVERYTHING,) and len(patterns) == 1 and matching * _FILTER_COST <= state.messages
+    subject = bucket.subject(patterns[0]) if selective else None
+    first = min(state.first_seq, point.revision)
+    span = SequenceRange(state.name, first, point.revision, () if subject is None else (subject,))
+    count = max(options.min_partitions, -(-(matching if selective else state.messages) // _MESSAGES_PER_RANGE))
+    cuts = await cut(context, await measure(context, state, span), count)
+    return [LogRange(part.first, part.last, subject) for part in span.cut(cuts)]
+
+
+def _classes(options: KvOptions, keys: int, *, by_name: bool) -> list[KeyClass]:
+    # Each task that does not read by name reads everything.
+    least = -(-keys // _LISTED_PER_PARTITION) if by_name else 1
+    count = max(min(options.min_partitions, keys), least, 1)
+    return [KeyClass(number, count, by_name) for number in range(count)]
+
+
+async def _count(context: JetStreamContext, bucket: Bucket, options: KvOptions, point: ResolvedRevision) -> int:
+    """Return how many keys can match, or how many messages those have if the bucket has more keys than a task lists."""
+    keys, patterns = point.state.num_subjects, options.keys
+    if keys <= _MOST_LISTED or EVERYTHING in patterns:
+        return keys
+
+    async def probe(left: float, pattern: str) -> int:
+        get = DirectGet(context, bucket.stream, timeout=left)
+        first = get.batch(1, subject=bucket.subject(pattern), min_seq=point.revision)
+        return len(await first.to_list()) + (first.num_pending or 0)
+
+    counts = [await ask(bucket.timeout, partial(probe, pattern=pattern)) for pattern in patterns]
+    return sum(counts)
+
+
+# -- the parts, on the executors -----------------------------------------------------------------------------------
+
+
+def read_keys(options: KvOptions, schema: StructType, part: BucketPart | None) -> Iterator[RecordBatch]:
     """Read the keys of `part` as record batches; `part` is None if Spark reads an empty plan."""
     if part is None:
         return
     with connected(options.connection, "executor") as (lease, context):
-        for entries in lease.iterate(_read(context, options, part)):
-            yield _batch(schema, entries)
+        bucket = Bucket(open_bucket(context, options.bucket))
+        for entries in lease.iterate(_read(bucket, options, part)):
+            for start in range(0, len(entries), _ROWS):
+                yield _batch(schema, entries[start : start + _ROWS])
 
 
-async def _read(
-    context: JetStreamContext, options: KvOptions, part: KeyRange
-) -> AsyncGenerator[list[KeyValueEntry], None]:
-    """Yield the entries of a part, some at a time (perhaps none); raise HistoryUnavailableError if a strict read lacks one."""
-    bucket = open_bucket(context, options.bucket)
-    if part.keys is None:
-        # Any publisher can store keys that clients refuse. They cannot be asked for, so other keys are read with them.
-        matches = matcher(options.keys)
-        yield await _read_some(bucket, None, part.revision, options, lambda key: matches(key) and not is_key(key))
+async def _read(bucket: Bucket, options: KvOptions, part: BucketPart) -> AsyncGenerator[list[KeyValueEntry], None]:
+    """Yield the entries of a part, some at a time (perhaps none)."""
+    point, keys = part.point, part.keys
+    if isinstance(keys, KeyClass):
+        lost = False
+        async with aclosing(read_class(bucket, point, options.keys, keys)) as verdicts:
+            async for verdict in verdicts:
+                lost |= verdict.lost
+                yield await _resolve(bucket, options, point, verdict)
+        _check_lost(options, point, lost)
         return
-    for first in range(0, len(part.keys), _KEYS_AT_ONCE):
-        keys = part.keys[first : first + _KEYS_AT_ONCE]
-        yield await _read_some(bucket, keys, part.revision, options)
+    reader = RangeReader(bucket, point, options.keys)
+    if point.state.max_msgs_per_subject == 1:
+        _check_changes(options, point, await reader.changes())  # before the range is read in vain
+    async with aclosing(reader.entries(keys)) as blocks:
+        async for entries in blocks:
+            yield _without_deleted(options, entries)
+    _check_changes(options, point, await reader.changes())
 
 
-async def _read_some(
-    bucket: KeyValue,
-    keys: Sequence[str] | None,
-    revision: int,
-    options: KvOptions,
-    wanted: Callable[[str], bool] = lambda _: True,
+def _without_deleted(options: KvOptions, entries: Iterable[KeyValueEntry]) -> list[KeyValueEntry]:
+    return [entry for entry in entries if options.include_deleted or entry.operation == "PUT"]
+
+
+async def _resolve(
+    bucket: Bucket, options: KvOptions, point: ResolvedRevision, verdict: Verdict
 ) -> list[KeyValueEntry]:
-    """Return the entries of the wanted keys among `keys` (None: all) at a revision, or else now if that is no longer stored.
+    """Return the entries of some keys: those of the revision, and of keys whose values then are gone the present ones.
 
     A strict read raises HistoryUnavailableError instead.
     """
-    read = partial(snapshot, bucket, strict=False, include_deletes=options.include_deleted)
-    found = await read(keys, at=revision)
-    entries = {key: entry for key, entry in found.items() if wanted(key)}
-    unavailable = tuple(filter(wanted, found.unavailable))
-    if unavailable and options.strict:
+    entries, gone = _without_deleted(options, verdict.entries.values()), verdict.unavailable
+    if options.strict and gone:
         raise HistoryUnavailableError(
-            f"bucket {options.bucket!r} at revision {revision}: the history needed for {len(unavailable)} of "
-            f"{len(entries) + len(unavailable)} keys (such as {unavailable[0]!r}) is no longer stored; keep more history, or "
-            "use consistency=latest",
-            keys=unavailable,
+            f"{_name(options, point)}: the history needed for {len(gone)} of {len(entries) + len(gone)} keys (such as "
+            f"{gone[0]!r}) is no longer stored; keep more history, or use consistency=latest",
+            keys=gone,
         )
-    if unavailable:
-        now = await read(None if keys is None else unavailable)
-        entries |= {key: now[key] for key in unavailable if key in now}
-    return list(entries.values())
+    if gone:
+        present = await read_present(bucket, point, gone, include_deletes=options.include_deleted)
+        entries += present.values()
+    return entries
+
+
+def _check_changes(options: KvOptions, point: ResolvedRevision, changes: Verdict) -> None:
+    """Raise HistoryUnavailableError if the rows of a range may lack keys."""
+    if gone := changes.unavailable:
+        raise HistoryUnavailableError(
+            f"{_name(options, point)}: rows may be missing, because the history needed for {len(gone)} of the keys that have "
+            f"changed since (such as {gone[0]!r}) is no longer stored; keep more history (at least 2), read fewer keys with "
+            "the option 'keys', or read while no key changes",
+            keys=gone,
+        )
+    _check_lost(options, point, changes.lost)
+
+
+def _check_lost(options: KvOptions, point: ResolvedRevision, lost: bool) -> None:
+    if options.strict and lost:
+        raise HistoryUnavailableError(
+            f"{_name(options, point)}: keys may be missing, because messages up to this revision may have expired or been "
+            "purged; let `jetstream_ext.kv.enable` record since when the bucket's limits hold and keep the delete markers of "
+            "expired keys, or use consistency=latest"
+        )
+
+
+def _name(options: KvOptions, point: ResolvedRevision) -> str:
+    return f"bucket {options.bucket!r} at revision {point.revision}"
 
 
 def _batch(schema: StructType, entries: Sequence[KeyValueEntry]) -> RecordBatch:
@@ -184,10 +279,15 @@ def _batch(schema: StructType, entries: Sequence[KeyValueEntry]) -> RecordBatch:
     fields = [
         pa.field(field.name, types.get(field.name, pa.string()), nullable=field.nullable) for field in schema.fields
     ]
-    columns = [pa.array([_cell(entry, field.name) for entry in entries], field.type) for field in fields]
+    columns = [pa.array(_column(entries, field.name), field.type) for field in fields]
     return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
 
 
-def _cell(entry: KeyValueEntry, column: str) -> object:
-    # NATS accepts any bytes in a key; Spark's strings are UTF-8.
-    return key_text(entry.key) if column == "key" else getattr(entry, column)
+def _column(entries: Sequence[KeyValueEntry], name: str) -> list[object]:
+    values = list(map(attrgetter(name), entries))
+    if name == "key":
+        text = "".join(values)
+        if not text.isascii() or "\\" in text:
+            # NATS accepts any bytes in a key; Spark's strings are UTF-8.
+            return list(map(key_text, values))
+    return values

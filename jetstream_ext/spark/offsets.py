@@ -3,7 +3,8 @@
 ::
 
     {"v": 2, "partitions": 4, "streams": {"ORDERS": {
-        "created": "2026-01-31T13:45:00Z", "seq": 9000, "newest": [9500, "2026-02-01T08:00:00.123456Z"],
+        "created": "2026-01-31T13:45:00Z", "seq": 9000,
+        "ends": [[9500, "2026-02-01T08:00:00.123456Z"], [1, "2026-01-31T13:45:01.500000Z"]],
         "first": 1001, "cuts": [3001, 5001, 7001]}}}
 
 Spark calls the source with the offsets of a micro-batch whenever it runs it, so a plan that is in the offset is the same
@@ -18,7 +19,7 @@ import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import orjson
 
@@ -28,6 +29,8 @@ from jetstream_ext.protocol.options import rfc3339
 
 VERSION: Final = 2
 
+Ends: TypeAlias = tuple[tuple[int, datetime], ...]
+
 
 class OffsetError(ValueError):
     """The checkpoint holds no offset of this source, or one of a later version."""
@@ -35,13 +38,13 @@ class OffsetError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place in a stream, which `created` and `newest` tell from a later stream of the same name."""
+    """A place in a stream, which `created` and `ends` tell from a later stream of the same name."""
 
     created: str  # when the stream was created, as the server writes it; empty: it did not exist
     seq: int  # the last sequence that was read (0: none)
-    # The sequence and the stored time of the stream's last message when the position was made. Servers change `created` of
-    # a stream that stays the same, but never these.
-    newest: tuple[int, datetime] | None = None
+    # Of the stream's last and first messages when the position was made (`StreamState.ends`): servers change `created` of a
+    # stream that stays the same, but never the time of a message.
+    ends: Ends = ()
     # The plan of the micro-batch that ends here: the first sequence that it reads, and where its other partitions begin.
     first: int | None = None
     cuts: tuple[int, ...] = ()
@@ -52,20 +55,19 @@ class Position:
 
     @classmethod
     def at(cls, state: StreamState, seq: int) -> Position:
-        return cls(state.created, seq, newest_of(state))
+        return cls(state.created, seq, state.ends)
 
     def without_plan(self) -> Position:
         return replace(self, first=None, cuts=(), head=None, skipped=None)
 
 
-def newest_of(state: StreamState) -> tuple[int, datetime] | None:
-    return (state.last_seq, state.last_time) if state.last_seq else None
-
-
-def identity(stream: str, created: str, newest: tuple[int, datetime] | None) -> StreamState:
+def identity(stream: str, created: str, ends: Ends) -> StreamState:
     """Return what is remembered of a stream, for `client.api.check_same_stream`."""
     known = StreamState(stream, created, config={})
-    return replace(known, last_seq=newest[0], last_time=newest[1]) if newest else known
+    if ends:
+        (last, last_time), (first, first_time) = ends[0], ends[-1]
+        known = replace(known, last_seq=last, last_time=last_time, first_seq=first, first_time=first_time)
+    return replace(known, messages=len(ends) - 1)  # without a message, only the last sequence is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,8 @@ def encode(offset: Offset) -> dict[str, Any]:
 
 def _encode_position(at: Position) -> dict[str, Any]:
     encoded: dict[str, Any] = {"created": at.created, "seq": at.seq}
-    if at.newest is not None:
-        encoded["newest"] = [at.newest[0], rfc3339(at.newest[1], "time")]
+    if at.ends:
+        encoded["ends"] = [[seq, rfc3339(time, "time")] for seq, time in at.ends]
     for name in ("first", "head", "skipped"):
         if (value := getattr(at, name)) is not None:
             encoded[name] = value
@@ -114,14 +116,11 @@ def decode(offset: Mapping[str, Any]) -> Offset:
 
 
 def _decode_position(at: Mapping[str, Any]) -> Position:
-    newest = at.get("newest")
-    if newest is not None:
-        seq, time = newest
-        newest = json_number(seq, "newest"), parse_time(json_text(time, "newest"))
+    ends = tuple((json_number(seq, "ends"), parse_time(time)) for seq, time in at.get("ends") or ())
     return Position(
         json_text(at["created"], "created"),
         json_number(at["seq"], "seq"),
-        newest,
+        ends,
         _optional(at, "first"),
         tuple(json_number(cut, "cuts") for cut in at.get("cuts") or ()),
         _optional(at, "head"),
@@ -158,7 +157,7 @@ def lag(progress: Any) -> dict[str, int]:
 
 
 def _same_stream(one: Position, other: Position) -> bool:
-    return not recreated(one.created, other.created) or (one.newest is not None and one.newest == other.newest)
+    return not recreated(one.created, other.created) or (not set(one.ends).isdisjoint(other.ends))
 
 
 def _get(holder: Any, name: str) -> Any:

@@ -170,6 +170,15 @@ _subject = _text_checked_by(check_subject)
 _bucket = _text_like(r"[A-Za-z0-9_-]+", "a valid bucket name (characters of A-Z, a-z, 0-9, _ and -)")
 
 
+_write_id = _text_like(r"[A-Za-z0-9_-]{1,64}", "1 to 64 characters of A-Z, a-z, 0-9, _ and -")
+
+
+def _version(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,18}", text.strip()):
+        raise ValueError(f"{text!r} is not an integer of at least 0")
+    return int(text)
+
+
 def _positive(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", text.strip()) or not int(text):
         raise ValueError(f"{text!r} is not an integer of at least 1")
@@ -351,8 +360,8 @@ class ReadOptions:
     streams: tuple[str, ...]  # none with a pattern
     starting: Bounds
     ending: Bounds
-    stream_pattern: re.Pattern[str] | None = _option("streamPattern", _pattern)  # noqa: RUF009 - of whole names
     subjects: tuple[str, ...] = _option("subjects", _names(check_filter), ())  # any may match; none: all messages
+    stream_pattern: re.Pattern[str] | None = _option("streamPattern", _pattern)  # noqa: RUF009 - of whole names
     min_partitions: int = _option("minPartitions", _positive, 2)
     max_bytes_per_partition: int = _option("maxBytesPerPartition", _size, 64 << 20)
     fail_on_data_loss: bool = _option("failOnDataLoss", _boolean, True)
@@ -415,9 +424,9 @@ class WriteOptions:
         "semantics", _choice(dedupe="dedupe", transactional="transactional", none="none"), "dedupe"
     )
     strip_nats_headers: bool = _option("natsHeaders", _choice(refuse=False, strip=True), False)
-    write_id: str | None = _option(
-        "writeId", _text_like(r"[A-Za-z0-9_-]{1,64}", "1 to 64 characters of A-Z, a-z, 0-9, _ and -")
-    )
+    write_id: str | None = _option("writeId", _write_id)
+    txn_app_id: str | None = _option("txnAppId", _write_id)  # with `txn_version`, instead of `write_id`
+    txn_version: int | None = _option("txnVersion", _version)
     sink_partitions: int | None = _option("sinkPartitions", _positive)
     marker_prefix: str = _option("markerPrefix", _subject)  # ``_spark.<stream>`` if it is not given
     transaction_rows: int = _option("transactionRows", _transaction_rows, _MAX_TRANSACTION_ROWS)
@@ -431,17 +440,20 @@ class WriteOptions:
         values = reader.values(cls)
         values["marker_prefix"] = values["marker_prefix"] or f"_spark.{stream}"
         write = cls(ConnectionOptions.parse(reader), stream, **values)
-        if write.write_id is not None and streaming:
-            reader.fail(
-                "writeId", "it is for batch writes; a streaming query takes its id from its checkpoint; leave it out"
-            )
-        if write.write_id is not None and write.semantics == "none":
-            reader.fail("writeId", "it has no effect with semantics=none; leave it out, or use dedupe")
+        reader.exclude("writeId", "txnAppId")
+        reader.pair("txnAppId", "txnVersion")
+        for name in ("writeId", "txnAppId"):
+            if name in reader and streaming:
+                reader.fail(
+                    name, "it is for batch writes; a streaming query takes its id from its checkpoint; leave it out"
+                )
+            if name in reader and write.semantics == "none":
+                reader.fail(name, "it has no effect with semantics=none; leave it out, or use dedupe")
         if write.semantics != "transactional":
             for name in ("sinkPartitions", "markerPrefix", "transactionRows"):
                 if name in reader:
                     reader.fail(name, f"it is for semantics=transactional, not for {write.semantics}; leave it out")
-        elif write.sink_partitions is None and (streaming or write.write_id is not None):
+        elif write.sink_partitions is None and (streaming or write.write_id or write.txn_app_id):
             reader.fail(
                 "sinkPartitions",
                 "it is missing; a transactional write that can be repeated must have the same partitions each time: "
@@ -485,16 +497,16 @@ _BATCH_ONLY: Final = {
     "endingOffsets": _NO_END,
     "endingTime": _NO_END,
     "pushDown": "Spark does not push filters into streaming reads; leave it out and use 'subjects'",
-    "maxBytesPerPartition": "it is for batch reads; a micro-batch has as many partitions as 'minPartitions' and "
-    "'maxRecordsPerPartition' say",
+    "maxBytesPerPartition": "it is for batch reads; a micro-batch has the same number of partitions each time: set their "
+    "number with 'minPartitions', or their size with 'maxRecordsPerPartition'",
 }
-_STREAMING_ONLY: Final = dict.fromkeys(
-    (
-        *("maxRowsPerTrigger", "maxOffsetsPerTrigger", "maxBytesPerTrigger", "minRowsPerTrigger", "maxTriggerDelay"),
-        "onRecreate",
+_STREAMING_ONLY: Final = {
+    **dict.fromkeys(
+        ("maxRowsPerTrigger", "maxOffsetsPerTrigger", "maxBytesPerTrigger", "minRowsPerTrigger", "maxTriggerDelay"),
+        "it limits streaming reads and has no effect on a batch read; leave it out",
     ),
-    "it applies to streaming reads and has no effect on a batch read; leave it out",
-)
+    "onRecreate": "it applies to streaming reads and has no effect on a batch read; leave it out",
+}
 _FOR_READING: Final = {name: "it applies only to reads; leave it out" for name in READ_OPTIONS if name != "stream"}
 _FOR_WRITING: Final = {
     **{name: "it applies only to writes; leave it out" for name in WRITE_OPTIONS if name != "stream"},

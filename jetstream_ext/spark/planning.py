@@ -18,7 +18,7 @@ from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.errors import ErrorCode, JetStreamExtError, StreamRecreatedError
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.spark.connection import ask
-from jetstream_ext.spark.offsets import Position, identity, newest_of
+from jetstream_ext.spark.offsets import Position, identity
 from jetstream_ext.spark.options import Bound, ReadOptions
 from jetstream_ext.spark.pushed import PushedFilters
 from jetstream_ext.spark.ranges import Search, SequenceRange, balanced_cuts, even_cuts, shares
@@ -35,6 +35,8 @@ _COUNTS_AT_ONCE: Final = 16
 _SELECTIVE: Final = 0.2
 # Where more than this share of the sequences has a message, cuts by sequence are even enough.
 _DENSE: Final = 0.9
+# Spark keeps every partition in the memory of its driver.
+_MOST_PARTITIONS: Final = 100_000
 # A range of fewer sequences is read and cut without being counted, unless a limit needs its count.
 _FEW: Final = 1_000
 
@@ -90,9 +92,10 @@ async def readable_state(context: JetStreamContext, options: ReadOptions, stream
     """Return the state of a stream that can be read; None: it does not exist, and that is not an error."""
     state = await state_of(context, stream)
     if state is None:
-        report_data_loss(
-            options, f"stream {stream!r} does not exist; check 'stream', 'servers', 'domain' and 'apiPrefix'"
-        )
+        if options.stream_pattern is None:  # otherwise it existed a moment ago
+            report_data_loss(
+                options, f"stream {stream!r} does not exist; check 'stream', 'servers', 'domain' and 'apiPrefix'"
+            )
         return None
     state.check_direct_reads(Context(context).connection.server_version)
     if state.retention != "limits" and not options.allow_unstable_retention:
@@ -107,7 +110,7 @@ async def readable_state(context: JetStreamContext, options: ReadOptions, stream
 async def is_same(context: JetStreamContext, before: Position | SequenceRange, state: StreamState) -> bool:
     """Return whether `state` is that of the stream of a position or a range."""
     js = Context(context)
-    known = identity(state.name, before.created, before.newest)
+    known = identity(state.name, before.created, before.ends)
     try:
         await ask(js.timeout, lambda left: check_same_stream(Api(js, left), known, state))
     except StreamRecreatedError:
@@ -205,6 +208,11 @@ async def cut(
 ) -> tuple[int, ...]:
     """Return where to cut a range into about `parts` partitions, none of which has more than `max_records` rows."""
     span = found.span
+    if max_records is not None and (needed := -(-found.rows // max_records)) > _MOST_PARTITIONS:
+        raise PlanningError(
+            f"stream {span.stream!r}: its {found.rows} messages would make {needed} partitions of {max_records} rows, and a read has "
+            f"{_MOST_PARTITIONS} at most; raise maxRecordsPerPartition, or read less at once (maxRowsPerTrigger, endingOffsets)"
+        )
     if found.even:
         if max_records is not None:
             parts = max(parts, -(-len(span) // max_records))
@@ -280,5 +288,5 @@ async def _resolve(context: JetStreamContext, options: ReadOptions, state: Strea
         min(last, state.last_seq),
         from_head=start == "earliest",
         created=state.created,
-        newest=newest_of(state),
+        ends=state.ends,
     )

@@ -11,9 +11,10 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from itertools import accumulate, pairwise
 from typing import Final, TypeAlias, TypeVar
+
+from jetstream_ext.spark.offsets import Ends
 
 _Result = TypeVar("_Result")
 Search: TypeAlias = Generator[list[int], list[int], _Result]
@@ -38,7 +39,7 @@ class SequenceRange:
     from_head: bool = False  # it starts where the stream starts (``earliest``): an expired head is no loss
     # Of the stream when the range was planned (see `offsets.Position`); empty if that is unknown.
     created: str = ""
-    newest: tuple[int, datetime] | None = None
+    ends: Ends = ()
 
     def __len__(self) -> int:
         return max(0, self.last - self.first + 1)

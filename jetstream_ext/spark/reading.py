@@ -75,7 +75,7 @@ async def _rows(context: JetStreamContext, options: ReadOptions, part: SequenceR
             report_data_loss(options, f"{what} expired before they were read")
         return state is not None
 
-    newest = part.newest and part.newest[1]
+    newest = part.ends[0][1] if part.ends else None
     async with aclosing(_blocks(js, part, timeout, confirm=options.tail_check)) as blocks:
         try:
             async for block in blocks:

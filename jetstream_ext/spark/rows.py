@@ -1,22 +1,26 @@
-"""Rows that Spark passes to a sink, as messages: the columns, the checks, and the message id of each row.
+"""Rows that Spark passes to a sink, as messages: the columns, the checks, and the digest and message id of each row.
 
-A message id names the query, the micro-batch, the partition, the row's index in it and the row's content. With the index
-alone, a second attempt that gets the rows in another order would lose rows; with the content alone, equal rows are lost.
+A second attempt at a partition may get its rows in another order, without some, or with others. A row is therefore known by
+its content, and among equal rows of the partition by how many came before it: by its place, other rows would be lost or
+repeated; by its content alone, equal rows would be lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from binascii import b2a_base64
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+import numpy as np
 from pyspark.sql.types import StructType
 
 from jetstream_ext.errors import BadSubjectError, JetStreamExtError
 from jetstream_ext.protocol.headers import MSG_ID
 from jetstream_ext.protocol.subjects import check_subject, covers
+from jetstream_ext.spark.digests import DigestCounts
 from jetstream_ext.spark.options import OptionError, WriteOptions
 from jetstream_ext.types import Entry, own_headers
 
@@ -31,6 +35,10 @@ _TYPES: Final = {
     "headers": ("map<string,string>", _MULTIPLE),
     "msgId": ("string",),
 }
+DIGEST_SIZE: Final = 12
+"""The number of bytes of a row's digest."""
+_DIGEST_TEXT: Final = 16  # characters in base64
+_START_OF_DIGEST: Final = np.dtype([("start", np.uint64), ("rest", np.uint32)])
 _REMEMBERED: Final = 65_536
 # Where Spark passes rows one by one: the limits of a chunk, and how many rows are taken before the bytes are counted.
 _ROWS_AT_ONCE: Final = 10_000
@@ -164,8 +172,8 @@ class RowReader:
                     data = b"" if data is None else data.encode() if isinstance(data, str) else bytes(data)
                 except UnicodeEncodeError:
                     raise self._bad("its data has half of a surrogate pair, which UTF-8 cannot encode") from None
-            if msg_id == "":
-                raise self._bad("its msgId is empty")
+            if msg_id is not None and not msg_id.strip():
+                raise self._bad("its msgId is empty or has only white space; give null to let the sink make an id")
             yield subject, data, self._headers(pairs) if pairs else None, msg_id
             self._row += 1
 
@@ -223,24 +231,54 @@ def content(subject: str, data: bytes, headers: Mapping[str, str] | None) -> byt
     return b"%d %d %b%b%b" % (len(pairs), len(subject), pairs, subject.encode(), data)
 
 
-def with_ids(messages: Iterable[Message], prefix: str, first: int) -> Iterator[Entry]:
-    """Yield messages with their ids, each made when it is sent: thousands at once would slow the garbage collector.
+def digests_of(messages: Iterable[Message]) -> bytes:
+    """Return the digests of those messages that have no id, joined; equal messages have equal digests."""
+    begun: dict[str, Any] = {}  # by subject: the digest of the start of `content`, for messages without headers
+    digests: list[bytes] = []
+    for subject, data, headers, msg_id in messages:
+        if msg_id is not None:
+            continue
+        if headers:
+            digests.append(blake2b(content(subject, data, headers), digest_size=DIGEST_SIZE).digest())
+            continue
+        try:
+            digest = begun[subject].copy()
+        except KeyError:
+            begun[subject] = start = blake2b(content(subject, b"", None), digest_size=DIGEST_SIZE)
+            digest = start.copy()
+        digest.update(data)
+        digests.append(digest.digest())
+    return b"".join(digests)
 
-    An id has the prefix (query, micro-batch, partition), the row's index from `first` on, and a digest of its content.
+
+class MessageIds:
+    """Makes the message ids of a partition's rows: a prefix, the row's digest, and how often that came before.
+
+    The prefix names the query, the micro-batch and the partition.
     """
-    # By subject: the digest of the start of `content`, for messages without headers.
-    begun: dict[str, Any] = {}
-    for row, (subject, data, headers, msg_id) in enumerate(messages, first):
-        if msg_id is None:
-            if headers:
-                digest = blake2b(content(subject, data, headers), digest_size=8)
-            else:
-                start = begun.get(subject)
-                if start is None:
-                    start = begun[subject] = blake2b(content(subject, b"", None), digest_size=8)
-                digest = start.copy()
-                digest.update(data)
-            msg_id = f"{prefix}:{row}:{digest.hexdigest()}"
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = f"{prefix}:"
+        self._seen = DigestCounts()
+
+    def of(self, messages: Sequence[Message]) -> list[str]:
+        """Return the ids of the partition's next rows: their own, or else new ones."""
+        digests = digests_of(messages)
+        text, prefix = b2a_base64(digests, newline=False).decode(), self._prefix
+        ids = [prefix + text[at : at + _DIGEST_TEXT] for at in range(0, len(text), _DIGEST_TEXT)]
+        # Digests that have only their starts in common get a higher number than they need.
+        before = self._seen.add(np.frombuffer(digests, _START_OF_DIGEST)["start"])
+        for index in np.flatnonzero(before).tolist():
+            ids[index] += f":{before[index]}"
+        if len(ids) == len(messages):
+            return ids
+        made = iter(ids)
+        return [next(made) if message[3] is None else message[3] for message in messages]
+
+
+def with_ids(messages: Iterable[Message], ids: Iterable[str]) -> Iterator[Entry]:
+    """Yield messages with their ids, each made when it is sent: thousands at once would slow the garbage collector."""
+    for (subject, data, headers, _), msg_id in zip(messages, ids, strict=True):
         yield subject, data, {**headers, MSG_ID: msg_id} if headers else {MSG_ID: msg_id}
 
 

@@ -7,6 +7,7 @@ task's local properties, and nowhere else. A task prepares each chunk of rows wh
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,16 +23,18 @@ from pyspark.sql.types import StructType
 
 from jetstream_ext.client.fast import FastPublisher
 from jetstream_ext.client.ingest import ingest
-from jetstream_ext.errors import BadHeaderError, IngestError, MaxPayloadError
+from jetstream_ext.errors import BadHeaderError, FencedError, IngestError, MaxPayloadError
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.feature_table import ATOMIC, FAST_INGEST
 from jetstream_ext.protocol.subjects import covers
 from jetstream_ext.spark.connection import Lease, connected, run_on_driver
+from jetstream_ext.spark.markers import ReplayError
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.planning import PlanningError, state_of
-from jetstream_ext.spark.rows import Columns, Message, RowReader, with_ids, without_ids
-from jetstream_ext.spark.transactional import PATIENCE, MicroBatch, ReplayError, SinkError, Transactions
+from jetstream_ext.spark.rows import Columns, Message, MessageIds, RowReader, with_ids, without_ids
+from jetstream_ext.spark.transactional import PATIENCE, MicroBatch, SinkError, Transactions, most_rows
 from jetstream_ext.text import get_logger
+from jetstream_ext.types import Entry
 
 _log = get_logger("spark")
 
@@ -55,7 +58,7 @@ else:
 @dataclass(frozen=True, slots=True)
 class Task:
     writer: str  # the name of the query, or of the batch write
-    batch: int  # the micro-batch; 0 for a batch write
+    batch: int  # the micro-batch, or the version of a batch write (0 if it has none)
     partition: int
 
 
@@ -72,6 +75,7 @@ class _Writer:
     def __init__(self, options: WriteOptions, schema: StructType) -> None:
         self._options = options
         self._columns = Columns.of(schema, options)
+        self._batch = options.txn_version or 0  # of a batch write
         self._state: StreamState = run_on_driver(options.connection, lambda context: check_sink(context, options))
 
     def _write(self, writer: str, batch: int, rows: Iterator[Any], *, arrow: bool) -> WriterCommitMessage:
@@ -80,40 +84,50 @@ class _Writer:
         chunks = map(reader.from_arrow, rows) if arrow else reader.chunks_from_rows(rows)
         return write_partition(self._options, self._state, Task(writer, batch, context.partitionId()), chunks)
 
-    def commit(self, messages: list[Any], batchId: int = 0) -> None:  # noqa: N803 - Spark's name; a batch write has none
+    def commit(self, messages: list[Any], batchId: int | None = None) -> None:  # noqa: N803 - Spark's name; a batch write has none
         """Check that the rows had the declared number of partitions (called on the driver)."""
-        options, state = self._options, self._state
+        options, batch = self._options, self._batch if batchId is None else batchId
         written = [message for message in messages if message is not None]
         rows, skipped = sum(task.rows for task in written), sum(task.skipped for task in written)
         what = "stream %r: micro-batch %d has %d rows; %d of them were already stored"
-        _log.info(what, options.stream, batchId, rows, skipped)
+        _log.info(what, options.stream, batch, rows, skipped)
         count = options.sink_partitions
-        if count is None or not rows or len(messages) == count:
+        if count is None:
             return
-        writer = written[0].writer
+        if rows and len(messages) != count:
+            self._record_layout(written[0].writer, batch, len(messages))
+            raise ReplayError(
+                f"stream {options.stream!r}: the option sinkPartitions is {count}, but the rows had {len(messages)} "
+                f"partitions; set it to {len(messages)} and restart (every row is stored once, and none will be repeated)"
+            )
+        if options.txn_app_id is not None:
+            with contextlib.suppress(FencedError):  # a later version is stored, so the tasks have stored nothing
+                self._record_layout(options.txn_app_id, batch, count, complete=True)
+
+    def _record_layout(self, writer: str, batch: int, partitions: int, *, complete: bool = False) -> None:
+        options, state = self._options, self._state
         run_on_driver(
             options.connection,
-            lambda context: MicroBatch(context, options, state, writer, batchId).correct_layout(len(messages)),
-        )
-        raise ReplayError(
-            f"stream {options.stream!r}: the option sinkPartitions is {count}, but the rows had {len(messages)} "
-            f"partitions; set it to {len(messages)} and restart (every row is stored once, and none will be repeated)"
+            lambda context: MicroBatch(context, options, state, writer, batch).record_layout(
+                partitions, complete=complete
+            ),
         )
 
-    def abort(self, messages: list[Any], batchId: int = 0) -> None:  # noqa: N803
+    def abort(self, messages: list[Any], batchId: int | None = None) -> None:  # noqa: N803
         # Stored rows stay; they are recognised when the micro-batch is replayed.
+        batch = self._batch if batchId is None else batchId
         done = sum(message is not None for message in messages)
-        _log.warning("stream %r: micro-batch %d failed after %d tasks were stored", self._options.stream, batchId, done)
+        _log.warning("stream %r: micro-batch %d failed after %d tasks were stored", self._options.stream, batch, done)
 
 
 class JetStreamWriter(_Writer, DataSourceArrowWriter):
     def __init__(self, options: WriteOptions, schema: StructType) -> None:
         super().__init__(options, schema)
         # Chosen here, for all attempts of all tasks.
-        self._writer = options.write_id or uuid.uuid4().hex[:16]
+        self._writer = options.txn_app_id or options.write_id or uuid.uuid4().hex[:16]
 
     def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
-        return self._write(self._writer, 0, iterator, arrow=True)
+        return self._write(self._writer, self._batch, iterator, arrow=True)
 
 
 class JetStreamStreamWriter(_Writer, _StreamWriter):
@@ -124,7 +138,7 @@ class JetStreamStreamWriter(_Writer, _StreamWriter):
         if not query or not batch:
             raise SinkError(
                 "this version of Spark does not pass the query id and the micro-batch id to its tasks, so the sink could not "
-                "recognise replayed rows; nothing was stored; write in foreachBatch, with df.write and the option writeId"
+                "recognise replayed rows; nothing was stored; write in foreachBatch, with df.write and the options txnAppId and txnVersion"
             )
         return self._write(query, int(batch), iterator, arrow=_HAS_STREAM_ARROW)
 
@@ -150,7 +164,7 @@ async def check_sink(context: JetStreamContext, options: WriteOptions) -> Stream
         what = "a mirror" if state.config.get("mirror") else "sealed"
         raise PlanningError(f"stream {name!r} is {what}: no message can be published to it")
     if options.semantics == "transactional":
-        _check_transactional(options, state)
+        _check_transactional(context, options, state)
     else:
         _check_fast(options, state)
     if options.subject is not None and not state.stores(options.subject):
@@ -189,7 +203,7 @@ def _check_fast(options: WriteOptions, state: StreamState) -> None:
             _log.warning(what, stream, window.total_seconds())
 
 
-def _check_transactional(options: WriteOptions, state: StreamState) -> None:
+def _check_transactional(context: JetStreamContext, options: WriteOptions, state: StreamState) -> None:
     stream = f"stream {state.name!r}"
     if not state.config.get("allow_atomic"):
         raise PlanningError(
@@ -204,6 +218,11 @@ def _check_transactional(options: WriteOptions, state: StreamState) -> None:
             f"{stream} does not store {markers!r}, where semantics=transactional keeps its markers: add that to the "
             f"stream's subjects ({', '.join(state.subjects)}), or set markerPrefix to a subject below them that rows do "
             "not use"
+        )
+    if not most_rows(context, options, state):
+        raise PlanningError(
+            f"{stream}: its max_msg_size ({state.max_msg_size}) or the server's max_payload is too small for the sink's markers; "
+            "raise it to 1024 bytes, or use semantics=dedupe"
         )
 
 
@@ -261,20 +280,22 @@ def _fast(
     lease: Lease, context: JetStreamContext, options: WriteOptions, task: Task, chunks: Iterable[Sequence[Message]]
 ) -> Written:
     rows = 0
+    ids = MessageIds(f"{task.writer}:{task.batch}:{task.partition}") if options.semantics == "dedupe" else None
+    named = ((chunk, ids.of(chunk) if ids else ()) for chunk in chunks)
     with _Pipeline(lease) as pipeline:
-        for messages in _joined(chunks, lambda: lease.busy):
-            pipeline.store(partial(_publish, lease, context, options, task, messages, rows))
+        for messages, names in _joined(named, lambda: lease.busy):
+            entries = with_ids(messages, names) if ids else without_ids(messages)
+            pipeline.store(partial(_publish, lease, context, options, task, entries, rows))
             rows += len(messages)
     return Written(task.writer, rows)
 
 
 async def _publish(
-    lease: Lease, context: JetStreamContext, options: WriteOptions, task: Task, messages: list[Message], first: int
+    lease: Lease, context: JetStreamContext, options: WriteOptions, task: Task, entries: Iterable[Entry], first: int
 ) -> None:
     """Store rows of which the first has the index `first`."""
     try:
         if options.semantics == "dedupe":
-            entries = with_ids(messages, f"{task.writer}:{task.batch}:{task.partition}", first)
             report = await ingest(context, entries, flow=_FLOW, timeout=PATIENCE)
             if report.in_doubt:
                 _log.warning(
@@ -285,7 +306,7 @@ async def _publish(
                 )
             return
         async with FastPublisher(context, flow=_FLOW) as publisher:
-            await publisher.add_many(without_ids(messages))
+            await publisher.add_many(entries)
             await publisher.commit_eob()
             if publisher.error_count:
                 raise publisher.errors[0].error
@@ -306,43 +327,58 @@ async def _publish(
         raise SinkError(f"stream {options.stream!r}: {place} could not be stored: {error}") from error
 
 
-def _joined(chunks: Iterable[Sequence[Message]], busy: Callable[[], bool]) -> Iterator[list[Message]]:
+def _joined(
+    chunks: Iterable[tuple[Sequence[Message], Sequence[str]]], busy: Callable[[], bool]
+) -> Iterator[tuple[list[Message], list[str]]]:
     """Join the chunks that arrive while another one is being stored, because each store has a fixed cost."""
-    joined: list[Message] = []
+    messages: list[Message] = []
+    names: list[str] = []
     size = 0
-    for chunk in chunks:
-        joined += chunk
+    for chunk, chunk_names in chunks:
+        messages += chunk
+        names += chunk_names
         size += sum(len(message[1]) for message in chunk)
-        if joined and (not busy() or len(joined) >= _ROWS_AT_ONCE or size >= _BYTES_AT_ONCE):
-            yield joined
-            joined, size = [], 0
-    if joined:
-        yield joined
+        if messages and (not busy() or len(messages) >= _ROWS_AT_ONCE or size >= _BYTES_AT_ONCE):
+            yield messages, names
+            messages, names, size = [], [], 0
+    if messages:
+        yield messages, names
 
 
 def _transactional(lease: Lease, batch: MicroBatch, partition: int, chunks: Iterable[Sequence[Message]]) -> Written:
-    if batch.options.sink_partitions is not None:
-        lease.run(batch.claim_layout(batch.options.sink_partitions))
+    options, nothing = batch.options, Written(batch.writer, 0)
     transactions = Transactions(batch, partition)
-    lease.run(transactions.open())
     rows = 0
-    with _Pipeline(lease) as pipeline:
-        for messages, last in _transactions_of(chunks, batch.options.transaction_rows):
-            transaction = transactions.next(messages, last=last)
-            pipeline.store(partial(transactions.store, transaction))
-            rows += len(messages)
+    try:
+        if options.sink_partitions is not None and not lease.run(batch.claim_layout(options.sink_partitions)):
+            _log.info("stream %r: version %d of %r is already stored", options.stream, batch.batch, batch.writer)
+            return nothing
+        lease.run(transactions.open())
+        with _Pipeline(lease) as pipeline:
+            for messages in _transactions_of(chunks, transactions.most_rows):
+                pipeline.store(partial(transactions.store, transactions.next(messages)))
+                rows += len(messages)
+    except FencedError:
+        if options.txn_app_id is None:
+            raise
+        _log.info(
+            "stream %r: a later version of %r than %d is already stored", options.stream, batch.writer, batch.batch
+        )
+        return nothing
+    transactions.check_end()
     return Written(batch.writer, rows, transactions.skipped)
 
 
-def _transactions_of(chunks: Iterable[Sequence[Message]], most: int) -> Iterator[tuple[list[Message], bool]]:
-    """Cut rows into transactions, always the same ones; yield each with whether it is the last one."""
+def _transactions_of(chunks: Iterable[Sequence[Message]], most: int) -> Iterator[list[Message]]:
+    """Cut rows into transactions."""
     collected: list[Message] = []
     size = 0
     for chunk in chunks:
         for message in chunk:
             if len(collected) == most or size >= _TRANSACTION_BYTES:
-                yield collected, False  # there is at least one more row
+                yield collected
                 collected, size = [], 0
             collected.append(message)
             size += len(message[1])
-    yield collected, True
+    if collected:
+        yield collected

@@ -17,20 +17,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 from nats.js import JetStreamContext
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
-from jetstream_ext.client.api import gather_bounded, settled_state
+from jetstream_ext.client.api import gather_bounded
 from jetstream_ext.protocol.api import StreamState, recreated
 from jetstream_ext.spark.connection import run_on_driver
-from jetstream_ext.spark.offsets import Offset, Position, decode, encode, newest_of
+from jetstream_ext.spark.offsets import Offset, Position, decode, encode
 from jetstream_ext.spark.options import OptionError, ReadOptions
 from jetstream_ext.spark.planning import (
     STREAMS_AT_ONCE,
-    DataLossError,
     Measured,
     count_from,
     cut,
@@ -44,6 +43,7 @@ from jetstream_ext.spark.planning import (
     streams_of,
 )
 from jetstream_ext.spark.ranges import SequenceRange, end_of_rows, even_cuts, shares
+from jetstream_ext.spark.resume import go_on_in, not_behind, resume, still_there
 from jetstream_ext.text import get_logger
 
 try:
@@ -143,20 +143,9 @@ class _Found:
     """What is known of one stream when the next micro-batch is planned."""
 
     begin: Position  # where the micro-batch starts in it
-    changed: bool = (
-        False  # `begin` is not what Spark passed: the offset must be written even if there is nothing to read
-    )
-    backlog: tuple[StreamState, Measured] | None = None  # what there is to read
-
-
-@dataclass(frozen=True, slots=True)
-class _Resumed:
-    """Where to go on in a stream."""
-
-    begin: Position
-    state: StreamState
-    from_head: bool = False  # at the first message that is stored, whichever that is
+    # `begin` is not what Spark passed: the offset must be written even if there is nothing to read.
     changed: bool = False
+    backlog: tuple[StreamState, Measured] | None = None  # what there is to read
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +255,10 @@ class Follower:
         if self._initial is None:
             streams = await streams_of(context, self._options)
             starts = await gather_bounded(lambda name: self._start(context, name), streams, limit=STREAMS_AT_ONCE)
-            self._initial = Offset(dict(zip(streams, starts, strict=True)))
+            found = dict(zip(streams, starts, strict=True))
+            if self._options.stream_pattern is not None:  # some may be gone by now
+                found = {stream: at for stream, at in found.items() if at.created}
+            self._initial = Offset(found)
             self._fresh = True
             _log.debug(
                 "the query starts at %s%s",
@@ -328,9 +320,12 @@ class Follower:
             streams,
             limit=STREAMS_AT_ONCE,
         )
-        return dict(zip(streams, found, strict=True))
+        return {stream: one for stream, one in zip(streams, found, strict=True) if one is not None}
 
-    async def _look_at(self, context: JetStreamContext, stream: str, before: Position | None, *, waits: bool) -> _Found:
+    async def _look_at(
+        self, context: JetStreamContext, stream: str, before: Position | None, *, waits: bool
+    ) -> _Found | None:
+        """Return what there is to read of a stream; None: it matched the pattern and is gone."""
         options = self._options
         if added := before is None:
             # What a pattern finds after the query has started is new: all of it is to be read.
@@ -341,9 +336,10 @@ class Follower:
         state = await readable_state(context, options, stream)
         if state is not None:
             self._latest[stream] = Position.at(state, state.last_seq)
-            resumed = await self._resume(context, before, state, waits=waits)
+            resumed = await resume(context, options, before, state, waits=waits)
         if state is None or resumed is None:
-            return _Found(before.without_plan(), changed=added)
+            gone = options.stream_pattern is not None
+            return None if gone else _Found(before.without_plan(), changed=added)
         begin, state, changed = resumed.begin, resumed.state, resumed.changed or added
         last = state.last_seq
         if self._target is not None:
@@ -414,10 +410,13 @@ class Follower:
             state = await readable_state(context, self._options, stream)
             known = before.get(stream)
             if state is not None and known is not None and not recreated(known.created, state.created):
-                state = await self._not_behind(context, state, known.seq)  # a new stream is reported by `plan`
+                state = await not_behind(context, self._options, state, known.seq)  # a new stream is reported by `plan`
             if state is None:
                 return start
-            at = Position.at(state, start.seq if stream in waiting else state.last_seq)
+            last = state.last_seq
+            if known is not None and self._options.on_recreate == "keep":
+                last = max(last, known.seq)
+            at = Position.at(state, start.seq if stream in waiting else last)
             from_head = not start.seq and self._options.starting.of(stream) == "earliest"
             return replace(at, head=state.first_seq, skipped=None if from_head else start.seq)
 
@@ -431,75 +430,6 @@ class Follower:
             self._pause, self._next_ask = 0.0, 0.0
             self._returned = encode(Offset(ends, max(self._options.min_partitions, len(ends))))
         return dict(self._returned)
-
-    # -- whether it is the same stream --------------------------------------------------------------------------
-
-    async def _resume(
-        self, context: JetStreamContext, before: Position, state: StreamState, *, waits: bool
-    ) -> _Resumed | None:
-        """Return where to go on in a stream that may have been re-created or truncated; None: it was deleted meanwhile.
-
-        With `waits`, the query starts at a sequence that the stream may not have reached.
-        """
-        earliest = self._options.starting.of(state.name) == "earliest"
-        if not before.created:  # it did not exist when the query started
-            return _Resumed(Position.at(state, 0), state, from_head=True)
-        before = before.without_plan()
-        if not await is_same(context, before, state):
-            if self._go_on_in(state) == "keep":
-                return _Resumed(replace(Position.at(state, before.seq)), state, changed=True)
-            return _Resumed(Position.at(state, 0), state, from_head=True, changed=True)
-        if state.last_seq < before.seq and not waits and self._options.on_recreate != "keep":
-            settled = await self._not_behind(context, state, before.seq)
-            if settled is None:
-                return None
-            if recreated(state.created, settled.created):
-                return await self._resume(context, before, settled, waits=waits)
-            if settled.last_seq < before.seq:
-                return _Resumed(Position.at(settled, 0), settled, from_head=True, changed=True)
-            state = settled
-        return _Resumed(before, state, from_head=before.seq == 0 and earliest)
-
-    def _go_on_in(self, state: StreamState) -> Literal["earliest", "keep"]:
-        """Return how to go on in a stream that was re-created; raise DataLossError if the query is to fail."""
-        choice = self._options.on_recreate or ("fail" if self._options.fail_on_data_loss else "earliest")
-        what = f"stream {state.name!r} was deleted and re-created at {state.created}"
-        if choice == "fail":
-            raise DataLossError(
-                f"{what}, and the query has read the stream before it. Set the option onRecreate to 'earliest' to read all of the "
-                "new stream, or to 'keep' to go on at the same sequence, as in a stream that was restored from a backup"
-            )
-        where = "at its first message" if choice == "earliest" else "at the same sequence"
-        _log.warning("%s; going on %s, because of onRecreate or failOnDataLoss", what, where)
-        return choice
-
-    async def _not_behind(self, context: JetStreamContext, state: StreamState, seq: int) -> StreamState | None:
-        """As `_settled` for a stream that had `seq` before; report data loss if it lost its end."""
-        settled = await self._settled(context, state, seq)
-        if settled is not None and settled.last_seq < seq and not recreated(state.created, settled.created):
-            report_data_loss(
-                self._options,
-                f"stream {state.name!r} ends at sequence {settled.last_seq}, but the query has already read up to {seq}: "
-                "the stream lost its last messages",
-            )
-        return settled
-
-    async def _settled(self, context: JetStreamContext, state: StreamState, seq: int) -> StreamState | None:
-        """Wait until the leader has `seq`: a newly elected one may lag for a moment.
-
-        The stream may be deleted meanwhile (None, once that is reported) or re-created.
-        """
-        found: StreamState | None = state
-
-        async def look() -> StreamState:
-            nonlocal found
-            if found is not None and not recreated(state.created, found.created):
-                found = await readable_state(context, self._options, state.name)
-            return found or state
-
-        if state.last_seq < seq:
-            await settled_state(look, seq)
-        return found
 
     # -- what to read -------------------------------------------------------------------------------------------
 
@@ -521,13 +451,13 @@ class Follower:
             return None
         if exact:
             first = at.first or 1
-            from_head = first != (0 if before is None else before.seq) + 1 or self._from_head(stream, before)
+            from_head = self._from_head(stream, before) or (before is not None and first != before.seq + 1)
         else:
             first, from_head = await self._first_after(context, before, at, state)
         span = SequenceRange(stream, first, at.seq, options.subjects, from_head=from_head)
         if planned is not None:
             span = replace(planned[1], from_head=from_head)
-        elif not len(span) or (state := await self._still_there(context, span, at, state)) is None:
+        elif not len(span) or (state := await still_there(context, options, span, at, state)) is None:
             return None
         reported = max(state.first_seq, span.first + 1)
         if not from_head:
@@ -535,7 +465,7 @@ class Follower:
             reported = state.first_seq
             if not exact:
                 span = replace(span, first=max(span.first, state.first_seq))
-        span = replace(span, last=min(span.last, state.last_seq), created=state.created, newest=newest_of(state))
+        span = replace(span, last=min(span.last, state.last_seq), created=state.created, ends=state.ends)
         if not len(span):
             return None
         if stream not in self._answering:
@@ -547,9 +477,10 @@ class Follower:
 
     def _from_head(self, stream: str, before: Position | None) -> bool:
         """Return whether a micro-batch that begins at `before` reads from the first message that is stored."""
-        if before is None or not before.created:
-            return True
-        return before.seq == 0 and self._options.starting.of(stream) == "earliest"
+        start = self._options.starting.of(stream)
+        if before is None:
+            return not isinstance(start, int)
+        return not before.created or (before.seq == 0 and start == "earliest")
 
     async def _first_after(
         self, context: JetStreamContext, before: Position | None, at: Position, state: StreamState
@@ -564,10 +495,12 @@ class Follower:
                 skipped = start - 1 if isinstance(start, int) else None if start == "earliest" else at.seq
             return (head, True) if skipped is None else (skipped + 1, False)
         if recreated(before.created, at.created) and not await is_same(context, before, state):
-            if self._go_on_in(state) == "earliest":
+            if go_on_in(self._options, state) == "earliest":
                 return head, True
         # A start that was resolved again, later, may be behind the end that the micro-batch keeps: then it has no rows.
         elif before.seq > at.seq and (self._initial is None or before != self._initial.streams.get(stream)):
+            if self._options.on_recreate == "keep":
+                return before.seq + 1, False
             report_data_loss(
                 self._options,
                 f"stream {stream!r} ended at sequence {at.seq} when this micro-batch was planned, but the query had already "
@@ -577,30 +510,6 @@ class Follower:
         if self._from_head(stream, before):
             return max(before.seq + 1, head), True
         return before.seq + 1, False
-
-    async def _still_there(
-        self, context: JetStreamContext, span: SequenceRange, at: Position, state: StreamState
-    ) -> StreamState | None:
-        """Return the state of the stream in which `at` is a position, as soon as its leader has all of `span`.
-
-        None: it was deleted or re-created since, and that is reported.
-        """
-        found: StreamState | None = state
-        what = f"sequences {span.first} to {span.last} of stream {span.stream!r}"
-        if state.last_seq < span.last and not recreated(at.created, state.created):
-            found = await self._settled(context, state, span.last)
-        if found is None:
-            return None
-        if not await is_same(context, at, found) and self._options.on_recreate != "keep":
-            lost = f"{what} are lost: the stream was deleted and re-created at {found.created}"
-            if self._options.on_recreate == "earliest":
-                _log.warning("%s", lost)
-            else:
-                report_data_loss(self._options, lost)
-            return None
-        if found.last_seq < span.last:
-            report_data_loss(self._options, f"{what} cannot be read: the stream ends at {found.last_seq}")
-        return found
 
 
 def _partitions(found: list[_ToRead], least: int) -> list[SequenceRange]:

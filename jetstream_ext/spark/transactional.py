@@ -1,36 +1,34 @@
 """Exactly-once writes without a time limit: rows and a marker of them in one atomic batch, stored together or not at all.
 
-A *marker* holds how many rows of which micro-batch a partition has stored, and their digest. Each marker names the one
-before (`FencedWriter`), so of two attempts at the same partition only one can store; the other reads the new marker and
-continues behind it. The *layout record* holds the number of partitions of a micro-batch: rows are recognised by partition
-and index, so the same rows in other partitions would look new. Spark tells a task its partition but not their number,
+A *marker* holds the digests of a partition's rows (see `markers`). Each marker expects the one before it to be the newest
+(`FencedWriter`), so of two attempts at the same partition only one can store; the other reads the new markers and stores
+what is still missing. The *layout record* holds the number of partitions of a micro-batch: rows are recognised within their
+partition, so the same rows in other partitions would look new. Spark tells a task its partition but not their number,
 which is why the option ``sinkPartitions`` exists; the driver checks it at the end of each micro-batch.
 
 ::
 
     claim_layout  no record of this micro-batch ──────────────────► store it
-                  a record with the same number of partitions ────► continue
+                  a record with the same number of partitions ────► continue, or stop: the micro-batch is complete
                   with another number ────────────────────────────► ReplayError
                   of a later micro-batch ─────────────────────────► FencedError
-    open          read the marker; of a later micro-batch ────────► FencedError
-    store         rows that are stored: the marker's digest differs ► ReplayError
-                  the other rows, and a new marker ───────────────► stored
-                      the marker has moved ───────────────────────► read it, and decide again
+    open          read the markers of this micro-batch; there is one of a later micro-batch ► FencedError
+    store         the rows that no marker has, and a new marker ──► stored
+                      the marker has moved ───────────────────────► read the new ones, and decide again
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
-from hashlib import blake2b
-from typing import Any, Final, Generic, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Generic
 
-import orjson
 from nats.js import JetStreamContext
 
+from jetstream_ext.client.api import get_at_leader
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
-from jetstream_ext.client.retry import is_transient
+from jetstream_ext.client.retry import Retry, is_transient
 from jetstream_ext.errors import (
     AtomicPublishTooLargeError,
     BadHeaderError,
@@ -39,10 +37,9 @@ from jetstream_ext.errors import (
     MaxPayloadError,
 )
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.direct import StoredMsg
-from jetstream_ext.protocol.numbers import json_number, json_text
+from jetstream_ext.spark.markers import Layout, Marker, Record, ReplayError, StoredRows, decode, rows_per_marker
 from jetstream_ext.spark.options import WriteOptions
-from jetstream_ext.spark.rows import Message, content, without_ids
+from jetstream_ext.spark.rows import Message, digests_of, without_ids
 from jetstream_ext.text import get_logger
 
 _log = get_logger("spark")
@@ -50,108 +47,72 @@ _log = get_logger("spark")
 # Seconds that a task keeps trying while no row can be stored: during an election, or a restart.
 PATIENCE: Final = 30.0
 
-_VERSION: Final = 1
-_ADVICE: Final = (
-    "nothing more was stored. The input changes between attempts (see the documentation on exactly-once), or its "
-    "partitions have changed"
-)
-
 
 class SinkError(JetStreamExtError):
     """Rows could not be stored. Spark tries the task again."""
 
 
-class ReplayError(JetStreamExtError):
-    """A micro-batch was replayed with other rows, or in another number of partitions; no row was stored twice."""
-
-
-@dataclass(frozen=True, slots=True)
-class Marker:
-    batch: int = -1
-    rows: int = 0
-    digest: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    batch: int = -1
-    partitions: int = 0
-
-
-_Record = TypeVar("_Record", Marker, Layout)
-
-
-def _decode(kind: type[_Record], stored: StoredMsg | None) -> _Record:
-    """Return the record in a message, or the default without a message; raise ReplayError for any other message."""
-    if stored is None:
-        return kind()
-    try:
-        body = orjson.loads(stored.data)
-        if json_number(body["v"], "v") == _VERSION:
-            readers: dict[Any, Callable[..., Any]] = {int: json_number, str: json_text}
-            return kind(**{each.name: readers[type(each.default)](body[each.name], each.name) for each in fields(kind)})
-    except (KeyError, TypeError, ValueError):
-        pass  # reported below
-    raise ReplayError(
-        f"stream {stored.stream!r}: message {stored.seq} on {stored.subject!r} is not a marker of this sink; nothing else "
-        "may be published there (see 'markerPrefix')"
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """A micro-batch of a query (0: a batch write), whose records are its layout and a marker for each partition."""
+    """A micro-batch of a query, whose records are its layout and the markers of its partitions."""
 
     context: JetStreamContext
     options: WriteOptions
     state: StreamState
     writer: str  # the name of the query, or of the batch write
-    batch: int
+    batch: int  # the number of the micro-batch or of the batch write's version; 0 without either
 
-    async def claim_layout(self, partitions: int) -> None:
-        """Record the number of partitions, or find it recorded; raise ReplayError if another number is recorded."""
+    async def claim_layout(self, partitions: int) -> bool:
+        """Record the number of partitions, or find it recorded; False: all rows of the micro-batch are stored.
+
+        Raises ReplayError if another number is recorded.
+        """
         layout = StoredRecord(self, "_layout", Layout)
         await layout.read()
         while layout.last.batch != self.batch:
             if await layout.store([], Layout(self.batch, partitions)):
-                return
+                return True
+        if layout.last.complete:
+            return False
         if layout.last.partitions != partitions:
             raise ReplayError(
                 f"{layout.what} was first stored with {layout.last.partitions} partitions and now has {partitions}, so its stored "
                 f"rows cannot be recognised. Nothing was stored; set sinkPartitions to {layout.last.partitions} again, "
                 "together with df.repartition(n) or the source's minPartitions"
             )
+        return True
 
-    async def correct_layout(self, partitions: int) -> None:
-        """Record how many partitions there really were."""
+    async def record_layout(self, partitions: int, *, complete: bool = False) -> None:
+        """Record how many partitions there really were, and whether all their rows are stored."""
         layout = StoredRecord(self, "_layout", Layout)
         await layout.read()
-        while not await layout.store([], Layout(self.batch, partitions)):
-            pass
+        while (layout.last.batch, layout.last.complete) != (self.batch, True):
+            if await layout.store([], Layout(self.batch, partitions, complete)):
+                return
 
 
-class StoredRecord(Generic[_Record]):
+class StoredRecord(Generic[Record]):
     """The newest record on a subject of the sink, and the fence that it is for the next one."""
 
-    def __init__(self, of: MicroBatch, name: str, kind: type[_Record], what: str = "") -> None:
+    def __init__(self, of: MicroBatch, name: str, kind: type[Record], what: str = "") -> None:
         self.what: str = f"stream {of.options.stream!r}, {what}micro-batch {of.batch}"
         self.subject: str = f"{of.options.marker_prefix}.{of.writer}.{name}"
-        self.last: _Record = kind()  # the record that was read or stored last
-        self._kind: type[_Record] = kind
+        self.last: Record = kind()  # the record that was read or stored last
+        self._kind: type[Record] = kind
         self._batch = of.batch
-        self._fence = FencedWriter(
-            Context(of.context),
-            of.options.stream,
-            self.subject,
-            name=self.what,
-            patience=PATIENCE,
-            rollup=bool(of.state.config.get("allow_rollup_hdrs")),
-        )
+        self._may_roll_up = bool(of.state.config.get("allow_rollup_hdrs"))
+        self._context = Context(of.context)
+        self._fence = FencedWriter(self._context, of.options.stream, self.subject, name=self.what, patience=PATIENCE)
+
+    @property
+    def seq(self) -> int:
+        """The sequence of the record that was read or stored last; 0 before the first."""
+        return self._fence.fence
 
     async def read(self) -> None:
         """Read the record at the stream's leader; raise FencedError if it is of a later micro-batch."""
         try:
-            self.last = _decode(self._kind, await self._fence.read())
+            self.last = decode(self._kind, await self._fence.read())
         except Exception as error:
             raise self._explained(error) from error
         if self.last.batch > self._batch:
@@ -159,11 +120,23 @@ class StoredRecord(Generic[_Record]):
                 f"{self.what}: micro-batch {self.last.batch} is already stored; this attempt is out of date"
             )
 
-    async def store(self, messages: Sequence[Any], record: _Record) -> bool:
-        """Store messages and a new record; False: another attempt has stored a record, which was read."""
-        body = orjson.dumps({"v": _VERSION, **asdict(record)})
+    async def read_at(self, seq: int) -> Record | None:
+        """Read an earlier record at the stream's leader; None if it was removed."""
+        stream = self._fence.stream
         try:
-            await self._fence.store(messages, body)
+            stored = await Retry(PATIENCE).call(lambda: get_at_leader(self._context, stream, {"seq": seq}))
+        except Exception as error:
+            raise self._explained(error) from error
+        return decode(self._kind, stored) if stored is not None and stored.subject == self.subject else None
+
+    async def store(self, messages: Sequence[Any], record: Record, *, keep: bool = False) -> bool:
+        """Store messages and a new record; False: another attempt has stored a record, which was read.
+
+        Removes the records before it where the stream allows that, or else `keep` them.
+        """
+        self._fence.rollup = self._may_roll_up and not keep
+        try:
+            await self._fence.store(messages, record.encode())
         except RecordMovedError:
             _log.debug("%s: another attempt has stored a marker on %r", self.what, self.subject)
             await self.read()
@@ -183,97 +156,91 @@ class StoredRecord(Generic[_Record]):
         return error
 
 
-def _add_rows(digest: blake2b, messages: Iterable[Message]) -> None:
-    pieces: list[bytes] = []
-    heads: dict[str, bytes] = {}  # by subject: the start of `content`, for messages without headers
-    for subject, data, headers, _ in messages:
-        head = content(subject, b"", headers) if headers else heads.get(subject)
-        if head is None:
-            head = heads[subject] = content(subject, b"", None)
-        pieces += (b"%d:%b" % (len(head) + len(data), head), data)
-    digest.update(b"".join(pieces))
+def most_rows(context: JetStreamContext, options: WriteOptions, state: StreamState) -> int:
+    """Return how many rows a transaction can have; 0 if no marker would fit into a message."""
+    size = Context(context).connection.max_payload
+    if state.max_msg_size is not None:
+        size = min(size, state.max_msg_size)
+    return min(options.transaction_rows, rows_per_marker(state.name, size))
 
 
 @dataclass(frozen=True, slots=True)
 class Transaction:
     messages: Sequence[Message]
-    start: int  # the number of rows before them
-    before: blake2b  # the digest of the rows before them
-    after: blake2b  # the digest including them
-    # The input ended after them. It also ends where Spark stops a failing attempt, so the next attempt may have more
-    # rows; only fewer rows are a contradiction.
-    last: bool
+    digests: bytes  # of the messages
+    start: int  # the index in the partition of the first one
 
 
 class Transactions:
     """The transactions of one attempt at one partition."""
 
     def __init__(self, of: MicroBatch, partition: int) -> None:
-        self._batch = of.batch
-        self._marker = StoredRecord(of, str(partition), Marker, f"partition {partition} of ")
-        self._digest = blake2b(digest_size=16)
+        self._of = of
+        self._record = StoredRecord(of, str(partition), Marker, f"partition {partition} of ")
+        self._stored = StoredRows(self._record.what, self._record.subject)
+        self._known = 0  # the sequence of the newest marker that `_stored` knows
         self._taken = 0
+        self.most_rows: int = 0  # that a transaction can have; known once it is open
         self.skipped: int = 0  # rows that an earlier attempt has stored
 
     async def open(self) -> None:
         """Find out which rows are stored already."""
-        await self._marker.read()
+        of = self._of
+        self.most_rows = max(1, most_rows(of.context, of.options, of.state))
+        await self._record.read()
+        await self._learn()
 
-    def next(self, messages: Sequence[Message], *, last: bool) -> Transaction:
+    def next(self, messages: Sequence[Message]) -> Transaction:
         """Prepare the next transaction. Any thread may call it, while the one before is being stored."""
-        before, start = self._digest, self._taken
-        self._digest = after = before.copy()
-        _add_rows(after, messages)
-        self._taken += len(messages)
-        return Transaction(messages, start, before, after, last)
+        start, self._taken = self._taken, self._taken + len(messages)
+        return Transaction(messages, digests_of(messages), start)
 
     async def store(self, transaction: Transaction) -> None:
         """Store a transaction's rows, or find them stored; in the order of `next`, one after the other."""
-        messages, start = transaction.messages, transaction.start
-        end = start + len(messages)
-        what = self._marker.what
-        while True:
-            marker = self._marker.last
-            stored = marker.rows if marker.batch == self._batch else 0
-            if stored >= end:
-                if transaction.last and stored > end:
-                    raise ReplayError(
-                        f"{what}: {stored} of its rows are already stored, but now it has only {end}; {_ADVICE}"
-                    )
-                if stored == end and stored:
-                    self._compare(transaction.after)
-                _log.debug("%s: rows %d to %d are already stored", what, start, end - 1)
-                self.skipped += len(messages)
-                return
-            if stored < start:
-                raise ReplayError(
-                    f"{what}: the marker of the first {start} rows was removed from {self._marker.subject!r}; nothing more "
-                    "was stored; keep limits and purges of the stream from removing markers"
-                )
-            if stored > start:
-                some = transaction.before.copy()
-                _add_rows(some, messages[: stored - start])
-                self._compare(some)
-            marker = Marker(self._batch, end, transaction.after.hexdigest())
-            if await self._commit(messages[stored - start :], marker):
-                return
+        messages, digests = self._stored.select(transaction.messages, transaction.digests)
+        while messages:
+            marker = self._stored.next_marker(self._of.batch, digests, self._known)
+            if await self._commit(messages, marker, transaction):
+                self._stored.add(marker)
+                self._known = self._record.seq
+                break
+            await self._learn()
+            messages, digests = self._stored.select(messages, digests)
+        self.skipped += len(transaction.messages) - len(messages)
 
-    async def _commit(self, messages: Sequence[Message], marker: Marker) -> bool:
+    def check_end(self) -> None:
+        """Raise ReplayError if rows must follow; to be called after the last transaction."""
+        self._stored.check_end()
+
+    async def _learn(self) -> None:
+        """Read the markers of this micro-batch between the newest one and the newest one known."""
+        newest, seq = self._record.last, self._record.seq
+        if newest.batch != self._of.batch:
+            if self._stored.rows:
+                raise ReplayError(
+                    f"{self._record.what}: the markers of its first {self._stored.rows} rows were removed from "
+                    f"{self._record.subject!r}; nothing more was stored; keep limits and purges of the stream from removing markers"
+                )
+            return
+        markers = [newest]
+        while self._known < (previous := markers[-1].previous) < seq:
+            marker, seq = await self._record.read_at(previous), previous
+            if marker is None:
+                break
+            markers.append(marker)
+        self._stored.learn(markers[::-1])
+        self._known = self._record.seq
+
+    async def _commit(self, messages: Sequence[Message], marker: Marker, transaction: Transaction) -> bool:
         """Store rows and their marker; False: another attempt has stored a marker, so decide again."""
-        what = self._marker.what
+        what = self._record.what
         try:
-            return await self._marker.store(without_ids(messages), marker)
+            return await self._record.store(without_ids(messages), marker, keep=marker.previous > 0)
         except AtomicPublishTooLargeError as error:
             raise SinkError(
                 f"{what}: the server accepts fewer than {len(messages) + 1} messages per batch ({error}); set "
                 "transactionRows to less than that"
             ) from error
         except (BadHeaderError, MaxPayloadError) as error:
-            first = marker.rows - len(messages)
-            raise SinkError(f"{what}: one of its rows {first} to {marker.rows - 1} was refused: {error}") from error
-
-    def _compare(self, digest: blake2b) -> None:
-        if digest.hexdigest() != self._marker.last.digest:
-            raise ReplayError(
-                f"{self._marker.what}: {self._marker.last.rows} of its rows are already stored, but the rows of this attempt differ; {_ADVICE}"
-            )
+            last = transaction.start + len(transaction.messages) - 1
+            raise SinkError(f"{what}: one of its rows {transaction.start} to {last} was refused: {error}") from error

@@ -85,16 +85,14 @@ class Repeated(dict[str, str]):
 def test_every_column_is_right(
     spark: SparkSession, read: Callable[..., DataFrameReader], make: Callable[..., str], with_js: Any
 ) -> None:
+    spoofed = {"Nats-Sequence": "999", "Nats-Subject": "no", "Nats-Num-Pending": "0", "Y": "y"}
+
     async def publish(js: JetStreamContext, name: str) -> None:
         await js.publish(f"{name}.a", b"\x00\xff")
         await js.publish(f"{name}.b", b"", headers={"X-One": "1", "X-Two": "two words"})
         await js.publish(f"{name}.c", b"gone")
-        # These headers would mislead a reader that uses the first header of a name.
-        await js.publish(
-            f"{name}.d",
-            b"spoof",
-            headers={"Nats-Sequence": "999", "Nats-Subject": "no", "Nats-Num-Pending": "0", "Y": "y"},
-        )
+        # These headers would mislead a reader that uses the first header of a name. Republished messages store such ones.
+        await js.publish(f"{name}.d", b"spoof", headers=spoofed)
         await js.publish(f"{name}.e", b"", headers=Repeated(A="1"))
         await js.delete_msg(name, 3)
 
@@ -108,7 +106,7 @@ def test_every_column_is_right(
     assert {seq: bytes(row.data) for seq, row in rows.items()} == {1: b"\x00\xff", 2: b"", 4: b"spoof", 5: b""}
     assert rows[1].headers == {}
     assert rows[2].headers == {"X-One": ["1"], "X-Two": ["two words"]}
-    assert rows[4].headers == {"Y": ["y"]}
+    assert rows[4].headers == {name: [value] for name, value in spoofed.items()}
     assert rows[5].headers == {"A": ["1", "2"], "B": ["b"]}
 
     async def stored(js: JetStreamContext) -> dict[int, datetime]:

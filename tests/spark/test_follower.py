@@ -13,7 +13,7 @@ from nats.js.api import StreamConfig
 
 import jetstream_ext as jsx
 from jetstream_ext.client import api
-from jetstream_ext.spark import streaming
+from jetstream_ext.spark import resume, streaming
 from jetstream_ext.spark.options import ReadOptions
 from jetstream_ext.spark.planning import DataLossError, PlanningError
 from jetstream_ext.spark.streaming import Follower
@@ -360,7 +360,8 @@ class TestLoss:
                     await make(40, name)
             return await describe(*arguments)
 
-        monkeypatch.setattr(streaming, "readable_state", delete_after_the_first)
+        for module in (streaming, resume):
+            monkeypatch.setattr(module, "readable_state", delete_after_the_first)
         query = follower(name, failOnDataLoss="false")
         with caplog.at_level(logging.WARNING):
             found = await (query.latest(js, end) if call == "latest" else query.plan(js, start, end))
@@ -386,7 +387,8 @@ class TestLoss:
             assert state is not None
             return replace(state, last_seq=lagging.pop()) if lagging else state
 
-        monkeypatch.setattr(streaming, "readable_state", elected_a_moment_ago)
+        for module in (streaming, resume):
+            monkeypatch.setattr(module, "readable_state", elected_a_moment_ago)
         monkeypatch.setattr(api, "SETTLE", 60)
         assert await query.latest(js, None) == offset
         assert not lagging

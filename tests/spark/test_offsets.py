@@ -12,15 +12,15 @@ TIME = datetime(2026, 1, 31, 13, 45, 0, 123456, UTC)
 
 
 def test_an_offset_is_decoded_as_it_was_encoded() -> None:
-    planned = Position("2026-01-01T00:00:00Z", 7, (9, TIME), first=3, cuts=(5, 6))
-    before_4_2 = Position("2026-01-01T00:00:00Z", 7, (9, TIME), head=3, skipped=0)
+    planned = Position("2026-01-01T00:00:00Z", 7, ((9, TIME), (1, TIME)), first=3, cuts=(5, 6))
+    before_4_2 = Position("2026-01-01T00:00:00Z", 7, ((9, TIME), (1, TIME)), head=3, skipped=0)
     offset = Offset({"C": before_4_2, "B": planned, "A": Position("", 0)}, partitions=3)
     encoded = encode(offset)
     assert json.dumps(encoded) == (
         '{"v": 2, "partitions": 3, "streams": {"A": {"created": "", "seq": 0}, '
-        '"B": {"created": "2026-01-01T00:00:00Z", "seq": 7, "newest": [9, "2026-01-31T13:45:00.123456+00:00"], '
+        '"B": {"created": "2026-01-01T00:00:00Z", "seq": 7, "ends": [[9, "2026-01-31T13:45:00.123456+00:00"], [1, "2026-01-31T13:45:00.123456+00:00"]], '
         '"first": 3, "cuts": [5, 6]}, '
-        '"C": {"created": "2026-01-01T00:00:00Z", "seq": 7, "newest": [9, "2026-01-31T13:45:00.123456+00:00"], '
+        '"C": {"created": "2026-01-01T00:00:00Z", "seq": 7, "ends": [[9, "2026-01-31T13:45:00.123456+00:00"], [1, "2026-01-31T13:45:00.123456+00:00"]], '
         '"head": 3, "skipped": 0}}}'
     )
     assert decode(json.loads(json.dumps(encoded))) == offset
@@ -44,8 +44,8 @@ def test_an_offset_of_version_1_is_decoded() -> None:
         {"v": 1, "streams": {"A": {"created": "x", "seq": 1.5}}},
         {"v": 1, "streams": {"A": {"created": "x", "seq": True}}},
         {"v": 2, "partitions": "2", "streams": {}},
-        {"v": 2, "streams": {"A": {"created": "x", "seq": 1, "newest": [1]}}},
-        {"v": 2, "streams": {"A": {"created": "x", "seq": 1, "newest": [1, "yesterday"]}}},
+        {"v": 2, "streams": {"A": {"created": "x", "seq": 1, "ends": [1]}}},
+        {"v": 2, "streams": {"A": {"created": "x", "seq": 1, "ends": [[1, "yesterday"]]}}},
         {"v": 2, "streams": {"A": {"created": "x", "seq": 1, "first": "1"}}},
         {"v": 2, "streams": {"A": {"created": "x", "seq": 1, "cuts": 5}}},
         {"v": 2, "streams": {"A": {"created": "x", "seq": 1, "cuts": ["5"]}}},
@@ -65,7 +65,7 @@ def test_lag_counts_sequences_behind() -> None:
         "sources": [
             source({"A": Position("c", 10)}, {"A": Position("c", 25)}),
             source({"B": Position("c", 10), "C": Position("c", 9)}, {"B": Position("d", 3), "C": Position("c", 9)}),
-            source({"D": Position("c", 10, (12, TIME))}, {"D": Position("d", 12, (12, TIME))}),
+            source({"D": Position("c", 10, ((12, TIME),))}, {"D": Position("d", 12, ((12, TIME),))}),
             {"endOffset": '{"topic": {"0": 5}}', "latestOffset": '{"topic": {"0": 9}}'},
             {"endOffset": "5", "latestOffset": None},
         ]

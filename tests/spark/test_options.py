@@ -7,7 +7,7 @@ import pytest
 from pyspark.sql.datasource import CaseInsensitiveDict
 
 from jetstream_ext.spark import options
-from jetstream_ext.spark.options import ConnectionOptions, OptionError, ReadOptions, WriteOptions
+from jetstream_ext.spark.options import Bounds, ConnectionOptions, OptionError, ReadOptions, WriteOptions
 
 URL = "nats://n:4222"
 
@@ -22,8 +22,8 @@ def test_options_have_defaults() -> None:
         connection=ConnectionOptions((URL,)),
         streams=("A",),
         subjects=(),
-        starting={"A": "earliest"},
-        ending={"A": "latest"},
+        starting=Bounds("earliest"),
+        ending=Bounds("latest"),
     )
     assert (read.min_partitions, read.max_bytes_per_partition) == (2, 64 << 20)
     assert read.fail_on_data_loss
@@ -62,16 +62,16 @@ def test_every_option_is_parsed() -> None:
     )
     assert read.streams == ("A", "B")
     assert read.subjects == ("x.*", "y.>")
-    assert read.starting == {"A": 42, "B": "latest"}
+    assert read.starting == Bounds("earliest", {"A": 42, "B": "latest"})
     moment = datetime(2026, 1, 31, 13, 45, tzinfo=timezone(timedelta(hours=1)))
-    assert read.ending == {"A": moment, "B": "latest"}
+    assert read.ending == Bounds("latest", {"A": moment})
     assert (read.min_partitions, read.max_bytes_per_partition) == (7, 16 << 20)
     assert (read.fail_on_data_loss, read.tail_check) == (False, False)
 
 
 def test_one_time_applies_to_all_streams() -> None:
     moment = datetime(2026, 1, 31, tzinfo=UTC)
-    assert parse(stream="A,B", startingTime="2026-01-31T00:00:00Z").starting == {"A": moment, "B": moment}
+    assert parse(stream="A,B", startingTime="2026-01-31T00:00:00Z").starting == Bounds(moment)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from nats.js.api import StreamConfig
 
 import jetstream_ext as jsx
 from jetstream_ext.errors import DirectGetDisabledError, UnsupportedFeatureError
+from jetstream_ext.spark import planning
 from jetstream_ext.spark.options import ReadOptions
 from jetstream_ext.spark.planning import DataLossError, PlanningError, plan_read
 from jetstream_ext.spark.ranges import SequenceRange
@@ -250,3 +251,12 @@ async def test_a_server_before_2_11_is_refused(stream_name: Callable[[], str]) -
                 await plan(js, stream)
         finally:
             await nc.close()
+
+
+async def test_too_many_partitions_are_refused(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+    stream = await fill(js, stream_name(), messages=1000)
+    assert len(await plan(js, stream, maxRecordsPerPartition="5")) == 200
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "_MOST_PARTITIONS", 199)
+        with pytest.raises(PlanningError, match="its 1000 messages would make 200 partitions of 5 rows"):
+            await plan(js, stream, maxRecordsPerPartition="5")

@@ -19,7 +19,6 @@ from jetstream_ext.protocol.direct import Block
 from jetstream_ext.protocol.reads import Scan
 from jetstream_ext.spark import connection, reading
 from jetstream_ext.spark.connection import Connections
-from jetstream_ext.spark.offsets import newest_of
 from jetstream_ext.spark.options import ReadOptions
 from jetstream_ext.spark.planning import DataLossError
 from jetstream_ext.spark.ranges import SequenceRange
@@ -176,7 +175,7 @@ def test_rows_that_expire_during_the_read_are_a_loss(
 def _planned(with_js: Any, stream: str) -> SequenceRange:
     """Return the range of a whole stream as a plan makes it."""
     state = with_js(lambda js: stream_state(Context(js), stream, 10))
-    return SequenceRange(stream, 1, state.last_seq, created=state.created, newest=newest_of(state))
+    return SequenceRange(stream, 1, state.last_seq, created=state.created, ends=state.ends)
 
 
 def test_no_row_of_a_recreated_stream_is_read(

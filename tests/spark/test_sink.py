@@ -212,3 +212,37 @@ def test_a_query_stores_each_row_once(
     if semantics == "transactional":
         found = with_js(lambda js: jsx.DirectGet(js, sink).scan(subject="_spark.>").to_list())
         assert {json.loads(message.data).get("partitions") for message in found} == {None, 2}
+
+
+@pytest.mark.parametrize("semantics", ["dedupe", "transactional"])
+def test_versions_in_foreach_batch_store_each_row_once(
+    spark: SparkSession, make: Any, stored: Any, with_js: Any, server: NatsServer, tmp_path: Path, semantics: str
+) -> None:
+    source, sink = make(), make(allow_rollup_hdrs=True)
+    options = {"servers": server.url, "stream": sink, "subject": f"{sink}.b", "semantics": semantics, "txnAppId": "app"}
+    if semantics == "transactional":
+        options["sinkPartitions"] = "2"
+
+    async def publish(js: JetStreamContext) -> None:
+        async with jsx.FastPublisher(js) as publisher:
+            await publisher.add_many((f"{source}.a", b"%d" % i) for i in range(3000))
+
+    # With Spark Connect, Spark pickles it.
+    def save(frame: DataFrame, batch: int) -> None:
+        for _ in range(2):
+            writer = frame.select("data").write.format("jetstream").mode("append")
+            writer.options(**options, txnVersion=f"{batch}").save()
+
+    def run() -> None:
+        frame = spark.readStream.format("jetstream").option("servers", server.url).load(source)
+        writer = frame.writeStream.foreachBatch(save).trigger(availableNow=True)
+        writer.option("checkpointLocation", str(tmp_path / "checkpoint")).start().awaitTermination()
+
+    for round_ in (1, 2):
+        with_js(publish)
+        run()
+        assert Counter(message.data for message in stored(sink)) == {b"%d" % i: round_ for i in range(3000)}
+    if semantics == "transactional":
+        # More than the buffers between Spark and its workers hold; the tasks do not read it.
+        save(spark.range(0, 200_000, numPartitions=2).selectExpr("repeat('x', 100) AS data"), 0)
+        assert len(stored(sink)) == 6000

@@ -73,6 +73,7 @@ def writer(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 TRANSACTIONAL = {"semantics": "transactional"}
+VERSION = {"txnAppId": "a", "txnVersion": "0"}
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["batch", "streaming"])
@@ -98,6 +99,11 @@ TRANSACTIONAL = {"semantics": "transactional"}
         ({}, TRANSACTIONAL | {"sinkPartitions": "0"}, "'sinkPartitions': '0' is not an integer of at least 1"),
         ({}, TRANSACTIONAL | {"sinkPartitions": "2", "transactionRows": "1000"}, "1000 is more than 999"),
         ({}, {"domain": "a", "apiPrefix": "b"}, "cannot be combined"),
+        (
+            {"max_msg_size": 400},
+            TRANSACTIONAL | {"sinkPartitions": "2"},
+            "its max_msg_size (400) or the server's max_payload is too small",
+        ),
         ({}, {"natsHeaders": "keep"}, "not one of refuse, strip"),
         ({}, {"password": "hunter2"}, "use 'passwordEnv'"),
     ],
@@ -121,6 +127,14 @@ def test_unsuitable_streams_and_options_are_refused(
         ({"semantics": "none", "writeId": "a"}, False, "'writeId': it has no effect"),
         ({"writeId": "a b"}, False, "'writeId': 'a b' is not"),
         ({"writeId": "a"}, True, "a streaming query takes its id from its checkpoint"),
+        (TRANSACTIONAL | VERSION, False, "'sinkPartitions': it is missing"),
+        ({"semantics": "none"} | VERSION, False, "'txnAppId': it has no effect"),
+        ({"txnAppId": "a"}, False, "'txnAppId': it needs 'txnVersion'"),
+        ({"txnVersion": "1"}, False, "'txnVersion': it needs 'txnAppId'"),
+        (VERSION | {"writeId": "a"}, False, "'writeId': it cannot be combined with 'txnAppId'"),
+        (VERSION | {"txnAppId": "a.b"}, False, "'txnAppId': 'a.b' is not 1 to 64 characters"),
+        (VERSION | {"txnVersion": "-1"}, False, "'txnVersion': '-1' is not an integer of at least 0"),
+        (VERSION, True, "'txnAppId': it is for batch writes; a streaming query takes its id from its checkpoint"),
     ],
 )
 def test_options_of_another_kind_of_write_are_refused(

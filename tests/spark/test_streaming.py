@@ -103,7 +103,7 @@ def test_a_restart_continues_at_the_offset(query: Query, make: Any, more: Any) -
     query.run(name)
     assert query.seqs() == list(range(1, 151))
     assert [offset["streams"][name]["seq"] for offset in query.offsets()][-1] == 150
-    assert all(list(offset) == ["v", "streams"] and offset["v"] == 1 for offset in query.offsets())
+    assert all(list(offset) == ["v", "partitions", "streams"] and offset["v"] == 2 for offset in query.offsets())
 
 
 def test_limits_bound_micro_batches_and_lag_counts_the_rest(query: Query, make: Any) -> None:

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from hashlib import blake2b
 from typing import Any
 
 import pytest
@@ -21,10 +23,12 @@ from jetstream_ext.errors import (
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.spark import connection
 from jetstream_ext.spark.connection import Connections
+from jetstream_ext.spark.markers import ReplayError
 from jetstream_ext.spark.options import WriteOptions
+from jetstream_ext.spark.planning import state_of
 from jetstream_ext.spark.rows import Message
 from jetstream_ext.spark.sink import Task, Written, write_partition
-from jetstream_ext.spark.transactional import ReplayError, SinkError
+from jetstream_ext.spark.transactional import SinkError
 from jetstream_ext.testing import NatsServer
 
 QUERY = "q1"
@@ -50,6 +54,17 @@ def stream(with_js: Any, stream_name: Callable[[], str]) -> str:
 
 
 @pytest.fixture
+def change(with_js: Any, stream: str) -> Callable[..., None]:
+    """Change the configuration of the stream."""
+
+    async def run(js: JetStreamContext, config: dict[str, Any]) -> None:
+        found = (await js.stream_info(stream)).config
+        await js.update_stream(found.evolve(**config))
+
+    return lambda **config: with_js(lambda js: run(js, config))
+
+
+@pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
     cache = Connections()
     monkeypatch.setattr(connection, "connections", lambda: cache)
@@ -58,12 +73,12 @@ def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
 
 
 @pytest.fixture
-def write(server: NatsServer, stream: str, cache: Connections) -> Callable[..., Written]:
+def write(server: NatsServer, stream: str, cache: Connections, with_js: Any) -> Callable[..., Written]:
     def run(rows: Any, batch: int = 0, partition: int = 0, semantics: str = "transactional", **options: str) -> Written:
         given = {"servers": server.url, "stream": stream, "semantics": semantics, "requestTimeout": "3"} | options
         if semantics == "transactional":
             given.setdefault("sinkPartitions", "2")
-        state = StreamState(stream, "", {"subjects": [f"{stream}.*", f"_spark.{stream}.>"]})
+        state = with_js(lambda js: state_of(js, stream))
         parsed = WriteOptions.parse(given, streaming=True)
         return write_partition(parsed, state, Task(QUERY, batch, partition), chunks(stream, rows))
 
@@ -109,12 +124,25 @@ def test_a_partition_without_rows_stores_nothing(write: Any, stored: Any, semant
     assert stored() == []
 
 
-def test_ids_name_query_batch_partition_row_and_content(write: Any, with_js: Any, stream: str) -> None:
-    write([5, 5, 6], batch=3, partition=1, semantics="dedupe")
+def ids(with_js: Any, stream: str) -> list[str]:
     messages = with_js(lambda js: jsx.DirectGet(js, stream).scan().to_list())
-    ids = [message.headers["Nats-Msg-Id"] for message in messages]
-    assert [one.rpartition(":")[0] for one in ids] == [f"{QUERY}:3:1:{row}" for row in range(3)]
-    assert ids[0].rpartition(":")[2] == ids[1].rpartition(":")[2] != ids[2].rpartition(":")[2]
+    return [message.headers["Nats-Msg-Id"] for message in messages]
+
+
+def test_ids_name_query_batch_partition_and_content(write: Any, with_js: Any, stream: str) -> None:
+    write([5, 5, 6, 5], batch=3, partition=1, semantics="dedupe")
+    first, second, other, third = ids(with_js, stream)
+    assert re.fullmatch(rf"{QUERY}:3:1:[A-Za-z0-9+/]{{16}}", first)
+    assert (second, third) == (f"{first}:1", f"{first}:2")
+    assert other != first
+    assert len(other) == len(first)
+
+
+def test_equal_rows_of_two_partitions_are_stored(write: Any, stored: Any) -> None:
+    for semantics in ("dedupe", "transactional"):
+        for partition in range(2):
+            write([1, 1], partition=partition, semantics=semantics)
+    assert stored() == [1] * 8
 
 
 def test_dedupe_stores_repeated_rows_once(write: Any, stored: Any) -> None:
@@ -127,17 +155,44 @@ def test_dedupe_stores_repeated_rows_once(write: Any, stored: Any) -> None:
     assert len(stored()) == 400
 
 
-def test_dedupe_loses_no_row_that_comes_in_another_order(write: Any, stored: Any) -> None:
-    write([1, 2, 3], semantics="dedupe")
-    write([2, 1, 3], semantics="dedupe")
-    assert Counter(stored()) == {1: 2, 2: 2, 3: 1}
+def test_dedupe_recognises_rows_in_another_order(write: Any, stored: Any) -> None:
+    write([1, 2, 3, 2], semantics="dedupe")
+    write([2, 2, 1, 3], semantics="dedupe")
+    assert stored() == [1, 2, 3, 2]
+
+
+def test_dedupe_recognises_the_rest_after_equal_rows_vanished(write: Any, stored: Any) -> None:
+    write([*[5] * 10, *range(10, 20)], semantics="dedupe")
+    write([5, *range(10, 30)], semantics="dedupe")
+    assert Counter(stored()) == Counter([*[5] * 10, *range(10, 30)])
+
+
+def test_rows_with_ids_of_their_own_do_not_count_as_equal_rows(
+    server: NatsServer, stream: str, cache: Connections, with_js: Any
+) -> None:
+    options = WriteOptions.parse({"servers": server.url, "stream": stream}, streaming=True)
+    state = StreamState(stream, "", {"subjects": [f"{stream}.*"]})
+    row = (f"{stream}.1", b"1", None)
+    for chunk in ([(*row, "own"), (*row, None)], [(*row, None), (*row, None)]):
+        write_partition(options, state, Task(QUERY, 0, 0), [chunk])
+    own, made, another = ids(with_js, stream)
+    assert (own, another) == ("own", f"{made}:1")
 
 
 class TestTransactions:
     def test_a_marker_and_the_layout_are_stored(self, write: Any, with_js: Any, stream: str) -> None:
         write(range(2500), batch=7, partition=1)
-        assert last(with_js, stream, "1").items() >= {"batch": 7, "rows": 2500}.items()
-        assert last(with_js, stream, "_layout") == {"v": 1, "batch": 7, "partitions": 2}
+        marker = last(with_js, stream, "1")
+        assert marker.items() >= {"v": 2, "batch": 7, "rows": 2500}.items()
+        assert len(marker["digests"]) == 16 * 502
+        before = with_js(lambda js: js.get_msg(stream, marker["previous"]))
+        assert json.loads(before.data)["rows"] == 1998
+        assert last(with_js, stream, "_layout") == {
+            "v": 1,
+            "batch": 7,
+            "partitions": 2,
+            "complete": False,
+        }
 
     def test_repeated_rows_are_stored_once(self, write: Any, stored: Any) -> None:
         rows = range(2500)
@@ -161,20 +216,34 @@ class TestTransactions:
         assert stored() == list(range(2500))
 
     @pytest.mark.parametrize(
-        "rows",
-        [[*range(1, 2500), 0], range(1000), [], [*range(2499), 7]],
-        ids=["another order", "fewer", "none", "another last one"],
+        ("rows", "new"),
+        [
+            ([*reversed(range(2500))], []),
+            (range(1000), []),
+            ([], []),
+            ([*range(2499), 7], [7]),
+            ([*range(3), *range(4, 2500)], []),
+            ([*range(2000, 4000)], [*range(2500, 4000)]),
+        ],
+        ids=["another order", "fewer", "none", "another last one", "one vanished", "others as well"],
     )
-    def test_other_rows_are_refused(self, write: Any, stored: Any, rows: Any) -> None:
+    def test_rows_that_differ_are_stored_unless_an_equal_one_is(
+        self, write: Any, stored: Any, rows: Any, new: list[int]
+    ) -> None:
         write(range(2500))
-        with pytest.raises(ReplayError, match="micro-batch 0"):
-            write(rows)
-        assert stored() == list(range(2500))
+        assert write(rows) == Written(QUERY, len(rows), skipped=len(rows) - len(new))
+        assert stored() == [*range(2500), *new]
+
+    def test_of_equal_rows_as_many_are_stored_as_an_attempt_had(self, write: Any, stored: Any) -> None:
+        write([1, 1, 2, 3, 1], transactionRows="2")
+        write([3, 1, 1], transactionRows="3")
+        write([1, 1, 1, 1, 2], transactionRows="4")
+        assert Counter(stored()) == {1: 4, 2: 1, 3: 1}
 
     def test_an_attempt_that_ended_early_is_continued(self, write: Any, stored: Any) -> None:
         # Spark ends the input of an attempt whose upstream fails as if it were complete.
         write(range(1234))
-        assert write(range(2500)).skipped == 999
+        assert write(range(2500)).skipped == 1234
         assert stored() == list(range(2500))
 
     def test_an_old_attempt_is_fenced(self, write: Any, stored: Any) -> None:
@@ -199,24 +268,26 @@ class TestTransactions:
         assert stored() == list(range(10))
         write(range(10), batch=1, sinkPartitions="3")
 
+    @pytest.mark.parametrize("others", [range(2500), [*reversed(range(2500))]], ids=["the same order", "another order"])
+    @pytest.mark.parametrize("at", [1, 2, 3])
     def test_two_attempts_at_once_store_each_row_once(
-        self, write: Any, stored: Any, monkeypatch: pytest.MonkeyPatch
+        self, write: Any, stored: Any, monkeypatch: pytest.MonkeyPatch, others: Any, at: int
     ) -> None:
-        """After the first has read the marker and before it stores, the second stores everything."""
-        publish, others = fenced_write.publish_atomic, [True]
+        """Before one of the first attempt's transactions, and after it has read the markers, the second stores everything."""
+        publish, calls = fenced_write.publish_atomic, [0]
 
         async def late(js: JetStreamContext, messages: Any, **options: Any) -> Any:
-            if others:
-                others.clear()
+            calls[0] += 1
+            if calls[0] == at:
                 cache = Connections()  # as of another process
                 monkeypatch.setattr(connection, "connections", lambda: cache)
-                await asyncio.to_thread(write, range(2500))
+                await asyncio.to_thread(write, others, transactionRows="600")
                 cache.close()
             return await publish(js, messages, **options)
 
         monkeypatch.setattr(fenced_write, "publish_atomic", late)
         assert write(range(2500)).rows == 2500
-        assert stored() == list(range(2500))
+        assert sorted(stored()) == list(range(2500))
 
     @pytest.mark.parametrize("stored_before", [True, False])
     def test_an_unknown_outcome_is_resolved(
@@ -287,26 +358,177 @@ class TestTransactions:
         with pytest.raises(ReplayError, match="is not a marker of this sink"):
             write(range(10))
 
-    def test_rollup_keeps_only_the_newest_records(
-        self, write: Any, with_js: Any, stream: str, server: NatsServer, cache: Connections
+    @pytest.mark.parametrize("limit", [450, 600, 1024, 4096])
+    def test_markers_fit_into_a_stream_of_small_messages(
+        self, write: Any, stored: Any, change: Any, with_js: Any, stream: str, limit: int
     ) -> None:
-        config = StreamConfig(
-            name=stream,
-            subjects=[f"{stream}.*", f"_spark.{stream}.>"],
-            allow_direct=True,
-            allow_batched=True,
-            allow_atomic=True,
-            allow_rollup_hdrs=True,
-        )
-        with_js(lambda js: js.update_stream(config))
-        given = {"servers": server.url, "stream": stream, "semantics": "transactional", "sinkPartitions": "2"}
-        options = WriteOptions.parse(given, streaming=True)
-        state = StreamState(stream, "", {"subjects": [f"{stream}.*"], "allow_rollup_hdrs": True})
+        change(max_msg_size=limit)
+        assert write(range(500), batch=(1 << 62) + 1) == Written(QUERY, 500)
+        assert write([*reversed(range(500))], batch=(1 << 62) + 1) == Written(QUERY, 500, skipped=500)
+        assert stored() == list(range(500))
+
+    def test_rollup_keeps_only_the_records_of_the_newest_micro_batch(
+        self, write: Any, with_js: Any, stream: str, change: Any
+    ) -> None:
+        change(allow_rollup_hdrs=True)
         for batch in range(3):
             for _ in range(2):
-                write_partition(options, state, Task(QUERY, batch, 0), chunks(stream, range(2500)))
+                write(range(2500), batch=batch)
         messages = with_js(lambda js: jsx.DirectGet(js, stream).scan().to_list())
-        assert Counter(message.subject.startswith("_spark") for message in messages) == {False: 7500, True: 2}
+        assert Counter(message.subject.startswith("_spark") for message in messages) == {False: 7500, True: 4}
+
+
+class TestRemovedMarkers:
+    """Attempts that cannot read all markers of their micro-batch."""
+
+    @pytest.fixture
+    def remove(self, with_js: Any, stream: str) -> Callable[..., None]:
+        """Remove all markers of the partition but the newest `keep`."""
+
+        def run(keep: int) -> None:
+            with_js(lambda js: js.purge_stream(stream, subject=f"_spark.{stream}.{QUERY}.0", keep=keep))
+
+        return run
+
+    @pytest.mark.parametrize("kept", [1, 2])
+    def test_the_same_rows_are_recognised(self, write: Any, stored: Any, remove: Any, kept: int) -> None:
+        write(range(2500))
+        remove(kept)
+        assert write(range(3000)).skipped == 2500
+        assert write([*range(2999), 3001], transactionRows="70").skipped == 2999
+        assert stored() == [*range(3000), 3001]
+
+    def test_rows_behind_the_removed_markers_may_differ(self, write: Any, stored: Any, remove: Any) -> None:
+        write(range(2500))
+        remove(1)
+        write([*range(1998), *reversed(range(2000, 2600))])
+        assert sorted(stored()) == list(range(2600))
+
+    @pytest.mark.parametrize(
+        "rows", [[1, 0, *range(2, 2500)], range(1000), [], [*range(1997), 5]], ids=["order", "fewer", "none", "changed"]
+    )
+    def test_other_rows_are_refused(self, write: Any, stored: Any, remove: Any, rows: Any) -> None:
+        write(range(2500))
+        remove(1)
+        with pytest.raises(
+            ReplayError,
+            match=r"partition 0 of micro-batch 0: 2500 of its rows .* their markers were removed from the stream",
+        ):
+            write(rows)
+        assert stored() == list(range(2500))
+
+    def test_a_stream_that_keeps_one_message_of_each_subject(self, write: Any, change: Any) -> None:
+        change(max_msgs_per_subject=1)
+        with pytest.raises(ZeroDivisionError):
+            write([*range(2100), ZeroDivisionError()])
+        assert write(range(2500)).skipped in (999, 1998)
+        assert write(range(2500)).skipped == 2500
+        with pytest.raises(ReplayError):
+            write([*range(1, 2500)])
+
+    def test_the_markers_vanish_during_an_attempt(
+        self, write: Any, stored: Any, remove: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        publish, calls = fenced_write.publish_atomic, [0]
+
+        async def removing(js: JetStreamContext, messages: Any, **options: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == 3:
+                await asyncio.to_thread(remove, 0)
+            return await publish(js, messages, **options)
+
+        monkeypatch.setattr(fenced_write, "publish_atomic", removing)
+        with pytest.raises(ReplayError, match="the markers of its first 1998 rows were removed"):
+            write(range(2500))
+        assert stored() == list(range(1998))
+
+    def test_two_attempts_at_once_of_which_one_cannot_read_the_markers_of_the_other(
+        self, write: Any, stored: Any, remove: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        publish, calls = fenced_write.publish_atomic, [0]
+
+        async def late(js: JetStreamContext, messages: Any, **options: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == 3:
+                cache = Connections()  # as of another process
+                monkeypatch.setattr(connection, "connections", lambda: cache)
+                await asyncio.to_thread(write, range(2500), transactionRows="100")
+                cache.close()
+                await asyncio.to_thread(remove, 1)
+            return await publish(js, messages, **options)
+
+        monkeypatch.setattr(fenced_write, "publish_atomic", late)
+        assert write(range(3500)).rows == 3500
+        assert stored() == list(range(3500))
+
+
+class TestVersion1:
+    """Markers that an earlier version of this library has stored."""
+
+    @pytest.fixture
+    def store(self, with_js: Any, stream: str) -> Callable[..., None]:
+        """Store rows, and a marker of version 1 of these and the rows before."""
+
+        async def run(js: JetStreamContext, rows: range, batch: int) -> None:
+            digest = blake2b(digest_size=16)
+            for row in range(rows.stop):
+                data = b"%d" % row
+                head = b"0 %d %b" % (len(stream) + 2, f"{stream}.{row % 3}".encode())
+                digest.update(b"%d:%b%b" % (len(head + data), head, data))
+                if row in rows:
+                    await js.publish(f"{stream}.{row % 3}", data)
+            marker = {"v": 1, "batch": batch, "rows": rows.stop, "digest": digest.hexdigest()}
+            await js.publish(f"_spark.{stream}.{QUERY}.0", json.dumps(marker).encode())
+
+        return lambda rows, batch=0: with_js(lambda js: run(js, rows, batch))
+
+    def test_the_same_rows_are_recognised(self, write: Any, stored: Any, store: Any) -> None:
+        store(range(25))
+        assert write(range(30), transactionRows="10").skipped == 25
+        assert write([*range(28), *range(29, 40), 28], transactionRows="20").skipped == 30
+        assert stored() == list(range(40))
+
+    @pytest.mark.parametrize("rows", [range(24), [1, 0, *range(2, 30)]])
+    def test_other_rows_are_refused(self, write: Any, stored: Any, store: Any, rows: Any) -> None:
+        store(range(25))
+        with pytest.raises(ReplayError, match=r"25 of its rows .* written by an older version of this library"):
+            write(rows)
+        assert stored() == list(range(25))
+
+    def test_a_marker_of_an_earlier_micro_batch_is_followed(self, write: Any, stored: Any, store: Any) -> None:
+        store(range(25), batch=3)
+        assert write(range(25), batch=4).skipped == 0
+        assert len(stored()) == 50
+
+    def test_an_earlier_version_stores_rows_during_an_attempt(
+        self, write: Any, stored: Any, store: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The next attempt recognises its rows."""
+        publish, calls = fenced_write.publish_atomic, [0]
+
+        async def late(js: JetStreamContext, messages: Any, **options: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == 2:
+                await asyncio.to_thread(store, range(10, 15))
+            return await publish(js, messages, **options)
+
+        monkeypatch.setattr(fenced_write, "publish_atomic", late)
+        with pytest.raises(ReplayError, match="older version of this library"):
+            write(range(30), transactionRows="10")
+        assert write(range(30), transactionRows="10").skipped == 15
+        assert stored() == list(range(30))
+
+
+def test_markers_fit_into_the_messages_that_a_server_takes(with_js: Any, cache: Connections) -> None:
+    with NatsServer(config="max_payload: 2048") as small:
+        config = StreamConfig(name="SMALL", subjects=["s.*", "_spark.SMALL.>"], allow_atomic=True, allow_direct=True)
+        with_js(lambda js: js.add_stream(config), small.url)
+        given = {"servers": small.url, "stream": "SMALL", "semantics": "transactional", "sinkPartitions": "2"}
+        options = WriteOptions.parse(given, streaming=True)
+        state = with_js(lambda js: state_of(js, "SMALL"), small.url)
+        for skipped in (0, 500):
+            done = write_partition(options, state, Task(QUERY, 0, 0), chunks("s", range(500)))
+            assert done == Written(QUERY, 500, skipped)
 
 
 @pytest.mark.parametrize(

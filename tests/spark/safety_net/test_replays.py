@@ -13,32 +13,18 @@ import nats
 import pytest
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
-from pyspark.errors import StreamingQueryException
 from pyspark.sql import datasource
-
-from jetstream_ext.errors import JetStreamExtError
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-EPIC = "Spark: the same rows on every replay, through every failure, at any size"
-repeats = pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"{EPIC}: message ids depend on positions")
-stuck = pytest.mark.xfail(
-    strict=True, raises=JetStreamExtError, reason=f"{EPIC}: a transactional replay that differs never gets through"
-)
 
 row_by_row = pytest.mark.skipif(
     not hasattr(datasource, "DataSourceStreamArrowWriter"),
     reason="Spark 4.0 passes a whole partition to a sink at once",
 )
 
+EXACT = ["dedupe", "transactional"]
 ROWS = 30
-
-
-def _require(condition: bool, what: str) -> None:
-    """Fail the test with an error that no ``xfail`` mark accepts."""
-    if not condition:
-        pytest.fail(what)
 
 
 async def _delete(js: JetStreamContext, name: str) -> None:
@@ -78,9 +64,7 @@ ONCE = Counter(b"%d" % number for number in range(ROWS))
 
 
 @pytest.mark.parametrize("how", VANISHING)
-@pytest.mark.parametrize(
-    "semantics", [pytest.param("dedupe", marks=repeats), pytest.param("transactional", marks=stuck)]
-)
+@pytest.mark.parametrize("semantics", EXACT)
 def test_a_row_that_vanished_from_the_source_repeats_no_other_row(
     make_stream: Any, stream_query: Any, sink: Any, stored: Any, with_js: Any, how: str, semantics: str
 ) -> None:
@@ -104,26 +88,13 @@ def test_a_row_that_vanished_from_the_source_repeats_no_other_row(
         target.write([[{"subject": f"{out}.rows", "data": row["data"]} for row in part] for part in parts])
 
     run()
-    _require(stored(out, f"{out}.rows") == ONCE, "the first attempt did not store every row once")
+    assert stored(out, f"{out}.rows") == ONCE, "the first attempt did not store every row once"
     with_js(lambda js: vanish(js, source))
     run()  # Spark could not record that the micro-batch was done
     assert stored(out, f"{out}.rows") == ONCE
 
 
-@pytest.mark.parametrize(
-    "semantics",
-    [
-        pytest.param("dedupe", marks=repeats),
-        pytest.param(
-            "transactional",
-            marks=pytest.mark.xfail(
-                strict=True,
-                raises=(AssertionError, JetStreamExtError),
-                reason=f"{EPIC}: the plan of a micro-batch is not in its offsets",
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("semantics", EXACT)
 def test_other_min_partitions_on_the_replay_repeat_no_row(
     make_stream: Any, stream_query: Any, sink: Any, stored: Any, semantics: str
 ) -> None:
@@ -138,7 +109,6 @@ def test_other_min_partitions_on_the_replay_repeat_no_row(
     assert stored(out, f"{out}.rows") == ONCE
 
 
-@repeats
 def test_rows_that_come_in_another_order_are_not_repeated(make_stream: Any, sink: Any, stored: Any) -> None:
     out = make_stream()
     rows = [{"subject": f"{out}.rows", "data": b"%d" % number} for number in range(10)]
@@ -156,7 +126,6 @@ def test_equal_rows_are_all_kept(make_stream: Any, sink: Any, stored: Any) -> No
 
 
 @row_by_row
-@stuck
 def test_a_transactional_task_stores_its_remaining_rows_after_an_earlier_row_vanished(
     make_stream: Any, sink: Any, stored: Any
 ) -> None:
@@ -248,20 +217,7 @@ def losing_a_row_and_failing(url: str, source: str, out: str) -> Any:
 
 @row_by_row
 @pytest.mark.usefixtures("small_batches")
-@pytest.mark.parametrize(
-    "semantics",
-    [
-        pytest.param("dedupe", marks=repeats),
-        pytest.param(
-            "transactional",
-            marks=pytest.mark.xfail(
-                strict=True,
-                raises=StreamingQueryException,
-                reason=f"{EPIC}: a transactional replay that differs never gets through",
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("semantics", EXACT)
 def test_a_task_that_fails_while_its_source_loses_a_row_repeats_no_other_row(
     pipeline: Pipeline, stored: Any, publish: Any, with_js: Any, semantics: str
 ) -> None:
@@ -273,7 +229,7 @@ def test_a_task_that_fails_while_its_source_loses_a_row_repeats_no_other_row(
         query.run(semantics, losing_a_row_and_failing(query.url, query.source, query.out))
     finally:
         state = with_js(lambda js: js.stream_info(query.source)).state
-        _require(state.first_seq == 2, "the source did not lose its first row")
+        assert state.first_seq == 2, "the source did not lose its first row"
     now = stored(query.out, f"{query.out}.rows.*")
     now.pop(rows[0], None)
     assert now == Counter(rows[1:])

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
-EPIC = "Spark: the same rows on every replay, through every failure, at any size"
-no_option = pytest.mark.xfail(
-    strict=True, raises=ValueError, reason=f"{EPIC}: foreachBatch leaves markers for every micro-batch"
-)
 
 
 def _rows(out: str, batch: int) -> list[list[dict[str, Any]]]:
@@ -23,7 +19,6 @@ def _save(sink: Any, out: str, batch: int) -> None:
     target.save(_rows(out, batch))
 
 
-@no_option
 def test_the_markers_of_a_query_do_not_grow_with_its_micro_batches(
     make_stream: Any, sink: Any, stored: Any, with_js: Any
 ) -> None:
@@ -40,9 +35,60 @@ def test_the_markers_of_a_query_do_not_grow_with_its_micro_batches(
     assert (markers(), sum(stored(out, f"{out}.rows").values())) == (before, 12)
 
 
-@no_option
 def test_a_repeated_micro_batch_stores_nothing(make_stream: Any, sink: Any, stored: Any) -> None:
     out = make_stream()
     for batch in (0, 1, 1, 0):
         _save(sink, out, batch)
     assert stored(out, f"{out}.rows") == Counter(b"%d %d" % (batch, part) for batch in range(2) for part in range(2))
+
+
+def test_a_version_that_was_not_completed_is_completed(make_stream: Any, sink: Any, stored: Any) -> None:
+    out = make_stream()
+    [first, second] = _rows(out, 0)
+    target = sink(out, "transactional", sinkPartitions="2", txnAppId="app", txnVersion="0")
+
+    def failing() -> Iterator[Any]:
+        raise RuntimeError("the task fails")
+        yield
+
+    with pytest.raises(RuntimeError, match="the task fails"):
+        target.save([first, failing()])
+    assert stored(out, f"{out}.rows") == {b"0 0": 1}
+    target.save([first, second])
+    assert stored(out, f"{out}.rows") == {b"0 0": 1, b"0 1": 1}
+
+
+def test_a_complete_version_with_other_rows_stores_nothing(make_stream: Any, sink: Any, stored: Any) -> None:
+    out = make_stream()
+    _save(sink, out, 3)
+    target = sink(out, "transactional", sinkPartitions="2", txnAppId="app", txnVersion="3")
+    target.save(_rows(out, 4))
+    target.save([])
+    assert stored(out, f"{out}.rows") == {b"3 0": 1, b"3 1": 1}
+
+
+def test_a_version_without_rows_is_complete(make_stream: Any, sink: Any, stored: Any) -> None:
+    out = make_stream()
+    sink(out, "transactional", sinkPartitions="2", txnAppId="app", txnVersion="5").save([])
+    _save(sink, out, 5)
+    assert not stored(out, f"{out}.rows")
+    _save(sink, out, 6)
+    assert sum(stored(out, f"{out}.rows").values()) == 2
+
+
+def test_a_later_version_ends_the_tasks_of_an_earlier_one(make_stream: Any, sink: Any, stored: Any) -> None:
+    out = make_stream()
+
+    def overtaken() -> Iterator[Any]:
+        yield from _rows(out, 0)[0]
+        _save(sink, out, 1)
+
+    sink(out, "transactional", sinkPartitions="1", txnAppId="app", txnVersion="0").save([overtaken()])
+    assert stored(out, f"{out}.rows") == {b"1 0": 1, b"1 1": 1}
+
+
+def test_dedupe_takes_its_ids_from_the_version(make_stream: Any, sink: Any, stored: Any) -> None:
+    out = make_stream()
+    for version in (0, 1, 1):
+        sink(out, txnAppId="app", txnVersion=f"{version}").save([[{"subject": f"{out}.rows", "data": b"row"}]])
+    assert stored(out, f"{out}.rows") == {b"row": 2}
