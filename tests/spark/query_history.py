@@ -268,8 +268,10 @@ class History:
         self._disturbed.add(stream.name)
         if self._on_recreate == "keep":
             offsets = [offset["streams"].get(stream.name, {"seq": 0}) for offset in self._known()]
-            begin = self._start - 1 if isinstance(self._start, int) else 0
-            self._skipped[stream.name, stream.number] = max((at["seq"] for at in offsets), default=begin)
+            self._skipped[stream.name, stream.number] = max((at["seq"] for at in offsets), default=0)
+        if self._committed is None and isinstance(self._start, int):
+            begin = max(self._start - 1, self._skipped.get((stream.name, stream.number), 0))
+            self._skipped[stream.name, stream.number] = begin
 
     def _known(self) -> list[Offset]:
         return [offset for offset in (self._committed, self._pending) if offset is not None]

@@ -91,8 +91,20 @@ def test_filters_select_the_rows(stream: str, seqs: Any) -> None:
     assert seqs(replace(part, filters=(f"{stream}.3",), on_server=True)) == [3, 13, 23, 33, 43]
     assert seqs(replace(part, filters=(f"{stream}.3",))) == [3, 13, 23, 33, 43]
     assert seqs(replace(part, filters=(f"{stream}.3", f"{stream}.4"))) == [3, 4, 13, 14, 23, 24, 33, 34, 43, 44]
+    assert seqs(replace(part, filters=(f"{stream}.3", f"{stream}.4", "*.3"), on_server=True)) == [
+        *(3, 4, 13, 14, 23, 24, 33, 34, 43, 44)
+    ]
+    assert seqs(replace(part, filters=(f"{stream}.3", f"{stream}.4", "other"), on_server=True)) == [
+        *(3, 4, 13, 14, 23, 24, 33, 34, 43, 44)
+    ]
     assert seqs(replace(part, filters=("other",))) == []
     assert seqs(replace(part, filters=("other",), on_server=True)) == []
+
+
+def test_several_filters_read_in_small_replies(stream: str, seqs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "DEFAULT_MAX_BYTES", 300)
+    part = SequenceRange(stream, 1, 50, filters=("*.3", "*.4", f"{stream}.4", "*.5"), on_server=True)
+    assert seqs(part) == [seq for seq in range(1, 51) if seq % 10 in (3, 4, 5)]
 
 
 @pytest.mark.parametrize(("bounds", "sizes"), [({}, [22]), ({"_ROWS": 10}, [12, 10]), ({"_BYTES": 20}, [4, 4, 4, 10])])
