@@ -81,10 +81,6 @@ class Marker:
             {"v": 2, **asdict(self)}, default=lambda digests: b2a_base64(digests, newline=False).decode()
         )
 
-    @property
-    def rows_before(self) -> int:
-        return self.rows - len(self.digests) // DIGEST_SIZE
-
 
 Record = TypeVar("Record", Layout, Marker)
 
@@ -119,7 +115,7 @@ class StoredRows:
             DigestCounts()
         )  # the stored rows that the attempt has not had, except for a gap and what is behind it
         self._gap = 0  # rows of the gap that the attempt has not had
-        self._behind_gap = b""  # the digests of the stored rows behind the gap
+        self._behind_gap: list[bytes] = []  # the digests of the stored rows behind the gap, the newest ones first
         self._content: blake2b | None = None  # the digest of version 1
 
     @property
@@ -127,13 +123,16 @@ class StoredRows:
         """How many rows are stored."""
         return self._newest.rows
 
-    def learn(self, markers: Sequence[Marker]) -> None:
-        """Take in the markers, oldest first, that follow the newest one known; raise ReplayError if they cannot."""
-        first, newest = markers[0], markers[-1]
+    def learn(self, newest: Marker, digests: list[bytes]) -> None:
+        """Take in the newest marker; raise ReplayError if it contradicts those known.
+
+        `digests` are those of the markers that are not known, from the newest one on as far back as they are stored. The
+        list is emptied.
+        """
         if not newest.digests and not self.rows:
             self._content = blake2b(digest_size=16)
-        self._gap = first.rows_before - self.rows
-        self._behind_gap = b"".join(marker.digests for marker in markers)
+        self._gap = newest.rows - self.rows - sum(map(len, digests)) // DIGEST_SIZE
+        self._behind_gap = digests
         self._newest = newest
         if self._gap < 0:
             raise self._differ()
@@ -166,11 +165,13 @@ class StoredRows:
         return list(compress(messages, new.tolist())), given[new].tobytes()
 
     def _close_gap(self) -> None:
-        self._digest.update(self._behind_gap)
+        while self._behind_gap:
+            digests = self._behind_gap.pop()  # which frees them: there may be many
+            self._digest.update(digests)
+            self._left.add(np.frombuffer(digests, _DIGEST))
         if (self._content or self._digest).hexdigest() != self._newest.digest:
             raise self._differ()
-        self._left.add(np.frombuffer(self._behind_gap, _DIGEST))
-        self._behind_gap, self._content = b"", None
+        self._content = None
 
     def next_marker(self, batch: int, digests: bytes, previous: int) -> Marker:
         """Return the marker of a transaction with rows of these digests."""

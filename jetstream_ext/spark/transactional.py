@@ -196,7 +196,7 @@ class Transactions:
         return Transaction(messages, digests_of(messages), start)
 
     async def store(self, transaction: Transaction) -> None:
-        """Store a transaction's rows, or find them stored; in the order of `next`, one after the other."""
+        """Store those of a transaction's rows that are not stored; in the order of `next`, one after the other."""
         messages, digests = self._stored.select(transaction.messages, transaction.digests)
         while messages:
             marker = self._stored.next_marker(self._of.batch, digests, self._known)
@@ -206,7 +206,9 @@ class Transactions:
                 break
             await self._learn()
             messages, digests = self._stored.select(messages, digests)
-        self.skipped += len(transaction.messages) - len(messages)
+        if known := len(transaction.messages) - len(messages):
+            _log.debug("%s: %d rows from row %d on are already stored", self._record.what, known, transaction.start)
+            self.skipped += known
 
     def check_end(self) -> None:
         """Raise ReplayError if rows must follow; to be called after the last transaction."""
@@ -222,13 +224,14 @@ class Transactions:
                     f"{self._record.subject!r}; nothing more was stored; keep limits and purges of the stream from removing markers"
                 )
             return
-        markers = [newest]
-        while self._known < (previous := markers[-1].previous) < seq:
-            marker, seq = await self._record.read_at(previous), previous
+        digests, previous = [newest.digests], newest.previous
+        while self._known < previous < seq:
+            marker = await self._record.read_at(previous)
             if marker is None:
                 break
-            markers.append(marker)
-        self._stored.learn(markers[::-1])
+            digests.append(marker.digests)
+            seq, previous = previous, marker.previous
+        self._stored.learn(newest, digests)
         self._known = self._record.seq
 
     async def _commit(self, messages: Sequence[Message], marker: Marker, transaction: Transaction) -> bool:

@@ -221,7 +221,7 @@ def marker(**fields: Any) -> bytes:
     ],
 )
 def test_a_malformed_marker_is_refused(data: bytes) -> None:
-    assert decode(Marker, message(marker())).rows_before == 0
+    assert decode(Marker, message(marker())).previous == 3
     with pytest.raises(ReplayError, match=r"message 7 on '_spark\.S\.q\.0' is not a marker of this sink"):
         decode(Marker, message(data))
 
