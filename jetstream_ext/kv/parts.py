@@ -23,12 +23,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
 
 from jetstream_ext.errors import StreamConfigMismatchError
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.entries import KeyValueEntry, Row, entry_of, rows_of
+from jetstream_ext.kv.entries import KeyValueEntry, Row, entry_of, operation, rows_of
 from jetstream_ext.kv.history import Past, Verdict, shows_expiry
 from jetstream_ext.kv.reads import (
     ResolvedRevision,
@@ -43,7 +44,6 @@ from jetstream_ext.protocol.direct import Block, StoredMsg
 from jetstream_ext.protocol.subjects import can_be_asked_for, is_literal, matcher
 
 _KEYS_AT_ONCE: Final = 10_000
-_NOTHING: Final = Verdict({}, (), complete=True, lost=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,21 @@ async def read_class(
         yield await read_part(bucket, point, lambda key: not can_be_asked_for(key) and matches(key), None, wild=wild)
 
 
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What has changed since the revision of a range, so that the range may lack keys.
+
+    Attributes:
+        overwritten: Keys that have another value now, and of which the history then is no longer stored.
+        deleted: The same of keys that are deleted now.
+        vanished: Whether keys may have vanished and left no message: they expired, or were purged.
+    """
+
+    overwritten: tuple[str, ...] = ()
+    deleted: tuple[str, ...] = ()
+    vanished: bool = False
+
+
 class RangeReader:
     """Reads a range of a bucket's log, for one task; raises what `snapshot` raises."""
 
@@ -103,18 +118,19 @@ class RangeReader:
         state, name, key_of = self._point.state, self._bucket.name, self._subjects.key_of
         every_message_counts = state.max_msgs_per_subject == 1 and not state.replicated
         unnamed: dict[str, Row] = {}  # the newest rows of keys that no request can name
-        async for block in self._source.log(part.first, part.last, subject=part.subject):
-            rows: dict[str, Row] = {}
-            for row in rows_of(block):
-                key = key_of(row[1])
-                if key is not None:
-                    rows[key] = row
-                    if row[3] and shows_expiry(row[3]):
-                        self._expires = True
-            if not every_message_counts:
-                unnamed |= {key: row for key, row in rows.items() if not can_be_asked_for(key)}
-                rows = await self._newest(rows)
-            yield [entry_of(name, key, row) for key, row in rows.items()]
+        async with aclosing(self._source.log(part.first, part.last, subject=part.subject)) as blocks:
+            async for block in blocks:
+                rows: dict[str, Row] = {}
+                for row in rows_of(block):
+                    key = key_of(row[1])
+                    if key is not None:
+                        rows[key] = row
+                        if row[3] and shows_expiry(row[3]):
+                            self._expires = True
+                if not every_message_counts:
+                    unnamed |= {key: row for key, row in rows.items() if not can_be_asked_for(key)}
+                    rows = await self._newest(rows)
+                yield [entry_of(name, key, row) for key, row in rows.items()]
         if unnamed:
             async for block in self._source.log(part.last + 1, self._point.revision):
                 for _, subject, *_ in rows_of(block):
@@ -135,10 +151,8 @@ class RangeReader:
         await read_earlier(bucket, source, list(later), self._point.state.lowest_seq, revision, take)
         return {key: row for key, row in rows.items() if found.get(row[1]) == row[0]}
 
-    async def changes(self) -> Verdict:
-        """Return which keys have changed since the revision so that their values then may be gone (`unavailable`).
-
-        `lost` says that other keys may have vanished since. There are no `entries`.
+    async def changes(self) -> Changes:
+        """Return what has changed since the revision, so that what was read may lack keys.
 
         Raises StreamConfigMismatchError if replicas were added, which may not have had everything.
         """
@@ -151,15 +165,22 @@ class RangeReader:
                 diff={"num_replicas": (before.config.get("num_replicas"), state.config.get("num_replicas"))},
             )
         if state.last_seq == point.revision or state.never_removed:
-            return _NOTHING
-        # A limit that was changed meanwhile may have removed messages before or after that.
+            return Changes()
+        # If the limit was changed since, both may have removed messages.
         history = min(before.max_msgs_per_subject, state.max_msgs_per_subject)
         past, count = Past(self._subjects, revision=point.revision, history=history), 0
+        deleted: set[str] = set()  # by subject
 
         def take(found: Block | list[StoredMsg]) -> None:
             nonlocal count
             count += len(found)
-            past.feed(rows_of(found))
+            rows = list(rows_of(found))
+            past.feed(rows)
+            for _, subject, _, headers, _ in rows:
+                if headers and operation(headers)[0] != "PUT":
+                    deleted.add(subject)
+                else:
+                    deleted.discard(subject)
 
         async for block in source.log(point.revision + 1, state.last_seq):
             take(block)
@@ -167,18 +188,24 @@ class RangeReader:
         end = await state_since(self._bucket, point)
         unread = end.last_seq - (state.last_seq if newest is None else newest.seq)
         if end.never_removed or (point.is_newest and end.messages - count - unread >= before.messages):
-            return _NOTHING  # as many messages up to the revision are stored as when it was the newest one
+            return Changes()  # as many messages up to the revision are stored as when it was the newest one
         past.expires |= self._expires
-        expire = may_expire(end, past)
-        lost = past.emptied or may_have_vanished(end, past, point, expire=expire)
-        verdict = past.verdict(named=(), wild=True, missing=True, lost=lost, expire=expire)
-        if not verdict.unavailable or history == 1:
-            return verdict
-        stored: set[str] = set()  # the subjects whose values then are still there
-        keys = [key for key in verdict.unavailable if can_be_asked_for(key)]
-        first, revision = before.lowest_seq, point.revision
-        await read_earlier(
-            self._bucket, source, keys, first, revision, lambda rows: stored.update(row[1] for row in rows)
-        )
-        gone = [key for key in verdict.unavailable if self._bucket.subject(key) not in stored]
-        return Verdict({}, tuple(gone), complete=False, lost=lost)
+        vanished = past.emptied or may_have_vanished(end, past, point, expire=may_expire(end, past))
+        # A value that expired counts as vanished, whether or not its key was written again.
+        gone = past.verdict(named=(), wild=True, missing=True, lost=False).unavailable
+        if gone and history > 1:
+            gone = await self._not_stored(gone)
+        overwritten = tuple(key for key in gone if self._bucket.subject(key) not in deleted)
+        return Changes(overwritten, tuple(key for key in gone if self._bucket.subject(key) in deleted), vanished)
+
+    async def _not_stored(self, keys: Sequence[str]) -> tuple[str, ...]:
+        """Return those of `keys` of which no message up to the revision is stored, or no request can name them."""
+        bucket, stored = self._bucket, set[str]()  # by subject
+
+        def take(messages: Iterable[Row]) -> None:
+            stored.update(row[1] for row in messages)
+
+        named = list(filter(can_be_asked_for, keys))
+        first, revision = self._point.state.lowest_seq, self._point.revision
+        await read_earlier(bucket, self._source, named, first, revision, take)
+        return tuple(key for key in keys if bucket.subject(key) not in stored)

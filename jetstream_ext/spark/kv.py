@@ -28,7 +28,7 @@ from jetstream_ext.kv import KeyValueEntry
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import EVERYTHING, key_text
 from jetstream_ext.kv.history import Verdict
-from jetstream_ext.kv.parts import KeyClass, LogRange, RangeReader, read_class
+from jetstream_ext.kv.parts import Changes, KeyClass, LogRange, RangeReader, read_class
 from jetstream_ext.kv.reads import ResolvedRevision, read_present, resolve_revision
 from jetstream_ext.protocol.subjects import is_literal
 from jetstream_ext.spark.connection import ask, connected, run_on_driver
@@ -247,16 +247,22 @@ async def _resolve(
     return entries
 
 
-def _check_changes(options: KvOptions, point: ResolvedRevision, changes: Verdict) -> None:
-    """Raise HistoryUnavailableError if the rows of a range may lack keys."""
-    if gone := changes.unavailable:
+def _check_changes(options: KvOptions, point: ResolvedRevision, changes: Changes) -> None:
+    """Raise HistoryUnavailableError if the rows of a range may lack keys.
+
+    With ``consistency=latest``, keys without a present value may be missing.
+    """
+    gone = changes.overwritten
+    if options.strict or options.include_deleted:
+        gone += changes.deleted
+    if gone:
         raise HistoryUnavailableError(
             f"{_name(options, point)}: rows may be missing, because the history needed for {len(gone)} of the keys that have "
             f"changed since (such as {gone[0]!r}) is no longer stored; keep more history (at least 2), read fewer keys with "
             "the option 'keys', or read while no key changes",
             keys=gone,
         )
-    _check_lost(options, point, changes.lost)
+    _check_lost(options, point, changes.vanished)
 
 
 def _check_lost(options: KvOptions, point: ResolvedRevision, lost: bool) -> None:

@@ -1,0 +1,611 @@
+"""Buckets with more keys than a task lists: the whole log in each task, or ranges of the log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from random import Random
+from typing import Any
+
+import pytest
+from nats.js import JetStreamContext
+from nats.js.api import KeyValueConfig, StreamConfig, StreamSource
+from nats.js.errors import NoStreamResponseError, ServiceUnavailableError
+from nats.js.kv import KeyValue
+from pyspark.sql.datasource import CaseInsensitiveDict
+
+from jetstream_ext.client.api import Api
+from jetstream_ext.errors import HistoryUnavailableError, StreamConfigMismatchError, StreamRecreatedError
+from jetstream_ext.kv import enable
+from jetstream_ext.kv.parts import KeyClass, LogRange
+from jetstream_ext.spark import connection, kv
+from jetstream_ext.spark.connection import Connections
+from jetstream_ext.spark.kv import BucketPart, JetStreamKvDataSource, plan_kv
+from jetstream_ext.spark.options import KvOptions
+from jetstream_ext.spark.planning import PlanningError
+from jetstream_ext.testing import NatsCluster, NatsServer, ReferenceServer
+from jetstream_ext.testing.reference.faults import Faults, StaleReplica
+
+KEYS = 3_000
+Change = Callable[[KeyValue], Any]
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
+    cache = Connections()
+    monkeypatch.setattr(connection, "connections", lambda: cache)
+    yield cache
+    cache.close()
+
+
+@pytest.fixture
+def whole_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every bucket have more keys than a task lists."""
+    monkeypatch.setattr(kv, "_MOST_LISTED", 0)
+
+
+@pytest.fixture
+def ranges(monkeypatch: pytest.MonkeyPatch, whole_log: None) -> None:
+    """Let every bucket be too large for a read of the whole log as well."""
+    monkeypatch.setattr(kv, "_SMALL_LOG", 0)
+    monkeypatch.setattr(kv, "_MESSAGES_PER_RANGE", 1_000)
+
+
+class Read:
+    """A read of one bucket: planned by the driver, then read part by part."""
+
+    def __init__(self, url: str, bucket: str, **given: str) -> None:
+        options = {"servers": url, "bucket": bucket, "requestTimeout": "5"} | given
+        self.options = KvOptions.parse(CaseInsensitiveDict(options))
+        self.schema = JetStreamKvDataSource(CaseInsensitiveDict(options)).schema()
+        self.parts: list[BucketPart] = []
+
+    def run(self, work: Callable[[JetStreamContext], Any]) -> Any:
+        with connection.connections().lend(self.options.connection, "test") as lease:
+            return lease.run(work(lease.connection.context()))
+
+    def plan(self) -> Read:
+        self.parts = self.run(lambda context: plan_kv(context, self.options))
+        return self
+
+    def change(self, change: Change) -> Read:
+        async def open_and_change(js: JetStreamContext) -> None:
+            await change(await js.key_value(self.options.bucket))
+
+        self.run(open_and_change)
+        return self
+
+    def batches(self, part: BucketPart) -> Iterator[list[dict[str, Any]]]:
+        sent = pickle.loads(pickle.dumps(part))
+        return (batch.to_pylist() for batch in kv.read_keys(self.options, self.schema, sent))
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [row for part in self.parts for batch in self.batches(part) for row in batch]
+
+    def values(self) -> dict[str, bytes]:
+        """Return the value of every key, each of which was read once."""
+        rows = self.rows()
+        repeated = [key for key, count in Counter(row["key"] for row in rows).items() if count > 1]
+        assert not repeated
+        return {row["key"]: row["value"] for row in rows}
+
+
+@pytest.fixture
+def make(server: NatsServer, with_js: Any, stream_name: Callable[[], str]) -> Callable[..., Read]:
+    """Make a bucket, fill it, and prepare a read: ``make(fill, history=3, options={"keys": …})``."""
+
+    def make(fill: Change, *, options: dict[str, str] | None = None, **config: Any) -> Read:
+        name = stream_name()
+
+        async def create(js: JetStreamContext) -> None:
+            await fill(await js.create_key_value(KeyValueConfig(bucket=name, direct=True, **config)))
+
+        with_js(create)
+        return Read(server.url, name, **(options or {}))
+
+    return make
+
+
+def key(number: int) -> str:
+    return f"customer.{number:05}.address"
+
+
+def value(number: int, version: int = 0) -> bytes:
+    return b"%d/%d" % (number, version)
+
+
+EVERY_KEY = {key(number): value(number) for number in range(KEYS)}
+
+
+def written(numbers: Iterable[int], version: int) -> dict[str, bytes]:
+    return {key(number): value(number, version) for number in numbers}
+
+
+async def write(bucket: KeyValue, entries: dict[str, bytes]) -> None:
+    """Write in the order of `entries`, also while the stream elects a leader."""
+
+    async def publish(js: JetStreamContext, name: str, data: bytes) -> None:
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                await js.publish(f"$KV.{bucket._name}.{name}", data)
+                return
+            except (NoStreamResponseError, ServiceUnavailableError):
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.1)
+
+    items = list(entries.items())
+    for start in range(0, len(items), 500):
+        await asyncio.gather(*(publish(bucket._js, *item) for item in items[start : start + 500]))
+
+
+def writes(numbers: Iterable[int], version: int) -> Change:
+    return lambda bucket: write(bucket, written(numbers, version))
+
+
+async def fill(bucket: KeyValue) -> None:
+    await write(bucket, EVERY_KEY)
+
+
+async def several_versions(bucket: KeyValue) -> None:
+    """Write every key, every second one twice, and every tenth one three times."""
+    await fill(bucket)
+    await write(bucket, written(range(0, KEYS, 2), 1))
+    await write(bucket, written(range(0, KEYS, 10), 2))
+
+
+NEWEST = EVERY_KEY | written(range(0, KEYS, 2), 1) | written(range(0, KEYS, 10), 2)
+ERROR = r"rows may be missing, because the history needed for {} of the keys that have changed since \(such as '{}'\)"
+
+
+class TestThePlan:
+    def test_a_plan_does_not_grow_with_the_keys(self, make: Callable[..., Read], ranges: None) -> None:
+        small, large = make(partial(write, entries=written(range(10), 0))).plan(), make(fill).plan()
+        assert [type(part.keys) for part in large.parts] == [LogRange] * 3
+        sizes = [len(pickle.dumps(part)) for part in (*small.parts, *large.parts)]
+        assert max(sizes) < 2_000
+        assert max(sizes) - min(sizes) < 50
+
+    @pytest.mark.parametrize("keys", [">", "customer.*.address", "customer.0000*.address,customer.01000.>"])
+    @pytest.mark.parametrize("mode", ["by name", "whole log", "ranges"])
+    def test_the_driver_asks_for_no_list_of_keys(
+        self,
+        make: Callable[..., Read],
+        request: pytest.FixtureRequest,
+        monkeypatch: pytest.MonkeyPatch,
+        mode: str,
+        keys: str,
+    ) -> None:
+        if mode != "by name":
+            request.getfixturevalue(mode.replace(" ", "_"))
+        read = make(fill, options={"keys": keys})
+        ask, asked = Api.ask, []
+
+        async def listen(self: Any, what: str, body: Any = None, **more: Any) -> Any:
+            asked.append((what.split(".")[1], body))
+            return await ask(self, what, body, **more)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Api, "ask", listen)
+            read.plan()
+        assert ("INFO", None) in asked
+        assert not [body for _, body in asked if body and "subjects_filter" in json.dumps(body)]
+        assert len(asked) <= 8
+
+    def test_ranges_have_about_as_many_messages(self, make: Callable[..., Read], ranges: None) -> None:
+        async def unevenly(bucket: KeyValue) -> None:
+            for _ in range(3):
+                await write(bucket, written(range(1_000), 0))
+            await fill(bucket)
+
+        read = make(unevenly, options={"minPartitions": "4"}).plan()
+        sizes = [sum(map(len, read.batches(part))) for part in read.parts]
+        assert sum(sizes) == KEYS
+        assert len(sizes) == 4
+        assert max(sizes) < 2 * min(sizes)
+
+    @pytest.mark.parametrize(
+        ("limit", "kind"), [("_MOST_LISTED", KeyClass), ("_SMALL_LOG", LogRange), ("_SMALL_BYTES", LogRange)]
+    )
+    def test_a_larger_bucket_is_cut_otherwise(
+        self, make: Callable[..., Read], monkeypatch: pytest.MonkeyPatch, limit: str, kind: type
+    ) -> None:
+        read = make(fill)
+        for name in ("_MOST_LISTED", limit):
+            monkeypatch.setattr(kv, name, KEYS - 1)
+        read.plan()
+        assert {type(part.keys) for part in read.parts} == {kind}
+        assert read.values() == EVERY_KEY
+
+
+@pytest.mark.parametrize("mode", ["whole_log", "ranges"])
+class TestEveryMode:
+    @pytest.fixture(autouse=True)
+    def _mode(self, request: pytest.FixtureRequest, mode: str) -> None:
+        request.getfixturevalue(mode)
+
+    @pytest.mark.parametrize("consistency", ["latest", "strict"])
+    @pytest.mark.parametrize("history", [1, 3])
+    def test_every_key_is_read_once(self, make: Callable[..., Read], history: int, consistency: str) -> None:
+        options = {"consistency": consistency, "minPartitions": "5"}
+        read = make(several_versions, history=history, options=options).plan()
+        assert len(read.parts) >= 5
+        assert read.values() == NEWEST
+
+    @pytest.mark.parametrize(
+        "keys", ["customer.000*.address", "customer.00001.*,customer.02*.>", "customer.*.address", "none.>"]
+    )
+    @pytest.mark.parametrize("history", [1, 3])
+    def test_keys_select_the_rows(self, make: Callable[..., Read], history: int, keys: str) -> None:
+        async def beside_others(bucket: KeyValue) -> None:
+            await several_versions(bucket)
+            await write(bucket, {"customer.1": b"", "other": b"", "customer.00001.name": b"x"})
+
+        read = make(beside_others, history=history, options={"keys": keys}).plan()
+        expected = {
+            "customer.000*.address": {},
+            "customer.00001.*,customer.02*.>": {"customer.00001.name": b"x", key(1): NEWEST[key(1)]},
+            "customer.*.address": NEWEST,
+            "none.>": {},
+        }
+        assert read.values() == expected[keys]
+
+    @pytest.mark.parametrize("history", [1, 3])
+    def test_deleted_keys_are_read_on_request(self, make: Callable[..., Read], history: int) -> None:
+        async def with_deletes(bucket: KeyValue) -> None:
+            await fill(bucket)
+            await bucket.delete(key(1))
+            await bucket.purge(key(2))
+            await bucket.delete(key(3))
+            await bucket.put(key(3), b"again")
+
+        read = make(with_deletes, history=history).plan()
+        assert read.values() == {k: v for k, v in EVERY_KEY.items() if k not in (key(1), key(2))} | {key(3): b"again"}
+        all_rows = Read(read.options.connection.servers[0], read.options.bucket, includeDeleted="true").plan().rows()
+        found = {row["key"]: row["operation"] for row in all_rows}
+        assert len(found) == len(all_rows) == KEYS
+        assert (found[key(1)], found[key(2)], found[key(3)]) == ("DEL", "PURGE", "PUT")
+
+    @pytest.mark.parametrize("history", [1, 3])
+    def test_keys_that_clients_refuse_are_read(
+        self, make: Callable[..., Read], server: NatsServer, publish_raw: Callable[..., None], history: int
+    ) -> None:
+        read = make(fill, history=history, options={"minPartitions": "4"})
+        odd = {
+            b"\xff": "\\xff",
+            b"\xfe": "\\xfe",
+            b"\\xff": "\\\\xff",
+            "\ufffd".encode(): "\ufffd",
+            b"k.\xff": "k.\\xff",
+        }
+        prefix = b"$KV.%b." % read.options.bucket.encode()
+        publish_raw(server, ((prefix + name, b"old") for name in odd))
+        read.change(writes(range(KEYS), 1))
+        publish_raw(server, ((prefix + name, name) for name in odd))
+        read.change(writes(range(10), 2))
+        expected = written(range(KEYS), 1) | written(range(10), 2) | {text: name for name, text in odd.items()}
+        assert read.plan().values() == expected
+
+    def test_with_history_no_change_shows(self, make: Callable[..., Read]) -> None:
+        async def change(bucket: KeyValue) -> None:
+            await write(bucket, written(range(100, 1_100), 9) | {"new": b"new"})
+            await bucket.delete(key(1_500))
+
+        for consistency in ("latest", "strict"):
+            read = make(several_versions, history=4, options={"consistency": consistency}).plan()
+            assert read.change(change).values() == NEWEST
+
+    @pytest.mark.parametrize("consistency", ["latest", "strict"])
+    def test_new_keys_do_not_show_if_no_key_has_changed(self, make: Callable[..., Read], consistency: str) -> None:
+        read = make(several_versions, options={"consistency": consistency}).plan()
+        assert read.change(partial(write, entries={"new.1": b"new", "new.2": b"new"})).values() == NEWEST
+
+    @pytest.mark.parametrize("history", [1, 3])
+    def test_a_bucket_that_was_created_again_is_noticed(self, make: Callable[..., Read], history: int) -> None:
+        async def create_again(bucket: KeyValue) -> None:
+            js = bucket._js
+            await js.delete_key_value(bucket._name)
+            again = await js.create_key_value(KeyValueConfig(bucket=bucket._name, direct=True, history=history))
+            await write(again, written(range(2 * KEYS), 7))
+
+        read = make(fill, history=history).plan().change(create_again)
+        for part in read.parts:
+            with pytest.raises(StreamRecreatedError):
+                list(read.batches(part))
+
+    def test_a_revision_of_the_past_is_read(self, make: Callable[..., Read]) -> None:
+        read = make(several_versions, history=3, options={"asOf": f"{KEYS + 100}", "consistency": "strict"}).plan()
+        assert read.values() == EVERY_KEY | written(range(0, 200, 2), 1)
+
+    def test_keys_that_expire_leave_no_row_and_a_strict_read_fails(self, make: Callable[..., Read]) -> None:
+        async def expire(bucket: KeyValue) -> None:
+            async with asyncio.timeout(30):
+                while (await bucket.status()).values > 0:
+                    await asyncio.sleep(0.1)
+            await bucket.put("new", b"new")
+
+        ten = {str(number): b"" for number in range(10)}
+        read = make(partial(write, entries=ten), history=2, ttl=2).plan()
+        assert read.change(expire).values().keys() <= {"new"}
+        read = make(partial(write, entries=ten), history=2, ttl=2, options={"consistency": "strict"}).plan()
+        with pytest.raises(HistoryUnavailableError, match="keys may be missing"):
+            read.change(expire).rows()
+
+    def test_a_partial_mirror_that_answers_hides_no_key(
+        self, make: Callable[..., Read], with_js: Any, stream_name: Callable[[], str]
+    ) -> None:
+        mirror = stream_name()
+
+        async def fill_and_mirror(bucket: KeyValue) -> None:
+            await write(bucket, {f"other.{number}": b"" for number in range(10)})
+            await several_versions(bucket)
+            js, stream = bucket._js, bucket._stream
+            only_others = StreamSource(name=stream, filter_subject=f"$KV.{bucket._name}.other.>")
+            await js.add_stream(StreamConfig(name=mirror, mirror=only_others, mirror_direct=True, allow_direct=True))
+            async with asyncio.timeout(60):  # the server chooses the responder
+                while True:
+                    answer = await js._nc.request(f"$JS.API.DIRECT.GET.{stream}", b'{"seq":1}', timeout=30)
+                    if answer.headers["Nats-Stream"] == mirror:
+                        return
+                    await asyncio.sleep(0.01)
+
+        read = make(fill_and_mirror, history=2, options={"keys": "customer.>"}).plan()
+        for _ in range(5):
+            assert read.values() == NEWEST
+        with_js(lambda js: js.delete_stream(mirror))
+
+    @pytest.mark.parametrize("history", [2, 4])
+    def test_a_strict_read_beside_a_writer_is_exact_or_an_error(
+        self, make: Callable[..., Read], with_js: Any, history: int
+    ) -> None:
+        keys, random = 400, Random(history)
+        names = [key(number) for number in range(keys)]
+        log: list[tuple[int, str, bytes | None]] = []  # revision, key, value
+        read = make(lambda bucket: asyncio.sleep(0), history=history, options={"consistency": "strict"})
+
+        def at(revision: int) -> dict[str, bytes]:
+            entries = {name: data for seq, name, data in log if seq <= revision}
+            return {name: data for name, data in entries.items() if data is not None}
+
+        def read_once() -> dict[str, bytes] | None:
+            try:
+                return read.plan().values()
+            except HistoryUnavailableError:
+                return None
+
+        async def write_meanwhile(js: JetStreamContext) -> int:
+            bucket, exact = await js.key_value(read.options.bucket), 0
+
+            async def change(number: int) -> None:
+                name, how = names[number % keys], random.random()
+                if number < keys or how < 0.9:
+                    data = b"%d" % number
+                    log.append((await bucket.put(name, data), name, data))
+                else:
+                    await (bucket.delete(name) if how < 0.97 else bucket.purge(name))
+                    log.append(((await js.stream_info(f"KV_{bucket._name}")).state.last_seq, name, None))
+
+            for number in range(keys):
+                await change(number)
+            for _ in range(12):
+                reading = asyncio.ensure_future(asyncio.to_thread(read_once))
+                while not reading.done():
+                    await change(keys + random.randrange(keys))
+                    await asyncio.sleep(0.002 * random.random())
+                if (found := await reading) is not None:
+                    assert found == at(read.parts[0].point.revision)
+                    exact += 1
+            return exact
+
+        assert with_js(write_meanwhile) > 0
+
+
+class TestWholeLog:
+    @pytest.mark.usefixtures("whole_log")
+    def test_a_key_that_has_changed_has_its_present_value(self, make: Callable[..., Read]) -> None:
+        read = make(several_versions).plan().change(writes(range(50), 5))
+        assert read.values() == NEWEST | written(range(50), 5)
+        strict = Read(read.options.connection.servers[0], read.options.bucket, consistency="strict", minPartitions="1")
+        strict.plan().change(writes(range(50), 6))
+        with pytest.raises(HistoryUnavailableError, match="the history needed for 50 of 3000 keys"):
+            strict.rows()
+
+
+@pytest.mark.usefixtures("ranges")
+class TestRanges:
+    @pytest.mark.parametrize("consistency", ["latest", "strict"])
+    def test_without_history_a_change_is_an_error(self, make: Callable[..., Read], consistency: str) -> None:
+        read = make(several_versions, options={"consistency": consistency}).plan().change(writes([7, 8], 9))
+        for part in read.parts:
+            with pytest.raises(HistoryUnavailableError, match=ERROR.format(2, key(7))) as error:
+                list(read.batches(part))
+            assert error.value.keys == (key(7), key(8))
+
+    def test_a_change_during_the_read_of_a_range_is_an_error(self, make: Callable[..., Read]) -> None:
+        read = make(fill, options={"minPartitions": "1"})
+        read.plan()
+        [first, *_] = read.parts
+        batches = read.batches(replace(first, keys=LogRange(1, KEYS)))
+        found = next(batches)
+        assert 0 < len(found) < KEYS
+        read.change(writes([KEYS - 1], 9))
+        with pytest.raises(HistoryUnavailableError, match=ERROR.format(1, key(KEYS - 1))):
+            list(batches)
+
+    @pytest.mark.parametrize("purged", [True, False])
+    def test_history_that_is_too_short_is_an_error(self, make: Callable[..., Read], purged: bool) -> None:
+        async def change(bucket: KeyValue) -> None:
+            if purged:
+                await bucket.purge(key(5))
+            for version in range(1 if purged else 3):
+                await write(bucket, written([5], version))
+            await write(bucket, written([6], 1) | {"new": b""})
+
+        read = make(several_versions, history=3).plan().change(change)
+        for part in read.parts:
+            with pytest.raises(HistoryUnavailableError, match=ERROR.format(1, key(5))):
+                list(read.batches(part))
+
+    def test_changes_of_other_keys_are_no_error(self, make: Callable[..., Read]) -> None:
+        async def fill_both(bucket: KeyValue) -> None:
+            await fill(bucket)
+            await write(bucket, {f"other.{number}": b"" for number in range(1_000)})
+
+        read = make(fill_both, options={"keys": "customer.>"}).plan()
+        assert read.change(partial(write, entries={"other.5": b"new"})).values() == EVERY_KEY
+
+    def test_few_matching_messages_are_filtered_by_the_server(self, make: Callable[..., Read]) -> None:
+        async def fill_both(bucket: KeyValue) -> None:
+            await several_versions(bucket)
+            await write(bucket, {f"other.{number}": b"%d" % number for number in range(50)})
+            await fill(bucket)
+
+        read = make(fill_both, history=2, options={"keys": "other.*"}).plan()
+        assert [part.keys.subject for part in read.parts] == [f"$KV.{read.options.bucket}.other.*"] * 2
+        assert read.values() == {f"other.{number}": b"%d" % number for number in range(50)}
+
+    def test_a_revision_of_the_past_without_its_history_is_an_error(self, make: Callable[..., Read]) -> None:
+        read = make(several_versions, options={"asOf": f"{KEYS}"}).plan()
+        with pytest.raises(HistoryUnavailableError, match=ERROR.format(KEYS // 2, key(0))):
+            read.rows()
+
+    @pytest.mark.parametrize("record", [True, False])
+    def test_a_strict_read_of_the_past_needs_a_record_of_the_limits(
+        self, make: Callable[..., Read], record: bool
+    ) -> None:
+        async def fill_twice(bucket: KeyValue) -> None:
+            if record:
+                await enable(bucket)
+            await several_versions(bucket)
+            await write(bucket, written(range(KEYS), 5))
+
+        past = make(fill_twice, history=3, options={"consistency": "strict", "asOf": f"{KEYS + KEYS // 2}"}).plan()
+        if record:
+            assert past.values() == EVERY_KEY | written(range(0, KEYS, 2), 1)
+        else:
+            with pytest.raises(HistoryUnavailableError, match="record since when the bucket's limits hold"):
+                past.rows()
+
+    @pytest.mark.parametrize("history", [1, 3])
+    def test_a_key_that_is_deleted_has_no_present_value(self, make: Callable[..., Read], history: int) -> None:
+        async def delete(bucket: KeyValue) -> None:
+            await bucket.delete(key(1))
+            await bucket.purge(key(2))
+
+        read = make(several_versions, history=history).plan().change(delete)
+        present = read.values()
+        assert (
+            NEWEST.items() >= present.items() >= {k: v for k, v in NEWEST.items() if k not in (key(1), key(2))}.items()
+        )
+        for options in ({"consistency": "strict"}, {"includeDeleted": "true"}):
+            again = Read(read.options.connection.servers[0], read.options.bucket, **options)
+            again.parts = read.parts
+            with pytest.raises(HistoryUnavailableError, match=ERROR.format(2 if history == 1 else 1, ".*")):
+                again.rows()
+
+    def test_a_revision_too_far_in_the_past_is_refused(
+        self, make: Callable[..., Read], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(kv, "_MOST_CHANGES", 100)
+        make(fill, history=2, options={"asOf": f"{KEYS - 100}"}).plan()
+        with pytest.raises(
+            PlanningError, match=r"'asOf': .* written 101 times since revision 2899; .* at most 100 rev"
+        ):
+            make(fill, history=2, options={"asOf": f"{KEYS - 101}"}).plan()
+
+    def test_a_longer_history_than_before_hides_no_change(self, make: Callable[..., Read]) -> None:
+        """What was removed while the limit was lower does not come back."""
+
+        async def change(bucket: KeyValue) -> None:
+            await write(bucket, written([7], 9))
+            config = (await bucket._js.stream_info(bucket._stream)).config
+            await bucket._js.update_stream(config.evolve(max_msgs_per_subject=5))
+
+        read = make(several_versions).plan().change(change)
+        with pytest.raises(HistoryUnavailableError, match=ERROR.format(1, key(7))):
+            read.rows()
+
+    def test_added_replicas_are_noticed(self, make: Callable[..., Read]) -> None:
+        read = make(fill).plan()
+        state = replace(read.parts[0].point.state, replicated=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("jetstream_ext.kv.parts.state_since", lambda *_: asyncio.sleep(0, state))
+            with pytest.raises(StreamConfigMismatchError, match="replicas were added"):
+                read.rows()
+
+
+@pytest.mark.usefixtures("ranges")
+class TestReplicas:
+    @pytest.mark.parametrize("history", [1, 3])
+    def test_a_lagging_replica_repeats_no_key(self, with_js: Any, history: int) -> None:
+        """It still has messages that others replaced before the revision."""
+        faults = Faults()
+        with ReferenceServer(faults=faults) as server:
+
+            async def create(js: JetStreamContext) -> None:
+                config = KeyValueConfig(bucket="B", direct=True, history=history)
+                await several_versions(await js.create_key_value(config))
+
+            with_js(create, server.url)
+            read = Read(server.url, "B").plan()
+            seen = 0
+            for part in read.parts:
+                part = replace(part, point=replace(part.point, state=replace(part.point.state, replicated=True)))
+                faults.add(lag := StaleReplica("$JS.API.DIRECT.GET.>", behind=KEYS // 3, times=3))
+                rows = [row for batch in read.batches(part) for row in batch]
+                faults.remove(lag)
+                assert {row["key"]: row["value"] for row in rows}.items() <= NEWEST.items()
+                seen += len(rows)
+            assert seen == KEYS
+
+    def test_a_replica_that_was_paused_repeats_no_key(self, with_js: Any) -> None:
+        with NatsCluster() as cluster:
+            url = cluster.servers[0].url
+            config = KeyValueConfig(bucket="B", direct=True, replicas=3)
+
+            async def create(js: JetStreamContext) -> None:
+                await fill(await js.create_key_value(config))
+
+            async def leader(js: JetStreamContext) -> str:
+                info = await js.stream_info("KV_B")
+                assert info.cluster is not None
+                return str(info.cluster.leader)
+
+            with_js(create, url)
+            for version in range(1, 4):
+                name = with_js(leader, url)
+                follower = next(server for server in cluster.servers if server.name != name)
+                other = next(server for server in cluster.servers if server.name == name)
+                beside = Read(follower.url, "B", requestTimeout="20")
+                beside.plan()  # it is connected
+                follower.pause()
+                try:
+                    read = Read(other.url, "B", requestTimeout="20").change(writes(range(KEYS), version)).plan()
+                finally:
+                    follower.resume()
+                beside.parts = read.parts
+                assert beside.values() == written(range(KEYS), version)
+
+
+@pytest.mark.usefixtures("ranges")
+def test_a_plan_rides_out_a_restart(own_server: NatsServer, with_js: Any) -> None:
+    async def create(js: JetStreamContext) -> None:
+        await fill(await js.create_key_value(KeyValueConfig(bucket="B", direct=True)))
+
+    with_js(create, own_server.url)
+    read = Read(own_server.url, "B", keys="customer.>", requestTimeout="20").plan()
+    own_server.kill()
+    restart = threading.Timer(1, own_server.restart)
+    restart.start()
+    try:
+        assert read.plan().values() == EVERY_KEY
+    finally:
+        restart.join()
