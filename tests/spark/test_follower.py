@@ -557,6 +557,21 @@ class TestRecreation:
         assert spans(await query.plan(js, kept, end)) == [(11, 11), (12, 12)]
         assert caplog.text.count("re-created") == 1
 
+    async def test_keep_waits_on_spark_before_4_2(
+        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
+    ) -> None:
+        name = await make(10)
+        query = follower(name, onRecreate="keep")
+        await query.initial(js)
+        end = await query.latest(js, None)
+        await js.delete_stream(name)
+        await make(4, name)
+        for _ in range(2):
+            kept = await query.latest(js, None)
+            assert seqs(kept) == {name: 10}
+            assert await query.plan(js, end, kept) == []
+            end = kept
+
     async def test_a_query_goes_on_in_a_stream_that_was_empty_when_it_started(
         self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
     ) -> None:
