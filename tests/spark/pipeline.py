@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,8 +80,8 @@ class Pipeline:
                 async with jsx.FastPublisher(js) as publisher:
                     await publisher.add_many(messages)
             else:
-                for subject, data in messages:
-                    await js.publish(subject, data)
+                while some := list(islice(messages, 500)):
+                    await asyncio.gather(*(js.publish(subject, data) for subject, data in some))
 
         self._run(publish, self.server.url)
 
