@@ -113,8 +113,12 @@ def scope_of(nodeid: str) -> str:
     """Return the name of the group of tests that one worker runs in turn: a file, or the tests that share a JVM."""
     if nodeid.startswith(SPARK_PROCESSES):
         return "spark processes"
-    if nodeid.startswith(("tests/spark/test_faults.py", "tests/spark/safety_net/test_replays.py")):
+    if nodeid.startswith(
+        ("tests/spark/test_faults.py", "tests/spark/test_source_faults.py", "tests/spark/safety_net/test_replays.py")
+    ):
         return "spark faults"
+    if nodeid.startswith("tests/spark/test_query_history.py"):
+        return nodeid  # it starts no JVM
     if nodeid.startswith("tests/spark/"):
         return "spark session"
     return nodeid.split("::", 1)[0]

@@ -67,7 +67,7 @@ def identity(stream: str, created: str, ends: Ends) -> StreamState:
     if ends:
         (last, last_time), (first, first_time) = ends[0], ends[-1]
         known = replace(known, last_seq=last, last_time=last_time, first_seq=first, first_time=first_time)
-    return replace(known, messages=len(ends) - 1)  # without a message, only the last sequence is known
+    return replace(known, messages=max(0, len(ends) - 1))  # without a message, only the last sequence is known
 
 
 @dataclass(frozen=True, slots=True)

@@ -408,13 +408,13 @@ class Follower:
         async def look(stream: str) -> Position:
             start = initial.streams.get(stream, Position("", 0))  # a pattern may have found it since
             state = await readable_state(context, self._options, stream)
-            known = before.get(stream)
-            if state is not None and known is not None and not recreated(known.created, state.created):
+            known, keeps = before.get(stream), self._options.on_recreate == "keep"
+            if state is not None and known is not None and not keeps and not recreated(known.created, state.created):
                 state = await not_behind(context, self._options, state, known.seq)  # a new stream is reported by `plan`
             if state is None:
                 return start
             last = state.last_seq
-            if known is not None and self._options.on_recreate == "keep":
+            if known is not None and keeps:
                 last = max(last, known.seq)
             at = Position.at(state, start.seq if stream in waiting else last)
             from_head = not start.seq and self._options.starting.of(stream) == "earliest"

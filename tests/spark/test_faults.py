@@ -7,172 +7,32 @@ need a cluster of several JVMs (``JETSTREAM_EXT_FULL``).
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from nats.js import JetStreamContext
-from nats.js.api import StreamConfig
 
-import jetstream_ext as jsx
 from jetstream_ext.spark.sink import _HAS_STREAM_ARROW
 from jetstream_ext.testing import NatsServer
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pipeline import EXACT, ROWS, Pipeline
+
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-ROWS = int(os.environ.get("JETSTREAM_EXT_SPARK_ROWS", "4000"))
-JOB = Path(__file__).with_name("fault_job.py")
-TRANSACTION = max(50, min(999, ROWS // 80))
-EXACT = ["dedupe", "transactional"]
 
 as_they_come = pytest.mark.skipif(
     not _HAS_STREAM_ARROW, reason="Spark 4.0 hands a sink all rows of a partition at once"
 )
 in_cluster = pytest.mark.skipif(not os.environ.get("JETSTREAM_EXT_FULL"), reason="nox -s full -- spark_faults runs it")
-
-
-def row_of(number: int) -> bytes:
-    """Return a row so large that Spark's buffers hold few of them: some are stored before a task dies."""
-    return b"row %d " % number + b"." * 400
-
-
-class Pipeline:
-    """Two streams on a server, and a checkpoint."""
-
-    def __init__(self, server: NatsServer, run: Callable[..., Any], name: str, folder: Path) -> None:
-        self.server, self._run = server, run
-        self.source, self.sink = f"{name}IN", f"{name}OUT"
-        self.checkpoint = folder / "checkpoint"
-        self.log = folder / "job.log"
-
-    def make(self, **config: Any) -> None:
-        async def fill(js: JetStreamContext) -> None:
-            await js.add_stream(
-                StreamConfig(name=self.source, subjects=[f"{self.source}.*"], allow_direct=True, allow_batched=True)
-            )
-            sink = StreamConfig(
-                name=self.sink,
-                subjects=[f"{self.sink}.*", f"_spark.{self.sink}.>"],
-                allow_direct=True,
-                allow_batched=True,
-                allow_atomic=True,
-            )
-            await js.add_stream(sink.evolve(**config))
-
-        self._run(fill, self.server.url)
-        self.more(0)
-
-    def more(self, first: int, rows: int = ROWS) -> None:
-        async def publish(js: JetStreamContext) -> None:
-            async with jsx.FastPublisher(js) as publisher:
-                await publisher.add_many((f"{self.source}.a", row_of(row)) for row in range(first, first + rows))
-
-        self._run(publish, self.server.url)
-
-    def stored(self) -> Counter[bytes]:
-        async def scan(js: JetStreamContext) -> Counter[bytes]:
-            found: Counter[bytes] = Counter()
-            async with jsx.DirectGet(js, self.sink).scan(subject=f"{self.sink}.out", confirm=True) as messages:
-                async for message in messages:
-                    found[message.data] += 1
-            return found
-
-        return self._run(scan, self.server.url)
-
-    def count(self) -> int:
-        return self._run(lambda js: _count(js, self.sink), self.server.url)
-
-    def check(self, rows: int = ROWS) -> None:
-        """Check that the sink has every row once."""
-        missing, duplicated = self.compare(rows)
-        assert (missing, duplicated) == (0, 0)
-
-    def compare(self, rows: int = ROWS) -> tuple[int, int]:
-        found = self.stored()
-        expected = set(map(row_of, range(rows)))
-        assert not set(found) - expected
-        return len(expected - set(found)), sum(found.values()) - len(found)
-
-    def query(self, spark: SparkSession, semantics: str, *, through: Any = None, limit: int | None = None) -> Any:
-        """Start the query in this session."""
-        source = spark.readStream.format("jetstream").options(servers=self.server.url, minPartitions="2")
-        if tuple(map(int, spark.version.split(".")[:2])) >= (4, 2):
-            source = source.option("maxOffsetsPerTrigger", str(limit or ROWS // 4))
-        frame = source.load(self.source).selectExpr(f"'{self.sink}.out' AS subject", "data")
-        if through is not None:
-            frame = frame.mapInArrow(through, frame.schema)
-        options = {"servers": self.server.url, "stream": self.sink, "semantics": semantics}
-        if semantics == "transactional":
-            options |= {"sinkPartitions": "2", "transactionRows": str(TRANSACTION)}
-        writer = frame.writeStream.format("jetstream").options(**options).trigger(availableNow=True)
-        return writer.option("checkpointLocation", str(self.checkpoint)).start()
-
-    def run(self, spark: SparkSession, semantics: str, **options: Any) -> None:
-        self.query(spark, semantics, **options).awaitTermination()
-
-    def forget_commit(self) -> None:
-        """Remove Spark's record that the newest micro-batch is committed, as if Spark had crashed right before it."""
-        commits = sorted(int(path.name) for path in (self.checkpoint / "commits").iterdir() if path.name.isdigit())
-        for name in (f"{commits[-1]}", f".{commits[-1]}.crc"):
-            (self.checkpoint / "commits" / name).unlink(missing_ok=True)
-
-    @contextlib.contextmanager
-    def job(self, semantics: str, **given: Any) -> Iterator[subprocess.Popen[bytes]]:
-        """Run the query in a separate process."""
-        text = json.dumps(
-            {
-                "servers": self.server.url,
-                "source": self.source,
-                "sink": self.sink,
-                "semantics": semantics,
-                "checkpoint": str(self.checkpoint),
-                "limit": ROWS // 4,
-                "pause": 400 / ROWS,
-                "transaction": TRANSACTION,
-            }
-            | given
-        )
-        environment = os.environ | {"PYSPARK_PYTHON": sys.executable}
-        with self.log.open("w") as log:
-            process = subprocess.Popen(
-                [sys.executable, str(JOB), text],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,  # the driver's JVM and Python workers die with it
-            )
-        try:
-            yield process
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-    def until(self, rows: int, *, job: subprocess.Popen[bytes] | None = None, seconds: float = 300) -> None:
-        """Wait until the sink has at least `rows` rows; a failure tells when rows arrived and what `job` printed."""
-        begun = time.monotonic()
-        arrived: dict[int, float] = {}
-        while (count := self.count()) < rows:
-            passed = round(time.monotonic() - begun, 1)
-            arrived.setdefault(count, passed)
-            if passed > seconds or (job is not None and job.poll() is not None):
-                printed = self.log.read_text()[-8000:] if job else ""
-                pytest.fail(f"{count} rows of {rows} after {passed} s ({arrived}): {printed}")
-            time.sleep(0.2)
-
-
-async def _count(js: JetStreamContext, stream: str) -> int:
-    return int((await js.stream_info(stream)).state.messages)
 
 
 @pytest.fixture

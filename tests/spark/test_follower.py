@@ -557,6 +557,21 @@ class TestRecreation:
         assert spans(await query.plan(js, kept, end)) == [(11, 11), (12, 12)]
         assert caplog.text.count("re-created") == 1
 
+    async def test_keep_waits_on_spark_before_4_2(
+        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
+    ) -> None:
+        name = await make(10)
+        query = follower(name, onRecreate="keep")
+        await query.initial(js)
+        end = await query.latest(js, None)
+        await js.delete_stream(name)
+        await make(4, name)
+        for _ in range(2):
+            kept = await query.latest(js, None)
+            assert seqs(kept) == {name: 10}
+            assert await query.plan(js, end, kept) == []
+            end = kept
+
     async def test_a_query_goes_on_in_a_stream_that_was_empty_when_it_started(
         self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
     ) -> None:
@@ -567,6 +582,17 @@ class TestRecreation:
         await more(js, name, 3)
         end = await query.latest(js, start)
         assert spans(await query.plan(js, start, end)) == [(1, 1), (2, 3)]
+
+    async def test_an_empty_stream_that_is_recreated_is_another_one(
+        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
+    ) -> None:
+        name = await make(0)
+        query = follower(name)
+        start = await query.initial(js)
+        await js.delete_stream(name)
+        await make(3, name)
+        with pytest.raises(DataLossError, match="re-created"):
+            await query.latest(js, start)
 
     async def test_a_micro_batch_that_was_planned_before_the_recreation(
         self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
