@@ -22,7 +22,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 PROTOCOL = sorted((PACKAGE / "protocol").rglob("*.py"))
 
 IMPURE = {"asyncio", "socket", "time", "random", "secrets", "uuid", "nats", "pyspark", "threading", "os"}
-SPARK = {"pyspark", "pyarrow", "pandas"}
+SPARK = {"pyspark", "pyarrow", "pandas", "numpy"}
 OWN = {"self", "cls", "other", "copy"}
 CONNECTION = PACKAGE / "client" / "connection.py"
 
