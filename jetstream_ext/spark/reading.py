@@ -12,6 +12,7 @@ from typing import Any, Final, TypeAlias
 
 import pyarrow as pa
 from nats.js import JetStreamContext
+from nats.js.errors import NotFoundError
 from pyspark.sql.types import StructType
 
 from jetstream_ext.client.connection import Context
@@ -87,7 +88,7 @@ async def _rows(context: JetStreamContext, options: ReadOptions, part: SequenceR
                 if doubtful and not await check():
                     return
                 yield block
-        except DirectGetDisabledError:
+        except (DirectGetDisabledError, NotFoundError):
             if await _same_stream(context, options, part) is not None:
                 raise
             return

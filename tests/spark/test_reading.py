@@ -223,6 +223,22 @@ def test_a_stream_that_is_deleted_before_its_partition_is_read_is_a_loss(
     assert "was deleted" in caplog.text
 
 
+def test_a_stream_that_is_deleted_before_the_end_is_verified_is_a_loss(
+    stream: str, seqs: Any, with_js: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part, read_blocks = _planned(with_js, stream), reading.read_blocks
+
+    async def read(js: Context, name: str, plan: Scan, timeout: float, *, confirm: bool) -> AsyncIterator[Block]:
+        async for block in read_blocks(js, name, plan, timeout, confirm=confirm):
+            yield block
+        await js.js.delete_stream(name)
+        await stream_state(js, name, timeout)  # as for the verification
+
+    monkeypatch.setattr(reading, "read_blocks", read)
+    with pytest.raises(DataLossError, match="was deleted"):
+        seqs(part)
+
+
 def test_leaving_early_drops_the_connection(
     stream: str, batches: Callable[..., Iterator[pa.RecordBatch]], cache: Connections
 ) -> None:
