@@ -192,11 +192,6 @@ class Past:
         return key is not None and key.entry is not None
 
     @property
-    def found(self) -> list[str]:
-        """The keys that the read wants and of which it was fed a message."""
-        return [key.name for key in self._keys.values() if key.name is not None]
-
-    @property
     def held(self) -> int:
         """How many subjects have a message up to the revision."""
         return sum(key.oldest <= self.revision for key in self._keys.values())

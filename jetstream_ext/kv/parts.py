@@ -3,8 +3,7 @@
 Together the parts have every key once. The description of a part does not grow with the number of its keys.
 
 **Classes of keys.** The hash of a key decides its class, so a key stays in its class whatever is written meanwhile. A task
-lists the keys itself and reads those of its class by name, or it reads the whole log. What is known of R is decided as for
-`snapshot`. If the value of a key is gone, the task can read the present one.
+lists the keys and reads those of its class by name, as `snapshot` does, or it reads the whole log as one range.
 
 **Ranges of the log.** A key at R is its newest message up to R, which is in one of the ranges. With history 1, every
 message of a range is the newest of its key. Otherwise a task asks for the newest message of each key in a block, and keeps
@@ -12,17 +11,18 @@ the rows that it has. It does so for a replicated stream as well, because a repl
 others have replaced. Only one block is in memory.
 
 If a key is written again after R, the bucket may remove its message before a task reads that, and no task knows whose range
-had it. So every task reads at the end what was written after R (`RangeReader.changes`). This shows every key that the task
-may have missed: assume that a newer message of the key had replaced it. That one was stored after R and before the task
-came to the end of its range. When the task reads what was written after R, it is stored, or a still newer one has replaced
-it and is read. So a task may report a key that another task has read, but no key is missing without a report, and none is
-read twice.
+had it. So every task reads at the end what was written after R. This shows every key that the task may have missed: assume
+that a newer message of the key had replaced it. That one was stored after R and before the task came to the end of its
+range. When the task reads what was written after R, it is stored, or a still newer one has replaced it and is read. So a
+task may report a key that another task has read, but no key is missing without a report, and none is read twice. A task
+that reads the whole log for a class remembers which keys it has read (as hashes), and reports no other key.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from array import array
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
@@ -30,14 +30,14 @@ from typing import Final
 from jetstream_ext.errors import StreamConfigMismatchError
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import KeyValueEntry, Row, entry_of, operation, rows_of
-from jetstream_ext.kv.history import Past, Verdict, shows_expiry
+from jetstream_ext.kv.history import Past, shows_expiry
 from jetstream_ext.kv.reads import (
     ResolvedRevision,
     may_expire,
     may_have_vanished,
     read_earlier,
+    read_names,
     read_newest,
-    read_part,
     state_since,
 )
 from jetstream_ext.protocol.direct import Block, StoredMsg
@@ -48,11 +48,10 @@ _KEYS_AT_ONCE: Final = 10_000
 
 @dataclass(frozen=True, slots=True)
 class KeyClass:
-    """The keys whose hash is `number` modulo `of`; the task lists them and reads them by name, or reads the whole log."""
+    """The keys whose hash is `number` modulo `of`."""
 
     number: int
     of: int
-    by_name: bool
 
     def __contains__(self, key: str) -> bool:
         return zlib.crc32(key.encode("utf-8", "surrogateescape")) % self.of == self.number
@@ -60,63 +59,102 @@ class KeyClass:
 
 @dataclass(frozen=True, slots=True)
 class LogRange:
-    """The keys whose newest message up to the revision has a sequence of ``first … last``."""
+    """The keys whose newest message up to the revision has a sequence of ``first … last``.
+
+    With `only`, those of one class; then it is the whole log (`whole_log`).
+    """
 
     first: int
     last: int
     subject: str | None = None  # a filter for the server, which costs less than one here if few messages match
+    only: KeyClass | None = None
 
 
-async def read_class(
-    bucket: Bucket, point: ResolvedRevision, patterns: Sequence[str], part: KeyClass
-) -> AsyncGenerator[Verdict, None]:
-    """Yield what is known of the keys of a class that match; if they are read by name, some at a time."""
-    matches = matcher(patterns)
-    wild = not all(map(is_literal, patterns))
-    if not part.by_name:
-        yield await read_part(bucket, point, lambda key: key in part and matches(key), None, wild=wild)
-        return
-    listed = await bucket.list_keys(patterns)
-    named = list(filter(can_be_asked_for, listed))
-    keys = [key for key in named if key in part]
-    for start in range(0, len(keys), _KEYS_AT_ONCE):
-        some = keys[start : start + _KEYS_AT_ONCE]
-        yield await read_part(bucket, point, frozenset(some).__contains__, some, wild=wild)
-    if len(named) < len(listed) and part.number == 0:
-        # Any publisher can store keys that no request can name. One task reads the whole log for them.
-        yield await read_part(bucket, point, lambda key: not can_be_asked_for(key) and matches(key), None, wild=wild)
+def whole_log(point: ResolvedRevision, only: KeyClass | None = None) -> LogRange:
+    """Return the range that has every key of a revision."""
+    return LogRange(min(point.state.first_seq, point.revision), point.revision, only=only)
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
-    """What has changed since the revision of a range, so that the range may lack keys.
+class Found:
+    """Some entries of a part, delete markers included, or what is not known of it.
 
     Attributes:
-        overwritten: Keys that have another value now, and of which the history then is no longer stored.
-        deleted: The same of keys that are deleted now.
-        vanished: Whether keys may have vanished and left no message: they expired, or were purged.
+        entries: Entries.
+        overwritten: Keys whose entries are not known, because the history that they need is no longer stored.
+        deleted: The same; these are keys that are deleted now.
+        vanished: Whether other keys may have expired or been purged without a trace.
     """
 
+    entries: Sequence[KeyValueEntry] = ()
     overwritten: tuple[str, ...] = ()
     deleted: tuple[str, ...] = ()
     vanished: bool = False
 
 
-class RangeReader:
-    """Reads a range of a bucket's log, for one task; raises what `snapshot` raises."""
+async def read_class(
+    bucket: Bucket, point: ResolvedRevision, patterns: Sequence[str], part: KeyClass
+) -> AsyncGenerator[Found, None]:
+    """Yield the matching keys of a class, which the task lists and reads by name; raises what `snapshot` raises."""
+    matches, wild = matcher(patterns), not all(map(is_literal, patterns))
+    listed = await bucket.list_keys(patterns)
+    named = list(filter(can_be_asked_for, listed))
+    keys = [key for key in named if key in part]
+    for start in range(0, len(keys), _KEYS_AT_ONCE):
+        verdict = await read_names(bucket, point, keys[start : start + _KEYS_AT_ONCE], wild=wild)
+        yield Found(list(verdict.entries.values()), verdict.unavailable, vanished=verdict.lost)
+    if len(named) < len(listed) and part.number == 0:
+        # Any publisher can store keys that no request can name. One task reads the whole log for them.
+        reader = _RangeReader(bucket, point, lambda key: not can_be_asked_for(key) and matches(key), remember=True)
+        async with aclosing(reader.read(whole_log(point))) as found:
+            async for some in found:
+                yield some
 
-    def __init__(self, bucket: Bucket, point: ResolvedRevision, patterns: Sequence[str]) -> None:
+
+async def read_range(
+    bucket: Bucket, point: ResolvedRevision, patterns: Sequence[str], part: LogRange
+) -> AsyncGenerator[Found, None]:
+    """Yield the matching keys of a range; raises what `snapshot` raises, and StreamConfigMismatchError for new replicas."""
+    matches, only = matcher(patterns), part.only
+    if only is None:
+        reader = _RangeReader(bucket, point, matches)
+        if point.state.max_msgs_per_subject == 1:
+            yield await reader.missed()  # before the range is read in vain
+    else:
+        reader = _RangeReader(bucket, point, lambda key: key in only and matches(key), remember=True)
+    async with aclosing(reader.read(part)) as found:
+        async for some in found:
+            yield some
+
+
+class _RangeReader:
+    """Reads a range for one task; with `remember`, it reports only keys that it has not read."""
+
+    def __init__(
+        self, bucket: Bucket, point: ResolvedRevision, wanted: Callable[[str], bool], *, remember: bool = False
+    ) -> None:
         self._bucket = bucket
         self._point = point
-        self._subjects = bucket.subjects(matcher(patterns))
+        self._subjects = bucket.subjects(wanted)
         self._source = bucket.reader(point.revision)
         self._source.before = point.state
+        self._read: array[int] | None = array("q") if remember else None  # the hashes of the keys
         self._expires = False  # whether a message showed that messages have TTLs of their own
 
-    async def entries(self, part: LogRange) -> AsyncGenerator[list[KeyValueEntry], None]:
-        """Yield the entries of the range, delete markers included, some at a time (perhaps none)."""
-        state, name, key_of = self._point.state, self._bucket.name, self._subjects.key_of
-        every_message_counts = state.max_msgs_per_subject == 1 and not state.replicated
+    async def read(self, part: LogRange) -> AsyncGenerator[Found, None]:
+        """Yield the entries, a block at a time, and at the end what may be missing."""
+        name, remembered = self._bucket.name, self._read
+        async with aclosing(self._rows(part)) as blocks:
+            async for rows in blocks:
+                if remembered is not None:
+                    remembered.extend(map(hash, rows))
+                yield Found([entry_of(name, key, row) for key, row in rows.items()])
+        yield await self.missed()
+
+    async def _rows(self, part: LogRange) -> AsyncGenerator[dict[str, Row], None]:
+        """Yield the messages that decide their keys, by key."""
+        state, key_of = self._point.state, self._subjects.key_of
+        every_message_decides = state.max_msgs_per_subject == 1 and not state.replicated
         unnamed: dict[str, Row] = {}  # the newest rows of keys that no request can name
         async with aclosing(self._source.log(part.first, part.last, subject=part.subject)) as blocks:
             async for block in blocks:
@@ -127,35 +165,32 @@ class RangeReader:
                         rows[key] = row
                         if row[3] and shows_expiry(row[3]):
                             self._expires = True
-                if not every_message_counts:
+                if not every_message_decides:
                     unnamed |= {key: row for key, row in rows.items() if not can_be_asked_for(key)}
                     rows = await self._newest(rows)
-                yield [entry_of(name, key, row) for key, row in rows.items()]
+                yield rows
         if unnamed:
             async for block in self._source.log(part.last + 1, self._point.revision):
                 for _, subject, *_ in rows_of(block):
                     unnamed.pop(subject.removeprefix(self._bucket.prefix), None)
-            yield [entry_of(name, key, row) for key, row in unnamed.items()]
+            yield unnamed
 
     async def _newest(self, rows: dict[str, Row]) -> dict[str, Row]:
         """Return those of `rows` that are the newest of their keys up to the revision, if requests can name the keys."""
+        bucket, source, revision = self._bucket, self._source, self._point.revision
         found: dict[str, int] = {}  # by subject
 
         def take(messages: Iterable[Row]) -> None:
             for seq, subject, *_ in messages:
                 found[subject] = max(seq, found.get(subject, 0))
 
-        bucket, source, revision = self._bucket, self._source, self._point.revision
         keys = [key for key in rows if can_be_asked_for(key)]
         later = await read_newest(bucket, source, keys, revision, take)
         await read_earlier(bucket, source, list(later), self._point.state.lowest_seq, revision, take)
         return {key: row for key, row in rows.items() if found.get(row[1]) == row[0]}
 
-    async def changes(self) -> Changes:
-        """Return what has changed since the revision, so that what was read may lack keys.
-
-        Raises StreamConfigMismatchError if replicas were added, which may not have had everything.
-        """
+    async def missed(self) -> Found:
+        """Return which keys have changed since the revision, so that what was read until now may lack them."""
         point, source, before = self._point, self._source, self._point.state
         state = await state_since(self._bucket, point)
         if state.replicated and not before.replicated:
@@ -165,7 +200,7 @@ class RangeReader:
                 diff={"num_replicas": (before.config.get("num_replicas"), state.config.get("num_replicas"))},
             )
         if state.last_seq == point.revision or state.never_removed:
-            return Changes()
+            return Found()
         # If the limit was changed since, both may have removed messages.
         history = min(before.max_msgs_per_subject, state.max_msgs_per_subject)
         past, count = Past(self._subjects, revision=point.revision, history=history), 0
@@ -188,18 +223,26 @@ class RangeReader:
         end = await state_since(self._bucket, point)
         unread = end.last_seq - (state.last_seq if newest is None else newest.seq)
         if end.never_removed or (point.is_newest and end.messages - count - unread >= before.messages):
-            return Changes()  # as many messages up to the revision are stored as when it was the newest one
+            return Found()  # as many messages up to the revision are stored as when it was the newest one
         past.expires |= self._expires
-        vanished = past.emptied or may_have_vanished(end, past, point, expire=may_expire(end, past))
-        # A value that expired counts as vanished, whether or not its key was written again.
-        gone = past.verdict(named=(), wild=True, missing=True, lost=False).unavailable
-        if gone and history > 1:
-            gone = await self._not_stored(gone)
-        overwritten = tuple(key for key in gone if self._bucket.subject(key) not in deleted)
-        return Changes(overwritten, tuple(key for key in gone if self._bucket.subject(key) in deleted), vanished)
+        expire = may_expire(end, past)
+        # Keys whose values may have expired are reported only if it is known that this task has not read them.
+        verdict = past.verdict(named=(), wild=True, missing=True, lost=False, expire=expire and self._read is not None)
+        gone = await self._not_read(verdict.unavailable, stored_is_read=history > 1)
+        return Found(
+            overwritten=tuple(key for key in gone if self._bucket.subject(key) not in deleted),
+            deleted=tuple(key for key in gone if self._bucket.subject(key) in deleted),
+            vanished=past.emptied or may_have_vanished(end, past, point, expire=expire),
+        )
 
-    async def _not_stored(self, keys: Sequence[str]) -> tuple[str, ...]:
-        """Return those of `keys` of which no message up to the revision is stored, or no request can name them."""
+    async def _not_read(self, keys: Sequence[str], *, stored_is_read: bool) -> Sequence[str]:
+        """Return those of `keys` that this task may not have read: the others are remembered, or their values are stored."""
+        if self._read is not None:
+            wanted = set(map(hash, keys))
+            read = set(filter(wanted.__contains__, self._read))
+            return [key for key in keys if hash(key) not in read]
+        if not stored_is_read:
+            return keys
         bucket, stored = self._bucket, set[str]()  # by subject
 
         def take(messages: Iterable[Row]) -> None:
@@ -208,4 +251,4 @@ class RangeReader:
         named = list(filter(can_be_asked_for, keys))
         first, revision = self._point.state.lowest_seq, self._point.revision
         await read_earlier(bucket, self._source, named, first, revision, take)
-        return tuple(key for key in keys if bucket.subject(key) not in stored)
+        return [key for key in keys if bucket.subject(key) not in stored]

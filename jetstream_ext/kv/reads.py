@@ -40,8 +40,6 @@ _T = TypeVar("_T")
 _DEEP: Final = 3
 # A log of so many messages is read completely: that costs less than an answer with unavailable keys.
 _SMALL_LOG: Final = 16_000
-# Up to so many messages, the histories of keys that a read does not want are kept in memory, to explain what is missing.
-_MOST_EXPLAINED: Final = 1_000_000
 # So many messages of the log cost as much as looking up the last message of one key up to some revision.
 _ROWS_PER_LOOKUP: Final = 40
 # Keys per request. Servers answer for 1024 subjects; if one answers for fewer, the chunk is halved.
@@ -435,26 +433,17 @@ async def _read_past(
     return verdict, point
 
 
-async def read_part(
-    bucket: Bucket,
-    point: ResolvedRevision,
-    wanted: Callable[[str], bool],
-    names: Sequence[str] | None,
-    *,
-    wild: bool,
-) -> Verdict:
-    """Return what is known of some keys at a revision that was resolved earlier, perhaps by another process.
+async def read_names(bucket: Bucket, point: ResolvedRevision, keys: Sequence[str], *, wild: bool) -> Verdict:
+    """Return what is known of `keys` at a revision that was resolved earlier, perhaps by another process.
 
-    `names` are read by name, and None stands for all keys, of which the `wanted` ones are returned: then the whole log is
-    read. Either way, every key that the bucket has now is judged as one that the caller named. With `wild`, other keys may
-    have existed.
+    With `wild`, the verdict says as well whether keys that are not among them may have been lost.
 
     Raises StreamRecreatedError, or as `snapshot` does.
     """
+    subjects = bucket.subjects(frozenset(keys).__contains__)
 
     async def judge(state: StreamState) -> Verdict:
-        subjects = bucket.subjects(wanted)
-        return await _judge(bucket, _reader(bucket, state), subjects, state, point, named=names, names=names, wild=wild)
+        return await _judge(bucket, _reader(bucket, state), subjects, state, point, named=keys, names=keys, wild=wild)
 
     return await _under_the_same_limits(bucket, judge, point)
 
@@ -480,13 +469,13 @@ async def _judge(
     state: StreamState,
     point: ResolvedRevision,
     *,
-    named: Sequence[str] | None,
+    named: Sequence[str],
     names: Sequence[str] | None,
     wild: bool,
 ) -> Verdict:
     """Return what is known of a revision, by the `names` of keys (None: from the whole log).
 
-    `named` are the keys that the caller named (None: all that are found), and with `wild` there are patterns as well.
+    `named` are the keys that the caller named, and with `wild` there are patterns as well.
     """
     past = Past(subjects, revision=point.revision, history=state.max_msgs_per_subject)
     if point.revision < state.lowest_seq:
@@ -504,10 +493,9 @@ async def _judge(
             past = Past(subjects, revision=point.revision, history=state.max_msgs_per_subject)
             names = None
     if names is None:
-        explain = state.messages <= _MOST_EXPLAINED
 
         def take(found: Block | list[StoredMsg]) -> None:
-            past.feed(rows_of(found), log=explain)
+            past.feed(rows_of(found), log=True)
 
         up_to_revision = Gaps(state.lowest_seq, point.revision)
 
@@ -529,7 +517,7 @@ async def _judge(
         return past.verdict(named=(), wild=wild, missing=missing > 0, lost=False)
     expire = may_expire(end, past)
     return past.verdict(
-        named=past.found if named is None else named,
+        named=named,
         listed=names or (),
         wild=wild,
         missing=missing > 0,

@@ -1,15 +1,15 @@
 """The `jetstream_kv` data source: a bucket as a table, as of one revision, read through `jetstream_ext.kv`.
 
 The driver asks for the state of the bucket's stream and cuts the bucket into parts (`jetstream_ext.kv.parts`): classes of
-keys if that is cheap enough, ranges of the log for larger buckets. It lists no keys.
+keys, or ranges of the log of a large bucket. It lists no keys.
 
-If the value that a key had is no longer stored, a class has the present one with ``consistency=latest``, and ``strict``
-fails. A range cannot have the present one, because another range may have the earlier one. So it always fails.
+If the value that a key had is no longer stored, ``consistency=latest`` reads the present one, and ``strict`` fails. A range
+always fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -27,8 +27,7 @@ from jetstream_ext.errors import HistoryUnavailableError
 from jetstream_ext.kv import KeyValueEntry
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import EVERYTHING, key_text
-from jetstream_ext.kv.history import Verdict
-from jetstream_ext.kv.parts import Changes, KeyClass, LogRange, RangeReader, read_class
+from jetstream_ext.kv.parts import Found, KeyClass, LogRange, read_class, read_range, whole_log
 from jetstream_ext.kv.reads import ResolvedRevision, read_present, resolve_revision
 from jetstream_ext.protocol.subjects import is_literal
 from jetstream_ext.spark.connection import ask, connected, run_on_driver
@@ -144,13 +143,13 @@ async def _cut(
     context: JetStreamContext, bucket: Bucket, options: KvOptions, point: ResolvedRevision
 ) -> Sequence[KeyClass | LogRange]:
     state, patterns = point.state, options.keys
-    if all(map(is_literal, patterns)):
-        return _classes(options, len(patterns), by_name=True)
-    matching = await _count(context, bucket, options, point)
-    if matching <= _MOST_LISTED:
-        return _classes(options, matching, by_name=True)
+    named = all(map(is_literal, patterns))
+    matching = len(patterns) if named else await _count(context, bucket, options, point)
+    least = min(options.min_partitions, matching)
+    if named or matching <= _MOST_LISTED:
+        return _classes(max(1, least, -(-matching // _LISTED_PER_PARTITION)))
     if state.messages <= _SMALL_LOG and state.size <= _SMALL_BYTES:
-        return _classes(options, matching, by_name=False)
+        return [whole_log(point, keys) for keys in _classes(max(1, least))]
     behind = state.last_seq - point.revision
     if behind > _MOST_CHANGES:
         raise PlanningError(
@@ -160,18 +159,15 @@ async def _cut(
         )
     selective = patterns != (EVERYTHING,) and len(patterns) == 1 and matching * _FILTER_COST <= state.messages
     subject = bucket.subject(patterns[0]) if selective else None
-    first = min(state.first_seq, point.revision)
-    span = SequenceRange(state.name, first, point.revision, () if subject is None else (subject,))
+    whole = whole_log(point)
+    span = SequenceRange(state.name, whole.first, whole.last, () if subject is None else (subject,))
     count = max(options.min_partitions, -(-(matching if selective else state.messages) // _MESSAGES_PER_RANGE))
     cuts = await cut(context, await measure(context, state, span), count)
     return [LogRange(part.first, part.last, subject) for part in span.cut(cuts)]
 
 
-def _classes(options: KvOptions, keys: int, *, by_name: bool) -> list[KeyClass]:
-    # Each task that does not read by name reads everything.
-    least = -(-keys // _LISTED_PER_PARTITION) if by_name else 1
-    count = max(min(options.min_partitions, keys), least, 1)
-    return [KeyClass(number, count, by_name) for number in range(count)]
+def _classes(count: int) -> list[KeyClass]:
+    return [KeyClass(number, count) for number in range(count)]
 
 
 async def _count(context: JetStreamContext, bucket: Bucket, options: KvOptions, point: ResolvedRevision) -> int:
@@ -204,73 +200,58 @@ def read_keys(options: KvOptions, schema: StructType, part: BucketPart | None) -
 
 
 async def _read(bucket: Bucket, options: KvOptions, part: BucketPart) -> AsyncGenerator[list[KeyValueEntry], None]:
-    """Yield the entries of a part, some at a time (perhaps none)."""
+    """Yield the entries of a part, some at a time (perhaps none); raise HistoryUnavailableError if some cannot be had."""
     point, keys = part.point, part.keys
-    if isinstance(keys, KeyClass):
-        lost = False
-        async with aclosing(read_class(bucket, point, options.keys, keys)) as verdicts:
-            async for verdict in verdicts:
-                lost |= verdict.lost
-                yield await _resolve(bucket, options, point, verdict)
-        _check_lost(options, point, lost)
-        return
-    reader = RangeReader(bucket, point, options.keys)
-    if point.state.max_msgs_per_subject == 1:
-        _check_changes(options, point, await reader.changes())  # before the range is read in vain
-    async with aclosing(reader.entries(keys)) as blocks:
-        async for entries in blocks:
-            yield _without_deleted(options, entries)
-    _check_changes(options, point, await reader.changes())
-
-
-def _without_deleted(options: KvOptions, entries: Iterable[KeyValueEntry]) -> list[KeyValueEntry]:
-    return [entry for entry in entries if options.include_deleted or entry.operation == "PUT"]
-
-
-async def _resolve(
-    bucket: Bucket, options: KvOptions, point: ResolvedRevision, verdict: Verdict
-) -> list[KeyValueEntry]:
-    """Return the entries of some keys: those of the revision, and of keys whose values then are gone the present ones.
-
-    A strict read raises HistoryUnavailableError instead.
-    """
-    entries, gone = _without_deleted(options, verdict.entries.values()), verdict.unavailable
-    if options.strict and gone:
+    count, vanished = 0, False
+    async with aclosing(_found(bucket, options, part)) as found:
+        async for some in found:
+            entries = [entry for entry in some.entries if options.include_deleted or entry.operation == "PUT"]
+            count += len(entries)
+            vanished |= some.vanished
+            if isinstance(keys, LogRange) and keys.only is None:
+                _check_range(options, point, some)
+            elif gone := some.overwritten + some.deleted:
+                _check_class(options, point, gone, count + len(gone))
+                entries += (await read_present(bucket, point, gone, include_deletes=options.include_deleted)).values()
+            yield entries
+    if options.strict and vanished:
         raise HistoryUnavailableError(
-            f"{_name(options, point)}: the history needed for {len(gone)} of {len(entries) + len(gone)} keys (such as "
-            f"{gone[0]!r}) is no longer stored; keep more history, or use consistency=latest",
+            f"{_name(options, point)}: keys may be missing, because messages up to this revision may have expired or been "
+            "purged; let `jetstream_ext.kv.enable` record since when the bucket's limits hold and keep the delete markers of "
+            "expired keys, or use consistency=latest"
+        )
+
+
+def _found(bucket: Bucket, options: KvOptions, part: BucketPart) -> AsyncGenerator[Found, None]:
+    if isinstance(part.keys, KeyClass):
+        return read_class(bucket, part.point, options.keys, part.keys)
+    return read_range(bucket, part.point, options.keys, part.keys)
+
+
+def _check_class(options: KvOptions, point: ResolvedRevision, gone: tuple[str, ...], count: int) -> None:
+    """Raise HistoryUnavailableError for a strict read; otherwise keys have their present values."""
+    if options.strict:
+        raise HistoryUnavailableError(
+            f"{_name(options, point)}: the history needed for {len(gone)} of {count} keys (such as {gone[0]!r}) is no longer "
+            "stored; keep more history, or use consistency=latest",
             keys=gone,
         )
-    if gone:
-        present = await read_present(bucket, point, gone, include_deletes=options.include_deleted)
-        entries += present.values()
-    return entries
 
 
-def _check_changes(options: KvOptions, point: ResolvedRevision, changes: Changes) -> None:
-    """Raise HistoryUnavailableError if the rows of a range may lack keys.
+def _check_range(options: KvOptions, point: ResolvedRevision, found: Found) -> None:
+    """Raise HistoryUnavailableError if a range may lack keys: only those may be missing that have no present value.
 
-    With ``consistency=latest``, keys without a present value may be missing.
+    A range cannot have present values, because another range may have had the earlier ones.
     """
-    gone = changes.overwritten
+    gone = found.overwritten
     if options.strict or options.include_deleted:
-        gone += changes.deleted
+        gone += found.deleted
     if gone:
         raise HistoryUnavailableError(
             f"{_name(options, point)}: rows may be missing, because the history needed for {len(gone)} of the keys that have "
             f"changed since (such as {gone[0]!r}) is no longer stored; keep more history (at least 2), read fewer keys with "
             "the option 'keys', or read while no key changes",
             keys=gone,
-        )
-    _check_lost(options, point, changes.vanished)
-
-
-def _check_lost(options: KvOptions, point: ResolvedRevision, lost: bool) -> None:
-    if options.strict and lost:
-        raise HistoryUnavailableError(
-            f"{_name(options, point)}: keys may be missing, because messages up to this revision may have expired or been "
-            "purged; let `jetstream_ext.kv.enable` record since when the bucket's limits hold and keep the delete markers of "
-            "expired keys, or use consistency=latest"
         )
 
 

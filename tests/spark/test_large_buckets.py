@@ -213,16 +213,24 @@ class TestThePlan:
         assert max(sizes) < 2 * min(sizes)
 
     @pytest.mark.parametrize(
-        ("limit", "kind"), [("_MOST_LISTED", KeyClass), ("_SMALL_LOG", LogRange), ("_SMALL_BYTES", LogRange)]
+        ("exceeded", "cut"),
+        [
+            ([], "by name"),
+            (["_MOST_LISTED"], "whole log"),
+            (["_MOST_LISTED", "_SMALL_LOG"], "ranges"),
+            (["_MOST_LISTED", "_SMALL_BYTES"], "ranges"),
+        ],
     )
-    def test_a_larger_bucket_is_cut_otherwise(
-        self, make: Callable[..., Read], monkeypatch: pytest.MonkeyPatch, limit: str, kind: type
+    def test_the_size_of_a_bucket_decides_how_it_is_cut(
+        self, make: Callable[..., Read], monkeypatch: pytest.MonkeyPatch, exceeded: list[str], cut: str
     ) -> None:
         read = make(fill)
-        for name in ("_MOST_LISTED", limit):
+        for name in exceeded:
             monkeypatch.setattr(kv, name, KEYS - 1)
         read.plan()
-        assert {type(part.keys) for part in read.parts} == {kind}
+        for part in read.parts:
+            in_class = isinstance(part.keys, KeyClass)
+            assert cut == ("by name" if in_class else "whole log" if part.keys.only else "ranges")
         assert read.values() == EVERY_KEY
 
 
