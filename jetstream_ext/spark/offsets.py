@@ -43,7 +43,7 @@ class Position:
     created: str  # when the stream was created, as the server writes it; empty: it did not exist
     seq: int  # the last sequence that was read (0: none)
     # Of the stream's last and first messages when the position was made (`StreamState.ends`): servers change `created` of a
-    # stream that stays the same, but never the time of a message.
+    # stream that stays the same, but never the time of a message. Empty: unknown (version 1), or there was no stream.
     ends: Ends = ()
     # The plan of the micro-batch that ends here: the first sequence that it reads, and where its other partitions begin.
     first: int | None = None
@@ -55,7 +55,12 @@ class Position:
 
     @classmethod
     def at(cls, state: StreamState, seq: int) -> Position:
-        return cls(state.created, seq, state.ends)
+        return cls(state.created, seq, state.ends or ((0, state.last_time),))
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the stream had not reached `seq` when the position was made, so that the query waits for it."""
+        return bool(self.ends) and self.seq > self.ends[0][0]
 
     def without_plan(self) -> Position:
         return replace(self, first=None, cuts=(), head=None, skipped=None)
@@ -67,7 +72,8 @@ def identity(stream: str, created: str, ends: Ends) -> StreamState:
     if ends:
         (last, last_time), (first, first_time) = ends[0], ends[-1]
         known = replace(known, last_seq=last, last_time=last_time, first_seq=first, first_time=first_time)
-    return replace(known, messages=len(ends) - 1)  # without a message, only the last sequence is known
+        known = replace(known, messages=len(ends) - 1)  # with none, only the last sequence is known
+    return known
 
 
 @dataclass(frozen=True, slots=True)
