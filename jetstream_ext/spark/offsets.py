@@ -28,6 +28,7 @@ from jetstream_ext.protocol.numbers import json_number, json_text
 from jetstream_ext.protocol.options import rfc3339
 
 VERSION: Final = 2
+_LARGEST: Final = (1 << 63) - 1  # the column `seq` is a long
 
 Ends: TypeAlias = tuple[tuple[int, datetime], ...]
 
@@ -116,19 +117,19 @@ def decode(offset: Mapping[str, Any]) -> Offset:
     try:
         streams = {name: _decode_position(at) for name, at in offset["streams"].items()}
         return Offset(streams, _optional(offset, "partitions"), version)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         shown = reprlib.repr(offset)  # that of a nested list could raise RecursionError
         raise OffsetError(f"the checkpoint holds no offset of format 'jetstream': {shown} ({error})") from None
 
 
 def _decode_position(at: Mapping[str, Any]) -> Position:
-    ends = tuple((json_number(seq, "ends"), parse_time(time)) for seq, time in at.get("ends") or ())
+    ends = tuple((_sequence(seq, "ends"), parse_time(time)) for seq, time in at.get("ends") or ())
     return Position(
         json_text(at["created"], "created"),
-        json_number(at["seq"], "seq"),
+        _sequence(at["seq"], "seq"),
         ends,
         _optional(at, "first"),
-        tuple(json_number(cut, "cuts") for cut in at.get("cuts") or ()),
+        tuple(_sequence(cut, "cuts") for cut in at.get("cuts") or ()),
         _optional(at, "head"),
         _optional(at, "skipped"),
     )
@@ -136,7 +137,11 @@ def _decode_position(at: Mapping[str, Any]) -> Position:
 
 def _optional(holder: Mapping[str, Any], name: str) -> int | None:
     value = holder.get(name)
-    return None if value is None else json_number(value, name)
+    return None if value is None else _sequence(value, name)
+
+
+def _sequence(value: object, name: str) -> int:
+    return json_number(value, name, high=_LARGEST)
 
 
 def lag(progress: Any) -> dict[str, int]:

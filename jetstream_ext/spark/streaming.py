@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from nats.js import JetStreamContext
@@ -31,6 +32,7 @@ from jetstream_ext.spark.options import Bound, OptionError, ReadOptions
 from jetstream_ext.spark.planning import (
     STREAMS_AT_ONCE,
     Measured,
+    PlanningError,
     count_from,
     cut,
     first_from,
@@ -286,6 +288,16 @@ class Follower:
         start = self._options.starting.of(stream)
         if start == "earliest":
             return Position.at(state, 0)  # the stream may start later by the time it is read
+        if isinstance(start, datetime) and start > state.now:
+            # The next message may be stored before this time.
+            wait = (start - state.now).total_seconds()
+            if wait > self._options.connection.timeout:
+                raise PlanningError(
+                    f"startingTime {start.isoformat()} is in the future: the server's time is {state.now.isoformat()}; start the "
+                    "query later, or use startingOffsets=latest"
+                )
+            await asyncio.sleep(wait)
+            return await self._start(context, stream)
         first = await first_from(context, state, start)
         if isinstance(start, int) and first > state.last_seq + 1:
             report_data_loss(

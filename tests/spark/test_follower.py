@@ -1,11 +1,12 @@
 """The position of a streaming query in its streams, without Spark."""
 
+import asyncio
 import itertools
 import json
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -94,11 +95,12 @@ async def test_partitions_depend_on_offsets_only(js: JetStreamContext, make: Cal
     assert [part.from_head for part in parts] == [True, True, True, False]
 
 
-@pytest.mark.parametrize("options", [{"startingOffsets": "latest"}, {"startingTime": "2100-01-01T00:00:00Z"}])
+@pytest.mark.parametrize("option", ["startingOffsets", "startingTime"])
 async def test_a_start_that_depends_on_the_moment_is_pinned(
-    js: JetStreamContext, make: Callable[..., Awaitable[str]], options: dict[str, str]
+    js: JetStreamContext, make: Callable[..., Awaitable[str]], option: str
 ) -> None:
     name = await make(10)
+    options = {option: "latest" if option == "startingOffsets" else datetime.now(UTC).isoformat()}
     query = follower(name, **options)
     start = await query.initial(js)
     await more(js, name, 2)
@@ -106,11 +108,11 @@ async def test_a_start_that_depends_on_the_moment_is_pinned(
     assert await query.latest(js, start) == start  # batch 0 is empty and puts it into the checkpoint
     end = await query.latest(js, start)
     assert (seqs(start), seqs(end)) == ({name: 10}, {name: 12})
-    # The query died before batch 0 was committed: the start is resolved again, later, and the end of the batch stays.
+    # The query died before batch 0 was committed: the start is resolved again, maybe later, and the end of the batch stays.
     again = follower(name, **options)
     await more(js, name, 3)
     moved = await again.initial(js)
-    assert seqs(moved) == {name: 15}
+    assert seqs(moved) == {name: 15 if option == "startingOffsets" else 10}
     assert await again.plan(js, moved, start) == []
     assert seqs(await again.latest(js, start)) == {name: 15}
 
@@ -169,6 +171,22 @@ async def test_a_query_starts_at_a_time(js: JetStreamContext, make: Callable[...
     assert seqs(await follower(name, startingTime=when).latest(js, None)) == {name: 10}
     await more(js, name, 5)
     assert seqs(await follower(name, startingTime=when).initial(js)) == seqs(start)
+
+
+async def test_a_query_that_starts_in_the_future_reads_nothing_that_is_stored_before(
+    js: JetStreamContext, make: Callable[..., Awaitable[str]]
+) -> None:
+    name = await make(10)
+    soon = datetime.now(UTC) + timedelta(seconds=1)
+    query = follower(name, startingTime=soon.isoformat())
+    starting = asyncio.create_task(query.initial(js))
+    await asyncio.sleep(0.1)
+    await more(js, name, 5)
+    start = await starting
+    assert datetime.now(UTC) >= soon
+    assert seqs(start) == {name: 15}
+    with pytest.raises(PlanningError, match="startingTime .* is in the future"):
+        await follower(name, startingTime="2100-01-01T00:00:00Z").initial(js)
 
 
 async def test_streams_share_a_limit_by_their_backlogs(
