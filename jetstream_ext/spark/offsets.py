@@ -28,6 +28,7 @@ from jetstream_ext.protocol.numbers import json_number, json_text
 from jetstream_ext.protocol.options import rfc3339
 
 VERSION: Final = 2
+_LARGEST: Final = (1 << 63) - 1  # the column `seq` is a long
 
 Ends: TypeAlias = tuple[tuple[int, datetime], ...]
 
@@ -43,7 +44,7 @@ class Position:
     created: str  # when the stream was created, as the server writes it; empty: it did not exist
     seq: int  # the last sequence that was read (0: none)
     # Of the stream's last and first messages when the position was made (`StreamState.ends`): servers change `created` of a
-    # stream that stays the same, but never the time of a message.
+    # stream that stays the same, but never the time of a message. Empty: unknown (version 1), or there was no stream.
     ends: Ends = ()
     # The plan of the micro-batch that ends here: the first sequence that it reads, and where its other partitions begin.
     first: int | None = None
@@ -55,7 +56,12 @@ class Position:
 
     @classmethod
     def at(cls, state: StreamState, seq: int) -> Position:
-        return cls(state.created, seq, state.ends)
+        return cls(state.created, seq, state.ends or ((0, state.last_time),))
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the stream had not reached `seq` when the position was made, so that the query waits for it."""
+        return bool(self.ends) and self.seq > self.ends[0][0]
 
     def without_plan(self) -> Position:
         return replace(self, first=None, cuts=(), head=None, skipped=None)
@@ -67,7 +73,8 @@ def identity(stream: str, created: str, ends: Ends) -> StreamState:
     if ends:
         (last, last_time), (first, first_time) = ends[0], ends[-1]
         known = replace(known, last_seq=last, last_time=last_time, first_seq=first, first_time=first_time)
-    return replace(known, messages=max(0, len(ends) - 1))  # without a message, only the last sequence is known
+        known = replace(known, messages=len(ends) - 1)  # with none, only the last sequence is known
+    return known
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +117,19 @@ def decode(offset: Mapping[str, Any]) -> Offset:
     try:
         streams = {name: _decode_position(at) for name, at in offset["streams"].items()}
         return Offset(streams, _optional(offset, "partitions"), version)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         shown = reprlib.repr(offset)  # that of a nested list could raise RecursionError
         raise OffsetError(f"the checkpoint holds no offset of format 'jetstream': {shown} ({error})") from None
 
 
 def _decode_position(at: Mapping[str, Any]) -> Position:
-    ends = tuple((json_number(seq, "ends"), parse_time(time)) for seq, time in at.get("ends") or ())
+    ends = tuple((_sequence(seq, "ends"), parse_time(time)) for seq, time in at.get("ends") or ())
     return Position(
         json_text(at["created"], "created"),
-        json_number(at["seq"], "seq"),
+        _sequence(at["seq"], "seq"),
         ends,
         _optional(at, "first"),
-        tuple(json_number(cut, "cuts") for cut in at.get("cuts") or ()),
+        tuple(_sequence(cut, "cuts") for cut in at.get("cuts") or ()),
         _optional(at, "head"),
         _optional(at, "skipped"),
     )
@@ -130,7 +137,11 @@ def _decode_position(at: Mapping[str, Any]) -> Position:
 
 def _optional(holder: Mapping[str, Any], name: str) -> int | None:
     value = holder.get(name)
-    return None if value is None else json_number(value, name)
+    return None if value is None else _sequence(value, name)
+
+
+def _sequence(value: object, name: str) -> int:
+    return json_number(value, name, high=_LARGEST)
 
 
 def lag(progress: Any) -> dict[str, int]:

@@ -27,6 +27,8 @@ Bound: TypeAlias = Literal["earliest", "latest"] | int | datetime
 """Where a read starts or ends: an end of the stream when the read is planned, a stream sequence, or an aware time."""
 
 _SIZE_UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+MOST_PARTITIONS: Final = 100_000
+"""The largest number of partitions of a read: Spark keeps all of them in the memory of its driver."""
 # A batch of the server has at most 1000 messages, one of which is the marker.
 _MAX_TRANSACTION_ROWS: Final = 999
 # Options that users will try; the value is a secret and must appear nowhere.
@@ -183,6 +185,13 @@ def _positive(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", text.strip()) or not int(text):
         raise ValueError(f"{text!r} is not an integer of at least 1")
     return int(text)
+
+
+def _partitions(text: str) -> int:
+    number = _positive(text)
+    if number > MOST_PARTITIONS:
+        raise ValueError(f"{number} is more than {MOST_PARTITIONS}, which is the most that a read can have")
+    return number
 
 
 def _transaction_rows(text: str) -> int:
@@ -362,7 +371,7 @@ class ReadOptions:
     ending: Bounds
     subjects: tuple[str, ...] = _option("subjects", _names(check_filter), ())  # any may match; none: all messages
     stream_pattern: re.Pattern[str] | None = _option("streamPattern", _pattern)  # noqa: RUF009 - of whole names
-    min_partitions: int = _option("minPartitions", _positive, 2)
+    min_partitions: int = _option("minPartitions", _partitions, 2)
     max_bytes_per_partition: int = _option("maxBytesPerPartition", _size, 64 << 20)
     fail_on_data_loss: bool = _option("failOnDataLoss", _boolean, True)
     tail_check: bool = _option("tailCheck", _boolean, True)
@@ -404,7 +413,8 @@ class ReadOptions:
             ending=_bounds(reader, "ending", named, "latest"),
             **values,
         )
-        for stream in streams:
+        # With a pattern, "" stands for the streams that only the common start and end apply to.
+        for stream in streams or ("", *read.starting.each, *read.ending.each):
             start, end = read.starting.of(stream), read.ending.of(stream)
             if end == "earliest":
                 reader.fail("endingOffsets", "a read cannot end at 'earliest'; give 'latest' or a last sequence")
@@ -471,7 +481,7 @@ class KvOptions:
     include_deleted: bool = _option("includeDeleted", _boolean, False)
     # Fail where the value that a key had then is no longer stored, instead of returning its present value.
     strict: bool = _option("consistency", _choice(latest=False, strict=True), False)
-    min_partitions: int = _option("minPartitions", _positive, 2)
+    min_partitions: int = _option("minPartitions", _partitions, 2)
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> KvOptions:

@@ -5,6 +5,7 @@ The batch reader uses all of it; streaming queries use the checks, the counts an
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Final, TypeVar
@@ -19,7 +20,7 @@ from jetstream_ext.errors import ErrorCode, JetStreamExtError, StreamRecreatedEr
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.spark.connection import ask
 from jetstream_ext.spark.offsets import Position, identity
-from jetstream_ext.spark.options import Bound, ReadOptions
+from jetstream_ext.spark.options import MOST_PARTITIONS, Bound, ReadOptions
 from jetstream_ext.spark.pushed import PushedFilters
 from jetstream_ext.spark.ranges import Search, SequenceRange, balanced_cuts, even_cuts, shares
 from jetstream_ext.text import get_logger
@@ -29,14 +30,14 @@ _log = get_logger("spark")
 # How many streams are asked about, and how many counts are asked for, at a time.
 STREAMS_AT_ONCE: Final = 64
 _COUNTS_AT_ONCE: Final = 16
+# Balance alone is worth so many counts, or two for each partition.
+_MOST_COUNTS: Final = 512
 
 # Filtering costs the server about as much as sending five times as many messages. Where more than this share of the
 # messages matches, the executor reads all of them and filters.
 _SELECTIVE: Final = 0.2
 # Where more than this share of the sequences has a message, cuts by sequence are even enough.
 _DENSE: Final = 0.9
-# Spark keeps every partition in the memory of its driver.
-_MOST_PARTITIONS: Final = 100_000
 # A range of fewer sequences is read and cut without being counted, unless a limit needs its count.
 _FEW: Final = 1_000
 
@@ -109,6 +110,8 @@ async def readable_state(context: JetStreamContext, options: ReadOptions, stream
 
 async def is_same(context: JetStreamContext, before: Position | SequenceRange, state: StreamState) -> bool:
     """Return whether `state` is that of the stream of a position or a range."""
+    if before.ends and before.ends[0][0] == 0:
+        return True  # that stream had no message, so none can have been read or lost
     js = Context(context)
     known = identity(state.name, before.created, before.ends)
     try:
@@ -208,10 +211,11 @@ async def cut(
 ) -> tuple[int, ...]:
     """Return where to cut a range into about `parts` partitions, none of which has more than `max_records` rows."""
     span = found.span
-    if max_records is not None and (needed := -(-found.rows // max_records)) > _MOST_PARTITIONS:
+    needed = parts if max_records is None else max(parts, -(-found.rows // max_records))
+    if needed > MOST_PARTITIONS:
         raise PlanningError(
-            f"stream {span.stream!r}: its {found.rows} messages would make {needed} partitions of {max_records} rows, and a read has "
-            f"{_MOST_PARTITIONS} at most; raise maxRecordsPerPartition, or read less at once (maxRowsPerTrigger, endingOffsets)"
+            f"stream {span.stream!r}: its {found.rows} messages would make {needed} partitions, and a read has {MOST_PARTITIONS} at "
+            "most; raise maxRecordsPerPartition or maxBytesPerPartition, or read less at once (maxRowsPerTrigger, endingOffsets)"
         )
     if found.even:
         if max_records is not None:
@@ -219,20 +223,25 @@ async def cut(
         return even_cuts(span.first, span.last, parts)
     if max_records is None and (parts < 2 or len(span) <= parts):
         return even_cuts(span.first, span.last, parts)
-    cuts = await run_search(context, span, balanced_cuts(span.first, span.last, parts, max_records))
+    probes = max(_MOST_COUNTS, 2 * parts) // max(1, len(span.filters))
+    cuts = await run_search(context, span, balanced_cuts(span.first, span.last, parts, max_records, probes=probes))
     return cuts or even_cuts(span.first, span.last, parts)
 
 
 # -- the plan of a batch read -------------------------------------------------------------------------------------
 
 
-async def streams_of(context: JetStreamContext, options: ReadOptions) -> tuple[str, ...]:
-    """Return the streams to read: those that the options name, or those that match their pattern now."""
+async def streams_of(context: JetStreamContext, options: ReadOptions, known: Iterable[str] = ()) -> tuple[str, ...]:
+    """Return the streams to read: those that the options name, or those that match their pattern now.
+
+    The server lists names in pages; a deletion between two of them hides a stream. So the `known` streams that match are
+    returned as well, and whoever looks at them finds out which ones are gone.
+    """
     if (pattern := options.stream_pattern) is None:
         return options.streams
     js = Context(context)
     names = await ask(js.timeout, lambda left: stream_names(Api(js, left)))
-    return tuple(sorted(name for name in names if pattern.fullmatch(name)))
+    return tuple(sorted(name for name in {*names, *known} if pattern.fullmatch(name)))
 
 
 async def plan_read(

@@ -23,8 +23,6 @@ Search: TypeAlias = Generator[list[int], list[int], _Result]
 _CELLS_PER_PARTITION: Final = 4
 # In how many parts a cell with too many messages is divided at once.
 _DIVISIONS: Final = 8
-# A search that only balances stops after so many probes, or two for each partition.
-_MOST_PROBES: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +83,26 @@ def shares(weights: Sequence[int], most: Sequence[int], least: Sequence[int], to
     return counts
 
 
-def balanced_cuts(first: int, last: int, parts: int, most: int | None = None) -> Search[tuple[int, ...]]:
-    """Return cuts that make about `parts` ranges of about as many messages each, and none of more than `most`."""
+def balanced_cuts(
+    first: int, last: int, parts: int, most: int | None = None, *, probes: int = 512
+) -> Search[tuple[int, ...]]:
+    """Return cuts that make about `parts` ranges of about as many messages each, and none of more than `most`.
+
+    No more than `probes` questions are asked for balance alone.
+    """
     following = dict(zip((first, last + 1), (yield [first, last + 1]), strict=True))
     total = following[first] - following[last + 1]
     if most is not None:
         parts = max(parts, -(-total // most))
     if parts < 2 or total < 2:
         return ()
-    probes, wanted = max(_MOST_PROBES, 2 * parts), max(1, total // (parts * _CELLS_PER_PARTITION))
+    wanted = max(1, total // (parts * _CELLS_PER_PARTITION))
     bounds = [first, last + 1]
     while True:
-        limit = wanted if probes > 0 else most or total
-        if not (points := _inside_of_heavy_cells(bounds, following, limit)):
+        points = _inside_of_heavy_cells(bounds, following, wanted)
+        if len(points) > probes:  # even enough
+            points = _inside_of_heavy_cells(bounds, following, most or total)
+        if not points:
             break
         following |= zip(points, (yield points), strict=True)
         probes -= len(points)
@@ -140,8 +145,11 @@ def _filled(bounds: Sequence[int], counts: Sequence[int], most: int) -> tuple[in
     return tuple(cuts)
 
 
-def end_of_rows(first: int, last: int, rows: int) -> Search[int]:
-    """Return the last sequence of a range that starts at `first` and has the next `rows` messages, or `last`."""
+def end_of_rows(first: int, last: int, rows: int, *, divisions: int = _DIVISIONS) -> Search[int]:
+    """Return the last sequence of a range that starts at `first` and has the next `rows` messages, or `last`.
+
+    More `divisions` need fewer rounds of questions, and fewer need fewer questions.
+    """
     low, high = first, last + 1
     at_low, at_high = yield [low, high]
     wanted = at_low - rows
@@ -149,7 +157,7 @@ def end_of_rows(first: int, last: int, rows: int) -> Search[int]:
         return last
     # More messages than wanted follow from `low` on, and fewer from `high` on.
     while at_low > wanted and high - low > 1:
-        points = list(even_cuts(low, high - 1, _DIVISIONS))
+        points = list(even_cuts(low, high - 1, divisions))
         counts = yield points
         # Counts descend: the last point from which at least `wanted` follow, and the one after it.
         place = bisect_right(counts, -wanted, key=lambda count: -count)

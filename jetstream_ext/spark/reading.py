@@ -26,7 +26,7 @@ from jetstream_ext.protocol.subjects import SubjectMatcher
 from jetstream_ext.spark.connection import connected
 from jetstream_ext.spark.loss import HeadWatch
 from jetstream_ext.spark.options import ReadOptions
-from jetstream_ext.spark.planning import is_same, report_data_loss, state_of
+from jetstream_ext.spark.planning import DataLossError, is_same, report_data_loss, state_of
 from jetstream_ext.spark.ranges import SequenceRange
 
 # The size of a record batch: large enough to hide Spark's cost per batch, small enough for limit() to stop early.
@@ -147,7 +147,10 @@ async def _same_stream(context: JetStreamContext, options: ReadOptions, part: Se
     state = await state_of(context, part.stream)
     if state is not None and (not part.created or await is_same(context, part, state)):
         return state
-    report_data_loss(options, f"stream {part.stream!r} was deleted or re-created while it was read")
+    what = f"stream {part.stream!r} was deleted or re-created while it was read"
+    if state is not None and options.on_recreate == "fail":
+        raise DataLossError(what)
+    report_data_loss(options, what)
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from nats.js import JetStreamContext
 
@@ -29,12 +29,9 @@ class Resumed:
 
 
 async def resume(
-    context: JetStreamContext, options: ReadOptions, before: Position, state: StreamState, *, waits: bool
+    context: JetStreamContext, options: ReadOptions, before: Position, state: StreamState
 ) -> Resumed | None:
-    """Return where to go on in a stream that may have been re-created or truncated; None: it was deleted meanwhile.
-
-    With `waits`, the query starts at a sequence that the stream may not have reached.
-    """
+    """Return where to go on in a stream that may have been re-created or truncated; None: it was deleted meanwhile."""
     earliest = options.starting.of(state.name) == "earliest"
     if not before.created:  # it did not exist when the query started
         return Resumed(Position.at(state, 0), state, from_head=True)
@@ -43,27 +40,34 @@ async def resume(
         if go_on_in(options, state) == "keep":
             return Resumed(Position.at(state, before.seq), state, changed=True)
         return Resumed(Position.at(state, 0), state, from_head=True, changed=True)
-    if state.last_seq < before.seq and not waits and options.on_recreate != "keep":
+    if state.last_seq < before.seq and not before.is_ahead and options.on_recreate != "keep":
         found = await not_behind(context, options, state, before.seq)
         if found is None:
             return None
         if recreated(state.created, found.created):
-            return await resume(context, options, before, found, waits=waits)
+            return await resume(context, options, before, found)
         if found.last_seq < before.seq:
             return Resumed(Position.at(found, 0), found, from_head=True, changed=True)
         state = found
     return Resumed(before, state, from_head=before.seq == 0 and earliest)
 
 
+_ADVICE: Final = (
+    "Set the option onRecreate to 'earliest' to read all of the new stream, or to 'keep' to go on at the same sequence, as "
+    "in a stream that was restored from a backup"
+)
+
+
+def _choice(options: ReadOptions) -> Literal["fail", "earliest", "keep"]:
+    return options.on_recreate or ("fail" if options.fail_on_data_loss else "earliest")
+
+
 def go_on_in(options: ReadOptions, state: StreamState) -> Literal["earliest", "keep"]:
     """Return how to go on in a stream that was re-created; raise DataLossError if the query is to fail."""
-    choice = options.on_recreate or ("fail" if options.fail_on_data_loss else "earliest")
+    choice = _choice(options)
     what = f"stream {state.name!r} was deleted and re-created at {state.created}"
     if choice == "fail":
-        raise DataLossError(
-            f"{what}, and the query has read the stream before it. Set the option onRecreate to 'earliest' to read all of the "
-            "new stream, or to 'keep' to go on at the same sequence, as in a stream that was restored from a backup"
-        )
+        raise DataLossError(f"{what}, and the query has read the stream before it. {_ADVICE}")
     where = "at its first message" if choice == "earliest" else "at the same sequence"
     _log.warning("%s; going on %s, because of onRecreate or failOnDataLoss", what, where)
     return choice
@@ -114,12 +118,12 @@ async def still_there(
         found = await settled(context, options, state, span.last)
     if found is None:
         return None
-    if not await is_same(context, at, found) and options.on_recreate != "keep":
+    choice = _choice(options)
+    if choice != "keep" and not await is_same(context, at, found):
         lost = f"{what} are lost: the stream was deleted and re-created at {found.created}"
-        if options.on_recreate == "earliest":
-            _log.warning("%s", lost)
-        else:
-            report_data_loss(options, lost)
+        if choice == "fail":
+            raise DataLossError(f"{lost}. {_ADVICE}")
+        _log.warning("%s", lost)
         return None
     if found.last_seq < span.last:
         report_data_loss(options, f"{what} cannot be read: the stream ends at {found.last_seq}")

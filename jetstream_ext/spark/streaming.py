@@ -15,8 +15,9 @@ Spark keeps the offsets; no state here has to survive the process. Two rules:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from nats.js import JetStreamContext
@@ -27,10 +28,11 @@ from jetstream_ext.client.api import gather_bounded
 from jetstream_ext.protocol.api import StreamState, recreated
 from jetstream_ext.spark.connection import run_on_driver
 from jetstream_ext.spark.offsets import Offset, Position, decode, encode
-from jetstream_ext.spark.options import OptionError, ReadOptions
+from jetstream_ext.spark.options import Bound, OptionError, ReadOptions
 from jetstream_ext.spark.planning import (
     STREAMS_AT_ONCE,
     Measured,
+    PlanningError,
     count_from,
     cut,
     first_from,
@@ -152,9 +154,10 @@ class _Found:
 class _ToRead:
     """The range of one stream in a micro-batch, and where to cut it."""
 
-    span: SequenceRange
+    span: SequenceRange  # as it was planned, so that its partitions stay the same
     cuts: tuple[int, ...] | None  # None: evenly, in as many ranges as there are partitions left
-    reported: int  # what is missing below this sequence is no loss, or was reported already
+    reported: int = 0  # what is missing below this sequence is no loss, or was reported already
+    last: int = 0  # the last sequence that is still there
 
 
 class Follower:
@@ -215,6 +218,8 @@ class Follower:
         if begun.streams.keys() == found.keys() and not any(one.backlog or one.changed for one in found.values()):
             self._note_idle()
             return dict(start)
+        # Not in `plan`: Spark writes this offset down before, and then a stream that was left out could not be added again.
+        self._report_removed(begun, found)
         self._pause, self._next_ask, self._waiting_since = 0.0, 0.0, None
         end = await self._end_of(context, found, rows, size)
         self._returned = encode(end)
@@ -229,15 +234,8 @@ class Follower:
     ) -> list[SequenceRange]:
         """Return the partitions of the micro-batch from `start` to `end`."""
         begun, ended = decode(start), decode(end)
-        where, again = "in the option 'stream'", "add it again"
-        if self._options.stream_pattern is not None:
-            where, again = "among the streams that match 'streamPattern'", "create it again"
-        for stream in sorted(begun.streams.keys() - ended.streams.keys()):
-            report_data_loss(
-                self._options,
-                f"stream {stream!r} is in the checkpoint of this query but not {where}; {again}, or start with a new "
-                "checkpoint",
-            )
+        if ended.version == 1 or any(at.head is not None for at in ended.streams.values()):
+            self._report_removed(begun, ended.streams)  # `latest` did not know where the micro-batch starts
         known = self._planned if dict(end) == self._returned else {}
 
         async def look(stream: str) -> _ToRead | None:
@@ -248,6 +246,17 @@ class Follower:
         parts = _partitions([one for one in found if one is not None], least)
         _log.debug("planned %d partitions from %s to %s", len(parts), begun.streams, ended.streams)
         return parts
+
+    def _report_removed(self, begun: Offset, streams: Iterable[str]) -> None:
+        where, again = "in the option 'stream'", "add it again"
+        if self._options.stream_pattern is not None:
+            where, again = "among the streams that match 'streamPattern'", "create it again"
+        for stream in sorted(begun.streams.keys() - set(streams)):
+            report_data_loss(
+                self._options,
+                f"stream {stream!r} is in the checkpoint of this query but not {where}; {again}, or start with a new "
+                "checkpoint",
+            )
 
     # -- where it starts ----------------------------------------------------------------------------------------
 
@@ -267,6 +276,11 @@ class Follower:
             )
         return self._initial
 
+    def _start_if_added(self, stream: str) -> Bound:
+        """Return where a query starts in a stream that is not in its checkpoint."""
+        # What a pattern finds after the query has started is new: all of it is to be read.
+        return "earliest" if self._options.stream_pattern is not None else self._options.starting.of(stream)
+
     async def _start(self, context: JetStreamContext, stream: str) -> Position:
         state = await readable_state(context, self._options, stream)
         if state is None:
@@ -274,6 +288,16 @@ class Follower:
         start = self._options.starting.of(stream)
         if start == "earliest":
             return Position.at(state, 0)  # the stream may start later by the time it is read
+        if isinstance(start, datetime) and start > state.now:
+            # The next message may be stored before this time.
+            wait = (start - state.now).total_seconds()
+            if wait > self._options.connection.timeout:
+                raise PlanningError(
+                    f"startingTime {start.isoformat()} is in the future: the server's time is {state.now.isoformat()}; start the "
+                    "query later, or use startingOffsets=latest"
+                )
+            await asyncio.sleep(wait)
+            return await self._start(context, stream)
         first = await first_from(context, state, start)
         if isinstance(start, int) and first > state.last_seq + 1:
             report_data_loss(
@@ -305,7 +329,8 @@ class Follower:
             self._waiting_since = now
         until = self._waiting_since + self._options.max_delay
         rows = sum(one.backlog[1].rows for one in found.values() if one.backlog)
-        if not rows or rows >= wanted or now >= until or any(one.changed for one in found.values()):
+        waiting = any(one.backlog for one in found.values()) and not any(one.changed for one in found.values())
+        if not waiting or rows >= wanted or now >= until:
             return False
         self._note_idle(until)
         return True
@@ -313,30 +338,27 @@ class Follower:
     # -- where a micro-batch ends -------------------------------------------------------------------------------
 
     async def _look(self, context: JetStreamContext, begun: Offset) -> dict[str, _Found]:
-        streams = await streams_of(context, self._options)
-        waits = begun == self._initial
+        streams = await streams_of(context, self._options, begun.streams)
+        self._latest = {}
         found = await gather_bounded(
-            lambda stream: self._look_at(context, stream, begun.streams.get(stream), waits=waits),
+            lambda stream: self._look_at(context, stream, begun.streams.get(stream)),
             streams,
             limit=STREAMS_AT_ONCE,
         )
         return {stream: one for stream, one in zip(streams, found, strict=True) if one is not None}
 
-    async def _look_at(
-        self, context: JetStreamContext, stream: str, before: Position | None, *, waits: bool
-    ) -> _Found | None:
+    async def _look_at(self, context: JetStreamContext, stream: str, before: Position | None) -> _Found | None:
         """Return what there is to read of a stream; None: it matched the pattern and is gone."""
         options = self._options
         if added := before is None:
-            # What a pattern finds after the query has started is new: all of it is to be read.
-            start = "earliest" if options.stream_pattern is not None else options.starting.of(stream)
+            start = self._start_if_added(stream)
             before = Position("", 0) if start == "earliest" else await self._start(context, stream)
             if not (start == "earliest" or isinstance(start, int)):
                 return _Found(before, changed=True)  # pinned: this micro-batch reads none of it
         state = await readable_state(context, options, stream)
         if state is not None:
             self._latest[stream] = Position.at(state, state.last_seq)
-            resumed = await resume(context, options, before, state, waits=waits)
+            resumed = await resume(context, options, before, state)
         if state is None or resumed is None:
             gone = options.stream_pattern is not None
             return None if gone else _Found(before.without_plan(), changed=added)
@@ -376,7 +398,9 @@ class Follower:
             if backlog.rows == len(span):
                 last = span.first + takes - 1
             else:
-                last = await run_search(context, span, end_of_rows(span.first, span.last, takes))
+                divisions = 8 if len(span.filters) < 4 else 2  # each filter is a question of its own
+                search = end_of_rows(span.first, span.last, takes, divisions=divisions)
+                last = await run_search(context, span, search)
             return replace(backlog, span=replace(span, last=last), rows=takes)
 
         taken = await gather_bounded(limited, backlogs, limit=STREAMS_AT_ONCE)
@@ -404,24 +428,27 @@ class Follower:
         if not waiting:
             await self._pause_if_idle()
         before = dict(self._latest)
+        by_pattern = self._options.stream_pattern is not None
 
-        async def look(stream: str) -> Position:
+        async def look(stream: str) -> Position | None:
             start = initial.streams.get(stream, Position("", 0))  # a pattern may have found it since
             state = await readable_state(context, self._options, stream)
-            known, keeps = before.get(stream), self._options.on_recreate == "keep"
-            if state is not None and known is not None and not keeps and not recreated(known.created, state.created):
+            known = before.get(stream)
+            waits = known is not None and (known.is_ahead or self._options.on_recreate == "keep")
+            if state is not None and known is not None and not waits and not recreated(known.created, state.created):
                 state = await not_behind(context, self._options, state, known.seq)  # a new stream is reported by `plan`
             if state is None:
-                return start
+                return None if by_pattern else known or start
             last = state.last_seq
-            if known is not None and keeps:
+            if known is not None and waits:
                 last = max(last, known.seq)
             at = Position.at(state, start.seq if stream in waiting else last)
-            from_head = not start.seq and self._options.starting.of(stream) == "earliest"
+            from_head = not start.created or (not start.seq and self._options.starting.of(stream) == "earliest")
             return replace(at, head=state.first_seq, skipped=None if from_head else start.seq)
 
-        streams = await streams_of(context, self._options)
-        ends = dict(zip(streams, await gather_bounded(look, streams, limit=STREAMS_AT_ONCE), strict=True))
+        streams = await streams_of(context, self._options, before)
+        found = await gather_bounded(look, streams, limit=STREAMS_AT_ONCE)
+        ends = {stream: at for stream, at in zip(streams, found, strict=True) if at is not None}
         self._latest = ends
         places = {name: (at.created, at.seq) for name, at in ends.items()}
         if self._returned and places == {name: (at.created, at.seq) for name, at in before.items()}:
@@ -446,55 +473,62 @@ class Follower:
         exact = ended.version > 1 and at.head is None
         if at == before or (exact and at.first is None):
             return None
+        cuts = at.cuts if exact else None
         state = planned[0] if planned is not None else await readable_state(context, options, stream)
-        if state is None:
-            return None
         if exact:
             first = at.first or 1
             from_head = self._from_head(stream, before) or (before is not None and first != before.seq + 1)
         else:
-            first, from_head = await self._first_after(context, before, at, state)
+            first, from_head = await self._first_after(context, stream, begun, at, state)
         span = SequenceRange(stream, first, at.seq, options.subjects, from_head=from_head)
-        if planned is not None:
-            span = replace(planned[1], from_head=from_head)
-        elif not len(span) or (state := await still_there(context, options, span, at, state)) is None:
-            return None
-        reported = max(state.first_seq, span.first + 1)
-        if not from_head:
-            report_lost_head(options, state, span.first, span.last)
-            reported = state.first_seq
-            if not exact:
-                span = replace(span, first=max(span.first, state.first_seq))
-        span = replace(span, last=min(span.last, state.last_seq), created=state.created, ends=state.ends)
         if not len(span):
             return None
+        if planned is not None:
+            span = replace(planned[1], from_head=from_head)
+        elif state is not None:
+            state = await still_there(context, options, span, at, state)
+        if state is not None and not from_head:
+            report_lost_head(options, state, span.first, span.last)
+        if not exact:
+            lowest = at.head or (1 if from_head or state is None else state.first_seq)
+            span = replace(span, first=max(span.first, lowest))
+        if not len(span):
+            return None
+        if state is None:
+            return _ToRead(span, cuts)
+        reported = max(state.first_seq, span.first + 1) if from_head else state.first_seq
+        span = replace(span, created=state.created, ends=state.ends)
         if stream not in self._answering:
             await count_from(context, replace(span, filters=()), [span.first])  # direct gets work
             self._answering.add(stream)
         if planned is None and options.subjects:
             span = (await measure(context, state, span)).span
-        return _ToRead(span, at.cuts if exact else None, reported)
+        return _ToRead(span, cuts, reported, state.last_seq)
 
     def _from_head(self, stream: str, before: Position | None) -> bool:
         """Return whether a micro-batch that begins at `before` reads from the first message that is stored."""
-        start = self._options.starting.of(stream)
         if before is None:
-            return not isinstance(start, int)
-        return not before.created or (before.seq == 0 and start == "earliest")
+            return not isinstance(self._start_if_added(stream), int)
+        return not before.created or (before.seq == 0 and self._options.starting.of(stream) == "earliest")
 
     async def _first_after(
-        self, context: JetStreamContext, before: Position | None, at: Position, state: StreamState
+        self, context: JetStreamContext, stream: str, begun: Offset, at: Position, state: StreamState | None
     ) -> tuple[int, bool]:
-        """Return the first sequence of a micro-batch whose end has no plan, and whether that is the stream's head."""
-        stream, head = state.name, at.head or 1
-        if before is None:  # the first micro-batch with this stream
-            start = self._options.starting.of(stream)
-            if at.head is not None:
-                skipped = at.skipped
-            else:  # version 1
+        """Return the first sequence of a micro-batch whose end has no plan, and whether that is the stream's head.
+
+        `state` is None if the stream is gone.
+        """
+        before, head = begun.streams.get(stream), at.head or 1
+        # A restart resolves the start again, and the first micro-batch keeps the one that it was planned with.
+        if before is None or (at.head is not None and begun == self._initial):
+            start = self._start_if_added(stream)
+            if at.head is None:  # version 1
                 skipped = start - 1 if isinstance(start, int) else None if start == "earliest" else at.seq
+            else:
+                skipped = at.skipped if before is not None or self._options.stream_pattern is None else None
             return (head, True) if skipped is None else (skipped + 1, False)
-        if recreated(before.created, at.created) and not await is_same(context, before, state):
+        other = state is None or state.volatile or recreated(before.created, at.created)
+        if other and state is not None and not await is_same(context, before, state):
             if go_on_in(self._options, state) == "earliest":
                 return head, True
         # A start that was resolved again, later, may be behind the end that the micro-batch keeps: then it has no rows.
@@ -507,9 +541,7 @@ class Follower:
                 f"read up to {before.seq}: the stream lost its last messages",
             )
             return head, True
-        if self._from_head(stream, before):
-            return max(before.seq + 1, head), True
-        return before.seq + 1, False
+        return before.seq + 1, self._from_head(stream, before)
 
 
 def _partitions(found: list[_ToRead], least: int) -> list[SequenceRange]:
@@ -522,8 +554,10 @@ def _partitions(found: list[_ToRead], least: int) -> list[SequenceRange]:
     for one in found:
         span = one.span
         cuts = one.cuts if one.cuts is not None else even_cuts(span.first, span.last, next(counts))
-        parts += [replace(part, from_head=part.first < one.reported) for part in span.cut(cuts)]
-    if parts:
-        last = parts[-1]
-        parts += [replace(last, first=last.last + 1, from_head=False)] * (least - len(parts))
-    return parts
+        parts += [
+            replace(part, last=min(part.last, one.last), from_head=part.first < one.reported) for part in span.cut(cuts)
+        ]
+    if not any(map(len, parts)):
+        return []
+    last = parts[-1]
+    return parts + [replace(last, first=last.last + 1, from_head=False)] * (least - len(parts))

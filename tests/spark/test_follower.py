@@ -1,10 +1,12 @@
 """The position of a streaming query in its streams, without Spark."""
 
+import asyncio
 import itertools
 import json
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from nats.js.api import StreamConfig
 
 import jetstream_ext as jsx
 from jetstream_ext.client import api
-from jetstream_ext.spark import resume, streaming
+from jetstream_ext.spark import lag, planning, resume, streaming
 from jetstream_ext.spark.options import ReadOptions
 from jetstream_ext.spark.planning import DataLossError, PlanningError
 from jetstream_ext.spark.streaming import Follower
@@ -93,11 +95,12 @@ async def test_partitions_depend_on_offsets_only(js: JetStreamContext, make: Cal
     assert [part.from_head for part in parts] == [True, True, True, False]
 
 
-@pytest.mark.parametrize("options", [{"startingOffsets": "latest"}, {"startingTime": "2100-01-01T00:00:00Z"}])
+@pytest.mark.parametrize("option", ["startingOffsets", "startingTime"])
 async def test_a_start_that_depends_on_the_moment_is_pinned(
-    js: JetStreamContext, make: Callable[..., Awaitable[str]], options: dict[str, str]
+    js: JetStreamContext, make: Callable[..., Awaitable[str]], option: str
 ) -> None:
     name = await make(10)
+    options = {option: "latest" if option == "startingOffsets" else datetime.now(UTC).isoformat()}
     query = follower(name, **options)
     start = await query.initial(js)
     await more(js, name, 2)
@@ -105,11 +108,11 @@ async def test_a_start_that_depends_on_the_moment_is_pinned(
     assert await query.latest(js, start) == start  # batch 0 is empty and puts it into the checkpoint
     end = await query.latest(js, start)
     assert (seqs(start), seqs(end)) == ({name: 10}, {name: 12})
-    # The query died before batch 0 was committed: the start is resolved again, later, and the end of the batch stays.
+    # The query died before batch 0 was committed: the start is resolved again, maybe later, and the end of the batch stays.
     again = follower(name, **options)
     await more(js, name, 3)
     moved = await again.initial(js)
-    assert seqs(moved) == {name: 15}
+    assert seqs(moved) == {name: 15 if option == "startingOffsets" else 10}
     assert await again.plan(js, moved, start) == []
     assert seqs(await again.latest(js, start)) == {name: 15}
 
@@ -168,6 +171,22 @@ async def test_a_query_starts_at_a_time(js: JetStreamContext, make: Callable[...
     assert seqs(await follower(name, startingTime=when).latest(js, None)) == {name: 10}
     await more(js, name, 5)
     assert seqs(await follower(name, startingTime=when).initial(js)) == seqs(start)
+
+
+async def test_a_query_that_starts_in_the_future_reads_nothing_that_is_stored_before(
+    js: JetStreamContext, make: Callable[..., Awaitable[str]]
+) -> None:
+    name = await make(10)
+    soon = datetime.now(UTC) + timedelta(seconds=1)
+    query = follower(name, startingTime=soon.isoformat())
+    starting = asyncio.create_task(query.initial(js))
+    await asyncio.sleep(0.1)
+    await more(js, name, 5)
+    start = await starting
+    assert datetime.now(UTC) >= soon
+    assert seqs(start) == {name: 15}
+    with pytest.raises(PlanningError, match="startingTime .* is in the future"):
+        await follower(name, startingTime="2100-01-01T00:00:00Z").initial(js)
 
 
 async def test_streams_share_a_limit_by_their_backlogs(
@@ -233,14 +252,19 @@ async def test_a_restart_can_add_and_remove_streams(
     assert seqs(added) == {one: 10, other: 5}
     assert await pinned.plan(js, start, added) == []  # and the next micro-batch continues there
     only = follower(other)
-    gone = await only.latest(js, end)
-    assert seqs(gone) == {other: 5}
+    # Before the offset is in Spark's log, so that the stream can be added again.
     with pytest.raises(
         DataLossError, match=f"'{one}' is in the checkpoint of this query but not in the option 'stream'"
     ):
-        await only.plan(js, end, gone)
-    assert await follower(other, failOnDataLoss="false").plan(js, end, gone) == []
-    assert "is in the checkpoint of this query but not in" in caplog.text
+        await only.latest(js, end)
+    lax = follower(other, failOnDataLoss="false")
+    gone = await lax.latest(js, end)
+    assert seqs(gone) == {other: 5}
+    assert caplog.text.count("is in the checkpoint of this query but not in") == 1
+    assert await only.plan(js, end, gone) == []
+    without_start = await follower(other).latest(js, None)
+    with pytest.raises(DataLossError, match="is in the checkpoint of this query but not in"):
+        await only.plan(js, end, without_start)
 
 
 class TestLoss:
@@ -325,7 +349,7 @@ class TestLoss:
 
     async def test_a_stream_that_lost_its_end_is_a_loss(self, js: JetStreamContext, read: tuple[str, Offset]) -> None:
         name, start = read
-        start["streams"][name]["seq"] = 30
+        start["streams"][name] |= {"seq": 30, "ends": []}
         with pytest.raises(DataLossError, match="ends at sequence 20, but the query has already read up to 30"):
             await follower(name).latest(js, start)
         lax = follower(name, failOnDataLoss="false")
@@ -350,7 +374,7 @@ class TestLoss:
     ) -> None:
         name, start = read
         end = json.loads(json.dumps(start))
-        end["streams"][name]["seq"] = 30
+        end["streams"][name] |= {"seq": 30, "ends": []}
         describe, calls = streaming.readable_state, itertools.count()
 
         async def delete_after_the_first(*arguments: Any) -> Any:
@@ -488,6 +512,55 @@ class TestPlans:
         assert spans(await follower(name, minPartitions="5").plan(js, start, end)) == [(81, 90), (91, 100)]
         assert await query.latest(js, None) == end
 
+    async def test_before_spark_4_2_a_replay_has_the_same_partitions_after_messages_expired(
+        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
+    ) -> None:
+        name = await make(100)
+        query = follower(name)
+        start = await query.latest(js, None)
+        await more(js, name, 100)
+        end = await query.latest(js, None)
+        parts = spans(await query.plan(js, start, end))
+        assert parts == [(101, 150), (151, 200)]
+        await js.purge_stream(name, seq=131)
+        assert spans(await follower(name, failOnDataLoss="false").plan(js, start, end)) == parts
+
+    async def test_before_spark_4_2_the_first_micro_batch_keeps_the_start_that_it_was_planned_with(
+        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
+    ) -> None:
+        name = await make(10)
+        when = (await jsx.DirectGet(js, name).get(10)).time + timedelta(microseconds=1)
+        await more(js, name, 90)
+        options = {"startingTime": when.isoformat()}
+        query = follower(name, **options)
+        end = await query.latest(js, None)
+        parts = spans(await query.plan(js, await query.initial(js), end))
+        assert parts == [(11, 55), (56, 100)]
+        await js.purge_stream(name, seq=31)
+        again = follower(name, failOnDataLoss="false", **options)
+        moved = await again.initial(js)
+        assert seqs(moved) == {name: 30}
+        assert spans(await again.plan(js, moved, end)) == parts
+
+    @pytest.mark.parametrize("limits", [True, False], ids=["", "before 4.2"])
+    @pytest.mark.parametrize("recreate", [False, True])
+    async def test_a_stream_that_is_gone_moves_no_other_one_into_another_partition(
+        self, js: JetStreamContext, make: Callable[..., Awaitable[str]], recreate: bool, limits: bool
+    ) -> None:
+        gone, kept = sorted([await make(100), await make(50)])
+        options = {"minPartitions": "5"}
+        query = follower(gone, kept, **options)
+        start = await query.initial(js)
+        end = await query.latest(js, start if limits else None)
+        parts = await query.plan(js, start, end)
+        await js.delete_stream(gone)
+        if recreate:
+            await make(10, gone)
+        again = await follower(gone, kept, failOnDataLoss="false", **options).plan(js, start, end)
+        assert [(part.first, part.last) if part.stream == kept else len(part) for part in again] == [
+            (part.first, part.last) if part.stream == kept else 0 for part in parts
+        ]
+
     async def test_before_spark_4_2_a_restart_reads_on_where_the_checkpoint_ends(
         self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
     ) -> None:
@@ -539,7 +612,90 @@ class TestPlans:
         assert max(held) <= limit
 
 
+class TestAStartThatTheStreamHasNotReached:
+    @pytest.mark.parametrize("messages", [0, 10])
+    async def test_a_restarted_query_still_waits_for_it(
+        self, js: JetStreamContext, make: Callable[..., Awaitable[str]], messages: int
+    ) -> None:
+        name = await make(messages)
+        options = {"startingOffsets": json.dumps({name: 20}), "failOnDataLoss": "false"}
+        query = follower(name, **options)
+        start = await query.initial(js)
+        assert await query.latest(js, start) == await query.latest(js, start) == start
+        restarted = follower(name, **options)
+        assert await restarted.latest(js, start) == start
+        await more(js, name, 21 - messages)
+        assert spans(await restarted.plan(js, start, await restarted.latest(js, start))) == [(20, 20), (21, 21)]
+
+    async def test_before_spark_4_2_a_query_still_waits_for_it(
+        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
+    ) -> None:
+        name = await make(10)
+        options = {"startingOffsets": json.dumps({name: 20}), "failOnDataLoss": "false"}
+        for query in (follower(name, **options), follower(name, **options)):
+            end = await query.latest(js, None)
+            start = await query.initial(js)
+            assert await query.plan(js, start, end) == []
+            assert await query.latest(js, None) == end
+        await more(js, name, 11)
+        assert spans(await query.plan(js, end, await query.latest(js, None))) == [(20, 20), (21, 21)]
+
+
 class TestRecreation:
+    @pytest.mark.parametrize("limits", [True, False], ids=["", "before 4.2"])
+    async def test_a_stream_that_never_had_a_message_cannot_be_lost(
+        self, js: JetStreamContext, make: Callable[..., Awaitable[str]], limits: bool
+    ) -> None:
+        name = await make(0)
+        query = follower(name)
+        start = await query.initial(js)
+        begun = await query.latest(js, start if limits else None)
+        await js.delete_stream(name)
+        await make(5, name)
+        restarted = follower(name)
+        end = await restarted.latest(js, begun if limits else None)
+        assert spans(await restarted.plan(js, begun, end)) == [(1, 2), (3, 5)]
+
+    async def test_a_recreated_stream_is_a_loss_for_an_offset_of_version_1(
+        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
+    ) -> None:
+        name = await make(5)
+        created = (await follower(name).initial(js))["streams"][name]["created"]
+        await js.delete_stream(name)
+        await make(15, name)
+        with pytest.raises(DataLossError, match="was deleted and re-created"):
+            await follower(name).latest(js, {"v": 1, "streams": {name: {"created": created, "seq": 5}}})
+
+    async def test_fail_replays_no_micro_batch_of_a_recreated_stream(
+        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
+    ) -> None:
+        """Otherwise Spark would take the micro-batch as done, and a stream that is restored then would lack it."""
+        name = await make(10)
+        query = follower(name)
+        start = await query.initial(js)
+        end = await query.latest(js, start)
+        await js.delete_stream(name)
+        await make(3, name)
+        with pytest.raises(DataLossError, match="are lost: the stream was deleted and re-created"):
+            await follower(name, failOnDataLoss="false", onRecreate="fail").plan(js, start, end)
+
+    async def test_keep_waits_before_spark_4_2_where_the_stream_is_away_for_a_while(
+        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
+    ) -> None:
+        name = await make(10)
+        query = follower(name, onRecreate="keep", failOnDataLoss="false")
+        begun = await query.latest(js, None)
+        await js.delete_stream(name)
+        away = await query.latest(js, None)
+        assert await query.plan(js, begun, away) == []
+        await make(4, name)
+        for _ in range(2):
+            kept = await query.latest(js, None)
+            assert seqs(kept) == {name: 10}
+            assert await query.plan(js, away, kept) == []
+        await more(js, name, 8)
+        assert spans(await query.plan(js, kept, await query.latest(js, None))) == [(11, 11), (12, 12)]
+
     async def test_keep_waits_for_the_sequence_that_was_read(
         self, js: JetStreamContext, make: Callable[..., Awaitable[str]], caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -627,10 +783,66 @@ async def test_a_pattern_follows_streams_that_come(
         (f"{prefix}-b", 3, 4),
     ]
     await js.delete_stream(f"{prefix}-b")
-    gone = await query.latest(js, end)
-    assert seqs(gone) == {f"{prefix}-a": 3}
     with pytest.raises(DataLossError, match="not among the streams that match 'streamPattern'"):
-        await query.plan(js, end, gone)
+        await query.latest(js, end)
+    lax = follower(streamPattern=f"{prefix}-.*", failOnDataLoss="false")
+    gone = await lax.latest(js, end)
+    assert seqs(gone) == {f"{prefix}-a": 3}
+    assert await lax.plan(js, end, gone) == []
+    assert lag({"sources": [{"endOffset": gone, "latestOffset": lax.reported()}]}) == {f"{prefix}-a": 0}
+
+
+async def test_a_list_of_names_that_lacks_a_stream_removes_it_from_no_query(
+    js: JetStreamContext,
+    make: Callable[..., Awaitable[str]],
+    stream_name: Callable[[], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server lists names in pages, so a stream that is deleted between two of them hides another one."""
+    prefix = stream_name()
+    first = await make(3, f"{prefix}-a")
+    await make(3, f"{prefix}-b")
+    query = follower(streamPattern=f"{prefix}-.*")
+    end = await query.latest(js, await query.initial(js))
+
+    async def incomplete(*_: Any) -> list[str]:
+        return [first]
+
+    monkeypatch.setattr(planning, "stream_names", incomplete)
+    assert await query.latest(js, end) == end
+
+
+class TestPatternBeforeSpark42:
+    """A query starts at the end of the streams that match when it starts, and reads all of those that come later."""
+
+    @pytest.fixture
+    async def begun(
+        self, js: JetStreamContext, make: Callable[..., Awaitable[str]], stream_name: Callable[[], str]
+    ) -> tuple[str, Follower, Offset]:
+        prefix = stream_name()
+        await make(3, f"{prefix}-a")
+        query = follower(streamPattern=f"{prefix}-.*", startingOffsets="latest")
+        return prefix, query, await query.latest(js, None)
+
+    async def test_a_stream_that_came_while_the_query_was_down_is_read(
+        self, js: JetStreamContext, make: Callable[..., Awaitable[str]], begun: tuple[str, Follower, Offset]
+    ) -> None:
+        prefix, _, start = begun
+        added = await make(4, f"{prefix}-b")
+        restarted = follower(streamPattern=f"{prefix}-.*", startingOffsets="latest")
+        end = await restarted.latest(js, None)
+        assert [(part.stream, part.first, part.last) for part in await restarted.plan(js, start, end)] == [
+            (added, 1, 2),
+            (added, 3, 4),
+        ]
+        assert await restarted.plan(js, end, await restarted.latest(js, None)) == []
+
+    async def test_a_stream_whose_first_sequence_is_not_1_has_lost_nothing(
+        self, js: JetStreamContext, make: Callable[..., Awaitable[str]], begun: tuple[str, Follower, Offset]
+    ) -> None:
+        prefix, query, start = begun
+        await make(4, f"{prefix}-b", first_seq=1000)
+        assert spans(await query.plan(js, start, await query.latest(js, None))) == [(1000, 1001), (1002, 1003)]
 
 
 async def test_an_idle_query_asks_less_and_less_often(

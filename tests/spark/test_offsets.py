@@ -46,6 +46,8 @@ def test_an_offset_of_version_1_is_decoded() -> None:
         {"v": 2, "partitions": "2", "streams": {}},
         {"v": 2, "streams": {"A": {"created": "x", "seq": 1, "ends": [1]}}},
         {"v": 2, "streams": {"A": {"created": "x", "seq": 1, "ends": [[1, "yesterday"]]}}},
+        {"v": 2, "streams": {"A": {"created": "x", "seq": 1, "ends": [[1, "0001-01-01T00:00:00+01:00"]]}}},
+        {"v": 2, "streams": {"A": {"created": "x", "seq": 1 << 63}}},
         {"v": 2, "streams": {"A": {"created": "x", "seq": 1, "first": "1"}}},
         {"v": 2, "streams": {"A": {"created": "x", "seq": 1, "cuts": 5}}},
         {"v": 2, "streams": {"A": {"created": "x", "seq": 1, "cuts": ["5"]}}},

@@ -126,6 +126,7 @@ def test_load_names_the_streams(loaded: dict[str, str]) -> None:
         ),
         ({"endingTime": "2026-01-02T00:00:00Z", "endingOffsets": "latest"}, "cannot be combined with 'endingTime'"),
         ({"minPartitions": "0"}, "'minPartitions'.*integer of at least 1"),
+        ({"minPartitions": "100001"}, "'minPartitions'.*100001 is more than 100000"),
         ({"minPartitions": "two"}, "'minPartitions'.*integer of at least 1"),
         ({"maxBytesPerPartition": "64 apples"}, "'maxBytesPerPartition'.*bytes such as"),
         ({"failOnDataLoss": "yes"}, "'failOnDataLoss'.*not one of true, false"),
@@ -193,3 +194,9 @@ def test_an_option_of_the_other_direction_is_named_as_such() -> None:
     for name in reading - writing:
         with pytest.raises(OptionError, match=f"'{name.lower()}': it applies only to reads"):
             WriteOptions.parse(connect | {name: "1"}, streaming=False)
+
+
+def test_a_read_by_pattern_cannot_end_at_earliest() -> None:
+    for end in ("earliest", '{"B": "earliest"}'):
+        with pytest.raises(OptionError, match="cannot end at 'earliest'"):
+            ReadOptions.parse({"servers": URL, "streamPattern": "A.*", "endingOffsets": end})

@@ -257,6 +257,7 @@ async def test_too_many_partitions_are_refused(js: JetStreamContext, stream_name
     stream = await fill(js, stream_name(), messages=1000)
     assert len(await plan(js, stream, maxRecordsPerPartition="5")) == 200
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "_MOST_PARTITIONS", 199)
-        with pytest.raises(PlanningError, match="its 1000 messages would make 200 partitions of 5 rows"):
-            await plan(js, stream, maxRecordsPerPartition="5")
+        patch.setattr(planning, "MOST_PARTITIONS", 199)
+        for option in ("maxRecordsPerPartition", "maxBytesPerPartition"):
+            with pytest.raises(PlanningError, match=r"its 1000 messages would make \d+ partitions"):
+                await plan(js, stream, **{option: "5"})

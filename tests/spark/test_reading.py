@@ -53,7 +53,7 @@ def batches(server: NatsServer, cache: Connections) -> Callable[..., Iterator[pa
     def read(part: SequenceRange, schema: StructType | None = None, **given: str) -> Iterator[pa.RecordBatch]:
         options = {"servers": server.url, "stream": part.stream, "requestTimeout": "3"} | given
         source = JetStreamDataSource(options)
-        return reading.read_range(ReadOptions.parse(options), schema or source.schema(), part)
+        return reading.read_range(ReadOptions.parse(options, streaming=None), schema or source.schema(), part)
 
     return read
 
@@ -209,6 +209,8 @@ def test_no_row_of_a_recreated_stream_is_read(
     with caplog.at_level(logging.WARNING, "jetstream_ext.spark"):
         assert seqs(part, failOnDataLoss="false") == []
     assert "re-created while it was read" in caplog.text
+    with pytest.raises(DataLossError, match="re-created while it was read"):
+        seqs(part, failOnDataLoss="false", onRecreate="fail")
 
 
 def test_a_stream_that_is_deleted_before_its_partition_is_read_is_a_loss(

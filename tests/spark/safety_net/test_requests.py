@@ -63,6 +63,19 @@ def test_a_batch_read_of_one_rare_subject_is_sent_few_other_messages(measured: A
     assert measured.sent() - before < 500
 
 
+@pytest.mark.parametrize("options", [{"minPartitions": "20"}, {"maxRowsPerTrigger": "50"}], ids=str)
+def test_many_subjects_are_planned_with_few_requests(
+    make_stream: Any, stream_query: Any, publish: Any, requests_seen: Any, options: dict[str, str]
+) -> None:
+    name = make_stream()
+    publish([(f"{name}.{number % 500}", b"") for number in range(5000)])
+    query = stream_query(name, subjects=",".join(f"{name}.{number}" for number in range(50)), **options)
+    start = query.initial()
+    with requests_seen(name) as requests:
+        query.latest(start)
+    assert len(requests) < 1500
+
+
 def test_an_idle_query_asks_the_server_at_most_twice_a_second(
     make_stream: Any, stream_query: Any, requests_seen: Any
 ) -> None:

@@ -65,3 +65,10 @@ def test_max_trigger_delay_ends_the_wait_for_enough_rows(make_stream: Any, strea
     query.latest(start)
     time.sleep(1.2)
     assert query.seqs(start, query.latest(start)) == [1, 2, 3, 4, 5]
+
+
+def test_min_rows_per_trigger_waits_while_no_row_matches(make_stream: Any, stream_query: Any) -> None:
+    stream = make_stream(10)
+    query = stream_query(stream, subjects=f"{stream}.other", minRowsPerTrigger="5")
+    start = query.initial()
+    assert query.latest(start) == start
