@@ -160,7 +160,13 @@ async def read_blocks(
         return await get_at_leader(context, stream, request.body(), timeout)
 
     async def ask_leader(request: Request) -> StoredMsg | None:
-        return await Retry(timeout).call(lambda: at_leader(request))
+        while True:
+            asked = loop.time()
+            try:
+                return await Retry(timeout).call(lambda: at_leader(request))
+            except RequestTimeoutError:
+                if not machine.others_answered(asked):
+                    raise
 
     def receive(sent: SentRequest, frames: list[Frame]) -> None:
         machine.receive(sent, frames, loop.time())

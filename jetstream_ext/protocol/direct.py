@@ -301,6 +301,17 @@ class Block:
         self.bodies = self.bodies[start:stop]
         self.header_sizes = self.header_sizes[start:stop]
 
+    def part(self, start: int, stop: int) -> Block:
+        """Return a block with some of the rows."""
+        rows = slice(start, stop)
+        return Block(self.stream, self.seqs[rows], self.bodies[rows], self.header_sizes[rows], self.from_leader)
+
+    def arrange(self, order: Sequence[int]) -> None:
+        """Keep the rows with the indices `order`, in this order."""
+        self.seqs = list(map(self.seqs.__getitem__, order))
+        self.bodies = list(map(self.bodies.__getitem__, order))
+        self.header_sizes = list(map(self.header_sizes.__getitem__, order))
+
     def select(self, mask: Sequence[bool]) -> None:
         self.seqs = list(compress(self.seqs, mask))
         self.bodies = list(compress(self.bodies, mask))

@@ -37,7 +37,7 @@ from jetstream_ext.protocol.direct import (
     decode_single,
 )
 from jetstream_ext.protocol.frames import Frame
-from jetstream_ext.protocol.reads import Link, MultiLast, Plan, RangePlan, Scan, SentRequest, Stopwatch
+from jetstream_ext.protocol.reads import Group, Link, MultiLast, Plan, RangePlan, Scan, SentRequest, Stopwatch
 from jetstream_ext.text import get_logger
 
 _log = get_logger("direct")
@@ -296,8 +296,9 @@ class RangeRead(_Read):
         self._asked: tuple[int, ...] = ()  # the leader is asked for the message behind each of them
         self._width = 1  # how many of `_asked` do not come from a mirror
         self._link = link or Link()
+        self._group: Group | None = None
         if isinstance(plan, Scan):
-            plan.link = self._link
+            plan.link, self._group = self._link, plan.group
         self._stopwatch = Stopwatch()
         self._replies: dict[SentRequest, _Reply] = {}
         self._dropped: list[SentRequest] = []
@@ -306,6 +307,7 @@ class RangeRead(_Read):
         self._answered = self._retried = self._silent = False
         self._late: tuple[SentRequest, ...] = ()  # requests in flight before the oldest, which is silent, was repeated
         self._deadline = 0.0  # of the wait for the oldest reply
+        self._waiting_since = 0.0
         # How long sending has taken since the last answer, and when the request was handed out that is being sent.
         self._sending = 0.0
         self._sending_since: float | None = None
@@ -319,6 +321,7 @@ class RangeRead(_Read):
                 return DropReply(self._dropped.pop())
             # Before rows are delivered, so that the server works while the reader does.
             may_send = self.state is READING and not (self._late and self._plan.in_flight)
+            may_send &= self._rows is None or self._group is None or not self._group.lazy
             if may_send and (sent := self._plan.next_request()) is not None:
                 decoder = ReplyDecoder(self._stream, start=sent.request.seq or 1, server_version=self._server_version)
                 if all(reply.whole for reply in self._replies.values()):
@@ -346,6 +349,7 @@ class RangeRead(_Read):
                 if self._timer is None and self.state is PAUSED:
                     self._timer = now + self._pause
                 elif self._timer is None:
+                    self._waiting_since = now
                     self._deadline = now + max(self._pause, self._timeout - self._sending)
                     self._timer = min(self._deadline, now + self._timeout / 2)
                 return Wait(self._timer)
@@ -358,6 +362,8 @@ class RangeRead(_Read):
         self._sending = 0.0
         if self._sending_since is not None:
             self._sending_since = now
+        if self._group is not None:
+            self._group.heard = now
         sizes = [len(body) for _, body, _ in frames]
         size = sum(sizes)
         self._stopwatch.add(size, now, first=not sent.wire)
@@ -405,6 +411,9 @@ class RangeRead(_Read):
         first = self._replies[self._late[0]] if self._late else reply
         if reply.frames or reply.lost or first.frames:
             return
+        if self.others_answered(self._waiting_since):
+            self._timer = None  # the wait begins again
+            return
         if self._timer < self._deadline:
             # A loop that was blocked for that long may still have to read the reply.
             self._timer = self._deadline = max(self._deadline, now + self._pause)
@@ -423,6 +432,10 @@ class RangeRead(_Read):
         else:
             self._late = late
             _log.debug("stream %r: no answer for %.4g s, asking once more", self._stream, self._timeout / 2)
+
+    def others_answered(self, since: float) -> bool:
+        """Return whether another read of the group was answered since then: a server answers one request after the other."""
+        return self._group is not None and self._group.heard > since
 
     def leader_answered(self, found: Sequence[StoredMsg | None], now: float) -> None:
         """Take what the leader found for the requests of `AskLeader`; None is no message."""

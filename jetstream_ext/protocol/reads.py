@@ -13,6 +13,7 @@ A `Link` knows what the connection carries, so that a read asks for no more than
 from __future__ import annotations
 
 import enum
+import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import deque
@@ -27,6 +28,7 @@ from jetstream_ext.protocol.subjects import NOT_INDEXED, SubjectMatcher, filter_
 FIRST_BATCH: Final = 1_000
 MAX_BATCH: Final = 16_000
 MAX_BATCH_GAPPY: Final = 64_000
+MAX_IN_FLIGHT: Final = 8  # requests of the reads of one `Group`
 NEWEST: Final = (1 << 64) - 1  # as `MultiLast.wanted`: the leader's newest message
 
 _MOST_SKIPS: Final = 16  # how many messages a `MultiLast` passes over that no filter finds
@@ -45,6 +47,8 @@ _SLOW: Final = 0.1
 # become faster is noticed.
 _TELLING: Final = 1 << 16
 _LEAST_RATE: Final = _TELLING / _SECONDS_IN_FLIGHT
+# About the bytes of the header lines that a server adds to a message and does not count for `max_bytes`.
+_ADDED: Final = 256
 
 
 @dataclass(slots=True)
@@ -66,6 +70,28 @@ class Link:
     def room(self, requests: int) -> int:
         """Return the bytes that each of so many requests in flight may ask for."""
         return int(self.rate * _SECONDS_IN_FLIGHT / requests)
+
+
+@dataclass(slots=True)
+class Group:
+    """Reads that are merged, so that together they keep to the limits of one read: `max_bytes`, and what the `Link` carries.
+
+    A server answers the requests of a connection one after the other. So a request waits while the server answers those of
+    the other reads, and that is no silence.
+    """
+
+    readers: int  # how many of the reads have not ended
+    heard: float = -math.inf  # when the newest bytes of a reply to any of them arrived, by the caller's clock
+
+    @property
+    def in_flight(self) -> int:
+        """The number of requests that may be in flight, each for its part of the limits."""
+        return max(1, min(self.readers, MAX_IN_FLIGHT))
+
+    @property
+    def lazy(self) -> bool:
+        """Whether a read may send its next request only when its rows have been taken, because the reads are too many."""
+        return self.readers > MAX_IN_FLIGHT
 
 
 class Stopwatch:
@@ -521,7 +547,7 @@ class Scan(RangePlan):
     `max_bytes` and what the `link` carries bound the bytes of a reply. Without `batch`, a request asks for about as many
     messages as fit. Servers count the pending messages again for each request. On a stream with many deleted sequences
     that costs more than the messages, so there requests grow beyond the guess by bytes. Without `up_to_seq`, the range
-    ends where the responder's stream does.
+    ends where the responder's stream does. With a `group`, `max_bytes` is for all of its reads together.
     """
 
     def __init__(
@@ -534,9 +560,11 @@ class Scan(RangePlan):
         batch: int | None = None,
         max_bytes: int,
         prefetch: int = 2,
+        group: Group | None = None,
     ) -> None:
         super().__init__(subject, seq, start_time, up_to_seq)
         self.link: Link = Link()
+        self.group = group
         if up_to_seq is not None and up_to_seq < seq and start_time is None:
             self._finish_early(EndOfBatch(0, 0, found=False))
         self._fixed = batch
@@ -564,9 +592,12 @@ class Scan(RangePlan):
         return self._request_from(start)
 
     def _request_from(self, start: int) -> SentRequest:
+        max_bytes, carried = self._limits()
         count = self._batch if self.most is None else min(self._batch, self.most)
         if self.up_to_seq is not None:
             count = max(1, min(count, self.up_to_seq - start + 1))
+        if self.group is not None:  # many reads of small messages hold more bytes than `max_bytes` counts
+            count = max(1, min(count, max_bytes // _ADDED))
         by_time = self.start_time  # None once the first row has arrived
         request = Request(
             seq=None if by_time else start,
@@ -574,9 +605,15 @@ class Scan(RangePlan):
             # Without a subject, 2.11.0 answers 404 if the message at `start` was deleted.
             next_by_subj=self.subject or ">",
             batch=count,
-            max_bytes=min(self._max_bytes, int(self.link.room(self._ahead) / _FULL)),
+            max_bytes=max(1, min(max_bytes, int(carried / _FULL))),
         )
         return self._send(request, 0 if by_time else start, count)
+
+    def _limits(self) -> tuple[int, int]:
+        """Return the most bytes that a request may ask for, and the bytes that the connection carries for it."""
+        if self.group is None:
+            return self._max_bytes, self.link.room(self._ahead)
+        return self._max_bytes // self.group.readers, self.link.room(self._ahead * self.group.in_flight)
 
     def accept(self, sent: SentRequest, block: Block, size: int, pending: int) -> Block:
         """As `Plan.accept`; rows already delivered or beyond the range do not count."""
@@ -629,11 +666,12 @@ class Scan(RangePlan):
         span = sent.last - (sent.start or sent.first) + 1
         self._dense = self.subject is None and span == sent.rows and sent.start != 0
         self._ahead = self._prefetch if self._dense else 1
-        carried = int(self.link.room(self._ahead) * sent.rows / max(1, sent.wire, sent.size))
+        max_bytes, room = self._limits()
+        carried = int(room * sent.rows / max(1, sent.wire, sent.size))
         if self._fixed is not None:
             self._batch = max(1, min(self._fixed, carried))
             return
-        fits = int(self._max_bytes * _FULL / max(1.0, sent.size / sent.rows))
+        fits = int(max_bytes * _FULL / max(1.0, sent.size / sent.rows))
         ceiling = MAX_BATCH if span <= 1.1 * sent.rows else MAX_BATCH_GAPPY
         self._batch = max(1, min(fits, carried, sent.count * 4, ceiling))
 

@@ -34,7 +34,7 @@ from jetstream_ext.protocol.range_read import (
     State,
     Wait,
 )
-from jetstream_ext.protocol.reads import MultiLast, OneReply, Plan, Scan, SentRequest
+from jetstream_ext.protocol.reads import MAX_IN_FLIGHT, Group, MultiLast, OneReply, Plan, Scan, SentRequest
 
 TIMEOUT, PAUSE = 5.0, 0.05
 DOCUMENTED = (errors.RequestTimeoutError, errors.MessagesLostError, errors.DirectGetDisabledError)
@@ -266,6 +266,50 @@ class TestSingle:
         read.expired()
         with pytest.raises(errors.RequestTimeoutError, match=rf"'S': .*{what} .*within 5 s"):
             read.result()
+
+
+class TestGroup:
+    """Reads that are merged."""
+
+    def script(self, readers: int, prove_to: int | None = None) -> tuple[Script, Group]:
+        group = Group(readers)
+        return Script(Scan(subject="a", up_to_seq=9, batch=2, max_bytes=1 << 20, group=group), prove_to), group
+
+    @pytest.mark.parametrize("readers", [MAX_IN_FLIGHT, MAX_IN_FLIGHT + 1])
+    def test_only_a_few_reads_ask_for_more_before_their_rows_are_taken(self, readers: int) -> None:
+        script, _ = self.script(readers)
+        script.act()
+        script.machine.receive(script.sent[0], reply([1, 2], 2), script.now)
+        kinds = [type(script.machine.next_action(0.0)) for _ in range(4)]
+        assert kinds == [
+            DropReply,
+            *((Deliver, SendRequest) if readers > MAX_IN_FLIGHT else (SendRequest, Deliver)),
+            Wait,
+        ]
+
+    def test_a_wait_begins_again_while_other_reads_are_answered(self) -> None:
+        script, group = self.script(2)
+        script.act()
+        for _ in range(5):
+            group.heard = script.now + 1
+            assert isinstance(script.expire(), Wait)
+        assert len(script.sent) == 1, "the request has not been repeated"
+        waited = script.now
+        assert isinstance(script.expire(), Wait)
+        assert len(script.sent) == 2
+        error = failure(script.expire())
+        assert isinstance(error, errors.RequestTimeoutError)
+        assert script.now == waited + TIMEOUT
+
+    def test_its_own_answers_are_the_others_news(self) -> None:
+        script, group = self.script(2)
+        script.act()
+        script.now = 3.0
+        assert not script.machine.others_answered(0.0)
+        script.machine.receive(script.sent[0], [row(1, 0, 3)], script.now)
+        assert group.heard == 3.0
+        assert script.machine.others_answered(2.0)
+        assert not script.machine.others_answered(3.0)
 
 
 class TestReading:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jetstream_ext.protocol import reads
 from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, StoredMsg
-from jetstream_ext.protocol.reads import MultiLast, OneReply, Plan, Scan, SentRequest
+from jetstream_ext.protocol.reads import MAX_IN_FLIGHT, Group, Link, MultiLast, OneReply, Plan, Scan, SentRequest
 
 NOT_FOUND = EndOfBatch(0, 0, found=False)
 NO_LOSS: list[int | None] = []
@@ -182,6 +182,36 @@ class TestScan:
         assert delivered == sorted(set(delivered))
         stayed = {seq for seq in messages if seq not in doomed}
         assert stayed <= set(delivered) <= set(messages) | set(range(200, 200 + new))
+
+    @pytest.mark.parametrize("readers", [1, 2, 5, MAX_IN_FLIGHT, 100, 10_000])
+    def test_the_reads_of_a_group_ask_for_no_more_than_one_read(self, readers: int) -> None:
+        group = Group(readers)
+        plans = [Scan(subject="a", max_bytes=80_000, group=group) for _ in range(2)]
+        link = Link(1e5)
+        for plan in plans:
+            plan.link = link
+            driver = Driver(plan, Model(dict.fromkeys(range(1, 301), ("a", 100))))
+            assert driver.run() == list(range(1, 301))
+            for request in driver.model.requests:
+                assert request.max_bytes is not None
+                assert request.batch is not None
+                assert request.max_bytes <= max(1, 80_000 // readers)
+                assert request.max_bytes * min(readers, MAX_IN_FLIGHT) <= link.room(1) / 0.75
+                assert request.batch == 1 or request.batch * 256 <= 80_000 // readers
+
+    def test_the_last_read_of_a_group_asks_for_as_much_as_a_read_alone(self) -> None:
+        group = Group(4)
+        plan = Scan(subject="a", max_bytes=80_000, group=group)
+        plan.link = Link(1e12)
+        driver = Driver(plan, Model(dict.fromkeys(range(1, 2001), ("a", 300))))
+
+        def end_others() -> None:
+            if len(driver.model.requests) == 2:
+                group.readers = 1
+
+        assert driver.run(end_others) == list(range(1, 2001))
+        asked = [request.max_bytes for request in driver.model.requests]
+        assert (asked[0], asked[-1]) == (20_000, 80_000)
 
     def test_sends_guesses_ahead_on_a_dense_stream_and_throws_none_away(self) -> None:
         model = Model(dict.fromkeys(range(1, 101), ("a", 10)))
