@@ -25,7 +25,7 @@ async def read_merged(
 ) -> AsyncGenerator[Block, None]:
     """Yield the messages with the sequences `first` to `last` that match one of `filters`, in order and each of them once.
 
-    There is one filtered read for each filter, so that the server sends nothing else. `merge.merging_pays` says when that
+    There is one filtered read for each filter, so that the server sends nothing else. `merge.filtering_pays` says when that
     costs less than to read everything. Each message counts what follows it (`StoredMsg.num_pending`) in its filter's read.
 
     Args:

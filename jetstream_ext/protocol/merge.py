@@ -7,7 +7,7 @@ to have nothing before it::
     forget() ──► the reads to close: their rows are dropped, and read again when they are needed
     take()   ──► blocks in order, each message once
 
-`merging_pays` says whether a read of everything would cost less.
+`filtering_pays` says whether a read of everything would cost less.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def widest(filters: Iterable[str]) -> list[str]:
     return [each for each in once if not any(wide != each and covers(wide, each) for wide in wild)]
 
 
-def merging_pays(matching: Mapping[str, int], messages: int, size: int) -> bool:
+def filtering_pays(matching: Mapping[str, int], messages: int, size: int) -> bool:
     """Return whether merged reads of several filters cost less than a read of everything, filtered by the client.
 
     Args:

@@ -18,6 +18,7 @@ from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.errors import ErrorCode, JetStreamExtError, StreamRecreatedError
 from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.merge import filtering_pays, widest
 from jetstream_ext.spark.connection import ask
 from jetstream_ext.spark.offsets import Position, identity
 from jetstream_ext.spark.options import MOST_PARTITIONS, Bound, ReadOptions
@@ -33,9 +34,6 @@ _COUNTS_AT_ONCE: Final = 16
 # Balance alone is worth so many counts, or two for each partition.
 _MOST_COUNTS: Final = 512
 
-# Filtering costs the server about as much as sending five times as many messages. Where more than this share of the
-# messages matches, the executor reads all of them and filters.
-_SELECTIVE: Final = 0.2
 # Where more than this share of the sequences has a message, cuts by sequence are even enough.
 _DENSE: Final = 0.9
 # A range of fewer sequences is read and cut without being counted, unless a limit needs its count.
@@ -147,10 +145,11 @@ class Measured:
     even: bool  # they are spread evenly over the sequences
 
 
-async def count_from(context: JetStreamContext, span: SequenceRange, seqs: list[int]) -> list[int]:
-    """Return how many messages match the filters of `span` from each of `seqs` on; approximate, because replicas answer.
+async def counts_from(context: JetStreamContext, span: SequenceRange, seqs: list[int]) -> list[list[int]]:
+    """Return how many messages match each of the filters of `span` from each of `seqs` on.
 
-    That a count is answered also proves, before any task runs, that batched direct gets of the stream are.
+    The counts are approximate, because replicas answer. That they answer also proves, before any task runs, that they answer
+    batched direct gets of the stream.
     """
     filters = span.filters or (None,)
 
@@ -164,7 +163,7 @@ async def count_from(context: JetStreamContext, span: SequenceRange, seqs: list[
         return await ask(Context(context).timeout, probe)
 
     counts = await gather_bounded(count, [(seq, one) for seq in seqs for one in filters], limit=_COUNTS_AT_ONCE)
-    return [sum(counts[at : at + len(filters)]) for at in range(0, len(counts), len(filters))]
+    return [counts[at : at + len(filters)] for at in range(0, len(counts), len(filters))]
 
 
 async def run_search(context: JetStreamContext, span: SequenceRange, search: Search[_Result]) -> _Result:
@@ -172,7 +171,7 @@ async def run_search(context: JetStreamContext, span: SequenceRange, search: Sea
     try:
         seqs = next(search)
         while True:
-            seqs = search.send(await count_from(context, span, seqs))
+            seqs = search.send([sum(each) for each in await counts_from(context, span, seqs)])
     except StopIteration as end:
         result: _Result = end.value
         return result
@@ -182,8 +181,8 @@ async def measure(
     context: JetStreamContext, state: StreamState, span: SequenceRange, *, exact: bool = False
 ) -> Measured:
     """Measure a range, and decide who filters; `exact`: a limit on rows needs their number."""
-    if ">" in span.filters:
-        span = replace(span, filters=())
+    filters = widest(span.filters)
+    span = replace(span, filters=() if ">" in filters else tuple(filters))
     each = state.size / max(1, state.messages)
 
     def measured(rows: int, *, even: bool) -> Measured:
@@ -196,13 +195,14 @@ async def measure(
             return measured(state.messages, even=state.messages > _DENSE * len(span))
     if len(span) <= _FEW and not exact:
         return measured(len(span), even=True)
-    first, behind = await count_from(context, span, [span.first, span.last + 1])
-    rows = max(0, first - behind)
-    if not span.filters:
-        return measured(rows, even=rows > _DENSE * len(span))
-    # A filter equal to the stream's subjects is kept: its sources or an earlier configuration may have stored others.
-    selective = rows <= _SELECTIVE * min(state.messages, len(span))
-    span = replace(span, on_server=selective)
+    first, behind = await counts_from(context, span, [span.first, span.last + 1])
+    matching = [max(0, here - after) for here, after in zip(first, behind, strict=True)]
+    rows = sum(matching)
+    if span.filters:
+        # A filter equal to the stream's subjects is kept: its sources or an earlier configuration may have stored others.
+        messages = min(state.messages, len(span))
+        on_server = filtering_pays(dict(zip(span.filters, matching, strict=True)), messages, int(messages * each))
+        span = replace(span, on_server=on_server)
     return measured(rows, even=rows > _DENSE * len(span))
 
 
@@ -260,7 +260,7 @@ async def plan_read(
         filters = pushed.within(options.subjects)
         if not len(span) or filters is None:
             return None
-        await count_from(context, replace(span, filters=()), [span.first])  # direct gets work
+        await counts_from(context, replace(span, filters=()), [span.first])  # direct gets work
         return await measure(context, state, replace(span, filters=filters), exact=max_records is not None)
 
     streams = await streams_of(context, options)

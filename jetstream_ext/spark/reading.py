@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_right
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from datetime import UTC, datetime
 from itertools import accumulate
 from typing import Any, Final, TypeAlias
@@ -17,6 +16,7 @@ from pyspark.sql.types import StructType
 
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import read_blocks, skip_malformed
+from jetstream_ext.client.merged_read import read_merged
 from jetstream_ext.errors import DirectGetDisabledError, ResponseError
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, StoredMsg
@@ -97,42 +97,10 @@ async def _rows(context: JetStreamContext, options: ReadOptions, part: SequenceR
 
 
 def _blocks(js: Context, part: SequenceRange, timeout: float, *, confirm: bool) -> AsyncGenerator[Block, None]:
-    def read(subject: str | None) -> AsyncGenerator[Block, None]:
-        plan = Scan(subject=subject, seq=part.first, up_to_seq=part.last, max_bytes=DEFAULT_MAX_BYTES)
-        return read_blocks(js, part.stream, plan, timeout, confirm=confirm)
-
-    if not part.on_server:
-        return read(None)
-    # A direct get has one filter.
-    return read(part.filters[0]) if len(part.filters) == 1 else _merged([read(subject) for subject in part.filters])
-
-
-async def _merged(reads: Sequence[AsyncGenerator[Block, None]]) -> AsyncGenerator[Block, None]:
-    """Yield the messages of several reads of one stream by sequence; those of more than one read once."""
-    async with AsyncExitStack() as stack:
-        for read in reads:
-            await stack.enter_async_context(aclosing(read))
-        heads: list[Block | None] = [Block()] * len(reads)
-        while True:
-            for place, read in enumerate(reads):
-                if (head := heads[place]) is not None and not len(head):
-                    heads[place] = await anext(read, None)
-            left = [head for head in heads if head is not None]
-            if not left:
-                return
-            # What is read up to here is complete.
-            last = min(head.seqs[-1] for head in left)
-            rows: dict[int, tuple[bytes, int]] = {}
-            merged = Block(left[0].stream)
-            for head in left:
-                count = bisect_right(head.seqs, last)
-                merged.from_leader |= head.from_leader
-                rows.update(zip(head.seqs[:count], zip(head.bodies, head.header_sizes, strict=True), strict=False))
-                head.keep(count, len(head))
-            merged.seqs = sorted(rows)
-            merged.bodies = [rows[seq][0] for seq in merged.seqs]
-            merged.header_sizes = [rows[seq][1] for seq in merged.seqs]
-            yield merged
+    if part.on_server:
+        return read_merged(js, part.stream, part.filters, part.first, part.last, timeout, confirm=confirm)
+    plan = Scan(seq=part.first, up_to_seq=part.last, max_bytes=DEFAULT_MAX_BYTES)
+    return read_blocks(js, part.stream, plan, timeout, confirm=confirm)
 
 
 def _time(message: StoredMsg) -> datetime:

@@ -33,7 +33,7 @@ from jetstream_ext.spark.planning import (
     STREAMS_AT_ONCE,
     Measured,
     PlanningError,
-    count_from,
+    counts_from,
     cut,
     first_from,
     is_same,
@@ -499,7 +499,7 @@ class Follower:
         reported = max(state.first_seq, span.first + 1) if from_head else state.first_seq
         span = replace(span, created=state.created, ends=state.ends)
         if stream not in self._answering:
-            await count_from(context, replace(span, filters=()), [span.first])  # direct gets work
+            await counts_from(context, replace(span, filters=()), [span.first])  # direct gets work
             self._answering.add(stream)
         if planned is None and options.subjects:
             span = (await measure(context, state, span)).span

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jetstream_ext.errors import BadSubjectError
 from jetstream_ext.protocol.direct import Block
-from jetstream_ext.protocol.merge import FilteredRead, Merge, in_order, merging_pays, widest
+from jetstream_ext.protocol.merge import FilteredRead, Merge, filtering_pays, in_order, widest
 from jetstream_ext.protocol.reads import MAX_IN_FLIGHT
 
 
@@ -189,30 +189,30 @@ class TestMergingPays:
     @pytest.mark.parametrize("filters", [2, 8, 32])
     @pytest.mark.parametrize("matching", [0, 10, 1000, 100_000])
     def test_rare_subjects(self, filters: int, matching: int) -> None:
-        assert merging_pays(counts(filters, matching), self.MESSAGES, self.SIZE)
+        assert filtering_pays(counts(filters, matching), self.MESSAGES, self.SIZE)
 
     @pytest.mark.parametrize("filters", [2, 8])
     @pytest.mark.parametrize(("share", "pays"), [(0.05, True), (0.2, True), (0.5, True), (1.0, False)])
     def test_more_frequent_subjects(self, filters: int, share: float, pays: bool) -> None:
-        assert merging_pays(counts(filters, int(share * self.MESSAGES)), self.MESSAGES, self.SIZE) is pays
+        assert filtering_pays(counts(filters, int(share * self.MESSAGES)), self.MESSAGES, self.SIZE) is pays
 
     def test_wildcards_may_cost_more(self) -> None:
-        assert merging_pays(counts(2, 200_000, "r.{}.*"), self.MESSAGES, self.SIZE)
-        assert not merging_pays(counts(2, 500_000, "r.{}.*"), self.MESSAGES, self.SIZE)
+        assert filtering_pays(counts(2, 200_000, "r.{}.*"), self.MESSAGES, self.SIZE)
+        assert not filtering_pays(counts(2, 500_000, "r.{}.*"), self.MESSAGES, self.SIZE)
 
     def test_covered_filters_cost_nothing(self) -> None:
         filters = {"r.*": 1000, **counts(100, 100_000)}
-        assert merging_pays(filters, self.MESSAGES, self.SIZE)
+        assert filtering_pays(filters, self.MESSAGES, self.SIZE)
         del filters["r.*"]
-        assert not merging_pays(filters, self.MESSAGES, self.SIZE)
+        assert not filtering_pays(filters, self.MESSAGES, self.SIZE)
 
     def test_in_large_streams_each_filter_reads_all_blocks_that_have_its_messages(self) -> None:
         """The server has forgotten them when the next filter needs them."""
         messages, size = 1_000_000_000, 166_000_000_000
-        assert merging_pays(counts(2, 100), messages, size)
-        assert merging_pays(counts(100, 10_000), messages, size)
-        assert merging_pays(counts(8, 1_000_000), messages, size)
-        assert not merging_pays(counts(32, 1_000_000), messages, size)
+        assert filtering_pays(counts(2, 100), messages, size)
+        assert filtering_pays(counts(100, 10_000), messages, size)
+        assert filtering_pays(counts(8, 1_000_000), messages, size)
+        assert not filtering_pays(counts(32, 1_000_000), messages, size)
 
     def test_an_empty_range(self) -> None:
-        assert not merging_pays({"a": 0, "b": 0}, 0, 0)
+        assert not filtering_pays({"a": 0, "b": 0}, 0, 0)

@@ -185,7 +185,7 @@ async def test_a_query_that_starts_in_the_future_reads_nothing_that_is_stored_be
     start = await starting
     assert datetime.now(UTC) >= soon
     assert seqs(start) == {name: 15}
-    with pytest.raises(PlanningError, match="startingTime .* is in the future"):
+    with pytest.raises(PlanningError, match="is in the future"):
         await follower(name, startingTime="2100-01-01T00:00:00Z").initial(js)
 
 
