@@ -195,8 +195,9 @@ async def measure(
             return measured(state.messages, even=state.messages > _DENSE * len(span))
     if len(span) <= _FEW and not exact:
         return measured(len(span), even=True)
-    first, behind = await counts_from(context, span, [span.first, span.last + 1])
-    matching = [max(0, here - after) for here, after in zip(first, behind, strict=True)]
+    ends = [span.first] if span.last >= state.last_seq else [span.first, span.last + 1]
+    following, *behind = await counts_from(context, span, ends)
+    matching = [max(0, a - b) for a, b in zip(following, *behind, strict=True)] if behind else following
     rows = sum(matching)
     if span.filters:
         # A filter equal to the stream's subjects is kept: its sources or an earlier configuration may have stored others.
