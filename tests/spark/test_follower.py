@@ -739,17 +739,6 @@ class TestRecreation:
         end = await query.latest(js, start)
         assert spans(await query.plan(js, start, end)) == [(1, 1), (2, 3)]
 
-    async def test_an_empty_stream_that_is_recreated_is_another_one(
-        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
-    ) -> None:
-        name = await make(0)
-        query = follower(name)
-        start = await query.initial(js)
-        await js.delete_stream(name)
-        await make(3, name)
-        with pytest.raises(DataLossError, match="re-created"):
-            await query.latest(js, start)
-
     async def test_a_micro_batch_that_was_planned_before_the_recreation(
         self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
     ) -> None:

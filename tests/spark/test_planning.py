@@ -211,7 +211,8 @@ async def test_interior_deletes_are_no_loss(js: JetStreamContext, stream_name: C
         ("{stream}.1", ("{stream}.1",), True),
         ("{stream}.*", ("{stream}.*",), False),
         ("{stream}.1,{stream}.2", ("{stream}.1", "{stream}.2"), True),
-        ("{stream}.1,{stream}.2,{stream}.3", ("{stream}.1", "{stream}.2", "{stream}.3"), False),
+        ("{stream}.1,{stream}.1,{stream}.2", ("{stream}.1", "{stream}.2"), True),
+        (",".join(f"{{stream}}.{one}" for one in range(9)), tuple(f"{{stream}}.{one}" for one in range(9)), False),
         ("other", ("other",), True),
     ],
 )
