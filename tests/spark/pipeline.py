@@ -112,13 +112,13 @@ class Pipeline:
     def check(self, rows: int = ROWS) -> None:
         """Check that the sink has every row once."""
         missing, duplicated = self.compare(rows)
-        assert (missing, duplicated) == (0, 0)
+        assert (missing, duplicated) == (0, 0), (missing, duplicated)
 
     def check_what_is_left(self) -> None:
         """Check that no row is there twice, and that every row that the source still has is there."""
         found = self.stored()
         missing, twice = set(self.left()) - set(found), [row for row, count in found.items() if count > 1]
-        assert (len(missing), len(twice)) == (0, 0)
+        assert (len(missing), len(twice)) == (0, 0), (len(missing), len(twice))
 
     def compare(self, rows: int = ROWS) -> tuple[int, int]:
         found = self.stored()
@@ -151,7 +151,9 @@ class Pipeline:
         return writer.option("checkpointLocation", str(self.checkpoint)).start()
 
     def run(self, spark: SparkSession, semantics: str, **options: Any) -> None:
-        self.query(spark, semantics, **options).awaitTermination()
+        # Before Spark 4.2, `availableNow` runs one micro-batch: the pending one if there is one.
+        for _ in range(1 if self.limited(spark) else 2):
+            self.query(spark, semantics, **options).awaitTermination()
 
     def forget_commit(self) -> None:
         """Remove Spark's record that the newest micro-batch is committed, as if Spark had crashed right before it."""
