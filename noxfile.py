@@ -53,7 +53,14 @@ CAMPAIGNS: dict[str, tuple[list[str], dict[str, str]]] = {
         ["-m", "pytest", "-s", "tests/faults/test_atomic_leader.py"],
         {"JETSTREAM_EXT_ATOMIC_BATCHES": "200"},
     ),
-    "spark_faults": (["-m", "pytest", "tests/spark/test_faults.py"], {"JETSTREAM_EXT_SPARK_ROWS": "40000"}),
+    "spark_faults": (
+        ["-m", "pytest", "--timeout=900", "tests/spark/test_faults.py", "tests/spark/test_source_faults.py"],
+        {"JETSTREAM_EXT_SPARK_ROWS": "40000"},
+    ),
+    "spark_histories": (
+        ["-m", "pytest", "--timeout=7200", "tests/spark/test_query_history.py"],
+        {"JETSTREAM_EXT_SPARK_HISTORIES": "1000"},
+    ),
     "differential": (
         ["-m", "pytest", "tests/conformance/test_differential.py"],
         {
@@ -76,7 +83,7 @@ def full(session: nox.Session) -> None:
     """Run the long campaigns, or the one named after `--`, whose further arguments go to it.
 
     The campaigns: longer (tests that CI runs shortened), faults, atomic_faults and spark_faults (kill, pause and restart
-    real servers under load), differential (10,000 random sequences of commands to the reference server and to real ones),
+    real servers under load), spark_histories (2,000 random histories of streaming queries and their streams), differential (10,000 random sequences of commands to the reference server and to real ones),
     history (100,000 random operations on buckets and logs, with every read compared with the acknowledged history),
     simulation (200,000 schedules of the fast batch in virtual time), call_simulation (104,000 schedules of ingest, atomic
     batches and exactly-once workers in virtual time), waits (every call, fault, payload and state of the connection),
@@ -287,6 +294,8 @@ def compat(session: nox.Session, what: str) -> None:
         requirements, environment = SPARK[what]
         session.install(*everything, *requirements)
         main = [f"tests/spark/test_{name}.py" for name in ("streaming", "sink", "kv")]
+        if "JETSTREAM_EXT_SPARK_MASTER" in environment:
+            main.append("tests/spark/test_source_faults.py")
         arguments = arguments or (main if environment else ["tests/spark"])
     session.run("python", "-m", "pip", "list")
     session.run("python", "-m", "pytest", *PARALLEL, *arguments, env=environment)

@@ -98,7 +98,8 @@ async def _rows(context: JetStreamContext, options: ReadOptions, part: SequenceR
 
 def _blocks(js: Context, part: SequenceRange, timeout: float, *, confirm: bool) -> AsyncGenerator[Block, None]:
     if part.on_server:
-        return read_merged(js, part.stream, part.filters, part.first, part.last, timeout, confirm=confirm)
+        ends, size = (part.first, part.last), DEFAULT_MAX_BYTES
+        return read_merged(js, part.stream, part.filters, *ends, timeout, confirm=confirm, max_bytes=size)
     plan = Scan(seq=part.first, up_to_seq=part.last, max_bytes=DEFAULT_MAX_BYTES)
     return read_blocks(js, part.stream, plan, timeout, confirm=confirm)
 
