@@ -77,8 +77,7 @@ class Pipeline:
 
         async def publish(js: JetStreamContext) -> None:
             if (await js.stream_info(self.source)).config.allow_batched:
-                async with jsx.FastPublisher(js) as publisher:
-                    await publisher.add_many(messages)
+                await jsx.ingest(js, messages)
             else:
                 while some := list(islice(messages, 500)):
                     await asyncio.gather(*(js.publish(subject, data) for subject, data in some))
