@@ -552,9 +552,15 @@ class FastBatch:
     def _is_of_another_batch(self, reply: Reply, ack: BatchAck) -> bool:
         """Whether a final ack counts messages that this batch cannot have had on the server.
 
-        The first message cannot end its own batch, and any other ends it only because messages before it are missing.
+        A message ends its own batch only because messages before it are missing, so the first one cannot. But if the stream
+        has replicas, the marker arrives before the messages are stored, and the last one that is stored is answered.
         """
-        own = reply.seq - 1 if reply.op in (wire.START, wire.APPEND) else self.sent
+        own = self.sent
+        if reply.op in (wire.START, wire.APPEND):
+            if self.state is not COMMITTING:
+                own = reply.seq - 1
+            elif self.gap is GapMode.FAIL:  # otherwise lost messages at the end are counted
+                own = reply.seq
         return self.state is STARTING or (ack.batch_size or 0) > own
 
     def _flow_ack(self, reply: Reply, ack: BatchFlowAck, now: float, events: list[Event]) -> None:
