@@ -68,7 +68,9 @@ class Pipeline:
             allow_batched=True,
             allow_atomic=True,
         )
-        self._run(lambda js: js.add_stream(read.evolve(**(source or {}))), self.server.url)
+        read = read.evolve(**(source or {}))
+        self._batched = read.allow_batched
+        self._run(lambda js: js.add_stream(read), self.server.url)
         self._run(lambda js: js.add_stream(written.evolve(**config)), self.to.url)
         self.more(0)
 
@@ -76,7 +78,7 @@ class Pipeline:
         messages = ((f"{self.source}.{self._subject(row)}", row_of(row)) for row in range(first, first + rows))
 
         async def publish(js: JetStreamContext) -> None:
-            if (await js.stream_info(self.source)).config.allow_batched:
+            if self._batched:
                 await jsx.ingest(js, messages)
             else:
                 while some := list(islice(messages, 500)):

@@ -17,9 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import nats.errors
 import pytest
 from nats.js import JetStreamContext
 from nats.js.api import StreamConfig, StreamSource
+from nats.js.errors import ServiceUnavailableError
 from pyspark.errors import StreamingQueryException
 
 from jetstream_ext.spark.sink import _HAS_STREAM_ARROW
@@ -372,7 +374,7 @@ def test_the_leader_is_killed_at_each_call_of_the_driver(
                         total += rows
                     _wait_for(query, (folder / f"at-{call}").exists)
                     of = pipeline.sink if call in CALLS[3:] else pipeline.source
-                    leader = with_js(lambda js, of=of: js.stream_info(of), cluster.url).cluster.leader
+                    leader = with_js(partial(_leader, of), cluster.url)
                     [killed] = [one for one in cluster.servers if one.name == leader]
                     killed.kill()
                     (folder / f"at-{call}").unlink()
@@ -384,6 +386,14 @@ def test_the_leader_is_killed_at_each_call_of_the_driver(
             shutil.rmtree(folder)  # no call waits any longer
             query.stop()
         pipeline.check(total)
+
+
+async def _leader(stream: str, js: JetStreamContext) -> str:
+    while True:
+        with contextlib.suppress(nats.errors.TimeoutError, ServiceUnavailableError):  # an election
+            info = await js.stream_info(stream)
+            if info.cluster is not None and info.cluster.leader:
+                return info.cluster.leader
 
 
 def _wait_for(query: Any, condition: Callable[[], bool]) -> None:
