@@ -20,6 +20,8 @@ from jetstream_ext.testing import NatsServer
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from jetstream_ext.spark.connection import Connections
+
 SECRET = "correct-horse-battery"
 
 GUARDED = f"""
@@ -55,6 +57,17 @@ def connection_names(guarded: NatsServer) -> Callable[[], list[str]]:
             return [one.get("name", "") for one in json.load(answer)["connections"]]  # a new one has none yet
 
     return names
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
+    """The connections of the test, which are closed with it."""
+    from jetstream_ext.spark import connection
+
+    cache = connection.Connections()
+    monkeypatch.setattr(connection, "connections", lambda: cache)
+    yield cache
+    cache.close()
 
 
 @pytest.fixture(scope="session")
@@ -111,3 +124,13 @@ def with_js(server: NatsServer) -> Callable[..., Any]:
         return asyncio.run(connected())
 
     return run
+
+
+@pytest.fixture
+def small_batches(spark: SparkSession) -> Iterator[None]:
+    """The sink gets rows while the task is running, not when the partition is complete."""
+    name = "spark.sql.execution.arrow.maxRecordsPerBatch"
+    before = spark.conf.get(name)
+    spark.conf.set(name, "100")
+    yield
+    spark.conf.set(name, before)

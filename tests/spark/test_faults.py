@@ -40,16 +40,6 @@ def pipeline(server: NatsServer, with_js: Any, stream_name: Callable[[], str], t
     return Pipeline(server, with_js, stream_name(), tmp_path)
 
 
-@pytest.fixture
-def small_batches(spark: SparkSession) -> Iterator[None]:
-    """Rows that are passed on are stored at once, not when the partition is complete."""
-    name = "spark.sql.execution.arrow.maxRecordsPerBatch"
-    before = spark.conf.get(name)
-    spark.conf.set(name, "100")
-    yield
-    spark.conf.set(name, before)
-
-
 def dying(rows: int) -> Any:
     """Fail the first attempt at partition 0 of every micro-batch after `rows` rows."""
 

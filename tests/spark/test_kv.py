@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from pyspark.sql.datasource import CaseInsensitiveDict
 from jetstream_ext.client.api import Api
 from jetstream_ext.errors import DirectGetDisabledError, HistoryUnavailableError
 from jetstream_ext.kv import snapshot
-from jetstream_ext.spark import connection, kv
+from jetstream_ext.spark import kv
 from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.kv import JetStreamKvDataSource, plan_kv
 from jetstream_ext.spark.options import KvOptions, OptionError
@@ -27,14 +27,6 @@ from jetstream_ext.testing import NatsCluster, NatsServer
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-
-@pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
-    cache = Connections()
-    monkeypatch.setattr(connection, "connections", lambda: cache)
-    yield cache
-    cache.close()
 
 
 Read = Callable[..., list[dict[str, Any]]]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 from nats.js import JetStreamContext
 from nats.js.api import PubAck, StreamConfig, StreamSource
 from nats.js.errors import NoStreamResponseError
 
-from jetstream_ext.spark import connection, reading
+from jetstream_ext.spark import reading
 from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.options import ReadOptions
 from jetstream_ext.spark.ranges import SequenceRange
@@ -20,14 +19,6 @@ from jetstream_ext.testing import NatsCluster, NatsServer
 
 ROUNDS = 40
 EACH = 25
-
-
-@pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
-    cache = Connections()
-    monkeypatch.setattr(connection, "connections", lambda: cache)
-    yield cache
-    cache.close()
 
 
 async def publish(js: JetStreamContext, subject: str) -> PubAck:

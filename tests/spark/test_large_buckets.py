@@ -26,23 +26,16 @@ from jetstream_ext.errors import HistoryUnavailableError, StreamConfigMismatchEr
 from jetstream_ext.kv import enable
 from jetstream_ext.kv.parts import KeyClass, LogRange
 from jetstream_ext.spark import connection, kv
-from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.kv import BucketPart, JetStreamKvDataSource, plan_kv
 from jetstream_ext.spark.options import KvOptions
 from jetstream_ext.spark.planning import PlanningError
 from jetstream_ext.testing import NatsCluster, NatsServer, ReferenceServer
 from jetstream_ext.testing.reference.faults import Faults, StaleReplica
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 KEYS = 3_000
 Change = Callable[[KeyValue], Any]
-
-
-@pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
-    cache = Connections()
-    monkeypatch.setattr(connection, "connections", lambda: cache)
-    yield cache
-    cache.close()
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from jetstream_ext.client.api import stream_state
 from jetstream_ext.client.connection import Context
 from jetstream_ext.protocol.direct import Block
 from jetstream_ext.protocol.reads import Scan
-from jetstream_ext.spark import connection, reading
+from jetstream_ext.spark import reading
 from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.options import ReadOptions
 from jetstream_ext.spark.planning import DataLossError
@@ -38,14 +38,6 @@ def stream(with_js: Any, stream_name: Callable[[], str]) -> str:
 
     with_js(fill)
     return name
-
-
-@pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
-    cache = Connections()
-    monkeypatch.setattr(connection, "connections", lambda: cache)
-    yield cache
-    cache.close()
 
 
 @pytest.fixture

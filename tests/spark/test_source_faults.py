@@ -51,16 +51,6 @@ def make_pipeline(
     return lambda **given: Pipeline(given.pop("server", server), with_js, stream_name(), tmp_path, **given)
 
 
-@pytest.fixture
-def small_batches(spark: SparkSession) -> Iterator[None]:
-    """Rows that are passed on are stored at once, not when the partition is complete."""
-    name = "spark.sql.execution.arrow.maxRecordsPerBatch"
-    before = spark.conf.get(name)
-    spark.conf.set(name, "100")
-    yield
-    spark.conf.set(name, before)
-
-
 def waiting(folder: Path, rows: int, *, then: str) -> Any:
     """Pass rows on, and after `rows` rows in the first attempt at partition 0 wait until the file ``go`` is in `folder`.
 

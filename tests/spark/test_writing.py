@@ -65,14 +65,6 @@ def change(with_js: Any, stream: str) -> Callable[..., None]:
 
 
 @pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
-    cache = Connections()
-    monkeypatch.setattr(connection, "connections", lambda: cache)
-    yield cache
-    cache.close()
-
-
-@pytest.fixture
 def write(server: NatsServer, stream: str, cache: Connections, with_js: Any) -> Callable[..., Written]:
     def run(rows: Any, batch: int = 0, partition: int = 0, semantics: str = "transactional", **options: str) -> Written:
         given = {"servers": server.url, "stream": stream, "semantics": semantics, "requestTimeout": "3"} | options

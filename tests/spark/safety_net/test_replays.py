@@ -175,16 +175,6 @@ def pipeline(spark: SparkSession, server: Any, make_stream: Any, tmp_path: Path)
     return Pipeline(spark, server.url, make_stream(), make_stream(), tmp_path)
 
 
-@pytest.fixture
-def small_batches(spark: SparkSession) -> Iterator[None]:
-    """The sink gets rows while the task is running, not when the partition is complete."""
-    name = "spark.sql.execution.arrow.maxRecordsPerBatch"
-    before = spark.conf.get(name)
-    spark.conf.set(name, "100")
-    yield
-    spark.conf.set(name, before)
-
-
 def losing_a_row_and_failing(url: str, source: str, out: str) -> Any:
     """Fail the first attempt at partition 0 when some of its rows are stored and its first row is gone from the source."""
 
