@@ -36,10 +36,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("plain", [False, True], ids=["with the start", "without the start"])
 def test_random_histories(server: NatsServer, stream_name: Callable[[], str], plain: bool) -> None:
     seeds = [int(SEED)] if SEED else range(HISTORIES)
+    abandoned = 0
     for seed in seeds:
         names = [stream_name() for _ in range(1 + seed % 3)]
+        history = History(server.url, names, seed, plain=plain)
         try:
-            History(server.url, names, seed, plain=plain).run(STEPS)
+            history.run(STEPS)
+            abandoned += history.abandoned
         except BaseException as error:
             error.add_note(f"JETSTREAM_EXT_SPARK_SEED={seed}")
             raise
+    assert abandoned <= 2 + HISTORIES // 50
