@@ -41,8 +41,8 @@ class CrashError(Exception):
 class ServerBugError(Exception):
     """The server has lost messages by itself, so that nobody knows what has to come out.
 
-    nats-server 2.15.1 does: if messages in the middle of a stream were deleted, and then its head is purged, the server counts
-    too few messages. If further ones are deleted until this count is 0, the stream is empty.
+    nats-server 2.15.1 sometimes counts too few messages after some in the middle of a stream were deleted and its head was
+    purged. If further ones are deleted until this count is 0, the stream is empty.
     """
 
 
