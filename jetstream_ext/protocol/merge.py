@@ -116,9 +116,9 @@ class Merge:
             check_filter(subject)
         if not filters:
             raise ValueError("filters must be at least one")
-        self.reads = [FilteredRead(subject, first) for subject in widest(filters)]
+        self.reads: list[FilteredRead] = [FilteredRead(subject, first) for subject in widest(filters)]
         """Those that have not ended or have rows; none if everything was taken."""
-        self.group = Group(len(self.reads))
+        self.group: Group = Group(len(self.reads))
         self._max_bytes = max_bytes
 
     def needed(self) -> list[FilteredRead]:
