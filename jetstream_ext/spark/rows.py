@@ -155,7 +155,7 @@ class RowReader:
         size = 0
         while some := self.from_rows(islice(rows, _ROWS_A_TIME)):
             collected += some
-            size += sum(len(message[1]) for message in some)
+            size += sum(map(size_of, some))
             if len(collected) >= _ROWS_AT_ONCE or size >= _BYTES_AT_ONCE:
                 yield collected
                 collected, size = [], 0
@@ -172,8 +172,9 @@ class RowReader:
                     data = b"" if data is None else data.encode() if isinstance(data, str) else bytes(data)
                 except UnicodeEncodeError:
                     raise self._bad("its data has half of a surrogate pair, which UTF-8 cannot encode") from None
-            if msg_id is not None and not msg_id.strip():
-                raise self._bad("its msgId is empty or has only white space; give null to let the sink make an id")
+            if msg_id is not None and (not msg_id or msg_id != msg_id.strip()):
+                # Servers and clients leave out white space around an id.
+                raise self._bad("its msgId is empty or has white space around it; give null to let the sink make an id")
             yield subject, data, self._headers(pairs) if pairs else None, msg_id
             self._row += 1
 
@@ -220,6 +221,15 @@ class RowReader:
 
     def _bad(self, what: str) -> RowError:
         return RowError(f"row {self._row} of partition {self._partition} cannot be a message: {what}")
+
+
+def size_of(message: Message) -> int:
+    """Return about how many bytes a message has."""
+    subject, data, headers, _ = message
+    size = len(subject) + len(data)
+    if headers:
+        size += sum(len(name) + len(value) for name, value in headers.items())
+    return size
 
 
 def content(subject: str, data: bytes, headers: Mapping[str, str] | None) -> bytes:

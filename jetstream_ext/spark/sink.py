@@ -31,7 +31,7 @@ from jetstream_ext.spark.connection import Lease, connected, run_on_driver
 from jetstream_ext.spark.markers import ReplayError
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.planning import PlanningError, state_of
-from jetstream_ext.spark.rows import Columns, Message, MessageIds, RowReader, with_ids, without_ids
+from jetstream_ext.spark.rows import Columns, Message, MessageIds, RowReader, size_of, with_ids, without_ids
 from jetstream_ext.spark.transactional import PATIENCE, MicroBatch, SinkError, Transactions, most_rows
 from jetstream_ext.text import get_logger
 from jetstream_ext.types import Entry
@@ -163,6 +163,10 @@ async def check_sink(context: JetStreamContext, options: WriteOptions) -> Stream
     if state.config.get("mirror") or state.config.get("sealed"):
         what = "a mirror" if state.config.get("mirror") else "sealed"
         raise PlanningError(f"stream {name!r} is {what}: no message can be published to it")
+    if state.config.get("no_ack"):
+        raise PlanningError(f"stream {name!r} has no_ack, so it never confirms that a row is stored; turn no_ack off")
+    if state.config.get("allow_msg_counter"):
+        raise PlanningError(f"stream {name!r} holds counters (allow_msg_counter), which the sink cannot increment")
     if options.semantics == "transactional":
         _check_transactional(context, options, state)
     else:
@@ -192,6 +196,15 @@ def _check_fast(options: WriteOptions, state: StreamState) -> None:
             )
         _log.warning("%s", what)
     if options.semantics == "dedupe":
+        if state.max_msgs_per_subject > 0:
+            # Of a row that was replaced, a restarted server does not know the id, but it knows that of its successor.
+            raise PlanningError(
+                f"{stream} has max_msgs_per_subject, so a replay could store a replaced row again and drop the newer one as a "
+                "duplicate; use semantics=transactional, or semantics=none, which stores both again"
+            )
+        if state.retention != "limits":
+            what = "%s has %s retention: after a restart of the server, replayed rows that were acknowledged are stored again"
+            _log.warning(what, stream, state.retention)
         window = state.duplicate_window
         if not window:
             raise PlanningError(
@@ -213,6 +226,16 @@ def _check_transactional(context: JetStreamContext, options: WriteOptions, state
     if state.config.get("subject_transform"):
         raise PlanningError(f"{stream} has a subject transform, which hides the sink's markers; use semantics=dedupe")
     markers = f"{options.marker_prefix}.>"
+    if state.retention == "interest":
+        raise PlanningError(
+            f"{stream} has interest retention, which removes the sink's markers at once; use semantics=dedupe"
+        )
+    if state.retention == "workqueue":
+        _log.warning("%s has workqueue retention: no consumer may acknowledge the sink's markers (%s)", stream, markers)
+    if state.max_msgs_per_subject > 0 and state.config.get("discard_new_per_subject"):
+        raise PlanningError(
+            f"{stream} has discard_new_per_subject, so it refuses new markers of the sink; turn it off, or write to another stream"
+        )
     if not any(covers(subject, markers) for subject in state.subjects):
         raise PlanningError(
             f"{stream} does not store {markers!r}, where semantics=transactional keeps its markers: add that to the "
@@ -337,7 +360,7 @@ def _joined(
     for chunk, chunk_names in chunks:
         messages += chunk
         names += chunk_names
-        size += sum(len(message[1]) for message in chunk)
+        size += sum(map(size_of, chunk))
         if messages and (not busy() or len(messages) >= _ROWS_AT_ONCE or size >= _BYTES_AT_ONCE):
             yield messages, names
             messages, names, size = [], [], 0
@@ -379,6 +402,6 @@ def _transactions_of(chunks: Iterable[Sequence[Message]], most: int) -> Iterator
                 yield collected
                 collected, size = [], 0
             collected.append(message)
-            size += len(message[1])
+            size += size_of(message)
     if collected:
         yield collected

@@ -13,6 +13,7 @@ from pyspark.sql.types import ArrayType, BinaryType, MapType, StringType, Struct
 from jetstream_ext.protocol.options import as_message, message_headers
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.rows import Columns, Message, RowError, RowReader, without_ids
+from jetstream_ext.spark.sink import _transactions_of
 
 Reads = Callable[..., list[Message]]
 
@@ -87,6 +88,7 @@ def test_headers_keep_several_values(read: Reads) -> None:
         (("s.a", b"", {"nats-rollup": "all"}), {}, "its header 'nats-rollup' is an instruction to the server"),
         (("s.a", b"", {"Nats-Msg-Id": "1"}), {}, "and give ids in the column msgId"),
         (("s.a", b"", None, ""), {}, "its msgId is empty"),
+        (("s.a", b"", None, "x\u00a0"), {}, "its msgId is empty or has white space around it"),
     ],
 )
 def test_a_row_that_cannot_be_a_message_is_refused(
@@ -118,3 +120,8 @@ def test_single_rows_are_collected_into_chunks() -> None:
     assert sizes(25_000, 1) == [10_000, 10_000, 5_000]
     assert sizes(250, 1 << 20) == [100, 100, 50]
     assert sizes(0, 1) == []
+
+
+def test_the_headers_of_rows_count_for_the_size_of_a_transaction() -> None:
+    large: Message = ("s.a", b"", {"H": "x" * (5 << 20)}, None)
+    assert [len(one) for one in _transactions_of([[large] * 5], 999)] == [2, 2, 1]

@@ -83,6 +83,15 @@ VERSION = {"txnAppId": "a", "txnVersion": "0"}
         ({"allow_batched": False}, {}, "allow_batched is off, and semantics=dedupe needs it; enable it"),
         ({"allow_batched": False}, {"semantics": "none"}, "allow_batched is off"),
         ({"allow_atomic": False}, TRANSACTIONAL | {"sinkPartitions": "2"}, "allow_atomic is off"),
+        ({"no_ack": True}, {"semantics": "none"}, "has no_ack, so it never confirms that a row is stored"),
+        ({"allow_msg_counter": True, "allow_direct": True}, {}, "holds counters (allow_msg_counter)"),
+        ({"max_msgs_per_subject": 2}, {}, "drop the newer one as a duplicate; use semantics=transactional"),
+        ({"retention": "interest"}, TRANSACTIONAL | {"sinkPartitions": "2"}, "removes the sink's markers at once"),
+        (
+            {"max_msgs_per_subject": 1, "discard": "new", "discard_new_per_subject": True},
+            TRANSACTIONAL | {"sinkPartitions": "2"},
+            "has discard_new_per_subject, so it refuses new markers of the sink",
+        ),
         (
             {"subjects": "one"},
             TRANSACTIONAL | {"sinkPartitions": "2"},
@@ -201,3 +210,17 @@ def test_dedupe_refuses_a_stream_that_acknowledges_before_it_writes(
 def test_a_short_duplicate_window_is_logged(make: Any, writer: Any, caplog: pytest.LogCaptureFixture) -> None:
     writer(BOTH, make(duplicate_window=5))
     assert "its duplicate window is 5 s" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "warning"),
+    [
+        ({}, "replayed rows that were acknowledged are stored again"),
+        (TRANSACTIONAL | {"sinkPartitions": "2"}, "no consumer may acknowledge the sink's markers (_spark."),
+    ],
+)
+def test_a_stream_whose_messages_are_acknowledged_is_logged(
+    make: Any, writer: Any, caplog: pytest.LogCaptureFixture, options: dict[str, str], warning: str
+) -> None:
+    writer(BOTH, make(retention="workqueue"), **options)
+    assert warning in caplog.text
