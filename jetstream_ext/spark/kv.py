@@ -99,7 +99,7 @@ class JetStreamKvReader(DataSourceReader):
         return [InputPartition(part) for part in parts]
 
     def read(self, partition: InputPartition) -> Iterator[RecordBatch]:
-        return read_keys(self._options, self._schema, partition.value)
+        return read_keys(self._options, self._schema, getattr(partition, "value", None))
 
 
 # -- the plan -----------------------------------------------------------------------------------------------------

@@ -83,6 +83,7 @@ class Offset:
     partitions: int | None = (
         None  # of the micro-batch that ends here, at least; None in an initial offset, and in version 1
     )
+    most: int | None = None  # sequences of a partition, where the micro-batch has no cuts
     version: int = VERSION
 
 
@@ -90,6 +91,8 @@ def encode(offset: Offset) -> dict[str, Any]:
     encoded: dict[str, Any] = {"v": VERSION}
     if offset.partitions is not None:
         encoded["partitions"] = offset.partitions
+    if offset.most is not None:
+        encoded["most"] = offset.most
     encoded["streams"] = {name: _encode_position(at) for name, at in sorted(offset.streams.items())}
     return encoded
 
@@ -116,7 +119,7 @@ def decode(offset: Mapping[str, Any]) -> Offset:
         )
     try:
         streams = {name: _decode_position(at) for name, at in offset["streams"].items()}
-        return Offset(streams, _optional(offset, "partitions"), version)
+        return Offset(streams, _optional(offset, "partitions"), _optional(offset, "most"), version)
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         shown = reprlib.repr(offset)  # that of a nested list could raise RecursionError
         raise OffsetError(f"the checkpoint holds no offset of format 'jetstream': {shown} ({error})") from None

@@ -104,7 +104,7 @@ class JetStreamReader(DataSourceReader):
     def read(self, partition: InputPartition) -> Iterator[RecordBatch]:
         from jetstream_ext.spark.reading import read_range
 
-        return read_range(self._options, self._schema, partition.value)
+        return read_range(self._options, self._schema, getattr(partition, "value", None))
 
 
 class PushDownReader(JetStreamReader):

@@ -28,7 +28,7 @@ from jetstream_ext.client.api import gather_bounded
 from jetstream_ext.protocol.api import StreamState, recreated
 from jetstream_ext.spark.connection import run_on_driver
 from jetstream_ext.spark.offsets import Offset, Position, decode, encode
-from jetstream_ext.spark.options import Bound, OptionError, ReadOptions
+from jetstream_ext.spark.options import MOST_PARTITIONS, Bound, OptionError, ReadOptions
 from jetstream_ext.spark.planning import (
     STREAMS_AT_ONCE,
     Measured,
@@ -83,8 +83,9 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
         if name is not None and not HAS_LIMITS:
             from pyspark import __version__
 
+            also = " (or 'maxOffsetsPerTrigger')" if name == "maxRowsPerTrigger" else ""
             raise OptionError(
-                f"option {name!r}: limits on micro-batches of a Python source need Spark 4.2, but this is Spark "
+                f"option {name!r}{also}: limits on micro-batches of a Python source need Spark 4.2, but this is Spark "
                 f"{__version__}; leave the option out, or upgrade Spark"
             )
         self._options = options
@@ -125,7 +126,7 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
     def read(self, partition: InputPartition) -> Iterator[RecordBatch]:
         from jetstream_ext.spark.reading import read_range  # only executors need it
 
-        return read_range(self._options, self._schema, partition.value)
+        return read_range(self._options, self._schema, getattr(partition, "value", None))
 
     def commit(self, end: dict[str, Any]) -> None:
         """Do nothing: Spark's checkpoint is the only record of the query."""
@@ -243,7 +244,7 @@ class Follower:
 
         found = await gather_bounded(look, ended.streams, limit=STREAMS_AT_ONCE)
         least = ended.partitions or max(self._options.min_partitions, len(ended.streams))
-        parts = _partitions([one for one in found if one is not None], least)
+        parts = _partitions([one for one in found if one is not None], least, ended.most)
         _log.debug("planned %d partitions from %s to %s", len(parts), begun.streams, ended.streams)
         return parts
 
@@ -455,7 +456,8 @@ class Follower:
             self._note_idle()
         else:
             self._pause, self._next_ask = 0.0, 0.0
-            self._returned = encode(Offset(ends, max(self._options.min_partitions, len(ends))))
+            least = max(self._options.min_partitions, len(ends))
+            self._returned = encode(Offset(ends, least, self._options.max_records_per_partition))
         return dict(self._returned)
 
     # -- what to read -------------------------------------------------------------------------------------------
@@ -544,12 +546,21 @@ class Follower:
         return before.seq + 1, self._from_head(stream, before)
 
 
-def _partitions(found: list[_ToRead], least: int) -> list[SequenceRange]:
-    """Return the partitions of a micro-batch: at least so many, some of them empty, or none if there is nothing to read."""
+def _partitions(found: list[_ToRead], least: int, most: int | None) -> list[SequenceRange]:
+    """Return the partitions of a micro-batch, or none if there is nothing to read.
+
+    There are at least `least`, some of them empty. Those of streams without cuts have at most `most` sequences.
+    """
     uncut = [one for one in found if one.cuts is None]
     rest = least - sum(len(one.cuts) + 1 for one in found if one.cuts is not None)
     lengths = [len(one.span) for one in uncut]
-    counts = iter(shares(lengths, lengths, [1] * len(uncut), rest))
+    fewest = [1 if most is None else -(-length // max(1, most)) for length in lengths]
+    if (needed := sum(fewest)) > MOST_PARTITIONS:
+        raise PlanningError(
+            f"the micro-batch would have {needed} partitions, and a read has {MOST_PARTITIONS} at most; raise "
+            "maxRecordsPerPartition (before Spark 4.2 it counts sequences)"
+        )
+    counts = iter(shares(lengths, lengths, fewest, rest))
     parts: list[SequenceRange] = []
     for one in found:
         span = one.span

@@ -525,6 +525,17 @@ class TestPlans:
         await js.purge_stream(name, seq=131)
         assert spans(await follower(name, failOnDataLoss="false").plan(js, start, end)) == parts
 
+    async def test_before_spark_4_2_a_replay_has_partitions_of_the_same_size(
+        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
+    ) -> None:
+        name = await make(95)
+        query = follower(name, maxRecordsPerPartition="20")
+        start = await query.initial(js)
+        end = await query.latest(js, None)
+        parts = spans(await query.plan(js, start, end))
+        assert parts == [(1, 19), (20, 38), (39, 57), (58, 76), (77, 95)]
+        assert spans(await follower(name, maxRecordsPerPartition="7").plan(js, start, end)) == parts
+
     async def test_before_spark_4_2_the_first_micro_batch_keeps_the_start_that_it_was_planned_with(
         self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
     ) -> None:

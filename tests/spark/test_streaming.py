@@ -128,7 +128,7 @@ def test_limits_are_refused_before_spark_4_2(query: Query, make: Any) -> None:
 
     if query.limited:
         pytest.skip("before Spark 4.2")
-    with pytest.raises(PySparkException, match=r"'maxOffsetsPerTrigger': .*need Spark 4\.2"):
+    with pytest.raises(PySparkException, match=r"'maxOffsetsPerTrigger'\): .*need Spark 4\.2"):
         query.run(make(10), maxOffsetsPerTrigger="30")
 
 
