@@ -60,6 +60,7 @@ class Task:
     writer: str  # the name of the query, or of the batch write
     batch: int  # the micro-batch, or the version of a batch write (0 if it has none)
     partition: int
+    attempt: str = ""  # names the driver's attempt at the write or the micro-batch, if it is known
 
 
 @dataclass
@@ -76,13 +77,15 @@ class _Writer:
         self._options = options
         self._columns = Columns.of(schema, options)
         self._batch = options.txn_version or 0  # of a batch write
+        self._attempt = uuid.uuid4().hex[:16]  # one for all tasks, and all attempts at them
         self._state: StreamState = run_on_driver(options.connection, lambda context: check_sink(context, options))
 
     def _write(self, writer: str, batch: int, rows: Iterator[Any], *, arrow: bool) -> WriterCommitMessage:
         context = _task()
         reader = RowReader(self._columns, self._options, self._state.subjects, context.partitionId())
         chunks = map(reader.from_arrow, rows) if arrow else reader.chunks_from_rows(rows)
-        return write_partition(self._options, self._state, Task(writer, batch, context.partitionId()), chunks)
+        task = Task(writer, batch, context.partitionId(), self._attempt)
+        return write_partition(self._options, self._state, task, chunks)
 
     def commit(self, messages: list[Any], batchId: int | None = None) -> None:  # noqa: N803 - Spark's name; a batch write has none
         """Check that the rows had the declared number of partitions (called on the driver)."""
@@ -95,20 +98,25 @@ class _Writer:
         if count is None:
             return
         if rows and len(messages) != count:
-            self._record_layout(written[0].writer, batch, len(messages))
+            only = self._record_layout(written[0].writer, batch, len(messages))
+            outcome = (
+                "every row is stored once, and none will be repeated"
+                if only
+                else "every row is stored; rows that an earlier attempt stored in other partitions may be stored twice"
+            )
             raise ReplayError(
                 f"stream {options.stream!r}: the option sinkPartitions is {count}, but the rows had {len(messages)} "
-                f"partitions; set it to {len(messages)} and restart (every row is stored once, and none will be repeated)"
+                f"partitions; set it to {len(messages)} and restart ({outcome})"
             )
         if options.txn_app_id is not None:
             with contextlib.suppress(FencedError):  # a later version is stored, so the tasks have stored nothing
                 self._record_layout(options.txn_app_id, batch, count, complete=True)
 
-    def _record_layout(self, writer: str, batch: int, partitions: int, *, complete: bool = False) -> None:
-        options, state = self._options, self._state
-        run_on_driver(
+    def _record_layout(self, writer: str, batch: int, partitions: int, *, complete: bool = False) -> bool:
+        options, state, attempt = self._options, self._state, self._attempt
+        return run_on_driver(
             options.connection,
-            lambda context: MicroBatch(context, options, state, writer, batch).record_layout(
+            lambda context: MicroBatch(context, options, state, writer, batch, attempt).record_layout(
                 partitions, complete=complete
             ),
         )
@@ -260,15 +268,9 @@ def write_partition(
     options: WriteOptions, state: StreamState, task: Task, chunks: Iterable[Sequence[Message]]
 ) -> Written:
     """Store the rows of one partition, which come in chunks, in order; `state` is the stream as the driver found it."""
-    count = options.sink_partitions
-    if count is not None and task.partition >= count:
-        raise ReplayError(
-            f"stream {options.stream!r}: the rows have a partition with index {task.partition}, but the option sinkPartitions "
-            f"is {count}; correct the option, or use df.repartition({count})"
-        )
     with connected(options.connection, "executor") as (lease, context):
         if options.semantics == "transactional":
-            batch = MicroBatch(context, options, state, task.writer, task.batch)
+            batch = MicroBatch(context, options, state, task.writer, task.batch, task.attempt)
             done = _transactional(lease, batch, task.partition, chunks)
         else:
             done = _fast(lease, context, options, task, chunks)
@@ -350,7 +352,7 @@ def _transactional(lease: Lease, batch: MicroBatch, partition: int, chunks: Iter
     transactions = Transactions(batch, partition)
     rows = 0
     try:
-        if options.sink_partitions is not None and not lease.run(batch.claim_layout(options.sink_partitions)):
+        if options.sink_partitions is not None and not lease.run(batch.claim_layout(partition)):
             _log.info("stream %r: version %d of %r is already stored", options.stream, batch.batch, batch.writer)
             return nothing
         lease.run(transactions.open())
