@@ -27,7 +27,6 @@ from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.numbers import json_number, json_text
 from jetstream_ext.spark.digests import DigestCounts
 from jetstream_ext.spark.rows import DIGEST_SIZE, Message, content
-from jetstream_ext.ttl import marker_reason
 
 # The whole digest is compared, because a row that is taken for another one is lost.
 _DIGEST: Final = np.dtype(f"S{DIGEST_SIZE}")
@@ -111,9 +110,8 @@ Record = TypeVar("Record", Layout, Marker)
 
 
 def decode(kind: type[Record], stored: StoredMsg | None) -> Record:
-    """Return the record in a message, or the default without a record; raise ReplayError for any other message."""
-    # The server's delete marker has taken the place of an expired record.
-    if stored is None or marker_reason(stored.headers) is not None:
+    """Return the record in a message, or the default without a message; raise ReplayError for any other message."""
+    if stored is None:
         return kind()
     try:
         return kind.parse(orjson.loads(stored.data))

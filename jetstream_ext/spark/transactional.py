@@ -27,7 +27,7 @@ from typing import Any, Final, Generic
 
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.api import get_at_leader
+from jetstream_ext.client.api import get_at_leader, newest_up_to
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.client.retry import Retry, is_transient
@@ -39,10 +39,12 @@ from jetstream_ext.errors import (
     MaxPayloadError,
 )
 from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.direct import Request, StoredMsg
 from jetstream_ext.spark.markers import Layout, Marker, Record, ReplayError, StoredRows, decode, rows_per_marker
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.rows import Message, digests_of, without_ids
 from jetstream_ext.text import get_logger
+from jetstream_ext.ttl import marker_reason
 
 _log = get_logger("spark")
 
@@ -97,8 +99,18 @@ class MicroBatch:
             if wrong and own:
                 # Later attempts may declare a larger number: the stored rows are in the partitions where they will be.
                 claim = replace(claim, minimum=partition + 1)
-            if claim != layout.last and not await layout.store([], claim):
+            before = layout.last
+            if claim != before and not await layout.store([], claim):
                 continue
+            if self.options.txn_app_id is not None and 0 <= before.batch < self.batch and not before.complete:
+                _log.warning(
+                    "stream %r: version %d of %r begins, but version %d was never completed; a retry of it stores nothing, so "
+                    "those of its rows that are not stored are lost",
+                    self.options.stream,
+                    self.batch,
+                    self.writer,
+                    before.batch,
+                )
             if wrong:
                 raise self._too_small(layout.what, partition, own=own)
             return True
@@ -113,7 +125,7 @@ class MicroBatch:
         if not layout.known:
             return ReplayError(
                 f"{what} has at least {layout.minimum} partitions, but the option sinkPartitions is {self.partitions}. Nothing "
-                "was stored; set sinkPartitions to the number of partitions, and do not change the partitioning"
+                "more was stored; set sinkPartitions to the number of partitions, and do not change the partitioning"
             )
         return ReplayError(
             f"{what} was first stored with {layout.partitions} partitions and now has {self.partitions}, so its stored "
@@ -172,7 +184,12 @@ class StoredRecord(Generic[Record]):
     async def read(self) -> None:
         """Read the record at the stream's leader; raise FencedError if it is of a later micro-batch."""
         try:
-            self.last = decode(self._kind, await self._fence.read())
+            stored = await self._fence.read()
+            # The server stores a delete marker when a record expires. It stays the fence, but is not a record, and with a
+            # wildcard it hides older records that have not expired.
+            while stored is not None and marker_reason(stored.headers) is not None:
+                stored = await newest_up_to(self._find, stored.seq - 1, 1, subject=self.subject)
+            self.last = decode(self._kind, stored)
         except Exception as error:
             raise self._explained(error) from error
         if self.last.batch > self._batch:
@@ -184,12 +201,14 @@ class StoredRecord(Generic[Record]):
 
     async def read_at(self, seq: int) -> Record | None:
         """Read an earlier record at the stream's leader; None if it was removed."""
-        stream = self._fence.stream
         try:
-            stored = await Retry(PATIENCE).call(lambda: get_at_leader(self._context, stream, {"seq": seq}))
+            stored = await self._find(Request(seq=seq))
         except Exception as error:
             raise self._explained(error) from error
         return decode(self._kind, stored) if stored is not None and stored.subject == self.subject else None
+
+    async def _find(self, request: Request) -> StoredMsg | None:
+        return await Retry(PATIENCE).call(lambda: get_at_leader(self._context, self._fence.stream, request.body()))
 
     async def store(self, messages: Sequence[Any], record: Record, *, keep: bool = False) -> bool:
         """Store messages and a new record; False: another attempt has stored a record, which was read.
