@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from nats.js import JetStreamContext
 from nats.js.errors import NoStreamResponseError
@@ -37,6 +37,8 @@ from jetstream_ext.text import get_logger
 from jetstream_ext.types import Entry
 
 _log = get_logger("spark")
+
+_Result = TypeVar("_Result")
 
 _SHORT_WINDOW: Final = 120.0
 # The largest flow that servers grant; the publishers of a stream share it.
@@ -98,7 +100,7 @@ class _Writer:
         if count is None:
             return
         if rows and len(messages) != count:
-            only = self._record_layout(written[0].writer, batch, len(messages))
+            only = self._run(written[0].writer, batch, lambda of: of.record_layout(len(messages)))
             outcome = (
                 "every row is stored once, and none will be repeated"
                 if only
@@ -110,22 +112,26 @@ class _Writer:
             )
         if options.txn_app_id is not None:
             with contextlib.suppress(FencedError):  # a later version is stored, so the tasks have stored nothing
-                self._record_layout(options.txn_app_id, batch, count, complete=True)
+                self._run(options.txn_app_id, batch, lambda of: of.record_layout(count, complete=True))
 
-    def _record_layout(self, writer: str, batch: int, partitions: int, *, complete: bool = False) -> bool:
+    def _run(self, writer: str, batch: int, work: Callable[[MicroBatch], Coroutine[Any, Any, _Result]]) -> _Result:
         options, state, attempt = self._options, self._state, self._attempt
         return run_on_driver(
-            options.connection,
-            lambda context: MicroBatch(context, options, state, writer, batch, attempt).record_layout(
-                partitions, complete=complete
-            ),
+            options.connection, lambda context: work(MicroBatch(context, options, state, writer, batch, attempt))
         )
 
     def abort(self, messages: list[Any], batchId: int | None = None) -> None:  # noqa: N803
         # Stored rows stay; they are recognised when the micro-batch is replayed.
-        batch = self._batch if batchId is None else batchId
-        done = sum(message is not None for message in messages)
-        _log.warning("stream %r: micro-batch %d failed after %d tasks were stored", self._options.stream, batch, done)
+        options, batch = self._options, self._batch if batchId is None else batchId
+        written = [message for message in messages if message is not None]
+        _log.warning("stream %r: micro-batch %d failed after %d tasks were stored", options.stream, batch, len(written))
+        if written and options.sink_partitions not in (None, len(messages)):
+            what = "stream %r: the option sinkPartitions is %d, but the rows have %d partitions; set it to %d"
+            _log.warning(what, options.stream, options.sink_partitions, len(messages), len(messages))
+            try:
+                self._run(written[0].writer, batch, lambda of: of.correct_layout(len(messages)))
+            except Exception as error:  # the tasks' error is the one to report
+                _log.warning("stream %r: this number could not be recorded: %s", options.stream, error)
 
 
 class JetStreamWriter(_Writer, DataSourceArrowWriter):

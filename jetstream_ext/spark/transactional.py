@@ -148,6 +148,14 @@ class MicroBatch:
             "that are stored already"
         )
 
+    async def correct_layout(self, partitions: int) -> None:
+        """Record how many partitions a failed attempt had, unless earlier attempts may have stored rows."""
+        layout = StoredRecord(self, "_layout", Layout)
+        await layout.read()
+        last = layout.last
+        if (last.batch, last.attempt, last.complete) == (self.batch, self.attempt, False):
+            await layout.store([], replace(last, partitions=partitions))
+
     async def record_layout(self, partitions: int, *, complete: bool = False) -> bool:
         """Record how many partitions there really were, and whether all their rows are stored.
 
