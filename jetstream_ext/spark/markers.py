@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from binascii import a2b_base64, b2a_base64
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from itertools import compress
 from typing import Any, Final, TypeVar
@@ -41,15 +41,33 @@ class ReplayError(JetStreamExtError):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
+    """What the sink knows about the partitions of a micro-batch."""
+
     batch: int = -1
-    partitions: int = 0
+    partitions: int = 0  # as an attempt declared them, or as the driver counted them; 0 if unknown
     complete: bool = False  # all rows of the micro-batch are stored
+    attempt: str = ""  # that declared the number before any other attempt stored a row, if it is known
+    minimum: int = 0  # a task has shown that there are so many, and that a smaller declared number was wrong
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Layout:
-        json_number(body["v"], "v", low=1, high=1)
-        batch, partitions = json_number(body["batch"], "batch"), json_number(body["partitions"], "partitions")
-        return cls(batch, partitions, body.get("complete") is True)
+        """Return what a layout record says, or a marker, which has at most the first two fields."""
+        json_number(body["v"], "v", low=1, high=2)
+        return cls(
+            json_number(body["batch"], "batch"),
+            json_number(body.get("partitions", 0), "partitions"),
+            body.get("complete") is True,
+            json_text(body.get("attempt", ""), "attempt"),
+            json_number(body.get("minimum", 0), "minimum"),
+        )
+
+    @property
+    def known(self) -> bool:
+        """Whether `partitions` is a number that is not known to be wrong."""
+        return self.partitions >= max(1, self.minimum)
+
+    def allows(self, partitions: int) -> bool:
+        return partitions == self.partitions if self.known else partitions >= self.minimum
 
     def encode(self) -> bytes:
         return orjson.dumps({"v": 1, **asdict(self)})
@@ -62,6 +80,7 @@ class Marker:
     digest: str = ""  # of the digests of these rows in the order in which they were stored; version 1: of the rows
     digests: bytes = field(default=b"", repr=False)  # of the rows of this transaction; version 1: none
     previous: int = 0  # the sequence of the marker before this one in the micro-batch
+    partitions: int = 0  # of the micro-batch, as declared; 0 if unknown
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Marker:
@@ -74,7 +93,12 @@ class Marker:
         digests = a2b_base64(json_text(body["digests"], "digests"), strict_mode=True)
         if not digests or len(digests) % DIGEST_SIZE or len(digests) > marker.rows * DIGEST_SIZE:
             raise ValueError("'digests' are not those of one or more of the rows")
-        return cls(marker.batch, marker.rows, marker.digest, digests, json_number(body["previous"], "previous"))
+        return replace(
+            marker,
+            digests=digests,
+            previous=json_number(body["previous"], "previous"),
+            partitions=json_number(body.get("partitions", 0), "partitions"),
+        )
 
     def encode(self) -> bytes:
         return orjson.dumps(
@@ -173,11 +197,12 @@ class StoredRows:
             raise self._differ()
         self._content = None
 
-    def next_marker(self, batch: int, digests: bytes, previous: int) -> Marker:
+    def next_marker(self, batch: int, partitions: int, digests: bytes, previous: int) -> Marker:
         """Return the marker of a transaction with rows of these digests."""
         digest = self._digest.copy()
         digest.update(digests)
-        return Marker(batch, self.rows + len(digests) // DIGEST_SIZE, digest.hexdigest(), digests, previous)
+        rows = self.rows + len(digests) // DIGEST_SIZE
+        return Marker(batch, rows, digest.hexdigest(), digests, previous, partitions)
 
     def add(self, marker: Marker) -> None:
         """Note that the transaction of `next_marker` is stored."""

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from nats.js import JetStreamContext
 from nats.js.errors import NoStreamResponseError
@@ -38,6 +38,8 @@ from jetstream_ext.types import Entry
 
 _log = get_logger("spark")
 
+_Result = TypeVar("_Result")
+
 _SHORT_WINDOW: Final = 120.0
 # The largest flow that servers grant; the publishers of a stream share it.
 _FLOW: Final = 500
@@ -60,6 +62,7 @@ class Task:
     writer: str  # the name of the query, or of the batch write
     batch: int  # the micro-batch, or the version of a batch write (0 if it has none)
     partition: int
+    attempt: str = ""  # names the driver's attempt at the write or the micro-batch, if it is known
 
 
 @dataclass
@@ -76,13 +79,15 @@ class _Writer:
         self._options = options
         self._columns = Columns.of(schema, options)
         self._batch = options.txn_version or 0  # of a batch write
+        self._attempt = uuid.uuid4().hex[:16]  # one for all tasks, and all attempts at them
         self._state: StreamState = run_on_driver(options.connection, lambda context: check_sink(context, options))
 
     def _write(self, writer: str, batch: int, rows: Iterator[Any], *, arrow: bool) -> WriterCommitMessage:
         context = _task()
         reader = RowReader(self._columns, self._options, self._state.subjects, context.partitionId())
         chunks = map(reader.from_arrow, rows) if arrow else reader.chunks_from_rows(rows)
-        return write_partition(self._options, self._state, Task(writer, batch, context.partitionId()), chunks)
+        task = Task(writer, batch, context.partitionId(), self._attempt)
+        return write_partition(self._options, self._state, task, chunks)
 
     def commit(self, messages: list[Any], batchId: int | None = None) -> None:  # noqa: N803 - Spark's name; a batch write has none
         """Check that the rows had the declared number of partitions (called on the driver)."""
@@ -95,29 +100,38 @@ class _Writer:
         if count is None:
             return
         if rows and len(messages) != count:
-            self._record_layout(written[0].writer, batch, len(messages))
+            only = self._run(written[0].writer, batch, lambda of: of.record_layout(len(messages)))
+            outcome = (
+                "every row is stored once, and none will be repeated"
+                if only
+                else "every row is stored; rows that an earlier attempt stored in other partitions may be stored twice"
+            )
             raise ReplayError(
                 f"stream {options.stream!r}: the option sinkPartitions is {count}, but the rows had {len(messages)} "
-                f"partitions; set it to {len(messages)} and restart (every row is stored once, and none will be repeated)"
+                f"partitions; set it to {len(messages)} and restart ({outcome})"
             )
         if options.txn_app_id is not None:
             with contextlib.suppress(FencedError):  # a later version is stored, so the tasks have stored nothing
-                self._record_layout(options.txn_app_id, batch, count, complete=True)
+                self._run(options.txn_app_id, batch, lambda of: of.record_layout(count, complete=True))
 
-    def _record_layout(self, writer: str, batch: int, partitions: int, *, complete: bool = False) -> None:
-        options, state = self._options, self._state
-        run_on_driver(
-            options.connection,
-            lambda context: MicroBatch(context, options, state, writer, batch).record_layout(
-                partitions, complete=complete
-            ),
+    def _run(self, writer: str, batch: int, work: Callable[[MicroBatch], Coroutine[Any, Any, _Result]]) -> _Result:
+        options, state, attempt = self._options, self._state, self._attempt
+        return run_on_driver(
+            options.connection, lambda context: work(MicroBatch(context, options, state, writer, batch, attempt))
         )
 
     def abort(self, messages: list[Any], batchId: int | None = None) -> None:  # noqa: N803
         # Stored rows stay; they are recognised when the micro-batch is replayed.
-        batch = self._batch if batchId is None else batchId
-        done = sum(message is not None for message in messages)
-        _log.warning("stream %r: micro-batch %d failed after %d tasks were stored", self._options.stream, batch, done)
+        options, batch = self._options, self._batch if batchId is None else batchId
+        written = [message for message in messages if message is not None]
+        _log.warning("stream %r: micro-batch %d failed after %d tasks were stored", options.stream, batch, len(written))
+        if written and options.sink_partitions not in (None, len(messages)):
+            what = "stream %r: the option sinkPartitions is %d, but the rows have %d partitions; set it to %d"
+            _log.warning(what, options.stream, options.sink_partitions, len(messages), len(messages))
+            try:
+                self._run(written[0].writer, batch, lambda of: of.correct_layout(len(messages)))
+            except Exception as error:  # the tasks' error is the one to report
+                _log.warning("stream %r: this number could not be recorded: %s", options.stream, error)
 
 
 class JetStreamWriter(_Writer, DataSourceArrowWriter):
@@ -283,15 +297,9 @@ def write_partition(
     options: WriteOptions, state: StreamState, task: Task, chunks: Iterable[Sequence[Message]]
 ) -> Written:
     """Store the rows of one partition, which come in chunks, in order; `state` is the stream as the driver found it."""
-    count = options.sink_partitions
-    if count is not None and task.partition >= count:
-        raise ReplayError(
-            f"stream {options.stream!r}: the rows have a partition with index {task.partition}, but the option sinkPartitions "
-            f"is {count}; correct the option, or use df.repartition({count})"
-        )
     with connected(options.connection, "executor") as (lease, context):
         if options.semantics == "transactional":
-            batch = MicroBatch(context, options, state, task.writer, task.batch)
+            batch = MicroBatch(context, options, state, task.writer, task.batch, task.attempt)
             done = _transactional(lease, batch, task.partition, chunks)
         else:
             done = _fast(lease, context, options, task, chunks)
@@ -373,7 +381,7 @@ def _transactional(lease: Lease, batch: MicroBatch, partition: int, chunks: Iter
     transactions = Transactions(batch, partition)
     rows = 0
     try:
-        if options.sink_partitions is not None and not lease.run(batch.claim_layout(options.sink_partitions)):
+        if options.sink_partitions is not None and not lease.run(batch.claim_layout(partition)):
             _log.info("stream %r: version %d of %r is already stored", options.stream, batch.batch, batch.writer)
             return nothing
         lease.run(transactions.open())

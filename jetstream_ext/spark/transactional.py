@@ -9,8 +9,10 @@ which is why the option ``sinkPartitions`` exists; the driver checks it at the e
 ::
 
     claim_layout  no record of this micro-batch ──────────────────► store it
+                  no layout, but a marker ────────────────────────► store it again if the number is that of the marker
                   a record with the same number of partitions ────► continue, or stop: the micro-batch is complete
                   with another number ────────────────────────────► ReplayError
+                  with a smaller number that a task proved wrong ─► store the declared one
                   of a later micro-batch ─────────────────────────► FencedError
     open          read the markers of this micro-batch; there is one of a later micro-batch ► FencedError
     store         the rows that no marker has, and a new marker ──► stored
@@ -20,12 +22,12 @@ which is why the option ``sinkPartitions`` exists; the driver checks it at the e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Generic
 
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.api import get_at_leader
+from jetstream_ext.client.api import get_at_leader, newest_up_to
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.client.retry import Retry, is_transient
@@ -37,10 +39,12 @@ from jetstream_ext.errors import (
     MaxPayloadError,
 )
 from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.direct import Request, StoredMsg
 from jetstream_ext.spark.markers import Layout, Marker, Record, ReplayError, StoredRows, decode, rows_per_marker
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.rows import Message, digests_of, without_ids
 from jetstream_ext.text import get_logger
+from jetstream_ext.ttl import marker_reason
 
 _log = get_logger("spark")
 
@@ -61,34 +65,110 @@ class MicroBatch:
     state: StreamState
     writer: str  # the name of the query, or of the batch write
     batch: int  # the number of the micro-batch or of the batch write's version; 0 without either
+    attempt: str = ""  # names the driver's attempt at the micro-batch, if it is known
 
-    async def claim_layout(self, partitions: int) -> bool:
-        """Record the number of partitions, or find it recorded; False: all rows of the micro-batch are stored.
+    @property
+    def partitions(self) -> int:
+        """The declared number of partitions; 0 without one."""
+        return self.options.sink_partitions or 0
 
-        Raises ReplayError if another number is recorded.
+    def subject(self, name: str) -> str:
+        """Return the subject of one of its records."""
+        return f"{self.options.marker_prefix}.{self.writer}.{name}"
+
+    async def claim_layout(self, partition: int) -> bool:
+        """Record the declared number of partitions, or find it recorded; False: all rows of the micro-batch are stored.
+
+        Raises ReplayError if another number is recorded, or if the index of the caller's partition proves it wrong.
         """
         layout = StoredRecord(self, "_layout", Layout)
         await layout.read()
-        while layout.last.batch != self.batch:
-            if await layout.store([], Layout(self.batch, partitions)):
-                return True
-        if layout.last.complete:
-            return False
-        if layout.last.partitions != partitions:
-            raise ReplayError(
-                f"{layout.what} was first stored with {layout.last.partitions} partitions and now has {partitions}, so its stored "
-                f"rows cannot be recognised. Nothing was stored; set sinkPartitions to {layout.last.partitions} again, "
-                "together with df.repartition(n) or the source's minPartitions"
+        while True:
+            last = layout.last if layout.last.batch == self.batch else await self._layout_of_markers()
+            if last.complete:
+                return False
+            if not last.allows(self.partitions):
+                raise self._other_number(layout.what, last)
+            # No other attempt has stored rows, or only those that had the number wrong as well.
+            first = last.batch != self.batch or last.minimum > last.partitions
+            claim = Layout(
+                self.batch, self.partitions, attempt=self.attempt if first else last.attempt, minimum=last.minimum
             )
-        return True
+            wrong = partition >= self.partitions
+            own = bool(self.attempt) and claim.attempt == self.attempt
+            if wrong and own:
+                # Later attempts may declare a larger number: the stored rows are in the partitions where they will be.
+                claim = replace(claim, minimum=partition + 1)
+            before = layout.last
+            if claim != before and not await layout.store([], claim):
+                continue
+            if self.options.txn_app_id is not None and 0 <= before.batch < self.batch and not before.complete:
+                _log.warning(
+                    "stream %r: version %d of %r begins, but version %d was never completed; a retry of it stores nothing, so "
+                    "those of its rows that are not stored are lost",
+                    self.options.stream,
+                    self.batch,
+                    self.writer,
+                    before.batch,
+                )
+            if wrong:
+                raise self._too_small(layout.what, partition, own=own)
+            return True
 
-    async def record_layout(self, partitions: int, *, complete: bool = False) -> None:
-        """Record how many partitions there really were, and whether all their rows are stored."""
+    async def _layout_of_markers(self) -> Layout:
+        """Return what the newest record of this micro-batch says. Markers can outlive the layout, which is older."""
+        newest = StoredRecord(self, "*", Layout)
+        await newest.read()
+        return newest.last if newest.last.batch == self.batch else Layout()
+
+    def _other_number(self, what: str, layout: Layout) -> ReplayError:
+        if not layout.known:
+            return ReplayError(
+                f"{what} has at least {layout.minimum} partitions, but the option sinkPartitions is {self.partitions}. Nothing "
+                "more was stored; set sinkPartitions to the number of partitions, and do not change the partitioning"
+            )
+        return ReplayError(
+            f"{what} was first stored with {layout.partitions} partitions and now has {self.partitions}, so its stored "
+            f"rows cannot be recognised. Nothing was stored; set sinkPartitions to {layout.partitions} again, "
+            "together with df.repartition(n) or the source's minPartitions"
+        )
+
+    def _too_small(self, what: str, partition: int, *, own: bool) -> ReplayError:
+        number = self.partitions
+        found = f"{what} has a partition with index {partition}, but the option sinkPartitions is {number}"
+        if own:
+            return ReplayError(
+                f"{found}; set it to the number of partitions, which is at least {partition + 1}, and restart without a change "
+                "of the partitioning (no stored row will be repeated)"
+            )
+        return ReplayError(
+            f"{found}, as in an earlier attempt. Nothing of this partition was stored. If the rows had {number} partitions "
+            f"in that attempt, restore its partitioning, for example with df.repartition({number}, columns). Otherwise set "
+            f"the right number and purge the subjects {self.subject('>')!r}; all rows are then stored again, also those "
+            "that are stored already"
+        )
+
+    async def correct_layout(self, partitions: int) -> None:
+        """Record how many partitions a failed attempt had, unless earlier attempts may have stored rows."""
+        layout = StoredRecord(self, "_layout", Layout)
+        await layout.read()
+        last = layout.last
+        if (last.batch, last.attempt, last.complete) == (self.batch, self.attempt, False):
+            await layout.store([], replace(last, partitions=partitions))
+
+    async def record_layout(self, partitions: int, *, complete: bool = False) -> bool:
+        """Record how many partitions there really were, and whether all their rows are stored.
+
+        Returns whether it is known that no earlier attempt has stored rows.
+        """
         layout = StoredRecord(self, "_layout", Layout)
         await layout.read()
         while (layout.last.batch, layout.last.complete) != (self.batch, True):
+            last = layout.last
             if await layout.store([], Layout(self.batch, partitions, complete)):
-                return
+                known = bool(self.attempt) and not last.minimum
+                return known and (last.batch, last.attempt) == (self.batch, self.attempt)
+        return False
 
 
 class StoredRecord(Generic[Record]):
@@ -96,7 +176,7 @@ class StoredRecord(Generic[Record]):
 
     def __init__(self, of: MicroBatch, name: str, kind: type[Record], what: str = "") -> None:
         self.what: str = f"stream {of.options.stream!r}, {what}micro-batch {of.batch}"
-        self.subject: str = f"{of.options.marker_prefix}.{of.writer}.{name}"
+        self.subject: str = of.subject(name)
         self.last: Record = kind()  # the record that was read or stored last
         self._kind: type[Record] = kind
         self._batch = of.batch
@@ -112,22 +192,31 @@ class StoredRecord(Generic[Record]):
     async def read(self) -> None:
         """Read the record at the stream's leader; raise FencedError if it is of a later micro-batch."""
         try:
-            self.last = decode(self._kind, await self._fence.read())
+            stored = await self._fence.read()
+            # The server stores a delete marker when a record expires. It stays the fence, but is not a record, and with a
+            # wildcard it hides older records that have not expired.
+            while stored is not None and marker_reason(stored.headers) is not None:
+                stored = await newest_up_to(self._find, stored.seq - 1, 1, subject=self.subject)
+            self.last = decode(self._kind, stored)
         except Exception as error:
             raise self._explained(error) from error
         if self.last.batch > self._batch:
             raise FencedError(
-                f"{self.what}: micro-batch {self.last.batch} is already stored; this attempt is out of date"
+                f"{self.what}: micro-batch {self.last.batch} is already stored, so this attempt is out of date. Nothing more was "
+                "stored. If the checkpoint was set back to an earlier state, start with a new checkpoint; a batch write "
+                "needs another writeId or txnAppId"
             )
 
     async def read_at(self, seq: int) -> Record | None:
         """Read an earlier record at the stream's leader; None if it was removed."""
-        stream = self._fence.stream
         try:
-            stored = await Retry(PATIENCE).call(lambda: get_at_leader(self._context, stream, {"seq": seq}))
+            stored = await self._find(Request(seq=seq))
         except Exception as error:
             raise self._explained(error) from error
         return decode(self._kind, stored) if stored is not None and stored.subject == self.subject else None
+
+    async def _find(self, request: Request) -> StoredMsg | None:
+        return await Retry(PATIENCE).call(lambda: get_at_leader(self._context, self._fence.stream, request.body()))
 
     async def store(self, messages: Sequence[Any], record: Record, *, keep: bool = False) -> bool:
         """Store messages and a new record; False: another attempt has stored a record, which was read.
@@ -199,7 +288,7 @@ class Transactions:
         """Store those of a transaction's rows that are not stored; in the order of `next`, one after the other."""
         messages, digests = self._stored.select(transaction.messages, transaction.digests)
         while messages:
-            marker = self._stored.next_marker(self._of.batch, digests, self._known)
+            marker = self._stored.next_marker(self._of.batch, self._of.partitions, digests, self._known)
             if await self._commit(messages, marker, transaction):
                 self._stored.add(marker)
                 self._known = self._record.seq

@@ -175,6 +175,20 @@ def test_wrong_sink_partitions_fail_the_first_micro_batch(
     assert len(stored(name)) == 2000
 
 
+def test_sink_partitions_that_were_too_small_are_corrected(
+    spark: SparkSession, make: Any, write: Any, stored: Any
+) -> None:
+    name = make()
+    options = {"semantics": "transactional", "writeId": "w"}
+    text = failure(lambda: write(rows(spark, name, 2000, 3), name, sinkPartitions="2", **options).save())
+    assert "but the option sinkPartitions is 2" in text
+    # The driver knows the right number: in other partitions, rows that are stored would be repeated.
+    text = failure(lambda: write(rows(spark, name, 2000, 4), name, sinkPartitions="4", **options).save())
+    assert "was first stored with 3 partitions and now has 4" in text
+    write(rows(spark, name, 2000, 3), name, sinkPartitions="3", **options).save()
+    assert Counter(message.data for message in stored(name)) == Counter(b"%d" % row for row in range(2000))
+
+
 @pytest.mark.parametrize("semantics", ["dedupe", "transactional", "none"])
 def test_a_query_stores_each_row_once(
     spark: SparkSession, make: Any, stored: Any, with_js: Any, server: NatsServer, tmp_path: Path, semantics: str
@@ -211,7 +225,7 @@ def test_a_query_stores_each_row_once(
         assert Counter(message.data for message in stored(sink)) == expected
     if semantics == "transactional":
         found = with_js(lambda js: jsx.DirectGet(js, sink).scan(subject="_spark.>").to_list())
-        assert {json.loads(message.data).get("partitions") for message in found} == {None, 2}
+        assert {json.loads(message.data).get("partitions") for message in found} == {2}
 
 
 @pytest.mark.parametrize("semantics", ["dedupe", "transactional"])

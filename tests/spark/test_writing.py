@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
@@ -184,6 +185,8 @@ class TestTransactions:
             "batch": 7,
             "partitions": 2,
             "complete": False,
+            "attempt": "",
+            "minimum": 0,
         }
 
     def test_repeated_rows_are_stored_once(self, write: Any, stored: Any) -> None:
@@ -242,6 +245,10 @@ class TestTransactions:
         write(range(10), batch=0)
         write(range(10, 20), batch=1)
         with pytest.raises(FencedError, match="micro-batch 1 is already stored"):
+            write(range(10), batch=0)
+        with pytest.raises(
+            FencedError, match="start with a new checkpoint; a batch write needs another writeId or txn"
+        ):
             write(range(10), batch=0)
         assert stored() == list(range(20))
 
@@ -349,6 +356,26 @@ class TestTransactions:
         with_js(lambda js: js.publish(f"_spark.{stream}.{QUERY}.0", message))
         with pytest.raises(ReplayError, match="is not a marker of this sink"):
             write(range(10))
+
+    def test_an_expired_marker_whose_delete_marker_is_left_is_no_record(
+        self, write: Any, change: Any, with_js: Any, stream: str
+    ) -> None:
+        change(
+            max_age=2, duplicate_window=2, subject_delete_marker_ttl=3600, allow_msg_ttl=True, allow_rollup_hdrs=True
+        )
+        write(range(10))
+        reasons: dict[str, str] = {}
+        deadline = time.monotonic() + 60
+        while len(reasons) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+            messages = with_js(lambda js: jsx.DirectGet(js, stream).scan(subject=f"_spark.{stream}.>").to_list())
+            reasons = {m.subject: m.headers["Nats-Marker-Reason"] for m in messages if not m.data}
+        assert set(reasons.values()) == {"MaxAge"}
+        change(max_age=0)
+        for _ in range(2):
+            write(range(10, 25), batch=1)
+        messages = with_js(lambda js: jsx.DirectGet(js, stream).scan(subject=f"{stream}.*").to_list())
+        assert [int(message.data) for message in messages if message.data] == list(range(10, 25))
 
     @pytest.mark.parametrize("limit", [450, 600, 1024, 4096])
     def test_markers_fit_into_a_stream_of_small_messages(

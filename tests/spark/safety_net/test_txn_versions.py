@@ -58,6 +58,30 @@ def test_a_version_that_was_not_completed_is_completed(make_stream: Any, sink: A
     assert stored(out, f"{out}.rows") == {b"0 0": 1, b"0 1": 1}
 
 
+def test_a_version_that_follows_an_incomplete_one_is_logged(
+    make_stream: Any, sink: Any, stored: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = make_stream()
+    _save(sink, out, 0)
+    _save(sink, out, 1)
+    assert not caplog.text
+
+    def failing() -> Iterator[Any]:
+        raise RuntimeError("the task fails")
+        yield
+
+    with pytest.raises(RuntimeError, match="the task fails"):
+        sink(out, "transactional", sinkPartitions="2", txnAppId="app", txnVersion="2").save(
+            [_rows(out, 2)[0], failing()]
+        )
+    for version in (3, 2):
+        _save(sink, out, version)
+    assert caplog.text.count("version 3 of 'app' begins, but version 2 was never completed") == 1
+    assert stored(out, f"{out}.rows") == {
+        b"%d %d" % (version, part): 1 for version in range(4) for part in range(2 if version != 2 else 1)
+    }
+
+
 def test_a_complete_version_with_other_rows_stores_nothing(make_stream: Any, sink: Any, stored: Any) -> None:
     out = make_stream()
     _save(sink, out, 3)
