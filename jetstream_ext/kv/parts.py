@@ -10,6 +10,11 @@ message of a range is the newest of its key. Otherwise a task asks for the newes
 the rows that it has. It does so for a replicated stream as well, because a replica that lags still has messages that
 others have replaced. Only one block is in memory.
 
+That needs messages that are removed oldest first. If a newer message goes before an older one of its key, one range may
+return the newer, and later another range the older. This happens if single messages have TTLs or are deleted by sequence.
+A bucket with a history that allows either is not cut into ranges (`can_cut_log`): each task reads the whole log for a class
+of keys.
+
 If a key is written again after R, the bucket may remove its message before a task reads that, and no task knows whose range
 had it. So every task reads at the end what was written after R. This shows every key that the task may have missed: assume
 that a newer message of the key had replaced it. That one was stored after R and before the task came to the end of its
@@ -40,10 +45,12 @@ from jetstream_ext.kv.reads import (
     read_newest,
     state_since,
 )
+from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import Block, StoredMsg
 from jetstream_ext.protocol.subjects import can_be_asked_for, is_literal, matcher
 
 _KEYS_AT_ONCE: Final = 10_000
+_BYTES_AT_ONCE: Final = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +77,25 @@ class LogRange:
     only: KeyClass | None = None
 
 
-def whole_log(point: ResolvedRevision, only: KeyClass | None = None) -> LogRange:
+def whole_log(point: ResolvedRevision, only: KeyClass | None = None, subject: str | None = None) -> LogRange:
     """Return the range that has every key of a revision."""
-    return LogRange(min(point.state.first_seq, point.revision), point.revision, only=only)
+    return LogRange(min(point.state.first_seq, point.revision), point.revision, subject, only)
+
+
+def can_cut_log(state: StreamState) -> bool:
+    """Whether ranges of the log return each key once: older messages of a key never outlive newer ones."""
+    oldest_first = state.config.get("deny_delete") and not state.config.get("allow_msg_ttl")
+    return state.max_msgs_per_subject == 1 or bool(oldest_first)
+
+
+def mean_size(state: StreamState) -> int:
+    """Return the mean size of a stored message, at least 1."""
+    return max(1, state.size // max(1, state.messages))
+
+
+def keys_at_once(size: int) -> int:
+    """Return how many keys a task asks for at once if a message has `size` bytes."""
+    return max(1, min(_KEYS_AT_ONCE, _BYTES_AT_ONCE // size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +123,17 @@ async def read_class(
     listed = await bucket.list_keys(patterns)
     named = list(filter(can_be_asked_for, listed))
     keys = [key for key in named if key in part]
-    for start in range(0, len(keys), _KEYS_AT_ONCE):
-        verdict = await read_names(bucket, point, keys[start : start + _KEYS_AT_ONCE], wild=wild)
-        yield Found(list(verdict.entries.values()), verdict.unavailable, vanished=verdict.lost)
+    start, size = 0, mean_size(point.state)
+    while names := keys[start : start + keys_at_once(size)]:
+        verdict = await read_names(bucket, point, names, wild=False)
+        entries = list(verdict.entries.values())
+        yield Found(entries, verdict.unavailable)
+        start += len(names)
+        # These keys may have larger values than the rest of the bucket.
+        size = max(size, sum(len(entry.value) for entry in entries) // len(names))
+    # Also for a class without keys: they may have vanished, and the bucket may have been created again.
+    verdict = await read_names(bucket, point, (), wild=wild)
+    yield Found(vanished=verdict.lost)
     if len(named) < len(listed) and part.number == 0:
         # Any publisher can store keys that no request can name. One task reads the whole log for them.
         reader = _RangeReader(bucket, point, lambda key: not can_be_asked_for(key) and matches(key), remember=True)

@@ -27,7 +27,17 @@ from jetstream_ext.errors import HistoryUnavailableError
 from jetstream_ext.kv import KeyValueEntry
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import EVERYTHING, key_text
-from jetstream_ext.kv.parts import Found, KeyClass, LogRange, read_class, read_range, whole_log
+from jetstream_ext.kv.parts import (
+    Found,
+    KeyClass,
+    LogRange,
+    can_cut_log,
+    keys_at_once,
+    mean_size,
+    read_class,
+    read_range,
+    whole_log,
+)
 from jetstream_ext.kv.reads import ResolvedRevision, read_present, resolve_revision
 from jetstream_ext.protocol.subjects import is_literal
 from jetstream_ext.spark.connection import ask, connected, run_on_driver
@@ -53,16 +63,20 @@ _COLUMNS: Final[dict[str, DataType]] = {
 # Up to so many keys, each task lists all of them. The server sends so many at a time, and sorts them for each request.
 _MOST_LISTED: Final = 100_000
 _LISTED_PER_PARTITION: Final = 50_000
+_BYTES_PER_PARTITION: Final = 256 << 20
 # A log of up to so many messages and bytes is read by each task as a whole.
 _SMALL_LOG: Final = 1_000_000
 _SMALL_BYTES: Final = 512 << 20
 _MESSAGES_PER_RANGE: Final = 1_000_000
+# So many tasks at most read the same log as a whole.
+_MOST_WHOLE_READS: Final = 8
 # So many revisions after that of ``asOf``, each task that reads a range keeps the keys that were written since in memory.
 _MOST_CHANGES: Final = 1_000_000
 # Filtering costs the server about as much as sending so many times as many messages.
 _FILTER_COST: Final = 5
-# Rows of a record batch.
+# Rows and bytes of a record batch. A single row may have more bytes.
 _ROWS: Final = 10_000
+_BATCH_BYTES: Final = 8 << 20
 
 
 class JetStreamKvDataSource(DataSource):
@@ -147,11 +161,10 @@ async def _cut(
     matching = len(patterns) if named else await _count(context, bucket, options, point)
     least = min(options.min_partitions, matching)
     if named or matching <= _MOST_LISTED:
-        return _classes(max(1, least, -(-matching // _LISTED_PER_PARTITION)))
-    if state.messages <= _SMALL_LOG and state.size <= _SMALL_BYTES:
-        return [whole_log(point, keys) for keys in _classes(max(1, least))]
-    behind = state.last_seq - point.revision
-    if behind > _MOST_CHANGES:
+        by_size = -(-matching * mean_size(state) // _BYTES_PER_PARTITION)
+        return _classes(max(1, least, -(-matching // _LISTED_PER_PARTITION), min(by_size, matching)))
+    behind, small = state.last_seq - point.revision, state.messages <= _SMALL_LOG and state.size <= _SMALL_BYTES
+    if behind > _MOST_CHANGES and not small:
         raise PlanningError(
             f"option 'asOf': bucket {options.bucket!r} has been written {behind} times since revision {point.revision}; a "
             f"read of so many keys can go back at most {_MOST_CHANGES} revisions; give a later one, or read fewer keys with "
@@ -159,10 +172,13 @@ async def _cut(
         )
     selective = patterns != (EVERYTHING,) and len(patterns) == 1 and matching * _FILTER_COST <= state.messages
     subject = bucket.subject(patterns[0]) if selective else None
+    ranges = -(-(matching if selective else state.messages) // _MESSAGES_PER_RANGE)
+    if small or not can_cut_log(state):
+        count = max(1, least) if small else max(least, ranges)
+        return [whole_log(point, keys, subject) for keys in _classes(min(count, _MOST_WHOLE_READS))]
     whole = whole_log(point)
     span = SequenceRange(state.name, whole.first, whole.last, () if subject is None else (subject,))
-    count = max(options.min_partitions, -(-(matching if selective else state.messages) // _MESSAGES_PER_RANGE))
-    cuts = await cut(context, await measure(context, state, span), count)
+    cuts = await cut(context, await measure(context, state, span), max(options.min_partitions, ranges))
     return [LogRange(part.first, part.last, subject) for part in span.cut(cuts)]
 
 
@@ -195,8 +211,8 @@ def read_keys(options: KvOptions, schema: StructType, part: BucketPart | None) -
     with connected(options.connection, "executor") as (lease, context):
         bucket = Bucket(open_bucket(context, options.bucket))
         for entries in lease.iterate(_read(bucket, options, part)):
-            for start in range(0, len(entries), _ROWS):
-                yield _batch(schema, entries[start : start + _ROWS])
+            for some in _cut_batches(entries):
+                yield _batch(schema, some)
 
 
 async def _read(bucket: Bucket, options: KvOptions, part: BucketPart) -> AsyncGenerator[list[KeyValueEntry], None]:
@@ -208,12 +224,18 @@ async def _read(bucket: Bucket, options: KvOptions, part: BucketPart) -> AsyncGe
             entries = [entry for entry in some.entries if options.include_deleted or entry.operation == "PUT"]
             count += len(entries)
             vanished |= some.vanished
+            gone: tuple[str, ...] = ()
             if isinstance(keys, LogRange) and keys.only is None:
                 _check_range(options, point, some)
             elif gone := some.overwritten + some.deleted:
                 _check_class(options, point, gone, count + len(gone))
-                entries += (await read_present(bucket, point, gone, include_deletes=options.include_deleted)).values()
             yield entries
+            step = keys_at_once(mean_size(point.state))
+            for start in range(0, len(gone), step):
+                present = await read_present(
+                    bucket, point, gone[start : start + step], include_deletes=options.include_deleted
+                )
+                yield list(present.values())
     if options.strict and vanished:
         raise HistoryUnavailableError(
             f"{_name(options, point)}: keys may be missing, because messages up to this revision may have expired or been "
@@ -257,6 +279,17 @@ def _check_range(options: KvOptions, point: ResolvedRevision, found: Found) -> N
 
 def _name(options: KvOptions, point: ResolvedRevision) -> str:
     return f"bucket {options.bucket!r} at revision {point.revision}"
+
+
+def _cut_batches(entries: Sequence[KeyValueEntry]) -> Iterator[Sequence[KeyValueEntry]]:
+    start = size = 0
+    for index, entry in enumerate(entries):
+        size += len(entry.value)
+        if index > start and (index - start >= _ROWS or size > _BATCH_BYTES):
+            yield entries[start:index]
+            start, size = index, len(entry.value)
+    if start < len(entries):
+        yield entries[start:]
 
 
 def _batch(schema: StructType, entries: Sequence[KeyValueEntry]) -> RecordBatch:

@@ -23,12 +23,12 @@ from pyspark.sql.datasource import CaseInsensitiveDict
 
 from jetstream_ext.client.api import Api
 from jetstream_ext.errors import HistoryUnavailableError, StreamConfigMismatchError, StreamRecreatedError
-from jetstream_ext.kv import enable
+from jetstream_ext.kv import enable, parts
 from jetstream_ext.kv.parts import KeyClass, LogRange
 from jetstream_ext.spark import connection, kv
 from jetstream_ext.spark.kv import BucketPart, JetStreamKvDataSource, plan_kv
 from jetstream_ext.spark.options import KvOptions
-from jetstream_ext.spark.planning import PlanningError
+from jetstream_ext.spark.planning import PlanningError, state_of
 from jetstream_ext.testing import NatsCluster, NatsServer, ReferenceServer
 from jetstream_ext.testing.reference.faults import Faults, StaleReplica
 
@@ -90,6 +90,14 @@ class Read:
         return {row["key"]: row["value"] for row in rows}
 
 
+async def create_bucket(js: JetStreamContext, *, own_ttls: bool = False, **config: Any) -> KeyValue:
+    """Create a bucket as other clients do; nats-py always lets messages have TTLs of their own."""
+    add_stream = js.add_stream
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(js, "add_stream", lambda given: add_stream(given.evolve(allow_msg_ttl=own_ttls)))
+        return await js.create_key_value(KeyValueConfig(direct=True, **config))
+
+
 @pytest.fixture
 def make(server: NatsServer, with_js: Any, stream_name: Callable[[], str]) -> Callable[..., Read]:
     """Make a bucket, fill it, and prepare a read: ``make(fill, history=3, options={"keys": …})``."""
@@ -98,7 +106,7 @@ def make(server: NatsServer, with_js: Any, stream_name: Callable[[], str]) -> Ca
         name = stream_name()
 
         async def create(js: JetStreamContext) -> None:
-            await fill(await js.create_key_value(KeyValueConfig(bucket=name, direct=True, **config)))
+            await fill(await create_bucket(js, bucket=name, **config))
 
         with_js(create)
         return Read(server.url, name, **(options or {}))
@@ -409,7 +417,175 @@ class TestEveryMode:
         assert with_js(write_meanwhile) > 0
 
 
+async def expired(bucket: KeyValue) -> None:
+    async with asyncio.timeout(30):
+        while (await bucket.status()).values > 0:
+            await asyncio.sleep(0.1)
+
+
+async def recreate(bucket: KeyValue) -> None:
+    await bucket._js.delete_key_value(bucket._name)
+    again = await bucket._js.create_key_value(KeyValueConfig(bucket=bucket._name, direct=True))
+    await write(again, {f"zz.{number}": b"" for number in range(30)})
+
+
+FIVE = {f"a.{number}": b"v" for number in range(5)}
+
+
+class TestClassesWithoutKeys:
+    def test_a_strict_read_of_the_past_fails_if_all_keys_have_expired(self, make: Callable[..., Read]) -> None:
+        async def fill_and_expire(bucket: KeyValue) -> None:
+            await write(bucket, FIVE)
+            await expired(bucket)
+
+        read = make(fill_and_expire, ttl=1, options={"consistency": "strict", "asOf": "3"}).plan()
+        with pytest.raises(HistoryUnavailableError, match="keys may be missing"):
+            read.rows()
+
+    def test_a_strict_read_fails_if_all_matching_keys_have_expired(self, make: Callable[..., Read]) -> None:
+        async def change(bucket: KeyValue) -> None:
+            await expired(bucket)
+            await bucket.put("b.z", b"new")
+
+        options = {"consistency": "strict", "keys": "a.*", "minPartitions": "5"}
+        read = make(partial(write, entries=FIVE), history=2, ttl=2, options=options).plan().change(change)
+        assert len(read.parts) == 5
+        for part in read.parts:
+            with pytest.raises(HistoryUnavailableError, match="keys may be missing"):
+                list(read.batches(part))
+
+    @pytest.mark.parametrize("keys", ["a.*", "a.*,b", "a.1", "a.1,a.2,a.3"])
+    def test_a_bucket_that_was_created_again_is_noticed(self, make: Callable[..., Read], keys: str) -> None:
+        read = make(partial(write, entries=FIVE), options={"keys": keys, "minPartitions": "3"}).plan()
+        [first, *_] = read.parts
+        empty = next(number for number in range(100) if not any(name in KeyClass(number, 100) for name in FIVE))
+        read.parts.append(replace(first, keys=KeyClass(empty, 100)))
+        read.change(recreate)
+        for part in read.parts:
+            with pytest.raises(StreamRecreatedError):
+                list(read.batches(part))
+
+    def test_a_class_without_keys_has_no_rows(self, make: Callable[..., Read]) -> None:
+        read = make(partial(write, entries=FIVE), options={"consistency": "strict"}).plan()
+        [first, *_] = read.parts
+        empty = next(number for number in range(100) if not any(name in KeyClass(number, 100) for name in FIVE))
+        assert [row for batch in read.batches(replace(first, keys=KeyClass(empty, 100))) for row in batch] == []
+
+
+async def allow_deletes(context: JetStreamContext, stream: str) -> Any:
+    state = await state_of(context, stream)
+    assert state is not None
+    return replace(state, config={**state.config, "deny_delete": False})
+
+
+@pytest.mark.usefixtures("ranges")
+class TestHistoriesWithGaps:
+    @pytest.mark.parametrize("consistency", ["latest", "strict"])
+    def test_a_value_that_expires_between_tasks_repeats_no_key(
+        self, make: Callable[..., Read], monkeypatch: pytest.MonkeyPatch, consistency: str
+    ) -> None:
+        monkeypatch.setattr(kv, "_MESSAGES_PER_RANGE", 50)
+
+        async def fill_with_ttl(bucket: KeyValue) -> None:
+            await write(bucket, {"k": b"v1"} | {f"other.{number}": b"" for number in range(98)})
+            await bucket._js.publish(f"$KV.{bucket._name}.k", b"v2", headers={"Nats-TTL": "2s"})
+
+        read = make(fill_with_ttl, history=2, own_ttls=True, options={"consistency": consistency}).plan()
+        assert len(read.parts) == 2
+        rows: list[dict[str, Any]] = []
+        for part in reversed(read.parts):
+            rows += (row for batch in read.batches(part) for row in batch)
+            time.sleep(3)
+        assert sum(row["key"] == "k" for row in rows) <= 1
+        assert len({row["key"] for row in rows}) == len(rows) >= 98
+
+    @pytest.mark.parametrize(
+        ("history", "own_ttls", "deletes", "cut"),
+        [(1, True, True, True), (2, False, False, True), (2, True, False, False), (2, False, True, False)],
+    )
+    def test_a_log_is_cut_only_if_older_values_never_outlive_newer_ones(
+        self, make: Callable[..., Read], history: int, own_ttls: bool, deletes: bool, cut: bool
+    ) -> None:
+        read = make(several_versions, history=history, own_ttls=own_ttls, options={"minPartitions": "20"})
+        if deletes:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(kv, "state_of", allow_deletes)
+                read.plan()
+        else:
+            read.plan()
+        assert all((part.keys.only is None) == cut for part in read.parts)
+        assert len(read.parts) == (20 if cut else kv._MOST_WHOLE_READS)
+        assert read.values() == NEWEST
+
+
+class TestLargeValues:
+    SIZE = 256 << 10
+    LIMIT = 2 << 20
+
+    @pytest.fixture
+    def limits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(parts, "_BYTES_AT_ONCE", self.LIMIT)
+        monkeypatch.setattr(kv, "_BATCH_BYTES", self.LIMIT)
+
+    async def fill(self, bucket: KeyValue) -> None:
+        for number in range(200):
+            await bucket.put(key(number), number.to_bytes() * self.SIZE)
+
+    @pytest.mark.parametrize("changed", [False, True])
+    def test_batches_and_answers_are_cut_by_their_bytes(
+        self, make: Callable[..., Read], limits: None, monkeypatch: pytest.MonkeyPatch, changed: bool
+    ) -> None:
+        asked: list[int] = []
+        for module, name in ((parts, "read_names"), (kv, "read_present")):
+            read_some = getattr(module, name)
+
+            def note(bucket: Any, point: Any, names: Any, *, _read: Any = read_some, **more: Any) -> Any:
+                asked.append(len(names))
+                return _read(bucket, point, names, **more)
+
+            monkeypatch.setattr(module, name, note)
+        read = make(self.fill, options={"minPartitions": "1"}).plan()
+        assert len(read.parts) == 1
+        if changed:
+            read.change(self.fill)
+        sizes, found = [], set[str]()
+        for batch in kv.read_keys(read.options, read.schema, read.parts[0]):
+            sizes.append(batch.nbytes)
+            found.update(batch.column("key").to_pylist())
+        assert found == {key(number) for number in range(200)}
+        assert max(sizes) <= self.LIMIT + 10_000
+        assert max(asked) <= self.LIMIT // self.SIZE
+
+    def test_larger_values_than_the_mean_are_read_a_few_at_a_time(
+        self, make: Callable[..., Read], limits: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(parts, "_KEYS_AT_ONCE", 50)
+
+        async def fill(bucket: KeyValue) -> None:
+            await write(bucket, {f"small.{number}": b"" for number in range(10_000)})
+            await self.fill(bucket)
+
+        read = make(fill, options={"keys": "customer.>", "minPartitions": "1"}).plan()
+        sizes = [batch.nbytes for batch in kv.read_keys(read.options, read.schema, read.parts[0])]
+        assert max(sizes) <= self.LIMIT + 10_000
+        assert sum(sizes) > 200 * self.SIZE
+
+    def test_large_values_make_more_partitions(
+        self, make: Callable[..., Read], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(kv, "_BYTES_PER_PARTITION", 8 << 20)
+        read = make(self.fill).plan()
+        assert 6 <= len(read.parts) <= 8
+        assert len(read.values()) == 200
+
+
 class TestWholeLog:
+    @pytest.mark.usefixtures("whole_log")
+    def test_few_tasks_read_the_same_log(self, make: Callable[..., Read]) -> None:
+        read = make(fill, options={"minPartitions": "100"}).plan()
+        assert len(read.parts) == kv._MOST_WHOLE_READS
+        assert read.values() == EVERY_KEY
+
     @pytest.mark.usefixtures("whole_log")
     def test_a_key_that_has_changed_has_its_present_value(self, make: Callable[..., Read]) -> None:
         read = make(several_versions).plan().change(writes(range(50), 5))
@@ -552,8 +728,7 @@ class TestReplicas:
         with ReferenceServer(faults=faults) as server:
 
             async def create(js: JetStreamContext) -> None:
-                config = KeyValueConfig(bucket="B", direct=True, history=history)
-                await several_versions(await js.create_key_value(config))
+                await several_versions(await create_bucket(js, bucket="B", history=history))
 
             with_js(create, server.url)
             read = Read(server.url, "B").plan()
