@@ -38,8 +38,9 @@ _T = TypeVar("_T")
 
 # With so many messages per key or more, asking for the keys by name costs less than reading the whole log.
 _DEEP: Final = 3
-# A log of so many messages is read completely: that costs less than an answer with unavailable keys.
+# A log of so many messages and bytes is read completely: that costs less than an answer with unavailable keys.
 _SMALL_LOG: Final = 16_000
+_SMALL_BYTES: Final = 64 << 20
 # So many messages of the log cost as much as looking up the last message of one key up to some revision.
 _ROWS_PER_LOOKUP: Final = 40
 # Keys per request. Servers answer for 1024 subjects; if one answers for fewer, the chunk is halved.
@@ -456,7 +457,7 @@ async def _judge_past(
     wild = len(named) < len(patterns)
     names: list[str] | None = named
     if wild and point.revision >= state.lowest_seq:
-        log = state.messages <= _SMALL_LOG and await source.replicas_answer()
+        log = _is_small(state) and await source.replicas_answer()
         log = log or (patterns == [EVERYTHING] and state.messages < _DEEP * state.num_subjects)
         names = None if log and await source.replicas_answer() else await _list_keys(bucket, patterns)
     return await _judge(bucket, source, subjects, state, point, named=named, names=names, wild=wild)
@@ -488,7 +489,7 @@ async def _judge(
             missing = known
         elif wild or past.uncertain(names):
             missing = point.revision if await _any_removed(bucket, source, state, point.revision) else 0
-        if missing and state.messages <= _SMALL_LOG and await source.replicas_answer():
+        if missing and _is_small(state) and await source.replicas_answer():
             # Only the whole log shows whether the histories of other keys account for what is missing.
             past = Past(subjects, revision=point.revision, history=state.max_msgs_per_subject)
             names = None
@@ -524,6 +525,10 @@ async def _judge(
         lost=unexplained or past.emptied or may_have_vanished(end, past, point, expire=expire),
         expire=expire,
     )
+
+
+def _is_small(state: StreamState) -> bool:
+    return state.messages <= _SMALL_LOG and state.size <= _SMALL_BYTES
 
 
 def may_expire(end: StreamState, past: Past) -> bool:
@@ -619,7 +624,7 @@ async def _any_removed(bucket: Bucket, source: VerifiedReader, state: StreamStat
     """Whether messages up to `revision` were, or may have been, removed."""
     if (await bucket.readable_state()).never_removed:
         return False
-    if revision - state.lowest_seq >= _SMALL_LOG or not await source.replicas_answer():
+    if revision - state.lowest_seq >= _SMALL_LOG or state.size > _SMALL_BYTES or not await source.replicas_answer():
         return True
     return (await _read_log(source, state.lowest_seq, revision)).highest > 0
 

@@ -23,7 +23,7 @@ from pyspark.sql.datasource import CaseInsensitiveDict
 
 from jetstream_ext.client.api import Api
 from jetstream_ext.errors import HistoryUnavailableError, StreamConfigMismatchError, StreamRecreatedError
-from jetstream_ext.kv import enable, parts
+from jetstream_ext.kv import enable, parts, reads
 from jetstream_ext.kv.parts import KeyClass, LogRange
 from jetstream_ext.spark import connection, kv
 from jetstream_ext.spark.kv import BucketPart, JetStreamKvDataSource, plan_kv
@@ -569,6 +569,25 @@ class TestLargeValues:
         sizes = [batch.nbytes for batch in kv.read_keys(read.options, read.schema, read.parts[0])]
         assert max(sizes) <= self.LIMIT + 10_000
         assert sum(sizes) > 200 * self.SIZE
+
+    @pytest.mark.parametrize(("limit", "whole"), [(64 << 20, True), (8 << 20, False)])
+    def test_a_log_of_large_values_is_not_read_for_what_was_removed(
+        self, make: Callable[..., Read], monkeypatch: pytest.MonkeyPatch, limit: int, whole: bool
+    ) -> None:
+        async def fill_and_delete(bucket: KeyValue) -> None:
+            await self.fill(bucket)
+            await bucket.delete(key(1))
+
+        read_log, read_by = reads._read_log, list[Any]()
+
+        def note(source: Any, *given: Any) -> Any:
+            read_by.append(source)
+            return read_log(source, *given)
+
+        monkeypatch.setattr(reads, "_SMALL_BYTES", limit)
+        monkeypatch.setattr(reads, "_read_log", note)
+        assert len(make(fill_and_delete).plan().values()) == 199
+        assert bool(read_by) == whole
 
     def test_large_values_make_more_partitions(
         self, make: Callable[..., Read], monkeypatch: pytest.MonkeyPatch
