@@ -36,8 +36,8 @@ async def read_merged(
         last: The last sequence, inclusive.
         timeout: Seconds, as for `read_blocks`. A read does not time out while the server answers the others.
         confirm: As for `read_blocks`: the leader proves the range of each filter. Otherwise a block is of one responder.
-        max_bytes: Bytes of all requests in flight together, at most `MAX_IN_FLIGHT` plus one message each. About twice as
-            many are held, whatever the number of filters.
+        max_bytes: Bytes of all requests in flight together, plus one message each; at most `MAX_IN_FLIGHT` of them wait for
+            their first message. About twice as many bytes are held, whatever the number of filters.
 
     Raises:
         ValueError: No filters.

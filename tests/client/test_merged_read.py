@@ -76,10 +76,11 @@ def below(name: str, filters: Sequence[str]) -> list[str]:
 
 
 class InFlight:
-    """Follows the requests of all reads that are sent and not answered completely."""
+    """Follows the requests of all reads: how many wait for their first bytes, and the bytes of those that wait for more."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.requests: dict[object, dict[str, Any]] = {}
+        self.unanswered: set[object] = set()
         self.most = self.most_bytes = self.total = 0
         send = direct_reader._Inboxes.send
 
@@ -87,13 +88,15 @@ class InFlight:
             inboxes: Any, subject: str, payload: bytes, received: Any, timeout: float, key: object = None
         ) -> None:
             def receive(frames: list[Any]) -> None:
+                self.unanswered.discard(key)
                 if frames[-1][1].startswith(b"NATS/1.0 "):
                     self.requests.pop(key, None)
                 received(frames)
 
             self.requests[key] = json.loads(payload)
+            self.unanswered.add(key)
             self.total += 1
-            self.most = max(self.most, len(self.requests))
+            self.most = max(self.most, len(self.unanswered))
             self.most_bytes = max(self.most_bytes, sum(each["max_bytes"] for each in self.requests.values()))
             await send(inboxes, subject, payload, receive, timeout, key)  # type: ignore[arg-type]
 
