@@ -140,7 +140,7 @@ class Measured:
     """A range and what is known of its messages."""
 
     span: SequenceRange
-    rows: int  # how many match; about as many, or too many, where nobody has counted them
+    rows: int  # how many match; an estimate that may be too high, unless they were counted
     size: int  # their bytes, approximately
     even: bool  # they are spread evenly over the sequences
 

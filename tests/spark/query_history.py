@@ -39,7 +39,7 @@ class CrashError(Exception):
 
 
 class ServerBugError(Exception):
-    """The server has lost messages by itself, so that nobody knows what has to come out.
+    """The server itself has lost messages, so the expected rows are unknown.
 
     nats-server 2.15.1 sometimes counts too few messages after some in the middle of a stream were deleted and its head was
     purged. If further ones are deleted until this count is 0, the stream is empty.
