@@ -1,22 +1,23 @@
-"""Messages as Arrow columns: for `jetstream_ext.arrow`, Spark and files."""
+"""Messages as Arrow columns: for `jetstream_ext.arrow`, Spark and files.
+
+Arrow cuts the header blocks of many messages at once. A block that a server did not write in the usual form goes through
+Python instead, row by row, with the same result.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from functools import cached_property
 from typing import Any, Final, TypeAlias
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from jetstream_ext.protocol.direct import Block
-from jetstream_ext.protocol.headers import ROW_STORED, ROW_SUBJECT, ROW_TIME, Row
+from jetstream_ext.protocol.headers import ROW_STORED, ROW_SUBJECT, ROW_TIME
 
 Array: TypeAlias = "pa.Array[Any]"
 
 NANOSECONDS: Final = pa.timestamp("ns", tz="UTC")
-_BYTES_HEADERS: Final = pa.map_(pa.binary(), pa.list_(pa.binary()))
-_map_array: Final[Any] = pa.MapArray.from_arrays  # its stubs accept int64 offsets only
-
 SCHEMA: Final = pa.schema(
     [
         pa.field("stream", pa.string(), nullable=False),
@@ -33,6 +34,22 @@ A stream can have subjects and headers that are not UTF-8; they need ``binary`` 
 """
 
 
+_LINES: Final = 9  # into which a usual header block is cut: what is stored, six lines, and the empty line as two
+_STORED, _STREAM, _SUBJECT, _SEQUENCE, _TIME, _PENDING, _LAST = range(7)  # their places among them
+_STREAM_NAME: Final = b"Nats-Stream: "
+_NAMES: Final = {
+    _SUBJECT: b"Nats-Subject: ",
+    _SEQUENCE: b"Nats-Sequence: ",
+    _TIME: b"Nats-Time-Stamp: ",
+    _PENDING: b"Nats-Num-Pending: ",
+    _LAST: b"Nats-Last-Sequence: ",
+}
+_TO_THE_END: Final = 1 << 20  # `binary_slice` needs an end; no line is that long
+_HEADERS: Final = pa.map_(pa.binary(), pa.list_(pa.binary()))
+_map_array: Final[Any] = pa.MapArray.from_arrays  # its stubs accept int64 offsets only
+_list_array: Final[Any] = pa.ListArray.from_arrays
+
+
 class Columns:
     """Builds record batches with the columns of a schema, which are some of those of `SCHEMA`.
 
@@ -44,7 +61,6 @@ class Columns:
     def __init__(self, schema: pa.Schema, *, replace: bool = False) -> None:
         self.schema: pa.Schema = schema
         self._replace = replace
-        self._needs_rows = any(name in ("subject", "time", "headers") for name in schema.names)
 
     def batch(self, block: Block) -> pa.RecordBatch:
         """Return a block's messages.
@@ -52,81 +68,131 @@ class Columns:
         Raises ResponseError if a message is malformed, and ValueError (pyarrow's ArrowInvalid is one) if a value does not
         fit its column.
         """
-        rows = block.rows if self._needs_rows else []
+        columns = _BlockColumns(block)
         try:
-            arrays = [_BUILD[field.name](block, rows) for field in self.schema]
-            arrays = [
-                self._fit(array, field.type) for array, field in zip(arrays, self.schema, strict=True)
-            ]
+            arrays = [self._fit(getattr(columns, field.name), field.type) for field in self.schema]
             return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
         except pa.ArrowInvalid:
             block.check()  # its error names the message
             raise
 
-    def _fit(self, array: Array, kind: pa.DataType) -> Array:
-        if array.type == kind:
-            return array
+    def _fit(self, values: Array, kind: pa.DataType) -> Array:
+        if values.type == kind:
+            return values
         if not self._replace:
-            return array.cast(kind)
+            return values.cast(kind)
         try:
-            return array.cast(kind, safe=not pa.types.is_timestamp(kind))
+            return values.cast(kind, safe=not pa.types.is_timestamp(kind))
         except pa.ArrowInvalid:
-            return _replaced(array, kind)
+            return pa.array([_text(value) for value in values.to_pylist()], kind)
 
 
-def _replaced(array: Array, kind: pa.DataType) -> Array:
-    def text(value: Any) -> Any:
-        if isinstance(value, bytes):
-            return value.decode("utf-8", "replace")
-        if isinstance(value, list | tuple):
-            return type(value)(map(text, value))
-        return value
-
-    return pa.array([text(value) for value in array.to_pylist()], kind)
+def _text(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    return type(value)(map(_text, value)) if isinstance(value, list | tuple) else value
 
 
-def _times(rows: Sequence[Row]) -> Array:
-    text = pa.array([row[ROW_TIME][17:] for row in rows], pa.binary()).cast(pa.string())
-    return text.cast(NANOSECONDS)
+class _BlockColumns:
+    """The columns of a block; each is made when it is asked for."""
+
+    def __init__(self, block: Block) -> None:
+        self._block = block
+
+    @cached_property
+    def _lines(self) -> Array | None:
+        """The lines of all header blocks, `_LINES` each; None unless all have the usual form (see `reply_row`)."""
+        block = self._block
+        heads = [body[:size] for body, size in zip(block.bodies, block.header_sizes, strict=True)]
+        split = pc.split_pattern(pa.array(heads, pa.binary()), "\r\n", max_splits=_LINES - 1, reverse=True)
+        lines = split.flatten()
+        if len(lines) != _LINES * len(heads) or split.value_lengths().unique().to_pylist() != [_LINES]:
+            return None
+        if _each(lines, _LINES, _STREAM).unique().to_pylist() != [_STREAM_NAME + block.stream.encode()]:
+            return None
+        usual = (pc.all(pc.starts_with(_each(lines, _LINES, place), name)).as_py() for place, name in _NAMES.items())
+        return lines if all(usual) else None
+
+    def _values(self, place: int, row_place: int) -> Array:
+        """What the server's line at a place says."""
+        if self._lines is None:
+            rows = self._block.rows
+            return pa.array([row[row_place].removeprefix(_NAMES[place]) for row in rows], pa.binary())
+        return pc.binary_slice(_each(self._lines, _LINES, place), len(_NAMES[place]), _TO_THE_END)
+
+    @property
+    def stream(self) -> Array:
+        return pa.repeat(pa.scalar(self._block.stream.encode(), pa.binary()), len(self._block))
+
+    @property
+    def seq(self) -> Array:
+        return pa.array(self._block.seqs, pa.uint64())
+
+    @property
+    def data(self) -> Array:
+        return pa.array(self._block.datas, pa.binary())
+
+    @property
+    def subject(self) -> Array:
+        return self._values(_SUBJECT, ROW_SUBJECT)
+
+    @property
+    def time(self) -> Array:
+        return self._values(_TIME, ROW_TIME).cast(pa.string()).cast(NANOSECONDS)
+
+    @property
+    def headers(self) -> Array:
+        """One map per row: each name once, with all of its values in order."""
+        maps = None if self._lines is None else _maps(_each(self._lines, _LINES, _STORED))
+        return pa.array([_grouped(row[ROW_STORED]) for row in self._block.rows], _HEADERS) if maps is None else maps
 
 
-def _headers(rows: Sequence[Row]) -> Array:
-    """Return one map per row, with all values of a repeated name in order."""
-    stored = [row[ROW_STORED] for row in rows]
-    names: list[bytes] = []
-    values: list[bytes] = []
-    entries = [0] * (len(stored) + 1)  # where each row's names start
-    counts: list[int] = []  # the number of values of each name
-    if any(stored):
-        for row, header in enumerate(stored, 1):
-            if header:
-                for name, several in _grouped(header).items():
-                    names.append(name)
-                    values += several
-                    counts.append(len(several))
-            entries[row] = len(names)
-    lists = pa.ListArray.from_arrays(
-        pa.array(accumulate(counts, initial=0), pa.int32()), pa.array(values, pa.binary())
-    )
-    maps: Array = _map_array(pa.array(entries, pa.int32()), pa.array(names, pa.binary()), lists)
+def _grouped(stored: bytes) -> list[tuple[bytes, list[bytes]]]:
+    values: dict[bytes, list[bytes]] = {}
+    for line in stored.split(b"\r\n")[1:]:
+        name, colon, value = line.partition(b":")
+        if colon:
+            values.setdefault(name.strip(), []).append(value.strip())
+    return list(values.items())
+
+
+def _maps(stored: Array) -> Array | None:
+    """Return the header lines of stored blocks as maps; None if a line is no header, or a name comes twice in a block."""
+    split = pc.split_pattern(stored, "\r\n")
+    lines, owners = split.flatten(), pc.list_parent_indices(split)
+    # The first line of a block is the version.
+    is_header = pc.equal(owners[1:], owners[:-1])
+    lines, owners = lines[1:].filter(is_header), owners[1:].filter(is_header)
+    halves = pc.split_pattern(lines, ":", max_splits=1).flatten()
+    if len(halves) != 2 * len(lines):
+        return None
+    names, values = _trimmed(_each(halves, 2, 0)), _trimmed(_each(halves, 2, 1))
+    encoded = names.dictionary_encode()
+    places = pc.add(pc.multiply(owners, len(encoded.dictionary)), encoded.indices)
+    if pc.count_distinct(places).as_py() != len(places):
+        return None
+    starts = pc.subtract(split.offsets, _every(1, 0, len(stored) + 1))
+    maps: Array = _map_array(starts, names, _list_array(_every(1, 0, len(values) + 1), values))
     return maps
 
 
-def _grouped(header: bytes) -> dict[bytes, list[bytes]]:
-    grouped: dict[bytes, list[bytes]] = {}
-    for line in header.split(b"\r\n")[1:]:
-        name, colon, value = line.partition(b":")
-        name = name.strip()
-        if colon:
-            grouped.setdefault(name, []).append(value.strip())
-    return grouped
+def _trimmed(values: Array) -> Array:
+    # Arrow trims only strings; it does not look whether they are UTF-8.
+    return pc.ascii_trim_whitespace(values.view(pa.string())).view(pa.binary())
 
 
-_BUILD: Final[dict[str, Callable[[Block, Sequence[Row]], Array]]] = {
-    "stream": lambda block, rows: pa.repeat(pa.scalar(block.stream.encode(), pa.binary()), len(block)),
-    "seq": lambda block, rows: pa.array(block.seqs, pa.uint64()),
-    "subject": lambda block, rows: pa.array([row[ROW_SUBJECT] for row in rows], pa.binary()),
-    "time": lambda block, rows: _times(rows),
-    "data": lambda block, rows: pa.array(block.datas, pa.binary()),
-    "headers": lambda block, rows: _headers(rows),
-}
+_indices: dict[tuple[int, int], Array] = {}
+
+
+def _every(step: int, start: int, count: int) -> Array:
+    """Return `count` indices from `start` on."""
+    known = _indices.get((step, start))
+    if known is None or len(known) < count:
+        most = max(count, 1024)
+        known = _indices[step, start] = pa.array(range(start, start + step * most, step), pa.int32())
+    return known[:count]
+
+
+def _each(values: Array, step: int, start: int) -> Array:
+    """Return every `step`-th value, from `start` on."""
+    return values.take(_every(step, start, len(values) // step))

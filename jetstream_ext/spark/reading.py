@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from datetime import UTC, datetime
-from itertools import accumulate
-from typing import Any, Final, TypeAlias
+from typing import Final
 
 import pyarrow as pa
 from nats.js import JetStreamContext
@@ -17,10 +16,10 @@ from pyspark.sql.types import StructType
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import read_blocks, skip_malformed
 from jetstream_ext.client.merged_read import read_merged
+from jetstream_ext.columns import Columns
 from jetstream_ext.errors import DirectGetDisabledError, ResponseError
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, StoredMsg
-from jetstream_ext.protocol.headers import ROW_STORED, ROW_SUBJECT, ROW_TIME, Row
 from jetstream_ext.protocol.reads import Scan
 from jetstream_ext.protocol.subjects import SubjectMatcher
 from jetstream_ext.spark.connection import connected
@@ -39,11 +38,11 @@ def read_range(options: ReadOptions, schema: StructType, part: SequenceRange | N
     """Read the range `part` as record batches; `part` is None if Spark reads an empty plan."""
     if not part:
         return
-    builder = BatchBuilder(schema)
+    columns = columns_of(schema)
     with connected(options.connection, "executor") as (lease, context):
         rows = _rows(context, options, part)
         for block in lease.iterate(_chunks(skip_malformed(rows) if options.skip_bad else rows, part)):
-            yield builder.build(block)
+            yield columns.batch(block)
 
 
 async def _chunks(blocks: AsyncGenerator[Block, None], part: SequenceRange) -> AsyncGenerator[Block, None]:
@@ -125,85 +124,20 @@ async def _same_stream(context: JetStreamContext, options: ReadOptions, part: Se
 
 # -- Arrow --------------------------------------------------------------------------------------------------------
 
-Array: TypeAlias = "pa.Array[Any]"
-Rows: TypeAlias = Sequence[Row]
-
-_TIME: Final = pa.timestamp("us", tz="UTC")
-_HEADERS: Final = pa.map_(pa.string(), pa.list_(pa.string()))
-_map_array: Final[Any] = pa.MapArray.from_arrays  # its stubs accept int64 offsets only
-
-
-def _times(rows: Rows) -> Array:
-    # Through nanoseconds: Arrow parses only as many digits of a fraction as the unit has.
-    text = pa.array([row[ROW_TIME][17:] for row in rows], pa.binary()).cast(pa.string())
-    return text.cast(pa.timestamp("ns", tz="UTC")).cast(_TIME, safe=False)
-
-
-def _headers(rows: Rows) -> Array:
-    """Return one map per row, with all values of a repeated name in order."""
-    stored = [row[ROW_STORED] for row in rows]
-    names: list[bytes] = []
-    values: list[bytes] = []
-    entries = [0] * (len(stored) + 1)  # where each row's names start
-    counts: list[int] = []  # the number of values of each name
-    if any(stored):
-        for row, header in enumerate(stored, 1):
-            if header:
-                for name, several in _grouped(header).items():
-                    names.append(name)
-                    values += several
-                    counts.append(len(several))
-            entries[row] = len(names)
-    lists = pa.ListArray.from_arrays(pa.array(accumulate(counts, initial=0), pa.int32()), _text(values))
-    maps: Array = _map_array(pa.array(entries, pa.int32()), _text(names), lists)
-    return maps
-
-
-def _grouped(header: bytes) -> dict[bytes, list[bytes]]:
-    grouped: dict[bytes, list[bytes]] = {}
-    for line in header.split(b"\r\n")[1:]:
-        name, colon, value = line.partition(b":")
-        name = name.strip()
-        if colon:
-            grouped.setdefault(name, []).append(value.strip())
-    return grouped
-
-
-def _text(values: Sequence[bytes]) -> Array:
-    try:
-        return pa.array(values, pa.binary()).cast(pa.string())
-    except pa.ArrowInvalid:
-        # NATS accepts any bytes in a subject or a header; Spark's strings are UTF-8.
-        return pa.array([value.decode("utf-8", "replace") for value in values], pa.string())
-
-
-# The type of each column, and how it is built from a block and its rows.
-_COLUMNS: Final[dict[str, tuple[pa.DataType, Callable[[Block, Rows], Array]]]] = {
-    "stream": (pa.string(), lambda block, rows: pa.repeat(pa.scalar(block.stream, pa.string()), len(block))),
-    "seq": (pa.int64(), lambda block, rows: pa.array(block.seqs, pa.int64())),
-    "subject": (pa.string(), lambda block, rows: _text([row[ROW_SUBJECT] for row in rows])),
-    "time": (_TIME, lambda block, rows: _times(rows)),
-    "data": (pa.binary(), lambda block, rows: pa.array(block.datas, pa.binary())),
-    "headers": (_HEADERS, lambda block, rows: _headers(rows)),
+_TYPES: Final = {
+    "stream": pa.string(),
+    "seq": pa.int64(),
+    "subject": pa.string(),
+    "time": pa.timestamp("us", tz="UTC"),
+    "data": pa.binary(),
+    "headers": pa.map_(pa.string(), pa.list_(pa.string())),
 }
-# The other columns do not need the header lines parsed.
-_FROM_ROWS: Final = frozenset({"subject", "time", "headers"})
 
 
-class BatchBuilder:
-    """Builds record batches with exactly the columns of a Spark schema."""
+def columns_of(schema: StructType) -> Columns:
+    """Return what builds record batches with exactly the columns of a Spark schema.
 
-    def __init__(self, schema: StructType) -> None:
-        self._schema = pa.schema(
-            [pa.field(field.name, _COLUMNS[field.name][0], nullable=field.nullable) for field in schema.fields]
-        )
-        self._needs_rows = any(field.name in _FROM_ROWS for field in schema.fields)
-        self._build = [_COLUMNS[field.name][1] for field in schema.fields]
-
-    def build(self, block: Block) -> pa.RecordBatch:
-        rows = block.rows if self._needs_rows else []
-        try:
-            return pa.RecordBatch.from_arrays([build(block, rows) for build in self._build], schema=self._schema)
-        except pa.ArrowInvalid:
-            block.check()  # its error names the message
-            raise
+    NATS accepts any bytes in a subject or a header, and Spark's strings are UTF-8.
+    """
+    fields = [pa.field(field.name, _TYPES[field.name], nullable=field.nullable) for field in schema.fields]
+    return Columns(pa.schema(fields), replace=True)

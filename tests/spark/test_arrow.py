@@ -9,7 +9,7 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructField, StructType
 
 from jetstream_ext.protocol.direct import Block
-from jetstream_ext.spark.reading import BatchBuilder
+from jetstream_ext.spark.reading import columns_of
 from jetstream_ext.spark.source import JetStreamDataSource
 
 ALL = JetStreamDataSource({"servers": "nats://n", "stream": "A"}).schema()
@@ -27,7 +27,7 @@ def row(subject: bytes, time: bytes = b"2026-11-20T21:23:31Z", headers: bytes = 
 def build(*rows: bytes, datas: list[bytes] | None = None, schema: StructType = ALL) -> pa.RecordBatch:
     seqs = list(range(1, len(rows) + 1))
     bodies = [block + data for block, data in zip(rows, datas or [b""] * len(rows), strict=True)]
-    return BatchBuilder(schema).build(Block("A", seqs, bodies, [len(block) for block in rows]))
+    return columns_of(schema).batch(Block("A", seqs, bodies, [len(block) for block in rows]))
 
 
 def wanted(schema: StructType) -> pa.Schema:
