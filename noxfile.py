@@ -99,7 +99,7 @@ def full(session: nox.Session) -> None:
         if command[0] == "-m":
             session.install("-e", ".[spark,server,cli]", *group("test"))
         else:
-            session.install("-e", ".")
+            session.install("-e", ".[arrow]")
         extra = arguments
         if name == "fuzz":
             session.install("atheris>=2.3")

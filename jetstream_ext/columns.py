@@ -10,24 +10,26 @@ from functools import cached_property
 from typing import Any, Final, TypeAlias
 
 import pyarrow as pa
-import pyarrow.compute as pc
+import pyarrow.compute
 
+from jetstream_ext.errors import ResponseError
 from jetstream_ext.protocol.direct import Block
-from jetstream_ext.protocol.headers import ROW_STORED, ROW_SUBJECT, ROW_TIME
+from jetstream_ext.protocol.headers import ROW_STORED, ROW_SUBJECT, ROW_TIME, parse_time_ns
 
 Array: TypeAlias = "pa.Array[Any]"
 
+pc: Final[Any] = pyarrow.compute  # its stubs have an overload for each type
+
 NANOSECONDS: Final = pa.timestamp("ns", tz="UTC")
-SCHEMA: Final = pa.schema(
-    [
-        pa.field("stream", pa.string(), nullable=False),
-        pa.field("seq", pa.uint64(), nullable=False),
-        pa.field("subject", pa.string(), nullable=False),
-        pa.field("time", NANOSECONDS, nullable=False),
-        pa.field("data", pa.binary(), nullable=False),
-        pa.field("headers", pa.map_(pa.string(), pa.list_(pa.string())), nullable=False),
-    ]
-)
+_FIELDS: Final[list[Any]] = [
+    pa.field("stream", pa.string(), nullable=False),
+    pa.field("seq", pa.uint64(), nullable=False),
+    pa.field("subject", pa.string(), nullable=False),
+    pa.field("time", NANOSECONDS, nullable=False),
+    pa.field("data", pa.binary(), nullable=False),
+    pa.field("headers", pa.map_(pa.string(), pa.list_(pa.string())), nullable=False),
+]
+SCHEMA: Final = pa.schema(_FIELDS)
 """The columns of a message, each with the type that holds every value exactly.
 
 A stream can have subjects and headers that are not UTF-8; they need ``binary`` in place of ``string``.
@@ -44,6 +46,7 @@ _NAMES: Final = {
     _PENDING: b"Nats-Num-Pending: ",
     _LAST: b"Nats-Last-Sequence: ",
 }
+_SHORTEST_TIME: Final = pa.scalar(len("2026-01-01T00:00:00Z"), pa.int32())
 _TO_THE_END: Final = 1 << 20  # `binary_slice` needs an end; no line is that long
 _HEADERS: Final = pa.map_(pa.binary(), pa.list_(pa.binary()))
 _map_array: Final[Any] = pa.MapArray.from_arrays  # its stubs accept int64 offsets only
@@ -72,7 +75,7 @@ class Columns:
         try:
             arrays = [self._fit(getattr(columns, field.name), field.type) for field in self.schema]
             return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
-        except pa.ArrowInvalid:
+        except (pa.ArrowInvalid, ResponseError):
             block.check()  # its error names the message
             raise
 
@@ -110,7 +113,7 @@ class _BlockColumns:
             return None
         if _each(lines, _LINES, _STREAM).unique().to_pylist() != [_STREAM_NAME + block.stream.encode()]:
             return None
-        usual = (pc.all(pc.starts_with(_each(lines, _LINES, place), name)).as_py() for place, name in _NAMES.items())
+        usual = (_all(pc.starts_with(_each(lines, _LINES, place), name)) for place, name in _NAMES.items())
         return lines if all(usual) else None
 
     def _values(self, place: int, row_place: int) -> Array:
@@ -138,13 +141,29 @@ class _BlockColumns:
 
     @property
     def time(self) -> Array:
-        return self._values(_TIME, ROW_TIME).cast(pa.string()).cast(NANOSECONDS)
+        texts: Any = self._values(_TIME, ROW_TIME).cast(pa.string())
+        # Arrow reads offsets, and times without seconds, too.
+        if _all(pc.and_(pc.ends_with(texts, "Z"), pc.greater_equal(pc.binary_length(texts), _SHORTEST_TIME))):
+            try:
+                return texts.cast(NANOSECONDS)
+            except pa.ArrowInvalid:
+                pass
+        try:
+            return pa.array([parse_time_ns(text.encode()) for text in texts.to_pylist()], pa.int64()).cast(NANOSECONDS)
+        except OverflowError:
+            raise pa.ArrowInvalid(
+                "a time is outside of the years 1678 to 2261, which nanoseconds can express"
+            ) from None
 
     @property
     def headers(self) -> Array:
         """One map per row: each name once, with all of its values in order."""
         maps = None if self._lines is None else _maps(_each(self._lines, _LINES, _STORED))
         return pa.array([_grouped(row[ROW_STORED]) for row in self._block.rows], _HEADERS) if maps is None else maps
+
+
+def _all(values: Any) -> bool:
+    return bool(pc.all(values).as_py())
 
 
 def _grouped(stored: bytes) -> list[tuple[bytes, list[bytes]]]:

@@ -341,8 +341,10 @@ class Block:
         for body, size in zip(self.bodies, self.header_sizes, strict=True):
             # Without stored headers one split gives the same places, the last of them empty.
             row = body[skip:size].split(b"\r\n") if body.startswith(prefix) else []
-            if len(row) != 7 and not (row := h.reply_row(body[:size])):
-                self.check()
+            if len(row) != 7 or not h.are_in_place(row):
+                row = h.reply_row(body[:size])
+                if not row:
+                    self.check()
             yield row
 
     @property

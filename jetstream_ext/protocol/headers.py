@@ -86,6 +86,16 @@ def reply_row(block: bytes) -> Row:
     return [subject[14:], sequence, time, pending, last, stream, stored]
 
 
+def are_in_place(row: Row) -> bool:
+    """Return whether the lines of a row have the names that belong to their places."""
+    return (
+        row[ROW_SEQUENCE][:15] == b"Nats-Sequence: "
+        and row[ROW_TIME][:17] == b"Nats-Time-Stamp: "
+        and row[ROW_PENDING][:18] == b"Nats-Num-Pending: "
+        and row[ROW_LAST][:20] == b"Nats-Last-Sequence: "
+    )
+
+
 def single_row(block: bytes) -> Row:
     """As `reply_row`, for the reply to a single direct get, which has only the first four lines."""
     found = _cut_off(block, _LINES[:4])

@@ -19,12 +19,14 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any, Final, cast
 
-from mutator import VALUES, Block, Document, Mutator
+import pyarrow as pa
+from mutator import TIMES, VALUES, Block, Document, Mutator
 from nats.js.api import StreamConfig
 
 from jetstream_ext.client import consumers, streams
 from jetstream_ext.client.api import malformed_as_error
 from jetstream_ext.client.base_connection import FallbackConnection
+from jetstream_ext.columns import NANOSECONDS, Columns
 from jetstream_ext.errors import BadHeaderError, JetStreamExtError, ResponseError
 from jetstream_ext.kv import entries as kv_entries
 from jetstream_ext.kv.history import Latest, Past, never_expires, ttl_of
@@ -247,6 +249,69 @@ def read_bucket(rows: list[kv_entries.Row]) -> None:
     past = Past(subjects, revision=5, history=2)
     past.feed(rows, log=True)
     past.verdict(named=["k1", "k9"], wild=True, missing=True, lost=False)
+
+
+def same_columns(m: Mutator) -> int:
+    """The columns of a block are what its messages say, or the error is the one of its messages."""
+    decoder, frames, mutations = ReplyDecoder("S"), [intact(REPLIES[0])], 0
+    for block in REPLIES[1:]:
+        header, payload = block
+        # Mostly where the decoder takes the message nevertheless.
+        stored, name, added = header.partition(b"Nats-Stream")
+        match kind := m.below(8):
+            case 0:
+                header = m.header(header, m.pick(DIRECT)[0])
+            case 1:
+                header = m.header(stored, m.pick(DIRECT)[0]) + name + added
+            case 2:
+                before, name, time = header.rpartition(b"Nats-Time-Stamp: ")
+                header = before + name + m.pick(TIMES).encode() + time[time.index(b"\r") :]
+            case 3:
+                header = header.replace(b"$KV.B", m.pick(VALUES), 1)
+        mutations += kind < 4
+        frames.append((INBOX, header + payload, len(header)))
+    try:
+        block = decoder.feed(frames)
+    except JetStreamExtError:
+        return mutations
+    messages = list(block.messages())
+    try:
+        for message in messages:
+            message.check()
+        in_range = all(abs(message.time_ns) < 1 << 63 for message in messages)
+    except ResponseError:
+        in_range = False
+    try:
+        found = EXACT.batch(block)
+    except (ResponseError, ValueError):
+        require(not in_range, "columns refuse what messages have")
+        return mutations
+    require(in_range, "columns have what messages refuse")
+    for row, message in zip(found.to_pylist(), messages, strict=True):
+        pairs: dict[bytes, list[bytes]] = {}
+        for line in message.stored_lines.split(b"\r\n")[1:]:
+            name, colon, value = line.partition(b":")
+            if colon:
+                pairs.setdefault(name.strip(), []).append(value.strip())
+        expected = message.stream.encode(), message.seq, message.raw_subject, message.data, list(pairs.items())
+        got = row["stream"], row["seq"], row["subject"], row["data"], row["headers"]
+        require(got == expected, f"other columns: {got} for {expected}")
+    require(found.column("time").cast("int64").to_pylist() == [message.time_ns for message in messages], "other times")
+    return mutations
+
+
+EXACT: Final = Columns(
+    pa.schema(
+        [
+            ("stream", pa.binary()),
+            ("seq", pa.uint64()),
+            ("subject", pa.binary()),
+            ("time", NANOSECONDS),
+            ("data", pa.binary()),
+            ("headers", pa.map_(pa.binary(), pa.list_(pa.binary()))),
+        ]
+    )
+)
 
 
 BUCKET_HEADERS: Final = (
@@ -642,6 +707,7 @@ FAMILIES: Final[dict[str, Case]] = {
     "replies": read_replies,
     "singles": decode_singles,
     "publishers": decode_stored_blocks,
+    "columns": same_columns,
     "range": read_range,
     "buckets": read_buckets,
     "fast": receive_fast,
