@@ -16,9 +16,9 @@ from jetstream_ext.errors import ResponseError
 from jetstream_ext.protocol.direct import Block
 from jetstream_ext.protocol.headers import ROW_STORED, ROW_SUBJECT, ROW_TIME, parse_time_ns
 
-Array: TypeAlias = "pa.Array[Any]"
+Array: TypeAlias = Any  # pyarrow's stubs have an overload for each type
 
-pc: Final[Any] = pyarrow.compute  # its stubs have an overload for each type
+pc: Final[Any] = pyarrow.compute
 
 NANOSECONDS: Final = pa.timestamp("ns", tz="UTC")
 _FIELDS: Final[list[Any]] = [
@@ -141,7 +141,7 @@ class _BlockColumns:
 
     @property
     def time(self) -> Array:
-        texts: Any = self._values(_TIME, ROW_TIME).cast(pa.string())
+        texts = self._values(_TIME, ROW_TIME).cast(pa.string())
         # Arrow reads offsets, and times without seconds, too.
         if _all(pc.and_(pc.ends_with(texts, "Z"), pc.greater_equal(pc.binary_length(texts), _SHORTEST_TIME))):
             try:
@@ -191,8 +191,7 @@ def _maps(stored: Array) -> Array | None:
     if pc.count_distinct(places).as_py() != len(places):
         return None
     starts = pc.subtract(split.offsets, _every(1, 0, len(stored) + 1))
-    maps: Array = _map_array(starts, names, _list_array(_every(1, 0, len(values) + 1), values))
-    return maps
+    return _map_array(starts, names, _list_array(_every(1, 0, len(values) + 1), values))
 
 
 def _trimmed(values: Array) -> Array:
