@@ -32,6 +32,7 @@ MODULES = {
     "publish_500": "publish",
     "read": "publish",
     "direct_get": "direct_get",
+    "sharing": "sharing",
     **{f"memory-{case}-{count}": "memory" for case in memory.CASES for count in memory.LONG},
     "kv": "kv",
     "spark_read": "spark_read",

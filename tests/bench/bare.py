@@ -1,7 +1,7 @@
 """The limits: a blocking socket with the least work that the protocol allows.
 
-The writer's frames are joined before the clock starts, the reader only counts end-of-batch frames: what is left is the
-server, the kernel and one pass over the bytes.
+The writer's frames are joined before the clock starts. One reader only counts frames: what is left is the server, the
+kernel and one pass over the bytes. The other one also cuts the frames, as any client that hands out messages must.
 """
 
 import json
@@ -121,29 +121,73 @@ def publish_atomic(bare: Bare, batches: list[bytes]) -> int:
     return stored
 
 
+class _Requests:
+    """The requests for messages 1 to `count`, two of them in flight."""
+
+    def __init__(self, bare: Bare, stream: str, count: int, batch: int, max_bytes: int) -> None:
+        self._bare = bare
+        self._subject = f"$JS.API.DIRECT.GET.{stream}".encode()
+        self._starts = iter(range(1, count + 1, batch))
+        self._count, self._batch, self._max_bytes = count, batch, max_bytes
+        self.unanswered = 0
+        self.next()
+        self.next()
+
+    def next(self) -> None:
+        """Send the next request, if there is one."""
+        for seq in self._starts:
+            body = {"seq": seq, "batch": min(self._batch, self._count - seq + 1), "max_bytes": self._max_bytes}
+            request = json.dumps(body).encode()
+            self._bare.socket.sendall(b"PUB %b %b.r %d\r\n%b\r\n" % (self._subject, INBOX, len(request), request))
+            self.unanswered += 1
+            return
+
+    def answered(self) -> None:
+        """Note the end of an answer."""
+        self.unanswered -= 1
+        self.next()
+
+
 def read(bare: Bare, stream: str, count: int, batch: int, max_bytes: int) -> int:
-    """Read messages 1 to `count` with two requests in flight; return the number that the server reports."""
-    subject = f"$JS.API.DIRECT.GET.{stream}".encode()
-
-    def ask(seq: int) -> None:
-        request = json.dumps({"seq": seq, "batch": min(batch, count - seq + 1), "max_bytes": max_bytes}).encode()
-        bare.socket.sendall(b"PUB %b %b.r %d\r\n%b\r\n" % (subject, INBOX, len(request), request))
-
-    starts = list(range(1, count + 1, batch))
-    for seq in starts[:2]:
-        ask(seq)
-    ended, seen, asked = 0, 0, min(2, len(starts))
+    """Read messages 1 to `count`; return how many frames with a sequence came."""
+    requests, seen = _Requests(bare, stream, count, batch, max_bytes), 0
     tail = b""
-    while ended < len(starts):
+    while requests.unanswered:
         data = bare.socket.recv(1 << 18)
         if not data:
             raise ConnectionError("the server closed the connection")
         window = tail + data
         seen += window.count(b"\r\nNats-Sequence: ") - tail.count(b"\r\nNats-Sequence: ")
         for _ in range(window.count(b"NATS/1.0 204 EOB") - tail.count(b"NATS/1.0 204 EOB")):
-            ended += 1
-            if asked < len(starts):
-                ask(starts[asked])
-                asked += 1
+            requests.answered()
         tail = window[-32:]
     return seen
+
+
+def read_and_cut(bare: Bare, stream: str, count: int, batch: int, max_bytes: int) -> int:
+    """As `read`, and cut every frame into header block and payload; return how many messages came."""
+    requests, cut = _Requests(bare, stream, count, batch, max_bytes), 0
+    rest = b""
+    while requests.unanswered:
+        data = bare.socket.recv(1 << 18)
+        if not data:
+            raise ConnectionError("the server closed the connection")
+        data = rest + data
+        pos, size = 0, len(data)
+        messages: list[tuple[bytes, bytes]] = []
+        while (eol := data.find(b"\r\n", pos)) >= 0:
+            if not data.startswith(b"HMSG ", pos):  # PING, of which a server allows two without an answer
+                pos = eol + 2
+                continue
+            _, _, _, header_size, total = data[pos:eol].split(b" ")
+            start, middle, end = eol + 2, eol + 2 + int(header_size), eol + 2 + int(total)
+            if end + 2 > size:
+                break
+            pos = end + 2
+            if total == header_size and data.startswith(b"NATS/1.0 204", start):
+                requests.answered()
+            else:
+                messages.append((data[start:middle], data[middle:end]))
+        cut += len(messages)
+        rest = data[pos:]
+    return cut

@@ -1,13 +1,19 @@
-"""The cost of a scan by request size, with and without headers, compared with a bare socket that only counts frames."""
+"""The cost of a scan by request size, with and without headers, and of the same messages as Arrow columns.
+
+The limits are a bare socket that only counts frames, and one that also cuts them.
+"""
 
 import asyncio
 
 import bare
 import nats
+import pyarrow as pa
+from jetstream_ext.arrow import to_arrow
 from nats.js import JetStreamContext
 from record import Case, Clock, Group
 
 import jetstream_ext as jsx
+from jetstream_ext.columns import SCHEMA
 from jetstream_ext.testing import NatsServer
 
 HEADERS = {"Trace-Id": "0af7651916cd43dd8448eb211c80319c", "Content-Type": "application/json"}
@@ -16,6 +22,9 @@ NO_HEADERS = "no headers"
 BATCHES = (1_000, 10_000)
 BY_HAND = "by hand over nats-py"
 AS_IT_COMES = "scan, no headers, as it comes"
+USED = "scan, no headers, seq and data of each message"
+TO_ARROW, TO_ARROW_TWO = "to_arrow, no headers, all columns", "to_arrow, no headers, seq and data"
+TO_ARROW_HEADERS = "to_arrow, two headers, all columns"
 
 
 def scan_name(what: str, batch: int) -> str:
@@ -24,6 +33,10 @@ def scan_name(what: str, batch: int) -> str:
 
 def bare_name(what: str, batch: int) -> str:
     return f"bare socket, {what}, requests of {batch:,}"
+
+
+def cut_name(what: str, batch: int) -> str:
+    return f"bare socket that cuts frames, {what}, requests of {batch:,}"
 
 
 async def fill(
@@ -41,6 +54,20 @@ async def scan(js: JetStreamContext, name: str, batch: int | None) -> int:
         async for _ in messages:
             count += 1
     return count
+
+
+async def use(js: JetStreamContext, name: str) -> int:
+    count = size = 0
+    async with jsx.DirectGet(js, name, timeout=30).scan() as messages:
+        async for message in messages:
+            count += message.seq > 0
+            size += len(message.data)
+    return count
+
+
+async def as_table(js: JetStreamContext, name: str, columns: tuple[str, ...]) -> int:
+    schema = pa.schema([SCHEMA.field(column) for column in columns or SCHEMA.names])
+    return (await to_arrow(js, name, schema=schema, timeout=30)).num_rows
 
 
 async def by_hand(js: JetStreamContext, name: str, count: int) -> int:
@@ -75,7 +102,11 @@ async def _measure(url: str, group: Group, messages: int, size: int, rounds: int
         async def bare_read() -> int:
             return bare.read(socket, stream, messages, batch, 8 << 20)
 
+        async def bare_read_and_cut() -> int:
+            return bare.read_and_cut(socket, stream, messages, batch, 8 << 20)
+
         cases[bare_name(what, batch)] = bare_read
+        cases[cut_name(what, batch)] = bare_read_and_cut
         cases[scan_name(what, batch)] = lambda: scan(js, stream, batch)
 
     for stream, what, headers in (("PLAIN", NO_HEADERS, None), ("OWN", TWO_HEADERS, HEADERS)):
@@ -83,6 +114,10 @@ async def _measure(url: str, group: Group, messages: int, size: int, rounds: int
         for batch in BATCHES:
             add(stream, what, batch)
     cases[AS_IT_COMES] = lambda: scan(js, "PLAIN", None)
+    cases[USED] = lambda: use(js, "PLAIN")
+    cases[TO_ARROW] = lambda: as_table(js, "PLAIN", ())
+    cases[TO_ARROW_TWO] = lambda: as_table(js, "PLAIN", ("seq", "data"))
+    cases[TO_ARROW_HEADERS] = lambda: as_table(js, "OWN", ())
     cases[BY_HAND] = lambda: by_hand(js, "PLAIN", messages // 4)
     for number in range(rounds + 1):  # the first warms up
         for case, measure in cases.items():

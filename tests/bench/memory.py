@@ -1,4 +1,7 @@
-"""Peak memory, which must not grow with the number of messages. Each run is a separate process with its own peak."""
+"""Peak memory and CPU by the number of messages: one must not grow, and the other only in proportion.
+
+Each run is a separate process with its own peak.
+"""
 
 import asyncio
 import resource
@@ -7,6 +10,7 @@ from functools import partial
 
 import nats
 from direct_get import fill, scan
+from jetstream_ext.arrow import record_batches
 from nats.js import JetStreamContext
 from record import Clock, Group
 
@@ -14,8 +18,8 @@ import jetstream_ext as jsx
 from jetstream_ext.testing import NatsServer
 
 RESIDENT = "resident at most, MB"
-CASES = ("add_many", "ingest", "scan")
-LONG = (100_000, 1_000_000, 5_000_000)
+CASES = ("add_many", "ingest", "scan", "record_batches")
+LONG = (100_000, 1_000_000, 10_000_000)
 
 
 def run(name: str, *, quick: bool) -> Group:
@@ -36,8 +40,9 @@ async def _measure(url: str, group: Group, case: str, messages: int) -> None:
         "add_many": partial(_add_many, js, messages),
         "ingest": partial(_ingest, js, messages),
         "scan": partial(scan, js, "READ", None),
+        "record_batches": partial(_record_batches, js, "READ"),
     }
-    if case == "scan":
+    if case in ("scan", "record_batches"):
         await fill(js, "READ", messages, 32)
     clock = Clock()
     assert await work[case]() == messages
@@ -56,6 +61,11 @@ async def _add_many(js: JetStreamContext, messages: int) -> int:
         await publisher.add_many(_entries(messages))
     assert publisher.ack is not None
     return publisher.ack.batch_size or 0
+
+
+async def _record_batches(js: JetStreamContext, stream: str) -> int:
+    async with record_batches(js, stream, timeout=30) as batches:
+        return sum([batch.num_rows async for batch in batches])
 
 
 async def _ingest(js: JetStreamContext, messages: int) -> int:

@@ -68,19 +68,21 @@ class Clock:
         group.note(case, SERVER, server / count * 1e6)
 
 
-def descendants_cpu() -> float:
-    """Return the CPU seconds of the living processes below this one; 0 where there is no /proc."""
+def descendants_cpu(name: str = "") -> float:
+    """Return the CPU seconds of the living processes below this one, or of those with a `name`; 0 where there is no /proc."""
     ticks = os.sysconf("SC_CLK_TCK")
     parents: dict[int, int] = {}
     used: dict[int, float] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = path.read_text().rpartition(")")[2].split()
+            head, _, tail = path.read_text().rpartition(")")
+            fields = tail.split()
         except OSError:
             continue
         pid = int(path.parent.name)
         parents[pid] = int(fields[1])
-        used[pid] = (int(fields[11]) + int(fields[12])) / ticks
+        if name in head:
+            used[pid] = (int(fields[11]) + int(fields[12])) / ticks
     total = 0.0
     for pid, seconds in used.items():
         ancestor = parents[pid]

@@ -15,7 +15,7 @@ from typing import Any
 import nats
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
-from record import Group
+from record import Group, descendants_cpu
 from sessions import session
 
 import jetstream_ext as jsx
@@ -23,6 +23,7 @@ import jetstream_ext.spark
 from jetstream_ext.testing import NatsServer
 
 ROWS = "rows/s"
+WORKERS = "CPU of Spark's Python workers, µs"
 ALL, TWO_COLUMNS, HEADERS = "all columns", "`seq` and `data` only", "all columns, messages with 2 headers"
 SYNTHETIC, PLAIN = (
     "a synthetic source with the same columns (upper limit of Spark's Python interface)",
@@ -178,7 +179,8 @@ def _measure(spark: SparkSession, url: str, group: Group, messages: int, size: i
     }
     for number in range(rounds + warm):
         for case, frame in cases.items():
-            start = time.perf_counter()
+            start, used = time.perf_counter(), descendants_cpu("python")
             frame.write.format("noop").mode("overwrite").save()
             if number >= warm:
                 group.note(case, ROWS, messages / (time.perf_counter() - start))
+                group.note(case, WORKERS, (descendants_cpu("python") - used) / messages * 1e6)

@@ -18,7 +18,7 @@ from nats.js import JetStreamContext
 from pyspark.sql import DataFrame, SparkSession
 from record import Group, descendants_cpu
 from sessions import session
-from spark_read import ROWS
+from spark_read import ROWS, WORKERS
 
 import jetstream_ext as jsx
 import jetstream_ext.spark
@@ -81,10 +81,12 @@ def _measure(spark: SparkSession, url: str, group: Group, messages: int, size: i
     for number in range(rounds + warm):
         for case, work in cases.items():
             asyncio.run(connected(url, fresh))
-            start = time.perf_counter()
+            start, used = time.perf_counter(), descendants_cpu("python")
             work()
             if number >= warm:
                 group.note(case, ROWS, messages / (time.perf_counter() - start))
+                if case != OUTSIDE:
+                    group.note(case, WORKERS, (descendants_cpu("python") - used) / messages * 1e6)
 
 
 def _idle(spark: SparkSession, url: str, group: Group, seconds: float) -> None:
