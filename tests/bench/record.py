@@ -20,6 +20,7 @@ from jetstream_ext.testing import NatsServer
 
 RATE = "messages/s"
 CLIENT, SERVER = "client CPU, µs", "server CPU, µs"
+WORKERS = "CPU of Spark's Python workers, µs"
 Case = Callable[[], Awaitable[int]]
 Json = dict[str, Any]
 

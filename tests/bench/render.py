@@ -21,9 +21,10 @@ import direct_get
 import kv
 import memory
 import publish
+import sharing
 import svg
 from memory import LONG, RESIDENT
-from record import CLIENT, RATE, SERVER
+from record import CLIENT, RATE, SERVER, WORKERS
 
 Record = dict[str, Any]
 
@@ -143,8 +144,12 @@ def cpu_table(record: Record) -> str:
     rows = (
         ("bare socket, joined frames", publish.BARE),
         ("`add_many`", publish.ADD_MANY),
-        ("`add_many`, `Nats-Msg-Id`", publish.ADD_MANY_IDS),
         ("`add`", publish.ADD),
+        ("bare socket with ids", publish.BARE_IDS),
+        ("`add_many`, `Nats-Msg-Id`", publish.ADD_MANY_IDS),
+        ("`ingest`", publish.INGEST),
+        ("bare socket with atomic batches", publish.BARE_ATOMIC),
+        ("`publish_atomic`", publish.PUBLISH_ATOMIC),
     )
     flows = [(group, record["groups"][group]["conditions"]["flow"]) for group in ("publish", "publish_500")]
     head = ["case", *(f"{who}, µs, flow {flow}" for _, flow in flows for who in ("client", "server"))]
@@ -160,78 +165,93 @@ def cpu_table(record: Record) -> str:
 def shares_table(record: Record) -> str:
     groups = ("publish", "publish_500")
     rows = (
-        ("`add_many`", publish.ADD_MANY, publish.BARE, "0.85"),
-        ("`add`", publish.ADD, publish.BARE, "0.45"),
-        ("`add_many`, `Nats-Msg-Id`, of a bare socket with ids", publish.ADD_MANY_IDS, publish.BARE_IDS, "0.6"),
+        ("`add_many`", publish.ADD_MANY, publish.BARE),
+        ("`add`", publish.ADD, publish.BARE),
+        ("`add_many`, `Nats-Msg-Id`, of a bare socket with ids", publish.ADD_MANY_IDS, publish.BARE_IDS),
+        ("`ingest`, of a bare socket with ids", publish.INGEST, publish.BARE_IDS),
+        ("`publish_atomic`, of a bare socket with the same batches", publish.PUBLISH_ATOMIC, publish.BARE_ATOMIC),
     )
     times = [
-        [f"{median(record, group, case) / median(record, group, publish.PUBLISH_ASYNC):.1f}" for group in groups]
-        for case in (publish.ADD_MANY, publish.BARE)
+        f"{median(record, group, publish.ADD_MANY) / median(record, group, publish.PUBLISH_ASYNC):.1f}"
+        for group in groups
     ]
     return table(
-        ["case", *(f"flow {record['groups'][group]['conditions']['flow']}" for group in groups), "target"],
+        ["case", *(f"flow {record['groups'][group]['conditions']['flow']}" for group in groups)],
         [
             *(
-                [title, *(f"{share(record, group, case, limit):.2f}" for group in groups), target]
-                for title, case, limit, target in rows
+                [title, *(f"{share(record, group, case, limit):.2f}" for group in groups)]
+                for title, case, limit in rows
             ),
             [
                 f"slowest of {publish.PUBLISHERS} publishers on one connection, of their mean",
                 *(f"{median(record, group, publish.EIGHT, publish.SHARE):.2f}" for group in groups),
-                "0.5",
             ],
-            [
-                "`add_many`, \N{MULTIPLICATION SIGN} `publish_async`",
-                *times[0],
-                f"15 to 20; the bare socket reaches {' and '.join(times[1])}",
-            ],
+            ["`add_many`, \N{MULTIPLICATION SIGN} `publish_async`", *times],
         ],
     )
 
 
-def memory_table(record: Record) -> str:
+def sharing_table(record: Record) -> str:
+    def rates(what: str, *, shared: bool) -> list[str]:
+        cases = (sharing.case_name(what, count, shared=shared or count == 1) for count in sharing.COUNTS)
+        return [f"{median(record, 'sharing', case):,.0f}" for case in cases]
+
     return table(
-        ["peak resident memory of the process, MB", *(f"{count:,} messages" for count in LONG)],
+        ["messages/s together", *(f"{count}" for count in sharing.COUNTS)],
         (
-            [f"`{case}`", *(f"{median(record, f'memory-{case}-{count}', case, RESIDENT):.0f}" for count in LONG)]
+            [f"`{what}`, {where}", *rates(what, shared=shared)]
+            for what in (sharing.PUBLISH, sharing.SCAN)
+            for shared, where in ((True, "on one connection"), (False, "on one connection each"))
+        ),
+    )
+
+
+def memory_table(record: Record) -> str:
+    def cells(case: str, measure: str, form: str) -> list[str]:
+        return [f"{median(record, f'memory-{case}-{count}', case, measure):{form}}" for count in LONG]
+
+    return table(
+        ["", *(f"{count:,} messages" for count in LONG)],
+        (
+            row
             for case in memory.CASES
+            for row in (
+                [f"`{case}`: peak resident memory of the process, MB", *cells(case, RESIDENT, ".0f")],
+                [f"`{case}`: CPU of the client, µs a message", *cells(case, CLIENT, ".2f")],
+            )
         ),
     )
 
 
 def direct_get_table(record: Record) -> str:
-    targets = {1_000: "0.6", 10_000: "0.5"}
     rows = []
-    for what in (direct_get.NO_HEADERS, direct_get.TWO_HEADERS):
-        for batch in direct_get.BATCHES:
-            case, limit = direct_get.scan_name(what, batch), direct_get.bare_name(what, batch)
-            best = (figure(record, "direct_get", name, RATE)["max"] for name in (case, limit))
-            mine, theirs = best
-            rows.append(
-                [
-                    f"`scan`, {what}, requests of {batch:,}",
-                    f"{median(record, 'direct_get', case):,.0f}",
-                    f"{median(record, 'direct_get', case, CLIENT):.2f}",
-                    f"{share(record, 'direct_get', case, limit):.2f} ({mine / theirs:.2f})",
-                    targets[batch] if what == direct_get.NO_HEADERS else "0.5",
-                ]
-            )
-    for title, case in (
-        ("`scan` with default options", direct_get.AS_IT_COMES),
-        ("a batched get by hand over nats-py", direct_get.BY_HAND),
-    ):
+
+    def add(title: str, case: str, counts: str | None = None, cuts: str | None = None) -> None:
         rows.append(
             [
                 title,
                 f"{median(record, 'direct_get', case):,.0f}",
                 f"{median(record, 'direct_get', case, CLIENT):.2f}",
-                "",
-                "",
+                *(
+                    "" if limit is None else f"{share(record, 'direct_get', case, limit):.2f}"
+                    for limit in (counts, cuts)
+                ),
             ]
         )
-    return table(
-        ["case", "messages/s", "CPU of the client, µs", "share of its bare socket (best round)", "target"], rows
-    )
+
+    for what in (direct_get.NO_HEADERS, direct_get.TWO_HEADERS):
+        for batch in direct_get.BATCHES:
+            counts, cuts = direct_get.bare_name(what, batch), direct_get.cut_name(what, batch)
+            add(f"`scan`, {what}, requests of {batch:,}", direct_get.scan_name(what, batch), counts, cuts)
+            add(f"bare socket that cuts frames, {what}, requests of {batch:,}", cuts, counts)
+    add("`scan`, no headers, with default options", direct_get.AS_IT_COMES)
+    add("the same, with `seq` and `data` of each message", direct_get.USED)
+    add("`to_arrow`, no headers, all columns", direct_get.TO_ARROW)
+    add("`to_arrow`, no headers, `seq` and `data`", direct_get.TO_ARROW_TWO)
+    add("`to_arrow`, two headers, all columns", direct_get.TO_ARROW_HEADERS)
+    add("a batched get by hand over nats-py", direct_get.BY_HAND)
+    head = ["case", "messages/s", "CPU of the client, µs", "share of a bare socket that counts", "… that cuts frames"]
+    return table(head, rows)
 
 
 def kv_tables(record: Record) -> str:
@@ -269,11 +289,19 @@ def spark_tables(record: Record) -> str:
         found = record["groups"][group]["conditions"]
         parts.append(f"{found['messages']:,} messages of {found['size']} bytes, medians of {found['rounds']} runs:")
         figures = record["groups"][group]["figures"]
-        rates = {case: measures["rows/s"] for case, measures in figures.items() if "rows/s" in measures}
+        rates = {case: measures for case, measures in figures.items() if "rows/s" in measures}
         parts.append(
             table(
-                [title, "rows/s", "min … max"],
-                ([case, f"{each['median']:,.0f}", spread(each)] for case, each in rates.items()),
+                [title, "rows/s", "min … max", WORKERS],
+                (
+                    [
+                        case,
+                        f"{measures['rows/s']['median']:,.0f}",
+                        spread(measures["rows/s"]),
+                        f"{measures[WORKERS]['median']:.2f}" if WORKERS in measures else "",
+                    ]
+                    for case, measures in rates.items()
+                ),
             )
         )
         loads = {case: measures["of one core"] for case, measures in figures.items() if "of one core" in measures}
@@ -297,6 +325,7 @@ PAGES: dict[str, dict[str, Callable[[Record], str]]] = {
         "shares": shares_table,
         "memory": memory_table,
         "direct-get": direct_get_table,
+        "sharing": sharing_table,
         "spark": spark_tables,
     },
     "docs/key-value.md": {"kv": kv_tables},

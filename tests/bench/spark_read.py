@@ -15,7 +15,7 @@ from typing import Any
 import nats
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
-from record import Group, descendants_cpu
+from record import WORKERS, Group, descendants_cpu
 from sessions import session
 
 import jetstream_ext as jsx
@@ -23,7 +23,6 @@ import jetstream_ext.spark
 from jetstream_ext.testing import NatsServer
 
 ROWS = "rows/s"
-WORKERS = "CPU of Spark's Python workers, µs"
 ALL, TWO_COLUMNS, HEADERS = "all columns", "`seq` and `data` only", "all columns, messages with 2 headers"
 SYNTHETIC, PLAIN = (
     "a synthetic source with the same columns (upper limit of Spark's Python interface)",

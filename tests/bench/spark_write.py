@@ -16,9 +16,9 @@ from typing import Any
 import nats
 from nats.js import JetStreamContext
 from pyspark.sql import DataFrame, SparkSession
-from record import Group, descendants_cpu
+from record import WORKERS, Group, descendants_cpu
 from sessions import session
-from spark_read import ROWS, WORKERS
+from spark_read import ROWS
 
 import jetstream_ext as jsx
 import jetstream_ext.spark

@@ -485,6 +485,21 @@ class TestLostConnections:
             own_server.resume()
         assert (await jsx.DirectGet(own_js, name, timeout=20).get(1)).seq == 1
 
+    async def test_a_slow_reader_holds_two_replies_at_most(
+        self, own_nc: Client, own_js: JetStreamContext, own_stream: MakeStream
+    ) -> None:
+        name = await own_stream()
+        await fill(own_js, name, 1000, size=100)
+        before, read = own_nc.stats["in_msgs"], 0
+        async with jsx.DirectGet(own_js, name).scan(batch=100, prefetch=2) as messages:
+            async for _ in messages:
+                read += 1
+                if read in (1, 350, 600):
+                    await asyncio.sleep(0.3)
+                    # Behind the block that is being read, a part of one reply.
+                    assert own_nc.stats["in_msgs"] - before - read <= 100 + 2 * 101 + read // 100
+        assert read == 1000
+
     async def test_a_scan_continues_after_a_restart(
         self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream
     ) -> None:
