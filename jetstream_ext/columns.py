@@ -55,9 +55,7 @@ class Columns:
         rows = block.rows if self._needs_rows else []
         try:
             arrays = [_BUILD[field.name](block, rows) for field in self.schema]
-            arrays = [
-                self._fit(array, field.type) for array, field in zip(arrays, self.schema, strict=True)
-            ]
+            arrays = [self._fit(array, field.type) for array, field in zip(arrays, self.schema, strict=True)]
             return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
         except pa.ArrowInvalid:
             block.check()  # its error names the message
@@ -105,9 +103,7 @@ def _headers(rows: Sequence[Row]) -> Array:
                     values += several
                     counts.append(len(several))
             entries[row] = len(names)
-    lists = pa.ListArray.from_arrays(
-        pa.array(accumulate(counts, initial=0), pa.int32()), pa.array(values, pa.binary())
-    )
+    lists = pa.ListArray.from_arrays(pa.array(accumulate(counts, initial=0), pa.int32()), pa.array(values, pa.binary()))
     maps: Array = _map_array(pa.array(entries, pa.int32()), pa.array(names, pa.binary()), lists)
     return maps
 
