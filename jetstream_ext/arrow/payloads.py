@@ -63,7 +63,7 @@ class _Json:
             if schema.names.count(name) > 1:
                 raise ValueError(f"payload: the schema has the field {name!r} twice")
         try:
-            self._parse([b"{}"])
+            _parse([b"{}"], pa.schema([field.with_nullable(True) for field in schema]))
         except pa.ArrowNotImplementedError as error:
             raise ValueError(f"payload: {error}") from error
 
@@ -78,32 +78,27 @@ class _Json:
             if type(document) is not dict:
                 raise ConversionError(f"the payload of {place(index)} is not a JSON object")
         try:
-            table = self._parse(texts)
+            return _parse(texts, self.schema), None
         except pa.ArrowInvalid:
-            index, cause = first_bad(lambda start, stop: self._parse(texts[start:stop]), len(texts))
+            index, cause = first_bad(lambda start, stop: _parse(texts[start:stop], self.schema), len(texts))
             raise ConversionError(f"the payload of {place(index)} does not fit the schema: {cause}") from cause
-        for field in self.schema:
-            column = table.column(field.name)
-            if not field.nullable and column.null_count:
-                index = column.is_null().to_pylist().index(True)
-                raise ConversionError(f"the payload of {place(index)} has no value for the field {field.name!r}")
-        return table, None
-
-    def _parse(self, texts: list[bytes]) -> pa.Table:
-        joined = b"\n".join(texts)
-        table = pyarrow.json.read_json(
-            io.BytesIO(joined),
-            # In one block: pyarrow would look for the ends of objects to cut the text.
-            read_options=pyarrow.json.ReadOptions(use_threads=False, block_size=len(joined) + 1),
-            parse_options=pyarrow.json.ParseOptions(
-                explicit_schema=self.schema, newlines_in_values=True, unexpected_field_behavior="ignore"
-            ),
-        )
-        assert table.num_rows == len(texts)
-        return pa.Table.from_arrays([table.column(name) for name in self.schema.names], schema=self.schema)
 
     def finish(self) -> pa.Schema:
         return self.schema
+
+
+def _parse(texts: list[Any], schema: pa.Schema) -> pa.Table:
+    joined = b"\n".join(texts)
+    table = pyarrow.json.read_json(
+        io.BytesIO(joined),
+        # In one block: pyarrow would look for the ends of objects to cut the text.
+        read_options=pyarrow.json.ReadOptions(use_threads=False, block_size=len(joined) + 1),
+        parse_options=pyarrow.json.ParseOptions(
+            explicit_schema=schema, newlines_in_values=True, unexpected_field_behavior="ignore"
+        ),
+    )
+    assert table.num_rows == len(texts)
+    return pa.Table.from_arrays([table.column(name) for name in schema.names], schema=schema)
 
 
 class _Ipc:
