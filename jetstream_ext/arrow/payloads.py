@@ -13,7 +13,7 @@ import pyarrow.json
 
 from jetstream_ext.arrow.schemas import Array, ConversionError, first_bad
 
-Payload: TypeAlias = "pa.Schema | Literal['ipc'] | Callable[[Any], Any]"
+Payload: TypeAlias = pa.Schema | Literal["ipc"] | Callable[[Any], Any]
 """How payloads become columns:
 
 * a ``pyarrow.Schema``: each payload is a JSON object with these fields. A field that an object lacks is null, other

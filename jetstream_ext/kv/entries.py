@@ -19,7 +19,7 @@ from jetstream_ext.protocol.headers import ROW_STORED, ROW_SUBJECT, ROW_TIME, de
 from jetstream_ext.ttl import marker_reason
 
 if TYPE_CHECKING:
-    from pyarrow import Schema, Table
+    import pyarrow as pa
 
 Operation = Literal["PUT", "DEL", "PURGE"]
 
@@ -93,7 +93,7 @@ class KeyValueSnapshot(Mapping[str, KeyValueEntry]):
         """Return the pairs of key and entry."""
         return self._entries.items()
 
-    def to_arrow(self, *, schema: Schema | None = None) -> Table:
+    def to_arrow(self, *, schema: pa.Schema | None = None) -> pa.Table:
         """Return the entries as a ``pyarrow.Table``.
 
         Args:
