@@ -75,7 +75,9 @@ def misfit(field: Field, what: str, error: object) -> ConversionError:
         "time": "pyarrow.timestamp('ns', tz='UTC')",
         "headers": "pyarrow.map_(pyarrow.binary(), pyarrow.list_(pyarrow.binary()))",
     }[_kind(field.type)]
-    return ConversionError(f"{what} does not fit column {field.name!r}, which is {field.type} ({error}); use {wider}")
+    return ConversionError(
+        f"{what} does not fit column {field.name!r}, which is {field.type} ({error}); {wider} can hold it"
+    )
 
 
 def first_bad(convert: Callable[[int, int], object], count: int) -> tuple[int, Exception]:
