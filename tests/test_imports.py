@@ -239,6 +239,13 @@ def test_import_loads_nothing_heavy() -> None:
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
+def test_a_missing_pyarrow_is_named() -> None:
+    code = "import sys; sys.modules['pyarrow'] = None\nimport jetstream_ext.kv\nimport jetstream_ext.arrow"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    words = "ImportError: jetstream_ext.arrow needs pyarrow: pip install 'nats-jetstream-ext[arrow]'"
+    assert done.stderr.splitlines()[-1] == words
+
+
 def test_the_exported_names_are_the_documented_ones() -> None:
     assert set(jetstream_ext.__all__) == DOCUMENTED
     assert len(jetstream_ext.__all__) == len(DOCUMENTED)

@@ -19,7 +19,7 @@ Payload: TypeAlias = pa.Schema | Literal["ipc"] | Callable[[Any], Any]
 * a ``pyarrow.Schema``: each payload is a JSON object with these fields. A field that an object lacks is null, other
   fields of the object are ignored, and texts become times and decimals;
 * ``"ipc"``: each payload is an Arrow IPC stream, all with the same schema. A message becomes as many rows as its stream
-  has, so that its other columns repeat, or none at all;
+  has, so that its other columns repeat, or none at all. An empty stream has no such columns;
 * a function: it is called with a ``pyarrow.BinaryArray`` of payloads, and returns as many values: an ``Array`` for the
   column ``data``, a ``StructArray`` or a ``RecordBatch`` for several columns. It runs on the event loop. To learn the
   type of an empty stream, it is called with no payloads.
@@ -108,7 +108,10 @@ class _Ipc:
     def decode(self, payloads: Array, place: Callable[[int], str]) -> tuple[pa.Table, Sequence[int]]:
         tables = [self._read(payload, index, place) for index, payload in enumerate(payloads)]
         rows = chain.from_iterable(repeat(index, table.num_rows) for index, table in enumerate(tables))
-        return pa.concat_tables(tables).unify_dictionaries().combine_chunks(), list(rows)
+        try:
+            return pa.concat_tables(tables).unify_dictionaries().combine_chunks(), list(rows)
+        except pa.ArrowException as error:  # such as more values than a dictionary's indices can count
+            raise ConversionError(f"the payloads from {place(0)} on cannot be joined: {error}") from error
 
     def _read(self, payload: Any, index: int, place: Callable[[int], str]) -> pa.Table:
         try:

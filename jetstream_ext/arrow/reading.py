@@ -16,7 +16,7 @@ from jetstream_ext.arrow.payloads import Decoder, Payload, decoder_of
 from jetstream_ext.arrow.schemas import ConversionError, Field, check_schema, first_bad, misfit
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import ScanOptions, scan_blocks
-from jetstream_ext.client.direct_reader import OneReader
+from jetstream_ext.client.direct_reader import ExclusiveReader
 from jetstream_ext.columns import SCHEMA, Columns
 from jetstream_ext.protocol.direct import Block
 from jetstream_ext.protocol.options import check_int
@@ -41,8 +41,8 @@ def record_batches(
 ) -> RecordBatches:
     """Read a whole range of a stream as record batches, with as many requests as it takes.
 
-    Memory is bounded as for `DirectGet.scan`, plus one record batch of about 8 MiB (or one message, if it is larger). Every
-    value is exact: times have nanoseconds, and headers have all values of a repeated name, in order.
+    Memory is bounded as for `DirectGet.scan`, plus the messages of one batch and the batch: about 8 MiB each, or one message,
+    if that is larger. Every value is exact: times have nanoseconds, and headers have all values of a repeated name, in order.
 
     Args:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
@@ -76,6 +76,8 @@ def record_batches(
     check_name(stream, "stream name")
     if schema is not None:
         check_schema(schema, SCHEMA)
+        if payload is None and not schema.names:
+            raise ValueError("schema: it has no columns")
     elif payload is None:
         schema = SCHEMA
     else:
@@ -140,7 +142,7 @@ class RecordBatches:
 
     def __init__(self, builder: _Builder, blocks: AsyncGenerator[Block, None]) -> None:
         self._builder = builder
-        self._batches = OneReader(builder.batches(blocks))
+        self._batches = ExclusiveReader(builder.batches(blocks))
 
     @property
     def schema(self) -> pa.Schema | None:
@@ -363,7 +365,7 @@ class _Builder:
             _check_subjects(block)
         try:
             return self._columns.batch(block)
-        except pa.ArrowInvalid:
+        except ValueError:
             for field in self._columns.schema:
                 _check_column(field, block)
             raise
@@ -374,7 +376,7 @@ def _check_column(field: Field, block: Block) -> None:
     column = Columns(pa.schema([field]))
     try:
         column.batch(block)
-    except pa.ArrowInvalid:
+    except ValueError:
         index, error = first_bad(lambda start, stop: column.batch(block.part(start, stop)), len(block))
         raise misfit(field, f"message {block.seqs[index]} of stream {block.stream!r}", error) from error
 

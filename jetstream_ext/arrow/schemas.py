@@ -81,15 +81,16 @@ def misfit(field: Field, what: str, error: object) -> ConversionError:
 
 
 def first_bad(convert: Callable[[int, int], object], count: int) -> tuple[int, Exception]:
-    """Return the first of `count` rows that `convert`, called with a range of rows, refuses, and its error."""
+    """Return the first of `count` rows that `convert` refuses, and its error; `convert` refused a range of all of them."""
     low, high = 0, count
     while True:
-        middle = (low + high + 1) // 2
+        middle = (low + high) // 2
         try:
-            convert(low, middle)
-        except (pa.ArrowException, ValueError) as error:
-            if middle - low == 1:
+            convert(low, high if high - low == 1 else middle)
+        except ValueError as error:
+            if high - low == 1:
                 return low, error
             high = middle
         else:
+            assert high - low > 1, "each row is accepted, but not all of them together"
             low = middle

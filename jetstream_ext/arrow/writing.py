@@ -75,7 +75,8 @@ async def from_arrow(
         IngestError, UnsupportedFeatureError: As for `ingest`.
         Exception: What `source` or `msg_id` raises, once everything before it is stored.
 
-    Cancellation: It is unknown whether the messages of the last window are stored.
+    Cancellation: It is unknown whether the messages of the last window are stored. A thread that is reading a batch of a
+    reader finishes that.
 
     Requires: nats-server 2.14 and ``allow_batched`` on the stream.
     """

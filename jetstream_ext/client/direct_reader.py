@@ -302,19 +302,19 @@ async def read_one(context: Context, stream: str, request: Request, timeout: flo
     return read.result(connection.server_version, request)
 
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
-class OneReader(Generic[T]):
+class ExclusiveReader(Generic[_T]):
     """A generator that one task at a time reads, until it ends, fails or is closed; see `MessageBatch` for errors."""
 
-    def __init__(self, items: AsyncGenerator[T, None]) -> None:
+    def __init__(self, items: AsyncGenerator[_T, None]) -> None:
         self.closed = False
         self._items = items
         self._failure: BaseException | None = None
         self._reading = False
 
-    async def next(self) -> T | None:
+    async def next(self) -> _T | None:
         """Return the next item, or None at the end."""
         if self._failure is not None:
             raise JetStreamExtError(
@@ -366,7 +366,7 @@ class MessageBatch:
 
     def __init__(self, plan: Plan, blocks: AsyncGenerator[Block, None]) -> None:
         self._plan = plan
-        self._blocks = OneReader(blocks)
+        self._blocks = ExclusiveReader(blocks)
         self._ready: Iterator[StoredMsg] = iter(())
         self._end: EndOfBatch | None = None
         self._last_seq = 0

@@ -165,6 +165,18 @@ async def test_a_payload_that_is_no_such_ipc_stream_is_an_error_with_its_sequenc
         await arrow.to_arrow(js, stream, payload="ipc")
 
 
+async def test_dictionaries_that_cannot_be_joined_are_an_error(js: JetStreamContext, make_stream: MakeStream) -> None:
+    stream = await make_stream()
+    names = [pa.array([f"{letter}{n}" for n in range(100)], pa.dictionary(pa.int8(), pa.string())) for letter in "ab"]
+    await store(js, stream, *(ipc(pa.table({"name": some})) for some in names))
+    with pytest.raises(
+        arrow.ConversionError, match=f"the payloads from message 1 of stream {stream!r} on cannot be joined"
+    ):
+        await arrow.to_arrow(js, stream, payload="ipc")
+    batches = [batch async for batch in arrow.record_batches(js, stream, payload="ipc", batch_rows=1)]
+    assert sum(batch.num_rows for batch in batches) == 200
+
+
 @pytest.mark.parametrize(
     ("function", "names", "first"),
     [

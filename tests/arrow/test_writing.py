@@ -20,6 +20,9 @@ import jetstream_ext as jsx
 from jetstream_ext import arrow
 from jetstream_ext.testing import NatsServer
 
+INTERNALS = pytest.mark.internals(
+    "nats-py's headers have the last value of a name, and U+FFFD for other bytes than UTF-8"
+)
 MakeStream = Callable[..., Awaitable[str]]
 Stored = list[tuple[str, bytes, list[tuple[str, str]]]]
 MULTIPLE = pa.map_(pa.string(), pa.list_(pa.string()))
@@ -82,6 +85,7 @@ async def test_no_rows_are_no_messages(js: JetStreamContext, make_stream: MakeSt
         assert (await arrow.from_arrow(js, source)).stored == 0
 
 
+@INTERNALS
 @pytest.mark.parametrize("through", ["pyarrow", "polars", "pandas", "duckdb"])
 async def test_what_was_read_can_be_stored_again(
     js: JetStreamContext,
@@ -111,6 +115,7 @@ async def test_what_was_read_can_be_stored_again(
     assert [one[:-1] for one in found["headers"].to_pylist()] == [[], [], [("X", ["1", "3"]), ("Y", ["2"])]]
 
 
+@INTERNALS
 async def test_headers_are_maps_or_structs_of_one_or_several_values(
     js: JetStreamContext, make_stream: MakeStream
 ) -> None:
@@ -297,6 +302,7 @@ async def test_a_cancelled_call_leaves_nothing(js: JetStreamContext, make_stream
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Zs", "Zl", "Zp"]), max_size=5)
 
 
+@INTERNALS
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
 @given(
     st.lists(
