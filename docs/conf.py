@@ -35,7 +35,7 @@ nitpick_ignore_regex = [
     ),
     (
         r"py:class",
-        r"jetstream_ext\..*\.(Entry|Plan|Block|PositionedReader|GapHandler|ErrorHandler|FlowHandler|BatchState|PublishOptions|_Builder|_Never|_Config|Bucket|_Result)",
+        r"jetstream_ext\..*\.(Entry|Plan|Block|PositionedReader|GapHandler|ErrorHandler|FlowHandler|BatchState|PublishOptions|ScanOptions|_Builder|_Never|_Config|Bucket|_Result)",
     ),
     (r"py:class", r"(pa\.)?(Schema|Table|RecordBatch)"),
     (r"py:class", r"jetstream_ext\.testing\.reference\.(router\.Message|wire\..*)"),

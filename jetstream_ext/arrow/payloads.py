@@ -97,7 +97,8 @@ def _parse(texts: list[Any], schema: pa.Schema) -> pa.Table:
             explicit_schema=schema, newlines_in_values=True, unexpected_field_behavior="ignore"
         ),
     )
-    assert table.num_rows == len(texts)
+    if table.num_rows != len(texts):
+        raise pa.ArrowInvalid(f"pyarrow found {table.num_rows} objects in {len(texts)} payloads")
     return pa.Table.from_arrays([table.column(name) for name in schema.names], schema=schema)
 
 

@@ -75,9 +75,7 @@ def record_batches(
     """
     check_name(stream, "stream name")
     if schema is not None:
-        check_schema(schema, SCHEMA)
-        if payload is None and not schema.names:
-            raise ValueError("schema: it has no columns")
+        check_schema(schema, SCHEMA, optional=payload is not None)
     elif payload is None:
         schema = SCHEMA
     else:

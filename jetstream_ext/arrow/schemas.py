@@ -28,10 +28,15 @@ class ConversionError(JetStreamExtError, ValueError):
     """
 
 
-def check_schema(schema: pa.Schema, columns: pa.Schema) -> pa.Schema:
-    """Return `schema` if it selects some of `columns`, each with a type that can hold them; raise ValueError otherwise."""
+def check_schema(schema: pa.Schema, columns: pa.Schema, *, optional: bool = False) -> pa.Schema:
+    """Return `schema` if it selects some of `columns`, each with a type that can hold them; raise ValueError otherwise.
+
+    With `optional`, it may select none of them.
+    """
     if not isinstance(schema, pa.Schema):
         raise TypeError(f"schema must be a pyarrow.Schema, not {type(schema).__name__}")
+    if not schema.names and not optional:
+        raise ValueError(f"schema: it has no columns; the columns are {', '.join(columns.names)}")
     for field in schema:
         if field.name not in columns.names:
             raise ValueError(f"schema: there is no column {field.name!r}; the columns are {', '.join(columns.names)}")
@@ -44,20 +49,20 @@ def check_schema(schema: pa.Schema, columns: pa.Schema) -> pa.Schema:
 
 
 def _kind(data_type: pa.DataType) -> str:
-    if is_text(data_type):
+    if _is_text(data_type):
         return "text"
     if types.is_integer(data_type):
         return "integer"
     if isinstance(data_type, pa.TimestampType) and data_type.tz is not None:
         return "time"
-    if isinstance(data_type, pa.MapType) and is_text(data_type.key_type):
+    if isinstance(data_type, pa.MapType) and _is_text(data_type.key_type):
         values = data_type.item_type
-        if isinstance(values, pa.ListType | pa.LargeListType) and is_text(values.value_type):
+        if isinstance(values, pa.ListType | pa.LargeListType) and _is_text(values.value_type):
             return "headers"
     return ""
 
 
-def is_text(data_type: pa.DataType) -> bool:
+def _is_text(data_type: pa.DataType) -> bool:
     """Return whether a column has texts or bytes, in one of the types that are not views."""
     return (
         types.is_string(data_type)
