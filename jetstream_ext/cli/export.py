@@ -6,14 +6,15 @@ import asyncio
 import dataclasses
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
 import click
 import nats.errors
 import orjson
+from nats.js import JetStreamContext
 
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
 from jetstream_ext.cli.formats import FORMATS, SPREADSHEET, WRITERS, Parquet, format_of
@@ -122,34 +123,46 @@ async def _export(where: Target, part: _Part, *, resume: bool, show: bool) -> No
             start = max(first, part.saved.seq + 1)
             if start > end:
                 return
-            scan: ScanOptions = {
-                "subject": wanted.subject or None,
-                "seq": start,
-                "up_to_seq": end,
-                "confirm": True,
-            }
+            scan: ScanOptions = {"subject": wanted.subject or None, "seq": start, "up_to_seq": end, "confirm": True}
             with progress(wanted.stream, end - first + 1, before=moved, show=show) as report:
-                if part.schema is not None:
-                    from jetstream_ext import arrow  # an extra, and slow to import
-
-                    reads = arrow.record_batches(js, wanted.stream, schema=part.schema, batch_rows=_BLOCK, **scan)
-                    try:
-                        async with reads as batches:
-                            async for batch in batches:
-                                part.add_batch(batch)
-                                moved += batch.num_rows
-                                report(part.last_seq - first + 1, moved)
-                    except arrow.ConversionError as error:
-                        other = "export to CSV or JSON lines, where U+FFFD stands for bytes that are not UTF-8"
-                        raise _NotInParquet(f"{one_line(error)}; {other}") from error
-                else:
-                    async with DirectGet(js, wanted.stream).scan(**scan) as messages:
-                        async for message in messages:
-                            part.add(message)
-                            moved += 1
-                            if not moved % _REPORT_EVERY:
-                                report(message.seq - first + 1, moved)
+                copy = _copy_messages if part.schema is None else _copy_batches
+                async with aclosing(copy(js, wanted.stream, scan, part)) as steps:
+                    async for seq, added in steps:
+                        moved += added
+                        report(seq - first + 1, moved)
                 report(end - first + 1, moved)
+
+
+async def _copy_messages(
+    js: JetStreamContext, stream: str, scan: ScanOptions, part: _Part
+) -> AsyncGenerator[tuple[int, int], None]:
+    """Add the messages to the file; yield now and then a sequence, and how many messages were added since."""
+    seq = added = 0
+    async with DirectGet(js, stream).scan(**scan) as messages:
+        async for message in messages:
+            part.add(message)
+            seq, added = message.seq, added + 1
+            if added == _REPORT_EVERY:
+                yield seq, added
+                added = 0
+    if added:
+        yield seq, added
+
+
+async def _copy_batches(
+    js: JetStreamContext, stream: str, scan: ScanOptions, part: _Part
+) -> AsyncGenerator[tuple[int, int], None]:
+    """As `_copy_messages`, for a file with columns."""
+    from jetstream_ext import arrow  # an extra, and slow to import
+
+    try:
+        async with arrow.record_batches(js, stream, schema=part.schema, batch_rows=_BLOCK, **scan) as batches:
+            async for batch in batches:
+                part.add_batch(batch)
+                yield part.last_seq, batch.num_rows
+    except arrow.ConversionError as error:
+        other = "export to CSV or JSON lines, where U+FFFD stands for bytes that are not UTF-8"
+        raise _NotInParquet(f"{one_line(error)}; {other}") from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
