@@ -17,7 +17,8 @@ Payload: TypeAlias = pa.Schema | Literal["ipc"] | Callable[[Any], Any]
 """How payloads become columns:
 
 * a ``pyarrow.Schema``: each payload is a JSON object with these fields. A field that an object lacks is null, other
-  fields of the object are ignored, and texts become times and decimals;
+  fields of the object are ignored. Texts become times, in UTC if they name no zone, and decimals. Only floating-point
+  columns round numbers;
 * ``"ipc"``: each payload is an Arrow IPC stream, all with the same schema. A message becomes as many rows as its stream
   has, so that its other columns repeat, or none at all. An empty stream has no such columns;
 * a function: it is called with a ``pyarrow.BinaryArray`` of payloads, and returns as many values: an ``Array`` for the

@@ -331,7 +331,7 @@ class _Builder:
             raise ConversionError(
                 f"column {min(both)!r} is in the payload and in the message; leave it out of schema, or rename it"
             )
-        self.schema = pa.schema([*messages, *decoded])
+        self.schema = pa.schema([*messages, *decoded]).with_metadata(messages.metadata)
 
     async def batches(self, blocks: AsyncGenerator[Block, None]) -> AsyncGenerator[pa.RecordBatch, None]:
         async with aclosing(_pieces(blocks, self._rows)) as pieces:

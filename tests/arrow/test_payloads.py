@@ -239,3 +239,36 @@ async def test_columns_with_one_name_are_refused(js: JetStreamContext, make_stre
     await store(js, stream, b"1")
     with pytest.raises(arrow.ConversionError, match="column 'data' is in the payload and in the message"):
         await arrow.to_arrow(js, stream, schema=arrow.SCHEMA, payload=lambda payloads: payloads)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        (pa.timestamp("us", tz="UTC"), b'"2026-01-02T03:04:05"', 1767323045_000_000),
+        (pa.timestamp("us", tz="UTC"), b'"2026-01-02T03:04:05+02:00"', 1767315845_000_000),
+        (pa.timestamp("us"), b'"2026-01-02T03:04:05Z"', 1767323045_000_000),
+    ],
+)
+def test_times_without_a_zone_are_in_utc(kind: pa.DataType, text: bytes, value: int) -> None:
+    table, _ = decoder_of(pa.schema([("a", kind)])).decode(pa.array([b'{"a": %b}' % text]), str)
+    assert table.column("a").cast(pa.int64()).to_pylist() == [value]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (pa.int64(), b"1.0"),
+        (pa.int8(), b"300"),
+        (pa.uint64(), b"-1"),
+        (pa.decimal128(5, 2), b"1.239"),
+        (pa.float64(), b"1e400"),
+        (pa.timestamp("us"), b'"2026-01-02T03:04:05.1234567Z"'),
+        (pa.string(), b"1"),
+        (pa.string(), b'"\\ud83d"'),
+        (pa.bool_(), b"1"),
+    ],
+)
+def test_a_value_that_the_field_cannot_hold_exactly_is_refused(kind: pa.DataType, text: bytes) -> None:
+    decoder = decoder_of(pa.schema([("a", kind)]))
+    with pytest.raises(arrow.ConversionError, match="the payload of 1 "):
+        decoder.decode(pa.array([b"{}", b'{"a": %b}' % text]), str)
