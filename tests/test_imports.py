@@ -99,10 +99,13 @@ def test_protocol_modules_use_no_io_clock_or_randomness() -> None:
     assert {name_of(path): tops(path) & IMPURE for path in PROTOCOL if tops(path) & IMPURE} == {}
 
 
-def test_spark_and_arrow_are_imported_under_spark_only() -> None:
-    outside = [path for path in MODULES if not {"spark", "cli"} & set(path.relative_to(PACKAGE).parts)]
-    assert outside
-    assert {name_of(path): tops(path) & SPARK for path in outside if tops(path) & SPARK} == {}
+def test_spark_and_arrow_are_imported_where_they_are_needed_only() -> None:
+    outside = [path for path in MODULES if not {"spark", "cli", "arrow"} & set(path.relative_to(PACKAGE).parts)]
+    found = {name_of(path): tops(path) & SPARK for path in outside if tops(path) & SPARK}
+    # The second only inside of `if TYPE_CHECKING`.
+    assert found == {"columns.py": {"pyarrow"}, "kv/entries.py": {"pyarrow"}}
+    arrow = [path for path in MODULES if "arrow" in path.relative_to(PACKAGE).parts]
+    assert {name for path in arrow for name in tops(path) & SPARK} == {"pyarrow"}
 
 
 def test_the_library_does_not_import_its_testing_kit() -> None:
@@ -236,6 +239,13 @@ def test_import_loads_nothing_heavy() -> None:
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
+def test_a_missing_pyarrow_is_named() -> None:
+    code = "import sys; sys.modules['pyarrow'] = None\nimport jetstream_ext.kv\nimport jetstream_ext.arrow"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    words = "ImportError: jetstream_ext.arrow needs pyarrow: pip install 'nats-jetstream-ext[arrow]'"
+    assert done.stderr.splitlines()[-1] == words
+
+
 def test_the_exported_names_are_the_documented_ones() -> None:
     assert set(jetstream_ext.__all__) == DOCUMENTED
     assert len(jetstream_ext.__all__) == len(DOCUMENTED)
@@ -278,7 +288,7 @@ def test_star_import_gives_exactly_all() -> None:
     assert set(space) == DOCUMENTED
 
 
-@pytest.mark.parametrize("module", ["", ".errors", ".kv", ".log", ".spark", ".testing"])
+@pytest.mark.parametrize("module", ["", ".arrow", ".errors", ".kv", ".log", ".spark", ".testing"])
 def test_every_public_name_has_a_docstring(module: str) -> None:
     public = importlib.import_module(f"jetstream_ext{module}")
     defined_here = [name for name, thing in vars(public).items() if getattr(thing, "__module__", "") == public.__name__]

@@ -6,21 +6,25 @@ import asyncio
 import dataclasses
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, TYPE_CHECKING, Final
 
 import click
 import nats.errors
 import orjson
+from nats.js import JetStreamContext
 
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
-from jetstream_ext.cli.formats import FORMATS, SPREADSHEET, WRITERS, format_of
+from jetstream_ext.cli.formats import FORMATS, SPREADSHEET, WRITERS, Parquet, format_of
 from jetstream_ext.cli.output import Stopped, count, is_are, one_line, progress, say, write_json
-from jetstream_ext.client.direct import DirectGet
+from jetstream_ext.client.direct import DirectGet, ScanOptions
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.subjects import check_name
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _BLOCK: Final = 1_000
 _SYNC_BYTES: Final = 8 << 20
@@ -77,6 +81,9 @@ def command(
     try:
         asyncio.run(_export(where, part, resume=resume, show=not as_json))
         part.finish()  # outside the event loop, which would delay a Ctrl-C
+    except _NotInParquet:
+        part.remove()  # continuing it would end in the same way
+        raise
     except KeyboardInterrupt:
         if not part.keep():
             raise
@@ -116,17 +123,46 @@ async def _export(where: Target, part: _Part, *, resume: bool, show: bool) -> No
             start = max(first, part.saved.seq + 1)
             if start > end:
                 return
-            reads = DirectGet(js, wanted.stream).scan(
-                subject=wanted.subject or None, seq=start, up_to_seq=end, confirm=True
-            )
+            scan: ScanOptions = {"subject": wanted.subject or None, "seq": start, "up_to_seq": end, "confirm": True}
             with progress(wanted.stream, end - first + 1, before=moved, show=show) as report:
-                async with reads as messages:
-                    async for message in messages:
-                        part.add(message)
-                        moved += 1
-                        if not moved % _REPORT_EVERY:
-                            report(message.seq - first + 1, moved)
+                copy = _copy_messages if part.schema is None else _copy_batches
+                async with aclosing(copy(js, wanted.stream, scan, part)) as steps:
+                    async for seq, added in steps:
+                        moved += added
+                        report(seq - first + 1, moved)
                 report(end - first + 1, moved)
+
+
+async def _copy_messages(
+    js: JetStreamContext, stream: str, scan: ScanOptions, part: _Part
+) -> AsyncGenerator[tuple[int, int], None]:
+    """Add the messages to the file; yield now and then a sequence, and how many messages were added since."""
+    seq = added = 0
+    async with DirectGet(js, stream).scan(**scan) as messages:
+        async for message in messages:
+            part.add(message)
+            seq, added = message.seq, added + 1
+            if added == _REPORT_EVERY:
+                yield seq, added
+                added = 0
+    if added:
+        yield seq, added
+
+
+async def _copy_batches(
+    js: JetStreamContext, stream: str, scan: ScanOptions, part: _Part
+) -> AsyncGenerator[tuple[int, int], None]:
+    """As `_copy_messages`, for a file with columns."""
+    from jetstream_ext import arrow  # an extra, and slow to import
+
+    try:
+        async with arrow.record_batches(js, stream, schema=part.schema, batch_rows=_BLOCK, **scan) as batches:
+            async for batch in batches:
+                part.add_batch(batch)
+                yield part.last_seq, batch.num_rows
+    except arrow.ConversionError as error:
+        other = "export to CSV or JSON lines, where U+FFFD stands for bytes that are not UTF-8"
+        raise _NotInParquet(f"{one_line(error)}; {other}") from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,6 +178,10 @@ class _Journal:
     seq: int = 0  # the last sequence in the file
     messages: int = 0
     size: int = 0
+
+
+class _NotInParquet(click.ClickException):
+    """A value that the columns of a Parquet file cannot hold."""
 
 
 class _Part:
@@ -163,7 +203,7 @@ class _Part:
         if resume:
             begin = self._read_journal(begin)
         else:
-            self._remove()
+            self.remove()
         self.saved = self._written = begin
         with self.path.open("r+b" if begin.size else "wb") as self._stream:
             if begin.size:
@@ -202,8 +242,27 @@ class _Part:
         self._pending.append(message)
         if len(self._pending) >= _BLOCK:
             self._flush()
-            if self._written.size - self.saved.size >= _SYNC_BYTES:
-                self._save()
+            self._save_often()
+
+    def _save_often(self) -> None:
+        if self._written.size - self.saved.size >= _SYNC_BYTES:
+            self._save()
+
+    @property
+    def schema(self) -> pa.Schema | None:
+        """The columns of batches for `add_batch`; None if the file is made of messages."""
+        return self._writer.schema if isinstance(self._writer, Parquet) else None
+
+    @property
+    def last_seq(self) -> int:
+        return self._written.seq
+
+    def add_batch(self, batch: pa.RecordBatch) -> None:
+        assert isinstance(self._writer, Parquet)
+        total = self._written.messages + batch.num_rows
+        seq = batch.column("seq")[-1].as_py()
+        self._append(self._writer.batch(batch), dataclasses.replace(self._written, seq=seq, messages=total))
+        self._save_often()
 
     def finish(self) -> None:
         self._writer.finish(self.path, self._file)
@@ -214,7 +273,7 @@ class _Part:
         if self._stream is None or not self.path.exists():
             return False
         if not self._written.seq:
-            self._remove()
+            self.remove()
         return self._written.seq > 0
 
     def state(self) -> str:
@@ -248,6 +307,7 @@ class _Part:
         self._stream.write(data)
         self._written = dataclasses.replace(done, size=done.size + len(data))
 
-    def _remove(self) -> None:
+    def remove(self) -> None:
+        """Remove the unfinished file and its journal."""
         for path in (self.path, self._journal):
             path.unlink(missing_ok=True)

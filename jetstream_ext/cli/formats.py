@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import csv
 import importlib.util
 import io
@@ -10,10 +9,8 @@ import os
 import re
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from datetime import datetime
-from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 import orjson
@@ -21,11 +18,15 @@ import orjson
 from jetstream_ext.cli.output import text_or_base64
 from jetstream_ext.protocol.direct import StoredMsg
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 FORMATS: Final = ("csv", "jsonl", "parquet")
 SPREADSHEET: Final = "csv for spreadsheets"
 _SUFFIXES: Final = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
 _COLUMNS: Final = ("seq", "time", "subject", "headers", "data", "data_base64")
-_PARQUET_ROWS: Final = 10_000  # converted at a time
+_PARQUET_ROWS: Final = 10_000  # converted at a time, or
+_PARQUET_BYTES: Final = 8 << 20
 # Spreadsheets take a cell with such a start as a formula, the last four in East Asian versions. Where a comma is the
 # decimal sign, they split the file at semicolons and line breaks instead, also inside quotes.
 _FORMULA: Final = re.compile('^(?=[\t\r\n])|(^|[;\t\r\n]"*)(?=[-=+@\uff1d\uff0b\uff0d\uff20])')
@@ -41,7 +42,7 @@ def format_of(path: Path, given: str | None) -> str:
     if chosen is None:
         raise click.ClickException(f"{path}: the name has no known suffix; give --format {'|'.join(FORMATS)}")
     if chosen == "parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise click.ClickException("Parquet needs pyarrow: pip install pyarrow")
+        raise click.ClickException("Parquet needs pyarrow: pip install 'nats-jetstream-ext[arrow]'")
     return chosen
 
 
@@ -120,9 +121,31 @@ class Rows:
     def _parquet(self) -> Generator[Row, None, None]:
         with _parquet_file(self._path) as file:
             for batch in file.iter_batches():
-                for row in batch.to_pylist():
+                for row in _parquet_rows(batch):
                     self.position += 1
                     yield row
+
+
+def _parquet_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """Return a batch's rows, with nanoseconds as text in RFC 3339 and maps as dicts."""
+    import pyarrow as pa  # an extra, and slow to import
+
+    columns: dict[str, list[Any]] = {}
+    for field, column in zip(batch.schema, batch.columns, strict=True):
+        if isinstance(field.type, pa.TimestampType) and field.type.unit == "ns":
+            times = column.cast(pa.string()).to_pylist()  # Python's own times have microseconds
+            values: list[Any] = [time and time.replace(" ", "T", 1) for time in times]
+        elif isinstance(field.type, pa.MapType):
+            values = [pairs and _as_dict(pairs) for pairs in column.to_pylist()]
+        else:
+            values = column.to_pylist()
+        columns[field.name] = values
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _as_dict(pairs: list[tuple[Any, Any]]) -> object:
+    names = dict(pairs)
+    return names if len(names) == len(pairs) else pairs
 
 
 @contextmanager
@@ -186,28 +209,40 @@ class SpreadsheetCsv(Csv):
 
 
 class Parquet(JsonLines):
-    """Columns seq, time, subject, headers (JSON) and data (binary).
+    """Columns seq, time, subject, headers and data, each with every value exact.
 
-    A Parquet file cannot be appended to: the unfinished file has JSON lines, and `finish` converts them.
+    A Parquet file cannot be appended to: the unfinished file is an Arrow IPC stream, and `finish` converts it.
     """
 
-    def finish(self, part: Path, file: Path) -> None:
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns of the file."""
         import pyarrow as pa  # an extra, and slow to import
+
+        from jetstream_ext.columns import SCHEMA
+
+        return pa.schema([SCHEMA.field(name) for name in ("seq", "time", "subject", "headers", "data")])
+
+    def head(self) -> bytes:
+        return self.schema.serialize().to_pybytes()
+
+    def batch(self, batch: pa.RecordBatch) -> bytes:
+        """Return a batch as bytes of the unfinished file."""
+        return batch.serialize().to_pybytes()
+
+    def finish(self, part: Path, file: Path) -> None:
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
-        types: list[Any] = [
-            ("seq", pa.uint64()),
-            ("time", pa.timestamp("us", tz="UTC")),
-            ("subject", pa.string()),
-            ("headers", pa.string()),
-            ("data", pa.binary()),
-        ]
-        schema = pa.schema(types)
         fresh = file.with_name(f"{file.name}.new")
         try:
-            with part.open("rb") as lines, pq.ParquetWriter(fresh, schema, compression="zstd") as writer:
-                while rows := [_parquet_row(orjson.loads(line)) for line in islice(lines, _PARQUET_ROWS)]:
-                    writer.write_table(pa.Table.from_pylist(rows, schema))
+            with (
+                pa.OSFile(str(part), "rb") as source,
+                pa.ipc.open_stream(source) as batches,
+                pq.ParquetWriter(fresh, self.schema, compression="zstd") as writer,
+            ):
+                for table in _joined(batches):
+                    writer.write_table(table)
             with fresh.open("rb+") as written:
                 os.fsync(written.fileno())  # before the unfinished file is deleted
             fresh.replace(file)
@@ -215,6 +250,23 @@ class Parquet(JsonLines):
             fresh.unlink(missing_ok=True)
             raise
         part.unlink()
+
+
+def _joined(batches: pa.RecordBatchReader) -> Iterator[pa.Table]:
+    """Yield tables of about `_PARQUET_ROWS` rows, or `_PARQUET_BYTES`."""
+    import pyarrow as pa
+
+    some: list[pa.RecordBatch] = []
+    rows = size = 0
+    for batch in batches:
+        some.append(batch)
+        rows += batch.num_rows
+        size += batch.nbytes
+        if rows >= _PARQUET_ROWS or size >= _PARQUET_BYTES:
+            yield pa.Table.from_batches(some)
+            some, rows, size = [], 0, 0
+    if some:
+        yield pa.Table.from_batches(some)
 
 
 WRITERS: Final[dict[str, JsonLines]] = {
@@ -232,12 +284,4 @@ def _row(message: StoredMsg) -> dict[str, Any]:
         "subject": message.subject,
         "headers": message.headers,
         **text_or_base64("data", message.data),
-    }
-
-
-def _parquet_row(row: dict[str, Any]) -> dict[str, Any]:
-    return row | {
-        "time": datetime.fromisoformat(row["time"]),
-        "headers": orjson.dumps(row["headers"]).decode() if row["headers"] else None,
-        "data": row["data"].encode() if "data" in row else base64.b64decode(row["data_base64"]),
     }

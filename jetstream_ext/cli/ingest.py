@@ -26,10 +26,10 @@ from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.ingest import ingest
 from jetstream_ext.client.streams import ensure_stream
 from jetstream_ext.errors import IngestError
-from jetstream_ext.protocol.headers import MSG_ID
+from jetstream_ext.protocol.headers import MSG_ID, is_reserved
 from jetstream_ext.protocol.numbers import parse_number
 from jetstream_ext.protocol.subjects import check_name
-from jetstream_ext.types import BatchMessage, IngestProgress, IngestReport
+from jetstream_ext.types import BatchMessage, IngestProgress, IngestReport, own_headers
 
 _PLACEHOLDER: Final = re.compile(r"\{([^{}]+)\}")
 _BLOCK: Final = 5_000  # sequences
@@ -42,6 +42,7 @@ _RESUME_HINT: Final = "the same command with --resume continues"
 @click.option("--subject-from", metavar="COLUMN", help="The column with each row's subject; the default is 'subject'.")
 @click.option("--subject", metavar="SUBJECT", help="Each row's subject; {column} becomes the value of that column.")
 @click.option("--data-from", metavar="COLUMN", help="The column with the payload; the default is the row as JSON.")
+@click.option("--headers-from", metavar="COLUMN", help="The column with headers, as export writes them; not Nats-….")
 @click.option("--format", "given", type=click.Choice(FORMATS), help="Format of FILE (default: from its suffix).")
 @click.option(
     "--create", multiple=True, metavar="SUBJECT", help="Create a missing stream with subject SUBJECT; repeatable."
@@ -57,6 +58,7 @@ def command(
     subject_from: str | None,
     subject: str | None,
     data_from: str | None,
+    headers_from: str | None,
     given: str | None,
     create: tuple[str, ...],
     skip: int,
@@ -75,7 +77,7 @@ def command(
     if skip and resume:
         raise click.UsageError("give --skip or --resume, not both")
     pattern = subject if subject is not None else f"{{{subject_from or 'subject'}}}"
-    job = _Ingest(file, format_of(file, given), stream, pattern, data_from, skip)
+    job = _Ingest(file, format_of(file, given), stream, pattern, data_from, headers_from, skip)
     try:
         report = asyncio.run(job.run(where, create, resume=resume, show=not as_json))
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -126,7 +128,16 @@ def _stored_before(rows: int) -> str:
 class _Ingest:
     """One run. `subject` is a pattern: ``{column}`` is replaced by the row's value in that column."""
 
-    def __init__(self, file: Path, form: str, stream: str, subject: str, data_from: str | None, skipped: int) -> None:
+    def __init__(
+        self,
+        file: Path,
+        form: str,
+        stream: str,
+        subject: str,
+        data_from: str | None,
+        headers_from: str | None,
+        skipped: int,
+    ) -> None:
         self.stopping = False
         self.skipped = skipped
         self.in_stream = 0
@@ -135,7 +146,8 @@ class _Ingest:
         self._stream = stream
         self._subject = subject
         self._data_from = data_from
-        self._id_prefix = f"{_fingerprint(file, subject, data_from)}:"
+        self._headers_from = headers_from
+        self._id_prefix = f"{_fingerprint(file, subject, data_from, headers_from)}:"
 
     async def run(self, where: Target, create: tuple[str, ...], *, resume: bool, show: bool) -> IngestReport:
         async with connected(where) as js:
@@ -179,7 +191,8 @@ class _Ingest:
                     return
                 place = f"{self._file}, row {index + 1}"
                 subject, payload = self._row_subject(row, place), self._row_payload(row, place)
-                yield BatchMessage(subject, payload, stream=self._stream, msg_id=f"{self._id_prefix}{index}")
+                headers = None if self._headers_from is None else self._row_headers(row, self._headers_from, place)
+                yield BatchMessage(subject, payload, headers, stream=self._stream, msg_id=f"{self._id_prefix}{index}")
 
     def _row_subject(self, row: Row, place: str) -> str:
         def value(match: re.Match[str]) -> str:
@@ -210,6 +223,23 @@ class _Ingest:
             raise RowError(f"{place}: column {name!r} has no value; the payload needs it")
         return orjson.dumps(found, default=_plain)
 
+    def _row_headers(self, row: Row, name: str, place: str) -> dict[str, str]:
+        """Return the headers in a column: a map, or a JSON object as text. A value may be a list of values.
+
+        Those that begin with ``Nats-`` are left out: they are instructions to the server, which were for another message.
+        """
+        found = row.get(name)
+        try:
+            given = orjson.loads(found) if found and isinstance(found, str) else found
+            entries = given.items() if isinstance(given, dict) else given or ()
+            several = [(header, values if isinstance(values, list) else [values]) for header, values in entries]
+            pairs = [(header, value) for header, values in several for value in values if not is_reserved(header)]
+        except (TypeError, ValueError, AttributeError) as error:
+            raise RowError(f"{place}: column {name!r} is neither a map nor a JSON object") from error
+        if not all(isinstance(text, str) for pair in pairs for text in pair):
+            raise RowError(f"{place}: column {name!r} has a header that is not a string")
+        return own_headers(pairs)
+
     def _report(self, report: ReportProgress, now: IngestProgress) -> None:
         self.in_stream = self.skipped + now.stored
         report(self._rows.position, now.stored)
@@ -239,10 +269,11 @@ class _Ingest:
             loop.remove_signal_handler(signal.SIGINT)
 
 
-def _fingerprint(path: Path, subject: str, data_from: str | None) -> str:
+def _fingerprint(path: Path, subject: str, data_from: str | None, headers_from: str | None) -> str:
     """Return a digest of the file's content and of how its rows become messages."""
+    how = [subject, data_from] if headers_from is None else [subject, data_from, headers_from]
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, lambda: hashlib.sha256(orjson.dumps([subject, data_from])))
+        digest = hashlib.file_digest(file, lambda: hashlib.sha256(orjson.dumps(how)))
     return digest.hexdigest()[:24]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from datetime import datetime
-from typing import Final, Literal
+from typing import Final, Literal, TypedDict
 
 from nats.js import JetStreamContext
 
@@ -342,52 +342,105 @@ class DirectGet:
 
         Requires: nats-server 2.11 (ADR-31, Batched requests).
         """
-        start = _start(seq, start_time)
-        if subject is not None:
-            check_filter(subject)
-        plan = Scan(
-            subject=subject,
-            seq=start or 1,
-            start_time=start_time,
-            up_to_seq=None if up_to_seq is None else check_sequence(up_to_seq, "up_to_seq"),
-            batch=None if batch is None else check_int(batch, "batch", high=_INT64_MAX),
-            max_bytes=check_int(max_bytes, "max_bytes", high=_INT64_MAX),
-            prefetch=check_int(prefetch, "prefetch", high=4),
+        return MessageBatch(
+            *scan_blocks(
+                self._js,
+                self._stream,
+                self._timeout,
+                subject=subject,
+                seq=seq,
+                start_time=start_time,
+                up_to_seq=up_to_seq,
+                batch=batch,
+                max_bytes=max_bytes,
+                prefetch=prefetch,
+                confirm=confirm,
+                min_seq=min_seq,
+                on_bad=on_bad,
+            )
         )
-        if on_bad not in ("error", "skip"):
-            raise ValueError(f"on_bad must be 'error' or 'skip', not {on_bad!r}")
-        if min_seq is not None:
-            check_sequence(min_seq, "min_seq")
-        if confirm:
-            blocks = self._confirmed(plan, min_seq)
-        else:
-            blocks = read_blocks(self._js, self._stream, plan, self._timeout, min_seq=min_seq)
-        return MessageBatch(plan, skip_malformed(blocks) if on_bad == "skip" else blocks)
 
     def _read(self, plan: Plan, *, min_seq: int | None = None) -> MessageBatch:
         if min_seq is not None:
             check_sequence(min_seq, "min_seq")
         return MessageBatch(plan, read_blocks(self._js, self._stream, plan, self._timeout, min_seq=min_seq))
 
-    async def _confirmed(self, plan: Scan, min_seq: int | None) -> AsyncGenerator[Block, None]:
-        if min_seq is not None:
-            await wait_for_sequence(self._js, self._stream, min_seq, self._timeout, up_to=plan.up_to_seq)
-        state: StreamState | None = None
-        try:
-            state = await stream_state(Api(self._js, self._timeout, optional=plan.up_to_seq is not None), self._stream)
-        except NotPermittedError:
-            if plan.up_to_seq is None:
-                raise
-        else:
-            state.check_sequences(plan.up_to_seq)
-            if plan.up_to_seq is None:
-                plan.up_to_seq = state.last_seq
-        reading = read_blocks(self._js, self._stream, plan, self._timeout, confirm=True)
-        async with aclosing(reading) as blocks:
-            async for block in blocks:
-                yield block
-        if state is not None:
-            await check_same_stream(self._js, state, timeout=self._timeout)
+
+class ScanOptions(TypedDict, total=False):
+    """The keyword arguments of every call that reads a whole range; see `DirectGet.scan`."""
+
+    subject: str | None
+    seq: int | None
+    start_time: datetime | None
+    up_to_seq: int | None
+    batch: int | None
+    max_bytes: int
+    prefetch: int
+    confirm: bool
+    min_seq: int | None
+    on_bad: Literal["error", "skip"]
+
+
+def scan_blocks(
+    js: Context,
+    stream: str,
+    timeout: float,
+    *,
+    subject: str | None = None,
+    seq: int | None = None,
+    start_time: datetime | None = None,
+    up_to_seq: int | None = None,
+    batch: int | None = None,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+    prefetch: int = 2,
+    confirm: bool = False,
+    min_seq: int | None = None,
+    on_bad: Literal["error", "skip"] = "error",
+) -> tuple[Scan, AsyncGenerator[Block, None]]:
+    """Check the arguments of `DirectGet.scan`; return its plan and its messages."""
+    start = _start(seq, start_time)
+    if subject is not None:
+        check_filter(subject)
+    plan = Scan(
+        subject=subject,
+        seq=start or 1,
+        start_time=start_time,
+        up_to_seq=None if up_to_seq is None else check_sequence(up_to_seq, "up_to_seq"),
+        batch=None if batch is None else check_int(batch, "batch", high=_INT64_MAX),
+        max_bytes=check_int(max_bytes, "max_bytes", high=_INT64_MAX),
+        prefetch=check_int(prefetch, "prefetch", high=4),
+    )
+    if on_bad not in ("error", "skip"):
+        raise ValueError(f"on_bad must be 'error' or 'skip', not {on_bad!r}")
+    if min_seq is not None:
+        check_sequence(min_seq, "min_seq")
+    if confirm:
+        blocks = _confirmed(js, stream, plan, timeout, min_seq)
+    else:
+        blocks = read_blocks(js, stream, plan, timeout, min_seq=min_seq)
+    return plan, skip_malformed(blocks) if on_bad == "skip" else blocks
+
+
+async def _confirmed(
+    js: Context, stream: str, plan: Scan, timeout: float, min_seq: int | None
+) -> AsyncGenerator[Block, None]:
+    if min_seq is not None:
+        await wait_for_sequence(js, stream, min_seq, timeout, up_to=plan.up_to_seq)
+    state: StreamState | None = None
+    try:
+        state = await stream_state(Api(js, timeout, optional=plan.up_to_seq is not None), stream)
+    except NotPermittedError:
+        if plan.up_to_seq is None:
+            raise
+    else:
+        state.check_sequences(plan.up_to_seq)
+        if plan.up_to_seq is None:
+            plan.up_to_seq = state.last_seq
+    async with aclosing(read_blocks(js, stream, plan, timeout, confirm=True)) as blocks:
+        async for block in blocks:
+            yield block
+    if state is not None:
+        await check_same_stream(js, state, timeout=timeout)
 
 
 def _start(seq: int | None, start_time: datetime | None) -> int | None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Self
+from typing import Generic, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 import nats.errors
@@ -302,6 +302,50 @@ async def read_one(context: Context, stream: str, request: Request, timeout: flo
     return read.result(connection.server_version, request)
 
 
+_T = TypeVar("_T")
+
+
+class ExclusiveReader(Generic[_T]):
+    """A generator that one task at a time reads, until it ends, fails or is closed; see `MessageBatch` for errors."""
+
+    def __init__(self, items: AsyncGenerator[_T, None]) -> None:
+        self.closed = False
+        self._items = items
+        self._failure: BaseException | None = None
+        self._reading = False
+
+    async def next(self) -> _T | None:
+        """Return the next item, or None at the end."""
+        if self._failure is not None:
+            raise JetStreamExtError(
+                "this read failed or was cancelled and cannot be continued; start another one after the last message "
+                f"received ({self._failure!r})"
+            )
+        if self.closed:
+            return None
+        self._check_alone()
+        self._reading = True
+        try:
+            return await anext(self._items)
+        except StopAsyncIteration:
+            return None
+        except BaseException as failure:
+            self._failure = failure
+            raise
+        finally:
+            self._reading = False
+
+    def _check_alone(self) -> None:
+        if self._reading:
+            raise RuntimeError("another task is waiting for the next messages of this read; cancel it first")
+
+    async def aclose(self) -> None:
+        """End the read; raise RuntimeError if a task is waiting in `next`."""
+        self._check_alone()
+        self.closed = True
+        await self._items.aclose()
+
+
 class MessageBatch:
     """The messages of one read: iterate over it, use it as an async context manager, or call `to_list`.
 
@@ -322,13 +366,10 @@ class MessageBatch:
 
     def __init__(self, plan: Plan, blocks: AsyncGenerator[Block, None]) -> None:
         self._plan = plan
-        self._blocks = blocks
+        self._blocks = ExclusiveReader(blocks)
         self._ready: Iterator[StoredMsg] = iter(())
         self._end: EndOfBatch | None = None
         self._last_seq = 0
-        self._failure: BaseException | None = None
-        self._closed = False
-        self._reading = False
 
     @property
     def num_pending(self) -> int | None:
@@ -370,31 +411,12 @@ class MessageBatch:
         return messages
 
     async def _next_block(self) -> Block | None:
-        if self._failure is not None:
-            raise JetStreamExtError(
-                "this read failed or was cancelled and cannot be continued; start another one after the last message "
-                f"received ({self._failure!r})"
-            )
-        if self._closed:
-            return None
-        self._check_alone()
-        self._reading = True
-        try:
-            block = await anext(self._blocks)
+        block = await self._blocks.next()
+        if block is not None:
             self._last_seq = block.seqs[-1]
-            return block
-        except StopAsyncIteration:
-            self._end = self._plan.end if self._plan.done else None
-            return None
-        except BaseException as failure:
-            self._failure = failure
-            raise
-        finally:
-            self._reading = False
-
-    def _check_alone(self) -> None:
-        if self._reading:
-            raise RuntimeError("another task is waiting for the next messages of this read; cancel it first")
+        elif self._plan.done and not self._blocks.closed:
+            self._end = self._plan.end
+        return block
 
     async def aclose(self) -> None:
         """End the read; safe to call more than once.
@@ -404,10 +426,8 @@ class MessageBatch:
 
         Cancellation: The read is over; nothing is left behind.
         """
-        self._check_alone()
-        self._closed = True
-        self._ready = iter(())
         await self._blocks.aclose()
+        self._ready = iter(())
 
     async def __aenter__(self) -> Self:
         return self

@@ -7,7 +7,7 @@ from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, M
 from dataclasses import dataclass
 from datetime import datetime
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from nats.js.api import Header
 from nats.js.errors import InvalidKeyError
@@ -17,6 +17,9 @@ from jetstream_ext.errors import ResponseError
 from jetstream_ext.protocol.direct import Block, StoredMsg
 from jetstream_ext.protocol.headers import ROW_STORED, ROW_SUBJECT, ROW_TIME, decode_stored, parse_time
 from jetstream_ext.ttl import marker_reason
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 Operation = Literal["PUT", "DEL", "PURGE"]
 
@@ -89,6 +92,26 @@ class KeyValueSnapshot(Mapping[str, KeyValueEntry]):
     def items(self) -> ItemsView[str, KeyValueEntry]:
         """Return the pairs of key and entry."""
         return self._entries.items()
+
+    def to_arrow(self, *, schema: pa.Schema | None = None) -> pa.Table:
+        """Return the entries as a ``pyarrow.Table``.
+
+        Args:
+            schema: The columns, some of those of `jetstream_ext.arrow.BUCKET_SCHEMA` in any order. A column may have another
+                type that can hold its values: a bucket with keys that are not UTF-8 needs ``binary`` for ``key``. None is
+                ``BUCKET_SCHEMA``.
+
+        Raises:
+            ImportError: pyarrow is not installed.
+            ValueError: `schema` has a column that does not exist, comes twice or cannot have its type.
+            TypeError: `schema` is not a ``pyarrow.Schema``.
+            jetstream_ext.arrow.ConversionError: A value does not fit its column; the text names the key.
+
+        Requires: ``nats-jetstream-ext[arrow]``.
+        """
+        from jetstream_ext.arrow.buckets import entries_table  # pyarrow is an optional dependency
+
+        return entries_table(self._entries.values(), schema)
 
     def __repr__(self) -> str:
         more = f", {len(self.unavailable)} unavailable" if self.unavailable else ""

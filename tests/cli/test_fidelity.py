@@ -13,12 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import nats
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from cli_tools import Json, Run, with_js
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
+from jetstream_ext import arrow
 from jetstream_ext.testing import NatsServer
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -255,3 +257,155 @@ def test_ingest_stores_each_row_once_after_kills_of_client_and_server(
         done = json.loads(shown)
         assert (done["rows"], done["complete"]) == (count, True)
         assert payloads(server.url, stream) == [b"%d" % n for n in range(count)]
+
+
+BLOCK = b"NATS/1.0\r\nX: 1\r\nY: two\r\nX: 3\r\nNats-Rollup: sub\r\n\r\n"
+
+
+def test_parquet_has_exact_times_and_every_value_of_a_header(
+    server: NatsServer, ok: Json, tmp_path: Path, stream_name: Callable[[], str], publish_raw: Callable[..., None]
+) -> None:
+    one, two, out = stream_name(), stream_name(), tmp_path / "out.parquet"
+    fill(server.url, one, [b"\xff", b""])
+    publish_raw(server, [(one.encode(), b"x")], block=BLOCK.replace(b"Nats-Rollup: sub\r\n", b""))
+
+    async def read(js: JetStreamContext) -> list[jsx.StoredMsg]:
+        return await jsx.DirectGet(js, one).scan().to_list()
+
+    stored = with_js(server.url, read)
+    ok("export", one, out)
+    table = pq.read_table(out)
+    assert table.schema.remove_metadata() == pa.schema(
+        [arrow.SCHEMA.field(name) for name in ("seq", "time", "subject", "headers", "data")]
+    )
+    assert table["time"].cast(pa.int64()).to_pylist() == [message.time_ns for message in stored]
+    assert table["headers"].to_pylist()[2] == [("X", ["1", "3"]), ("Y", ["two"])]
+    how = ("--subject", two, "--data-from", "data", "--headers-from", "headers", "--create", two)
+    ok("ingest", out, "--stream", two, *how)
+    assert ok("ingest", out, "--stream", two, *how, "--resume")["sent"] == 0
+
+    async def copied(js: JetStreamContext) -> list[object]:
+        found = await jsx.DirectGet(js, two).scan().to_list()
+        own = [[pair for pair in message.header_pairs if pair[0] in ("X", "Y")] for message in found]
+        return [(message.data, pairs) for message, pairs in zip(found, own, strict=True)]
+
+    assert with_js(server.url, copied) == [(b"\xff", []), (b"", []), (b"x", [("X", "1"), ("X", "3"), ("Y", "two")])]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_headers_of_an_exported_file_are_stored_again_without_instructions_to_the_server(
+    server: NatsServer,
+    ok: Json,
+    tmp_path: Path,
+    stream_name: Callable[[], str],
+    publish_raw: Callable[..., None],
+    suffix: str,
+) -> None:
+    one, two, out = stream_name(), stream_name(), tmp_path / f"out.{suffix}"
+    with_js(server.url, lambda js: js.add_stream(name=one, subjects=[one], allow_direct=True, allow_rollup_hdrs=True))
+    publish_raw(server, [(one.encode(), b"x")], block=BLOCK)
+    ok("export", one, out)
+    ok(
+        "ingest",
+        out,
+        "--stream",
+        two,
+        "--subject",
+        two,
+        "--data-from",
+        "data",
+        "--headers-from",
+        "headers",
+        "--create",
+        two,
+    )
+
+    async def headers(js: JetStreamContext) -> dict[str, str]:
+        return (await jsx.DirectGet(js, two).get(1)).headers
+
+    found = with_js(server.url, headers)
+    assert {name: value for name, value in found.items() if not name.startswith("Nats-")} == {"X": "3", "Y": "two"}
+    assert "Nats-Rollup" not in found
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("[1]", "is neither a map nor a JSON object"),
+        ("x", "is neither a map nor a JSON object"),
+        ('{"X": 1}', "has a header that is not a string"),
+        ('{"X": [null]}', "has a header that is not a string"),
+    ],
+)
+def test_headers_that_are_none_are_refused(
+    run: Run, tmp_path: Path, stream_name: Callable[[], str], value: str, words: str
+) -> None:
+    stream, rows = stream_name(), tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"h": value}) + "\n")
+    done = run("ingest", rows, "--stream", stream, "--subject", stream, "--headers-from", "h", "--create", stream)
+    assert done.exit_code == 1
+    assert f"row 1: column 'h' {words}; nothing is stored" in done.stderr
+
+
+def test_parquet_of_a_subject_that_is_not_utf_8_is_refused(
+    server: NatsServer,
+    ok: Json,
+    run: Run,
+    tmp_path: Path,
+    stream_name: Callable[[], str],
+    publish_raw: Callable[..., None],
+) -> None:
+    stream, out = stream_name(), tmp_path / "out.parquet"
+    subjects = [f"{stream}.>"]
+    with_js(server.url, lambda js: js.add_stream(name=stream, subjects=subjects, allow_direct=True))
+    publish_raw(server, [(f"{stream}.a".encode(), b"")] * 1500 + [(stream.encode() + b".\xff", b"")])
+    done = run("export", stream, out)
+    assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
+    assert f"message 1501 of stream '{stream}' does not fit column 'subject'" in done.stderr
+    assert "export to CSV or JSON lines, where U+FFFD stands" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+    assert ok("export", stream, tmp_path / "out.jsonl")["messages"] == 1501
+
+
+def test_nanoseconds_and_maps_of_any_parquet_file_become_json(
+    server: NatsServer, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
+) -> None:
+    stream, rows = stream_name(), tmp_path / "rows.parquet"
+    table = pa.table(
+        {
+            "time": pa.array([1_600_000_000_123_456_789, None], pa.timestamp("ns", tz="UTC")),
+            "map": pa.array([[("a", 1)], None], pa.map_(pa.string(), pa.int64())),
+        }
+    )
+    pq.write_table(table, rows)
+    ok("ingest", rows, "--stream", stream, "--subject", stream, "--create", stream)
+    assert [json.loads(payload) for payload in payloads(server.url, stream)] == [
+        {"time": "2020-09-13T12:26:40.123456789Z", "map": {"a": 1}},
+        {"time": None, "map": None},
+    ]
+
+
+def test_a_parquet_export_that_was_killed_continues_after_its_journal(
+    server: NatsServer, process: Start, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
+) -> None:
+    stream, out = stream_name(), tmp_path / "out.parquet"
+    part, journal = tmp_path / "out.parquet.part", tmp_path / "out.parquet.part.json"
+    fill(server.url, stream, [b"%01000d" % n for n in range(30_000)])
+    with process("export", stream, out) as exporting:
+        end = time.monotonic() + 60
+        while exporting.poll() is None and not (journal.exists() and json.loads(journal.read_bytes())["messages"]):
+            assert time.monotonic() < end, "export did not save its journal"
+            time.sleep(0.001)
+        exporting.kill()
+        exporting.wait()
+    if not out.exists():  # else it was faster
+        saved = json.loads(journal.read_bytes())
+        assert 0 < saved["messages"] <= 30_000
+        with part.open("r+b") as file:  # what reached the disk after the journal may be anything
+            file.seek(saved["size"])
+            file.write(b"\xff" * 1000)
+        assert ok("export", stream, out, "--resume")["messages"] == 30_000
+    table = pq.read_table(out)
+    assert table["seq"].to_pylist() == list(range(1, 30_001))
+    assert table["data"][-1].as_py() == b"%01000d" % 29_999
+    assert list(tmp_path.iterdir()) == [out]

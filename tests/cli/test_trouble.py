@@ -91,7 +91,7 @@ def tiny_disk(folder: Path, size: str, command: list[object]) -> subprocess.Comp
     )
 
 
-@pytest.mark.parametrize(("size", "form"), [("4k", "csv"), ("400k", "csv"), ("400k", "jsonl"), ("1900k", "parquet")])
+@pytest.mark.parametrize(("size", "form"), [("4k", "csv"), ("400k", "csv"), ("400k", "jsonl"), ("1200k", "parquet")])
 def test_a_full_disk_is_reported(
     server: NatsServer, tmp_path: Path, stream_name: Callable[[], str], size: str, form: str
 ) -> None:

@@ -31,6 +31,13 @@ BEFORE = {
     "servers": "",
     "direct-get": 'await js.publish("orders.eu", b"1")',
     "fast-ingest": "rows = [b'1', b'2']",
+    "arrow": """
+import polars, pyarrow as pa, pyarrow.compute, jetstream_ext.arrow
+from jetstream_ext import kv as kvx
+kv = await js.create_key_value(bucket="users", direct=True)
+await js.publish("orders.eu", b'{"customer": "ann", "price": "1.10", "placed": "2026-01-02T03:04:05Z"}')
+writer = pa.ipc.new_stream(pa.BufferOutputStream(), jetstream_ext.arrow.SCHEMA)
+""",
     "atomic-batches": """
 await jsx.ingest(js, [("orders.eu", b"")] * 40 + [("orders.us", b"")])
 messages = [jsx.BatchMessage("orders.eu"), jsx.BatchMessage("orders.us")]
@@ -48,14 +55,16 @@ await jsx.ensure_stream(js, name="OTHER", subjects=["sessions.42"], allow_msg_tt
 # What a block takes for granted, by words in it.
 JUST_BEFORE = {
     "await batch.commit_eob()": 'batch = jsx.AtomicBatch(js); await batch.add("orders.eu")',
+    "arrow.from_arrow(js, table)": 'table = pa.table({"subject": ["orders.us"], "data": ["1"]})',
     "StreamConfig(name=": 'await js.delete_stream("OTHER")',
     "jsx.source_health(": """
 entry = await jsx.create_source_consumer(js, "ORDERS", "to-hub", deliver_subject="deliver.to-hub")
 await jsx.ensure_stream(js, name="ALL-READINGS", sources=[entry])
 """,
 }
-# Run elsewhere: it never ends (client/test_abandoned.py); it needs two domains (client/test_sourcing_over_a_leaf.py).
-NOT_HERE = ("jsx.watch_abandoned(", 'nc.jetstream(domain="edge")')
+# Run elsewhere: it never ends (client/test_abandoned.py); it needs two servers (arrow/test_writing.py) or two domains
+# (client/test_sourcing_over_a_leaf.py).
+NOT_HERE = ("jsx.watch_abandoned(", "arrow.from_arrow(elsewhere", 'nc.jetstream(domain="edge")')
 
 
 async def run(code: str, names: dict[str, Any]) -> None:

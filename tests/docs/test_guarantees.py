@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import jetstream_ext as jsx
+from jetstream_ext import arrow
 from jetstream_ext import kv as kvx
 
 TESTS = Path(__file__).parents[1]
@@ -40,6 +41,6 @@ def test_every_call_is_on_the_page() -> None:
     calls = {name for name in jsx.__all__ if name[0].islower()} | {"DirectGet", "AtomicBatch", "FastPublisher"}
     calls |= {f"kv.{name}" for name in kvx.__all__ if name[0].islower()}
     calls |= {"log.LogReader", "log.OffsetStore", "log.exactly_once"}
-    calls |= {"log.LogReader", "log.OffsetStore", "log.exactly_once"}
+    calls |= {"arrow.RecordBatchReader"} | {f"arrow.{name}" for name in arrow.__all__ if name[0].islower()}
     heads = " ".join(re.findall(r"^### (.*)$", PAGE, re.MULTILINE))
     assert {name for name in calls - ONLY_ASK if name not in heads} == set()

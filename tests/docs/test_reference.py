@@ -62,7 +62,8 @@ NAMES = set().union(*map(found, PAGES))
 
 
 @pytest.mark.parametrize(
-    "module", ["", ".errors", ".kv", ".log", ".spark", ".testing", ".testing.reference", ".testing.pytest_plugin"]
+    "module",
+    ["", ".arrow", ".errors", ".kv", ".log", ".spark", ".testing", ".testing.reference", ".testing.pytest_plugin"],
 )
 def test_every_public_name_has_an_entry(module: str) -> None:
     module = f"jetstream_ext{module}"

@@ -23,7 +23,7 @@ from jetstream_ext.testing import ReferenceServer
 TIMEOUT = 0.4
 AT_ONCE = 24
 # `ingest` gives up after a time without a stored message. While one after another is stored in time, it goes on.
-SLOW_PROGRESS = {"ingest": 30.0}
+SLOW_PROGRESS = {"from_arrow": 30.0, "ingest": 30.0}
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from typing import Any
 
 import nats
 import nats.errors
+import pyarrow as pa
 from frame_proxy import Frame, FrameProxy
 from nats.aio.client import Client
 from waiting import abandon, end_connection
@@ -29,6 +30,7 @@ from waiting import abandon, end_connection
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 import jetstream_ext.log as log
+from jetstream_ext import arrow
 from jetstream_ext.client.base_connection import FallbackConnection
 from jetstream_ext.client.connection import connection_of
 from jetstream_ext.client.retry import is_transient
@@ -50,14 +52,14 @@ ENDLESS = {"AbandonedBatches.__anext__", "FastPublisher.wait_closed", "FastPubli
 # What retries after transient errors: it ends after the `timeout` for an answer and the `patience` (or `ingest`'s own
 # `timeout`, or `give_up_after`). The patience is no multiple of the timeout, so that one more wait for an answer shows.
 PATIENCE = 1.4  # timeouts
-PATIENT = ("Committing", "LogReader", "OffsetStore", "exactly_once", "ingest", "retry_transaction")
+PATIENT = ("Committing", "LogReader", "OffsetStore", "exactly_once", "from_arrow", "ingest", "retry_transaction")
 ENDS_FOR_GOOD = ("close", "drain", "kill", "stop and close")
 _ASYNC = ("__aenter__", "__aexit__", "__anext__", "__await__")
 
 
 def public_calls() -> set[str]:
     """Return the names of everything public that can be awaited, iterated or entered."""
-    things = [(name, getattr(module, name)) for module in (jsx, kvx, log) for name in module.__all__]
+    things = [(name, getattr(module, name)) for module in (jsx, kvx, log, arrow) for name in module.__all__]
     assert len(dict(things)) == len(things), "a name is public in two modules: a row of the matrix would be ambiguous"
     classes = {thing for _, thing in things if inspect.isclass(thing)}
     found = set[str]()
@@ -75,7 +77,7 @@ def public_calls() -> set[str]:
 def _returned(function: object) -> set[type]:
     """Return the classes in the return annotation of a function or property."""
     function = function.fget if isinstance(function, property) else function
-    left = [typing.get_type_hints(function).get("return")] if inspect.isfunction(function) else []
+    left = [_hints(function).get("return")] if inspect.isfunction(function) else []
     found = set[type]()
     while left:
         annotation = left.pop()
@@ -84,12 +86,16 @@ def _returned(function: object) -> set[type]:
     return found
 
 
+def _hints(function: object) -> dict[str, Any]:
+    return typing.get_type_hints(function, localns={"pa": pa})  # which `kv` imports for type checkers only
+
+
 def _waits(function: object) -> bool:
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         return True
     if not inspect.isfunction(function):
         return False
-    returned = typing.get_type_hints(function).get("return")
+    returned = _hints(function).get("return")
     returned = typing.get_origin(returned) or returned
     return any(hasattr(returned, name) for name in _ASYNC)
 
@@ -120,6 +126,9 @@ class Try:
 
     def entries(self, count: int = 8) -> Iterator[tuple[str, bytes]]:
         return ((self.subject, self.payload) for _ in range(count))
+
+    def table(self) -> pa.Table:
+        return pa.table({"subject": [self.subject] * 30, "data": [self.payload] * 30})
 
     async def bucket(self) -> Any:
         return await self.js.key_value(f"B{self.size}")
@@ -259,6 +268,36 @@ async def open_messages(t: Try) -> jsx.MessageBatch:
     return messages
 
 
+async def new_record_batches(t: Try) -> arrow.RecordBatches:
+    batches = arrow.record_batches(t.js, t.stream)
+    t.undo.append(batches.aclose)
+    return batches
+
+
+async def open_record_batches(t: Try) -> arrow.RecordBatches:
+    batches = arrow.record_batches(t.js, t.stream, batch=1, batch_rows=1)
+    t.undo.append(batches.aclose)
+    await anext(batches)
+    return batches
+
+
+async def new_record_batch_reader(t: Try) -> arrow.RecordBatchReader:
+    reader = arrow.RecordBatchReader(t.js, t.stream, payload=lambda payloads: payloads, batch=1, batch_rows=1)
+    t.undo.append(reader._batches.aclose)
+    return reader
+
+
+async def open_record_batch_reader(t: Try) -> arrow.RecordBatchReader:
+    reader = await new_record_batch_reader(t)
+    await reader.__aenter__()
+    return reader
+
+
+async def all_record_batches(t: Try) -> None:
+    async for _ in arrow.record_batches(t.js, t.stream, confirm=True):
+        pass
+
+
 async def open_transaction(t: Try) -> kvx.Transaction:
     tx = kvx.transaction(await t.bucket())
     t.undo.append(tx.discard)
@@ -370,6 +409,16 @@ CALLS: dict[str, Call] = {
     "reset_consumer": plain(lambda t: jsx.reset_consumer(t.js, t.stream, "c")),
     "source_health": plain(lambda t: jsx.source_health(t.js, t.stream)),
     "watch_abandoned": on(new_watch, lambda t, watch: watch.__aenter__()),
+    # arrow
+    "RecordBatches.__aenter__": on(new_record_batches, lambda t, batches: batches.__aenter__()),
+    "RecordBatches.__aexit__": on(open_record_batches, lambda t, batches: batches.__aexit__(None, None, None)),
+    "RecordBatches.__anext__": on(open_record_batches, lambda t, batches: anext(batches)),
+    "RecordBatches.aclose": on(open_record_batches, lambda t, batches: batches.aclose()),
+    "RecordBatchReader.__aenter__": on(new_record_batch_reader, lambda t, reader: reader.__aenter__()),
+    "RecordBatchReader.__aexit__": on(open_record_batch_reader, lambda t, reader: reader.__aexit__(None, None, None)),
+    "from_arrow": plain(lambda t: arrow.from_arrow(t.js, t.table(), flow=10, timeout=t.patience)),
+    "record_batches": plain(all_record_batches),
+    "to_arrow": plain(lambda t: arrow.to_arrow(t.js, t.stream)),
     # kv
     "Transaction.__aenter__": on(a_bucket, lambda t, kv: kvx.transaction(kv).__aenter__()),
     "Transaction.__aexit__": on(open_transaction, lambda t, tx: tx.__aexit__(None, None, None)),

@@ -1,0 +1,168 @@
+"""Payloads as columns: JSON objects, Arrow IPC streams, or what a function makes of them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from itertools import chain, repeat
+from typing import Any, Literal, Protocol, TypeAlias
+
+import orjson
+import pyarrow as pa
+import pyarrow.json
+
+from jetstream_ext.arrow.schemas import Array, ConversionError, first_bad
+
+Payload: TypeAlias = pa.Schema | Literal["ipc"] | Callable[[Any], Any]
+"""How payloads become columns:
+
+* a ``pyarrow.Schema``: each payload is a JSON object with these fields. A field that an object lacks is null, other
+  fields of the object are ignored. Texts become times, in UTC if they name no zone, and decimals. Only floating-point
+  columns round numbers;
+* ``"ipc"``: each payload is an Arrow IPC stream, all with the same schema. A message becomes as many rows as its stream
+  has, so that its other columns repeat, or none at all. An empty stream has no such columns;
+* a function: it is called with a ``pyarrow.BinaryArray`` of payloads, and returns as many values: an ``Array`` for the
+  column ``data``, a ``StructArray`` or a ``RecordBatch`` for several columns. It runs on the event loop. To learn the
+  type of an empty stream, it is called with no payloads.
+"""
+
+
+class Decoder(Protocol):
+    """Turns payloads into columns."""
+
+    @property
+    def schema(self) -> pa.Schema | None:
+        """The columns, once they are known."""
+
+    def decode(self, payloads: Array, place: Callable[[int], str]) -> tuple[pa.Table, Sequence[int] | None]:
+        """Return the columns, and to which payload each row belongs (None: one row each); `place` names a payload.
+
+        Raises ConversionError if a payload cannot be decoded.
+        """
+
+    def finish(self) -> pa.Schema:
+        """Return the columns of a stream that has no more messages."""
+
+
+def decoder_of(payload: Payload) -> Decoder:
+    """Return the decoder that the caller asks for; raise ValueError or TypeError if there is none."""
+    if isinstance(payload, pa.Schema):
+        return _Json(payload)
+    if payload == "ipc":
+        return _Ipc()
+    if callable(payload):
+        return _Function(payload)
+    raise TypeError(f"payload must be a pyarrow.Schema (for JSON), 'ipc' or a function, not {payload!r}")
+
+
+class _Json:
+    def __init__(self, schema: pa.Schema) -> None:
+        if not len(schema):
+            raise ValueError("payload: the schema has no fields")
+        self.schema: pa.Schema = schema
+        for name in schema.names:
+            if schema.names.count(name) > 1:
+                raise ValueError(f"payload: the schema has the field {name!r} twice")
+        try:
+            _parse([b"{}"], pa.schema([field.with_nullable(True) for field in schema]))
+        except pa.ArrowNotImplementedError as error:
+            raise ValueError(f"payload: {error}") from error
+
+    def decode(self, payloads: Array, place: Callable[[int], str]) -> tuple[pa.Table, None]:
+        texts: list[Any] = payloads.to_pylist()
+        for index, text in enumerate(texts):
+            # pyarrow looks for any number of objects anywhere, so each payload must be known to be exactly one.
+            try:
+                document = orjson.loads(text)
+            except orjson.JSONDecodeError as error:
+                raise ConversionError(f"the payload of {place(index)} is not JSON: {error}") from None
+            if type(document) is not dict:
+                raise ConversionError(f"the payload of {place(index)} is not a JSON object")
+        try:
+            return _parse(texts, self.schema), None
+        except pa.ArrowInvalid:
+            index, cause = first_bad(lambda start, stop: _parse(texts[start:stop], self.schema), len(texts))
+            raise ConversionError(f"the payload of {place(index)} does not fit the schema: {cause}") from cause
+
+    def finish(self) -> pa.Schema:
+        return self.schema
+
+
+def _parse(texts: list[Any], schema: pa.Schema) -> pa.Table:
+    joined = b"\n".join(texts)
+    table = pyarrow.json.read_json(
+        io.BytesIO(joined),
+        # In one block: pyarrow would look for the ends of objects to cut the text.
+        read_options=pyarrow.json.ReadOptions(use_threads=False, block_size=len(joined) + 1),
+        parse_options=pyarrow.json.ParseOptions(
+            explicit_schema=schema, newlines_in_values=True, unexpected_field_behavior="ignore"
+        ),
+    )
+    if table.num_rows != len(texts):
+        raise pa.ArrowInvalid(f"pyarrow found {table.num_rows} objects in {len(texts)} payloads")
+    return pa.Table.from_arrays([table.column(name) for name in schema.names], schema=schema)
+
+
+class _Ipc:
+    def __init__(self) -> None:
+        self.schema: pa.Schema | None = None
+
+    def decode(self, payloads: Array, place: Callable[[int], str]) -> tuple[pa.Table, Sequence[int]]:
+        tables = [self._read(payload, index, place) for index, payload in enumerate(payloads)]
+        rows = chain.from_iterable(repeat(index, table.num_rows) for index, table in enumerate(tables))
+        try:
+            return pa.concat_tables(tables).unify_dictionaries().combine_chunks(), list(rows)
+        except pa.ArrowException as error:  # such as more values than a dictionary's indices can count
+            raise ConversionError(f"the payloads from {place(0)} on cannot be joined: {error}") from error
+
+    def _read(self, payload: Any, index: int, place: Callable[[int], str]) -> pa.Table:
+        try:
+            with pa.ipc.open_stream(payload.as_buffer()) as stream:
+                table = stream.read_all().replace_schema_metadata(None)
+            table.validate(full=True)  # anyone may have written it
+        except (pa.ArrowException, OSError) as error:
+            raise ConversionError(f"the payload of {place(index)} is not an Arrow IPC stream: {error}") from error
+        self.schema = _same(self.schema, table.schema, f"the payload of {place(index)}")
+        return table
+
+    def finish(self) -> pa.Schema:
+        return self.schema or pa.schema([])
+
+
+class _Function:
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.schema: pa.Schema | None = None
+        self._function = function
+
+    def decode(self, payloads: Array, place: Callable[[int], str]) -> tuple[pa.Table, None]:
+        given = self._function(payloads)
+        if isinstance(given, pa.StructArray):
+            given = pa.RecordBatch.from_struct_array(given)
+        elif isinstance(given, pa.ChunkedArray | pa.Array):
+            given = pa.table({"data": given})
+        if isinstance(given, pa.RecordBatch):
+            given = pa.Table.from_batches([given])
+        if not isinstance(given, pa.Table):
+            what = type(given).__name__
+            raise TypeError(f"the payload function must return an Array, a StructArray or a RecordBatch, not {what}")
+        if given.num_rows != len(payloads):
+            counts = f"{given.num_rows} values for {len(payloads)} payloads"
+            raise ConversionError(f"the payload function returned {counts}, at {place(0)}")
+        self.schema = _same(self.schema, given.schema, f"what the payload function returned at {place(0)}")
+        return given, None
+
+    def finish(self) -> pa.Schema:
+        if self.schema is None:
+            self.decode(pa.array([], pa.binary()), lambda _: "the end of an empty stream")
+            assert self.schema is not None
+        return self.schema
+
+
+def _same(known: pa.Schema | None, found: pa.Schema, what: str) -> pa.Schema:
+    if known is not None and not found.equals(known):
+        raise ConversionError(f"{what} has other columns than before: {_shown(found)}, before {_shown(known)}")
+    return found if known is None else known
+
+
+def _shown(schema: pa.Schema) -> str:
+    return ", ".join(f"{field.name} {field.type}" for field in schema)

@@ -1,0 +1,274 @@
+"""Payloads as columns: JSON, Arrow IPC and functions."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Awaitable, Callable
+from decimal import Decimal
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext import arrow
+from jetstream_ext.arrow.payloads import decoder_of
+
+MakeStream = Callable[..., Awaitable[str]]
+SEQ = pa.schema([("seq", pa.int64())])
+N = pa.schema([("n", pa.int64())])
+
+
+async def store(js: JetStreamContext, stream: str, *payloads: bytes) -> None:
+    await jsx.ingest(js, [(f"{stream}.x", payload) for payload in payloads])
+
+
+def ipc(table: pa.Table) -> bytes:
+    out = io.BytesIO()
+    with pa.ipc.new_stream(out, table.schema) as writer:
+        writer.write_table(table)
+    return out.getvalue()
+
+
+async def test_json_objects_become_the_columns_of_the_schema(js: JetStreamContext, make_stream: MakeStream) -> None:
+    stream = await make_stream()
+    await store(
+        js,
+        stream,
+        b'{"n": 9007199254740993, "when": "2026-01-02T03:04:05.123456789Z", "price": "1.10", "tags": ["a"]}',
+        b'\r\n{\n "other": {"n": [7]},\r\n "n": null, "price": 2.25\n}\n',
+        b"{}",
+        b'{"n": -1, "text": "\\u00e9\\n"}',
+    )
+    schema = pa.schema(
+        [
+            ("n", pa.int64()),
+            ("when", pa.timestamp("ns", tz="UTC")),
+            ("price", pa.decimal128(9, 2)),
+            ("tags", pa.list_(pa.string())),
+            ("text", pa.string()),
+        ]
+    )
+    table = await arrow.to_arrow(js, stream, schema=SEQ, payload=schema)
+    assert table.schema == pa.schema([*SEQ, *schema])
+    assert table.column("seq").to_pylist() == [1, 2, 3, 4]
+    assert table.column("n").to_pylist() == [9007199254740993, None, None, -1]
+    assert table.column("when").cast(pa.int64()).to_pylist()[0] % 10**9 == 123456789
+    assert table.column("price").to_pylist() == [Decimal("1.10"), Decimal("2.25"), None, None]
+    assert table.column("tags").to_pylist() == [["a"], None, None, None]
+    assert table.column("text").to_pylist() == [None, None, None, "é\n"]
+    default = await arrow.to_arrow(js, stream, payload=schema)
+    assert default.schema.names == ["stream", "seq", "subject", "time", "headers", *schema.names]
+    alone = await arrow.to_arrow(js, stream, schema=pa.schema([]), payload=N)
+    assert alone.to_pylist()[0] == {"n": 9007199254740993}
+
+
+@pytest.mark.parametrize(
+    ("payload", "words"),
+    [
+        (b"", "is not JSON"),
+        (b'{"n": 1} {"n": 2}', "is not JSON"),
+        (b'{"n": 1}\n{"n": 2}', "is not JSON"),
+        (b'{"n": NaN}', "is not JSON"),
+        (b'{"n": "\xff"}', "is not JSON"),
+        (b'{"t": "a\nb"}', "is not JSON"),
+        (b"[1]", "is not a JSON object"),
+        (b"null", "is not a JSON object"),
+        (b'{"n": 1.5}', "does not fit the schema"),
+        (b'{"n": "1"}', "does not fit the schema"),
+        (b'{"n": 9223372036854775808}', "does not fit the schema"),
+        (b'{"n": 1, "n": 2}', "does not fit the schema"),
+    ],
+)
+async def test_a_payload_that_is_no_such_object_is_an_error_with_its_sequence(
+    js: JetStreamContext, make_stream: MakeStream, payload: bytes, words: str
+) -> None:
+    stream = await make_stream()
+    await store(js, stream, b'{"n": 1}', b"{}", payload, b'{"n": 4}')
+    with pytest.raises(arrow.ConversionError, match=f"the payload of message 3 of stream {stream!r} {words}"):
+        await arrow.to_arrow(js, stream, payload=N)
+
+
+async def test_a_field_that_may_not_be_null_must_be_there(js: JetStreamContext, make_stream: MakeStream) -> None:
+    stream = await make_stream()
+    await store(js, stream, b'{"n": 1}', b"{}", b'{"n": null}')
+    for start in (1, 3):
+        with pytest.raises(
+            arrow.ConversionError, match=rf"message {max(2, start)} of .* does not fit the schema: .*required"
+        ):
+            await arrow.to_arrow(js, stream, payload=pa.schema([pa.field("n", pa.int64(), nullable=False)]), seq=start)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(st.characters(codec="utf-8"), max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("xyz", max_size=2), inner, max_size=3),
+    max_leaves=5,
+)
+DOCUMENT = st.fixed_dictionaries(
+    {},
+    optional={"n": st.none() | st.integers(-(2**63), 2**63 - 1), "t": st.text(st.characters(codec="utf-8")), "o": JSON},
+)
+
+
+@given(st.lists(st.tuples(DOCUMENT, st.sampled_from([None, 1]), st.booleans()), min_size=1))
+def test_each_row_belongs_to_its_payload(rows: list[tuple[dict[str, Any], int | None, bool]]) -> None:
+    decoder = decoder_of(pa.schema([("n", pa.int64()), ("t", pa.string())]))
+    texts = [json.dumps(document, indent=indent, ensure_ascii=plain).encode() for document, indent, plain in rows]
+    table, places = decoder.decode(pa.array(texts, pa.binary()), str)
+    assert places is None
+    assert table.to_pylist() == [{"n": document.get("n"), "t": document.get("t")} for document, _, _ in rows]
+
+
+async def test_ipc_streams_become_as_many_rows_as_they_have(js: JetStreamContext, make_stream: MakeStream) -> None:
+    stream = await make_stream()
+    schema = pa.schema([("n", pa.int64()), ("name", pa.dictionary(pa.int8(), pa.string()))])
+
+    def part(*rows: tuple[int, str]) -> bytes:
+        numbers, names = [n for n, _ in rows], pa.array([name for _, name in rows], pa.string())
+        table = pa.table({"n": pa.array(numbers, pa.int64()), "name": names.dictionary_encode()})
+        return ipc(table.cast(schema))
+
+    await store(js, stream, part((1, "a"), (2, "b")), part(), part((3, "c"), (4, "a"), (5, "c")))
+    table = await arrow.to_arrow(
+        js, stream, schema=pa.schema([("seq", pa.int64()), ("subject", pa.string())]), payload="ipc"
+    )
+    table.validate(full=True)
+    assert table.column("seq").to_pylist() == [1, 1, 3, 3, 3]
+    assert table.column("n").to_pylist() == [1, 2, 3, 4, 5]
+    assert table.column("name").to_pylist() == ["a", "b", "c", "a", "c"]
+    rows = [batch.num_rows async for batch in arrow.record_batches(js, stream, payload="ipc", batch_rows=2)]
+    assert sum(rows) == 5
+    assert max(rows) <= 2
+
+
+@pytest.mark.parametrize(
+    ("payload", "words"),
+    [
+        (b"", "the payload of message 2 of .* is not an Arrow IPC stream"),
+        (b"x" * 100, "the payload of message 2 of .* is not an Arrow IPC stream"),
+        (ipc(pa.table({"n": [1] * 100}))[:-200], "the payload of message 2 of .* is not an Arrow IPC stream"),
+        (ipc(pa.table({"n": ["1"]})), "message 2 of .* has other columns than before: n string, before n int64"),
+        (ipc(pa.table({"m": [1]})), "message 2 of .* has other columns than before: m int64, before n int64"),
+    ],
+)
+async def test_a_payload_that_is_no_such_ipc_stream_is_an_error_with_its_sequence(
+    js: JetStreamContext, make_stream: MakeStream, payload: bytes, words: str
+) -> None:
+    stream = await make_stream()
+    await store(js, stream, ipc(pa.table({"n": [1]})), payload)
+    with pytest.raises(arrow.ConversionError, match=words):
+        await arrow.to_arrow(js, stream, payload="ipc")
+
+
+async def test_dictionaries_that_cannot_be_joined_are_an_error(js: JetStreamContext, make_stream: MakeStream) -> None:
+    stream = await make_stream()
+    names = [pa.array([f"{letter}{n}" for n in range(100)], pa.dictionary(pa.int8(), pa.string())) for letter in "ab"]
+    await store(js, stream, *(ipc(pa.table({"name": some})) for some in names))
+    with pytest.raises(
+        arrow.ConversionError, match=f"the payloads from message 1 of stream {stream!r} on cannot be joined"
+    ):
+        await arrow.to_arrow(js, stream, payload="ipc")
+    batches = [batch async for batch in arrow.record_batches(js, stream, payload="ipc", batch_rows=1)]
+    assert sum(batch.num_rows for batch in batches) == 200
+
+
+@pytest.mark.parametrize(
+    ("function", "names", "first"),
+    [
+        (lambda payloads: pc.binary_length(payloads), ["data"], {"data": 3}),
+        (lambda payloads: pa.record_batch({"x": payloads}), ["x"], {"x": b"one"}),
+        (
+            lambda payloads: pa.StructArray.from_arrays([payloads, payloads.cast("string")], ["a", "b"]),
+            ["a", "b"],
+            {"a": b"one", "b": "one"},
+        ),
+    ],
+)
+async def test_a_function_makes_the_columns(
+    js: JetStreamContext, make_stream: MakeStream, function: Any, names: list[str], first: dict[str, object]
+) -> None:
+    stream = await make_stream()
+    empty = await arrow.to_arrow(js, stream, schema=SEQ, payload=function)
+    await store(js, stream, b"one", b"", b"three")
+    batches = arrow.record_batches(js, stream, schema=SEQ, payload=function, batch_rows=2)
+    assert batches.schema is None
+    found = [batch async for batch in batches]
+    assert [batch.num_rows for batch in found] == [2, 1]
+    assert found[0].schema == batches.schema == empty.schema
+    assert found[0].schema.names == ["seq", *names]
+    assert found[0].to_pylist()[0] == {"seq": 1, **first}
+
+
+async def test_a_function_that_returns_something_else_is_an_error(
+    js: JetStreamContext, make_stream: MakeStream
+) -> None:
+    stream = await make_stream()
+    await store(js, stream, b"1", b"2", b"x")
+    with pytest.raises(TypeError, match="must return an Array, a StructArray or a RecordBatch, not list"):
+        await arrow.to_arrow(js, stream, payload=lambda payloads: payloads.to_pylist())
+    with pytest.raises(arrow.ConversionError, match="returned 1 values for 3 payloads, at message 1 of"):
+        await arrow.to_arrow(js, stream, payload=lambda payloads: payloads[:1])
+    with pytest.raises(ZeroDivisionError):
+        await arrow.to_arrow(js, stream, payload=lambda _: 1 // 0)
+
+    def changes(payloads: Any) -> Any:
+        return payloads if payloads[0].as_py() == b"1" else payloads.cast("string")
+
+    with pytest.raises(
+        arrow.ConversionError, match=r"at message 2 .* other columns than before: data string, before data b"
+    ):
+        async for _ in arrow.record_batches(js, stream, payload=changes, batch_rows=1):
+            pass
+
+
+async def test_columns_with_one_name_are_refused(js: JetStreamContext, make_stream: MakeStream) -> None:
+    for payload, words in (
+        (pa.schema([("seq", pa.int64())]), "column 'seq' is in the payload and in the message"),
+        (pa.schema([]), "the schema has no fields"),
+        (pa.schema([("a", pa.int64())] * 2), "the schema has the field 'a' twice"),
+        (pa.schema([("a", pa.map_(pa.string(), pa.string()))]), "payload: JSON conversion to map"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            arrow.record_batches(js, "S", payload=payload)
+    stream = await make_stream()
+    await store(js, stream, b"1")
+    with pytest.raises(arrow.ConversionError, match="column 'data' is in the payload and in the message"):
+        await arrow.to_arrow(js, stream, schema=arrow.SCHEMA, payload=lambda payloads: payloads)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        (pa.timestamp("us", tz="UTC"), b'"2026-01-02T03:04:05"', 1767323045_000_000),
+        (pa.timestamp("us", tz="UTC"), b'"2026-01-02T03:04:05+02:00"', 1767315845_000_000),
+        (pa.timestamp("us"), b'"2026-01-02T03:04:05Z"', 1767323045_000_000),
+    ],
+)
+def test_times_without_a_zone_are_in_utc(kind: pa.DataType, text: bytes, value: int) -> None:
+    table, _ = decoder_of(pa.schema([("a", kind)])).decode(pa.array([b'{"a": %b}' % text]), str)
+    assert table.column("a").cast(pa.int64()).to_pylist() == [value]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (pa.int64(), b"1.0"),
+        (pa.int8(), b"300"),
+        (pa.uint64(), b"-1"),
+        (pa.decimal128(5, 2), b"1.239"),
+        (pa.float64(), b"1e400"),
+        (pa.timestamp("us"), b'"2026-01-02T03:04:05.1234567Z"'),
+        (pa.string(), b"1"),
+        (pa.string(), b'"\\ud83d"'),
+        (pa.bool_(), b"1"),
+    ],
+)
+def test_a_value_that_the_field_cannot_hold_exactly_is_refused(kind: pa.DataType, text: bytes) -> None:
+    decoder = decoder_of(pa.schema([("a", kind)]))
+    with pytest.raises(arrow.ConversionError, match="the payload of 1 "):
+        decoder.decode(pa.array([b"{}", b'{"a": %b}' % text]), str)
