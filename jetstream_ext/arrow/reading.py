@@ -334,7 +334,7 @@ class _Builder:
         self.schema = pa.schema([*messages, *decoded]).with_metadata(messages.metadata)
 
     async def batches(self, blocks: AsyncGenerator[Block, None]) -> AsyncGenerator[pa.RecordBatch, None]:
-        async with aclosing(_pieces(blocks, self._rows)) as pieces:
+        async with aclosing(pieces_of(blocks, self._rows)) as pieces:
             async for block in pieces:
                 for batch in self._build(block):
                     yield batch
@@ -390,8 +390,10 @@ def _check_subjects(block: Block) -> None:
             )
 
 
-async def _pieces(blocks: AsyncGenerator[Block, None], rows: int) -> AsyncGenerator[Block, None]:
-    """Join and cut blocks into blocks of at most `rows` messages and about `_BYTES`."""
+async def pieces_of(
+    blocks: AsyncGenerator[Block, None], rows: int, most_bytes: int = _BYTES
+) -> AsyncGenerator[Block, None]:
+    """Join and cut blocks into blocks of at most `rows` messages and about `most_bytes`."""
     async with aclosing(blocks):
         piece, size = Block(), 0
         async for block in blocks:
@@ -399,7 +401,7 @@ async def _pieces(blocks: AsyncGenerator[Block, None], rows: int) -> AsyncGenera
             while start < len(block):
                 part = block.part(start, start + rows - len(piece))
                 joins = (piece.stream, piece.from_leader) == (part.stream, part.from_leader)
-                if len(piece) and (size + part.size > _BYTES or not joins):
+                if len(piece) and (size + part.size > most_bytes or not joins):
                     yield piece
                     piece, size = Block(), 0
                     continue
@@ -409,7 +411,7 @@ async def _pieces(blocks: AsyncGenerator[Block, None], rows: int) -> AsyncGenera
                     piece.extend(part)
                 else:
                     piece = part
-                if len(piece) >= rows or size >= _BYTES:
+                if len(piece) >= rows or size >= most_bytes:
                     yield piece
                     piece, size = Block(), 0
         if len(piece):

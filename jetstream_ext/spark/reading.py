@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Final
@@ -13,6 +13,7 @@ from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 from pyspark.sql.types import StructType
 
+from jetstream_ext.arrow.reading import pieces_of
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import read_blocks, skip_malformed
 from jetstream_ext.client.merged_read import read_merged
@@ -41,24 +42,20 @@ def read_range(options: ReadOptions, schema: StructType, part: SequenceRange | N
     columns = columns_of(schema)
     with connected(options.connection, "executor") as (lease, context):
         rows = _rows(context, options, part)
-        for block in lease.iterate(_chunks(skip_malformed(rows) if options.skip_bad else rows, part)):
+        if options.skip_bad:
+            rows = skip_malformed(rows)
+        if part.filters and not part.on_server:
+            rows = _filtered(rows, part.filters)
+        for block in lease.iterate(pieces_of(rows, _ROWS, _BYTES)):
             yield columns.batch(block)
 
 
-async def _chunks(blocks: AsyncGenerator[Block, None], part: SequenceRange) -> AsyncGenerator[Block, None]:
-    """Join the blocks that arrive into blocks for Spark."""
-    matcher = SubjectMatcher(part.filters) if part.filters and not part.on_server else None
-    chunk, size = Block(part.stream), 0
-    async for block in blocks:
-        if matcher is not None:
+async def _filtered(blocks: AsyncGenerator[Block, None], filters: Sequence[str]) -> AsyncGenerator[Block, None]:
+    matcher = SubjectMatcher(filters)
+    async with aclosing(blocks):
+        async for block in blocks:
             block.select(matcher.mask(block.subjects))
-        chunk.extend(block)
-        size += block.size
-        if len(chunk) >= _ROWS or size >= _BYTES:
-            yield chunk
-            chunk, size = Block(part.stream), 0
-    if len(chunk):
-        yield chunk
+            yield block
 
 
 async def _rows(context: JetStreamContext, options: ReadOptions, part: SequenceRange) -> AsyncGenerator[Block, None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import pickle
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import pyarrow as pa
@@ -16,7 +16,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import arrow
-from jetstream_ext.arrow.reading import _Builder, _pieces
+from jetstream_ext.arrow.reading import _Builder, pieces_of
 from jetstream_ext.protocol.direct import Block, StoredMsg
 from jetstream_ext.testing import NatsServer
 
@@ -193,7 +193,7 @@ async def test_pieces_keep_every_message_in_order(lengths: list[tuple[str, int]]
         for block in made:
             yield block
 
-    pieces = [piece async for piece in _pieces(blocks(), rows)]
+    pieces = [piece async for piece in pieces_of(blocks(), rows)]
     assert [one for piece in pieces for one in piece.seqs] == list(range(1, seq + 1))
     assert all(1 <= len(piece) <= rows for piece in pieces)
     assert [(piece.stream, one) for piece in pieces for one in piece.seqs] == [
@@ -306,3 +306,14 @@ async def test_a_stream_without_direct_gets_is_an_error(js: JetStreamContext, ma
     stream = await make_stream(allow_direct=False)
     with pytest.raises(jsx.errors.DirectGetDisabledError):
         await arrow.to_arrow(js, stream)
+
+
+@pytest.mark.parametrize(
+    ("rows", "most_bytes", "sizes"), [(30, 1000, [22]), (10, 1000, [10, 10, 2]), (30, 20, [4, 4, 4, 1, 9])]
+)
+async def test_blocks_are_joined_and_cut(rows: int, most_bytes: int, sizes: list[int]) -> None:
+    async def arrive(*counts: int) -> AsyncGenerator[Block, None]:
+        for count in counts:
+            yield Block("S", [1] * count, [b"12345"] * count, [0] * count)
+
+    assert [len(piece) async for piece in pieces_of(arrive(4, 4, 4, 1, 9), rows, most_bytes)] == sizes

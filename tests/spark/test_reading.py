@@ -1,7 +1,7 @@
 """One partition, read as an executor reads it, without Spark."""
 
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -97,22 +97,6 @@ def test_several_filters_read_in_small_replies(stream: str, seqs: Any, monkeypat
     monkeypatch.setattr(reading, "DEFAULT_MAX_BYTES", 300)
     part = SequenceRange(stream, 1, 50, filters=("*.3", "*.4", f"{stream}.4", "*.5"), on_server=True)
     assert seqs(part) == [seq for seq in range(1, 51) if seq % 10 in (3, 4, 5)]
-
-
-@pytest.mark.parametrize(("bounds", "sizes"), [({}, [22]), ({"_ROWS": 10}, [12, 10]), ({"_BYTES": 20}, [4, 4, 4, 10])])
-async def test_record_batches_are_bounded(
-    monkeypatch: pytest.MonkeyPatch, bounds: dict[str, int], sizes: list[int]
-) -> None:
-    """Messages that arrive together stay together, so a record batch can exceed its bounds by them."""
-
-    async def arrive(*counts: int) -> AsyncGenerator[Block, None]:
-        for count in counts:
-            yield Block("S", [1] * count, [b"12345"] * count, [0] * count)
-
-    for name, bound in bounds.items():
-        monkeypatch.setattr(reading, name, bound)
-    chunks = reading._chunks(arrive(4, 4, 4, 1, 9), SequenceRange("S", 1, 22))
-    assert [len(chunk) async for chunk in chunks] == sizes
 
 
 def test_a_schema_selects_the_columns(stream: str, batches: Callable[..., Iterator[pa.RecordBatch]]) -> None:
