@@ -225,6 +225,11 @@ class BaseConnection(ABC):
                 await self.bounded(self._flushed(), timeout, ROOM, over=over)
 
     @property
+    def ready(self) -> bool:
+        """Whether the connection is `usable` and `has_room`."""
+        return self.usable and self.has_room
+
+    @property
     @abstractmethod
     def has_room(self) -> bool:
         """Whether nats-py's write buffer is within its own limit.

@@ -3,7 +3,7 @@
 `Connection` adds to the user's own connection what nats-py's public interface lacks, so nats-py still does TLS,
 authentication and reconnects, and its limits hold. It cuts the frames of our subscriptions out of the bytes that nats-py's
 read loop passes to `Parser.parse`, and passes the rest on, untouched and in order. It appends the commands of a window to
-nats-py's write buffer in one piece. It detects a lost connection at once, at the end of nats-py's reader task. If nats-py
+nats-py's write buffer in one piece, and writes it to the socket itself while it delivers frames. It detects a lost connection at once, at the end of nats-py's reader task. If nats-py
 has other internals, `connection_of` warns once and returns the slower `FallbackConnection`.
 
 `Context` is a caller's JetStream context. `OwnClient` is a connection that this package opens itself, for a command or
@@ -21,6 +21,7 @@ import math
 import re
 import ssl
 import warnings
+from asyncio.tasks import _enter_task, _leave_task  # documented in "Extending asyncio"
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -96,6 +97,7 @@ class Connection(BaseConnection):
         self._line_length = 1  # of the newest parsed line, with its CRLF
         self._watched_reader: asyncio.Task[Any] | None = None
         self._connection_lost = False
+        self._delivering = False  # a handler of frames runs
         self._process_err = nc._process_err
         self._refused: dict[str, int] = {}  # when a message was refused, by its subject in lower case, oldest first
         self._refusals = itertools.count()
@@ -141,19 +143,39 @@ class Connection(BaseConnection):
             self._handlers.pop(self._closed_sids.popleft(), None)
 
     def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
-        self.check_usable()
+        nc = self.nc
+        if nc._status != Client.CONNECTED:
+            self.check_usable()
         self._append(data)
-        self.nc.stats["out_msgs"] += messages
-        self.nc.stats["out_bytes"] += payload_bytes
+        stats = nc.stats
+        stats["out_msgs"] += messages
+        stats["out_bytes"] += payload_bytes
 
     def _append(self, data: bytes) -> None:
         nc = self.nc
         nc._pending.append(data)
         nc._pending_data_size += len(data)
+        if self._delivering and self._write_now():
+            return
         queue = nc._flush_queue
         assert queue is not None
         if queue.empty():  # one wake-up is enough: nats-py's flusher writes the whole buffer
             queue.put_nowait(asyncio.get_running_loop().create_future())
+
+    def _write_now(self) -> bool:
+        """Write nats-py's buffer as its flusher does, two turns of the loop earlier; return False if that may have to wait."""
+        nc = self.nc
+        writer = getattr(nc._transport, "_io_writer", None)  # a WebSocket has none
+        if writer is None or not self.usable or writer.is_closing() or writer.transport.get_write_buffer_size():
+            return False
+        writer.writelines(nc._pending)
+        nc._pending = []
+        nc._pending_data_size = 0
+        return True
+
+    @property
+    def ready(self) -> bool:
+        return self.nc._status == Client.CONNECTED and self.has_room
 
     @property
     def has_room(self) -> bool:
@@ -289,12 +311,33 @@ class Connection(BaseConnection):
         stats["in_msgs"] += len(batch)
         stats["in_bytes"] += payload_bytes
         if handler is not None:
-            call_handler(handler.frames, batch)
+            self._delivering = True
+            try:
+                call_handler(handler.frames, batch)
+            finally:
+                self._delivering = False
 
     def _check_total(self, total: int) -> None:
         """Raise, for nats-py to end the connection, if a message is larger than any: it would be buffered without bound."""
         if total > max(_LARGEST_MESSAGE, min(self.max_payload, _LARGEST_LIMIT)) + _MESSAGE_HEADERS:
             raise _protocol_error("a message that is larger than any that it can have")
+
+
+def call_as(task: asyncio.Task[Any] | None, function: Callable[[], None]) -> None:
+    """Call `function` as part of `task`, also from a handler: for it, `asyncio.current_task()` is not nats-py's reader task."""
+    loop, running = asyncio.get_running_loop(), asyncio.current_task()
+    if task is None or running is task:
+        function()
+        return
+    if running is not None:
+        _leave_task(loop, running)
+    _enter_task(loop, task)
+    try:
+        function()
+    finally:
+        _leave_task(loop, task)
+        if running is not None:
+            _enter_task(loop, running)
 
 
 def _protocol_error(what: str) -> nats.errors.ProtocolError:
@@ -309,6 +352,11 @@ _FALLBACK_WARNING = (
 )
 _CONNECTION_ATTRIBUTE = "_jetstream_ext_connection"
 """The attribute of a client that holds its connection, which lives exactly as long as the client."""
+
+
+def _is_transport(value: object) -> bool:
+    return value is None or hasattr(value, "writelines")
+
 
 # What `Connection` uses of nats-py's objects, besides what `FallbackConnection` uses as well: the type of each attribute,
 # or the predicate that it meets. tests/test_imports.py compares these tables with the code.
@@ -326,6 +374,7 @@ _CLIENT: Final[Mapping[str, Any]] = {
     "_sid": int,
     "_status": int,
     "_subs": dict,
+    "_transport": _is_transport,
 }
 _STATS: Final = frozenset({"in_bytes", "in_msgs", "out_bytes", "out_msgs"})
 _PARSER: Final[Mapping[str, Any]] = {

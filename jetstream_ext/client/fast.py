@@ -6,7 +6,10 @@ import asyncio
 import inspect
 import math
 from collections import deque
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextvars import copy_context
+from functools import partial
+from itertools import islice
 from types import TracebackType
 from typing import Any, Final, Self, Unpack
 
@@ -24,10 +27,10 @@ from jetstream_ext.client.base_connection import (
     cancel,
     weakly,
 )
-from jetstream_ext.client.connection import Context
+from jetstream_ext.client.connection import Context, call_as
 from jetstream_ext.client.turns import Turns
 from jetstream_ext.errors import RequestTimeoutError
-from jetstream_ext.protocol.fast import KEPT_REPORTS, Ended, Event, FastBatch
+from jetstream_ext.protocol.fast import KEPT_REPORTS, Ended, Event, FastBatch, State
 from jetstream_ext.protocol.fast_wire import BatchFlowError, Encoded, UnrecognisedReply
 from jetstream_ext.protocol.feature_table import FAST_INGEST
 from jetstream_ext.protocol.frames import Frame
@@ -212,33 +215,34 @@ class FastPublisher:
         Cancellation: While the call waits for room or for the connection, nothing is sent and the message has no
         sequence (`batch_seq` does not count it). After that the message is sent and counted. The batch stays usable.
         """
-        session = self._session
+        session, batch = self._session, self._batch
         if options or not session.can_send:
             return await self.add_message(BatchMessage(subject, payload, **options))
         try:
-            command = self._batch.add_plain(subject, payload, session.now())
+            command = batch.add_plain(subject, payload, session.now())
         except SubjectElsewhere:
             return await self.add_message(BatchMessage(subject, payload))
-        return await self._publish(command, len(payload))
+        seq = batch.sent
+        session.write(command, 1, len(payload))
+        # The batch was open; the write may have found out that the connection is lost.
+        if batch.state is not State.OPEN:
+            await session.wait(batch.started)
+        return FastPubAck(seq, batch.window.acked)
 
     async def add_message(self, message: BatchMessage) -> FastPubAck:
         """Publish one `BatchMessage`; arguments, errors, result and cancellation as for `add`."""
-        session = self._session
+        session, batch = self._session, self._batch
         try:
-            encoded = self._batch.encode(message)
+            encoded = batch.encode(message)
             ready = session.can_send
         except SubjectElsewhere:
             ready = False
         if not ready:
             encoded = await session.wait_turn(message)
-        return await self._publish(self._batch.add(encoded, session.now()), len(encoded.payload))
-
-    async def _publish(self, command: bytes, size: int) -> FastPubAck:
-        batch, session = self._batch, self._session
+        command = batch.add(encoded, session.now())
         seq = batch.sent
-        session.write(command, 1, size)
-        if not batch.started():
-            await session.wait(batch.started)
+        session.write(command, 1, len(encoded.payload))
+        await session.wait(batch.started)
         return FastPubAck(seq, batch.acked)
 
     async def add_many(self, messages: Iterable[Entry] | AsyncIterable[Entry]) -> FastPubAck:
@@ -274,24 +278,16 @@ class FastPublisher:
                     return FastPubAck(batch.sent, batch.acked)
                 # One write each: nats-py's buffer joins them, and a slow source must not wait for a full block.
                 await self.add_message(as_message(entry))
-        entries = iter(messages)
-        stopped: BaseException | None = None
+        bulk = _Bulk(session, iter(messages))
         if not session.opened:
             session.check_new()
-            for entry in entries:
-                await self.add_message(as_message(entry))
-                break
-            else:
+            first = bulk.take_one()
+            if not first:
                 return FastPubAck(batch.sent, batch.acked)
-        while stopped is None:
-            if not session.can_send:
-                await session.wait_room()
-            data, count, size, stopped = batch.add_many(entries, session.now())
-            if count:
-                session.write(data, count, size)
-            if isinstance(stopped, SubjectElsewhere):
-                await self.add_message(as_message(stopped.entry))
-                stopped = None
+            await self.add_message(as_message(first[0]))
+        while isinstance(stopped := await session.send_bulk(bulk), SubjectElsewhere):
+            await self.add_message(as_message(stopped.entry))
+            bulk.stopped = None
         if not isinstance(stopped, StopIteration):
             raise stopped
         if batch.sent:
@@ -437,8 +433,9 @@ class FastSession:
         )
         self.now: Callable[[], float] = lambda: asyncio.get_running_loop().time()  # `_open` sets a faster one
         self._turns = Turns()
-        self._waiters = 0  # callers in `wait`
-        self._changed = asyncio.Event()  # set and cleared at once, to wake all waiters
+        self._waiters = 0  # callers in `wait` and `_send_as_acks_arrive`
+        self._changed = asyncio.Event()  # set and cleared at once, to wake all callers in `wait`
+        self._bulk: _Bulk | None = None  # its task waits for room in the window
         self._ended = asyncio.Event()
         self._fire = weakly(self._timer_fired)
         self._timer: asyncio.TimerHandle | None = None
@@ -449,8 +446,13 @@ class FastSession:
     @property
     def can_send(self) -> bool:
         """Whether a message can be sent without waiting."""
-        connection = self._connection
-        return not self._turns.queue and connection.usable and self.batch.has_room and connection.has_room
+        return not self._turns.queue and self.batch.has_room and self._connection.ready
+
+    @property
+    def bulk_can_send(self) -> bool:
+        """As `can_send`, for a bulk that sends or has its turn: it goes on unless another caller waits for a turn."""
+        own_turns = self._bulk is not None
+        return len(self._turns.queue) == own_turns and self.batch.has_room and self._connection.ready
 
     @property
     def opened(self) -> bool:
@@ -487,13 +489,60 @@ class FastSession:
                 except RequestTimeoutError as late:
                     raise self._not_sent(str(late)) from late
 
-    async def wait_room(self) -> None:
-        """Wait as `wait_turn` until a message of an open batch can be sent."""
+    async def wait_room(self, bulk: _Bulk | None = None) -> None:
+        """Wait as `wait_turn` until a message of an open batch can be sent, or `bulk` is stopped."""
         with self._turns.join() as turn:
             while not turn.has_come:
                 await turn.wait(None)
                 self._check_ended()
+            if bulk is not None:
+                await self._send_as_acks_arrive(bulk)
+                if bulk.stopped is not None:
+                    return
             await self._when_sendable(self.now())
+
+    async def send_bulk(self, bulk: _Bulk) -> BaseException:
+        """Send the messages of `bulk` as the window has room for them; return what stopped it."""
+        while bulk.stopped is None:
+            if not self.can_send:
+                await self.wait_room(bulk)
+            if bulk.stopped is None:
+                bulk.send()
+        return bulk.stopped
+
+    async def _send_as_acks_arrive(self, bulk: _Bulk) -> None:
+        """Wait until the window has room, or `bulk` is stopped.
+
+        Meanwhile `deliver` sends from it, two turns of the loop before this task could.
+        """
+        batch = self.batch
+        if batch.reached(batch.can_send):
+            return
+        self._begin_wait()
+        try:
+            while bulk.stopped is None and not batch.reached(batch.can_send):
+                batch.waiting(self.now())
+                self._arm()
+                self._bulk = bulk
+                await bulk.woken()
+        finally:
+            self._bulk = None
+            self._end_wait()
+
+    def _send_on(self, bulk: _Bulk) -> None:
+        """Send from `bulk`, whose task waits; wake the task unless the window is full again."""
+        batch = self.batch
+        if not bulk.is_waiting:  # it was cancelled or woken: nothing more may be taken from its source
+            return
+        if self.bulk_can_send:
+            batch.set_max_payload(self._connection.max_payload)
+            bulk.send()
+            if bulk.stopped is None and batch.state is State.OPEN and not batch.has_room:
+                if self._waiters == 1:
+                    batch.not_waiting()
+                batch.waiting(self.now())  # another wait
+                return
+        bulk.wake()
 
     def _check_ended(self) -> None:
         if self._ended.is_set():
@@ -548,8 +597,7 @@ class FastSession:
         batch = self.batch
         if batch.reached(goal):
             return
-        self._waiters += 1
-        _WAITED_FOR.add(self)
+        self._begin_wait()
         try:
             while True:
                 batch.waiting(self.now())
@@ -558,10 +606,17 @@ class FastSession:
                 if batch.reached(goal):
                     return
         finally:
-            self._waiters -= 1
-            if not self._waiters:
-                batch.not_waiting()
-                _WAITED_FOR.discard(self)
+            self._end_wait()
+
+    def _begin_wait(self) -> None:
+        self._waiters += 1
+        _WAITED_FOR.add(self)
+
+    def _end_wait(self) -> None:
+        self._waiters -= 1
+        if not self._waiters:
+            self.batch.not_waiting()
+            _WAITED_FOR.discard(self)
 
     async def wait_closed(self) -> EndReason:
         """Wait for the end of the batch without sending anything."""
@@ -652,7 +707,7 @@ class FastSession:
     # -- events and timers ----------------------------------------------------------------------------------------
 
     def deliver(self, events: list[Event], out: bytes = b"") -> None:
-        """Send `out`, call the handlers of `events`, wake the waiters."""
+        """Send `out`, call the handlers of `events`, send from a bulk that waits, wake the waiters."""
         if out:
             try:
                 self._connection.write_nowait(out, 1, 0)
@@ -670,6 +725,8 @@ class FastSession:
                 self._call(handler, event)
         self._changed.set()
         self._changed.clear()
+        if self._bulk is not None:
+            self._send_on(self._bulk)
         self._arm()
 
     def _call(self, handler: Callable[[Any], object], event: Event) -> None:
@@ -709,6 +766,57 @@ class FastSession:
             self.deliver(events, out)
         else:
             self._arm()
+
+
+class _Bulk:
+    """The messages of one `add_many`, sent by its task, or, while that waits for room, where acknowledgements arrive.
+
+    Their source notices no difference: it runs in one context, as part of the task.
+    """
+
+    def __init__(self, session: FastSession, entries: Iterator[Entry]) -> None:
+        self.stopped: BaseException | None = None
+        """What the source raised (StopIteration at its end), a message's refusal, or what ended the batch."""
+        self._session = session
+        self._entries = entries
+        self._context = copy_context()
+        self._task = asyncio.current_task()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def take_one(self) -> list[Entry]:
+        """Return the next message of the source, or nothing at its end."""
+        return self._context.run(list, islice(self._entries, 1))
+
+    def send(self) -> None:
+        """Send until the source stops, the window or the write buffer is full, or another caller waits for a turn."""
+        call_as(self._task, partial(self._context.run, self._send))
+
+    def _send(self) -> None:
+        session = self._session
+        try:
+            while True:
+                data, count, size, self.stopped = session.batch.add_many(self._entries, session.now())
+                if count:
+                    session.write(data, count, size)
+                if self.stopped is not None or not session.bulk_can_send:
+                    break
+        except Exception as error:  # what ended the batch
+            self.stopped = error
+
+    # -- the wait of its task -------------------------------------------------------------------------------------
+
+    async def woken(self) -> None:
+        """Wait for `wake`."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._waiter is not None and not self._waiter.done()  # a cancellation of the task ends it at once
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class _Results:

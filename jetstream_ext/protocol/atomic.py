@@ -16,7 +16,7 @@ from jetstream_ext import errors
 from jetstream_ext.errors import BatchError, ErrorCode, JetStreamExtError, Outcome, ResponseError, ServerError, Status
 from jetstream_ext.protocol import atomic_wire as wire
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.atomic_wire import NO_OPTIONS, Block, Encoded, Encoder, options_of
+from jetstream_ext.protocol.atomic_wire import Block, Encoded, Encoder, has_no_options
 from jetstream_ext.protocol.feature_table import ATOMIC, ATOMIC_EOB, FENCED_BATCHES
 from jetstream_ext.protocol.frames import pub
 from jetstream_ext.protocol.options import as_message, check_batch_id
@@ -255,32 +255,25 @@ class AtomicBatchMachine:
         """
         self.check_open()
         out: list[bytes] = []
-        size = awaited = last_asked = 0
+        count = size = awaited = last_asked = 0
+        line, line_length, line_total, line_head = b"", 0, 0, b""  # of the newest message: sizes and headers repeat
         names: list[str] = []  # counted at once, unless the place of a message is to be checked
         stopped: BaseException | None = StopIteration()
         encoder, hold_back, ack_every = self._encoder, self._holds_back, self._ack_every
         fingerprints, largest = self._fingerprints, self._largest.size
         self._check_held()
-        plain, room, known = encoder.plain, encoder.plain_room, encoder.subjects.encode
+        plain, room, known = encoder.plain, encoder.plain_room, encoder.subjects
         source: Iterator[Any] = messages if first is None else chain((first,), messages)
         try:
             for message in source:
-                if (
-                    type(message) is tuple
-                    and len(message) == 2
-                    and type(message[1]) is bytes
-                    and len(message[1]) <= room
-                ):
+                payload: object = None
+                if type(message) is tuple and len(message) == 2:
                     name, payload = message
-                    encoded: Encoded = (name, known(name), plain, payload, None, None)
-                elif (
-                    type(message) is BatchMessage
-                    and options_of(message) == NO_OPTIONS
-                    and type(message.payload) is bytes
-                    and len(message.payload) <= room
-                ):
-                    # These two are nearly every message of a bulk; the same as `Encoder.encode` makes of it.
-                    encoded = (message.subject, known(message.subject), plain, message.payload, None, None)
+                elif type(message) is BatchMessage and has_no_options(message):
+                    name, payload = message.subject, message.payload
+                if type(payload) is bytes and len(payload) <= room:
+                    # Nearly every message of a bulk; the same as `Encoder.encode` makes of it.
+                    encoded: Encoded = (name, known[name], plain, payload, None, None)
                 else:
                     is_first = first is not None and message is first
                     encoded = message if is_first else encoder.encode(as_message(message), None)
@@ -305,13 +298,22 @@ class AtomicBatchMachine:
                         awaited = seq if self._doubt_from or seq - self.staged >= _ASK_AT_LEAST_EVERY else 0
                 else:
                     self.sent = seq
-                    _, subject, head, payload, _, _ = ready
-                    total = len(head) + len(str(seq)) + 4
-                    length = total + len(payload)
-                    if length > largest:
-                        largest = length
-                        self._measure(length, ready)
-                    out.append(b"HPUB %b %d %d\r\n%b%d\r\n\r\n%b\r\n" % (subject, total, length, head, seq, payload))
+                    _, subject, head, body, _, _ = ready
+                    number = b"%d" % seq
+                    total = len(head) + len(number) + 4
+                    length = total + len(body)
+                    if length != line_length or total != line_total or head is not line_head:
+                        line, line_length, line_total, line_head = (
+                            b" %d %d\r\n%b" % (total, length, head),
+                            length,
+                            total,
+                            head,
+                        )
+                        if length > largest:
+                            largest = length
+                            self._measure(length, ready)
+                    out += b"HPUB ", subject, line, number, wire.END, body, b"\r\n"
+                count += 1
                 size += len(ready[3])
                 if size >= limit or awaited:
                     stopped = None
@@ -321,7 +323,7 @@ class AtomicBatchMachine:
                 error.entry = message
             stopped = error
         self._count(names)
-        return Block(b"".join(out), len(out), size, awaited, last_asked, stopped)
+        return Block(b"".join(out), count, size, awaited, last_asked, stopped)
 
     def begin(self, last: Encoded | None) -> Block | None:
         """Return None if `commit` may follow at once; else what to send before, and then await that the batch has `begun`.

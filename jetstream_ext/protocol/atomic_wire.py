@@ -7,9 +7,8 @@ that is held back, or sent again after a refusal, is encoded once.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from jetstream_ext import errors
@@ -22,11 +21,6 @@ from jetstream_ext.protocol.subjects import SubjectCache
 from jetstream_ext.types import BatchAck, BatchMessage
 
 _MANAGED: Final = frozenset({h.BATCH_ID.lower(), h.BATCH_SEQUENCE.lower(), h.BATCH_COMMIT.lower()})
-
-options_of: Final[Callable[[BatchMessage], tuple[Any, ...]]] = attrgetter(
-    "headers", "msg_id", "msg_ttl", "stream", "expected_last_seq", "expected_last_subject_seq", "expected_last_subject"
-)
-NO_OPTIONS: Final = (None,) * 7
 
 END: Final = b"\r\n\r\n"
 COMMIT: Final = b"\r\nNats-Batch-Commit: 1" + END
@@ -104,7 +98,7 @@ class Encoder:
         Raises BadSubjectError, BadHeaderError, MaxPayloadError, ValueError or TypeError if it cannot be sent.
         """
         name, payload = message.subject, message.payload
-        if options_of(message) == NO_OPTIONS and type(payload) is bytes:
+        if type(payload) is bytes and has_no_options(message):
             # Nearly every message of a bulk.
             check_size(len(self.plain) + _LONGEST + len(payload), self.max_payload, name)
             return name, self.subjects.encode(name), self.plain, payload, ack, None
@@ -126,6 +120,19 @@ class Encoder:
         if head is self.plain:
             return hash((name, (), payload))  # as `fingerprint`, for nearly every message of a bulk
         return fingerprint(name, dict(h.parse_lines(head)), payload)
+
+
+def has_no_options(message: BatchMessage) -> bool:
+    """Return whether a message has neither headers nor options."""
+    return (
+        message.headers is None
+        and message.msg_id is None
+        and message.msg_ttl is None
+        and message.stream is None
+        and message.expected_last_seq is None
+        and message.expected_last_subject_seq is None
+        and message.expected_last_subject is None
+    )
 
 
 def _check_headers(message: BatchMessage) -> Expectations | None:

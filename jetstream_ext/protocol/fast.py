@@ -363,17 +363,19 @@ class FastBatch:
         return data
 
     def add_many(self, entries: Iterator[Entry], now: float) -> tuple[bytes, int, int, BaseException | None]:
-        """Take as many messages from `entries` as the window has room for, up to a block of about 1 MiB.
+        """Take a block of messages from `entries`: as many as the window has room for, up to its flow and about 1 MiB.
 
-        A new batch takes only one. Returns the bytes, count and payload bytes of the messages, and the exception that
-        ended them: what `entries` raises (``StopIteration`` at its end), or the refusal of a message. The messages
-        before it have their sequences, the refused one has none.
+        The server acknowledges a block while the next one is encoded. A new batch takes only one message. Returns the
+        bytes, count and payload bytes of the messages, and the exception that ended them: what `entries` raises
+        (``StopIteration`` at its end), or the refusal of a message. The messages before it have their sequences, the
+        refused one has none.
         """
         self._check(Input.MESSAGE)
-        out, size, stopped = self._wire.many(entries, 1 if self.state is NEW else self.room, self.sent)
-        if out:
-            self._sent(len(out), now)
-        return b"".join(out), len(out), size, stopped
+        limit = 1 if self.state is NEW else min(self.room, self.window.flow)
+        data, count, size, stopped = self._wire.many(entries, limit, self.sent)
+        if count:
+            self._sent(count, now)
+        return data, count, size, stopped
 
     def _sent(self, count: int, now: float) -> None:
         self.sent += count

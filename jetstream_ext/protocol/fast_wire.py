@@ -10,6 +10,7 @@ error), or the ordinary ack of a server without fast ingest, which stored the me
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -31,6 +32,8 @@ PING: Final = b"4"
 
 _OPERATIONS: Final = frozenset({START, APPEND, COMMIT_EOB, PING})
 _REPLY_TAIL: Final = len(str(LARGEST)) + len(".1.$FI")
+# Nearly every reply: the same result as by JSON, in a fifth of the time.
+_ACK: Final = re.compile(rb'\{"type":"ack","seq":(0|[1-9][0-9]{0,17}),"msgs":(0|[1-9][0-9]{0,3})\}').fullmatch
 _BLOCK_BYTES: Final = 1 << 20  # a window of large messages must not be held in memory twice
 
 
@@ -49,7 +52,7 @@ class FastWire:
         self.max_payload: int = max_payload  # the server's limit for headers and payload together, in bytes
         self._tokens = f".{batch_id}.{flow}.{gap.value}."
         self._reply = b""
-        self._append_tail = b"." + APPEND + b".$FI"
+        self._headers = h.HeaderCache()
         self.subject: bytes = b""  # of the first message: pings and the end of the batch need a subject of the stream
         self.subjects: SubjectCache = SubjectCache(inbox_size + len(self._tokens) + _REPLY_TAIL)
 
@@ -76,54 +79,54 @@ class FastWire:
         """Check, encode and number a message without headers and options, in one step."""
         if seq == 1 or type(payload) is not bytes or len(payload) > self.max_payload:
             return self.message(self.encode(BatchMessage(subject, payload)), seq)
-        raw = self.subjects.encode(subject)
-        return b"PUB %b %b%d%b %d\r\n%b\r\n" % (raw, self._reply, seq, self._append_tail, len(payload), payload)
+        size = len(payload)
+        return b"PUB %b %b%d.1.$FI %d\r\n%b\r\n" % (self.subjects[subject], self._reply, seq, size, payload)
 
-    def many(self, entries: Iterator[Entry], limit: int, sent: int) -> tuple[list[bytes], int, BaseException | None]:
+    def many(self, entries: Iterator[Entry], limit: int, sent: int) -> tuple[bytes, int, int, BaseException | None]:
         """Encode up to `limit` messages (and about 1 MiB) from `entries`, numbered from ``sent + 1``.
 
-        Returns their bytes, the sum of their payloads' sizes, and the exception of `entries` or of a refused message.
+        Returns their bytes, their number, the sum of their payloads' sizes, and the exception of `entries` or of a refused
+        message. Each message is checked before the next one is taken from `entries`.
         """
         out: list[bytes] = []
-        size = 0
-        reply, tail, known, top = self._reply, self._append_tail, self.subjects.encode, self.max_payload
-        seq = sent
+        size, last = 0, sent
+        known, top, reply, cached = self.subjects, self.max_payload, b" " + self._reply, self._headers.encode
+        bulk = tuple if sent else None  # the first message is not appended: it opens the batch
+        stopped: BaseException | None = None
         try:
-            while len(out) < limit and size < _BLOCK_BYTES:
-                entry = next(entries)
-                if seq and type(entry) is tuple:
-                    # Nearly every message of a bulk is one of these two, encoded in one step.
-                    if len(entry) == 2:
-                        subject, payload = entry
-                        if type(payload) is bytes and len(payload) <= top:
-                            out.append(
-                                b"PUB %b %b%d%b %d\r\n%b\r\n"
-                                % (known(subject), reply, seq + 1, tail, len(payload), payload)
-                            )
-                            seq += 1
-                            size += len(payload)
-                            continue
-                    elif len(entry) == 3 and type(entry[1]) is bytes and type(entry[2]) is dict and entry[2]:
-                        subject, payload, pairs = entry
-                        header = h.encode(pairs.items())
-                        total = len(header) + len(payload)
-                        if total <= top:
-                            out.append(
-                                b"HPUB %b %b%d%b %d %d\r\n%b%b\r\n"
-                                % (known(subject), reply, seq + 1, tail, len(header), total, header, payload)
-                            )
-                            seq += 1
-                            size += len(payload)
-                            continue
-                message = as_message(entry)
-                out.append(self.message(self.encode(message), seq + 1))
-                seq += 1
-                size += len(message.payload)
+            for seq, entry in zip(range(sent + 1, sent + limit + 1), entries):  # noqa: B905 - `entries` may be longer
+                if type(entry) is bulk and len(entry) == 2 and type(entry[1]) is bytes and len(entry[1]) <= top:
+                    # Nearly every message of a bulk is this or the next one. Their parts are joined only once.
+                    subject, payload = entry
+                    out += b"PUB ", known[subject], reply, b"%d.1.$FI %d\r\n" % (seq, len(payload)), payload, b"\r\n"
+                elif (
+                    type(entry) is bulk
+                    and len(entry) == 3
+                    and type(entry[1]) is bytes
+                    and type(entry[2]) is dict
+                    and entry[2]
+                ):
+                    subject, payload, headers = entry
+                    raw, header = known[subject], cached(headers)
+                    total = len(header) + len(payload)
+                    check_size(total, top)
+                    sizes = b"%d.1.$FI %d %d\r\n" % (seq, len(header), total)
+                    out += b"HPUB ", raw, reply, sizes, header, payload, b"\r\n"
+                else:
+                    message = as_message(entry)
+                    out.append(self.message(self.encode(message), seq))
+                    payload = message.payload
+                last = seq
+                size += len(payload)
+                if size >= _BLOCK_BYTES:
+                    break
+            else:
+                stopped = StopIteration() if last < sent + limit else None
         except BaseException as error:
             if isinstance(error, SubjectElsewhere):
                 error.entry = entry
-            return out, size, error
-        return out, size, None
+            stopped = error
+        return b"".join(out), last - sent, size, stopped
 
     def ping(self, sent: int) -> bytes:
         return pub(self.subject, self._reply_to(max(1, sent), PING), b"", b"")
@@ -181,6 +184,8 @@ def decode(frame: Frame) -> Reply:
 
 
 def _said(header: bytes, payload: bytes) -> Said:
+    if (plain := _ACK(payload)) is not None:
+        return BatchFlowAck(int(plain[1]), int(plain[2]))
     if header and not payload:
         status = h.parse_status(header)
         if status is not None:

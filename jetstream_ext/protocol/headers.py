@@ -187,7 +187,7 @@ def encode(items: Iterable[tuple[str, str]]) -> bytes:
     for name, value in items:
         # Bulks have few names and millions of values: a name is checked once.
         start = _known_names.get(name)
-        if start is None or type(value) is not str or "\r" in value or "\n" in value or "\0" in value:
+        if start is None or type(value) is not str or not value.isprintable():
             check_header(name, value)
             if len(_known_names) >= _KNOWN_LIMIT:
                 _known_names.clear()
@@ -204,6 +204,39 @@ def encode(items: Iterable[tuple[str, str]]) -> bytes:
         raise _not_unicode(text[: error.start].rpartition("\r\n")[2].partition(":")[0]) from None
     check_block(len(block))
     return block
+
+
+class HeaderCache:
+    """Encodes the header blocks of a bulk: one that repeats is encoded once."""
+
+    _LIMIT = 256
+    _LARGEST = 1024  # bytes; with the number above it bounds the memory
+
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[tuple[str, str], ...], bytes] = {}
+
+    def encode(self, headers: Mapping[str, str]) -> bytes:
+        """As the function `encode`."""
+        if MSG_ID in headers:  # an id never repeats
+            value = headers[MSG_ID]
+            if len(headers) == 1 and type(value) is str and value.isprintable() and len(value) < self._LARGEST:
+                raw = value.strip().encode()
+                if raw:  # the same as `encode` returns
+                    return b"NATS/1.0\r\nNats-Msg-Id: %b\r\n\r\n" % raw
+            return encode(headers.items())
+        items = tuple(headers.items())
+        try:
+            return self._blocks[items]
+        except TypeError:  # a value that cannot be hashed is no str
+            return encode(items)
+        except KeyError:
+            pass
+        block = encode(items)
+        if len(block) <= self._LARGEST:
+            if len(self._blocks) >= self._LIMIT:
+                self._blocks.clear()
+            self._blocks[items] = block
+        return block
 
 
 def rebuild(headers: Mapping[str, str] | None) -> bytes:

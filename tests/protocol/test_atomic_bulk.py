@@ -238,3 +238,12 @@ class TestResolved:
         machine.resolved(None)
         machine.resolved(BatchAck("S", 7, "b1", 1))
         assert machine.state is state
+
+
+@pytest.mark.parametrize("in_one_go", [False, True])
+def test_each_message_of_a_bulk_has_its_own_sizes(in_one_go: bool) -> None:
+    # The sequence grows by a digit where the payload shrinks by a byte: the total stays the same.
+    one, many = batch(5, in_one_go=in_one_go), batch(5, in_one_go=in_one_go)
+    entries = [message(payload=b"x" * (20 if seq < 10 else 19 if seq < 12 else seq)) for seq in range(1, 30)]
+    single = b"".join(one.add(one.prepare(each)).data for each in entries)
+    assert many.add_many(iter(entries), 1 << 20).data == single

@@ -4,11 +4,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jetstream_ext import errors
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol.fast import FastBatch, State
 from jetstream_ext.protocol.frames import Command
+from jetstream_ext.protocol.options import as_message
 from jetstream_ext.types import NEVER, BatchMessage, Entry, GapMode
 
 FIRST = (b"_INBOX.x.b1.10.ok.1.0.$FI", b'{"type":"ack","seq":0,"msgs":500}', 0)
@@ -144,6 +147,13 @@ class TestAddMany:
         assert isinstance(stopped, StopIteration) is (limit == 100)
         assert len(list(entries)) == 10 - taken
 
+    def test_a_block_is_not_larger_than_what_the_server_acknowledges_at_once(self) -> None:
+        machine = opened(max_outstanding_acks=2)
+        machine.receive([(b"_INBOX.x.b1.10.fail.5.1.$FI", b'{"type":"ack","seq":5,"msgs":3}', 0)], 0.0)
+        entries = iter([("f.1", b"x")] * 10)
+        assert [machine.add_many(entries, 0.0)[1] for _ in range(3)] == [3, 3, 0]
+        assert len(list(entries)) == 4
+
     def test_sends_only_the_first_message_before_the_first_reply(self) -> None:
         machine = batch()
         entries = iter([("f.1", b"x")] * 5)
@@ -189,3 +199,75 @@ class TestAddMany:
         with pytest.raises(errors.BatchClosedError):
             machine.add_many(entries, 0.0)
         assert next(entries)
+
+
+class _Text(str):
+    __slots__ = ()
+
+
+_NAMES = st.sampled_from(["f.1", "f.1", "f.2", _Text("f.3"), "a b", "a.*", "", "s\ud800", None, [], 5, b"f.1"])
+_VALUES = st.sampled_from(
+    ["v", "v", "other", "", " padded ", "\ttab\t", "ä→ß", "a\u2028b", _Text("own"), "a\nb", "\ud800", None, 1, [], b"v"]
+) | st.text(max_size=4)  # fmt: skip
+_HEADERS = st.dictionaries(
+    st.sampled_from(["K", "K", "L", "Nats-Msg-Id", "k y", "", _Text("T")]), _VALUES, max_size=3
+) | st.sampled_from([{1: "v"}, {"K": "x" * 300}, {"K": "x" * 66_000}, None, [("K", "v")]])
+_PAYLOADS = st.binary(max_size=4) | st.sampled_from(
+    [b"x" * 300, b"x" * 301, bytearray(b"own"), memoryview(b"view"), "text", None, 3]
+)
+_ENTRIES = (
+    st.tuples(_NAMES, _PAYLOADS)
+    | st.tuples(_NAMES, _PAYLOADS, _HEADERS)
+    | st.builds(BatchMessage, st.just("f.1"), st.binary(max_size=3), st.none() | st.just({"K": "v"}))
+    | st.sampled_from([(), ("f.1",), ("f.1", b"x", {}, 4), None, 7, ["f.1", b"x"]])
+)
+
+
+class _Source:
+    """An iterator that counts what is taken from it, and raises an error at its end."""
+
+    def __init__(self, entries: list[Any], error: BaseException) -> None:
+        self._entries, self._error = entries, error
+        self.taken = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.taken == len(self._entries):
+            raise self._error
+        self.taken += 1
+        return self._entries[self.taken - 1]
+
+
+@given(
+    st.lists(_ENTRIES, max_size=12),
+    st.sampled_from([StopIteration(), ValueError("source"), KeyboardInterrupt()]),
+    st.integers(1, 10),
+    st.sampled_from([1, 98, 997]),
+)
+def test_a_bulk_is_the_same_as_its_messages_one_by_one(
+    entries: list[Any], error: BaseException, flow: int, sent: int
+) -> None:
+    one, other = opened(sent, max_payload=300), opened(sent, max_payload=300)
+    for machine in (one, other):
+        ack = b'{"type":"ack","seq":%d,"msgs":%d}' % (sent, flow)
+        machine.receive([(b"_INBOX.x.b1.10.fail.%d.1.$FI" % sent, ack, 0)], 0.0)
+    source, expected = _Source(entries, error), _Source(entries, error)
+    data, count, size, stopped = b"", 0, 0, None
+    while stopped is None and one.room > 0:
+        block, messages, payload_bytes, stopped = one.add_many(source, 1.0)
+        data, count, size = data + block, count + messages, size + payload_bytes
+
+    singles, sizes, refusal = [], 0, None
+    while other.room > 0:
+        try:
+            entry = as_message(next(expected))
+            singles.append(other.add(entry, 1.0))
+            sizes += len(entry.payload)
+        except BaseException as failure:
+            refusal = failure
+            break
+    assert (data, count, size, source.taken) == (b"".join(singles), len(singles), sizes, expected.taken)
+    assert (type(stopped), str(stopped)) == (type(refusal), str(refusal))
+    assert (one.sent, one.room, one.next_timer()) == (other.sent, other.room, other.next_timer())

@@ -148,6 +148,22 @@ def test_deeply_nested_replies_are_decoded_or_refused(payload: bytes, said: type
         assert type(decode(SUBJECT, b"", payload).said) is said
 
 
+@given(
+    st.one_of(st.integers(0, 200), st.integers(10**18 - 2, 10**18 + 2), st.integers(2**64 - 2, 2**64 + 2)),
+    st.one_of(st.integers(0, 200), st.integers(9998, 10_001), st.integers(65_534, 65_537)),
+    st.sampled_from(["", "0", "-"]),
+)
+def test_an_ack_is_the_same_with_and_without_blanks(seq: int, flow: int, before: str) -> None:
+    def said(text: str) -> Any:
+        try:
+            return decode(SUBJECT, b"", text.encode()).said
+        except errors.ResponseError:
+            return None
+
+    compact = f'{{"type":"ack","seq":{before}{seq},"msgs":{before}{flow}}}'
+    assert said(compact) == said(compact.replace(",", ", "))
+
+
 def test_an_unknown_reply_is_kept_in_part_only() -> None:
     said = decode(SUBJECT, b"", orjson.dumps({"type": "x", "y": "z" * 5000})).said
     assert isinstance(said, UnrecognisedReply)

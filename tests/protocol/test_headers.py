@@ -235,3 +235,23 @@ def test_rebuilt_block_ends_with_the_lines_of_the_server_in_their_order() -> Non
 def test_rebuilt_end_of_a_batch_keeps_its_status_line() -> None:
     parsed = {"Status": "204", "Description": "EOB", "Nats-Num-Pending": "7", "Nats-Last-Sequence": "5"}
     assert h.rebuild(parsed) == b"NATS/1.0 204 EOB\r\nNats-Num-Pending: 7\r\nNats-Last-Sequence: 5\r\n\r\n"
+
+
+class TestHeaderCache:
+    def test_a_block_that_repeats_is_encoded_once(self) -> None:
+        cache, headers = h.HeaderCache(), {"K": " v ", "L": "ä"}
+        block = cache.encode(headers)
+        assert block == h.encode(headers.items())
+        assert cache.encode(dict(headers)) is block
+        assert cache.encode({"L": "ä", "K": " v "}) == h.encode([("L", "ä"), ("K", " v ")]), "the order counts"
+        headers["K"] = "w"
+        assert cache.encode(headers) == h.encode(headers.items())
+
+    def test_its_memory_is_bounded(self) -> None:
+        cache = h.HeaderCache()
+        for i in range(2000):
+            cache.encode({"K": str(i)})
+            cache.encode({"K": "x" * 5000 + str(i)})
+            cache.encode({"Nats-Msg-Id": str(i)})
+        assert len(cache._blocks) <= 256
+        assert max(map(len, cache._blocks.values())) <= 1024

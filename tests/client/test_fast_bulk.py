@@ -1,0 +1,238 @@
+"""`FastPublisher.add_many` while it waits for room: the next messages are sent where the acknowledgement arrives."""
+
+import asyncio
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext import errors
+from jetstream_ext.client.connection import connection_of
+
+MakeStream = Callable[..., Awaitable[str]]
+VARIABLE: ContextVar[str] = ContextVar("VARIABLE", default="unset")
+
+
+@pytest.fixture
+async def stream(make_stream: MakeStream) -> str:
+    return await make_stream()
+
+
+async def payloads(js: JetStreamContext, stream: str) -> list[bytes]:
+    return [message.data for message in await jsx.DirectGet(js, stream).scan().to_list()]
+
+
+def stack() -> set[str]:
+    """The functions that are running; `deliver` is among them where an acknowledgement is taken."""
+    return {frame.name for frame in traceback.extract_stack()}
+
+
+async def test_the_source_runs_as_part_of_the_calling_task(js: JetStreamContext, stream: str) -> None:
+    places = set[tuple[Any, str, bool]]()
+
+    def source() -> Iterator[Any]:
+        token = VARIABLE.set("inside")
+        for i in range(1000):
+            places.add((asyncio.current_task(), VARIABLE.get(), "deliver" in stack()))
+            yield f"{stream}.a", b"%d" % i
+        VARIABLE.reset(token)  # an error in any other context
+        places.add((asyncio.current_task(), VARIABLE.get(), False))
+
+    VARIABLE.set("of the caller")
+    async with jsx.FastPublisher(js, flow=10) as pub:
+        await pub.add_many(source())
+        task = asyncio.current_task()
+        assert places == {
+            (task, "inside", False), (task, "inside", True), (task, "of the caller", False),
+        }, "some of it runs where the acknowledgements arrive"  # fmt: skip
+        assert VARIABLE.get() == "of the caller"
+    assert await payloads(js, stream) == [b"%d" % i for i in range(1000)]
+
+
+@pytest.mark.parametrize("failure", [ZeroDivisionError, asyncio.CancelledError, OSError, BaseException, TimeoutError])
+async def test_the_source_s_error_reaches_the_caller_and_harms_nothing_else(
+    js: JetStreamContext, nc: Client, stream: str, failure: type[BaseException], loop_is_quiet: list[Any]
+) -> None:
+    def source() -> Iterator[Any]:
+        for i in range(500):
+            yield f"{stream}.a", b"%d" % i
+        assert "deliver" in stack()
+        raise failure
+
+    async with jsx.FastPublisher(js, flow=7) as pub:
+        with pytest.raises(failure):
+            await pub.add_many(source())
+        assert pub.batch_seq == 500
+        assert (await pub.add_many([(f"{stream}.a", b"500")])).batch_seq == 501
+    assert await payloads(js, stream) == [b"%d" % i for i in range(501)]
+    assert nc.is_connected
+
+
+async def test_a_refused_message_is_the_last_one_taken(js: JetStreamContext, stream: str) -> None:
+    source = iter([(f"{stream}.a" if i % 400 else "a b", b"%d" % i) for i in range(1, 1000)])
+    async with jsx.FastPublisher(js, flow=10) as pub:
+        for refused in (400, 800):
+            with pytest.raises(errors.BadSubjectError):
+                await pub.add_many(source)
+            assert pub.batch_seq == refused - refused // 400
+        await pub.add_many(source)
+    assert await payloads(js, stream) == [b"%d" % i for i in range(1, 1000) if i % 400]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+async def test_after_a_cancellation_nothing_more_is_taken(js: JetStreamContext, stream: str, inside: bool) -> None:
+    taken, at_cancel = 0, 0
+
+    def cancel() -> None:
+        nonlocal at_cancel
+        at_cancel = taken
+        adding.cancel()
+
+    def source() -> Iterator[Any]:
+        nonlocal taken
+        while True:
+            taken += 1
+            if inside and taken == 1000:
+                cancel()
+            yield f"{stream}.a", b"x"
+
+    async with jsx.FastPublisher(js, flow=10, on_flow=lambda ack: inside or ack.seq < 990 or cancel()) as pub:
+        adding = asyncio.ensure_future(pub.add_many(source()))
+        with pytest.raises(asyncio.CancelledError):
+            await adding
+        assert at_cancel >= 900
+        assert taken == pub.batch_seq
+        assert taken - at_cancel < 20 if inside else taken == at_cancel  # the block that it was part of
+        assert (await pub.add(f"{stream}.a")).batch_seq == taken + 1
+    assert len(await payloads(js, stream)) == taken + 1
+
+
+async def test_the_source_may_end_its_batch(js: JetStreamContext, stream: str) -> None:
+    def source() -> Iterator[Any]:
+        for i in range(1000):
+            if i == 500:
+                with pytest.raises(StopIteration):
+                    pub.discard().__await__().__next__()  # it never suspends
+            yield f"{stream}.a", b"x"
+
+    pub = jsx.FastPublisher(js, flow=10)
+    with pytest.raises(errors.BatchClosedError):
+        await pub.add_many(source())
+    assert pub.end_reason is jsx.EndReason.DISCARDED
+
+
+async def test_other_callers_get_their_turn(js: JetStreamContext, stream: str) -> None:
+    ended = False
+
+    def source() -> Iterator[Any]:
+        while not ended:
+            yield f"{stream}.a", b"x"
+
+    async with jsx.FastPublisher(js, flow=10) as pub:
+        adding = asyncio.ensure_future(pub.add_many(source()))
+        for _ in range(20):
+            before = pub.batch_seq
+            ack = await pub.add(f"{stream}.a")
+            assert ack.batch_seq <= before + 40, "two windows"
+            await pub.flush()
+        ended = True
+        await adding
+
+
+async def test_the_server_is_not_pinged_while_it_acknowledges(js: JetStreamContext, stream: str) -> None:
+    def source() -> Iterator[Any]:
+        for _ in range(300):
+            time.sleep(0.002)
+            yield f"{stream}.a", b"x"
+
+    async with jsx.FastPublisher(js, flow=10, ack_timeout=0.6) as pub:
+        await pub.add_many(source())
+        assert pub._batch.pongs == 0, "each wait begins with the newest block"
+
+
+async def test_a_silent_server_ends_the_wait_in_time(
+    own_server: Any, own_js: JetStreamContext, own_stream: MakeStream
+) -> None:
+    stream = await own_stream()
+
+    def source() -> Iterator[Any]:
+        for i in range(100_000):
+            if i == 1000:
+                own_server.pause()
+            yield f"{stream}.a", b"x"
+
+    pub = jsx.FastPublisher(own_js, flow=10, ack_timeout=0.5)
+    began = time.monotonic()
+    try:
+        with pytest.raises(errors.BatchOutcomeUnknownError, match="then nothing for"):
+            await pub.add_many(source())
+    finally:
+        own_server.resume()
+    assert 0.4 < time.monotonic() - began < 3
+    assert pub.batch_seq < 1100
+
+
+@pytest.mark.internals("the fallback writes by nats-py's publish")
+async def test_a_handler_s_bytes_are_written_at_once_and_in_order(
+    js: JetStreamContext, nc: Client, stream: str
+) -> None:
+    connection = connection_of(nc)
+    pending: list[int] = []
+    written = connection._write_now  # type: ignore[union-attr]
+
+    def watch() -> bool:
+        done = written()
+        pending.append(len(nc._pending) if done else -1)
+        return done
+
+    connection._write_now = watch  # type: ignore[method-assign, union-attr]
+    try:
+        async with jsx.FastPublisher(js, flow=10) as pub:
+            await pub.add_many((f"{stream}.a", b"%d" % i) for i in range(1000))
+    finally:
+        del connection._write_now  # type: ignore[union-attr]
+    assert 0 in pending
+    assert await payloads(js, stream) == [b"%d" % i for i in range(1000)]
+
+
+@pytest.mark.internals("the fallback writes by nats-py's publish")
+async def test_a_handler_s_bytes_wait_for_nats_py_if_the_socket_is_full(
+    own_server: Any, own_nc: Client, own_js: JetStreamContext
+) -> None:
+    connection = connection_of(own_nc)
+    own_server.pause()
+    try:
+        connection._delivering = True  # type: ignore[union-attr]
+        connection.write_nowait(b"PUB a 4\r\nabcd\r\n" * 1_000_000, 1_000_000, 4_000_000)
+        assert own_nc._pending == []
+        connection.write_nowait(b"PUB a 1\r\nx\r\n", 1, 1)
+        assert own_nc._pending == [b"PUB a 1\r\nx\r\n"]
+    finally:
+        connection._delivering = False  # type: ignore[union-attr]
+        own_server.resume()
+    await own_nc.flush()
+    assert own_nc._pending == []
+
+
+async def test_a_limit_of_the_server_that_changes_counts_at_once(
+    own_js: JetStreamContext, own_nc: Client, own_stream: MakeStream
+) -> None:
+    stream = await own_stream()
+
+    def source() -> Iterator[Any]:
+        for i in range(1000):
+            if i == 500:
+                own_nc._max_payload = 10
+            yield f"{stream}.a", b"x" * (20 if i == 700 else 1)
+
+    pub = jsx.FastPublisher(own_js, flow=10)
+    with pytest.raises(errors.MaxPayloadError):
+        await pub.add_many(source())
+    assert pub.batch_seq == 700
+    await pub.discard()
