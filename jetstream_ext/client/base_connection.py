@@ -224,6 +224,13 @@ class BaseConnection(ABC):
             with contextlib.suppress(Over):
                 await self.bounded(self._flushed(), timeout, ROOM, over=over)
 
+    def push(self) -> bool:
+        """Write nats-py's buffer to the socket, as its flusher would in a later turn of the loop; return whether it was done.
+
+        It is not done if the socket may have to be waited for.
+        """
+        return False
+
     @property
     def ready(self) -> bool:
         """Whether the connection is `usable` and `has_room`."""

@@ -155,15 +155,14 @@ class Connection(BaseConnection):
         nc = self.nc
         nc._pending.append(data)
         nc._pending_data_size += len(data)
-        if self._delivering and self._write_now():
+        if self._delivering and self.push():
             return
         queue = nc._flush_queue
         assert queue is not None
         if queue.empty():  # one wake-up is enough: nats-py's flusher writes the whole buffer
             queue.put_nowait(asyncio.get_running_loop().create_future())
 
-    def _write_now(self) -> bool:
-        """Write nats-py's buffer as its flusher does, two turns of the loop earlier; return False if that may have to wait."""
+    def push(self) -> bool:
         nc = self.nc
         writer = getattr(nc._transport, "_io_writer", None)  # a WebSocket has none
         if writer is None or not self.usable or writer.is_closing() or writer.transport.get_write_buffer_size():

@@ -634,6 +634,9 @@ class FastSession:
         except nats.errors.Error:
             self._disconnected()  # the messages have their sequences but were not sent: for the batch they are lost
             self.batch.check_open()
+        if self.batch.sent % self.batch.window.flow < messages:
+            # The server acknowledges about here: let it begin while the next messages are encoded.
+            self._connection.push()
         if self._timer is None:
             self._arm()  # writing only postpones what is due, so a timer that is set fires early enough
 

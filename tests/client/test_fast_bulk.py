@@ -184,21 +184,34 @@ async def test_a_handler_s_bytes_are_written_at_once_and_in_order(
 ) -> None:
     connection = connection_of(nc)
     pending: list[int] = []
-    written = connection._write_now  # type: ignore[union-attr]
+    written = connection.push  # type: ignore[union-attr]
 
     def watch() -> bool:
         done = written()
         pending.append(len(nc._pending) if done else -1)
         return done
 
-    connection._write_now = watch  # type: ignore[method-assign, union-attr]
+    connection.push = watch  # type: ignore[method-assign, union-attr]
     try:
         async with jsx.FastPublisher(js, flow=10) as pub:
             await pub.add_many((f"{stream}.a", b"%d" % i) for i in range(1000))
     finally:
-        del connection._write_now  # type: ignore[union-attr]
+        del connection.push  # type: ignore[union-attr]
     assert 0 in pending
     assert await payloads(js, stream) == [b"%d" % i for i in range(1000)]
+
+
+@pytest.mark.internals("the fallback writes by nats-py's publish")
+async def test_what_the_server_acknowledges_together_is_written_at_once(
+    js: JetStreamContext, nc: Client, stream: str
+) -> None:
+    async with jsx.FastPublisher(js, flow=10, max_outstanding_acks=3) as pub:
+        for _ in range(10):
+            await pub.add(f"{stream}.a")
+        await pub.flush()  # from here on no call waits, and so no turn of the loop writes anything
+        for _ in range(10):
+            await pub.add(f"{stream}.a")
+            assert (not nc._pending) == (pub.batch_seq % pub.flow == 0)
 
 
 @pytest.mark.internals("the fallback writes by nats-py's publish")
