@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 FORMATS: Final = ("csv", "jsonl", "parquet")
 SPREADSHEET: Final = "csv for spreadsheets"
+PARQUET: Final = "parquet from Arrow"  # unfinished files of older versions are JSON lines, and their format "parquet"
 _SUFFIXES: Final = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
 _COLUMNS: Final = ("seq", "time", "subject", "headers", "data", "data_base64")
 _PARQUET_ROWS: Final = 10_000  # converted at a time, or
@@ -273,7 +274,7 @@ WRITERS: Final[dict[str, JsonLines]] = {
     "csv": Csv(),
     SPREADSHEET: SpreadsheetCsv(),
     "jsonl": JsonLines(),
-    "parquet": Parquet(),
+    PARQUET: Parquet(),
 }
 
 
