@@ -284,6 +284,10 @@ class _Pull:
     async def _fetch(self) -> pa.RecordBatch | None:
         if self._closed:
             raise RuntimeError("this reader is closed; read it inside of its async with block")
+        if self._waiting is not None:
+            raise RuntimeError(
+                "another thread is waiting for a batch of this reader, which is for one thread at a time"
+            )
         self._waiting = asyncio.current_task()
         try:
             return await anext(self._batches, None)
