@@ -191,6 +191,8 @@ class _Messages:
     def _headers(self, entries: Any, msg_id: Any) -> dict[str, str]:
         pairs: list[tuple[str, str]] = []
         for entry in entries or ():
+            if entry is None:
+                self._refuse("one of its headers is null")
             given, values = entry.values() if isinstance(entry, dict) else entry
             name = self._text(given, "name of a header")
             if is_reserved(name.title()):

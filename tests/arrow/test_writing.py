@@ -26,6 +26,7 @@ INTERNALS = pytest.mark.internals(
 MakeStream = Callable[..., Awaitable[str]]
 Stored = list[tuple[str, bytes, list[tuple[str, str]]]]
 MULTIPLE = pa.map_(pa.string(), pa.list_(pa.string()))
+HEADER = pa.struct([("name", pa.string()), ("value", pa.string())])
 
 
 async def stored(js: JetStreamContext, stream: str) -> Stored:
@@ -215,6 +216,10 @@ def with_headers(table: pa.Table, *pairs: tuple[str, list[str | None] | None]) -
         (lambda table: with_headers(table, ("nats-msg-id", ["x"])), "its header 'nats-msg-id' is an instruction"),
         (lambda table: with_headers(table, ("X", ["1", None])), "its header 'X' is null"),
         (lambda table: with_headers(table, ("X", None)), "its header 'X' is null"),
+        (
+            lambda table: table.append_column("headers", pa.array([[], [None], []], pa.list_(HEADER))),
+            "one of its headers is null",
+        ),
         (lambda table: table.append_column("msg_id", [["a", " b", "c"]]), "its msg_id is empty or has white space"),
         (lambda table: table.append_column("msg_id", [["a", "", "c"]]), "its msg_id is empty or has white space"),
     ],
