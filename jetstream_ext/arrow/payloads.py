@@ -5,13 +5,17 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from itertools import chain, repeat
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import orjson
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.json
+from pyarrow import types
 
-from jetstream_ext.arrow.schemas import Array, ConversionError, first_bad
+from jetstream_ext.arrow.schemas import Array, ConversionError, Field, first_bad
+
+pc: Final[Any] = pyarrow.compute
 
 Payload: TypeAlias = pa.Schema | Literal["ipc"] | Callable[[Any], Any]
 """How payloads become columns:
@@ -64,7 +68,7 @@ class _Json:
             if schema.names.count(name) > 1:
                 raise ValueError(f"payload: the schema has the field {name!r} twice")
         try:
-            _parse([b"{}"], pa.schema([field.with_nullable(True) for field in schema]))
+            _parse([b"{}"], pa.schema(map(_optional, schema)))
         except pa.ArrowNotImplementedError as error:
             raise ValueError(f"payload: {error}") from error
 
@@ -88,6 +92,13 @@ class _Json:
         return self.schema
 
 
+def _optional(field: Field) -> Field:
+    """Return a field that may be null, as may the fields of its objects: pyarrow requires those of a null, too."""
+    if isinstance(field.type, pa.StructType):
+        field = field.with_type(pa.struct(list(map(_optional, field.type))))
+    return field.with_nullable(True)
+
+
 def _parse(texts: list[Any], schema: pa.Schema) -> pa.Table:
     joined = b"\n".join(texts)
     table = pyarrow.json.read_json(
@@ -100,7 +111,18 @@ def _parse(texts: list[Any], schema: pa.Schema) -> pa.Table:
     )
     if table.num_rows != len(texts):
         raise pa.ArrowInvalid(f"pyarrow found {table.num_rows} objects in {len(texts)} payloads")
+    if any(_has_infinity(chunk) for column in table.columns for chunk in column.chunks):
+        raise pa.ArrowInvalid("a number is beyond the range of its type float")
     return pa.Table.from_arrays([table.column(name) for name in schema.names], schema=schema)
+
+
+def _has_infinity(values: Any) -> bool:
+    """Return whether a number became infinite; `orjson` refuses those that are beyond the range of a double."""
+    if types.is_float32(values.type):
+        return bool(pc.any(pc.is_inf(values)).as_py())
+    if types.is_struct(values.type):
+        return any(map(_has_infinity, values.flatten()))
+    return types.is_list(values.type) and _has_infinity(values.flatten())
 
 
 class _Ipc:
@@ -117,8 +139,11 @@ class _Ipc:
 
     def _read(self, payload: Any, index: int, place: Callable[[int], str]) -> pa.Table:
         try:
-            with pa.ipc.open_stream(payload.as_buffer()) as stream:
+            source = pa.BufferReader(payload.as_buffer())
+            with pa.ipc.open_stream(source) as stream:
                 table = stream.read_all().replace_schema_metadata(None)
+            if left := source.size() - source.tell():
+                raise pa.ArrowInvalid(f"{left} bytes follow its end")
             table.validate(full=True)  # anyone may have written it
         except (pa.ArrowException, OSError) as error:
             raise ConversionError(f"the payload of {place(index)} is not an Arrow IPC stream: {error}") from error
@@ -165,4 +190,4 @@ def _same(known: pa.Schema | None, found: pa.Schema, what: str) -> pa.Schema:
 
 
 def _shown(schema: pa.Schema) -> str:
-    return ", ".join(f"{field.name} {field.type}" for field in schema)
+    return ", ".join(f"{field.name} {field.type}{'' if field.nullable else ' not null'}" for field in schema)
