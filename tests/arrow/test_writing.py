@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
@@ -78,6 +79,22 @@ async def test_every_source_is_stored_in_order(js: JetStreamContext, make_stream
     report = await arrow.from_arrow(js, SOURCES[kind](rows(stream)))
     assert report.stored == 3
     assert await stored(js, stream) == expected(stream)
+
+
+async def test_large_payloads_become_python_objects_few_at_a_time(
+    js: JetStreamContext, make_stream: MakeStream
+) -> None:
+    stream = await make_stream(storage="memory")
+    count, size = 1_000, 100_000
+    table = pa.table({"data": pa.repeat(pa.scalar(b"x" * size, pa.binary()), count)})
+    tracemalloc.start()
+    try:
+        report = await arrow.from_arrow(js, table.slice(1), subject=f"{stream}.x")
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert report.stored == count - 1
+    assert most < count * size / 2
 
 
 async def test_no_rows_are_no_messages(js: JetStreamContext, make_stream: MakeStream) -> None:
