@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from itertools import chain, repeat
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
@@ -24,7 +24,8 @@ Payload: TypeAlias = pa.Schema | Literal["ipc"] | Callable[[Any], Any]
   fields of the object are ignored. Texts become times, in UTC if they name no zone, and decimals. Only floating-point
   columns round numbers;
 * ``"ipc"``: each payload is an Arrow IPC stream, all with the same schema. A message becomes as many rows as its stream
-  has, so that its other columns repeat, or none at all. An empty stream has no such columns;
+  has, so that its other columns repeat, or none at all. An empty stream has no such columns. A small payload can be a
+  large table, which is in memory as a whole: use this for publishers that you trust;
 * a function: it is called with a ``pyarrow.BinaryArray`` of payloads, and returns as many values: an ``Array`` for the
   column ``data``, a ``StructArray`` or a ``RecordBatch`` for several columns. It runs on the event loop. To learn the
   type of an empty stream, it is called with no payloads.
@@ -38,7 +39,7 @@ class Decoder(Protocol):
     def schema(self) -> pa.Schema | None:
         """The columns, once they are known."""
 
-    def decode(self, payloads: Array, place: Callable[[int], str]) -> tuple[pa.Table, Sequence[int] | None]:
+    def decode(self, payloads: Array, place: Callable[[int], str]) -> tuple[pa.Table, Iterator[int] | None]:
         """Return the columns, and to which payload each row belongs (None: one row each); `place` names a payload.
 
         Raises ConversionError if a payload cannot be decoded.
@@ -129,11 +130,11 @@ class _Ipc:
     def __init__(self) -> None:
         self.schema: pa.Schema | None = None
 
-    def decode(self, payloads: Array, place: Callable[[int], str]) -> tuple[pa.Table, Sequence[int]]:
+    def decode(self, payloads: Array, place: Callable[[int], str]) -> tuple[pa.Table, Iterator[int]]:
         tables = [self._read(payload, index, place) for index, payload in enumerate(payloads)]
         rows = chain.from_iterable(repeat(index, table.num_rows) for index, table in enumerate(tables))
         try:
-            return pa.concat_tables(tables).unify_dictionaries().combine_chunks(), list(rows)
+            return pa.concat_tables(tables).unify_dictionaries().combine_chunks(), rows
         except pa.ArrowException as error:  # such as more values than a dictionary's indices can count
             raise ConversionError(f"the payloads from {place(0)} on cannot be joined: {error}") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import tracemalloc
 from collections.abc import Awaitable, Callable
 from decimal import Decimal
 from typing import Any
@@ -122,6 +123,24 @@ def test_each_row_belongs_to_its_payload(rows: list[tuple[dict[str, Any], int | 
     table, places = decoder.decode(pa.array(texts, pa.binary()), str)
     assert places is None
     assert table.to_pylist() == [{"n": document.get("n"), "t": document.get("t")} for document, _, _ in rows]
+
+
+async def test_a_small_ipc_stream_of_many_rows_costs_no_memory_before_they_are_read(
+    js: JetStreamContext, make_stream: MakeStream
+) -> None:
+    stream, count = await make_stream(), 1_000_000
+    await store(js, stream, ipc(pa.table({"n": pa.nulls(count)})))
+    before = pa.total_allocated_bytes()
+    tracemalloc.start()
+    try:
+        async with arrow.record_batches(js, stream, schema=SEQ, payload="ipc", batch_rows=1000) as batches:
+            batch = await anext(batches)
+            assert batch.column("seq").to_pylist() == [1] * 1000
+            assert pa.total_allocated_bytes() - before < count
+            assert tracemalloc.get_traced_memory()[1] < count
+            assert 1000 + sum([batch.num_rows async for batch in batches]) == count
+    finally:
+        tracemalloc.stop()
 
 
 async def test_ipc_streams_become_as_many_rows_as_they_have(js: JetStreamContext, make_stream: MakeStream) -> None:
