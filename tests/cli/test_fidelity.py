@@ -312,6 +312,26 @@ def test_parquet_has_exact_times_and_every_value_of_a_header(
     assert with_js(server.url, copied) == [(b"\xff", []), (b"", []), (b"x", [("X", "1"), ("X", "3"), ("Y", "two")])]
 
 
+def test_times_of_day_with_nanoseconds_are_ingested_exactly(
+    server: NatsServer, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
+) -> None:
+    stream, rows = stream_name(), tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"t": pa.array([1, None], pa.time64("ns"))}), rows)
+    ok("ingest", rows, "--stream", stream, "--subject", stream, "--create", stream)
+    assert payloads(server.url, stream) == [b'{"t":"00:00:00.000000001"}', b'{"t":null}']
+
+
+def test_a_parquet_value_that_python_cannot_hold_is_refused(
+    run: Run, tmp_path: Path, stream_name: Callable[[], str]
+) -> None:
+    stream, rows = stream_name(), tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"t": pa.array([[2**62]], pa.list_(pa.timestamp("us")))}), rows)
+    done = run("ingest", rows, "--stream", stream, "--subject", stream, "--create", stream)
+    assert done.exit_code == 1
+    assert f"{rows.name}, after row 0: " in done.stderr
+    assert "nothing is stored" in done.stderr
+
+
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
 def test_headers_of_an_exported_file_are_stored_again_without_instructions_to_the_server(
     server: NatsServer,
