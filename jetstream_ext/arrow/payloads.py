@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from itertools import chain, repeat
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import orjson
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.json
+from pyarrow import types
 
-from jetstream_ext.arrow.schemas import Array, ConversionError, first_bad
+from jetstream_ext.arrow.schemas import Array, ConversionError, Field, first_bad
+
+pc: Final[Any] = pyarrow.compute
 
 Payload: TypeAlias = pa.Schema | Literal["ipc"] | Callable[[Any], Any]
 """How payloads become columns:
@@ -20,7 +24,8 @@ Payload: TypeAlias = pa.Schema | Literal["ipc"] | Callable[[Any], Any]
   fields of the object are ignored. Texts become times, in UTC if they name no zone, and decimals. Only floating-point
   columns round numbers;
 * ``"ipc"``: each payload is an Arrow IPC stream, all with the same schema. A message becomes as many rows as its stream
-  has, so that its other columns repeat, or none at all. An empty stream has no such columns;
+  has, so that its other columns repeat, or none at all. An empty stream has no such columns. A small payload can be a
+  large table, which is in memory as a whole: use this for publishers that you trust;
 * a function: it is called with a ``pyarrow.BinaryArray`` of payloads, and returns as many values: an ``Array`` for the
   column ``data``, a ``StructArray`` or a ``RecordBatch`` for several columns. It runs on the event loop. To learn the
   type of an empty stream, it is called with no payloads.
@@ -34,7 +39,7 @@ class Decoder(Protocol):
     def schema(self) -> pa.Schema | None:
         """The columns, once they are known."""
 
-    def decode(self, payloads: Array, place: Callable[[int], str]) -> tuple[pa.Table, Sequence[int] | None]:
+    def decode(self, payloads: Array, place: Callable[[int], str]) -> tuple[pa.Table, Iterator[int] | None]:
         """Return the columns, and to which payload each row belongs (None: one row each); `place` names a payload.
 
         Raises ConversionError if a payload cannot be decoded.
@@ -64,7 +69,7 @@ class _Json:
             if schema.names.count(name) > 1:
                 raise ValueError(f"payload: the schema has the field {name!r} twice")
         try:
-            _parse([b"{}"], pa.schema([field.with_nullable(True) for field in schema]))
+            _parse([b"{}"], pa.schema(map(_optional, schema)))
         except pa.ArrowNotImplementedError as error:
             raise ValueError(f"payload: {error}") from error
 
@@ -88,6 +93,13 @@ class _Json:
         return self.schema
 
 
+def _optional(field: Field) -> Field:
+    """Return a field that may be null, as may the fields of its objects: pyarrow requires those of a null, too."""
+    if isinstance(field.type, pa.StructType):
+        field = field.with_type(pa.struct(list(map(_optional, field.type))))
+    return field.with_nullable(True)
+
+
 def _parse(texts: list[Any], schema: pa.Schema) -> pa.Table:
     joined = b"\n".join(texts)
     table = pyarrow.json.read_json(
@@ -100,25 +112,39 @@ def _parse(texts: list[Any], schema: pa.Schema) -> pa.Table:
     )
     if table.num_rows != len(texts):
         raise pa.ArrowInvalid(f"pyarrow found {table.num_rows} objects in {len(texts)} payloads")
+    if any(_has_infinity(chunk) for column in table.columns for chunk in column.chunks):
+        raise pa.ArrowInvalid("a number is beyond the range of its type float")
     return pa.Table.from_arrays([table.column(name) for name in schema.names], schema=schema)
+
+
+def _has_infinity(values: Any) -> bool:
+    """Return whether a number became infinite; `orjson` refuses those that are beyond the range of a double."""
+    if types.is_float32(values.type):
+        return bool(pc.any(pc.is_inf(values)).as_py())
+    if types.is_struct(values.type):
+        return any(map(_has_infinity, values.flatten()))
+    return types.is_list(values.type) and _has_infinity(values.flatten())
 
 
 class _Ipc:
     def __init__(self) -> None:
         self.schema: pa.Schema | None = None
 
-    def decode(self, payloads: Array, place: Callable[[int], str]) -> tuple[pa.Table, Sequence[int]]:
+    def decode(self, payloads: Array, place: Callable[[int], str]) -> tuple[pa.Table, Iterator[int]]:
         tables = [self._read(payload, index, place) for index, payload in enumerate(payloads)]
         rows = chain.from_iterable(repeat(index, table.num_rows) for index, table in enumerate(tables))
         try:
-            return pa.concat_tables(tables).unify_dictionaries().combine_chunks(), list(rows)
+            return pa.concat_tables(tables).unify_dictionaries().combine_chunks(), rows
         except pa.ArrowException as error:  # such as more values than a dictionary's indices can count
             raise ConversionError(f"the payloads from {place(0)} on cannot be joined: {error}") from error
 
     def _read(self, payload: Any, index: int, place: Callable[[int], str]) -> pa.Table:
         try:
-            with pa.ipc.open_stream(payload.as_buffer()) as stream:
+            source = pa.BufferReader(payload.as_buffer())
+            with pa.ipc.open_stream(source) as stream:
                 table = stream.read_all().replace_schema_metadata(None)
+            if left := source.size() - source.tell():
+                raise pa.ArrowInvalid(f"{left} bytes follow its end")
             table.validate(full=True)  # anyone may have written it
         except (pa.ArrowException, OSError) as error:
             raise ConversionError(f"the payload of {place(index)} is not an Arrow IPC stream: {error}") from error
@@ -165,4 +191,4 @@ def _same(known: pa.Schema | None, found: pa.Schema, what: str) -> pa.Schema:
 
 
 def _shown(schema: pa.Schema) -> str:
-    return ", ".join(f"{field.name} {field.type}" for field in schema)
+    return ", ".join(f"{field.name} {field.type}{'' if field.nullable else ' not null'}" for field in schema)

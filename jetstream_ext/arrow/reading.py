@@ -7,13 +7,14 @@ import concurrent.futures
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from itertools import islice
 from typing import Final, Self, Unpack
 
 import pyarrow as pa
 from nats.js import JetStreamContext
 
 from jetstream_ext.arrow.payloads import Decoder, Payload, decoder_of
-from jetstream_ext.arrow.schemas import ConversionError, Field, check_schema, first_bad, misfit
+from jetstream_ext.arrow.schemas import Array, ConversionError, Field, check_schema, first_bad, misfit
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import ScanOptions, scan_blocks
 from jetstream_ext.client.direct_reader import ExclusiveReader
@@ -284,6 +285,10 @@ class _Pull:
     async def _fetch(self) -> pa.RecordBatch | None:
         if self._closed:
             raise RuntimeError("this reader is closed; read it inside of its async with block")
+        if self._waiting is not None:
+            raise RuntimeError(
+                "another thread is waiting for a batch of this reader, which is for one thread at a time"
+            )
         self._waiting = asyncio.current_task()
         try:
             return await anext(self._batches, None)
@@ -351,12 +356,18 @@ class _Builder:
         stream, seqs = block.stream, block.seqs
         decoded, rows = self._decoder.decode(payloads, lambda index: f"message {seqs[index]} of stream {stream!r}")
         self._learn(self._decoder.schema)
-        arrays = list(decoded.columns)
-        if messages is not None:
-            if rows is not None:
-                messages = messages.take(pa.array(rows, pa.int64()))
-            arrays = [*pa.Table.from_batches([messages]).columns, *arrays]
-        yield from pa.Table.from_arrays(arrays, schema=self.schema).to_batches(self._rows)
+        start = 0
+        for batch in decoded.to_batches(self._rows):
+            own: list[Array] = []
+            if messages is not None:
+                # Few rows at a time: a payload of some bytes can have millions.
+                if rows is None:
+                    some = messages.slice(start, batch.num_rows)
+                    start += batch.num_rows
+                else:
+                    some = messages.take(pa.array(islice(rows, batch.num_rows), pa.int64()))
+                own = some.columns
+            yield pa.RecordBatch.from_arrays([*own, *batch.columns], schema=self.schema)
 
     def _messages(self, block: Block) -> pa.RecordBatch:
         if block.from_leader and "subject" in self._columns.schema.names:

@@ -16,7 +16,8 @@ from jetstream_ext.protocol.headers import MSG_ID, is_reserved
 from jetstream_ext.protocol.subjects import check_subject
 from jetstream_ext.types import Entry, IngestReport, own_headers
 
-_ROWS: Final = 10_000  # turned into Python's values at a time
+_ROWS: Final = 10_000  # turned into Python's values at a time, or
+_BYTES: Final = 8 << 20
 _LEFT_OUT: Final = ("stream", "seq", "time")  # what the stream itself determines
 
 
@@ -164,8 +165,9 @@ class _Messages:
             raise TypeError(f"an iterable source must yield pyarrow.RecordBatch, not {type(batch).__name__}")
         if batch.schema is not self._schema:
             self._check(batch.schema)
-        for start in range(0, batch.num_rows, _ROWS):
-            yield from self._some(batch.slice(start, _ROWS))
+        rows = min(_ROWS, max(1, _BYTES * batch.num_rows // max(1, batch.nbytes)))
+        for start in range(0, batch.num_rows, rows):
+            yield from self._some(batch.slice(start, rows))
 
     def _some(self, batch: pa.RecordBatch) -> Iterator[Entry]:
         names = batch.schema.names
@@ -191,6 +193,8 @@ class _Messages:
     def _headers(self, entries: Any, msg_id: Any) -> dict[str, str]:
         pairs: list[tuple[str, str]] = []
         for entry in entries or ():
+            if entry is None:
+                self._refuse("one of its headers is null")
             given, values = entry.values() if isinstance(entry, dict) else entry
             name = self._text(given, "name of a header")
             if is_reserved(name.title()):

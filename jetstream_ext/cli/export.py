@@ -17,7 +17,7 @@ import orjson
 from nats.js import JetStreamContext
 
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
-from jetstream_ext.cli.formats import FORMATS, SPREADSHEET, WRITERS, Parquet, format_of
+from jetstream_ext.cli.formats import FORMATS, PARQUET, SPREADSHEET, WRITERS, Parquet, format_of
 from jetstream_ext.cli.output import Stopped, count, is_are, one_line, progress, say, write_json
 from jetstream_ext.client.direct import DirectGet, ScanOptions
 from jetstream_ext.protocol.direct import StoredMsg
@@ -70,7 +70,8 @@ def command(
     form = format_of(file, given)
     if spreadsheet and form != "csv":
         raise click.UsageError(f"--spreadsheet is for CSV, not for {form}")
-    part = _Part(file, _Journal(stream, "", subject, start_seq, SPREADSHEET if spreadsheet else form))
+    variant = PARQUET if form == "parquet" else SPREADSHEET if spreadsheet else form
+    part = _Part(file, _Journal(stream, "", subject, start_seq, variant))
     if file.exists() and not overwrite:
         raise click.ClickException(f"{file} already exists; --overwrite replaces it")
     if part.path.exists() and not (resume or overwrite):
@@ -231,7 +232,7 @@ class _Part:
             raise click.ClickException(text) from error
         if dataclasses.replace(begin, end=found.end, seq=found.seq, messages=found.messages, size=found.size) != found:
             raise click.ClickException(
-                f"{self.path} belongs to an export with another stream, subject, start or format; "
+                f"{self.path} belongs to an export with another stream, subject, start or format, or by an older version; "
                 "--overwrite discards it and starts again"
             )
         if not self.path.is_file() or self.path.stat().st_size < found.size:

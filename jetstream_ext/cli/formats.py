@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 FORMATS: Final = ("csv", "jsonl", "parquet")
 SPREADSHEET: Final = "csv for spreadsheets"
+PARQUET: Final = "parquet from Arrow"  # unfinished files of older versions are JSON lines, and their format "parquet"
 _SUFFIXES: Final = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
 _COLUMNS: Final = ("seq", "time", "subject", "headers", "data", "data_base64")
 _PARQUET_ROWS: Final = 10_000  # converted at a time, or
@@ -121,7 +122,11 @@ class Rows:
     def _parquet(self) -> Generator[Row, None, None]:
         with _parquet_file(self._path) as file:
             for batch in file.iter_batches():
-                for row in _parquet_rows(batch):
+                try:
+                    rows = _parquet_rows(batch)
+                except (ValueError, OverflowError) as error:  # such as nanoseconds in a list, which need pandas
+                    raise RowError(f"{self._path}, after row {self.position}: {error}") from error
+                for row in rows:
                     self.position += 1
                     yield row
 
@@ -132,7 +137,7 @@ def _parquet_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
 
     columns: dict[str, list[Any]] = {}
     for field, column in zip(batch.schema, batch.columns, strict=True):
-        if isinstance(field.type, pa.TimestampType) and field.type.unit == "ns":
+        if isinstance(field.type, pa.TimestampType | pa.Time64Type) and field.type.unit == "ns":
             times = column.cast(pa.string()).to_pylist()  # Python's own times have microseconds
             values: list[Any] = [time and time.replace(" ", "T", 1) for time in times]
         elif isinstance(field.type, pa.MapType):
@@ -273,7 +278,7 @@ WRITERS: Final[dict[str, JsonLines]] = {
     "csv": Csv(),
     SPREADSHEET: SpreadsheetCsv(),
     "jsonl": JsonLines(),
-    "parquet": Parquet(),
+    PARQUET: Parquet(),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import tracemalloc
 from collections.abc import Awaitable, Callable
 from decimal import Decimal
 from typing import Any
@@ -124,6 +125,24 @@ def test_each_row_belongs_to_its_payload(rows: list[tuple[dict[str, Any], int | 
     assert table.to_pylist() == [{"n": document.get("n"), "t": document.get("t")} for document, _, _ in rows]
 
 
+async def test_a_small_ipc_stream_of_many_rows_costs_no_memory_before_they_are_read(
+    js: JetStreamContext, make_stream: MakeStream
+) -> None:
+    stream, count = await make_stream(), 1_000_000
+    await store(js, stream, ipc(pa.table({"n": pa.nulls(count)})))
+    before = pa.total_allocated_bytes()
+    tracemalloc.start()
+    try:
+        async with arrow.record_batches(js, stream, schema=SEQ, payload="ipc", batch_rows=1000) as batches:
+            batch = await anext(batches)
+            assert batch.column("seq").to_pylist() == [1] * 1000
+            assert pa.total_allocated_bytes() - before < count
+            assert tracemalloc.get_traced_memory()[1] < count
+            assert 1000 + sum([batch.num_rows async for batch in batches]) == count
+    finally:
+        tracemalloc.stop()
+
+
 async def test_ipc_streams_become_as_many_rows_as_they_have(js: JetStreamContext, make_stream: MakeStream) -> None:
     stream = await make_stream()
     schema = pa.schema([("n", pa.int64()), ("name", pa.dictionary(pa.int8(), pa.string()))])
@@ -154,6 +173,18 @@ async def test_ipc_streams_become_as_many_rows_as_they_have(js: JetStreamContext
         (ipc(pa.table({"n": [1] * 100}))[:-200], "the payload of message 2 of .* is not an Arrow IPC stream"),
         (ipc(pa.table({"n": ["1"]})), "message 2 of .* has other columns than before: n string, before n int64"),
         (ipc(pa.table({"m": [1]})), "message 2 of .* has other columns than before: m int64, before n int64"),
+        (
+            ipc(pa.table({"n": [1]}, pa.schema([pa.field("n", pa.int64(), nullable=False)]))),
+            "message 2 of .* has other columns than before: n int64 not null, before n int64",
+        ),
+        (
+            ipc(pa.table({"n": [1]})) * 2,
+            "the payload of message 2 of .* is not an Arrow IPC stream: 1?[0-9]+ bytes follow",
+        ),
+        (
+            ipc(pa.table({"n": [1]})) + b"\0",
+            "the payload of message 2 of .* is not an Arrow IPC stream: 1 bytes follow",
+        ),
     ],
 )
 async def test_a_payload_that_is_no_such_ipc_stream_is_an_error_with_its_sequence(
@@ -241,6 +272,15 @@ async def test_columns_with_one_name_are_refused(js: JetStreamContext, make_stre
         await arrow.to_arrow(js, stream, schema=arrow.SCHEMA, payload=lambda payloads: payloads)
 
 
+def test_fields_of_an_object_in_an_object_can_be_required() -> None:
+    inner = pa.struct([pa.field("x", pa.int64(), nullable=False)])
+    decoder = decoder_of(pa.schema([pa.field("a", inner, nullable=False), pa.field("b", pa.struct([("c", inner)]))]))
+    table, _ = decoder.decode(pa.array([b'{"a": {"x": 1}, "b": {"c": {"x": 2}}}']), str)
+    assert table.to_pylist() == [{"a": {"x": 1}, "b": {"c": {"x": 2}}}]
+    with pytest.raises(arrow.ConversionError, match="the payload of 0 does not fit the schema"):
+        decoder.decode(pa.array([b'{"a": {}}']), str)
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "value"),
     [
@@ -262,6 +302,8 @@ def test_times_without_a_zone_are_in_utc(kind: pa.DataType, text: bytes, value: 
         (pa.uint64(), b"-1"),
         (pa.decimal128(5, 2), b"1.239"),
         (pa.float64(), b"1e400"),
+        (pa.float32(), b"1e39"),
+        (pa.struct([("x", pa.list_(pa.float32()))]), b'{"x": [1, -1e39]}'),
         (pa.timestamp("us"), b'"2026-01-02T03:04:05.1234567Z"'),
         (pa.string(), b"1"),
         (pa.string(), b'"\\ud83d"'),

@@ -141,6 +141,27 @@ async def test_a_pull_that_waits_ends_with_the_block(own_server: NatsServer, str
         assert set(nc._subs) <= before
 
 
+async def test_a_second_thread_is_refused_and_the_first_ends_with_the_block(
+    own_server: NatsServer, stream_name: Callable[[], str]
+) -> None:
+    async with await nats.connect(own_server.url) as nc:
+        js, stream = nc.jetstream(timeout=60), stream_name()
+        await js.add_stream(name=stream, subjects=[f"{stream}.>"], allow_direct=True, allow_batched=True)
+        await fill(js, stream, 30)
+        before = set(nc._subs)
+        async with arrow.RecordBatchReader(js, stream) as reader:
+            own_server.pause()
+            pull = asyncio.ensure_future(asyncio.to_thread(reader.read_next_batch))
+            await asyncio.sleep(0.2)
+            with pytest.raises(RuntimeError, match="another thread is waiting for a batch of this reader"):
+                await asyncio.to_thread(reader.read_next_batch)
+            assert not pull.done()
+        with pytest.raises(RuntimeError, match="this reader was closed while a batch was read"):
+            await pull
+        own_server.resume()
+        assert set(nc._subs) <= before
+
+
 async def test_a_pull_ends_with_the_connection(own_server: NatsServer, stream_name: Callable[[], str]) -> None:
     async with await nats.connect(own_server.url) as nc:
         js, stream = nc.jetstream(timeout=60), stream_name()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
@@ -26,6 +27,7 @@ INTERNALS = pytest.mark.internals(
 MakeStream = Callable[..., Awaitable[str]]
 Stored = list[tuple[str, bytes, list[tuple[str, str]]]]
 MULTIPLE = pa.map_(pa.string(), pa.list_(pa.string()))
+HEADER = pa.struct([("name", pa.string()), ("value", pa.string())])
 
 
 async def stored(js: JetStreamContext, stream: str) -> Stored:
@@ -77,6 +79,22 @@ async def test_every_source_is_stored_in_order(js: JetStreamContext, make_stream
     report = await arrow.from_arrow(js, SOURCES[kind](rows(stream)))
     assert report.stored == 3
     assert await stored(js, stream) == expected(stream)
+
+
+async def test_large_payloads_become_python_objects_few_at_a_time(
+    js: JetStreamContext, make_stream: MakeStream
+) -> None:
+    stream = await make_stream(storage="memory")
+    count, size = 1_000, 100_000
+    table = pa.table({"data": pa.repeat(pa.scalar(b"x" * size, pa.binary()), count)})
+    tracemalloc.start()
+    try:
+        report = await arrow.from_arrow(js, table.slice(1), subject=f"{stream}.x")
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert report.stored == count - 1
+    assert most < count * size / 2
 
 
 async def test_no_rows_are_no_messages(js: JetStreamContext, make_stream: MakeStream) -> None:
@@ -215,6 +233,10 @@ def with_headers(table: pa.Table, *pairs: tuple[str, list[str | None] | None]) -
         (lambda table: with_headers(table, ("nats-msg-id", ["x"])), "its header 'nats-msg-id' is an instruction"),
         (lambda table: with_headers(table, ("X", ["1", None])), "its header 'X' is null"),
         (lambda table: with_headers(table, ("X", None)), "its header 'X' is null"),
+        (
+            lambda table: table.append_column("headers", pa.array([[], [None], []], pa.list_(HEADER))),
+            "one of its headers is null",
+        ),
         (lambda table: table.append_column("msg_id", [["a", " b", "c"]]), "its msg_id is empty or has white space"),
         (lambda table: table.append_column("msg_id", [["a", "", "c"]]), "its msg_id is empty or has white space"),
     ],

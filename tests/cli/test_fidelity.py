@@ -259,6 +259,26 @@ def test_ingest_stores_each_row_once_after_kills_of_client_and_server(
         assert payloads(server.url, stream) == [b"%d" % n for n in range(count)]
 
 
+def test_an_unfinished_parquet_export_of_an_older_version_is_not_continued(
+    server: NatsServer, run: Run, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
+) -> None:
+    stream, out, part = stream_name(), tmp_path / "out.parquet", tmp_path / "out.parquet.part"
+    fill(server.url, stream, [b"1", b"2", b"3"])
+    created = with_js(server.url, lambda js: js._api_request(f"$JS.API.STREAM.INFO.{stream}"))["created"]
+    row = {"seq": 1, "time": "2026-01-01T00:00:00+00:00", "subject": stream, "headers": {}, "data": "1"}
+    part.write_text(f"{json.dumps(row)}\n")
+    journal = {"stream": stream, "created": created, "subject": "", "first": 1, "format": "parquet"}
+    journal |= {"end": 3, "seq": 1, "messages": 1, "size": part.stat().st_size}
+    Path(f"{part}.json").write_text(json.dumps(journal))
+    before = part.read_bytes()
+    done = run("export", stream, out, "--resume")
+    assert done.exit_code == 1
+    assert "by an older version; --overwrite discards it and starts again" in done.stderr
+    assert part.read_bytes() == before
+    assert ok("export", stream, out, "--overwrite")["messages"] == 3
+    assert pq.read_table(out)["data"].to_pylist() == [b"1", b"2", b"3"]
+
+
 BLOCK = b"NATS/1.0\r\nX: 1\r\nY: two\r\nX: 3\r\nNats-Rollup: sub\r\n\r\n"
 
 
@@ -290,6 +310,26 @@ def test_parquet_has_exact_times_and_every_value_of_a_header(
         return [(message.data, pairs) for message, pairs in zip(found, own, strict=True)]
 
     assert with_js(server.url, copied) == [(b"\xff", []), (b"", []), (b"x", [("X", "1"), ("X", "3"), ("Y", "two")])]
+
+
+def test_times_of_day_with_nanoseconds_are_ingested_exactly(
+    server: NatsServer, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
+) -> None:
+    stream, rows = stream_name(), tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"t": pa.array([1, None], pa.time64("ns"))}), rows)
+    ok("ingest", rows, "--stream", stream, "--subject", stream, "--create", stream)
+    assert payloads(server.url, stream) == [b'{"t":"00:00:00.000000001"}', b'{"t":null}']
+
+
+def test_a_parquet_value_that_python_cannot_hold_is_refused(
+    run: Run, tmp_path: Path, stream_name: Callable[[], str]
+) -> None:
+    stream, rows = stream_name(), tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"t": pa.array([[2**62]], pa.list_(pa.timestamp("us")))}), rows)
+    done = run("ingest", rows, "--stream", stream, "--subject", stream, "--create", stream)
+    assert done.exit_code == 1
+    assert f"{rows.name}, after row 0: " in done.stderr
+    assert "nothing is stored" in done.stderr
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
