@@ -120,13 +120,20 @@ class _Messages:
         if isinstance(source, AsyncIterable):
             return self._from_async(source)
         if hasattr(source, "__arrow_c_stream__"):
-            return self.read(pa.RecordBatchReader.from_stream(source))
+            return self._from_async(self._opened(source))
         if isinstance(source, Iterable) and not isinstance(source, str | bytes):
             return self._from_batches(source)
         raise TypeError(
             "source must be a pyarrow Table, RecordBatch or RecordBatchReader, have __arrow_c_stream__, or be an iterable of "
             f"RecordBatch, not {type(source).__name__}"
         )
+
+    async def _opened(self, source: object) -> AsyncGenerator[pa.RecordBatch, None]:
+        # Opening a relation runs its query, which may read from this event loop.
+        reader = await asyncio.to_thread(pa.RecordBatchReader.from_stream, source)
+        self._check(reader.schema)
+        async for batch in _pulled(reader):
+            yield batch
 
     def _from_batches(self, batches: Iterable[Any]) -> Iterator[Entry]:
         for batch in batches:

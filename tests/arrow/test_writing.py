@@ -81,6 +81,17 @@ async def test_every_source_is_stored_in_order(js: JetStreamContext, make_stream
     assert await stored(js, stream) == expected(stream)
 
 
+async def test_a_relation_that_reads_a_stream_can_be_stored(js: JetStreamContext, make_stream: MakeStream) -> None:
+    stream, copy = await make_stream(), await make_stream()
+    await arrow.from_arrow(js, rows(stream))
+    async with arrow.RecordBatchReader(js, stream) as reader:  # noqa: F841 - DuckDB finds it by its name
+        relation = duckdb.sql(f"SELECT '{copy}.' || (seq - 1) AS subject, data FROM reader")
+        report = await arrow.from_arrow(js, relation)
+        del relation
+    assert report.stored == 3
+    assert await stored(js, copy) == expected(copy)
+
+
 async def test_large_payloads_become_python_objects_few_at_a_time(
     js: JetStreamContext, make_stream: MakeStream
 ) -> None:
