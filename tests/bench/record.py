@@ -83,7 +83,7 @@ def descendants_cpu(name: str = "") -> float:
         pid = int(path.parent.name)
         parents[pid] = int(fields[1])
         if name in head:
-            used[pid] = (int(fields[11]) + int(fields[12])) / ticks
+            used[pid] = sum(map(int, fields[11:15])) / ticks  # with the time of its children that have ended
     total = 0.0
     for pid, seconds in used.items():
         ancestor = parents[pid]
