@@ -128,7 +128,7 @@ class _Messages:
             f"RecordBatch, not {type(source).__name__}"
         )
 
-    async def _opened(self, source: object) -> AsyncGenerator[pa.RecordBatch, None]:
+    async def _opened(self, source: Any) -> AsyncGenerator[pa.RecordBatch, None]:
         # Opening a relation runs its query, which may read from this event loop.
         reader = await asyncio.to_thread(pa.RecordBatchReader.from_stream, source)
         self._check(reader.schema)
