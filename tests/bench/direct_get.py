@@ -7,13 +7,10 @@ import asyncio
 
 import bare
 import nats
-import pyarrow as pa
-from jetstream_ext.arrow import to_arrow
 from nats.js import JetStreamContext
 from record import Case, Clock, Group
 
 import jetstream_ext as jsx
-from jetstream_ext.columns import SCHEMA
 from jetstream_ext.testing import NatsServer
 
 HEADERS = {"Trace-Id": "0af7651916cd43dd8448eb211c80319c", "Content-Type": "application/json"}
@@ -66,6 +63,10 @@ async def use(js: JetStreamContext, name: str) -> int:
 
 
 async def as_table(js: JetStreamContext, name: str, columns: tuple[str, ...]) -> int:
+    import pyarrow as pa  # here, so that the memory of other cases is without it
+
+    from jetstream_ext.arrow import SCHEMA, to_arrow
+
     schema = pa.schema([SCHEMA.field(column) for column in columns or SCHEMA.names])
     return (await to_arrow(js, name, schema=schema, timeout=30)).num_rows
 

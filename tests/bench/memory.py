@@ -10,7 +10,6 @@ from functools import partial
 
 import nats
 from direct_get import fill, scan
-from jetstream_ext.arrow import record_batches
 from nats.js import JetStreamContext
 from record import Clock, Group
 
@@ -64,6 +63,8 @@ async def _add_many(js: JetStreamContext, messages: int) -> int:
 
 
 async def _record_batches(js: JetStreamContext, stream: str) -> int:
+    from jetstream_ext.arrow import record_batches  # here, so that the memory of other cases is without pyarrow
+
     async with record_batches(js, stream, timeout=30) as batches:
         return sum([batch.num_rows async for batch in batches])
 
