@@ -5,10 +5,10 @@ Needs ``nats-jetstream-ext[arrow]``.
 
 try:
     import pyarrow as _pyarrow
-except ImportError as error:
+except ImportError as _error:
     raise ImportError(
         "jetstream_ext.arrow needs pyarrow: pip install 'nats-jetstream-ext[arrow]'", name="pyarrow"
-    ) from error
+    ) from _error
 
 from jetstream_ext.arrow.buckets import BUCKET_SCHEMA
 from jetstream_ext.arrow.payloads import Payload

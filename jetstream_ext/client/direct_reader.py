@@ -309,7 +309,7 @@ class ExclusiveReader(Generic[_T]):
     """A generator that one task at a time reads, until it ends, fails or is closed; see `MessageBatch` for errors."""
 
     def __init__(self, items: AsyncGenerator[_T, None]) -> None:
-        self.closed = False
+        self.closed: bool = False
         self._items = items
         self._failure: BaseException | None = None
         self._reading = False
