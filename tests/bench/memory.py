@@ -41,6 +41,8 @@ async def _measure(url: str, group: Group, case: str, messages: int) -> None:
         "scan": partial(scan, js, "READ", None),
         "record_batches": partial(_record_batches, js, "READ"),
     }
+    if case == "record_batches":
+        import jetstream_ext.arrow  # noqa: F401 - only here, so that the memory of the others is without pyarrow
     if case in ("scan", "record_batches"):
         await fill(js, "READ", messages, 32)
     clock = Clock()
@@ -63,7 +65,7 @@ async def _add_many(js: JetStreamContext, messages: int) -> int:
 
 
 async def _record_batches(js: JetStreamContext, stream: str) -> int:
-    from jetstream_ext.arrow import record_batches  # here, so that the memory of other cases is without pyarrow
+    from jetstream_ext.arrow import record_batches
 
     async with record_batches(js, stream, timeout=30) as batches:
         return sum([batch.num_rows async for batch in batches])
