@@ -148,12 +148,13 @@ class _BlockColumns:
                 return texts.cast(NANOSECONDS)
             except pa.ArrowInvalid:
                 pass
+        times = [parse_time_ns(text.encode()) for text in texts.to_pylist()]
         try:
-            return pa.array([parse_time_ns(text.encode()) for text in texts.to_pylist()], pa.int64()).cast(NANOSECONDS)
+            return pa.array(times, pa.int64()).cast(NANOSECONDS)
         except OverflowError:
-            raise pa.ArrowInvalid(
-                "a time is outside of the years 1678 to 2261, which nanoseconds can express"
-            ) from None
+            if any(time % 1000 for time in times):
+                raise pa.ArrowInvalid("nanoseconds can express only times of the years 1678 to 2261") from None
+            return pa.array([time // 1000 for time in times], pa.int64()).cast(pa.timestamp("us", tz="UTC"))
 
     @property
     def headers(self) -> Array:

@@ -50,7 +50,7 @@ class Decoder(Protocol):
 
 
 def decoder_of(payload: Payload) -> Decoder:
-    """Return the decoder that the caller asks for; raise ValueError or TypeError if there is none."""
+    """Return the decoder that the caller asks for; raise ValueError or TypeError for any other `payload`."""
     if isinstance(payload, pa.Schema):
         return _Json(payload)
     if payload == "ipc":

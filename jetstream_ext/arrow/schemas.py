@@ -13,6 +13,7 @@ from jetstream_ext.errors import JetStreamExtError
 Array: TypeAlias = "pa.Array[Any]"
 Field: TypeAlias = "pa.Field[Any]"
 
+_BYTES_HEADERS: Final = pa.map_(pa.binary(), pa.list_(pa.binary()))
 _ALLOWED: Final = {
     "text": "string, large_string, binary or large_binary",
     "integer": "an integer type",
@@ -74,15 +75,14 @@ def _is_text(data_type: pa.DataType) -> bool:
 
 def misfit(field: Field, what: str, error: object) -> ConversionError:
     """Return the error for a value of a column; `what` names the value and its place."""
-    wider = {
-        "text": "pyarrow.binary()",
-        "integer": "pyarrow.uint64()",
-        "time": "pyarrow.timestamp('ns', tz='UTC')",
-        "headers": "pyarrow.map_(pyarrow.binary(), pyarrow.list_(pyarrow.binary()))",
+    text, widest = {
+        "text": ("pyarrow.binary()", pa.binary()),
+        "integer": ("pyarrow.uint64()", pa.uint64()),
+        "time": ("pyarrow.timestamp('ns', tz='UTC')", pa.timestamp("ns", tz="UTC")),
+        "headers": ("pyarrow.map_(pyarrow.binary(), pyarrow.list_(pyarrow.binary()))", _BYTES_HEADERS),
     }[_kind(field.type)]
-    return ConversionError(
-        f"{what} does not fit column {field.name!r}, which is {field.type} ({error}); {wider} can hold it"
-    )
+    advice = "" if field.type == widest else f"; {text} can hold it"
+    return ConversionError(f"{what} does not fit column {field.name!r}, which is {field.type} ({error}){advice}")
 
 
 def first_bad(convert: Callable[[int, int], object], count: int) -> tuple[int, Exception]:

@@ -70,7 +70,7 @@ async def from_arrow(
     Raises:
         ValueError: A column is missing, unknown, there twice or of another type, or an argument is out of its range.
             Nothing is stored, unless it is a later batch of an iterable.
-        TypeError: `source` is none of these, or an argument has another type.
+        TypeError: `source`, or another argument, has a type that is not accepted.
         BadSubjectError: `subject` is not a valid subject.
         ConversionError: A row cannot be a message; the text has its index, from 0. Everything before it is stored.
         IngestError, UnsupportedFeatureError: As for `ingest`.

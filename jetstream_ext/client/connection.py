@@ -3,8 +3,9 @@
 `Connection` adds to the user's own connection what nats-py's public interface lacks, so nats-py still does TLS,
 authentication and reconnects, and its limits hold. It cuts the frames of our subscriptions out of the bytes that nats-py's
 read loop passes to `Parser.parse`, and passes the rest on, untouched and in order. It appends the commands of a window to
-nats-py's write buffer in one piece, and writes it to the socket itself while it delivers frames. It detects a lost connection at once, at the end of nats-py's reader task. If nats-py
-has other internals, `connection_of` warns once and returns the slower `FallbackConnection`.
+nats-py's write buffer in one piece, and writes that to the socket itself where the next turn of the loop would be late. It
+detects a lost connection at once, at the end of nats-py's reader task. If nats-py has other internals, `connection_of` warns
+once and returns the slower `FallbackConnection`.
 
 `Context` is a caller's JetStream context. `OwnClient` is a connection that this package opens itself, for a command or
 for Spark.

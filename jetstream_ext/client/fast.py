@@ -250,7 +250,8 @@ class FastPublisher:
 
         Args:
             messages: ``(subject, payload)``, ``(subject, payload, headers)`` or `BatchMessage`, from an iterable or
-                an async iterable. It is consumed as the window allows, so it may be endless.
+                an async iterable. It is consumed as the window allows, so it may be endless. An iterable runs in a copy of
+                the caller's context: the caller does not see context variables that it sets.
 
         Returns:
             As for `add`, when all messages are sent and at most a window of them is unacknowledged.

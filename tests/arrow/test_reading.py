@@ -317,3 +317,13 @@ async def test_blocks_are_joined_and_cut(rows: int, most_bytes: int, sizes: list
             yield Block("S", [1] * count, [b"12345"] * count, [0] * count)
 
     assert [len(piece) async for piece in pieces_of(arrive(4, 4, 4, 1, 9), rows, most_bytes)] == sizes
+
+
+def test_a_time_that_nanoseconds_cannot_express_is_exact_in_microseconds() -> None:
+    ancient = StoredMsg(stream="S", subject="a", seq=1, time_ns=-62_135_596_800_000_000_000)
+    block = Block.of([ancient], 0)
+    [time] = _Builder(only(time=pa.timestamp("us", tz="UTC")), None, 10)._messages(block).column(0).cast("int64")
+    assert time.as_py() * 1000 == ancient.time_ns
+    with pytest.raises(arrow.ConversionError, match="message 1 of stream 'S' does not fit column 'time'") as caught:
+        _Builder(only(time=pa.timestamp("ns", tz="UTC")), None, 10)._messages(block)
+    assert "can hold it" not in str(caught.value)
