@@ -242,6 +242,25 @@ async def nc(server: NatsServer) -> AsyncIterator[Client]:
         await nc.close()
 
 
+@pytest.fixture
+async def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Take down for how many seconds the test itself would sleep, and let it go on at once.
+
+    Whatever else sleeps in this process, such as a connection that another test has left to reconnect in a thread, does so.
+    """
+    seconds: list[float] = []
+    sleep, loop = asyncio.sleep, asyncio.get_running_loop()
+
+    async def recorded(delay: float, result: Any = None) -> Any:
+        if asyncio.get_running_loop() is not loop:
+            return await sleep(delay, result)
+        seconds.append(delay)
+        return result
+
+    monkeypatch.setattr(asyncio, "sleep", recorded)
+    return seconds
+
+
 @pytest.fixture(autouse=True)
 def _abort_sockets_of_a_coroutine(request: pytest.FixtureRequest) -> None:
     if inspect.iscoroutinefunction(getattr(request.node, "obj", None)):

@@ -88,13 +88,7 @@ async def test_progress_restarts_the_deadline() -> None:
     assert retry.remaining == 60
 
 
-async def test_pauses_grow_to_the_longest_and_jitter_shortens_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        pauses.append(seconds)
-
-    monkeypatch.setattr(asyncio, "sleep", sleep)
+async def test_pauses_grow_to_the_longest_and_jitter_shortens_them(pauses: list[float]) -> None:
     retry = Retry(60, first_pause=0.1, longest_pause=0.5)
     for _ in range(4):
         await retry.pause_if_transient(errors.RequestTimeoutError())

@@ -846,17 +846,12 @@ class TestPatternBeforeSpark42:
 
 
 async def test_an_idle_query_asks_less_and_less_often(
-    js: JetStreamContext, make: Callable[..., Awaitable[str]], monkeypatch: pytest.MonkeyPatch
+    js: JetStreamContext, make: Callable[..., Awaitable[str]], pauses: list[float]
 ) -> None:
     name = await make(1)
     query = follower(name)
     end = await query.latest(js, await query.initial(js))
-    pauses: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        pauses.append(seconds)
-
-    monkeypatch.setattr(streaming.asyncio, "sleep", sleep)
+    pauses.clear()
     for _ in range(4):
         assert await query.latest(js, end) == end
     assert pauses == pytest.approx([0.5, 0.75, 1.0], abs=0.2)
