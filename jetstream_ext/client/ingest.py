@@ -202,6 +202,8 @@ class _Source:
             # Nearly every message of a bulk is one of these two; no object is made for it.
             if len(entry) == 2:
                 return entry[0], entry[1], {h.MSG_ID: self._id(entry)}
+            if len(entry) == 3 and type(entry[2]) is h.EncodedHeaders:
+                return entry
             if len(entry) == 3 and type(entry[2]) is dict:
                 own = entry[2].copy()
                 if not own.get(h.MSG_ID):

@@ -256,13 +256,14 @@ class AtomicBatchMachine:
         self.check_open()
         out: list[bytes] = []
         count = size = awaited = last_asked = 0
-        line, line_length, line_total, line_head = b"", 0, 0, b""  # of the newest message: sizes and headers repeat
+        # Of the newest message: most of the sizes and headers repeat.
+        line, line_head, line_body, line_digits = b"", b"", -1, 0
         names: list[str] = []  # counted at once, unless the place of a message is to be checked
         stopped: BaseException | None = StopIteration()
         encoder, hold_back, ack_every = self._encoder, self._holds_back, self._ack_every
         fingerprints, largest = self._fingerprints, self._largest.size
         self._check_held()
-        plain, room, known = encoder.plain, encoder.plain_room, encoder.subjects
+        plain, room, known, end = encoder.plain, encoder.plain_room, encoder.subjects, wire.END
         source: Iterator[Any] = messages if first is None else chain((first,), messages)
         try:
             for message in source:
@@ -300,19 +301,15 @@ class AtomicBatchMachine:
                     self.sent = seq
                     _, subject, head, body, _, _ = ready
                     number = b"%d" % seq
-                    total = len(head) + len(number) + 4
-                    length = total + len(body)
-                    if length != line_length or total != line_total or head is not line_head:
-                        line, line_length, line_total, line_head = (
-                            b" %d %d\r\n%b" % (total, length, head),
-                            length,
-                            total,
-                            head,
-                        )
+                    if len(body) != line_body or head is not line_head or len(number) != line_digits:
+                        line_head, line_body, line_digits = head, len(body), len(number)
+                        total = len(head) + line_digits + len(end)
+                        length = total + line_body
+                        line = b" %d %d\r\n%b" % (total, length, head)
                         if length > largest:
                             largest = length
                             self._measure(length, ready)
-                    out += b"HPUB ", subject, line, number, wire.END, body, b"\r\n"
+                    out += b"HPUB ", subject, line, number, end, body, b"\r\n"
                 count += 1
                 size += len(ready[3])
                 if size >= limit or awaited:

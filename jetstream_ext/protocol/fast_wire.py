@@ -103,11 +103,11 @@ class FastWire:
                     type(entry) is bulk
                     and len(entry) == 3
                     and type(entry[1]) is bytes
-                    and type(entry[2]) is dict
-                    and entry[2]
+                    and (type(entry[2]) is h.EncodedHeaders or (type(entry[2]) is dict and entry[2]))
                 ):
                     subject, payload, headers = entry
-                    raw, header = known[subject], cached(headers)
+                    raw = known[subject]
+                    header = headers.block if type(headers) is h.EncodedHeaders else cached(headers)
                     total = len(header) + len(payload)
                     check_size(total, top)
                     sizes = b"%d.1.$FI %d %d\r\n" % (seq, len(header), total)

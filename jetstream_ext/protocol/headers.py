@@ -8,7 +8,7 @@ publisher can store ``Nats-Sequence: 77``, or a block without an end.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
@@ -204,6 +204,24 @@ def encode(items: Iterable[tuple[str, str]]) -> bytes:
         raise _not_unicode(text[: error.start].rpartition("\r\n")[2].partition(":")[0]) from None
     check_block(len(block))
     return block
+
+
+class EncodedHeaders(Mapping[str, str]):
+    """Headers that are encoded and checked already."""
+
+    __slots__ = ("block",)
+
+    def __init__(self, block: bytes) -> None:
+        self.block = block
+
+    def __getitem__(self, name: str) -> str:
+        return dict(parse_lines(self.block))[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in parse_lines(self.block))
+
+    def __len__(self) -> int:
+        return len(parse_lines(self.block))
 
 
 class HeaderCache:

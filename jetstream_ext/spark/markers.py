@@ -13,10 +13,9 @@ that they are the stored ones.
 from __future__ import annotations
 
 from binascii import a2b_base64, b2a_base64
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
-from itertools import compress
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -26,7 +25,7 @@ from jetstream_ext.errors import JetStreamExtError
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.numbers import json_number, json_text
 from jetstream_ext.spark.digests import DigestCounts
-from jetstream_ext.spark.rows import DIGEST_SIZE, Message, content
+from jetstream_ext.spark.rows import DIGEST_SIZE, Rows, content
 
 # The whole digest is compared, because a row that is taken for another one is lost.
 _DIGEST: Final = np.dtype(f"S{DIGEST_SIZE}")
@@ -163,30 +162,30 @@ class StoredRows:
         if not self._gap:
             self._close_gap()
 
-    def select(self, messages: Sequence[Message], digests: bytes) -> tuple[Sequence[Message], bytes]:
+    def select(self, rows: Rows, digests: bytes) -> tuple[Rows, bytes]:
         """Return those of the attempt's next rows that are not stored, and their digests.
 
         Raises ReplayError if they are not the rows that were stored in the gap.
         """
-        messages, digests = self._without_left(messages, digests)
-        if self._gap and messages:
-            there = min(self._gap, len(messages))
+        rows, digests = self._without_left(rows, digests)
+        if self._gap and rows:
+            there = min(self._gap, len(rows))
             self._digest.update(digests[: there * DIGEST_SIZE])
             if self._content is not None:
-                _add_content(self._content, messages[:there])
-            messages, digests = messages[there:], digests[there * DIGEST_SIZE :]
+                _add_content(self._content, rows[:there])
+            rows, digests = rows[there:], digests[there * DIGEST_SIZE :]
             self._gap -= there
             if not self._gap:
                 self._close_gap()
-                messages, digests = self._without_left(messages, digests)
-        return messages, digests
+                rows, digests = self._without_left(rows, digests)
+        return rows, digests
 
-    def _without_left(self, messages: Sequence[Message], digests: bytes) -> tuple[Sequence[Message], bytes]:
+    def _without_left(self, rows: Rows, digests: bytes) -> tuple[Rows, bytes]:
         if not self._left:
-            return messages, digests
+            return rows, digests
         given = np.frombuffer(digests, _DIGEST)
         new = ~self._left.take(given)
-        return list(compress(messages, new.tolist())), given[new].tobytes()
+        return rows.where(new.tolist()), given[new].tobytes()
 
     def _close_gap(self) -> None:
         while self._behind_gap:
@@ -223,8 +222,8 @@ class StoredRows:
         )
 
 
-def _add_content(digest: blake2b, messages: Iterable[Message]) -> None:
+def _add_content(digest: blake2b, rows: Rows) -> None:
     """Add rows to a digest of version 1."""
-    for subject, data, headers, _ in messages:
+    for subject, data, headers, _ in rows:
         row = content(subject, data, headers)
         digest.update(b"%d:%b" % (len(row), row))

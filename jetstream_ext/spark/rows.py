@@ -8,17 +8,18 @@ repeated; by its content alone, equal rows would be lost.
 from __future__ import annotations
 
 from binascii import b2a_base64
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import islice, repeat
+from itertools import chain, compress, islice, repeat
+from operator import add
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 from pyspark.sql.types import StructType
 
 from jetstream_ext.errors import BadSubjectError, JetStreamExtError
-from jetstream_ext.protocol.headers import MSG_ID
+from jetstream_ext.protocol.headers import MSG_ID, EncodedHeaders, encode
 from jetstream_ext.protocol.subjects import check_subject, covers
 from jetstream_ext.spark.digests import DigestCounts
 from jetstream_ext.spark.options import OptionError, WriteOptions
@@ -46,7 +47,82 @@ _BYTES_AT_ONCE: Final = 8 << 20
 _ROWS_A_TIME: Final = 100
 
 Message: TypeAlias = tuple[str, bytes, Mapping[str, str] | None, str | None]
-"""One row: subject, data, headers, message id. A plain tuple, because there are millions."""
+"""One row: subject, data, headers, message id."""
+
+
+class Rows:
+    """Rows of a partition, by columns: there are millions, and an object for each would cost more than what is done with it."""
+
+    __slots__ = ("data", "headers", "ids", "subjects")
+
+    def __init__(
+        self,
+        subjects: Sequence[str] = (),
+        data: Sequence[bytes] = (),
+        headers: Sequence[Mapping[str, str] | None] | None = None,
+        ids: Sequence[str | None] | None = None,
+    ) -> None:
+        self.subjects = subjects
+        self.data = data
+        self.headers = headers  # None: no row has any
+        self.ids = ids  # the rows' own message ids; None: no row has one
+
+    @classmethod
+    def of(cls, messages: Iterable[Message]) -> Rows:
+        subjects, data, headers, ids = zip(*messages, strict=True) if (messages := list(messages)) else ((),) * 4
+        return cls(subjects, data, headers if any(headers) else None, None if ids.count(None) == len(ids) else ids)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Rows]) -> Rows:
+        """Return the rows of all `parts`, in order."""
+        if len(parts) == 1:
+            return parts[0]
+
+        def column(name: str) -> list[Any]:
+            return list(chain.from_iterable(getattr(part, name) or repeat(None, len(part)) for part in parts))
+
+        headers = any(part.headers is not None for part in parts)
+        ids = any(part.ids is not None for part in parts)
+        return cls(
+            column("subjects"), column("data"), column("headers") if headers else None, column("ids") if ids else None
+        )
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __iter__(self) -> Iterator[Message]:
+        return zip(self.subjects, self.data, self.headers or repeat(None), self.ids or repeat(None), strict=False)
+
+    def __getitem__(self, where: slice) -> Rows:
+        return self._map(lambda column: column[where])
+
+    def where(self, selected: Sequence[bool]) -> Rows:
+        """Return the selected rows."""
+        return self._map(lambda column: list(compress(column, selected)))
+
+    def _map(self, change: Callable[[Sequence[Any]], Sequence[Any]]) -> Rows:
+        headers, ids = self.headers, self.ids
+        return Rows(
+            change(self.subjects),
+            change(self.data),
+            None if headers is None else change(headers),
+            None if ids is None else change(ids),
+        )
+
+    def sizes(self) -> list[int]:
+        """Return about how many bytes each row has."""
+        sizes = list(map(add, map(len, self.subjects), map(len, self.data)))
+        for index, headers in enumerate(self.headers or ()):
+            if headers:
+                sizes[index] += sum(len(name) + len(value) for name, value in headers.items())
+        return sizes
+
+    def entries(self) -> list[Entry]:
+        """Return the messages of the rows, without their own ids."""
+        if self.headers is None:
+            return list(zip(self.subjects, self.data, strict=True))
+        columns = zip(self.subjects, self.data, self.headers, strict=True)
+        return [(subject, data, headers) if headers else (subject, data) for subject, data, headers in columns]
 
 
 class RowError(JetStreamExtError):
@@ -111,31 +187,29 @@ class RowReader:
         self._known: set[str] = set()
         self._row = 0
 
-    def from_arrow(self, batch: RecordBatch) -> list[Message]:
-        """Return the messages of a record batch; raise RowError if a row cannot become one."""
+    def from_arrow(self, batch: RecordBatch) -> Rows:
+        """Return the rows of a record batch; raise RowError if one cannot become a message."""
         columns, count = self._columns, batch.num_rows
 
-        def values(index: int | None) -> Iterable[Any]:
-            return repeat(None, count) if index is None else batch.column(index).to_pylist()
+        def values(index: int | None) -> list[Any] | None:
+            column: Any = None if index is None else batch.column(index)
+            return None if column is None or column.null_count == count else column.to_pylist()
 
-        subjects = [self._options.subject] * count if columns.subject is None else list(values(columns.subject))
+        subjects: list[Any] = [self._options.subject] * count
+        if columns.subject is not None:
+            subjects = batch.column(columns.subject).to_pylist()
         data: Any = batch.column(columns.data)  # the stubs know no type that is named by a string
         data = data.cast("binary")
-        rows: Iterable[tuple[Any, Any, Any, Any]] = zip(
-            subjects,
-            (data.fill_null(b"") if data.null_count else data).to_pylist(),
-            values(columns.headers),
-            values(columns.msg_id),
-            strict=True,
-        )
-        if columns.headers is None and columns.msg_id is None and self._known.issuperset(subjects):
-            # No row needs a check.
+        payloads = (data.fill_null(b"") if data.null_count else data).to_pylist()
+        headers, ids = values(columns.headers), values(columns.msg_id)
+        if headers is None and ids is None and self._are_accepted(subjects):
             self._row += count
-            return list(rows)
-        return list(self._messages(rows))
+            return Rows(subjects, payloads)
+        rows = zip(subjects, payloads, headers or repeat(None), ids or repeat(None), strict=False)
+        return Rows.of(self._messages(rows))
 
-    def from_rows(self, rows: Iterable[Any]) -> list[Message]:
-        """Return the messages of Spark's rows; otherwise as `from_arrow`."""
+    def from_rows(self, rows: Iterable[Any]) -> Rows:
+        """Return the rows that Spark passes one by one; otherwise as `from_arrow`."""
         columns, subject = self._columns, self._options.subject
 
         def values() -> Iterator[tuple[Any, Any, Any, Any]]:
@@ -147,19 +221,21 @@ class RowReader:
                     None if columns.msg_id is None else row[columns.msg_id],
                 )
 
-        return list(self._messages(values()))
+        return Rows.of(self._messages(values()))
 
-    def chunks_from_rows(self, rows: Iterator[Any]) -> Iterator[list[Message]]:
-        """Yield the messages of Spark's rows, some at a time."""
-        collected: list[Message] = []
-        size = 0
+    def chunks_from_rows(self, rows: Iterator[Any]) -> Iterator[Rows]:
+        """Yield the rows that Spark passes one by one, some at a time."""
+        collected: list[Rows] = []
+        count = size = 0
         while some := self.from_rows(islice(rows, _ROWS_A_TIME)):
-            collected += some
-            size += sum(map(size_of, some))
-            if len(collected) >= _ROWS_AT_ONCE or size >= _BYTES_AT_ONCE:
-                yield collected
-                collected, size = [], 0
-        yield collected
+            collected.append(some)
+            count += len(some)
+            size += sum(some.sizes())
+            if count >= _ROWS_AT_ONCE or size >= _BYTES_AT_ONCE:
+                yield Rows.joined(collected)
+                collected, count, size = [], 0, 0
+        if collected:
+            yield Rows.joined(collected)
 
     def _messages(self, rows: Iterable[tuple[Any, Any, Any, Any]]) -> Iterator[Message]:
         known = self._known
@@ -177,6 +253,15 @@ class RowReader:
                 raise self._bad("its msgId is empty or has white space around it; give null to let the sink make an id")
             yield subject, data, self._headers(pairs) if pairs else None, msg_id
             self._row += 1
+
+    def _are_accepted(self, subjects: Iterable[Any]) -> bool:
+        """Return whether rows can have these subjects; each distinct one is checked once."""
+        try:
+            for subject in set(subjects).difference(self._known):
+                self._check_subject(subject)
+        except RowError:  # about an unknown row
+            return False
+        return True
 
     def _check_subject(self, subject: Any) -> None:
         if subject is None:
@@ -223,15 +308,6 @@ class RowReader:
         return RowError(f"row {self._row} of partition {self._partition} cannot be a message: {what}")
 
 
-def size_of(message: Message) -> int:
-    """Return about how many bytes a message has."""
-    subject, data, headers, _ = message
-    size = len(subject) + len(data)
-    if headers:
-        size += sum(len(name) + len(value) for name, value in headers.items())
-    return size
-
-
 def content(subject: str, data: bytes, headers: Mapping[str, str] | None) -> bytes:
     """Return bytes that differ for messages that differ in subject, data or headers."""
     if not headers:
@@ -241,21 +317,21 @@ def content(subject: str, data: bytes, headers: Mapping[str, str] | None) -> byt
     return b"%d %d %b%b%b" % (len(pairs), len(subject), pairs, subject.encode(), data)
 
 
-def digests_of(messages: Iterable[Message]) -> bytes:
-    """Return the digests of those messages that have no id, joined; equal messages have equal digests."""
-    begun: dict[str, Any] = {}  # by subject: the digest of the start of `content`, for messages without headers
+def digests_of(rows: Rows) -> bytes:
+    """Return the digests of those rows that have no id, joined; equal rows have equal digests."""
+    if rows.ids is not None:
+        rows = rows.where([own is None for own in rows.ids])
+    begun: dict[str, Any] = {}  # by subject: a copy of the digest of the start of `content`, for rows without headers
     digests: list[bytes] = []
-    for subject, data, headers, msg_id in messages:
-        if msg_id is not None:
-            continue
+    for subject, data, headers in zip(rows.subjects, rows.data, rows.headers or repeat(None), strict=False):
         if headers:
             digests.append(blake2b(content(subject, data, headers), digest_size=DIGEST_SIZE).digest())
             continue
         try:
-            digest = begun[subject].copy()
+            digest = begun[subject]()
         except KeyError:
-            begun[subject] = start = blake2b(content(subject, b"", None), digest_size=DIGEST_SIZE)
-            digest = start.copy()
+            begun[subject] = blake2b(content(subject, b"", None), digest_size=DIGEST_SIZE).copy
+            digest = begun[subject]()
         digest.update(data)
         digests.append(digest.digest())
     return b"".join(digests)
@@ -268,29 +344,35 @@ class MessageIds:
     """
 
     def __init__(self, prefix: str) -> None:
-        self._prefix = f"{prefix}:"
+        block = encode([(MSG_ID, f"{prefix}:-")])
+        self._start, _, self._end = block.rpartition(b"-")
         self._seen = DigestCounts()
 
-    def of(self, messages: Sequence[Message]) -> list[str]:
-        """Return the ids of the partition's next rows: their own, or else new ones."""
-        digests = digests_of(messages)
-        text, prefix = b2a_base64(digests, newline=False).decode(), self._prefix
-        ids = [prefix + text[at : at + _DIGEST_TEXT] for at in range(0, len(text), _DIGEST_TEXT)]
+    def entries(self, rows: Rows) -> Iterator[Entry]:
+        """Return the messages of the partition's next rows with their ids, their own or else new ones.
+
+        Their headers become objects when they are sent: thousands at once would slow the garbage collector.
+        """
+        made = map(EncodedHeaders, self._blocks(digests_of(rows)))
+        if rows.headers is None and rows.ids is None:
+            return zip(rows.subjects, rows.data, made, strict=True)
+        return self._among_own(rows, made)
+
+    def _among_own(self, rows: Rows, made: Iterator[EncodedHeaders]) -> Iterator[Entry]:
+        for subject, data, headers, own in rows:
+            named = next(made) if own is None else {MSG_ID: own}
+            yield subject, data, {**headers, **named} if headers else named
+
+    def _blocks(self, digests: bytes) -> list[bytes]:
+        """Return the headers of rows that have only an id, encoded."""
+        count, start, end = len(digests) // DIGEST_SIZE, len(self._start), len(self._end)
+        table = np.empty((count, start + _DIGEST_TEXT + end), np.uint8)
+        table[:, :start] = np.frombuffer(self._start, np.uint8)
+        table[:, start:-end] = np.frombuffer(b2a_base64(digests, newline=False), np.uint8).reshape(count, _DIGEST_TEXT)
+        table[:, -end:] = np.frombuffer(self._end, np.uint8)
+        blocks: list[bytes] = table.view(f"V{table.shape[1]}").ravel().tolist()
         # Digests that have only their starts in common get a higher number than they need.
         before = self._seen.add(np.frombuffer(digests, _START_OF_DIGEST)["start"])
         for index in np.flatnonzero(before).tolist():
-            ids[index] += f":{before[index]}"
-        if len(ids) == len(messages):
-            return ids
-        made = iter(ids)
-        return [next(made) if message[3] is None else message[3] for message in messages]
-
-
-def with_ids(messages: Iterable[Message], ids: Iterable[str]) -> Iterator[Entry]:
-    """Yield messages with their ids, each made when it is sent: thousands at once would slow the garbage collector."""
-    for (subject, data, headers, _), msg_id in zip(messages, ids, strict=True):
-        yield subject, data, {**headers, MSG_ID: msg_id} if headers else {MSG_ID: msg_id}
-
-
-def without_ids(messages: Iterable[Message]) -> list[Entry]:
-    return [(subject, data) if headers is None else (subject, data, headers) for subject, data, headers, _ in messages]
+            blocks[index] = b"%b:%d%b" % (blocks[index][:-end], before[index], self._end)
+        return blocks

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from nats.js import JetStreamContext
@@ -31,7 +33,7 @@ from jetstream_ext.spark.connection import Lease, connected, run_on_driver
 from jetstream_ext.spark.markers import ReplayError
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.planning import PlanningError, state_of
-from jetstream_ext.spark.rows import Columns, Message, MessageIds, RowReader, size_of, with_ids, without_ids
+from jetstream_ext.spark.rows import Columns, MessageIds, RowReader, Rows
 from jetstream_ext.spark.transactional import PATIENCE, MicroBatch, SinkError, Transactions, most_rows
 from jetstream_ext.text import get_logger
 from jetstream_ext.types import Entry
@@ -293,9 +295,7 @@ class _Pipeline:
             wait()
 
 
-def write_partition(
-    options: WriteOptions, state: StreamState, task: Task, chunks: Iterable[Sequence[Message]]
-) -> Written:
+def write_partition(options: WriteOptions, state: StreamState, task: Task, chunks: Iterable[Rows]) -> Written:
     """Store the rows of one partition, which come in chunks, in order; `state` is the stream as the driver found it."""
     with connected(options.connection, "executor") as (lease, context):
         if options.semantics == "transactional":
@@ -308,17 +308,16 @@ def write_partition(
 
 
 def _fast(
-    lease: Lease, context: JetStreamContext, options: WriteOptions, task: Task, chunks: Iterable[Sequence[Message]]
+    lease: Lease, context: JetStreamContext, options: WriteOptions, task: Task, chunks: Iterable[Rows]
 ) -> Written:
-    rows = 0
+    stored = 0
     ids = MessageIds(f"{task.writer}:{task.batch}:{task.partition}") if options.semantics == "dedupe" else None
-    named = ((chunk, ids.of(chunk) if ids else ()) for chunk in chunks)
+    messages = ((ids.entries(rows) if ids else rows.entries(), rows.sizes()) for rows in chunks)
     with _Pipeline(lease) as pipeline:
-        for messages, names in _joined(named, lambda: lease.busy):
-            entries = with_ids(messages, names) if ids else without_ids(messages)
-            pipeline.store(partial(_publish, lease, context, options, task, entries, rows))
-            rows += len(messages)
-    return Written(task.writer, rows)
+        for entries, count in _joined(messages, lambda: lease.busy):
+            pipeline.store(partial(_publish, lease, context, options, task, entries, stored))
+            stored += count
+    return Written(task.writer, stored)
 
 
 async def _publish(
@@ -359,24 +358,26 @@ async def _publish(
 
 
 def _joined(
-    chunks: Iterable[tuple[Sequence[Message], Sequence[str]]], busy: Callable[[], bool]
-) -> Iterator[tuple[list[Message], list[str]]]:
-    """Join the chunks that arrive while another one is being stored, because each store has a fixed cost."""
-    messages: list[Message] = []
-    names: list[str] = []
-    size = 0
-    for chunk, chunk_names in chunks:
-        messages += chunk
-        names += chunk_names
-        size += sum(map(size_of, chunk))
-        if messages and (not busy() or len(messages) >= _ROWS_AT_ONCE or size >= _BYTES_AT_ONCE):
-            yield messages, names
-            messages, names, size = [], [], 0
-    if messages:
-        yield messages, names
+    chunks: Iterable[tuple[Iterable[Entry], list[int]]], busy: Callable[[], bool]
+) -> Iterator[tuple[Iterable[Entry], int]]:
+    """Join chunks that arrive while another one is being stored, because each store has a fixed cost.
+
+    A chunk comes with the sizes of its messages; what it is joined to goes with the number of its messages.
+    """
+    collected: list[Iterable[Entry]] = []
+    count = size = 0
+    for entries, sizes in chunks:
+        collected.append(entries)
+        count += len(sizes)
+        size += sum(sizes)
+        if count and (not busy() or count >= _ROWS_AT_ONCE or size >= _BYTES_AT_ONCE):
+            yield chain.from_iterable(collected), count
+            collected, count, size = [], 0, 0
+    if count:
+        yield chain.from_iterable(collected), count
 
 
-def _transactional(lease: Lease, batch: MicroBatch, partition: int, chunks: Iterable[Sequence[Message]]) -> Written:
+def _transactional(lease: Lease, batch: MicroBatch, partition: int, chunks: Iterable[Rows]) -> Written:
     options, nothing = batch.options, Written(batch.writer, 0)
     transactions = Transactions(batch, partition)
     rows = 0
@@ -386,9 +387,9 @@ def _transactional(lease: Lease, batch: MicroBatch, partition: int, chunks: Iter
             return nothing
         lease.run(transactions.open())
         with _Pipeline(lease) as pipeline:
-            for messages in _transactions_of(chunks, transactions.most_rows):
-                pipeline.store(partial(transactions.store, transactions.next(messages)))
-                rows += len(messages)
+            for some in _transactions_of(chunks, transactions.most_rows):
+                pipeline.store(partial(transactions.store_all, [transactions.next(each) for each in some]))
+                rows += sum(map(len, some))
     except FencedError:
         if options.txn_app_id is None:
             raise
@@ -400,16 +401,25 @@ def _transactional(lease: Lease, batch: MicroBatch, partition: int, chunks: Iter
     return Written(batch.writer, rows, transactions.skipped)
 
 
-def _transactions_of(chunks: Iterable[Sequence[Message]], most: int) -> Iterator[list[Message]]:
-    """Cut rows into transactions."""
-    collected: list[Message] = []
-    size = 0
+def _transactions_of(chunks: Iterable[Rows], most: int) -> Iterator[list[Rows]]:
+    """Cut rows into transactions, each of `most` rows or as many as make it large; yield those that a chunk completes."""
+    collected: list[Rows] = []
+    count = size = 0
     for chunk in chunks:
-        for message in chunk:
-            if len(collected) == most or size >= _TRANSACTION_BYTES:
-                yield collected
-                collected, size = [], 0
-            collected.append(message)
-            size += size_of(message)
-    if collected:
-        yield collected
+        complete: list[Rows] = []
+        totals = list(accumulate(chunk.sizes()))
+        at = before = 0
+        while at < len(chunk):
+            large = bisect_left(totals, before + _TRANSACTION_BYTES - size) + 1
+            end = min(at + most - count, large, len(chunk))
+            collected.append(chunk[at:end])
+            count += end - at
+            size += totals[end - 1] - before
+            at, before = end, totals[end - 1]
+            if count == most or size >= _TRANSACTION_BYTES:
+                complete.append(Rows.joined(collected))
+                collected, count, size = [], 0, 0
+        if complete:
+            yield complete
+    if count:
+        yield [Rows.joined(collected)]

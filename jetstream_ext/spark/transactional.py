@@ -21,7 +21,7 @@ which is why the option ``sinkPartitions`` exists; the driver checks it at the e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Generic
 
@@ -42,7 +42,7 @@ from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import Request, StoredMsg
 from jetstream_ext.spark.markers import Layout, Marker, Record, ReplayError, StoredRows, decode, rows_per_marker
 from jetstream_ext.spark.options import WriteOptions
-from jetstream_ext.spark.rows import Message, digests_of, without_ids
+from jetstream_ext.spark.rows import Rows, digests_of
 from jetstream_ext.text import get_logger
 from jetstream_ext.ttl import marker_reason
 
@@ -255,8 +255,8 @@ def most_rows(context: JetStreamContext, options: WriteOptions, state: StreamSta
 
 @dataclass(frozen=True, slots=True)
 class Transaction:
-    messages: Sequence[Message]
-    digests: bytes  # of the messages
+    rows: Rows
+    digests: bytes  # of the rows
     start: int  # the index in the partition of the first one
 
 
@@ -279,23 +279,28 @@ class Transactions:
         await self._record.read()
         await self._learn()
 
-    def next(self, messages: Sequence[Message]) -> Transaction:
+    def next(self, rows: Rows) -> Transaction:
         """Prepare the next transaction. Any thread may call it, while the one before is being stored."""
-        start, self._taken = self._taken, self._taken + len(messages)
-        return Transaction(messages, digests_of(messages), start)
+        start, self._taken = self._taken, self._taken + len(rows)
+        return Transaction(rows, digests_of(rows), start)
+
+    async def store_all(self, transactions: Iterable[Transaction]) -> None:
+        """Store transactions, in the order of `next`, one after the other."""
+        for transaction in transactions:
+            await self.store(transaction)
 
     async def store(self, transaction: Transaction) -> None:
-        """Store those of a transaction's rows that are not stored; in the order of `next`, one after the other."""
-        messages, digests = self._stored.select(transaction.messages, transaction.digests)
-        while messages:
+        """Store those of a transaction's rows that are not stored."""
+        rows, digests = self._stored.select(transaction.rows, transaction.digests)
+        while rows:
             marker = self._stored.next_marker(self._of.batch, self._of.partitions, digests, self._known)
-            if await self._commit(messages, marker, transaction):
+            if await self._commit(rows, marker, transaction):
                 self._stored.add(marker)
                 self._known = self._record.seq
                 break
             await self._learn()
-            messages, digests = self._stored.select(messages, digests)
-        if known := len(transaction.messages) - len(messages):
+            rows, digests = self._stored.select(rows, digests)
+        if known := len(transaction.rows) - len(rows):
             _log.debug("%s: %d rows from row %d on are already stored", self._record.what, known, transaction.start)
             self.skipped += known
 
@@ -323,16 +328,16 @@ class Transactions:
         self._stored.learn(newest, digests)
         self._known = self._record.seq
 
-    async def _commit(self, messages: Sequence[Message], marker: Marker, transaction: Transaction) -> bool:
+    async def _commit(self, rows: Rows, marker: Marker, transaction: Transaction) -> bool:
         """Store rows and their marker; False: another attempt has stored a marker, so decide again."""
         what = self._record.what
         try:
-            return await self._record.store(without_ids(messages), marker, keep=marker.previous > 0)
+            return await self._record.store(rows.entries(), marker, keep=marker.previous > 0)
         except AtomicPublishTooLargeError as error:
             raise SinkError(
-                f"{what}: the server accepts fewer than {len(messages) + 1} messages per batch ({error}); set "
+                f"{what}: the server accepts fewer than {len(rows) + 1} messages per batch ({error}); set "
                 "transactionRows to less than that"
             ) from error
         except (BadHeaderError, MaxPayloadError) as error:
-            last = transaction.start + len(transaction.messages) - 1
+            last = transaction.start + len(transaction.rows) - 1
             raise SinkError(f"{what}: one of its rows {transaction.start} to {last} was refused: {error}") from error

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.spark import transactional
 from jetstream_ext.spark.markers import Layout, Marker, ReplayError, _add_content, decode, rows_per_marker
-from jetstream_ext.spark.rows import Message, digests_of
+from jetstream_ext.spark.rows import Rows, digests_of
 from jetstream_ext.spark.transactional import Transactions
 
 
@@ -89,8 +89,8 @@ def _without_a_server() -> Iterator[None]:
         yield
 
 
-def messages_of(rows: Sequence[int]) -> list[Message]:
-    return [("S.a", b"%d" % row, None, None) for row in rows]
+def rows_of(rows: Sequence[int]) -> Rows:
+    return Rows(["S.a"] * len(rows), [b"%d" % row for row in rows])
 
 
 async def attempt(partition: Partition, batch: int, rows: Sequence[int], size: int) -> int:
@@ -100,7 +100,7 @@ async def attempt(partition: Partition, batch: int, rows: Sequence[int], size: i
     )  # type: ignore[arg-type]
     await transactions.open()
     for first in range(0, len(rows), size):
-        await transactions.store(transactions.next(messages_of(rows[first : first + size])))
+        await transactions.store(transactions.next(rows_of(rows[first : first + size])))
     transactions.check_end()
     return transactions.skipped
 
@@ -174,10 +174,10 @@ def test_attempts_at_once_with_the_same_rows_need_only_the_newest_marker(
 ) -> None:
     partition = Partition(limit=limit)
     if old and rows:  # an earlier version has stored some of them
-        first = messages_of(rows[:old])
+        first = rows_of(rows[:old])
         digest = blake2b(digest_size=16)
         _add_content(digest, first)
-        partition.rows.update(message[1] for message in first)
+        partition.rows.update(first.data)
         partition.last_seq = len(first) + 1
         partition.markers[partition.last_seq] = Marker(0, len(first), digest.hexdigest())
     run_at_once(partition, [(rows, size) for size in sizes], turns)
@@ -201,7 +201,7 @@ def test_the_same_rows_are_recognised_whatever_markers_are_left(
 
 
 def marker(**fields: Any) -> bytes:
-    digests = Marker(0, 2, "d", digests_of(messages_of([1, 2])), 3).encode()
+    digests = Marker(0, 2, "d", digests_of(rows_of([1, 2])), 3).encode()
     return orjson.dumps(orjson.loads(digests) | fields)
 
 
@@ -230,9 +230,7 @@ def test_records_of_the_first_version_are_read() -> None:
     assert decode(Marker, message(b'{"v":1,"batch":3,"rows":2,"digest":"d"}')) == Marker(3, 2, "d")
     assert decode(Layout, message(b'{"v":1,"batch":3,"partitions":2}')) == Layout(3, 2)
     digest = blake2b(digest_size=16)
-    _add_content(
-        digest, [("s.0", b"0", None, None), ("s.1", b"", {"A": "1", "B": "ü"}, None), ("s.ü", b"2", None, None)]
-    )
+    _add_content(digest, Rows(["s.0", "s.1", "s.ü"], [b"0", b"", b"2"], [None, {"A": "1", "B": "ü"}, None]))
     assert digest.hexdigest() == "21bdb10e31341d69ba979e0d9ac8f233"  # of the code of that version
 
 

@@ -19,6 +19,7 @@ from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.kv import JetStreamKvDataSource, plan_kv
 from jetstream_ext.spark.options import KvOptions, ReadOptions, WriteOptions
 from jetstream_ext.spark.planning import plan_read
+from jetstream_ext.spark.rows import Rows
 from jetstream_ext.spark.sink import Task, check_sink, write_partition
 from jetstream_ext.spark.source import JetStreamDataSource
 from jetstream_ext.testing import NatsServer
@@ -114,7 +115,7 @@ def test_writing_needs_only_the_documented_permissions(
         state = lease.run(check_sink(lease.connection.context(), write))
         rows = [("S.a", b"%d" % row, None, None) for row in range(2500)]
         for _ in range(2):  # the second attempt reads what the first one has stored
-            done = write_partition(write, state, Task("q", 0, 0), [rows])
+            done = write_partition(write, state, Task("q", 0, 0), [Rows.of(rows)])
         assert lease.connection.client.refusal is None
     assert (done.rows, done.skipped) == (2500, 2500 if semantics == "transactional" else 0)
 

@@ -8,14 +8,16 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pyspark.sql.types import ArrayType, BinaryType, MapType, StringType, StructType
 
 from jetstream_ext.protocol.options import as_message, message_headers
 from jetstream_ext.spark.options import WriteOptions
-from jetstream_ext.spark.rows import Columns, Message, RowError, RowReader, without_ids
+from jetstream_ext.spark.rows import Columns, Message, RowError, RowReader, Rows
 from jetstream_ext.spark.sink import _transactions_of
 
-Reads = Callable[..., list[Message]]
+Reads = Callable[..., Rows]
 
 ONE, SEVERAL = MapType(StringType(), StringType()), MapType(StringType(), ArrayType(StringType()))
 ARROW = {
@@ -30,7 +32,7 @@ ARROW = {
 def read(request: pytest.FixtureRequest) -> Reads:
     """Make messages of rows of subject, data, headers and (with dedupe) id, from Arrow or from single rows."""
 
-    def run(*rows: tuple[Any, ...], several: bool = False, **options: str) -> list[Message]:
+    def run(*rows: tuple[Any, ...], several: bool = False, **options: str) -> Rows:
         given = {"servers": "nats://unused", "stream": "S"} | options
         if options.get("semantics") == "transactional":
             given["sinkPartitions"] = "1"
@@ -58,13 +60,13 @@ def read(request: pytest.FixtureRequest) -> Reads:
 
 def test_rows_become_messages(read: Reads) -> None:
     rows = [("s.a", b"x", {"A": "1"}, "id"), ("s.b", b"", None, None), ("s.a", None, {}, None)]
-    assert read(*rows) == [("s.a", b"x", {"A": "1"}, "id"), ("s.b", b"", None, None), ("s.a", b"", None, None)]
+    assert list(read(*rows)) == [("s.a", b"x", {"A": "1"}, "id"), ("s.b", b"", None, None), ("s.a", b"", None, None)]
 
 
 def test_nats_headers_are_stripped_on_request(read: Reads) -> None:
     headers = {"Nats-Msg-Id": "1", "nats-rollup": "all", "NATS-TTL": "1s", "Natsy": "stays"}
-    assert read(("s.a", b"", headers), natsHeaders="strip") == [("s.a", b"", {"Natsy": "stays"}, None)]
-    assert read(("s.a", b"", {"Nats-TTL": "1s"}), natsHeaders="strip") == [("s.a", b"", None, None)]
+    assert list(read(("s.a", b"", headers), natsHeaders="strip")) == [("s.a", b"", {"Natsy": "stays"}, None)]
+    assert list(read(("s.a", b"", {"Nats-TTL": "1s"}), natsHeaders="strip")) == [("s.a", b"", None, None)]
 
 
 def test_headers_keep_several_values(read: Reads) -> None:
@@ -105,7 +107,7 @@ def test_dedupe_refuses_headers_with_several_values(read: Reads) -> None:
 
 
 def test_every_value_of_a_header_is_sent(read: Reads) -> None:
-    (entry,) = without_ids(read(("s.a", b"", {"A": ["1", "2"]}), several=True, semantics="transactional"))
+    (entry,) = read(("s.a", b"", {"A": ["1", "2"]}), several=True, semantics="transactional").entries()
     assert message_headers(as_message(entry)) == [("A", "1"), ("A", "2")]
 
 
@@ -122,6 +124,46 @@ def test_single_rows_are_collected_into_chunks() -> None:
     assert sizes(0, 1) == []
 
 
+def transactions_of(chunks: list[list[Message]], most: int) -> list[list[Message]]:
+    return [list(rows) for some in _transactions_of(map(Rows.of, chunks), most) for rows in some]
+
+
 def test_the_headers_of_rows_count_for_the_size_of_a_transaction() -> None:
     large: Message = ("s.a", b"", {"H": "x" * (5 << 20)}, None)
-    assert [len(one) for one in _transactions_of([[large] * 5], 999)] == [2, 2, 1]
+    assert transactions_of([[large] * 5], 999) == [[large] * 2, [large] * 2, [large]]
+
+
+ROWS = st.lists(
+    st.tuples(st.just("s.a"), st.sampled_from([b"", bytes(3 << 20), bytes(8 << 20)]), st.none(), st.none()), max_size=9
+)
+
+
+@given(st.lists(ROWS, max_size=5), st.integers(1, 5))
+def test_transactions_have_all_rows_in_order_and_end_where_they_are_full(
+    chunks: list[list[Message]], most: int
+) -> None:
+    found = transactions_of(chunks, most)
+    assert [row for rows in found for row in rows] == [row for chunk in chunks for row in chunk]
+    for index, rows in enumerate(found):
+        sizes = [len(subject) + len(data) for subject, data, _, _ in rows]
+        assert len(rows) <= most
+        assert sum(sizes[:-1]) < 8 << 20
+        assert index == len(found) - 1 or len(rows) == most or sum(sizes) >= 8 << 20
+
+
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(
+                st.just("s.a"), st.binary(max_size=2), st.none() | st.just({"A": "1"}), st.none() | st.text(max_size=2)
+            ),
+            max_size=4,
+        ),
+        min_size=1,
+    )
+)
+def test_joined_rows_are_the_rows_of_all_parts(parts: list[list[Message]]) -> None:
+    joined = Rows.joined([Rows.of(part) for part in parts])
+    assert list(joined) == [row for part in parts for row in part]
+    assert len(joined.sizes()) == len(joined)
+    assert list(joined[1:3]) == list(joined)[1:3]

@@ -27,7 +27,7 @@ from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.markers import ReplayError
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.planning import state_of
-from jetstream_ext.spark.rows import Message
+from jetstream_ext.spark.rows import Message, Rows
 from jetstream_ext.spark.sink import Task, Written, write_partition
 from jetstream_ext.spark.transactional import SinkError
 from jetstream_ext.testing import NatsServer
@@ -78,7 +78,7 @@ def write(server: NatsServer, stream: str, cache: Connections, with_js: Any) -> 
     return run
 
 
-def chunks(stream: str, rows: Any) -> Iterator[list[Message]]:
+def chunks(stream: str, rows: Any) -> Iterator[Rows]:
     """Yield numbered rows, ten at a time; raise an exception among them."""
     chunk: list[Message] = []
     for row in rows:
@@ -86,9 +86,9 @@ def chunks(stream: str, rows: Any) -> Iterator[list[Message]]:
             raise row
         chunk.append((f"{stream}.{row % 3}", b"%d" % row, None, None))
         if len(chunk) == 10:
-            yield chunk
+            yield Rows.of(chunk)
             chunk = []
-    yield chunk
+    yield Rows.of(chunk)
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_rows_with_ids_of_their_own_do_not_count_as_equal_rows(
     state = StreamState(stream, "", {"subjects": [f"{stream}.*"]})
     row = (f"{stream}.1", b"1", None)
     for chunk in ([(*row, "own"), (*row, None)], [(*row, None), (*row, None)]):
-        write_partition(options, state, Task(QUERY, 0, 0), [chunk])
+        write_partition(options, state, Task(QUERY, 0, 0), [Rows.of(chunk)])
     own, made, another = ids(with_js, stream)
     assert (own, another) == ("own", f"{made}:1")
 
@@ -573,7 +573,7 @@ def test_an_error_names_the_rows_among_which_one_is_invalid(
     options = WriteOptions.parse(given, streaming=True)
     rows = [(f"{stream}.1", b"1", None, None)] * 14 + [(f"{stream}.1", data, headers, None)]
     with pytest.raises(SinkError, match=rf"{where}( was refused)?: .*(max_payload|line break)"):
-        write_partition(options, StreamState(stream, "", {"subjects": [">"]}), Task(QUERY, 0, 1), [rows])
+        write_partition(options, StreamState(stream, "", {"subjects": [">"]}), Task(QUERY, 0, 1), [Rows.of(rows)])
 
 
 def test_an_error_names_the_row_that_was_refused(stream: str, server: NatsServer, cache: Connections) -> None:
@@ -585,7 +585,7 @@ def test_an_error_names_the_row_that_was_refused(stream: str, server: NatsServer
             options,
             StreamState(stream, "", {"subjects": [">"]}),
             Task(QUERY, 0, 1),
-            [small, messages],
+            map(Rows.of, [small, messages]),
         )
     assert str(caught.value).endswith("; rows 0 to 12 are stored")
     assert "message 3" not in str(caught.value)
