@@ -11,6 +11,7 @@ from jetstream_ext import errors
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol.fast import FastBatch, State
 from jetstream_ext.protocol.frames import Command
+from jetstream_ext.protocol.headers import EncodedHeaders, encode
 from jetstream_ext.protocol.options import as_message
 from jetstream_ext.types import NEVER, BatchMessage, Entry, GapMode
 
@@ -68,6 +69,19 @@ def test_plain_and_full_messages_are_the_same_bytes() -> None:
     single = [message(payload=b"abc"), message("f.2", b"", headers={"K": "v"}), message(payload=b"z")]
     assert many == b"".join(other.add(entry, 1.0) for entry in single)
     assert (count, size) == (3, 4)
+
+
+@pytest.mark.parametrize("made", [batch, opened])
+def test_encoded_headers_are_the_same_bytes(made: Callable[..., FastBatch]) -> None:
+    one, other = made(max_payload=100), made(max_payload=100)
+    headers = {"K": "v", "Nats-Msg-Id": "1"}
+    encoded = EncodedHeaders(encode(headers.items()))
+    for payload in (b"abc", b"", bytes(100)):
+        found = [
+            each.add_many(iter([("f.1", payload, given)]), 1.0) for each, given in ((one, encoded), (other, headers))
+        ]
+        assert found[0][:3] == found[1][:3]
+        assert str(found[0][3]) == str(found[1][3])
 
 
 def test_a_block_of_large_messages_ends_before_its_window() -> None:

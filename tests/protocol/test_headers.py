@@ -10,6 +10,7 @@ from nats.aio.client import Client
 
 from jetstream_ext.errors import BadHeaderError, ResponseError
 from jetstream_ext.protocol import headers as h
+from jetstream_ext.types import BatchMessage
 
 TOKEN = "!#$%&'*+-.^_`|~" + string.digits + string.ascii_letters
 names = st.text(TOKEN, min_size=1, max_size=20).filter(lambda name: name != h.MSG_ID)  # it must not be blank
@@ -31,6 +32,15 @@ def test_encoded_headers_are_decoded_again(headers: dict[str, str]) -> None:
     assert h.parse_lines(block) == [(name, value.strip()) for name, value in headers.items()]
     assert block.count(b"\r\n") == len(headers) + 2
     assert h.parse_status(block) is None
+
+
+@given(st.dictionaries(names, values, min_size=1))
+def test_encoded_headers_are_a_mapping(headers: dict[str, str]) -> None:
+    encoded = h.EncodedHeaders(h.encode(headers.items()))
+    assert dict(encoded) == {name: value.strip() for name, value in headers.items()}
+    assert len(encoded) == len(headers)
+    assert "no header" not in encoded
+    assert BatchMessage("s", headers=encoded).headers == dict(encoded)
 
 
 async def test_a_value_is_written_as_nats_py_writes_it() -> None:

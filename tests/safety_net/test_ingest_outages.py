@@ -18,6 +18,7 @@ import jetstream_ext as jsx
 from jetstream_ext.client import ingest as ingest_module
 from jetstream_ext.client.api import get_at_leader
 from jetstream_ext.client.connection import Context
+from jetstream_ext.protocol.headers import EncodedHeaders, encode
 from jetstream_ext.testing import Cut, Faults, NatsServer, ReferenceServer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -336,6 +337,19 @@ class TestLongOutage:
         assert await last_seq(direct) == COUNT
         kept = config.get("max_msgs", config.get("max_msgs_per_subject", COUNT))
         assert await stored(direct) == list(range(COUNT))[-kept:]
+
+    async def test_messages_whose_headers_are_encoded_are_stored_once(
+        self, direct: JetStreamContext, js: JetStreamContext, outage: Outage
+    ) -> None:
+        await add_stream(direct, duplicate_window=SHORT)
+        report = await run(
+            js, outage, lambda n: ("s.a", b"%d" % n, EncodedHeaders(encode([("K", "v"), ("Nats-Msg-Id", f"id-{n}")])))
+        )
+        assert (report.stored, report.in_doubt) == (COUNT, 0)
+        assert report.resent
+        assert await stored(direct) == list(range(COUNT))
+        found = await jsx.DirectGet(direct, "S").scan().to_list()
+        assert [each.headers for each in found] == [{"K": "v", "Nats-Msg-Id": f"id-{n}"} for n in range(COUNT)]
 
     async def test_a_copy_that_is_still_on_its_way_is_counted(
         self, direct: JetStreamContext, link: Link, connect: Connect
