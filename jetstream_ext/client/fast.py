@@ -451,9 +451,8 @@ class FastSession:
 
     @property
     def bulk_can_send(self) -> bool:
-        """As `can_send`, for a bulk that sends or has its turn: it goes on unless another caller waits for a turn."""
-        own_turns = self._bulk is not None
-        return len(self._turns.queue) == own_turns and self.batch.has_room and self._connection.ready
+        """As `can_send`, for a bulk, which has a turn: it goes on unless another caller waits for one."""
+        return len(self._turns.queue) == 1 and self.batch.has_room and self._connection.ready
 
     @property
     def opened(self) -> bool:
@@ -508,7 +507,8 @@ class FastSession:
             if not self.can_send:
                 await self.wait_room(bulk)
             if bulk.stopped is None:
-                bulk.send()
+                with self._turns.join():  # a call that the source makes, in an eager task, has its turn after the block
+                    bulk.send()
         return bulk.stopped
 
     async def _send_as_acks_arrive(self, bulk: _Bulk) -> None:

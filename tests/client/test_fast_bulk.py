@@ -127,6 +127,20 @@ async def test_the_source_may_end_its_batch(js: JetStreamContext, stream: str) -
     assert pub.end_reason is jsx.EndReason.DISCARDED
 
 
+async def test_a_call_that_the_source_makes_has_its_turn_after_the_block(js: JetStreamContext, stream: str) -> None:
+    def source() -> Iterator[Any]:
+        for i in range(300):
+            if i % 7 == 3:  # as an eager task of Python 3.12 does it
+                call = pub.add(f"{stream}.a", b"not sent")
+                call.send(None)
+                call.close()
+            yield f"{stream}.a", b"%d" % i
+
+    async with jsx.FastPublisher(js, flow=10) as pub:
+        await pub.add_many(source())
+    assert await payloads(js, stream) == [b"%d" % i for i in range(300)]
+
+
 async def test_other_callers_get_their_turn(js: JetStreamContext, stream: str) -> None:
     ended = False
 
