@@ -190,7 +190,7 @@ class AtomicSession:
             async for entry in messages:
                 patience.next_message()
                 alone = await self._prepared(as_message(entry), patience)
-                asked = max(asked, (await self._send_block(iter(()), alone, patience)).last_asked)
+                asked = max(asked, (await self._send_block(None, alone, patience)).last_asked)
             return asked
         source = iter(messages)
         for entry in source:
@@ -451,11 +451,15 @@ class AtomicSession:
             self.machine.check_open()
             raise
 
-    async def _send_block(self, source: Iterator[Entry], first: Encoded | None, patience: _Patience) -> Block:
+    async def _send_block(self, source: Iterator[Entry] | None, first: Encoded | None, patience: _Patience) -> Block:
         """Send one block; raise the error that stopped it before the end of `source`, except a SubjectElsewhere."""
         self._check_usable()
         self.machine.limit_messages(self._connection.max_payload)
-        block = self.machine.add_many(source, _BLOCK, first)
+        if source is None:
+            block = self.machine.add_many(iter(()), _BLOCK, first)
+        else:
+            with self._turns.join():  # a call that the source makes, in an eager task, has its turn after the block
+                block = self.machine.add_many(source, _BLOCK, first)
         if isinstance(block.stopped, SubjectElsewhere) and self._only_call is not None:
             # Before anything of the block is sent.
             await patience.spend(self._find_stream(block.stopped.subject, patience.left / 2))

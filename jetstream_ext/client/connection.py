@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import importlib.util
 import inspect
 import itertools
 import math
 import re
 import ssl
+import sys
 import warnings
 from asyncio.tasks import _enter_task, _leave_task  # documented in "Extending asyncio"
 from collections import deque
@@ -323,21 +325,36 @@ class Connection(BaseConnection):
             raise _protocol_error("a message that is larger than any that it can have")
 
 
-def call_as(task: asyncio.Task[Any] | None, function: Callable[[], None]) -> None:
-    """Call `function` as part of `task`, also from a handler: for it, `asyncio.current_task()` is not nats-py's reader task."""
+def call_as(task: asyncio.Task[Any] | None, waiter: asyncio.Future[Any] | None, function: Callable[[], None]) -> bool:
+    """Call `function`, which raises no Exception, as part of `task`, which waits for `waiter`, and in its context.
+
+    Returns False, and calls nothing, if that is not possible. In `function`, `asyncio.current_task()` is `task`, also if
+    this is called from a handler, which is part of nats-py's reader task.
+    """
+    context = _context_of(task, waiter)
+    if task is None or context is None:
+        return False
     loop, running = asyncio.get_running_loop(), asyncio.current_task()
-    if task is None or running is task:
-        function()
-        return
     if running is not None:
         _leave_task(loop, running)
     _enter_task(loop, task)
     try:
-        function()
+        context.run(function)
+    except RuntimeError:  # it runs already: tasks may share one
+        return False
     finally:
         _leave_task(loop, task)
         if running is not None:
             _enter_task(loop, running)
+    return True
+
+
+def _context_of(task: asyncio.Task[Any] | None, waiter: asyncio.Future[Any] | None) -> contextvars.Context | None:
+    """Return the context of a task, or None if it is not known: before Python 3.12, only the future that it awaits has it."""
+    if sys.version_info >= (3, 12):
+        return None if task is None else task.get_context()
+    callbacks = getattr(waiter, "_callbacks", None)
+    return callbacks[0][1] if callbacks else None
 
 
 def _protocol_error(what: str) -> nats.errors.ProtocolError:

@@ -7,8 +7,6 @@ import inspect
 import math
 from collections import deque
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator, Mapping
-from contextvars import copy_context
-from functools import partial
 from itertools import islice
 from types import TracebackType
 from typing import Any, Final, Self, Unpack
@@ -250,8 +248,7 @@ class FastPublisher:
 
         Args:
             messages: ``(subject, payload)``, ``(subject, payload, headers)`` or `BatchMessage`, from an iterable or
-                an async iterable. It is consumed as the window allows, so it may be endless. An iterable runs in a copy of
-                the caller's context: the caller does not see context variables that it sets.
+                an async iterable. It is consumed as the window allows, so it may be endless.
 
         Returns:
             As for `add`, when all messages are sent and at most a window of them is unacknowledged.
@@ -451,9 +448,8 @@ class FastSession:
 
     @property
     def bulk_can_send(self) -> bool:
-        """As `can_send`, for a bulk that sends or has its turn: it goes on unless another caller waits for a turn."""
-        own_turns = self._bulk is not None
-        return len(self._turns.queue) == own_turns and self.batch.has_room and self._connection.ready
+        """As `can_send`, for a bulk, which has a turn: it goes on unless another caller waits for one."""
+        return len(self._turns.queue) == 1 and self.batch.has_room and self._connection.ready
 
     @property
     def opened(self) -> bool:
@@ -508,7 +504,8 @@ class FastSession:
             if not self.can_send:
                 await self.wait_room(bulk)
             if bulk.stopped is None:
-                bulk.send()
+                with self._turns.join():  # a call that the source makes, in an eager task, has its turn after the block
+                    bulk.send()
         return bulk.stopped
 
     async def _send_as_acks_arrive(self, bulk: _Bulk) -> None:
@@ -537,8 +534,8 @@ class FastSession:
             return
         if self.bulk_can_send:
             batch.set_max_payload(self._connection.max_payload)
-            bulk.send()
-            if bulk.stopped is None and batch.state is State.OPEN and not batch.has_room:
+            sent = bulk.send_for_task()
+            if sent and bulk.stopped is None and batch.state is State.OPEN and not batch.has_room:
                 if self._waiters == 1:
                     batch.not_waiting()
                 batch.waiting(self.now())  # another wait
@@ -775,7 +772,7 @@ class FastSession:
 class _Bulk:
     """The messages of one `add_many`, sent by its task, or, while that waits for room, where acknowledgements arrive.
 
-    Their source notices no difference: it runs in one context, as part of the task.
+    Their source notices no difference: it runs as part of the task, in its context.
     """
 
     def __init__(self, session: FastSession, entries: Iterator[Entry]) -> None:
@@ -783,19 +780,19 @@ class _Bulk:
         """What the source raised (StopIteration at its end), a message's refusal, or what ended the batch."""
         self._session = session
         self._entries = entries
-        self._context = copy_context()
         self._task = asyncio.current_task()
         self._waiter: asyncio.Future[None] | None = None
 
     def take_one(self) -> list[Entry]:
         """Return the next message of the source, or nothing at its end."""
-        return self._context.run(list, islice(self._entries, 1))
+        return list(islice(self._entries, 1))
+
+    def send_for_task(self) -> bool:
+        """As `send`, while the task waits; return False if it must send itself."""
+        return call_as(self._task, self._waiter, self.send)
 
     def send(self) -> None:
         """Send until the source stops, the window or the write buffer is full, or another caller waits for a turn."""
-        call_as(self._task, partial(self._context.run, self._send))
-
-    def _send(self) -> None:
         session = self._session
         try:
             while True:

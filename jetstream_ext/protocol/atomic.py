@@ -248,7 +248,7 @@ class AtomicBatchMachine:
         return self._block([ready] if ready is not None else [])
 
     def add_many(self, messages: Iterator[Entry], limit: int, first: Encoded | None = None) -> Block:
-        """Take `first` and then `messages`, until their payloads have `limit` bytes or something stops it.
+        """Take `first` and then `messages`, until payloads and own headers have `limit` bytes or something stops it.
 
         The message that reaches the limit is the last. The messages before the one that stopped it are in the block and
         part of the batch; a refused one is not.
@@ -281,6 +281,7 @@ class AtomicBatchMachine:
                     self._count(names)
                     names = []
                     self._check_place(encoded)
+                    limit -= len(encoded[2]) - len(plain)
                 names.append(encoded[0])
                 if fingerprints is not None:
                     fingerprints.append(encoder.fingerprint(encoded))

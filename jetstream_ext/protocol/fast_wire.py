@@ -89,7 +89,7 @@ class FastWire:
         message. Each message is checked before the next one is taken from `entries`.
         """
         out: list[bytes] = []
-        size, last = 0, sent
+        size, last, largest = 0, sent, _BLOCK_BYTES
         known, top, reply, cached = self.subjects, self.max_payload, b" " + self._reply, self._headers.encode
         bulk = tuple if sent else None  # the first message is not appended: it opens the batch
         stopped: BaseException | None = None
@@ -108,17 +108,20 @@ class FastWire:
                     subject, payload, headers = entry
                     raw = known[subject]
                     header = headers.block if type(headers) is h.EncodedHeaders else cached(headers)
-                    total = len(header) + len(payload)
+                    header_size = len(header)
+                    total = header_size + len(payload)
                     check_size(total, top)
-                    sizes = b"%d.1.$FI %d %d\r\n" % (seq, len(header), total)
+                    largest -= header_size
+                    sizes = b"%d.1.$FI %d %d\r\n" % (seq, header_size, total)
                     out += b"HPUB ", raw, reply, sizes, header, payload, b"\r\n"
                 else:
-                    message = as_message(entry)
-                    out.append(self.message(self.encode(message), seq))
-                    payload = message.payload
+                    encoded = self.encode(as_message(entry))
+                    out.append(self.message(encoded, seq))
+                    largest -= len(encoded.header)
+                    payload = encoded.payload
                 last = seq
                 size += len(payload)
-                if size >= _BLOCK_BYTES:
+                if size >= largest:
                     break
             else:
                 stopped = StopIteration() if last < sent + limit else None

@@ -191,7 +191,8 @@ def encode(items: Iterable[tuple[str, str]]) -> bytes:
             check_header(name, value)
             if len(_known_names) >= _KNOWN_LIMIT:
                 _known_names.clear()
-            start = _known_names[name] = f"{name}: "
+            # A name of an enum, such as nats-py's `Header`, is equal to its value, and is formatted differently.
+            start = _known_names[name] = f"{str.__str__(name)}: "
         text += f"{start}{value.strip()}\r\n"
     if _BLANK_ID in text:
         raise BadHeaderError(

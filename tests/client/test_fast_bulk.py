@@ -4,7 +4,7 @@ import asyncio
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 import pytest
@@ -53,6 +53,35 @@ async def test_the_source_runs_as_part_of_the_calling_task(js: JetStreamContext,
         }, "some of it runs where the acknowledgements arrive"  # fmt: skip
         assert VARIABLE.get() == "of the caller"
     assert await payloads(js, stream) == [b"%d" % i for i in range(1000)]
+
+
+async def test_a_source_that_is_sent_on_stays_in_the_caller_s_context(js: JetStreamContext, stream: str) -> None:
+    def source() -> Iterator[Any]:
+        token = VARIABLE.set("inside")
+        for i in range(300):
+            yield f"{stream}.a" if i != 200 else "a b", b"x"
+        VARIABLE.reset(token)  # an error in any other context than that of `set`
+
+    messages = source()
+    async with jsx.FastPublisher(js, flow=10) as pub:
+        with pytest.raises(errors.BadSubjectError):
+            await pub.add_many(messages)
+        assert VARIABLE.get() == "inside", "as in a loop that calls `add`"
+        await pub.add_many(messages)
+        assert VARIABLE.get() == "unset"
+    assert pub.batch_seq == 299
+
+
+async def test_acks_may_arrive_in_the_context_of_the_calling_task(js: JetStreamContext, stream: str) -> None:
+    context = copy_context()  # tasks may share one
+    pub = jsx.FastPublisher(js, flow=10)
+    await pub.add(f"{stream}.a")
+    deliver = pub._session.deliver
+    pub._session.deliver = lambda *given: context.run(deliver, *given)  # type: ignore[method-assign]
+    messages = ((f"{stream}.a", b"x") for _ in range(300))
+    await asyncio.get_running_loop().create_task(pub.add_many(messages), context=context)
+    assert pub.batch_seq == 301
+    assert (await pub.commit_eob()).batch_size == 301
 
 
 @pytest.mark.parametrize("failure", [ZeroDivisionError, asyncio.CancelledError, OSError, BaseException, TimeoutError])
@@ -125,6 +154,20 @@ async def test_the_source_may_end_its_batch(js: JetStreamContext, stream: str) -
     with pytest.raises(errors.BatchClosedError):
         await pub.add_many(source())
     assert pub.end_reason is jsx.EndReason.DISCARDED
+
+
+async def test_a_call_that_the_source_makes_has_its_turn_after_the_block(js: JetStreamContext, stream: str) -> None:
+    def source() -> Iterator[Any]:
+        for i in range(300):
+            if i % 7 == 3:  # as an eager task of Python 3.12 does it
+                call = pub.add(f"{stream}.a", b"not sent")
+                call.send(None)
+                call.close()
+            yield f"{stream}.a", b"%d" % i
+
+    async with jsx.FastPublisher(js, flow=10) as pub:
+        await pub.add_many(source())
+    assert await payloads(js, stream) == [b"%d" % i for i in range(300)]
 
 
 async def test_other_callers_get_their_turn(js: JetStreamContext, stream: str) -> None:

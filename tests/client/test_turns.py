@@ -1,7 +1,8 @@
 """Many calls on one batch: each in its turn, each with its own timeout, and nothing of a call that did not get that far."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import nats.errors
@@ -440,3 +441,30 @@ async def test_a_first_message_without_room_is_not_sent(
     assert "room in the write buffer" in str(ended[0])
     assert (batch.state, batch.size) == ("open", 0)
     await batch.discard()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="Python 3.12 has eager tasks")
+@KINDS
+async def test_a_call_that_the_source_makes_has_its_turn_after_the_block(
+    js: JetStreamContext, make_stream: MakeStream, kind: Any
+) -> None:
+    stream = await make_stream()
+    calls: list[asyncio.Future[Any]] = []
+
+    def source() -> Iterator[Any]:
+        for i in range(300):
+            if i % 7 == 3:
+                calls.append(asyncio.ensure_future(batch.add(f"{stream}.call", b"%d" % i)))
+            yield f"{stream}.source", b"%d" % i
+
+    loop = asyncio.get_running_loop()
+    loop.set_task_factory(asyncio.eager_task_factory)  # type: ignore[attr-defined, unused-ignore]
+    try:
+        async with kind(js, **({"flow": 10} if kind is jsx.FastPublisher else {})) as batch:
+            await batch.add_many(source())
+            await asyncio.gather(*calls)
+    finally:
+        loop.set_task_factory(None)
+    stored = await jsx.DirectGet(js, stream).scan().to_list()
+    assert [int(m.data) for m in stored if m.subject.endswith("source")] == list(range(300))
+    assert [int(m.data) for m in stored if m.subject.endswith("call")] == list(range(3, 300, 7))

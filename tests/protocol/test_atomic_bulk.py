@@ -73,11 +73,16 @@ def test_add_many_and_add_send_the_same_bytes(
         if block.stopped is not None:
             stopped.append(type(block.stopped))
         else:
-            assert block.size >= limit
+            assert len(block.data) >= limit
     assert (bulk, stopped) == (single, refused)
     assert (one.size, one.sent, one.last_subject) == (many.size, many.sent, many.last_subject)
     if one.size:
         assert commit(one) == commit(many)
+
+
+def test_the_headers_of_a_block_count_as_well() -> None:
+    block = batch(own_id=True).add_many(iter([("a.1", b"", {"K": "x" * 10_000})] * 10), 1 << 15)
+    assert (block.messages, block.stopped) == (4, None)
 
 
 def test_messages_before_a_failure_of_the_source_are_sent() -> None:

@@ -94,6 +94,15 @@ def test_a_block_of_large_messages_ends_before_its_window() -> None:
         assert len(list(entries)) == 3
 
 
+def test_the_headers_of_a_block_count_as_well() -> None:
+    machine = opened(max_payload=1 << 20)
+    headers = {"K": "x" * 60_000}
+    for large in (("f.1", b"", headers), message(headers=headers)):
+        data, count, _, stopped = machine.add_many(iter([large] * 30), 1.0)
+        assert (count, stopped) == (18, None)
+        assert len(data) < 1_200_000
+
+
 REFUSED: list[tuple[Any, type[Exception]]] = [
     (message(subject="a b"), errors.BadSubjectError),
     (message(subject="a.*"), errors.BadSubjectError),

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from nats.aio.client import Client
+from nats.js.api import Header
 
 from jetstream_ext.errors import BadHeaderError, ResponseError
 from jetstream_ext.protocol import headers as h
@@ -49,6 +50,18 @@ async def test_a_value_is_written_as_nats_py_writes_it() -> None:
     for value in (" padded ", "tail  ", "\ttab", "\u00a0no break\u2003", "in the middle"):
         await nc._send_publish("s", "", b"", 0, {"Nats-Msg-Id": value})
         assert h.encode([("Nats-Msg-Id", value)]) in nc._pending.pop()
+
+
+def test_a_name_of_nats_py_s_enum_is_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = b"NATS/1.0\r\nNats-Rollup: sub\r\nNats-Msg-Id: 1\r\n\r\n"
+    names: list[dict[str, str]] = [
+        {Header.ROLLUP: "sub", Header.MSG_ID: "1"},
+        {"Nats-Rollup": "sub", "Nats-Msg-Id": "1"},
+    ]
+    for first, second in (names, reversed(names)):
+        monkeypatch.setattr(h, "_known_names", {})
+        assert h.encode(first.items()) == h.encode(second.items()) == block
+        assert h.HeaderCache().encode(first) == block
 
 
 @given(st.dictionaries(names, values, min_size=1))
