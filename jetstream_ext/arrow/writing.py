@@ -53,9 +53,9 @@ async def from_arrow(
             data frame of Polars or pandas or a relation of DuckDB; an iterable or async iterable of ``RecordBatch``. It is
             read as fast as the messages are stored, readers in a thread of their own.
         subject: The subject of every message.
-        nats_headers: What to do about headers whose names start with ``Nats-``. They are instructions to the server, and a
-            stored one, such as a message id or an expected sequence, would be obeyed again: ``"error"`` refuses the row,
-            and ``"strip"`` leaves these headers out.
+        nats_headers: What to do about headers whose names start with ``Nats-``, in exactly these letters. They are
+            instructions to the server, and a stored one, such as a message id or an expected sequence, would be obeyed
+            again: ``"error"`` refuses the row, and ``"strip"`` leaves these headers out.
         msg_id: As for `ingest`.
         flow: As for `ingest`.
         max_outstanding_acks: As for `ingest`.
@@ -204,7 +204,7 @@ class _Messages:
                 self._refuse("one of its headers is null")
             given, values = entry.values() if isinstance(entry, dict) else entry
             name = self._text(given, "name of a header")
-            if is_reserved(name.title()):
+            if is_reserved(name):
                 if self._strip:
                     continue
                 self._refuse(
