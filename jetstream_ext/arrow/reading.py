@@ -354,20 +354,22 @@ class _Builder:
             return
         payloads = self._payloads.batch(block).column(0)
         stream, seqs = block.stream, block.seqs
-        decoded, rows = self._decoder.decode(payloads, lambda index: f"message {seqs[index]} of stream {stream!r}")
-        self._learn(self._decoder.schema)
         start = 0
-        for batch in decoded.to_batches(self._rows):
-            own: list[Array] = []
-            if messages is not None:
-                # Few rows at a time: a payload of some bytes can have millions.
-                if rows is None:
-                    some = messages.slice(start, batch.num_rows)
-                    start += batch.num_rows
-                else:
-                    some = messages.take(pa.array(islice(rows, batch.num_rows), pa.int64()))
-                own = some.columns
-            yield pa.RecordBatch.from_arrays([*own, *batch.columns], schema=self.schema)
+        for decoded, rows in self._decoder.decode(
+            payloads, lambda index: f"message {seqs[index]} of stream {stream!r}"
+        ):
+            self._learn(self._decoder.schema)
+            # Few rows at a time: a payload of some bytes can have millions.
+            for batch in decoded.to_reader(self._rows):
+                own: list[Array] = []
+                if messages is not None:
+                    if rows is None:
+                        some = messages.slice(start, batch.num_rows)
+                        start += batch.num_rows
+                    else:
+                        some = messages.take(pa.array(islice(rows, batch.num_rows), pa.int64()))
+                    own = some.columns
+                yield pa.RecordBatch.from_arrays([*own, *batch.columns], schema=self.schema)
 
     def _messages(self, block: Block) -> pa.RecordBatch:
         if block.from_leader and "subject" in self._columns.schema.names:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import tracemalloc
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from decimal import Decimal
+from itertools import islice
 from typing import Any
 
 import pyarrow as pa
@@ -29,10 +31,11 @@ async def store(js: JetStreamContext, stream: str, *payloads: bytes) -> None:
     await jsx.ingest(js, [(f"{stream}.x", payload) for payload in payloads])
 
 
-def ipc(table: pa.Table) -> bytes:
+def ipc(*tables: pa.Table, **options: Any) -> bytes:
     out = io.BytesIO()
-    with pa.ipc.new_stream(out, table.schema) as writer:
-        writer.write_table(table)
+    with pa.ipc.new_stream(out, tables[0].schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        for table in tables:
+            writer.write_table(table)
     return out.getvalue()
 
 
@@ -120,7 +123,7 @@ DOCUMENT = st.fixed_dictionaries(
 def test_each_row_belongs_to_its_payload(rows: list[tuple[dict[str, Any], int | None, bool]]) -> None:
     decoder = decoder_of(pa.schema([("n", pa.int64()), ("t", pa.string())]))
     texts = [json.dumps(document, indent=indent, ensure_ascii=plain).encode() for document, indent, plain in rows]
-    table, places = decoder.decode(pa.array(texts, pa.binary()), str)
+    [(table, places)] = decoder.decode(pa.array(texts, pa.binary()), str)
     assert places is None
     assert table.to_pylist() == [{"n": document.get("n"), "t": document.get("t")} for document, _, _ in rows]
 
@@ -141,6 +144,131 @@ async def test_a_small_ipc_stream_of_many_rows_costs_no_memory_before_they_are_r
             assert 1000 + sum([batch.num_rows async for batch in batches]) == count
     finally:
         tracemalloc.stop()
+
+
+def zeros(size: int) -> pa.Array:
+    """Return numbers that take `size` bytes."""
+    return pa.Array.from_buffers(pa.int64(), size // 8, [None, pa.py_buffer(bytes(size))])
+
+
+_pools: list[pa.MemoryPool] = []  # kept, because buffers return their memory to them
+
+
+@contextmanager
+def measured_pool() -> Iterator[pa.MemoryPool]:
+    """Let pyarrow allocate from a pool of its own, whose `max_memory` is that of the block."""
+    before = pa.default_memory_pool()
+    _pools.append(pa.proxy_memory_pool(before))
+    pa.set_memory_pool(_pools[-1])
+    try:
+        yield _pools[-1]
+    finally:
+        pa.set_memory_pool(before)
+
+
+def grown(count: int, **options: Any) -> bytes:
+    """Return a stream of batches, each with one more value of the dictionary, all of which use all values before."""
+    text = [f"{n}".zfill(1 << 10) for n in range(count)]
+    parts = [pa.array(text[: n + 1]).dictionary_encode() for n in range(count)]
+    return ipc(*(pa.table({"n": part}) for part in parts), emit_dictionary_deltas=True, **options)
+
+
+MIB = 1 << 20
+BOMBS = {
+    "zstd": lambda: ipc(pa.table({"n": zeros(65 * MIB)}), compression="zstd"),
+    "lz4": lambda: ipc(pa.table({"n": zeros(65 * MIB)}), compression="lz4"),
+    "many columns": lambda: ipc(pa.table({f"{n}": zeros(MIB) for n in range(65)}), compression="zstd"),
+    "many batches": lambda: ipc(*[pa.table({"n": zeros(MIB)})] * 65, compression="zstd"),
+    "a dictionary": lambda: ipc(
+        pa.table({"n": pa.DictionaryArray.from_arrays([0], ["0" * 65 * MIB])}), compression="zstd"
+    ),
+    "dictionaries that grow": lambda: grown(400),
+    "nulls": lambda: ipc(pa.table({"n": pa.nulls(65 * MIB)})),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+async def test_an_ipc_stream_that_expands_too_much_is_refused_before_it_does(
+    js: JetStreamContext, make_stream: MakeStream, bomb: str
+) -> None:
+    stream, payload = await make_stream(), BOMBS[bomb]()
+    assert len(payload) < MIB
+    await store(js, stream, ipc(pa.table({"m": [1]})), payload)
+    words = f"the payload of message 2 of stream {stream!r} .* at most 64 MiB and 67,108,864 rows"
+    with measured_pool() as pool, pytest.raises(arrow.ConversionError, match=words):
+        await arrow.to_arrow(js, stream, payload="ipc")
+    assert pool.max_memory() < 2 * MIB
+
+
+PIECES = pa.table(
+    {
+        "t": pa.array(["a", "b" * 50, "a"]).dictionary_encode(),
+        "l": pa.array([[1], [], None]),
+        "m": pa.array([[("k", {"x": 1})], None, []], pa.map_(pa.string(), pa.struct([("x", pa.int64())]))),
+        "z": pa.nulls(3),
+    }
+)
+VALID = [
+    *(ipc(PIECES, PIECES, compression=compression) for compression in (None, "zstd", "lz4")),
+    grown(4),
+]
+
+
+@given(st.sampled_from(VALID), st.lists(st.tuples(st.integers(0, 1 << 16), st.binary(min_size=1, max_size=8))))
+def test_a_damaged_ipc_stream_is_a_table_or_an_error_that_names_its_payload(
+    payload: bytes, damage: list[tuple[int, bytes]]
+) -> None:
+    changed = bytearray(payload)
+    for place, new in damage:
+        start = place % len(payload)
+        changed[start : start + len(new)] = new
+    before, error = pa.total_allocated_bytes(), ""
+    try:
+        for table, rows in decoder_of("ipc").decode(pa.array([bytes(changed)]), str):
+            assert pa.total_allocated_bytes() - before < 65 * MIB
+            assert set(islice(rows, table.num_rows)) <= {0}
+    except arrow.ConversionError as refused:
+        error = str(refused)
+    assert error == "" or error.startswith("the payload of 0 ")
+
+
+async def test_a_name_that_is_not_utf_8_is_an_error_with_its_sequence(
+    js: JetStreamContext, make_stream: MakeStream
+) -> None:
+    stream = await make_stream()
+    await store(js, stream, ipc(pa.table({"abc": [1]})).replace(b"abc", b"a\xffc"))
+    with pytest.raises(arrow.ConversionError, match=r"the payload of message 1 .* is not an Arrow IPC stream: .*utf-8"):
+        await arrow.to_arrow(js, stream, payload="ipc")
+
+
+@pytest.mark.parametrize("compression", [None, "zstd", "lz4"])
+async def test_ipc_streams_of_any_compression_are_read(
+    js: JetStreamContext, make_stream: MakeStream, compression: str | None
+) -> None:
+    stream = await make_stream()
+    table = pa.table({"n": zeros(63 * MIB)})
+    names = pa.array(["a", "b" * 1000, "a"]).dictionary_encode()
+    odd = pa.table({"n": pa.array([1, 2, None], pa.int8()), "t": names, "b": [b"incompressible"] * 3})
+    if compression:
+        await store(js, stream, ipc(table, compression=compression), ipc(table, compression=compression))
+        assert await rows_of(arrow.record_batches(js, stream, schema=SEQ, payload="ipc")) == 2 * 63 * MIB // 8
+    await js.purge_stream(stream)
+    await store(js, stream, ipc(odd, odd, compression=compression))
+    found = await arrow.to_arrow(js, stream, schema=pa.schema([]), payload="ipc")
+    assert found.to_pylist() == odd.to_pylist() * 2
+
+
+async def rows_of(batches: arrow.RecordBatches) -> int:
+    return sum([batch.num_rows async for batch in batches])
+
+
+async def test_ipc_streams_are_expanded_a_few_at_a_time(js: JetStreamContext, make_stream: MakeStream) -> None:
+    stream = await make_stream()
+    payload = ipc(pa.table({"n": zeros(16 * MIB)}), compression="zstd")
+    await store(js, stream, *[payload] * 20)
+    with measured_pool() as pool:
+        assert await rows_of(arrow.record_batches(js, stream, schema=SEQ, payload="ipc")) == 20 * 16 * MIB // 8
+    assert pool.max_memory() < 64 * MIB
 
 
 async def test_ipc_streams_become_as_many_rows_as_they_have(js: JetStreamContext, make_stream: MakeStream) -> None:
@@ -275,10 +403,10 @@ async def test_columns_with_one_name_are_refused(js: JetStreamContext, make_stre
 def test_fields_of_an_object_in_an_object_can_be_required() -> None:
     inner = pa.struct([pa.field("x", pa.int64(), nullable=False)])
     decoder = decoder_of(pa.schema([pa.field("a", inner, nullable=False), pa.field("b", pa.struct([("c", inner)]))]))
-    table, _ = decoder.decode(pa.array([b'{"a": {"x": 1}, "b": {"c": {"x": 2}}}']), str)
+    [(table, _)] = decoder.decode(pa.array([b'{"a": {"x": 1}, "b": {"c": {"x": 2}}}']), str)
     assert table.to_pylist() == [{"a": {"x": 1}, "b": {"c": {"x": 2}}}]
     with pytest.raises(arrow.ConversionError, match="the payload of 0 does not fit the schema"):
-        decoder.decode(pa.array([b'{"a": {}}']), str)
+        list(decoder.decode(pa.array([b'{"a": {}}']), str))
 
 
 @pytest.mark.parametrize(
@@ -290,7 +418,7 @@ def test_fields_of_an_object_in_an_object_can_be_required() -> None:
     ],
 )
 def test_times_without_a_zone_are_in_utc(kind: pa.DataType, text: bytes, value: int) -> None:
-    table, _ = decoder_of(pa.schema([("a", kind)])).decode(pa.array([b'{"a": %b}' % text]), str)
+    [(table, _)] = decoder_of(pa.schema([("a", kind)])).decode(pa.array([b'{"a": %b}' % text]), str)
     assert table.column("a").cast(pa.int64()).to_pylist() == [value]
 
 
@@ -313,4 +441,4 @@ def test_times_without_a_zone_are_in_utc(kind: pa.DataType, text: bytes, value: 
 def test_a_value_that_the_field_cannot_hold_exactly_is_refused(kind: pa.DataType, text: bytes) -> None:
     decoder = decoder_of(pa.schema([("a", kind)]))
     with pytest.raises(arrow.ConversionError, match="the payload of 1 "):
-        decoder.decode(pa.array([b"{}", b'{"a": %b}' % text]), str)
+        list(decoder.decode(pa.array([b"{}", b'{"a": %b}' % text]), str))
