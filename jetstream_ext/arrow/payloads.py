@@ -32,8 +32,10 @@ Payload: TypeAlias = pa.Schema | Literal["ipc"] | Callable[[Any], Any]
   large table, which is in memory as a whole: one of more than 64 MiB or 67,108,864 rows is refused before it is
   decompressed;
 * a function: it is called with a ``pyarrow.BinaryArray`` of payloads, and returns as many values: an ``Array`` for the
-  column ``data``, a ``StructArray`` or a ``RecordBatch`` for several columns. It runs on the event loop. To learn the
-  type of an empty stream, it is called with no payloads.
+  column ``data``, a ``StructArray`` or a ``RecordBatch`` for several columns. To learn the type of an empty stream, it is
+  called with no payloads.
+
+Payloads are decoded in a thread of the read, one batch at a time, so that the event loop goes on meanwhile.
 """
 
 
@@ -198,7 +200,10 @@ class _Function:
         yield self._call(payloads, place), None
 
     def _call(self, payloads: Array, place: Callable[[int], str]) -> pa.Table:
-        given = self._function(payloads)
+        try:
+            given = self._function(payloads)
+        except StopIteration as error:  # which a future cannot carry
+            raise RuntimeError("the payload function raised StopIteration") from error
         if isinstance(given, pa.StructArray):
             given = pa.RecordBatch.from_struct_array(given)
         elif isinstance(given, pa.ChunkedArray | pa.Array):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, contextmanager
+from contextvars import copy_context
 from itertools import islice
-from typing import Final, Self, Unpack
+from typing import Any, Final, Self, Unpack
 
 import pyarrow as pa
 from nats.js import JetStreamContext
@@ -113,7 +115,7 @@ async def to_arrow(
         ValueError, TypeError, BadSubjectError, ConversionError: As for `record_batches`.
         JetStreamExtError, nats.errors.Error: As for `DirectGet.scan`.
 
-    Cancellation: Safe; nothing is left behind.
+    Cancellation: Safe; nothing is left behind, but that a thread that is decoding payloads finishes its batch.
 
     Requires: nats-server 2.11 (ADR-31, Batched requests).
     """
@@ -134,7 +136,8 @@ class RecordBatches:
             further use of the read.
         RuntimeError: Another task is waiting for a batch of the same read.
 
-    Cancellation: A cancelled read is over and nothing is left behind; it cannot be continued.
+    Cancellation: A cancelled read is over and cannot be continued. Nothing is left behind, but that a thread that is
+    decoding payloads finishes its batch.
 
     Requires: nats-server 2.11 (ADR-31, Batched requests).
     """
@@ -340,25 +343,24 @@ class _Builder:
 
     async def batches(self, blocks: AsyncGenerator[Block, None]) -> AsyncGenerator[pa.RecordBatch, None]:
         async with aclosing(pieces_of(blocks, self._rows)) as pieces:
-            async for block in pieces:
-                for batch in self._build(block):
-                    yield batch
-        if self._decoder is not None:
-            self._learn(self._decoder.finish())
+            if (decoder := self._decoder) is None:
+                async for block in pieces:
+                    yield self._messages(block)
+                return
+            with _own_thread() as thread:
+                async for block in pieces:
+                    decoded = self._decoded(decoder, block)
+                    while (batch := await thread(next, decoded, None)) is not None:
+                        yield batch
+                self._learn(await thread(decoder.finish))
 
-    def _build(self, block: Block) -> Iterator[pa.RecordBatch]:
+    def _decoded(self, decoder: Decoder, block: Block) -> Iterator[pa.RecordBatch]:
         messages = self._messages(block) if self._columns.schema.names else None
-        if self._decoder is None:
-            assert messages is not None
-            yield messages
-            return
         payloads = self._payloads.batch(block).column(0)
         stream, seqs = block.stream, block.seqs
         start = 0
-        for decoded, rows in self._decoder.decode(
-            payloads, lambda index: f"message {seqs[index]} of stream {stream!r}"
-        ):
-            self._learn(self._decoder.schema)
+        for decoded, rows in decoder.decode(payloads, lambda index: f"message {seqs[index]} of stream {stream!r}"):
+            self._learn(decoder.schema)
             # Few rows at a time: a payload of some bytes can have millions.
             for batch in decoded.to_reader(self._rows):
                 own: list[Array] = []
@@ -380,6 +382,21 @@ class _Builder:
             for field in self._columns.schema:
                 _check_column(field, block)
             raise
+
+
+@contextmanager
+def _own_thread() -> Iterator[Callable[..., Awaitable[Any]]]:
+    """Yield a function that calls another one in a thread of this read.
+
+    Those of `asyncio.to_thread` may all be waiting for this read, each in the loop of a `RecordBatchReader`. After a
+    cancellation, the thread ends with the call that it is in.
+    """
+    executor = ThreadPoolExecutor(1, "jetstream_ext.arrow")
+    loop = asyncio.get_running_loop()
+    try:
+        yield lambda *call: loop.run_in_executor(executor, copy_context().run, *call)
+    finally:
+        executor.shutdown(wait=False)
 
 
 def _check_column(field: Field, block: Block) -> None:

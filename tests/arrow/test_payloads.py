@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import threading
+import time
 import tracemalloc
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from decimal import Decimal
 from itertools import islice
 from typing import Any
@@ -374,6 +379,10 @@ async def test_a_function_that_returns_something_else_is_an_error(
         await arrow.to_arrow(js, stream, payload=lambda payloads: payloads[:1])
     with pytest.raises(ZeroDivisionError):
         await arrow.to_arrow(js, stream, payload=lambda _: 1 // 0)
+    async with asyncio.timeout(30):
+        for subject in ("x", "none"):
+            with pytest.raises(RuntimeError, match="the payload function raised StopIteration"):
+                await arrow.to_arrow(js, stream, subject=f"{stream}.{subject}", payload=lambda _: next(iter(())))
 
     def changes(payloads: Any) -> Any:
         return payloads if payloads[0].as_py() == b"1" else payloads.cast("string")
@@ -442,3 +451,75 @@ def test_a_value_that_the_field_cannot_hold_exactly_is_refused(kind: pa.DataType
     decoder = decoder_of(pa.schema([("a", kind)]))
     with pytest.raises(arrow.ConversionError, match="the payload of 1 "):
         list(decoder.decode(pa.array([b"{}", b'{"a": %b}' % text]), str))
+
+
+async def test_a_function_runs_in_a_thread_one_call_at_a_time(js: JetStreamContext, make_stream: MakeStream) -> None:
+    stream = await make_stream()
+    await store(js, stream, *(b"%d" % n for n in range(8)))
+    mark = ContextVar("mark", default="")
+    mark.set("the caller's")
+    running, calls, ticks = threading.Lock(), list[tuple[int, str]](), list[float]()
+
+    def slow(payloads: Any) -> Any:
+        assert running.acquire(blocking=False)
+        calls.append((threading.get_ident(), mark.get()))
+        time.sleep(0.2)
+        running.release()
+        return payloads
+
+    async def tick() -> None:
+        while True:
+            ticks.append(time.monotonic())
+            await asyncio.sleep(0.01)
+
+    ticking = asyncio.create_task(tick())
+    batches = arrow.record_batches(js, stream, schema=SEQ, payload=slow, batch_rows=2)
+    found = [row async for batch in batches for row in batch.to_pylist()]
+    ticking.cancel()
+    assert found == [{"seq": n + 1, "data": b"%d" % n} for n in range(8)]
+    assert [mark for _, mark in calls] == ["the caller's"] * 4
+    assert threading.get_ident() not in {thread for thread, _ in calls}
+    assert len(ticks) > 10  # of about 80
+
+
+async def test_a_cancelled_read_does_not_wait_for_the_function(
+    js: JetStreamContext, make_stream: MakeStream, leak_check: Any
+) -> None:
+    stream = await make_stream()
+    await store(js, stream, b"1", b"2")
+    entered, left = threading.Event(), threading.Event()
+
+    def slow(payloads: Any) -> Any:
+        entered.set()
+        assert left.wait(60)
+        raise ZeroDivisionError
+
+    reading = asyncio.create_task(arrow.to_arrow(js, stream, payload=slow))
+    async with asyncio.timeout(30):
+        while not entered.is_set():
+            await asyncio.sleep(0.01)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+    await leak_check.assert_clean()
+    threads = threading.active_count()
+    left.set()
+    async with asyncio.timeout(30):
+        while threading.active_count() == threads:
+            await asyncio.sleep(0.01)
+
+
+async def test_readers_in_every_thread_of_the_loop_do_not_wait_for_each_other(
+    js: JetStreamContext, make_stream: MakeStream
+) -> None:
+    stream = await make_stream()
+    await store(js, stream, *(b'{"n": %d}' % n for n in range(100)))
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+
+    async def total() -> Any:
+        async with arrow.RecordBatchReader(js, stream, payload=N, batch_rows=10) as reader:
+            table = await asyncio.to_thread(reader.read_all)
+        return pc.sum(table.column("n")).as_py()
+
+    async with asyncio.timeout(60):
+        assert await asyncio.gather(*(total() for _ in range(6))) == [4950] * 6
