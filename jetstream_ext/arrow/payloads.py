@@ -14,7 +14,8 @@ import pyarrow.json
 from pyarrow import types
 
 from jetstream_ext.arrow.ipc import expanded_size
-from jetstream_ext.arrow.schemas import Array, ConversionError, Field, first_bad
+from jetstream_ext.arrow.schemas import Array, Field, first_bad
+from jetstream_ext.errors import ConversionError
 
 pc: Final[Any] = pyarrow.compute
 

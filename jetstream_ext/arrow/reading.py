@@ -16,11 +16,12 @@ import pyarrow as pa
 from nats.js import JetStreamContext
 
 from jetstream_ext.arrow.payloads import Decoder, Payload, decoder_of
-from jetstream_ext.arrow.schemas import Array, ConversionError, Field, check_schema, first_bad, misfit
+from jetstream_ext.arrow.schemas import Array, Field, check_schema, first_bad, misfit
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import ScanOptions, scan_blocks
 from jetstream_ext.client.direct_reader import ExclusiveReader
 from jetstream_ext.columns import SCHEMA, Columns
+from jetstream_ext.errors import ConversionError
 from jetstream_ext.protocol.direct import Block
 from jetstream_ext.protocol.options import check_int
 from jetstream_ext.protocol.subjects import check_name

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias
 import pyarrow as pa
 from pyarrow import types
 
-from jetstream_ext.errors import JetStreamExtError
+from jetstream_ext.errors import ConversionError
 
 Array: TypeAlias = "pa.Array[Any]"
 Field: TypeAlias = "pa.Field[Any]"
@@ -20,13 +20,6 @@ _ALLOWED: Final = {
     "time": "a timestamp with a time zone",
     "headers": "a map from text to lists of text, both string, large_string, binary or large_binary",
 }
-
-
-class ConversionError(JetStreamExtError, ValueError):
-    """A value does not fit its column, a payload cannot be decoded, or a row cannot be a message.
-
-    The text names the stream, the sequence and the column, or the row. Nothing was replaced or cut off.
-    """
 
 
 def check_schema(schema: pa.Schema, columns: pa.Schema, *, optional: bool = False) -> pa.Schema:

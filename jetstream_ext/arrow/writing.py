@@ -10,8 +10,9 @@ import pyarrow as pa
 from nats.js import JetStreamContext
 from pyarrow import types
 
-from jetstream_ext.arrow.schemas import Array, ConversionError
+from jetstream_ext.arrow.schemas import Array
 from jetstream_ext.client.ingest import MsgId, ProgressHandler, ingest
+from jetstream_ext.errors import ConversionError
 from jetstream_ext.protocol.headers import MSG_ID, is_reserved
 from jetstream_ext.protocol.subjects import check_subject
 from jetstream_ext.types import Entry, IngestReport, own_headers
