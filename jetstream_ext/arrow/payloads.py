@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, repeat
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
@@ -73,9 +73,7 @@ class _Json:
         if not len(schema):
             raise ValueError("payload: the schema has no fields")
         self.schema: pa.Schema = schema
-        for name in schema.names:
-            if schema.names.count(name) > 1:
-                raise ValueError(f"payload: the schema has the field {name!r} twice")
+        _check_names(schema)
         try:
             _parse([b"{}"], pa.schema(map(_optional, schema)))
         except pa.ArrowNotImplementedError as error:
@@ -102,6 +100,20 @@ class _Json:
         return self.schema
 
 
+def _check_names(fields: Iterable[Field]) -> None:
+    """Raise ValueError if objects, or objects in them, would have a field twice."""
+    known: set[str] = set()
+    for field in fields:
+        if field.name in known:
+            raise ValueError(f"payload: the schema has the field {field.name!r} twice")
+        known.add(field.name)
+        kind = field.type
+        while isinstance(kind, pa.ListType):
+            kind = kind.value_type
+        if isinstance(kind, pa.StructType):
+            _check_names(kind)
+
+
 def _optional(field: Field) -> Field:
     """Return a field that may be null, as may the fields of its objects: pyarrow requires those of a null, too."""
     if isinstance(field.type, pa.StructType):
@@ -119,6 +131,7 @@ def _parse(texts: list[Any], schema: pa.Schema) -> pa.Table:
             explicit_schema=schema, newlines_in_values=True, unexpected_field_behavior="ignore"
         ),
     )
+    table.validate(full=True)  # pyarrow does not look whether decimals in texts and times of day are in their range
     if table.num_rows != len(texts):
         raise pa.ArrowInvalid(f"pyarrow found {table.num_rows} objects in {len(texts)} payloads")
     if any(_has_infinity(chunk) for column in table.columns for chunk in column.chunks):
@@ -147,10 +160,10 @@ class _Ipc:
             some.append((index, table))
             size += table.nbytes
             if size >= _BYTES:
-                yield _joined(some, place)
+                yield from _joined(some)
                 some, size = [], 0
         if some:
-            yield _joined(some, place)
+            yield from _joined(some)
 
     def _read(self, payload: Any, index: int, place: Callable[[int], str]) -> pa.Table:
         try:
@@ -169,12 +182,18 @@ class _Ipc:
         return self.schema or pa.schema([])
 
 
-def _joined(parts: list[tuple[int, pa.Table]], place: Callable[[int], str]) -> tuple[pa.Table, Iterator[int]]:
-    rows = chain.from_iterable(repeat(index, table.num_rows) for index, table in parts)
-    try:
-        return pa.concat_tables([table for _, table in parts]).unify_dictionaries().combine_chunks(), rows
-    except pa.ArrowException as error:  # such as more values than a dictionary's indices can count
-        raise ConversionError(f"the payloads from {place(parts[0][0])} on cannot be joined: {error}") from error
+def _joined(parts: list[tuple[int, pa.Table]]) -> Iterator[tuple[pa.Table, Iterator[int]]]:
+    """Yield tables as one, or as they are if they have no columns, without which pyarrow forgets the number of rows."""
+    if parts[0][1].schema.names:
+        try:
+            table = pa.concat_tables([table for _, table in parts]).unify_dictionaries().combine_chunks()
+        except pa.ArrowException:  # such as more values than a dictionary's indices can count
+            pass
+        else:
+            yield table, chain.from_iterable(repeat(index, part.num_rows) for index, part in parts)
+            return
+    for index, table in parts:
+        yield table, repeat(index, table.num_rows)
 
 
 def _table(content: pa.Buffer) -> pa.Table | None:
@@ -183,7 +202,7 @@ def _table(content: pa.Buffer) -> pa.Table | None:
         return None
     source = pa.BufferReader(content)
     with pa.ipc.open_stream(source) as stream:
-        table = stream.read_all().replace_schema_metadata(None)
+        table = stream.read_all()
     if left := source.size() - source.tell():
         raise pa.ArrowInvalid(f"{left} bytes follow its end")
     if table.num_rows > _LARGEST:  # of columns that take no memory, such as nulls

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from contextvars import copy_context
+from functools import partial
 from itertools import islice
 from typing import Any, Final, Self, Unpack
 
@@ -27,6 +28,7 @@ from jetstream_ext.protocol.options import check_int
 from jetstream_ext.protocol.subjects import check_name
 
 _ROWS: Final = 10_000
+_MOST_ROWS: Final = 1 << 31
 _BYTES: Final = 8 << 20
 _DATA: Final = pa.schema([SCHEMA.field("data")])
 _UNKNOWN: Final = "\ufffd".encode()
@@ -329,7 +331,7 @@ class _Builder:
         self._columns = Columns(schema)
         self._decoder = decoder
         self._payloads = Columns(_DATA)
-        self._rows = rows
+        self._rows = min(rows, _MOST_ROWS)
         self._learn(decoder.schema if decoder else pa.schema([]))
 
     def _learn(self, decoded: pa.Schema | None) -> None:
@@ -394,8 +396,12 @@ def _own_thread() -> Iterator[Callable[..., Awaitable[Any]]]:
     """
     executor = ThreadPoolExecutor(1, "jetstream_ext.arrow")
     loop = asyncio.get_running_loop()
+
+    def call(function: Callable[..., Any], *arguments: object) -> Awaitable[Any]:
+        return loop.run_in_executor(executor, partial(copy_context().run, function, *arguments))
+
     try:
-        yield lambda *call: loop.run_in_executor(executor, copy_context().run, *call)
+        yield call
     finally:
         executor.shutdown(wait=False)
 

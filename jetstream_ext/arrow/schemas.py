@@ -18,7 +18,7 @@ _ALLOWED: Final = {
     "text": "string, large_string, binary or large_binary",
     "integer": "an integer type",
     "time": "a timestamp with a time zone",
-    "headers": "a map from text to lists of text, both string, large_string, binary or large_binary",
+    "headers": "a map from text to lists of text, in their order, both string, large_string, binary or large_binary",
 }
 
 
@@ -49,7 +49,7 @@ def _kind(data_type: pa.DataType) -> str:
         return "integer"
     if isinstance(data_type, pa.TimestampType) and data_type.tz is not None:
         return "time"
-    if isinstance(data_type, pa.MapType) and _is_text(data_type.key_type):
+    if isinstance(data_type, pa.MapType) and not data_type.keys_sorted and _is_text(data_type.key_type):
         values = data_type.item_type
         if isinstance(values, pa.ListType | pa.LargeListType) and _is_text(values.value_type):
             return "headers"

@@ -30,6 +30,7 @@ from jetstream_ext.arrow.payloads import decoder_of
 MakeStream = Callable[..., Awaitable[str]]
 SEQ = pa.schema([("seq", pa.int64())])
 N = pa.schema([("n", pa.int64())])
+TWICE = pa.struct([("a", pa.int64()), ("a", pa.int64())])
 
 
 async def store(js: JetStreamContext, stream: str, *payloads: bytes) -> None:
@@ -329,16 +330,49 @@ async def test_a_payload_that_is_no_such_ipc_stream_is_an_error_with_its_sequenc
         await arrow.to_arrow(js, stream, payload="ipc")
 
 
-async def test_dictionaries_that_cannot_be_joined_are_an_error(js: JetStreamContext, make_stream: MakeStream) -> None:
+@pytest.mark.parametrize(
+    "columns",
+    [
+        [pa.array([f"{letter}{n}" for n in range(100)], pa.dictionary(pa.int8(), pa.string())) for letter in "ab"],
+        [pa.DictionaryArray.from_arrays([1, 0], pa.array([None, letter])) for letter in "ab"],
+        [pa.DictionaryArray.from_arrays([1, 0], pa.array([{"x": letter}, None])) for letter in "ab"],
+    ],
+    ids=["more values than indices", "a null among the values", "structs as values"],
+)
+async def test_dictionaries_that_cannot_be_joined_stay_apart(
+    js: JetStreamContext, make_stream: MakeStream, columns: list[pa.Array]
+) -> None:
     stream = await make_stream()
-    names = [pa.array([f"{letter}{n}" for n in range(100)], pa.dictionary(pa.int8(), pa.string())) for letter in "ab"]
-    await store(js, stream, *(ipc(pa.table({"name": some})) for some in names))
-    with pytest.raises(
-        arrow.ConversionError, match=f"the payloads from message 1 of stream {stream!r} on cannot be joined"
-    ):
-        await arrow.to_arrow(js, stream, payload="ipc")
-    batches = [batch async for batch in arrow.record_batches(js, stream, payload="ipc", batch_rows=1)]
-    assert sum(batch.num_rows for batch in batches) == 200
+    await store(js, stream, *(ipc(pa.table({"name": column})) for column in columns))
+    table = await arrow.to_arrow(js, stream, schema=SEQ, payload="ipc")
+    assert table.column("name").to_pylist() == [value for column in columns for value in column.to_pylist()]
+    assert table.column("seq").to_pylist() == [1] * len(columns[0]) + [2] * len(columns[1])
+
+
+async def test_metadata_of_ipc_streams_does_not_matter(js: JetStreamContext, make_stream: MakeStream) -> None:
+    stream = await make_stream()
+    tables = [pa.table({"n": [n]}).replace_schema_metadata({"n": str(n)} if n else None) for n in range(3)]
+    await store(js, stream, *map(ipc, tables))
+    table = await arrow.to_arrow(js, stream, schema=SEQ, payload="ipc")
+    assert table.column("n").to_pylist() == [0, 1, 2]
+    assert not table.schema.metadata
+
+
+async def test_ipc_streams_without_columns_have_rows(js: JetStreamContext, make_stream: MakeStream) -> None:
+    stream = await make_stream()
+    out = io.BytesIO()
+    batch = pa.record_batch({"n": [1, 2]}).select([])
+    with pa.ipc.new_stream(out, batch.schema) as writer:
+        writer.write_batch(batch)
+    await store(js, stream, out.getvalue(), out.getvalue())
+    table = await arrow.to_arrow(js, stream, schema=SEQ, payload="ipc")
+    assert table.to_pylist() == [{"seq": seq} for seq in (1, 1, 2, 2)]
+
+
+async def test_batch_rows_have_no_upper_limit(js: JetStreamContext, make_stream: MakeStream) -> None:
+    stream = await make_stream()
+    await store(js, stream, b'{"n": 1}', b"{}")
+    assert await rows_of(arrow.record_batches(js, stream, payload=N, batch_rows=1 << 70)) == 2
 
 
 @pytest.mark.parametrize(
@@ -438,6 +472,10 @@ def test_times_without_a_zone_are_in_utc(kind: pa.DataType, text: bytes, value: 
         (pa.int8(), b"300"),
         (pa.uint64(), b"-1"),
         (pa.decimal128(5, 2), b"1.239"),
+        (pa.decimal128(5, 2), b'"1e4"'),
+        (pa.struct([("x", pa.decimal128(5, 2))]), b'{"x": "1e4"}'),
+        (pa.time32("s"), b"90000"),
+        (pa.date64(), b"5"),
         (pa.float64(), b"1e400"),
         (pa.float32(), b"1e39"),
         (pa.struct([("x", pa.list_(pa.float32()))]), b'{"x": [1, -1e39]}'),
@@ -451,6 +489,12 @@ def test_a_value_that_the_field_cannot_hold_exactly_is_refused(kind: pa.DataType
     decoder = decoder_of(pa.schema([("a", kind)]))
     with pytest.raises(arrow.ConversionError, match="the payload of 1 "):
         list(decoder.decode(pa.array([b"{}", b'{"a": %b}' % text]), str))
+
+
+@pytest.mark.parametrize("fields", [[("a", pa.int64()), ("a", pa.int64())], [("b", pa.list_(TWICE))]])
+def test_a_schema_with_a_field_twice_is_refused(fields: list[tuple[str, pa.DataType]]) -> None:
+    with pytest.raises(ValueError, match="payload: the schema has the field 'a' twice"):
+        decoder_of(pa.schema(fields))
 
 
 async def test_a_function_runs_in_a_thread_one_call_at_a_time(js: JetStreamContext, make_stream: MakeStream) -> None:
