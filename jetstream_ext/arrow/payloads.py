@@ -156,27 +156,30 @@ class _Ipc:
         some: list[tuple[int, pa.Table]] = []
         size = 0
         for index, payload in enumerate(payloads):
-            table = self._read(payload, index, place)
+            table, expanded = self._read(payload, index, place)
             some.append((index, table))
-            size += table.nbytes
+            size += expanded
             if size >= _BYTES:
                 yield from _joined(some)
                 some, size = [], 0
         if some:
             yield from _joined(some)
 
-    def _read(self, payload: Any, index: int, place: Callable[[int], str]) -> pa.Table:
+    def _read(self, payload: Any, index: int, place: Callable[[int], str]) -> tuple[pa.Table, int]:
+        """Return a payload's table and its size."""
         try:
-            table = _table(payload.as_buffer())
+            content = payload.as_buffer()
+            size = expanded_size(content, _LARGEST)
+            table = _table(content) if size <= _LARGEST else None
         except (pa.ArrowException, OSError, ValueError) as error:  # such as a name that is not UTF-8
             raise ConversionError(f"the payload of {place(index)} is not an Arrow IPC stream: {error}") from error
-        if table is None:
+        if table is None or table.num_rows > _LARGEST:  # of columns that take no memory, such as nulls
             raise ConversionError(
                 f"the payload of {place(index)} becomes too large a table: an Arrow IPC stream may have at most "
                 f"{_LARGEST >> 20} MiB and {_LARGEST:,} rows; read this message without payload, and decode its data yourself"
             )
         self.schema = _same(self.schema, table.schema, f"the payload of {place(index)}")
-        return table
+        return table, size
 
     def finish(self) -> pa.Schema:
         return self.schema or pa.schema([])
@@ -196,17 +199,12 @@ def _joined(parts: list[tuple[int, pa.Table]]) -> Iterator[tuple[pa.Table, Itera
         yield table, repeat(index, table.num_rows)
 
 
-def _table(content: pa.Buffer) -> pa.Table | None:
-    """Return the table of an IPC stream; None if it is too large."""
-    if expanded_size(content, _LARGEST) > _LARGEST:
-        return None
+def _table(content: pa.Buffer) -> pa.Table:
     source = pa.BufferReader(content)
     with pa.ipc.open_stream(source) as stream:
         table = stream.read_all()
     if left := source.size() - source.tell():
         raise pa.ArrowInvalid(f"{left} bytes follow its end")
-    if table.num_rows > _LARGEST:  # of columns that take no memory, such as nulls
-        return None
     table.validate(full=True)  # anyone may have written it
     return table
 
