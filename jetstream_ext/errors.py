@@ -16,6 +16,7 @@
     ├─ RequestTimeoutError          no answer in time
     ├─ StreamConfigMismatchError    a stream exists with another configuration
     ├─ HistoryUnavailableError      the requested history is no longer stored
+    ├─ ConversionError              a message does not fit an Arrow table, or a row cannot be a message
     ├─ BadSubjectError, BadHeaderError, MaxPayloadError   refused before anything was sent
     ├─ IngestError                  `ingest` stopped; says where, and what is stored
     ├─ BatchError                   a batch has failed; says what is stored
@@ -220,6 +221,13 @@ class HistoryUnavailableError(JetStreamExtError):
     def __init__(self, message: str = "", *, keys: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.keys: tuple[str, ...] = tuple(keys)
+
+
+class ConversionError(JetStreamExtError, ValueError):
+    """A value does not fit its column, a payload cannot be decoded, or a row cannot be a message (`jetstream_ext.arrow`).
+
+    The text names the stream, the sequence and the column, or the row. Nothing was replaced or cut off.
+    """
 
 
 class BadSubjectError(JetStreamExtError, nats.errors.BadSubjectError, ValueError):

@@ -1,6 +1,7 @@
 """The error tree of the contract: the bases and fields of every class, and pickling."""
 
 import copy
+import importlib
 import inspect
 import pickle
 from typing import Any, get_type_hints
@@ -31,6 +32,7 @@ TREE: dict[str, tuple[type[BaseException], ...]] = {
     "FencedError": (JetStreamExtError,),
     "StreamConfigMismatchError": (JetStreamExtError,),
     "HistoryUnavailableError": (JetStreamExtError,),
+    "ConversionError": (JetStreamExtError, ValueError),
     "BadSubjectError": (JetStreamExtError, nats.errors.BadSubjectError, ValueError),
     "BadHeaderError": (JetStreamExtError, nats.errors.BadHeaderError, ValueError),
     "MaxPayloadError": (JetStreamExtError, nats.errors.MaxPayloadError, ValueError),
@@ -122,6 +124,14 @@ def test_every_class_has_the_bases_of_the_contract(name: str) -> None:
 
 def test_the_tree_has_these_classes_and_no_others() -> None:
     assert {cls.__name__ for cls in CLASSES} == set(TREE) | set(CODES)
+
+
+@pytest.mark.parametrize("module", ["", ".arrow", ".kv", ".log", ".spark"])
+def test_every_error_that_a_package_exports_is_among_them(module: str) -> None:
+    package = importlib.import_module(f"jetstream_ext{module}")
+    for name in package.__all__:
+        if inspect.isclass(found := getattr(package, name)) and issubclass(found, BaseException):
+            assert getattr(errors, name, None) is found
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)

@@ -13,9 +13,9 @@ except ImportError as _error:
 from jetstream_ext.arrow.buckets import BUCKET_SCHEMA
 from jetstream_ext.arrow.payloads import Payload
 from jetstream_ext.arrow.reading import RecordBatches, RecordBatchReader, record_batches, to_arrow
-from jetstream_ext.arrow.schemas import ConversionError
 from jetstream_ext.arrow.writing import from_arrow
 from jetstream_ext.columns import SCHEMA
+from jetstream_ext.errors import ConversionError
 
 del _pyarrow  # not a name of this package
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, repeat
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
@@ -13,9 +13,14 @@ import pyarrow.compute
 import pyarrow.json
 from pyarrow import types
 
-from jetstream_ext.arrow.schemas import Array, ConversionError, Field, first_bad
+from jetstream_ext.arrow.ipc import expanded_size
+from jetstream_ext.arrow.schemas import Array, Field, first_bad
+from jetstream_ext.errors import ConversionError
 
 pc: Final[Any] = pyarrow.compute
+
+_BYTES: Final = 8 << 20  # of the tables that are joined
+_LARGEST: Final = 64 << 20  # bytes or rows of a table; servers store no larger payload
 
 Payload: TypeAlias = pa.Schema | Literal["ipc"] | Callable[[Any], Any]
 """How payloads become columns:
@@ -25,10 +30,13 @@ Payload: TypeAlias = pa.Schema | Literal["ipc"] | Callable[[Any], Any]
   columns round numbers;
 * ``"ipc"``: each payload is an Arrow IPC stream, all with the same schema. A message becomes as many rows as its stream
   has, so that its other columns repeat, or none at all. An empty stream has no such columns. A small payload can be a
-  large table, which is in memory as a whole: use this for publishers that you trust;
+  large table, which is in memory as a whole: one of more than 64 MiB or 67,108,864 rows is refused before it is
+  decompressed;
 * a function: it is called with a ``pyarrow.BinaryArray`` of payloads, and returns as many values: an ``Array`` for the
-  column ``data``, a ``StructArray`` or a ``RecordBatch`` for several columns. It runs on the event loop. To learn the
-  type of an empty stream, it is called with no payloads.
+  column ``data``, a ``StructArray`` or a ``RecordBatch`` for several columns. To learn the type of an empty stream, it is
+  called with no payloads.
+
+Payloads are decoded in a thread of the read, one batch at a time, so that the event loop goes on meanwhile.
 """
 
 
@@ -39,8 +47,8 @@ class Decoder(Protocol):
     def schema(self) -> pa.Schema | None:
         """The columns, once they are known."""
 
-    def decode(self, payloads: Array, place: Callable[[int], str]) -> tuple[pa.Table, Iterator[int] | None]:
-        """Return the columns, and to which payload each row belongs (None: one row each); `place` names a payload.
+    def decode(self, payloads: Array, place: Callable[[int], str]) -> Iterator[tuple[pa.Table, Iterator[int] | None]]:
+        """Yield columns, and to which payload each row belongs (None: one row each); `place` names a payload.
 
         Raises ConversionError if a payload cannot be decoded.
         """
@@ -65,15 +73,13 @@ class _Json:
         if not len(schema):
             raise ValueError("payload: the schema has no fields")
         self.schema: pa.Schema = schema
-        for name in schema.names:
-            if schema.names.count(name) > 1:
-                raise ValueError(f"payload: the schema has the field {name!r} twice")
+        _check_names(schema)
         try:
             _parse([b"{}"], pa.schema(map(_optional, schema)))
         except pa.ArrowNotImplementedError as error:
             raise ValueError(f"payload: {error}") from error
 
-    def decode(self, payloads: Array, place: Callable[[int], str]) -> tuple[pa.Table, None]:
+    def decode(self, payloads: Array, place: Callable[[int], str]) -> Iterator[tuple[pa.Table, None]]:
         texts: list[Any] = payloads.to_pylist()
         for index, text in enumerate(texts):
             # pyarrow looks for any number of objects anywhere, so each payload must be known to be exactly one.
@@ -84,13 +90,28 @@ class _Json:
             if type(document) is not dict:
                 raise ConversionError(f"the payload of {place(index)} is not a JSON object")
         try:
-            return _parse(texts, self.schema), None
+            table = _parse(texts, self.schema)
         except pa.ArrowInvalid:
             index, cause = first_bad(lambda start, stop: _parse(texts[start:stop], self.schema), len(texts))
             raise ConversionError(f"the payload of {place(index)} does not fit the schema: {cause}") from cause
+        yield table, None
 
     def finish(self) -> pa.Schema:
         return self.schema
+
+
+def _check_names(fields: Iterable[Field]) -> None:
+    """Raise ValueError if objects, or objects in them, would have a field twice."""
+    known: set[str] = set()
+    for field in fields:
+        if field.name in known:
+            raise ValueError(f"payload: the schema has the field {field.name!r} twice")
+        known.add(field.name)
+        kind = field.type
+        while isinstance(kind, pa.ListType):
+            kind = kind.value_type
+        if isinstance(kind, pa.StructType):
+            _check_names(kind)
 
 
 def _optional(field: Field) -> Field:
@@ -110,6 +131,7 @@ def _parse(texts: list[Any], schema: pa.Schema) -> pa.Table:
             explicit_schema=schema, newlines_in_values=True, unexpected_field_behavior="ignore"
         ),
     )
+    table.validate(full=True)  # pyarrow does not look whether decimals in texts and times of day are in their range
     if table.num_rows != len(texts):
         raise pa.ArrowInvalid(f"pyarrow found {table.num_rows} objects in {len(texts)} payloads")
     if any(_has_infinity(chunk) for column in table.columns for chunk in column.chunks):
@@ -130,29 +152,61 @@ class _Ipc:
     def __init__(self) -> None:
         self.schema: pa.Schema | None = None
 
-    def decode(self, payloads: Array, place: Callable[[int], str]) -> tuple[pa.Table, Iterator[int]]:
-        tables = [self._read(payload, index, place) for index, payload in enumerate(payloads)]
-        rows = chain.from_iterable(repeat(index, table.num_rows) for index, table in enumerate(tables))
-        try:
-            return pa.concat_tables(tables).unify_dictionaries().combine_chunks(), rows
-        except pa.ArrowException as error:  # such as more values than a dictionary's indices can count
-            raise ConversionError(f"the payloads from {place(0)} on cannot be joined: {error}") from error
+    def decode(self, payloads: Array, place: Callable[[int], str]) -> Iterator[tuple[pa.Table, Iterator[int]]]:
+        some: list[tuple[int, pa.Table]] = []
+        size = 0
+        for index, payload in enumerate(payloads):
+            table, expanded = self._read(payload, index, place)
+            some.append((index, table))
+            size += expanded
+            if size >= _BYTES:
+                yield from _joined(some)
+                some, size = [], 0
+        if some:
+            yield from _joined(some)
 
-    def _read(self, payload: Any, index: int, place: Callable[[int], str]) -> pa.Table:
+    def _read(self, payload: Any, index: int, place: Callable[[int], str]) -> tuple[pa.Table, int]:
+        """Return a payload's table and its size."""
         try:
-            source = pa.BufferReader(payload.as_buffer())
-            with pa.ipc.open_stream(source) as stream:
-                table = stream.read_all().replace_schema_metadata(None)
-            if left := source.size() - source.tell():
-                raise pa.ArrowInvalid(f"{left} bytes follow its end")
-            table.validate(full=True)  # anyone may have written it
-        except (pa.ArrowException, OSError) as error:
+            content = payload.as_buffer()
+            size = expanded_size(content, _LARGEST)
+            table = _table(content) if size <= _LARGEST else None
+        except (pa.ArrowException, OSError, ValueError) as error:  # such as a name that is not UTF-8
             raise ConversionError(f"the payload of {place(index)} is not an Arrow IPC stream: {error}") from error
+        if table is None or table.num_rows > _LARGEST:  # of columns that take no memory, such as nulls
+            raise ConversionError(
+                f"the payload of {place(index)} becomes too large a table: an Arrow IPC stream may have at most "
+                f"{_LARGEST >> 20} MiB and {_LARGEST:,} rows; read this message without payload, and decode its data yourself"
+            )
         self.schema = _same(self.schema, table.schema, f"the payload of {place(index)}")
-        return table
+        return table, size
 
     def finish(self) -> pa.Schema:
         return self.schema or pa.schema([])
+
+
+def _joined(parts: list[tuple[int, pa.Table]]) -> Iterator[tuple[pa.Table, Iterator[int]]]:
+    """Yield tables as one, or as they are if they have no columns, without which pyarrow forgets the number of rows."""
+    if parts[0][1].schema.names:
+        try:
+            table = pa.concat_tables([table for _, table in parts]).unify_dictionaries().combine_chunks()
+        except pa.ArrowException:  # such as more values than a dictionary's indices can count
+            pass
+        else:
+            yield table, chain.from_iterable(repeat(index, part.num_rows) for index, part in parts)
+            return
+    for index, table in parts:
+        yield table, repeat(index, table.num_rows)
+
+
+def _table(content: pa.Buffer) -> pa.Table:
+    source = pa.BufferReader(content)
+    with pa.ipc.open_stream(source) as stream:
+        table = stream.read_all()
+    if left := source.size() - source.tell():
+        raise pa.ArrowInvalid(f"{left} bytes follow its end")
+    table.validate(full=True)  # anyone may have written it
+    return table
 
 
 class _Function:
@@ -160,8 +214,14 @@ class _Function:
         self.schema: pa.Schema | None = None
         self._function = function
 
-    def decode(self, payloads: Array, place: Callable[[int], str]) -> tuple[pa.Table, None]:
-        given = self._function(payloads)
+    def decode(self, payloads: Array, place: Callable[[int], str]) -> Iterator[tuple[pa.Table, None]]:
+        yield self._call(payloads, place), None
+
+    def _call(self, payloads: Array, place: Callable[[int], str]) -> pa.Table:
+        try:
+            given = self._function(payloads)
+        except StopIteration as error:  # which a future cannot carry
+            raise RuntimeError("the payload function raised StopIteration") from error
         if isinstance(given, pa.StructArray):
             given = pa.RecordBatch.from_struct_array(given)
         elif isinstance(given, pa.ChunkedArray | pa.Array):
@@ -175,11 +235,11 @@ class _Function:
             counts = f"{given.num_rows} values for {len(payloads)} payloads"
             raise ConversionError(f"the payload function returned {counts}, at {place(0)}")
         self.schema = _same(self.schema, given.schema, f"what the payload function returned at {place(0)}")
-        return given, None
+        return given
 
     def finish(self) -> pa.Schema:
         if self.schema is None:
-            self.decode(pa.array([], pa.binary()), lambda _: "the end of an empty stream")
+            self._call(pa.array([], pa.binary()), lambda _: "the end of an empty stream")
             assert self.schema is not None
         return self.schema
 

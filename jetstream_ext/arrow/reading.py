@@ -5,25 +5,30 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, contextmanager
+from contextvars import copy_context
+from functools import partial
 from itertools import islice
-from typing import Final, Self, Unpack
+from typing import Any, Final, Self, Unpack
 
 import pyarrow as pa
 from nats.js import JetStreamContext
 
 from jetstream_ext.arrow.payloads import Decoder, Payload, decoder_of
-from jetstream_ext.arrow.schemas import Array, ConversionError, Field, check_schema, first_bad, misfit
+from jetstream_ext.arrow.schemas import Array, Field, check_schema, first_bad, misfit
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import ScanOptions, scan_blocks
 from jetstream_ext.client.direct_reader import ExclusiveReader
 from jetstream_ext.columns import SCHEMA, Columns
+from jetstream_ext.errors import ConversionError
 from jetstream_ext.protocol.direct import Block
 from jetstream_ext.protocol.options import check_int
 from jetstream_ext.protocol.subjects import check_name
 
 _ROWS: Final = 10_000
+_MOST_ROWS: Final = 1 << 31
 _BYTES: Final = 8 << 20
 _DATA: Final = pa.schema([SCHEMA.field("data")])
 _UNKNOWN: Final = "\ufffd".encode()
@@ -113,7 +118,7 @@ async def to_arrow(
         ValueError, TypeError, BadSubjectError, ConversionError: As for `record_batches`.
         JetStreamExtError, nats.errors.Error: As for `DirectGet.scan`.
 
-    Cancellation: Safe; nothing is left behind.
+    Cancellation: Safe; nothing is left behind, but that a thread that is decoding payloads finishes its batch.
 
     Requires: nats-server 2.11 (ADR-31, Batched requests).
     """
@@ -134,7 +139,8 @@ class RecordBatches:
             further use of the read.
         RuntimeError: Another task is waiting for a batch of the same read.
 
-    Cancellation: A cancelled read is over and nothing is left behind; it cannot be continued.
+    Cancellation: A cancelled read is over and cannot be continued. Nothing is left behind, but that a thread that is
+    decoding payloads finishes its batch.
 
     Requires: nats-server 2.11 (ADR-31, Batched requests).
     """
@@ -325,7 +331,7 @@ class _Builder:
         self._columns = Columns(schema)
         self._decoder = decoder
         self._payloads = Columns(_DATA)
-        self._rows = rows
+        self._rows = min(rows, _MOST_ROWS)
         self._learn(decoder.schema if decoder else pa.schema([]))
 
     def _learn(self, decoded: pa.Schema | None) -> None:
@@ -340,34 +346,35 @@ class _Builder:
 
     async def batches(self, blocks: AsyncGenerator[Block, None]) -> AsyncGenerator[pa.RecordBatch, None]:
         async with aclosing(pieces_of(blocks, self._rows)) as pieces:
-            async for block in pieces:
-                for batch in self._build(block):
-                    yield batch
-        if self._decoder is not None:
-            self._learn(self._decoder.finish())
+            if (decoder := self._decoder) is None:
+                async for block in pieces:
+                    yield self._messages(block)
+                return
+            with _own_thread() as thread:
+                async for block in pieces:
+                    decoded = self._decoded(decoder, block)
+                    while (batch := await thread(next, decoded, None)) is not None:
+                        yield batch
+                self._learn(await thread(decoder.finish))
 
-    def _build(self, block: Block) -> Iterator[pa.RecordBatch]:
+    def _decoded(self, decoder: Decoder, block: Block) -> Iterator[pa.RecordBatch]:
         messages = self._messages(block) if self._columns.schema.names else None
-        if self._decoder is None:
-            assert messages is not None
-            yield messages
-            return
         payloads = self._payloads.batch(block).column(0)
         stream, seqs = block.stream, block.seqs
-        decoded, rows = self._decoder.decode(payloads, lambda index: f"message {seqs[index]} of stream {stream!r}")
-        self._learn(self._decoder.schema)
         start = 0
-        for batch in decoded.to_batches(self._rows):
-            own: list[Array] = []
-            if messages is not None:
-                # Few rows at a time: a payload of some bytes can have millions.
-                if rows is None:
-                    some = messages.slice(start, batch.num_rows)
-                    start += batch.num_rows
-                else:
-                    some = messages.take(pa.array(islice(rows, batch.num_rows), pa.int64()))
-                own = some.columns
-            yield pa.RecordBatch.from_arrays([*own, *batch.columns], schema=self.schema)
+        for decoded, rows in decoder.decode(payloads, lambda index: f"message {seqs[index]} of stream {stream!r}"):
+            self._learn(decoder.schema)
+            # Few rows at a time: a payload of some bytes can have millions.
+            for batch in decoded.to_reader(self._rows):
+                own: list[Array] = []
+                if messages is not None:
+                    if rows is None:
+                        some = messages.slice(start, batch.num_rows)
+                        start += batch.num_rows
+                    else:
+                        some = messages.take(pa.array(islice(rows, batch.num_rows), pa.int64()))
+                    own = some.columns
+                yield pa.RecordBatch.from_arrays([*own, *batch.columns], schema=self.schema)
 
     def _messages(self, block: Block) -> pa.RecordBatch:
         if block.from_leader and "subject" in self._columns.schema.names:
@@ -378,6 +385,25 @@ class _Builder:
             for field in self._columns.schema:
                 _check_column(field, block)
             raise
+
+
+@contextmanager
+def _own_thread() -> Iterator[Callable[..., Awaitable[Any]]]:
+    """Yield a function that calls another one in a thread of this read.
+
+    Those of `asyncio.to_thread` may all be waiting for this read, each in the loop of a `RecordBatchReader`. After a
+    cancellation, the thread ends with the call that it is in.
+    """
+    executor = ThreadPoolExecutor(1, "jetstream_ext.arrow")
+    loop = asyncio.get_running_loop()
+
+    def call(function: Callable[..., Any], *arguments: object) -> Awaitable[Any]:
+        return loop.run_in_executor(executor, partial(copy_context().run, function, *arguments))
+
+    try:
+        yield call
+    finally:
+        executor.shutdown(wait=False)
 
 
 def _check_column(field: Field, block: Block) -> None:

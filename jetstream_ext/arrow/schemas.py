@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias
 import pyarrow as pa
 from pyarrow import types
 
-from jetstream_ext.errors import JetStreamExtError
+from jetstream_ext.errors import ConversionError
 
 Array: TypeAlias = "pa.Array[Any]"
 Field: TypeAlias = "pa.Field[Any]"
@@ -18,15 +18,8 @@ _ALLOWED: Final = {
     "text": "string, large_string, binary or large_binary",
     "integer": "an integer type",
     "time": "a timestamp with a time zone",
-    "headers": "a map from text to lists of text, both string, large_string, binary or large_binary",
+    "headers": "a map from text to lists of text, in their order, both string, large_string, binary or large_binary",
 }
-
-
-class ConversionError(JetStreamExtError, ValueError):
-    """A value does not fit its column, a payload cannot be decoded, or a row cannot be a message.
-
-    The text names the stream, the sequence and the column, or the row. Nothing was replaced or cut off.
-    """
 
 
 def check_schema(schema: pa.Schema, columns: pa.Schema, *, optional: bool = False) -> pa.Schema:
@@ -56,7 +49,7 @@ def _kind(data_type: pa.DataType) -> str:
         return "integer"
     if isinstance(data_type, pa.TimestampType) and data_type.tz is not None:
         return "time"
-    if isinstance(data_type, pa.MapType) and _is_text(data_type.key_type):
+    if isinstance(data_type, pa.MapType) and not data_type.keys_sorted and _is_text(data_type.key_type):
         values = data_type.item_type
         if isinstance(values, pa.ListType | pa.LargeListType) and _is_text(values.value_type):
             return "headers"

@@ -10,8 +10,9 @@ import pyarrow as pa
 from nats.js import JetStreamContext
 from pyarrow import types
 
-from jetstream_ext.arrow.schemas import Array, ConversionError
+from jetstream_ext.arrow.schemas import Array
 from jetstream_ext.client.ingest import MsgId, ProgressHandler, ingest
+from jetstream_ext.errors import ConversionError
 from jetstream_ext.protocol.headers import MSG_ID, is_reserved
 from jetstream_ext.protocol.subjects import check_subject
 from jetstream_ext.types import Entry, IngestReport, own_headers
@@ -53,9 +54,9 @@ async def from_arrow(
             data frame of Polars or pandas or a relation of DuckDB; an iterable or async iterable of ``RecordBatch``. It is
             read as fast as the messages are stored, readers in a thread of their own.
         subject: The subject of every message.
-        nats_headers: What to do about headers whose names start with ``Nats-``. They are instructions to the server, and a
-            stored one, such as a message id or an expected sequence, would be obeyed again: ``"error"`` refuses the row,
-            and ``"strip"`` leaves these headers out.
+        nats_headers: What to do about headers whose names start with ``Nats-``, in exactly these letters. They are
+            instructions to the server, and a stored one, such as a message id or an expected sequence, would be obeyed
+            again: ``"error"`` refuses the row, and ``"strip"`` leaves these headers out.
         msg_id: As for `ingest`.
         flow: As for `ingest`.
         max_outstanding_acks: As for `ingest`.
@@ -172,9 +173,8 @@ class _Messages:
             raise TypeError(f"an iterable source must yield pyarrow.RecordBatch, not {type(batch).__name__}")
         if batch.schema is not self._schema:
             self._check(batch.schema)
-        rows = min(_ROWS, max(1, _BYTES * batch.num_rows // max(1, batch.nbytes)))
-        for start in range(0, batch.num_rows, rows):
-            yield from self._some(batch.slice(start, rows))
+        for piece in _pieces(batch):
+            yield from self._some(piece)
 
     def _some(self, batch: pa.RecordBatch) -> Iterator[Entry]:
         names = batch.schema.names
@@ -187,10 +187,10 @@ class _Messages:
         for subject, data, headers, msg_id in zip(*columns, strict=True):
             if type(subject) is not str:
                 subject = self._text(subject, "subject")
-            if isinstance(data, str):
+            if type(data) is not bytes:
+                if data is None:
+                    self._refuse("its data is null; an empty payload is b''")
                 data = data.encode()
-            elif data is None:
-                self._refuse("its data is null; an empty payload is b''")
             if headers is None and msg_id is None:
                 yield subject, data
             else:
@@ -199,12 +199,14 @@ class _Messages:
 
     def _headers(self, entries: Any, msg_id: Any) -> dict[str, str]:
         pairs: list[tuple[str, str]] = []
+        if isinstance(entries, UnicodeDecodeError):
+            self._refuse(f"one of its headers is not UTF-8: {entries}")
         for entry in entries or ():
             if entry is None:
                 self._refuse("one of its headers is null")
             given, values = entry.values() if isinstance(entry, dict) else entry
-            name = self._text(given, "name of a header")
-            if is_reserved(name.title()):
+            name = self._text(given, "header name")
+            if is_reserved(name):
                 if self._strip:
                     continue
                 self._refuse(
@@ -248,10 +250,49 @@ async def _pulled(reader: pa.RecordBatchReader) -> AsyncGenerator[pa.RecordBatch
         yield batch
 
 
-def _values(column: Array) -> list[Any]:
+def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """Cut a batch into pieces that become Python's values one at a time."""
+    rows = batch.num_rows
+    if rows > _ROWS or (rows > 1 and sum(map(_size, batch.columns)) > _BYTES):
+        yield from _pieces(batch.slice(0, rows // 2))
+        yield from _pieces(batch.slice(rows // 2))
+    else:
+        yield batch
+
+
+def _size(column: Array) -> int:
+    """Return about how many bytes a column takes as Python's values."""
     if isinstance(column, pa.DictionaryArray):
-        column = column.dictionary_decode()
-    return column.to_pylist()
+        return column.indices.nbytes
+    if types.is_string_view(column.type) or types.is_binary_view(column.type):
+        # Any number of views, of 16 bytes with the length first, can be of the same text.
+        views: Any = column.buffers()[1]
+        lengths = memoryview(views).cast("i")[4 * column.offset : 4 * (column.offset + len(column)) : 4]
+        return sum([length for length in lengths if length > 0])
+    return column.nbytes
+
+
+def _values(column: Array) -> list[Any]:
+    """Return Python's values, with bytes for a text that is not UTF-8, and an error for headers with such a text."""
+    if isinstance(column, pa.DictionaryArray):
+        indices: list[Any] = column.indices.to_pylist()
+        dictionary = column.dictionary
+        known: dict[int | None, Any] = {None: None}
+        for index in indices:
+            if index not in known:
+                known[index] = _value(dictionary[index])
+        return [known[index] for index in indices]
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:  # no library needs to check texts
+        return list(map(_value, column))
+
+
+def _value(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError as error:
+        return error.object if _is_text(scalar.type) else error
 
 
 def _plain(data_type: pa.DataType) -> pa.DataType:
@@ -271,10 +312,18 @@ def _is_text(data_type: pa.DataType) -> bool:
     )
 
 
+def _is_optional_text(data_type: pa.DataType) -> bool:
+    return _is_text(data_type) or types.is_null(data_type)
+
+
 def _is_headers(data_type: Any) -> bool:
+    if types.is_null(data_type) or (_is_list(data_type) and types.is_null(data_type.value_type)):
+        return True  # there are none
     if isinstance(data_type, pa.MapType):
         name, values = data_type.key_type, data_type.item_type
     elif _is_list(data_type) and isinstance(entry := data_type.value_type, pa.StructType) and entry.num_fields == 2:
+        if entry.field(0).name == entry.field(1).name:  # Python's value would be a dict
+            return False
         name, values = entry.field(0).type, entry.field(1).type
     else:
         return False
@@ -289,5 +338,5 @@ _COLUMNS: Final = {
     "subject": (_is_text, "text"),
     "data": (_is_text, "binary or text"),
     "headers": (_is_headers, "a map, or a list of structs of name and value, from text to text or to a list of text"),
-    "msg_id": (_is_text, "text"),
+    "msg_id": (_is_optional_text, "text"),
 }

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import os
 import time
+import zlib
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ import orjson
 from nats.js import JetStreamContext
 
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
-from jetstream_ext.cli.formats import FORMATS, PARQUET, SPREADSHEET, WRITERS, Parquet, format_of
+from jetstream_ext.cli.formats import FORMATS, PARQUET, SPREADSHEET, START_AGAIN, WRITERS, Parquet, format_of
 from jetstream_ext.cli.output import Stopped, count, is_are, one_line, progress, say, write_json
 from jetstream_ext.client.direct import DirectGet, ScanOptions
 from jetstream_ext.protocol.direct import StoredMsg
@@ -80,7 +81,9 @@ def command(
         )
     start = time.monotonic()
     try:
-        asyncio.run(_export(where, part, resume=resume, show=not as_json))
+        if resume:
+            part.load()  # outside the event loop, because the file may be large
+        asyncio.run(_export(where, part, show=not as_json))
         part.finish()  # outside the event loop, which would delay a Ctrl-C
     except _NotInParquet:
         part.remove()  # continuing it would end in the same way
@@ -113,13 +116,13 @@ def command(
         say(f"wrote {count(done.messages, 'message')} up to sequence {done.seq:,} to {file} ({seconds:.1f} s)")
 
 
-async def _export(where: Target, part: _Part, *, resume: bool, show: bool) -> None:
+async def _export(where: Target, part: _Part, *, show: bool) -> None:
     wanted = part.saved
     async with connected(where) as js:
         state = await existing_stream(js, wanted.stream)
         first = max(wanted.first, state.first_seq)
         begin = dataclasses.replace(wanted, created=state.created, end=state.last_seq)
-        with part.open(begin, resume=resume):
+        with part.open(begin):
             end, moved = part.saved.end, part.saved.messages
             start = max(first, part.saved.seq + 1)
             if start > end:
@@ -179,6 +182,20 @@ class _Journal:
     seq: int = 0  # the last sequence in the file
     messages: int = 0
     size: int = 0
+    crc: int = 0  # CRC-32 of these bytes of the file
+
+    @classmethod
+    def parse(cls, text: bytes) -> _Journal:
+        """Return a stored journal; raise ValueError if it is not one."""
+        found = orjson.loads(text)
+        fields = dataclasses.fields(cls)
+        if not isinstance(found, dict) or found.keys() != {field.name for field in fields}:
+            raise ValueError
+        for field in fields:
+            value = found[field.name]
+            if type(value).__name__ != field.type or (type(value) is int and value < 0):
+                raise ValueError
+        return cls(**found)
 
 
 class _NotInParquet(click.ClickException):
@@ -197,14 +214,45 @@ class _Part:
         self._pending: list[StoredMsg] = []
         self._written = wanted
         self._stream: IO[bytes] | None = None
+        self._found: _Journal | None = None
+
+    def load(self) -> None:
+        """Find the export to continue, if there is one; raise ClickException if it is damaged."""
+        try:
+            self._found = _Journal.parse(self._journal.read_bytes())
+        except FileNotFoundError:
+            if self.path.exists() and not self._is_new():
+                text = f"{self.path} lacks its journal {self._journal}; {START_AGAIN}"
+                raise click.ClickException(text) from None
+            return
+        except ValueError as error:
+            raise click.ClickException(
+                f"{self._journal} is not a valid journal, or one of an older version; {START_AGAIN}"
+            ) from error
+        crc = _checksum(self.path, self._found.size) if self.path.is_file() else None
+        if crc is None:
+            raise click.ClickException(f"{self.path} is shorter than its journal says; {START_AGAIN}")
+        if crc != self._found.crc:
+            raise click.ClickException(f"{self.path} is damaged: it is not what was written; {START_AGAIN}")
+
+    def _is_new(self) -> bool:
+        """Return whether the file ends before its first message."""
+        head = self._writer.head()
+        with self.path.open("rb") as file:
+            return head.startswith(file.read(len(head) + 1))
 
     @contextmanager
-    def open(self, begin: _Journal, *, resume: bool) -> Iterator[None]:
+    def open(self, begin: _Journal) -> Iterator[None]:
         """Append to the file for the duration of a block; afterwards everything is on the disk."""
-        if resume:
-            begin = self._read_journal(begin)
-        else:
+        if (found := self._found) is None:
             self.remove()
+        else:
+            same = {name: getattr(found, name) for name in ("end", "seq", "messages", "size", "crc")}
+            if dataclasses.replace(begin, **same) != found:
+                raise click.ClickException(
+                    f"{self.path} belongs to an export with another stream, subject, start or format; {START_AGAIN}"
+                )
+            begin = found
         self.saved = self._written = begin
         with self.path.open("r+b" if begin.size else "wb") as self._stream:
             if begin.size:
@@ -221,23 +269,6 @@ class _Part:
                     self._save()
                 raise
             self._save()
-
-    def _read_journal(self, begin: _Journal) -> _Journal:
-        try:
-            found = _Journal(**orjson.loads(self._journal.read_bytes()))
-        except FileNotFoundError:
-            return begin
-        except (orjson.JSONDecodeError, TypeError) as error:
-            text = f"{self._journal} is not a valid journal; --overwrite discards the export and starts again"
-            raise click.ClickException(text) from error
-        if dataclasses.replace(begin, end=found.end, seq=found.seq, messages=found.messages, size=found.size) != found:
-            raise click.ClickException(
-                f"{self.path} belongs to an export with another stream, subject, start or format, or by an older version; "
-                "--overwrite discards it and starts again"
-            )
-        if not self.path.is_file() or self.path.stat().st_size < found.size:
-            raise click.ClickException(f"{self.path} is shorter than its journal says; --overwrite starts again")
-        return found
 
     def add(self, message: StoredMsg) -> None:
         self._pending.append(message)
@@ -306,9 +337,19 @@ class _Part:
     def _append(self, data: bytes, done: _Journal) -> None:
         assert self._stream is not None
         self._stream.write(data)
-        self._written = dataclasses.replace(done, size=done.size + len(data))
+        self._written = dataclasses.replace(done, size=done.size + len(data), crc=zlib.crc32(data, done.crc))
 
     def remove(self) -> None:
         """Remove the unfinished file and its journal."""
         for path in (self.path, self._journal):
             path.unlink(missing_ok=True)
+
+
+def _checksum(path: Path, size: int) -> int | None:
+    """Return the CRC-32 of the first `size` bytes of a file; None if it has fewer."""
+    crc = 0
+    with path.open("rb") as file:
+        while size and (some := file.read(min(size, _SYNC_BYTES))):
+            crc = zlib.crc32(some, crc)
+            size -= len(some)
+    return None if size else crc

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import orjson
 
-from jetstream_ext.cli.output import text_or_base64
+from jetstream_ext.cli.output import one_line, text_or_base64
 from jetstream_ext.protocol.direct import StoredMsg
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 FORMATS: Final = ("csv", "jsonl", "parquet")
 SPREADSHEET: Final = "csv for spreadsheets"
+START_AGAIN: Final = "--overwrite discards the export and starts again"
 PARQUET: Final = "parquet from Arrow"  # unfinished files of older versions are JSON lines, and their format "parquet"
 _SUFFIXES: Final = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
 _COLUMNS: Final = ("seq", "time", "subject", "headers", "data", "data_base64")
@@ -236,17 +237,12 @@ class Parquet(JsonLines):
         return batch.serialize().to_pybytes()
 
     def finish(self, part: Path, file: Path) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+        import pyarrow.parquet as pq  # an extra, and slow to import
 
         fresh = file.with_name(f"{file.name}.new")
         try:
-            with (
-                pa.OSFile(str(part), "rb") as source,
-                pa.ipc.open_stream(source) as batches,
-                pq.ParquetWriter(fresh, self.schema, compression="zstd") as writer,
-            ):
-                for table in _joined(batches):
+            with pq.ParquetWriter(fresh, self.schema, compression="zstd") as writer:
+                for table in _joined(_batches(part)):
                     writer.write_table(table)
             with fresh.open("rb+") as written:
                 os.fsync(written.fileno())  # before the unfinished file is deleted
@@ -257,7 +253,20 @@ class Parquet(JsonLines):
         part.unlink()
 
 
-def _joined(batches: pa.RecordBatchReader) -> Iterator[pa.Table]:
+def _batches(part: Path) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of an unfinished file; raise ClickException if it is damaged."""
+    import pyarrow as pa
+
+    try:
+        with pa.OSFile(str(part), "rb") as source, pa.ipc.open_stream(source) as batches:
+            yield from batches
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno:  # of the disk
+            raise
+        raise click.ClickException(f"{part} is damaged: {one_line(error)}; {START_AGAIN}") from error
+
+
+def _joined(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
     """Yield tables of about `_PARQUET_ROWS` rows, or `_PARQUET_BYTES`."""
     import pyarrow as pa
 

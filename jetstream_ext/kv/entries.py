@@ -105,7 +105,7 @@ class KeyValueSnapshot(Mapping[str, KeyValueEntry]):
             ImportError: pyarrow is not installed.
             ValueError: `schema` has a column that does not exist, comes twice or cannot have its type.
             TypeError: `schema` is not a ``pyarrow.Schema``.
-            jetstream_ext.arrow.ConversionError: A value does not fit its column; the text names the key.
+            ConversionError: A value does not fit its column; the text names the key.
 
         Requires: ``nats-jetstream-ext[arrow]``.
         """

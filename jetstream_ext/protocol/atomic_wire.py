@@ -20,7 +20,7 @@ from jetstream_ext.protocol.options import given_headers, message_headers, paylo
 from jetstream_ext.protocol.subjects import SubjectCache
 from jetstream_ext.types import BatchAck, BatchMessage
 
-_MANAGED: Final = frozenset({h.BATCH_ID.lower(), h.BATCH_SEQUENCE.lower(), h.BATCH_COMMIT.lower()})
+_MANAGED: Final = frozenset({h.BATCH_ID, h.BATCH_SEQUENCE, h.BATCH_COMMIT})
 
 END: Final = b"\r\n\r\n"
 COMMIT: Final = b"\r\nNats-Batch-Commit: 1" + END
@@ -138,19 +138,17 @@ def has_no_options(message: BatchMessage) -> bool:
 def _check_headers(message: BatchMessage) -> Expectations | None:
     """Refuse headers that the server would refuse at commit, where they cost the whole batch."""
     given = given_headers(message)
-    lowered: dict[str, str] = {}
-    for name, value in given.items():
+    for name in given:
         if not isinstance(name, str):
             raise TypeError(f"a header's name must be str, not {type(name).__name__}")
-        if name.lower() in _MANAGED:
+        if name in _MANAGED:
             raise BadHeaderError(f"header {name!r} is set by the batch itself")
-        if name.lower() == h.EXPECTED_LAST_MSG_ID.lower():
+        if name == h.EXPECTED_LAST_MSG_ID:
             raise BadHeaderError(f"header {name!r} cannot be used in an atomic batch")
-        lowered[name.lower()] = value
-    last_seq = message.expected_last_seq is not None or h.EXPECTED_LAST_SEQ.lower() in lowered
+    last_seq = message.expected_last_seq is not None or h.EXPECTED_LAST_SEQ in given
     subject: str | None = None
-    if message.expected_last_subject_seq is not None or h.EXPECTED_LAST_SUBJECT_SEQ.lower() in lowered:
-        subject = lowered.get(h.EXPECTED_LAST_SUBJECT.lower()) or message.expected_last_subject or message.subject
+    if message.expected_last_subject_seq is not None or h.EXPECTED_LAST_SUBJECT_SEQ in given:
+        subject = given.get(h.EXPECTED_LAST_SUBJECT) or message.expected_last_subject or message.subject
     return Expectations(last_seq, subject) if last_seq or subject is not None else None
 
 

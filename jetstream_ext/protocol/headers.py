@@ -347,7 +347,7 @@ def count(value: bytes) -> int:
 def is_reserved(name: str) -> bool:
     """Return whether a header is an instruction to the server, or what the server notes about a message.
 
-    Servers compare names case-sensitively: to them, ``nats-rollup`` is a header like any other.
+    Servers compare names case-sensitively: to them, ``nats-rollup`` is a header like any other, which they store.
     """
     return name.startswith(_RESERVED)
 

@@ -72,7 +72,7 @@ def given_headers(message: BatchMessage) -> Mapping[str, str]:
 
 def has_expectation(message: BatchMessage) -> bool:
     """Return whether the server stores a message only if its stream or subject is as the message expects."""
-    return any(name.title() in _EXPECTATIONS for name, _ in message_headers(message))
+    return any(name in _EXPECTATIONS for name, _ in message_headers(message))
 
 
 def message_headers(message: BatchMessage) -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ import numpy as np
 from pyspark.sql.types import StructType
 
 from jetstream_ext.errors import BadSubjectError, JetStreamExtError
-from jetstream_ext.protocol.headers import MSG_ID, EncodedHeaders, encode
+from jetstream_ext.protocol.headers import MSG_ID, EncodedHeaders, encode, is_reserved
 from jetstream_ext.protocol.subjects import check_subject, covers
 from jetstream_ext.spark.digests import DigestCounts
 from jetstream_ext.spark.options import OptionError, WriteOptions
@@ -283,12 +283,12 @@ class RowReader:
     def _headers(self, given: Any) -> Mapping[str, str] | None:
         pairs: list[tuple[str, str]] = []
         for name, value in given.items() if isinstance(given, dict) else given:
-            if name[:5].lower() == "nats-":
+            if is_reserved(name):
                 if self._options.strip_nats_headers:
                     continue
                 raise self._bad(
                     f"its header {name!r} is an instruction to the server; set the option natsHeaders to strip to leave such "
-                    "headers out" + (", and give ids in the column msgId" if name == "Nats-Msg-Id" else "")
+                    "headers out" + (", and give ids in the column msgId" if name == MSG_ID else "")
                 )
             if self._columns.multiple:
                 pairs += [(name, one or "") for one in value or ()]

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import threading
+import time
 import tracemalloc
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from decimal import Decimal
+from itertools import islice
 from typing import Any
 
 import pyarrow as pa
@@ -23,16 +30,18 @@ from jetstream_ext.arrow.payloads import decoder_of
 MakeStream = Callable[..., Awaitable[str]]
 SEQ = pa.schema([("seq", pa.int64())])
 N = pa.schema([("n", pa.int64())])
+TWICE = pa.struct([("a", pa.int64()), ("a", pa.int64())])
 
 
 async def store(js: JetStreamContext, stream: str, *payloads: bytes) -> None:
     await jsx.ingest(js, [(f"{stream}.x", payload) for payload in payloads])
 
 
-def ipc(table: pa.Table) -> bytes:
+def ipc(*tables: pa.Table, **options: Any) -> bytes:
     out = io.BytesIO()
-    with pa.ipc.new_stream(out, table.schema) as writer:
-        writer.write_table(table)
+    with pa.ipc.new_stream(out, tables[0].schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        for table in tables:
+            writer.write_table(table)
     return out.getvalue()
 
 
@@ -120,7 +129,7 @@ DOCUMENT = st.fixed_dictionaries(
 def test_each_row_belongs_to_its_payload(rows: list[tuple[dict[str, Any], int | None, bool]]) -> None:
     decoder = decoder_of(pa.schema([("n", pa.int64()), ("t", pa.string())]))
     texts = [json.dumps(document, indent=indent, ensure_ascii=plain).encode() for document, indent, plain in rows]
-    table, places = decoder.decode(pa.array(texts, pa.binary()), str)
+    [(table, places)] = decoder.decode(pa.array(texts, pa.binary()), str)
     assert places is None
     assert table.to_pylist() == [{"n": document.get("n"), "t": document.get("t")} for document, _, _ in rows]
 
@@ -141,6 +150,131 @@ async def test_a_small_ipc_stream_of_many_rows_costs_no_memory_before_they_are_r
             assert 1000 + sum([batch.num_rows async for batch in batches]) == count
     finally:
         tracemalloc.stop()
+
+
+def zeros(size: int) -> pa.Array:
+    """Return numbers that take `size` bytes."""
+    return pa.Array.from_buffers(pa.int64(), size // 8, [None, pa.py_buffer(bytes(size))])
+
+
+_pools: list[pa.MemoryPool] = []  # kept, because buffers return their memory to them
+
+
+@contextmanager
+def measured_pool() -> Iterator[pa.MemoryPool]:
+    """Let pyarrow allocate from a pool of its own, whose `max_memory` is that of the block."""
+    before = pa.default_memory_pool()
+    _pools.append(pa.proxy_memory_pool(before))
+    pa.set_memory_pool(_pools[-1])
+    try:
+        yield _pools[-1]
+    finally:
+        pa.set_memory_pool(before)
+
+
+def grown(count: int, **options: Any) -> bytes:
+    """Return a stream of batches, each with one more value of the dictionary, all of which use all values before."""
+    text = [f"{n}".zfill(1 << 10) for n in range(count)]
+    parts = [pa.array(text[: n + 1]).dictionary_encode() for n in range(count)]
+    return ipc(*(pa.table({"n": part}) for part in parts), emit_dictionary_deltas=True, **options)
+
+
+MIB = 1 << 20
+BOMBS = {
+    "zstd": lambda: ipc(pa.table({"n": zeros(65 * MIB)}), compression="zstd"),
+    "lz4": lambda: ipc(pa.table({"n": zeros(65 * MIB)}), compression="lz4"),
+    "many columns": lambda: ipc(pa.table({f"{n}": zeros(MIB) for n in range(65)}), compression="zstd"),
+    "many batches": lambda: ipc(*[pa.table({"n": zeros(MIB)})] * 65, compression="zstd"),
+    "a dictionary": lambda: ipc(
+        pa.table({"n": pa.DictionaryArray.from_arrays([0], ["0" * 65 * MIB])}), compression="zstd"
+    ),
+    "dictionaries that grow": lambda: grown(400),
+    "nulls": lambda: ipc(pa.table({"n": pa.nulls(65 * MIB)})),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+async def test_an_ipc_stream_that_expands_too_much_is_refused_before_it_does(
+    js: JetStreamContext, make_stream: MakeStream, bomb: str
+) -> None:
+    stream, payload = await make_stream(), BOMBS[bomb]()
+    assert len(payload) < MIB
+    await store(js, stream, ipc(pa.table({"m": [1]})), payload)
+    words = f"the payload of message 2 of stream {stream!r} .* at most 64 MiB and 67,108,864 rows"
+    with measured_pool() as pool, pytest.raises(arrow.ConversionError, match=words):
+        await arrow.to_arrow(js, stream, payload="ipc")
+    assert pool.max_memory() < 2 * MIB
+
+
+PIECES = pa.table(
+    {
+        "t": pa.array(["a", "b" * 50, "a"]).dictionary_encode(),
+        "l": pa.array([[1], [], None]),
+        "m": pa.array([[("k", {"x": 1})], None, []], pa.map_(pa.string(), pa.struct([("x", pa.int64())]))),
+        "z": pa.nulls(3),
+    }
+)
+VALID = [
+    *(ipc(PIECES, PIECES, compression=compression) for compression in (None, "zstd", "lz4")),
+    grown(4),
+]
+
+
+@given(st.sampled_from(VALID), st.lists(st.tuples(st.integers(0, 1 << 16), st.binary(min_size=1, max_size=8))))
+def test_a_damaged_ipc_stream_is_a_table_or_an_error_that_names_its_payload(
+    payload: bytes, damage: list[tuple[int, bytes]]
+) -> None:
+    changed = bytearray(payload)
+    for place, new in damage:
+        start = place % len(payload)
+        changed[start : start + len(new)] = new
+    before, error = pa.total_allocated_bytes(), ""
+    try:
+        for table, rows in decoder_of("ipc").decode(pa.array([bytes(changed)]), str):
+            assert pa.total_allocated_bytes() - before < 65 * MIB
+            assert set(islice(rows, table.num_rows)) <= {0}
+    except arrow.ConversionError as refused:
+        error = str(refused)
+    assert error == "" or error.startswith("the payload of 0 ")
+
+
+async def test_a_name_that_is_not_utf_8_is_an_error_with_its_sequence(
+    js: JetStreamContext, make_stream: MakeStream
+) -> None:
+    stream = await make_stream()
+    await store(js, stream, ipc(pa.table({"abc": [1]})).replace(b"abc", b"a\xffc"))
+    with pytest.raises(arrow.ConversionError, match=r"the payload of message 1 .* is not an Arrow IPC stream: .*utf-8"):
+        await arrow.to_arrow(js, stream, payload="ipc")
+
+
+@pytest.mark.parametrize("compression", [None, "zstd", "lz4"])
+async def test_ipc_streams_of_any_compression_are_read(
+    js: JetStreamContext, make_stream: MakeStream, compression: str | None
+) -> None:
+    stream = await make_stream()
+    table = pa.table({"n": zeros(63 * MIB)})
+    names = pa.array(["a", "b" * 1000, "a"]).dictionary_encode()
+    odd = pa.table({"n": pa.array([1, 2, None], pa.int8()), "t": names, "b": [b"incompressible"] * 3})
+    if compression:
+        await store(js, stream, ipc(table, compression=compression), ipc(table, compression=compression))
+        assert await rows_of(arrow.record_batches(js, stream, schema=SEQ, payload="ipc")) == 2 * 63 * MIB // 8
+    await js.purge_stream(stream)
+    await store(js, stream, ipc(odd, odd, compression=compression))
+    found = await arrow.to_arrow(js, stream, schema=pa.schema([]), payload="ipc")
+    assert found.to_pylist() == odd.to_pylist() * 2
+
+
+async def rows_of(batches: arrow.RecordBatches) -> int:
+    return sum([batch.num_rows async for batch in batches])
+
+
+async def test_ipc_streams_are_expanded_a_few_at_a_time(js: JetStreamContext, make_stream: MakeStream) -> None:
+    stream = await make_stream()
+    payload = ipc(pa.table({"n": zeros(16 * MIB)}), compression="zstd")
+    await store(js, stream, *[payload] * 20)
+    with measured_pool() as pool:
+        assert await rows_of(arrow.record_batches(js, stream, schema=SEQ, payload="ipc")) == 20 * 16 * MIB // 8
+    assert pool.max_memory() < 64 * MIB
 
 
 async def test_ipc_streams_become_as_many_rows_as_they_have(js: JetStreamContext, make_stream: MakeStream) -> None:
@@ -196,16 +330,49 @@ async def test_a_payload_that_is_no_such_ipc_stream_is_an_error_with_its_sequenc
         await arrow.to_arrow(js, stream, payload="ipc")
 
 
-async def test_dictionaries_that_cannot_be_joined_are_an_error(js: JetStreamContext, make_stream: MakeStream) -> None:
+@pytest.mark.parametrize(
+    "columns",
+    [
+        [pa.array([f"{letter}{n}" for n in range(100)], pa.dictionary(pa.int8(), pa.string())) for letter in "ab"],
+        [pa.DictionaryArray.from_arrays([1, 0], pa.array([None, letter])) for letter in "ab"],
+        [pa.DictionaryArray.from_arrays([1, 0], pa.array([{"x": letter}, None])) for letter in "ab"],
+    ],
+    ids=["more values than indices", "a null among the values", "structs as values"],
+)
+async def test_dictionaries_that_cannot_be_joined_stay_apart(
+    js: JetStreamContext, make_stream: MakeStream, columns: list[pa.Array]
+) -> None:
     stream = await make_stream()
-    names = [pa.array([f"{letter}{n}" for n in range(100)], pa.dictionary(pa.int8(), pa.string())) for letter in "ab"]
-    await store(js, stream, *(ipc(pa.table({"name": some})) for some in names))
-    with pytest.raises(
-        arrow.ConversionError, match=f"the payloads from message 1 of stream {stream!r} on cannot be joined"
-    ):
-        await arrow.to_arrow(js, stream, payload="ipc")
-    batches = [batch async for batch in arrow.record_batches(js, stream, payload="ipc", batch_rows=1)]
-    assert sum(batch.num_rows for batch in batches) == 200
+    await store(js, stream, *(ipc(pa.table({"name": column})) for column in columns))
+    table = await arrow.to_arrow(js, stream, schema=SEQ, payload="ipc")
+    assert table.column("name").to_pylist() == [value for column in columns for value in column.to_pylist()]
+    assert table.column("seq").to_pylist() == [1] * len(columns[0]) + [2] * len(columns[1])
+
+
+async def test_metadata_of_ipc_streams_does_not_matter(js: JetStreamContext, make_stream: MakeStream) -> None:
+    stream = await make_stream()
+    tables = [pa.table({"n": [n]}).replace_schema_metadata({"n": str(n)} if n else None) for n in range(3)]
+    await store(js, stream, *map(ipc, tables))
+    table = await arrow.to_arrow(js, stream, schema=SEQ, payload="ipc")
+    assert table.column("n").to_pylist() == [0, 1, 2]
+    assert not table.schema.metadata
+
+
+async def test_ipc_streams_without_columns_have_rows(js: JetStreamContext, make_stream: MakeStream) -> None:
+    stream = await make_stream()
+    out = io.BytesIO()
+    batch = pa.record_batch({"n": [1, 2]}).select([])
+    with pa.ipc.new_stream(out, batch.schema) as writer:
+        writer.write_batch(batch)
+    await store(js, stream, out.getvalue(), out.getvalue())
+    table = await arrow.to_arrow(js, stream, schema=SEQ, payload="ipc")
+    assert table.to_pylist() == [{"seq": seq} for seq in (1, 1, 2, 2)]
+
+
+async def test_batch_rows_have_no_upper_limit(js: JetStreamContext, make_stream: MakeStream) -> None:
+    stream = await make_stream()
+    await store(js, stream, b'{"n": 1}', b"{}")
+    assert await rows_of(arrow.record_batches(js, stream, payload=N, batch_rows=1 << 70)) == 2
 
 
 @pytest.mark.parametrize(
@@ -246,6 +413,10 @@ async def test_a_function_that_returns_something_else_is_an_error(
         await arrow.to_arrow(js, stream, payload=lambda payloads: payloads[:1])
     with pytest.raises(ZeroDivisionError):
         await arrow.to_arrow(js, stream, payload=lambda _: 1 // 0)
+    async with asyncio.timeout(30):
+        for subject in ("x", "none"):
+            with pytest.raises(RuntimeError, match="the payload function raised StopIteration"):
+                await arrow.to_arrow(js, stream, subject=f"{stream}.{subject}", payload=lambda _: next(iter(())))
 
     def changes(payloads: Any) -> Any:
         return payloads if payloads[0].as_py() == b"1" else payloads.cast("string")
@@ -275,10 +446,10 @@ async def test_columns_with_one_name_are_refused(js: JetStreamContext, make_stre
 def test_fields_of_an_object_in_an_object_can_be_required() -> None:
     inner = pa.struct([pa.field("x", pa.int64(), nullable=False)])
     decoder = decoder_of(pa.schema([pa.field("a", inner, nullable=False), pa.field("b", pa.struct([("c", inner)]))]))
-    table, _ = decoder.decode(pa.array([b'{"a": {"x": 1}, "b": {"c": {"x": 2}}}']), str)
+    [(table, _)] = decoder.decode(pa.array([b'{"a": {"x": 1}, "b": {"c": {"x": 2}}}']), str)
     assert table.to_pylist() == [{"a": {"x": 1}, "b": {"c": {"x": 2}}}]
     with pytest.raises(arrow.ConversionError, match="the payload of 0 does not fit the schema"):
-        decoder.decode(pa.array([b'{"a": {}}']), str)
+        list(decoder.decode(pa.array([b'{"a": {}}']), str))
 
 
 @pytest.mark.parametrize(
@@ -290,7 +461,7 @@ def test_fields_of_an_object_in_an_object_can_be_required() -> None:
     ],
 )
 def test_times_without_a_zone_are_in_utc(kind: pa.DataType, text: bytes, value: int) -> None:
-    table, _ = decoder_of(pa.schema([("a", kind)])).decode(pa.array([b'{"a": %b}' % text]), str)
+    [(table, _)] = decoder_of(pa.schema([("a", kind)])).decode(pa.array([b'{"a": %b}' % text]), str)
     assert table.column("a").cast(pa.int64()).to_pylist() == [value]
 
 
@@ -301,6 +472,10 @@ def test_times_without_a_zone_are_in_utc(kind: pa.DataType, text: bytes, value: 
         (pa.int8(), b"300"),
         (pa.uint64(), b"-1"),
         (pa.decimal128(5, 2), b"1.239"),
+        (pa.decimal128(5, 2), b'"1e4"'),
+        (pa.struct([("x", pa.decimal128(5, 2))]), b'{"x": "1e4"}'),
+        (pa.time32("s"), b"90000"),
+        (pa.date64(), b"5"),
         (pa.float64(), b"1e400"),
         (pa.float32(), b"1e39"),
         (pa.struct([("x", pa.list_(pa.float32()))]), b'{"x": [1, -1e39]}'),
@@ -313,4 +488,82 @@ def test_times_without_a_zone_are_in_utc(kind: pa.DataType, text: bytes, value: 
 def test_a_value_that_the_field_cannot_hold_exactly_is_refused(kind: pa.DataType, text: bytes) -> None:
     decoder = decoder_of(pa.schema([("a", kind)]))
     with pytest.raises(arrow.ConversionError, match="the payload of 1 "):
-        decoder.decode(pa.array([b"{}", b'{"a": %b}' % text]), str)
+        list(decoder.decode(pa.array([b"{}", b'{"a": %b}' % text]), str))
+
+
+@pytest.mark.parametrize("fields", [[("a", pa.int64()), ("a", pa.int64())], [("b", pa.list_(TWICE))]])
+def test_a_schema_with_a_field_twice_is_refused(fields: list[tuple[str, pa.DataType]]) -> None:
+    with pytest.raises(ValueError, match="payload: the schema has the field 'a' twice"):
+        decoder_of(pa.schema(fields))
+
+
+async def test_a_function_runs_in_a_thread_one_call_at_a_time(js: JetStreamContext, make_stream: MakeStream) -> None:
+    stream = await make_stream()
+    await store(js, stream, *(b"%d" % n for n in range(8)))
+    mark = ContextVar("mark", default="")
+    mark.set("the caller's")
+    running, calls, ticks = threading.Lock(), list[tuple[int, str]](), list[float]()
+
+    def slow(payloads: Any) -> Any:
+        assert running.acquire(blocking=False)
+        calls.append((threading.get_ident(), mark.get()))
+        time.sleep(0.2)
+        running.release()
+        return payloads
+
+    async def tick() -> None:
+        while True:
+            ticks.append(time.monotonic())
+            await asyncio.sleep(0.01)
+
+    ticking = asyncio.create_task(tick())
+    batches = arrow.record_batches(js, stream, schema=SEQ, payload=slow, batch_rows=2)
+    found = [row async for batch in batches for row in batch.to_pylist()]
+    ticking.cancel()
+    assert found == [{"seq": n + 1, "data": b"%d" % n} for n in range(8)]
+    assert [mark for _, mark in calls] == ["the caller's"] * 4
+    assert threading.get_ident() not in {thread for thread, _ in calls}
+    assert len(ticks) > 10  # of about 80
+
+
+async def test_a_cancelled_read_does_not_wait_for_the_function(
+    js: JetStreamContext, make_stream: MakeStream, leak_check: Any
+) -> None:
+    stream = await make_stream()
+    await store(js, stream, b"1", b"2")
+    entered, left = threading.Event(), threading.Event()
+
+    def slow(payloads: Any) -> Any:
+        entered.set()
+        assert left.wait(60)
+        raise ZeroDivisionError
+
+    reading = asyncio.create_task(arrow.to_arrow(js, stream, payload=slow))
+    async with asyncio.timeout(30):
+        while not entered.is_set():
+            await asyncio.sleep(0.01)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+    await leak_check.assert_clean()
+    threads = threading.active_count()
+    left.set()
+    async with asyncio.timeout(30):
+        while threading.active_count() == threads:
+            await asyncio.sleep(0.01)
+
+
+async def test_readers_in_every_thread_of_the_loop_do_not_wait_for_each_other(
+    js: JetStreamContext, make_stream: MakeStream
+) -> None:
+    stream = await make_stream()
+    await store(js, stream, *(b'{"n": %d}' % n for n in range(100)))
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+
+    async def total() -> Any:
+        async with arrow.RecordBatchReader(js, stream, payload=N, batch_rows=10) as reader:
+            table = await asyncio.to_thread(reader.read_all)
+        return pc.sum(table.column("n")).as_py()
+
+    async with asyncio.timeout(60):
+        assert await asyncio.gather(*(total() for _ in range(6))) == [4950] * 6

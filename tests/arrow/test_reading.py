@@ -137,6 +137,10 @@ async def test_a_time_is_not_truncated(js: JetStreamContext, make_stream: MakeSt
         (only(data=pa.int64()), "column 'data' cannot be int64"),
         (pa.schema([]), "it has no columns"),
         (only(headers=pa.map_(pa.string(), pa.string())), "column 'headers' cannot be map<string, string>"),
+        (
+            only(headers=pa.map_(pa.string(), pa.list_(pa.string()), keys_sorted=True)),
+            "column 'headers' cannot be map<string, list<.*>, keys_sorted>",
+        ),
     ],
 )
 def test_an_impossible_schema_is_refused_at_the_call(js: JetStreamContext, schema: pa.Schema, words: str) -> None:

@@ -19,6 +19,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import arrow
+from jetstream_ext.arrow.writing import _Messages
 from jetstream_ext.testing import NatsServer
 
 INTERNALS = pytest.mark.internals(
@@ -27,6 +28,7 @@ INTERNALS = pytest.mark.internals(
 MakeStream = Callable[..., Awaitable[str]]
 Stored = list[tuple[str, bytes, list[tuple[str, str]]]]
 MULTIPLE = pa.map_(pa.string(), pa.list_(pa.string()))
+TWICE = pa.struct([pa.field("text", pa.string()), pa.field("text", pa.string())])
 HEADER = pa.struct([("name", pa.string()), ("value", pa.string())])
 
 
@@ -63,6 +65,31 @@ SOURCES: dict[str, Callable[[pa.Table], Any]] = {
     "large": lambda table: table.cast(pa.schema([("subject", pa.large_string()), ("data", pa.large_binary())])),
     "binary subjects": lambda table: table.cast(pa.schema([("subject", pa.binary()), ("data", pa.binary())])),
     "text": lambda table: table.cast(pa.schema([("subject", pa.string()), ("data", pa.string())])),
+    "polars with categories": lambda table: polars.from_arrow(table).with_columns(
+        polars.col("subject").cast(polars.Categorical)
+    ),
+    "dictionary with offsets": lambda table: [
+        pa.record_batch({"subject": batch.column("subject").dictionary_encode(), "data": batch.column("data")})
+        for batch in (
+            table.combine_chunks().to_batches()[0].slice(0, 1),
+            table.combine_chunks().to_batches()[0].slice(1),
+        )
+    ],
+    "dictionary with nulls": lambda table: table.set_column(
+        0,
+        "subject",
+        pa.concat_arrays([pa.nulls(1, pa.string()), *table["subject"].chunks]).dictionary_encode().slice(1),
+    ),
+    "batches with offsets": lambda table: [
+        batch
+        for start in range(3)
+        for batch in (table.to_batches()[0].slice(start, 0), table.to_batches()[0].slice(start, 1))
+    ],
+    "columns of nulls": lambda table: table.append_column("headers", pa.nulls(3)).append_column("msg_id", pa.nulls(3)),
+    "lists of nothing": lambda table: table.append_column("headers", [[[], None, []]]),
+    "other columns of any type": lambda table: table.append_column("time", [[{"a": 1}] * 3]).append_column(
+        "seq", pa.nulls(3)
+    ),
     "dictionary": lambda table: pa.table({name: table.column(name).dictionary_encode() for name in table.schema.names}),
 }
 
@@ -106,6 +133,32 @@ async def test_large_payloads_become_python_objects_few_at_a_time(
         tracemalloc.stop()
     assert report.stored == count - 1
     assert most < count * size / 2
+
+
+@pytest.mark.parametrize("kind", ["dictionary", "view"])
+async def test_values_that_share_their_memory_become_python_objects_few_at_a_time(
+    js: JetStreamContext, make_stream: MakeStream, kind: str
+) -> None:
+    stream = await make_stream(storage="memory")
+    count, size = 1_000, 100_000
+    if kind == "dictionary":
+        data: Any = pa.DictionaryArray.from_arrays(pa.array([0] * count), pa.array([b"x" * size]))
+    else:
+        view = pa.array([b"x" * size], pa.binary_view()).buffers()
+        data = pa.Array.from_buffers(
+            pa.binary_view(), count, [None, pa.py_buffer(view[1].to_pybytes() * count), view[2]]
+        )
+    before = pa.total_allocated_bytes()
+    tracemalloc.start()
+    try:
+        messages = iter(_Messages(f"{stream}.x", strip=False).read(pa.table({"data": data})))  # type: ignore[arg-type]
+        for number in range(count):
+            assert next(messages) == (f"{stream}.x", b"x" * size), number
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < count * size / 2
+    assert pa.total_allocated_bytes() - before < count * size / 2
 
 
 async def test_no_rows_are_no_messages(js: JetStreamContext, make_stream: MakeStream) -> None:
@@ -200,6 +253,18 @@ async def test_an_option_gives_all_rows_one_subject(js: JetStreamContext, make_s
             "column 'headers': it is string, but must be a map",
         ),
         (lambda table: table.to_pylist(), TypeError, "must yield pyarrow.RecordBatch, not dict"),
+        (
+            lambda table: table.append_column("headers", pa.nulls(3, pa.list_(TWICE))),
+            ValueError,
+            "must be a map, or a list of structs",
+        ),
+        (lambda table: table.set_column(1, "data", pa.nulls(3)), ValueError, "it is null, but must be binary or text"),
+        (lambda table: table.select([]), ValueError, "column 'data': it is missing"),
+        (
+            lambda table: table.set_column(1, "data", pa.ExtensionArray.from_storage(pa.json_(), pa.array(["{}"] * 3))),
+            ValueError,
+            "it is extension<arrow.json>, but must be binary or text; cast it",
+        ),
         (lambda _: "table", TypeError, "source must be a pyarrow Table"),
         (lambda _: 1, TypeError, "source must be a pyarrow Table"),
     ],
@@ -227,6 +292,12 @@ async def test_options_are_checked_before_anything_is_stored(js: JetStreamContex
     assert await stored(js, stream) == []
 
 
+def not_utf_8(kind: pa.DataType) -> Any:
+    """Return three texts, of which the second one is none: no library needs to check them."""
+    width = "large_binary" if kind == pa.large_string() else "binary"
+    return pa.Array.from_buffers(kind, 3, pa.array([b"a.1", b"a.\xff", b"a.2"], width).buffers())
+
+
 def with_headers(table: pa.Table, *pairs: tuple[str, list[str | None] | None]) -> pa.Table:
     return table.append_column("headers", pa.array([None, list(pairs), None], MULTIPLE))
 
@@ -240,8 +311,19 @@ def with_headers(table: pa.Table, *pairs: tuple[str, list[str | None] | None]) -
             r"its subject b'a.\\xff' is not UTF-8",
         ),
         (lambda table: table.set_column(1, "data", [[b"", None, b""]]), "its data is null"),
+        (
+            lambda table: table.set_column(0, "subject", [not_utf_8(pa.string())]),
+            r"its subject b'a.\\xff' is not UTF-8",
+        ),
+        (lambda table: table.append_column("msg_id", not_utf_8(pa.string())), r"its msg_id b'a.\\xff' is not UTF-8"),
+        (
+            lambda table: table.append_column(
+                "headers", pa.MapArray.from_arrays([0, 1, 2, 3], pa.array(["X"] * 3), not_utf_8(pa.string()))
+            ),
+            "one of its headers is not UTF-8: 'utf-8' codec can't decode byte 0xff in position 2",
+        ),
         (lambda table: with_headers(table, ("Nats-Rollup", ["all"])), "its header 'Nats-Rollup' is an instruction"),
-        (lambda table: with_headers(table, ("nats-msg-id", ["x"])), "its header 'nats-msg-id' is an instruction"),
+        (lambda table: with_headers(table, ("Nats-Anything", ["x"])), "its header 'Nats-Anything' is an instruction"),
         (lambda table: with_headers(table, ("X", ["1", None])), "its header 'X' is null"),
         (lambda table: with_headers(table, ("X", None)), "its header 'X' is null"),
         (
@@ -270,6 +352,19 @@ async def test_a_row_that_cannot_be_a_message_is_refused_after_those_before_it(
     assert len(await stored(js, stream)) == 1
 
 
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()])
+@pytest.mark.parametrize("encoded", [False, True], ids=["plain", "dictionary"])
+async def test_a_payload_is_stored_as_it_is_although_its_column_is_text(
+    js: JetStreamContext, make_stream: MakeStream, kind: pa.DataType, encoded: bool
+) -> None:
+    stream = await make_stream()
+    data = not_utf_8(kind)
+    if encoded:
+        data = pa.DictionaryArray.from_arrays([0, 1, 2], data)
+    await arrow.from_arrow(js, rows(stream).set_column(1, "data", [data]))
+    assert [payload for _, payload, _ in await stored(js, stream)] == [b"a.1", b"a.\xff", b"a.2"]
+
+
 async def test_a_row_that_the_server_refuses_is_named(js: JetStreamContext, make_stream: MakeStream) -> None:
     stream = await make_stream()
     table = rows(stream).set_column(0, "subject", [[f"{stream}.a", f"{stream}.*", f"{stream}.b"]])
@@ -280,9 +375,20 @@ async def test_a_row_that_the_server_refuses_is_named(js: JetStreamContext, make
 
 async def test_instructions_to_the_server_can_be_left_out(js: JetStreamContext, make_stream: MakeStream) -> None:
     stream = await make_stream()
-    table = with_headers(rows(stream), ("Nats-TTL", ["1s"]), ("X", ["1"]), ("NATS-Expected-Last-Sequence", ["7"]))
+    table = with_headers(rows(stream), ("Nats-TTL", ["1s"]), ("X", ["1"]), ("Nats-Expected-Last-Sequence", ["7"]))
     await arrow.from_arrow(js, table, nats_headers="strip")
     assert [pairs for _, _, pairs in await stored(js, stream)] == [[], [("X", "1")], []]
+
+
+@pytest.mark.parametrize("nats_headers", ["error", "strip"])
+async def test_headers_in_another_case_than_the_servers_are_kept(
+    js: JetStreamContext, make_stream: MakeStream, nats_headers: Any
+) -> None:
+    stream = await make_stream()
+    pairs = [("nats-msg-id", ["a"]), ("NATS-Expected-Last-Sequence", ["7"]), ("NATS-App", ["1"])]
+    await arrow.from_arrow(js, with_headers(rows(stream), *pairs), nats_headers=nats_headers)
+    kept = [(name, value) for name, values in pairs for value in values]
+    assert [found for _, _, found in await stored(js, stream)] == [[], kept, []]
 
 
 @pytest.mark.parametrize("kind", ["generator", "async", "reader"])

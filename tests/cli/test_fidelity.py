@@ -11,6 +11,8 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import nats
 import pyarrow as pa
@@ -21,6 +23,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import arrow
+from jetstream_ext.cli import export
 from jetstream_ext.testing import NatsServer
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -273,10 +276,114 @@ def test_an_unfinished_parquet_export_of_an_older_version_is_not_continued(
     before = part.read_bytes()
     done = run("export", stream, out, "--resume")
     assert done.exit_code == 1
-    assert "by an older version; --overwrite discards it and starts again" in done.stderr
+    assert "an older version; --overwrite discards the export and starts again" in done.stderr
     assert part.read_bytes() == before
     assert ok("export", stream, out, "--overwrite")["messages"] == 3
     assert pq.read_table(out)["data"].to_pylist() == [b"1", b"2", b"3"]
+
+
+@pytest.fixture(params=["csv", "jsonl", "parquet"])
+def unfinished(
+    request: pytest.FixtureRequest,
+    server: NatsServer,
+    run: Run,
+    tmp_path: Path,
+    stream_name: Callable[[], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[str, Path, Path]:
+    """The stream, the file and the unfinished file of an export of 2,000 messages that was stopped before its end."""
+    stream, out = stream_name(), tmp_path / f"out.{request.param}"
+    fill(server.url, stream, [b"%0100d" % n for n in range(2_000)])
+    with monkeypatch.context() as patch:
+        patch.setattr(export._Part, "finish", Mock(side_effect=KeyboardInterrupt))
+        done = run("export", stream, out)
+    assert (done.exit_code, "--resume continues" in done.stderr) == (130, True)
+    return stream, out, tmp_path / f"{out.name}.part"
+
+
+def flip(part: Path, place: int) -> None:
+    content = bytearray(part.read_bytes())
+    content[place] ^= 1
+    part.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut off": lambda part: os.truncate(part, part.stat().st_size // 2),
+    "empty": lambda part: os.truncate(part, 0),
+    "missing": lambda part: part.unlink(),
+    "a bit at the start": lambda part: flip(part, 5),
+    "a bit in the middle": lambda part: flip(part, part.stat().st_size // 2),
+    "a bit at the end": lambda part: flip(part, -1),
+    "zeros": lambda part: part.write_bytes(bytes(part.stat().st_size)),
+    "another file": lambda part: part.write_bytes(b"seq\n" * part.stat().st_size),
+    "no journal": lambda part: Path(f"{part}.json").unlink(),
+    "an empty journal": lambda part: Path(f"{part}.json").write_bytes(b""),
+    "half of a journal": lambda part: os.truncate(f"{part}.json", 40),
+    "a list as journal": lambda part: Path(f"{part}.json").write_text("[]"),
+    "a journal of other types": lambda part: change_journal(part, size="1"),
+    "a journal with a size below 0": lambda part: change_journal(part, size=-1),
+    "a journal without a field": lambda part: change_journal(part, seq=None),
+}
+
+
+def change_journal(part: Path, **fields: object) -> None:
+    path = Path(f"{part}.json")
+    journal = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({name: value for name, value in journal.items() if value is not None}))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_unfinished_export_is_reported_and_can_be_started_again(
+    unfinished: tuple[str, Path, Path], run: Run, ok: Json, tmp_path: Path, damage: str
+) -> None:
+    stream, out, part = unfinished
+    DAMAGES[damage](part)
+    before = {path: path.read_bytes() for path in tmp_path.glob("out*")}
+    for _ in range(2):
+        done = run("export", stream, out, "--resume")
+        assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.output
+        assert str(part) in done.stderr
+        assert "--overwrite" in done.stderr
+        assert "--resume continues" not in done.stderr
+        assert {path: path.read_bytes() for path in tmp_path.glob("out*")} == before
+    assert ok("export", stream, out, "--overwrite")["messages"] == 2_000
+    assert list(tmp_path.glob("out*")) == [out]
+
+
+def test_an_unfinished_export_is_continued_without_what_follows_its_journal(
+    unfinished: tuple[str, Path, Path], ok: Json, tmp_path: Path
+) -> None:
+    stream, out, part = unfinished
+    with part.open("ab") as file:
+        file.write(b"\xff" * 1000)
+    assert ok("export", stream, out, "--resume")["messages"] == 2_000
+    assert list(tmp_path.glob("out*")) == [out]
+    assert b"\xff" * 1000 not in out.read_bytes()
+
+
+def test_a_file_that_is_damaged_while_it_is_converted_is_reported(
+    unfinished: tuple[str, Path, Path], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, out, part = unfinished
+    if out.suffix != ".parquet":
+        return
+    finish = export._Part.finish
+    for cut in (8, 10_000, part.stat().st_size - 4):
+
+        def damaged(self: Any, cut: int = cut) -> None:
+            os.truncate(self.path, cut)
+            finish(self)
+
+        whole = part.read_bytes()
+        with monkeypatch.context() as patch:
+            patch.setattr(export._Part, "finish", damaged)
+            done = run("export", stream, out, "--resume")
+        assert (done.exit_code, done.stderr.count("\n")) == (1, 1), done.output
+        assert f"{part} is damaged" in done.stderr
+        assert "--overwrite discards the export" in done.stderr
+        assert "--resume" not in done.stderr
+        part.write_bytes(whole)
+    assert not out.exists()
 
 
 BLOCK = b"NATS/1.0\r\nX: 1\r\nY: two\r\nX: 3\r\nNats-Rollup: sub\r\n\r\n"

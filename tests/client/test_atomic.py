@@ -370,7 +370,7 @@ class TestRefusedAtOnce:
             ({"subject": "a b"}, errors.BadSubjectError),
             ({"subject": "a.>"}, errors.BadSubjectError),
             ({"headers": {"K": "a\r\nb"}}, errors.BadHeaderError),
-            ({"headers": {"nats-batch-commit": "1"}}, errors.BadHeaderError),
+            ({"headers": {"Nats-Batch-Commit": "1"}}, errors.BadHeaderError),
             ({"headers": {"Nats-Expected-Last-Msg-Id": "1"}}, errors.BadHeaderError),
             ({"payload": "text"}, TypeError),
             ({"payload": bytes(1 << 20)}, errors.MaxPayloadError),

@@ -1,6 +1,7 @@
 """The API of streams, and publishing with every check."""
 
 import base64
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -386,6 +387,44 @@ def test_a_status_line_is_not_stored(pair: Any) -> None:
     pair.publish("s.b", b"x", header=b"NATS/1.0 204 EOB\r\n\r\n")
     pair.publish(f"$JS.API.DIRECT.GET.{pair.name}.s.a", wait=1)
     pair.publish(f"$JS.API.DIRECT.GET.{pair.name}.s.b", wait=1)
+
+
+# Each with a value that the server would refuse, or notice the second time.
+INSTRUCTIONS: dict[str, object] = {
+    "Nats-Msg-Id": "a",
+    "Nats-Expected-Stream": "other",
+    "Nats-Expected-Last-Sequence": 999,
+    "Nats-Expected-Last-Subject-Sequence": 999,
+    "Nats-Expected-Last-Msg-Id": "other",
+    "Nats-TTL": "bad",
+    "Nats-Rollup": "bad",
+    "Nats-Incr": "+1",
+    "Nats-Batch-Id": "b",
+    "Nats-Batch-Sequence": 7,
+    "Nats-Batch-Commit": "1",
+    "Nats-Schedule": "bad",
+}
+
+
+@pytest.mark.parametrize("name", INSTRUCTIONS)
+@pytest.mark.parametrize("respelled", [str.lower, str.upper], ids=["lower case", "upper case"])
+def test_headers_are_instructions_only_with_exactly_their_names(
+    pair: Any, headers: Any, name: str, respelled: Callable[[str], str]
+) -> None:
+    config: dict[str, Any] = {"allow_rollup_hdrs": True, "allow_direct": True}
+    config |= {"allow_msg_ttl": True} if pair.since("2.11.0") else {}
+    config |= {"allow_atomic": True} if pair.since("2.12.0") else {}
+    pair.stream(**config)
+    spelled = respelled(name)
+    for count in (1, 2):
+        [stored] = pair.publish("s.a", b"x", header=headers(**{spelled: INSTRUCTIONS[name]}))
+        assert stored.json == {"stream": pair.name, "seq": count}
+    if pair.since("2.12.0"):
+        batch = {"Nats-Batch-Id": "batch"}
+        pair.publish("s.a", b"x", header=headers(**batch, Nats_Batch_Sequence=1, **{spelled: INSTRUCTIONS[name]}))
+        last = headers(**batch, Nats_Batch_Sequence=2, Nats_Batch_Commit=1, **{spelled: INSTRUCTIONS[name]})
+        [stored] = pair.publish("s.a", b"x", header=last)
+        assert (stored.json["seq"], stored.json["count"]) == (4, 2)
 
 
 def test_interest_stream_without_consumers_stores_nothing(newest: Any, headers: Any) -> None:

@@ -241,8 +241,25 @@ class TestLimits:
         stream = await make_stream()
         with pytest.raises(errors.BadHeaderError, match="blank"):
             await STORE[call](js, BatchMessage(f"{stream}.a", b"1", headers={"Nats-Msg-Id": blank}))
-        # Servers compare names exactly: this is an ordinary header.
-        await STORE[call](js, BatchMessage(f"{stream}.a", b"1", headers={"nats-msg-id": "x"}))
+
+    @pytest.mark.parametrize("call", STORE)
+    async def test_names_in_another_case_than_the_servers_are_ordinary_headers(
+        self, js: JetStreamContext, make_stream: MakeStream, call: str
+    ) -> None:
+        stream = await make_stream()
+        names = (
+            "msg-id",
+            "batch-id",
+            "batch-commit",
+            "expected-last-sequence",
+            "expected-last-msg-id",
+            "ttl",
+            "rollup",
+        )
+        headers = {f"nats-{name}": "7" for name in names}
+        await STORE[call](js, BatchMessage(f"{stream}.a", b"1", headers=headers))
+        found = (await jsx.DirectGet(js, stream).get_last(f"{stream}.a")).headers
+        assert {name: value for name, value in found.items() if name.islower()} == headers
 
 
 class TestMaxPayload:

@@ -155,8 +155,8 @@ class TestRefusals:
         self, spark: SparkSession, make: Any, write: Any, stored: Any
     ) -> None:
         name = make()
-        frame = spark.sql(f"SELECT '{name}.a' AS subject, 'x' AS data, map('nats-rollup', 'all') AS headers")
-        text = "row 0 of partition 0 cannot be a message: its header 'nats-rollup' is an instruction to the server"
+        frame = spark.sql(f"SELECT '{name}.a' AS subject, 'x' AS data, map('Nats-Rollup', 'all') AS headers")
+        text = "row 0 of partition 0 cannot be a message: its header 'Nats-Rollup' is an instruction to the server"
         assert text in failure(lambda: write(frame, name).save())
         assert stored(name) == []
 
