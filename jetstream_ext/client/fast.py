@@ -444,12 +444,13 @@ class FastSession:
     @property
     def can_send(self) -> bool:
         """Whether a message can be sent without waiting."""
-        return not self._turns.queue and self.batch.has_room and self._connection.ready
+        # The connection is asked first: where nats-py is not known, only that tells the batch of a reconnect.
+        return not self._turns.queue and self._connection.ready and self.batch.has_room
 
     @property
     def bulk_can_send(self) -> bool:
         """As `can_send`, for a bulk, which has a turn: it goes on unless another caller waits for one."""
-        return len(self._turns.queue) == 1 and self.batch.has_room and self._connection.ready
+        return len(self._turns.queue) == 1 and self._connection.ready and self.batch.has_room
 
     @property
     def opened(self) -> bool:
