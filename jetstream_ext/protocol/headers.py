@@ -213,7 +213,7 @@ class EncodedHeaders(Mapping[str, str]):
     __slots__ = ("block",)
 
     def __init__(self, block: bytes) -> None:
-        self.block = block
+        self.block: bytes = block
 
     def __getitem__(self, name: str) -> str:
         return dict(parse_lines(self.block))[name]

@@ -62,10 +62,10 @@ class Rows:
         headers: Sequence[Mapping[str, str] | None] | None = None,
         ids: Sequence[str | None] | None = None,
     ) -> None:
-        self.subjects = subjects
-        self.data = data
-        self.headers = headers  # None: no row has any
-        self.ids = ids  # the rows' own message ids; None: no row has one
+        self.subjects: Sequence[str] = subjects
+        self.data: Sequence[bytes] = data
+        self.headers: Sequence[Mapping[str, str] | None] | None = headers  # None: no row has any
+        self.ids: Sequence[str | None] | None = ids  # the rows' own message ids; None: no row has one
 
     @classmethod
     def of(cls, messages: Iterable[Message]) -> Rows:
