@@ -51,7 +51,7 @@ Message: TypeAlias = tuple[str, bytes, Mapping[str, str] | None, str | None]
 
 
 class Rows:
-    """Rows of a partition, by columns: there are millions, and an object for each would cost more than what is done with it."""
+    """Rows of a partition, by columns: an object for each of millions of rows would cost more than its encoding."""
 
     __slots__ = ("data", "headers", "ids", "subjects")
 
@@ -259,7 +259,7 @@ class RowReader:
         try:
             for subject in set(subjects).difference(self._known):
                 self._check_subject(subject)
-        except RowError:  # about an unknown row
+        except RowError:  # the caller finds out which row it is
             return False
         return True
 

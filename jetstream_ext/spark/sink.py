@@ -402,7 +402,7 @@ def _transactional(lease: Lease, batch: MicroBatch, partition: int, chunks: Iter
 
 
 def _transactions_of(chunks: Iterable[Rows], most: int) -> Iterator[list[Rows]]:
-    """Cut rows into transactions, each of `most` rows or as many as make it large; yield those that a chunk completes."""
+    """Cut rows into transactions, of `most` rows or of fewer if they are large; yield together those that a chunk completes."""
     collected: list[Rows] = []
     count = size = 0
     for chunk in chunks:

@@ -293,7 +293,7 @@ async def test_options_are_checked_before_anything_is_stored(js: JetStreamContex
 
 
 def not_utf_8(kind: pa.DataType) -> Any:
-    """Return three texts, of which the second one is none: no library needs to check them."""
+    """Return an array of three texts, of which the second one is not UTF-8; libraries may make such arrays."""
     width = "large_binary" if kind == pa.large_string() else "binary"
     return pa.Array.from_buffers(kind, 3, pa.array([b"a.1", b"a.\xff", b"a.2"], width).buffers())
 
