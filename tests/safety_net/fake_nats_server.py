@@ -72,6 +72,7 @@ class FakeNatsServer:
         on_publish: Callable[[str], bytes | None] = lambda subject: None,
         chain: Path | None = None,
     ) -> None:
+        self._open: list[socket.socket] = []
         self.clear: list[bytes] = []
         """Every line that was received without TLS."""
         self.connections = 0
@@ -82,8 +83,8 @@ class FakeNatsServer:
         if chain is not None:
             self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             self._tls.load_cert_chain(chain)
+            self._tls.sslsocket_class = self._kept_sockets()
         self._threads: list[threading.Thread] = []
-        self._open: list[socket.socket] = []
 
     def __enter__(self) -> Self:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -105,6 +106,19 @@ class FakeNatsServer:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
+
+    def _kept_sockets(self) -> type[ssl.SSLSocket]:
+        opened = self._open
+
+        class Kept(ssl.SSLSocket):
+            """Is closed with the server even if `wrap_socket` raises: ssl leaves the socket open after a reset."""
+
+            def __new__(cls, *arguments: Any, **named: Any) -> Self:
+                self = super().__new__(cls, *arguments, **named)
+                opened.append(self)
+                return self
+
+        return Kept
 
     def _start(self, work: Callable[..., None], *arguments: Any) -> None:
         thread = threading.Thread(target=work, args=arguments, daemon=True)
@@ -134,7 +148,6 @@ class FakeNatsServer:
                 connection.recv(1)
                 return
             connection = self._tls.wrap_socket(connection, server_side=True)
-            self._open.append(connection)
         elif connection.recv(1, socket.MSG_PEEK) == b"\x16":
             return  # the client has begun a TLS handshake
         subscriptions: dict[str, str] = {}
