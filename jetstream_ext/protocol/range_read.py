@@ -263,7 +263,8 @@ class RangeRead(_Read):
         plan: Which requests answer the read.
         timeout: Seconds that may pass without an answer, or without a new row while responders lag or do not answer. After
             half of it, a request without an answer is repeated, and both replies are awaited.
-        pause: Seconds between two requests while responders lag or do not answer.
+        pause: Seconds between two requests while responders lag or do not answer, and to wait for the end of a reply whose
+            messages have all arrived.
         prove_to: Prove a `RangePlan` up to this sequence, or accept for a `MultiLast` only answers of the stream itself;
             None believes the responders.
         link: What is known of the connection; the replies add to it.
@@ -351,7 +352,10 @@ class RangeRead(_Read):
                 elif self._timer is None:
                     self._waiting_since = now
                     self._deadline = now + max(self._pause, self._timeout - self._sending)
-                    self._timer = min(self._deadline, now + self._timeout / 2)
+                    soon = self._timeout / 2
+                    self._timer = min(
+                        self._deadline, now + (min(self._pause, soon) if self._plan.only_end_missing else soon)
+                    )
                 return Wait(self._timer)
 
     def receive(self, sent: SentRequest, frames: list[Frame], now: float) -> None:
@@ -414,7 +418,10 @@ class RangeRead(_Read):
         if self.others_answered(self._waiting_since):
             self._timer = None  # the wait begins again
             return
-        if self._timer < self._deadline:
+        if self._plan.only_end_missing:
+            self._plan.retry()
+            self._drop_replies()
+        elif self._timer < self._deadline:
             # A loop that was blocked for that long may still have to read the reply.
             self._timer = self._deadline = max(self._deadline, now + self._pause)
             self._repeat()

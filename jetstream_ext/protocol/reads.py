@@ -170,6 +170,11 @@ class Plan(ABC):
     def finish(self, sent: SentRequest, end: EndOfBatch) -> Block | None:
         """Take the end of the oldest reply; return rows that `accept` held back and that now count."""
 
+    @property
+    def only_end_missing(self) -> bool:
+        """Whether everything was delivered, so that the end of the reply can only tell what follows the range."""
+        return False
+
     @abstractmethod
     def retry(self) -> bool:
         """Go back to the last good row; return False, and change nothing, if that could change the answer.
@@ -303,12 +308,15 @@ class OneReply(RangePlan):
             end = replace(end, num_pending=self._pending)  # as in `MultiLast`
         self._finish_early(end)
 
+    @property
+    def only_end_missing(self) -> bool:
+        return self._rows > 0 and self._full
+
     def retry(self) -> bool:
         if self._whole and self._rows:
             return False
         self.in_flight.clear()
-        if self._rows and self._full:
-            # Only the end of the reply is missing, and the last message said the same.
+        if self.only_end_missing:  # the last message said the same
             self._finish_early(EndOfBatch(self._pending, self._last))
         return True
 
@@ -649,10 +657,13 @@ class Scan(RangePlan):
         if self.done or doubtful or (self.in_flight and self.in_flight[0].start > self.position + 1):
             self.in_flight.clear()
 
+    @property
+    def only_end_missing(self) -> bool:
+        return self._reached
+
     def retry(self) -> bool:
         self.in_flight.clear()
-        if self._reached:
-            # Only the end of the reply is missing, and the newest row said nearly the same.
+        if self._reached:  # the newest row said nearly the same
             self._finish_early(EndOfBatch(self._pending + self._beyond, self._last_seq))
         return True
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jetstream_ext import errors
 from jetstream_ext.protocol import range_read, reads
-from jetstream_ext.protocol.direct import Block, Request, StoredMsg
+from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, StoredMsg
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.range_read import (
     ERR,
@@ -455,6 +455,20 @@ class TestSilence:
         error = failure(script.expire())
         assert "no answer to a direct get within 5 s" in str(error)
         assert (script.now, len(script.sent)) == (TIMEOUT, 2)
+
+    @pytest.mark.parametrize("silences", [0, 1])
+    @pytest.mark.parametrize("make", [lambda: scan(up_to=3), lambda: OneReply(Request(seq=1, batch=3))])
+    def test_after_the_last_message_ends_the_read_soon(self, make: Callable[[], Plan], silences: int) -> None:
+        """A server may stop between the last message and the end of its reply."""
+        script = Script(make())
+        for _ in range(silences):
+            script.expire()
+        script.answer([row(1, 0, 2), row(2, 1, 1), row(3, 2, 0)])
+        before = script.now
+        assert script.expire() == Done()
+        assert script.delivered == [1, 2, 3]
+        assert script.now == before + PAUSE
+        assert script.plan.end == EndOfBatch(0, 3)
 
     def test_a_complete_reply_allows_another_repetition(self) -> None:
         script = Script(scan(batch=1))
