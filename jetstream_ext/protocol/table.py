@@ -1,0 +1,281 @@
+"""What a table of keys holds at one revision, and what its watchers have yet to see. No I/O.
+
+`Content` is fed the messages of a stream. A live table stages them first: it is not known at once which revision they bring
+it to. A bucket that keeps one message per key removes the older ones, so an answer that ends at revision E may lack the
+message that a key had at E. `Content.commit` applies what is staged, once the state of every key at a revision is known:
+all of it between two turns of the event loop. Readers and watchers see committed revisions only.
+
+Some removals have no revision, because the server leaves no marker. `Content.expire` applies TTLs by the leader's clock,
+and `Content.drop_below` what a purge or a limit of the whole stream has removed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Final, NamedTuple
+
+from jetstream_ext.protocol.headers import parse_time
+
+MOST_CHANGES: Final = 4096
+"""After so many changes that wait for a watcher or for a commit, newer changes of a key replace older ones."""
+
+FOREVER: Final = timedelta.max
+"""As the TTL of a message: it never expires, whatever the stream's maximum age is."""
+
+Record = tuple[int, bytes, bytes, bytes]
+"""A stored message without its subject: sequence, payload, time, and its header block as in `headers.ROW_STORED`.
+
+A tuple of plain values, because tables hold millions: the garbage collector does not look at those again.
+"""
+
+Update = tuple[str, Record, bool, timedelta | None]
+"""A message of a key: the key, the record, whether it deletes the key, and its own TTL (None: it has none)."""
+
+
+class Change(NamedTuple):
+    """A change of one key, as records (None: the key does not exist); `skipped` were left out before it."""
+
+    key: str
+    old: Record | None
+    new: Record | None
+    revision: int
+    skipped: int = 0
+
+
+class Watcher:
+    """The changes that one watcher has yet to see: all of them in order, or if they are many the newest of each key."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._all: deque[Change] = deque()
+        self._newest: OrderedDict[str, Change] = OrderedDict()  # in the order of their revisions
+        self._skipped = 0
+
+    def __len__(self) -> int:
+        return len(self._all) + len(self._newest)
+
+    def push(self, changes: Collection[Change], *, skipped: int = 0) -> None:
+        """Take the next changes; `skipped` were left out before them."""
+        self._skipped += skipped
+        if self._newest:
+            self._fold(changes)
+        else:
+            self._all.extend(changes)
+            if len(self._all) > MOST_CHANGES:
+                changes, self._all = self._all, deque()
+                self._fold(changes)
+        self._wake()
+
+    def _fold(self, changes: Iterable[Change]) -> None:
+        newest = self._newest
+        for change in changes:
+            before = newest.pop(change.key, None)
+            if before is None:
+                newest[change.key] = change
+                continue
+            self._skipped += 1
+            if before.old is None and change.new is None:
+                self._skipped += 1  # the watcher has not seen that the key existed
+            else:
+                newest[change.key] = change._replace(old=before.old)
+
+    def pop(self) -> Change | None:
+        """Return the next change, or None."""
+        if self._all:
+            change = self._all.popleft()
+        elif self._newest:
+            change = self._newest.popitem(last=False)[1]
+        else:
+            return None
+        if self._skipped:
+            change, self._skipped = change._replace(skipped=self._skipped), 0
+        return change
+
+
+class Content:
+    """The newest message of every key as of `revision`.
+
+    Args:
+        max_age: The maximum age of the stream's messages.
+        own_ttls: The server heeds the TTLs of single messages.
+        markers: The server replaces a value that expires by a delete marker, which arrives as a message.
+    """
+
+    def __init__(self, *, max_age: timedelta | None = None, own_ttls: bool = True, markers: bool = False) -> None:
+        self.revision: int = 0
+        self.values: dict[str, Record] = {}
+        self.deleted: dict[str, Record] = {}
+        """The delete markers of keys that have one."""
+        self.watchers: set[Watcher] = set()
+        self._max_age = max_age
+        self._own_ttls = own_ttls
+        self._markers = markers
+        self._staged: list[Update] = []
+        self._left_out = 0  # messages that were staged, and replaced by newer ones before they were applied
+        self._fold_at = 2 * MOST_CHANGES
+        self._ttls: dict[str, tuple[int, timedelta]] = {}  # by key: the newest message that has a TTL of its own
+        self._deadlines: list[tuple[datetime, int, str]] = []  # a heap of theirs; some are out of date
+        self._highest = 0
+        self._in_order = True  # `values` and `deleted` are in the order of their sequences
+
+    def __len__(self) -> int:
+        """How many keys have a message."""
+        return len(self.values) + len(self.deleted)
+
+    def feed(self, updates: Iterable[Update]) -> None:
+        """Apply messages at once, in any order."""
+        self._apply(updates, None)
+
+    def stage(self, updates: Iterable[Update]) -> None:
+        """Take messages for the next commit, in the order of their sequences."""
+        self._staged.extend(updates)
+        if len(self._staged) > self._fold_at:
+            newest = {update[0]: update for update in self._staged}
+            self._left_out += len(self._staged) - len(newest)
+            self._staged = sorted(newest.values(), key=lambda update: update[1][0])
+            self._fold_at = 2 * max(MOST_CHANGES, len(self._staged))
+
+    @property
+    def staged(self) -> int:
+        """How many messages wait for a commit."""
+        return len(self._staged)
+
+    def commit(self, revision: int) -> None:
+        """Apply what is staged. With it, the content is that of a revision, which is not below the one before."""
+        staged, left_out = self._staged, self._left_out
+        self._staged, self._left_out, self._fold_at = [], 0, 2 * MOST_CHANGES
+        self.revision = revision
+        changes: list[Change] | None = [] if self.watchers else None
+        self._apply(staged, changes)
+        self._push(changes or [], skipped=left_out)
+
+    def _apply(self, updates: Iterable[Update], changes: list[Change] | None) -> None:
+        values, deleted, ttls, highest = self.values, self.deleted, self._ttls, self._highest
+        for key, record, deletes, ttl in updates:
+            seq = record[0]
+            old = values.get(key)
+            if old is not None:
+                if old[0] >= seq:
+                    continue  # the same message, or one that a newer one replaces
+                del values[key]
+            elif deleted and (marker := deleted.get(key)) is not None:
+                if marker[0] >= seq:
+                    continue
+                del deleted[key]
+            if deletes:
+                deleted[key] = record
+            else:
+                values[key] = record
+            if seq > highest:
+                highest = seq
+            else:
+                self._in_order = False
+            if ttl is not None and self._own_ttls:
+                self._set_ttl(key, record, ttl)
+            elif ttls:
+                ttls.pop(key, None)
+            if changes is not None and (old is not None or not deletes):
+                changes.append(Change(key, old, None if deletes else record, seq))
+        self._highest = highest
+
+    def _set_ttl(self, key: str, record: Record, ttl: timedelta) -> None:
+        self._ttls[key] = record[0], ttl
+        if ttl == FOREVER:
+            return
+        heapq.heappush(self._deadlines, (_later(record, ttl), record[0], key))
+        if len(self._deadlines) > 2 * len(self._ttls) + MOST_CHANGES:  # a key whose TTL is renewed leaves one each time
+            self._deadlines = [it for it in self._deadlines if self._ttls.get(it[2], (0,))[0] == it[1]]
+            heapq.heapify(self._deadlines)
+
+    def next_expiry(self) -> datetime | None:
+        """Return when, by the leader's clock, the next value expires without a delete marker; None: not before more messages."""
+        if self._markers:
+            return None
+        times = [self._deadlines[0][0]] if self._deadlines else []
+        if self._max_age is not None:
+            oldest = next(self._oldest(self.values), None)
+            times += [] if oldest is None else [_later(oldest[1], self._max_age)]
+        return min(times, default=None)
+
+    def expire(self, now: datetime) -> None:
+        """Remove what has expired at a time of the leader's clock, and has left no delete marker."""
+        due, gone = self._deadlines, list[str]()
+        while due and due[0][0] <= now:
+            _, seq, key = heapq.heappop(due)
+            if self._ttls.get(key, (0,))[0] == seq:
+                gone.append(key)
+        if self._max_age is not None:
+            for held in (self.values, self.deleted):
+                for key, record in self._oldest(held):
+                    if _later(record, self._max_age) > now:
+                        break
+                    gone.append(key)
+        self._remove([key for key in gone if key in self.deleted] if self._markers else gone)
+
+    def _oldest(self, held: dict[str, Record]) -> Iterator[tuple[str, Record]]:
+        """Yield what the maximum age applies to, the oldest first."""
+        self._arrange()
+        for key, record in held.items():
+            if not (self._ttls and self._ttls.get(key, (0, None))[1] == FOREVER):
+                yield key, record
+
+    def drop_below(self, first_seq: int) -> None:
+        """Remove what a purge or a limit of the stream has removed: everything below a lowest sequence of the stream.
+
+        The stream had that lowest sequence when it had no message above `revision`, so nothing has replaced what is below.
+        """
+        gone: list[str] = []
+        self._arrange()
+        for held in (self.values, self.deleted):
+            for key, record in held.items():
+                if record[0] >= first_seq:
+                    break
+                gone.append(key)
+        self._remove(gone)
+
+    def _arrange(self) -> None:
+        if not self._in_order:
+            self.values = dict(sorted(self.values.items(), key=lambda it: it[1][0]))
+            self.deleted = dict(sorted(self.deleted.items(), key=lambda it: it[1][0]))
+            self._in_order = True
+
+    def _remove(self, keys: Iterable[str]) -> None:
+        changes: list[Change] = []
+        for key in keys:
+            self._ttls.pop(key, None)
+            self.deleted.pop(key, None)
+            old = self.values.pop(key, None)
+            if old is not None:
+                changes.append(Change(key, old, None, self.revision))
+        self._push(changes)
+
+    def succeed(self, before: Content) -> None:
+        """Take over the watchers of an earlier content of the same keys, and tell them what has changed since."""
+        self.watchers = before.watchers
+        if not self.watchers:
+            return
+        self._arrange()
+        changes: list[Change] = []
+        for key, record in self.values.items():
+            old = before.values.get(key)
+            if old is None or old[0] != record[0]:
+                changes.append(Change(key, old, record, record[0]))
+        changes += [
+            Change(key, old, None, self.revision) for key, old in before.values.items() if key not in self.values
+        ]
+        self._push(changes)
+
+    def _push(self, changes: list[Change], *, skipped: int = 0) -> None:
+        if changes or skipped:
+            for watcher in tuple(self.watchers):
+                watcher.push(changes, skipped=skipped)
+
+
+def _later(record: Record, ttl: timedelta) -> datetime:
+    try:
+        return parse_time(record[2]) + ttl
+    except OverflowError:
+        return datetime.max.replace(tzinfo=UTC)

@@ -1,0 +1,290 @@
+"""A table against a model dictionary: random messages, commits, expiry, purges and reloads, with slow and fast watchers."""
+
+from __future__ import annotations
+
+import random
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jetstream_ext.protocol import table
+from jetstream_ext.protocol.headers import format_time_ns
+from jetstream_ext.protocol.table import FOREVER, Change, Content, Record, Update, Watcher
+
+EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def at(seconds: float) -> datetime:
+    return EPOCH + timedelta(seconds=seconds)
+
+
+def record(seq: int, seconds: float = 0.0, value: bytes = b"") -> Record:
+    return seq, value, format_time_ns(int(at(seconds).timestamp()) * 1_000_000_000).encode(), b""
+
+
+def put(key: str, seq: int, seconds: float = 0.0, *, ttl: timedelta | None = None) -> Update:
+    return key, record(seq, seconds), False, ttl
+
+
+def delete(key: str, seq: int, seconds: float = 0.0) -> Update:
+    return key, record(seq, seconds), True, None
+
+
+def seqs(content: Content) -> dict[str, int]:
+    return {key: held[0] for key, held in content.values.items()}
+
+
+def watched(content: Content) -> Watcher:
+    watcher = Watcher(lambda: None)
+    content.watchers.add(watcher)
+    return watcher
+
+
+def drain(watcher: Watcher) -> list[Change]:
+    found = []
+    while (change := watcher.pop()) is not None:
+        found.append(change)
+    return found
+
+
+class TestContent:
+    def test_readers_see_only_what_is_committed(self) -> None:
+        content = Content()
+        content.stage([put("a", 1), put("b", 2)])
+        assert (seqs(content), content.revision, content.staged) == ({}, 0, 2)
+        content.commit(2)
+        assert (seqs(content), content.revision, content.staged) == ({"a": 1, "b": 2}, 2, 0)
+
+    def test_a_revision_without_messages_can_be_committed(self) -> None:
+        content = Content()
+        content.commit(7)
+        assert content.revision == 7
+
+    def test_messages_may_be_fed_in_any_order_and_twice(self) -> None:
+        content = Content()
+        content.feed([put("a", 5), put("a", 3), delete("b", 4), put("b", 2), put("a", 5), put("c", 1)])
+        assert seqs(content) == {"a": 5, "c": 1}
+        assert {key: held[0] for key, held in content.deleted.items()} == {"b": 4}
+        assert len(content) == 3
+
+    def test_a_value_of_its_own_ttl_expires_by_the_leaders_clock(self) -> None:
+        content = Content()
+        content.feed([put("a", 1, ttl=timedelta(seconds=5)), put("b", 2)])
+        assert content.next_expiry() == at(5)
+        content.expire(at(4.999))
+        assert seqs(content) == {"a": 1, "b": 2}
+        content.expire(at(5))
+        assert seqs(content) == {"b": 2}
+        assert content.next_expiry() is None
+
+    def test_a_newer_message_ends_the_ttl_of_the_older_one(self) -> None:
+        content = Content()
+        content.feed([put("a", 1, ttl=timedelta(seconds=5)), put("a", 2)])
+        content.expire(at(9))
+        assert seqs(content) == {"a": 2}
+
+    def test_ttls_that_the_server_does_not_heed_do_not_count(self) -> None:
+        content = Content(own_ttls=False)
+        content.feed([put("a", 1, ttl=timedelta(seconds=5))])
+        assert content.next_expiry() is None
+        content.expire(at(9))
+        assert seqs(content) == {"a": 1}
+
+    def test_the_maximum_age_applies_unless_a_message_never_expires(self) -> None:
+        content = Content(max_age=timedelta(seconds=10))
+        content.feed([put("b", 2, 1), put("never", 1, ttl=FOREVER), put("c", 3, 2), delete("d", 4, 2)])
+        assert content.next_expiry() == at(11)
+        content.expire(at(11))
+        assert seqs(content) == {"never": 1, "c": 3}
+        content.expire(at(12))
+        assert seqs(content) == {"never": 1}
+        assert len(content) == 1, "the delete marker has expired"
+
+    def test_where_the_server_leaves_markers_only_they_expire_without_a_message(self) -> None:
+        content = Content(max_age=timedelta(seconds=10), markers=True)
+        content.feed([put("a", 1, ttl=timedelta(seconds=5)), put("b", 2), delete("c", 3)])
+        assert content.next_expiry() is None
+        content.expire(at(10))
+        assert seqs(content) == {"a": 1, "b": 2}
+        assert not content.deleted
+
+    def test_a_ttl_beyond_the_last_time_never_ends(self) -> None:
+        content = Content()
+        content.feed([put("a", 1, ttl=timedelta(days=4_000_000))])
+        content.expire(at(1e9))
+        assert seqs(content) == {"a": 1}
+
+    def test_deadlines_of_a_renewed_key_do_not_pile_up(self) -> None:
+        content = Content()
+        for seq in range(1, 10 * table.MOST_CHANGES):
+            content.feed([put("a", seq, ttl=timedelta(hours=1))])
+        assert len(content._deadlines) <= table.MOST_CHANGES + 2
+        content.expire(at(3600))
+        assert seqs(content) == {}
+
+    def test_what_is_below_the_streams_first_sequence_is_gone(self) -> None:
+        content = Content()
+        content.feed([put("c", 3), put("a", 1), delete("b", 2)])
+        content.drop_below(3)
+        assert (seqs(content), len(content)) == ({"c": 3}, 1)
+
+    def test_staged_messages_are_bounded_by_the_number_of_keys(self) -> None:
+        content = Content()
+        watcher = watched(content)
+        for seq in range(1, 20 * table.MOST_CHANGES):
+            content.stage([put(f"k{seq % 3}", seq)])
+            assert content.staged <= 2 * table.MOST_CHANGES
+        content.commit(seq)
+        assert sorted(seqs(content).values()) == [seq - 2, seq - 1, seq]
+        changes = drain(watcher)
+        assert sum(change.skipped for change in changes) + len(changes) == seq
+
+
+class TestWatcher:
+    def test_changes_have_what_was_there_before(self) -> None:
+        content = Content()
+        content.feed([put("a", 1)])
+        watcher = watched(content)
+        content.stage([put("a", 2), put("b", 3), delete("a", 4), delete("c", 5)])
+        content.commit(5)
+        found = drain(watcher)
+        assert found == [
+            Change("a", record(1), record(2), 2),
+            Change("b", None, record(3), 3),
+            Change("a", record(2), None, 4),
+        ]
+
+    def test_one_that_keeps_up_gets_every_change(self) -> None:
+        content = Content()
+        watcher, got = watched(content), []
+        for seq in range(1, 3 * table.MOST_CHANGES):
+            content.stage([put("a", seq)])
+            content.commit(seq)
+            got += drain(watcher)
+        assert [change.revision for change in got] == list(range(1, 3 * table.MOST_CHANGES))
+        assert {change.skipped for change in got} == {0}
+
+    def test_a_slow_one_gets_the_newest_state_of_each_key(self) -> None:
+        content = Content()
+        content.feed([put("old", 1), put("gone", 2)])
+        watcher = watched(content)
+        seq = 2
+        for _ in range(table.MOST_CHANGES):
+            for key in ("old", "new"):
+                content.stage([put(key, seq := seq + 1)])
+        content.stage([delete("gone", seq := seq + 1), put("brief", seq := seq + 1), delete("brief", seq := seq + 1)])
+        content.commit(seq)
+        found = drain(watcher)
+        assert [(change.key, change.old and change.old[0], change.new and change.new[0]) for change in found] == [
+            ("old", 1, seq - 4),
+            ("new", None, seq - 3),
+            ("gone", 2, None),
+        ]
+        assert sum(change.skipped for change in found) + len(found) == seq - 3, "all but one of those of `brief`"
+        assert len(watcher) == 0
+
+    def test_removals_without_a_message_have_the_revision_of_the_table(self) -> None:
+        content = Content()
+        content.stage([put("a", 1), put("b", 2, ttl=timedelta(seconds=1))])
+        content.commit(6)
+        watcher = watched(content)
+        content.expire(at(1))
+        content.drop_below(2)
+        assert drain(watcher) == [Change("b", record(2), None, 6), Change("a", record(1), None, 6)]
+
+    def test_a_reload_is_told_as_changes(self) -> None:
+        content = Content()
+        content.feed([put("same", 1), put("changed", 2), put("gone", 3)])
+        watcher = watched(content)
+        content.stage([put("staged", 4)])
+        new = Content()
+        new.feed([put("changed", 5), put("same", 1), put("added", 6)])
+        new.commit(8)
+        new.succeed(content)
+        assert drain(watcher) == [
+            Change("changed", record(2), record(5), 5),
+            Change("added", None, record(6), 6),
+            Change("gone", record(3), None, 8),
+        ]
+        new.stage([delete("added", 9)])
+        new.commit(9)
+        assert [change.key for change in drain(watcher)] == ["added"], "the watcher goes on"
+
+    def test_it_is_woken(self) -> None:
+        content, woken = Content(), []
+        content.watchers.add(Watcher(lambda: woken.append(1)))
+        content.commit(1)
+        assert not woken
+        content.stage([put("a", 2)])
+        content.commit(2)
+        assert woken
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.integers(0, 2**32), st.sampled_from([1, 2, 7]))
+def test_a_table_is_a_dictionary_and_watchers_can_rebuild_it(seed: int, most: int) -> None:
+    """At every commit the table is the model's dictionary, and what a watcher has got makes the same one."""
+    dice = random.Random(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(table, "MOST_CHANGES", most)
+        content = Content(max_age=timedelta(seconds=50))
+        model: dict[str, tuple[int, float]] = {}  # sequence and deadline
+        watchers = [(watched(content), dict[str, int](), dice.random() / 2) for _ in range(3)]
+        seq, now, changes, told = 0, 0.0, 0, dict.fromkeys(range(3), 0)
+        for _ in range(dice.randrange(1, 60)):
+            now += dice.randrange(4)
+            step = dice.randrange(10)
+            if step < 7:
+                batch: list[Update] = []
+                for _ in range(dice.randrange(1, 6)):
+                    key, seq = dice.choice("abcde"), seq + dice.randrange(1, 3)
+                    if dice.random() < 0.3:
+                        batch.append(delete(key, seq, now))
+                        changes += 1
+                        model.pop(key, None)
+                    else:
+                        ttl = dice.choice([None, timedelta(seconds=dice.randrange(1, 9)), FOREVER])
+                        batch.append(put(key, seq, now, ttl=ttl))
+                        changes += 1
+                        ends = 50.0 if ttl is None else 1e9 if ttl == FOREVER else min(50.0, ttl.total_seconds())
+                        model[key] = seq, now + ends
+                content.stage(batch)
+                content.commit(seq)
+            elif step < 9:
+                content.expire(at(now))
+                gone = [key for key, (_, ends) in model.items() if ends <= now]
+                changes += len(gone)
+                for key in gone:
+                    del model[key]
+            else:
+                first = seq - dice.randrange(4)
+                content.drop_below(first)
+                gone = [key for key, (held, _) in model.items() if held < first]
+                changes += len(gone)
+                for key in gone:
+                    del model[key]
+            assert seqs(content) == {key: held for key, (held, _) in model.items()}
+            assert list(seqs(content).values()) == sorted(seqs(content).values())
+            for number, (watcher, seen, speed) in enumerate(watchers):
+                while dice.random() < speed or _ == 0:
+                    change = watcher.pop()
+                    if change is None:
+                        break
+                    told[number] += 1 + change.skipped
+                    assert (change.old and change.old[0]) == seen.get(change.key)
+                    if change.new is None:
+                        del seen[change.key]
+                    else:
+                        seen[change.key] = change.new[0]
+        for number, (watcher, seen, _) in enumerate(watchers):
+            for change in drain(watcher):
+                told[number] += 1 + change.skipped
+                assert (change.old and change.old[0]) == seen.get(change.key)
+                if change.new is None:
+                    del seen[change.key]
+                else:
+                    seen[change.key] = change.new[0]
+            assert seen == seqs(content)
+            assert told[number] + watcher._skipped <= changes
