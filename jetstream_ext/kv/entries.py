@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, cast
 
 from nats.js.api import Header
 from nats.js.errors import InvalidKeyError
@@ -15,7 +15,18 @@ from nats.js.kv import KV_DEL, KV_OP, KV_PURGE, MSG_ROLLUP_SUBJECT
 
 from jetstream_ext.errors import ResponseError
 from jetstream_ext.protocol.direct import Block, StoredMsg
-from jetstream_ext.protocol.headers import ROW_STORED, ROW_SUBJECT, ROW_TIME, decode_stored, parse_time
+from jetstream_ext.protocol.headers import (
+    MSG_TTL,
+    ROW_STORED,
+    ROW_SUBJECT,
+    ROW_TIME,
+    decode_stored,
+    format_time_ns,
+    parse_time,
+)
+from jetstream_ext.protocol.numbers import parse_number
+from jetstream_ext.protocol.subjects import anything
+from jetstream_ext.protocol.table import FOREVER, Record, Update
 from jetstream_ext.ttl import marker_reason
 
 if TYPE_CHECKING:
@@ -53,6 +64,7 @@ class KeyValueSnapshot(Mapping[str, KeyValueEntry]):
     """The keys and values of a bucket at one revision: a mapping from key to entry.
 
     Attributes:
+        bucket: The bucket's name.
         revision: The revision (stream sequence) at which it is exact.
         time: When that revision was stored, by the server's clock (aware, UTC). For a snapshot at a time, that time. If
             the revision's message is no longer stored, the time of the next stored message.
@@ -61,14 +73,24 @@ class KeyValueSnapshot(Mapping[str, KeyValueEntry]):
             past: messages up to the revision were removed since, and a key may have left no message.
     """
 
-    _entries: dict[str, KeyValueEntry]
+    _entries: dict[str, KeyValueEntry | Record]
+    bucket: str
     revision: int
     time: datetime
     unavailable: tuple[str, ...] = ()
     complete: bool = True
 
     def __getitem__(self, key: str) -> KeyValueEntry:
-        return self._entries[key]
+        held = self._entries[key]
+        if isinstance(held, KeyValueEntry):
+            return held
+        entry = self._entries[key] = entry_of_record(self.bucket, key, held)
+        return entry
+
+    def _made(self) -> dict[str, KeyValueEntry]:
+        for key in self._entries:
+            self[key]
+        return cast(dict[str, KeyValueEntry], self._entries)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -79,19 +101,17 @@ class KeyValueSnapshot(Mapping[str, KeyValueEntry]):
     def __contains__(self, key: object) -> bool:
         return key in self._entries
 
-    # The dict's own views: those of Mapping look up every key again.
-
     def keys(self) -> KeysView[str]:
         """Return the keys."""
         return self._entries.keys()
 
     def values(self) -> ValuesView[KeyValueEntry]:
         """Return the entries."""
-        return self._entries.values()
+        return self._made().values()
 
     def items(self) -> ItemsView[str, KeyValueEntry]:
         """Return the pairs of key and entry."""
-        return self._entries.items()
+        return self._made().items()
 
     def to_arrow(self, *, schema: pa.Schema | None = None) -> pa.Table:
         """Return the entries as a ``pyarrow.Table``.
@@ -111,7 +131,7 @@ class KeyValueSnapshot(Mapping[str, KeyValueEntry]):
         """
         from jetstream_ext.arrow.buckets import entries_table  # pyarrow is an optional dependency
 
-        return entries_table(self._entries.values(), schema)
+        return entries_table(self.values(), schema)
 
     def __repr__(self) -> str:
         more = f", {len(self.unavailable)} unavailable" if self.unavailable else ""
@@ -152,6 +172,72 @@ def rows_of(block: Block | Sequence[StoredMsg]) -> Iterator[Row]:
     return zip(block.seqs, subjects, block.datas, headers, times, strict=True)
 
 
+def updates_of(found: Block | Sequence[StoredMsg], subjects: Subjects) -> list[Update]:
+    """Return messages as `protocol.table` takes them; raise as `rows_of` does."""
+    seqs, names, datas, times, headers = _columns(found)
+    prefix, skip, wanted = subjects.prefix, len(subjects.prefix), subjects.wanted
+    if headers is None:
+        updates: list[Update] = [
+            (name[skip:], (seq, data, time, b""), False, None)
+            for name, seq, data, time in zip(names, seqs, datas, times, strict=True)
+            if name.startswith(prefix)
+        ]
+        return updates if wanted is anything else [update for update in updates if wanted(update[0])]
+    updates = []
+    for name, seq, data, time, stored in zip(names, seqs, datas, times, headers, strict=True):
+        key = subjects.key_of(name)
+        if key is None:
+            continue
+        deletes, ttl = False, None
+        if stored:
+            fields = decode_stored(stored)
+            deletes = operation(fields)[0] != "PUT"
+            ttl = FOREVER if never_expires(fields) else ttl_of(fields)
+        updates.append((key, (seq, data, time, stored), deletes, ttl))
+    return updates
+
+
+# The times that servers write, each with a comma before it.
+_TIMES: Final = re.compile(
+    rb"(?:,\d{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12]\d|3[01])T(?:[01]\d|2[0-3])(?::[0-5]\d){2}(?:\.\d{1,9})?Z)*"
+)
+
+
+def _columns(
+    found: Block | Sequence[StoredMsg],
+) -> tuple[list[int], list[str], list[bytes], list[bytes], list[bytes] | None]:
+    """Return sequences, subjects, payloads, times and header blocks (None: no message has headers); raise as `rows_of` does."""
+    if not isinstance(found, Block):
+        for message in found:
+            _check_known(message)
+        return (
+            [message.seq for message in found],
+            [message.subject for message in found],
+            [message.data for message in found],
+            [format_time_ns(message.time_ns).encode() for message in found],
+            [message.stored_lines for message in found],
+        )
+    if found.from_leader:
+        for message in found.messages():
+            _check_known(message)
+    plain = found.plain_columns()
+    if plain is not None and _TIMES.fullmatch(b",".join([b"", *plain[1]])):
+        return found.seqs, plain[0], found.datas, plain[1], None
+    names: list[str] = []
+    times: list[bytes] = []
+    headers: list[bytes] = []
+    try:
+        for row in found.each_row():
+            names.append(row[ROW_SUBJECT].decode("utf-8", "surrogateescape"))
+            times.append(row[ROW_TIME][17:])
+            parse_time(times[-1])
+            headers.append(row[ROW_STORED])
+    except ResponseError:
+        found.check()  # its error names the message
+        raise
+    return found.seqs, names, found.datas, times, headers
+
+
 def _check_known(message: StoredMsg) -> None:
     """Raise ResponseError if the subject of a leader's message may be another one."""
     if "\ufffd" in message.subject:
@@ -168,6 +254,9 @@ ROLLUP: Final = Header.ROLLUP.value
 ROLLUP_HEADERS: Final = {ROLLUP: MSG_ROLLUP_SUBJECT}
 DELETE_HEADERS: Final = {KV_OP: KV_DEL}
 PURGE_HEADERS: Final = {KV_OP: KV_PURGE, **ROLLUP_HEADERS}
+
+_GO_DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]*)?)(ns|us|µs|ms|h|m|s)")
+_SECONDS: Final = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
 _OPERATIONS: Final[dict[str, Operation]] = {KV_DEL: "DEL", KV_PURGE: "PURGE"}
 # As nats-py reads markers. A marker with an unknown reason deletes the key as well.
@@ -200,12 +289,49 @@ def operation(headers: Mapping[str, str]) -> tuple[Operation, str | None]:
     return ("PUT", None) if reason is None else (_REASONS.get(reason, "PURGE"), reason)
 
 
+def ttl_of(headers: Mapping[str, str]) -> timedelta | None:
+    """Return the TTL in a message's headers as servers read it, in whole seconds; None if it has no finite one, or 0."""
+    text = headers.get(MSG_TTL, "").strip()
+    seconds: float | None = parse_number(text)
+    if seconds is None:
+        seconds = _go_duration(text)
+    try:
+        return timedelta(seconds=int(seconds or 0)) or None
+    except OverflowError:
+        return None
+
+
+def _go_duration(text: str) -> float | None:
+    """Return the seconds of a duration such as ``1h30m``; None for other text."""
+    seconds, position = 0.0, 0
+    while position < len(text):
+        part = _GO_DURATION.match(text, position)  # not findall: it would take a minute for a header full of digits
+        if part is None:
+            return None
+        seconds += float(part[1]) * _SECONDS[part[2]]
+        position = part.end()
+    return seconds
+
+
+def never_expires(headers: Mapping[str, str]) -> bool:
+    """Whether the TTL of a message overrides the bucket's maximum age."""
+    return headers.get(MSG_TTL, "").strip().lower() == "never"
+
+
 def entry_of(bucket: str, key: str, row: Row) -> KeyValueEntry:
     seq, _, data, headers, time = row
     if not headers:
         return KeyValueEntry(bucket, key, data, seq, time)
     op, reason = operation(headers)
     return KeyValueEntry(bucket, key, data, seq, time, op, reason)
+
+
+def entry_of_record(bucket: str, key: str, record: Record) -> KeyValueEntry:
+    seq, data, time, stored = record
+    if not stored:
+        return KeyValueEntry(bucket, key, data, seq, parse_time(time))
+    op, reason = operation(decode_stored(stored))
+    return KeyValueEntry(bucket, key, data, seq, parse_time(time), op, reason)
 
 
 def key_text(key: str) -> str:

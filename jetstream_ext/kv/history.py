@@ -1,20 +1,6 @@
-"""What a bucket holds now (`Latest`) or held at a revision (`Past`), from messages that were read. No I/O.
+"""What a bucket held at a revision, from messages that were read. No I/O.
 
-**Now.** A bucket of any size cannot be read in one atomic request, and keys are overwritten during the read. So a
-snapshot consists of some messages, each stored when it was read, and then of the log from before the first of them up
-to an end S that no earlier reply had passed. Of each key the newest revision counts. The result is the bucket at S:
-assume that y, the newest message of a key up to S, was not read. y was stored until a newer message of the key replaced
-it. That one has a revision above S, because y is the newest up to S, so it was stored after the last reply. Then y was
-stored during the whole read, and was read.
-
-Some removals have no revision: a message expires and leaves no marker. Those are decided by the leader's clock after the
-last reply. A message that has expired by then is not in the snapshot, whether or not a reply had it. Every other one was
-stored during the whole read. Where the bucket leaves markers, only the markers themselves go without a revision. A limit
-of the whole stream, or a purge up to a sequence, removes the lowest sequences. The leader's lowest sequence from before
-the last reply decides. S is not below the leader's last one of that moment, so a message that is lower than its lowest one
-was removed, and no newer one replaced it up to S. (Its state after the last reply could not tell the two apart.)
-
-**The past.** A key at revision R is its newest message up to R. Servers always remove the oldest messages of a key
+A key at revision R is its newest message up to R. Servers always remove the oldest messages of a key
 first (history, purge, maximum age), so if such a message is stored, it is the answer, and a delete marker says that the
 key did not exist. If none is stored, the key's oldest message decides: `Past.verdict` is the table of docs/key-value.md,
 "Reads of the past". A key can also vanish without a trace and be written again. If that is possible (`Verdict.lost`),
@@ -25,88 +11,14 @@ has left a marker.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timedelta
-from typing import Final
+from datetime import datetime
 
-from jetstream_ext.kv.entries import ROLLUP, KeyValueEntry, Row, Subjects, entry_of, operation
+from jetstream_ext.kv.entries import ROLLUP, KeyValueEntry, Row, Subjects, entry_of, never_expires
 from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT, EXPECTED_LAST_SUBJECT_SEQ, MSG_TTL
 from jetstream_ext.protocol.numbers import parse_number
 from jetstream_ext.ttl import marker_reason
-
-_GO_DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]*)?)(ns|us|µs|ms|h|m|s)")
-_SECONDS: Final = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
-
-
-class Latest:
-    """A bucket as of the newest message that it was fed.
-
-    `max_age` is the bucket's own TTL. With `own_ttls`, the server heeds the TTLs of single messages.
-    """
-
-    def __init__(self, subjects: Subjects, *, max_age: timedelta | None = None, own_ttls: bool = True) -> None:
-        self._subjects = subjects
-        self._max_age = max_age
-        self._own_ttls = own_ttls
-        self._entries: dict[str, KeyValueEntry] = {}
-        self._deleted: set[str] = set()  # the keys whose entry is a marker
-        # For each key with a TTL: the revision that has it, and the TTL (None: the message never expires).
-        self._ttls: dict[str, tuple[int, timedelta | None]] = {}
-
-    def feed(self, rows: Iterable[Row]) -> None:
-        """Take messages, in any order."""
-        entries, deleted = self._entries, self._deleted
-        bucket, key_of = self._subjects.bucket, self._subjects.key_of
-        for seq, subject, data, headers, time in rows:
-            key = key_of(subject)
-            if key is None:
-                continue
-            known = entries.get(key)
-            if known is not None:
-                if known.revision >= seq:
-                    continue
-                deleted.discard(key)
-            if not headers:
-                entries[key] = KeyValueEntry(bucket, key, data, seq, time)
-                continue
-            op, reason = operation(headers)
-            entries[key] = KeyValueEntry(bucket, key, data, seq, time, op, reason)
-            if op != "PUT":
-                deleted.add(key)
-            if self._own_ttls and MSG_TTL in headers:
-                ttl = ttl_of(headers)
-                if ttl is not None or never_expires(headers):
-                    self._ttls[key] = seq, ttl
-
-    def entries(
-        self, time: datetime | None = None, *, first_seq: int = 0, markers: bool = False, include_deletes: bool = False
-    ) -> dict[str, KeyValueEntry]:
-        """Return the entries without those that had expired at `time` (None: keep them); call it once, at the end.
-
-        Also without those below `first_seq`, a lowest sequence that the stream had up to the end of what was fed. With
-        `markers`, a value that expires is replaced by a delete marker, which was fed if it belongs to the snapshot.
-        """
-        entries = self._entries
-        gone = set() if time is None else self._expired(time)
-        if markers:
-            gone &= self._deleted
-        gone.update(key for key, entry in entries.items() if entry.revision < first_seq)
-        if not include_deletes:
-            gone |= self._deleted
-        for key in gone:
-            del entries[key]
-        return entries
-
-    def _expired(self, time: datetime) -> set[str]:
-        entries = self._entries
-        own = {key: ttl for key, (seq, ttl) in self._ttls.items() if entries[key].revision == seq}
-        gone = {key for key, ttl in own.items() if ttl is not None and time - entries[key].created >= ttl}
-        if (max_age := self._max_age) is not None:
-            exempt = {key for key, ttl in own.items() if ttl is None}
-            gone.update(key for key, entry in entries.items() if time - entry.created >= max_age and key not in exempt)
-        return gone
 
 
 @dataclass(slots=True)
@@ -246,35 +158,6 @@ class Past:
             entries = {name: entry for name, entry in entries.items() if name not in doubtful}
             gone |= doubtful
         return Verdict(entries, tuple(sorted(gone)), complete=not wild, lost=wild and lost)
-
-
-def ttl_of(headers: Mapping[str, str]) -> timedelta | None:
-    """Return the TTL in a message's headers as servers read it, in whole seconds; None if it has no finite one, or 0."""
-    text = headers.get(MSG_TTL, "").strip()
-    seconds: float | None = parse_number(text)
-    if seconds is None:
-        seconds = _go_duration(text)
-    try:
-        return timedelta(seconds=int(seconds or 0)) or None
-    except OverflowError:
-        return None
-
-
-def _go_duration(text: str) -> float | None:
-    """Return the seconds of a duration such as ``1h30m``; None for other text."""
-    seconds, position = 0.0, 0
-    while position < len(text):
-        part = _GO_DURATION.match(text, position)  # not findall: it would take a minute for a header full of digits
-        if part is None:
-            return None
-        seconds += float(part[1]) * _SECONDS[part[2]]
-        position = part.end()
-    return seconds
-
-
-def never_expires(headers: Mapping[str, str]) -> bool:
-    """Whether the TTL of a message overrides the bucket's maximum age."""
-    return headers.get(MSG_TTL, "").strip().lower() == "never"
 
 
 def replaced_revision(headers: Mapping[str, str], subject: str) -> int | None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Final, TypeVar
+from typing import Final
 
 from nats.js.kv import KeyValue
 
 from jetstream_ext.client.api import first_since, gather_bounded, settled_state
-from jetstream_ext.client.retry import Retry
 from jetstream_ext.client.verified_read import AskLeaderError, VerifiedReader
-from jetstream_ext.errors import HistoryUnavailableError, RequestTimeoutError, TooManySubjectsError
+from jetstream_ext.errors import HistoryUnavailableError, RequestTimeoutError
 from jetstream_ext.kv.bucket import LOOKUPS_IN_FLIGHT, Bucket
 from jetstream_ext.kv.entries import (
     EVERYTHING,
@@ -23,32 +22,35 @@ from jetstream_ext.kv.entries import (
     Subjects,
     check_filters,
     check_keys,
+    entry_of_record,
     row_of,
     rows_of,
+    updates_of,
 )
-from jetstream_ext.kv.history import Latest, Past, Verdict
+from jetstream_ext.kv.history import Past, Verdict
 from jetstream_ext.kv.limits import drops_oldest, known_since, limits_of
+from jetstream_ext.kv.present import (
+    Present,
+    check_end,
+    is_deep,
+    list_keys,
+    read_by_name,
+    read_now,
+    read_under_the_same_limits,
+    verified_reader,
+)
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import Block, StoredMsg
 from jetstream_ext.protocol.gaps import Gaps
 from jetstream_ext.protocol.options import check_sequence, rfc3339
 from jetstream_ext.protocol.subjects import can_be_asked_for, is_literal, matcher
+from jetstream_ext.protocol.table import Content, Record
 
-_T = TypeVar("_T")
-
-# With so many messages per key or more, asking for the keys by name costs less than reading the whole log.
-_DEEP: Final = 3
 # A log of so many messages and bytes is read completely: that costs less than an answer with unavailable keys.
 _SMALL_LOG: Final = 16_000
 _SMALL_BYTES: Final = 64 << 20
 # So many messages of the log cost as much as looking up the last message of one key up to some revision.
 _ROWS_PER_LOOKUP: Final = 40
-# Keys per request. Servers answer for 1024 subjects; if one answers for fewer, the chunk is halved.
-_CHUNK: Final = 1_000
-_CHUNK_BYTES: Final = 128 * 1024
-_CHUNKS_IN_FLIGHT: Final = 3
-# Of more keys than this, listing them costs more than reading the log: the server sorts all of them for each page.
-_MOST_LISTED: Final = 100_000
 _MICROSECOND: Final = timedelta(microseconds=1)
 _LIMITS_UNKNOWN: Final = (
     ", and it is not known since when the bucket's limits hold (`await jetstream_ext.kv.enable(kv)` records that for later "
@@ -101,14 +103,15 @@ async def get_many(
     with bucket.not_found():
         if at is None:
             state = await bucket.readable_state()
-            latest, source = Latest(bucket.subjects(wanted.__contains__)), _reader(bucket, state)
-            await _read_by_name(bucket, source, list(wanted), latest.feed)
+            content, source = Content(), verified_reader(bucket, state)
+            subjects = bucket.subjects(wanted.__contains__)
+            await read_by_name(bucket, source, list(wanted), lambda found: content.feed(updates_of(found, subjects)))
             if source.replies > 1:
                 await bucket.check_same(state)
-            found = latest.entries()
-        else:
-            verdict, _ = await _read_past(bucket, wanted.__contains__, list(wanted), at, strict=True)
-            found = _without_deleted(verdict.entries)
+            held = content.values
+            return {key: entry_of_record(bucket.name, key, held[key]) for key in wanted if key in held}
+        verdict, _ = await _read_past(bucket, wanted.__contains__, list(wanted), at, strict=True)
+    found = _without_deleted(verdict.entries)
     return {key: entry for key in wanted if (entry := found.get(key)) is not None}
 
 
@@ -153,12 +156,15 @@ async def snapshot(
     bucket = Bucket(kv, timeout)
     with bucket.not_found():
         if at is None:
-            return await _under_the_same_limits(
-                bucket, lambda state: _read_now(bucket, patterns, state, include_deletes=include_deletes)
+            present = await read_under_the_same_limits(
+                bucket, bucket.readable_state, lambda state: read_now(bucket, patterns, state)
             )
+            return _snapshot(bucket, present, include_deletes=include_deletes)
         verdict, point = await _read_past(bucket, matcher(patterns), patterns, at, strict=strict)
+    entries = verdict.entries if include_deletes else _without_deleted(verdict.entries)
     return KeyValueSnapshot(
-        verdict.entries if include_deletes else _without_deleted(verdict.entries),
+        {**entries},
+        bucket=bucket.name,
         revision=point.revision,
         time=point.time,
         unavailable=verdict.unavailable,
@@ -166,30 +172,21 @@ async def snapshot(
     )
 
 
-def _reader(bucket: Bucket, state: StreamState) -> VerifiedReader:
-    source = bucket.reader(state.last_seq)
-    source.before = state
-    return source
+def _snapshot(bucket: Bucket, present: Present, *, include_deletes: bool) -> KeyValueSnapshot:
+    content = present.content
+    held: dict[str, KeyValueEntry | Record] = {**content.values, **(content.deleted if include_deletes else {})}
+    return KeyValueSnapshot(held, bucket=bucket.name, revision=content.revision, time=present.time)
 
 
-class _LimitsChangedError(Exception):
-    """The limits by which a read judges what it does not find were changed during the read."""
-
-
-async def _under_the_same_limits(
-    bucket: Bucket, read: Callable[[StreamState], Awaitable[_T]], point: ResolvedRevision | None = None
-) -> _T:
-    """Return what `read` returns; repeat it if it raises _LimitsChangedError.
-
-    With a `point`, the bucket must be the one in which that was resolved.
-    """
-    retry = Retry(bucket.timeout)
-    while True:
-        try:
-            return await read(await bucket.readable_state() if point is None else await state_since(bucket, point))
-        except _LimitsChangedError:
-            what = f"bucket {bucket.name!r}: its limits were changed during each read"
-            await retry.pause_until_deadline(RequestTimeoutError(f"{what} (tried for {bucket.timeout:.4g} s)"))
+async def read_present(
+    bucket: Bucket, point: ResolvedRevision, keys: Sequence[str], *, include_deletes: bool
+) -> KeyValueSnapshot:
+    """Return what the bucket of `point` holds now of `keys`, which clients may refuse."""
+    patterns, wanted = list(keys) if all(map(can_be_asked_for, keys)) else [EVERYTHING], frozenset(keys).__contains__
+    present = await read_under_the_same_limits(
+        bucket, lambda: state_since(bucket, point), lambda state: read_now(bucket, patterns, state, wanted=wanted)
+    )
+    return _snapshot(bucket, present, include_deletes=include_deletes)
 
 
 async def state_since(bucket: Bucket, point: ResolvedRevision) -> StreamState:
@@ -210,153 +207,8 @@ async def state_since(bucket: Bucket, point: ResolvedRevision) -> StreamState:
     return state
 
 
-async def _check_end(bucket: Bucket, before: StreamState) -> StreamState:
-    """Return the bucket's state now; raise StreamRecreatedError or _LimitsChangedError if it is no longer what it was."""
-    end = await bucket.check_same(before)
-    if limits_of(end.config) != limits_of(before.config):
-        raise _LimitsChangedError
-    return end
-
-
 def _without_deleted(entries: dict[str, KeyValueEntry]) -> dict[str, KeyValueEntry]:
     return {key: entry for key, entry in entries.items() if entry.operation == "PUT"}
-
-
-# -- now --------------------------------------------------------------------------------------------------------------
-
-
-async def read_present(
-    bucket: Bucket, point: ResolvedRevision, keys: Sequence[str], *, include_deletes: bool
-) -> KeyValueSnapshot:
-    """Return what the bucket of `point` holds now of `keys`, which clients may refuse."""
-    patterns = list(keys) if all(map(can_be_asked_for, keys)) else [EVERYTHING]
-
-    async def read(state: StreamState) -> KeyValueSnapshot:
-        return await _read_now(
-            bucket, patterns, state, wanted=frozenset(keys).__contains__, include_deletes=include_deletes
-        )
-
-    return await _under_the_same_limits(bucket, read, point)
-
-
-async def _read_now(
-    bucket: Bucket,
-    patterns: list[str],
-    state: StreamState,
-    *,
-    wanted: Callable[[str], bool] | None = None,
-    include_deletes: bool,
-) -> KeyValueSnapshot:
-    source, subjects = _reader(bucket, state), bucket.subjects(wanted or matcher(patterns))
-    latest = Latest(subjects, max_age=state.max_age, own_ttls=bool(state.config.get("allow_msg_ttl")))
-    answer = await _read_at_once(bucket, source, patterns, state)
-    expired_by: datetime | None = None  # None: the server has decided for its only answer what had expired
-    markers = False
-    if answer is not None:
-        latest.feed(rows_of(answer))
-        newest = answer.message(-1) if len(answer) else None
-        known = newest is not None and (newest.seq > state.last_seq or (newest.seq, newest.time) in state.ends)
-        if not known:  # nothing shows that the answer is of the stream whose last sequence and time are known
-            await bucket.check_same(state)
-    else:
-        names = None
-        if (
-            patterns != [EVERYTHING]
-            or state.messages >= _DEEP * state.num_subjects
-            or not await source.replicas_answer()
-        ):
-            names = await _list_keys(bucket, patterns)
-        if names is None:
-            async for block in source.log(state.lowest_seq, state.last_seq):
-                latest.feed(rows_of(block))
-        else:
-            await _read_by_name(bucket, source, names, latest.feed)
-        newest = await source.catch_up(state.last_seq, lambda found: latest.feed(rows_of(found)))
-        # What expired meanwhile may have been stored for the first replies and gone for the last ones.
-        end = await _check_end(bucket, state)
-        expired_by, markers = end.now, end.marker_ttl is not None
-    revision, time = state.last_seq, state.last_time
-    if newest is not None and newest.seq > revision:
-        revision, time = newest.seq, newest.time
-    entries = latest.entries(expired_by, first_seq=source.first_seq, markers=markers, include_deletes=include_deletes)
-    return KeyValueSnapshot(entries, revision=revision, time=time)
-
-
-async def _read_at_once(
-    bucket: Bucket, source: VerifiedReader, patterns: list[str], state: StreamState
-) -> Block | None:
-    """Return the answer to one request for everything, or None if one answer does not have room for it."""
-    if len(_chunks(bucket, patterns)) > 1 or (patterns == [EVERYTHING] and state.num_subjects > _CHUNK):
-        return None
-    try:
-        answer = await source.last_of([bucket.subject(pattern) for pattern in patterns])
-    except (TooManySubjectsError, AskLeaderError):
-        return None
-    return None if answer.pending else answer.block
-
-
-async def _list_keys(bucket: Bucket, patterns: list[str]) -> list[str] | None:
-    """Return the given keys, and those that match a pattern now; None if they are many or cannot be read by name."""
-    names = await bucket.list_keys(patterns, most=_MOST_LISTED)
-    return names if len(names) <= _MOST_LISTED and all(map(can_be_asked_for, names)) else None
-
-
-async def _read_by_name(
-    bucket: Bucket,
-    source: VerifiedReader,
-    keys: Sequence[str],
-    take: Callable[[Iterable[Row]], None],
-    *,
-    up_to: StoredMsg | None = None,
-) -> None:
-    """Read the last message of each of `keys` (up to the message `up_to`), in parts that are each of one moment if possible.
-
-    Messages of other keys may be among them. Raises LookupError if `up_to` is no longer stored.
-    """
-
-    async def read(chunk: Sequence[str]) -> None:
-        alone = len(chunk) == 1
-        in_flight = None if alone else _CHUNKS_IN_FLIGHT
-        subjects = [bucket.subject(key) for key in chunk]
-        try:
-            answer = await source.last_of(subjects, up_to=up_to, in_flight=in_flight)
-        except AskLeaderError:
-            take(rows_of(await source.last_at_leader(subjects, up_to=None if up_to is None else up_to.seq)))
-            return
-        except TooManySubjectsError:
-            if alone:
-                raise
-        else:
-            # Only a complete answer shows that it is of the moment of `up_to`.
-            if up_to is None or not answer.pending:
-                rows = list(rows_of(answer.block))
-                take(rows)
-                if not answer.pending:
-                    return
-                found = {row[1] for row in rows}
-                chunk = [key for key in chunk if bucket.subject(key) not in found]
-        half = len(chunk) // 2
-        for part in (chunk[:half], chunk[half:]):
-            if part:
-                await read(part)
-
-    await gather_bounded(read, _chunks(bucket, keys), limit=_CHUNKS_IN_FLIGHT)
-
-
-def _chunks(bucket: Bucket, keys: Sequence[str]) -> list[Sequence[str]]:
-    """Split `keys` into chunks that each fit into one request."""
-    room = min(_CHUNK_BYTES, bucket.context.connection.max_payload // 4)
-    each = len(bucket.prefix) + 3  # with its quotes and comma
-    chunks: list[Sequence[str]] = []
-    start = size = 0
-    for index, key in enumerate(keys):
-        size += len(key) + each
-        if index - start >= _CHUNK or (size > room and index > start):
-            chunks.append(keys[start:index])
-            start, size = index, len(key) + each
-    if start < len(keys):
-        chunks.append(keys[start:])
-    return chunks
 
 
 # -- the past ---------------------------------------------------------------------------------------------------------
@@ -417,7 +269,7 @@ async def _read_past(
             state = await bucket.readable_state()  # `_revision_at` has waited for that time
         return await _judge_past(bucket, bucket.subjects(wanted), patterns, state, point), point, state
 
-    verdict, point, state = await _under_the_same_limits(bucket, judge)
+    verdict, point, state = await read_under_the_same_limits(bucket, bucket.readable_state, judge)
     what, keys = f"bucket {bucket.name!r} at revision {point.revision}", verdict.unavailable
     if strict and keys:
         shown = ", ".join(map(repr, keys[:5])) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
@@ -444,22 +296,24 @@ async def read_names(bucket: Bucket, point: ResolvedRevision, keys: Sequence[str
     subjects = bucket.subjects(frozenset(keys).__contains__)
 
     async def judge(state: StreamState) -> Verdict:
-        return await _judge(bucket, _reader(bucket, state), subjects, state, point, named=keys, names=keys, wild=wild)
+        return await _judge(
+            bucket, verified_reader(bucket, state), subjects, state, point, named=keys, names=keys, wild=wild
+        )
 
-    return await _under_the_same_limits(bucket, judge, point)
+    return await read_under_the_same_limits(bucket, lambda: state_since(bucket, point), judge)
 
 
 async def _judge_past(
     bucket: Bucket, subjects: Subjects, patterns: list[str], state: StreamState, point: ResolvedRevision
 ) -> Verdict:
-    source = _reader(bucket, state)
+    source = verified_reader(bucket, state)
     named = [pattern for pattern in patterns if is_literal(pattern)]
     wild = len(named) < len(patterns)
     names: list[str] | None = named
     if wild and point.revision >= state.lowest_seq:
         log = _is_small(state) and await source.replicas_answer()
-        log = log or (patterns == [EVERYTHING] and state.messages < _DEEP * state.num_subjects)
-        names = None if log and await source.replicas_answer() else await _list_keys(bucket, patterns)
+        log = log or (patterns == [EVERYTHING] and not is_deep(state))
+        names = None if log and await source.replicas_answer() else await list_keys(bucket, patterns)
     return await _judge(bucket, source, subjects, state, point, named=named, names=names, wild=wild)
 
 
@@ -480,7 +334,7 @@ async def _judge(
     """
     past = Past(subjects, revision=point.revision, history=state.max_msgs_per_subject)
     if point.revision < state.lowest_seq:
-        await _check_end(bucket, state)
+        await check_end(bucket, state)
         return past.verdict(named=(), wild=False, missing=False, lost=False)
     missing, unexplained = 0, False
     if names is not None:
@@ -512,7 +366,7 @@ async def _judge(
             missing = 0  # what is missing was missing when the revision was the newest one
         # A gap above the revision may be the delete marker of a key that existed (`purge_deletes`).
         unexplained = gaps.highest > past.accounts_for()
-    end = await _check_end(bucket, state)
+    end = await check_end(bucket, state)
     if point.is_newest and end.last_seq == point.revision:
         # A key that expires without a marker while the revision is the newest one both existed at it and did not.
         return past.verdict(named=(), wild=wild, missing=missing > 0, lost=False)
@@ -587,16 +441,16 @@ async def read_newest(
     """Pass the newest message of each of `keys` to `take` if it is not after `revision`; return the others by key."""
     later: dict[str, Row] = {}
 
-    def divide(rows: Iterable[Row]) -> None:
+    def divide(found: Block | Sequence[StoredMsg]) -> None:
         known = []
-        for row in rows:
+        for row in rows_of(found):
             if row[0] <= revision:
                 known.append(row)
             else:
                 later[row[1]] = row
         take(known)
 
-    await _read_by_name(bucket, source, keys, divide)
+    await read_by_name(bucket, source, keys, divide)
     return {key: row for key in keys if (row := later.get(bucket.subject(key))) is not None}
 
 
@@ -612,7 +466,7 @@ async def read_earlier(
     try:
         while keys and (newest := await source.newest_to_ask_for(revision, first)) is not None:
             try:
-                await _read_by_name(bucket, source, keys, take, up_to=newest)
+                await read_by_name(bucket, source, keys, lambda found: take(rows_of(found)), up_to=newest)
                 break
             except LookupError:
                 pass  # `newest` was removed meanwhile. The loop ends: nothing is ever added up to the revision.

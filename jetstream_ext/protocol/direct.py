@@ -30,6 +30,9 @@ from jetstream_ext.protocol.options import rfc3339
 
 DEFAULT_MAX_BYTES: Final = 8 * 1024 * 1024  # of one reply; the server's own 64 MiB make it cut off slow consumers
 
+_SUBJECT_LINE: Final = b"\r\nNats-Subject: "
+_TIME_LINE: Final = b"\r\nNats-Time-Stamp: "
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -346,6 +349,26 @@ class Block:
                 if not row:
                     self.check()
             yield row
+
+    def plain_columns(self) -> tuple[list[str], list[bytes]] | None:
+        """Return the subjects (``surrogateescape``) and the times of messages without stored headers.
+
+        None if a message has some, or if a server did not write its lines in the usual form; see `each_row`.
+        """
+        count = len(self)
+        heads = [body[:size] for body, size in zip(self.bodies, self.header_sizes, strict=True)]
+        lines = b"".join(heads).split(h.CRLF)
+        if len(lines) != 8 * count + 1 or lines[:-1:8].count(h.VERSION) != count or lines[7::8].count(b"") != count:
+            return None
+        if lines[1::8].count(b"Nats-Stream: %b" % self.stream.encode()) != count:
+            return None
+        names, times = h.CRLF.join([b"", *lines[2::8]]), h.CRLF.join([b"", *lines[4::8]])
+        if names.count(_SUBJECT_LINE) != count or times.count(_TIME_LINE) != count:
+            return None
+        return (
+            names.decode("utf-8", "surrogateescape").split(_SUBJECT_LINE.decode())[1:],
+            times.split(_TIME_LINE)[1:],
+        )
 
     @property
     def subjects(self) -> list[bytes]:

@@ -101,10 +101,15 @@ def filter_for(subject: str) -> str:
     return ".".join("*" if part == ">" or "\ufffd" in part else part for part in subject.split("."))
 
 
+def anything(_: str) -> bool:
+    """The function that `matcher` returns for a filter that matches every subject."""
+    return True
+
+
 def matcher(filters: Collection[str]) -> Callable[[str], bool]:
     """Return a function that tells whether a stored message's subject matches one of `filters`."""
     if ">" in filters:
-        return lambda _: True
+        return anything
     literals = frozenset(filter(is_literal, filters))
     patterns = [pattern.split(".") for pattern in filters if pattern not in literals]
     if not patterns:

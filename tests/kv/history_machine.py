@@ -40,7 +40,7 @@ from jetstream_ext.errors import (
     RequestTimeoutError,
     StreamRecreatedError,
 )
-from jetstream_ext.kv import reads
+from jetstream_ext.kv import present, reads
 from jetstream_ext.log import First, LogReader, OffsetStore, Seq, Stored, Time
 from jetstream_ext.log import reader as log_reader
 from jetstream_ext.testing import NatsCluster, NatsServer
@@ -204,7 +204,7 @@ class HistoryMachine(RuleBasedStateMachine):
         self.cleanup.push_async_callback(asyncio.sleep, 0)  # for the sockets to close
         self.cleanup.enter_context(aborted_sockets())
         for name, value in READINGS[self.reading].items():
-            self.cleanup.enter_context(mock.patch.object(reads, name, value))
+            self.cleanup.enter_context(mock.patch.object(present if hasattr(present, name) else reads, name, value))
         if self.reading != "whole":
             self.cleanup.enter_context(mock.patch.multiple(log_reader, _GROUP=8, _REQUEST_BYTES=200))
         self.nc = await connect(self.server.url)

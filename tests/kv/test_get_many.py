@@ -11,7 +11,7 @@ from nats.js.errors import BucketNotFoundError, InvalidKeyError
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext.errors import DirectGetDisabledError, HistoryUnavailableError, ResponseError
-from jetstream_ext.kv import reads
+from jetstream_ext.kv import present
 from jetstream_ext.testing import NatsServer
 
 
@@ -82,7 +82,7 @@ async def test_chunks_are_halved_if_the_server_refuses_their_size(
     kv = await make_bucket()
     there = {f"k.{n}": b"%d" % n for n in range(3_000)}
     await load(kv, there)
-    monkeypatch.setattr(reads, "_CHUNK", 2_900)
+    monkeypatch.setattr(present, "_CHUNK", 2_900)
     assert len(await kvx.get_many(kv, there)) == 3_000
 
 

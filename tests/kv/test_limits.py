@@ -191,13 +191,13 @@ async def test_past_of_a_bucket_that_drops_its_oldest_messages_is_unavailable(ma
 async def test_snapshot_has_no_key_that_a_limit_or_a_purge_removed_during_the_read(
     make_bucket, monkeypatch: pytest.MonkeyPatch, limit: dict[str, int], purged_up_to: int
 ) -> None:
-    monkeypatch.setattr(kvx.reads, "_CHUNK", 2)
+    monkeypatch.setattr(kvx.present, "_CHUNK", 2)
     kv = await make_bucket(history=1)
     config = (await kv._js.stream_info(kv._stream)).config
     await kv._js.update_stream(config.evolve(discard=DiscardPolicy.OLD, **limit))
     for n in range(6):
         await kv.put(f"old{n}", b"1")
-    read = kvx.reads._read_by_name
+    read = kvx.present.read_by_name
 
     async def read_and_write(*arguments: Any, **options: Any) -> None:
         await read(*arguments, **options)
@@ -206,7 +206,7 @@ async def test_snapshot_has_no_key_that_a_limit_or_a_purge_removed_during_the_re
         if purged_up_to:
             await kv._js.purge_stream(kv._stream, seq=purged_up_to + 1)
 
-    monkeypatch.setattr(kvx.reads, "_read_by_name", read_and_write)
+    monkeypatch.setattr(kvx.present, "read_by_name", read_and_write)
     snapshot = await kvx.snapshot(kv, ["*", "x", "y"])
     assert "old0" not in snapshot
     assert set(snapshot) == set(await kv.keys())
@@ -217,19 +217,19 @@ async def test_snapshot_has_a_key_that_was_replaced_after_its_last_reply(
     make_bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is below the first sequence of the stream by then, as if a limit had removed it."""
-    monkeypatch.setattr(kvx.reads, "_CHUNK", 2)
+    monkeypatch.setattr(kvx.present, "_CHUNK", 2)
     kv = await make_bucket(history=1)
     config = (await kv._js.stream_info(kv._stream)).config
     await kv._js.update_stream(config.evolve(discard=DiscardPolicy.OLD, max_msgs=100))
     for n in range(6):
         await kv.put(f"k{n}", b"1")
-    check = kvx.reads._check_end
+    check = kvx.present.check_end
 
     async def write_and_check(*arguments: Any) -> StreamState:
         await kv.put("k0", b"2")
         return await check(*arguments)
 
-    monkeypatch.setattr(kvx.reads, "_check_end", write_and_check)
+    monkeypatch.setattr(kvx.present, "check_end", write_and_check)
     snapshot = await kvx.snapshot(kv)
     assert snapshot.revision == 6
     assert {entry.revision for entry in snapshot.values()} == {1, 2, 3, 4, 5, 6}
@@ -284,7 +284,7 @@ async def test_history_that_is_shortened_during_a_read_of_the_past_hides_no_key(
 
 
 async def test_ttl_that_is_raised_during_a_snapshot_ends_no_key(make_bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvx.reads, "_CHUNK", 2)
+    monkeypatch.setattr(kvx.present, "_CHUNK", 2)
     kv = await make_bucket(history=1, ttl=1)
     revisions = [await kv.put(f"k{n}", b"1") for n in range(5)]
     config = (await kv._js.stream_info(kv._stream)).config

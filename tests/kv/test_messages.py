@@ -4,15 +4,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from jetstream_ext.kv.entries import KeyValueEntry, entry_of, operation
-from jetstream_ext.kv.history import (
-    never_expires,
-    replaced_all,
-    replaced_everything,
-    replaced_revision,
-    shows_expiry,
-    ttl_of,
-)
+from jetstream_ext.kv.entries import KeyValueEntry, entry_of, never_expires, operation, ttl_of
+from jetstream_ext.kv.history import replaced_all, replaced_everything, replaced_revision, shows_expiry
 
 EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

@@ -13,7 +13,7 @@ from nats.js.kv import KeyValue
 import jetstream_ext.kv as kvx
 from jetstream_ext.client.api import Api
 from jetstream_ext.errors import NoStreamError
-from jetstream_ext.kv import reads
+from jetstream_ext.kv import present, reads
 from jetstream_ext.testing import NatsCluster
 
 KEYS = [f"k{n % 600}.{n % 3}" for n in range(600)]
@@ -53,7 +53,7 @@ async def test_bucket_is_read_at_its_leader_if_only_a_mirror_is_near(
 ) -> None:
     if strategy == "by name":
         monkeypatch.setattr(reads, "_SMALL_LOG", 0)
-        monkeypatch.setattr(reads, "_DEEP", 0)
+        monkeypatch.setattr(present, "_DEEP", 0)
         monkeypatch.setattr(reads, "_ROWS_PER_LOOKUP", 0)
     kv = await make_bucket(history=2)
     keys = [f"k{n}.{n % 3}" for n in range(1200)]  # more than one answer has room for

@@ -12,7 +12,7 @@ from nats.js.kv import KeyValue
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext.errors import HistoryUnavailableError
-from jetstream_ext.kv import reads
+from jetstream_ext.kv import present, reads
 
 KEYS = ["a", "b", "a.x", "a.y", "a.x.1", "b.x", "c/1", "d=1"]
 FILTERS = [None, ["a.>"], ["a.*"], ["*.x"], ["a", "b"], ["a.>", "c/1", "nothing"], ["*"], ["nothing.>"]]
@@ -140,7 +140,7 @@ def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """How the past is read: small buckets by their log, large ones by the names of the keys."""
     if request.param == "by name":
         monkeypatch.setattr(reads, "_SMALL_LOG", 0)
-        monkeypatch.setattr(reads, "_DEEP", 0)
+        monkeypatch.setattr(present, "_DEEP", 0)
         monkeypatch.setattr(reads, "_ROWS_PER_LOOKUP", 0)
     return request.param
 

@@ -12,7 +12,7 @@ from nats.js.kv import KeyValue
 
 import jetstream_ext.kv as kvx
 from jetstream_ext.errors import ResponseError
-from jetstream_ext.kv import reads
+from jetstream_ext.kv import present, reads
 from jetstream_ext.kv.entries import check_key, key_text, rows_of
 from jetstream_ext.kv.history import replaced_revision
 from jetstream_ext.protocol.direct import StoredMsg
@@ -52,10 +52,10 @@ async def every(request: pytest.FixtureRequest, server: NatsServer) -> AsyncIter
 def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ways in which buckets of different sizes are read."""
     if request.param != "small":
-        monkeypatch.setattr(reads, "_CHUNK", 2)  # one answer does not have room for all keys
+        monkeypatch.setattr(present, "_CHUNK", 2)  # one answer does not have room for all keys
     if request.param == "by name":
         monkeypatch.setattr(reads, "_SMALL_LOG", 0)
-        monkeypatch.setattr(reads, "_DEEP", 0)
+        monkeypatch.setattr(present, "_DEEP", 0)
         monkeypatch.setattr(reads, "_ROWS_PER_LOOKUP", 0)
 
 

@@ -16,7 +16,7 @@ import jetstream_ext.kv as kvx
 from jetstream_ext.client import api
 from jetstream_ext.client.connection import open_bucket
 from jetstream_ext.errors import HistoryUnavailableError, RequestTimeoutError, ResponseError
-from jetstream_ext.kv import bucket, reads
+from jetstream_ext.kv import bucket, present, reads
 from jetstream_ext.testing import NatsServer
 
 
@@ -368,8 +368,8 @@ async def test_many_keys_are_not_listed_for_a_snapshot(make_bucket, pages_of_fou
         pages.append(answer)
 
     pages_of_four(count)
-    monkeypatch.setattr(reads, "_MOST_LISTED", 5)
-    assert await reads._list_keys(bucket.Bucket(kv), [">"]) is None
+    monkeypatch.setattr(present, "_MOST_LISTED", 5)
+    assert await present.list_keys(bucket.Bucket(kv), [">"]) is None
     assert len(pages) == 2
 
 
@@ -401,7 +401,7 @@ async def test_snapshot_creates_no_consumer(make_bucket, load) -> None:
 
 async def test_stored_wildcard_subject_is_one_entry(make_bucket, load, monkeypatch) -> None:
     """No client accepts it as a key, but servers store it."""
-    monkeypatch.setattr(reads, "_DEEP", 0)
+    monkeypatch.setattr(present, "_DEEP", 0)
     kv = await make_bucket(history=2)
     await load(kv, {f"k{n}": b"1" for n in range(1_100)})
     await kv._js.publish(f"{kv._pre}*", b"star")

@@ -29,7 +29,8 @@ from jetstream_ext.client.base_connection import FallbackConnection
 from jetstream_ext.columns import NANOSECONDS, Columns
 from jetstream_ext.errors import BadHeaderError, JetStreamExtError, ResponseError
 from jetstream_ext.kv import entries as kv_entries
-from jetstream_ext.kv.history import Latest, Past, never_expires, ttl_of
+from jetstream_ext.kv.entries import never_expires, ttl_of
+from jetstream_ext.kv.history import Past
 from jetstream_ext.kv.limits import RECORD, drops_oldest, known_since
 from jetstream_ext.log.lease import Lease
 from jetstream_ext.log.offsets import StoredOffset
@@ -59,6 +60,7 @@ from jetstream_ext.protocol.range_read import (
     Wait,
 )
 from jetstream_ext.protocol.reads import MultiLast, OneReply, Scan
+from jetstream_ext.protocol.table import Content
 from jetstream_ext.types import BatchMessage, GapMode
 
 Case = Callable[[Mutator], int]
@@ -234,18 +236,25 @@ def read_replies(m: Mutator) -> int:
 def read_rows(m: Mutator, block: RowBlock) -> None:
     for message in block.messages():
         look_at(message)
+    subjects = kv_entries.Subjects("B", "$KV.B.", lambda key: True)
+    content = Content(max_age=timedelta(hours=1))
     try:
         rows = list(kv_entries.rows_of(block))
     except JetStreamExtError:
         return
+    content.feed(kv_entries.updates_of(block, subjects))
+    snapshot = kv_entries.KeyValueSnapshot({**content.values}, bucket="B", revision=1, time=NOW)
+    newest = {row[1]: row for row in sorted(rows, key=lambda row: row[0])}
+    for key, entry in snapshot.items():
+        seq, _, data, headers, time = newest["$KV.B." + key]
+        same = kv_entries.KeyValueEntry("B", key, data, seq, time, *kv_entries.operation(headers))
+        require(entry == same, "an entry is not what its message says")
+    content.expire(NOW)
     read_bucket(rows)
 
 
 def read_bucket(rows: list[kv_entries.Row]) -> None:
     subjects = kv_entries.Subjects("B", "$KV.B.", lambda key: True)
-    latest = Latest(subjects, max_age=timedelta(hours=1))
-    latest.feed(rows)
-    latest.entries(NOW)
     past = Past(subjects, revision=5, history=2)
     past.feed(rows, log=True)
     past.verdict(named=["k1", "k9"], wild=True, missing=True, lost=False)

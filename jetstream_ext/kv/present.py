@@ -1,0 +1,211 @@
+"""What is stored now of the keys of a bucket, or of the subjects of a stream.
+
+A bucket of any size cannot be read in one atomic request, and keys are overwritten during the read. So a
+snapshot consists of some messages, each stored when it was read, and then of the log from before the first of them up
+to an end S that no earlier reply had passed. Of each key the newest revision counts. The result is the bucket at S:
+assume that y, the newest message of a key up to S, was not read. y was stored until a newer message of the key replaced
+it. That one has a revision above S, because y is the newest up to S, so it was stored after the last reply. Then y was
+stored during the whole read, and was read.
+
+Some removals have no revision: a message expires and leaves no marker. Those are decided by the leader's clock after the
+last reply. A message that has expired by then is not in the snapshot, whether or not a reply had it. Every other one was
+stored during the whole read. Where the bucket leaves markers, only the markers themselves go without a revision. A limit
+of the whole stream, or a purge up to a sequence, removes the lowest sequences. The leader's lowest sequence from before
+the last reply decides. S is not below the leader's last one of that moment, so a message that is lower than its lowest one
+was removed, and no newer one replaced it up to S. (Its state after the last reply could not tell the two apart.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final, TypeVar
+
+from jetstream_ext.client.api import gather_bounded
+from jetstream_ext.client.retry import Retry
+from jetstream_ext.client.verified_read import AskLeaderError, VerifiedReader
+from jetstream_ext.errors import RequestTimeoutError, TooManySubjectsError
+from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.kv.entries import EVERYTHING, updates_of
+from jetstream_ext.kv.limits import limits_of
+from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.direct import Block, StoredMsg
+from jetstream_ext.protocol.subjects import can_be_asked_for, matcher
+from jetstream_ext.protocol.table import Content
+
+_T = TypeVar("_T")
+
+_DEEP: Final = 3
+# Keys per request. Servers answer for 1024 subjects; if one answers for fewer, the chunk is halved.
+_CHUNK: Final = 1_000
+_CHUNK_BYTES: Final = 128 * 1024
+_CHUNKS_IN_FLIGHT: Final = 3
+# Of more keys than this, listing them costs more than reading the log: the server sorts all of them for each page.
+_MOST_LISTED: Final = 100_000
+
+
+def is_deep(state: StreamState) -> bool:
+    """Whether a bucket has so many messages per key that reading the keys by name costs less than reading the whole log."""
+    return state.messages >= _DEEP * state.num_subjects
+
+
+def verified_reader(bucket: Bucket, state: StreamState) -> VerifiedReader:
+    source = bucket.reader(state.last_seq)
+    source.before = state
+    return source
+
+
+class LimitsChangedError(Exception):
+    """The limits by which a read judges what it does not find were changed during the read."""
+
+
+async def check_end(bucket: Bucket, before: StreamState) -> StreamState:
+    """Return the bucket's state now; raise StreamRecreatedError or LimitsChangedError if it is no longer what it was."""
+    end = await bucket.check_same(before)
+    if limits_of(end.config) != limits_of(before.config):
+        raise LimitsChangedError
+    return end
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    """What is stored now: the content as of its revision, when that was stored, and a state of the stream from after it."""
+
+    content: Content
+    time: datetime
+    state: StreamState
+
+
+async def read_under_the_same_limits(
+    bucket: Bucket, look: Callable[[], Awaitable[StreamState]], read: Callable[[StreamState], Awaitable[_T]]
+) -> _T:
+    """Return what `read` returns, from a state that `look` returns; repeat both if it raises LimitsChangedError."""
+    retry = Retry(bucket.timeout)
+    while True:
+        try:
+            return await read(await look())
+        except LimitsChangedError:
+            what = f"bucket {bucket.name!r}: its limits were changed during each read"
+            await retry.pause_until_deadline(RequestTimeoutError(f"{what} (tried for {bucket.timeout:.4g} s)"))
+
+
+async def read_now(
+    bucket: Bucket, patterns: list[str], state: StreamState, *, wanted: Callable[[str], bool] | None = None
+) -> Present:
+    """Return what is stored now of the keys that match `patterns`; `state` is the stream's state before.
+
+    `wanted` chooses among these keys; None takes all.
+    """
+    source, subjects = verified_reader(bucket, state), bucket.subjects(wanted or matcher(patterns))
+    content = Content(
+        max_age=state.max_age,
+        own_ttls=bool(state.config.get("allow_msg_ttl")),
+        markers=state.marker_ttl is not None,
+    )
+
+    def take(found: Block | Sequence[StoredMsg]) -> None:
+        content.feed(updates_of(found, subjects))
+
+    end = state
+    answer = await _read_at_once(bucket, source, patterns, state)
+    if answer is not None:  # the server has decided for its only answer what had expired
+        take(answer)
+        newest = answer.message(-1) if len(answer) else None
+        known = newest is not None and (newest.seq > state.last_seq or (newest.seq, newest.time) in state.ends)
+        if not known:  # nothing shows that the answer is of the stream whose last sequence and time are known
+            end = await bucket.check_same(state)
+    else:
+        names = None
+        if patterns != [EVERYTHING] or is_deep(state) or not await source.replicas_answer():
+            names = await list_keys(bucket, patterns)
+        if names is None:
+            async for block in source.log(state.lowest_seq, state.last_seq):
+                take(block)
+        else:
+            await read_by_name(bucket, source, names, take)
+        newest = await source.catch_up(state.last_seq, take)
+        # What expired meanwhile may have been stored for the first replies and gone for the last ones.
+        end = await check_end(bucket, state)
+        content.expire(end.now)
+        content.drop_below(source.first_seq)
+    content.revision, time = state.last_seq, state.last_time
+    if newest is not None and newest.seq > state.last_seq:
+        content.revision, time = newest.seq, newest.time
+    return Present(content, time, end)
+
+
+async def _read_at_once(
+    bucket: Bucket, source: VerifiedReader, patterns: list[str], state: StreamState
+) -> Block | None:
+    """Return the answer to one request for everything, or None if one answer does not have room for it."""
+    if len(_chunks(bucket, patterns)) > 1 or (patterns == [EVERYTHING] and state.num_subjects > _CHUNK):
+        return None
+    try:
+        answer = await source.last_of([bucket.subject(pattern) for pattern in patterns])
+    except (TooManySubjectsError, AskLeaderError):
+        return None
+    return None if answer.pending else answer.block
+
+
+async def list_keys(bucket: Bucket, patterns: list[str]) -> list[str] | None:
+    """Return the given keys, and those that match a pattern now; None if they are many or cannot be read by name."""
+    names = await bucket.list_keys(patterns, most=_MOST_LISTED)
+    return names if len(names) <= _MOST_LISTED and all(map(can_be_asked_for, names)) else None
+
+
+async def read_by_name(
+    bucket: Bucket,
+    source: VerifiedReader,
+    keys: Sequence[str],
+    take: Callable[[Block | Sequence[StoredMsg]], None],
+    *,
+    up_to: StoredMsg | None = None,
+) -> None:
+    """Read the last message of each of `keys` (up to the message `up_to`), in parts that are each of one moment if possible.
+
+    Messages of other keys may be among them. Raises LookupError if `up_to` is no longer stored.
+    """
+
+    async def read(chunk: Sequence[str]) -> None:
+        alone = len(chunk) == 1
+        in_flight = None if alone else _CHUNKS_IN_FLIGHT
+        subjects = [bucket.subject(key) for key in chunk]
+        try:
+            answer = await source.last_of(subjects, up_to=up_to, in_flight=in_flight)
+        except AskLeaderError:
+            take(await source.last_at_leader(subjects, up_to=None if up_to is None else up_to.seq))
+            return
+        except TooManySubjectsError:
+            if alone:
+                raise
+        else:
+            # Only a complete answer shows that it is of the moment of `up_to`.
+            if up_to is None or not answer.pending:
+                take(answer.block)
+                if not answer.pending:
+                    return
+                found = set(answer.block.subjects)
+                chunk = [key for key in chunk if bucket.subject(key).encode() not in found]
+        half = len(chunk) // 2
+        for part in (chunk[:half], chunk[half:]):
+            if part:
+                await read(part)
+
+    await gather_bounded(read, _chunks(bucket, keys), limit=_CHUNKS_IN_FLIGHT)
+
+
+def _chunks(bucket: Bucket, keys: Sequence[str]) -> list[Sequence[str]]:
+    """Split `keys` into chunks that each fit into one request."""
+    room = min(_CHUNK_BYTES, bucket.context.connection.max_payload // 4)
+    each = len(bucket.prefix) + 3  # with its quotes and comma
+    chunks: list[Sequence[str]] = []
+    start = size = 0
+    for index, key in enumerate(keys):
+        size += len(key) + each
+        if index - start >= _CHUNK or (size > room and index > start):
+            chunks.append(keys[start:index])
+            start, size = index, len(key) + each
+    if start < len(keys):
+        chunks.append(keys[start:])
+    return chunks
