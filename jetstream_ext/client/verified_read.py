@@ -93,8 +93,8 @@ class VerifiedReader:
         self._witness: str | None = None
         self.replies: int = 0
         """How many answers were accepted. Those of one reply are all of the stream that has the name at that moment."""
-        self.first_seq: int = 0
-        """The leader's lowest sequence when `catch_up` asked it last; the read ended at its last one of that moment or later."""
+        self.end: StreamState = StreamState(stream, "", {})
+        """What the leader said when `follow` or `catch_up` asked it last."""
 
     @property
     def only_mirrors_answer(self) -> bool:
@@ -249,54 +249,78 @@ class VerifiedReader:
         Return the last message, or None. Raise RequestTimeoutError if messages are stored faster than they are read for
         half of `timeout`.
         """
-        loop, retry = asyncio.get_running_loop(), self._retry()
+        loop = asyncio.get_running_loop()
         newest: StoredMsg | None = None
         start: tuple[int, int] | None = None  # where this read and the leader were
         until = 0.0
-        while True:
-            # Every responder so far had at most what the leader has now; the next reply must reach that.
-            state = await stream_state(self._context, self._stream, self._timeout)
-            self.first_seq, leader = state.first_seq, state.last_seq
-            left = leader - position
-            if left == 0:
-                return newest
-            if loop.time() >= until:
+        async with contextlib.aclosing(self.follow(position)) as pieces:
+            async for found, exact in pieces:
+                if len(found):
+                    take(found)
+                    newest = found[-1] if isinstance(found, list) else found.message(-1)
+                    position = newest.seq
+                if exact or loop.time() < until:
+                    continue
+                leader = self.end.last_seq
                 if start is not None and (position - start[0]) * _SLOWER < leader - start[1]:
                     raise RequestTimeoutError(
-                        f"{self._what}: {left} messages are still unread, because they are stored faster than this read "
-                        f"returns them (for {self._timeout / 2:g} s); repeat the call when fewer are stored, or read fewer "
-                        "keys with get_many"
+                        f"{self._what}: {leader - position} messages are still unread, because they are stored faster than "
+                        f"this read returns them (for {self._timeout / 2:g} s); repeat the call when fewer are stored, or read "
+                        "fewer keys with get_many"
                     )
                 start, until = (position, leader), loop.time() + self._timeout / 2
+        return newest
+
+    async def follow(
+        self, position: int, *, subject: str | None = None
+    ) -> AsyncGenerator[tuple[Block | list[StoredMsg], bool], None]:
+        """Yield the messages after `position` in pieces, each with whether it is the last one; a piece may be empty.
+
+        No reply of this read, or of earlier ones that ended where it begins, has passed the last piece. It goes up to
+        `end.last_seq` or farther: `end` is what the leader said last, before the last reply. `subject` is a filter for the
+        server; other messages may be among them.
+        """
+        retry = self._retry()
+        while True:
+            # Every responder so far had at most what the leader has now; the next reply must reach that.
+            self.end = state = await stream_state(self._context, self._stream, self._timeout)
+            leader = state.last_seq
+            if leader == position:
+                yield [], True
+                return
             try:
                 found: Block | list[StoredMsg]
                 try:
-                    request = Request(seq=position + 1, batch=_CATCH_UP_BATCH, max_bytes=self._room(1))
+                    request = Request(
+                        seq=position + 1,
+                        next_by_subj=subject or ">",  # without one, 2.11.0 answers 404 if the first message was deleted
+                        batch=_CATCH_UP_BATCH,
+                        max_bytes=self._room(1),
+                    )
                     answer = await self._ask(request)
                     found, pending = answer.block, answer.pending
                     if len(found):
                         self._check(found.stream)
                 except AskLeaderError:
-                    found = await self._next_at_leader(position)
-                    if not found:
-                        return newest
-                    pending = 1
+                    found, pending = await self._next_at_leader(position), 1
                     due = [message for message in found if message.seq <= leader]
-                    if len(due) == left:  # all of them were read, and no reply has passed the last one
-                        take(due)
-                        return due[-1]
+                    if not found or len(due) == leader - position:  # no reply has passed the last one
+                        yield due, True
+                        return
                 if len(found):
-                    take(found)
-                    newest = found[-1] if isinstance(found, list) else found.message(-1)
-                    position = newest.seq
+                    position = found[-1].seq if isinstance(found, list) else found.seqs[-1]
                     self.replies += 1
                     retry.reset()
-                if pending:
-                    continue
-                after = Request(seq=position + 1, next_by_subj=">")
+                    if pending:
+                        yield found, False
+                        continue
+                after = Request(seq=position + 1, next_by_subj=subject or ">")
                 missing = await self._at_leader(after) if position < leader else None
                 if missing is None or missing.seq > leader:
-                    return newest
+                    yield found, True
+                    return
+                if len(found):
+                    yield found, False
                 self._check(self._stream, position, missing.seq)
             except _UnverifiedError as doubt:
                 await self._pause(retry, doubt)

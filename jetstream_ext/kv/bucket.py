@@ -2,74 +2,49 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import Any, Final
+from typing import Final
 
-from nats.js import JetStreamContext
 from nats.js.errors import BadBucketError, BucketNotFoundError, NotFoundError
 from nats.js.kv import KeyValue
 
 from jetstream_ext.client.api import (
-    Api,
-    check_same_stream,
     forget_stream,
     gather_bounded,
-    get_at_leader,
     lookup_stream,
-    malformed_as_error,
-    stream_state,
 )
-from jetstream_ext.client.connection import Context, bucket_parts
-from jetstream_ext.client.retry import Retry
-from jetstream_ext.client.verified_read import VerifiedReader
+from jetstream_ext.client.connection import bucket_parts
 from jetstream_ext.errors import (
     BatchServerError,
     ErrorCode,
-    RequestTimeoutError,
     ServerError,
     Status,
     batch_refusal,
 )
 from jetstream_ext.kv.entries import KeyValueEntry, Subjects, entry_of, row_of
+from jetstream_ext.kv.keyed_stream import KeyedStream
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.direct import StoredMsg
-from jetstream_ext.protocol.numbers import json_number
-from jetstream_ext.protocol.subjects import is_literal
+from jetstream_ext.protocol.subjects import anything
 
 LOOKUPS_IN_FLIGHT: Final = 64
 _KEY: Final = re.compile(r"\$KV\.[-_a-zA-Z0-9]+\.")
 
 
-class Bucket:
-    """A bucket for the length of one call; each request waits up to `timeout` seconds (None: the context's own)."""
-
-    js: JetStreamContext
-    name: str
-    stream: str
-    prefix: str
+class Bucket(KeyedStream):
+    """A bucket for the length of one call or of a live table."""
 
     def __init__(self, kv: KeyValue, timeout: float | None = None) -> None:
         if not isinstance(kv, KeyValue):
             raise TypeError(f"expected a nats-py bucket (await js.key_value(...)), not {type(kv).__name__}")
-        self.js, self.name, self.stream, self.prefix = bucket_parts(kv)
-        self.context: Context = Context(self.js)
-        self.timeout: float = self.context.resolve_timeout(timeout)
+        js, name, stream, prefix = bucket_parts(kv)
+        super().__init__(js, stream, prefix=prefix, what=f"bucket {name!r}", timeout=timeout)
+        self.name: str = name
 
-    def subject(self, key: str) -> str:
-        return self.prefix + key
-
-    def subjects(self, wanted: Callable[[str], bool] = lambda _: True) -> Subjects:
+    def subjects(self, wanted: Callable[[str], bool] = anything) -> Subjects:
         return Subjects(self.name, self.prefix, wanted)
-
-    async def unchecked_state(self) -> StreamState:
-        """Return the state of the bucket's stream at its leader; raises as `stream_state` does, and BucketNotFoundError."""
-        with self.not_found():
-            return await stream_state(self.context, self.stream, self.timeout)
 
     async def state(self, *, direct: bool = True) -> StreamState:
         """Return the state of the bucket's stream at its leader; raises as `unchecked_state` and `check` do."""
@@ -95,10 +70,6 @@ class Bucket:
             self.prefix = named[0]
         return state
 
-    async def check_same(self, before: StreamState, now: StreamState | None = None) -> StreamState:
-        """Return the state of the bucket's stream now; raise StreamRecreatedError if it is not the stream of `before`."""
-        return await check_same_stream(self.context, before, now or await self.unchecked_state(), self.timeout)
-
     def check(self, state: StreamState, *, direct: bool = True, mirror: bool = False) -> None:
         """Raise BadBucketError for no bucket, or for a mirror unless `mirror`.
 
@@ -120,60 +91,6 @@ class Bucket:
             how = f"enable it with `await jetstream_ext.kv.enable(kv, direct=True)` or 'nats stream edit {self.stream} --allow-direct'"
             state.check_direct_reads(self.context.connection.server_version, how=how)
 
-    async def list_keys(self, patterns: Iterable[str], *, most: float = math.inf) -> list[str]:
-        """Return the keys among `patterns`, and the stored keys that match the others.
-
-        The list has every matching key that is stored during the whole call; it may end early if it has more than `most`
-        keys. The server sends 100,000 keys at a time, and each such page, with all retries after transient errors, may take
-        up to the bucket's timeout. Raises as `unchecked_state` does.
-        """
-        keys: dict[str, None] = {}
-        for pattern in patterns:
-            if is_literal(pattern):
-                keys[pattern] = None
-            else:
-                keys.update(dict.fromkeys(await self._list_matching(pattern, most)))
-        return list(keys)
-
-    async def _list_matching(self, pattern: str, most: float) -> list[str]:
-        subjects: dict[str, Any] = {}
-        last, offset, overlap, listed = "", 0, 1, 0
-        api, retry = self._patience()
-        while True:
-            answer = await retry.call(partial(self._page, api, pattern, offset))
-            with malformed_as_error(f"the keys of bucket {self.name!r}"):
-                page = dict(answer["state"].get("subjects") or {})
-                total = json_number(answer.get("total") or 0, "total")
-                count = min(json_number(answer.get("limit") or len(page), "limit"), total - offset)
-                # Servers send bytes that are not UTF-8 as U+FFFD, so that several keys of a page may have one name.
-                if count < min(2, total - offset) or (len(page) < count and "\ufffd" not in "".join(page)):
-                    raise ValueError("keys are missing")
-            # Pages are parts of a sorted list. If two of them do not overlap, keys were removed and others moved up.
-            if offset and (not page or min(page) > last):
-                offset = max(0, offset - overlap)
-                why = f"the keys could not be listed completely within {self.timeout:g} s, because keys were removed during the listing"
-                await retry.pause_until_deadline(RequestTimeoutError(f"bucket {self.name!r}: {why}; repeat the call"))
-                continue
-            subjects |= page
-            if offset + count >= total or len(subjects) > most:
-                return [key for key in map(self.subjects().key_of, subjects) if key is not None]
-            if offset + count > listed:  # not a page that was read before
-                listed = offset + count
-                if max(page) > last:
-                    api, retry = self._patience()
-            last, overlap = max(page), count // 10 + 1
-            offset += count - overlap
-
-    def _patience(self) -> tuple[Api, Retry]:
-        retry = Retry(self.timeout)
-        retry.start()
-        return Api(self.context, self.timeout), retry
-
-    async def _page(self, api: Api, pattern: str, offset: int) -> dict[str, Any]:
-        request = {"subjects_filter": self.subject(pattern), "offset": offset}
-        with self.not_found():
-            return await api.stream(self.stream, request)
-
     @contextmanager
     def not_found(self) -> Iterator[None]:
         """Raise BucketNotFoundError where the server answers that the stream does not exist."""
@@ -184,14 +101,6 @@ class Bucket:
         except NotFoundError as error:
             text = f"bucket {self.name!r} does not exist"
             raise BucketNotFoundError(Status.NOT_FOUND, text, error.err_code, stream=self.stream) from error
-
-    def reader(self, need: int) -> VerifiedReader:
-        """Return verified reads; `need` is the leader's last sequence when the call began."""
-        return VerifiedReader(self.context, self.stream, self.timeout, need=need, what=f"bucket {self.name!r}")
-
-    async def get_at_leader(self, **request: object) -> StoredMsg | None:
-        with self.not_found():
-            return await get_at_leader(self.context, self.stream, request, self.timeout)
 
     def refused(self, refusal: ServerError, keys: Iterable[str]) -> BatchServerError:
         """Return the error to raise when the server has refused a write: what is wrong with the bucket, and what to do.

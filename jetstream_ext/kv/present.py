@@ -26,8 +26,8 @@ from jetstream_ext.client.api import gather_bounded
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.client.verified_read import AskLeaderError, VerifiedReader
 from jetstream_ext.errors import RequestTimeoutError, TooManySubjectsError
-from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import EVERYTHING, updates_of
+from jetstream_ext.kv.keyed_stream import KeyedStream
 from jetstream_ext.kv.limits import limits_of
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import Block, StoredMsg
@@ -50,19 +50,20 @@ def is_deep(state: StreamState) -> bool:
     return state.messages >= _DEEP * state.num_subjects
 
 
-def verified_reader(bucket: Bucket, state: StreamState) -> VerifiedReader:
-    source = bucket.reader(state.last_seq)
-    source.before = state
-    return source
+def verified_reader(source: KeyedStream, state: StreamState) -> VerifiedReader:
+    """Return verified reads of what the stream had in a state, or has now."""
+    reader = source.reader(state.last_seq)
+    reader.before = state
+    return reader
 
 
 class LimitsChangedError(Exception):
     """The limits by which a read judges what it does not find were changed during the read."""
 
 
-async def check_end(bucket: Bucket, before: StreamState) -> StreamState:
-    """Return the bucket's state now; raise StreamRecreatedError or LimitsChangedError if it is no longer what it was."""
-    end = await bucket.check_same(before)
+async def check_end(source: KeyedStream, before: StreamState) -> StreamState:
+    """Return the stream's state now; raise StreamRecreatedError or LimitsChangedError if it is no longer what it was."""
+    end = await source.check_same(before)
     if limits_of(end.config) != limits_of(before.config):
         raise LimitsChangedError
     return end
@@ -78,26 +79,26 @@ class Present:
 
 
 async def read_under_the_same_limits(
-    bucket: Bucket, look: Callable[[], Awaitable[StreamState]], read: Callable[[StreamState], Awaitable[_T]]
+    source: KeyedStream, look: Callable[[], Awaitable[StreamState]], read: Callable[[StreamState], Awaitable[_T]]
 ) -> _T:
     """Return what `read` returns, from a state that `look` returns; repeat both if it raises LimitsChangedError."""
-    retry = Retry(bucket.timeout)
+    retry = Retry(source.timeout)
     while True:
         try:
             return await read(await look())
         except LimitsChangedError:
-            what = f"bucket {bucket.name!r}: its limits were changed during each read"
-            await retry.pause_until_deadline(RequestTimeoutError(f"{what} (tried for {bucket.timeout:.4g} s)"))
+            what = f"{source.what}: its limits were changed during each read"
+            await retry.pause_until_deadline(RequestTimeoutError(f"{what} (tried for {source.timeout:.4g} s)"))
 
 
 async def read_now(
-    bucket: Bucket, patterns: list[str], state: StreamState, *, wanted: Callable[[str], bool] | None = None
+    source: KeyedStream, patterns: list[str], state: StreamState, *, wanted: Callable[[str], bool] | None = None
 ) -> Present:
     """Return what is stored now of the keys that match `patterns`; `state` is the stream's state before.
 
     `wanted` chooses among these keys; None takes all.
     """
-    source, subjects = verified_reader(bucket, state), bucket.subjects(wanted or matcher(patterns))
+    reader, subjects = verified_reader(source, state), source.subjects(wanted or matcher(patterns))
     content = Content(
         max_age=state.max_age,
         own_ttls=bool(state.config.get("allow_msg_ttl")),
@@ -108,27 +109,27 @@ async def read_now(
         content.feed(updates_of(found, subjects))
 
     end = state
-    answer = await _read_at_once(bucket, source, patterns, state)
+    answer = await _read_at_once(source, reader, patterns, state)
     if answer is not None:  # the server has decided for its only answer what had expired
         take(answer)
         newest = answer.message(-1) if len(answer) else None
         known = newest is not None and (newest.seq > state.last_seq or (newest.seq, newest.time) in state.ends)
         if not known:  # nothing shows that the answer is of the stream whose last sequence and time are known
-            end = await bucket.check_same(state)
+            end = await source.check_same(state)
     else:
         names = None
-        if patterns != [EVERYTHING] or is_deep(state) or not await source.replicas_answer():
-            names = await list_keys(bucket, patterns)
+        if patterns != [EVERYTHING] or is_deep(state) or not await reader.replicas_answer():
+            names = await list_keys(source, patterns)
         if names is None:
-            async for block in source.log(state.lowest_seq, state.last_seq):
+            async for block in reader.log(state.lowest_seq, state.last_seq):
                 take(block)
         else:
-            await read_by_name(bucket, source, names, take)
-        newest = await source.catch_up(state.last_seq, take)
+            await read_by_name(source, reader, names, take)
+        newest = await reader.catch_up(state.last_seq, take)
         # What expired meanwhile may have been stored for the first replies and gone for the last ones.
-        end = await check_end(bucket, state)
+        end = await check_end(source, state)
         content.expire(end.now)
-        content.drop_below(source.first_seq)
+        content.drop_below(reader.end.first_seq)
     content.revision, time = state.last_seq, state.last_time
     if newest is not None and newest.seq > state.last_seq:
         content.revision, time = newest.seq, newest.time
@@ -136,27 +137,27 @@ async def read_now(
 
 
 async def _read_at_once(
-    bucket: Bucket, source: VerifiedReader, patterns: list[str], state: StreamState
+    source: KeyedStream, reader: VerifiedReader, patterns: list[str], state: StreamState
 ) -> Block | None:
     """Return the answer to one request for everything, or None if one answer does not have room for it."""
-    if len(_chunks(bucket, patterns)) > 1 or (patterns == [EVERYTHING] and state.num_subjects > _CHUNK):
+    if len(_chunks(source, patterns)) > 1 or (patterns == [EVERYTHING] and state.num_subjects > _CHUNK):
         return None
     try:
-        answer = await source.last_of([bucket.subject(pattern) for pattern in patterns])
+        answer = await reader.last_of([source.subject(pattern) for pattern in patterns])
     except (TooManySubjectsError, AskLeaderError):
         return None
     return None if answer.pending else answer.block
 
 
-async def list_keys(bucket: Bucket, patterns: list[str]) -> list[str] | None:
+async def list_keys(source: KeyedStream, patterns: list[str]) -> list[str] | None:
     """Return the given keys, and those that match a pattern now; None if they are many or cannot be read by name."""
-    names = await bucket.list_keys(patterns, most=_MOST_LISTED)
+    names = await source.list_keys(patterns, most=_MOST_LISTED)
     return names if len(names) <= _MOST_LISTED and all(map(can_be_asked_for, names)) else None
 
 
 async def read_by_name(
-    bucket: Bucket,
-    source: VerifiedReader,
+    source: KeyedStream,
+    reader: VerifiedReader,
     keys: Sequence[str],
     take: Callable[[Block | Sequence[StoredMsg]], None],
     *,
@@ -170,11 +171,11 @@ async def read_by_name(
     async def read(chunk: Sequence[str]) -> None:
         alone = len(chunk) == 1
         in_flight = None if alone else _CHUNKS_IN_FLIGHT
-        subjects = [bucket.subject(key) for key in chunk]
+        subjects = [source.subject(key) for key in chunk]
         try:
-            answer = await source.last_of(subjects, up_to=up_to, in_flight=in_flight)
+            answer = await reader.last_of(subjects, up_to=up_to, in_flight=in_flight)
         except AskLeaderError:
-            take(await source.last_at_leader(subjects, up_to=None if up_to is None else up_to.seq))
+            take(await reader.last_at_leader(subjects, up_to=None if up_to is None else up_to.seq))
             return
         except TooManySubjectsError:
             if alone:
@@ -186,19 +187,19 @@ async def read_by_name(
                 if not answer.pending:
                     return
                 found = set(answer.block.subjects)
-                chunk = [key for key in chunk if bucket.subject(key).encode() not in found]
+                chunk = [key for key in chunk if source.subject(key).encode() not in found]
         half = len(chunk) // 2
         for part in (chunk[:half], chunk[half:]):
             if part:
                 await read(part)
 
-    await gather_bounded(read, _chunks(bucket, keys), limit=_CHUNKS_IN_FLIGHT)
+    await gather_bounded(read, _chunks(source, keys), limit=_CHUNKS_IN_FLIGHT)
 
 
-def _chunks(bucket: Bucket, keys: Sequence[str]) -> list[Sequence[str]]:
+def _chunks(source: KeyedStream, keys: Sequence[str]) -> list[Sequence[str]]:
     """Split `keys` into chunks that each fit into one request."""
-    room = min(_CHUNK_BYTES, bucket.context.connection.max_payload // 4)
-    each = len(bucket.prefix) + 3  # with its quotes and comma
+    room = min(_CHUNK_BYTES, source.context.connection.max_payload // 4)
+    each = len(source.prefix) + 3  # with its quotes and comma
     chunks: list[Sequence[str]] = []
     start = size = 0
     for index, key in enumerate(keys):
