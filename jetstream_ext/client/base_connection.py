@@ -45,6 +45,7 @@ _MAX_QUEUED: Final = 2 << 20
 
 # How nats-py reports that the server refused a message; nats-py has put the text into lower case.
 REFUSAL: Final = re.compile(r'permissions violation for publish to "(.*)"', re.IGNORECASE)
+REFUSED_SUBSCRIPTION: Final = re.compile(r'permissions violation for subscription to "(.*)"', re.IGNORECASE)
 
 ROOM: Final = "room in the write buffer of the connection"
 
@@ -336,6 +337,11 @@ class BaseConnection(ABC):
         """Return what stands for the newest refused message to one of `subjects`, given in lower case; None if unknown."""
         error = self.nc.last_error
         return error if (found := REFUSAL.search(str(error))) and found[1].lower() in subjects else None
+
+    def is_refused(self, inbox: InboxSubscription) -> bool:
+        """Return whether the server has refused a subscription, as far as is known: it does not answer otherwise."""
+        found = REFUSED_SUBSCRIPTION.search(str(self.nc.last_error))
+        return found is not None and found[1].lower() == inbox.subject.lower()
 
     async def ping(self, timeout: float) -> None:
         """Wait until the server has read everything that was written, or raise RequestTimeoutError."""

@@ -40,6 +40,7 @@ from nats.js.manager import JetStreamManager
 
 from jetstream_ext.client.base_connection import (
     REFUSAL,
+    REFUSED_SUBSCRIPTION,
     BaseConnection,
     FallbackConnection,
     InboxHandler,
@@ -104,6 +105,7 @@ class Connection(BaseConnection):
         self._process_err = nc._process_err
         self._refused: dict[str, int] = {}  # when a message was refused, by its subject in lower case, oldest first
         self._refusals = itertools.count()
+        self._refused_subscriptions: set[str] = set()  # of the subjects of this library's own subscriptions, few
 
     @property
     def usable(self) -> bool:
@@ -219,7 +221,12 @@ class Connection(BaseConnection):
             self._refused[subject] = next(self._refusals)
             if len(self._refused) > _REFUSED_KEPT:
                 del self._refused[next(iter(self._refused))]
+        if (found := REFUSED_SUBSCRIPTION.search(text)) is not None:
+            self._refused_subscriptions.add(found[1].lower())
         await self._process_err(text)
+
+    def is_refused(self, inbox: InboxSubscription) -> bool:
+        return inbox.subject.lower() in self._refused_subscriptions
 
     def _newest_refusal(self, subjects: Collection[str]) -> object:
         return max((self._refused[subject] for subject in subjects if subject in self._refused), default=None)

@@ -65,6 +65,17 @@ def covers(wide: str, narrow: str) -> bool:
     return len(wide_tokens) == len(narrow_tokens)
 
 
+def covering(filters: Sequence[str]) -> str:
+    """Return one filter that matches what any of `filters` matches."""
+    if len(filters) == 1:
+        return filters[0]
+    tokens = [each.split(".") for each in filters]
+    shared = 0
+    while all(shared < len(each) - 1 and each[shared] == tokens[0][shared] for each in tokens):
+        shared += 1
+    return ".".join((*tokens[0][:shared], ">"))
+
+
 def overlap(one: str, other: str) -> bool:
     """Whether some literal subject matches both filters."""
     ones, others = one.split("."), other.split(".")

@@ -184,7 +184,7 @@ async def test_malformed_stream_info_raises_response_error(
     make_bucket, monkeypatch: pytest.MonkeyPatch, broken: str, instead: str | None
 ) -> None:
     kv = await make_bucket()
-    ask = kvx.bucket.Api.ask
+    ask = kvx.keyed_stream.Api.ask
 
     async def lie(self: Any, what: str, body: Any = None, **options: Any) -> dict[str, Any]:
         answer = await ask(self, what, body, **options)
@@ -194,6 +194,6 @@ async def test_malformed_stream_info_raises_response_error(
             part[broken] = instead
         return answer
 
-    monkeypatch.setattr(kvx.bucket.Api, "ask", lie)
+    monkeypatch.setattr(kvx.keyed_stream.Api, "ask", lie)
     with pytest.raises(ResponseError):
         await kvx.get_many(kv, ["a"])

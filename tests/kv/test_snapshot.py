@@ -16,7 +16,7 @@ import jetstream_ext.kv as kvx
 from jetstream_ext.client import api
 from jetstream_ext.client.connection import open_bucket
 from jetstream_ext.errors import HistoryUnavailableError, RequestTimeoutError, ResponseError
-from jetstream_ext.kv import bucket, present, reads
+from jetstream_ext.kv import bucket, keyed_stream, present, reads
 from jetstream_ext.testing import NatsServer
 
 
@@ -258,7 +258,7 @@ def pages_of_four(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[dict[s
     """Let the server list four keys at a time, and call a function with each page."""
 
     def patch(change: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
-        ask = bucket.Api.ask
+        ask = keyed_stream.Api.ask
 
         async def paged(self: Any, what: str, body: Any = None, **options: Any) -> dict[str, Any]:
             if not body or "offset" not in body:
@@ -270,7 +270,7 @@ def pages_of_four(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[dict[s
             await change(answer)
             return answer
 
-        monkeypatch.setattr(bucket.Api, "ask", paged)
+        monkeypatch.setattr(keyed_stream.Api, "ask", paged)
 
     return patch
 

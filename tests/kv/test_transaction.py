@@ -21,7 +21,7 @@ from jetstream_ext.errors import (
     MessageTTLDisabledError,
     RequestTimeoutError,
 )
-from jetstream_ext.kv import bucket as bucket_module
+from jetstream_ext.kv import keyed_stream
 from jetstream_ext.kv.bucket import Bucket
 
 
@@ -226,9 +226,9 @@ class FormerLeader:
 
     def __init__(self, kv: Any, monkeypatch: pytest.MonkeyPatch, *, reads: int, looks: int) -> None:
         self.reads, self.looks = reads, looks
-        self._look, self._get = bucket_module.stream_state, bucket_module.get_at_leader
-        monkeypatch.setattr(bucket_module, "stream_state", self.look)
-        monkeypatch.setattr(bucket_module, "get_at_leader", self.get)
+        self._look, self._get = keyed_stream.stream_state, keyed_stream.get_at_leader
+        monkeypatch.setattr(keyed_stream, "stream_state", self.look)
+        monkeypatch.setattr(keyed_stream, "get_at_leader", self.get)
 
     async def look(self, *arguments: Any) -> Any:
         self.looks -= 1

@@ -1,0 +1,380 @@
+"""What follows a stream for a live table.
+
+::
+
+    OPENING ── load ──► FOLLOWING ──► ENDED
+                          │   ▲
+       removed without    ▼   │ loaded anew
+       a trace, limits   RELOADING
+       changed
+
+It reads the newest messages as a snapshot does, and from there the log. Each step reads on to an end that no reply has
+passed, looks at the leader's state, and commits: the content is then that of one revision. Between two steps it waits until
+a message is published (a core subscription, where the client may have one), a caller waits for a revision, a value expires,
+or a pause is over. Only the log says what is stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+from datetime import datetime, timedelta
+from typing import Final
+
+from nats.js.api import DEFAULT_PREFIX
+
+from jetstream_ext.client.api import LAG_PAUSE, settled_state
+from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription, mark_retrieved
+from jetstream_ext.client.retry import is_transient_read
+from jetstream_ext.errors import RequestTimeoutError
+from jetstream_ext.kv.entries import EVERYTHING, updates_of
+from jetstream_ext.kv.keyed_stream import KeyedStream
+from jetstream_ext.kv.limits import limits_of
+from jetstream_ext.kv.present import read_now, read_under_the_same_limits, verified_reader
+from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.direct import Block, StoredMsg
+from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.protocol.subjects import covering, matcher
+from jetstream_ext.protocol.table import Content, Record, Watcher
+from jetstream_ext.text import get_logger
+
+_log = get_logger()
+
+LONGEST_PAUSE: Final = 1.0
+"""The longest pause between two steps, in seconds, with a subscription that ends it."""
+LONGEST_POLL: Final = 0.25
+"""Without one."""
+
+# The shortest time from one step to the next, unless a caller waits: a table of a busy bucket asks so often at most.
+_INTERVAL: Final = 0.004
+# After a message was published, how soon it may be stored, and for how long that is looked for with growing pauses.
+_STORED_SOON: Final = 0.001
+_STORED_LATE: Final = 0.05
+# With more published messages between two steps, the table reads without pauses, and the subscription only costs.
+_BUSY: Final = 16
+_MOST_WATCHED: Final = 8  # subjects
+# Pauses after an error.
+_FIRST_RETRY: Final = 0.02
+_LONGEST_RETRY: Final = 1.0
+
+
+class _VanishedError(Exception):
+    """Something was removed without a trace, or the limits were changed: only another load shows what is stored."""
+
+
+class Live:
+    """The content of a table, kept current by a task from `open` to `close`."""
+
+    def __init__(self, source: KeyedStream, patterns: list[str]) -> None:
+        self.source = source
+        self.content: Content = Content()
+        self.error: Exception | None = None
+        """Why the table has ended."""
+        self.closed: bool = False
+        self.leader_seq: int = 0
+        """The leader's last sequence, when it was asked last."""
+        self._patterns = patterns
+        self._whole = patterns == [EVERYTHING]
+        self._task: asyncio.Task[None] | None = None
+        self._kick = asyncio.Event()
+        self._urgent = asyncio.Event()  # a caller waits
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap
+        self._numbers = itertools.count()
+        self._trouble: Exception | None = None  # of the last step; None if it succeeded
+        self._state: StreamState | None = None
+        self._heard = 0.0  # when the leader's state was received
+        self._position = 0  # what is staged or committed
+        self._dense = True  # and nothing is missing between the two
+        self._foreign: int | None = None  # how many subjects the stream has that are no keys of the table
+        self._stale = False  # another load is needed
+        self._filter: str | None = None  # for the server; None reads the whole stream
+        self._subjects = source.subjects()
+        self._watched: list[str] = []  # the subjects to subscribe to, to be woken
+        self._inboxes: list[InboxSubscription] = []
+        self._published = 0  # how many messages have arrived there since the last step
+        self._late = 0  # how many of them were not read yet: perhaps they are not stored yet
+        self._next_pause = _INTERVAL
+
+    async def open(self) -> None:
+        await self._load()
+        self._task = asyncio.create_task(self._run(), name=f"jetstream_ext table of {self.source.what}")
+
+    async def close(self) -> None:
+        """End the task; callers that wait get an error."""
+        self.closed = True
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+        self._end()
+
+    def drop(self) -> None:
+        """As `close`, without waiting."""
+        self.closed = True
+        if self._task is not None:
+            self._task.cancel()
+        self._end()
+
+    def _end(self) -> None:
+        self._disarm()
+        for _, _, future in self._waiting:
+            if not future.done():
+                future.set_exception(self.reason())
+                mark_retrieved(future)
+        self._waiting.clear()
+        for watcher in tuple(self.content.watchers):
+            watcher.push([])
+
+    @property
+    def values(self) -> Mapping[str, Record]:
+        """The table; raises the error with which it has ended."""
+        if self.error is not None:
+            raise self.error
+        return self.content.values
+
+    def reason(self) -> Exception:
+        """Return the error of a call on a table that has ended."""
+        return self.error or RuntimeError(f"{self.source.what}: the table is closed")
+
+    # -- callers ------------------------------------------------------------------------------------------------------
+
+    async def wait_for(self, revision: int, timeout: float) -> None:
+        if self.content.revision >= revision:
+            return
+        if self.error is not None or self._task is None:
+            raise self.reason()
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (revision, next(self._numbers), future))
+        self._kick.set()
+        self._urgent.set()
+        try:
+            async with asyncio.timeout(timeout):
+                await future
+        except TimeoutError:
+            why = "" if self._trouble is None else f"; the last read failed: {self._trouble}"
+            raise RequestTimeoutError(
+                f"{self.source.what}: the table did not reach revision {revision} within {timeout:.4g} s; it has "
+                f"{self.content.revision}, and the leader had {self.leader_seq}{why}"
+            ) from self._trouble
+        finally:
+            if not future.done():
+                future.cancel()
+
+    def watch(self, wake: Callable[[], None]) -> Watcher:
+        watcher = Watcher(wake)
+        self.content.watchers.add(watcher)
+        return watcher
+
+    # -- the task -----------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        failures = 0
+        try:
+            while True:
+                published, self._published = self._published, 0
+                self._kick.clear()
+                self._urgent.clear()
+                try:
+                    if self._stale:
+                        await self._load()
+                        self._stale, read = False, 1
+                    else:
+                        read = await self._step()
+                    if self._watched and not self._inboxes and not read:
+                        await self._arm()
+                        read = await self._step()  # what was stored before the server had the subscription
+                        if any(map(self.source.context.connection.is_refused, self._inboxes)):
+                            self._disarm()
+                            self._watched = []
+                except _VanishedError as why:
+                    _log.warning("%s: the table is loaded again, because %s", self.source.what, why)
+                    self._stale = True
+                    continue
+                except Exception as error:
+                    if not is_transient_read(error):
+                        raise
+                    if self._trouble is None:
+                        _log.warning("%s: the table is not current, and tries again: %s", self.source.what, error)
+                    self._trouble = error
+                    await asyncio.sleep(min(_FIRST_RETRY * 2**failures, _LONGEST_RETRY))
+                    failures = min(failures + 1, 16)
+                    continue
+                if self._trouble is not None:
+                    _log.warning("%s: the table is current again", self.source.what)
+                self._trouble, failures = None, 0
+                await self._pause(read, published)
+        except Exception as error:
+            self.error = error
+            self._end()
+
+    async def _pause(self, read: int, published: int) -> None:
+        """Wait until there may be something to read, after a step that has read so many messages."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        armed = bool(self._inboxes)
+        self._late = max(0, self._late + published - read) if armed else 0
+        if read:
+            self._next_pause = _STORED_SOON if armed else _INTERVAL
+        if armed and not self._late:
+            pause = LONGEST_PAUSE
+        else:
+            pause = self._next_pause
+            self._next_pause = min(2 * pause, LONGEST_POLL)
+            if armed and pause > _STORED_LATE:
+                self._late, pause = 0, LONGEST_PAUSE  # the server has refused these messages
+        if self._waiting:
+            pause = min(pause, LAG_PAUSE)
+        if (expiry := self.content.next_expiry()) is not None:
+            pause = min(pause, max(0.0, (expiry - self._leader_time()).total_seconds()))
+        await _wait(self._kick, now + pause)
+        await _wait(self._urgent, now + _INTERVAL)
+        self._expire()
+
+    def _leader_time(self) -> datetime:
+        """Return what the leader's clock shows now, or a little less."""
+        assert self._state is not None
+        return self._state.now + timedelta(seconds=asyncio.get_running_loop().time() - self._heard)
+
+    def _expire(self) -> None:
+        self.content.expire(self._leader_time())
+
+    async def _load(self) -> None:
+        """Read what is stored now, and tell the watchers what has changed."""
+        before = self._state
+
+        async def look() -> StreamState:
+            state = await settled_state(self.source.readable_state, self.content.revision)
+            if before is not None:
+                await self.source.check_same(before, state)
+            if state.last_seq < self.content.revision:
+                raise self._behind(state)
+            return state
+
+        read = await read_under_the_same_limits(
+            self.source, look, lambda state: read_now(self.source, self._patterns, state)
+        )
+        content = read.content
+        content.succeed(self.content)
+        self.content, self._position, self._dense = content, content.revision, True
+        self._subjects = self.source.subjects(matcher(self._patterns))
+        if not self._whole:
+            self._filter = covering([self.source.subject(pattern) for pattern in self._patterns])
+        self._disarm()
+        self._watched = self._subjects_to_watch(read.state)
+        self._foreign = None
+        self._note(read.state)
+        self._wake_waiting()
+
+    def _behind(self, state: StreamState) -> RequestTimeoutError:
+        return RequestTimeoutError(
+            f"{self.source.what}: its leader ends at sequence {state.last_seq}, and the table has revision "
+            f"{self.content.revision}: the leader still has to catch up, or has lost its last messages"
+        )
+
+    async def _step(self) -> int:
+        """Read on to an end that no reply has passed, and commit; return how many messages were read."""
+        assert self._state is not None
+        reader, count = verified_reader(self.source, self._state), 0
+        async with aclosing(reader.follow(self._position, subject=self._filter)) as pieces:
+            async for found, exact in pieces:
+                if len(found):
+                    self._stage(found)
+                    count += len(found)
+                if exact:
+                    await self._commit(max(self._position, reader.end.last_seq), reader.end)
+                elif self._dense and self.content.staged:
+                    await self._commit(self._position, reader.end)
+        return count
+
+    def _stage(self, found: Block | list[StoredMsg]) -> None:
+        seqs = [message.seq for message in found] if isinstance(found, list) else found.seqs
+        self._dense = self._dense and seqs[-1] - self._position == len(seqs)
+        self.content.stage(updates_of(found, self._subjects))
+        self._position = seqs[-1]
+
+    async def _commit(self, revision: int, end: StreamState) -> None:
+        """Show what is staged, as the state of a revision; `end` is what the leader said before the last reply."""
+        assert self._state is not None
+        content = self.content
+        state = await self.source.readable_state() if self._position > content.revision else end
+        self._check_limits(await self.source.check_same(self._state, state))
+        self._note(state)
+        self._position, self._dense = revision, True
+        content.commit(revision)
+        content.drop_below(end.first_seq)
+        content.expire(state.now)
+        self._wake_waiting()
+        self._check_subjects(state)
+
+    def _check_limits(self, state: StreamState) -> None:
+        assert self._state is not None
+        before, now = self._state.config, state.config
+        if limits_of(before) != limits_of(now) or before.get("allow_msg_ttl") != now.get("allow_msg_ttl"):
+            self._state = state
+            raise _VanishedError("its limits were changed")
+
+    def _check_subjects(self, state: StreamState) -> None:
+        """Raise _VanishedError if the stream has fewer subjects than it should have."""
+        if not self._whole or state.last_seq != self.content.revision:
+            return
+        foreign = state.num_subjects - len(self.content)
+        if self._foreign is None:
+            self._foreign = max(0, foreign)
+        elif foreign < self._foreign:
+            raise _VanishedError("keys were removed without delete markers")
+
+    def _note(self, state: StreamState) -> None:
+        self._state, self._heard = state, asyncio.get_running_loop().time()
+        self.leader_seq = max(self.leader_seq, state.last_seq)
+
+    def _wake_waiting(self) -> None:
+        while self._waiting and self._waiting[0][0] <= self.content.revision:
+            future = heapq.heappop(self._waiting)[2]
+            if not future.done():
+                future.set_result(None)
+
+    # -- wake-ups -----------------------------------------------------------------------------------------------------
+
+    def _subjects_to_watch(self, state: StreamState) -> list[str]:
+        """Return the subjects on which the messages of the table are published; none if that is not known."""
+        by_others = state.origin or not state.contiguous or state.config.get("subject_transform")
+        if by_others or self.source.context.prefix != DEFAULT_PREFIX:
+            return []
+        subjects = list(state.subjects) if self._filter is None else [self._filter]
+        # This client's own requests and their answers must not wake it.
+        if len(subjects) > _MOST_WATCHED or any(each.startswith((">", "*", "$JS", "_INBOX")) for each in subjects):
+            return []
+        return subjects
+
+    async def _arm(self) -> None:
+        """Subscribe to what is published for the keys."""
+        connection = self.source.context.connection
+        handler = InboxHandler(self._noticed, self._lost, self._kick.set)
+        for subject in self._watched:
+            self._inboxes.append(await connection.inbox(handler, subject=subject, timeout=self.source.timeout))
+
+    def _noticed(self, frames: list[Frame]) -> None:
+        self._published += len(frames)
+        self._kick.set()
+        if self._published > _BUSY:
+            self._disarm()
+
+    def _lost(self) -> None:
+        self._disarm()
+        self._kick.set()
+
+    def _disarm(self) -> None:
+        inboxes, self._inboxes = self._inboxes, []
+        for inbox in inboxes:
+            inbox.close()
+
+
+async def _wait(event: asyncio.Event, until: float) -> None:
+    try:
+        async with asyncio.timeout_at(until):
+            await event.wait()
+    except TimeoutError:
+        pass
