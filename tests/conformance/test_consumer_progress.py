@@ -60,6 +60,25 @@ def test_purge_moves_the_consumers(pair: Any, storage: str, taken: int, purge: d
     settle()
 
 
+@pytest.mark.parametrize("purge", [{"seq": 3}, {"seq": 4}, {"seq": 5}, {"keep": 3, "filter": ">"}], ids=str)
+@pytest.mark.parametrize("storage", ["memory", "file"])
+def test_purge_of_some_unacknowledged_messages_moves_the_floor(pair: Any, storage: str, purge: dict[str, Any]) -> None:
+    """Between those that are gone and those that are left is a message that does not match."""
+    if not pair.since("2.11.0"):
+        pair.hidden |= {("delivered", "stream_seq"), ("ack_floor", "stream_seq")}
+    if not pair.since("2.14.0"):
+        pair.hidden.add(("ack_floor", "last_active"))
+    pair.stream(storage=storage)
+    for subject in ("s.b", "s.a", "s.a", "s.b"):
+        pair.publish(subject)
+    create(pair, filter_subject="s.a")
+    for subject in ("s.a", "s.b", "s.a"):
+        pair.publish(subject)
+    pull(pair, {"batch": 4}, wait=4)
+    pair.api(f"STREAM.PURGE.{pair.name}", purge)
+    pair.eventually(lambda: info(pair))
+
+
 def test_last_per_subject_waits_at_a_deleted_message(pair: Any) -> None:
     pair.stream()
     for subject in ("s.a", "s.b"):

@@ -214,6 +214,8 @@ class Player:
         return found
 
     def _publish(self, subject: str, payload: bytes, lines: dict[str, Any]) -> None:
+        if "Nats-Rollup" in lines:
+            self._note_purge()
         self._pair.publish(subject, payload, header=self._header(lines))
 
     def _atomic(
@@ -271,10 +273,13 @@ class Player:
         self._deleted = True
         self._pair.api(f"STREAM.MSG.DELETE.{self._pair.name}", {"seq": seq, "no_erase": True})
 
-    def _purge(self, **request: Any) -> None:
+    def _note_purge(self) -> None:
         if not self._pair.since("2.14.0"):
             # Before 2.14, the consumer is notified in two ways, in either order.
             self._pair.hidden.add(("ack_floor", "last_active"))
+
+    def _purge(self, **request: Any) -> None:
+        self._note_purge()
         self._pair.api(f"STREAM.PURGE.{self._pair.name}", request)
 
     def _update(self, **config: Any) -> None:

@@ -29,7 +29,9 @@ from library_cases import Case
 from jetstream_ext.cli.connection import Settings, Target, connected
 
 FULL = bool(os.environ.get("JETSTREAM_EXT_FULL"))
-SECRETS = ("correct-horse", "battery-staple")  # a password and a token; no server checks them
+# A password and a token, which no server checks. No other process has them: its clients may reconnect to a port that was
+# theirs, and is now one of a network here.
+SECRETS = (f"correct-horse-{os.getpid()}", f"battery-staple-{os.getpid()}")
 TIMEOUT = 1.0 if FULL else 0.5
 AT_ONCE = 24
 pytestmark = [

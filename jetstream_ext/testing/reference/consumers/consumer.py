@@ -378,6 +378,8 @@ class Consumer:
                 self._redeliveries.pop(seq, None)
                 if self.stream.profile.purge_is_activity:
                     self._progress.last_ack = self.stream.context.now
+        if self.stream.profile.purge_is_activity and delivery > self._floor[0] and self.pending:
+            first = min(self.pending)  # as after acknowledgements
         self._floor = (delivery, first - 1)
 
     def interest_changed(self) -> None:
