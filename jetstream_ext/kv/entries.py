@@ -191,7 +191,7 @@ def updates_of(found: Block | Sequence[StoredMsg], subjects: Subjects) -> list[U
         deletes, ttl = False, None
         if stored:
             fields = decode_stored(stored)
-            deletes = operation(fields)[0] != "PUT"
+            deletes = subjects.deletes(fields)
             ttl = FOREVER if never_expires(fields) else ttl_of(fields)
         updates.append((key, (seq, data, time, stored), deletes, ttl))
     return updates
@@ -270,6 +270,7 @@ class Subjects:
     bucket: str
     prefix: str  # before each key: ``$KV.<bucket>.``
     wanted: Callable[[str], bool]
+    deletes: Callable[[Mapping[str, str]], bool] = lambda headers: operation(headers)[0] != "PUT"
 
     def key_of(self, subject: str) -> str | None:
         """Return the key on a subject; None if the read does not want it, or if the bucket's stream stores it for others."""

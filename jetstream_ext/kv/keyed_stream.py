@@ -26,6 +26,7 @@ from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.numbers import json_number
 from jetstream_ext.protocol.subjects import anything, is_literal
+from jetstream_ext.ttl import marker_reason
 
 
 class KeyedStream:
@@ -53,7 +54,7 @@ class KeyedStream:
         return self.prefix + key
 
     def subjects(self, wanted: Callable[[str], bool] = anything) -> Subjects:
-        return Subjects(self.stream, self.prefix, wanted)
+        return Subjects(self.stream, self.prefix, wanted, lambda headers: marker_reason(headers) is not None)
 
     async def unchecked_state(self) -> StreamState:
         """Return the state of the stream at its leader; raises as `stream_state` and `not_found` do."""

@@ -17,12 +17,16 @@ or a pause is over. Only the log says what is stored.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import itertools
-from collections.abc import Callable, Mapping
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing
 from datetime import datetime, timedelta
-from typing import Final
+from types import TracebackType
+from typing import Final, Generic, Self, TypeVar
 
 from nats.js.api import DEFAULT_PREFIX
 
@@ -37,9 +41,13 @@ from jetstream_ext.kv.present import read_now, read_under_the_same_limits, verif
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import Block, StoredMsg
 from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.protocol.options import check_seconds, check_sequence
 from jetstream_ext.protocol.subjects import covering, matcher
-from jetstream_ext.protocol.table import Content, Record, Watcher
+from jetstream_ext.protocol.table import Change, Content, Record, Watcher
 from jetstream_ext.text import get_logger
+
+_E = TypeVar("_E")
+_C = TypeVar("_C")
 
 _log = get_logger()
 
@@ -83,6 +91,7 @@ class Live:
         self._urgent = asyncio.Event()  # a caller waits
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap
         self._numbers = itertools.count()
+        self._called: set[Watcher] = set()  # those of `call`
         self._trouble: Exception | None = None  # of the last step; None if it succeeded
         self._state: StreamState | None = None
         self._heard = 0.0  # when the leader's state was received
@@ -99,7 +108,10 @@ class Live:
         self._next_pause = _INTERVAL
 
     async def open(self) -> None:
-        await self._load()
+        if self._task is not None or self.closed:
+            raise RuntimeError(f"{self.source.what}: a table can be entered once")
+        with self.source.not_found():
+            await self._load()
         self._task = asyncio.create_task(self._run(), name=f"jetstream_ext table of {self.source.what}")
 
     async def close(self) -> None:
@@ -111,12 +123,22 @@ class Live:
             await asyncio.wait([task])
         self._end()
 
-    def drop(self) -> None:
-        """As `close`, without waiting."""
-        self.closed = True
-        if self._task is not None:
-            self._task.cancel()
-        self._end()
+    def owner_dropped(self, what: str) -> None:
+        """Close, from the owner's ``__del__`` and so perhaps from another thread, if it was left open; warn if so."""
+        task = self._task
+        if task is None or task.done():
+            return
+
+        def close() -> None:
+            self.closed = True
+            task.cancel()
+            self._end()
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing runs any more
+            task.get_loop().call_soon_threadsafe(close)
+        # At last, because it may raise.
+        text = f"a {what} of {self.source.what} was dropped while it was open; use `async with`"
+        warnings.warn(text, ResourceWarning, stacklevel=3)
 
     def _end(self) -> None:
         self._disarm()
@@ -141,7 +163,8 @@ class Live:
 
     # -- callers ------------------------------------------------------------------------------------------------------
 
-    async def wait_for(self, revision: int, timeout: float) -> None:
+    async def wait_for(self, revision: int, timeout: float | None) -> None:
+        timeout = self.source.timeout if timeout is None else timeout
         if self.content.revision >= revision:
             return
         if self.error is not None or self._task is None:
@@ -164,9 +187,30 @@ class Live:
                 future.cancel()
 
     def watch(self, wake: Callable[[], None]) -> Watcher:
+        """Return a watcher of what changes from now on; it counts as long as the caller keeps it."""
         watcher = Watcher(wake)
         self.content.watchers.add(watcher)
         return watcher
+
+    def call(self, function: Callable[[Change], object]) -> Callable[[], None]:
+        """Call a function with every change from now on; return a function that ends this."""
+
+        def drain() -> None:
+            while (change := watcher.pop()) is not None:
+                try:
+                    function(change)
+                except Exception as error:
+                    context = {"message": f"{self.source.what}: on_change failed", "exception": error}
+                    asyncio.get_running_loop().call_exception_handler(context)
+
+        watcher = self.watch(drain)
+        self._called.add(watcher)
+
+        def stop() -> None:
+            self._called.discard(watcher)
+            self.content.watchers.discard(watcher)
+
+        return stop
 
     # -- the task -----------------------------------------------------------------------------------------------------
 
@@ -178,17 +222,8 @@ class Live:
                 self._kick.clear()
                 self._urgent.clear()
                 try:
-                    if self._stale:
-                        await self._load()
-                        self._stale, read = False, 1
-                    else:
-                        read = await self._step()
-                    if self._watched and not self._inboxes and not read:
-                        await self._arm()
-                        read = await self._step()  # what was stored before the server had the subscription
-                        if any(map(self.source.context.connection.is_refused, self._inboxes)):
-                            self._disarm()
-                            self._watched = []
+                    with self.source.not_found():
+                        read = await self._go_on()
                 except _VanishedError as why:
                     _log.warning("%s: the table is loaded again, because %s", self.source.what, why)
                     self._stale = True
@@ -210,13 +245,28 @@ class Live:
             self.error = error
             self._end()
 
+    async def _go_on(self) -> int:
+        """Make the table current; return how many messages were read."""
+        if self._stale:
+            await self._load()
+            self._stale = False
+            return 1
+        read = await self._step()
+        if self._watched and not self._inboxes and not read:
+            await self._arm()
+            read = await self._step()  # what was stored before the server had the subscription
+            if any(map(self.source.context.connection.is_refused, self._inboxes)):
+                self._disarm()
+                self._watched = []
+        return read
+
     async def _pause(self, read: int, published: int) -> None:
         """Wait until there may be something to read, after a step that has read so many messages."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         armed = bool(self._inboxes)
         self._late = max(0, self._late + published - read) if armed else 0
-        if read:
+        if read or published:
             self._next_pause = _STORED_SOON if armed else _INTERVAL
         if armed and not self._late:
             pause = LONGEST_PAUSE
@@ -370,6 +420,133 @@ class Live:
         inboxes, self._inboxes = self._inboxes, []
         for inbox in inboxes:
             inbox.close()
+
+
+class Changes(Generic[_C]):
+    """The changes of a table from the call of `changes` on: an asynchronous iterator. Dropping it ends it.
+
+    Attributes:
+        skipped: How many changes were left out so far, because this iterator was slow.
+    """
+
+    def __init__(self, live: Live, convert: Callable[[Change], _C]) -> None:
+        self.skipped: int = 0
+        self._live = live
+        self._convert = convert
+        self._event = asyncio.Event()
+        self._watcher = live.watch(self._event.set)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> _C:
+        while (change := self._watcher.pop()) is None:
+            if self._live.error is not None:
+                raise self._live.error
+            if self._live.closed:
+                raise StopAsyncIteration
+            self._event.clear()
+            await self._event.wait()
+        self.skipped += change.skipped
+        return self._convert(change)
+
+
+class LiveMapping(Mapping[str, _E], ABC, Generic[_E, _C]):
+    """What `kvx.Table` and `log.Table` have in common."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+
+    @abstractmethod
+    def _entry(self, key: str, record: Record) -> _E:
+        """Return what the table has for a key."""
+
+    @abstractmethod
+    def _change(self, change: Change) -> _C:
+        """Return a change as watchers get it."""
+
+    async def __aenter__(self) -> Self:
+        await self._live.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._live.close()
+
+    def __del__(self) -> None:
+        if "_live" in self.__dict__:
+            self._live.owner_dropped(type(self).__name__)
+
+    def __repr__(self) -> str:
+        live = self._live
+        state = "closed" if live.closed else "failed" if live.error else f"{len(live.content.values)} keys"
+        return f"<{type(self).__name__} of {live.source.what}: {state} at revision {self.revision}>"
+
+    def __getitem__(self, key: str) -> _E:
+        return self._entry(key, self._live.values[key])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._live.values)
+
+    def __len__(self) -> int:
+        return len(self._live.values)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._live.values
+
+    @property
+    def revision(self) -> int:
+        """The revision (stream sequence) whose state the table has: every message up to it counts."""
+        return self._live.content.revision
+
+    @property
+    def lag(self) -> int:
+        """How many sequences the stream had beyond `revision` when its leader was asked last."""
+        return max(0, self._live.leader_seq - self._live.content.revision)
+
+    async def wait_for(self, revision: int, timeout: float | None = None) -> None:
+        """Wait until the table has a revision, such as that of a write that was acknowledged to any client.
+
+        Args:
+            revision: A revision (stream sequence), from 1; also one of a key that is not in the table.
+            timeout: Seconds to wait; None is the table's own.
+
+        Raises:
+            RequestTimeoutError: The table did not reach the revision in time. The text says what it has, and which error the
+                last read had, if any.
+            StreamRecreatedError: The stream was deleted and created again.
+            RuntimeError: The table is closed, or was not entered with ``async with``.
+            ValueError, TypeError: A number is out of range, or of another type.
+            Exception: The table has ended with this error.
+
+        Cancellation: Safe; nothing is left behind.
+        """
+        check_sequence(revision, "revision")
+        await self._live.wait_for(revision, check_seconds(timeout, "timeout") if timeout is not None else None)
+
+    def changes(self) -> Changes[_C]:
+        """Return an asynchronous iterator of the changes from now on.
+
+        Several may be used at once, each gets all changes, in the order of their revisions. One that does not keep up (65,536
+        changes) gets the newest state of each key instead, with the number of changes that it does not get. It never holds up
+        the table. It ends when the table is closed, after what it has yet to return, and raises the error of a table that
+        fails.
+
+        Raises:
+            RuntimeError: The table was not entered with ``async with``.
+
+        Cancellation: ``__anext__`` may be cancelled; no change is lost.
+        """
+        return Changes(self._live, self._change)
+
+    def on_change(self, function: Callable[[_C], object]) -> Callable[[], None]:
+        """Call `function` with every change from now on, on the event loop; return a function that ends this.
+
+        The table already has the revision of the change, or a later one. `function` must not block. An exception that it
+        raises goes to the loop's exception handler, and the table goes on.
+        """
+        return self._live.call(lambda change: function(self._change(change)))
 
 
 async def _wait(event: asyncio.Event, until: float) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 from nats.js.kv import KeyValue
 
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import KeyValueEntry, check_filters, entry_of_record
-from jetstream_ext.kv.live import Live
-from jetstream_ext.protocol.options import check_sequence
-from jetstream_ext.protocol.table import Record
+from jetstream_ext.kv.live import Live, LiveMapping
+from jetstream_ext.protocol.table import Change, Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,46 +34,24 @@ class KeyValueChange:
     skipped: int = 0
 
 
-class Table(Mapping[str, KeyValueEntry]):
+class Table(LiveMapping[KeyValueEntry, KeyValueChange]):
     """A bucket, or a part of it, as a live dictionary."""
 
     def __init__(self, kv: KeyValue, keys: Sequence[str] | None = None, *, timeout: float | None = None) -> None:
+        patterns = check_filters(keys)
         bucket = Bucket(kv, timeout)
         self._bucket = bucket.name
-        self._live = Live(bucket, check_filters(keys))
-
-    async def __aenter__(self) -> Self:
-        await self._live.open()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._live.close()
-
-    @property
-    def revision(self) -> int:
-        return self._live.content.revision
-
-    @property
-    def lag(self) -> int:
-        return max(0, self._live.leader_seq - self._live.content.revision)
-
-    def __getitem__(self, key: str) -> KeyValueEntry:
-        return self._entry(key, self._live.values[key])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._live.values)
-
-    def __len__(self) -> int:
-        return len(self._live.values)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._live.values
+        super().__init__(Live(bucket, patterns))
 
     def _entry(self, key: str, record: Record) -> KeyValueEntry:
         return entry_of_record(self._bucket, key, record)
 
-    async def wait_for(self, revision: int, timeout: float | None = None) -> None:
-        check_sequence(revision, "revision")
-        await self._live.wait_for(revision, self._live.source.timeout if timeout is None else timeout)
+    def _change(self, change: Change) -> KeyValueChange:
+        key, old, new, revision, skipped = change
+        return KeyValueChange(
+            key,
+            None if old is None else self._entry(key, old),
+            None if new is None else self._entry(key, new),
+            revision,
+            skipped,
+        )

@@ -2,6 +2,7 @@
 
 from jetstream_ext.log.offsets import Committing, First, Last, New, OffsetStore, Seq, Stored, StoredOffset, Time
 from jetstream_ext.log.reader import LogReader
+from jetstream_ext.log.table import MessageChange, Table
 from jetstream_ext.log.worker import Processed, exactly_once
 
 __all__ = [
@@ -9,12 +10,14 @@ __all__ = [
     "First",
     "Last",
     "LogReader",
+    "MessageChange",
     "New",
     "OffsetStore",
     "Processed",
     "Seq",
     "Stored",
     "StoredOffset",
+    "Table",
     "Time",
     "exactly_once",
 ]

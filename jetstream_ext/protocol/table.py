@@ -16,10 +16,11 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Final, NamedTuple
+from weakref import WeakSet
 
 from jetstream_ext.protocol.headers import parse_time
 
-MOST_CHANGES: Final = 4096
+MOST_CHANGES: Final = 65_536
 """After so many changes that wait for a watcher or for a commit, newer changes of a key replace older ones."""
 
 FOREVER: Final = timedelta.max
@@ -109,7 +110,7 @@ class Content:
         self.values: dict[str, Record] = {}
         self.deleted: dict[str, Record] = {}
         """The delete markers of keys that have one."""
-        self.watchers: set[Watcher] = set()
+        self.watchers: WeakSet[Watcher] = WeakSet()
         self._max_age = max_age
         self._own_ttls = own_ttls
         self._markers = markers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from datetime import UTC, datetime, timedelta
 
@@ -34,6 +35,11 @@ def delete(key: str, seq: int, seconds: float = 0.0) -> Update:
 
 def seqs(content: Content) -> dict[str, int]:
     return {key: held[0] for key, held in content.values.items()}
+
+
+@pytest.fixture(autouse=True)
+def few_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "MOST_CHANGES", 256)
 
 
 def watched(content: Content) -> Watcher:
@@ -212,14 +218,21 @@ class TestWatcher:
         new.commit(9)
         assert [change.key for change in drain(watcher)] == ["added"], "the watcher goes on"
 
+    def test_one_that_is_dropped_is_forgotten(self) -> None:
+        content = Content()
+        watched(content)
+        gc.collect()
+        assert not content.watchers
+
     def test_it_is_woken(self) -> None:
         content, woken = Content(), []
-        content.watchers.add(Watcher(lambda: woken.append(1)))
+        watcher = Watcher(lambda: woken.append(1))
+        content.watchers.add(watcher)
         content.commit(1)
         assert not woken
         content.stage([put("a", 2)])
         content.commit(2)
-        assert woken
+        assert (len(woken), len(watcher)) == (1, 1)
 
 
 @settings(deadline=None, max_examples=150)

@@ -1,0 +1,71 @@
+"""The last message of every subject of a stream as a live table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nats.js import JetStreamContext
+
+from jetstream_ext.kv.keyed_stream import KeyedStream
+from jetstream_ext.kv.live import Live, LiveMapping
+from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.protocol.headers import parse_time_ns
+from jetstream_ext.protocol.subjects import check_filter, check_name
+from jetstream_ext.protocol.table import Change, Record
+
+
+@dataclass(frozen=True, slots=True)
+class MessageChange:
+    """A change of the last message of one subject.
+
+    Attributes:
+        subject: The subject.
+        old: The message that the watcher saw last; None if there was none.
+        new: The last message now; None if it was purged, or has expired.
+        revision: The sequence of the message that changed it. For a removal without a message (an expiry without a delete
+            marker, a purge), the table's revision.
+        skipped: How many changes the watcher did not get before this one, because it was slow: then newer changes of a subject
+            replace older ones.
+    """
+
+    subject: str
+    old: StoredMsg | None
+    new: StoredMsg | None
+    revision: int
+    skipped: int = 0
+
+
+class Table(LiveMapping[StoredMsg, MessageChange]):
+    """The last message of every subject of a stream, as a live dictionary."""
+
+    def __init__(
+        self,
+        js: JetStreamContext,
+        stream: str,
+        subject: str | Sequence[str] = ">",
+        *,
+        timeout: float | None = None,
+    ) -> None:
+        check_name(stream, "stream name")
+        filters = [subject] if isinstance(subject, str) else list(dict.fromkeys(subject))
+        if not filters:
+            raise ValueError("subject must be a filter, or a list of at least one")
+        for each in filters:
+            check_filter(each)
+        super().__init__(Live(KeyedStream(js, stream, timeout=timeout), [">"] if ">" in filters else filters))
+
+    def _entry(self, key: str, record: Record) -> StoredMsg:
+        seq, data, time, stored = record
+        subject = key.encode("utf-8", "surrogateescape")
+        return StoredMsg.single(self._live.source.stream, subject, seq, data, stored, parse_time_ns(time))
+
+    def _change(self, change: Change) -> MessageChange:
+        subject, old, new, revision, skipped = change
+        return MessageChange(
+            subject,
+            None if old is None else self._entry(subject, old),
+            None if new is None else self._entry(subject, new),
+            revision,
+            skipped,
+        )
