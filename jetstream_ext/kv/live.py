@@ -159,7 +159,8 @@ class Live:
 
     def reason(self) -> Exception:
         """Return the error of a call on a table that has ended."""
-        return self.error or RuntimeError(f"{self.source.what}: the table is closed")
+        state = "closed" if self.closed else "not open; enter it with `async with`"
+        return self.error or RuntimeError(f"{self.source.what}: the table is {state}")
 
     # -- callers ------------------------------------------------------------------------------------------------------
 
@@ -170,7 +171,8 @@ class Live:
         if self.error is not None or self._task is None:
             raise self.reason()
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (revision, next(self._numbers), future))
+        entry = revision, next(self._numbers), future
+        heapq.heappush(self._waiting, entry)
         self._kick.set()
         self._urgent.set()
         try:
@@ -183,8 +185,9 @@ class Live:
                 f"{self.content.revision}, and the leader had {self.leader_seq}{why}"
             ) from self._trouble
         finally:
-            if not future.done():
-                future.cancel()
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+                heapq.heapify(self._waiting)
 
     def watch(self, wake: Callable[[], None]) -> Watcher:
         """Return a watcher of what changes from now on; it counts as long as the caller keeps it."""

@@ -1,0 +1,409 @@
+"""Live tables of buckets, on real servers."""
+
+import asyncio
+import gc
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import nats
+import pytest
+from nats.js import JetStreamContext
+from nats.js.errors import BucketNotFoundError, InvalidKeyError
+from nats.js.kv import KeyValue
+
+import jetstream_ext.kv as kvx
+from jetstream_ext.errors import RequestTimeoutError, StreamRecreatedError
+from jetstream_ext.kv import live
+from jetstream_ext.testing import NatsServer
+
+Load = Callable[..., Awaitable[None]]
+MakeBucket = Callable[..., Awaitable[KeyValue]]
+
+
+@pytest.fixture
+async def writer(server: NatsServer) -> Any:
+    """The JetStream context of another client, which writes."""
+    nc = await nats.connect(server.url)
+    yield nc.jetstream(timeout=10)
+    await nc.close()
+
+
+async def ignore(_: Exception) -> None: ...
+
+
+async def until(true: Callable[[], object], within: float = 20.0) -> None:
+    async with asyncio.timeout(within):
+        while not true():
+            await asyncio.sleep(0.005)
+
+
+def values(table: kvx.Table) -> dict[str, bytes]:
+    return {key: entry.value for key, entry in table.items()}
+
+
+class TestReading:
+    async def test_it_has_what_is_stored(self, make_bucket: MakeBucket) -> None:
+        kv = await make_bucket(history=3)
+        await kv.put("a", b"0")
+        await kv.put("gone", b"1")
+        await kv.delete("gone")
+        revision = await kv.put("a", b"2")
+        async with kvx.Table(kv) as table:
+            assert (table.revision, table.lag, len(table)) == (revision, 0, 1)
+            assert table["a"] == (await kvx.get_many(kv, ["a"]))["a"]
+            assert dict(table) == dict(await kvx.snapshot(kv))
+            assert "gone" not in table
+            with pytest.raises(KeyError):
+                table["gone"]
+            assert table.get("gone") is None
+
+    @pytest.mark.parametrize("count", [0, 10, 3_000])
+    async def test_buckets_of_any_size(self, make_bucket: MakeBucket, load: Load, count: int) -> None:
+        kv = await make_bucket()
+        await load(kv, {f"k.{n}": b"%d" % n for n in range(count)})
+        async with kvx.Table(kv) as table:
+            assert values(table) == {f"k.{n}": b"%d" % n for n in range(count)}
+
+    async def test_a_client_reads_the_writes_of_another(
+        self, make_bucket: MakeBucket, writer: JetStreamContext
+    ) -> None:
+        kv = await make_bucket()
+        other = await writer.key_value(kv._name)
+        async with kvx.Table(kv) as table:
+            for n in range(100):
+                revision = await other.put(f"k{n % 7}", b"%d" % n)
+                await table.wait_for(revision)
+                assert table[f"k{n % 7}"].value == b"%d" % n
+                assert table.revision >= revision
+
+    async def test_it_follows_without_being_asked(self, make_bucket: MakeBucket, writer: JetStreamContext) -> None:
+        kv = await make_bucket()
+        other = await writer.key_value(kv._name)
+        async with kvx.Table(kv) as table:
+            for pause in (0.0, 0.3):
+                await asyncio.sleep(pause)
+                await other.put("a", str(pause).encode())
+                await until(lambda: values(table) == {"a": str(pause).encode()})  # noqa: B023
+
+    @pytest.mark.parametrize("keys", [["a.>"], ["a.*", "a.b.c"], ["a.x", "b.y"]])
+    async def test_only_the_keys_that_match(self, make_bucket: MakeBucket, keys: list[str]) -> None:
+        kv = await make_bucket()
+        names = ["a.x", "a.b.c", "b.y", "c"]
+        for name in names:
+            await kv.put(name, b"1")
+        async with kvx.Table(kv, keys) as table:
+            for value in (b"1", b"2"):
+                expected = await kvx.snapshot(kv, keys)
+                await table.wait_for(expected.revision)
+                assert dict(table) == dict(expected)
+                for name in names:
+                    revision = await kv.put(name, value)
+            await table.wait_for(revision)
+            assert table.revision == revision, "also that of a key that is not in the table"
+
+    async def test_keys_that_no_client_takes(self, make_bucket: MakeBucket) -> None:
+        kv = await make_bucket()
+        with pytest.raises(InvalidKeyError):
+            kvx.Table(kv, ["a b"])
+        with pytest.raises(ValueError, match="must not be empty"):
+            kvx.Table(kv, [])
+
+    async def test_many_tables_on_one_connection(self, make_bucket: MakeBucket) -> None:
+        kv = await make_bucket()
+        async with (
+            asyncio.TaskGroup() as group,
+            OpenTables([kvx.Table(kv, [f"t{n}.>"]) for n in range(20)]) as tables,
+        ):
+            for n, table in enumerate(tables):
+
+                async def put_and_wait(n: int = n, table: kvx.Table = table) -> None:
+                    await table.wait_for(await kv.put(f"t{n}.a", b"%d" % n))
+                    assert values(table) == {f"t{n}.a": b"%d" % n}
+
+                group.create_task(put_and_wait())
+            await asyncio.sleep(1)
+
+
+class OpenTables:
+    def __init__(self, tables: list[kvx.Table]) -> None:
+        self.tables = tables
+
+    async def __aenter__(self) -> list[kvx.Table]:
+        await asyncio.gather(*(table.__aenter__() for table in self.tables))
+        return self.tables
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.gather(*(table.__aexit__(None, None, None) for table in self.tables))
+
+
+class TestRemovals:
+    async def test_deletes_and_purges_of_keys(self, make_bucket: MakeBucket) -> None:
+        kv = await make_bucket()
+        for key in "abc":
+            await kv.put(key, b"1")
+        async with kvx.Table(kv) as table:
+            await kv.delete("a")
+            await kv.purge("b")
+            await table.wait_for(await kv.put("d", b"1"))
+            assert set(table) == {"c", "d"}
+
+    @pytest.mark.parametrize("markers", [False, True])
+    @pytest.mark.parametrize("own", [False, True])
+    async def test_expiry(self, make_bucket: MakeBucket, markers: bool, own: bool) -> None:
+        kv = await make_bucket(**({} if own else {"ttl": 1.0}), **({"limit_marker_ttl": 60.0} if markers else {}))
+        async with kvx.Table(kv) as table:
+            changes = table.changes()
+            revision = await kv.create("a", b"1", **({"msg_ttl": 1.0} if own else {}))
+            await table.wait_for(revision)
+            assert "a" in table
+            await until(lambda: "a" not in table, 10)
+            async with asyncio.timeout(5):
+                stored, expired = await anext(changes), await anext(changes)
+            assert (stored.old, stored.new and stored.new.value, stored.revision) == (None, b"1", revision)
+            assert (expired.old, expired.new) == (stored.new, None)
+            assert expired.revision == (revision + 1 if markers else revision)
+
+    async def test_a_purge_of_the_stream(self, make_bucket: MakeBucket) -> None:
+        kv = await make_bucket()
+        for key in "abc":
+            await kv.put(key, b"1")
+        async with kvx.Table(kv) as table:
+            changes = table.changes()
+            await kv._js.purge_stream(kv._stream, seq=3)
+            await until(lambda: set(table) == {"c"})
+            await kv._js.purge_stream(kv._stream)
+            await until(lambda: not table)
+            assert [((await anext(changes)).key) for _ in range(3)] == ["a", "b", "c"]
+
+    async def test_a_purge_of_one_subject(self, make_bucket: MakeBucket) -> None:
+        kv = await make_bucket()
+        for key in "abc":
+            await kv.put(key, b"1")
+        async with kvx.Table(kv) as table:
+            changes = table.changes()
+            await kv._js.purge_stream(kv._stream, subject=f"{kv._pre}b")
+            await until(lambda: set(table) == {"a", "c"})
+            change = await anext(changes)
+            assert (change.key, change.new) == ("b", None)
+            await table.wait_for(await kv.put("b", b"2"))
+            assert table["b"].value == b"2"
+
+    async def test_a_limit_of_the_stream(self, make_bucket: MakeBucket) -> None:
+        kv = await make_bucket()
+        config = (await kv._js.stream_info(kv._stream)).config
+        await kv._js.update_stream(config.evolve(max_msgs=3, discard=nats.js.api.DiscardPolicy.OLD))
+        async with kvx.Table(kv) as table:
+            for n in range(6):
+                revision = await kv.put(f"k{n}", b"1")
+            await table.wait_for(revision)
+            await until(lambda: set(table) == {"k3", "k4", "k5"})
+
+    async def test_limits_that_change(self, make_bucket: MakeBucket) -> None:
+        kv = await make_bucket(ttl=3600.0)
+        config = (await kv._js.stream_info(kv._stream)).config
+        await kv._js.update_stream(config.evolve(duplicate_window=1.0))
+        await kv.put("a", b"1")
+        async with kvx.Table(kv) as table:
+            config = (await kv._js.stream_info(kv._stream)).config
+            await kv._js.update_stream(config.evolve(max_age=1.0))
+            await until(lambda: "a" not in table)
+
+    async def test_purge_deletes_loads_no_value_again(self, make_bucket: MakeBucket, caplog: Any) -> None:
+        kv = await make_bucket()
+        await kv.put("a", b"1")
+        await kv.put("b", b"1")
+        async with kvx.Table(kv) as table:
+            await table.wait_for(await kv.put("b", b"2"))
+            await kv.delete("b")
+            await until(lambda: "b" not in table)
+            await kv.purge_deletes(olderthan=-1)
+            await asyncio.sleep(1.5)
+            assert set(table) == {"a"}
+
+    async def test_another_bucket_of_the_name(self, make_bucket: MakeBucket) -> None:
+        kv = await make_bucket()
+        await kv.put("a", b"1")
+        async with kvx.Table(kv) as table:
+            changes = table.changes()
+            waiting = asyncio.create_task(table.wait_for(99, timeout=20))
+            await asyncio.sleep(0)
+            await kv._js.delete_key_value(kv._name)
+            new = await kv._js.create_key_value(bucket=kv._name)
+            await kvx.enable(new)
+            await new.put("a", b"2")
+            for failing in (waiting, anext(changes), table.wait_for(1_000)):
+                with pytest.raises((StreamRecreatedError, BucketNotFoundError)):
+                    await failing
+            with pytest.raises((StreamRecreatedError, BucketNotFoundError)):
+                table["a"]
+            assert "failed" in repr(table)
+
+    async def test_a_deleted_bucket(self, make_bucket: MakeBucket) -> None:
+        kv = await make_bucket()
+        async with kvx.Table(kv) as table:
+            await kv._js.delete_key_value(kv._name)
+            with pytest.raises(BucketNotFoundError):
+                await table.wait_for(9, timeout=20)
+
+
+class TestChanges:
+    async def test_each_in_order(self, make_bucket: MakeBucket) -> None:
+        kv = await make_bucket(history=64)
+        await kv.put("a", b"0")
+        async with kvx.Table(kv) as table:
+            first, second, called = table.changes(), table.changes(), list[kvx.KeyValueChange]()
+            stop = table.on_change(called.append)
+            for n in range(1, 20):
+                await kv.put("a", b"%d" % n)
+            revision = await kv.delete("a") or 21
+            async with asyncio.timeout(10):
+                found = [await anext(first) for _ in range(20)]
+                assert [await anext(second) for _ in range(20)] == found
+            assert [change.old and change.old.value for change in found] == [b"%d" % n for n in range(20)]
+            assert [change.new and change.new.value for change in found] == [b"%d" % n for n in range(1, 20)] + [None]
+            assert [change.revision for change in found] == list(range(2, 22))
+            assert (called, first.skipped) == (found, 0)
+            stop()
+            await table.wait_for(await kv.put("b", b"1"))
+            assert len(called) == 20
+            assert (await anext(first)).key == "b"
+            del revision
+
+    async def test_the_end_of_a_table_ends_them(self, make_bucket: MakeBucket) -> None:
+        kv = await make_bucket()
+        async with kvx.Table(kv) as table:
+            changes, waiting = table.changes(), table.changes()
+            ends = asyncio.create_task(anext(waiting, None))
+            await table.wait_for(await kv.put("a", b"1"))
+            await asyncio.sleep(0)
+        assert (await changes.__anext__()).key == "a", "what was there is still returned"
+        assert await anext(changes, None) is None
+        assert (await ends) is not None
+        assert [change async for change in waiting] == []
+
+    async def test_an_error_of_a_callback_ends_nothing(self, make_bucket: MakeBucket) -> None:
+        kv, reported, called = await make_bucket(), list[Any](), list[Any]()
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["exception"]))
+
+        def fail(change: kvx.KeyValueChange) -> None:
+            called.append(change)
+            raise ValueError(change.key)
+
+        async with kvx.Table(kv) as table:
+            table.on_change(fail)
+            for key in "ab":
+                await table.wait_for(await kv.put(key, b"1"))
+        assert [str(error) for error in reported] == ["a", "b"]
+        assert len(called) == 2
+
+    async def test_a_callback_sees_the_table_of_its_change(self, make_bucket: MakeBucket) -> None:
+        kv, seen = await make_bucket(), list[bool]()
+        async with kvx.Table(kv) as table:
+            table.on_change(lambda change: seen.append(table.get(change.key) == change.new))
+            await table.wait_for(await kv.put("a", b"1"))
+        assert seen == [True]
+
+
+class TestLife:
+    async def test_nothing_is_left(self, make_bucket: MakeBucket, leak_check: Any) -> None:
+        kv = await make_bucket()
+        async with kvx.Table(kv) as table:
+            await table.wait_for(await kv.put("a", b"1"))
+            await asyncio.sleep(0.3)
+            assert (await kv._js.stream_info(kv._stream)).state.consumer_count == 0
+        await leak_check.assert_clean()
+
+    @pytest.mark.parametrize("turns", range(0, 60, 3))
+    async def test_cancelling_leaves_nothing(self, make_bucket: MakeBucket, leak_check: Any, turns: int) -> None:
+        kv = await make_bucket()
+        await kv.put("a", b"1")
+
+        async def use() -> None:
+            async with kvx.Table(kv) as table:
+                await table.wait_for(99, timeout=30)
+
+        using = asyncio.create_task(use())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        using.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await using
+        await leak_check.assert_clean()
+
+    async def test_a_table_that_is_dropped_ends(self, make_bucket: MakeBucket) -> None:
+        kv = await make_bucket()
+        tasks = asyncio.all_tasks()
+        table = kvx.Table(kv)
+        await table.__aenter__()
+        with pytest.warns(ResourceWarning, match="was dropped while it was open"):
+            del table
+        gc.collect()
+        await until(lambda: asyncio.all_tasks() == tasks)
+
+    async def test_it_is_entered_once(self, make_bucket: MakeBucket) -> None:
+        kv = await make_bucket()
+        table = kvx.Table(kv)
+        with pytest.raises(RuntimeError, match="not open"):
+            await table.wait_for(1)
+        async with table:
+            with pytest.raises(RuntimeError, match="once"):
+                await table.__aenter__()
+        with pytest.raises(RuntimeError, match="closed"):
+            await table.wait_for(1_000)
+        with pytest.raises(RuntimeError, match="once"):
+            await table.__aenter__()
+
+    async def test_a_wait_ends_in_time(self, make_bucket: MakeBucket) -> None:
+        kv = await make_bucket()
+        async with kvx.Table(kv) as table:
+            with pytest.raises(RequestTimeoutError, match=r"did not reach revision 5 within 0\.2 s; it has 0"):
+                await table.wait_for(5, timeout=0.2)
+            assert not table._live._waiting
+
+    async def test_a_server_that_restarts(self, own_server: NatsServer, caplog: pytest.LogCaptureFixture) -> None:
+        nc = await nats.connect(own_server.url, reconnect_time_wait=0.05, max_reconnect_attempts=-1, error_cb=ignore)
+        js = nc.jetstream(timeout=1)
+        kv = await kvx.enable(await js.create_key_value(bucket="B"))
+        await kv.put("a", b"1")
+        with caplog.at_level(logging.WARNING, "jetstream_ext"):
+            async with kvx.Table(kv) as table:
+                await asyncio.to_thread(own_server.restart)
+                assert values(table) == {"a": b"1"}
+                async with asyncio.timeout(30):
+                    while True:
+                        try:
+                            revision = await kv.put("a", b"2")
+                            break
+                        except (nats.errors.Error, nats.js.errors.Error):
+                            await asyncio.sleep(0.1)
+                await table.wait_for(revision, timeout=30)
+                assert values(table) == {"a": b"2"}
+        assert "not current" in caplog.text
+        assert "current again" in caplog.text
+        await nc.close()
+
+    async def test_without_permission_to_subscribe_it_polls(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(live, "LONGEST_PAUSE", 3600.0)
+        users = (
+            "{user: a, password: a}, {user: b, password: b, permissions: "
+            '{publish: ["$JS.API.>"], subscribe: ["_INBOX.>"]}}'
+        )
+        with NatsServer(config=f"authorization {{users: [{users}]}}") as server:
+            nc = await nats.connect(server.url, user="a", password="a")
+            errors: list[Exception] = []
+
+            async def note(error: Exception) -> None:
+                errors.append(error)
+
+            limited = await nats.connect(server.url, user="b", password="b", error_cb=note)
+            kv = await kvx.enable(await nc.jetstream().create_key_value(bucket="B"))
+            async with kvx.Table(await limited.jetstream().key_value("B")) as table:
+                for n in range(3):
+                    await asyncio.sleep(0.4)
+                    await kv.put("a", b"%d" % n)
+                    await until(lambda: values(table) == {"a": b"%d" % n})  # noqa: B023
+                assert not table._live._inboxes
+            assert len(errors) == 1, "it does not try again"
+            await nc.close()
+            await limited.close()
