@@ -3,7 +3,9 @@
 import asyncio
 import gc
 import logging
+import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import nats
@@ -16,6 +18,10 @@ import jetstream_ext.kv as kvx
 from jetstream_ext.errors import RequestTimeoutError, StreamRecreatedError
 from jetstream_ext.kv import live
 from jetstream_ext.testing import NatsServer
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from table_checker import TableChecker
 
 Load = Callable[..., Awaitable[None]]
 MakeBucket = Callable[..., Awaitable[KeyValue]]
@@ -407,3 +413,36 @@ class TestLife:
             assert len(errors) == 1, "it does not try again"
             await nc.close()
             await limited.close()
+
+
+@pytest.mark.parametrize("history", [1, 64])
+async def test_every_state_is_one_that_the_bucket_had(
+    make_bucket: MakeBucket, server: NatsServer, history: int
+) -> None:
+    kv = await make_bucket(history=history)
+    clients = [await nats.connect(server.url) for _ in range(3)]
+    buckets = [await nc.jetstream(timeout=10).key_value(kv._name) for nc in clients]
+    checker, stop = TableChecker(), asyncio.Event()
+    late: list[kvx.Table] = []
+    async with OpenTables([kvx.Table(buckets[0]), kvx.Table(buckets[1])]) as tables:
+        async with asyncio.TaskGroup() as group:
+            for number, bucket in enumerate(buckets):
+                group.create_task(checker.write(bucket, number, 20, stop, tables=tables))
+            for number, table in enumerate(tables):
+                group.create_task(checker.read(f"table {number}", table, number, stop))
+            for number in range(3, 6):  # they load while the others write
+                await asyncio.sleep(0.3)
+                late.append(await kvx.Table(buckets[2]).__aenter__())
+                group.create_task(checker.read(f"table {number}", late[-1], number, stop))
+            await asyncio.sleep(1)
+            stop.set()
+        end = await kvx.snapshot(kv)
+        for table in (*tables, *late):
+            await table.wait_for(end.revision)
+            assert dict(table) == dict(end)
+    for table in late:
+        await table.__aexit__(None, None, None)
+    checker.check()
+    assert sum(map(len, checker.samples.values())) > 50
+    for nc in clients:
+        await nc.close()
