@@ -34,6 +34,7 @@ from jetstream_ext.errors import (
     MessageNotFoundError,
     MessagesLostError,
     RequestTimeoutError,
+    TooManySubjectsError,
 )
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, StoredMsg, not_found
@@ -172,6 +173,21 @@ class VerifiedReader:
                 return answer
             except _UnverifiedError as doubt:
                 await self._pause(retry, doubt)
+
+    async def last_from_any(self, subjects: Sequence[str]) -> Block | None:
+        """As `last_of`, from the first responder and without the leader; None if its answer does not show that it has `need`.
+
+        Answers without messages do not show that.
+        """
+        try:
+            answer = await self._ask(Request(multi_last=tuple(subjects), max_bytes=self._room(1)))
+            self._check(answer.block.stream, reached_now(answer.block, answer.up_to_seq), self._need)
+        except (_UnverifiedError, AskLeaderError, TooManySubjectsError):
+            return None
+        if answer.pending:
+            return None
+        self.replies += 1
+        return answer.block
 
     async def last_at_leader(self, subjects: Sequence[str], *, up_to: int | None = None) -> list[StoredMsg]:
         """Return what the leader has as the last message of each of `subjects`, up to a sequence, at different moments."""

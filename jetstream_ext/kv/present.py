@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain
 from typing import Final, TypeVar
 
 from jetstream_ext.client.api import gather_bounded
@@ -50,9 +51,9 @@ def is_deep(state: StreamState) -> bool:
     return state.messages >= _DEEP * state.num_subjects
 
 
-def verified_reader(source: KeyedStream, state: StreamState) -> VerifiedReader:
-    """Return verified reads of what the stream had in a state, or has now."""
-    reader = source.reader(state.last_seq)
+def verified_reader(source: KeyedStream, state: StreamState, *, need: int | None = None) -> VerifiedReader:
+    """Return verified reads of what the stream had in a state, or has now; or of what it had at a sequence `need`."""
+    reader = source.reader(state.last_seq if need is None else need)
     reader.before = state
     return reader
 
@@ -153,6 +154,22 @@ async def list_keys(source: KeyedStream, patterns: list[str]) -> list[str] | Non
     """Return the given keys, and those that match a pattern now; None if they are many or cannot be read by name."""
     names = await source.list_keys(patterns, most=_MOST_LISTED)
     return names if len(names) <= _MOST_LISTED and all(map(can_be_asked_for, names)) else None
+
+
+async def read_from_any(
+    source: KeyedStream, keys: Sequence[str], need: int, take: Callable[[Block | Sequence[StoredMsg]], None]
+) -> list[str]:
+    """Read the last message of each of `keys` from replicas that show to have the sequence `need`; return the other keys."""
+    reader = source.reader(need)
+
+    async def read(chunk: Sequence[str]) -> Sequence[str]:
+        block = await reader.last_from_any([source.subject(key) for key in chunk])
+        if block is None:
+            return chunk
+        take(block)
+        return ()
+
+    return list(chain.from_iterable(await gather_bounded(read, _chunks(source, keys), limit=_CHUNKS_IN_FLIGHT)))
 
 
 async def read_by_name(

@@ -10,7 +10,7 @@ from typing import Final
 
 from nats.js.kv import KeyValue
 
-from jetstream_ext.client.api import first_since, gather_bounded, settled_state
+from jetstream_ext.client.api import first_since, gather_bounded, settled_state, wait_for_sequence
 from jetstream_ext.client.verified_read import AskLeaderError, VerifiedReader
 from jetstream_ext.errors import HistoryUnavailableError, RequestTimeoutError
 from jetstream_ext.kv.bucket import LOOKUPS_IN_FLIGHT, Bucket
@@ -35,6 +35,7 @@ from jetstream_ext.kv.present import (
     is_deep,
     list_keys,
     read_by_name,
+    read_from_any,
     read_now,
     read_under_the_same_limits,
     verified_reader,
@@ -59,7 +60,12 @@ _LIMITS_UNKNOWN: Final = (
 
 
 async def get_many(
-    kv: KeyValue, keys: Iterable[str], *, at: int | datetime | None = None, timeout: float | None = None
+    kv: KeyValue,
+    keys: Iterable[str],
+    *,
+    at: int | datetime | None = None,
+    min_revision: int | None = None,
+    timeout: float | None = None,
 ) -> dict[str, KeyValueEntry]:
     """Return the entries of many keys, without those that do not exist.
 
@@ -74,6 +80,9 @@ async def get_many(
         kv: nats-py's bucket.
         keys: Any number of keys.
         at: A revision, or a timezone-aware datetime (that microsecond included); None is now.
+        min_revision: Read what your program, or another one, wrote: every entry is at least as new as this revision, the one
+            that the write returned. Any replica that has it may answer; the leader is asked only if the first answer does
+            not show that (also for keys that do not exist). Without it, every call asks the leader.
         timeout: Seconds to wait for each answer; None is the context's own.
 
     Returns:
@@ -88,7 +97,7 @@ async def get_many(
         HistoryUnavailableError: With `at`: the value of some keys is no longer stored. The error names these keys, as
             far as they are known.
         ValueError, TypeError: `at` is not a revision of the bucket, or lies in the future, or is not timezone-aware; or
-            `timeout` is not over 0.
+            `min_revision` is no revision, or is given together with `at`; or `timeout` is not over 0.
         RequestTimeoutError, nats.js.errors.ServiceUnavailableError: No answer, no leader, or no replica that has caught up
             with the leader, within `timeout`.
         ResponseError: An answer is malformed. Or only mirrors answer direct gets, and the leader has a message whose key is
@@ -99,15 +108,28 @@ async def get_many(
     Requires: nats-server 2.11, ``allow_direct``, permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
     """
     wanted = check_keys(keys)
+    if min_revision is not None:
+        if at is not None:
+            raise ValueError("give at or min_revision, not both")
+        check_sequence(min_revision, "min_revision")
     bucket = Bucket(kv, timeout)
     with bucket.not_found():
         if at is None:
-            state = await bucket.readable_state()
-            content, source = Content(), verified_reader(bucket, state)
-            subjects = bucket.subjects(wanted.__contains__)
-            await read_by_name(bucket, source, list(wanted), lambda found: content.feed(updates_of(found, subjects)))
-            if source.replies > 1:
-                await bucket.check_same(state)
+            content, left = Content(), list(wanted)
+
+            def take(found: Block | Sequence[StoredMsg]) -> None:
+                content.feed(updates_of(found, bucket.subjects(wanted.__contains__)))
+
+            if min_revision is not None:
+                left = await read_from_any(bucket, left, min_revision, take)
+            if left:
+                state = await bucket.readable_state()
+                if min_revision is not None and state.last_seq < min_revision:
+                    await wait_for_sequence(bucket.context, bucket.stream, min_revision, bucket.timeout)
+                source = verified_reader(bucket, state, need=min_revision)
+                await read_by_name(bucket, source, left, take)
+                if source.replies > 1:
+                    await bucket.check_same(state)
             held = content.values
             return {key: entry_of_record(bucket.name, key, held[key]) for key in wanted if key in held}
         verdict, _ = await _read_past(bucket, wanted.__contains__, list(wanted), at, strict=True)

@@ -10,7 +10,7 @@ from nats.js.errors import BucketNotFoundError, InvalidKeyError
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
-from jetstream_ext.errors import DirectGetDisabledError, HistoryUnavailableError, ResponseError
+from jetstream_ext.errors import DirectGetDisabledError, HistoryUnavailableError, RequestTimeoutError, ResponseError
 from jetstream_ext.kv import present
 from jetstream_ext.testing import NatsServer
 
@@ -197,3 +197,40 @@ async def test_malformed_stream_info_raises_response_error(
     monkeypatch.setattr(kvx.keyed_stream.Api, "ask", lie)
     with pytest.raises(ResponseError):
         await kvx.get_many(kv, ["a"])
+
+
+class TestMinRevision:
+    async def test_the_leader_is_not_asked_for_keys_that_exist(self, make_bucket, load, monkeypatch) -> None:
+        kv = await make_bucket()
+        await load(kv, {f"k{n}": b"1" for n in range(2_500)})
+        revision = await kv.put("k7", b"2")
+
+        async def refuse(*_: Any, **__: Any) -> Any:
+            raise AssertionError("the leader was asked")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(kvx.keyed_stream.Api, "ask", refuse)
+            found = await kvx.get_many(kv, [f"k{n}" for n in range(2_500)], min_revision=revision)
+        assert len(found) == 2_500
+        assert (found["k7"].value, found["k7"].revision) == (b"2", revision)
+
+    async def test_keys_that_do_not_exist_are_proved_by_the_leader(self, make_bucket) -> None:
+        kv = await make_bucket()
+        revision = await kv.put("a", b"1")
+        await kv.delete("a")
+        assert await kvx.get_many(kv, ["a", "b"], min_revision=revision) == {}
+        assert await kvx.get_many(kv, ["b"], min_revision=revision) == {}
+
+    @pytest.mark.parametrize("keys", [["a"], ["b"]])
+    async def test_a_revision_that_is_never_reached_ends_in_time(self, make_bucket, keys: list[str]) -> None:
+        kv = await make_bucket()
+        await kv.put("a", b"1")
+        with pytest.raises(RequestTimeoutError):
+            await kvx.get_many(kv, keys, min_revision=9, timeout=0.5)
+
+    async def test_arguments_are_checked(self, make_bucket) -> None:
+        kv = await make_bucket()
+        with pytest.raises(ValueError, match="not both"):
+            await kvx.get_many(kv, ["a"], at=1, min_revision=1)
+        with pytest.raises(ValueError, match="min_revision"):
+            await kvx.get_many(kv, ["a"], min_revision=0)
