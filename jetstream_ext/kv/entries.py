@@ -188,13 +188,18 @@ def updates_of(found: Block | Sequence[StoredMsg], subjects: Subjects) -> list[U
         key = subjects.key_of(name)
         if key is None:
             continue
-        deletes, ttl = False, None
-        if stored:
-            fields = decode_stored(stored)
-            deletes = subjects.deletes(fields)
-            ttl = FOREVER if never_expires(fields) else ttl_of(fields)
-        updates.append((key, (seq, data, time, stored), deletes, ttl))
+        updates.append(update_of(subjects, key, (seq, data, time, stored)))
     return updates
+
+
+def update_of(subjects: Subjects, key: str, record: Record) -> Update:
+    """Return a message of a key as `protocol.table` takes it."""
+    deletes, ttl = False, None
+    if stored := record[3]:
+        fields = decode_stored(stored)
+        deletes = subjects.deletes(fields)
+        ttl = FOREVER if never_expires(fields) else ttl_of(fields)
+    return key, record, deletes, ttl
 
 
 # The times that servers write, each with a comma before it.

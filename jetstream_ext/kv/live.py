@@ -20,25 +20,28 @@ import asyncio
 import contextlib
 import heapq
 import itertools
+import sqlite3
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing
 from datetime import datetime, timedelta
+from pathlib import Path
 from types import TracebackType
-from typing import Final, Generic, Self, TypeVar
+from typing import Any, Final, Generic, Self, TypeVar
 
 from nats.js.api import DEFAULT_PREFIX
 
 from jetstream_ext.client.api import LAG_PAUSE, settled_state
 from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription, mark_retrieved
 from jetstream_ext.client.retry import is_transient_read
-from jetstream_ext.errors import RequestTimeoutError
-from jetstream_ext.kv.entries import EVERYTHING, updates_of
+from jetstream_ext.errors import RequestTimeoutError, ResponseError, StreamRecreatedError
+from jetstream_ext.kv.checkpoint import Checkpoint, Saved
+from jetstream_ext.kv.entries import EVERYTHING, update_of, updates_of
 from jetstream_ext.kv.keyed_stream import KeyedStream
 from jetstream_ext.kv.limits import limits_of
-from jetstream_ext.kv.present import read_now, read_under_the_same_limits, verified_reader
-from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.kv.present import empty_content, list_keys, read_now, read_under_the_same_limits, verified_reader
+from jetstream_ext.protocol.api import StreamState, parsing
 from jetstream_ext.protocol.direct import Block, StoredMsg
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import check_seconds, check_sequence
@@ -64,6 +67,7 @@ _STORED_LATE: Final = 0.05
 # With more published messages between two steps, the table reads without pauses, and the subscription only costs.
 _BUSY: Final = 16
 _MOST_WATCHED: Final = 8  # subjects
+_SAVE_EVERY: Final = 1.0  # how old a checkpoint may be, in seconds
 # Pauses after an error.
 _FIRST_RETRY: Final = 0.02
 _LONGEST_RETRY: Final = 1.0
@@ -76,8 +80,14 @@ class _VanishedError(Exception):
 class Live:
     """The content of a table, kept current by a task from `open` to `close`."""
 
-    def __init__(self, source: KeyedStream, patterns: list[str]) -> None:
+    def __init__(self, source: KeyedStream, patterns: list[str], checkpoint: Path | None = None) -> None:
         self.source = source
+        self._checkpoint: Checkpoint | None = None
+        if checkpoint is not None:
+            self._checkpoint = Checkpoint(checkpoint, {"stream": source.stream, "keys": sorted(patterns)})
+        self._anew = True  # the checkpoint must be written anew
+        self._saved_revision = 0
+        self._saving: asyncio.Task[None] | None = None
         self.content: Content = Content()
         self.error: Exception | None = None
         """Why the table has ended."""
@@ -110,18 +120,40 @@ class Live:
     async def open(self) -> None:
         if self._task is not None or self.closed:
             raise RuntimeError(f"{self.source.what}: a table can be entered once")
-        with self.source.not_found():
-            await self._load()
-        self._task = asyncio.create_task(self._run(), name=f"jetstream_ext table of {self.source.what}")
+        try:
+            with self.source.not_found():
+                if self._checkpoint is None or not await self._restore(await self._checkpoint.open()):
+                    await self._load()
+            if self._checkpoint is not None:
+                await self._save()
+        except BaseException:
+            self.closed = True
+            if self._checkpoint is not None:
+                self._checkpoint.abandon()
+            raise
+        what = self.source.what
+        self._task = asyncio.create_task(self._run(), name=f"jetstream_ext table of {what}")
+        if self._checkpoint is not None:
+            self._saving = asyncio.create_task(self._save_often(), name=f"jetstream_ext checkpoint of {what}")
 
     async def close(self) -> None:
-        """End the task; callers that wait get an error."""
+        """End the tasks, and store the checkpoint; callers that wait get an error."""
         self.closed = True
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
-        self._end()
+        tasks = [task for task in (self._task, self._saving) if task is not None]
+        self._task = self._saving = None
+        try:
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks)
+            self._end()
+            if self._checkpoint is not None and tasks and self.error is None:
+                await self._save()
+                await self._checkpoint.close()
+        finally:
+            self._end()
+            if self._checkpoint is not None:
+                self._checkpoint.abandon()
 
     def owner_dropped(self, what: str) -> None:
         """Close, from the owner's ``__del__`` and so perhaps from another thread, if it was left open; warn if so."""
@@ -131,8 +163,12 @@ class Live:
 
         def close() -> None:
             self.closed = True
-            task.cancel()
+            for each in (task, self._saving):
+                if each is not None:
+                    each.cancel()
             self._end()
+            if self._checkpoint is not None:
+                self._checkpoint.abandon()
 
         with contextlib.suppress(RuntimeError):  # the loop is closed: nothing runs any more
             task.get_loop().call_soon_threadsafe(close)
@@ -309,17 +345,21 @@ class Live:
         read = await read_under_the_same_limits(
             self.source, look, lambda state: read_now(self.source, self._patterns, state)
         )
-        content = read.content
+        self._begin(read.content, read.state)
+        self._anew = True
+        self._wake_waiting()
+
+    def _begin(self, content: Content, state: StreamState) -> None:
+        """Follow a content from its revision on."""
         content.succeed(self.content)
         self.content, self._position, self._dense = content, content.revision, True
         self._subjects = self.source.subjects(matcher(self._patterns))
         if not self._whole:
             self._filter = covering([self.source.subject(pattern) for pattern in self._patterns])
         self._disarm()
-        self._watched = self._subjects_to_watch(read.state)
+        self._watched = self._subjects_to_watch(state)
         self._foreign = None
-        self._note(read.state)
-        self._wake_waiting()
+        self._note(state)
 
     def _behind(self, state: StreamState) -> RequestTimeoutError:
         return RequestTimeoutError(
@@ -364,8 +404,7 @@ class Live:
 
     def _check_limits(self, state: StreamState) -> None:
         assert self._state is not None
-        before, now = self._state.config, state.config
-        if limits_of(before) != limits_of(now) or before.get("allow_msg_ttl") != now.get("allow_msg_ttl"):
+        if _limits(self._state) != _limits(state):
             self._state = state
             raise _VanishedError("its limits were changed")
 
@@ -388,6 +427,99 @@ class Live:
             future = heapq.heappop(self._waiting)[2]
             if not future.done():
                 future.set_result(None)
+
+    # -- the checkpoint -----------------------------------------------------------------------------------------------
+
+    async def _restore(self, saved: Saved | None) -> bool:
+        """Begin with what a checkpoint has, and read what came since; return False if it cannot be used."""
+        if saved is None:
+            return False
+        try:
+            with parsing("its note"):
+                before, revision, foreign = (
+                    _state_of(self.source.stream, saved.note),
+                    saved.note["revision"],
+                    saved.note["foreign"],
+                )
+            state = await settled_state(self.source.readable_state, revision)
+            await self._check_saved(before, revision, state)
+            content = empty_content(state)
+            self._begin(content, state)
+
+            def feed() -> None:
+                content.feed(update_of(self._subjects, key, record) for key, record, _ in saved.rows)
+
+            await asyncio.to_thread(feed)
+            content.dirty, content.revision, self._position, self._foreign = set(), revision, revision, foreign
+            await self._step()
+            if not self._whole:
+                await self._remove_unlisted(content)
+        except (StreamRecreatedError, ResponseError, _VanishedError) as why:
+            _log.warning("checkpoint of %s is written anew, because %s", self.source.what, why)
+            self.content, self._state = Content(), None
+            return False
+        self._anew = False
+        return True
+
+    async def _check_saved(self, before: StreamState, revision: int, state: StreamState) -> None:
+        """Raise an error unless the stream is the one of a checkpoint, and has everything up to its revision."""
+        await self.source.check_same(before, state)
+        if _limits(before) != _limits(state):
+            raise _VanishedError("its limits were changed")
+        if state.last_seq < revision:
+            raise _VanishedError(
+                f"the stream ends at sequence {state.last_seq}, and the checkpoint has revision {revision}"
+            )
+        for seq, time in before.ends:
+            found = await self.source.get_at_leader(seq=seq)
+            if found is not None and found.time != time:
+                raise _VanishedError(
+                    f"message {seq} is another one: the stream was restored from an older copy, or emptied"
+                )
+
+    async def _remove_unlisted(self, content: Content) -> None:
+        """Remove the keys of a checkpoint that are no longer stored; the number of subjects does not show it."""
+        names = await list_keys(self.source, self._patterns)
+        if names is None:
+            raise _VanishedError("its keys are too many to be compared with those that are stored")
+        stored = set(names)
+        content.remove([key for held in (content.values, content.deleted) for key in held if key not in stored])
+
+    async def _save(self) -> None:
+        """Store what has changed since the last time."""
+        assert self._checkpoint is not None
+        assert self._state is not None
+        content, anew = self.content, self._anew
+        dirty, content.dirty = content.dirty or set(), set()
+        if anew:
+            values, deleted, gone = content.values.copy(), content.deleted.copy(), list[str]()
+        elif dirty or content.revision != self._saved_revision:
+            values = {key: content.values[key] for key in dirty if key in content.values}
+            deleted = {key: content.deleted[key] for key in dirty if key in content.deleted}
+            gone = [key for key in dirty if key not in values and key not in deleted]
+        else:
+            return
+        revision = content.revision
+        note = _note_of(self._state) | {"revision": revision, "count": len(content), "foreign": self._foreign or 0}
+        try:
+            await self._checkpoint.save(values, deleted, gone, note, anew=anew)
+        except BaseException:
+            if content.dirty is not None:
+                content.dirty |= dirty
+            raise
+        self._saved_revision, self._anew = revision, self._anew and content is not self.content
+
+    async def _save_often(self) -> None:
+        failed = False
+        while True:
+            await asyncio.sleep(_SAVE_EVERY)
+            try:
+                await self._save()
+                failed = False
+            except (sqlite3.Error, OSError) as error:
+                if not failed:
+                    _log.warning("checkpoint of %s cannot be written, and is tried again: %s", self.source.what, error)
+                failed = True
 
     # -- wake-ups -----------------------------------------------------------------------------------------------------
 
@@ -550,6 +682,34 @@ class LiveMapping(Mapping[str, _E], ABC, Generic[_E, _C]):
         raises goes to the loop's exception handler, and the table goes on.
         """
         return self._live.call(lambda change: function(self._change(change)))
+
+
+def _limits(state: StreamState) -> dict[str, Any]:
+    return limits_of(state.config) | {"allow_msg_ttl": bool(state.config.get("allow_msg_ttl"))}
+
+
+_NUMBERS: Final = "first_seq", "last_seq", "messages"
+_TIMES: Final = "first_time", "last_time"
+
+
+def _note_of(state: StreamState) -> dict[str, Any]:
+    """Return what a checkpoint notes of a stream."""
+    numbers = {name: getattr(state, name) for name in _NUMBERS}
+    times = {name: getattr(state, name).isoformat() for name in _TIMES}
+    return {"created": state.created, "config": _limits(state)} | numbers | times
+
+
+def _state_of(stream: str, note: dict[str, Any]) -> StreamState:
+    return StreamState(
+        stream,
+        str(note["created"]),
+        dict(note["config"]),
+        first_seq=int(note["first_seq"]),
+        last_seq=int(note["last_seq"]),
+        messages=int(note["messages"]),
+        first_time=datetime.fromisoformat(note["first_time"]),
+        last_time=datetime.fromisoformat(note["last_time"]),
+    )
 
 
 async def _wait(event: asyncio.Event, until: float) -> None:

@@ -92,6 +92,15 @@ async def read_under_the_same_limits(
             await retry.pause_until_deadline(RequestTimeoutError(f"{what} (tried for {source.timeout:.4g} s)"))
 
 
+def empty_content(state: StreamState) -> Content:
+    """Return a content without keys, for a stream with the limits of a state."""
+    return Content(
+        max_age=state.max_age,
+        own_ttls=bool(state.config.get("allow_msg_ttl")),
+        markers=state.marker_ttl is not None,
+    )
+
+
 async def read_now(
     source: KeyedStream, patterns: list[str], state: StreamState, *, wanted: Callable[[str], bool] | None = None
 ) -> Present:
@@ -100,11 +109,7 @@ async def read_now(
     `wanted` chooses among these keys; None takes all.
     """
     reader, subjects = verified_reader(source, state), source.subjects(wanted or matcher(patterns))
-    content = Content(
-        max_age=state.max_age,
-        own_ttls=bool(state.config.get("allow_msg_ttl")),
-        markers=state.marker_ttl is not None,
-    )
+    content = empty_content(state)
 
     def take(found: Block | Sequence[StoredMsg]) -> None:
         content.feed(updates_of(found, subjects))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from nats.js.kv import KeyValue
 
@@ -37,11 +38,18 @@ class KeyValueChange:
 class Table(LiveMapping[KeyValueEntry, KeyValueChange]):
     """A bucket, or a part of it, as a live dictionary."""
 
-    def __init__(self, kv: KeyValue, keys: Sequence[str] | None = None, *, timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        kv: KeyValue,
+        keys: Sequence[str] | None = None,
+        *,
+        checkpoint: str | Path | None = None,
+        timeout: float | None = None,
+    ) -> None:
         patterns = check_filters(keys)
         bucket = Bucket(kv, timeout)
         self._bucket = bucket.name
-        super().__init__(Live(bucket, patterns))
+        super().__init__(Live(bucket, patterns, None if checkpoint is None else Path(checkpoint)))
 
     def _entry(self, key: str, record: Record) -> KeyValueEntry:
         return entry_of_record(self._bucket, key, record)

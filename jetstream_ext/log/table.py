@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from nats.js import JetStreamContext
 
@@ -45,6 +46,7 @@ class Table(LiveMapping[StoredMsg, MessageChange]):
         stream: str,
         subject: str | Sequence[str] = ">",
         *,
+        checkpoint: str | Path | None = None,
         timeout: float | None = None,
     ) -> None:
         check_name(stream, "stream name")
@@ -53,7 +55,8 @@ class Table(LiveMapping[StoredMsg, MessageChange]):
             raise ValueError("subject must be a filter, or a list of at least one")
         for each in filters:
             check_filter(each)
-        super().__init__(Live(KeyedStream(js, stream, timeout=timeout), [">"] if ">" in filters else filters))
+        source, path = KeyedStream(js, stream, timeout=timeout), None if checkpoint is None else Path(checkpoint)
+        super().__init__(Live(source, [">"] if ">" in filters else filters, path))
 
     def _entry(self, key: str, record: Record) -> StoredMsg:
         seq, data, time, stored = record

@@ -111,6 +111,8 @@ class Content:
         self.deleted: dict[str, Record] = {}
         """The delete markers of keys that have one."""
         self.watchers: WeakSet[Watcher] = WeakSet()
+        self.dirty: set[str] | None = None
+        """The keys that have changed since the caller emptied it; None does not count."""
         self._max_age = max_age
         self._own_ttls = own_ttls
         self._markers = markers
@@ -154,7 +156,7 @@ class Content:
         self._push(changes or [], skipped=left_out)
 
     def _apply(self, updates: Iterable[Update], changes: list[Change] | None) -> None:
-        values, deleted, ttls, highest = self.values, self.deleted, self._ttls, self._highest
+        values, deleted, ttls, highest, dirty = self.values, self.deleted, self._ttls, self._highest, self.dirty
         for key, record, deletes, ttl in updates:
             seq = record[0]
             old = values.get(key)
@@ -178,6 +180,8 @@ class Content:
                 self._set_ttl(key, record, ttl)
             elif ttls:
                 ttls.pop(key, None)
+            if dirty is not None:
+                dirty.add(key)
             if changes is not None and (old is not None or not deletes):
                 changes.append(Change(key, old, None if deletes else record, seq))
         self._highest = highest
@@ -214,7 +218,7 @@ class Content:
                     if _later(record, self._max_age) > now:
                         break
                     gone.append(key)
-        self._remove([key for key in gone if key in self.deleted] if self._markers else gone)
+        self.remove([key for key in gone if key in self.deleted] if self._markers else gone)
 
     def _oldest(self, held: dict[str, Record]) -> Iterator[tuple[str, Record]]:
         """Yield what the maximum age applies to, the oldest first."""
@@ -235,7 +239,7 @@ class Content:
                 if record[0] >= first_seq:
                     break
                 gone.append(key)
-        self._remove(gone)
+        self.remove(gone)
 
     def _arrange(self) -> None:
         if not self._in_order:
@@ -243,8 +247,11 @@ class Content:
             self.deleted = dict(sorted(self.deleted.items(), key=lambda it: it[1][0]))
             self._in_order = True
 
-    def _remove(self, keys: Iterable[str]) -> None:
+    def remove(self, keys: Collection[str]) -> None:
+        """Remove keys that were removed without a message."""
         changes: list[Change] = []
+        if self.dirty is not None:
+            self.dirty.update(keys)
         for key in keys:
             self._ttls.pop(key, None)
             self.deleted.pop(key, None)

@@ -1,0 +1,215 @@
+"""The content of a table in a SQLite file, so that a restart reads only what came since.
+
+A file is of one table: a stream, its creation, and the keys that are wanted. SQLite keeps it whole if the process or the
+machine ends at any moment; a checksum of each row shows what SQLite does not, a page that was damaged. A file that is not
+usable is set aside by writing it anew, with a warning; only a file that is not a checkpoint at all is an error, because it
+may be somebody's data.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import orjson
+
+from jetstream_ext.protocol.table import Record
+from jetstream_ext.text import get_logger
+
+_T = TypeVar("_T")
+_log = get_logger()
+
+_APPLICATION: Final = 0x4A53_5854  # "JSXT"
+_VERSION: Final = 1
+_LOCKED: Final = 0.5  # seconds to wait for another process to let go of the file
+
+
+class _UnusableError(Exception):
+    """The file cannot be used, and may be written anew; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a file has: the messages of its keys, and what was noted with them."""
+
+    rows: list[tuple[str, Record, bool]]
+    note: dict[str, Any]
+
+
+class Checkpoint:
+    """The file of one table, used by one thread of its own, so that the event loop never waits for a disk."""
+
+    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
+        self.path: Path = path
+        self._identity = identity
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jetstream_ext checkpoint")
+        self._database: sqlite3.Connection | None = None
+
+    async def open(self) -> Saved | None:
+        """Open the file and return what it has; None if it is new or is not usable, which is logged.
+
+        Raises:
+            ValueError: The file is not a checkpoint.
+            BlockingIOError: Another table uses it.
+            OSError: It cannot be opened.
+        """
+        return await self._run(self._open)
+
+    async def save(
+        self,
+        values: Mapping[str, Record],
+        deleted: Mapping[str, Record],
+        gone: Iterable[str],
+        note: dict[str, Any],
+        *,
+        anew: bool = False,
+    ) -> None:
+        """Store the messages of keys, those that delete keys, the keys that have none, and a note, in one transaction.
+
+        With `anew`, they replace everything. The caller must not change what it passes.
+        """
+        await self._run(lambda: self._save(values, deleted, gone, note, anew=anew))
+
+    async def close(self) -> None:
+        """Close the file once everything before is stored."""
+        self.abandon()
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
+
+    def abandon(self) -> None:
+        """As `close`, without waiting."""
+        with contextlib.suppress(RuntimeError):
+            self._thread.submit(self._close)
+        self._thread.shutdown(wait=False)
+
+    async def _run(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    # -- on the thread ------------------------------------------------------------------------------------------------
+
+    def _open(self) -> Saved | None:
+        try:
+            self._database = self._connect()
+            return self._read(self._database)
+        except _UnusableError as why:
+            _log.warning("checkpoint %s is written anew, because %s", self.path, why)
+        except sqlite3.DatabaseError as error:
+            if getattr(error, "sqlite_errorname", "") in ("SQLITE_BUSY", "SQLITE_LOCKED"):
+                raise BlockingIOError(f"checkpoint {self.path} is in use by another table") from None
+            if getattr(error, "sqlite_errorname", "") == "SQLITE_CANTOPEN":
+                raise OSError(f"checkpoint {self.path} cannot be opened: {error}") from None
+            _log.warning("checkpoint %s is written anew, because it is damaged: %s", self.path, error)
+        self._close()
+        for suffix in ("", "-wal", "-shm"):
+            self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+        self._database = self._connect()
+        return None
+
+    def _connect(self) -> sqlite3.Connection:
+        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
+            if (head := file.read(16)) and head != b"SQLite format 3\x00":
+                raise ValueError(f"{self.path} is not a checkpoint of a table, and is left as it is; give another path")
+        database = sqlite3.connect(self.path, timeout=_LOCKED, isolation_level=None, check_same_thread=False)
+        try:
+            database.execute("PRAGMA locking_mode = EXCLUSIVE")
+            database.execute("BEGIN EXCLUSIVE")
+            application, version = (
+                database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
+            )
+            empty = not database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+            if empty and not application:
+                database.execute("CREATE TABLE note (content BLOB NOT NULL)")
+                database.execute(
+                    "CREATE TABLE messages (key BLOB PRIMARY KEY, seq INTEGER NOT NULL, deletes INTEGER NOT NULL, "
+                    "time BLOB NOT NULL, headers BLOB NOT NULL, data BLOB NOT NULL, checksum INTEGER NOT NULL) WITHOUT ROWID"
+                )
+                database.execute(f"PRAGMA application_id = {_APPLICATION}")
+                database.execute(f"PRAGMA user_version = {_VERSION}")
+            elif application != _APPLICATION:
+                raise ValueError(f"{self.path} is another program's database, and is left as it is; give another path")
+            database.execute("COMMIT")
+            if version > _VERSION:
+                raise _UnusableError(f"a newer version of this package has written it (format {version})")
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = NORMAL")
+        except BaseException:
+            database.close()
+            raise
+        return database
+
+    def _read(self, database: sqlite3.Connection) -> Saved | None:
+        noted = database.execute("SELECT content FROM note").fetchall()
+        if not noted:
+            return None
+        try:
+            note = orjson.loads(noted[0][0])
+            identity, count = note["identity"], note["count"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise _UnusableError(f"its note is malformed ({error})") from None
+        if identity != self._identity:
+            raise _UnusableError(f"it is of another table: {identity}, and not {self._identity}")
+        rows: list[tuple[str, Record, bool]] = []
+        for key, seq, deletes, time, headers, data, checksum in database.execute(
+            "SELECT key, seq, deletes, time, headers, data, checksum FROM messages ORDER BY seq"
+        ):
+            record = seq, data, time, headers
+            if checksum != _checksum(key, record, bool(deletes)):
+                raise _UnusableError(f"the message {seq} is damaged")
+            rows.append((key.decode("utf-8", "surrogateescape"), record, bool(deletes)))
+        if len(rows) != count:
+            raise _UnusableError(f"it has {len(rows)} messages, and should have {count}")
+        return Saved(rows, note)
+
+    def _save(
+        self,
+        values: Mapping[str, Record],
+        deleted: Mapping[str, Record],
+        gone: Iterable[str],
+        note: dict[str, Any],
+        *,
+        anew: bool,
+    ) -> None:
+        database = self._database
+        assert database is not None
+        kept = chain(_rows(values, deletes=False), _rows(deleted, deletes=True))
+        database.execute("BEGIN IMMEDIATE")
+        try:
+            if anew:
+                database.execute("DELETE FROM messages")
+            database.executemany("DELETE FROM messages WHERE key = ?", ((_encoded(key),) for key in gone))
+            database.executemany("INSERT OR REPLACE INTO messages VALUES (?, ?, ?, ?, ?, ?, ?)", kept)
+            database.execute("DELETE FROM note")
+            database.execute("INSERT INTO note VALUES (?)", (orjson.dumps(note | {"identity": self._identity}),))
+            database.execute("COMMIT")
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                database.execute("ROLLBACK")
+            raise
+
+    def _close(self) -> None:
+        if self._database is not None:
+            self._database.close()
+            self._database = None
+
+
+def _encoded(key: str) -> bytes:
+    return key.encode("utf-8", "surrogateescape")
+
+
+def _rows(held: Mapping[str, Record], *, deletes: bool) -> Iterator[tuple[Any, ...]]:
+    for name, record in held.items():
+        key, (seq, data, time, headers) = _encoded(name), record
+        yield key, seq, deletes, time, headers, data, _checksum(key, record, deletes)
+
+
+def _checksum(key: bytes, record: Record, deletes: bool) -> int:
+    seq, data, time, headers = record
+    head = b"%d %d %d %d %d " % (seq, deletes, len(key), len(time), len(headers))
+    return zlib.crc32(b"".join((head, key, time, headers, data)))

@@ -1,0 +1,211 @@
+"""Checkpoints of live tables."""
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nats.js.kv import KeyValue
+
+import jetstream_ext.kv as kvx
+from jetstream_ext.kv import live, present
+
+MakeBucket = Callable[..., Awaitable[KeyValue]]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "table.db"
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The loads of tables from the stream alone."""
+    loads: list[Any] = []
+    read = live.read_now
+
+    async def note(*arguments: Any) -> Any:
+        loads.append(arguments)
+        return await read(*arguments)
+
+    monkeypatch.setattr(live, "read_now", note)
+    return loads
+
+
+async def fill(kv: KeyValue, count: int = 10) -> int:
+    for n in range(count):
+        await kv.put(f"k.{n}", b"%d" % n)
+    await kv.delete("k.0")
+    return int(await kv.put("last", b"1"))
+
+
+@pytest.mark.parametrize("keys", [None, ["k.*"], ["k.1", "k.2", "last"]])
+async def test_a_restart_reads_what_came_since(
+    make_bucket: MakeBucket, path: Path, loads: list[Any], keys: list[str] | None
+) -> None:
+    kv = await make_bucket()
+    await fill(kv)
+    async with kvx.Table(kv, keys, checkpoint=path) as table:
+        before = dict(table)
+    await kv.put("k.1", b"new")
+    await kv.delete("k.2")
+    await kv.put("k.11", b"added")
+    async with kvx.Table(kv, keys, checkpoint=path) as table:
+        expected = dict(await kvx.snapshot(kv, keys))
+        assert dict(table) == expected != before
+        await table.wait_for(await kv.put("k.3", b"newer"))
+        assert dict(table) == dict(await kvx.snapshot(kv, keys))
+    assert len(loads) == 1
+
+
+async def test_it_is_written_while_the_table_is_open(make_bucket: MakeBucket, path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(live, "_SAVE_EVERY", 0.05)
+    kv = await make_bucket()
+    await fill(kv)
+    async with kvx.Table(kv, checkpoint=path) as table:
+        await table.wait_for(await kv.put("k.1", b"new"))
+        async with asyncio.timeout(10):
+            while table._live._saved_revision < table.revision:
+                await asyncio.sleep(0.02)
+        copy = path.with_name("copy.db")
+        for suffix in ("", "-wal"):
+            copy.with_name(copy.name + suffix).write_bytes(path.with_name(path.name + suffix).read_bytes())
+    database = sqlite3.connect(copy)
+    assert database.execute("SELECT data FROM messages WHERE key = ?", (b"k.1",)).fetchone() == (b"new",)
+    database.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:6000]), "damaged|malformed"),
+        (lambda path: spoil(path, b"value-7", b"value-8"), "is damaged"),
+        (lambda path: execute(path, "PRAGMA user_version = 9"), "newer version"),
+        (lambda path: execute(path, "DELETE FROM messages WHERE key = CAST('k.3' AS BLOB)"), "should have"),
+        (lambda path: execute(path, "UPDATE note SET content = 'x'"), "note is malformed"),
+        (lambda path: execute(path, "UPDATE note SET content = '[]'"), "note is malformed"),
+        (lambda path: execute(path, "UPDATE messages SET seq = 99 WHERE key = X'6B2E33'"), "is damaged"),
+    ],
+)
+async def test_a_file_that_is_not_usable_is_written_anew(
+    make_bucket: MakeBucket,
+    path: Path,
+    loads: list[Any],
+    caplog: pytest.LogCaptureFixture,
+    change: Callable[[Path], None],
+    why: str,
+) -> None:
+    kv = await make_bucket()
+    for n in range(200):
+        await kv.put(f"k.{n}", b"value-%d" % n)
+    async with kvx.Table(kv, checkpoint=path):
+        pass
+    change(path)
+    for _ in range(2):
+        with caplog.at_level(logging.WARNING, "jetstream_ext"):
+            async with kvx.Table(kv, checkpoint=path) as table:
+                assert dict(table) == dict(await kvx.snapshot(kv))
+    assert len(loads) == 2, "once at first, once for the file that is not usable"
+    assert len([record for record in caplog.records if "written anew" in record.message]) == 1
+    assert pytest.approx(1) == len([r for r in caplog.records if __import__("re").search(why, r.message)])
+
+
+def execute(path: Path, command: str) -> None:
+    database = sqlite3.connect(path)
+    database.execute(command)
+    database.commit()
+    database.close()
+
+
+def spoil(path: Path, old: bytes, new: bytes) -> None:
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new, 1))
+
+
+@pytest.mark.parametrize("content", [b"important", b"SQLite format 3\x00" + bytes(100)])
+async def test_other_files_are_left_alone(make_bucket: MakeBucket, path: Path, content: bytes) -> None:
+    kv = await make_bucket()
+    if content.startswith(b"SQLite"):
+        execute(path, "CREATE TABLE mine (x)")
+    else:
+        path.write_bytes(content)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="left as it is"):
+        async with kvx.Table(kv, checkpoint=path):
+            pass
+    assert path.read_bytes() == before
+
+
+async def test_a_file_is_of_one_table_at_a_time(make_bucket: MakeBucket, path: Path) -> None:
+    kv = await make_bucket()
+    async with kvx.Table(kv, checkpoint=path):
+        with pytest.raises(BlockingIOError, match="in use by another table"):
+            async with kvx.Table(kv, checkpoint=path):
+                pass
+    async with kvx.Table(kv, checkpoint=path):
+        pass
+
+
+async def test_a_folder_that_does_not_exist(make_bucket: MakeBucket, tmp_path: Path) -> None:
+    kv = await make_bucket()
+    with pytest.raises(OSError, match="cannot be opened"):
+        async with kvx.Table(kv, checkpoint=tmp_path / "none" / "x.db"):
+            pass
+
+
+@pytest.mark.parametrize("keys", [None, ["k.*"]])
+@pytest.mark.parametrize("how", ["another bucket", "purge", "purge of a key", "limits", "expired", "other keys"])
+async def test_what_happened_meanwhile(make_bucket: MakeBucket, path: Path, how: str, keys: list[str] | None) -> None:
+    kv = await make_bucket(**({"ttl": 1.0} if how == "expired" else {}))
+    await fill(kv)
+    async with kvx.Table(kv, keys, checkpoint=path):
+        pass
+    match how:
+        case "another bucket":
+            await kv._js.delete_key_value(kv._name)
+            kv = await kvx.enable(await kv._js.create_key_value(bucket=kv._name))
+            await kv.put("k.1", b"of the other one")
+        case "purge":
+            await kv._js.purge_stream(kv._stream)
+        case "purge of a key":
+            await kv._js.purge_stream(kv._stream, subject=f"{kv._pre}k.3")
+        case "limits":
+            config = (await kv._js.stream_info(kv._stream)).config
+            await kv._js.update_stream(config.evolve(max_msgs=3, discard="old"))
+        case "expired":
+            await asyncio.sleep(1.3)
+        case "other keys":
+            keys = ["last"]
+    async with kvx.Table(kv, keys, checkpoint=path) as table:
+        assert dict(table) == dict(await kvx.snapshot(kv, keys))
+
+
+async def test_cancelling_leaves_a_usable_file(make_bucket: MakeBucket, path: Path, leak_check: Any) -> None:
+    kv = await make_bucket()
+    await fill(kv)
+    for turns in range(0, 120, 4):
+
+        async def use() -> None:
+            async with kvx.Table(kv, checkpoint=path) as table:
+                await table.wait_for(9_999, timeout=30)
+
+        using = asyncio.create_task(use())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        using.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await using
+        await leak_check.assert_clean()
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    async with kvx.Table(kv, checkpoint=path) as table:
+                        assert dict(table) == dict(await kvx.snapshot(kv))
+                    break
+                except BlockingIOError:
+                    await asyncio.sleep(0.02)
+    assert present
