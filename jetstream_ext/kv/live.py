@@ -107,7 +107,6 @@ class Live:
         self._heard = 0.0  # when the leader's state was received
         self._position = 0  # what is staged or committed
         self._dense = True  # and nothing is missing between the two
-        self._foreign: int | None = None  # how many subjects the stream has that are no keys of the table
         self._stale = False  # another load is needed
         self._filter: str | None = None  # for the server; None reads the whole stream
         self._subjects = source.subjects()
@@ -124,8 +123,6 @@ class Live:
             with self.source.not_found():
                 if self._checkpoint is None or not await self._restore(await self._checkpoint.open()):
                     await self._load()
-            if self._checkpoint is not None:
-                await self._save()
         except BaseException:
             self.closed = True
             if self._checkpoint is not None:
@@ -358,7 +355,6 @@ class Live:
             self._filter = covering([self.source.subject(pattern) for pattern in self._patterns])
         self._disarm()
         self._watched = self._subjects_to_watch(state)
-        self._foreign = None
         self._note(state)
 
     def _behind(self, state: StreamState) -> RequestTimeoutError:
@@ -378,6 +374,7 @@ class Live:
                     count += len(found)
                 if exact:
                     await self._commit(max(self._position, reader.end.last_seq), reader.end)
+                    self.content.drop_below(reader.end.first_seq)
                 elif self._dense and self.content.staged:
                     await self._commit(self._position, reader.end)
         return count
@@ -397,7 +394,6 @@ class Live:
         self._note(state)
         self._position, self._dense = revision, True
         content.commit(revision)
-        content.drop_below(end.first_seq)
         content.expire(state.now)
         self._wake_waiting()
         self._check_subjects(state)
@@ -409,13 +405,8 @@ class Live:
             raise _VanishedError("its limits were changed")
 
     def _check_subjects(self, state: StreamState) -> None:
-        """Raise _VanishedError if the stream has fewer subjects than it should have."""
-        if not self._whole or state.last_seq != self.content.revision:
-            return
-        foreign = state.num_subjects - len(self.content)
-        if self._foreign is None:
-            self._foreign = max(0, foreign)
-        elif foreign < self._foreign:
+        """Raise _VanishedError if the stream has fewer subjects than the table has keys."""
+        if self._whole and state.last_seq == self.content.revision and state.num_subjects < len(self.content):
             raise _VanishedError("keys were removed without delete markers")
 
     def _note(self, state: StreamState) -> None:
@@ -436,11 +427,7 @@ class Live:
             return False
         try:
             with parsing("its note"):
-                before, revision, foreign = (
-                    _state_of(self.source.stream, saved.note),
-                    saved.note["revision"],
-                    saved.note["foreign"],
-                )
+                before, revision = _state_of(self.source.stream, saved.note), int(saved.note["revision"])
             state = await settled_state(self.source.readable_state, revision)
             await self._check_saved(before, revision, state)
             content = empty_content(state)
@@ -450,7 +437,7 @@ class Live:
                 content.feed(update_of(self._subjects, key, record) for key, record, _ in saved.rows)
 
             await asyncio.to_thread(feed)
-            content.dirty, content.revision, self._position, self._foreign = set(), revision, revision, foreign
+            content.dirty, content.revision, self._position = set(), revision, revision
             await self._step()
             if not self._whole:
                 await self._remove_unlisted(content)
@@ -500,7 +487,7 @@ class Live:
         else:
             return
         revision = content.revision
-        note = _note_of(self._state) | {"revision": revision, "count": len(content), "foreign": self._foreign or 0}
+        note = _note_of(self._state) | {"revision": revision, "count": len(content)}
         try:
             await self._checkpoint.save(values, deleted, gone, note, anew=anew)
         except BaseException:

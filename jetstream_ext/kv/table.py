@@ -36,7 +36,54 @@ class KeyValueChange:
 
 
 class Table(LiveMapping[KeyValueEntry, KeyValueChange]):
-    """A bucket, or a part of it, as a live dictionary."""
+    """A bucket, or a part of it, as a live dictionary: for those who read often (ADR-8, ADR-31).
+
+    ::
+
+        async with kvx.Table(kv, ["flags.>"]) as flags:     # loads the keys, and follows every later change
+            flags["flags.checkout"].value                   # a lookup in memory
+            revision = await kv.put("flags.checkout", b"on")
+            await flags.wait_for(revision)                  # read your own write, or that of another process
+
+    The table is always a state that the bucket had: with `revision` R, every key is as it was at R. It never goes back to an
+    earlier one, whichever replica or mirror answers. It makes no consumer on the server.
+
+    It follows changes within milliseconds if the client may subscribe to the keys (then the server wakes it), and otherwise
+    asks up to every 0.25 s. A change whose wake-up is lost is seen after 1 s at most, and `wait_for` asks at once. An idle
+    table sends one request per second.
+
+    While the servers do not answer, the table keeps what it has, logs a warning to the logger ``jetstream_ext``, and tries
+    again without end. It fails, with an error for all who wait and for every later read, if the bucket is deleted or created
+    again, or the connection is closed.
+
+    Values that expire by a TTL, or that a purge of the stream or a limit of it removes, leave the table as well. Where the
+    server leaves no delete marker, the leader's clock, its first sequence and its number of subjects show that. If an
+    administrator removes single messages of the stream without a trace (``STREAM.PURGE`` with a filter, ``STREAM.MSG.DELETE``),
+    a table of the whole bucket notices and loads it again; a table with `keys` does not notice before it is opened again.
+
+    The memory is that of the keys and values, and of the delete markers that the bucket keeps.
+
+    Args:
+        kv: nats-py's bucket; also one that is a mirror, which then is read alone.
+        keys: Keys and patterns of keys (``*`` for a token, ``>`` for the rest); None is the whole bucket. With several, the
+            server sends what matches their common prefix.
+        checkpoint: A file that keeps the table (SQLite), so that another start reads only what came since. It is of one
+            table and one process at a time, is at most a second old, and is written by a thread. A file that is damaged, of
+            another table or written by a newer version is written anew, with a warning.
+        timeout: Seconds to wait for each answer, and for `wait_for`; None is the context's own.
+
+    Raises:
+        nats.js.errors.InvalidKeyError, ValueError, TypeError: As for `snapshot`.
+        RuntimeError: On entering: the table was entered before.
+        ValueError: On entering: the file of `checkpoint` is not one of a table. It is left as it is.
+        BlockingIOError, OSError: On entering: another table uses that file, or it cannot be opened.
+        Exception: On entering: as for `snapshot`.
+
+    Cancellation: Entering and leaving may be cancelled; nothing is left behind. If leaving is cancelled, the checkpoint may
+        lack the last second.
+
+    Requires: As for `snapshot`; for the wake-ups, permission to subscribe to the keys' subjects (``$KV.<bucket>.>``).
+    """
 
     def __init__(
         self,

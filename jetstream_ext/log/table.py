@@ -38,7 +38,35 @@ class MessageChange:
 
 
 class Table(LiveMapping[StoredMsg, MessageChange]):
-    """The last message of every subject of a stream, as a live dictionary."""
+    """The last message of every subject of a stream, as a live dictionary: `kvx.Table` for any stream.
+
+    ::
+
+        async with log.Table(js, "PRICES", "prices.eu.>") as prices:
+            prices["prices.eu.X"].data
+
+    The keys are subjects, and `revision` is a stream sequence. A delete marker that the server wrote
+    (``subject_delete_marker_ttl``) removes its subject; other headers mean nothing here. Everything else is as for
+    `kvx.Table`.
+
+    Args:
+        js: nats-py's JetStream context.
+        stream: The stream's name.
+        subject: A filter (wildcards allowed), or several.
+        checkpoint: As for `kvx.Table`.
+        timeout: As for `kvx.Table`.
+
+    Raises:
+        BadSubjectError, ValueError, TypeError: The stream's name or a filter is not valid.
+        StreamConfigMismatchError: On entering: the stream's retention is not ``limits``, so that consumers remove messages.
+        nats.js.errors.NotFoundError: On entering: there is no such stream.
+        Exception: As for `kvx.Table`.
+
+    Cancellation: As for `kvx.Table`.
+
+    Requires: nats-server 2.11, ``allow_direct``, permission for ``DIRECT.GET``, ``STREAM.INFO`` and ``STREAM.MSG.GET``; for
+        the wake-ups, permission to subscribe to the subjects.
+    """
 
     def __init__(
         self,

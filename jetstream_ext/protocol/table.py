@@ -122,6 +122,9 @@ class Content:
         self._ttls: dict[str, tuple[int, timedelta]] = {}  # by key: the newest message that has a TTL of its own
         self._deadlines: list[tuple[datetime, int, str]] = []  # a heap of theirs; some are out of date
         self._highest = 0
+        # Lower bounds, because finding the oldest key anew costs a walk over what was removed before it in the dict.
+        self._not_due_before = datetime.min.replace(tzinfo=UTC)
+        self._none_below = 0
         self._in_order = True  # `values` and `deleted` are in the order of their sequences
 
     def __len__(self) -> int:
@@ -196,13 +199,12 @@ class Content:
             heapq.heapify(self._deadlines)
 
     def next_expiry(self) -> datetime | None:
-        """Return when, by the leader's clock, the next value expires without a delete marker; None: not before more messages."""
+        """Return a time by the leader's clock before which no value expires without a delete marker; None: none ever does."""
         if self._markers:
             return None
         times = [self._deadlines[0][0]] if self._deadlines else []
-        if self._max_age is not None:
-            oldest = next(self._oldest(self.values), None)
-            times += [] if oldest is None else [_later(oldest[1], self._max_age)]
+        if self._max_age is not None and self.values:
+            times.append(self._not_due_before)
         return min(times, default=None)
 
     def expire(self, now: datetime) -> None:
@@ -212,12 +214,15 @@ class Content:
             _, seq, key = heapq.heappop(due)
             if self._ttls.get(key, (0,))[0] == seq:
                 gone.append(key)
-        if self._max_age is not None:
+        if self._max_age is not None and now >= self._not_due_before:
+            next_due = _later_than(now, self._max_age)
             for held in (self.values, self.deleted):
                 for key, record in self._oldest(held):
-                    if _later(record, self._max_age) > now:
+                    if (due_at := _later(record, self._max_age)) > now:
+                        next_due = min(next_due, due_at)
                         break
                     gone.append(key)
+            self._not_due_before = next_due
         self.remove([key for key in gone if key in self.deleted] if self._markers else gone)
 
     def _oldest(self, held: dict[str, Record]) -> Iterator[tuple[str, Record]]:
@@ -232,13 +237,18 @@ class Content:
 
         The stream had that lowest sequence when it had no message above `revision`, so nothing has replaced what is below.
         """
+        if first_seq <= self._none_below:
+            return
         gone: list[str] = []
         self._arrange()
+        lowest = first_seq
         for held in (self.values, self.deleted):
             for key, record in held.items():
                 if record[0] >= first_seq:
+                    lowest = record[0] if held is self.values else min(lowest, record[0])
                     break
                 gone.append(key)
+        self._none_below = lowest
         self.remove(gone)
 
     def _arrange(self) -> None:
@@ -282,8 +292,12 @@ class Content:
                 watcher.push(changes, skipped=skipped)
 
 
-def _later(record: Record, ttl: timedelta) -> datetime:
+def _later_than(time: datetime, ttl: timedelta) -> datetime:
     try:
-        return parse_time(record[2]) + ttl
+        return time + ttl
     except OverflowError:
         return datetime.max.replace(tzinfo=UTC)
+
+
+def _later(record: Record, ttl: timedelta) -> datetime:
+    return _later_than(parse_time(record[2]), ttl)

@@ -101,6 +101,8 @@ class TestContent:
     def test_the_maximum_age_applies_unless_a_message_never_expires(self) -> None:
         content = Content(max_age=timedelta(seconds=10))
         content.feed([put("b", 2, 1), put("never", 1, ttl=FOREVER), put("c", 3, 2), delete("d", 4, 2)])
+        assert content.next_expiry() <= at(11)  # it was never looked
+        content.expire(at(2))
         assert content.next_expiry() == at(11)
         content.expire(at(11))
         assert seqs(content) == {"never": 1, "c": 3}
