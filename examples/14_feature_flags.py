@@ -25,7 +25,7 @@ class Service:
 @contextlib.asynccontextmanager
 async def lifespan(url: str) -> AsyncIterator[Service]:
     async with await nats.connect(url) as nc:
-        bucket = await kvx.enable(await nc.jetstream().create_key_value(bucket="flags"))
+        bucket = await nc.jetstream().create_key_value(bucket="flags", direct=True)
         async with kvx.Table(bucket, ["shop.>"]) as flags:
             flags.on_change(report)
             yield Service(bucket, flags)
