@@ -48,12 +48,10 @@ async def put_flag(service: Service, name: str, value: str) -> int:
     return await service.bucket.put(f"shop.{name}", value.encode())
 
 
-async def get_flag(service: Service, name: str, revision: int = 0) -> str:
+async def get_flag(service: Service, name: str, revision: int = 1) -> str:
     """GET /flags/{name}?revision=…: as it is at that revision, or later."""
-    if revision:
-        await service.flags.wait_for(revision)
-    flag = service.flags.get(f"shop.{name}")
-    return "off" if flag is None else flag.value.decode()
+    await service.flags.wait_for(revision)
+    return service.flags[f"shop.{name}"].value.decode()
 
 
 async def main(url: str) -> None:
@@ -62,7 +60,6 @@ async def main(url: str) -> None:
         revision = await put_flag(elsewhere, "new-basket", "on")
         print("the flag is", await get_flag(here, "new-basket", revision))
         print(await get_basket(here, "ann"))
-
         await here.flags.wait_for(await put_flag(elsewhere, "color.ann", "green"))
         print(await get_basket(here, "ann"))
         print(f"{len(here.flags)} flags at revision {here.flags.revision}, {here.flags.lag} behind")
