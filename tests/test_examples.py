@@ -38,12 +38,7 @@ SAYS = {
     "11_polars": ["c0: 3,334 purchases for 4,167,", "c2: 3,333 purchases for", "3 totals stored"],
     "12_duckdb": ["s0: 5,000 readings, at most 24.0 °C", "s3: 5,000 readings, at most 24.5 °C"],
     "13_pandas": ["10,000 visits stored", "visits.page0: 1,429", "visits.page1: 1,429"],
-    "14_feature_flags": [
-        "the old basket\n",
-        "the flag is on\n",
-        "the new basket in green\n",
-        "2 flags at revision 2, 0 behind",
-    ],
+    "14_feature_flags": ["the old basket\nchanged: shop.new-basket\nthe flag is on\nthe new basket\n"],
 }
 
 
