@@ -374,8 +374,10 @@ class TestLife:
         await kv.put("a", b"1")
         with caplog.at_level(logging.WARNING, "jetstream_ext"):
             async with kvx.Table(kv) as table:
-                await asyncio.to_thread(own_server.restart)
+                own_server.kill()
+                await until(lambda: "not current" in caplog.text)
                 assert values(table) == {"a": b"1"}
+                await asyncio.to_thread(own_server.restart)
                 async with asyncio.timeout(30):
                     while True:
                         try:
@@ -385,7 +387,6 @@ class TestLife:
                             await asyncio.sleep(0.1)
                 await table.wait_for(revision, timeout=30)
                 assert values(table) == {"a": b"2"}
-        assert "not current" in caplog.text
         assert "current again" in caplog.text
         await nc.close()
 
