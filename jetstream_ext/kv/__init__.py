@@ -2,11 +2,13 @@
 
 from jetstream_ext.kv.admin import enable, touch
 from jetstream_ext.kv.entries import KeyValueEntry, KeyValueSnapshot
+from jetstream_ext.kv.live import Changes
 from jetstream_ext.kv.reads import get_many, snapshot
 from jetstream_ext.kv.table import KeyValueChange, Table
 from jetstream_ext.kv.transaction import Transaction, retry_transaction, transaction
 
 __all__ = [
+    "Changes",
     "KeyValueChange",
     "KeyValueEntry",
     "KeyValueSnapshot",

@@ -14,6 +14,7 @@ import itertools
 import traceback
 import typing
 import weakref
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -58,9 +59,17 @@ _ASYNC = ("__aenter__", "__aexit__", "__anext__", "__await__")
 
 
 def public_calls() -> set[str]:
-    """Return the names of everything public that can be awaited, iterated or entered."""
-    things = [(name, getattr(module, name)) for module in (jsx, kvx, log, arrow) for name in module.__all__]
-    assert len(dict(things)) == len(things), "a name is public in two modules: a row of the matrix would be ambiguous"
+    """Return the names of everything public that can be awaited, iterated or entered.
+
+    A name that is public in two modules begins with that of the module.
+    """
+    modules = {"jsx": jsx, "kv": kvx, "log": log, "arrow": arrow}
+    count = Counter(name for module in modules.values() for name in module.__all__)
+    things = [
+        (name if count[name] == 1 else f"{place}.{name}", getattr(module, name))
+        for place, module in modules.items()
+        for name in module.__all__
+    ]
     classes = {thing for _, thing in things if inspect.isclass(thing)}
     found = set[str]()
     for name, thing in things:
@@ -323,6 +332,33 @@ async def change(tx: kvx.Transaction) -> None:
     tx.put("a", b"2")
 
 
+async def new_table(t: Try) -> kvx.Table:
+    return kvx.Table(await t.bucket())
+
+
+async def new_stream_table(t: Try) -> log.Table:
+    return log.Table(t.js, t.stream)
+
+
+def opened(new: Callable[[Try], Awaitable[Any]]) -> Callable[[Try], Awaitable[Any]]:
+    async def opened(t: Try) -> Any:
+        table = await new(t)
+        await table.__aenter__()
+        t.undo.append(lambda: table.__aexit__(None, None, None))
+        return table
+
+    return opened
+
+
+def table_calls(new: Callable[[Try], Awaitable[Any]]) -> dict[str, Call]:
+    return {
+        "__aenter__": on(new, lambda t, table: table.__aenter__()),
+        "__aexit__": on(opened(new), lambda t, table: table.__aexit__(None, None, None)),
+        "changes": on(opened(new), lambda t, table: anext(table.changes())),
+        "wait_for": on(opened(new), lambda t, table: table.wait_for(1 << 40)),
+    }
+
+
 async def a_bucket(t: Try) -> Any:
     return await t.bucket()
 
@@ -420,6 +456,8 @@ CALLS: dict[str, Call] = {
     "record_batches": plain(all_record_batches),
     "to_arrow": plain(lambda t: arrow.to_arrow(t.js, t.stream)),
     # kv
+    "Changes.__anext__": on(opened(new_table), lambda t, table: anext(table.changes())),
+    **{f"kv.Table.{name}": call for name, call in table_calls(new_table).items()},
     "Transaction.__aenter__": on(a_bucket, lambda t, kv: kvx.transaction(kv).__aenter__()),
     "Transaction.__aexit__": on(open_transaction, lambda t, tx: tx.__aexit__(None, None, None)),
     "Transaction.commit": on(open_transaction, lambda t, tx: tx.commit()),
@@ -448,6 +486,7 @@ CALLS: dict[str, Call] = {
     "OffsetStore.create": plain(lambda t: t.offsets(f"new{t.name}").create()),
     "OffsetStore.fetch": plain(lambda t: t.offsets().fetch("r")),
     "exactly_once": on(open_reader, exactly_once),
+    **{f"log.Table.{name}": call for name, call in table_calls(new_stream_table).items()},
 }
 
 
