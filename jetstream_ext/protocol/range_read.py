@@ -352,10 +352,10 @@ class RangeRead(_Read):
                 elif self._timer is None:
                     self._waiting_since = now
                     self._deadline = now + max(self._pause, self._timeout - self._sending)
-                    soon = self._timeout / 2
-                    self._timer = min(
-                        self._deadline, now + (min(self._pause, soon) if self._plan.only_end_missing else soon)
-                    )
+                    patience = self._timeout / 2
+                    if self._plan.only_end_missing:
+                        patience = min(patience, self._pause)
+                    self._timer = min(self._deadline, now + patience)
                 return Wait(self._timer)
 
     def receive(self, sent: SentRequest, frames: list[Frame], now: float) -> None:

@@ -172,7 +172,10 @@ class Plan(ABC):
 
     @property
     def only_end_missing(self) -> bool:
-        """Whether everything was delivered, so that the end of the reply can only tell what follows the range."""
+        """Whether everything was delivered, so that the end of the reply can only tell what follows the range.
+
+        Then `retry` ends the read.
+        """
         return False
 
     @abstractmethod
@@ -310,7 +313,7 @@ class OneReply(RangePlan):
 
     @property
     def only_end_missing(self) -> bool:
-        return self._rows > 0 and self._full
+        return self._rows > 0 and self._full and not self._whole
 
     def retry(self) -> bool:
         if self._whole and self._rows:

@@ -470,6 +470,15 @@ class TestSilence:
         assert script.now == before + PAUSE
         assert script.plan.end == EndOfBatch(0, 3)
 
+    def test_after_the_last_message_of_an_answer_that_counts_as_a_whole_ends_the_read_in_time(self) -> None:
+        script = Script(OneReply(Request(seq=1, batch=2), whole=True))
+        script.answer([row(1, 0, 1), row(2, 1, 0)])
+        for _ in range(3):
+            if isinstance(action := script.expire(), Done):
+                break
+        assert isinstance(failure(action), errors.RequestTimeoutError)
+        assert script.now == TIMEOUT
+
     def test_a_complete_reply_allows_another_repetition(self) -> None:
         script = Script(scan(batch=1))
         for seq in (1, 2, 3):
