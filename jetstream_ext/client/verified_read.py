@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from jetstream_ext.client.api import (
@@ -38,6 +38,7 @@ from jetstream_ext.errors import (
 )
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, StoredMsg, not_found
+from jetstream_ext.protocol.headers import BATCH_ID, is_inside_batch
 from jetstream_ext.protocol.numbers import json_number
 from jetstream_ext.protocol.range_read import MAX_LEADER_REQUESTS, MAX_MIRROR_ANSWERS
 from jetstream_ext.protocol.reads import OneReply, Scan, reached_now
@@ -70,6 +71,24 @@ class Answer:
     block: Block  # its `stream` is the responder's name, or empty if there are no messages
     pending: int  # how many more messages match
     up_to_seq: int  # the newest sequence of the responder (`multi_last` only)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive messages of the log; there may be none."""
+
+    found: Block | list[StoredMsg]
+    exact: bool = False
+    """No reply has passed the last message, and it is the last one."""
+    whole: bool = True
+    """The last message is not inside an atomic batch, as far as its headers say."""
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    @property
+    def last(self) -> StoredMsg:
+        return self.found[-1] if isinstance(self.found, list) else self.found.message(-1)
 
 
 class VerifiedReader:
@@ -270,12 +289,12 @@ class VerifiedReader:
         start: tuple[int, int] | None = None  # where this read and the leader were
         until = 0.0
         async with contextlib.aclosing(self.follow(position)) as pieces:
-            async for found, exact in pieces:
-                if len(found):
-                    take(found)
-                    newest = found[-1] if isinstance(found, list) else found.message(-1)
+            async for piece in pieces:
+                if len(piece):
+                    take(piece.found)
+                    newest = piece.last
                     position = newest.seq
-                if exact or loop.time() < until:
+                if piece.exact or loop.time() < until:
                     continue
                 leader = self.end.last_seq
                 if start is not None and (position - start[0]) * _SLOWER < leader - start[1]:
@@ -287,14 +306,13 @@ class VerifiedReader:
                 start, until = (position, leader), loop.time() + self._timeout / 2
         return newest
 
-    async def follow(
-        self, position: int, *, subject: str | None = None
-    ) -> AsyncGenerator[tuple[Block | list[StoredMsg], bool], None]:
-        """Yield the messages after `position` in pieces, each with whether it is the last one; a piece may be empty.
+    async def follow(self, position: int, *, subject: str | None = None) -> AsyncGenerator[Piece, None]:
+        """Yield the messages after `position` in pieces.
 
-        No reply of this read, or of earlier ones that ended where it begins, has passed the last piece. It goes up to
-        `end.last_seq` or farther: `end` is what the leader said last, before the last reply. `subject` is a filter for the
-        server; other messages may be among them.
+        The last piece is exact: no reply of this read, or of earlier ones that ended where it begins, has passed it. It goes
+        up to `end.last_seq` or farther: `end` is what the leader said last, before the last reply. It does not end inside an
+        atomic batch, unless the rest of the batch was removed. `subject` is a filter for the server; other messages may be
+        among them.
         """
         retry = self._retry()
         while True:
@@ -302,7 +320,7 @@ class VerifiedReader:
             self.end = state = await stream_state(self._context, self._stream, self._timeout)
             leader = state.last_seq
             if leader == position:
-                yield [], True
+                yield Piece([], exact=True)
                 return
             try:
                 found: Block | list[StoredMsg]
@@ -314,32 +332,41 @@ class VerifiedReader:
                         max_bytes=self._room(1),
                     )
                     answer = await self._ask(request)
-                    found, pending = answer.block, answer.pending
+                    found, more = answer.block, answer.pending > 0
                     if len(found):
                         self._check(found.stream)
                 except AskLeaderError:
-                    found, pending = await self._next_at_leader(position), 1
+                    found = await self._next_at_leader(position)
                     due = [message for message in found if message.seq <= leader]
-                    if not found or len(due) == leader - position:  # no reply has passed the last one
-                        yield due, True
-                        return
-                if len(found):
-                    position = found[-1].seq if isinstance(found, list) else found.seqs[-1]
+                    more = len(found) > 0 and len(due) < leader - position
+                    if not more:  # no reply has passed the last one
+                        found = due
+                piece = Piece(found)
+                if len(piece):
+                    last = piece.last
+                    position = last.seq
+                    piece = Piece(found, whole=not is_inside_batch(last.stored_lines))
                     self.replies += 1
                     retry.reset()
-                    if pending:
-                        yield found, False
+                    if more or (not piece.whole and await self._batch_goes_on(last, subject)):
+                        yield piece
                         continue
                 after = Request(seq=position + 1, next_by_subj=subject or ">")
                 missing = await self._at_leader(after) if position < leader else None
                 if missing is None or missing.seq > leader:
-                    yield found, True
+                    yield replace(piece, exact=True)
                     return
-                if len(found):
-                    yield found, False
+                if len(piece):
+                    yield piece
                 self._check(self._stream, position, missing.seq)
             except _UnverifiedError as doubt:
                 await self._pause(retry, doubt)
+
+    async def _batch_goes_on(self, last: StoredMsg, subject: str | None) -> bool:
+        """Return whether the leader has more messages, which match `subject`, of the atomic batch of a message."""
+        await wait_for_sequence(self._context, self._stream, last.seq, self._timeout)
+        after = await self._at_leader(Request(seq=last.seq + 1, next_by_subj=subject or ">"))
+        return after is not None and after.headers.get(BATCH_ID) == last.headers[BATCH_ID]
 
     def _check(self, responder: str, reached: int = 0, need: int = 0) -> None:
         """Raise `_UnverifiedError` unless the stream itself answered and has reached `need`.

@@ -368,14 +368,14 @@ class Live:
         assert self._state is not None
         reader, count = verified_reader(self.source, self._state), 0
         async with aclosing(reader.follow(self._position, subject=self._filter)) as pieces:
-            async for found, exact in pieces:
-                if len(found):
-                    self._stage(found)
-                    count += len(found)
-                if exact:
+            async for piece in pieces:
+                if len(piece):
+                    self._stage(piece.found)
+                    count += len(piece)
+                if piece.exact:
                     await self._commit(max(self._position, reader.end.last_seq), reader.end)
                     self.content.drop_below(reader.end.first_seq)
-                elif self._dense and self.content.staged:
+                elif self._dense and piece.whole and self.content.staged:
                     await self._commit(self._position, reader.end)
         return count
 

@@ -25,13 +25,14 @@ from typing import Final, TypeVar
 
 from jetstream_ext.client.api import gather_bounded
 from jetstream_ext.client.retry import Retry
-from jetstream_ext.client.verified_read import AskLeaderError, VerifiedReader
+from jetstream_ext.client.verified_read import Answer, AskLeaderError, VerifiedReader
 from jetstream_ext.errors import RequestTimeoutError, TooManySubjectsError
 from jetstream_ext.kv.entries import EVERYTHING, updates_of
 from jetstream_ext.kv.keyed_stream import KeyedStream
 from jetstream_ext.kv.limits import limits_of
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import Block, StoredMsg
+from jetstream_ext.protocol.headers import is_inside_batch
 from jetstream_ext.protocol.subjects import can_be_asked_for, matcher
 from jetstream_ext.protocol.table import Content
 
@@ -114,14 +115,14 @@ async def read_now(
     def take(found: Block | Sequence[StoredMsg]) -> None:
         content.feed(updates_of(found, subjects))
 
-    end = state
+    end, log_from = state, state.last_seq
     answer = await _read_at_once(source, reader, patterns, state)
-    if answer is not None:  # the server has decided for its only answer what had expired
-        take(answer)
-        newest = answer.message(-1) if len(answer) else None
-        known = newest is not None and (newest.seq > state.last_seq or (newest.seq, newest.time) in state.ends)
-        if not known:  # nothing shows that the answer is of the stream whose last sequence and time are known
-            end = await source.check_same(state)
+    newest: StoredMsg | None = None
+    if answer is not None:
+        take(answer.block)
+        newest = answer.block.message(-1) if len(answer.block) else None
+        if newest is not None and newest.seq >= answer.up_to_seq and is_inside_batch(newest.stored_lines):
+            answer, log_from = None, newest.seq  # the rest of the batch may just be being stored
     else:
         names = None
         if patterns != [EVERYTHING] or is_deep(state) or not await reader.replicas_answer():
@@ -131,11 +132,16 @@ async def read_now(
                 take(block)
         else:
             await read_by_name(source, reader, names, take)
-        newest = await reader.catch_up(state.last_seq, take)
+    if answer is None:
+        newest = await reader.catch_up(log_from, take) or newest
         # What expired meanwhile may have been stored for the first replies and gone for the last ones.
         end = await check_end(source, state)
         content.expire(end.now)
         content.drop_below(reader.end.first_seq)
+    else:  # the server has decided for its only answer what had expired
+        known = newest is not None and (newest.seq > state.last_seq or (newest.seq, newest.time) in state.ends)
+        if not known:  # nothing shows that the answer is of the stream whose last sequence and time are known
+            end = await source.check_same(state)
     content.revision, time = state.last_seq, state.last_time
     if newest is not None and newest.seq > state.last_seq:
         content.revision, time = newest.seq, newest.time
@@ -144,7 +150,7 @@ async def read_now(
 
 async def _read_at_once(
     source: KeyedStream, reader: VerifiedReader, patterns: list[str], state: StreamState
-) -> Block | None:
+) -> Answer | None:
     """Return the answer to one request for everything, or None if one answer does not have room for it."""
     if len(_chunks(source, patterns)) > 1 or (patterns == [EVERYTHING] and state.num_subjects > _CHUNK):
         return None
@@ -152,7 +158,7 @@ async def _read_at_once(
         answer = await reader.last_of([source.subject(pattern) for pattern in patterns])
     except (TooManySubjectsError, AskLeaderError):
         return None
-    return None if answer.pending else answer.block
+    return None if answer.pending else answer
 
 
 async def list_keys(source: KeyedStream, patterns: list[str]) -> list[str] | None:

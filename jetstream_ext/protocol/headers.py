@@ -96,6 +96,11 @@ def are_in_place(row: Row) -> bool:
     )
 
 
+def is_inside_batch(stored: bytes) -> bool:
+    """Return whether a message, by its stored headers, belongs to an atomic batch and is not the last one of it."""
+    return b"\r\nNats-Batch-Id:" in stored and b"\r\nNats-Batch-Commit:" not in stored
+
+
 def single_row(block: bytes) -> Row:
     """As `reply_row`, for the reply to a single direct get, which has only the first four lines."""
     found = _cut_off(block, _LINES[:4])

@@ -15,6 +15,7 @@ from nats.js.errors import BucketNotFoundError, InvalidKeyError
 from nats.js.kv import KeyValue
 
 import jetstream_ext.kv as kvx
+from jetstream_ext.client import verified_read
 from jetstream_ext.errors import RequestTimeoutError, StreamRecreatedError
 from jetstream_ext.kv import live
 from jetstream_ext.testing import NatsServer
@@ -251,6 +252,38 @@ class TestRemovals:
             await kv._js.delete_key_value(kv._name)
             with pytest.raises(BucketNotFoundError):
                 await table.wait_for(9, timeout=20)
+
+
+class TestTransactions:
+    """A table never shows a part of a transaction, wherever a reply ends."""
+
+    KEYS = tuple(f"k{n}" for n in range(10))
+
+    @pytest.mark.parametrize("keys", [None, ["k1", "k3", "k9"], ["k1", "k3", "k5"]])
+    @pytest.mark.parametrize("history", [1, 64])
+    async def test_short_replies(
+        self,
+        make_bucket: MakeBucket,
+        writer: JetStreamContext,
+        monkeypatch: pytest.MonkeyPatch,
+        keys: list[str] | None,
+        history: int,
+    ) -> None:
+        monkeypatch.setattr(verified_read, "_CATCH_UP_BATCH", 7)
+        kv = await make_bucket(history=history)
+        await kvx.enable(kv, atomic=True)
+        other = await writer.key_value(kv._name)
+        seen: set[tuple[bytes, ...]] = set()
+        async with kvx.Table(kv, keys) as table:
+            table.on_change(lambda _: seen.add(tuple({entry.value for entry in table.values()})))
+            for n in range(40):
+                async with kvx.transaction(other) as tx:
+                    for key in self.KEYS:
+                        tx.put(key, b"%d" % n)
+                if n % 4 == 3:
+                    await table.wait_for(max(tx.revisions.values()))
+        assert seen
+        assert all(len(shown) == 1 for shown in seen)
 
 
 class TestChanges:

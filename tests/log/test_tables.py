@@ -87,6 +87,21 @@ async def test_a_servers_marker_is_a_removal(js: JetStreamContext, make_stream: 
         assert table.revision == ack.seq + 1
 
 
+async def test_a_batch_without_its_end_holds_up_nothing(js: JetStreamContext, make_stream: MakeStream) -> None:
+    stream = await make_stream(allow_atomic=True)
+    async with jsx.AtomicBatch(js) as batch:
+        for n in range(10):
+            await batch.add(f"{stream}.{n}", b"")
+    assert batch.ack is not None
+    await js.delete_msg(stream, batch.ack.seq)
+    async with log.Table(js, stream) as table, log.Table(js, stream, [f"{stream}.3", f"{stream}.7"]) as part:
+        assert (table.revision, len(table)) == (batch.ack.seq, 9)
+        assert len(part) == 2
+        ack = await js.publish(f"{stream}.3", b"1")
+        for each in (table, part):
+            await each.wait_for(ack.seq)
+
+
 async def test_a_mirror(js: JetStreamContext, make_stream: MakeStream, stream_name: Callable[[], str]) -> None:
     stream, mirror = await make_stream(), stream_name()
     await js.add_stream(StreamConfig(name=mirror, mirror=StreamSource(name=stream), allow_direct=True))

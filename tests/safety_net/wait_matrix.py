@@ -49,7 +49,14 @@ FAULTS = {
     "the server is stopped": ("stop", "stop and close"),
 }
 # What waits for an event, and not for an answer, ends only with its connection.
-ENDLESS = {"AbandonedBatches.__anext__", "FastPublisher.wait_closed", "FastPublisher.wait_closed (unused)"}
+ENDLESS = {
+    "AbandonedBatches.__anext__",
+    "Changes.__anext__",
+    "FastPublisher.wait_closed",
+    "FastPublisher.wait_closed (unused)",
+    "kv.Table.changes",
+    "log.Table.changes",
+}
 # What retries after transient errors: it ends after the `timeout` for an answer and the `patience` (or `ingest`'s own
 # `timeout`, or `give_up_after`). The patience is no multiple of the timeout, so that one more wait for an answer shows.
 PATIENCE = 1.4  # timeouts
