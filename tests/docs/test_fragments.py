@@ -49,6 +49,10 @@ await js.publish("orders.eu", b"1")
 await js.add_consumer("ORDERS", durable_name="billing", ack_policy="explicit")
 await jsx.ensure_stream(js, name="OTHER", subjects=["sessions.42"], allow_msg_ttl=True)
 """,
+    "tables": """
+kv = await js.create_key_value(bucket="flags", direct=True)
+await kv.put("checkout.new-basket", b"off")
+""",
     "testing-your-application": "async def my_application(url): pass",
     "reference-server": "",
 }
@@ -62,9 +66,9 @@ entry = await jsx.create_source_consumer(js, "ORDERS", "to-hub", deliver_subject
 await jsx.ensure_stream(js, name="ALL-READINGS", sources=[entry])
 """,
 }
-# Run elsewhere: it never ends (client/test_abandoned.py); it needs two servers (arrow/test_writing.py) or two domains
+# Run elsewhere: they never end (client/test_abandoned.py, kv/test_tables.py); it needs two servers (arrow/test_writing.py) or two domains
 # (client/test_sourcing_over_a_leaf.py).
-NOT_HERE = ("jsx.watch_abandoned(", "arrow.from_arrow(elsewhere", 'nc.jetstream(domain="edge")')
+NOT_HERE = ("jsx.watch_abandoned(", "in flags.changes()", "arrow.from_arrow(elsewhere", 'nc.jetstream(domain="edge")')
 
 
 async def run(code: str, names: dict[str, Any]) -> None:
