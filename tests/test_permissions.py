@@ -84,6 +84,16 @@ async def reads(js: JetStreamContext) -> None:
     assert await kvx.snapshot(kv)
 
 
+async def bucket_table(js: JetStreamContext) -> None:
+    async with kvx.Table(await js.key_value("B"), timeout=js._timeout) as table:
+        assert table["k"].value == b"1"
+
+
+async def stream_table(js: JetStreamContext) -> None:
+    async with log.Table(js, "S", timeout=js._timeout) as table:
+        assert len(table) == 2
+
+
 async def transfer(js: JetStreamContext) -> None:
     async def change(tx: kvx.Transaction) -> None:
         await tx.get("k")
@@ -160,11 +170,13 @@ CALLS: dict[str, Call] = {
     "create_source_consumer": lambda js: jsx.create_source_consumer(js, "S", "C", deliver_subject="d"),
     "source_health": health,
     "kv.get_many, kv.snapshot": reads,
+    "kv.Table": bucket_table,
     "kv.transaction, kv.retry_transaction": transfer,
     "kv.touch": touch,
     "kv.enable": enable,
     "log.LogReader": read_log,
     "log.LogReader(confirm=False)": read_unconfirmed,
+    "log.Table": stream_table,
     "log.OffsetStore": offsets,
     "log.exactly_once": work,
 }

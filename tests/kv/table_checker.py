@@ -86,22 +86,33 @@ class TableChecker:
     def check(self, log: list[tuple[int, str, bool]] | None = None) -> None:
         """Compare the samples with all messages that the bucket had (revision, key, whether it deletes).
 
-        Without a `log`, these are the acknowledged writes.
+        Without a `log`, these are the acknowledged writes, and a key may have what a write of unknown outcome gave it.
         """
         acknowledged = {it.revision: (it.key, it.value is None) for it in self.writes if it.revision is not None}
         stored = acknowledged if log is None else {revision: (key, deletes) for revision, key, deletes in log}
         assert acknowledged.items() <= stored.items(), "a write was acknowledged, and is not stored"
+        unknown = {(it.key, it.value is None) for it in self.writes if it.revision is None and log is None}
         for name, samples in self.samples.items():
             state: dict[str, int] = {}
             at = 0
             for sample in samples:
                 for revision in range(at + 1, sample.revision + 1):
+                    if revision not in stored:
+                        assert unknown, f"{name} has revision {revision}, which was never stored"
+                        continue
                     key, deletes = stored[revision]
                     if deletes:
                         state.pop(key, None)
                     else:
                         state[key] = revision
                 at = sample.revision
+                for key in {key for key, _ in unknown} & (state.keys() | sample.entries.keys()):
+                    found, expected = sample.entries.get(key), state.get(key, 0)
+                    put = found is not None and found > expected and found not in stored and (key, False) in unknown
+                    if put or (found is None and (key, True) in unknown):
+                        state.pop(key, None)
+                        if found is not None:
+                            state[key] = found
                 assert sample.entries == state, f"{name} at revision {at}: {difference(sample.entries, state)}"
 
 
