@@ -14,7 +14,7 @@ from nats.aio.client import Client
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
-from jetstream_ext.testing import NatsCluster
+from jetstream_ext.testing import NatsCluster, NatsServer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kv"))
 
@@ -81,3 +81,25 @@ async def test_tables_are_right_while_servers_are_killed_and_paused(
     assert (await kv._js.stream_info(kv._stream)).state.consumer_count == 0
     if full:
         assert checker.reads >= 1_000_000
+
+
+@pytest.mark.timeout(900)
+async def test_reconnecting_processes_make_no_consumer(victim: NatsServer, connect: Connect, full: bool) -> None:
+    processes, times = (100, 100) if full else (4, 10)
+    nc = await connect(victim.url)
+    js = nc.jetstream(timeout=20)
+    kv = await js.create_key_value(bucket="B", direct=True)
+    program = str(Path(__file__).with_name("table_process.py"))
+    started = [
+        await asyncio.create_subprocess_exec(sys.executable, program, victim.url, f"p{number}", str(times))
+        for number in range(processes)
+    ]
+    running, most = asyncio.gather(*(process.wait() for process in started)), 0
+    while not running.done():
+        most = max(most, (await js.account_info()).consumers)
+        await asyncio.wait([running], timeout=0.05)
+    assert set(await running) == {0}
+    assert most == 0
+    assert {key: entry.value for key, entry in (await kvx.snapshot(kv)).items()} == {
+        f"p{number}": b"%d" % (times - 1) for number in range(processes)
+    }
