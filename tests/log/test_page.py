@@ -69,7 +69,7 @@ async def test_every_code_block_runs(own: JetStreamContext, capsys: pytest.Captu
 
 
 def test_the_page_names_every_public_name() -> None:
-    values = {"Committing", "StoredOffset", "Processed"}
+    values = {"Committing", "MessageChange", "StoredOffset", "Processed"}
     assert {name for name in log.__all__ if f"{name}" not in PAGE} <= values
 
 

@@ -347,19 +347,21 @@ async def new_stream_table(t: Try) -> log.Table:
     return log.Table(t.js, t.stream)
 
 
-def opened(new: Callable[[Try], Awaitable[Any]]) -> Callable[[Try], Awaitable[Any]]:
-    async def opened(t: Try) -> Any:
-        table = await new(t)
-        await table.__aenter__()
-        t.undo.append(lambda: table.__aexit__(None, None, None))
-        return table
+async def enter(t: Try, table: Any) -> Any:
+    t.undo.append(lambda: table.__aexit__(None, None, None))
+    return await table.__aenter__()
 
-    return opened
+
+def opened(new: Callable[[Try], Awaitable[Any]]) -> Callable[[Try], Awaitable[Any]]:
+    async def open_(t: Try) -> Any:
+        return await enter(t, await new(t))
+
+    return open_
 
 
 def table_calls(new: Callable[[Try], Awaitable[Any]]) -> dict[str, Call]:
     return {
-        "__aenter__": on(new, lambda t, table: table.__aenter__()),
+        "__aenter__": on(new, enter),
         "__aexit__": on(opened(new), lambda t, table: table.__aexit__(None, None, None)),
         "changes": on(opened(new), lambda t, table: anext(table.changes())),
         "wait_for": on(opened(new), lambda t, table: table.wait_for(1 << 40)),
