@@ -45,11 +45,14 @@ from jetstream_ext.protocol.reads import OneReply, Scan, reached_now
 from jetstream_ext.protocol.subjects import can_be_asked_for
 
 _CATCH_UP_BATCH: Final = 16_000
+# So few messages are read one by one: the server counts what follows a batch, which takes it milliseconds in large streams.
+_FEW: Final = 8
 _NO_LIMIT: Final = 1 << 31
 _FIRST_PAUSE: Final = 0.001  # short, because another responder may answer the next request
 _AWAY: Final = "no replica answers"  # a stream that does not allow direct gets is refused before
 # Messages with wildcards in their subjects that are passed over to find one that can be asked for.
 _MOST_PASSED: Final = 64
+_LONGEST_COMMIT: Final = 0.3  # after so many seconds, the rest of an atomic batch is taken for removed
 # So many pauses in, it is asked whether the stream is still the same: perhaps nothing will ever catch up.
 _PAUSES_BEFORE_A_CHECK: Final = 8
 # A read catches up with the writers only if it is faster than they are, by so much that it will end.
@@ -304,6 +307,10 @@ class VerifiedReader:
                         "fewer keys with get_many"
                     )
                 start, until = (position, leader), loop.time() + self._timeout / 2
+        if newest is None and position:
+            last = await self._at_leader(Request(seq=position))
+            if last is not None and is_inside_batch(last.stored_lines) and await self._is_followed(last):
+                return await self.catch_up(position, take)
         return newest
 
     async def follow(self, position: int, *, subject: str | None = None) -> AsyncGenerator[Piece, None]:
@@ -323,24 +330,7 @@ class VerifiedReader:
                 yield Piece([], exact=True)
                 return
             try:
-                found: Block | list[StoredMsg]
-                try:
-                    request = Request(
-                        seq=position + 1,
-                        next_by_subj=subject or ">",  # without one, 2.11.0 answers 404 if the first message was deleted
-                        batch=_CATCH_UP_BATCH,
-                        max_bytes=self._room(1),
-                    )
-                    answer = await self._ask(request)
-                    found, more = answer.block, answer.pending > 0
-                    if len(found):
-                        self._check(found.stream)
-                except AskLeaderError:
-                    found = await self._next_at_leader(position)
-                    due = [message for message in found if message.seq <= leader]
-                    more = len(found) > 0 and len(due) < leader - position
-                    if not more:  # no reply has passed the last one
-                        found = due
+                found, more = await self._next_piece(position, leader, subject)
                 piece = Piece(found)
                 if len(piece):
                     last = piece.last
@@ -348,7 +338,7 @@ class VerifiedReader:
                     piece = Piece(found, whole=not is_inside_batch(last.stored_lines))
                     self.replies += 1
                     retry.reset()
-                    if more or (not piece.whole and await self._batch_goes_on(last, subject)):
+                    if more or (not piece.whole and await self._is_followed(last, subject)):
                         yield piece
                         continue
                 after = Request(seq=position + 1, next_by_subj=subject or ">")
@@ -362,11 +352,49 @@ class VerifiedReader:
             except _UnverifiedError as doubt:
                 await self._pause(retry, doubt)
 
-    async def _batch_goes_on(self, last: StoredMsg, subject: str | None) -> bool:
-        """Return whether the leader has more messages, which match `subject`, of the atomic batch of a message."""
-        await wait_for_sequence(self._context, self._stream, last.seq, self._timeout)
-        after = await self._at_leader(Request(seq=last.seq + 1, next_by_subj=subject or ">"))
-        return after is not None and after.headers.get(BATCH_ID) == last.headers[BATCH_ID]
+    async def _next_piece(
+        self, position: int, leader: int, subject: str | None
+    ) -> tuple[Block | list[StoredMsg], bool]:
+        """Return messages after `position`, and whether there are more or they have passed the sequence `leader`."""
+        if not 0 < leader - position <= _FEW:
+            request = Request(
+                seq=position + 1,
+                next_by_subj=subject or ">",  # without one, 2.11.0 answers 404 if the first message was deleted
+                batch=_CATCH_UP_BATCH,
+                max_bytes=self._room(1),
+            )
+            with contextlib.suppress(AskLeaderError):
+                answer = await self._ask(request)
+                if len(answer.block):
+                    self._check(answer.block.stream)
+                return answer.block, answer.pending > 0
+        found = await self._next_at_leader(position, min(max(1, leader - position), MAX_LEADER_REQUESTS))
+        due = [message for message in found if message.seq <= leader]
+        if not found or len(due) == leader - position:  # no reply has passed the last one
+            return due, False
+        return found, True
+
+    async def _is_followed(self, last: StoredMsg, subject: str | None = None) -> bool:
+        """Return whether more messages, which match `subject`, follow one that is inside an atomic batch.
+
+        Servers show the messages of a batch while they store it. The last message of the stream tells whether that is over.
+        If none follows then, the others of the batch do not match or were removed.
+        """
+        batch, pause = last.headers.get(BATCH_ID), _FIRST_PAUSE
+        while pause < _LONGEST_COMMIT:
+            state = await stream_state(self._context, self._stream, self._timeout)
+            if state.last_seq >= last.seq:  # otherwise the leader has yet to learn of the message
+                newest = await self._at_leader(Request(seq=state.last_seq))
+                after = Request(seq=last.seq + 1, next_by_subj=subject or ">")
+                if await self._at_leader(after) is not None:
+                    return True
+                if newest is not None and not (
+                    is_inside_batch(newest.stored_lines) and newest.headers.get(BATCH_ID) == batch
+                ):
+                    return False
+            await asyncio.sleep(pause)
+            pause *= 2
+        return False
 
     def _check(self, responder: str, reached: int = 0, need: int = 0) -> None:
         """Raise `_UnverifiedError` unless the stream itself answered and has reached `need`.
@@ -404,13 +432,13 @@ class VerifiedReader:
     async def _at_leader(self, request: Request) -> StoredMsg | None:
         return await get_at_leader(self._context, self._stream, request.body(), self._timeout)
 
-    async def _next_at_leader(self, position: int) -> list[StoredMsg]:
-        """Return some messages after `position`, with every one that is stored up to the last of them."""
+    async def _next_at_leader(self, position: int, count: int) -> list[StoredMsg]:
+        """Return up to `count` messages after `position`, with every one that is stored up to the last of them."""
 
         async def find(seq: int) -> StoredMsg | None:
             return await self._at_leader(Request(seq=seq, next_by_subj=">"))
 
-        seqs = range(position + 1, position + 1 + MAX_LEADER_REQUESTS)
+        seqs = range(position + 1, position + 1 + count)
         found = await gather_bounded(find, seqs, limit=MAX_LEADER_REQUESTS)
         by_seq = {message.seq: message for message in found if message is not None}
         return [by_seq[seq] for seq in sorted(by_seq)]

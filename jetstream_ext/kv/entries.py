@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from itertools import repeat
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal, cast
 
@@ -26,7 +27,7 @@ from jetstream_ext.protocol.headers import (
 )
 from jetstream_ext.protocol.numbers import parse_number
 from jetstream_ext.protocol.subjects import anything
-from jetstream_ext.protocol.table import FOREVER, Record, Update
+from jetstream_ext.protocol.table import FOREVER, Record, Update, Updates
 from jetstream_ext.ttl import marker_reason
 
 if TYPE_CHECKING:
@@ -172,24 +173,27 @@ def rows_of(block: Block | Sequence[StoredMsg]) -> Iterator[Row]:
     return zip(block.seqs, subjects, block.datas, headers, times, strict=True)
 
 
-def updates_of(found: Block | Sequence[StoredMsg], subjects: Subjects) -> list[Update]:
+def updates_of(found: Block | Sequence[StoredMsg], subjects: Subjects) -> Updates:
     """Return messages as `protocol.table` takes them; raise as `rows_of` does."""
-    seqs, names, datas, times, headers = _columns(found)
-    prefix, skip, wanted = subjects.prefix, len(subjects.prefix), subjects.wanted
-    if headers is None:
-        updates: list[Update] = [
-            (name[skip:], (seq, data, time, b""), False, None)
-            for name, seq, data, time in zip(names, seqs, datas, times, strict=True)
-            if name.startswith(prefix)
+    wanted = subjects.wanted
+    plain = _plain_columns(found, subjects.prefix)
+    if plain is None:
+        return [
+            update_of(subjects, key, (seq, data, time, stored))
+            for name, seq, data, time, stored in zip(*_columns(found), strict=True)
+            if (key := subjects.key_of(name)) is not None
         ]
-        return updates if wanted is anything else [update for update in updates if wanted(update[0])]
-    updates = []
-    for name, seq, data, time, stored in zip(names, seqs, datas, times, headers, strict=True):
-        key = subjects.key_of(name)
-        if key is None:
-            continue
-        updates.append(update_of(subjects, key, (seq, data, time, stored)))
-    return updates
+    seqs, keys, datas, times = plain
+
+    def pairs() -> Iterable[tuple[str, Record]]:
+        every = zip(keys, zip(seqs, datas, times, repeat(b"")), strict=False)  # tuples that C code makes cost half
+        return every if wanted is anything else (pair for pair in every if wanted(pair[0]))
+
+    records = dict(pairs())
+    if len(records) == len(keys):
+        return records
+    updates: list[Update] = [(key, record, False, None) for key, record in pairs()]
+    return records if len(records) == len(updates) else updates
 
 
 def update_of(subjects: Subjects, key: str, record: Record) -> Update:
@@ -208,16 +212,28 @@ _TIMES: Final = re.compile(
 )
 
 
+def _plain_columns(
+    found: Block | Sequence[StoredMsg], prefix: str
+) -> tuple[list[int], list[str], list[bytes], list[bytes]] | None:
+    """Return sequences, keys, payloads and times, or None if `_columns` must look at each message."""
+    if not isinstance(found, Block) or found.from_leader:
+        return None
+    plain = found.plain_columns(prefix)
+    if plain is None or not _TIMES.fullmatch(b",".join([b"", *plain[1]])):
+        return None
+    return found.seqs, plain[0], found.datas, plain[1]
+
+
 def _columns(
     found: Block | Sequence[StoredMsg],
-) -> tuple[list[int], list[str], list[bytes], list[bytes], list[bytes] | None]:
-    """Return sequences, subjects, payloads, times and header blocks (None: no message has headers); raise as `rows_of` does."""
+) -> tuple[list[str], list[int], list[bytes], list[bytes], list[bytes]]:
+    """Return subjects, sequences, payloads, times and header blocks; raise as `rows_of` does."""
     if not isinstance(found, Block):
         for message in found:
             _check_known(message)
         return (
-            [message.seq for message in found],
             [message.subject for message in found],
+            [message.seq for message in found],
             [message.data for message in found],
             [format_time_ns(message.time_ns).encode() for message in found],
             [message.stored_lines for message in found],
@@ -225,9 +241,6 @@ def _columns(
     if found.from_leader:
         for message in found.messages():
             _check_known(message)
-    plain = found.plain_columns()
-    if plain is not None and _TIMES.fullmatch(b",".join([b"", *plain[1]])):
-        return found.seqs, plain[0], found.datas, plain[1], None
     names: list[str] = []
     times: list[bytes] = []
     headers: list[bytes] = []
@@ -240,7 +253,7 @@ def _columns(
     except ResponseError:
         found.check()  # its error names the message
         raise
-    return found.seqs, names, found.datas, times, headers
+    return names, found.seqs, found.datas, times, headers
 
 
 def _check_known(message: StoredMsg) -> None:

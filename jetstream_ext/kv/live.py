@@ -434,7 +434,7 @@ class Live:
             self._begin(content, state)
 
             def feed() -> None:
-                content.feed(update_of(self._subjects, key, record) for key, record, _ in saved.rows)
+                content.feed([update_of(self._subjects, key, record) for key, record, _ in saved.rows])
 
             await asyncio.to_thread(feed)
             content.dirty, content.revision, self._position = set(), revision, revision

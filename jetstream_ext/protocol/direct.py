@@ -350,10 +350,11 @@ class Block:
                     self.check()
             yield row
 
-    def plain_columns(self) -> tuple[list[str], list[bytes]] | None:
-        """Return the subjects (``surrogateescape``) and the times of messages without stored headers.
+    def plain_columns(self, prefix: str = "") -> tuple[list[str], list[bytes]] | None:
+        """Return the subjects (``surrogateescape``), without `prefix`, and the times of messages without stored headers.
 
-        None if a message has some, or if a server did not write its lines in the usual form; see `each_row`.
+        None if a message has some, if a subject does not begin with `prefix`, or if a server did not write its lines in the
+        usual form; see `each_row`.
         """
         count = len(self)
         heads = [body[:size] for body, size in zip(self.bodies, self.header_sizes, strict=True)]
@@ -363,12 +364,10 @@ class Block:
         if lines[1::8].count(b"Nats-Stream: %b" % self.stream.encode()) != count:
             return None
         names, times = h.CRLF.join([b"", *lines[2::8]]), h.CRLF.join([b"", *lines[4::8]])
-        if names.count(_SUBJECT_LINE) != count or times.count(_TIME_LINE) != count:
+        before = _SUBJECT_LINE + prefix.encode()
+        if names.count(before) != count or times.count(_TIME_LINE) != count:
             return None
-        return (
-            names.decode("utf-8", "surrogateescape").split(_SUBJECT_LINE.decode())[1:],
-            times.split(_TIME_LINE)[1:],
-        )
+        return names.decode("utf-8", "surrogateescape").split(before.decode())[1:], times.split(_TIME_LINE)[1:]
 
     @property
     def subjects(self) -> list[bytes]:

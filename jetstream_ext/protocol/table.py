@@ -15,7 +15,8 @@ import heapq
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
-from typing import Final, NamedTuple
+from operator import itemgetter
+from typing import Final, NamedTuple, cast
 from weakref import WeakSet
 
 from jetstream_ext.protocol.headers import parse_time
@@ -34,6 +35,9 @@ A tuple of plain values, because tables hold millions: the garbage collector doe
 
 Update = tuple[str, Record, bool, timedelta | None]
 """A message of a key: the key, the record, whether it deletes the key, and its own TTL (None: it has none)."""
+
+Updates = list[Update] | dict[str, Record]
+"""Messages in the order of their sequences. In a dictionary, each is of another key, deletes nothing and has no TTL."""
 
 
 class Change(NamedTuple):
@@ -116,7 +120,8 @@ class Content:
         self._max_age = max_age
         self._own_ttls = own_ttls
         self._markers = markers
-        self._staged: list[Update] = []
+        self._staged: list[Updates] = []
+        self._staged_count = 0
         self._left_out = 0  # messages that were staged, and replaced by newer ones before they were applied
         self._fold_at = 2 * MOST_CHANGES
         self._ttls: dict[str, tuple[int, timedelta]] = {}  # by key: the newest message that has a TTL of its own
@@ -131,34 +136,58 @@ class Content:
         """How many keys have a message."""
         return len(self.values) + len(self.deleted)
 
-    def feed(self, updates: Iterable[Update]) -> None:
+    def feed(self, updates: Updates) -> None:
         """Apply messages at once, in any order."""
         self._apply(updates, None)
 
-    def stage(self, updates: Iterable[Update]) -> None:
+    def stage(self, updates: Updates) -> None:
         """Take messages for the next commit, in the order of their sequences."""
-        self._staged.extend(updates)
-        if len(self._staged) > self._fold_at:
-            newest = {update[0]: update for update in self._staged}
-            self._left_out += len(self._staged) - len(newest)
-            self._staged = sorted(newest.values(), key=lambda update: update[1][0])
-            self._fold_at = 2 * max(MOST_CHANGES, len(self._staged))
+        self._staged.append(updates)
+        self._staged_count += len(updates)
+        if self._staged_count > self._fold_at:
+            newest = {update[0]: update for part in self._staged for update in _each(part)}
+            kept = sorted(newest.values(), key=lambda update: update[1][0])
+            self._left_out += self._staged_count - len(kept)
+            self._staged, self._staged_count = [kept], len(kept)
+            self._fold_at = 2 * max(MOST_CHANGES, len(kept))
 
     @property
     def staged(self) -> int:
         """How many messages wait for a commit."""
-        return len(self._staged)
+        return self._staged_count
 
     def commit(self, revision: int) -> None:
         """Apply what is staged. With it, the content is that of a revision, which is not below the one before."""
         staged, left_out = self._staged, self._left_out
-        self._staged, self._left_out, self._fold_at = [], 0, 2 * MOST_CHANGES
+        self._staged, self._staged_count, self._left_out, self._fold_at = [], 0, 0, 2 * MOST_CHANGES
         self.revision = revision
         changes: list[Change] | None = [] if self.watchers else None
-        self._apply(staged, changes)
+        for part in staged:
+            self._apply(part, changes)
         self._push(changes or [], skipped=left_out)
 
-    def _apply(self, updates: Iterable[Update], changes: list[Change] | None) -> None:
+    def _apply(self, updates: Updates, changes: list[Change] | None) -> None:
+        plain = isinstance(updates, dict) and changes is None and not self._ttls
+        if plain and self.deleted.keys().isdisjoint(updates):
+            self._put_all(cast(dict[str, Record], updates))
+        else:
+            self._apply_each(_each(updates), changes)
+
+    def _put_all(self, records: dict[str, Record]) -> None:
+        if not records:
+            return
+        values = self.values
+        if next(iter(records.values()))[0] <= self._highest:  # those that are not newer than the table's are left out
+            self._in_order = False
+            records = {key: it for key, it in records.items() if key not in values or values[key][0] < it[0]}
+        for key in records:  # a key that is put again comes last: the dictionary stays in the order of the sequences
+            values.pop(key, None)
+        values.update(records)
+        self._highest = max(self._highest, max(map(itemgetter(0), records.values()), default=0))
+        if self.dirty is not None:
+            self.dirty.update(records)
+
+    def _apply_each(self, updates: Iterable[Update], changes: list[Change] | None) -> None:
         values, deleted, ttls, highest, dirty = self.values, self.deleted, self._ttls, self._highest, self.dirty
         for key, record, deletes, ttl in updates:
             seq = record[0]
@@ -290,6 +319,12 @@ class Content:
         if changes or skipped:
             for watcher in tuple(self.watchers):
                 watcher.push(changes, skipped=skipped)
+
+
+def _each(updates: Updates) -> Iterable[Update]:
+    if isinstance(updates, dict):
+        return [(key, record, False, None) for key, record in updates.items()]
+    return updates
 
 
 def _later_than(time: datetime, ttl: timedelta) -> datetime:

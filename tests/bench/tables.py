@@ -38,15 +38,16 @@ def case(what: str, keys: int) -> str:
     return f"{what}, {keys:,} keys"
 
 
-def table(kv: KeyValue) -> Case:
+def table(kv: KeyValue, kept: list[object]) -> Case:
     async def run() -> int:
-        async with kvx.Table(kv) as opened:
-            return len(opened)
+        opened = await kvx.Table(kv).__aenter__()
+        kept.append(opened)
+        return len(opened)
 
     return run
 
 
-def scan(kv: KeyValue) -> Case:
+def scan(kv: KeyValue, _: list[object]) -> Case:
     async def run() -> int:
         count = 0
         async for _ in jsx.DirectGet(kv._js, kv._stream).scan():
@@ -56,9 +57,11 @@ def scan(kv: KeyValue) -> Case:
     return run
 
 
-def snapshot(kv: KeyValue) -> Case:
+def snapshot(kv: KeyValue, kept: list[object]) -> Case:
     async def run() -> int:
-        return len(await kvx.snapshot(kv))
+        found = await kvx.snapshot(kv)
+        kept.append(found)
+        return len(found)
 
     return run
 
@@ -77,13 +80,16 @@ async def follow_table(kv: KeyValue, write: Callable[[], Awaitable[object]], cha
 
 
 async def follow_watchall(kv: KeyValue, write: Callable[[], Awaitable[object]], changes: int) -> float:
-    watcher = await kv.watch(">", include_history=False)
+    watcher, seen = await kv.watchall(), 0
     async for entry in watcher:
         if entry is None:
             break
-    writing, started = asyncio.ensure_future(write()), 0.0
-    for _ in range(changes):
-        await watcher.updates(timeout=60)
+        seen = entry.revision or 0
+    last, started = seen + changes, 0.0
+    writing = asyncio.ensure_future(write())
+    while seen < last:
+        entry = await watcher.updates(timeout=60)
+        seen = entry.revision if entry is not None else seen
         started = started or time.perf_counter()
     elapsed = time.perf_counter() - started
     await writing
@@ -134,10 +140,10 @@ async def _measure(url: str, group: Group, sizes: list[int], rounds: int, change
     js = nc.jetstream(timeout=30)
     buckets = {keys: await bucket(js, keys, 100) for keys in sizes}
     loads: dict[str, tuple[Case, int]] = {}
+    kept: list[object] = []  # so that the time to free what is loaded does not count
     for keys, kv in buckets.items():
-        loads |= {
-            case(what, keys): (make(kv), keys) for what, make in ((SCAN, scan), (SNAPSHOT, snapshot), (TABLE, table))
-        }
+        for what, make in ((SCAN, scan), (SNAPSHOT, snapshot), (TABLE, table)):
+            loads[case(what, keys)] = make(kv, kept), keys
     loads[case(WATCHALL, sizes[0])] = watchall(buckets[sizes[0]]), sizes[0]
     for number in range(rounds + 1):  # the first warms up
         for name, (load, keys) in loads.items():
@@ -149,6 +155,10 @@ async def _measure(url: str, group: Group, sizes: list[int], rounds: int, change
             if number:
                 group.note(name, LOAD, elapsed / keys * 1e6)
                 group.note(name, CLIENT, used / keys * 1e6)
+            for each in kept:
+                if isinstance(each, kvx.Table):
+                    await each.__aexit__(None, None, None)
+            kept.clear()
     kv = buckets[sizes[0]]
     writer = await other.jetstream(timeout=30).key_value(kv._name)
 
