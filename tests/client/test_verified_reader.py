@@ -9,7 +9,6 @@ import pytest
 
 from jetstream_ext.client import api
 from jetstream_ext.client import verified_read as module
-from jetstream_ext.client import verified_read
 from jetstream_ext.client.verified_read import Answer, AskLeaderError, VerifiedReader
 from jetstream_ext.errors import MessageNotFoundError, RequestTimeoutError
 from jetstream_ext.protocol.api import StreamState
@@ -272,10 +271,10 @@ class TestOldestOf:
 class TestCatchUp:
     @pytest.fixture(autouse=True)
     def from_replicas(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(verified_read, "_FEW", 0)
+        monkeypatch.setattr(module, "_FEW", 0)
 
     async def test_a_few_messages_come_from_the_leader(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(verified_read, "_FEW", 8)
+        monkeypatch.setattr(module, "_FEW", 8)
         taken: list[int] = []
         source = Scripted(Log(s10="a", s11="b", s12="c"), 9)
         newest = await source.catch_up(9, lambda found: taken.extend(seqs_of(found)))
