@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import sys
+import tracemalloc
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,20 @@ class OpenTables:
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.gather(*(table.__aexit__(None, None, None) for table in self.tables))
+
+
+async def test_the_memory_is_that_of_keys_and_values(make_bucket: MakeBucket, load: Load) -> None:
+    kv, count, size = await make_bucket(), 20_000, 1_000
+    await load(kv, {f"k.{n}": bytes(size) for n in range(count)})
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        async with kvx.Table(kv):
+            gc.collect()
+            after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (after - before) / count < size + 450
 
 
 class TestRemovals:
