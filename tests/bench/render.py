@@ -12,6 +12,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import memory
 import publish
 import sharing
 import svg
+import tables
 from memory import LONG, RESIDENT
 from record import CLIENT, RATE, SERVER, WORKERS
 
@@ -280,6 +282,30 @@ def kv_tables(record: Record) -> str:
     return f"{first}\n\n{second}"
 
 
+def live_tables(record: Record) -> str:
+    group = record["groups"]["tables"]
+    found, figures = group["conditions"], group["figures"]
+
+    def cell(case: str, measure: str, form: str) -> str:
+        return f"{figures[case][measure]['median']:{form}}" if measure in figures.get(case, {}) else ""
+
+    small, large = found["sizes"]
+    return table(
+        ["", *(f"`{what}`" for what in (tables.WATCHALL, tables.TABLE, tables.SCAN))],
+        (
+            [title, *(cell(name(what), measure, form) for what in (tables.WATCHALL, tables.TABLE, tables.SCAN))]
+            for title, measure, form, name in (
+                (f"load {small:,} keys, µs per key", tables.LOAD, ".1f", partial(tables.case, keys=small)),
+                (f"load {large:,} keys, µs per key", tables.LOAD, ".1f", partial(tables.case, keys=large)),
+                ("follow, changes/s", tables.FOLLOW, ",.0f", str),
+                ("follow, CPU of the client per change, µs", CLIENT, ".1f", str),
+                ("from the acknowledgement of a write until it is seen, ms", tables.SEEN, ".2f", str),
+                ("the same, 99th percentile, ms", tables.SLOWEST, ".2f", str),
+            )
+        ),
+    )
+
+
 def spark_tables(record: Record) -> str:
     parts = [
         "## Spark",
@@ -329,6 +355,7 @@ PAGES: dict[str, dict[str, Callable[[Record], str]]] = {
         "spark": spark_tables,
     },
     "docs/key-value.md": {"kv": kv_tables},
+    "docs/tables.md": {"tables": live_tables},
 }
 
 

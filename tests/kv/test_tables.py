@@ -120,8 +120,8 @@ class TestReading:
     async def test_many_tables_on_one_connection(self, make_bucket: MakeBucket) -> None:
         kv = await make_bucket()
         async with (
+            OpenTables([kvx.Table(kv, [f"t{n}.>"]) for n in range(200)]) as tables,
             asyncio.TaskGroup() as group,
-            OpenTables([kvx.Table(kv, [f"t{n}.>"]) for n in range(20)]) as tables,
         ):
             for n, table in enumerate(tables):
 
@@ -130,7 +130,20 @@ class TestReading:
                     assert values(table) == {f"t{n}.a": b"%d" % n}
 
                 group.create_task(put_and_wait())
-            await asyncio.sleep(1)
+
+    async def test_an_idle_table_asks_once_a_second(self, own_server: NatsServer) -> None:
+        async with await nats.connect(own_server.url) as nc:
+            kv = await nc.jetstream().create_key_value(bucket="B", direct=True)
+            await kv.put("a", b"1")
+
+            async def requests() -> int:
+                return (await nc.jetstream().account_info()).api.total
+
+            async with kvx.Table(kv):
+                await asyncio.sleep(2)  # until it has subscribed
+                before = await requests()
+                await asyncio.sleep(3)
+                assert 2 <= await requests() - before <= 4
 
 
 class OpenTables:
