@@ -17,7 +17,7 @@ from nats.js.kv import KeyValue
 
 import jetstream_ext.kv as kvx
 from jetstream_ext.client import verified_read
-from jetstream_ext.errors import RequestTimeoutError, StreamRecreatedError
+from jetstream_ext.errors import RequestTimeoutError, StreamRecreatedError, UnsupportedFeatureError
 from jetstream_ext.kv import live
 from jetstream_ext.testing import NatsServer
 
@@ -144,6 +144,32 @@ class TestReading:
                 before = await requests()
                 await asyncio.sleep(3)
                 assert 2 <= await requests() - before <= 4
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.11.11", "2.12.8", "2.14.6"])
+async def test_older_servers(version: str) -> None:
+    async with NatsServer(version=version) as server, await nats.connect(server.url) as nc:
+        kv = await nc.jetstream().create_key_value(bucket="B", direct=True)
+        for n in range(30):
+            await kv.put(f"k{n % 7}", b"%d" % n)
+        await kv.delete("k1")
+        async with kvx.Table(kv) as table, kvx.Table(kv, ["k2", "k3"]) as part:
+            assert dict(table) == dict(await kvx.snapshot(kv))
+            for n in range(30):
+                revision = await kv.put(f"k{n % 9}", b"x%d" % n)
+                await table.wait_for(revision)
+                assert table[f"k{n % 9}"].value == b"x%d" % n
+            await part.wait_for(revision)
+            assert set(part) == {"k2", "k3"}
+            await kv.purge("k4")
+            await until(lambda: "k4" not in table)
+
+
+async def test_a_server_before_batched_gets() -> None:
+    async with NatsServer(version="2.10.26") as server, await nats.connect(server.url) as nc:
+        kv = await nc.jetstream().create_key_value(bucket="B", direct=True)
+        with pytest.raises(UnsupportedFeatureError):
+            await kvx.Table(kv).__aenter__()
 
 
 class OpenTables:
