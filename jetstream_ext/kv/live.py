@@ -185,9 +185,9 @@ class Live:
 
     @property
     def values(self) -> Mapping[str, Record]:
-        """The table; raises the error with which it has ended."""
-        if self.error is not None:
-            raise self.error
+        """The table, also after it was closed; raises the error with which it has ended, or if it was never entered."""
+        if self.error is not None or not (self.closed or self._task):
+            raise self.reason()
         return self.content.values
 
     def reason(self) -> Exception:
@@ -224,6 +224,8 @@ class Live:
 
     def watch(self, wake: Callable[[], None]) -> Watcher:
         """Return a watcher of what changes from now on; it counts as long as the caller keeps it."""
+        if self.error is not None or self._task is None:
+            raise self.reason()
         watcher = Watcher(wake)
         self.content.watchers.add(watcher)
         return watcher
@@ -380,9 +382,12 @@ class Live:
         return count
 
     def _stage(self, found: Block | list[StoredMsg]) -> None:
-        seqs = [message.seq for message in found] if isinstance(found, list) else found.seqs
+        if isinstance(found, list):
+            seqs, size = [message.seq for message in found], sum(len(message.data) for message in found)
+        else:
+            seqs, size = found.seqs, found.size
         self._dense = self._dense and seqs[-1] - self._position == len(seqs)
-        self.content.stage(updates_of(found, self._subjects))
+        self.content.stage(updates_of(found, self._subjects), size)
         self._position = seqs[-1]
 
     async def _commit(self, revision: int, end: StreamState) -> None:
@@ -651,12 +656,13 @@ class LiveMapping(Mapping[str, _E], ABC, Generic[_E, _C]):
         """Return an asynchronous iterator of the changes from now on.
 
         Several may be used at once, each gets all changes, in the order of their revisions. One that does not keep up (65,536
-        changes) gets the newest state of each key instead, with the number of changes that it does not get. It never holds up
-        the table. It ends when the table is closed, after what it has yet to return, and raises the error of a table that
+        changes, or 64 MiB of values) gets the newest state of each key instead, with the number of changes that it does not
+        get. It never holds up the table. It ends when the table is closed, after what it has yet to return, and raises the error of a table that
         fails.
 
         Raises:
-            RuntimeError: The table was not entered with ``async with``.
+            RuntimeError: The table is closed, or was not entered with ``async with``.
+            Exception: The table has ended with this error.
 
         Cancellation: ``__anext__`` may be cancelled; no change is lost.
         """
@@ -666,7 +672,7 @@ class LiveMapping(Mapping[str, _E], ABC, Generic[_E, _C]):
         """Call `function` with every change from now on, on the event loop; return a function that ends this.
 
         The table already has the revision of the change, or a later one. `function` must not block. An exception that it
-        raises goes to the loop's exception handler, and the table goes on.
+        raises goes to the loop's exception handler, and the table goes on. Raises as `changes` does.
         """
         return self._live.call(lambda change: function(self._change(change)))
 

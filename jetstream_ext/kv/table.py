@@ -61,7 +61,8 @@ class Table(LiveMapping[KeyValueEntry, KeyValueChange]):
     administrator removes single messages of the stream without a trace (``STREAM.PURGE`` with a filter, ``STREAM.MSG.DELETE``),
     a table of the whole bucket notices and loads it again; a table with `keys` does not notice before it is opened again.
 
-    The memory is that of the keys and values, and of the delete markers that the bucket keeps.
+    The memory is that of the keys and values, and of the delete markers that the bucket keeps. After its block, a table still
+    has its last state.
 
     Args:
         kv: nats-py's bucket; also one that is a mirror, which then is read alone.

@@ -22,7 +22,8 @@ from weakref import WeakSet
 from jetstream_ext.protocol.headers import parse_time
 
 MOST_CHANGES: Final = 65_536
-"""After so many changes that wait for a watcher or for a commit, newer changes of a key replace older ones."""
+MOST_BYTES: Final = 64 << 20
+"""After so many changes, or bytes of values, that wait for a watcher or for a commit, newer ones of a key replace older ones."""
 
 FOREVER: Final = timedelta.max
 """As the TTL of a message: it never expires, whatever the stream's maximum age is."""
@@ -50,6 +51,10 @@ class Change(NamedTuple):
     skipped: int = 0
 
 
+def _size(change: Change) -> int:
+    return 0 if change.new is None else len(change.new[1])
+
+
 class Watcher:
     """The changes that one watcher has yet to see: all of them in order, or if they are many the newest of each key."""
 
@@ -57,6 +62,7 @@ class Watcher:
         self._wake = wake
         self._all: deque[Change] = deque()
         self._newest: OrderedDict[str, Change] = OrderedDict()  # in the order of their revisions
+        self._size = 0  # bytes of the values in `_all`
         self._skipped = 0
 
     def __len__(self) -> int:
@@ -69,8 +75,9 @@ class Watcher:
             self._fold(changes)
         else:
             self._all.extend(changes)
-            if len(self._all) > MOST_CHANGES:
-                changes, self._all = self._all, deque()
+            self._size += sum(map(_size, changes))
+            if len(self._all) > MOST_CHANGES or self._size > MOST_BYTES:
+                changes, self._all, self._size = self._all, deque(), 0
                 self._fold(changes)
         self._wake()
 
@@ -91,6 +98,7 @@ class Watcher:
         """Return the next change, or None."""
         if self._all:
             change = self._all.popleft()
+            self._size -= _size(change)
         elif self._newest:
             change = self._newest.popitem(last=False)[1]
         else:
@@ -121,9 +129,9 @@ class Content:
         self._own_ttls = own_ttls
         self._markers = markers
         self._staged: list[Updates] = []
-        self._staged_count = 0
+        self._staged_count = self._staged_bytes = 0
         self._left_out = 0  # messages that were staged, and replaced by newer ones before they were applied
-        self._fold_at = 2 * MOST_CHANGES
+        self._fold_at = 2 * MOST_CHANGES, 2 * MOST_BYTES
         self._ttls: dict[str, tuple[int, timedelta]] = {}  # by key: the newest message that has a TTL of its own
         self._deadlines: list[tuple[datetime, int, str]] = []  # a heap of theirs; some are out of date
         self._highest = 0
@@ -140,16 +148,18 @@ class Content:
         """Apply messages at once, in any order."""
         self._apply(updates, None)
 
-    def stage(self, updates: Updates) -> None:
-        """Take messages for the next commit, in the order of their sequences."""
+    def stage(self, updates: Updates, size: int = 0) -> None:
+        """Take messages of so many bytes for the next commit, in the order of their sequences."""
         self._staged.append(updates)
         self._staged_count += len(updates)
-        if self._staged_count > self._fold_at:
+        self._staged_bytes += size
+        if self._staged_count > self._fold_at[0] or self._staged_bytes > self._fold_at[1]:
             newest = {update[0]: update for part in self._staged for update in _each(part)}
             kept = sorted(newest.values(), key=lambda update: update[1][0])
             self._left_out += self._staged_count - len(kept)
             self._staged, self._staged_count = [kept], len(kept)
-            self._fold_at = 2 * max(MOST_CHANGES, len(kept))
+            self._staged_bytes = sum(len(update[1][1]) for update in kept)
+            self._fold_at = 2 * max(MOST_CHANGES, len(kept)), 2 * max(MOST_BYTES, self._staged_bytes)
 
     @property
     def staged(self) -> int:
@@ -159,7 +169,8 @@ class Content:
     def commit(self, revision: int) -> None:
         """Apply what is staged. With it, the content is that of a revision, which is not below the one before."""
         staged, left_out = self._staged, self._left_out
-        self._staged, self._staged_count, self._left_out, self._fold_at = [], 0, 0, 2 * MOST_CHANGES
+        self._staged, self._staged_count, self._staged_bytes, self._left_out = [], 0, 0, 0
+        self._fold_at = 2 * MOST_CHANGES, 2 * MOST_BYTES
         self.revision = revision
         changes: list[Change] | None = [] if self.watchers else None
         for part in staged:

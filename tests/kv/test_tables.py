@@ -434,6 +434,24 @@ class TestLife:
         gc.collect()
         await until(lambda: asyncio.all_tasks() == tasks)
 
+    async def test_outside_its_block(self, make_bucket: MakeBucket) -> None:
+        kv = await make_bucket()
+        await kv.put("a", b"1")
+        table = kvx.Table(kv)
+
+        def calls() -> list[Callable[[], object]]:
+            return [table.changes, lambda: table.on_change(print)]
+
+        for call in (*calls(), lambda: table["a"], lambda: len(table)):
+            with pytest.raises(RuntimeError, match="enter it"):
+                call()
+        async with table:
+            pass
+        for call in calls():
+            with pytest.raises(RuntimeError, match="closed"):
+                call()
+        assert values(table) == {"a": b"1"}
+
     async def test_it_is_entered_once(self, make_bucket: MakeBucket) -> None:
         kv = await make_bucket()
         table = kvx.Table(kv)

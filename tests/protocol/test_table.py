@@ -213,6 +213,21 @@ class TestWatcher:
         assert sum(change.skipped for change in found) + len(found) == seq - 3, "all but one of those of `brief`"
         assert len(watcher) == 0
 
+    def test_large_values_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(table, "MOST_BYTES", 1_000)
+        content = Content()
+        watcher = watched(content)
+        for seq in range(1, 200):
+            content.stage([(f"k{seq % 2}", record(seq, value=bytes(100)), False, None)], 100)
+            assert content.staged <= 21
+        content.commit(seq)
+        for seq in range(200, 220):
+            content.stage([(f"k{seq % 2}", record(seq, value=bytes(100)), False, None)], 100)
+            content.commit(seq)
+            assert len(watcher) <= 11
+        changes = drain(watcher)
+        assert (changes[-1].revision, sum(1 + change.skipped for change in changes)) == (219, 219)
+
     def test_removals_without_a_message_have_the_revision_of_the_table(self) -> None:
         content = Content()
         content.stage([put("a", 1), put("b", 2, ttl=timedelta(seconds=1))])
