@@ -101,10 +101,11 @@ class Checkpoint:
         except _UnusableError as why:
             _log.warning("checkpoint %s is written anew, because %s", self.path, why)
         except sqlite3.DatabaseError as error:
-            if getattr(error, "sqlite_errorname", "") in ("SQLITE_BUSY", "SQLITE_LOCKED"):
+            kind = getattr(error, "sqlite_errorname", "").split("_")[1:2]
+            if kind in (["BUSY"], ["LOCKED"]):
                 raise BlockingIOError(f"checkpoint {self.path} is in use by another table") from None
-            if getattr(error, "sqlite_errorname", "") == "SQLITE_CANTOPEN":
-                raise OSError(f"checkpoint {self.path} cannot be opened: {error}") from None
+            if kind not in (["CORRUPT"], ["NOTADB"], ["ERROR"]):  # the last one: it lacks a table or a column
+                raise OSError(f"checkpoint {self.path} cannot be opened: {error}") from error
             _log.warning("checkpoint %s is written anew, because it is damaged: %s", self.path, error)
         self._close()
         for suffix in ("", "-wal", "-shm"):

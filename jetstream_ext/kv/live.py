@@ -22,10 +22,10 @@ import heapq
 import itertools
 import sqlite3
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing
-from datetime import datetime, timedelta
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Generic, Self, TypeVar
@@ -35,12 +35,20 @@ from nats.js.api import DEFAULT_PREFIX
 from jetstream_ext.client.api import LAG_PAUSE, settled_state
 from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription, mark_retrieved
 from jetstream_ext.client.retry import is_transient_read
+from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.errors import RequestTimeoutError, ResponseError, StreamRecreatedError
 from jetstream_ext.kv.checkpoint import Checkpoint, Saved
 from jetstream_ext.kv.entries import EVERYTHING, update_of, updates_of
 from jetstream_ext.kv.keyed_stream import KeyedStream
 from jetstream_ext.kv.limits import limits_of
-from jetstream_ext.kv.present import empty_content, list_keys, read_now, read_under_the_same_limits, verified_reader
+from jetstream_ext.kv.present import (
+    empty_content,
+    last_of_keys,
+    read_now,
+    read_under_the_same_limits,
+    stored_keys,
+    verified_reader,
+)
 from jetstream_ext.protocol.api import StreamState, parsing
 from jetstream_ext.protocol.direct import Block, StoredMsg
 from jetstream_ext.protocol.frames import Frame
@@ -63,9 +71,11 @@ LONGEST_POLL: Final = 0.25
 _INTERVAL: Final = 0.004
 # After a message was published, how soon it may be stored, and for how long that is looked for with growing pauses.
 _STORED_SOON: Final = 0.001
-_STORED_LATE: Final = 0.05
 # With more published messages between two steps, the table reads without pauses, and the subscription only costs.
 _BUSY: Final = 16
+# After so many of the longest pauses without an exact state, delete markers may have come and gone.
+_AWAY: Final = 1.9
+_LOOK_AGAIN: Final = timedelta(seconds=0.25)  # at a message that has expired and is still stored
 _MOST_WATCHED: Final = 8  # subjects
 _SAVE_EVERY: Final = 1.0  # how old a checkpoint may be, in seconds
 # Pauses after an error.
@@ -77,6 +87,16 @@ class _VanishedError(Exception):
     """Something was removed without a trace, or the limits were changed: only another load shows what is stored."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """What is stored of what a table has at a revision."""
+
+    revision: int
+    newest: int  # the sequence of the newest message up to that revision
+    keys: set[str] | None  # all keys of a table of some keys that have a message, and had one when the stream ended …
+    up_to: int  # … at this sequence
+
+
 class Live:
     """The content of a table, kept current by a task from `open` to `close`."""
 
@@ -84,7 +104,8 @@ class Live:
         self.source = source
         self._checkpoint: Checkpoint | None = None
         if checkpoint is not None:
-            self._checkpoint = Checkpoint(checkpoint, {"stream": source.stream, "keys": sorted(patterns)})
+            identity = {"stream": source.stream, "prefix": source.prefix, "keys": sorted(patterns)}
+            self._checkpoint = Checkpoint(checkpoint, identity)
         self._anew = True  # the checkpoint must be written anew
         self._saved_revision = 0
         self._saving: asyncio.Task[None] | None = None
@@ -99,7 +120,8 @@ class Live:
         self._task: asyncio.Task[None] | None = None
         self._kick = asyncio.Event()
         self._urgent = asyncio.Event()  # a caller waits
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap; some may have been cancelled
+        self._waiters = 0
         self._numbers = itertools.count()
         self._called: set[Watcher] = set()  # those of `call`
         self._trouble: Exception | None = None  # of the last step; None if it succeeded
@@ -108,6 +130,11 @@ class Live:
         self._position = 0  # what is staged or committed
         self._dense = True  # and nothing is missing between the two
         self._stale = False  # another load is needed
+        self._doubtful = (
+            False  # what it has must be compared with what is stored, because something may have been missed
+        )
+        self._exact_at = 0.0  # when it was last known to have everything, by the event loop's clock
+        self._committed_at = datetime.min.replace(tzinfo=UTC)  # the leader's time at the last commit
         self._filter: str | None = None  # for the server; None reads the whole stream
         self._subjects = source.subjects()
         self._watched: list[str] = []  # the subjects to subscribe to, to be woken
@@ -145,7 +172,10 @@ class Live:
                 await asyncio.wait(tasks)
             self._end()
             if self._checkpoint is not None and tasks and self.error is None:
-                await self._save()
+                try:
+                    await self._save()
+                except (sqlite3.Error, OSError) as error:
+                    _log.warning("checkpoint of %s could not be written at the end: %s", self.source.what, error)
                 await self._checkpoint.close()
         finally:
             self._end()
@@ -193,19 +223,21 @@ class Live:
     def reason(self) -> Exception:
         """Return the error of a call on a table that has ended."""
         state = "closed" if self.closed else "not open; enter it with `async with`"
-        return self.error or RuntimeError(f"{self.source.what}: the table is {state}")
+        if self.error is not None:
+            return self.error.with_traceback(None)  # or it would grow with every call that raises it
+        return RuntimeError(f"{self.source.what}: the table is {state}")
 
     # -- callers ------------------------------------------------------------------------------------------------------
 
     async def wait_for(self, revision: int, timeout: float | None) -> None:
         timeout = self.source.timeout if timeout is None else timeout
-        if self.content.revision >= revision:
-            return
         if self.error is not None or self._task is None:
             raise self.reason()
+        if self.content.revision >= revision:
+            return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = revision, next(self._numbers), future
-        heapq.heappush(self._waiting, entry)
+        heapq.heappush(self._waiting, (revision, next(self._numbers), future))
+        self._waiters += 1
         self._kick.set()
         self._urgent.set()
         try:
@@ -218,8 +250,10 @@ class Live:
                 f"{self.content.revision}, and the leader had {self.leader_seq}{why}"
             ) from self._trouble
         finally:
-            if entry in self._waiting:
-                self._waiting.remove(entry)
+            future.cancel()
+            self._waiters -= 1
+            if len(self._waiting) > 2 * self._waiters + 64:
+                self._waiting = [entry for entry in self._waiting if not entry[2].done()]
                 heapq.heapify(self._waiting)
 
     def watch(self, wake: Callable[[], None]) -> Watcher:
@@ -234,7 +268,7 @@ class Live:
         """Call a function with every change from now on; return a function that ends this."""
 
         def drain() -> None:
-            while (change := watcher.pop()) is not None:
+            while watcher in self._called and (change := watcher.pop()) is not None:
                 try:
                     function(change)
                 except Exception as error:
@@ -253,9 +287,10 @@ class Live:
     # -- the task -----------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        failures = 0
+        failures = loads = 0  # one after the other
         try:
             while True:
+                was_stale = self._stale
                 published, self._published = self._published, 0
                 self._kick.clear()
                 self._urgent.clear()
@@ -265,10 +300,13 @@ class Live:
                 except _VanishedError as why:
                     _log.warning("%s: the table is loaded again, because %s", self.source.what, why)
                     self._stale = True
+                    await asyncio.sleep(min(_FIRST_RETRY * 2**loads, _LONGEST_RETRY) if loads else 0)
+                    loads = min(loads + 1, 16)
                     continue
                 except Exception as error:
                     if not is_transient_read(error):
                         raise
+                    self._doubtful = True
                     if self._trouble is None:
                         _log.warning("%s: the table is not current, and tries again: %s", self.source.what, error)
                     self._trouble = error
@@ -277,7 +315,7 @@ class Live:
                     continue
                 if self._trouble is not None:
                     _log.warning("%s: the table is current again", self.source.what)
-                self._trouble, failures = None, 0
+                self._trouble, failures, loads = None, 0, loads if was_stale else 0
                 await self._pause(read, published)
         except Exception as error:
             self.error = error
@@ -307,27 +345,29 @@ class Live:
         if read or published:
             self._next_pause = _STORED_SOON if armed else _INTERVAL
         if armed and not self._late:
-            pause = LONGEST_PAUSE
+            pause = self._longest_pause
         else:
             pause = self._next_pause
             self._next_pause = min(2 * pause, LONGEST_POLL)
-            if armed and pause > _STORED_LATE:
-                self._late, pause = 0, LONGEST_PAUSE  # the server has refused these messages
-        if self._waiting:
+            if armed and pause >= LONGEST_POLL:
+                self._late, pause = 0, self._longest_pause  # the server has refused these messages
+        if self._waiters:
             pause = min(pause, LAG_PAUSE)
         if (expiry := self.content.next_expiry()) is not None:
             pause = min(pause, max(0.0, (expiry - self._leader_time()).total_seconds()))
         await _wait(self._kick, now + pause)
         await _wait(self._urgent, now + _INTERVAL)
-        self._expire()
+
+    @property
+    def _longest_pause(self) -> float:
+        if self._whole or self._state is None or not self._state.config.get("allow_msg_ttl"):
+            return LONGEST_PAUSE
+        return LONGEST_PAUSE / 2  # a delete marker may be gone after a second, and the number of subjects does not show it
 
     def _leader_time(self) -> datetime:
         """Return what the leader's clock shows now, or a little less."""
         assert self._state is not None
         return self._state.now + timedelta(seconds=asyncio.get_running_loop().time() - self._heard)
-
-    def _expire(self) -> None:
-        self.content.expire(self._leader_time())
 
     async def _load(self) -> None:
         """Read what is stored now, and tell the watchers what has changed."""
@@ -358,6 +398,7 @@ class Live:
         self._disarm()
         self._watched = self._subjects_to_watch(state)
         self._note(state)
+        self._doubtful, self._exact_at, self._committed_at = False, self._heard, state.now
 
     def _behind(self, state: StreamState) -> RequestTimeoutError:
         return RequestTimeoutError(
@@ -368,6 +409,9 @@ class Live:
     async def _step(self) -> int:
         """Read on to an end that no reply has passed, and commit; return how many messages were read."""
         assert self._state is not None
+        away = asyncio.get_running_loop().time() - self._exact_at
+        self._doubtful = self._doubtful or away > _AWAY * self._longest_pause
+        stored = await self._compare() if self._doubtful else None
         reader, count = verified_reader(self.source, self._state), 0
         async with aclosing(reader.follow(self._position, subject=self._filter)) as pieces:
             async for piece in pieces:
@@ -375,10 +419,9 @@ class Live:
                     self._stage(piece.found)
                     count += len(piece)
                 if piece.exact:
-                    await self._commit(max(self._position, reader.end.last_seq), reader.end)
-                    self.content.drop_below(reader.end.first_seq)
+                    await self._commit_all(reader, stored)
                 elif self._dense and piece.whole and self.content.staged:
-                    await self._commit(self._position, reader.end)
+                    await self._commit(self._position)
         return count
 
     def _stage(self, found: Block | list[StoredMsg]) -> None:
@@ -386,33 +429,62 @@ class Live:
             seqs, size = [message.seq for message in found], sum(len(message.data) for message in found)
         else:
             seqs, size = found.seqs, found.size
-        self._dense = self._dense and seqs[-1] - self._position == len(seqs)
-        self.content.stage(updates_of(found, self._subjects), size)
+        missing = seqs[-1] - self._position - len(seqs)
+        self._dense = self._dense and not missing
+        # With a filter, most of what is missing are messages of others.
+        self.content.stage(updates_of(found, self._subjects), size, 0 if self._filter else missing)
         self._position = seqs[-1]
 
-    async def _commit(self, revision: int, end: StreamState) -> None:
-        """Show what is staged, as the state of a revision; `end` is what the leader said before the last reply."""
+    async def _commit_all(self, reader: VerifiedReader, stored: _Stored | None) -> None:
+        """Commit after the last piece of the log; with it, the table has all that was stored when `reader.end` was asked."""
+        content, end = self.content, reader.end
+        if end.last_seq < content.revision:
+            self._doubtful = True  # the leader has yet to learn of the last messages, or they are lost
+            return
+        if self._whole and content.has_more_than(end.num_subjects, end.first_seq, end.last_seq, end.now):
+            raise _VanishedError("keys were removed without delete markers")
+        if stored is not None:
+            if content.has_lost(stored.newest, stored.revision, end.first_seq, end.now):
+                raise _VanishedError("messages were lost, or removed without delete markers")
+            if stored.keys is not None:
+                content.keep_only(stored.keys, stored.up_to)
+        await self._commit(max(self._position, end.last_seq), end)
+        self._exact_at, self._doubtful = self._heard, False
+        again = end.now + _LOOK_AGAIN
+        if unclear := content.expire(end.now):
+            content.expose(unclear, await last_of_keys(self.source, reader, unclear), again)
+        content.drop_below(end.first_seq)
+
+    async def _commit(self, revision: int, end: StreamState | None = None) -> None:
+        """Show what is staged, as the state of a revision; `end` is what the leader said last, if nothing was read since."""
         assert self._state is not None
-        content = self.content
-        state = await self.source.readable_state() if self._position > content.revision else end
+        unread = end is not None and self._position == self.content.revision
+        state = end if end is not None and unread else await self.source.readable_state()
         self._check_limits(await self.source.check_same(self._state, state))
         self._note(state)
-        self._position, self._dense = revision, True
-        content.commit(revision)
-        content.expire(state.now)
+        self._position, self._dense, self._committed_at = revision, True, state.now
+        self.content.commit(revision)
         self._wake_waiting()
-        self._check_subjects(state)
+
+    async def _compare(self) -> _Stored:
+        """Return what is stored of what the table has; raise an error if the stream is not what it was."""
+        assert self._state is not None
+        revision = self.content.revision
+        state = await self.source.check_same(self._state, await self.source.readable_state())
+        if state.last_seq < revision:
+            raise self._behind(state)
+        reader = verified_reader(self.source, state)
+        newest = await reader.newest_up_to(revision, state.first_seq)
+        if newest is not None and newest.time > max(self._committed_at, self._state.last_time):
+            raise _VanishedError("messages were lost, and others have their sequences")
+        keys = None if self._whole else await stored_keys(self.source, reader, self._patterns)
+        return _Stored(revision, 0 if newest is None else newest.seq, keys, state.last_seq)
 
     def _check_limits(self, state: StreamState) -> None:
         assert self._state is not None
         if _limits(self._state) != _limits(state):
             self._state = state
             raise _VanishedError("its limits were changed")
-
-    def _check_subjects(self, state: StreamState) -> None:
-        """Raise _VanishedError if the stream has fewer subjects than the table has keys."""
-        if self._whole and state.last_seq == self.content.revision and state.num_subjects < len(self.content):
-            raise _VanishedError("keys were removed without delete markers")
 
     def _note(self, state: StreamState) -> None:
         self._state, self._heard = state, asyncio.get_running_loop().time()
@@ -434,7 +506,11 @@ class Live:
             with parsing("its note"):
                 before, revision = _state_of(self.source.stream, saved.note), int(saved.note["revision"])
             state = await settled_state(self.source.readable_state, revision)
-            await self._check_saved(before, revision, state)
+            await self.source.check_same(before, state)
+            if _limits(before) != _limits(state):
+                raise _VanishedError("its limits were changed")
+            if state.last_seq < revision:
+                raise _VanishedError(f"the stream ends at sequence {state.last_seq}, before revision {revision}")
             content = empty_content(state)
             self._begin(content, state)
 
@@ -443,39 +519,14 @@ class Live:
 
             await asyncio.to_thread(feed)
             content.dirty, content.revision, self._position = set(), revision, revision
+            self._doubtful, self._committed_at = True, before.now
             await self._step()
-            if not self._whole:
-                await self._remove_unlisted(content)
         except (StreamRecreatedError, ResponseError, _VanishedError) as why:
             _log.warning("checkpoint of %s is written anew, because %s", self.source.what, why)
             self.content, self._state = Content(), None
             return False
         self._anew = False
         return True
-
-    async def _check_saved(self, before: StreamState, revision: int, state: StreamState) -> None:
-        """Raise an error unless the stream is the one of a checkpoint, and has everything up to its revision."""
-        await self.source.check_same(before, state)
-        if _limits(before) != _limits(state):
-            raise _VanishedError("its limits were changed")
-        if state.last_seq < revision:
-            raise _VanishedError(
-                f"the stream ends at sequence {state.last_seq}, and the checkpoint has revision {revision}"
-            )
-        for seq, time in before.ends:
-            found = await self.source.get_at_leader(seq=seq)
-            if found is not None and found.time != time:
-                raise _VanishedError(
-                    f"message {seq} is another one: the stream was restored from an older copy, or emptied"
-                )
-
-    async def _remove_unlisted(self, content: Content) -> None:
-        """Remove the keys of a checkpoint that are no longer stored; the number of subjects does not show it."""
-        names = await list_keys(self.source, self._patterns)
-        if names is None:
-            raise _VanishedError("its keys are too many to be compared with those that are stored")
-        stored = set(names)
-        content.remove([key for held in (content.values, content.deleted) for key in held if key not in stored])
 
     async def _save(self) -> None:
         """Store what has changed since the last time."""
@@ -540,6 +591,7 @@ class Live:
             self._disarm()
 
     def _lost(self) -> None:
+        self._doubtful = True
         self._disarm()
         self._kick.set()
 
@@ -569,7 +621,7 @@ class Changes(Generic[_C]):
     async def __anext__(self) -> _C:
         while (change := self._watcher.pop()) is None:
             if self._live.error is not None:
-                raise self._live.error
+                raise self._live.reason()
             if self._live.closed:
                 raise StopAsyncIteration
             self._event.clear()
@@ -578,19 +630,16 @@ class Changes(Generic[_C]):
         return self._convert(change)
 
 
-class LiveMapping(Mapping[str, _E], ABC, Generic[_E, _C]):
-    """What `kvx.Table` and `log.Table` have in common."""
+class LiveMapping(Mapping[str, _E], Generic[_E, _C]):
+    """What `kvx.Table` and `log.Table` have in common; `entry` and `change` return what callers get.
 
-    def __init__(self, live: Live) -> None:
+    Neither refers to the table: what the table's task refers to must not keep a table that nobody uses.
+    """
+
+    def __init__(self, live: Live, entry: Callable[[str, Record], _E], change: Callable[[Change], _C]) -> None:
         self._live = live
-
-    @abstractmethod
-    def _entry(self, key: str, record: Record) -> _E:
-        """Return what the table has for a key."""
-
-    @abstractmethod
-    def _change(self, change: Change) -> _C:
-        """Return a change as watchers get it."""
+        self._entry = entry
+        self._change = change
 
     async def __aenter__(self) -> Self:
         await self._live.open()
@@ -674,7 +723,8 @@ class LiveMapping(Mapping[str, _E], ABC, Generic[_E, _C]):
         The table already has the revision of the change, or a later one. `function` must not block. An exception that it
         raises goes to the loop's exception handler, and the table goes on. Raises as `changes` does.
         """
-        return self._live.call(lambda change: function(self._change(change)))
+        convert = self._change
+        return self._live.call(lambda change: function(convert(change)))
 
 
 def _limits(state: StreamState) -> dict[str, Any]:
@@ -682,7 +732,7 @@ def _limits(state: StreamState) -> dict[str, Any]:
 
 
 _NUMBERS: Final = "first_seq", "last_seq", "messages"
-_TIMES: Final = "first_time", "last_time"
+_TIMES: Final = "first_time", "last_time", "now"
 
 
 def _note_of(state: StreamState) -> dict[str, Any]:
@@ -702,6 +752,7 @@ def _state_of(stream: str, note: dict[str, Any]) -> StreamState:
         messages=int(note["messages"]),
         first_time=datetime.fromisoformat(note["first_time"]),
         last_time=datetime.fromisoformat(note["last_time"]),
+        now=datetime.fromisoformat(note["now"]),
     )
 
 

@@ -33,8 +33,8 @@ from jetstream_ext.kv.limits import limits_of
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import Block, StoredMsg
 from jetstream_ext.protocol.headers import is_inside_batch
-from jetstream_ext.protocol.subjects import can_be_asked_for, matcher
-from jetstream_ext.protocol.table import Content
+from jetstream_ext.protocol.subjects import can_be_asked_for, is_literal, matcher
+from jetstream_ext.protocol.table import Content, Update, each
 
 _T = TypeVar("_T")
 
@@ -99,6 +99,7 @@ def empty_content(state: StreamState) -> Content:
         max_age=state.max_age,
         own_ttls=bool(state.config.get("allow_msg_ttl")),
         markers=state.marker_ttl is not None,
+        deep=state.max_msgs_per_subject != 1,
     )
 
 
@@ -136,7 +137,7 @@ async def read_now(
         newest = await reader.catch_up(log_from, take) or newest
         # What expired meanwhile may have been stored for the first replies and gone for the last ones.
         end = await check_end(source, state)
-        content.expire(end.now)
+        content.expose(unclear := content.expire(end.now), await last_of_keys(source, reader, unclear))
         content.drop_below(reader.end.first_seq)
     else:  # the server has decided for its only answer what had expired
         known = newest is not None and (newest.seq > state.last_seq or (newest.seq, newest.time) in state.ends)
@@ -146,6 +147,28 @@ async def read_now(
     if newest is not None and newest.seq > state.last_seq:
         content.revision, time = newest.seq, newest.time
     return Present(content, time, end)
+
+
+async def last_of_keys(source: KeyedStream, reader: VerifiedReader, keys: Sequence[str]) -> dict[str, Update]:
+    """Return the last message of each of `keys` that has one, as `protocol.table` takes it."""
+    if not keys:
+        return {}
+    subjects = source.subjects(set(keys).__contains__)
+    found: dict[str, Update] = {}
+
+    def take(block: Block | Sequence[StoredMsg]) -> None:
+        for update in each(updates_of(block, subjects)):
+            if update[0] not in found or found[update[0]][1][0] < update[1][0]:
+                found[update[0]] = update
+
+    await read_by_name(source, reader, keys, take)
+    return found
+
+
+async def stored_keys(source: KeyedStream, reader: VerifiedReader, patterns: Sequence[str]) -> set[str]:
+    """Return the keys that match patterns and have a message during the whole call; perhaps others that have one meanwhile."""
+    names = set(await source.list_keys([pattern for pattern in patterns if not is_literal(pattern)]))
+    return names.union(await last_of_keys(source, reader, [pattern for pattern in patterns if is_literal(pattern)]))
 
 
 async def _read_at_once(

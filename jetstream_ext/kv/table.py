@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from nats.js.kv import KeyValue
@@ -11,7 +12,7 @@ from nats.js.kv import KeyValue
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import KeyValueEntry, check_filters, entry_of_record
 from jetstream_ext.kv.live import Live, LiveMapping
-from jetstream_ext.protocol.table import Change, Record
+from jetstream_ext.protocol.table import Change
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +97,16 @@ class Table(LiveMapping[KeyValueEntry, KeyValueChange]):
     ) -> None:
         patterns = check_filters(keys)
         bucket = Bucket(kv, timeout)
-        self._bucket = bucket.name
-        super().__init__(Live(bucket, patterns, None if checkpoint is None else Path(checkpoint)))
+        live = Live(bucket, patterns, None if checkpoint is None else Path(checkpoint))
+        super().__init__(live, partial(entry_of_record, bucket.name), partial(_change_of, bucket.name))
 
-    def _entry(self, key: str, record: Record) -> KeyValueEntry:
-        return entry_of_record(self._bucket, key, record)
 
-    def _change(self, change: Change) -> KeyValueChange:
-        key, old, new, revision, skipped = change
-        return KeyValueChange(
-            key,
-            None if old is None else self._entry(key, old),
-            None if new is None else self._entry(key, new),
-            revision,
-            skipped,
-        )
+def _change_of(bucket: str, change: Change) -> KeyValueChange:
+    key, old, new, revision, skipped = change
+    return KeyValueChange(
+        key,
+        None if old is None else entry_of_record(bucket, key, old),
+        None if new is None else entry_of_record(bucket, key, new),
+        revision,
+        skipped,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from nats.js import JetStreamContext
@@ -83,20 +84,25 @@ class Table(LiveMapping[StoredMsg, MessageChange]):
             raise ValueError("subject must be a filter, or a list of at least one")
         for each in filters:
             check_filter(each)
-        source, path = KeyedStream(js, stream, timeout=timeout), None if checkpoint is None else Path(checkpoint)
-        super().__init__(Live(source, [">"] if ">" in filters else filters, path))
-
-    def _entry(self, key: str, record: Record) -> StoredMsg:
-        seq, data, time, stored = record
-        subject = key.encode("utf-8", "surrogateescape")
-        return StoredMsg.single(self._live.source.stream, subject, seq, data, stored, parse_time_ns(time))
-
-    def _change(self, change: Change) -> MessageChange:
-        subject, old, new, revision, skipped = change
-        return MessageChange(
-            subject,
-            None if old is None else self._entry(subject, old),
-            None if new is None else self._entry(subject, new),
-            revision,
-            skipped,
+        live = Live(
+            KeyedStream(js, stream, timeout=timeout),
+            [">"] if ">" in filters else filters,
+            None if checkpoint is None else Path(checkpoint),
         )
+        super().__init__(live, partial(_message_of, stream), partial(_change_of, stream))
+
+
+def _message_of(stream: str, subject: str, record: Record) -> StoredMsg:
+    seq, data, time, stored = record
+    return StoredMsg.single(stream, subject.encode("utf-8", "surrogateescape"), seq, data, stored, parse_time_ns(time))
+
+
+def _change_of(stream: str, change: Change) -> MessageChange:
+    subject, old, new, revision, skipped = change
+    return MessageChange(
+        subject,
+        None if old is None else _message_of(stream, subject, old),
+        None if new is None else _message_of(stream, subject, new),
+        revision,
+        skipped,
+    )

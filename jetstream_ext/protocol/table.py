@@ -115,9 +115,17 @@ class Content:
         max_age: The maximum age of the stream's messages.
         own_ttls: The server heeds the TTLs of single messages.
         markers: The server replaces a value that expires by a delete marker, which arrives as a message.
+        deep: A key can have several messages, so that an older one is the newest again when a newer one expires.
     """
 
-    def __init__(self, *, max_age: timedelta | None = None, own_ttls: bool = True, markers: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        max_age: timedelta | None = None,
+        own_ttls: bool = True,
+        markers: bool = False,
+        deep: bool = False,
+    ) -> None:
         self.revision: int = 0
         self.values: dict[str, Record] = {}
         self.deleted: dict[str, Record] = {}
@@ -128,6 +136,7 @@ class Content:
         self._max_age = max_age
         self._own_ttls = own_ttls
         self._markers = markers
+        self._deep = deep
         self._staged: list[Updates] = []
         self._staged_count = self._staged_bytes = 0
         self._left_out = 0  # messages that were staged, and replaced by newer ones before they were applied
@@ -148,13 +157,17 @@ class Content:
         """Apply messages at once, in any order."""
         self._apply(updates, None)
 
-    def stage(self, updates: Updates, size: int = 0) -> None:
-        """Take messages of so many bytes for the next commit, in the order of their sequences."""
+    def stage(self, updates: Updates, size: int = 0, missing: int = 0) -> None:
+        """Take messages of so many bytes for the next commit, in the order of their sequences.
+
+        So many others are missing before or between them: newer ones had replaced them before they were read.
+        """
+        self._left_out += missing
         self._staged.append(updates)
         self._staged_count += len(updates)
         self._staged_bytes += size
         if self._staged_count > self._fold_at[0] or self._staged_bytes > self._fold_at[1]:
-            newest = {update[0]: update for part in self._staged for update in _each(part)}
+            newest = {update[0]: update for part in self._staged for update in each(part)}
             kept = sorted(newest.values(), key=lambda update: update[1][0])
             self._left_out += self._staged_count - len(kept)
             self._staged, self._staged_count = [kept], len(kept)
@@ -185,7 +198,7 @@ class Content:
         if isinstance(updates, dict) and changes is None and none_deleted and not self._ttls:
             self._put_all(updates)
         else:
-            self._apply_each(_each(updates), changes)
+            self._apply_each(each(updates), changes)
 
     def _put_all(self, records: dict[str, Record]) -> None:
         if not records:
@@ -245,21 +258,23 @@ class Content:
             heapq.heapify(self._deadlines)
 
     def next_expiry(self) -> datetime | None:
-        """Return a time by the leader's clock before which no value expires without a delete marker; None: none ever does."""
-        if self._markers:
-            return None
-        times = [self._deadlines[0][0]] if self._deadlines else []
-        if self._max_age is not None and self.values:
+        """Return a time by the leader's clock before which nothing expires without a message; None: nothing ever does."""
+        times = [self._deadlines[0][0]] if self._deadlines and (self._deep or not self._markers) else []
+        if self._max_age is not None and self.values and not self._markers:
             times.append(self._not_due_before)
         return min(times, default=None)
 
-    def expire(self, now: datetime) -> None:
-        """Remove what has expired at a time of the leader's clock, and has left no delete marker."""
-        due, gone = self._deadlines, list[str]()
+    def expire(self, now: datetime) -> list[str]:
+        """Remove what has expired at a time of the leader's clock, and has left no delete marker.
+
+        The caller has read every message that was stored at that time. Return keys whose newest message has expired, and that
+        may have an older one or be about to get a delete marker: they are not removed, and the caller must look (see `expose`).
+        """
+        due, gone, unclear = self._deadlines, list[str](), list[str]()
         while due and due[0][0] <= now:
             _, seq, key = heapq.heappop(due)
             if self._ttls.get(key, (0,))[0] == seq:
-                gone.append(key)
+                (unclear if self._deep else gone).append(key)
         if self._max_age is not None and now >= self._not_due_before:
             next_due = _later_than(now, self._max_age)
             for held in (self.values, self.deleted):
@@ -270,6 +285,33 @@ class Content:
                     gone.append(key)
             self._not_due_before = next_due
         self.remove([key for key in gone if key in self.deleted] if self._markers else gone)
+        return unclear
+
+    def expose(self, keys: Iterable[str], stored: dict[str, Update], again: datetime | None = None) -> None:
+        """Take over what the server still has of keys whose newest message has expired: an older message, or nothing.
+
+        A key that still has its message, or a newer one that the log will bring, is looked at `again`; None removes it.
+        """
+        changes: list[Change] | None = [] if self.watchers else None
+        for key in keys:
+            held = self.values.get(key) or self.deleted.get(key)
+            found = stored.get(key)
+            if held is None:
+                continue
+            if found is not None and found[1][0] >= held[0] and again is not None:
+                heapq.heappush(self._deadlines, (again, held[0], key))
+            elif found is None or found[1][0] >= held[0]:
+                self.remove([key])
+            else:
+                old = self.values.pop(key, None)
+                self.deleted.pop(key, None)
+                self._ttls.pop(key, None)
+                self._apply_each([found], None)
+                self._in_order = False
+                new = self.values.get(key)
+                if changes is not None and (old or new):
+                    changes.append(Change(key, old, new, self.revision))
+        self._push(changes or [])
 
     def _oldest(self, held: dict[str, Record]) -> Iterator[tuple[str, Record]]:
         """Yield what the maximum age applies to, the oldest first."""
@@ -296,6 +338,79 @@ class Content:
                 gone.append(key)
         self._none_below = lowest
         self.remove(gone)
+
+    def _staged_keys(self, last_seq: int | None = None) -> set[str]:
+        return {
+            key for part in self._staged for key, record, *_ in each(part) if last_seq is None or record[0] <= last_seq
+        }
+
+    def _goes(self, key: str, record: Record, first_seq: int, now: datetime) -> bool:
+        """Whether a message is gone without another one: by a limit or a purge of the stream, or because it has expired."""
+        if record[0] < first_seq:
+            return True
+        own = self._ttls.get(key, (0, None))
+        ttl = own[1] if own[0] == record[0] else None
+        if ttl == FOREVER or (self._markers and key in self.values):
+            return False
+        age = self._max_age if ttl is None else min(ttl, self._max_age or ttl)
+        return age is not None and _later(record, age) <= now
+
+    def has_more_than(self, count: int, first_seq: int, last_seq: int, now: datetime) -> bool:
+        """Whether more keys than `count` had a message when the stream's first and last sequences were these.
+
+        Everything up to `last_seq` is staged or committed.
+        """
+        if len(self) + self._staged_count <= count:
+            return False
+        staged = self._staged_keys(last_seq)
+        new = {key for key in staged if key not in self.values and key not in self.deleted}
+        if len(self) + len(new) <= count:
+            return False
+        gone = sum(
+            1
+            for held in (self.values, self.deleted)
+            for key, record in held.items()
+            if key not in staged and self._goes(key, record, first_seq, now)
+        )
+        ttls = {key: (record[0], ttl) for part in self._staged for key, record, _, ttl in each(part)}
+        for part in self._staged:
+            for key, record, deletes, ttl in each(part):
+                age = ttl if ttl is not None and self._own_ttls else self._max_age
+                expired = age is not None and age != FOREVER and _later(record, age) <= now
+                if ttls[key][0] == record[0] and (
+                    record[0] < first_seq or (expired and (deletes or not self._markers))
+                ):
+                    gone += 1
+        return len(self) + len(new) - gone > count
+
+    def has_lost(self, after: int, up_to: int, first_seq: int, now: datetime) -> bool:
+        """Whether it has a message with a sequence from `after` (exclusive) to `up_to` that nothing staged replaces.
+
+        The stream has none there, so such a message was lost or removed without a trace.
+        """
+        if after >= up_to:
+            return False
+        staged = self._staged_keys()
+        self._arrange()
+        for held in (self.values, self.deleted):
+            for key, record in reversed(held.items()):
+                if record[0] <= after:
+                    break
+                if record[0] <= up_to and key not in staged and not self._goes(key, record, first_seq, now):
+                    return True
+        return False
+
+    def keep_only(self, stored: set[str], up_to: int) -> None:
+        """Remove the keys with a message up to a sequence that are not in `stored`, unless a staged message puts them."""
+        staged = self._staged_keys()
+        self.remove(
+            [
+                key
+                for held in (self.values, self.deleted)
+                for key, record in held.items()
+                if record[0] <= up_to and key not in stored and key not in staged
+            ]
+        )
 
     def _arrange(self) -> None:
         if not self._in_order:
@@ -338,7 +453,7 @@ class Content:
                 watcher.push(changes, skipped=skipped)
 
 
-def _each(updates: Updates) -> Iterable[Update]:
+def each(updates: Updates) -> Iterable[Update]:
     if isinstance(updates, dict):
         return [(key, record, False, None) for key, record in updates.items()]
     return updates

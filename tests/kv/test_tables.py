@@ -470,7 +470,7 @@ class TestLife:
         async with kvx.Table(kv) as table:
             with pytest.raises(RequestTimeoutError, match=r"did not reach revision 5 within 0\.2 s; it has 0"):
                 await table.wait_for(5, timeout=0.2)
-            assert not table._live._waiting
+            assert table._live._waiters == 0
 
     async def test_a_server_that_restarts(self, own_server: NatsServer, caplog: pytest.LogCaptureFixture) -> None:
         nc = await nats.connect(own_server.url, reconnect_time_wait=0.05, max_reconnect_attempts=-1, error_cb=ignore)

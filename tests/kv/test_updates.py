@@ -151,4 +151,4 @@ def test_blocks_from_the_wire_and_the_leaders_messages_are_the_same(data: st.Dat
     columns = block.plain_columns()
     assert columns is None or columns == ([message.subject for message in messages], times)
     assert (columns is None) == any(message.stored_lines for message in messages)
-    assert list(table._each(updates_of(block, ALL))) == updates_of(messages, ALL)
+    assert list(table.each(updates_of(block, ALL))) == updates_of(messages, ALL)
