@@ -75,6 +75,7 @@ _STORED_SOON: Final = 0.001
 _BUSY: Final = 16
 # After so many of the longest pauses without an exact state, delete markers may have come and gone.
 _AWAY: Final = 1.9
+_COMPARE_EVERY: Final = 5.0  # seconds, at most, because published messages did not arrive
 _LOOK_AGAIN: Final = timedelta(seconds=0.25)  # at a message that has expired and is still stored
 _MOST_WATCHED: Final = 8  # subjects
 _SAVE_EVERY: Final = 1.0  # how old a checkpoint may be, in seconds
@@ -133,7 +134,10 @@ class Live:
         self._doubtful = (
             False  # what it has must be compared with what is stored, because something may have been missed
         )
+        self._suspicious = False  # the same, on weak evidence
         self._exact_at = 0.0  # when it was last known to have everything, by the event loop's clock
+        self._compared_at = 0.0
+        self._session = 0  # of the connection, when it was last known to have everything
         self._committed_at = datetime.min.replace(tzinfo=UTC)  # the leader's time at the last commit
         self._filter: str | None = None  # for the server; None reads the whole stream
         self._subjects = source.subjects()
@@ -141,6 +145,7 @@ class Live:
         self._inboxes: list[InboxSubscription] = []
         self._published = 0  # how many messages have arrived there since the last step
         self._late = 0  # how many of them were not read yet: perhaps they are not stored yet
+        self._late_until = 0.0  # how long they are looked for
         self._next_pause = _INTERVAL
 
     async def open(self) -> None:
@@ -342,6 +347,8 @@ class Live:
         now = loop.time()
         armed = bool(self._inboxes)
         self._late = max(0, self._late + published - read) if armed else 0
+        if published:
+            self._late_until = now + LONGEST_PAUSE
         if read or published:
             self._next_pause = _STORED_SOON if armed else _INTERVAL
         if armed and not self._late:
@@ -349,8 +356,9 @@ class Live:
         else:
             pause = self._next_pause
             self._next_pause = min(2 * pause, LONGEST_POLL)
-            if armed and pause >= LONGEST_POLL:
-                self._late, pause = 0, self._longest_pause  # the server has refused these messages
+            if armed and now > self._late_until:
+                # The server has refused these messages, or they are gone already.
+                self._late, pause, self._suspicious = 0, self._longest_pause, not self._whole
         if self._waiters:
             pause = min(pause, LAG_PAUSE)
         if (expiry := self.content.next_expiry()) is not None:
@@ -362,7 +370,9 @@ class Live:
     def _longest_pause(self) -> float:
         if self._whole or self._state is None or not self._state.config.get("allow_msg_ttl"):
             return LONGEST_PAUSE
-        return LONGEST_PAUSE / 2  # a delete marker may be gone after a second, and the number of subjects does not show it
+        return (
+            LONGEST_PAUSE / 2
+        )  # a delete marker may be gone after a second, and the number of subjects does not show it
 
     def _leader_time(self) -> datetime:
         """Return what the leader's clock shows now, or a little less."""
@@ -390,7 +400,7 @@ class Live:
 
     def _begin(self, content: Content, state: StreamState) -> None:
         """Follow a content from its revision on."""
-        content.succeed(self.content)
+        before = self.content
         self.content, self._position, self._dense = content, content.revision, True
         self._subjects = self.source.subjects(matcher(self._patterns))
         if not self._whole:
@@ -399,6 +409,8 @@ class Live:
         self._watched = self._subjects_to_watch(state)
         self._note(state)
         self._doubtful, self._exact_at, self._committed_at = False, self._heard, state.now
+        self._session = self.source.context.connection.session
+        content.succeed(before)
 
     def _behind(self, state: StreamState) -> RequestTimeoutError:
         return RequestTimeoutError(
@@ -406,11 +418,21 @@ class Live:
             f"{self.content.revision}: the leader still has to catch up, or has lost its last messages"
         )
 
+    def _was_away(self) -> bool:
+        """Whether delete markers may have come and gone since the table was known to have everything."""
+        since = max(self._exact_at, self._compared_at)
+        return asyncio.get_running_loop().time() > since + _AWAY * self._longest_pause
+
     async def _step(self) -> int:
         """Read on to an end that no reply has passed, and commit; return how many messages were read."""
         assert self._state is not None
-        away = asyncio.get_running_loop().time() - self._exact_at
-        self._doubtful = self._doubtful or away > _AWAY * self._longest_pause
+        now, session = asyncio.get_running_loop().time(), self.source.context.connection.session
+        self._doubtful = (
+            self._doubtful
+            or session != self._session  # the server may have been restarted, without its last messages
+            or self._was_away()
+            or (self._suspicious and now > self._compared_at + _COMPARE_EVERY)
+        )
         stored = await self._compare() if self._doubtful else None
         reader, count = verified_reader(self.source, self._state), 0
         async with aclosing(reader.follow(self._position, subject=self._filter)) as pieces:
@@ -418,8 +440,12 @@ class Live:
                 if len(piece):
                     self._stage(piece.found)
                     count += len(piece)
+                if session != self.source.context.connection.session or (stored is None and self._was_away()):
+                    self._doubtful = True
+                    break
                 if piece.exact:
                     await self._commit_all(reader, stored)
+                    self._session = session
                 elif self._dense and piece.whole and self.content.staged:
                     await self._commit(self._position)
         return count
@@ -449,7 +475,8 @@ class Live:
             if stored.keys is not None:
                 content.keep_only(stored.keys, stored.up_to)
         await self._commit(max(self._position, end.last_seq), end)
-        self._exact_at, self._doubtful = self._heard, False
+        self._doubtful = not self._whole and stored is not None and self._was_away()  # that took long, too
+        self._exact_at = self._heard
         again = end.now + _LOOK_AGAIN
         if unclear := content.expire(end.now):
             content.expose(unclear, await last_of_keys(self.source, reader, unclear), again)
@@ -461,14 +488,17 @@ class Live:
         unread = end is not None and self._position == self.content.revision
         state = end if end is not None and unread else await self.source.readable_state()
         self._check_limits(await self.source.check_same(self._state, state))
+        elsewhere = state.leader != self._state.leader
         self._note(state)
         self._position, self._dense, self._committed_at = revision, True, state.now
         self.content.commit(revision)
+        self._suspicious = self._suspicious or elsewhere
         self._wake_waiting()
 
     async def _compare(self) -> _Stored:
         """Return what is stored of what the table has; raise an error if the stream is not what it was."""
         assert self._state is not None
+        self._suspicious, self._compared_at = False, asyncio.get_running_loop().time()
         revision = self.content.revision
         state = await self.source.check_same(self._state, await self.source.readable_state())
         if state.last_seq < revision:

@@ -11,7 +11,9 @@ import pytest
 from nats.js.kv import KeyValue
 
 import jetstream_ext.kv as kvx
+import jetstream_ext.log as log
 from jetstream_ext.kv import live, present
+from jetstream_ext.kv.checkpoint import Checkpoint
 
 MakeBucket = Callable[..., Awaitable[KeyValue]]
 
@@ -172,7 +174,7 @@ async def test_what_happened_meanwhile(make_bucket: MakeBucket, path: Path, how:
         case "purge":
             await kv._js.purge_stream(kv._stream)
         case "purge of a key":
-            await kv._js.purge_stream(kv._stream, subject=f"{kv._pre}k.3")
+            await kv._js.purge_stream(kv._stream, subject=f"{kv._pre}k.1")
         case "limits":
             config = (await kv._js.stream_info(kv._stream)).config
             await kv._js.update_stream(config.evolve(max_msgs=3, discard="old"))
@@ -209,3 +211,31 @@ async def test_cancelling_leaves_a_usable_file(make_bucket: MakeBucket, path: Pa
                 except BlockingIOError:
                     await asyncio.sleep(0.02)
     assert present
+
+
+async def test_a_file_of_another_kind_of_table(make_bucket: MakeBucket, path: Path) -> None:
+    kv = await make_bucket()
+    await fill(kv)
+    async with kvx.Table(kv, checkpoint=path):
+        pass
+    async with log.Table(kv._js, kv._stream, checkpoint=path) as table:
+        assert set(table) == {kv._pre + key for key in (*await kvx.snapshot(kv), "k.0")}
+
+
+async def test_a_disk_that_is_full_at_the_end_hides_no_error(
+    make_bucket: MakeBucket, path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    kv = await make_bucket()
+    await fill(kv)
+
+    async def fail(*_: Any, **__: Any) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    async def use() -> None:
+        async with kvx.Table(kv, checkpoint=path):
+            monkeypatch.setattr(Checkpoint, "save", fail)
+            raise KeyError("of the block")
+
+    with pytest.raises(KeyError, match="of the block"):
+        await use()
+    assert "could not be written at the end" in caplog.text

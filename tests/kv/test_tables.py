@@ -3,7 +3,10 @@
 import asyncio
 import gc
 import logging
+import shutil
 import sys
+import threading
+import time
 import tracemalloc
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -308,6 +311,135 @@ class TestRemovals:
                 await table.wait_for(9, timeout=20)
 
 
+async def stalled(work: Callable[[], Awaitable[object]]) -> None:
+    """Do work with another loop and connection, while this loop stands still."""
+
+    def run() -> None:
+        async def main() -> None:
+            await work()
+
+        asyncio.run(main())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+class TestAfterAStall:
+    """Deletions whose markers are gone before the table looks."""
+
+    async def purge(self, server: NatsServer, bucket: str) -> None:
+        async with await nats.connect(server.url) as nc:
+            kv = await nc.jetstream().key_value(bucket)
+            await kv.delete("s.a")
+            await kv.purge_deletes(olderthan=-1)
+            await kv.put("s.b", b"2")
+
+    @pytest.mark.parametrize("keys", [None, ["s.>"], ["s.a", "s.b"]])
+    async def test_a_delete_marker_that_was_purged(
+        self, make_bucket: MakeBucket, server: NatsServer, keys: list[str] | None
+    ) -> None:
+        kv = await make_bucket()
+        for key in ("pin", "s.a", "s.b"):
+            await kv.put(key, b"1")
+        seen: list[bool] = []
+        async with kvx.Table(kv, keys) as table:
+            await asyncio.sleep(1.2)  # until it has subscribed
+            table.on_change(lambda change: seen.append(change.key == "s.b" and "s.a" in table))
+            await stalled(lambda: self.purge(server, kv._name))
+            await table.wait_for(await kv.put("s.b", b"3"))
+            if keys is None:
+                assert "s.a" not in table
+                assert True not in seen, "a state that the bucket never had"
+            await until(lambda: "s.a" not in table, 8)
+
+    async def test_a_value_and_its_marker_that_both_expired(self, make_bucket: MakeBucket) -> None:
+        kv = await make_bucket(limit_marker_ttl=1.0)
+        for key in ("pin", "s.pin"):
+            await kv.put(key, b"1")
+        async with kvx.Table(kv, ["s.>"]) as table:
+            await table.wait_for(await kv.create("s.a", b"1", msg_ttl=1.0))
+            assert "s.a" in table
+            time.sleep(5)
+            await table.wait_for(await kv.put("s.pin", b"2"))
+            assert set(table) == {"s.pin"} == set(await kvx.snapshot(kv, ["s.>"]))
+
+    async def test_a_key_that_is_renewed_in_time_never_vanishes(
+        self, make_bucket: MakeBucket, server: NatsServer
+    ) -> None:
+        kv = await make_bucket(ttl=1.0)
+        removed: list[kvx.KeyValueChange] = []
+
+        def renew() -> None:
+            async def main() -> None:
+                async with await nats.connect(server.url) as nc:
+                    bucket = await nc.jetstream().key_value(kv._name)
+                    for _ in range(5):
+                        await bucket.put("session", b"1")
+                        await asyncio.sleep(0.9)
+
+            asyncio.run(main())
+
+        async with kvx.Table(kv) as table:
+            table.on_change(lambda change: removed.append(change) if change.new is None else None)
+            renewing = asyncio.get_running_loop().run_in_executor(None, renew)
+            while not renewing.done():
+                time.sleep(0.15)
+                await asyncio.sleep(0.02)
+                if renewing.done():
+                    break
+                assert len(removed) == 0
+            await renewing
+
+
+async def test_an_older_value_is_there_again_when_a_newer_one_expires(make_bucket: MakeBucket) -> None:
+    kv = await make_bucket(history=5)
+    config = (await kv._js.stream_info(kv._stream)).config
+    await kv._js.update_stream(config.evolve(allow_msg_ttl=True))
+    await kv.put("a", b"old")
+    async with kvx.Table(kv) as table:
+        changes = table.changes()
+        ack = await kv._js.publish(f"{kv._pre}a", b"new", headers={"Nats-TTL": "1s"})
+        await table.wait_for(ack.seq)
+        assert values(table) == {"a": b"new"}
+        await until(lambda: values(table) == {"a": b"old"}, 8)
+        stored, exposed = await anext(changes), await anext(changes)
+        assert (stored.new, exposed.new and exposed.new.value) == (exposed.old, b"old")
+        assert dict(table) == dict(await kvx.snapshot(kv))
+
+
+async def test_a_server_that_has_lost_its_last_messages(own_server: NatsServer, tmp_path: Path) -> None:
+    async with await nats.connect(
+        own_server.url, max_reconnect_attempts=-1, reconnect_time_wait=0.1, error_cb=ignore
+    ) as nc:
+        kv = await nc.jetstream(timeout=10).create_key_value(bucket="B", direct=True)
+        for key in "abcd":
+            await kv.put(key, b"old")
+        own_server.pause()
+        shutil.copytree(own_server.store_dir, tmp_path / "store")
+        own_server.resume()
+        await kv.put("b", b"lost")
+        await kv.put("a", b"lost")
+        path = tmp_path / "t.db"
+        async with kvx.Table(kv, checkpoint=path):
+            pass
+        async with kvx.Table(kv) as table:
+            own_server.kill()
+            shutil.rmtree(own_server.store_dir)
+            shutil.copytree(tmp_path / "store", own_server.store_dir)
+            own_server.restart()
+            async with await nats.connect(own_server.url) as other:
+                bucket = await other.jetstream(timeout=10).key_value("B")
+                for n in range(4):
+                    await bucket.put("c", b"%d" % n)
+                    await bucket.put("a", b"new")
+                revision = await bucket.put("d", b"1")
+                await table.wait_for(revision, timeout=20)
+                assert dict(table) == dict(await kvx.snapshot(bucket))
+                async with kvx.Table(bucket, checkpoint=path) as restored:
+                    assert dict(restored) == dict(table)
+
+
 class TestTransactions:
     """A table never shows a part of a transaction, wherever a reply ends."""
 
@@ -375,6 +507,42 @@ class TestChanges:
         assert (await ends) is not None
         assert [change async for change in waiting] == []
 
+    async def test_a_callback_may_end_itself(self, make_bucket: MakeBucket) -> None:
+        kv = await make_bucket(history=64)
+        called: list[str] = []
+        async with kvx.Table(kv) as table:
+
+            def once(change: kvx.KeyValueChange) -> None:
+                called.append(change.key)
+                stop()
+
+            stop = table.on_change(once)
+            for n in range(20):
+                revision = await kv.put(f"k{n}", b"1")
+            await table.wait_for(revision)
+        assert called == ["k0"]
+
+    async def test_changes_that_were_replaced_before_the_table_read_them_count(
+        self, make_bucket: MakeBucket, server: NatsServer
+    ) -> None:
+        kv = await make_bucket()
+
+        async def write() -> None:
+            async with await nats.connect(server.url) as nc:
+                bucket = await nc.jetstream().key_value(kv._name)
+                for n in range(200):
+                    await bucket.put("a", b"%d" % n)
+
+        async with kvx.Table(kv) as table:
+            changes = table.changes()
+            await stalled(write)
+            await table.wait_for(await kv.put("b", b"1"))
+            told = 0
+            while told < 201:
+                change = await anext(changes)
+                told += 1 + change.skipped
+            assert (told, change.key, changes.skipped > 100) == (201, "b", True)
+
     async def test_an_error_of_a_callback_ends_nothing(self, make_bucket: MakeBucket) -> None:
         kv, reported, called = await make_bucket(), list[Any](), list[Any]()
         asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["exception"]))
@@ -424,15 +592,43 @@ class TestLife:
             await using
         await leak_check.assert_clean()
 
-    async def test_a_table_that_is_dropped_ends(self, make_bucket: MakeBucket) -> None:
+    @pytest.mark.parametrize("watched", [False, True])
+    async def test_a_table_that_is_dropped_ends(self, make_bucket: MakeBucket, watched: bool) -> None:
         kv = await make_bucket()
         tasks = asyncio.all_tasks()
         table = kvx.Table(kv)
         await table.__aenter__()
+        if watched:
+            table.on_change(print)
         with pytest.warns(ResourceWarning, match="was dropped while it was open"):
             del table
         gc.collect()
         await until(lambda: asyncio.all_tasks() == tasks)
+
+    async def test_a_failed_table_keeps_no_tracebacks(self, make_bucket: MakeBucket) -> None:
+        kv = await make_bucket()
+        revision = await kv.put("a", b"1")
+        async with kvx.Table(kv) as table:
+            await kv._js.delete_key_value(kv._name)
+            with pytest.raises(BucketNotFoundError):
+                await table.wait_for(99, timeout=20)
+            for _ in range(100):
+                with pytest.raises(BucketNotFoundError) as caught:
+                    table["a"]
+            with pytest.raises(BucketNotFoundError):
+                await table.wait_for(revision)
+        frames, traceback = 0, caught.value.__traceback__
+        while traceback is not None:
+            frames, traceback = frames + 1, traceback.tb_next
+        assert frames < 10
+
+    async def test_many_waits_that_end_in_time(self, make_bucket: MakeBucket) -> None:
+        kv = await make_bucket()
+        async with kvx.Table(kv) as table:
+            waits = [table.wait_for(1 << 40, timeout=0.2) for _ in range(2_000)]
+            found = await asyncio.gather(*waits, return_exceptions=True)
+            assert {type(each) for each in found} == {RequestTimeoutError}
+            assert len(table._live._waiting) < 100
 
     async def test_outside_its_block(self, make_bucket: MakeBucket) -> None:
         kv = await make_bucket()
@@ -450,6 +646,8 @@ class TestLife:
         for call in calls():
             with pytest.raises(RuntimeError, match="closed"):
                 call()
+        with pytest.raises(RuntimeError, match="closed"):
+            await table.wait_for(1)
         assert values(table) == {"a": b"1"}
 
     async def test_it_is_entered_once(self, make_bucket: MakeBucket) -> None:
