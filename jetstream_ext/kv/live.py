@@ -703,7 +703,7 @@ class LiveMapping(Mapping[str, _E], Generic[_E, _C]):
 
     @property
     def revision(self) -> int:
-        """The revision (stream sequence) whose state the table has: every message up to it counts."""
+        """The revision (stream sequence) whose state the table has. Every message up to it counts."""
         return self._live.content.revision
 
     @property
@@ -734,10 +734,11 @@ class LiveMapping(Mapping[str, _E], Generic[_E, _C]):
     def changes(self) -> Changes[_C]:
         """Return an asynchronous iterator of the changes from now on.
 
-        Several may be used at once, each gets all changes, in the order of their revisions. One that does not keep up (65,536
-        changes, or 64 MiB of values) gets the newest state of each key instead, with the number of changes that it does not
-        get. It never holds up the table. It ends when the table is closed, after what it has yet to return, and raises the error of a table that
-        fails.
+        Several may be used at once. Each gets the changes in order. One that does not keep up (65,536 changes, or 64 MiB of
+        values) gets the newest state of each key instead. `skipped` says how many changes are missing before a change: those,
+        and in a table of everything also those whose messages the stream had replaced before the table read them. An iterator
+        never holds up the table. It ends when the table is closed, after what it has yet to return, and raises the error of a
+        table that fails.
 
         Raises:
             RuntimeError: The table is closed, or was not entered with ``async with``.

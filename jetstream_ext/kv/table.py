@@ -25,8 +25,7 @@ class KeyValueChange:
         new: The entry that it has now; None if it was deleted or purged, or has expired.
         revision: The revision of the message that changed it. For a removal without a message (an expiry without a delete
             marker, a purge of the stream), the table's revision.
-        skipped: How many changes the watcher did not get before this one, because it was slow: then newer changes of a key
-            replace older ones.
+        skipped: How many changes are missing before this one (see `changes`).
     """
 
     key: str
@@ -50,17 +49,21 @@ class Table(LiveMapping[KeyValueEntry, KeyValueChange]):
     earlier one, whichever replica or mirror answers. It makes no consumer on the server.
 
     It follows changes within milliseconds if the client may subscribe to the keys (then the server wakes it), and otherwise
-    asks up to every 0.25 s. A change whose wake-up is lost is seen after 1 s at most, and `wait_for` asks at once. An idle
-    table sends one request per second.
+    asks up to every 0.25 s. A change whose wake-up is lost, or that is stored more than a second after it was published, is
+    seen after 1 s at most, and `wait_for` asks at once. An idle table sends one request per second (two, if it has `keys` and
+    the bucket's messages can have TTLs).
 
     While the servers do not answer, the table keeps what it has, logs a warning to the logger ``jetstream_ext``, and tries
     again without end. It fails, with an error for all who wait and for every later read, if the bucket is deleted or created
-    again, or the connection is closed.
+    again, or the connection is closed. If the servers have lost messages (a stream that was restored from an older copy), it
+    waits until they have its revision again, and loads what is stored then.
 
-    Values that expire by a TTL, or that a purge of the stream or a limit of it removes, leave the table as well. Where the
-    server leaves no delete marker, the leader's clock, its first sequence and its number of subjects show that. If an
-    administrator removes single messages of the stream without a trace (``STREAM.PURGE`` with a filter, ``STREAM.MSG.DELETE``),
-    a table of the whole bucket notices and loads it again; a table with `keys` does not notice before it is opened again.
+    Values that expire by a TTL, or that a purge of the stream or a limit of it removes, leave the table as well, also where
+    the server leaves no delete marker. A key whose messages vanish without a trace (`purge_deletes`, ``STREAM.PURGE`` with a
+    filter, an expired delete marker) leaves a table of the whole bucket with the next change that the table reads, or after
+    1 s. A table with `keys` compares its keys with those that are stored after every reconnect, and after each gap in which a
+    delete marker could come and go. It does not notice that an administrator removes messages meanwhile. If one removes only
+    the newest of several messages of a key (``STREAM.MSG.DELETE``), no table notices.
 
     The memory is that of the keys and values, and of the delete markers that the bucket keeps. After its block, a table still
     has its last state.

@@ -27,8 +27,7 @@ class MessageChange:
         new: The last message now; None if it was purged, or has expired.
         revision: The sequence of the message that changed it. For a removal without a message (an expiry without a delete
             marker, a purge), the table's revision.
-        skipped: How many changes the watcher did not get before this one, because it was slow: then newer changes of a subject
-            replace older ones.
+        skipped: How many changes are missing before this one (see `changes`).
     """
 
     subject: str
