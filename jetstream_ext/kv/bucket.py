@@ -67,7 +67,7 @@ class Bucket(KeyedStream):
                     "bucket or whose subjects are transformed; read that stream",
                     stream=self.stream,
                 )
-            self.prefix: str = named[0]
+            self.replace_prefix(named[0])
         return state
 
     def check(self, state: StreamState, *, direct: bool = True, mirror: bool = False) -> None:

@@ -50,6 +50,9 @@ class KeyedStream:
         self.context: Context = Context(js)
         self.timeout: float = self.context.resolve_timeout(timeout)
 
+    def replace_prefix(self, prefix: str) -> None:
+        self.prefix = prefix
+
     def subject(self, key: str) -> str:
         return self.prefix + key
 
