@@ -75,6 +75,7 @@ _STORED_SOON: Final = 0.001
 _BUSY: Final = 16
 # After so many of the longest pauses without an exact state, delete markers may have come and gone.
 _AWAY: Final = 1.9
+_MOST_STEPS: Final = 5  # to compare a checkpoint with what is stored
 _COMPARE_EVERY: Final = 5.0  # seconds, at most, because published messages did not arrive
 _LOOK_AGAIN: Final = timedelta(seconds=0.25)  # at a message that has expired and is still stored
 _MOST_WATCHED: Final = 8  # subjects
@@ -138,7 +139,8 @@ class Live:
         self._exact_at = 0.0  # when it was last known to have everything, by the event loop's clock
         self._compared_at = 0.0
         self._session = 0  # of the connection, when it was last known to have everything
-        self._committed_at = datetime.min.replace(tzinfo=UTC)  # the leader's time at the last commit
+        # No message of the table was stored after this time, by the leader's clock.
+        self._committed_at = datetime.min.replace(tzinfo=UTC)
         self._filter: str | None = None  # for the server; None reads the whole stream
         self._subjects = source.subjects()
         self._watched: list[str] = []  # the subjects to subscribe to, to be woken
@@ -368,11 +370,9 @@ class Live:
 
     @property
     def _longest_pause(self) -> float:
-        if self._whole or self._state is None or not self._state.config.get("allow_msg_ttl"):
-            return LONGEST_PAUSE
-        return (
-            LONGEST_PAUSE / 2
-        )  # a delete marker may be gone after a second, and the number of subjects does not show it
+        """In seconds. A delete marker may be gone after a second, and only the number of all subjects would show it."""
+        expiring = self._state is not None and self._state.config.get("allow_msg_ttl")
+        return LONGEST_PAUSE / 2 if expiring and not self._whole else LONGEST_PAUSE
 
     def _leader_time(self) -> datetime:
         """Return what the leader's clock shows now, or a little less."""
@@ -408,7 +408,7 @@ class Live:
         self._disarm()
         self._watched = self._subjects_to_watch(state)
         self._note(state)
-        self._doubtful, self._exact_at, self._committed_at = False, self._heard, state.now
+        self._doubtful, self._exact_at, self._committed_at = False, self._heard, max(state.now, state.last_time)
         self._session = self.source.context.connection.session
         content.succeed(before)
 
@@ -490,7 +490,7 @@ class Live:
         self._check_limits(await self.source.check_same(self._state, state))
         elsewhere = state.leader != self._state.leader
         self._note(state)
-        self._position, self._dense, self._committed_at = revision, True, state.now
+        self._position, self._dense, self._committed_at = revision, True, max(state.now, state.last_time)
         self.content.commit(revision)
         self._suspicious = self._suspicious or elsewhere
         self._wake_waiting()
@@ -505,7 +505,7 @@ class Live:
             raise self._behind(state)
         reader = verified_reader(self.source, state)
         newest = await reader.newest_up_to(revision, state.first_seq)
-        if newest is not None and newest.time > max(self._committed_at, self._state.last_time):
+        if newest is not None and newest.time > self._committed_at:
             raise _VanishedError("messages were lost, and others have their sequences")
         keys = None if self._whole else await stored_keys(self.source, reader, self._patterns)
         return _Stored(revision, 0 if newest is None else newest.seq, keys, state.last_seq)
@@ -549,8 +549,10 @@ class Live:
 
             await asyncio.to_thread(feed)
             content.dirty, content.revision, self._position = set(), revision, revision
-            self._doubtful, self._committed_at = True, before.now
-            await self._step()
+            self._doubtful, self._committed_at = True, max(before.now, before.last_time)
+            for _ in range(_MOST_STEPS):  # more than one if the connection is lost meanwhile
+                if self._doubtful:
+                    await self._step()
         except (StreamRecreatedError, ResponseError, _VanishedError) as why:
             _log.warning("checkpoint of %s is written anew, because %s", self.source.what, why)
             self.content, self._state = Content(), None

@@ -401,14 +401,23 @@ class Content:
         return False
 
     def keep_only(self, stored: set[str], up_to: int) -> None:
-        """Remove the keys with a message up to a sequence that are not in `stored`, unless a staged message puts them."""
+        """Remove the keys with a message up to a sequence that are not in `stored`, unless a staged message puts them.
+
+        `stored` has U+FFFD for bytes that are not UTF-8, as servers list subjects.
+        """
         staged = self._staged_keys()
+
+        def listed(key: str) -> bool:
+            return key in stored or (
+                not key.isascii() and key.encode("utf-8", "surrogateescape").decode("utf-8", "replace") in stored
+            )
+
         self.remove(
             [
                 key
                 for held in (self.values, self.deleted)
                 for key, record in held.items()
-                if record[0] <= up_to and key not in stored and key not in staged
+                if record[0] <= up_to and key not in staged and not listed(key)
             ]
         )
 

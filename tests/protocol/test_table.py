@@ -158,6 +158,57 @@ class TestContent:
         content.drop_below(3)
         assert (seqs(content), len(content)) == ({"c": 3}, 1)
 
+    def test_only_what_is_stored_is_kept(self) -> None:
+        content = Content()
+        odd = b"\xff".decode("utf-8", "surrogateescape")
+        content.feed([put("a", 1), put("b", 2), put("c", 3), delete("d", 4), put("e", 9), put(odd, 5)])
+        watcher = watched(content)
+        content.stage([put("c", 10)])
+        content.keep_only({"a", "\ufffd"}, 5)
+        assert seqs(content) == {"a": 1, "c": 3, odd: 5, "e": 9}
+        assert not content.deleted
+        assert [change.key for change in drain(watcher)] == ["b"]
+
+    def test_what_the_stream_has_lost_is_noticed(self) -> None:
+        content = Content(max_age=timedelta(seconds=50))
+        content.feed([put("a", 1), put("b", 7, 20), put("c", 8, 20)])
+        assert not content.has_lost(8, 8, 1, at(30))
+        assert content.has_lost(4, 8, 1, at(30))
+        assert not content.has_lost(4, 8, 9, at(30)), "a purge up to sequence 9"
+        assert not content.has_lost(4, 8, 1, at(80)), "both have expired"
+        content.stage([put("b", 9, 21)])
+        assert content.has_lost(4, 8, 1, at(30))
+        content.stage([delete("c", 10, 21)])
+        assert not content.has_lost(4, 8, 1, at(30))
+
+    def test_keys_are_counted_as_the_stream_has_them(self) -> None:
+        content = Content(max_age=timedelta(seconds=50))
+        content.feed([put("a", 1), delete("b", 2), put("c", 3, 20)])
+        assert not content.has_more_than(3, 1, 3, at(30))
+        assert content.has_more_than(2, 1, 3, at(30))
+        assert not content.has_more_than(2, 2, 3, at(30)), "a is below the first sequence"
+        assert not content.has_more_than(1, 1, 3, at(60)), "a and b have expired"
+        content.stage({"d": record(4, 20), "a": record(5, 20)})
+        assert content.has_more_than(3, 1, 4, at(30))
+        assert not content.has_more_than(4, 1, 4, at(30))
+        assert not content.has_more_than(3, 1, 3, at(30)), "d is newer than what was counted"
+
+    @pytest.mark.parametrize("found", ["older", "the same", "newer", "nothing"])
+    def test_a_value_that_expires_may_expose_an_older_one(self, found: str) -> None:
+        content = Content(deep=True, markers=True)
+        content.feed([put("a", 5, ttl=timedelta(seconds=10))])
+        watcher = watched(content)
+        assert content.next_expiry() == at(10)
+        assert content.expire(at(11)) == ["a"]
+        seq = {"older": 2, "the same": 5, "newer": 7, "nothing": 0}[found]
+        content.expose(["a"], {"a": put("a", seq)} if seq else {}, at(12))
+        expected = {"older": {"a": 2}, "the same": {"a": 5}, "newer": {"a": 5}, "nothing": {}}[found]
+        assert seqs(content) == expected
+        assert content.expire(at(13)) == (["a"] if found in ("the same", "newer") else [])
+        assert [(change.old and change.old[0], change.new and change.new[0]) for change in drain(watcher)] == (
+            [(5, expected.get("a"))] if found in ("older", "nothing") else []
+        )
+
     def test_staged_messages_are_bounded_by_the_number_of_keys(self) -> None:
         content = Content()
         watcher = watched(content)
