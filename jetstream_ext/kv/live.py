@@ -665,7 +665,7 @@ class Changes(Generic[_C]):
 class LiveMapping(Mapping[str, _E], Generic[_E, _C]):
     """What `kvx.Table` and `log.Table` have in common; `entry` and `change` return what callers get.
 
-    Neither refers to the table: what the table's task refers to must not keep a table that nobody uses.
+    Neither may refer to the table. The task keeps them, so a table that nobody uses any more would stay open.
     """
 
     def __init__(self, live: Live, entry: Callable[[str, Record], _E], change: Callable[[Change], _C]) -> None:
