@@ -11,34 +11,22 @@
 
 `client.fenced_write` stores, and finds out whether a commit was stored whose answer was lost.
 
-Two replicas that a supervisor restarts whenever they are fenced would take over from each other without end. Therefore
-every worker subscribes to an inbox and names it in its records, and a worker that takes over from a live one (no server
-answers "no responders" for the inbox) writes the time of the take-over into its records. The next worker waits while that
-time is less than `TAKEOVER_PAUSE` ago and the inbox has its subscriber. Times are those of the output stream's leader.
-
-Whoever may publish on the record's subject can write any inbox into it. A worker therefore sends only to what is an inbox
-by nats's conventions (see `_is_inbox`), and takes another worker for alive that names anything else. Two messages go there:
-an empty request, and `_YIELD`, after which the receiver stores nothing for `_YIELD_SECONDS`, so that a claim from far away
-is not refused again and again because the receiver commits in every round trip. A forged `_YIELD` only delays a commit.
+`log.takeover` keeps workers of one name from stopping each other without end. A worker without a `Takeover` is that of one
+partition of a group, where the members decide who works: it claims at once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
-import re
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
-import nats.errors
-import orjson
 from nats.nuid import NUID
 
 from jetstream_ext.client.api import lookup_stream, stream_state
-from jetstream_ext.client.base_connection import InboxHandler
 from jetstream_ext.client.connection import Context, open_bucket
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.client.retry import Retry
@@ -51,32 +39,20 @@ from jetstream_ext.errors import (
 )
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.log.lease import Lease, lease_key
-from jetstream_ext.log.offsets import StoredOffset, encode_position, matches
+from jetstream_ext.log.offsets import OffsetStore, PositionedReader, StoredOffset, encode_position, matches
 from jetstream_ext.log.reader import LogReader
-from jetstream_ext.protocol import frames
+from jetstream_ext.log.takeover import Takeover
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.feature_table import ATOMIC, FENCED_BATCHES
 from jetstream_ext.protocol.options import check_int, check_message, check_seconds
 from jetstream_ext.protocol.subjects import check_name, check_subject, covers
-from jetstream_ext.text import get_logger
 from jetstream_ext.types import NEVER, BatchMessage
 
 Outputs = BatchMessage | Iterable[BatchMessage] | AsyncIterable[BatchMessage] | None
 Handler = Callable[[StoredMsg], Outputs | Awaitable[Outputs]]
 GroupHandler = Callable[[list[StoredMsg]], Outputs | Awaitable[Outputs]]
 
-_log = get_logger()
-
-TAKEOVER_PAUSE: Final = 30.0
-"""Seconds after a take-over from a live worker in which the next worker waits, if the one that took over is alive."""
-# Seconds without the answer "no responders" after which the subscriber of an inbox counts as alive.
-_ALIVE_AFTER: Final = 1.0
-# A literal subject that is no system's, with an id in the end as nats-py, nats.go and others write it.
-_INBOX: Final = re.compile(r"(?!\$)(?:[^\s.*>]+\.)+[0-9A-Za-z]{22}")
-_LONGEST_INBOX: Final = 256
-_YIELD: Final = b"yield"
-_YIELD_SECONDS: Final = 5.0
 # Seconds without input after which a position is stored that has moved over messages that the filter excludes.
 _IDLE: Final = 5.0
 
@@ -200,7 +176,8 @@ async def exactly_once(
     subject = f"{prefix}.{name}"
     check_subject(subject)
     context = Context(reader.context)
-    worker = _Worker(
+    timeout, patience = context.resolve_timeout(timeout), check_seconds(patience, "patience")
+    worker = Worker(
         reader=reader,
         handler=cast("Callable[[Any], Outputs | Awaitable[Outputs]]", handler),
         name=name,
@@ -211,17 +188,33 @@ async def exactly_once(
         grouped=grouped,
         standby=standby,
         may_vanish=position_may_vanish,
-        timeout=context.resolve_timeout(timeout),
-        patience=check_seconds(patience, "patience"),
+        timeout=timeout,
+        patience=patience,
+        takeover=Takeover(context, output_stream, name=name, timeout=timeout, patience=patience),
     )
     return await worker.run()
 
 
-@dataclass(slots=True, kw_only=True)
-class _Worker:
-    """One start of a worker. `stream` is the output stream, `subject` that of the position."""
+class Source(PositionedReader, Protocol):
+    """What a worker reads from: a `LogReader`, or one partition's part of one.
 
-    reader: LogReader
+    `read_for` returns None at the end, behind which nothing comes: the worker then stores its position and returns.
+    """
+
+    confirm: bool
+    offsets: OffsetStore
+
+    def seek(self, start: StoredOffset | int) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Worker:
+    """One start of a worker. `stream` is the output stream, `subject` that of the position.
+
+    Without a `takeover`, something else decides which worker of the name works: this one claims the position at once.
+    """
+
+    reader: Source
     handler: Callable[[Any], Outputs | Awaitable[Outputs]]
     name: str
     context: Context
@@ -233,6 +226,7 @@ class _Worker:
     may_vanish: bool
     timeout: float
     patience: float
+    takeover: Takeover | None
 
     id: str = field(default_factory=lambda: NUID().next().decode())
     state: StreamState | None = None  # of the output stream
@@ -243,17 +237,21 @@ class _Worker:
     commits: int = 0
     committed: int = 0  # the position of this start's newest record
     lease: Lease | None = None
-    inbox: str = ""  # its subscription shows that this worker is alive
-    took_over: int = 0  # when it took over from a live worker, in seconds since 1970; 0: it did not
-    yield_until: float = 0.0  # by the loop's clock: another worker is about to take over
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def stop(self) -> None:
+        """Let `run` return behind the current commit; a source ends the wait for input itself (see `Source`)."""
+        self.stopping.set()
 
     async def run(self) -> Processed:
+        """Claim the position, and work until the source ends, `stop` is called, or an exception ends it.
+
+        Cancellation: Safe, as a crash is; an inbox and a lease are given up.
+        """
         await self._prepare()
-        connection = self.context.connection
-        handler = InboxHandler(frames=self._asked, disconnected=lambda: None)
-        inbox = await Retry(self.patience).call(lambda: connection.inbox(handler, timeout=self.timeout))
         try:
-            self.inbox = inbox.subject
+            if self.takeover is not None:
+                await self.takeover.open()
             if self.standby:
                 await Retry(self.patience).call(self.reader.offsets.create)
                 bucket, key = self._lease_key()
@@ -263,7 +261,8 @@ class _Worker:
             await self._claim()
             return await self._work()
         finally:
-            inbox.close()
+            if self.takeover is not None:
+                self.takeover.close()
             if self.lease is not None:
                 await self.lease.release()
 
@@ -271,7 +270,7 @@ class _Worker:
         reader = self.reader
         while True:
             self._check_lease()
-            messages = await reader.read_for(_IDLE, self.max_messages)
+            messages = None if self.stopping.is_set() else await reader.read_for(_IDLE, self.max_messages)
             position = await reader.open()
             if messages:
                 await self._store(await self._handle(messages, position))
@@ -347,24 +346,16 @@ class _Worker:
     async def _claim(self) -> None:
         """Take the name over: go to the stored position, and store it again as this start's own."""
         loop = asyncio.get_running_loop()
-        other: str | None = None  # the inbox of the worker whose record is the newest
-        may_take_over, patient_until = False, 0.0
         deadline = loop.time() + self.patience
         found = await self.writer.read()
         while True:
             if found is not None:
                 self._go_to(found)
-                record = orjson.loads(found.data)
-                inbox, took_over = record.get("inbox"), record.get("took_over")
-                if isinstance(inbox, str) and type(took_over) is int:  # not so in the records of earlier versions
-                    if inbox != other:
-                        other, may_take_over, patient_until = inbox, False, loop.time() + TAKEOVER_PAUSE
-                    if not may_take_over:
-                        may_take_over = await self._may_take_over(inbox, took_over) or loop.time() >= patient_until
-                        self._check_lease()
-                        found = await self.writer.read()  # that took a while
-                        deadline = loop.time() + self.patience
-                        continue
+                if self.takeover is not None and await self.takeover.ask(found.data):
+                    self._check_lease()
+                    found = await self.writer.read()
+                    deadline = loop.time() + self.patience
+                    continue
             try:
                 await self._save([], await self.reader.open())
                 return
@@ -377,42 +368,14 @@ class _Worker:
                     ) from moved
                 found = moved.record
                 self.writer.follow(found)
-                if other is not None and _is_inbox(other, self.inbox):
-                    with contextlib.suppress(nats.errors.Error):  # then the next attempt finds out
-                        request = frames.pub(other.encode(), b"", b"", _YIELD)
-                        self.context.connection.write_nowait(request, 1, len(_YIELD))
+                if self.takeover is not None:
+                    self.takeover.ask_to_yield()
 
     def _go_to(self, found: StoredMsg) -> None:
         """Move the reader to a stored position; look the input stream up only if the reader has not done so."""
         offset, reader = self._decode(found), self.reader
         known = (offset.stream, offset.created) == (reader.stream, reader.created)
         reader.seek(offset.seq if known else offset)
-
-    async def _may_take_over(self, inbox: str, took_over: int) -> bool:
-        """Return False, after a second, if the worker with this inbox is alive and took over a moment ago."""
-        self.took_over = 0
-        if not await Retry(self.patience).call(partial(self._is_alive, inbox)):
-            return True
-        self.took_over = int((await self._look()).now.timestamp())
-        if self.took_over - took_over >= TAKEOVER_PAUSE:
-            return True
-        _log.debug("worker %r waits: another worker of its name has just taken over", self.name)
-        return False
-
-    async def _is_alive(self, inbox: str) -> bool:
-        if not _is_inbox(inbox, self.inbox):
-            await asyncio.sleep(_ALIVE_AFTER)
-            return True
-        with contextlib.suppress(RequestTimeoutError):
-            try:
-                await self.context.connection.request(inbox, b"", _ALIVE_AFTER)
-            except nats.errors.NoRespondersError:
-                return False
-        return True
-
-    def _asked(self, given: list[frames.Frame]) -> None:
-        if any(len(data) > header_size for _, data, header_size in given):  # only `_YIELD` is not empty
-            self.yield_until = asyncio.get_running_loop().time() + _YIELD_SECONDS
 
     async def _handle(self, messages: list[StoredMsg], position: int) -> list[tuple[list[BatchMessage], int]]:
         """Return the outputs, and the position after the input that they belong to."""
@@ -465,7 +428,8 @@ class _Worker:
 
     async def _commit(self, outputs: Sequence[BatchMessage], position: int) -> None:
         """Store outputs and a position, all or nothing."""
-        await asyncio.sleep(max(0.0, self.yield_until - asyncio.get_running_loop().time()))
+        if self.takeover is not None:
+            await self.takeover.make_room()
         try:
             await self._save(outputs, position)
         except RecordMovedError as moved:
@@ -485,15 +449,15 @@ class _Worker:
             ) from moved
 
     async def _save(self, outputs: Sequence[BatchMessage], position: int) -> None:
-        reader = self.reader
+        reader, takeover = self.reader, self.takeover
         record = encode_position(
             reader.stream,
             reader.created or "",
             position,
             worker=self.id,
             commit=self.commits,
-            inbox=self.inbox,
-            took_over=self.took_over,
+            inbox=takeover.inbox if takeover else "",
+            took_over=takeover.took_over if takeover else 0,
         )
         await self.writer.store(outputs, record)
         self.committed = position
@@ -511,14 +475,6 @@ class _Worker:
     async def _look(self) -> StreamState:
         self.state = await Retry(self.patience).call(partial(stream_state, self.context, self.stream, self.timeout))
         return self.state
-
-
-def _is_inbox(subject: str, own: str) -> bool:
-    """Return whether `subject` is an inbox by nats's conventions: its prefix is `own`'s, or begins with ``_INBOX``."""
-    if len(subject) > _LONGEST_INBOX or not subject.isascii() or not subject.isprintable():
-        return False
-    prefix = own.rpartition(".")[0] + "."
-    return _INBOX.fullmatch(subject) is not None and subject.startswith(("_INBOX", prefix))
 
 
 def _fitting(parts: Sequence[tuple[list[BatchMessage], int]], limit: int | None) -> int:

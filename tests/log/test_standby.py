@@ -14,10 +14,10 @@ from nats.js.errors import NotFoundError
 
 from jetstream_ext import BatchMessage, StoredMsg, errors
 from jetstream_ext.client.api import get_at_leader
-from jetstream_ext.client.connection import open_bucket
+from jetstream_ext.client.connection import Context, open_bucket
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.log import Last, LogReader, OffsetStore, Processed, exactly_once, lease, worker
+from jetstream_ext.log import Last, LogReader, OffsetStore, Processed, exactly_once, lease, takeover, worker
 from jetstream_ext.log.lease import Lease, lease_key
 from jetstream_ext.testing import NatsServer, ReferenceServer, VirtualClock
 
@@ -434,8 +434,8 @@ async def test_a_fenced_worker_that_is_started_again_waits_while_the_other_one_i
     standby: str,
 ) -> None:
     """The three starts have inbox prefixes of their own, or one; `standby` says which of them pass ``standby=True``."""
-    monkeypatch.setattr(worker, "TAKEOVER_PAUSE", 3600.0)
-    monkeypatch.setattr(worker, "_ALIVE_AFTER", 0.3)
+    monkeypatch.setattr(takeover, "TAKEOVER_PAUSE", 3600.0)
+    monkeypatch.setattr(takeover, "_ALIVE_AFTER", 0.3)
     options = [{"js": await connect(prefix.format(n)), "standby": n in standby} for n in "123"]
     first = start(**options[0])
     await more(start.source, 1, 1)
@@ -496,7 +496,7 @@ ID = "A1b2C3d4E5f6G7h8I9j0K1"
 async def test_a_worker_sends_nothing_to_a_subject_that_another_program_has_chosen(
     js: JetStreamContext, nc: Client, start: Any, more: More, forged: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "_ALIVE_AFTER", 0.1)
+    monkeypatch.setattr(takeover, "_ALIVE_AFTER", 0.1)
     first = start()
     await more(start.source, 1, 1)
     await first.handles(1)
@@ -508,12 +508,12 @@ async def test_a_worker_sends_nothing_to_a_subject_that_another_program_has_chos
     sent: list[str] = []
 
     async def look(message: Any) -> None:
-        if message.data in (b"", worker._YIELD) and not message.subject.startswith("$JS.API.STREAM.INFO."):
+        if message.data in (b"", takeover._YIELD) and not message.subject.startswith("$JS.API.STREAM.INFO."):
             sent.append(message.subject)
 
     await nc.subscribe(">", cb=look)
     overtaken = 3
-    save = worker._Worker._save
+    save = worker.Worker._save
 
     async def save_late(self: Any, *arguments: Any) -> None:
         """The first attempts are refused, so that the worker has a reason to ask the other one to wait."""
@@ -524,7 +524,7 @@ async def test_a_worker_sends_nothing_to_a_subject_that_another_program_has_chos
             await js.publish(newest.subject, newest.data)
         await save(self, *arguments)
 
-    monkeypatch.setattr(worker._Worker, "_save", save_late)
+    monkeypatch.setattr(worker.Worker, "_save", save_late)
     second = start()
     await more(start.source, 2, 2)
     await second.handles(2)
@@ -539,8 +539,8 @@ async def test_a_worker_sends_nothing_to_a_subject_that_another_program_has_chos
 async def test_the_wait_of_a_restarted_worker_is_bounded(
     js: JetStreamContext, start: Any, more: More, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "TAKEOVER_PAUSE", 3.0)
-    monkeypatch.setattr(worker, "_ALIVE_AFTER", 0.3)
+    monkeypatch.setattr(takeover, "TAKEOVER_PAUSE", 3.0)
+    monkeypatch.setattr(takeover, "_ALIVE_AFTER", 0.3)
     replicas = []
     for _ in range(3):
         replicas.append(start())
@@ -558,7 +558,7 @@ async def test_the_wait_of_a_restarted_worker_is_bounded(
 async def test_a_worker_does_not_wait_for_one_that_has_ended(
     js: JetStreamContext, start: Any, more: More, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
-    monkeypatch.setattr(worker, "TAKEOVER_PAUSE", 3600.0)
+    monkeypatch.setattr(takeover, "TAKEOVER_PAUSE", 3600.0)
     if version == "earlier":
         encode = worker.encode_position
         monkeypatch.setattr(
@@ -571,6 +571,72 @@ async def test_a_worker_does_not_wait_for_one_that_has_ended(
         await more(start.source, n, n)
         await replica.handles(n)
         await replica.stop()
+
+
+async def test_a_worker_does_not_wait_for_one_without_an_inbox(
+    js: JetStreamContext, start: Any, more: More, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker of a group's partition has none: its group decides who works."""
+    monkeypatch.setattr(takeover, "TAKEOVER_PAUSE", 3600.0)
+    monkeypatch.setattr(takeover, "_ALIVE_AFTER", 3600.0)
+    first = start()
+    await more(start.source, 1, 1)
+    await first.handles(1)
+    await first.stop()
+    (found,) = await LogReader(js, start.target, subject=f"{start.target}.at.w", start=Last()).read()
+    record = json.loads(found.data) | {"inbox": "", "took_over": 1 << 40}
+    await js.publish(found.subject, json.dumps(record).encode())
+    second = start()
+    await more(start.source, 2, 2)
+    await second.handles(2)
+    await second.stop()
+
+
+def partition_worker(js: JetStreamContext, source: str, target: str, handle: Any, **options: Any) -> worker.Worker:
+    context = Context(js)
+    values: dict[str, Any] = {
+        "reader": LogReader(js, source, tail=True),
+        "handler": handle,
+        "name": "w",
+        "context": context,
+        "stream": target,
+        "subject": f"{target}.at.w",
+        "max_messages": 1,
+        "grouped": False,
+        "standby": False,
+        "may_vanish": False,
+        "timeout": context.resolve_timeout(None),
+        "patience": 30.0,
+        "takeover": None,
+    }
+    return worker.Worker(**values | options)
+
+
+async def test_a_worker_without_courtesy_takes_over_at_once_and_stops_behind_its_commit(
+    js: JetStreamContext, start: Any, more: More, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(takeover, "_ALIVE_AFTER", 3600.0)
+    first = start()
+    await more(start.source, 1, 3)
+    assert await outputs(js, start.target, 3) == [1, 2, 3]
+
+    async def handle(message: StoredMsg) -> BatchMessage:
+        member.stop()
+        return BatchMessage(f"{start.target}.out", message.data)
+
+    member = partition_worker(js, start.source, start.target, handle)
+    working = asyncio.create_task(member.run())
+    async with asyncio.timeout(60):
+        while await holder(js, start.target) != member.id:
+            await asyncio.sleep(0.01)
+    await more(start.source, 4, 20)
+    done = await asyncio.wait_for(working, 60)
+    assert (done.inputs, done.position) == (1, 5)
+    with pytest.raises(errors.FencedError):
+        await asyncio.wait_for(first.task, 60)
+    assert await outputs(js, start.target, 4) == [1, 2, 3, 4]
+    (found,) = await LogReader(js, start.target, subject=f"{start.target}.at.w", start=Last()).read()
+    assert (json.loads(found.data)["inbox"], json.loads(found.data)["took_over"]) == ("", 0)
 
 
 async def overtaken(self: FencedWriter, patience: float) -> None:
@@ -597,7 +663,7 @@ async def busy(start: Any, more: More, monkeypatch: pytest.MonkeyPatch, wait: fl
         return await store(self, messages, record)
 
     monkeypatch.setattr(FencedWriter, "store", store_late)
-    monkeypatch.setattr(worker, "_ALIVE_AFTER", 0.3)
+    monkeypatch.setattr(takeover, "_ALIVE_AFTER", 0.3)
 
     async def handle(message: StoredMsg) -> None:
         await asyncio.sleep(0.01)
@@ -647,7 +713,7 @@ async def test_the_wait_begins_again_when_yet_another_worker_takes_over(
         await js.publish(found.subject, json.dumps(record).encode())
 
     asked, go_on = 0, asyncio.Event()
-    may_take_over = worker._Worker._may_take_over
+    may_take_over = takeover.Takeover._may_take_over
 
     async def ask(self: Any, *arguments: Any) -> bool:
         nonlocal asked
@@ -656,16 +722,16 @@ async def test_the_wait_begins_again_when_yet_another_worker_takes_over(
         await go_on.wait()
         return answer
 
-    monkeypatch.setattr(worker._Worker, "_may_take_over", ask)
-    monkeypatch.setattr(worker, "TAKEOVER_PAUSE", 0.1)
-    monkeypatch.setattr(worker, "_ALIVE_AFTER", 0.1)
+    monkeypatch.setattr(takeover.Takeover, "_may_take_over", ask)
+    monkeypatch.setattr(takeover, "TAKEOVER_PAUSE", 0.1)
+    monkeypatch.setattr(takeover, "_ALIVE_AFTER", 0.1)
     await take_over()
     second = start()
     async with asyncio.timeout(60):
         while not asked:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)  # the wait for the first one is over now
-        monkeypatch.setattr(worker, "TAKEOVER_PAUSE", 3600.0)
+        monkeypatch.setattr(takeover, "TAKEOVER_PAUSE", 3600.0)
         await take_over()
         await more(start.source, 2, 2)
         go_on.set()
