@@ -1,0 +1,836 @@
+"""A member of a group: the I/O of `protocol.membership`, and the messages of the partitions that it owns.
+
+::
+
+    renew        store the member's key, every `heartbeat` seconds ──────────────┐
+    live table   what the bucket has: members, owners of the partitions ─────────┤
+                                                                                 ▼
+                                 `Membership` decides ──► claim, revoke, release, lose
+                                                            │
+    read         one `LogReader` for all partitions ──► `Dispatcher` ──► the iteration, or a task for each partition
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import math
+import os
+import socket
+import warnings
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from nats.js import JetStreamContext
+from nats.nuid import NUID
+
+from jetstream_ext.client.api import gather_bounded
+from jetstream_ext.client.base_connection import cancel, mark_retrieved
+from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
+from jetstream_ext.client.retry import Retry, is_transient
+from jetstream_ext.errors import FencedError, StreamRecreatedError
+from jetstream_ext.kv.entries import KeyValueEntry
+from jetstream_ext.kv.table import Table
+from jetstream_ext.log.group_store import GroupStore, MemberRecord, PartitionRecord, Settings
+from jetstream_ext.log.offsets import OffsetStore, Seq, StoredOffset
+from jetstream_ext.log.reader import LogReader
+from jetstream_ext.protocol.api import recreated
+from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.protocol.dispatch import Dispatcher
+from jetstream_ext.protocol.membership import Claim, Lose, Membership, Owner, Release, Revoke
+from jetstream_ext.protocol.options import check_int, check_seconds
+from jetstream_ext.text import get_logger
+
+if TYPE_CHECKING:
+    from jetstream_ext.log.group import Group
+
+Callback = Callable[[tuple[int, ...]], Awaitable[None] | None]
+MessageHandler = Callable[[StoredMsg], Awaitable[None] | None]
+
+_log = get_logger()
+
+_CHUNK: Final = 256  # messages that are taken from the reader at once
+_FIRST_PAUSE: Final = 0.005  # at the end of the stream, as for `LogReader`
+_RETRY: Final = 0.1
+_LEAVE_POLL: Final = 0.002
+_LEAVE_TIMEOUT: Final = 2.0  # after an error or a cancellation
+_COMMITS_IN_FLIGHT: Final = 64
+_IDLE: Final = 5.0
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """A partition that this member works on."""
+
+    number: int
+    lane: Lane
+    writer: FencedWriter
+    committed: int
+    in_hand: int | None = None  # the sequence of the message that the caller handles
+    ending: bool = False  # no further messages: it is revoked, or lost
+    given: asyncio.Event = field(default_factory=asyncio.Event)  # messages, or the end
+    done: asyncio.Event = field(default_factory=asyncio.Event)  # nothing is in hand any more
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # of the writer
+    task: asyncio.Task[None] | None = None
+    stop: Callable[[], None] | None = None  # ends the task behind its current commit
+
+    @property
+    def position(self) -> int:
+        """The next sequence that the caller gets."""
+        return self.lane.dispatcher.position(self.number)
+
+    @property
+    def handled(self) -> int:
+        """The sequence behind what the caller has handled."""
+        return self.position if self.in_hand is None else self.in_hand
+
+    def end(self) -> None:
+        self.ending = True
+        self.given.set()
+        if self.stop is not None:
+            self.stop()
+
+    def put_down(self) -> None:
+        self.in_hand = None
+        self.done.set()
+
+
+class Lane:
+    """One reading of the stream, for some of the partitions."""
+
+    def __init__(self, reader: LogReader, dispatcher: Dispatcher, poll: float) -> None:
+        self.dispatcher: Dispatcher = dispatcher
+        self.changed: asyncio.Event = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+        self._reader = reader
+        self._poll = poll
+
+    def restart(self, number: int, position: int) -> None:
+        """Give a partition its messages from another position on."""
+        self.dispatcher.remove(number)
+        self.dispatcher.add(number, position)
+        self.changed.set()
+
+    async def read(self, moved: Callable[[Iterable[int]], None]) -> None:
+        """Give messages to the partitions; call `moved` with those that got some."""
+        pause = _FIRST_PAUSE
+        while True:
+            self.changed.clear()
+            start = self.dispatcher.wanted()
+            if start is None:
+                await self.changed.wait()
+                continue
+            if self._reader.position != start:
+                self._reader.seek(Seq(start))
+            rows = await self._reader.read_for(self._poll, _CHUNK)
+            end = self._reader.position
+            assert end is not None
+            got = self.dispatcher.feed(rows or [], start, end)
+            moved(got)
+            if rows is None or (not rows and end == start):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause):
+                        await self.changed.wait()
+                pause = min(2 * pause, self._poll)
+            else:
+                pause = _FIRST_PAUSE
+                await asyncio.sleep(0)  # a stream that is read from memory must not keep the event loop
+
+
+class PartitionReader:
+    """One partition as the input of an exactly-once worker; see `log.worker.Source`."""
+
+    def __init__(self, session: Session, held: Held) -> None:
+        group = session.group
+        self.name: str | None = None
+        self.stream: str = group.stream
+        self.subject: str | None = group.subject
+        self.context: JetStreamContext = group.context
+        self.confirm: bool = True
+        self.offsets: OffsetStore = OffsetStore(group.context, group.bucket)
+        self._created = session.settings.created
+        self._session = session
+        self._held = held
+
+    @property
+    def created(self) -> str | None:
+        return self._created
+
+    @property
+    def position(self) -> int | None:
+        return self._held.position
+
+    async def open(self) -> int:
+        return self._held.position
+
+    def seek(self, start: StoredOffset | int) -> None:
+        if isinstance(start, StoredOffset):
+            if start.stream != self.stream or recreated(start.created, self._created):
+                raise StreamRecreatedError(
+                    f"{self._session.what}: the stored position of partition {self._held.number} is one in stream {start.stream!r} "
+                    f"that was created at {start.created}, and the group reads stream {self.stream!r} that was created at "
+                    f"{self._created}; nothing is stored; call Group.reset to start again",
+                    stream=self.stream,
+                    expected=start.created,
+                    found=self._created,
+                )
+            start = start.seq
+        self._held.lane.restart(self._held.number, start)
+
+    async def read_for(self, seconds: float, max_messages: int = 1000) -> list[StoredMsg] | None:
+        """Return messages, an empty list after `seconds` without one, or None once the partition is revoked or lost."""
+        held = self._held
+        dispatcher = held.lane.dispatcher
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not held.ending:
+                    if not self._session.is_valid():
+                        self._session.step()  # see `Member.__anext__`
+                        continue
+                    if rows := dispatcher.take(held.number, max_messages):
+                        held.lane.changed.set()
+                        return rows
+                    held.given.clear()
+                    await held.given.wait()
+        return None if held.ending else []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinOptions:
+    """What a member was asked to do; see `Group.join`."""
+
+    label: str | None = None
+    on_assigned: Callback | None = None
+    on_revoked: Callback | None = None
+    on_lost: Callback | None = None
+    auto_commit: bool = True
+    every: int = 1000
+    seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        check_int(self.every, "every")
+        check_seconds(self.seconds, "seconds")
+
+
+class Session:
+    """A member from its joining to its leaving. `work` serves a partition, unless the caller iterates."""
+
+    def __init__(self, group: Group, options: JoinOptions, output: tuple[str, str] | None = None) -> None:
+        self.group: Group = group
+        self.store: GroupStore = group.store
+        self.id: str = NUID().next().decode()
+        self.label: str = options.label or f"{socket.gethostname()}-{os.getpid()}"
+        self.settings: Settings
+        self.error: BaseException | None = None
+        self.held: dict[int, Held] = {}
+        self.closed: bool = False
+        self.work: Callable[[Held], Coroutine[Any, Any, None]] | None = None
+        self._options = options
+        self._output = output
+        self._machine = Membership(self.id, group.partitions, ttl=group.ttl, margin=group.margin)
+        self._table: Table | None = None
+        # What the bucket has, and the revision of that.
+        self._alive: set[str] = set()
+        self._departing: set[str] = set()
+        self._owners: dict[int, Owner] = {}
+        self._known = 0
+        self._lanes: dict[int | None, Lane] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._main: list[asyncio.Task[None]] = []
+        self._coordination: asyncio.Task[None]
+        self._changed = asyncio.Event()  # for `_coordinate`
+        self.ready: asyncio.Event = asyncio.Event()  # for the iteration
+        self._callbacks = asyncio.Lock()
+        self._final: dict[int, int] = {}  # the positions to release partitions at
+        self._records = 0  # so far, of all partitions
+        self._handled = 0  # messages since the last commit
+        self._current: Held | None = None  # of the message that the iteration has returned
+        self._leaving = False
+        self._failures = 0  # to renew the key, one after the other
+
+    # -- joining and leaving ------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        if self._main or self.closed:
+            raise RuntimeError(f"group {self.group.name!r}: a member can be entered once; call join() again")
+        try:
+            self.settings = await self.group.prepare(self._output)
+            table = self._table = Table(self.store.kv, [f"{self.store.prefix}>"], timeout=self.store.timeout)
+            await table.__aenter__()
+            await Retry(self.store.patience).call(self._renew)
+        except BaseException:
+            self.closed = True
+            await self._end()
+            raise
+        self._coordination = self._start(self._coordinate(), "coordination")
+        self._main = [
+            self._coordination,
+            self._start(self._follow(table), "view"),
+            self._start(self._renew_often(), "heartbeats"),
+        ]
+        if self._options.auto_commit and self._output is None:
+            self._main.append(self._start(self._commit_often(), "commits"))
+
+    async def close(self, *, clean: bool) -> None:
+        """Leave the group. `clean`: what the caller has in its hands is handled."""
+        if self.closed:
+            return
+        if clean:
+            self.put_down()
+        elif self._current is not None:
+            self._current.done.set()  # it stays in hand: its position is not committed
+        patience = self.store.patience if clean and self.error is None else _LEAVE_TIMEOUT
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience):
+                    await self._leave()
+        finally:
+            self.closed = True
+            await self._end()
+            self.ready.set()
+
+    async def _leave(self) -> None:
+        if not self.store.context.connection.usable:
+            return
+        self._leaving = True
+        self._machine.leave()
+        self._changed.set()
+        try:
+            await self._renew()
+            while not self._machine.idle and not self._coordination.done():
+                await asyncio.sleep(_LEAVE_POLL)
+            await self.store.delete_member(self.id, self.group.ttl, self.store.timeout)
+        except Exception as error:
+            _log.debug("%s: its key could not be deleted: %r", self.what, error)
+
+    async def _end(self) -> None:
+        tasks = [*self._main, *self._tasks, *(lane.task for lane in self._lanes.values() if lane.task)]
+        tasks += [held.task for held in self.held.values() if held.task]
+        for task in tasks:
+            task.cancel()
+        self._main = []
+        await asyncio.gather(*(cancel(task, _LEAVE_TIMEOUT) for task in tasks))
+        if self._table is not None:
+            await self._table.__aexit__(None, None, None)
+        self.held.clear()
+
+    def dropped(self) -> None:
+        """Close, from the owner's ``__del__`` and so perhaps from another thread, if it was left open; warn if so."""
+        if self.closed or not self._main:
+            return
+        self.closed = True
+
+        def close() -> None:
+            task = asyncio.ensure_future(self._end())
+            task.add_done_callback(mark_retrieved)
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing runs any more
+            self._main[0].get_loop().call_soon_threadsafe(close)
+        warnings.warn(f"{self.what} was dropped while it was open; use `async with`", ResourceWarning, stacklevel=3)
+
+    @property
+    def what(self) -> str:
+        return f"group {self.group.name!r}: member {self.label!r}"
+
+    def _start(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
+        async def run() -> None:
+            try:
+                await work
+            except Exception as error:
+                self.fail(error)
+
+        return asyncio.create_task(run(), name=f"jetstream_ext {what} of {self.what}")
+
+    def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        task = self._start(work, what)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: self._changed.set())
+
+    def fail(self, error: Exception) -> None:
+        """End the member: the caller gets this error."""
+        if self.error is None:
+            _log.debug("%s ends: %r", self.what, error)
+            self.error = error
+        self.ready.set()
+        for held in self.held.values():
+            held.end()
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+        if self.closed or not self._main:
+            raise RuntimeError(f"{self.what} is {'closed' if self.closed else 'not open; enter it with `async with`'}")
+
+    # -- being alive --------------------------------------------------------------------------------------------------
+
+    async def _renew(self) -> None:
+        sent = asyncio.get_running_loop().time()
+        record = MemberRecord(self.label, self._leaving, self.group.ttl)
+        await self.store.put_member(self.id, record, min(self.store.timeout, self.group.heartbeat))
+        self._machine.renewed(sent)
+        self._changed.set()
+
+    async def _renew_often(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            begun = loop.time()
+            pause = self.group.heartbeat
+            try:
+                await self._renew()
+                self._failures = 0
+            except Exception as error:
+                if not is_transient(error):
+                    raise
+                if not self._failures:
+                    _log.warning("%s cannot renew its key, and tries again: %s", self.what, error)
+                self._failures += 1
+                pause = min(_RETRY, pause)
+            await asyncio.sleep(max(0.0, begun + pause - loop.time()) if not self._failures else pause)
+
+    # -- partitions ---------------------------------------------------------------------------------------------------
+
+    async def _coordinate(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._changed.clear()
+            self.step()
+            until = self._machine.wake_at(loop.time())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(None if until == math.inf else until):
+                    await self._changed.wait()
+
+    def step(self) -> None:
+        """Look at the bucket, and do what is due."""
+        now = asyncio.get_running_loop().time()
+        self._machine.see(self._alive, self._departing, self._owners, self._known)
+        claims: list[int] = []
+        for action in self._machine.due(now):
+            match action:
+                case Claim(number):
+                    claims.append(number)
+                case Revoke(numbers):
+                    self._spawn(self._revoke(numbers), "revocation")
+                case Release(number):
+                    self._spawn(self._release(number), "release")
+                case Lose(numbers):
+                    self._lose(numbers)
+        if claims:
+            self._spawn(self._claim(claims), "claims")
+
+    async def _follow(self, table: Table) -> None:
+        """Note what changes in the bucket."""
+        changes = table.changes()
+        for key, entry in table.items():
+            self._note(key, entry)
+        self._known = table.revision
+        self._changed.set()
+        async for change in changes:
+            self._note(change.key, change.new)
+            self._known = max(self._known, change.revision)
+        self.fail(RuntimeError(f"{self.what}: the table of its bucket was closed"))
+
+    def _note(self, key: str, entry: KeyValueEntry | None) -> None:
+        store = self.store
+        before = (member := store.member_of(key)) in self._alive, member in self._departing
+        if member is not None:
+            self._alive.discard(member)
+            self._departing.discard(member)
+            if entry is not None:
+                self._alive.add(member)
+                if store.decode_value(MemberRecord, key, entry.value).leaving:
+                    self._departing.add(member)
+            if before != (member in self._alive, member in self._departing):
+                self._changed.set()
+        elif (number := store.partition_of(key)) is not None:
+            known = self._owners.pop(number, None)
+            if entry is not None:
+                owner = store.decode_value(PartitionRecord, key, entry.value).owner
+                self._owners[number] = Owner(owner, entry.revision)
+            if known is None or entry is None or known.id != self._owners[number].id:
+                self._changed.set()
+        elif key == store.config_key and entry is not None:
+            self.group.check_settings(store.decode_value(Settings, key, entry.value), self._output)
+
+    async def _claim(self, numbers: list[int]) -> None:
+        claimed = [it for it in await gather_bounded(self._claim_one, numbers, limit=_COMMITS_IN_FLIGHT) if it]
+        if not claimed:
+            return
+        async with self._callbacks:
+            owned = tuple(sorted(number for number, writer, _ in claimed if self._machine.holds(number, writer.fence)))
+            _log.debug("%s owns partitions %s", self.what, owned)
+            await _call(self._options.on_assigned, owned)
+            for number, writer, position in claimed:
+                if self._machine.holds(number, writer.fence):  # it may have been lost meanwhile
+                    self._hold(number, writer, position)
+
+    async def _claim_one(self, number: int) -> tuple[int, FencedWriter, int] | None:
+        loop = asyncio.get_running_loop()
+        writer = self.store.partition_writer(number)
+        try:
+            found = await writer.read()
+            record = self.store.decode(PartitionRecord, found)
+            owner = None if record is None or found is None else Owner(record.owner, found.seq)
+            if not self._machine.may_claim(owner):
+                self._machine.failed(number, loop.time())
+                return None
+            position = self.settings.start if record is None else record.seq
+            if record is not None and record.owner == self.id:
+                position = max(position, self._final.get(number, 0))
+            ack = await writer.store([], self._record(self.id, position))
+        except Exception as error:
+            self._machine.failed(number, loop.time())
+            if not isinstance(error, RecordMovedError) and not is_transient(error):
+                raise
+            _log.debug("%s could not claim partition %d: %s", self.what, number, error)
+            return None
+        if not self._machine.claimed(number, ack.seq, loop.time()):
+            return None
+        self._final.pop(number, None)
+        return number, writer, position
+
+    def _hold(self, number: int, writer: FencedWriter, position: int) -> None:
+        lane = self._lane_of(number)
+        held = self.held[number] = Held(number, lane, writer, position)
+        lane.dispatcher.add(number, position)
+        lane.changed.set()
+        if self.work is not None:
+            held.task = self._start(self._serve(held, self.work), f"partition {number}")
+
+    async def serve(self, work: Callable[[Held], Coroutine[Any, Any, None]]) -> None:
+        """Run `work` for each partition as long as the member owns it, until the member fails."""
+        self.check()
+        self.work = work
+        try:
+            for held in self.held.values():
+                if not held.ending and held.task is None:
+                    held.task = self._start(self._serve(held, work), f"partition {held.number}")
+            while self.error is None and not self.closed:
+                self.ready.clear()
+                await self.ready.wait()
+            self.check()
+        finally:
+            self.work = None
+            for held in self.held.values():
+                if held.task is not None:
+                    held.task.cancel()
+                    held.done.set()  # what is in hand stays so: it is not handled
+
+    async def _serve(self, held: Held, work: Callable[[Held], Coroutine[Any, Any, None]]) -> None:
+        try:
+            await work(held)
+        except FencedError as error:
+            _log.debug("%s: %s", self.what, error)
+            self._fenced(held)
+
+    def _lane_of(self, number: int) -> Lane:
+        which = None if self.group.token is None else number
+        lane = self._lanes.get(which)
+        if lane is None:
+            lane = self._lanes[which] = self.group.new_lane(which)
+            lane.task = self._start(lane.read(self._moved), "reading")
+        return lane
+
+    def _moved(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            held = self.held.get(number)
+            if held is not None:
+                held.given.set()
+                self.ready.set()
+
+    async def _revoke(self, numbers: tuple[int, ...]) -> None:
+        async with self._callbacks:  # a claim of these partitions may wait for its callback
+            found = [self.held[number] for number in numbers if number in self.held]
+        for held in found:
+            held.end()
+        for held in found:
+            if held.in_hand is not None:
+                await held.done.wait()
+            if held.task is not None:
+                await asyncio.wait({held.task})
+        async with self._callbacks:
+            mine = [held for held in found if self.held.get(held.number) is held]
+            if mine:
+                await _call(self._options.on_revoked, tuple(held.number for held in mine))
+            for held in mine:
+                if self.held.get(held.number) is not held:
+                    continue
+                if self._output is None:
+                    self._final[held.number] = held.handled if self._options.auto_commit else held.committed
+                self._drop(held)
+        for number in numbers:
+            self._machine.revoked(number)
+
+    async def _release(self, number: int) -> None:
+        loop = asyncio.get_running_loop()
+        writer = self.store.partition_writer(number)
+        try:
+            record = self.store.decode(PartitionRecord, await writer.read())
+            if record is None or record.owner != self.id:
+                self._machine.failed(number, loop.time())
+                return
+            position = max(record.seq, self._final.get(number, 0))
+            ack = await writer.store([], self._record("", position))
+        except Exception as error:
+            self._machine.failed(number, loop.time())
+            if not isinstance(error, RecordMovedError) and not is_transient(error):
+                raise
+            return
+        self._final.pop(number, None)
+        _log.debug("%s has released partition %d at %d", self.what, number, position)
+        self._machine.released(number, ack.seq)
+
+    def _lose(self, numbers: Iterable[int]) -> None:
+        lost = [self.held[number] for number in numbers if number in self.held]
+        for held in lost:
+            held.end()
+            if held.task is not None:
+                held.task.cancel()
+            self._drop(held)
+        if lost:
+            lost_numbers = tuple(held.number for held in lost)
+            _log.warning("%s has lost partitions %s", self.what, lost_numbers)
+            self._spawn(self._call_lost(lost_numbers), "loss")
+
+    async def _call_lost(self, numbers: tuple[int, ...]) -> None:
+        async with self._callbacks:
+            await _call(self._options.on_lost or self._options.on_revoked, numbers)
+
+    def _fenced(self, held: Held) -> None:
+        """Another member has stored a record of this partition."""
+        if self.held.get(held.number) is held:
+            self._machine.failed(held.number, asyncio.get_running_loop().time())
+            self._lose([held.number])
+            self._changed.set()
+
+    def _drop(self, held: Held) -> None:
+        held.end()
+        held.done.set()
+        del self.held[held.number]
+        held.lane.dispatcher.remove(held.number)
+        if self.group.token is not None:
+            lane = self._lanes.pop(held.number)
+            if lane.task is not None:
+                lane.task.cancel()
+
+    def _record(self, owner: str, position: int) -> bytes:
+        self._records += 1
+        return PartitionRecord(owner, position, self.id, self._records).encode()
+
+    # -- positions ----------------------------------------------------------------------------------------------------
+
+    async def commit(self, *, in_hand: bool) -> None:
+        """Store the positions; with `in_hand`, also behind the messages that the caller has not put down."""
+        handled, self._handled = self._handled, 0
+
+        async def store(held: Held) -> None:
+            async with held.lock:
+                position = held.position if in_hand else held.handled
+                if position > held.committed and self.held.get(held.number) is held:
+                    ack = await held.writer.store([], self._record(self.id, position))
+                    held.committed = position
+                    self._machine.stored(held.number, ack.seq)
+
+        async def attempt(held: Held) -> int | None:
+            try:
+                await store(held)
+            except RecordMovedError:
+                self._fenced(held)
+                return held.number
+            return None
+
+        try:
+            moved = await gather_bounded(attempt, list(self.held.values()), limit=_COMMITS_IN_FLIGHT)
+        except BaseException:
+            self._handled += handled
+            raise
+        lost = sorted(number for number in moved if number is not None)
+        if lost and in_hand:
+            raise FencedError(
+                f"{self.what}: the positions of partitions {lost} were not stored, because other members own them now and handle "
+                "the messages since their last commits again; those of the other partitions are stored",
+                name=self.group.name,
+            )
+
+    async def _commit_often(self) -> None:
+        while True:
+            await asyncio.sleep(self._options.seconds)
+            try:
+                await self.commit(in_hand=False)
+            except Exception as error:
+                if not is_transient(error):
+                    raise
+                _log.warning("%s could not commit its positions, and tries again: %s", self.what, error)
+
+    async def note_handled(self) -> None:
+        """Count a handled message, and commit if it is time."""
+        self._handled += 1
+        if self._options.auto_commit and self._handled >= self._options.every:
+            await self.commit(in_hand=False)
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def put_down(self) -> None:
+        """Note that the message that the iteration returned last is handled."""
+        held, self._current = self._current, None
+        if held is not None:
+            held.put_down()
+
+    def pick_up(self) -> StoredMsg | None:
+        """Return a message of any partition."""
+        for lane in tuple(self._lanes.values()):
+            taken = lane.dispatcher.take_any(self._is_given)
+            if taken is None:
+                continue
+            number, message = taken
+            held = self._current = self.held[number]
+            held.in_hand = message.seq
+            held.done.clear()
+            lane.changed.set()
+            if len(self._lanes) > 1:  # the next one is another lane's turn
+                which = None if self.group.token is None else number
+                self._lanes[which] = self._lanes.pop(which)
+            return message
+        return None
+
+    def _is_given(self, number: int) -> bool:
+        held = self.held.get(number)
+        return held is not None and not held.ending
+
+    def is_valid(self) -> bool:
+        return self._machine.is_valid(asyncio.get_running_loop().time())
+
+    @property
+    def partitions(self) -> tuple[int, ...]:
+        return tuple(sorted(number for number, held in self.held.items() if not held.ending))
+
+
+class Member:
+    """A member of a group: `Group.join` makes it, ``async with`` joins and leaves.
+
+    Attributes:
+        id: The member's id, a random one for each `join`.
+        label: Its name for people, in `Group.status`.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.id: str = session.id
+        self.label: str = session.label
+        self._session = session
+        self._reading = False
+
+    def __repr__(self) -> str:
+        return f"<Member {self.label!r} of group {self._session.group.name!r}: partitions {list(self.partitions)}>"
+
+    async def __aenter__(self) -> Self:
+        await self._session.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._session.close(clean=kind is None)
+
+    def __del__(self) -> None:
+        if "_session" in self.__dict__:
+            self._session.dropped()
+
+    @property
+    def partitions(self) -> tuple[int, ...]:
+        """The partitions that the member works on now."""
+        return self._session.partitions
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StoredMsg:
+        """Return the next message of any of the member's partitions; the one before it counts as handled.
+
+        Raises:
+            Exception: See `Group.join`.
+
+        Cancellation: Safe: no message is lost.
+        """
+        session = self._session
+        if self._reading:
+            raise RuntimeError(f"{session.what}: another task iterates over this member")
+        self._reading = True
+        try:
+            if session._current is not None:
+                session.put_down()
+                await session.note_handled()
+            while True:
+                session.check()
+                if not session.is_valid():
+                    session.step()  # the process was suspended, or the loop blocked: what has ended must not be returned
+                session.ready.clear()
+                message = session.pick_up()
+                if message is not None:
+                    return message
+                await session.ready.wait()
+        finally:
+            self._reading = False
+
+    async def run(self, handler: MessageHandler) -> None:
+        """Call `handler` for each message: one after the other for each partition, the partitions at the same time.
+
+        ::
+
+            async with group.join() as member:
+                await member.run(handle)            # until it is cancelled
+
+        A message counts as handled when the handler returns. One slow partition does not hold up the others.
+
+        Args:
+            handler: Called with a `StoredMsg`; may be an async function.
+
+        Raises:
+            RuntimeError: Another task reads from this member.
+            Exception: What the handler raised: the message is not handled, and the member should be left. Others as for
+                iteration.
+
+        Cancellation: The handlers are cancelled; their messages are not handled. Leave the member then.
+        """
+        if self._reading:
+            raise RuntimeError(f"{self._session.what}: another task reads from this member")
+        self._reading = True
+        try:
+            await self._session.serve(partial(_handle_each, self._session, handler))
+        finally:
+            self._reading = False
+
+    async def commit(self) -> None:
+        """Store the positions behind every message that the iteration has returned, also the last one.
+
+        Raises:
+            FencedError: Another member owns one of the partitions now; the positions of the others are stored.
+            Exception: Transient errors lasted longer than the group's `patience`; the positions may be stored.
+
+        Cancellation: The positions may be stored.
+        """
+        self._session.check()
+        await self._session.commit(in_hand=True)
+
+
+async def _handle_each(session: Session, handler: MessageHandler, held: Held) -> None:
+    source = PartitionReader(session, held)
+    while (found := await source.read_for(_IDLE, 1)) is not None:
+        for message in found:
+            held.in_hand = message.seq
+            held.done.clear()
+            result = handler(message)
+            if inspect.isawaitable(result):
+                await result
+            held.put_down()
+            await session.note_handled()
+
+
+async def _call(callback: Callback | None, partitions: tuple[int, ...]) -> None:
+    if callback is not None and partitions:
+        result = callback(partitions)
+        if inspect.isawaitable(result):
+            await result
