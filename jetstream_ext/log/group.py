@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -28,6 +29,7 @@ from jetstream_ext.protocol.partitions import Partitioner
 from jetstream_ext.protocol.subjects import check_filter, check_name
 
 _FIRST: Final = First()
+_PARTITION: Final = re.compile(r"\{\{\s*partition\(\s*(\d{1,9})\b", re.IGNORECASE)
 _LOOKUPS_IN_FLIGHT: Final = 64
 _BUFFER_BYTES: Final = 4 << 20
 # The part of the TTL in which a member has stopped, and its key is still stored.
@@ -422,7 +424,23 @@ class Group:
             settings = await self.store.agree(await self._settings(self._start, output))
         self.check_settings(settings, output)
         state.check_created(settings.created)
+        self._check_partitions(state)
         return settings
+
+    def _check_partitions(self, state: StreamState) -> None:
+        """Raise an error if messages of the stream have no partition."""
+        if self.token is None:
+            for each in state.subjects if self.subject is None else [self.subject]:
+                self._partitioner.check_filter(each)
+            return
+        destination = str((state.config.get("subject_transform") or {}).get("dest") or "")
+        found = _PARTITION.search(destination)
+        if found is not None and int(found[1]) != self.partitions:
+            raise StreamConfigMismatchError(
+                f"group {self.name!r} has {self.partitions} partitions, and stream {self.stream!r} stores its messages in {found[1]} "
+                f"({destination}); create the group with partitions={found[1]}",
+                diff={"partitions": (self.partitions, int(found[1]))},
+            )
 
     def check_settings(self, settings: Settings, output: tuple[str, str] | None) -> None:
         """Raise StreamConfigMismatchError unless this object has these settings."""
