@@ -23,7 +23,7 @@ from jetstream_ext.log.member import Callback, JoinOptions, Lane, Member, Sessio
 from jetstream_ext.log.offsets import First, Last, New, Seq, StoredOffset, Time, encode_position
 from jetstream_ext.log.reader import LogReader
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.dispatch import Dispatcher
+from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.options import check_int, check_seconds
 from jetstream_ext.protocol.partitions import Partitioner
 from jetstream_ext.protocol.subjects import check_filter, check_name
@@ -399,7 +399,9 @@ class Group:
         writer = self.store.writer(self.store.config_key, "its settings")
         await writer.read()
         await writer.store([], settings.encode())
-        await gather_bounded(lambda n: self._reset_partition(n, settings), range(self.partitions), limit=_LOOKUPS_IN_FLIGHT)
+        await gather_bounded(
+            lambda n: self._reset_partition(n, settings), range(self.partitions), limit=_LOOKUPS_IN_FLIGHT
+        )
         return settings.start
 
     async def _reset_partition(self, number: int, settings: Settings) -> None:
@@ -410,7 +412,9 @@ class Group:
         if settings.output is not None:
             output = self.output_writer(settings.output, number)
             if await output.read() is not None:
-                record = encode_position(self.stream, settings.created, settings.start, worker="reset", inbox="", took_over=0)
+                record = encode_position(
+                    self.stream, settings.created, settings.start, worker="reset", inbox="", took_over=0
+                )
                 await output.store([], record)
 
     # -- for members --------------------------------------------------------------------------------------------------
@@ -444,8 +448,16 @@ class Group:
 
     def check_settings(self, settings: Settings, output: tuple[str, str] | None) -> None:
         """Raise StreamConfigMismatchError unless this object has these settings."""
-        wanted = {"partitions": self.partitions, "key": self.key, "subject": self.subject, "token": self.token, "output": output}
-        diff = {name: (value, getattr(settings, name)) for name, value in wanted.items() if value != getattr(settings, name)}
+        wanted = {
+            "partitions": self.partitions,
+            "key": self.key,
+            "subject": self.subject,
+            "token": self.token,
+            "output": output,
+        }
+        diff = {
+            name: (value, getattr(settings, name)) for name, value in wanted.items() if value != getattr(settings, name)
+        }
         if diff:
             differences = ", ".join(f"{name} {there!r} instead of {here!r}" for name, (here, there) in diff.items())
             remedy = "use its settings, stop all members and call reset() to change them, or use another group name"
@@ -455,13 +467,13 @@ class Group:
                 f"group {self.name!r} of stream {self.stream!r} has {differences}; {remedy}", diff=diff
             )
 
-    def _partition_of(self, number: int | None) -> Callable[[str], int]:
-        return self._partitioner if number is None else lambda _: number
-
     def new_lane(self, number: int | None) -> Lane:
         """Return the reading of the stream for one partition (with `token`), or for all."""
-        dispatcher = Dispatcher(self._partition_of(number), buffer=self._buffer, buffer_bytes=_BUFFER_BYTES)
-        return Lane(self._reader(number, First()), dispatcher, self._poll)
+        partitions_of: Callable[[Sequence[StoredMsg]], Sequence[int]] = self._partitioner.of
+        if number is not None:
+            partitions_of = lambda messages: [number] * len(messages)  # noqa: E731
+        reader = self._reader(number, First())
+        return Lane(reader, partitions_of, buffer=self._buffer, buffer_bytes=_BUFFER_BYTES, poll=self._poll)
 
     def _reader(self, number: int | None, start: First | Seq | Time | Last | New) -> LogReader:
         subject = self.subject

@@ -19,7 +19,7 @@ import math
 import os
 import socket
 import warnings
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -53,7 +53,6 @@ MessageHandler = Callable[[StoredMsg], Awaitable[None] | None]
 
 _log = get_logger()
 
-_CHUNK: Final = 256  # messages that are taken from the reader at once
 _FIRST_PAUSE: Final = 0.005  # at the end of the stream, as for `LogReader`
 _RETRY: Final = 0.1
 _LEAVE_POLL: Final = 0.002
@@ -72,6 +71,7 @@ class Held:
     committed: int
     in_hand: int | None = None  # the sequence of the message that the caller handles
     ending: bool = False  # no further messages: it is revoked, or lost
+    last: int = 0  # the position at which it ended
     given: asyncio.Event = field(default_factory=asyncio.Event)  # messages, or the end
     done: asyncio.Event = field(default_factory=asyncio.Event)  # nothing is in hand any more
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # of the writer
@@ -81,7 +81,7 @@ class Held:
     @property
     def position(self) -> int:
         """The next sequence that the caller gets."""
-        return self.lane.dispatcher.position(self.number)
+        return self.last if self.ending else self.lane.dispatcher.position(self.number)
 
     @property
     def handled(self) -> int:
@@ -89,7 +89,11 @@ class Held:
         return self.position if self.in_hand is None else self.in_hand
 
     def end(self) -> None:
-        self.ending = True
+        """Let the caller get no further message."""
+        if self.ending:
+            return
+        self.last, self.ending = self.position, True
+        self.lane.dispatcher.remove(self.number)
         self.given.set()
         if self.stop is not None:
             self.stop()
@@ -100,45 +104,48 @@ class Held:
 
 
 class Lane:
-    """One reading of the stream, for some of the partitions."""
+    """One reading of the stream, for some of the partitions; `partitions_of` returns those of messages."""
 
-    def __init__(self, reader: LogReader, dispatcher: Dispatcher, poll: float) -> None:
-        self.dispatcher: Dispatcher = dispatcher
-        self.changed: asyncio.Event = asyncio.Event()
+    def __init__(
+        self,
+        reader: LogReader,
+        partitions_of: Callable[[Sequence[StoredMsg]], Sequence[int]],
+        *,
+        buffer: int,
+        buffer_bytes: int,
+        poll: float,
+    ) -> None:
         self.task: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self.dispatcher: Dispatcher = Dispatcher(
+            partitions_of, buffer=buffer, buffer_bytes=buffer_bytes, wake=self._changed.set
+        )
         self._reader = reader
         self._poll = poll
 
-    def restart(self, number: int, position: int) -> None:
-        """Give a partition its messages from another position on."""
-        self.dispatcher.remove(number)
-        self.dispatcher.add(number, position)
-        self.changed.set()
-
-    async def read(self, moved: Callable[[Iterable[int]], None]) -> None:
-        """Give messages to the partitions; call `moved` with those that got some."""
+    async def read(self, given: Callable[[Iterable[int]], None]) -> None:
+        """Give messages to the partitions; call `given` with those that got some."""
         pause = _FIRST_PAUSE
         while True:
-            self.changed.clear()
-            start = self.dispatcher.wanted()
-            if start is None:
-                await self.changed.wait()
+            self._changed.clear()
+            read = self.dispatcher.next_read()
+            if read is None:
+                await self._changed.wait()
                 continue
-            if self._reader.position != start:
-                self._reader.seek(Seq(start))
-            rows = await self._reader.read_for(self._poll, _CHUNK)
+            if self._reader.position != read.start:
+                self._reader.seek(Seq(read.start))
+            rows = await self._reader.read_for(self._poll, read.max_messages)
             end = self._reader.position
             assert end is not None
-            got = self.dispatcher.feed(rows or [], start, end)
-            moved(got)
-            if rows is None or (not rows and end == start):
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(pause):
-                        await self.changed.wait()
-                pause = min(2 * pause, self._poll)
-            else:
+            given(self.dispatcher.feed(rows or [], read.start, end).given)
+            if rows is not None or not read.may_wait:
                 pause = _FIRST_PAUSE
-                await asyncio.sleep(0)  # a stream that is read from memory must not keep the event loop
+                await asyncio.sleep(0)  # what the reader has already must not keep the event loop
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._changed.wait()
+            pause = min(2 * pause, self._poll)
 
 
 class PartitionReader:
@@ -179,7 +186,12 @@ class PartitionReader:
                     found=self._created,
                 )
             start = start.seq
-        self._held.lane.restart(self._held.number, start)
+        held = self._held
+        if held.ending:
+            held.last = start
+        else:
+            held.lane.dispatcher.remove(held.number)
+            held.lane.dispatcher.add(held.number, start)
 
     async def read_for(self, seconds: float, max_messages: int = 1000) -> list[StoredMsg] | None:
         """Return messages, an empty list after `seconds` without one, or None once the partition is revoked or lost."""
@@ -192,7 +204,6 @@ class PartitionReader:
                         self._session.step()  # see `Member.__anext__`
                         continue
                     if rows := dispatcher.take(held.number, max_messages):
-                        held.lane.changed.set()
                         return rows
                     held.given.clear()
                     await held.given.wait()
@@ -497,7 +508,6 @@ class Session:
         lane = self._lane_of(number)
         held = self.held[number] = Held(number, lane, writer, position)
         lane.dispatcher.add(number, position)
-        lane.changed.set()
         if self.work is not None:
             held.task = self._start(self._serve(held, self.work), f"partition {number}")
 
@@ -532,10 +542,10 @@ class Session:
         lane = self._lanes.get(which)
         if lane is None:
             lane = self._lanes[which] = self.group.new_lane(which)
-            lane.task = self._start(lane.read(self._moved), "reading")
+            lane.task = self._start(lane.read(self._given), "reading")
         return lane
 
-    def _moved(self, numbers: Iterable[int]) -> None:
+    def _given(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             held = self.held.get(number)
             if held is not None:
@@ -611,7 +621,6 @@ class Session:
         held.end()
         held.done.set()
         del self.held[held.number]
-        held.lane.dispatcher.remove(held.number)
         if self.group.token is not None:
             lane = self._lanes.pop(held.number)
             if lane.task is not None:
@@ -683,23 +692,17 @@ class Session:
     def pick_up(self) -> StoredMsg | None:
         """Return a message of any partition."""
         for lane in tuple(self._lanes.values()):
-            taken = lane.dispatcher.take_any(self._is_given)
+            taken = lane.dispatcher.take_any()
             if taken is None:
                 continue
             number, message = taken
             held = self._current = self.held[number]
             held.in_hand = message.seq
             held.done.clear()
-            lane.changed.set()
-            if len(self._lanes) > 1:  # the next one is another lane's turn
-                which = None if self.group.token is None else number
-                self._lanes[which] = self._lanes.pop(which)
+            if self.group.token is not None:  # the next one is another lane's turn
+                self._lanes[number] = self._lanes.pop(number)
             return message
         return None
-
-    def _is_given(self, number: int) -> bool:
-        held = self.held.get(number)
-        return held is not None and not held.ending
 
     def is_valid(self) -> bool:
         return self._machine.is_valid(asyncio.get_running_loop().time())

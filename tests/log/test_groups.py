@@ -306,9 +306,7 @@ class TestSeveralMembers:
             return await put(*arguments)
 
         # The store is the group's, which both have.
-        session.store = type(session.store)(
-            session.group.context, group.bucket, stream, "g", timeout=None, patience=30
-        )
+        session.store = type(session.store)(session.group.context, group.bucket, stream, "g", timeout=None, patience=30)
         monkeypatch.setattr(session.store, "put_member", fail)
         await until(lambda: len(other.member.partitions) == 2)
         assert one.member.partitions == ()
@@ -414,9 +412,7 @@ async def stop(task: asyncio.Task[None]) -> None:
 
 class TestSettings:
     @pytest.mark.parametrize("other", [{"partitions": 5}, {"key": [1]}, {"subject": "x.>"}])
-    async def test_members_must_agree(
-        self, make_stream: Make, make_group: MakeGroup, other: dict[str, Any]
-    ) -> None:
+    async def test_members_must_agree(self, make_stream: Make, make_group: MakeGroup, other: dict[str, Any]) -> None:
         stream = await make_stream(messages=1)
         async with make_group(stream).join():
             pass
@@ -507,16 +503,16 @@ class TestSettings:
             ({"on_lost": "x"}, ValueError),
         ],
     )
-    def test_arguments_are_checked(
-        self, js: JetStreamContext, options: dict[str, Any], error: type[Exception]
-    ) -> None:
+    def test_arguments_are_checked(self, js: JetStreamContext, options: dict[str, Any], error: type[Exception]) -> None:
         options = {"partitions": 2, "name": "g", **options}
         with pytest.raises(error):
             Group(js, "S", options.pop("name"), **options)
 
 
 class TestPartitionTokens:
-    async def test_reads_are_filtered(self, js: JetStreamContext, stream_name: Callable[[], str], make_group: MakeGroup) -> None:
+    async def test_reads_are_filtered(
+        self, js: JetStreamContext, stream_name: Callable[[], str], make_group: MakeGroup
+    ) -> None:
         name = stream_name()
         await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True)
         for n in range(40):
@@ -544,9 +540,7 @@ class TestStatus:
 
 
 class TestEnds:
-    async def test_nothing_is_left(
-        self, make_stream: Make, make_group: MakeGroup, leak_check: Any
-    ) -> None:
+    async def test_nothing_is_left(self, make_stream: Make, make_group: MakeGroup, leak_check: Any) -> None:
         group = make_group(await make_stream(messages=10))
         async with group.join() as member:
             await take(member, 3)

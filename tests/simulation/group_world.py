@@ -478,7 +478,9 @@ class World:
         for name, actor in running.items():
             owned = sorted(number for number, record in self.bucket.records.items() if record.owner == name)
             if owned != wanted[name] or list(actor.machine.owned) != wanted[name]:
-                raise WrongError(f"{name} should own {wanted[name]}, is stored for {owned}, works on {actor.machine.owned}")
+                raise WrongError(
+                    f"{name} should own {wanted[name]}, is stored for {owned}, works on {actor.machine.owned}"
+                )
         if not self.wild:
             return
         for actor in self.actors.values():
