@@ -230,7 +230,12 @@ class Group:
         """Return a group that exists, with the settings that its bucket has.
 
         Args:
-            js, stream, name, bucket, timeout, patience: As for `Group`.
+            js: nats-py's JetStream context.
+            stream: The stream's name.
+            name: The group's name.
+            bucket: The bucket that holds the group.
+            timeout: As for `Group`.
+            patience: As for `Group`.
 
         Raises:
             nats.js.errors.BucketNotFoundError: The bucket does not exist.

@@ -167,7 +167,7 @@ class GroupStore:
             raise StreamConfigMismatchError(
                 f"group {self.group!r}: bucket {self.bucket.name!r} lacks {' and '.join(lacks)}, which a group needs for its "
                 "members' keys; enable them with `await jetstream_ext.kv.enable(kv, direct=True, ttl=True)`",
-                diff={name: (True, False) for name in lacks},
+                diff=dict.fromkeys(lacks, (True, False)),
             )
 
     def writer(self, key: str, what: str) -> FencedWriter:

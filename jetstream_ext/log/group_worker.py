@@ -54,8 +54,10 @@ async def exactly_once_group(
         output_stream: The stream that the outputs and the positions go to.
         handler: As for `exactly_once`.
         prefix: One of the output stream's subjects must match ``<prefix>.<group>.<partition>``. All members must agree on it.
-        label, on_assigned, on_revoked, on_lost: As for `Group.join`. When `on_revoked` is called, the commits of the
-            partitions are stored.
+        label: The member's name for people, as for `Group.join`.
+        on_assigned: As for `Group.join`.
+        on_revoked: As for `Group.join`; the partitions' last commits are stored already.
+        on_lost: As for `Group.join`.
         max_messages: As for `exactly_once`, for each partition.
         grouped: As for `exactly_once`: the inputs of one list are all of one partition.
         position_may_vanish: As for `exactly_once`.

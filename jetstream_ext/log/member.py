@@ -55,7 +55,6 @@ _log = get_logger()
 
 _FIRST_PAUSE: Final = 0.005  # at the end of the stream, as for `LogReader`
 _RETRY: Final = 0.1
-_LEAVE_POLL: Final = 0.002
 _LEAVE_TIMEOUT: Final = 2.0  # after an error or a cancellation
 _COMMITS_IN_FLIGHT: Final = 64
 _IDLE: Final = 5.0
@@ -254,6 +253,7 @@ class Session:
         self._main: list[asyncio.Task[None]] = []
         self._coordination: asyncio.Task[None]
         self._changed = asyncio.Event()  # for `_coordinate`
+        self._idle = asyncio.Event()  # every partition is given back
         self.ready: asyncio.Event = asyncio.Event()  # for the iteration
         self._callbacks = asyncio.Lock()
         self._final: dict[int, int] = {}  # the positions to release partitions at
@@ -312,8 +312,9 @@ class Session:
         self._changed.set()
         try:
             await self._renew()
-            while not self._machine.idle and not self._coordination.done():
-                await asyncio.sleep(_LEAVE_POLL)
+            waiting = asyncio.ensure_future(self._idle.wait())
+            await asyncio.wait({waiting, self._coordination}, return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
             await self.store.delete_member(self.id, self.group.ttl, self.store.timeout)
         except Exception as error:
             _log.debug("%s: its key could not be deleted: %r", self.what, error)
@@ -410,6 +411,8 @@ class Session:
         while True:
             self._changed.clear()
             self.step()
+            if self._leaving and self._machine.idle:
+                self._idle.set()
             until = self._machine.wake_at(loop.time())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(None if until == math.inf else until):
@@ -683,11 +686,12 @@ class Session:
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
-    def put_down(self) -> None:
-        """Note that the message that the iteration returned last is handled."""
+    def put_down(self) -> bool:
+        """Note that the message that the iteration returned last is handled; return False if there is none."""
         held, self._current = self._current, None
         if held is not None:
             held.put_down()
+        return held is not None
 
     def pick_up(self) -> StoredMsg | None:
         """Return a message of any partition."""
@@ -763,8 +767,7 @@ class Member:
             raise RuntimeError(f"{session.what}: another task iterates over this member")
         self._reading = True
         try:
-            if session._current is not None:
-                session.put_down()
+            if session.put_down():
                 await session.note_handled()
             while True:
                 session.check()

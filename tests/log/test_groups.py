@@ -2,10 +2,13 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import UTC, datetime
 from typing import Any
 
+import nats
 import pytest
 from nats.aio.client import Client
 from nats.js import JetStreamContext
@@ -83,7 +86,6 @@ class Worker:
     async def kill(self) -> None:
         """End as a killed process does: nothing is committed, released or deleted."""
         session = self.member._session
-        session.store.context.connection  # noqa: B018 - it stays open, as that of another member
         session.closed = True
         await session._end()
         self.task.cancel()
@@ -348,7 +350,7 @@ class TestExactlyOnce:
             return asyncio.ensure_future(exactly_once_group(group, target, handle, prefix=f"{target}.at"))
 
         async def outputs() -> list[StoredMsg]:
-            return [it async for it in DirectGet(js, target).scan(f"{target}.out.>")]
+            return [it async for it in DirectGet(js, target).scan(subject=f"{target}.out.>")]
 
         async def reach(count: int) -> None:
             async with asyncio.timeout(60):
@@ -567,22 +569,16 @@ class TestEnds:
 
         with pytest.warns(ResourceWarning, match="dropped"):
             await drop()
-            import gc
-
             gc.collect()
         await until(lambda: not [it for it in asyncio.all_tasks() if "jetstream_ext" in it.get_name()])
 
 
 @pytest.fixture
 async def own_nc(server: Any) -> AsyncIterator[Client]:
-    import nats
-
     nc = await nats.connect(server.url, allow_reconnect=False)
     yield nc
     await nc.close()
 
 
 def test_a_start_in_time_is_a_start(js: JetStreamContext) -> None:
-    from datetime import UTC, datetime
-
     Group(js, "S", "g", partitions=1, start=Time(datetime.now(UTC)))
