@@ -515,7 +515,7 @@ class Session:
             held.task = self._start(self._serve(held, self.work), f"partition {number}")
 
     async def serve(self, work: Callable[[Held], Coroutine[Any, Any, None]]) -> None:
-        """Run `work` for each partition as long as the member owns it, until the member fails."""
+        """Run `work` for each partition as long as the member owns it, until the member fails; `close` ends what runs then."""
         self.check()
         self.work = work
         try:
@@ -528,10 +528,13 @@ class Session:
             self.check()
         finally:
             self.work = None
-            for held in self.held.values():
-                if held.task is not None:
-                    held.task.cancel()
-                    held.done.set()  # what is in hand stays so: it is not handled
+
+    def stop(self) -> None:
+        """Cancel what `serve` runs: what is in hand is not handled."""
+        for held in self.held.values():
+            if held.task is not None:
+                held.task.cancel()
+                held.done.set()
 
     async def _serve(self, held: Held, work: Callable[[Held], Coroutine[Any, Any, None]]) -> None:
         try:
@@ -807,6 +810,7 @@ class Member:
         try:
             await self._session.serve(partial(_handle_each, self._session, handler))
         finally:
+            self._session.stop()
             self._reading = False
 
     async def commit(self) -> None:

@@ -122,10 +122,14 @@ class TestOneMember:
     ) -> None:
         stream = await make_stream(messages=10)
         group = make_group(stream, partitions=1)
-        with pytest.raises(ZeroDivisionError):
+
+        async def fail() -> None:
             async with group.join() as member:
                 assert [message.seq for message in await take(member, 4)] == [1, 2, 3, 4]
                 raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await fail()
         async with make_group(stream, partitions=1).join() as member:
             assert (await anext(member)).seq == 4
 
@@ -546,7 +550,7 @@ class TestEnds:
         group = make_group(await make_stream(messages=10))
         async with group.join() as member:
             await take(member, 3)
-        assert await leak_check.leaked() == []
+        await leak_check.assert_clean()
 
     async def test_a_closed_connection_ends_the_iteration(
         self, make_stream: Make, make_group: MakeGroup, own_nc: Client
@@ -566,10 +570,10 @@ class TestEnds:
             member = make_group(await make_stream(messages=1)).join()
             await member.__aenter__()
             del member
+            gc.collect()
 
         with pytest.warns(ResourceWarning, match="dropped"):
             await drop()
-            gc.collect()
         await until(lambda: not [it for it in asyncio.all_tasks() if "jetstream_ext" in it.get_name()])
 
 
