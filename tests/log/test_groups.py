@@ -271,10 +271,9 @@ class TestSeveralMembers:
 
         async with group.join(on_revoked=flush, auto_commit=False) as member:
             batch += [message.seq for message in await take(member, 40)]
+            waiting = asyncio.ensure_future(anext(member))  # the message in its hands is handled now
             other = Worker(group)
             await until(lambda: other.member.partitions)
-            waiting = asyncio.ensure_future(anext(member))  # the message in its hands is handled now
-            await until(lambda: flushed)
             assert sorted(flushed) == list(range(1, 41))
             waiting.cancel()
         await until(lambda: len(other.member.partitions) == 2)
@@ -288,6 +287,7 @@ class TestSeveralMembers:
         group = make_group(stream, partitions=1)
         workers = [Worker(group) for _ in range(3)]
         await until(lambda: sum(len(it.seen) for it in workers) == 10)
+        await until(lambda: any(it.member.partitions for it in workers))
         owner = next(it for it in workers if it.member.partitions)
         await owner.stop()
         await more(stream, 11, 20)
