@@ -117,7 +117,7 @@ class Group:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
         stream: The stream's name. A mirror is read by its own name.
         name: The group's name: one token, without dots.
-        partitions: How many partitions the group has, from 1 to 65,536. As many members can work at the same time; choose a
+        partitions: How many partitions the group has, from 1 to 4,096. As many members can work at the same time; choose a
             multiple of those that you expect. More members are standbys.
         key: The positions of the subject's tokens, from 0, that are the key; None is the whole subject. The partition is the
             FNV-1a-32 hash of these tokens modulo `partitions`, as in the server's subject mapping ``partition(n, …)``. (Its
@@ -270,7 +270,7 @@ class Group:
         label: str | None = None,
         on_assigned: Callback | None = None,
         on_revoked: Callback | None = None,
-        on_lost: Callback | None = None,
+        on_partitions_lost: Callback | None = None,
         auto_commit: bool = True,
         every: int = 1000,
         seconds: float = 5.0,
@@ -291,7 +291,7 @@ class Group:
                 gets their messages. May be an async function, as the others.
             on_revoked: Called with partitions that are to be handed over, when no message of them is being handled any more.
                 Until it has returned, they belong to this member: what it commits counts. The next owner starts after that.
-            on_lost: Called with partitions that other members may own already, because this one could not renew its key in
+            on_partitions_lost: Called with partitions that other members may own already, because this one could not renew its key in
                 time, or was fenced; nothing of them can be committed. None calls `on_revoked`.
             auto_commit: Whether positions are committed automatically; False leaves it to `Member.commit`.
             every: Commit after so many handled messages, from 1.
@@ -316,7 +316,7 @@ class Group:
             label=label,
             on_assigned=on_assigned,
             on_revoked=on_revoked,
-            on_lost=on_lost,
+            on_partitions_lost=on_partitions_lost,
             auto_commit=auto_commit,
             every=every,
             seconds=seconds,

@@ -27,7 +27,7 @@ from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import StreamConfigMismatchError
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.entries import PURGE_HEADERS, operation
+from jetstream_ext.kv.entries import DELETE_HEADERS, operation
 from jetstream_ext.log.lease import encode_key
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.headers import MSG_TTL
@@ -35,7 +35,7 @@ from jetstream_ext.protocol.numbers import json_number, json_text
 from jetstream_ext.protocol.options import MAX_TTL
 
 _VERSION: Final = 1
-MOST_PARTITIONS: Final = 1 << 16
+MOST_PARTITIONS: Final = 4096
 
 _Record = TypeVar("_Record", "Settings", "MemberRecord", "PartitionRecord")
 
@@ -148,7 +148,7 @@ class GroupStore:
 
         Raises:
             nats.js.errors.BucketNotFoundError: It does not exist, and `replicas` is None.
-            StreamConfigMismatchError: It lacks ``allow_msg_ttl`` or ``allow_direct``.
+            StreamConfigMismatchError: It lacks ``allow_msg_ttl`` or ``allow_direct``, or has a TTL.
         """
         retry = Retry(self.patience)
         try:
@@ -162,6 +162,12 @@ class GroupStore:
             with contextlib.suppress(APIError):  # another member may have created it: the next look finds out
                 await self.context.connection.bounded(js.create_key_value(config), self.timeout, what)
             state = await retry.call(lambda: self.bucket.state(direct=False))
+        if state.max_age:
+            raise StreamConfigMismatchError(
+                f"group {self.group!r}: bucket {self.bucket.name!r} has a TTL, after which the server would delete the positions of "
+                "the group; use a bucket without one",
+                diff={"max_age": (0, state.config["max_age"])},
+            )
         lacks = [name for name in ("allow_direct", "allow_msg_ttl") if not state.config.get(name)]
         if lacks:
             raise StreamConfigMismatchError(
@@ -210,7 +216,7 @@ class GroupStore:
 
     async def delete_member(self, member: str, seconds: int, timeout: float) -> None:
         subject = self.bucket.subject(self.member_key(member))
-        headers = PURGE_HEADERS | {MSG_TTL: str(seconds)}  # the marker goes, too: a member's id is never used again
+        headers = DELETE_HEADERS | {MSG_TTL: str(seconds)}  # the marker goes, too: a member's id is never used again
         await self.context.publish(subject, b"", headers, timeout, f"the ack of {subject}")
 
     def decode(self, kind: type[_Record], found: StoredMsg | None) -> _Record | None:

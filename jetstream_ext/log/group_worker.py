@@ -29,7 +29,7 @@ async def exactly_once_group(
     grouped: bool = False,
     on_assigned: Callback | None = None,
     on_revoked: Callback | None = None,
-    on_lost: Callback | None = None,
+    on_partitions_lost: Callback | None = None,
     position_may_vanish: bool = False,
     timeout: float | None = None,
     patience: float = 30.0,
@@ -57,7 +57,7 @@ async def exactly_once_group(
         label: The member's name for people, as for `Group.join`.
         on_assigned: As for `Group.join`.
         on_revoked: As for `Group.join`; the partitions' last commits are stored already.
-        on_lost: As for `Group.join`.
+        on_partitions_lost: As for `Group.join`.
         max_messages: As for `exactly_once`, for each partition.
         grouped: As for `exactly_once`: the inputs of one list are all of one partition.
         position_may_vanish: As for `exactly_once`.
@@ -90,7 +90,9 @@ async def exactly_once_group(
         patience=check_seconds(patience, "patience"),
         takeover=None,
     )
-    options = JoinOptions(label=label, on_assigned=on_assigned, on_revoked=on_revoked, on_lost=on_lost)
+    options = JoinOptions(
+        label=label, on_assigned=on_assigned, on_revoked=on_revoked, on_partitions_lost=on_partitions_lost
+    )
     session = Session(group, options, (output_stream, prefix))
 
     async def work(held: Held) -> None:

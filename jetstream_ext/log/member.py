@@ -201,6 +201,7 @@ class PartitionReader:
                 while not held.ending:
                     if not self._session.is_valid():
                         self._session.step()  # see `Member.__anext__`
+                        await asyncio.sleep(0)
                         continue
                     if rows := dispatcher.take(held.number, max_messages):
                         return rows
@@ -216,7 +217,7 @@ class JoinOptions:
     label: str | None = None
     on_assigned: Callback | None = None
     on_revoked: Callback | None = None
-    on_lost: Callback | None = None
+    on_partitions_lost: Callback | None = None
     auto_commit: bool = True
     every: int = 1000
     seconds: float = 5.0
@@ -320,12 +321,11 @@ class Session:
             _log.debug("%s: its key could not be deleted: %r", self.what, error)
 
     async def _end(self) -> None:
-        tasks = [*self._main, *self._tasks, *(lane.task for lane in self._lanes.values() if lane.task)]
-        tasks += [held.task for held in self.held.values() if held.task]
-        for task in tasks:
-            task.cancel()
-        self._main = []
-        await asyncio.gather(*(cancel(task, _LEAVE_TIMEOUT) for task in tasks))
+        first, self._main = self._main, []
+        await asyncio.gather(*(cancel(task, _LEAVE_TIMEOUT) for task in first))
+        rest = [*self._tasks, *(lane.task for lane in self._lanes.values() if lane.task)]
+        rest += [held.task for held in self.held.values() if held.task]
+        await asyncio.gather(*(cancel(task, _LEAVE_TIMEOUT) for task in rest))
         if self._table is not None:
             await self._table.__aexit__(None, None, None)
         self.held.clear()
@@ -585,9 +585,10 @@ class Session:
         loop = asyncio.get_running_loop()
         writer = self.store.partition_writer(number)
         try:
-            record = self.store.decode(PartitionRecord, await writer.read())
+            found = await writer.read()
+            record = self.store.decode(PartitionRecord, found)
             if record is None or record.owner != self.id:
-                self._machine.failed(number, loop.time())
+                self._machine.released(number, 0 if found is None else found.seq)
                 return
             position = max(record.seq, self._final.get(number, 0))
             ack = await writer.store([], self._record("", position))
@@ -604,8 +605,8 @@ class Session:
         lost = [self.held[number] for number in numbers if number in self.held]
         for held in lost:
             held.end()
-            if held.task is not None:
-                held.task.cancel()
+            if held.task is not None and held.task is not asyncio.current_task():
+                self._spawn(cancel(held.task, _LEAVE_TIMEOUT), "end")
             self._drop(held)
         if lost:
             lost_numbers = tuple(held.number for held in lost)
@@ -614,7 +615,7 @@ class Session:
 
     async def _call_lost(self, numbers: tuple[int, ...]) -> None:
         async with self._callbacks:
-            await _call(self._options.on_lost or self._options.on_revoked, numbers)
+            await _call(self._options.on_partitions_lost or self._options.on_revoked, numbers)
 
     def _fenced(self, held: Held) -> None:
         """Another member has stored a record of this partition."""
@@ -630,7 +631,7 @@ class Session:
         if self.group.token is not None:
             lane = self._lanes.pop(held.number)
             if lane.task is not None:
-                lane.task.cancel()
+                self._spawn(cancel(lane.task, _LEAVE_TIMEOUT), "end")
 
     def _record(self, owner: str, position: int) -> bytes:
         self._records += 1
@@ -792,7 +793,8 @@ class Member:
             async with group.join() as member:
                 await member.run(handle)            # until it is cancelled
 
-        A message counts as handled when the handler returns. One slow partition does not hold up the others.
+        A message counts as handled when the handler returns. One slow partition does not hold up the others. If a partition
+        is lost (see `Group.join`), its handler is cancelled; before it is handed over, its handler may finish.
 
         Args:
             handler: Called with a `StoredMsg`; may be an async function.

@@ -12,6 +12,7 @@ import nats
 import pytest
 from nats.aio.client import Client
 from nats.js import JetStreamContext
+from nats.js.api import SubjectTransform
 from nats.js.errors import BucketNotFoundError, NotFoundError
 
 from jetstream_ext import BatchMessage, DirectGet, StoredMsg, errors
@@ -57,7 +58,7 @@ class Worker:
         self.member = group.join(
             on_assigned=lambda it: self.events.append(("assigned", it)),
             on_revoked=lambda it: self.events.append(("revoked", it)),
-            on_lost=lambda it: self.events.append(("lost", it)),
+            on_partitions_lost=lambda it: self.events.append(("lost", it)),
             **options,
         )
         self.stopping = asyncio.Event()
@@ -473,6 +474,38 @@ class TestSettings:
         await group.reset(First())
         async with group.join():
             pass
+
+    @pytest.mark.parametrize("lacks", [{"allow_direct": False}, {"allow_msg_ttl": False}, {"max_age": 3600}])
+    async def test_a_bucket_that_cannot_hold_a_group(
+        self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext, lacks: dict[str, Any]
+    ) -> None:
+        group = make_group(await make_stream(messages=1))
+        config = {"allow_direct": True, "allow_msg_ttl": True, **lacks}
+        bucket = group.bucket
+        await js.add_stream(name=f"KV_{bucket}", subjects=[f"$KV.{bucket}.>"], max_msgs_per_subject=1, **config)
+        with pytest.raises(errors.StreamConfigMismatchError, match=f"bucket '{bucket}'") as caught:
+            async with group.join():
+                pass
+        assert set(caught.value.diff) == set(lacks)
+
+    async def test_subjects_that_are_too_short_for_the_key(self, make_stream: Make, make_group: MakeGroup) -> None:
+        with pytest.raises(errors.BadSubjectError, match="has 2 tokens"):
+            async with make_group(await make_stream(messages=1), key=[2]).join():
+                pass
+
+    async def test_a_transform_with_another_number_of_partitions(
+        self, js: JetStreamContext, stream_name: Callable[[], str], make_group: MakeGroup
+    ) -> None:
+        name = stream_name()
+        transform = SubjectTransform(src=f"{name}.*", dest=f"{name}.{{{{partition(8,1)}}}}.{{{{wildcard(1)}}}}")
+        await js.add_stream(name=name, subjects=[f"{name}.*"], allow_direct=True, subject_transform=transform)
+        for n in range(50):
+            await js.publish(f"{name}.{n}", b"")
+        with pytest.raises(errors.StreamConfigMismatchError, match="in 8"):
+            async with make_group(name, subject=f"{name}.*.*", token=1).join():
+                pass
+        async with make_group(name, subject=f"{name}.*.*", token=1, partitions=8).join() as member:
+            assert len({message.seq for message in await take(member, 50)}) == 50
 
     async def test_a_stream_that_is_missing(self, make_group: MakeGroup) -> None:
         with pytest.raises(NotFoundError):
