@@ -427,13 +427,13 @@ class Group:
     async def prepare(self, output: tuple[str, str] | None) -> Settings:
         """Return the settings of the group, which this object agrees with; create the group if it does not exist."""
         state = await self._stream_state()
+        self._check_partitions(state)
         await self.store.open(replicas=int(state.config.get("num_replicas") or 1))
         settings = await self.store.settings()
         if settings is None:
             settings = await self.store.agree(await self._settings(self._start, output))
         self.check_settings(settings, output)
         state.check_created(settings.created)
-        self._check_partitions(state)
         return settings
 
     def _check_partitions(self, state: StreamState) -> None:
