@@ -25,6 +25,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
+import nats.errors
 from nats.js import JetStreamContext
 from nats.nuid import NUID
 
@@ -311,24 +312,28 @@ class Session:
         self._leaving = True
         self._machine.leave()
         self._changed.set()
+        waiting = asyncio.ensure_future(self._idle.wait())
         try:
-            await self._renew()
-            waiting = asyncio.ensure_future(self._idle.wait())
+            with contextlib.suppress(nats.errors.Error):
+                await self._renew()  # the others share its partitions now
             await asyncio.wait({waiting, self._coordination}, return_when=asyncio.FIRST_COMPLETED)
-            waiting.cancel()
             await self.store.delete_member(self.id, self.group.ttl, self.store.timeout)
         except Exception as error:
             _log.debug("%s: its key could not be deleted: %r", self.what, error)
+        finally:
+            waiting.cancel()
 
     async def _end(self) -> None:
         first, self._main = self._main, []
-        await asyncio.gather(*(cancel(task, _LEAVE_TIMEOUT) for task in first))
-        rest = [*self._tasks, *(lane.task for lane in self._lanes.values() if lane.task)]
-        rest += [held.task for held in self.held.values() if held.task]
-        await asyncio.gather(*(cancel(task, _LEAVE_TIMEOUT) for task in rest))
-        if self._table is not None:
-            await self._table.__aexit__(None, None, None)
-        self.held.clear()
+        try:
+            await asyncio.gather(*(cancel(task, _LEAVE_TIMEOUT) for task in first))  # they start the others
+            rest = [*self._tasks, *(lane.task for lane in self._lanes.values() if lane.task)]
+            rest += [held.task for held in self.held.values() if held.task]
+            await asyncio.gather(*(cancel(task, _LEAVE_TIMEOUT) for task in rest))
+        finally:
+            self.held.clear()
+            if self._table is not None:
+                await self._table.__aexit__(None, None, None)
 
     def dropped(self) -> None:
         """Close, from the owner's ``__del__`` and so perhaps from another thread, if it was left open; warn if so."""
@@ -540,6 +545,8 @@ class Session:
         try:
             await work(held)
         except FencedError as error:
+            if error.seq is None:  # its position was removed: it would start again
+                raise
             _log.debug("%s: %s", self.what, error)
             self._fenced(held)
 
