@@ -63,7 +63,7 @@ class _Partition:
         self.queue: deque[StoredMsg] = deque()
         self.size: int = 0  # bytes of the messages in `queue`
         self.is_full: bool = False  # until it is half empty, so that the reader does not go back for single messages
-        self.served: int = turn  # the last turn in which it was read for or in which it began to have room
+        self.served: int = turn  # the last turn in which its messages were read
 
     @property
     def position(self) -> int:
@@ -228,7 +228,7 @@ class Dispatcher:
             taken = [queue.popleft() for _ in range(max_messages)]
             it.size -= sum([message.size for message in taken])
         if it.is_full and 2 * len(queue) <= self._buffer and 2 * it.size <= self._buffer_bytes:
-            it.is_full, it.served = False, self._turn
+            it.is_full = False
             self._call_wake()
         return taken
 
