@@ -34,8 +34,8 @@ def _fnv1a(data: bytes) -> int:
 def _canonical(subject: bytes) -> bytes:
     """Return the same bytes for a subject whether a replica or the leader sent it.
 
-    The leader sends U+FFFD for invalid UTF-8: in Go one for each byte, where Python has one for each invalid sequence, so
-    that only runs can be compared.
+    The leader sends U+FFFD for invalid UTF-8: in Go one for each byte, where Python has one for each invalid sequence,
+    so that only runs can be compared.
     """
     if subject.isascii():
         return subject
