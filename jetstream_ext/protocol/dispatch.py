@@ -1,9 +1,9 @@
 """How one reader of a stream serves several partitions, with bounded memory. No I/O.
 
-Each partition has a queue of messages that were given to it, and a sequence from which it still has to get messages. While
-all partitions keep up, these sequences are equal, and each message is read once. A partition whose queue is full stays
-behind; once it has room, the reader goes back for it, and then returns to the others. So a message may be read more than
-once, and it is given once.
+Each partition has a queue of messages that were given to it, and a sequence from which it still has to get messages.
+While all partitions keep up, these sequences are equal, and each message is read once. A partition whose queue is full
+stays behind; once it has room, the reader goes back for it, and then returns to the others. So a message may be read
+more than once, and it is given once.
 
 The shell's loop::
 
@@ -63,7 +63,7 @@ class _Partition:
         self.queue: deque[StoredMsg] = deque()
         self.size: int = 0  # bytes of the messages in `queue`
         self.is_full: bool = False  # until it is half empty, so that the reader does not go back for single messages
-        self.served: int = turn  # the last turn in which it was read for or in which it began to have room
+        self.served: int = turn  # the last turn in which its messages were read
 
     @property
     def position(self) -> int:
@@ -73,12 +73,12 @@ class _Partition:
 class Dispatcher:
     """Gives the messages of a stream to the queues of the owned partitions.
 
-    Each partition takes exactly its messages, from the position at which it was added, in their order and each once. The
-    queue of one holds at most `buffer` messages, and at most `buffer_bytes` and one message more.
+    Each partition takes exactly its messages, from the position at which it was added, in their order and each once.
+    The queue of one holds at most `buffer` messages, and at most `buffer_bytes` and one message more.
 
-    Turns are fair. With k places of the stream at which partitions need messages, each place is read in one of about k turns,
-    and a turn has at most `TURN_MESSAGES` messages and one read more. Hence neither a partition that is millions of messages
-    behind nor those at the end stop the others.
+    Turns are fair. With k places of the stream at which partitions need messages, each place is read in one of about k
+    turns, and a turn has at most `TURN_MESSAGES` messages and one read more. Hence neither a partition that is millions
+    of messages behind nor those at the end stop the others.
 
     Args:
         partitions_of: Returns the partition of each message, such as `Partitioner.of`.
@@ -134,8 +134,8 @@ class Dispatcher:
     def next_read(self) -> Read | None:
         """Return what to read, or None if no owned partition has room.
 
-        The reader stays where it is until the turn ends. Then it goes to the partition that has waited for the longest, or a
-        little further back, if this serves others too: they are read for together from then on.
+        The reader stays where it is until the turn ends. Then it goes to the partition that has waited for the longest,
+        or a little further back, if this serves others too: they are read for together from then on.
         """
         waiting = [it for it in self._owned.values() if not it.is_full]
         if not waiting:
@@ -156,12 +156,13 @@ class Dispatcher:
         """Take what was read, and give it to the partitions that need it.
 
         Args:
-            messages: The messages in the order of their sequences, at least all of the owned partitions in the range that
-                were not removed from the stream.
+            messages: The messages in the order of their sequences, at least all of the owned partitions in the range
+                that were not removed from the stream.
             begin: The sequence at which the read started.
             end: The sequence at which the next one would start.
-            only: The partitions whose messages the reader's filter lets through; None is all of them. Give it if the filter
-                changes with the partitions: a read that was under way when a partition was added lacks its messages.
+            only: The partitions whose messages the reader's filter lets through; None is all of them. Give it if the
+                filter changes with the partitions: a read that was under way when a partition was added lacks its
+                messages.
 
         Returns:
             Which partitions got messages, and which positions moved.
@@ -228,7 +229,7 @@ class Dispatcher:
             taken = [queue.popleft() for _ in range(max_messages)]
             it.size -= sum([message.size for message in taken])
         if it.is_full and 2 * len(queue) <= self._buffer and 2 * it.size <= self._buffer_bytes:
-            it.is_full, it.served = False, self._turn
+            it.is_full = False
             self._call_wake()
         return taken
 

@@ -1,7 +1,7 @@
 """Which partition a subject belongs to, and which member of a group owns which partitions. No I/O.
 
-Every member of a group computes both for itself, whatever release of this library it runs. The functions are therefore part
-of the protocol between members: their results do not change.
+Every member of a group computes both for itself, whatever release of this library it runs. The functions are therefore
+part of the protocol between members: their results do not change.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ def _fnv1a(data: bytes) -> int:
 
 
 def _canonical(subject: bytes) -> bytes:
-    """Return the same bytes for a subject whether a replica sent it, or the leader, which sends U+FFFD for invalid UTF-8.
+    """Return the same bytes for a subject whether a replica or the leader sent it.
 
-    The leader, in Go, replaces each byte, and Python each invalid sequence, so that only runs can be compared.
+    The leader sends U+FFFD for invalid UTF-8: in Go one for each byte, where Python has one for each invalid sequence,
+    so that only runs can be compared.
     """
     if subject.isascii():
         return subject
@@ -169,14 +170,14 @@ def _scores(member: str, partitions: int) -> list[int]:
 def assign(members: Iterable[str], partitions: int) -> dict[str, list[int]]:
     """Return the partitions of each member: a function of the set of members and the number of partitions alone.
 
-    Every partition has one member. No member has more than one partition more than another, so that with more members than
-    partitions some have none. When a member joins or leaves, few others change. At the least, its own share of about
-    ``partitions / members`` moves. It is this many more on average (64 partitions): 2 of 13 with the fifth member, 4 of 6
-    with the eleventh. With 1000 partitions it is 19 of 47 with the twenty-first.
+    Every partition has one member. No member has more than one partition more than another, so that with more members
+    than partitions some have none. When a member joins or leaves, few others change. At the least, its own share of
+    about ``partitions / members`` moves. It is this many more on average (64 partitions): 2 of 13 with the fifth
+    member, 4 of 6 with the eleventh. With 1000 partitions it is 19 of 47 with the twenty-first.
 
-    Each member ranks the partitions by a hash. In the order of the ranks, each takes what it prefers if no other has taken
-    it, up to its share. Without shares this would be rendezvous hashing, which moves nothing but the share of the member that
-    joins or leaves.
+    Each member ranks the partitions by a hash. In the order of the ranks, each takes what it prefers if no other has
+    taken it, up to its share. Without shares this would be rendezvous hashing, which moves nothing but the share of the
+    member that joins or leaves.
 
     Args:
         members: The members' names, in any order; a repeated name counts once.

@@ -114,7 +114,8 @@ def owners(assignment: dict[str, list[int]]) -> dict[int, str]:
 
 GOLDEN = {"a": [2, 7, 9], "b": [0, 4, 5, 8], "c": [1, 3, 6]}
 
-# Partitions, members before one joins, and how many may move on average; the member that joins gets at least 3, 12, 5, 15, 47.
+# Partitions, members before one joins, and how many may move on average; the member that joins gets at least 3, 12, 5,
+# 15, 47.
 MOVED = [(12, 3, 5), (64, 4, 17), (64, 10, 12), (256, 16, 28), (1000, 20, 75)]
 
 NAMES = st.sets(st.text(max_size=8), max_size=12)
