@@ -19,6 +19,7 @@ import math
 import os
 import socket
 import warnings
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,6 +57,9 @@ _log = get_logger()
 
 _FIRST_PAUSE: Final = 0.005  # at the end of the stream, as for `LogReader`
 _RETRY: Final = 0.1
+_BLOCK: Final = 64  # messages of one partition, before those of another one
+_BREATHE_EVERY: Final = 0.05
+_ROUNDS: Final = 4
 _LEAVE_TIMEOUT: Final = 2.0  # after an error or a cancellation
 _COMMITS_IN_FLIGHT: Final = 64
 _IDLE: Final = 5.0
@@ -69,6 +73,7 @@ class Held:
     lane: Lane
     writer: FencedWriter
     committed: int
+    queue: deque[StoredMsg] = field(default_factory=deque)  # the next messages for the caller
     in_hand: int | None = None  # the sequence of the message that the caller handles
     ending: bool = False  # no further messages: it is revoked, or lost
     last: int = 0  # the position at which it ended
@@ -81,6 +86,8 @@ class Held:
     @property
     def position(self) -> int:
         """The next sequence that the caller gets."""
+        if self.queue:
+            return self.queue[0].seq
         return self.last if self.ending else self.lane.dispatcher.position(self.number)
 
     @property
@@ -93,10 +100,17 @@ class Held:
         if self.ending:
             return
         self.last, self.ending = self.position, True
+        self.queue.clear()
         self.lane.dispatcher.remove(self.number)
         self.given.set()
         if self.stop is not None:
             self.stop()
+
+    def pick_up(self) -> StoredMsg:
+        message = self.queue.popleft()
+        self.in_hand = message.seq
+        self.done.clear()
+        return message
 
     def put_down(self) -> None:
         self.in_hand = None
@@ -262,6 +276,9 @@ class Session:
         self._records = 0  # so far, of all partitions
         self._handled = 0  # messages since the last commit
         self._current: Held | None = None  # of the message that the iteration has returned
+        self._last: Held | None = None  # of the message that was returned last
+        self._loop: asyncio.AbstractEventLoop
+        self._breathed = 0.0  # when other tasks could last run
         self._leaving = False
         self._failures = 0  # to renew the key, one after the other
 
@@ -270,6 +287,7 @@ class Session:
     async def open(self) -> None:
         if self._main or self.closed:
             raise RuntimeError(f"group {self.group.name!r}: a member can be entered once; call join() again")
+        self._loop = asyncio.get_running_loop()
         try:
             self.settings = await self.group.prepare(self._output)
             table = self._table = Table(self.store.kv, [f"{self.store.prefix}>"], timeout=self.store.timeout)
@@ -386,16 +404,15 @@ class Session:
     # -- being alive --------------------------------------------------------------------------------------------------
 
     async def _renew(self) -> None:
-        sent = asyncio.get_running_loop().time()
+        sent = self._loop.time()
         record = MemberRecord(self.label, self._leaving, self.group.ttl)
         await self.store.put_member(self.id, record, min(self.store.timeout, self.group.heartbeat))
         self._machine.renewed(sent)
         self._changed.set()
 
     async def _renew_often(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            begun = loop.time()
+            begun = self._loop.time()
             pause = self.group.heartbeat
             try:
                 await self._renew()
@@ -407,25 +424,24 @@ class Session:
                     _log.warning("%s cannot renew its key, and tries again: %s", self.what, error)
                 self._failures += 1
                 pause = min(_RETRY, pause)
-            await asyncio.sleep(max(0.0, begun + pause - loop.time()) if not self._failures else pause)
+            await asyncio.sleep(max(0.0, begun + pause - self._loop.time()) if not self._failures else pause)
 
     # -- partitions ---------------------------------------------------------------------------------------------------
 
     async def _coordinate(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             self._changed.clear()
             self.step()
             if self._leaving and self._machine.idle:
                 self._idle.set()
-            until = self._machine.wake_at(loop.time())
+            until = self._machine.wake_at(self._loop.time())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(None if until == math.inf else until):
                     await self._changed.wait()
 
     def step(self) -> None:
         """Look at the bucket, and do what is due."""
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         self._machine.see(self._alive, self._departing, self._owners, self._known)
         claims: list[int] = []
         for action in self._machine.due(now):
@@ -488,26 +504,25 @@ class Session:
                     self._hold(number, writer, position)
 
     async def _claim_one(self, number: int) -> tuple[int, FencedWriter, int] | None:
-        loop = asyncio.get_running_loop()
         writer = self.store.partition_writer(number)
         try:
             found = await writer.read()
             record = self.store.decode(PartitionRecord, found)
             owner = None if record is None or found is None else Owner(record.owner, found.seq)
             if not self._machine.may_claim(owner):
-                self._machine.failed(number, loop.time())
+                self._machine.failed(number, self._loop.time())
                 return None
             position = self.settings.start if record is None else record.seq
             if record is not None and record.owner == self.id:
                 position = max(position, self._final.get(number, 0))
             ack = await writer.store([], self._record(self.id, position))
         except Exception as error:
-            self._machine.failed(number, loop.time())
+            self._machine.failed(number, self._loop.time())
             if not isinstance(error, RecordMovedError) and not is_transient(error):
                 raise
             _log.debug("%s could not claim partition %d: %s", self.what, number, error)
             return None
-        if not self._machine.claimed(number, ack.seq, loop.time()):
+        if not self._machine.claimed(number, ack.seq, self._loop.time()):
             return None
         self._final.pop(number, None)
         return number, writer, position
@@ -589,7 +604,6 @@ class Session:
             self._machine.revoked(number)
 
     async def _release(self, number: int) -> None:
-        loop = asyncio.get_running_loop()
         writer = self.store.partition_writer(number)
         try:
             found = await writer.read()
@@ -600,7 +614,7 @@ class Session:
             position = max(record.seq, self._final.get(number, 0))
             ack = await writer.store([], self._record("", position))
         except Exception as error:
-            self._machine.failed(number, loop.time())
+            self._machine.failed(number, self._loop.time())
             if not isinstance(error, RecordMovedError) and not is_transient(error):
                 raise
             return
@@ -627,7 +641,7 @@ class Session:
     def _fenced(self, held: Held) -> None:
         """Another member has stored a record of this partition."""
         if self.held.get(held.number) is held:
-            self._machine.failed(held.number, asyncio.get_running_loop().time())
+            self._machine.failed(held.number, self._loop.time())
             self._lose([held.number])
             self._changed.set()
 
@@ -705,22 +719,39 @@ class Session:
         return held is not None
 
     def pick_up(self) -> StoredMsg | None:
-        """Return a message of any partition."""
-        for lane in tuple(self._lanes.values()):
+        """Return a message of any partition, a block of one after a block of another."""
+        held = self._last
+        if held is None or not held.queue:
+            held = self._last = self._next_block()
+            if held is None:
+                return None
+        self._current = held
+        return held.pick_up()
+
+    def _next_block(self) -> Held | None:
+        for which, lane in tuple(self._lanes.items()):
             taken = lane.dispatcher.take_any()
-            if taken is None:
-                continue
-            number, message = taken
-            held = self._current = self.held[number]
-            held.in_hand = message.seq
-            held.done.clear()
-            if self.group.token is not None:  # the next one is another lane's turn
-                self._lanes[number] = self._lanes.pop(number)
-            return message
+            if taken is not None:
+                number, message = taken
+                held = self.held[number]
+                held.queue.append(message)
+                held.queue.extend(lane.dispatcher.take(number, _BLOCK - 1))
+                self._lanes[which] = self._lanes.pop(which)  # the next block is another lane's
+                return held
         return None
 
+    def must_breathe(self) -> bool:
+        """Return whether the caller has kept the event loop for long: then the member's key is not renewed."""
+        return self._loop.time() - self._breathed > _BREATHE_EVERY
+
+    async def breathe(self) -> None:
+        """Let the other tasks run: one round of the event loop does not send a renewal and receive its answer."""
+        for _ in range(_ROUNDS):
+            await asyncio.sleep(0)
+        self._breathed = self._loop.time()
+
     def is_valid(self) -> bool:
-        return self._machine.is_valid(asyncio.get_running_loop().time())
+        return self._machine.is_valid(self._loop.time())
 
     @property
     def partitions(self) -> tuple[int, ...]:
@@ -780,6 +811,8 @@ class Member:
         try:
             if session.put_down():
                 await session.note_handled()
+            if session.must_breathe():
+                await session.breathe()
             while True:
                 session.check()
                 if not session.is_valid():
@@ -837,15 +870,18 @@ class Member:
 
 async def _handle_each(session: Session, handler: MessageHandler, held: Held) -> None:
     source = PartitionReader(session, held)
-    while (found := await source.read_for(_IDLE, 1)) is not None:
-        for message in found:
-            held.in_hand = message.seq
-            held.done.clear()
-            result = handler(message)
+    while (found := await source.read_for(_IDLE, _BLOCK)) is not None:
+        held.queue.extend(found)
+        while held.queue:
+            result = handler(held.pick_up())
             if inspect.isawaitable(result):
                 await result
             held.put_down()
             await session.note_handled()
+            if session.must_breathe():
+                await session.breathe()
+            if not session.is_valid():
+                session.step()
 
 
 async def _call(callback: Callback | None, partitions: tuple[int, ...]) -> None:
