@@ -84,7 +84,7 @@ class Dispatcher:
         partitions_of: Returns the partition of each message, such as `Partitioner.of`.
         buffer: The most messages in a partition's queue.
         buffer_bytes: The most bytes in a partition's queue, as servers count messages; a single message may be larger.
-        wake: Called when a partition was added or has room again, so that `next_read` can have changed.
+        wake: Called when a partition was added or removed, has room again or few messages left, so that `next_read` can have changed.
     """
 
     def __init__(
@@ -100,6 +100,7 @@ class Dispatcher:
         self._partitions_of = partitions_of
         self._buffer = buffer
         self._buffer_bytes = buffer_bytes
+        self._low = buffer // 4
         self._wake = wake
         self._owned: dict[int, _Partition] = {}
         self._with_messages: OrderedDict[int, None] = OrderedDict()  # the next one to take from first
@@ -123,8 +124,10 @@ class Dispatcher:
 
     def remove(self, partition: int) -> None:
         """Stop owning a partition and drop the messages in its queue; nothing if it is not owned."""
-        self._owned.pop(partition, None)
+        removed = self._owned.pop(partition, None)
         self._with_messages.pop(partition, None)
+        if removed is not None and removed.is_full:
+            self._call_wake()
 
     def wanted(self) -> int | None:
         """Return the sequence to read from, or None if no owned partition has room."""
@@ -132,12 +135,16 @@ class Dispatcher:
         return None if read is None else read.start
 
     def next_read(self) -> Read | None:
-        """Return what to read, or None if no owned partition has room.
+        """Return what to read, or None if no owned partition has room, or those that have do not need messages yet.
 
         The reader stays where it is until the turn ends. Then it goes to the partition that has waited for the longest,
         or a little further back, if this serves others too: they are read for together from then on.
         """
-        waiting = [it for it in self._owned.values() if not it.is_full]
+        owned = self._owned.values()
+        waiting = [it for it in owned if not it.is_full]
+        if len(waiting) < len(owned):
+            # What is read now has to be read again for those that are full: wait until the others need it.
+            waiting = [it for it in waiting if len(it.queue) <= self._low]
         if not waiting:
             return None
         nexts = [it.next for it in waiting]
@@ -220,6 +227,7 @@ class Dispatcher:
         if it is None:
             return []
         queue = it.queue
+        many = len(queue) > self._low
         if max_messages >= len(queue):
             taken = list(queue)
             queue.clear()
@@ -230,6 +238,8 @@ class Dispatcher:
             it.size -= sum([message.size for message in taken])
         if it.is_full and 2 * len(queue) <= self._buffer and 2 * it.size <= self._buffer_bytes:
             it.is_full = False
+            self._call_wake()
+        elif many and len(queue) <= self._low:
             self._call_wake()
         return taken
 
