@@ -279,8 +279,8 @@ class Group:
 
         ``async for msg in member`` returns the messages of all its partitions, those of each partition in order, and waits
         for more. A message counts as handled when the loop asks for the next one, or when the block ends without an
-        exception. Positions are committed after `every` handled messages, every `seconds`, and before a partition is handed
-        over. Messages that were handled and not committed are handled again after a crash, or if the partition was lost.
+        exception. Positions are committed after `every` handled messages of a partition, every `seconds`, and before a partition
+        is handed over. Messages that were handled and not committed are handled again after a crash, or if the partition was lost.
 
         Leaving hands the partitions over at once. A member that leaves because of an exception or a cancellation takes 2 s
         for that at most; the message that its loop has in its hands does not count as handled.
@@ -294,8 +294,8 @@ class Group:
             on_partitions_lost: Called with partitions that other members may own already, because this one could not renew its key in
                 time, or was fenced; nothing of them can be committed. None calls `on_revoked`.
             auto_commit: Whether positions are committed automatically; False leaves it to `Member.commit`.
-            every: Commit after so many handled messages, from 1.
-            seconds: Commit after so many seconds.
+            every: Commit a partition's position after so many handled messages of it, from 1.
+            seconds: Commit all positions that have moved after so many seconds.
 
         Raises:
             ValueError, TypeError: A number is out of range.

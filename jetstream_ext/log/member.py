@@ -73,6 +73,7 @@ class Held:
     lane: Lane
     writer: FencedWriter
     committed: int
+    uncommitted: int = 0  # messages that were handled since
     queue: deque[StoredMsg] = field(default_factory=deque)  # the next messages for the caller
     in_hand: int | None = None  # the sequence of the message that the caller handles
     ending: bool = False  # no further messages: it is revoked, or lost
@@ -274,9 +275,7 @@ class Session:
         self._callbacks = asyncio.Lock()
         self._final: dict[int, int] = {}  # the positions to release partitions at
         self._records = 0  # so far, of all partitions
-        self._handled = 0  # messages since the last commit
-        self._current: Held | None = None  # of the message that the iteration has returned
-        self._last: Held | None = None  # of the message that was returned last
+        self.current: Held | None = None  # of the message that the iteration has returned last
         self._loop: asyncio.AbstractEventLoop
         self._breathed = 0.0  # when other tasks could last run
         self._leaving = False
@@ -310,10 +309,10 @@ class Session:
         """Leave the group. `clean`: what the caller has in its hands is handled."""
         if self.closed:
             return
-        if clean:
-            self.put_down()
-        elif self._current is not None:
-            self._current.done.set()  # it stays in hand: its position is not committed
+        if self.current is not None and clean:
+            self.current.put_down()
+        elif self.current is not None:
+            self.current.done.set()  # it stays in hand: its position is not committed
         patience = self.store.patience if clean and self.error is None else _LEAVE_TIMEOUT
         try:
             with contextlib.suppress(TimeoutError):
@@ -662,36 +661,34 @@ class Session:
 
     async def commit(self, *, in_hand: bool) -> None:
         """Store the positions; with `in_hand`, also behind the messages that the caller has not put down."""
-        handled, self._handled = self._handled, 0
-
-        async def store(held: Held) -> None:
-            async with held.lock:
-                position = held.position if in_hand else held.handled
-                if position > held.committed and self.held.get(held.number) is held:
-                    ack = await held.writer.store([], self._record(self.id, position))
-                    held.committed = position
-                    self._machine.stored(held.number, ack.seq)
 
         async def attempt(held: Held) -> int | None:
-            try:
-                await store(held)
-            except RecordMovedError:
-                self._fenced(held)
-                return held.number
-            return None
+            return None if await self._store_position(held, in_hand=in_hand) else held.number
 
-        try:
-            moved = await gather_bounded(attempt, list(self.held.values()), limit=_COMMITS_IN_FLIGHT)
-        except BaseException:
-            self._handled += handled
-            raise
-        lost = sorted(number for number in moved if number is not None)
+        found = await gather_bounded(attempt, list(self.held.values()), limit=_COMMITS_IN_FLIGHT)
+        lost = sorted(number for number in found if number is not None)
         if lost and in_hand:
             raise FencedError(
                 f"{self.what}: the positions of partitions {lost} were not stored, because other members own them now and handle "
                 "the messages since their last commits again; those of the other partitions are stored",
                 name=self.group.name,
             )
+
+    async def _store_position(self, held: Held, *, in_hand: bool) -> bool:
+        """Store the position of a partition; return False if another member owns it."""
+        async with held.lock:
+            position = held.position if in_hand else held.handled
+            if position <= held.committed or self.held.get(held.number) is not held:
+                return True
+            held.uncommitted = 0
+            try:
+                ack = await held.writer.store([], self._record(self.id, position))
+            except RecordMovedError:
+                self._fenced(held)
+                return False
+            held.committed = position
+            self._machine.stored(held.number, ack.seq)
+            return True
 
     async def _commit_often(self) -> None:
         while True:
@@ -703,30 +700,21 @@ class Session:
                     raise
                 _log.warning("%s could not commit its positions, and tries again: %s", self.what, error)
 
-    async def note_handled(self) -> None:
-        """Count a handled message, and commit if it is time."""
-        self._handled += 1
-        if self._options.auto_commit and self._handled >= self._options.every:
-            await self.commit(in_hand=False)
+    async def put_down(self, held: Held) -> None:
+        """Note that a message is handled, and commit if it is time."""
+        held.put_down()
+        held.uncommitted += 1
+        if self._options.auto_commit and held.uncommitted >= self._options.every:
+            await self._store_position(held, in_hand=False)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
-    def put_down(self) -> bool:
-        """Note that the message that the iteration returned last is handled; return False if there is none."""
-        held, self._current = self._current, None
-        if held is not None:
-            held.put_down()
-        return held is not None
-
     def pick_up(self) -> StoredMsg | None:
         """Return a message of any partition, a block of one after a block of another."""
-        held = self._last
+        held = self.current
         if held is None or not held.queue:
-            held = self._last = self._next_block()
-            if held is None:
-                return None
-        self._current = held
-        return held.pick_up()
+            held = self.current = self._next_block()
+        return None if held is None else held.pick_up()
 
     def _next_block(self) -> Held | None:
         for which, lane in tuple(self._lanes.items()):
@@ -809,8 +797,8 @@ class Member:
             raise RuntimeError(f"{session.what}: another task iterates over this member")
         self._reading = True
         try:
-            if session.put_down():
-                await session.note_handled()
+            if session.current is not None and session.current.in_hand is not None:
+                await session.put_down(session.current)
             if session.must_breathe():
                 await session.breathe()
             while True:
@@ -876,8 +864,7 @@ async def _handle_each(session: Session, handler: MessageHandler, held: Held) ->
             result = handler(held.pick_up())
             if inspect.isawaitable(result):
                 await result
-            held.put_down()
-            await session.note_handled()
+            await session.put_down(held)
             if session.must_breathe():
                 await session.breathe()
             if not session.is_valid():
