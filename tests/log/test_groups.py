@@ -12,13 +12,14 @@ import nats
 import pytest
 from nats.aio.client import Client
 from nats.js import JetStreamContext
-from nats.js.api import SubjectTransform
+from nats.js.api import StreamSource, SubjectTransform
 from nats.js.errors import BucketNotFoundError, NotFoundError
 
 from jetstream_ext import BatchMessage, DirectGet, StoredMsg, errors
 from jetstream_ext.log import First, Group, New, Seq, Time, exactly_once_group, list_groups
 from jetstream_ext.log.member import Member
 from jetstream_ext.protocol.partitions import assign, partition_of
+from jetstream_ext.testing import NatsServer
 
 Make = Callable[..., Awaitable[str]]
 More = Callable[[str, int, int], Awaitable[None]]
@@ -563,6 +564,67 @@ class TestPartitionTokens:
         await one.stop()
         await other.stop()
         assert set(one.seen + other.seen) == set(range(1, 41))
+
+
+class TestOtherStreams:
+    async def test_a_compacted_stream(self, make_stream: Make, make_group: MakeGroup, more: More) -> None:
+        """What newer messages of their subjects replaced is no loss, also behind the position of a partition."""
+        stream = await make_stream(messages=30, max_msgs_per_subject=2)
+        group = make_group(stream, partitions=2, key=[1])
+        async with group.join() as member:
+            await take(member, 6)
+        await more(stream, 31, 90)
+        async with group.join() as member:
+            found = await take(member, 6)
+        assert sorted(int(message.data) for message in found) == [85, 86, 87, 88, 89, 90]
+
+    async def test_messages_that_were_lost_end_the_member(
+        self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext
+    ) -> None:
+        stream = await make_stream(messages=30)
+        async with make_group(stream, partitions=1).join() as member:
+            await take(member, 10)
+        await js.purge_stream(stream, seq=25)
+        with pytest.raises(errors.PositionLostError):
+            async with make_group(stream, partitions=1).join() as member:
+                await take(member, 1)
+        async with make_group(stream, partitions=1, on_lost="skip").join() as member:
+            assert sorted(message.seq for message in await take(member, 6)) == list(range(25, 31))
+
+    async def test_a_mirror(
+        self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext, stream_name: Callable[[], str]
+    ) -> None:
+        stream, mirror = await make_stream(messages=30), stream_name()
+        await js.add_stream(name=mirror, mirror=StreamSource(name=stream), allow_direct=True)
+        async with make_group(mirror, key=[1]).join() as member:
+            assert sorted(message.seq for message in await take(member, 30)) == list(range(1, 31))
+
+    async def test_a_domain(self) -> None:
+        with NatsServer(config="jetstream { domain: hub }") as server:
+            nc = await nats.connect(server.url)
+            js = nc.jetstream(domain="hub")
+            for name in ("S", "OUT"):
+                await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True)
+            for n in range(30):
+                await js.publish(f"S.{n}", b"")
+            group = Group(js, "S", "g", partitions=2, heartbeat=0.5)
+            async with group.join() as member:
+                await take(member, 30)
+            assert [it.position for it in (await group.status()).partitions] == [31, 31]
+            seen = asyncio.Event()
+
+            def handle(message: StoredMsg) -> BatchMessage:
+                if message.seq == 30:
+                    seen.set()
+                return BatchMessage("OUT.out", message.data)
+
+            other = Group(js, "S", "once", partitions=2, heartbeat=0.5)
+            running = asyncio.ensure_future(exactly_once_group(other, "OUT", handle, prefix="OUT.at"))
+            async with asyncio.timeout(60):
+                await seen.wait()
+            await stop(running)
+            assert len([it async for it in DirectGet(js, "OUT").scan(subject="OUT.out")]) == 30
+            await nc.close()
 
 
 class TestStatus:
