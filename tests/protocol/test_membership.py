@@ -157,7 +157,7 @@ class TestLosing:
     def test_a_partition_with_a_newer_record_of_another_member_is_lost(self) -> None:
         machine = owning()
         machine.stored(0, 50)
-        machine.see({"me"}, (), {0: Owner("other", 40), 1: Owner("other", 41)}, 41)
+        machine.see({"me", "other"}, {"other"}, {0: Owner("other", 40), 1: Owner("other", 41)}, 41)
         assert machine.due(1.0) == [Lose((1,))]
 
     def test_a_revoked_partition_can_be_lost(self) -> None:
