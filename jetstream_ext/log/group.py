@@ -282,8 +282,9 @@ class Group:
         exception. Positions are committed after `every` handled messages of a partition, every `seconds`, and before a partition
         is handed over. Messages that were handled and not committed are handled again after a crash, or if the partition was lost.
 
-        Leaving hands the partitions over at once. A member that leaves because of an exception or a cancellation takes 2 s
-        for that at most; the message that its loop has in its hands does not count as handled.
+        Leaving hands the partitions over at once. A member that leaves because of an exception or a cancellation takes up to
+        1 s for that, and the others take over what it could not hand over; the message that its loop has in its hands does
+        not count as handled.
 
         Args:
             label: The member's name for people; None is made of the host's name and the process id.

@@ -70,7 +70,8 @@ async def exactly_once_group(
         Exception: As for `Group.join` and `exactly_once`, except FencedError: a partition that another member has taken is
             given up. Exceptions of the handler end the member, and another member handles the input.
 
-    Cancellation: Safe at every point, as for `exactly_once`. The member leaves first, which takes 2 s at most.
+    Cancellation: Safe at every point, as for `exactly_once`. The member leaves first: its partitions have
+        1 s to end behind their current commits.
 
     Requires: What `Group` and `exactly_once` require.
     """

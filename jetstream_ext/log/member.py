@@ -60,7 +60,7 @@ _RETRY: Final = 0.1
 _BLOCK: Final = 64  # messages of one partition, before those of another one
 _BREATHE_EVERY: Final = 0.05
 _ROUNDS: Final = 4
-_LEAVE_TIMEOUT: Final = 2.0  # after an error or a cancellation
+_LEAVE_TIMEOUT: Final = 1.0  # for each step, after an error or a cancellation
 _COMMITS_IN_FLIGHT: Final = 64
 _IDLE: Final = 5.0
 
@@ -313,30 +313,27 @@ class Session:
             self.current.put_down()
         elif self.current is not None:
             self.current.done.set()  # it stays in hand: its position is not committed
-        patience = self.store.patience if clean and self.error is None else _LEAVE_TIMEOUT
+        hurry = not clean or self.error is not None
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(patience):
-                    await self._leave()
+            if self.store.context.connection.usable:
+                await self._give_back(_LEAVE_TIMEOUT if hurry else self.store.patience)
         finally:
             self.closed = True
             await self._end()
-            self.ready.set()
 
-    async def _leave(self) -> None:
-        if not self.store.context.connection.usable:
-            return
+    async def _give_back(self, seconds: float) -> None:
+        """Hand the partitions over, for up to so many seconds."""
         self._leaving = True
         self._machine.leave()
         self._changed.set()
         waiting = asyncio.ensure_future(self._idle.wait())
         try:
-            with contextlib.suppress(nats.errors.Error):
-                await self._renew()  # the others share its partitions now
-            await asyncio.wait({waiting, self._coordination}, return_when=asyncio.FIRST_COMPLETED)
-            await self.store.delete_member(self.id, self.group.ttl, self.store.timeout)
-        except Exception as error:
-            _log.debug("%s: its key could not be deleted: %r", self.what, error)
+            async with asyncio.timeout(seconds):
+                with contextlib.suppress(nats.errors.Error):
+                    await self._renew()  # the others share its partitions from now on
+                await asyncio.wait({waiting, self._coordination}, return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            _log.debug("%s could not hand over all its partitions in time", self.what)
         finally:
             waiting.cancel()
 
@@ -347,10 +344,22 @@ class Session:
             rest = [*self._tasks, *(lane.task for lane in self._lanes.values() if lane.task)]
             rest += [held.task for held in self.held.values() if held.task]
             await asyncio.gather(*(cancel(task, _LEAVE_TIMEOUT) for task in rest))
+            if first:
+                await self._delete_key()  # now that nothing runs, others may take what could not be handed over
         finally:
             self.held.clear()
+            self.ready.set()
             if self._table is not None:
                 await self._table.__aexit__(None, None, None)
+
+    async def _delete_key(self) -> None:
+        if not self.store.context.connection.usable:
+            return
+        try:
+            async with asyncio.timeout(_LEAVE_TIMEOUT):
+                await self.store.delete_member(self.id, self.group.ttl, self.store.timeout)
+        except Exception as error:
+            _log.debug("%s: its key could not be deleted: %r", self.what, error)
 
     def dropped(self) -> None:
         """Close, from the owner's ``__del__`` and so perhaps from another thread, if it was left open; warn if so."""
@@ -390,6 +399,8 @@ class Session:
         if self.error is None:
             _log.debug("%s ends: %r", self.what, error)
             self.error = error
+        self._machine.leave()
+        self._changed.set()
         self.ready.set()
         for held in self.held.values():
             held.end()
@@ -589,6 +600,8 @@ class Session:
                 await held.done.wait()
             if held.task is not None:
                 await asyncio.wait({held.task})
+            async with held.lock:  # a commit may be on its way
+                pass
         async with self._callbacks:
             mine = [held for held in found if self.held.get(held.number) is held]
             if mine:
