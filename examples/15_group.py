@@ -1,4 +1,4 @@
-"""Bill orders by four processes, of which one is killed again and again: ``python examples/15_group.py URL``."""
+"""Bill orders by four processes, one of which is killed again and again: ``python examples/15_group.py URL``."""
 
 import asyncio
 import random
@@ -9,12 +9,7 @@ import nats
 import jetstream_ext as jsx
 from jetstream_ext import log
 
-CUSTOMERS, ORDERS, MEMBERS = 20, 3_000, 4
-
-
-def orders(js: nats.js.JetStreamContext) -> log.Group:
-    # The key is the customer. A short heartbeat finds killed members soon.
-    return log.Group(js, "ORDERS", "billing", partitions=12, key=[1], heartbeat=0.5)
+CUSTOMERS, ORDERS = 20, 3_000
 
 
 async def bill(order: jsx.StoredMsg) -> jsx.BatchMessage:
@@ -24,29 +19,41 @@ async def bill(order: jsx.StoredMsg) -> jsx.BatchMessage:
 
 async def work(url: str) -> None:
     async with await nats.connect(url) as nc:
-        await log.exactly_once_group(orders(nc.jetstream()), "BILLS", bill, prefix="billed", max_messages=10)
+        # The key of an order is its customer. The members' keys have a TTL of 2 s.
+        group = log.Group(nc.jetstream(), "ORDERS", "billing", partitions=12, key=[1], heartbeat=0.5)
+        await log.exactly_once_group(group, "BILLS", bill, prefix="billed", max_messages=10)
 
 
-async def start(url: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(sys.executable, __file__, url, "work")
+async def by_customer(reader: log.LogReader) -> dict[str, list[bytes]]:
+    found: dict[str, list[bytes]] = {f"customer{n}": [] for n in range(CUSTOMERS)}
+    async for msg in reader:
+        found[msg.subject.split(".")[1]].append(msg.data)
+    return found
 
 
 async def main(url: str) -> None:
     async with await nats.connect(url) as nc:
         js = nc.jetstream()
         await jsx.ensure_stream(js, name="ORDERS", subjects=["orders.*"], allow_direct=True, allow_batched=True)
-        subjects = ["bills.*", "billed.*.*"]  # each partition has its position next to its outputs
-        await jsx.ensure_stream(js, name="BILLS", subjects=subjects, allow_direct=True, allow_atomic=True)
-        done = await jsx.ingest(js, ((f"orders.customer{n % CUSTOMERS}", b"%d" % n) for n in range(ORDERS)))
-        members = [await start(url) for _ in range(MEMBERS)]
-        bills: list[jsx.StoredMsg] = []
-        async for found in log.LogReader(js, "BILLS", subject="bills.*", tail=True):
-            bills.append(found)
-            if len(bills) % 500 == 0 and len(bills) < ORDERS:
-                victim = members.pop(random.randrange(MEMBERS))
-                victim.kill()
-                members.append(await start(url))
-        print(done)
+        await jsx.ensure_stream(
+            js, name="BILLS", subjects=["bills.*", "billed.*.*"], allow_direct=True, allow_atomic=True
+        )
+        bills = log.LogReader(js, "BILLS", start=log.New(), subject="bills.*", tail=True)
+        await bills.open()
+        await jsx.ingest(js, ((f"orders.customer{n % CUSTOMERS}", b"%d" % n) for n in range(ORDERS)))
+
+        member = sys.executable, __file__, url, "work"
+        members = [await asyncio.create_subprocess_exec(*member) for _ in range(4)]
+        for number in range(ORDERS):
+            await anext(bills)
+            if number % 500 == 250:
+                members.append(await asyncio.create_subprocess_exec(*member))
+                members.pop(random.randrange(4)).kill()
+                print(f"{number} bills: killed a member")
+        for process in members:
+            process.kill()
+        ordered = await by_customer(log.LogReader(js, "ORDERS"))
+        print("billed once and in order:", ordered == await by_customer(log.LogReader(js, "BILLS", subject="bills.*")))
 
 
 if __name__ == "__main__":
