@@ -21,7 +21,7 @@ async def work(url: str) -> None:
     async with await nats.connect(url) as nc:
         # The key of an order is its customer. The members' keys have a TTL of 2 s.
         group = log.Group(nc.jetstream(), "ORDERS", "billing", partitions=12, key=[1], heartbeat=0.5)
-        await log.exactly_once_group(group, "BILLS", bill, prefix="billed", max_messages=10)
+        await log.exactly_once_group(group, "BILLS", bill, prefix="at", max_messages=10)
 
 
 async def by_customer(reader: log.LogReader) -> dict[str, list[bytes]]:
@@ -35,9 +35,7 @@ async def main(url: str) -> None:
     async with await nats.connect(url) as nc:
         js = nc.jetstream()
         await jsx.ensure_stream(js, name="ORDERS", subjects=["orders.*"], allow_direct=True, allow_batched=True)
-        await jsx.ensure_stream(
-            js, name="BILLS", subjects=["bills.*", "billed.*.*"], allow_direct=True, allow_atomic=True
-        )
+        await jsx.ensure_stream(js, name="BILLS", subjects=["bills.*", "at.*.*"], allow_direct=True, allow_atomic=True)
         bills = log.LogReader(js, "BILLS", start=log.New(), subject="bills.*", tail=True)
         await bills.open()
         await jsx.ingest(js, ((f"orders.customer{n % CUSTOMERS}", b"%d" % n) for n in range(ORDERS)))
