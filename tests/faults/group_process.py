@@ -1,0 +1,63 @@
+"""A member of a group as a process: ``group_process.py URLS MODE LABEL``. SIGTERM lets it leave the group.
+
+It copies the messages of ``IN`` to ``OUT``: exactly once in the mode ``once``; in the modes ``iterate`` and ``run`` each
+message after the other, at least once.
+"""
+
+import asyncio
+import contextlib
+import signal
+import sys
+
+import nats
+import nats.errors
+import nats.js.errors
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext import log
+
+PARTITIONS = 8
+HEARTBEAT = 1.0
+
+
+async def ignore(_: Exception) -> None: ...
+
+
+def output(message: jsx.StoredMsg) -> jsx.BatchMessage:
+    return jsx.BatchMessage(f"OUT.{message.subject.split('.')[1]}", message.data)
+
+
+async def copy(js: JetStreamContext, message: jsx.StoredMsg) -> None:
+    """Publish until it is acknowledged."""
+    copied = output(message)
+    while True:
+        with contextlib.suppress(nats.errors.Error, nats.js.errors.Error):
+            await js.publish(copied.subject, copied.payload, timeout=2)
+            return
+        await asyncio.sleep(0.05)
+
+
+async def work(js: JetStreamContext, mode: str, label: str) -> None:
+    group = log.Group(js, "IN", "g", partitions=PARTITIONS, key=[1], heartbeat=HEARTBEAT, poll=0.05, patience=60.0)
+    if mode == "once":
+        await log.exactly_once_group(group, "OUT", output, prefix="OUT.at", label=label, patience=60.0)
+    async with group.join(label=label, every=20, seconds=1.0) as member:
+        if mode == "run":
+            await member.run(lambda message: copy(js, message))
+        async for message in member:
+            await copy(js, message)
+
+
+async def main(urls: str, mode: str, label: str) -> None:
+    nc = await nats.connect(
+        urls.split(","), connect_timeout=30, reconnect_time_wait=0.05, max_reconnect_attempts=-1, error_cb=ignore
+    )
+    working = asyncio.ensure_future(work(nc.jetstream(timeout=3), mode, label))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, working.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await working
+    await nc.close()
+
+
+asyncio.run(main(*sys.argv[1:]))
