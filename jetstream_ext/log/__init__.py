@@ -1,5 +1,6 @@
 """Streams as logs: a reader that owns its position, positions that are stored, exactly-once processing, groups."""
 
+from jetstream_ext.log.dead_letters import DeadLetter
 from jetstream_ext.log.group import Group, GroupStatus, MemberStatus, PartitionStatus, list_groups
 from jetstream_ext.log.group_worker import exactly_once_group
 from jetstream_ext.log.member import Member
@@ -10,6 +11,7 @@ from jetstream_ext.log.worker import Processed, exactly_once
 
 __all__ = [
     "Committing",
+    "DeadLetter",
     "First",
     "Group",
     "GroupStatus",

@@ -11,11 +11,12 @@ from functools import partial
 from typing import Any, cast
 
 from jetstream_ext.client.connection import Context
+from jetstream_ext.log.dead_letters import DeadLetter, check_dead_letter
 from jetstream_ext.log.group import Group
 from jetstream_ext.log.member import Callback, Held, JoinOptions, PartitionReader, Session
 from jetstream_ext.log.worker import GroupHandler, Handler, Outputs, Worker
 from jetstream_ext.protocol.options import check_int, check_seconds
-from jetstream_ext.protocol.subjects import check_name, check_subject
+from jetstream_ext.protocol.subjects import check_name, check_subject, covers
 
 
 async def exactly_once_group(
@@ -30,6 +31,7 @@ async def exactly_once_group(
     on_assigned: Callback | None = None,
     on_revoked: Callback | None = None,
     on_partitions_lost: Callback | None = None,
+    dead_letter: DeadLetter | None = None,
     position_may_vanish: bool = False,
     timeout: float | None = None,
     patience: float = 30.0,
@@ -60,6 +62,7 @@ async def exactly_once_group(
         on_partitions_lost: As for `Group.join`.
         max_messages: As for `exactly_once`, for each partition.
         grouped: As for `exactly_once`: the inputs of one list are all of one partition.
+        dead_letter: As for `exactly_once`. A pause before the next attempt does not hold up the other partitions.
         position_may_vanish: As for `exactly_once`.
         timeout: Seconds to wait for an answer of the output stream; None is the context's own.
         patience: As for `exactly_once`.
@@ -77,6 +80,9 @@ async def exactly_once_group(
     """
     check_name(output_stream, "stream name")
     check_subject(f"{prefix}.{group.name}")
+    check_dead_letter(dead_letter)
+    if dead_letter is not None and covers(f"{prefix}.{group.name}.*", dead_letter.subject):
+        raise ValueError(f"subject {dead_letter.subject!r} is that of a position; use another one for dead letters")
     context = Context(group.context)
     make = partial(
         Worker,
@@ -87,6 +93,7 @@ async def exactly_once_group(
         grouped=grouped,
         standby=False,
         may_vanish=position_may_vanish,
+        dead_letter=dead_letter,
         timeout=context.resolve_timeout(timeout),
         patience=check_seconds(patience, "patience"),
         takeover=None,

@@ -16,7 +16,7 @@ from nats.js.api import StreamSource, SubjectTransform
 from nats.js.errors import BucketNotFoundError, NotFoundError
 
 from jetstream_ext import BatchMessage, DirectGet, StoredMsg, errors
-from jetstream_ext.log import First, Group, New, Seq, Time, exactly_once_group, list_groups
+from jetstream_ext.log import DeadLetter, First, Group, New, Seq, Time, exactly_once_group, list_groups
 from jetstream_ext.log.member import Member
 from jetstream_ext.protocol.partitions import assign, partition_of
 from jetstream_ext.testing import NatsServer
@@ -395,6 +395,46 @@ class TestExactlyOnce:
         with pytest.raises(ZeroDivisionError):
             await exactly_once_group(group, target, handle, prefix=f"{target}.at")
         assert (await group.status()).members == ()
+
+    async def test_dead_letters_and_their_pauses_hold_up_one_partition(
+        self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext
+    ) -> None:
+        source, target = await make_stream(messages=60), await make_stream()
+        poison = next(n for n in range(10, 60) if partition_of(f"{source}.{n % 3}", 4, [1]) != 0)
+        bad = partition_of(f"{source}.{poison % 3}", 4, [1])
+        others = {n for n in range(1, 61) if partition_of(f"{source}.{n % 3}", 4, [1]) != bad}
+        handled, attempts = set[int](), list[int]()
+
+        def handle(message: StoredMsg) -> BatchMessage:
+            if message.seq == poison:
+                attempts.append(message.seq)
+                raise ZeroDivisionError("no")
+            handled.add(message.seq)
+            return BatchMessage(f"{target}.out", message.data)
+
+        async def run(backoff: float) -> asyncio.Task[None]:
+            letters = DeadLetter(f"{target}.dead", attempts=3, backoff=backoff)
+            running = exactly_once_group(
+                make_group(source, key=[1]), target, handle, prefix=f"{target}.at", dead_letter=letters
+            )
+            return asyncio.ensure_future(running)
+
+        running = await run(3600)
+        await until(lambda: others <= handled and attempts)
+        assert attempts == [poison]
+        await stop(running)  # in the pause: the attempt stays counted
+        running = await run(0)
+        await until(lambda: len(handled) == 59)
+        await stop(running)
+        assert len(attempts) == 3
+        [letter] = [it async for it in DirectGet(js, target).scan(subject=f"{target}.dead")]
+        assert (letter.data, letter.headers["Dead-Letter-Sequence"]) == (b"%d" % poison, str(poison))
+        found = [int(it.data) async for it in DirectGet(js, target).scan(subject=f"{target}.out")]
+        assert sorted(found) == [n for n in range(1, 61) if n != poison]
+        with pytest.raises(ValueError, match="a position"):
+            await exactly_once_group(
+                make_group(source), target, handle, prefix=f"{target}.at", dead_letter=DeadLetter(f"{target}.at.g.1")
+            )
 
     async def test_cannot_be_joined_in_another_way(self, make_stream: Make, make_group: MakeGroup) -> None:
         source, target = await make_stream(messages=10), await make_stream()
