@@ -60,10 +60,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON obj
 def command() -> None:
     """Show the workers that share a stream in a partitioned group, and let a group start again.
 
-    \b
-    jetstream-ext group list
-    jetstream-ext group status ORDERS billing
-    jetstream-ext group reset ORDERS billing --start 2026-03-01T12:00:00Z
+    Example: jetstream-ext group status ORDERS billing
     """
 
 
@@ -103,9 +100,7 @@ def status_command(where: Target, stream: str, name: str, bucket: str, as_json: 
     The lag of a partition is the number of sequences from its position to the end of the stream, and includes the
     messages of other partitions.
 
-    \b
-    jetstream-ext group status ORDERS billing
-    jetstream-ext group status ORDERS billing --json
+    Example: jetstream-ext group status ORDERS billing
     """
     _check(stream, name, bucket)
     status = asyncio.run(_status(where, stream, name, bucket))
@@ -202,10 +197,11 @@ def reset_command(
     Stop all members first: if one is alive, the command fails and changes nothing. Without --start, messages of the
     partitions that were further than others are handled again. A group that stores outputs exactly once needs --start.
 
-    \b
-    jetstream-ext group reset ORDERS billing --partitions 32
-    jetstream-ext group reset ORDERS billing --start first
-    jetstream-ext group reset ORDERS billing --start 2026-03-01T12:00:00Z
+    Another number of partitions: jetstream-ext group reset ORDERS billing --partitions 32
+
+    From the beginning: jetstream-ext group reset ORDERS billing --start first
+
+    From a time: jetstream-ext group reset ORDERS billing --start 2026-03-01T12:00:00Z
     """
     _check(stream, name, bucket)
     group, seq = asyncio.run(_reset(where, stream, name, bucket, start, partitions, tokens))
