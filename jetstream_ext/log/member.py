@@ -21,10 +21,11 @@ import socket
 import warnings
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import nats.errors
 from nats.js import JetStreamContext
@@ -50,10 +51,15 @@ from jetstream_ext.text import get_logger
 if TYPE_CHECKING:
     from jetstream_ext.log.group import Group
 
+_Seen = TypeVar("_Seen", MemberRecord, PartitionRecord)
+
 Callback = Callable[[tuple[int, ...]], Awaitable[None] | None]
 MessageHandler = Callable[[StoredMsg], Awaitable[None] | None]
 
 _log = get_logger()
+
+# Whether a callback of the member is running.
+_in_callback: ContextVar[bool] = ContextVar("in_callback", default=False)
 
 _FIRST_PAUSE: Final = 0.005  # at the end of the stream, as for `LogReader`
 _RETRY: Final = 0.1
@@ -77,7 +83,7 @@ class Held:
     queue: deque[StoredMsg] = field(default_factory=deque)  # the next messages for the caller
     in_hand: int | None = None  # the sequence of the message that the caller handles
     ending: bool = False  # no further messages: it is revoked, or lost
-    last: int = 0  # the position at which it ended
+    last: int = 0  # the position before it gets messages, and after it has ended
     given: asyncio.Event = field(default_factory=asyncio.Event)  # messages, or the end
     done: asyncio.Event = field(default_factory=asyncio.Event)  # nothing is in hand any more
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # of the writer
@@ -89,12 +95,29 @@ class Held:
         """The next sequence that the caller gets."""
         if self.queue:
             return self.queue[0].seq
-        return self.last if self.ending else self.lane.dispatcher.position(self.number)
+        dispatcher = self.lane.dispatcher
+        return dispatcher.position(self.number) if self.number in dispatcher else self.last
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a message is being handled, or a commit is on its way."""
+        return self.in_hand is not None or self.lock.locked() or (self.task is not None and not self.task.done())
 
     @property
     def handled(self) -> int:
         """The sequence behind what the caller has handled."""
         return self.position if self.in_hand is None else self.in_hand
+
+    def begin(self) -> None:
+        """Let the caller get messages."""
+        if self.number not in self.lane.dispatcher:
+            self.lane.dispatcher.add(self.number, self.last)
+
+    def move(self, position: int) -> None:
+        """Let the caller get the messages from another position on; `begin` again."""
+        self.lane.dispatcher.remove(self.number)
+        self.queue.clear()
+        self.last = position
 
     def end(self) -> None:
         """Let the caller get no further message."""
@@ -201,17 +224,14 @@ class PartitionReader:
                     found=self._created,
                 )
             start = start.seq
-        held = self._held
-        if held.ending:
-            held.last = start
-        else:
-            held.lane.dispatcher.remove(held.number)
-            held.lane.dispatcher.add(held.number, start)
+        self._held.move(start)
 
     async def read_for(self, seconds: float, max_messages: int = 1000) -> list[StoredMsg] | None:
         """Return messages, an empty list after `seconds` without one, or None once the partition is revoked or lost."""
         held = self._held
         dispatcher = held.lane.dispatcher
+        if not held.ending:
+            held.begin()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not held.ending:
@@ -239,6 +259,8 @@ class JoinOptions:
     seconds: float = 5.0
 
     def __post_init__(self) -> None:
+        if self.label is not None and not (isinstance(self.label, str) and self.label.isprintable() and self.label):
+            raise ValueError(f"label must be printable text, not {self.label!r}")
         check_int(self.every, "every")
         check_seconds(self.seconds, "seconds")
 
@@ -385,6 +407,13 @@ class Session:
                 await work
             except Exception as error:
                 self.fail(error)
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                failure = RuntimeError(f"{self.what}: {what}: a handler or callback raised CancelledError")
+                failure.__cause__ = error
+                self.fail(failure)
 
         return asyncio.create_task(run(), name=f"jetstream_ext {what} of {self.what}")
 
@@ -481,25 +510,34 @@ class Session:
 
     def _note(self, key: str, entry: KeyValueEntry | None) -> None:
         store = self.store
-        before = (member := store.member_of(key)) in self._alive, member in self._departing
-        if member is not None:
+        if (member := store.member_of(key)) is not None:
+            before = member in self._alive, member in self._departing
             self._alive.discard(member)
             self._departing.discard(member)
-            if entry is not None:
+            if (record := self._decode(MemberRecord, key, entry)) is not None:
                 self._alive.add(member)
-                if store.decode_value(MemberRecord, key, entry.value).leaving:
+                if record.leaving:
                     self._departing.add(member)
             if before != (member in self._alive, member in self._departing):
                 self._changed.set()
         elif (number := store.partition_of(key)) is not None:
             known = self._owners.pop(number, None)
-            if entry is not None:
-                owner = store.decode_value(PartitionRecord, key, entry.value).owner
-                self._owners[number] = Owner(owner, entry.revision)
-            if known is None or entry is None or known.id != self._owners[number].id:
+            found = self._decode(PartitionRecord, key, entry)
+            if found is not None and entry is not None:
+                self._owners[number] = Owner(found.owner, entry.revision)
+            if known is None or found is None or known.id != found.owner:
                 self._changed.set()
         elif key == store.config_key and entry is not None:
             self.group.check_settings(store.decode_value(Settings, key, entry.value), self._output)
+
+    def _decode(self, kind: type[_Seen], key: str, entry: KeyValueEntry | None) -> _Seen | None:
+        if entry is None:
+            return None
+        try:
+            return self.store.decode_value(kind, key, entry.value)
+        except ValueError as error:
+            _log.warning("%s", error)  # a member does not end because of another one's key
+            return None
 
     async def _claim(self, numbers: list[int]) -> None:
         claimed = [it for it in await gather_bounded(self._claim_one, numbers, limit=_COMMITS_IN_FLIGHT) if it]
@@ -539,8 +577,9 @@ class Session:
 
     def _hold(self, number: int, writer: FencedWriter, position: int) -> None:
         lane = self._lane_of(number)
-        held = self.held[number] = Held(number, lane, writer, position)
-        lane.dispatcher.add(number, position)
+        held = self.held[number] = Held(number, lane, writer, position, last=position)
+        if self._output is None:
+            held.begin()  # else its worker looks its position up first
         if self.work is not None:
             held.task = self._start(self._serve(held, self.work), f"partition {number}")
 
@@ -593,27 +632,34 @@ class Session:
     async def _revoke(self, numbers: tuple[int, ...]) -> None:
         async with self._callbacks:  # a claim of these partitions may wait for its callback
             found = [self.held[number] for number in numbers if number in self.held]
+        for number in set(numbers) - {held.number for held in found}:
+            self._machine.revoked(number)
         for held in found:
             held.end()
         for held in found:
-            if held.in_hand is not None:
-                await held.done.wait()
-            if held.task is not None:
-                await asyncio.wait({held.task})
-            async with held.lock:  # a commit may be on its way
-                pass
+            if held.is_busy:
+                self._spawn(self._revoke_later(held), "revocation")
+        await self._hand_over([held for held in found if not held.is_busy])
+
+    async def _revoke_later(self, held: Held) -> None:
+        if held.in_hand is not None:
+            await held.done.wait()
+        if held.task is not None:
+            await asyncio.wait({held.task})
+        async with held.lock:  # a commit may be on its way
+            pass
+        await self._hand_over([held])
+
+    async def _hand_over(self, revoked: list[Held]) -> None:
         async with self._callbacks:
-            mine = [held for held in found if self.held.get(held.number) is held]
-            if mine:
-                await _call(self._options.on_revoked, tuple(held.number for held in mine))
+            mine = [held for held in revoked if self.held.get(held.number) is held]
+            await _call(self._options.on_revoked, tuple(held.number for held in mine))
             for held in mine:
-                if self.held.get(held.number) is not held:
-                    continue
-                if self._output is None:
-                    self._final[held.number] = held.handled if self._options.auto_commit else held.committed
-                self._drop(held)
-        for number in numbers:
-            self._machine.revoked(number)
+                if self.held.get(held.number) is held:  # it may have been lost meanwhile
+                    if self._output is None:
+                        self._final[held.number] = held.handled if self._options.auto_commit else held.committed
+                    self._drop(held)
+                self._machine.revoked(held.number)
 
     async def _release(self, number: int) -> None:
         writer = self.store.partition_writer(number)
@@ -672,22 +718,16 @@ class Session:
 
     # -- positions ----------------------------------------------------------------------------------------------------
 
-    async def commit(self, *, in_hand: bool) -> None:
-        """Store the positions; with `in_hand`, also behind the messages that the caller has not put down."""
+    async def commit(self, *, in_hand: bool = False) -> list[int]:
+        """Store the positions, with `in_hand` also behind the message in the caller's hands; return what others own now."""
 
         async def attempt(held: Held) -> int | None:
             return None if await self._store_position(held, in_hand=in_hand) else held.number
 
         found = await gather_bounded(attempt, list(self.held.values()), limit=_COMMITS_IN_FLIGHT)
-        lost = sorted(number for number in found if number is not None)
-        if lost and in_hand:
-            raise FencedError(
-                f"{self.what}: the positions of partitions {lost} were not stored, because other members own them now and handle "
-                "the messages since their last commits again; those of the other partitions are stored",
-                name=self.group.name,
-            )
+        return sorted(number for number in found if number is not None)
 
-    async def _store_position(self, held: Held, *, in_hand: bool) -> bool:
+    async def _store_position(self, held: Held, *, in_hand: bool = False) -> bool:
         """Store the position of a partition; return False if another member owns it."""
         async with held.lock:
             position = held.position if in_hand else held.handled
@@ -707,7 +747,7 @@ class Session:
         while True:
             await asyncio.sleep(self._options.seconds)
             try:
-                await self.commit(in_hand=False)
+                await self.commit()
             except Exception as error:
                 if not is_transient(error):
                     raise
@@ -718,7 +758,7 @@ class Session:
         held.put_down()
         held.uncommitted += 1
         if self._options.auto_commit and held.uncommitted >= self._options.every:
-            await self._store_position(held, in_hand=False)
+            await self._store_position(held)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -857,7 +897,10 @@ class Member:
             self._reading = False
 
     async def commit(self) -> None:
-        """Store the positions behind every message that the iteration has returned, also the last one.
+        """Store the positions behind the messages that are handled.
+
+        In the iteration's loop, the last message that it has returned counts as handled. In a callback, and in a handler of
+        `run`, messages that are still being handled do not count.
 
         Raises:
             FencedError: Another member owns one of the partitions now; the positions of the others are stored.
@@ -865,8 +908,15 @@ class Member:
 
         Cancellation: The positions may be stored.
         """
-        self._session.check()
-        await self._session.commit(in_hand=True)
+        session = self._session
+        session.check()
+        lost = await session.commit(in_hand=session.work is None and not _in_callback.get())
+        if lost:
+            raise FencedError(
+                f"{session.what}: the positions of partitions {lost} were not stored, because other members own them now and handle "
+                "the messages since their last commits again; those of the other partitions are stored",
+                name=session.group.name,
+            )
 
 
 async def _handle_each(session: Session, handler: MessageHandler, held: Held) -> None:
@@ -886,6 +936,10 @@ async def _handle_each(session: Session, handler: MessageHandler, held: Held) ->
 
 async def _call(callback: Callback | None, partitions: tuple[int, ...]) -> None:
     if callback is not None and partitions:
-        result = callback(partitions)
-        if inspect.isawaitable(result):
-            await result
+        token = _in_callback.set(True)
+        try:
+            result = callback(partitions)
+            if inspect.isawaitable(result):
+                await result
+        finally:
+            _in_callback.reset(token)

@@ -218,6 +218,99 @@ class TestOneMember:
             waiting.cancel()
 
 
+class TestCommits:
+    async def test_commit_in_a_handler_of_run_leaves_out_what_other_handlers_have(
+        self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext
+    ) -> None:
+        stream = await make_stream()
+        group = make_group(stream, key=[1])
+        [slow, fast] = [next(k for k in range(99) if partition_of(f"{stream}.{k}", 4, [1]) == n) for n in (0, 1)]
+        await js.publish(f"{stream}.{slow}", b"slow")
+        await js.publish(f"{stream}.{fast}", b"fast")
+        started, committed = asyncio.Event(), asyncio.Event()
+
+        async def handle(message: StoredMsg) -> None:
+            if message.data == b"slow":
+                started.set()
+                await asyncio.Event().wait()
+            await started.wait()
+            await member.commit()
+            committed.set()
+
+        async with group.join(auto_commit=False) as member:
+            running = asyncio.ensure_future(member.run(handle))
+            async with asyncio.timeout(30):
+                await committed.wait()
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+        async with make_group(stream, key=[1]).join() as member:
+            assert {message.data for message in await take(member, 2)} == {b"slow", b"fast"}
+
+    async def test_commit_in_a_callback_leaves_out_the_message_in_hand(
+        self, make_stream: Make, make_group: MakeGroup
+    ) -> None:
+        stream = await make_stream(messages=40)
+        group = make_group(stream, key=[1])
+        called = list[tuple[int, ...]]()
+
+        async def revoked(partitions: tuple[int, ...]) -> None:
+            await member.commit()
+            called.append(partitions)
+
+        async with group.join(auto_commit=False, on_revoked=revoked) as member:
+            message = await anext(member)
+            other = Worker(group)
+            await until(lambda: called or other.member.partitions)
+            number = partition_of(message.subject, 4, [1])
+            assert (await group.status()).partitions[number].position <= message.seq
+            await member.commit()
+            assert number not in member.partitions or ((await group.status()).partitions[number].position > message.seq)
+            member_task = asyncio.ensure_future(anext(member))  # lets a revoked partition go
+            await asyncio.sleep(0)
+            member_task.cancel()
+        await other.stop()
+
+    async def test_a_slow_handler_holds_up_only_its_own_partition(
+        self, make_stream: Make, make_group: MakeGroup
+    ) -> None:
+        stream = await make_stream(messages=300)
+        group = make_group(stream, partitions=8)
+        started, release = asyncio.Event(), asyncio.Event()
+
+        async def handle(message: StoredMsg) -> None:
+            if message.subject.endswith(".1"):
+                started.set()
+                await release.wait()
+
+        async with group.join() as member:
+            running = asyncio.ensure_future(member.run(handle))
+            await started.wait()
+            others = [Worker(group) for _ in range(3)]
+            slow = partition_of(f"{stream}.1", 8, None)
+            shares = assign([member.id, *(it.member.id for it in others)], 8)
+            wanted = {n for it in others for n in shares[it.member.id]} - {slow}
+            await until(lambda: wanted <= {n for it in others for n in it.member.partitions})
+            release.set()
+            for other in others:
+                await other.stop()
+            running.cancel()
+
+    async def test_a_handler_that_raises_cancelled_error_ends_the_member(
+        self, make_stream: Make, make_group: MakeGroup
+    ) -> None:
+        async def handle(_: StoredMsg) -> None:
+            inner = asyncio.ensure_future(asyncio.Event().wait())
+            inner.cancel()
+            await inner
+
+        group = make_group(await make_stream(messages=3))
+        async with group.join() as member:
+            with pytest.raises(RuntimeError, match="raised CancelledError"):
+                async with asyncio.timeout(30):
+                    await member.run(handle)
+
+
 class TestSeveralMembers:
     async def test_share_the_partitions_and_hand_them_over(
         self, make_stream: Make, make_group: MakeGroup, more: More
@@ -395,6 +488,29 @@ class TestExactlyOnce:
         with pytest.raises(ZeroDivisionError):
             await exactly_once_group(group, target, handle, prefix=f"{target}.at")
         assert (await group.status()).members == ()
+
+    async def test_a_stream_whose_beginning_is_gone(
+        self, make_stream: Make, make_group: MakeGroup, more: More, js: JetStreamContext
+    ) -> None:
+        """The members continue at the positions in the output stream, not where the group has begun."""
+        source, target = await make_stream(messages=60), await make_stream()
+        seen = list[int]()
+
+        def handle(message: StoredMsg) -> None:
+            seen.append(message.seq)
+
+        def start() -> asyncio.Task[None]:
+            return asyncio.ensure_future(exactly_once_group(make_group(source), target, handle, prefix=f"{target}.at"))
+
+        running = start()
+        await until(lambda: len(seen) == 60)
+        await stop(running)
+        await js.purge_stream(source, keep=5)
+        await more(source, 61, 70)
+        running = start()
+        await until(lambda: len(seen) == 70 or running.done())
+        await stop(running)
+        assert seen[60:] and sorted(seen) == list(range(1, 71))
 
     async def test_dead_letters_and_their_pauses_hold_up_one_partition(
         self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext
@@ -587,6 +703,21 @@ class TestSettings:
         options = {"partitions": 2, "name": "g", **options}
         with pytest.raises(error):
             Group(js, "S", options.pop("name"), **options)
+
+    @pytest.mark.parametrize("options", [{"label": 7}, {"label": ""}, {"label": "a\n"}, {"every": 0}, {"seconds": 0}])
+    def test_join_checks_its_arguments(self, make_group: MakeGroup, options: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match=next(iter(options))):
+            make_group("S").join(**options)
+
+    async def test_a_key_of_another_program_does_not_end_members(
+        self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        group = make_group(await make_stream(messages=10))
+        async with group.join() as member:
+            await take(member, 1)
+            await (await js.key_value(group.bucket)).put(group.store.member_key("x"), b"nonsense")
+            await until(lambda: "nonsense" in caplog.text)
+            await take(member, 9)
 
 
 class TestPartitionTokens:
