@@ -96,7 +96,9 @@ class Held:
         if self.queue:
             return self.queue[0].seq
         dispatcher = self.lane.dispatcher
-        return dispatcher.position(self.number) if self.number in dispatcher else self.last
+        if self.ending or self.number not in dispatcher:
+            return self.last
+        return dispatcher.position(self.number)
 
     @property
     def is_busy(self) -> bool:
@@ -115,8 +117,9 @@ class Held:
 
     def move(self, position: int) -> None:
         """Let the caller get the messages from another position on; `begin` again."""
-        self.lane.dispatcher.remove(self.number)
-        self.queue.clear()
+        if not self.ending:  # otherwise the partition may be in other hands of this member
+            self.lane.dispatcher.remove(self.number)
+            self.queue.clear()
         self.last = position
 
     def end(self) -> None:
@@ -482,15 +485,15 @@ class Session:
         """Look at the bucket, and do what is due."""
         now = self._loop.time()
         self._machine.see(self._alive, self._departing, self._owners, self._known)
-        claims: list[int] = []
+        claims: list[Claim] = []
         for action in self._machine.due(now):
             match action:
-                case Claim(number):
-                    claims.append(number)
+                case Claim():
+                    claims.append(action)
                 case Revoke(numbers):
                     self._spawn(self._revoke(numbers), "revocation")
-                case Release(number):
-                    self._spawn(self._release(number), "release")
+                case Release(number, attempt):
+                    self._spawn(self._release(number, attempt), "release")
                 case Lose(numbers):
                     self._lose(numbers)
         if claims:
@@ -539,8 +542,8 @@ class Session:
             _log.warning("%s", error)  # a member does not end because of another one's key
             return None
 
-    async def _claim(self, numbers: list[int]) -> None:
-        claimed = [it for it in await gather_bounded(self._claim_one, numbers, limit=_COMMITS_IN_FLIGHT) if it]
+    async def _claim(self, claims: list[Claim]) -> None:
+        claimed = [it for it in await gather_bounded(self._claim_one, claims, limit=_COMMITS_IN_FLIGHT) if it]
         if not claimed:
             return
         async with self._callbacks:
@@ -551,31 +554,34 @@ class Session:
                 if self._machine.holds(number, writer.fence):  # it may have been lost meanwhile
                     self._hold(number, writer, position)
 
-    async def _claim_one(self, number: int) -> tuple[int, FencedWriter, int] | None:
+    async def _claim_one(self, claim: Claim) -> tuple[int, FencedWriter, int] | None:
+        number, attempt = claim.partition, claim.attempt
         writer = self.store.partition_writer(number)
         try:
             found = await writer.read()
             record = self.store.decode(PartitionRecord, found)
             owner = None if record is None or found is None else Owner(record.owner, found.seq)
             if not self._machine.may_claim(owner):
-                self._machine.failed(number, self._loop.time())
+                self._machine.failed(number, attempt, self._loop.time())
                 return None
             position = self.settings.start if record is None else record.seq
             if record is not None and record.owner == self.id:
                 position = max(position, self._final.get(number, 0))
             ack = await writer.store([], self._record(self.id, position))
         except Exception as error:
-            self._machine.failed(number, self._loop.time())
+            self._machine.failed(number, attempt, self._loop.time())
             if not isinstance(error, RecordMovedError) and not is_transient(error):
                 raise
             _log.debug("%s could not claim partition %d: %s", self.what, number, error)
             return None
-        if not self._machine.claimed(number, ack.seq, self._loop.time()):
+        if not self._machine.claimed(number, attempt, ack.seq, self._loop.time()):
             return None
         self._final.pop(number, None)
         return number, writer, position
 
     def _hold(self, number: int, writer: FencedWriter, position: int) -> None:
+        if number in self.held:
+            self._lose([number])
         lane = self._lane_of(number)
         held = self.held[number] = Held(number, lane, writer, position, last=position)
         if self._output is None:
@@ -661,24 +667,24 @@ class Session:
                     self._drop(held)
                 self._machine.revoked(held.number)
 
-    async def _release(self, number: int) -> None:
+    async def _release(self, number: int, attempt: int) -> None:
         writer = self.store.partition_writer(number)
         try:
             found = await writer.read()
             record = self.store.decode(PartitionRecord, found)
             if record is None or record.owner != self.id:
-                self._machine.released(number, 0 if found is None else found.seq)
+                self._machine.released(number, attempt, 0 if found is None else found.seq)
                 return
             position = max(record.seq, self._final.get(number, 0))
             ack = await writer.store([], self._record("", position))
         except Exception as error:
-            self._machine.failed(number, self._loop.time())
+            self._machine.failed(number, attempt, self._loop.time())
             if not isinstance(error, RecordMovedError) and not is_transient(error):
                 raise
             return
         self._final.pop(number, None)
         _log.debug("%s has released partition %d at %d", self.what, number, position)
-        self._machine.released(number, ack.seq)
+        self._machine.released(number, attempt, ack.seq)
 
     def _lose(self, numbers: Iterable[int]) -> None:
         lost = [self.held[number] for number in numbers if number in self.held]
@@ -699,7 +705,7 @@ class Session:
     def _fenced(self, held: Held) -> None:
         """Another member has stored a record of this partition."""
         if self.held.get(held.number) is held:
-            self._machine.failed(held.number, self._loop.time())
+            self._machine.fenced(held.number, held.writer.fence, self._loop.time())
             self._lose([held.number])
             self._changed.set()
 

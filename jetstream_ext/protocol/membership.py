@@ -56,6 +56,7 @@ class Claim:
     """Store this member as the owner, if `Membership.may_claim` agrees with what the leader has; then `claimed` or `failed`."""
 
     partition: int
+    attempt: int  # so that the result of an older attempt, which is known later, changes nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class Release:
     """Store that the partition has no owner; then `released` or `failed`."""
 
     partition: int
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,8 @@ class Membership:
         self._target: frozenset[int] = frozenset()
         self._leaving = False
         self._phases: dict[int, Phase] = {}
+        self._attempts: dict[int, int] = {}  # the newest one of each partition
+        self._count_attempts = 0
         self._stored: dict[int, Owner] = {}  # by this member's newest records
         self._not_before: dict[int, float] = {}  # when a claim or release may be tried again
 
@@ -151,10 +155,10 @@ class Membership:
         """Give every partition back."""
         self._leaving, self._target = True, frozenset()
 
-    def claimed(self, partition: int, revision: int, now: float) -> bool:
+    def claimed(self, partition: int, attempt: int, revision: int, now: float) -> bool:
         """Note that the member is stored as the owner; return whether it may work on the partition."""
-        self._stored[partition] = Owner(self.me, revision)
-        if self._phases.get(partition) is not Phase.CLAIMING:
+        self.stored(partition, revision)
+        if not self._is_current(partition, attempt, Phase.CLAIMING):
             return False  # it was lost meanwhile
         if not self.is_valid(now):
             del self._phases[partition]
@@ -163,24 +167,43 @@ class Membership:
         return True
 
     def stored(self, partition: int, revision: int) -> None:
-        """Note the revision of another record that this member has stored as the owner."""
-        self._stored[partition] = Owner(self.me, revision)
+        """Note the revision of a record that this member has stored as the owner."""
+        self._note_stored(partition, Owner(self.me, revision))
 
     def revoked(self, partition: int) -> None:
         """Note that the member works no more on a partition, and has committed its work."""
         if self._phases.get(partition) is Phase.REVOKING:
             del self._phases[partition]  # `due` releases what is not assigned here
 
-    def released(self, partition: int, revision: int) -> None:
-        """Note that the partition has no owner."""
-        self._stored[partition] = Owner("", revision)
-        self._phases.pop(partition, None)
-        self._not_before.pop(partition, None)
+    def released(self, partition: int, attempt: int, revision: int) -> None:
+        """Note that the partition has no owner, or another one, by the record of this revision (0: there is none)."""
+        self._note_stored(partition, Owner("", revision))
+        if self._is_current(partition, attempt, Phase.RELEASING):
+            del self._phases[partition]
 
-    def failed(self, partition: int, now: float) -> None:
-        """Note that a record could not be stored, or that a commit found another owner."""
-        self._phases.pop(partition, None)
+    def failed(self, partition: int, attempt: int, now: float) -> None:
+        """Note that a claim or a release could not be stored."""
+        if self._is_current(partition, attempt, Phase.CLAIMING) or self._is_current(
+            partition, attempt, Phase.RELEASING
+        ):
+            del self._phases[partition]
+            self._not_before[partition] = now + RETRY
+
+    def fenced(self, partition: int, revision: int, now: float) -> bool:
+        """Note that a commit behind this member's record of `revision` found another one; return whether it was the owner."""
+        if not self.holds(partition, revision):
+            return False
+        del self._phases[partition]
         self._not_before[partition] = now + RETRY
+        return True
+
+    def _is_current(self, partition: int, attempt: int, phase: Phase) -> bool:
+        return self._phases.get(partition) is phase and self._attempts.get(partition) == attempt
+
+    def _note_stored(self, partition: int, owner: Owner) -> None:
+        known = self._stored.get(partition)
+        if known is None or owner.revision >= known.revision or not owner.revision:
+            self._stored[partition] = owner
 
     # -- what to do ---------------------------------------------------------------------------------------------------
 
@@ -210,12 +233,15 @@ class Membership:
             owner = self._owner(number)
             if number in self._target:
                 if self.may_claim(owner):
-                    self._phases[number] = Phase.CLAIMING
-                    actions.append(Claim(number))
+                    actions.append(Claim(number, self._begin(number, Phase.CLAIMING)))
             elif owner is not None and owner.id == self.me:
-                self._phases[number] = Phase.RELEASING
-                actions.append(Release(number))
+                actions.append(Release(number, self._begin(number, Phase.RELEASING)))
         return actions
+
+    def _begin(self, partition: int, phase: Phase) -> int:
+        self._count_attempts += 1
+        self._phases[partition], self._attempts[partition] = phase, self._count_attempts
+        return self._count_attempts
 
     def wake_at(self, now: float) -> float:
         """Return when `due` has something to do although nothing happens; infinity if never."""

@@ -57,7 +57,8 @@ async def main(urls: str, mode: str, label: str) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, working.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await working
-    await nc.close()
+    with contextlib.suppress(asyncio.CancelledError):  # nats-py raises it if the connection was just lost
+        await nc.close()
 
 
 asyncio.run(main(*sys.argv[1:]))

@@ -8,6 +8,21 @@ from jetstream_ext.protocol.partitions import assign
 TTL, MARGIN = 9.0, 0.9
 
 
+def claims(machine: Membership, now: float) -> dict[int, int]:
+    """Return the partitions that are to be claimed, with their attempts; nothing else may be due."""
+    actions = machine.due(now)
+    found = {it.partition: it.attempt for it in actions if isinstance(it, Claim)}
+    assert len(found) == len(actions)
+    return found
+
+
+def releases(machine: Membership, now: float) -> dict[int, int]:
+    actions = machine.due(now)
+    found = {it.partition: it.attempt for it in actions if isinstance(it, Release)}
+    assert len(found) == len(actions)
+    return found
+
+
 def member(partitions: int = 2, *, alive: tuple[str, ...] = ("me",), renewed: float = 0.0) -> Membership:
     machine = Membership("me", partitions, ttl=TTL, margin=MARGIN)
     machine.renewed(renewed)
@@ -18,9 +33,8 @@ def member(partitions: int = 2, *, alive: tuple[str, ...] = ("me",), renewed: fl
 def owning(partitions: int = 2) -> Membership:
     """A member that owns every partition, by records of the revisions 21, 22 …"""
     machine = member(partitions)
-    machine.due(0.0)
-    for number in range(partitions):
-        assert machine.claimed(number, 21 + number, 0.1)
+    for number, attempt in claims(machine, 0.0).items():
+        assert machine.claimed(number, attempt, 21 + number, 0.1)
     return machine
 
 
@@ -38,9 +52,10 @@ def join(machine: Membership, *others: str, revision: int = 30) -> set[int]:
 class TestClaiming:
     def test_a_new_group_is_claimed_completely(self) -> None:
         machine = member()
-        assert machine.due(0.0) == [Claim(0), Claim(1)]
+        attempts = claims(machine, 0.0)
+        assert list(attempts) == [0, 1]
         assert machine.due(0.0) == []
-        assert machine.claimed(0, 11, 0.1)
+        assert machine.claimed(0, attempts[0], 11, 0.1)
         assert machine.owned == (0,)
         assert machine.holds(0, 11)
         assert not machine.holds(0, 10)
@@ -52,7 +67,7 @@ class TestClaiming:
         machine.renewed(5.0)
         assert not machine.is_valid(5.0 + TTL - MARGIN)
         assert machine.due(5.0 + TTL - MARGIN) == []
-        assert machine.due(5.0 + TTL - MARGIN - 0.01) == [Claim(0), Claim(1)]
+        assert list(claims(machine, 5.0 + TTL - MARGIN - 0.01)) == [0, 1]
 
     @pytest.mark.parametrize(
         ("owner", "may"),
@@ -71,27 +86,38 @@ class TestClaiming:
     def test_a_partition_of_a_live_member_is_not_claimed(self) -> None:
         machine = member()
         machine.see({"me"}, (), {0: Owner("other", 5), 1: Owner("", 6)}, 10)
-        assert machine.due(0.0) == [Claim(0), Claim(1)]
+        assert list(claims(machine, 0.0)) == [0, 1]
         machine = member()
         machine.see({"me", "other"}, {"other"}, {0: Owner("other", 5), 1: Owner("", 6)}, 10)
-        assert machine.due(0.0) == [Claim(1)]
+        assert list(claims(machine, 0.0)) == [1]
 
     def test_a_claim_that_failed_is_tried_again_after_a_pause(self) -> None:
         machine = member(1)
-        machine.due(0.0)
-        machine.failed(0, 1.0)
+        machine.failed(0, claims(machine, 0.0)[0], 1.0)
         assert machine.due(1.0) == []
         assert machine.wake_at(1.0) == 1.0 + RETRY
-        assert machine.due(1.0 + RETRY) == [Claim(0)]
+        assert list(claims(machine, 1.0 + RETRY)) == [0]
 
     def test_a_claim_whose_answer_comes_too_late_is_no_ownership(self) -> None:
         machine = member(1)
-        machine.due(0.0)
-        assert not machine.claimed(0, 11, TTL)
+        assert not machine.claimed(0, claims(machine, 0.0)[0], 11, TTL)
         assert machine.owned == ()
         machine.renewed(TTL)
         machine.see({"me"}, (), {0: Owner("me", 11)}, 12)
-        assert machine.due(TTL + 1) == [Claim(0)]
+        assert list(claims(machine, TTL + 1)) == [0]
+
+    def test_the_result_of_an_older_attempt_changes_nothing(self) -> None:
+        machine = member(1)
+        old = claims(machine, 0.0)[0]
+        assert machine.due(TTL) == [Lose((0,))]
+        machine.renewed(TTL)
+        new = claims(machine, TTL)[0]
+        machine.failed(0, old, TTL)
+        assert machine.claimed(0, new, 12, TTL)
+        assert not machine.claimed(0, old, 11, TTL)
+        machine.failed(0, old, TTL)
+        assert machine.owned == (0,)
+        assert machine.holds(0, 12)
 
 
 class TestHandingOver:
@@ -101,8 +127,7 @@ class TestHandingOver:
         assert machine.due(1.0) == [Revoke((moved,))]
         assert machine.due(1.0) == []
         machine.revoked(moved)
-        assert machine.due(1.0) == [Release(moved)]
-        machine.released(moved, 40)
+        machine.released(moved, releases(machine, 1.0)[moved], 40)
         assert machine.due(1.0) == []
         assert machine.phase(moved) is None
 
@@ -111,9 +136,8 @@ class TestHandingOver:
         [moved] = join(machine, "other")
         machine.due(1.0)
         machine.revoked(moved)
-        machine.due(1.0)
-        machine.failed(moved, 1.0)
-        assert machine.due(1.0 + RETRY) == [Release(moved)]
+        machine.failed(moved, releases(machine, 1.0)[moved], 1.0)
+        assert list(releases(machine, 1.0 + RETRY)) == [moved]
 
     def test_leaving_gives_everything_back(self) -> None:
         machine = owning()
@@ -122,9 +146,9 @@ class TestHandingOver:
         assert not machine.idle
         machine.revoked(0)
         machine.revoked(1)
-        assert machine.due(1.0) == [Release(0), Release(1)]
-        machine.released(0, 41)
-        machine.released(1, 42)
+        attempts = releases(machine, 1.0)
+        machine.released(0, attempts[0], 41)
+        machine.released(1, attempts[1], 42)
         assert machine.idle
         machine.see({"me"}, (), owned_by("", "", revision=41), 42)
         assert machine.due(1.0) == []
@@ -135,7 +159,7 @@ class TestHandingOver:
         machine.due(1.0)
         machine.see({"me"}, (), owned_by("me", "me"), 31)
         machine.revoked(moved)
-        assert machine.due(1.0) == [Claim(moved)]
+        assert list(claims(machine, 1.0)) == [moved]
 
 
 class TestLosing:
@@ -171,6 +195,7 @@ class TestLosing:
 
     def test_a_fenced_commit_gives_the_partition_up(self) -> None:
         machine = owning()
-        machine.failed(0, 1.0)
+        assert not machine.fenced(0, 20, 1.0)  # behind an older record
+        assert machine.fenced(0, 21, 1.0)
         assert machine.owned == (1,)
-        assert machine.due(1.0 + RETRY) == [Claim(0)]
+        assert list(claims(machine, 1.0 + RETRY)) == [0]

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from jetstream_ext.protocol.membership import Claim, Lose, Membership, Owner, Phase, Release, Revoke
+from jetstream_ext.protocol.membership import Claim, Lose, Membership, Owner, Release, Revoke
 from jetstream_ext.protocol.partitions import assign
 
 TTL = 6.0
@@ -354,8 +354,9 @@ class World:
         self.say(f"{actor.id} is fenced on {number}")
         if self.wild or number in self.excuses:
             self.excuses.add(number)
-        actor.work.pop(number, None)
-        actor.machine.failed(number, self.local(actor))
+        held = actor.work.pop(number, None)
+        if held is not None:
+            actor.machine.fenced(number, held.revision, self.local(actor))
         self.wake(actor)
 
     # -- the shell of the machine -------------------------------------------------------------------------------------
@@ -366,13 +367,13 @@ class World:
         for action in actor.machine.due(self.local(actor)):
             self.say(f"{actor.id}: {action}")
             match action:
-                case Claim(number):
-                    self.claim(actor, number)
+                case Claim(number, attempt):
+                    self.claim(actor, number, attempt)
                 case Revoke(numbers):
                     for number in numbers:
                         self.revoke(actor, number)
-                case Release(number):
-                    self.release(actor, number)
+                case Release(number, attempt):
+                    self.release(actor, number, attempt)
                 case Lose(numbers):
                     for number in numbers:
                         self.excuses.add(number)
@@ -396,7 +397,7 @@ class World:
                 self.excuse(actor)
             self.wake(actor)
 
-    def claim(self, actor: Actor, number: int) -> None:
+    def claim(self, actor: Actor, number: int, attempt: int) -> None:
         def read() -> None:
             record = self.bucket.records.get(number)
             position, revision = (1, 0) if record is None else (record.position, record.revision)
@@ -415,14 +416,13 @@ class World:
         def stored(revision: int | None, position: int) -> None:
             if revision is None:
                 failed()
-            elif actor.machine.claimed(number, revision, self.local(actor)):
+            elif actor.machine.claimed(number, attempt, revision, self.local(actor)):
                 actor.final.pop(number, None)
                 actor.work[number] = Work(revision, position, position)
             self.wake(actor)
 
         def failed() -> None:
-            if actor.machine.phase(number) is Phase.CLAIMING:
-                actor.machine.failed(number, self.local(actor))
+            actor.machine.failed(number, attempt, self.local(actor))
             self.wake(actor)
 
         self.after(self.delay(), read)
@@ -444,7 +444,7 @@ class World:
 
         self.after(self.random.uniform(0.0, 2.0), lambda: self.when_awake(actor, done))
 
-    def release(self, actor: Actor, number: int) -> None:
+    def release(self, actor: Actor, number: int, attempt: int) -> None:
         def read() -> None:
             record = self.bucket.records.get(number)
             self.after(self.delay(), lambda: self.when_awake(actor, lambda: answered(record)))
@@ -461,11 +461,11 @@ class World:
                 failed()
                 return
             actor.final.pop(number, None)
-            actor.machine.released(number, revision)
+            actor.machine.released(number, attempt, revision)
             self.wake(actor)
 
         def failed() -> None:
-            actor.machine.failed(number, self.local(actor))
+            actor.machine.failed(number, attempt, self.local(actor))
             self.wake(actor)
 
         self.after(self.delay(), read)
