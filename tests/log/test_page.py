@@ -75,6 +75,7 @@ def test_the_pages_name_every_public_name() -> None:
         "StoredOffset",
         "Processed",
         "GroupStatus",
+        "Member",
         "MemberStatus",
         "PartitionStatus",
     }
