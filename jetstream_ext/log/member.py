@@ -449,8 +449,10 @@ class Session:
         sent = self._loop.time()
         record = MemberRecord(self.label, self._leaving, self.group.ttl)
         await self.store.put_member(self.id, record, min(self.store.timeout, self.group.heartbeat))
-        self._machine.renewed(sent)
+        self._machine.renewed(sent, self._loop.time())
         self._changed.set()
+        if self._main:
+            self.step()  # before a message is returned of a partition that was lost
 
     async def _renew_often(self) -> None:
         while True:

@@ -107,6 +107,7 @@ class Membership:
         self._target: frozenset[int] = frozenset()
         self._leaving = False
         self._phases: dict[int, Phase] = {}
+        self._lapsed: set[int] = set()  # partitions that were worked on when the key may have ended
         self._attempts: dict[int, int] = {}  # the newest one of each partition
         self._count_attempts = 0
         self._stored: dict[int, Owner] = {}  # by this member's newest records
@@ -137,8 +138,10 @@ class Membership:
 
     # -- what happened ------------------------------------------------------------------------------------------------
 
-    def renewed(self, sent: float) -> None:
-        """Note that the server has stored the member's key, which was sent at the time `sent`."""
+    def renewed(self, sent: float, now: float) -> None:
+        """Note that the server has stored the member's key, which was sent at the time `sent`; `due` may lose partitions."""
+        if not self.is_valid(now):  # it may have ended in between, before `due` was called
+            self._lapsed = {number for number, phase in self._phases.items() if phase is not Phase.RELEASING}
         self.valid_until = max(self.valid_until, sent + self._lasts)
 
     def see(self, alive: Collection[str], leaving: Collection[str], owners: Mapping[int, Owner], revision: int) -> None:
@@ -160,7 +163,7 @@ class Membership:
         self.stored(partition, revision)
         if not self._is_current(partition, attempt, Phase.CLAIMING):
             return False  # it was lost meanwhile
-        if not self.is_valid(now):
+        if not self.is_valid(now) or partition in self._lapsed:
             del self._phases[partition]
             return False
         self._phases[partition] = Phase.OWNED
@@ -217,6 +220,7 @@ class Membership:
     def due(self, now: float) -> list[Action]:
         """Return what to do now. Call it after each event, and at `wake_at`."""
         lost = [number for number in self._phases if self._is_lost(number, now)]
+        self._lapsed.clear()
         for number in lost:
             del self._phases[number]
         actions: list[Action] = [Lose(tuple(sorted(lost)))] if lost else []
@@ -253,7 +257,7 @@ class Membership:
     def _is_lost(self, partition: int, now: float) -> bool:
         if self._phases[partition] is Phase.RELEASING:
             return False
-        if not self.is_valid(now):
+        if not self.is_valid(now) or partition in self._lapsed:
             return True
         if self._phases[partition] is Phase.CLAIMING:
             return False

@@ -25,7 +25,7 @@ def releases(machine: Membership, now: float) -> dict[int, int]:
 
 def member(partitions: int = 2, *, alive: tuple[str, ...] = ("me",), renewed: float = 0.0) -> Membership:
     machine = Membership("me", partitions, ttl=TTL, margin=MARGIN)
-    machine.renewed(renewed)
+    machine.renewed(renewed, renewed)
     machine.see(alive, (), {}, 10)
     return machine
 
@@ -64,7 +64,7 @@ class TestClaiming:
         machine = Membership("me", 2, ttl=TTL, margin=MARGIN)
         machine.see((), (), {}, 10)
         assert machine.due(0.0) == []
-        machine.renewed(5.0)
+        machine.renewed(5.0, 5.0)
         assert not machine.is_valid(5.0 + TTL - MARGIN)
         assert machine.due(5.0 + TTL - MARGIN) == []
         assert list(claims(machine, 5.0 + TTL - MARGIN - 0.01)) == [0, 1]
@@ -102,7 +102,7 @@ class TestClaiming:
         machine = member(1)
         assert not machine.claimed(0, claims(machine, 0.0)[0], 11, TTL)
         assert machine.owned == ()
-        machine.renewed(TTL)
+        machine.renewed(TTL, TTL)
         machine.see({"me"}, (), {0: Owner("me", 11)}, 12)
         assert list(claims(machine, TTL + 1)) == [0]
 
@@ -110,7 +110,7 @@ class TestClaiming:
         machine = member(1)
         old = claims(machine, 0.0)[0]
         assert machine.due(TTL) == [Lose((0,))]
-        machine.renewed(TTL)
+        machine.renewed(TTL, TTL)
         new = claims(machine, TTL)[0]
         machine.failed(0, old, TTL)
         assert machine.claimed(0, new, 12, TTL)
@@ -174,9 +174,18 @@ class TestLosing:
 
     def test_a_renewal_counts_from_the_moment_it_was_sent(self) -> None:
         machine = owning()
-        machine.renewed(3.0)
-        machine.renewed(2.0)  # an older one, answered later
+        machine.renewed(3.0, 3.1)
+        machine.renewed(2.0, 3.2)  # an older one, answered later
         assert machine.valid_until == 3.0 + TTL - MARGIN
+
+    def test_a_renewal_that_comes_after_the_end_does_not_hide_it(self) -> None:
+        """The key may have ended before it was stored again, and the answer is handled before the timer."""
+        machine = owning()
+        machine.renewed(TTL - MARGIN - 0.1, TTL + 1.0)
+        assert machine.is_valid(TTL + 1.0)
+        [lost, *claimed] = machine.due(TTL + 1.0)
+        assert lost == Lose((0, 1))
+        assert [it.partition for it in claimed if isinstance(it, Claim)] == [0, 1]
 
     def test_a_partition_with_a_newer_record_of_another_member_is_lost(self) -> None:
         machine = owning()

@@ -244,7 +244,7 @@ class World:
                     self.after(self.delay(), lambda: self.when_awake(actor, answered))
 
             def answered() -> None:
-                actor.machine.renewed(sent)
+                actor.machine.renewed(sent, self.local(actor))
                 self.wake(actor)
 
             if not self.is_lost():

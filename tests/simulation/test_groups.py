@@ -33,8 +33,8 @@ def test_a_schedule_can_be_replayed(name: str) -> None:
     assert len(one) > 3
 
 
-def _valid_too_long(self: Membership, sent: float, was: Callable[..., None] = Membership.renewed) -> None:
-    was(self, sent + 5.0)
+def _valid_too_long(self: Membership, sent: float, now: float, was: Callable[..., None] = Membership.renewed) -> None:
+    was(self, sent + 5.0, now)
 
 
 BUGS: dict[str, tuple[str, Any]] = {
