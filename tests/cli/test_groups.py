@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -84,14 +85,18 @@ def test_members_with_one_label_are_told_apart(server: NatsServer, run: Run, nam
     assert other in shown
 
 
-def test_a_label_shows_no_escape_sequence(server: NatsServer, run: Run, names: tuple[str, str]) -> None:
+def test_no_escape_sequence_of_a_foreign_member_reaches_the_terminal(
+    server: NatsServer, run: Run, names: tuple[str, str]
+) -> None:
     stream, bucket = names
+    work(server.url, stream, bucket, 1)
 
-    async def join(js: JetStreamContext) -> str:
-        async with Group(js, stream, "g", partitions=2, bucket=bucket).join(label="\x1b[31mred"):
-            return str((await asyncio.to_thread(run, "group", "status", stream, "g", "--bucket", bucket)).output)
+    async def write(js: JetStreamContext) -> None:
+        record = {"v": 1, "label": "\x1b[31mred", "leaving": False, "seconds": 60}
+        await (await js.key_value(bucket)).put(f"{stream}.g.members.foreign", json.dumps(record).encode())
 
-    shown = with_js(server.url, join)
+    with_js(server.url, write)
+    shown = run("group", "status", stream, "g", "--bucket", bucket).output
     assert "\x1b" not in shown
     assert r"\x1b[31mred" in shown
 
