@@ -232,4 +232,5 @@ async def test_every_input_is_handled_in_order(
     print(
         f"{mode}, seed {seed}: {inputs.count} inputs, {len(numbers) - inputs.count} repeated, idle for {longest:.2f} s"
     )
-    assert longest < TTL + HEARTBEAT + SLOW
+    if full:  # the processes of other tests would count, too
+        assert longest < TTL + HEARTBEAT + SLOW
