@@ -380,7 +380,7 @@ class Actor:
                     self.view = view
                     self.machine.see(view.alive, view.leaving, view.owners, view.revision)
                     self.step()
-            await self.sleep(0.2)
+            await self.sleep(0.25 if world.trouble else 0.8)
 
     # -- partitions ----------------------------------------------------------------------------------------------
 
@@ -556,13 +556,14 @@ class Actor:
             self.world.handled(held.number, held.position)
             if random.random() < 0.3:
                 await self.store_position(held)
-            await self.sleep(random.uniform(0.05, 0.4))
+            await self.sleep(random.uniform(0.05, 0.6 if self.world.trouble else 4.0))
 
     async def commit_often(self) -> None:
         while True:
-            await self.sleep(1.0)
+            await self.sleep(1.0 if self.world.trouble else 4.0)
             for held in list(self.held.values()):
-                self.spawn(self.store_position(held))
+                if held.handled > held.committed:
+                    self.spawn(self.store_position(held))
 
     async def store_position(self, held: Held) -> None:
         async with held.lock:
@@ -597,7 +598,7 @@ class Actor:
                 await self.handle(held, held.position - start)
                 await writer.store(self.id, held.position, "outputs", start)
                 held.in_hand = None
-                await self.sleep(random.uniform(0.05, 0.4))
+                await self.sleep(random.uniform(0.05, 0.6 if self.world.trouble else 4.0))
         except MovedError:
             self.fenced(held)
         except LostError:  # its patience is over: the member fails, and is started again by something else
@@ -743,7 +744,7 @@ class World:
         # Messages that are late may still come, and then keys may be stored that nobody renews.
         self._run_until(self.now + 2 * TTL + 2 * HEARTBEAT + (8 * TTL if self.wild else 0))
         before = dict(self.takes)
-        self._run_until(self.now + 2 * HEARTBEAT + 5.0)
+        self._run_until(self.now + 12.0)
         self.check_calm(before)
 
     def _run_until(self, end: float) -> None:
