@@ -108,10 +108,10 @@ def test_the_figures_of_the_page_are_those_of_the_code() -> None:
 
 def test_the_times_of_the_page_are_those_of_a_group(js: JetStreamContext) -> None:
     group = log.Group(js, "S", "g", partitions=1)
-    assert (group.ttl, group.margin) == (9, pytest.approx(0.9))
-    assert group.ttl - group.margin - group.heartbeat == pytest.approx(5.1)
+    assert (group.ttl, group._plan.margin) == (9, pytest.approx(0.9))
+    assert group.ttl - group._plan.margin - group.heartbeat == pytest.approx(5.1)
     shortest = log.Group(js, "S", "g", partitions=1, heartbeat=0.1)
-    assert (shortest.ttl, shortest.margin) == (2, pytest.approx(0.2))
+    assert (shortest.ttl, shortest._plan.margin) == (2, pytest.approx(0.2))
 
 
 @pytest.mark.parametrize(("key", "hashed"), [([1], "ann"), ([1, 2], "annpaid"), (None, "orders.ann.paid")])
