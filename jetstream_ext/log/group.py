@@ -12,7 +12,7 @@ from nats.js import JetStreamContext
 
 from jetstream_ext.client.api import gather_bounded, get_at_leader
 from jetstream_ext.client.connection import open_bucket
-from jetstream_ext.client.retry import Retry
+from jetstream_ext.client.retry import Retry, is_transient_read
 from jetstream_ext.errors import GroupActiveError
 from jetstream_ext.kv.reads import snapshot
 from jetstream_ext.log.group_plan import Plan
@@ -433,7 +433,8 @@ class Group:
         self,
     ) -> tuple[Settings | None, dict[str, tuple[MemberRecord, datetime]], dict[int, PartitionRecord]]:
         store = self._store
-        found = await snapshot(store.kv, [f"{store.prefix}>"], timeout=store.timeout)
+        retry = Retry(store.patience, transient=is_transient_read)
+        found = await retry.call(lambda: snapshot(store.kv, [f"{store.prefix}>"], timeout=store.timeout))
         settings: Settings | None = None
         members: dict[str, tuple[MemberRecord, datetime]] = {}
         records: dict[int, PartitionRecord] = {}

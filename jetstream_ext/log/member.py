@@ -34,7 +34,7 @@ from nats.nuid import NUID
 from jetstream_ext.client.api import gather_bounded
 from jetstream_ext.client.base_connection import cancel, mark_retrieved
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
-from jetstream_ext.client.retry import Retry, is_transient
+from jetstream_ext.client.retry import Retry, is_transient, is_transient_read
 from jetstream_ext.errors import FencedError, StreamRecreatedError
 from jetstream_ext.kv.entries import KeyValueEntry
 from jetstream_ext.kv.table import Table
@@ -265,8 +265,7 @@ class Session:
         self._loop = asyncio.get_running_loop()
         try:
             self.settings = await self.group.prepare(self._output)
-            table = self._table = Table(self.store.kv, [f"{self.store.prefix}>"], timeout=self.store.timeout)
-            await table.__aenter__()
+            table = self._table = await Retry(self.store.patience, transient=is_transient_read).call(self._open_table)
             await Retry(self.store.patience).call(self._renew)
         except BaseException:
             self.closed = True
@@ -280,6 +279,11 @@ class Session:
         ]
         if self._options.auto_commit and self._output is None:
             self._main.append(self._start(self._commit_often(), "commits"))
+
+    async def _open_table(self) -> Table:
+        table = Table(self.store.kv, [f"{self.store.prefix}>"], timeout=self.store.timeout)
+        await table.__aenter__()
+        return table
 
     async def close(self, *, clean: bool) -> None:
         """Leave the group. `clean`: what the caller has in its hands is handled."""
