@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, Literal
 
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.api import gather_bounded, get_at_leader, stream_state
-from jetstream_ext.client.connection import Context, open_bucket
-from jetstream_ext.client.fenced_write import FencedWriter
-from jetstream_ext.client.retry import Retry
-from jetstream_ext.errors import GroupActiveError, StreamConfigMismatchError
+from jetstream_ext.client.api import gather_bounded, get_at_leader
+from jetstream_ext.client.connection import open_bucket
+from jetstream_ext.client.retry import Retry, is_transient_read
+from jetstream_ext.errors import GroupActiveError
 from jetstream_ext.kv.reads import snapshot
+from jetstream_ext.log.group_plan import Plan
 from jetstream_ext.log.group_store import MOST_PARTITIONS, GroupStore, MemberRecord, PartitionRecord, Settings
 from jetstream_ext.log.lease import decode_key
-from jetstream_ext.log.member import Callback, JoinOptions, Lane, Member, Session
+from jetstream_ext.log.member import Callback, JoinOptions, Member, Session
 from jetstream_ext.log.offsets import First, Last, New, Seq, StoredOffset, Time, encode_position
-from jetstream_ext.log.reader import LogReader
-from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.options import check_int, check_seconds
-from jetstream_ext.protocol.partitions import Partitioner
 from jetstream_ext.protocol.subjects import check_filter, check_name
 
 _FIRST: Final = First()
-_PARTITION: Final = re.compile(r"\{\{\s*partition\(\s*(\d{1,9})\b", re.IGNORECASE)
 _LOOKUPS_IN_FLIGHT: Final = 64
-_BUFFER_BYTES: Final = 4 << 20
 # The part of the TTL in which a member has stopped, and its key is still stored.
 _MARGIN: Final = 0.1
 
@@ -202,16 +195,25 @@ class Group:
         self.bucket: str = bucket
         self.heartbeat: float = check_seconds(heartbeat, "heartbeat")
         self.ttl: int = max(2, math.ceil(3 * heartbeat))
-        self.margin: float = self.ttl * _MARGIN
-        self.store: GroupStore = GroupStore(
-            js, bucket, stream, name, timeout=timeout, patience=check_seconds(patience, "patience")
+        self._plan = Plan(
+            context=js,
+            stream=stream,
+            name=name,
+            partitions=self.partitions,
+            key=self.key,
+            subject=subject,
+            token=token,
+            start=start,
+            heartbeat=self.heartbeat,
+            ttl=self.ttl,
+            margin=self.ttl * _MARGIN,
+            buffer=check_int(buffer, "buffer"),
+            on_lost=on_lost,
+            poll=check_seconds(poll, "poll"),
+            store=GroupStore(js, bucket, stream, name, timeout=timeout, patience=check_seconds(patience, "patience")),
         )
-        self._start = start
-        self._buffer = check_int(buffer, "buffer")
-        self._poll = check_seconds(poll, "poll")
-        self._on_lost: Literal["error", "skip"] = on_lost
-        self._reader(None, First())  # checks `on_lost`
-        self._partitioner = Partitioner(self.partitions, self.key)
+        self._plan.reader(None, First())  # checks `on_lost`
+        self._store = self._plan.store
 
     def __repr__(self) -> str:
         return f"<Group {self.name!r} of stream {self.stream!r}: {self.partitions} partitions>"
@@ -307,8 +309,11 @@ class Group:
             nats.js.errors.NotFoundError: On entering: the stream does not exist.
             UnsupportedFeatureError: The server is older than 2.11.
             RuntimeError: The member was entered before, is closed, or another task iterates over it.
-            Exception: What a callback raised, an error of the connection, or transient errors that lasted longer than the
-                group's `patience`. Enter a new member to go on.
+            Exception: What a callback raised, or an error of the connection; on entering and in a commit, also transient
+                errors that lasted longer than the group's `patience`. Enter a new member to go on.
+
+        While the servers do not answer, an iteration waits without end; the member logs warnings to the logger
+        ``jetstream_ext``, and tries again.
 
         Cancellation: Entering and leaving may be cancelled. Nothing is left behind, except the member's key, which then ends
             by itself.
@@ -322,7 +327,7 @@ class Group:
             every=every,
             seconds=seconds,
         )
-        return Member(Session(self, options))
+        return Member(Session(self._plan, options))
 
     async def status(self) -> GroupStatus:
         """Return the members and partitions of the group, at one moment of its bucket.
@@ -338,12 +343,12 @@ class Group:
 
         Cancellation: Safe; nothing is left behind.
         """
-        await self.store.open()
-        state = await self._stream_state()
+        await self._store.open()
+        state = await self._plan.stream_state()
         settings, members, records = await self._records()
         positions = {number: record.seq for number, record in records.items()}
         if settings is not None:
-            self.check_settings(settings, settings.output)
+            self._plan.check_settings(settings, settings.output)
             if settings.output is not None:
                 positions = await self._output_positions(settings)
         start = state.first_seq if settings is None else settings.start
@@ -383,7 +388,7 @@ class Group:
 
         Cancellation: Some of the partitions may start at the new place; call it again.
         """
-        await self.store.open()
+        await self._store.open()
         before, members, records = await self._records()
         if members:
             labels = sorted(record.label for record, _ in members.values())
@@ -399,10 +404,11 @@ class Group:
                 raise ValueError(
                     f"group {self.name!r} stores outputs exactly once, and its partitions are at different positions; pass start"
                 )
-            (await self._stream_state()).check_created(before.created)
-            start = Seq(min((record.seq for record in records.values()), default=before.start))
-        settings = await self._settings(start, before.output)
-        writer = self.store.writer(self.store.config_key, "its settings")
+            (await self._plan.stream_state()).check_created(before.created)
+            known = (records.get(number) for number in range(before.partitions))
+            start = Seq(min(before.start if record is None else record.seq for record in known))
+        settings = await self._plan.settings(start, before.output)
+        writer = self._store.writer(self._store.config_key, "its settings")
         await writer.read()
         await writer.store([], settings.encode())
         await gather_bounded(
@@ -411,121 +417,24 @@ class Group:
         return settings.start
 
     async def _reset_partition(self, number: int, settings: Settings) -> None:
-        writer = self.store.partition_writer(number)
-        found = self.store.decode(PartitionRecord, await writer.read())
+        writer = self._store.partition_writer(number)
+        found = self._store.decode(PartitionRecord, await writer.read())
         if found is not None:
             await writer.store([], PartitionRecord("", settings.start, "reset", found.seq).encode())
         if settings.output is not None:
-            output = self.output_writer(settings.output, number)
+            output = self._plan.output_writer(settings.output, number)
             if await output.read() is not None:
                 record = encode_position(
                     self.stream, settings.created, settings.start, worker="reset", inbox="", took_over=0
                 )
                 await output.store([], record)
 
-    # -- for members --------------------------------------------------------------------------------------------------
-
-    async def prepare(self, output: tuple[str, str] | None) -> Settings:
-        """Return the settings of the group, which this object agrees with; create the group if it does not exist."""
-        state = await self._stream_state()
-        self._check_partitions(state)
-        await self.store.open(replicas=int(state.config.get("num_replicas") or 1))
-        settings = await self.store.settings()
-        if settings is None:
-            settings = await self.store.agree(await self._settings(self._start, output))
-        self.check_settings(settings, output)
-        state.check_created(settings.created)
-        return settings
-
-    def _check_partitions(self, state: StreamState) -> None:
-        """Raise an error if messages of the stream have no partition."""
-        if self.token is None:
-            for each in state.subjects if self.subject is None else [self.subject]:
-                self._partitioner.check_filter(each)
-            return
-        destination = str((state.config.get("subject_transform") or {}).get("dest") or "")
-        found = _PARTITION.search(destination)
-        if found is not None and int(found[1]) != self.partitions:
-            raise StreamConfigMismatchError(
-                f"group {self.name!r} has {self.partitions} partitions, and stream {self.stream!r} stores its messages in {found[1]} "
-                f"({destination}); create the group with partitions={found[1]}",
-                diff={"partitions": (self.partitions, int(found[1]))},
-            )
-
-    def check_settings(self, settings: Settings, output: tuple[str, str] | None) -> None:
-        """Raise StreamConfigMismatchError unless this object has these settings."""
-        wanted = {
-            "partitions": self.partitions,
-            "key": self.key,
-            "subject": self.subject,
-            "token": self.token,
-            "output": output,
-        }
-        diff = {
-            name: (value, getattr(settings, name)) for name, value in wanted.items() if value != getattr(settings, name)
-        }
-        if diff:
-            differences = ", ".join(f"{name} {there!r} instead of {here!r}" for name, (here, there) in diff.items())
-            remedy = "use its settings, stop all members and call reset() to change them, or use another group name"
-            if "output" in diff:
-                remedy = "an exactly-once group keeps its positions in its output stream; use another group name"
-            raise StreamConfigMismatchError(
-                f"group {self.name!r} of stream {self.stream!r} has {differences}; {remedy}", diff=diff
-            )
-
-    def new_lane(self, number: int | None) -> Lane:
-        """Return the reading of the stream for one partition (with `token`), or for all."""
-        partitions_of: Callable[[Sequence[StoredMsg]], Sequence[int]] = self._partitioner.of
-        if number is not None:
-            partitions_of = lambda messages: [number] * len(messages)  # noqa: E731
-        reader = self._reader(number, First())
-        return Lane(reader, partitions_of, buffer=self._buffer, buffer_bytes=_BUFFER_BYTES, poll=self._poll)
-
-    def _reader(self, number: int | None, start: First | Seq | Time | Last | New) -> LogReader:
-        subject = self.subject
-        if number is not None and subject is not None and self.token is not None:
-            tokens = subject.split(".")
-            subject = ".".join([*tokens[: self.token], str(number), *tokens[self.token + 1 :]])
-        return LogReader(
-            self.context,
-            self.stream,
-            start=start,
-            subject=subject,
-            on_lost=self._on_lost,
-            timeout=self.store.timeout,
-            patience=self.store.patience,
-            poll=self._poll,
-        )
-
-    def output_writer(self, output: tuple[str, str], number: int) -> FencedWriter:
-        """Return a writer of the position of a partition in the output stream."""
-        stream, prefix = output
-        return FencedWriter(
-            Context(self.context),
-            stream,
-            f"{prefix}.{self.name}.{number}",
-            name=f"group {self.name!r}, partition {number}",
-            timeout=self.store.timeout,
-            patience=self.store.patience,
-        )
-
-    async def _stream_state(self) -> StreamState:
-        look = Retry(self.store.patience)
-        return await look.call(lambda: stream_state(self.store.context, self.stream, self.store.timeout))
-
-    async def _settings(self, start: First | Seq | Time | Last | New, output: tuple[str, str] | None) -> Settings:
-        reader = self._reader(None, start)
-        position = await reader.open()
-        assert reader.created is not None
-        return Settings(
-            self.stream, reader.created, self.partitions, self.key, self.subject, self.token, position, output
-        )
-
     async def _records(
         self,
     ) -> tuple[Settings | None, dict[str, tuple[MemberRecord, datetime]], dict[int, PartitionRecord]]:
-        store = self.store
-        found = await snapshot(store.kv, [f"{store.prefix}>"], timeout=store.timeout)
+        store = self._store
+        retry = Retry(store.patience, transient=is_transient_read)
+        found = await retry.call(lambda: snapshot(store.kv, [f"{store.prefix}>"], timeout=store.timeout))
         settings: Settings | None = None
         members: dict[str, tuple[MemberRecord, datetime]] = {}
         records: dict[int, PartitionRecord] = {}
@@ -544,9 +453,9 @@ class Group:
 
         async def find(number: int) -> tuple[int, int] | None:
             subject = f"{prefix}.{self.name}.{number}"
-            find = Retry(self.store.patience)
+            find = Retry(self._store.patience)
             found = await find.call(
-                lambda: get_at_leader(self.store.context, stream, {"last_by_subj": subject}, self.store.timeout)
+                lambda: get_at_leader(self._store.context, stream, {"last_by_subj": subject}, self._store.timeout)
             )
             return None if found is None else (number, StoredOffset.decode(subject, found.data, found.seq).seq)
 
@@ -573,3 +482,7 @@ async def list_groups(
     check_name(bucket, "bucket name")
     found = await snapshot(open_bucket(js, bucket), ["*.*.config"], timeout=timeout)
     return sorted((decode_key(stream), decode_key(group)) for stream, group, _ in (key.split(".") for key in found))
+
+
+def plan_of(group: Group) -> Plan:
+    return group._plan  # noqa: SLF001 - internal to the package

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 import orjson
 from nats.js import JetStreamContext
 from nats.js.api import KeyValueConfig
-from nats.js.errors import APIError, BucketNotFoundError
+from nats.js.errors import BadRequestError, BucketNotFoundError
 from nats.js.kv import KeyValue
 
 from jetstream_ext.client.connection import Context, open_bucket
@@ -156,11 +156,7 @@ class GroupStore:
         except BucketNotFoundError:
             if replicas is None:
                 raise
-            config = KeyValueConfig(bucket=self.bucket.name, history=1, replicas=replicas, direct=True)
-            js = self.bucket.js
-            what = f"the creation of bucket {self.bucket.name!r}"
-            with contextlib.suppress(APIError):  # another member may have created it: the next look finds out
-                await self.context.connection.bounded(js.create_key_value(config), self.timeout, what)
+            await retry.call(lambda: self._create(replicas))
             state = await retry.call(lambda: self.bucket.state(direct=False))
         if state.max_age:
             raise StreamConfigMismatchError(
@@ -175,6 +171,13 @@ class GroupStore:
                 "members' keys; enable them with `await jetstream_ext.kv.enable(kv, direct=True, ttl=True)`",
                 diff=dict.fromkeys(lacks, (True, False)),
             )
+
+    async def _create(self, replicas: int) -> None:
+        config = KeyValueConfig(bucket=self.bucket.name, history=1, replicas=replicas, direct=True)
+        creating = self.bucket.js.create_key_value(config)
+        with contextlib.suppress(BadRequestError):  # another member may have created it: the next look finds out
+            what = f"the creation of bucket {self.bucket.name!r}"
+            await self.context.connection.bounded(creating, self.timeout, what)
 
     def writer(self, key: str, what: str) -> FencedWriter:
         """Return a writer of the records on a key."""

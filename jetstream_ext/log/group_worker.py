@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from jetstream_ext.client.connection import Context
 from jetstream_ext.log.dead_letters import DeadLetter, check_dead_letter
-from jetstream_ext.log.group import Group
+from jetstream_ext.log.group import Group, plan_of
 from jetstream_ext.log.member import Callback, Held, JoinOptions, PartitionReader, Session
 from jetstream_ext.log.worker import GroupHandler, Handler, Outputs, Worker
 from jetstream_ext.protocol.options import check_int, check_seconds
@@ -101,7 +101,7 @@ async def exactly_once_group(
     options = JoinOptions(
         label=label, on_assigned=on_assigned, on_revoked=on_revoked, on_partitions_lost=on_partitions_lost
     )
-    session = Session(group, options, (output_stream, prefix))
+    session = Session(plan_of(group), options, (output_stream, prefix))
 
     async def work(held: Held) -> None:
         name = f"{group.name}.{held.number}"

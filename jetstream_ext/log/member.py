@@ -20,12 +20,12 @@ import os
 import socket
 import warnings
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import nats.errors
 from nats.js import JetStreamContext
@@ -34,22 +34,19 @@ from nats.nuid import NUID
 from jetstream_ext.client.api import gather_bounded
 from jetstream_ext.client.base_connection import cancel, mark_retrieved
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
-from jetstream_ext.client.retry import Retry, is_transient
+from jetstream_ext.client.retry import Retry, is_transient, is_transient_read
 from jetstream_ext.errors import FencedError, StreamRecreatedError
 from jetstream_ext.kv.entries import KeyValueEntry
 from jetstream_ext.kv.table import Table
+from jetstream_ext.log.group_plan import Plan
 from jetstream_ext.log.group_store import GroupStore, MemberRecord, PartitionRecord, Settings
-from jetstream_ext.log.offsets import OffsetStore, Seq, StoredOffset
-from jetstream_ext.log.reader import LogReader
+from jetstream_ext.log.lane import Lane
+from jetstream_ext.log.offsets import OffsetStore, StoredOffset
 from jetstream_ext.protocol.api import recreated
 from jetstream_ext.protocol.direct import StoredMsg
-from jetstream_ext.protocol.dispatch import Dispatcher
 from jetstream_ext.protocol.membership import Claim, Lose, Membership, Owner, Release, Revoke
 from jetstream_ext.protocol.options import check_int, check_seconds
 from jetstream_ext.text import get_logger
-
-if TYPE_CHECKING:
-    from jetstream_ext.log.group import Group
 
 _Seen = TypeVar("_Seen", MemberRecord, PartitionRecord)
 
@@ -58,10 +55,9 @@ MessageHandler = Callable[[StoredMsg], Awaitable[None] | None]
 
 _log = get_logger()
 
-# Whether a callback of the member is running.
-_in_callback: ContextVar[bool] = ContextVar("in_callback", default=False)
+# The partitions that the callback which is running may commit.
+_in_callback: ContextVar[tuple[int, ...] | None] = ContextVar("in_callback", default=None)
 
-_FIRST_PAUSE: Final = 0.005  # at the end of the stream, as for `LogReader`
 _RETRY: Final = 0.1
 _BLOCK: Final = 64  # messages of one partition, before those of another one
 _BREATHE_EVERY: Final = 0.05
@@ -144,51 +140,6 @@ class Held:
         self.done.set()
 
 
-class Lane:
-    """One reading of the stream, for some of the partitions; `partitions_of` returns those of messages."""
-
-    def __init__(
-        self,
-        reader: LogReader,
-        partitions_of: Callable[[Sequence[StoredMsg]], Sequence[int]],
-        *,
-        buffer: int,
-        buffer_bytes: int,
-        poll: float,
-    ) -> None:
-        self.task: asyncio.Task[None] | None = None
-        self._changed = asyncio.Event()
-        self.dispatcher: Dispatcher = Dispatcher(
-            partitions_of, buffer=buffer, buffer_bytes=buffer_bytes, wake=self._changed.set
-        )
-        self._reader = reader
-        self._poll = poll
-
-    async def read(self, given: Callable[[Iterable[int]], None]) -> None:
-        """Give messages to the partitions; call `given` with those that got some."""
-        pause = _FIRST_PAUSE
-        while True:
-            self._changed.clear()
-            read = self.dispatcher.next_read()
-            if read is None:
-                await self._changed.wait()
-                continue
-            if self._reader.position != read.start:
-                self._reader.seek(Seq(read.start))
-            rows = await self._reader.read_for(self._poll, read.max_messages)
-            end = self._reader.position
-            assert end is not None
-            given(self.dispatcher.feed(rows or [], read.start, end).given)
-            if rows is not None or not read.may_wait:
-                pause = _FIRST_PAUSE
-                await asyncio.sleep(0)  # what the reader has already must not keep the event loop
-                continue
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await self._changed.wait()
-            pause = min(2 * pause, self._poll)
-
-
 class PartitionReader:
     """One partition as the input of an exactly-once worker; see `log.worker.Source`."""
 
@@ -199,7 +150,7 @@ class PartitionReader:
         self.subject: str | None = group.subject
         self.context: JetStreamContext = group.context
         self.confirm: bool = True
-        self.offsets: OffsetStore = OffsetStore(group.context, group.bucket)
+        self.offsets: OffsetStore = OffsetStore(group.context, group.store.bucket.name)
         self._created = session.settings.created
         self._session = session
         self._held = held
@@ -271,8 +222,8 @@ class JoinOptions:
 class Session:
     """A member from its joining to its leaving. `work` serves a partition, unless the caller iterates."""
 
-    def __init__(self, group: Group, options: JoinOptions, output: tuple[str, str] | None = None) -> None:
-        self.group: Group = group
+    def __init__(self, group: Plan, options: JoinOptions, output: tuple[str, str] | None = None) -> None:
+        self.group: Plan = group
         self.store: GroupStore = group.store
         self.id: str = NUID().next().decode()
         self.label: str = options.label or f"{socket.gethostname()}-{os.getpid()}"
@@ -314,8 +265,7 @@ class Session:
         self._loop = asyncio.get_running_loop()
         try:
             self.settings = await self.group.prepare(self._output)
-            table = self._table = Table(self.store.kv, [f"{self.store.prefix}>"], timeout=self.store.timeout)
-            await table.__aenter__()
+            table = self._table = await Retry(self.store.patience, transient=is_transient_read).call(self._open_table)
             await Retry(self.store.patience).call(self._renew)
         except BaseException:
             self.closed = True
@@ -329,6 +279,11 @@ class Session:
         ]
         if self._options.auto_commit and self._output is None:
             self._main.append(self._start(self._commit_often(), "commits"))
+
+    async def _open_table(self) -> Table:
+        table = Table(self.store.kv, [f"{self.store.prefix}>"], timeout=self.store.timeout)
+        await table.__aenter__()
+        return table
 
     async def close(self, *, clean: bool) -> None:
         """Leave the group. `clean`: what the caller has in its hands is handled."""
@@ -488,18 +443,21 @@ class Session:
         now = self._loop.time()
         self._machine.see(self._alive, self._departing, self._owners, self._known)
         claims: list[Claim] = []
+        releases: list[Release] = []
         for action in self._machine.due(now):
             match action:
                 case Claim():
                     claims.append(action)
                 case Revoke(numbers):
                     self._spawn(self._revoke(numbers), "revocation")
-                case Release(number, attempt):
-                    self._spawn(self._release(number, attempt), "release")
+                case Release():
+                    releases.append(action)
                 case Lose(numbers):
                     self._lose(numbers)
         if claims:
             self._spawn(self._claim(claims), "claims")
+        if releases:
+            self._spawn(self._release_all(releases), "releases")
 
     async def _follow(self, table: Table) -> None:
         """Note what changes in the bucket."""
@@ -551,7 +509,7 @@ class Session:
         async with self._callbacks:
             owned = tuple(sorted(number for number, writer, _ in claimed if self._machine.holds(number, writer.fence)))
             _log.debug("%s owns partitions %s", self.what, owned)
-            await _call(self._options.on_assigned, owned)
+            await _call(self._options.on_assigned, owned, ())
             for number, writer, position in claimed:
                 if self._machine.holds(number, writer.fence):  # it may have been lost meanwhile
                     self._hold(number, writer, position)
@@ -661,7 +619,8 @@ class Session:
     async def _hand_over(self, revoked: list[Held]) -> None:
         async with self._callbacks:
             mine = [held for held in revoked if self.held.get(held.number) is held]
-            await _call(self._options.on_revoked, tuple(held.number for held in mine))
+            numbers = tuple(held.number for held in mine)
+            await _call(self._options.on_revoked, numbers, numbers)
             for held in mine:
                 if self.held.get(held.number) is held:  # it may have been lost meanwhile
                     if self._output is None:
@@ -669,7 +628,11 @@ class Session:
                     self._drop(held)
                 self._machine.revoked(held.number)
 
-    async def _release(self, number: int, attempt: int) -> None:
+    async def _release_all(self, releases: list[Release]) -> None:
+        await gather_bounded(self._release, releases, limit=_COMMITS_IN_FLIGHT)
+
+    async def _release(self, release: Release) -> None:
+        number, attempt = release.partition, release.attempt
         writer = self.store.partition_writer(number)
         try:
             found = await writer.read()
@@ -702,7 +665,7 @@ class Session:
 
     async def _call_lost(self, numbers: tuple[int, ...]) -> None:
         async with self._callbacks:
-            await _call(self._options.on_partitions_lost or self._options.on_revoked, numbers)
+            await _call(self._options.on_partitions_lost or self._options.on_revoked, numbers, numbers)
 
     def _fenced(self, held: Held) -> None:
         """Another member has stored a record of this partition."""
@@ -726,14 +689,18 @@ class Session:
 
     # -- positions ----------------------------------------------------------------------------------------------------
 
-    async def commit(self, *, in_hand: bool = False) -> list[int]:
-        """Store the positions, with `in_hand` also behind the message in the caller's hands; return what others own now."""
+    async def commit(self, *, in_hand: bool = False, of: tuple[int, ...] | None = None) -> list[int]:
+        """Store the positions of all partitions, or those `of` some; return those that others own now.
+
+        With `in_hand` they are behind the message in the caller's hands.
+        """
 
         async def attempt(held: Held) -> int | None:
             return None if await self._store_position(held, in_hand=in_hand) else held.number
 
-        found = await gather_bounded(attempt, list(self.held.values()), limit=_COMMITS_IN_FLIGHT)
-        return sorted(number for number in found if number is not None)
+        held = self.held if of is None else {number: self.held[number] for number in of if number in self.held}
+        found = await gather_bounded(attempt, list(held.values()), limit=_COMMITS_IN_FLIGHT)
+        return sorted({number for number in found if number is not None} | set(of or ()) - set(held))
 
     async def _store_position(self, held: Held, *, in_hand: bool = False) -> bool:
         """Store the position of a partition; return False if another member owns it."""
@@ -907,8 +874,9 @@ class Member:
     async def commit(self) -> None:
         """Store the positions behind the messages that are handled.
 
-        In the iteration's loop, the last message that it has returned counts as handled. In a callback, and in a handler of
-        `run`, messages that are still being handled do not count.
+        In the iteration's loop, the last message that it has returned counts as handled. In `on_revoked` the call stores only
+        the positions of the partitions that are handed over, of which nothing is being handled any more. In a handler of `run`,
+        messages that are still being handled do not count.
 
         Raises:
             FencedError: Another member owns one of the partitions now; the positions of the others are stored.
@@ -918,7 +886,8 @@ class Member:
         """
         session = self._session
         session.check()
-        lost = await session.commit(in_hand=session.work is None and not _in_callback.get())
+        of = _in_callback.get()
+        lost = await session.commit(in_hand=session.work is None and of is None, of=of)
         if lost:
             raise FencedError(
                 f"{session.what}: the positions of partitions {lost} were not stored, because other members own them now and handle "
@@ -942,9 +911,9 @@ async def _handle_each(session: Session, handler: MessageHandler, held: Held) ->
                 session.step()
 
 
-async def _call(callback: Callback | None, partitions: tuple[int, ...]) -> None:
+async def _call(callback: Callback | None, partitions: tuple[int, ...], committable: tuple[int, ...]) -> None:
     if callback is not None and partitions:
-        token = _in_callback.set(True)
+        token = _in_callback.set(committable)
         try:
             result = callback(partitions)
             if inspect.isawaitable(result):

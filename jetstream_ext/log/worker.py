@@ -198,13 +198,11 @@ async def exactly_once(
             stream, or a number is out of range.
         TypeError: The handler returned something else, or an argument is of another type.
         Exception: Exceptions of the handler, without `dead_letter`; a transient error that lasted longer than `patience`.
-
-    With `dead_letter`, also:
-        StreamConfigMismatchError: The output stream lacks its subject, stores it under another one, or its limits can remove
-            dead letters, as for the position; ``max_msgs_per_subject`` is one of these.
-        MessageTooLargeError, BadHeaderError, MaxPayloadError: A dead letter, which has more headers than its input, cannot be
-            stored. The input stays at the position.
-        ValueError: The dead letters' subject is the position's, or the reader would return the dead letters without end.
+        StreamConfigMismatchError: With `dead_letter`: the output stream lacks its subject, stores it under another one, or its
+            limits can remove dead letters, as for the position; ``max_msgs_per_subject`` is one of these.
+        MessageTooLargeError, BadHeaderError, MaxPayloadError: With `dead_letter`: a dead letter, which has more headers than
+            its input, cannot be stored. The input stays at the position.
+        ValueError: With `dead_letter`: its subject is the position's, or the reader would return the dead letters without end.
 
     Cancellation: Safe at every point, as a crash is: a commit that was sent is stored completely or not at all. Nothing
         is left behind. With ``standby=True`` the call deletes its lease first, and with `dead_letter` it stores that it

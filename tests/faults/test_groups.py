@@ -180,7 +180,7 @@ async def test_every_input_is_handled_in_order(
     members.append(group)
     for _ in range(10 if full else 3):
         await group.start()
-    store = log.Group(js, "IN", "g", partitions=PARTITIONS).store
+    store = log.Group(js, "IN", "g", partitions=PARTITIONS)._plan.store
     async with asyncio.timeout(120):
         while True:
             with contextlib.suppress(nats.errors.Error, nats.js.errors.Error):

@@ -17,9 +17,10 @@ from nats.js.errors import BucketNotFoundError, NotFoundError
 
 from jetstream_ext import BatchMessage, DirectGet, StoredMsg, errors
 from jetstream_ext.log import DeadLetter, First, Group, New, Seq, Time, exactly_once_group, list_groups
+from jetstream_ext.log.group_store import PartitionRecord
 from jetstream_ext.log.member import Member
 from jetstream_ext.protocol.partitions import assign, partition_of
-from jetstream_ext.testing import NatsServer
+from jetstream_ext.testing import NatsServer, ReferenceServer
 
 Make = Callable[..., Awaitable[str]]
 More = Callable[[str, int, int], Awaitable[None]]
@@ -426,7 +427,7 @@ class TestSeveralMembers:
         group = make_group(stream, partitions=1)
         async with group.join(auto_commit=False) as member:
             await take(member, 5)
-            key = group.store.partition_key(0)
+            key = group._plan.store.partition_key(0)
             await (await js.key_value(group.bucket)).put(key, json.dumps({"v": 1, "owner": "x", "seq": 3}).encode())
             with pytest.raises(errors.FencedError, match=r"partitions \[0\] were not stored"):
                 await member.commit()
@@ -510,7 +511,7 @@ class TestExactlyOnce:
         running = start()
         await until(lambda: len(seen) == 70 or running.done())
         await stop(running)
-        assert seen[60:] and sorted(seen) == list(range(1, 71))
+        assert sorted(seen) == list(range(1, 71))
 
     async def test_dead_letters_and_their_pauses_hold_up_one_partition(
         self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext
@@ -598,6 +599,35 @@ class TestSettings:
         assert [it.position for it in (await wider.status()).partitions] == [lowest] * 3
         async with wider.join() as member:
             assert sorted(it.seq for it in await take(member, 31 - lowest)) == list(range(lowest, 31))
+
+    async def test_reset_starts_at_the_lowest_position_of_the_partitions_that_there_are(
+        self, make_stream: Make, make_group: MakeGroup, more: More
+    ) -> None:
+        stream = await make_stream(messages=20)
+        wide, narrow = make_group(stream, partitions=8), make_group(stream, partitions=2)
+        async with wide.join() as member:
+            await take(member, 20)
+            await until(lambda: len(member.partitions) == 8)
+        assert await narrow.reset() == 21
+        await more(stream, 21, 30)
+        async with narrow.join() as member:
+            await take(member, 10)
+        assert {it.position for it in (await narrow.status()).partitions} == {31}
+        assert await wide.reset() == 31, "not the position of partition 7, which is that of the first reset"
+
+    async def test_reset_counts_a_partition_that_was_never_owned(
+        self, make_stream: Make, make_group: MakeGroup
+    ) -> None:
+        stream = await make_stream(messages=20)
+        group = make_group(stream, partitions=1)
+        async with group.join() as member:
+            await take(member, 20)
+        wide = make_group(stream, partitions=2)
+        await wide.reset(Seq(5))
+        writer = wide._plan.store.partition_writer(0)
+        await writer.read()
+        await writer.store([], PartitionRecord("", 21).encode())
+        assert await wide.reset() == 5
 
     async def test_reset_is_refused_while_members_are_alive(self, make_stream: Make, make_group: MakeGroup) -> None:
         group = make_group(await make_stream(messages=1))
@@ -715,7 +745,7 @@ class TestSettings:
         group = make_group(await make_stream(messages=10))
         async with group.join() as member:
             await take(member, 1)
-            await (await js.key_value(group.bucket)).put(group.store.member_key("x"), b"nonsense")
+            await (await js.key_value(group.bucket)).put(group._plan.store.member_key("x"), b"nonsense")
             await until(lambda: "nonsense" in caplog.text)
             await take(member, 9)
 
@@ -735,6 +765,19 @@ class TestPartitionTokens:
         await one.stop()
         await other.stop()
         assert set(one.seen + other.seen) == set(range(1, 41))
+
+
+async def test_an_old_server_is_refused(stream_name: Callable[[], str]) -> None:
+    async with ReferenceServer(dialect="2.10") as server:
+        nc = await nats.connect(server.url)
+        js = nc.jetstream()
+        await js.add_stream(name="S", subjects=["s.>"], allow_direct=True)
+        with pytest.raises(errors.UnsupportedFeatureError):
+            async with Group(js, "S", "g", partitions=1).join():
+                pass
+        with pytest.raises(NotFoundError):
+            await js.stream_info("KV_groups")
+        await nc.close()
 
 
 class TestOtherStreams:

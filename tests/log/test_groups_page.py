@@ -14,7 +14,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import log
-from jetstream_ext.log import group as group_module
+from jetstream_ext.log import group_plan
 from jetstream_ext.log import member as member_module
 from jetstream_ext.protocol.partitions import partition_of
 from jetstream_ext.testing import NatsServer
@@ -103,15 +103,15 @@ def test_the_figures_of_the_page_are_those_of_the_code() -> None:
     join = inspect.signature(log.Group.join).parameters
     assert (join["every"].default, join["seconds"].default) == (1000, 5.0)
     assert inspect.signature(log.exactly_once_group).parameters["max_messages"].default == 100
-    assert (group_module._BUFFER_BYTES, member_module._LEAVE_TIMEOUT) == (4 << 20, 1.0)
+    assert (group_plan.BUFFER_BYTES, member_module._LEAVE_TIMEOUT) == (4 << 20, 1.0)
 
 
 def test_the_times_of_the_page_are_those_of_a_group(js: JetStreamContext) -> None:
     group = log.Group(js, "S", "g", partitions=1)
-    assert (group.ttl, group.margin) == (9, pytest.approx(0.9))
-    assert group.ttl - group.margin - group.heartbeat == pytest.approx(5.1)
+    assert (group.ttl, group._plan.margin) == (9, pytest.approx(0.9))
+    assert group.ttl - group._plan.margin - group.heartbeat == pytest.approx(5.1)
     shortest = log.Group(js, "S", "g", partitions=1, heartbeat=0.1)
-    assert (shortest.ttl, shortest.margin) == (2, pytest.approx(0.2))
+    assert (shortest.ttl, shortest._plan.margin) == (2, pytest.approx(0.2))
 
 
 @pytest.mark.parametrize(("key", "hashed"), [([1], "ann"), ([1, 2], "annpaid"), (None, "orders.ann.paid")])
