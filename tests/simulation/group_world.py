@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from jetstream_ext.protocol.membership import Claim, Lose, Membership, Owner, Phase, Release, Revoke
 from jetstream_ext.protocol.partitions import assign
@@ -610,8 +610,6 @@ class Actor:
 class Writer:
     """As `FencedWriter`: each record follows the one before; an answer that was lost is found out."""
 
-    _tags: ClassVar = itertools.count(1)
-
     def __init__(self, actor: Actor, number: int, *, outputs: bool = False) -> None:
         self.fence = 0
         self._actor = actor
@@ -628,7 +626,7 @@ class Writer:
     async def store(self, owner: str, position: int, what: str, start: int = 0) -> int:
         """Store a record, and what belongs to it. `what` and `start` are for the checks."""
         actor, world = self._actor, self._actor.world
-        deadline, tag = actor.local + PATIENCE, next(Writer._tags)
+        deadline, tag = actor.local + PATIENCE, next(world.tags)
         while True:
             self._in_doubt.add(tag)
             fence = self.fence
@@ -705,6 +703,7 @@ class World:
         self.ready: deque[Task] = deque()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
+        self.tags = itertools.count(1)  # of the records
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
