@@ -49,6 +49,7 @@ CAMPAIGNS: dict[str, tuple[list[str], dict[str, str]]] = {
         {},
     ),
     "faults": (["-m", "pytest", "tests/faults"], {}),
+    "group_faults": (["-m", "pytest", "-s", "tests/faults/test_groups.py"], {}),
     "atomic_faults": (
         ["-m", "pytest", "-s", "tests/faults/test_atomic_leader.py"],
         {"JETSTREAM_EXT_ATOMIC_BATCHES": "200"},
@@ -71,6 +72,7 @@ CAMPAIGNS: dict[str, tuple[list[str], dict[str, str]]] = {
     "history": (["-m", "pytest", "-s", "--timeout=7200", "tests/kv/test_whole_history.py"], {}),
     "simulation": (["tests/simulation"], {}),
     "call_simulation": (["tests/simulation", "--calls"], {}),
+    "group_simulation": (["tests/simulation", "--groups"], {}),
     "waits": (["-m", "pytest", "--timeout=7200", "tests/safety_net/test_waits_end.py"], {}),
     "hostile": (["-m", "pytest", "--timeout=3600", "tests/hostile"], {}),
     "mutations": (["tests/mutations"], {}),
@@ -82,11 +84,11 @@ CAMPAIGNS: dict[str, tuple[list[str], dict[str, str]]] = {
 def full(session: nox.Session) -> None:
     """Run the long campaigns, or the one named after `--`, whose further arguments go to it.
 
-    The campaigns: longer (tests that CI runs shortened), faults, atomic_faults and spark_faults (kill, pause and restart
+    The campaigns: longer (tests that CI runs shortened), faults, group_faults, atomic_faults and spark_faults (kill, pause and restart
     real servers under load), spark_histories (2,000 random histories of streaming queries and their streams), differential (10,000 random sequences of commands to the reference server and to real ones),
     history (100,000 random operations on buckets and logs, with every read compared with the acknowledged history),
     simulation (200,000 schedules of the fast batch in virtual time), call_simulation (104,000 schedules of ingest, atomic
-    batches and exactly-once workers in virtual time), waits (every call, fault, payload and state of the connection),
+    batches and exactly-once workers in virtual time), group_simulation (100,000 schedules of the members of a group), waits (every call, fault, payload and state of the connection),
     hostile (a server that says anything, against every call, the command line, Spark and the wire; a failure names what
     repeats it), mutations (10,000,000 mutated frames through every decoder and machine), fuzz (the decoder of direct-get
     replies; needs a Python that atheris supports).

@@ -20,6 +20,7 @@ html_static_path = ["_static"]
 html_css_files = ["pages.css"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
 default_role = "code"
 nitpicky = True
 # Other projects' names; there is no network while the documentation is built, so nothing to link them to.
@@ -35,7 +36,7 @@ nitpick_ignore_regex = [
     ),
     (
         r"py:class",
-        r"jetstream_ext\..*\.(Entry|Plan|Block|PositionedReader|GapHandler|ErrorHandler|FlowHandler|BatchState|PublishOptions|ScanOptions|_Builder|_Never|_Config|Bucket|_Result|Live|Change|_C|_E)",
+        r"jetstream_ext\..*\.(Entry|Plan|Block|PositionedReader|GapHandler|ErrorHandler|FlowHandler|BatchState|PublishOptions|ScanOptions|_Builder|_Never|_Config|Bucket|Session|_Result|Live|Change|_C|_E)",
     ),
     (r"py:class", r"(pa\.)?(Schema|Table|RecordBatch)"),
     (r"py:class", r"jetstream_ext\.testing\.reference\.(router\.Message|wire\..*)"),

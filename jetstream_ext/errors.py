@@ -13,6 +13,7 @@
     │  └─ PositionLostError         the next message of a log reader is no longer stored
     ├─ StreamRecreatedError         the stream was deleted and created again
     ├─ FencedError                  another reader or worker of the same name has stored a newer position
+    ├─ GroupActiveError             a group has members that are alive
     ├─ RequestTimeoutError          no answer in time
     ├─ StreamConfigMismatchError    a stream exists with another configuration
     ├─ HistoryUnavailableError      the requested history is no longer stored
@@ -213,6 +214,14 @@ class FencedError(JetStreamExtError):
 
     name: str = ""
     seq: int | None = None
+
+
+class GroupActiveError(JetStreamExtError):
+    """A group has members that are alive, so it was not changed. ``members`` are their labels."""
+
+    def __init__(self, message: str = "", *, members: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.members: tuple[str, ...] = tuple(members)
 
 
 class HistoryUnavailableError(JetStreamExtError):

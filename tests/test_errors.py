@@ -30,6 +30,7 @@ TREE: dict[str, tuple[type[BaseException], ...]] = {
     "PositionLostError": (errors.MessagesLostError,),
     "StreamRecreatedError": (JetStreamExtError,),
     "FencedError": (JetStreamExtError,),
+    "GroupActiveError": (JetStreamExtError,),
     "StreamConfigMismatchError": (JetStreamExtError,),
     "HistoryUnavailableError": (JetStreamExtError,),
     "ConversionError": (JetStreamExtError, ValueError),

@@ -37,7 +37,8 @@ def rows() -> list[tuple[str, str]]:
 def allowed(row: str) -> list[str]:
     """Return what a row allows; `row` is the beginning of its first cell, without the ticks."""
     (found,) = [needs for calls, needs in rows() if calls.replace("`", "") == row]
-    subjects = [subject for subject in re.findall(r"`([^`]+)`", found) if "." in subject or subject == "<subject>"]
+    quoted = [subject for subject in re.findall(r"`([^`]+)`", found) if not subject.startswith("log.")]
+    subjects = [subject for subject in quoted if "." in subject or subject == "<subject>"]
     return [re.sub(r"<\w+>", lambda match: NAMES[match[0]], subject) for subject in subjects]
 
 
@@ -143,6 +144,54 @@ async def work(js: JetStreamContext) -> None:
     assert done.inputs == 1
 
 
+def new_group(js: JetStreamContext, name: str | None = None) -> log.Group:
+    name, wait = name or uuid.uuid4().hex, js._timeout
+    return log.Group(
+        js, "S", name, partitions=1, subject="s.a", bucket="B", timeout=wait, patience=wait, heartbeat=wait
+    )
+
+
+async def join(js: JetStreamContext) -> None:
+    async with new_group(js).join() as member:
+        assert (await anext(member)).seq == 1
+        await member.commit()
+
+
+async def process(js: JetStreamContext, name: str | None = None) -> None:
+    group = new_group(js, name)
+    run = log.exactly_once_group(
+        group, "T", lambda message: jsx.BatchMessage("t.out", message.data), prefix="t.at", patience=js._timeout
+    )
+    working = asyncio.ensure_future(run)
+    try:
+        while not working.done() and (await group.status()).partitions[0].position == 1:
+            await asyncio.sleep(0.05)
+    finally:
+        working.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await working
+
+
+async def list_letters(js: JetStreamContext) -> None:
+    letters = log.dead_letters(js, "S", "s.a", patience=js._timeout)
+    assert [letter async for letter in letters] == []
+
+
+async def status(js: JetStreamContext) -> None:
+    assert (await log.Group.open(js, "S", "g", bucket="B", patience=js._timeout)).partitions == 1
+    for name in ("g", "x"):
+        assert (await new_group(js, name).status()).partitions[0].position == 3
+
+
+async def reset(js: JetStreamContext) -> None:
+    await new_group(js, "g").reset()
+    await new_group(js, "x").reset(log.Seq(2))
+
+
+async def list_groups(js: JetStreamContext) -> None:
+    assert await log.list_groups(js, "B", timeout=js._timeout) == [("S", "g"), ("S", "x")]
+
+
 async def health(js: JetStreamContext) -> None:
     states = [row.state for row in await jsx.source_health(js, "S")]
     assert len(states) == 2
@@ -179,14 +228,35 @@ CALLS: dict[str, Call] = {
     "log.Table": stream_table,
     "log.OffsetStore": offsets,
     "log.exactly_once": work,
+    "log.dead_letters": list_letters,
+    "log.Group.join": join,
+    "log.exactly_once_group": process,
+    "log.Group.open, log.Group.status": status,
+    "log.Group.reset": reset,
+    "log.list_groups": list_groups,
 }
 WORKS_WITHOUT = {"features"}  # it falls back to the connected server's INFO
-SAME_AND = {"reset_consumer(time=)": "reset_consumer", "log.exactly_once": "log.LogReader"}
-NEEDS = {row: [*(allowed(SAME_AND[row]) if row in SAME_AND else []), *allowed(row)] for row in CALLS}
-NEEDS["log.exactly_once"] += ["t.>"]
+SAME_AND = {
+    "reset_consumer(time=)": "reset_consumer",
+    "log.exactly_once": "log.LogReader",
+    "log.dead_letters": "log.LogReader",
+    "log.Group.join": "log.LogReader",
+    "log.exactly_once_group": "log.Group.join",
+    "log.Group.reset": "log.Group.open, log.Group.status",
+}
+
+
+def needed(row: str) -> list[str]:
+    return [*(needed(SAME_AND[row]) if row in SAME_AND else []), *allowed(row)]
+
+
+NEEDS = {row: needed(row) for row in CALLS}
+for _row in ("log.exactly_once", "log.exactly_once_group", "log.Group.reset"):
+    NEEDS[_row] += ["t.>"]
 # A bucket that is there is not made, and a reader that reads nothing only looks at its stream.
 NEEDS["log.OffsetStore"] += ["$JS.API.STREAM.INFO.S"]
-NEEDS["log.OffsetStore"].remove("$JS.API.STREAM.CREATE.KV_B")
+for _row in ("log.OffsetStore", "log.Group.join", "log.exactly_once_group"):
+    NEEDS[_row].remove("$JS.API.STREAM.CREATE.KV_B")
 
 
 async def prepare(url: str, row: str) -> None:
@@ -204,12 +274,16 @@ async def prepare(url: str, row: str) -> None:
             await js.publish("s.b", b"0")
         if row.startswith("reset_consumer"):
             await js.add_consumer("S", durable_name="C", ack_policy="explicit")
-        if row == "log.exactly_once":
+        if row.startswith(("log.exactly_once", "log.Group", "log.list_groups")):
             await js.add_stream(name="T", subjects=["t.>"], **options)
         kv = await js.create_key_value(bucket="B")
         if row != "kv.enable":
             await kvx.enable(kv)
         await kv.put("k", b"1")
+        if row in ("log.Group.open, log.Group.status", "log.Group.reset", "log.list_groups"):
+            async with new_group(js, "g").join() as member:
+                await anext(member)
+            await process(js, "x")
 
 
 def user(name: str, publish: list[str]) -> str:
@@ -304,6 +378,8 @@ def test_every_call_is_on_the_page() -> None:
     # Functions, and classes that take nats-py's context; the rest are values.
     asks = {name for name in jsx.__all__ if name[0].islower()} | {"DirectGet", "AtomicBatch", "FastPublisher"}
     asks |= {f"kv.{name}" for name in kvx.__all__ if name[0].islower()}
-    asks |= {"log.LogReader", "log.OffsetStore", "log.exactly_once"}
+    asks |= {f"log.{name}" for name in log.__all__ if name[0].islower()}
+    asks |= {"log.LogReader", "log.OffsetStore", "log.Table"}
+    asks |= {f"log.Group.{name}" for name in ("join", "open", "status", "reset")}
     assert {name for name in asks - WITHOUT_REQUESTS if not re.search(rf"\b{re.escape(name)}\b", page)} == set()
     assert {calls.replace("`", "") for calls, _ in rows()} == {*CALLS, "watch_abandoned"}

@@ -50,9 +50,19 @@ _VERSION: Final = 1
 
 
 def lease_key(*names: str) -> str:
-    """Return the key of a lease; ``=XX`` stands for a byte that a key cannot have."""
-    text = ".".join(("leases", *names)).encode()
+    """Return the key of a lease."""
+    return encode_key("leases", *names)
+
+
+def encode_key(*names: str) -> str:
+    """Return the names as a key; ``=XX`` stands for a byte that a key cannot have."""
+    text = ".".join(names).encode()
     return re.sub(rb"[^-/_a-zA-Z0-9.]", lambda match: b"=%02X" % ord(match[0]), text).decode()
+
+
+def decode_key(key: str) -> str:
+    """Return the names that `encode_key` was given, joined by dots."""
+    return re.sub(r"=([0-9A-F]{2})", lambda match: chr(int(match[1], 16)), key).encode("latin-1").decode()
 
 
 class Lease:

@@ -9,7 +9,7 @@ import asyncio
 from dataclasses import dataclass, replace
 from datetime import datetime
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 import orjson
 from nats.js import JetStreamContext
@@ -163,7 +163,7 @@ class StoredOffset:
         raise ValueError(f"the stored value of {name!r} is not a position: {data[:80]!r}; use another name")
 
 
-def encode_position(stream: str, created: str, seq: int, **writer: str | int) -> bytes:
+def encode_position(stream: str, created: str, seq: int, **writer: Any) -> bytes:
     """Return a position as it is stored; `writer` identifies the store, as `FencedWriter` requires."""
     return orjson.dumps({"v": _VERSION, "stream": stream, "created": created, "seq": seq, **writer})
 

@@ -340,6 +340,27 @@ class LogReader:
                     return None
         return self._take_up_to(max_messages)
 
+    async def lag(self) -> int:
+        """Return how many sequences the stream has at or above the position, whether or not their messages match.
+
+        The leader is asked; with ``confirm=False`` the responder, which counts the messages that match `subject`.
+
+        Raises:
+            RuntimeError: Another task is reading.
+            Exception: As for `open`.
+
+        Cancellation: Safe; nothing is left behind.
+        """
+        with self._exclusive():
+            return await self._retry().call(self._lag)
+
+    async def _lag(self) -> int:
+        position = await self._resolve()
+        if self.confirm:
+            return max(0, (await self._look()).last_seq + 1 - position)
+        batch = self._direct.batch(1, subject=self.subject, seq=position)
+        return len(await batch.to_list()) + (batch.num_pending or 0)
+
     def _take_up_to(self, count: int) -> list[StoredMsg]:
         return [self._take() for _ in range(min(count, len(self._ready)))]
 

@@ -11,6 +11,12 @@
 
 `client.fenced_write` stores, and finds out whether a commit was stored whose answer was lost.
 
+With `DeadLetter` an input may fail: its handler raises, or its outputs are refused. The record then has the attempts
+(`protocol.dead_letters`), the outputs of the inputs before it are stored with it, and the input is tried again after a
+pause. A worker may die as well while it handles an input. So one that takes over from a worker that has not ended by itself
+handles the inputs that this one may have had in its hands one at a time, and stores each attempt before it begins. The
+attempt is part of the commit before it, if there is one. A worker that ends by itself stores that it has.
+
 `log.takeover` keeps workers of one name from stopping each other without end. A worker without a `Takeover` is that of one
 partition of a group, where the members decide who works: it claims at once.
 """
@@ -18,6 +24,7 @@ partition of a group, where the members decide who works: it claims at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -29,30 +36,44 @@ from nats.nuid import NUID
 from jetstream_ext.client.api import lookup_stream, stream_state
 from jetstream_ext.client.connection import Context, open_bucket
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
-from jetstream_ext.client.retry import Retry
+from jetstream_ext.client.retry import Retry, is_transient
 from jetstream_ext.errors import (
     AtomicPublishTooLargeError,
+    BadHeaderError,
     BadSubjectError,
+    BatchServerError,
+    ErrorCode,
     FencedError,
+    MaxPayloadError,
+    MessageTooLargeError,
     RequestTimeoutError,
+    Status,
     StreamConfigMismatchError,
+    batch_refusal,
 )
 from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.log.dead_letters import DeadLetter, check_dead_letter
 from jetstream_ext.log.lease import Lease, lease_key
 from jetstream_ext.log.offsets import OffsetStore, PositionedReader, StoredOffset, encode_position, matches
 from jetstream_ext.log.reader import LogReader
 from jetstream_ext.log.takeover import Takeover
 from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.dead_letters import Attempts, describe, letter_headers, one_line
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.feature_table import ATOMIC, FENCED_BATCHES
 from jetstream_ext.protocol.options import check_int, check_message, check_seconds
 from jetstream_ext.protocol.subjects import check_name, check_subject, covers
+from jetstream_ext.text import get_logger
 from jetstream_ext.types import NEVER, BatchMessage
 
 Outputs = BatchMessage | Iterable[BatchMessage] | AsyncIterable[BatchMessage] | None
 Handler = Callable[[StoredMsg], Outputs | Awaitable[Outputs]]
 GroupHandler = Callable[[list[StoredMsg]], Outputs | Awaitable[Outputs]]
 
+_log = get_logger()
+
+# Seconds that a worker with dead letters may take to store that it ends.
+_END_TIMEOUT: Final = 2.0
 # Seconds without input after which a position is stored that has moved over messages that the filter excludes.
 _IDLE: Final = 5.0
 
@@ -66,12 +87,14 @@ class Processed:
         outputs: Messages stored.
         commits: Positions stored, each with its outputs, including the one stored at the start to take the name over.
         position: The next sequence to read.
+        dead_letters: Inputs that were stored as dead letters. They count as `inputs`, and not as `outputs`.
     """
 
     inputs: int
     outputs: int
     commits: int
     position: int
+    dead_letters: int = 0
 
 
 async def exactly_once(
@@ -85,6 +108,7 @@ async def exactly_once(
     grouped: bool = False,
     standby: bool = False,
     position_may_vanish: bool = False,
+    dead_letter: DeadLetter | None = None,
     timeout: float | None = None,
     patience: float = 30.0,
 ) -> Processed:
@@ -129,6 +153,16 @@ async def exactly_once(
             connection: without one it cannot delete the lease, which then ends 10 s after it was last renewed.
         position_may_vanish: Allow an output stream whose limits can remove the position (see Raises). A worker whose
             position was removed starts at the reader's start again.
+        dead_letter: What to do with an input that fails: its handler raises, or returns something else than outputs, or the
+            server refuses them. Without it the worker ends. With it the input is tried again after a pause, alone, and after
+            so many attempts it is stored on the dead letters' subject, unchanged, with its origin and its error, in one
+            batch with the position. The attempts are stored, so they count across restarts. The worker waits meanwhile.
+            With ``grouped=True`` the handler gets lists of one input after a list of several has failed, until these
+            are handled. An input while which the worker's process dies (SIGKILL, a crash, out of memory) fails as well:
+            after such an end the next worker handles the first inputs, `max_messages` of them, one at a time, and
+            stores each attempt before it begins. The first such end does not count, because it is unknown which input it
+            was. A worker that ends by itself (by an exception or a cancellation, also) takes its attempt back; an end by an
+            unhandled SIGTERM does not.
         timeout: Seconds to wait for an answer of the output stream; None is the context's own.
         patience: Seconds that transient errors of the output stream (an election, a restart, a lost connection) may
             last. The call fails after `timeout` and `patience` together if that stream does not answer.
@@ -163,10 +197,16 @@ async def exactly_once(
             if the leader of its stream does not answer within 2 s.) Or the stored position is that of a worker on another
             stream, or a number is out of range.
         TypeError: The handler returned something else, or an argument is of another type.
-        Exception: Exceptions of the handler; a transient error that lasted longer than `patience`.
+        Exception: Exceptions of the handler, without `dead_letter`; a transient error that lasted longer than `patience`.
+        StreamConfigMismatchError: With `dead_letter`: the output stream lacks its subject, stores it under another one, or its
+            limits can remove dead letters, as for the position; ``max_msgs_per_subject`` is one of these.
+        MessageTooLargeError, BadHeaderError, MaxPayloadError: With `dead_letter`: a dead letter, which has more headers than
+            its input, cannot be stored. The input stays at the position.
+        ValueError: With `dead_letter`: its subject is the position's, or the reader would return the dead letters without end.
 
     Cancellation: Safe at every point, as a crash is: a commit that was sent is stored completely or not at all. Nothing
-        is left behind. With ``standby=True`` the call deletes its lease first, which takes 2 s at most.
+        is left behind. With ``standby=True`` the call deletes its lease first, and with `dead_letter` it stores that it
+        ends; each takes 2 s at most.
 
     Requires: nats-server 2.12.1 and ``allow_atomic`` on the output stream (ADR-50); what the reader requires;
         permission for the output subjects, and for ``STREAM.INFO`` and ``STREAM.MSG.GET`` of the output stream; with
@@ -175,6 +215,9 @@ async def exactly_once(
     check_name(output_stream, "stream name")
     subject = f"{prefix}.{name}"
     check_subject(subject)
+    check_dead_letter(dead_letter)
+    if dead_letter is not None and dead_letter.subject == subject:
+        raise ValueError(f"subject {subject!r} is that of the worker's position; use another one for dead letters")
     context = Context(reader.context)
     timeout, patience = context.resolve_timeout(timeout), check_seconds(patience, "patience")
     worker = Worker(
@@ -188,6 +231,7 @@ async def exactly_once(
         grouped=grouped,
         standby=standby,
         may_vanish=position_may_vanish,
+        dead_letter=dead_letter,
         timeout=timeout,
         patience=patience,
         takeover=Takeover(context, output_stream, name=name, timeout=timeout, patience=patience),
@@ -227,6 +271,7 @@ class Worker:
     timeout: float
     patience: float
     takeover: Takeover | None
+    dead_letter: DeadLetter | None = None
 
     id: str = field(default_factory=lambda: NUID().next().decode())
     state: StreamState | None = None  # of the output stream
@@ -236,11 +281,17 @@ class Worker:
     outputs: int = 0
     commits: int = 0
     committed: int = 0  # the position of this start's newest record
+    buried: int = 0  # inputs that are dead letters
+    attempts: Attempts | None = None  # what the newest record says about them
+    in_doubt: bool = False  # a commit is on its way, or its answer was lost
     lease: Lease | None = None
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
     def stop(self) -> None:
-        """Let `run` return behind the current commit; a source ends the wait for input itself (see `Source`)."""
+        """Let `run` return behind the current commit, or at once from a pause after a failed attempt.
+
+        A source ends the wait for input itself (see `Source`).
+        """
         self.stopping.set()
 
     async def run(self) -> Processed:
@@ -260,6 +311,9 @@ class Worker:
                 await self._prepare()  # that may have taken weeks
             await self._claim()
             return await self._work()
+        except (Exception, asyncio.CancelledError) as error:
+            await self._store_end(error)
+            raise
         finally:
             if self.takeover is not None:
                 self.takeover.close()
@@ -273,17 +327,40 @@ class Worker:
             messages = None if self.stopping.is_set() else await reader.read_for(_IDLE, self.max_messages)
             position = await reader.open()
             if messages:
-                await self._store(await self._handle(messages, position))
-                self.inputs += len(messages)
+                if self.attempts is None:
+                    await self._store(await self._handle(messages, position))
+                    self.inputs += len(messages)
+                elif not await self._attempt_all(messages, position, self.attempts):
+                    position = self.committed
+                    break
                 continue
+            if messages is None:
+                break
             if position != self.committed:
                 await self._commit([], position)
-            if messages is None:
-                return Processed(self.inputs, self.outputs, self.commits, position)
+        if self.attempts is not None:
+            await self._commit([], position, self.attempts.end())
+        elif position != self.committed:
+            await self._commit([], position)
+        return Processed(self.inputs, self.outputs, self.commits, position, self.buried)
+
+    async def _store_end(self, error: BaseException) -> None:
+        """Store that this worker ends by itself, so that the next one need not be careful; errors are ignored."""
+        if self.attempts is None or self.in_doubt or not self.commits or isinstance(error, FencedError):
+            return  # in doubt, the position may be further than this worker knows
+        try:
+            async with asyncio.timeout(_END_TIMEOUT):
+                if self.context.connection.usable:
+                    await self._save([], self.committed, self.attempts.end())
+        except Exception as failure:
+            _log.debug("worker %r: its end could not be stored: %r", self.name, failure)
 
     async def _prepare(self) -> None:
         state = await self._look()
         _check_output_stream(state, self.subject, self.context.connection.server_version, may_vanish=self.may_vanish)
+        if self.dead_letter is not None:
+            _check_dead_letters(state, self.dead_letter.subject, may_vanish=self.may_vanish)
+            self.attempts = Attempts(self.dead_letter.attempts, self.max_messages)
         await self._check_input()
         config = state.config
         self.writer = FencedWriter(
@@ -300,6 +377,8 @@ class Worker:
     async def _check_input(self) -> None:
         """Raise ValueError if the reader would return the positions or the leases that this worker stores."""
         await self._check_excluded("position", "the output stream", self.stream, self.subject)
+        if self.dead_letter is not None:
+            await self._check_excluded("dead letter", "the output stream", self.stream, self.dead_letter.subject)
         if self.standby:
             bucket, key = self._lease_key()
             if bucket.context.prefix == self.context.prefix:
@@ -356,6 +435,8 @@ class Worker:
                     found = await self.writer.read()
                     deadline = loop.time() + self.patience
                     continue
+            if self.attempts is not None:
+                self.attempts = self.attempts.claimed(None if found is None else found.data)
             try:
                 await self._save([], await self.reader.open())
                 return
@@ -386,6 +467,12 @@ class Worker:
         return done
 
     async def _outputs_of(self, given: StoredMsg | list[StoredMsg]) -> list[BatchMessage]:
+        outputs = await self._call(given)
+        for message in outputs:
+            await self._check_output(message.subject)
+        return outputs
+
+    async def _call(self, given: StoredMsg | list[StoredMsg]) -> list[BatchMessage]:
         made = self.handler(given)
         if inspect.isawaitable(made):
             made = await made
@@ -399,8 +486,156 @@ class Worker:
             outputs = list(made)
         for message in outputs:
             check_message(message)
-            await self._check_output(message.subject)
         return outputs
+
+    async def _outputs_or_error(self, given: StoredMsg | list[StoredMsg]) -> list[BatchMessage] | BaseException:
+        """As `_outputs_of`, but return an error that is the inputs' own."""
+        task = asyncio.current_task()
+        try:
+            outputs = await self._call(given)
+        except Exception as error:
+            return error
+        except asyncio.CancelledError as error:
+            if task is None or task.cancelling():
+                raise
+            return error  # of something that the handler has awaited
+        try:
+            for message in outputs:
+                await self._check_output(message.subject)
+        except (AttributeError, TypeError, ValueError) as error:  # a BadSubjectError is a ValueError
+            return error
+        return outputs
+
+    async def _attempt_all(self, messages: list[StoredMsg], after: int, attempts: Attempts) -> bool:
+        """Handle inputs, some of which may fail; return False if `stop` was called meanwhile.
+
+        `after` is the position after all of them.
+        """
+        while messages:
+            if self.stopping.is_set():
+                return False
+            self._check_lease()
+            self.attempts = attempts = attempts.at(messages[0].seq)
+            if attempts.worker_died and attempts.failed is not None:
+                count = attempts.failed.attempts
+                await self._bury(
+                    messages, after, count, f"the worker ended while it handled this input ({count} attempts)"
+                )
+                handled = 1
+            else:
+                if attempts.careful and not attempts.begun:
+                    await self._commit([], messages[0].seq, attempts.begin(messages[0].seq))
+                handled = await self._attempt(messages, after)
+            self.inputs += handled
+            del messages[:handled]
+            attempts = self.attempts
+        return True
+
+    async def _attempt(self, messages: Sequence[StoredMsg], after: int) -> int:
+        """Handle the next group of inputs and commit it, or note what has failed; return how many are done."""
+        assert self.attempts is not None
+        group = list(messages[: self.attempts.next_group(len(messages))])
+        parts: list[tuple[list[BatchMessage], int]] = []  # outputs, and of how many inputs they are
+        failure: BaseException | None = None
+        for given in [group] if self.grouped else group:
+            made = await self._outputs_or_error(given)
+            if isinstance(made, BaseException):
+                failure = made
+                break
+            parts.append((made, len(group) if self.grouped else 1))
+        done, noted = 0, False
+        one_by_one = False
+        while parts:
+            count = 1 if one_by_one else _fitting(parts, self.batch_limit)
+            outputs = [message for made, _ in parts[:count] for message in made]
+            inputs = sum(size for _, size in parts[:count])
+            position, attempts = self._behind(messages, done + inputs, after, inputs)
+            noted = False
+            if failure is not None and count == len(parts):
+                failed = self.attempts.done(inputs).fail(messages[done + inputs].seq, describe(failure))
+                if not failed.exhausted:
+                    position, attempts, noted = messages[done + inputs].seq, failed, True
+            try:
+                await self._commit(outputs, position, attempts)
+            except _OutputsRefusedError as refused:
+                noted = False
+                if count == 1:
+                    failure = refused.error
+                    break
+                if isinstance(refused.error, AtomicPublishTooLargeError):
+                    self.batch_limit = len(outputs) // 2
+                else:
+                    one_by_one = True
+            else:
+                self.outputs += len(outputs)
+                done += inputs
+                del parts[:count]
+        if failure is None:
+            return done
+        if self.grouped and len(group) > 1:
+            _log.debug("worker %r: the handler failed for %d inputs: %r", self.name, len(group), failure)
+            self.attempts = self.attempts.split(len(group))
+            return done
+        return done + await self._fail(messages[done:], after, failure, noted=noted)
+
+    def _behind(self, messages: Sequence[StoredMsg], count: int, after: int, inputs: int) -> tuple[int, Attempts]:
+        """Return the position behind `count` messages, of which the last `inputs` are done now, and its attempts."""
+        assert self.attempts is not None
+        attempts = self.attempts.done(inputs)
+        if count == len(messages):
+            return after, attempts
+        if attempts.careful:
+            return messages[count].seq, attempts.begin(messages[count].seq)
+        return messages[count - 1].seq + 1, attempts
+
+    async def _fail(self, messages: Sequence[StoredMsg], after: int, failure: BaseException, *, noted: bool) -> int:
+        """Note that the first of `messages` has failed, unless that is stored, and wait; or bury it and return 1."""
+        assert self.attempts is not None
+        assert self.dead_letter is not None
+        seq, text = messages[0].seq, describe(failure)
+        attempts = self.attempts if noted else self.attempts.fail(seq, text)
+        assert attempts.failed is not None
+        count = attempts.failed.attempts
+        if attempts.exhausted:
+            await self._bury(messages, after, count, text)
+            return 1
+        if not noted:
+            await self._commit([], seq, attempts)
+        pause = self.dead_letter.pause_after(count)
+        _log.debug(
+            "worker %r: input %d failed, attempt %d: %s; the next follows in %.4g s", self.name, seq, count, text, pause
+        )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause):
+                await self.stopping.wait()
+        return 0
+
+    async def _bury(self, messages: Sequence[StoredMsg], after: int, attempts: int, error: str) -> None:
+        """Store the first of `messages` as a dead letter, with the position behind it."""
+        assert self.dead_letter is not None
+        message, subject = messages[0], self.dead_letter.subject
+        config = self.state.config if self.state is not None else {}
+        letter = BatchMessage(
+            subject,
+            message.data,
+            headers=letter_headers(message, attempts=attempts, error=error, worker=self.name),
+            msg_ttl=NEVER if config.get("max_age") and config.get("allow_msg_ttl") else None,
+        )
+        what = f"worker {self.name!r} on stream {self.stream!r}: input {message.seq} of stream {message.stream!r}"
+        try:
+            await self._commit([letter], *self._behind(messages, 1, after, 1))
+        except _OutputsRefusedError as refused:
+            text = (
+                f"{what} failed {attempts} times ({one_line(error, 200)}), and cannot be stored as a dead letter on {subject!r}: "
+                f"{refused.error}; nothing was stored, and the input stays at the position"
+            )
+            if isinstance(refused.error, BatchServerError):
+                raise batch_refusal(refused.error, text, outcome="not_stored") from refused.error
+            if isinstance(refused.error, MaxPayloadError | BadHeaderError):
+                raise type(refused.error)(text) from refused.error
+            raise refused.error from None
+        self.buried += 1
+        _log.warning("%s was stored as a dead letter on %r after %d attempts: %s", what, subject, attempts, error)
 
     async def _check_output(self, subject: str) -> None:
         if subject == self.subject:
@@ -426,12 +661,12 @@ class Worker:
                 self.outputs += len(outputs)
                 del parts[:count]
 
-    async def _commit(self, outputs: Sequence[BatchMessage], position: int) -> None:
-        """Store outputs and a position, all or nothing."""
+    async def _commit(self, outputs: Sequence[BatchMessage], position: int, attempts: Attempts | None = None) -> None:
+        """Store outputs and a position, all or nothing, and with `attempts` those at the position."""
         if self.takeover is not None:
             await self.takeover.make_room()
         try:
-            await self._save(outputs, position)
+            await self._save(outputs, position, attempts)
         except RecordMovedError as moved:
             what = f"worker {self.name!r} on stream {self.stream!r}"
             if moved.record is None:
@@ -448,7 +683,8 @@ class Worker:
                 seq=seq,
             ) from moved
 
-    async def _save(self, outputs: Sequence[BatchMessage], position: int) -> None:
+    async def _save(self, outputs: Sequence[BatchMessage], position: int, attempts: Attempts | None = None) -> None:
+        attempts = self.attempts if attempts is None else attempts
         reader, takeover = self.reader, self.takeover
         record = encode_position(
             reader.stream,
@@ -458,8 +694,17 @@ class Worker:
             commit=self.commits,
             inbox=takeover.inbox if takeover else "",
             took_over=takeover.took_over if takeover else 0,
+            **(attempts.fields() if attempts is not None else {}),
         )
-        await self.writer.store(outputs, record)
+        self.in_doubt = True
+        try:
+            await self.writer.store(outputs, record)
+        except Exception as error:
+            if attempts is None or not outputs or not _is_of_outputs(error, self.subject):
+                raise
+            self.in_doubt = False
+            raise _OutputsRefusedError(error) from error
+        self.in_doubt, self.attempts = False, attempts
         self.committed = position
         self.commits += 1
 
@@ -475,6 +720,33 @@ class Worker:
     async def _look(self) -> StreamState:
         self.state = await Retry(self.patience).call(partial(stream_state, self.context, self.stream, self.timeout))
         return self.state
+
+
+class _OutputsRefusedError(Exception):
+    """The outputs of a commit cannot be stored, whatever the state of the stream is; nothing of the commit is."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+# What a server refuses because of the stream or the account, whatever the message is.
+_OF_THE_STREAM: Final = frozenset({
+    ErrorCode.ACCOUNT_RESOURCES_EXCEEDED, ErrorCode.MEMORY_EXCEEDED, ErrorCode.NOT_ENABLED, ErrorCode.STORAGE_EXCEEDED,
+    ErrorCode.NOT_ENABLED_FOR_ACCOUNT, ErrorCode.STORE_FAILED, ErrorCode.STREAM_NOT_FOUND, ErrorCode.STREAM_SEALED,
+    ErrorCode.ATOMIC_DISABLED, ErrorCode.ATOMIC_MIRROR, ErrorCode.REQUIRED_API_LEVEL,
+})  # fmt: skip
+
+
+def _is_of_outputs(error: Exception, record: str) -> bool:
+    """Return whether a commit failed because of its outputs; `record` is the subject of the position."""
+    if isinstance(error, MessageTooLargeError) and error.subject == record:
+        return False
+    if isinstance(error, BatchServerError):
+        if error.outcome != "not_stored" or is_transient(error) or error.err_code in _OF_THE_STREAM:
+            return False
+        return (error.code or 0) < Status.INTERNAL_ERROR or error.err_code == ErrorCode.ROLLUP_REFUSED
+    return isinstance(error, TypeError | ValueError)  # raised before anything was sent
 
 
 def _fitting(parts: Sequence[tuple[list[BatchMessage], int]], limit: int | None) -> int:
@@ -535,3 +807,25 @@ def _removing_limits(state: StreamState) -> dict[str, tuple[Any, Any]]:
             if (config.get(name) or -1) > 0:
                 found[name] = (-1, config[name])
     return found
+
+
+def _check_dead_letters(state: StreamState, subject: str, *, may_vanish: bool) -> None:
+    """Raise an error unless a stream that can hold a worker's position keeps dead letters on `subject`."""
+    diff: dict[str, tuple[Any, Any]] = {}
+    advice: list[str] = []
+    transform = state.config.get("subject_transform") or {}
+    if not state.stores(subject):
+        diff["subjects"] = ((*state.subjects, subject), state.subjects)
+        advice.append(f"add {subject!r} (or a wildcard that matches it) to its subjects")
+    if transform and covers(str(transform.get("src") or ">"), subject):
+        diff["subject_transform"] = (None, transform)
+        advice.append(f"exclude {subject!r} from its subject_transform, which would store them under another subject")
+    if not may_vanish and (most := state.config.get("max_msgs_per_subject") or -1) > 0:
+        diff["max_msgs_per_subject"] = (-1, most)
+        advice.append(
+            "remove its max_msgs_per_subject, with which a dead letter replaces an earlier one, or pass position_may_vanish=True"
+        )
+    if diff:
+        raise StreamConfigMismatchError(
+            f"stream {state.name!r} cannot hold dead letters on {subject!r}: {'; '.join(advice)}", diff=diff
+        )

@@ -248,7 +248,12 @@ class StoredMsg:
     def size(self) -> int:
         """Its bytes as servers count them for ``max_bytes``: subject, header block and payload."""
         stored = self.stored_lines
-        return len(self.raw_subject) + (len(stored) + len(b"\r\n\r\n") if stored else 0) + len(self.data)
+        return (
+            len(self.raw_subject)
+            + (len(stored) + len(b"\r\n\r\n") if stored else 0)
+            + len(self._body)
+            - self._header_size
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, StoredMsg):

@@ -24,7 +24,12 @@ def mark(stream: str) -> bytes:
     Its refusal names the last sequence that the leader has assigned. That includes messages that are still being
     replicated and cannot be read yet.
     """
-    return h.encode([(h.EXPECTED_STREAM, stream), (h.EXPECTED_LAST_SEQ, str(_IMPOSSIBLE_SEQ))])
+    return h.encode(list(mark_headers(stream).items()))
+
+
+def mark_headers(stream: str) -> dict[str, str]:
+    """Return the headers of a `mark`."""
+    return {h.EXPECTED_STREAM: stream, h.EXPECTED_LAST_SEQ: str(_IMPOSSIBLE_SEQ)}
 
 
 def marked_seq(refusal: object) -> int | None:

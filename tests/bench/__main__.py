@@ -36,6 +36,7 @@ MODULES = {
     **{f"memory-{case}-{count}": "memory" for case in memory.CASES for count in memory.LONG},
     "kv": "kv",
     "tables": "tables",
+    "groups": "groups",
     "spark_read": "spark_read",
     "spark_write": "spark_write",
 }

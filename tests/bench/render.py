@@ -19,6 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import direct_get
+import groups
 import kv
 import memory
 import publish
@@ -306,6 +307,25 @@ def live_tables(record: Record) -> str:
     )
 
 
+def group_tables(record: Record) -> str:
+    figures = record["groups"]["groups"]["figures"]
+    names = [*groups.CASES]
+    lines = [
+        [
+            f"{members} {'process' if members == 1 else 'processes'}, messages/s",
+            *(f"{figures[groups.case(what, members)][RATE]['median']:,.0f}" for what in names),
+        ]
+        for members in groups.MEMBERS
+    ]
+    lines.append(
+        [
+            "empty handler, CPU per message, µs",
+            *(f"{figures[groups.empty(what)][CLIENT]['median']:.1f}" for what in names),
+        ]
+    )
+    return table(["", *(f"`{what}`" if what != groups.CONSUMER else what for what in names)], lines)
+
+
 def spark_tables(record: Record) -> str:
     parts = [
         "## Spark",
@@ -356,6 +376,7 @@ PAGES: dict[str, dict[str, Callable[[Record], str]]] = {
     },
     "docs/key-value.md": {"kv": kv_tables},
     "docs/tables.md": {"tables": live_tables},
+    "docs/groups.md": {"groups": group_tables},
 }
 
 

@@ -197,6 +197,6 @@ def test_the_entry_point_names_the_extra_to_install() -> None:
 def test_help_names_every_command(run: Run) -> None:
     said = run("--help").stdout
     assert "..." not in said.partition("Commands:")[2]
-    assert all(name in said for name in ("bench", "demo", "doctor", "export", "ingest", "serve", "snapshot"))
+    assert all(name in said for name in ("bench", "demo", "doctor", "export", "group", "ingest", "serve", "snapshot"))
     for wrong in (["no-such"], ["ingest", __file__], ["doctor", "--timeout", "soon"]):
         assert run(*wrong).exit_code == 2

@@ -106,6 +106,7 @@ ELSEWHERE = {
     "key-value": "its code is an example, which kv/test_example.py runs",
     "spark": "the tests of the connector",
     "log": "log/test_page.py runs it",
+    "groups": "log/test_groups_page.py runs it",
 }
 
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import jetstream_ext as jsx
-from jetstream_ext import arrow
+from jetstream_ext import arrow, log
 from jetstream_ext import kv as kvx
 
 TESTS = Path(__file__).parents[1]
@@ -19,7 +19,7 @@ ONLY_ASK = {
 
 
 def test_the_tests_that_are_named_are_there() -> None:
-    named = set(re.findall(r"`(\w+/test_\w+\.py)::(test_\w+)`", PAGE))
+    named = set(re.findall(r"`(\w+/test_\w+\.py)::(?:Test\w+::)?(test_\w+)`", PAGE))
     assert len(named) > 50
     missing = {
         f"{file}::{name}"
@@ -40,7 +40,8 @@ def test_every_statement_names_one() -> None:
 def test_every_call_is_on_the_page() -> None:
     calls = {name for name in jsx.__all__ if name[0].islower()} | {"DirectGet", "AtomicBatch", "FastPublisher"}
     calls |= {f"kv.{name}" for name in kvx.__all__ if name[0].islower()}
-    calls |= {"log.LogReader", "log.OffsetStore", "log.exactly_once"}
+    calls |= {"log.LogReader", "log.OffsetStore", "log.Group.join", "log.Group.status", "log.Group.reset"}
+    calls |= {f"log.{name}" for name in log.__all__ if name[0].islower()}
     calls |= {"arrow.RecordBatchReader"} | {f"arrow.{name}" for name in arrow.__all__ if name[0].islower()}
     heads = " ".join(re.findall(r"^### (.*)$", PAGE, re.MULTILINE))
     assert {name for name in calls - ONLY_ASK if name not in heads} == set()

@@ -68,9 +68,19 @@ async def test_every_code_block_runs(own: JetStreamContext, capsys: pytest.Captu
     assert StoredOffset.decode("billing", shown.encode(), 1).stream == "ORDERS"
 
 
-def test_the_page_names_every_public_name() -> None:
-    values = {"Committing", "MessageChange", "StoredOffset", "Processed"}
-    assert {name for name in log.__all__ if f"{name}" not in PAGE} <= values
+def test_the_pages_name_every_public_name() -> None:
+    values = {
+        "Committing",
+        "MessageChange",
+        "StoredOffset",
+        "Processed",
+        "GroupStatus",
+        "Member",
+        "MemberStatus",
+        "PartitionStatus",
+    }
+    pages = PAGE + (Path(__file__).parents[2] / "docs" / "groups.md").read_text(encoding="utf-8")
+    assert {name for name in log.__all__ if not re.search(rf"\b{name}\b", pages)} <= values
 
 
 def test_the_figures_of_the_page_are_those_of_the_code() -> None:

@@ -307,3 +307,18 @@ def test_public_names_are_sorted_and_documented() -> None:
         thing = getattr(jslog, name)
         assert thing.__doc__
         assert thing.__module__.startswith("jetstream_ext.log.")
+
+
+@pytest.mark.parametrize("confirm", [True, False])
+async def test_lag_counts_what_is_behind_the_position(
+    js: JetStreamContext, make_stream: Make, more: More, confirm: bool
+) -> None:
+    name = await make_stream(messages=10)
+    reader = LogReader(js, name, start=Seq(4), confirm=confirm)
+    assert await reader.lag() == 7
+    await reader.read(5)
+    assert await reader.lag() == 2
+    await reader.read()
+    assert await reader.lag() == 0
+    await more(name, 11, 13)
+    assert await reader.lag() == 3

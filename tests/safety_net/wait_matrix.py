@@ -54,13 +54,29 @@ ENDLESS = {
     "Changes.__anext__",
     "FastPublisher.wait_closed",
     "FastPublisher.wait_closed (unused)",
+    "Member.__anext__ (nothing comes)",
+    "Member.run",
+    "exactly_once_group",
     "kv.Table.changes",
     "log.Table.changes",
 }
 # What retries after transient errors: it ends after the `timeout` for an answer and the `patience` (or `ingest`'s own
 # `timeout`, or `give_up_after`). The patience is no multiple of the timeout, so that one more wait for an answer shows.
 PATIENCE = 1.4  # timeouts
-PATIENT = ("Committing", "LogReader", "OffsetStore", "exactly_once", "from_arrow", "ingest", "retry_transaction")
+PATIENT = (
+    "Committing",
+    "Group",
+    "LogReader",
+    "Member",
+    "OffsetStore",
+    "dead_letters",
+    "drop",
+    "exactly_once",
+    "from_arrow",
+    "ingest",
+    "redrive",
+    "retry_transaction",
+)
 ENDS_FOR_GOOD = ("close", "drain", "kill", "stop and close")
 _ASYNC = ("__aenter__", "__aexit__", "__anext__", "__await__")
 
@@ -400,6 +416,76 @@ def exactly_once(t: Try, reader: log.LogReader) -> Awaitable[object]:
     )
 
 
+def new_group(t: Try, *, partitions: int = 4, **options: Any) -> log.Group:
+    return log.Group(
+        t.js,
+        t.stream,
+        t.name,
+        partitions=partitions,
+        heartbeat=t.timeout,
+        timeout=t.timeout,
+        patience=t.patience,
+        **options,
+    )
+
+
+async def known_group(t: Try) -> log.Group:
+    """Return the group "known", which `fill` has created, and which has no members."""
+    return await log.Group.open(t.js, t.stream, "known", timeout=t.timeout, patience=t.patience)
+
+
+async def joined_group(t: Try) -> log.Group:
+    """Return a group of this cell that has stored positions, and no members."""
+    async with new_group(t).join(auto_commit=False) as member:
+        await anext(member)
+    return new_group(t)
+
+
+async def new_member(t: Try) -> log.Member:
+    return new_group(t).join()
+
+
+async def join(t: Try, member: log.Member) -> log.Member:
+    async def die() -> None:
+        """End as a killed process does, because leaving may wait."""
+        session = member._session
+        session.closed = True
+        session._delete_key = lambda: asyncio.sleep(0)  # type: ignore[method-assign]
+        await session._end()
+
+    t.undo.append(die)
+    return await member.__aenter__()
+
+
+async def open_member(t: Try) -> log.Member:
+    member = await join(t, await new_member(t))
+    await anext(member)
+    return member
+
+
+async def idle_member(t: Try) -> log.Member:
+    member = await join(t, new_group(t, start=log.New()).join())
+    while len(member.partitions) < 4:
+        await asyncio.sleep(0.01)
+    return member
+
+
+async def letters(t: Try) -> list[log.DeadLetterMessage]:
+    found = log.dead_letters(t.js, t.stream, t.subject, timeout=t.timeout, patience=t.patience)
+    return [letter async for letter in found]
+
+
+def exactly_once_group(t: Try) -> Awaitable[object]:
+    return log.exactly_once_group(
+        new_group(t),
+        t.target,
+        lambda msg: jsx.BatchMessage(t.subject, t.payload),
+        prefix=f"w{t.number % TARGETS}.at",
+        timeout=t.timeout,
+        patience=t.patience,
+    )
+
+
 CALLS: dict[str, Call] = {
     # client
     "AbandonedBatches.__aenter__": on(new_watch, lambda t, watch: watch.__aenter__()),
@@ -486,15 +572,35 @@ CALLS: dict[str, Call] = {
     "Committing.__aexit__": on(open_committing, lambda t, messages: messages.__aexit__(None, None, None)),
     "Committing.__anext__": on(open_committing, lambda t, messages: anext(messages)),
     "Committing.commit": on(open_committing, lambda t, messages: messages.commit()),
+    "Group.join": on(new_member, join),
+    "Group.open": plain(known_group),
+    "Group.reset": on(joined_group, lambda t, group: group.reset(log.Seq(1))),
+    "Group.status": on(known_group, lambda t, group: group.status()),
     "LogReader.__anext__": on(open_reader, lambda t, reader: anext(reader)),
     "LogReader.open": plain(lambda t: t.reader().open()),
     "LogReader.read": on(open_reader, lambda t, reader: reader.read()),
     "LogReader.read_for": on(open_reader, lambda t, reader: reader.read_for(0.1)),
+    "Member.__aenter__": on(new_member, join),
+    "Member.__aexit__": on(open_member, lambda t, member: member.__aexit__(None, None, None)),
+    "Member.__anext__": on(open_member, lambda t, member: anext(member)),
+    "Member.__anext__ (nothing comes)": on(idle_member, lambda t, member: anext(member)),
+    "Member.commit": on(open_member, lambda t, member: member.commit()),
+    "Member.run": on(idle_member, lambda t, member: member.run(lambda msg: None)),
     "OffsetStore.commit": on(open_reader, lambda t, reader: t.offsets().commit(reader, name=t.name)),
     "OffsetStore.committing": on(new_committing, lambda t, messages: messages.__aenter__()),
+    "LogReader.lag": on(open_reader, lambda t, reader: reader.lag()),
     "OffsetStore.create": plain(lambda t: t.offsets(f"new{t.name}").create()),
     "OffsetStore.fetch": plain(lambda t: t.offsets().fetch("r")),
+    "dead_letters": plain(letters),
+    "drop": plain(lambda t: log.drop(t.js, t.stream, [1 << 40], timeout=t.timeout, patience=t.patience)),
     "exactly_once": on(open_reader, exactly_once),
+    "exactly_once_group": plain(exactly_once_group),
+    "redrive": plain(
+        lambda t: log.redrive(
+            t.js, t.stream, t.subject, offsets=t.offsets(), timeout=t.timeout, patience=t.patience, max_messages=1
+        )
+    ),
+    "list_groups": plain(lambda t: log.list_groups(t.js)),
     **{f"log.Table.{name}": call for name, call in table_calls(new_stream_table).items()},
 }
 
@@ -520,6 +626,9 @@ async def fill(server: NatsServer) -> None:
             await kv.put(key, bytes(size))
         await kvx.enable(kv, atomic=True, ttl=60)
     await js.create_key_value(bucket="offsets")
+    for size in SIZES:
+        async with log.Group(js, f"R{size}", "known", partitions=4).join():
+            pass
     await nc.close()
 
 

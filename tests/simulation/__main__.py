@@ -1,9 +1,11 @@
-"""Run schedules of the fast batch or of whole calls, or replay one.
+"""Run schedules of the fast batch, of whole calls or of groups, or replay one.
 
 python tests/simulation [--schedules 100000] [--first 0]
 python tests/simulation --calls [--schedules 26000]
+python tests/simulation --groups [--schedules 50000]
 python tests/simulation --replay fail:chaos:4711
 python tests/simulation --replay ingest:4711
+python tests/simulation --replay group:calm:4711
 """
 
 import argparse
@@ -17,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import call_schedules
 import fast_schedules
+import group_schedules
 from call_world import JOBS
 
 SHARE = 500  # seeds per task of a process
@@ -31,6 +34,10 @@ def call_failures(first: int, count: int) -> list[str]:
     return [f"{name}: {error}" for name, error in call_schedules.run(first, count) if error is not None]
 
 
+def group_failures(first: int, count: int) -> list[str]:
+    return [f"{name}: {error}" for name, error in group_schedules.run(first, count) if error is not None]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -38,11 +45,12 @@ def main() -> int:
         action="store_true",
         help="run whole calls: ingest, atomic batches (also with ids used again) and workers",
     )
+    parser.add_argument("--groups", action="store_true", help="run the members of a group")
     parser.add_argument(
         "--schedules",
         type=int,
-        help="schedules of each mode of the fast batch, half of them on each kind of link (default: 100,000), or of each "
-        "kind of call (default: 26,000)",
+        help="schedules of each mode of the fast batch, half of them on each kind of link (default: 100,000), of each "
+        "kind of call (default: 26,000), or of each kind of clocks of a group (default: 50,000)",
     )
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="the number of processes")
@@ -52,9 +60,12 @@ def main() -> int:
     options = parser.parse_args()
     if options.replay:
         kind = options.replay.partition(":")[0]
-        (call_schedules if kind in JOBS else fast_schedules).replay(options.replay, print)
+        module = call_schedules if kind in JOBS else group_schedules if kind == "group" else fast_schedules
+        module.replay(options.replay, print)
         return 0
     failures, kinds, schedules = (call_failures, len(JOBS), 26_000) if options.calls else (fast_failures, 2, 100_000)
+    if options.groups:
+        failures, kinds, schedules = group_failures, 2, 50_000
     schedules = options.schedules or schedules
     began = time.monotonic()
     done = failed = 0

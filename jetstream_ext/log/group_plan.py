@@ -1,0 +1,155 @@
+"""What the members of a group have in common: its arguments, its reading of the stream, and what is stored of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from nats.js import JetStreamContext
+
+from jetstream_ext.client.api import stream_state
+from jetstream_ext.client.connection import Context
+from jetstream_ext.client.fenced_write import FencedWriter
+from jetstream_ext.client.retry import Retry
+from jetstream_ext.errors import StreamConfigMismatchError
+from jetstream_ext.log.group_store import GroupStore, Settings
+from jetstream_ext.log.lane import Lane
+from jetstream_ext.log.offsets import First, Last, New, Seq, Time
+from jetstream_ext.log.reader import LogReader
+from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.protocol.feature_table import MSG_TTL
+from jetstream_ext.protocol.partitions import Partitioner
+
+Start = First | Seq | Time | Last | New
+
+BUFFER_BYTES: Final = 4 << 20
+_PARTITION: Final = re.compile(r"\{\{\s*partition\(\s*(\d{1,9})\b", re.IGNORECASE)
+
+
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """The checked arguments of a `Group`, and what its members do with them."""
+
+    context: JetStreamContext
+    stream: str
+    name: str
+    partitions: int
+    key: tuple[int, ...] | None
+    subject: str | None
+    token: int | None
+    start: Start
+    heartbeat: float
+    ttl: int  # seconds until the server removes the key of a member that is not renewed
+    margin: float
+    buffer: int
+    on_lost: Literal["error", "skip"]
+    poll: float
+    store: GroupStore
+    partitioner: Partitioner = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.partitioner = Partitioner(self.partitions, self.key)
+
+    async def prepare(self, output: tuple[str, str] | None) -> Settings:
+        """Return the settings of the group, which this object agrees with; create the group if it does not exist."""
+        state = await self.stream_state()
+        if not MSG_TTL.at(state.api_level):
+            version = state.server_version or self.store.context.connection.server_version
+            raise MSG_TTL.unsupported(
+                server_version=version, api_level=state.api_level, detail="a group needs it for the keys of its members"
+            )
+        self._check_partitions(state)
+        await self.store.open(replicas=int(state.config.get("num_replicas") or 1))
+        settings = await self.store.settings()
+        if settings is None:
+            settings = await self.store.agree(await self.settings(self.start, output))
+        self.check_settings(settings, output)
+        state.check_created(settings.created)
+        return settings
+
+    def _check_partitions(self, state: StreamState) -> None:
+        """Raise an error if messages of the stream have no partition."""
+        if self.token is None:
+            for each in state.subjects if self.subject is None else [self.subject]:
+                self.partitioner.check_filter(each)
+            return
+        destination = str((state.config.get("subject_transform") or {}).get("dest") or "")
+        found = _PARTITION.search(destination)
+        if found is not None and int(found[1]) != self.partitions:
+            raise StreamConfigMismatchError(
+                f"group {self.name!r} has {self.partitions} partitions, and stream {self.stream!r} stores its messages in {found[1]} "
+                f"({destination}); create the group with partitions={found[1]}",
+                diff={"partitions": (self.partitions, int(found[1]))},
+            )
+
+    def check_settings(self, settings: Settings, output: tuple[str, str] | None) -> None:
+        """Raise StreamConfigMismatchError unless this object has these settings."""
+        wanted = {
+            "partitions": self.partitions,
+            "key": self.key,
+            "subject": self.subject,
+            "token": self.token,
+            "output": output,
+        }
+        diff = {
+            name: (value, getattr(settings, name)) for name, value in wanted.items() if value != getattr(settings, name)
+        }
+        if diff:
+            differences = ", ".join(f"{name} {there!r} instead of {here!r}" for name, (here, there) in diff.items())
+            remedy = "use its settings, stop all members and call reset() to change them, or use another group name"
+            if "output" in diff:
+                remedy = "an exactly-once group keeps its positions in its output stream; use another group name"
+            raise StreamConfigMismatchError(
+                f"group {self.name!r} of stream {self.stream!r} has {differences}; {remedy}", diff=diff
+            )
+
+    def new_lane(self, number: int | None) -> Lane:
+        """Return the reading of the stream for one partition (with `token`), or for all."""
+        partitions_of: Callable[[Sequence[StoredMsg]], Sequence[int]] = self.partitioner.of
+        if number is not None:
+            partitions_of = lambda messages: [number] * len(messages)  # noqa: E731
+        reader = self.reader(number, First())
+        return Lane(reader, partitions_of, buffer=self.buffer, buffer_bytes=BUFFER_BYTES, poll=self.poll)
+
+    def reader(self, number: int | None, start: Start) -> LogReader:
+        subject = self.subject
+        if number is not None and subject is not None and self.token is not None:
+            tokens = subject.split(".")
+            subject = ".".join([*tokens[: self.token], str(number), *tokens[self.token + 1 :]])
+        return LogReader(
+            self.context,
+            self.stream,
+            start=start,
+            subject=subject,
+            on_lost=self.on_lost,
+            timeout=self.store.timeout,
+            patience=self.store.patience,
+            poll=self.poll,
+        )
+
+    def output_writer(self, output: tuple[str, str], number: int) -> FencedWriter:
+        """Return a writer of the position of a partition in the output stream."""
+        stream, prefix = output
+        return FencedWriter(
+            Context(self.context),
+            stream,
+            f"{prefix}.{self.name}.{number}",
+            name=f"group {self.name!r}, partition {number}",
+            timeout=self.store.timeout,
+            patience=self.store.patience,
+        )
+
+    async def stream_state(self) -> StreamState:
+        look = Retry(self.store.patience)
+        return await look.call(lambda: stream_state(self.store.context, self.stream, self.store.timeout))
+
+    async def settings(self, start: Start, output: tuple[str, str] | None) -> Settings:
+        reader = self.reader(None, start)
+        position = await reader.open()
+        assert reader.created is not None
+        return Settings(
+            self.stream, reader.created, self.partitions, self.key, self.subject, self.token, position, output
+        )

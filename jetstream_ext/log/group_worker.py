@@ -1,0 +1,118 @@
+"""Exactly-once processing by a group: each partition is a worker whose commits are fenced in the output stream.
+
+The group's members decide which of them works on a partition. That only keeps two workers apart; if both think that the
+partition is theirs, the fence of its position in the output stream lets only one of them store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, cast
+
+from jetstream_ext.client.connection import Context
+from jetstream_ext.log.dead_letters import DeadLetter, check_dead_letter
+from jetstream_ext.log.group import Group, plan_of
+from jetstream_ext.log.member import Callback, Held, JoinOptions, PartitionReader, Session
+from jetstream_ext.log.worker import GroupHandler, Handler, Outputs, Worker
+from jetstream_ext.protocol.options import check_int, check_seconds
+from jetstream_ext.protocol.subjects import check_name, check_subject, covers
+
+
+async def exactly_once_group(
+    group: Group,
+    output_stream: str,
+    handler: Handler | GroupHandler,
+    *,
+    prefix: str,
+    label: str | None = None,
+    max_messages: int = 100,
+    grouped: bool = False,
+    on_assigned: Callback | None = None,
+    on_revoked: Callback | None = None,
+    on_partitions_lost: Callback | None = None,
+    dead_letter: DeadLetter | None = None,
+    position_may_vanish: bool = False,
+    timeout: float | None = None,
+    patience: float = 30.0,
+) -> None:
+    """Join a group, and turn the messages of this member's partitions into outputs that are stored exactly once.
+
+    ::
+
+        group = log.Group(js, "ORDERS", "sums", partitions=8, key=[1])
+        await log.exactly_once_group(group, "TOTALS", handle, prefix="totals-at")    # until it is cancelled
+
+    Each partition is processed as by `exactly_once`, at the same time as the others: one atomic batch stores the outputs of
+    its inputs and its position, on ``<prefix>.<group>.<partition>`` in the output stream. The inputs of a key are handled in
+    order, also when the partition moves to another member. A member that was suspended and has lost its partitions stores
+    nothing more.
+
+    The handler is called by several tasks at once, one for each partition, on one event loop. To use several cores, start
+    several processes.
+
+    Args:
+        group: The group; its `start` is where it begins.
+        output_stream: The stream that the outputs and the positions go to.
+        handler: As for `exactly_once`.
+        prefix: One of the output stream's subjects must match ``<prefix>.<group>.<partition>``. All members must agree on it.
+        label: The member's name for people, as for `Group.join`.
+        on_assigned: As for `Group.join`.
+        on_revoked: As for `Group.join`; the partitions' last commits are stored already.
+        on_partitions_lost: As for `Group.join`.
+        max_messages: As for `exactly_once`, for each partition.
+        grouped: As for `exactly_once`: the inputs of one list are all of one partition.
+        dead_letter: As for `exactly_once`. A pause before the next attempt does not hold up the other partitions.
+        position_may_vanish: As for `exactly_once`.
+        timeout: Seconds to wait for an answer of the output stream; None is the context's own.
+        patience: As for `exactly_once`.
+
+    Raises:
+        StreamConfigMismatchError: The output stream cannot hold the outputs and positions (see `exactly_once`), or the group
+            has other settings.
+        Exception: As for `Group.join` and `exactly_once`, except FencedError: a partition that another member has taken is
+            given up. Exceptions of the handler end the member, and another member handles the input.
+
+    Cancellation: Safe at every point, as for `exactly_once`. The member leaves first: its partitions have
+        1 s to end behind their current commits.
+
+    Requires: What `Group` and `exactly_once` require.
+    """
+    plan = plan_of(group)
+    check_name(output_stream, "stream name")
+    check_subject(f"{prefix}.{group.name}")
+    check_dead_letter(dead_letter)
+    if dead_letter is not None and covers(f"{prefix}.{group.name}.*", dead_letter.subject):
+        raise ValueError(f"subject {dead_letter.subject!r} is that of a position; use another one for dead letters")
+    context = Context(group.context)
+    make = partial(
+        Worker,
+        handler=cast("Callable[[Any], Outputs | Awaitable[Outputs]]", handler),
+        context=context,
+        stream=output_stream,
+        max_messages=check_int(max_messages, "max_messages"),
+        grouped=grouped,
+        standby=False,
+        may_vanish=position_may_vanish,
+        dead_letter=dead_letter,
+        timeout=context.resolve_timeout(timeout),
+        patience=check_seconds(patience, "patience"),
+        takeover=None,
+    )
+    options = JoinOptions(
+        label=label, on_assigned=on_assigned, on_revoked=on_revoked, on_partitions_lost=on_partitions_lost
+    )
+    session = Session(plan, options, (output_stream, prefix))
+
+    async def work(held: Held) -> None:
+        name = f"{group.name}.{held.number}"
+        worker = make(reader=PartitionReader(session, held), name=name, subject=f"{prefix}.{name}")
+        held.stop = worker.stop
+        await worker.run()
+
+    session.work = work
+    await session.open()
+    try:
+        await session.serve(work)
+    finally:
+        await session.close(clean=False)

@@ -1,0 +1,549 @@
+"""Dead letters: to list them, to hand them back to the streams that they come from, and to drop them.
+
+::
+
+    note     store which letters are about to be sent, and the last sequence of each target stream
+    send     publish them, each with an id of its own ── no answer ──► look for the ids behind those sequences, send the rest
+    delete   delete the letters, and note that nothing is on its way
+
+The note is a key of a bucket, fenced as a worker's position is. A call that finds the note of one that died looks for the
+letters in the target streams first: what is stored there is only deleted. A look begins with a message that the target's
+leader refuses, because the leader has processed by then what was sent before on the same connection. What another process has
+sent, and has not arrived, has an id that the leader knows for as long as its ``duplicate_window`` lasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import orjson
+from nats.js import JetStreamContext
+from nats.js.errors import APIError
+from nats.nuid import NUID
+
+from jetstream_ext.client.api import Api, get_at_leader, stream_state, wait_for_sequence
+from jetstream_ext.client.connection import Context, open_bucket
+from jetstream_ext.client.direct import DirectGet
+from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
+from jetstream_ext.client.retry import Retry, is_transient_read
+from jetstream_ext.errors import (
+    FencedError,
+    HistoryUnavailableError,
+    ServerError,
+    StreamConfigMismatchError,
+    batch_refusal,
+    server_error,
+)
+from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.kv.entries import operation
+from jetstream_ext.log.lease import encode_key
+from jetstream_ext.log.offsets import OffsetStore
+from jetstream_ext.log.reader import LogReader
+from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.dead_letters import origin, sendable_headers
+from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.protocol.fence import mark_headers, marked_seq
+from jetstream_ext.protocol.headers import EXPECTED_STREAM, MSG_ID
+from jetstream_ext.protocol.numbers import json_number, json_text
+from jetstream_ext.protocol.options import check_int, check_seconds, check_sequence
+from jetstream_ext.protocol.subjects import check_filter, check_name
+from jetstream_ext.text import get_logger
+
+_log = get_logger()
+
+_VERSION: Final = 1
+_GROUP: Final = 100  # letters under one note
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetterMessage:
+    """A dead letter, and where it comes from.
+
+    Attributes:
+        message: The message as it is stored.
+        stream: The stream of the input.
+        subject: The subject of the input.
+        seq: The sequence of the input in its stream.
+        time: When the input was stored (aware, UTC).
+        attempts: How often it was tried.
+        error: The error of the last attempt.
+        worker: The worker's name.
+        headers: The headers of the input that can be sent again.
+        complete: Whether the subject and `headers` are all that the input had, so that it can be handed back.
+    """
+
+    message: StoredMsg
+    stream: str
+    subject: str
+    seq: int
+    time: datetime
+    attempts: int
+    error: str
+    worker: str
+    headers: tuple[tuple[str, str], ...]
+    complete: bool
+
+    @property
+    def data(self) -> bytes:
+        """The payload of the input."""
+        return self.message.data
+
+
+@dataclass(frozen=True, slots=True)
+class Redriven:
+    """What `redrive` has done.
+
+    Attributes:
+        sent: Letters that this call has handed back.
+        found: Letters that an earlier call had handed back, and this one has deleted.
+        left: Messages that are no dead letters, or cannot be sent as they were; they stay.
+    """
+
+    sent: int
+    found: int
+    left: int
+
+
+def dead_letter_of(message: StoredMsg) -> DeadLetterMessage | None:
+    """Return a message as a dead letter, or None if it is none."""
+    found = origin(message)
+    if found is None:
+        return None
+    seconds, nanoseconds = divmod(found.time_ns, 1_000_000_000)
+    return DeadLetterMessage(
+        message,
+        found.stream,
+        found.subject,
+        found.seq,
+        datetime.fromtimestamp(seconds, UTC).replace(microsecond=nanoseconds // 1000),
+        found.attempts,
+        found.error,
+        found.worker,
+        found.headers,
+        found.complete,
+    )
+
+
+async def dead_letters(
+    js: JetStreamContext, stream: str, subject: str, *, timeout: float | None = None, patience: float = 30.0
+) -> AsyncIterator[DeadLetterMessage]:
+    """Iterate over the dead letters of a stream that are stored now, the oldest first; other messages are left out.
+
+    Args:
+        js: nats-py's JetStream context.
+        stream: The output stream of the workers.
+        subject: The subject of `DeadLetter`, or a filter.
+        timeout: Seconds to wait for each answer; None is the context's own.
+        patience: Seconds that transient errors may last.
+
+    Raises:
+        BadSubjectError: A name or the filter is not valid.
+        Exception: As for `LogReader`.
+
+    Cancellation: Safe; nothing is left behind.
+
+    Requires: What `LogReader` requires.
+    """
+    check_filter(subject)
+    reader = LogReader(js, stream, subject=subject, timeout=timeout, patience=patience)
+    async for message in reader:
+        letter = dead_letter_of(message)
+        if letter is not None:
+            yield letter
+
+
+async def drop(
+    js: JetStreamContext,
+    stream: str,
+    seqs: Sequence[int],
+    *,
+    timeout: float | None = None,
+    patience: float = 30.0,
+) -> int:
+    """Delete dead letters; return how many of them were stored.
+
+    Args:
+        js: nats-py's JetStream context.
+        stream: The stream that they are in.
+        seqs: Their sequences in that stream. Messages that are no dead letters are refused.
+        timeout: Seconds to wait for each answer; None is the context's own.
+        patience: Seconds that transient errors may last.
+
+    Raises:
+        ValueError: A sequence is that of another message; nothing was deleted.
+        StreamConfigMismatchError: The stream has ``deny_delete``; nothing was deleted.
+        Exception: As for `DirectGet.get`; some of them may be deleted.
+
+    Cancellation: Some of them may be deleted.
+
+    Requires: permission for ``STREAM.INFO``, ``DIRECT.GET`` and ``STREAM.MSG.DELETE`` of the stream.
+    """
+    redriving = _Redriving(js, stream, timeout, patience)
+    numbers = [check_sequence(seq, "seq") for seq in seqs]
+    await redriving.check_stream()
+    found: list[int] = []
+    for seq in numbers:
+        message = await redriving.get(seq)
+        if message is not None and origin(message) is None:
+            raise ValueError(
+                f"stream {stream!r}: message {seq} on {message.subject!r} is no dead letter; nothing was deleted"
+            )
+        if message is not None:
+            found.append(seq)
+    for seq in found:
+        await redriving.delete(seq)
+    return len(found)
+
+
+async def redrive(
+    js: JetStreamContext,
+    stream: str,
+    subject: str,
+    *,
+    seqs: Sequence[int] | None = None,
+    to_stream: str | None = None,
+    max_messages: int | None = None,
+    again: bool = False,
+    offsets: OffsetStore | None = None,
+    timeout: float | None = None,
+    patience: float = 30.0,
+) -> Redriven:
+    """Hand dead letters back to the streams that they come from, each once, and delete them.
+
+    The input is published again, with its payload, its subject and its headers (without those that servers act on, whose
+    names begin with ``Nats-``), and so gets a new sequence in its stream. A call that is killed at any moment, and repeated
+    at any later time, hands no letter back twice. Of several calls at the same time one continues.
+
+    ::
+
+        done = await log.redrive(js, "TOTALS", "totals-dead")
+
+    Args:
+        js: nats-py's JetStream context.
+        stream: The stream that the dead letters are in.
+        subject: The subject of `DeadLetter`, or a filter.
+        seqs: Only the letters with these sequences; None is all that are stored when the call begins.
+        to_stream: The stream that must store them; None is the one that the input comes from. Give the origin of a mirror if
+            the worker read the mirror.
+        max_messages: How many to hand back at most, from 1; None is all of them.
+        again: Hand a letter back although an earlier call may have done so, and its copy may be gone since (see Raises).
+        offsets: Where the call notes what it is about to send (one key per stream, in the bucket, which is created if it does
+            not exist); None is ``OffsetStore(js)``.
+        timeout: Seconds to wait for each answer; None is the context's own.
+        patience: Seconds that transient errors may last.
+
+    Raises:
+        HistoryUnavailableError: An earlier call did not end, and messages were removed from the target stream since, so that
+            it is not known whether they were the letters that it sent. `keys` are the subjects of those letters, which stay.
+            Hand them back with ``again=True``, or `drop` them.
+        FencedError: Another call for this stream has begun since; it goes on.
+        nats.js.errors.NoStreamResponseError, ServerError: No stream, or another one than the letter's, stores its subject, or it refuses the
+            letter. This letter and those behind it stay.
+        StreamConfigMismatchError: The stream has ``deny_delete``; nothing was sent.
+        BadSubjectError, ValueError, TypeError: Invalid argument; nothing was sent.
+        Exception: Transient errors lasted longer than `patience`. Letters that may be sent are found by the next call.
+
+    Cancellation: Safe, as a crash is: the next call finds out what was sent.
+
+    Requires: nats-server 2.11; ``allow_direct`` on all these streams; permission for ``STREAM.INFO``, ``STREAM.MSG.GET`` and
+        ``DIRECT.GET`` of them, for ``STREAM.MSG.DELETE`` of the letters' stream, and for the inputs' subjects; what `OffsetStore`
+        requires.
+    """
+    check_filter(subject)
+    if to_stream is not None:
+        check_name(to_stream, "stream name")
+    most = None if max_messages is None else check_int(max_messages, "max_messages")
+    wanted = None if seqs is None else sorted({check_sequence(seq, "seq") for seq in seqs})
+    redriving = _Redriving(js, stream, timeout, patience, to_stream=to_stream, again=again)
+    await redriving.check_stream()
+    await redriving.open(OffsetStore(js, timeout=timeout) if offsets is None else offsets)
+    await redriving.resume()
+    if wanted is not None:
+        await redriving.send_those(wanted if most is None else wanted[:most])
+    else:
+        await redriving.send_all(subject, most)
+    return Redriven(redriving.sent, redriving.found, redriving.left)
+
+
+@dataclass(frozen=True, slots=True)
+class _Letter:
+    seq: int
+    target: str
+    subject: str
+
+
+class _Redriving:
+    """One call."""
+
+    def __init__(
+        self,
+        js: JetStreamContext,
+        stream: str,
+        timeout: float | None,
+        patience: float,
+        *,
+        to_stream: str | None = None,
+        again: bool = False,
+    ) -> None:
+        check_name(stream, "stream name")
+        self.sent: int = 0
+        self.found: int = 0
+        self.left: int = 0
+        self._js = js
+        self._stream = stream
+        self._context = Context(js)
+        self._timeout = self._context.resolve_timeout(timeout)
+        self._patience = check_seconds(patience, "patience")
+        self._to_stream = to_stream
+        self._again = again
+        self._created = ""
+        self._last_seq = 0
+        self._writer: FencedWriter
+        self._note: list[tuple[_Letter, int]] = []
+        self._id = NUID().next().decode()
+        self._notes = 0
+
+    async def check_stream(self) -> None:
+        state = await self._state(self._stream)
+        state.check_direct_reads(self._context.connection.server_version)
+        if state.config.get("deny_delete"):
+            raise StreamConfigMismatchError(
+                f"stream {self._stream!r} has deny_delete, so its dead letters cannot be deleted; nothing was sent or deleted",
+                diff={"deny_delete": (False, True)},
+            )
+        self._created, self._last_seq = state.created, state.last_seq
+
+    async def open(self, offsets: OffsetStore) -> None:
+        await Retry(self._patience).call(offsets.create)
+        bucket = Bucket(open_bucket(offsets.context, offsets.bucket), self._timeout)
+        key = encode_key("redrive", self._stream)
+        self._writer = FencedWriter(
+            bucket.context,
+            bucket.stream,
+            bucket.subject(key),
+            name=f"redrive of stream {self._stream!r}",
+            timeout=self._timeout,
+            patience=self._patience,
+        )
+        found = await self._writer.read()
+        if found is not None and operation(found.headers)[0] == "PUT":
+            self._note = self._decode(found)
+
+    # -- what is stored -----------------------------------------------------------------------------------------------
+
+    def _decode(self, found: StoredMsg) -> list[tuple[_Letter, int]]:
+        try:
+            body = orjson.loads(found.data)
+            if json_number(body["v"], "v") == _VERSION:
+                if json_text(body["created"], "created") != self._created:
+                    return []  # the letters are gone with their stream
+                return [
+                    (
+                        _Letter(
+                            json_number(seq, "seq", low=1), json_text(target, "stream"), json_text(subject, "subject")
+                        ),
+                        json_number(base, "base"),
+                    )
+                    for seq, target, subject, base in body["letters"]
+                ]
+        except (KeyError, TypeError, ValueError):
+            pass
+        raise ValueError(
+            f"redrive of stream {self._stream!r}: {found.subject!r} has a value that no redrive writes ({found.data[:80]!r}); "
+            "nothing was sent; delete the key if another program has written it"
+        )
+
+    async def _store_note(self, letters: list[tuple[_Letter, int]]) -> None:
+        self._notes += 1
+        body: dict[str, Any] = {
+            "v": _VERSION,
+            "created": self._created,
+            "writer": self._id,
+            "number": self._notes,
+            "letters": [[letter.seq, letter.target, letter.subject, base] for letter, base in letters],
+        }
+        try:
+            await self._writer.store([], orjson.dumps(body))
+        except RecordMovedError as moved:
+            raise FencedError(
+                f"redrive of stream {self._stream!r}: another call has begun since; stop this one, which has handed back "
+                f"{self.sent} dead letters",
+                name=self._stream,
+            ) from moved
+        self._note = letters
+
+    # -- the steps ----------------------------------------------------------------------------------------------------
+
+    async def resume(self) -> None:
+        """End what an earlier call has begun."""
+        if not self._note:
+            return
+        await self._store_note(self._note)  # the other call, if it runs, sends nothing after what it is sending
+        await self._send(self._note, begun=True)
+
+    async def send_all(self, subject: str, most: int | None) -> None:
+        reader = LogReader(
+            self._js, self._stream, subject=subject, timeout=self._timeout, patience=self._patience, on_lost="skip"
+        )
+        left = most
+        while left is None or left > 0:
+            size = _GROUP if left is None else min(_GROUP, left)
+            messages = [it for it in await reader.read(size) if it.seq <= self._last_seq]
+            if not messages:
+                return
+            before = self.sent
+            await self._send_group(messages)
+            if left is not None:
+                left -= self.sent - before
+
+    async def send_those(self, seqs: Sequence[int]) -> None:
+        for begin in range(0, len(seqs), _GROUP):
+            found = [await self.get(seq) for seq in seqs[begin : begin + _GROUP]]
+            await self._send_group([message for message in found if message is not None])
+
+    async def _send_group(self, messages: Sequence[StoredMsg]) -> None:
+        letters: list[_Letter] = []
+        for message in messages:
+            found = origin(message)
+            if found is None or not found.complete:
+                self.left += 1
+                _log.warning(
+                    "stream %r: message %d on %r stays: it is no dead letter, or cannot be sent as it was",
+                    self._stream,
+                    message.seq,
+                    message.subject,
+                )
+                continue
+            letters.append(_Letter(message.seq, self._to_stream or found.stream, found.subject))
+        if not letters:
+            return
+        bases: dict[str, int] = {}
+        for target in {letter.target for letter in letters}:
+            bases[target] = (await self._state(target)).last_seq
+        note = [(letter, bases[letter.target]) for letter in letters]
+        await self._store_note(note)
+        await self._send(note, begun=False)
+
+    async def _send(self, note: list[tuple[_Letter, int]], *, begun: bool) -> None:
+        """Send the letters of the stored note that are not sent, and delete all of them."""
+        pending = [letter for letter, _ in note]
+        retry = Retry(self._patience, transient=is_transient_read)
+        in_doubt = begun
+        while pending:
+            try:
+                if in_doubt:
+                    stored = await self._stored(pending, dict(note))
+                    self.found += len(stored) if begun else 0
+                    self.sent += 0 if begun else len(stored)
+                    pending = [letter for letter in pending if letter not in stored]
+                    begun = False
+                while pending:
+                    in_doubt = True
+                    if await self._publish(pending[0]):
+                        self.sent += 1
+                    pending = pending[1:]
+            except Exception as error:
+                try:
+                    await retry.pause_if_transient(error)
+                except Exception:
+                    if not is_transient_read(error):
+                        await self._end(note, pending)  # a refusal: it is known what is sent
+                    raise
+        await self._end(note, [])
+
+    async def _end(self, note: list[tuple[_Letter, int]], pending: list[_Letter]) -> None:
+        for letter, _ in note:
+            if letter not in pending:
+                await self.delete(letter.seq)
+        await self._store_note([])
+
+    async def _publish(self, letter: _Letter) -> bool:
+        """Publish a letter; return False if it is gone."""
+        message = await self.get(letter.seq)
+        found = None if message is None else origin(message)
+        if message is None or found is None:
+            return False
+        headers = sendable_headers(found.headers) | {
+            # With `again`, the server must not take it for a copy of the one that is gone.
+            MSG_ID: self._message_id(letter.seq) + (f"/{self._id}" if self._again else ""),
+            EXPECTED_STREAM: letter.target,
+        }
+        what = f"the ack of dead letter {letter.seq}"
+        try:
+            await self._context.publish(letter.subject, message.data, headers, self._timeout, what)
+        except APIError as error:
+            refusal = server_error(code=error.code, err_code=error.err_code, description=error.description or "")
+            if is_transient_read(refusal) or not error.err_code:
+                raise
+            raise batch_refusal(
+                refusal,
+                f"stream {self._stream!r}: dead letter {letter.seq} on {letter.subject!r} was refused, and stays with those behind "
+                f"it: {refusal.description}; it goes to stream {letter.target!r}",
+                outcome="not_stored",
+            ) from error
+        return True
+
+    def _message_id(self, seq: int) -> str:
+        return f"redrive:{self._stream}:{self._created}:{seq}"
+
+    async def _stored(self, letters: Sequence[_Letter], bases: dict[_Letter, int]) -> set[_Letter]:
+        """Return which letters their target streams have stored."""
+        stored: set[_Letter] = set()
+        for target in {letter.target for letter in letters}:
+            mine = [letter for letter in letters if letter.target == target]
+            ids = {self._message_id(letter.seq): letter for letter in mine}
+            base = min(bases[letter] for letter in mine)
+            end = await self._mark(target, mine[0].subject)
+            await wait_for_sequence(self._context, target, end, self._timeout)
+            count = 0
+            async for message in DirectGet(self._js, target, timeout=self._timeout).scan(
+                seq=base + 1, up_to_seq=end, confirm=True
+            ):
+                count += 1
+                if (letter := ids.get(message.headers.get(MSG_ID, "").partition("/")[0])) is not None:
+                    stored.add(letter)
+            unknown = [letter for letter in mine if letter not in stored]
+            if unknown and count < end - base and not self._again:
+                raise HistoryUnavailableError(
+                    f"stream {self._stream!r}: an earlier redrive may have handed back the dead letters "
+                    f"{[letter.seq for letter in unknown]}, and stream {target!r} has lost messages since, so that it is not known; "
+                    "they stay: hand them back with again=True, or drop them",
+                    keys=tuple(dict.fromkeys(letter.subject for letter in unknown)),
+                )
+        return stored
+
+    async def _mark(self, target: str, subject: str) -> int:
+        """Return the last sequence of a stream once it has processed what this client has sent to it."""
+        try:
+            await self._context.publish(subject, b"", mark_headers(target), self._timeout, "the refusal of a mark")
+        except APIError as error:
+            refusal = server_error(code=error.code, err_code=error.err_code, description=error.description or "")
+            seq = marked_seq(refusal)
+            if seq is None:
+                raise
+            return seq
+        raise RuntimeError(f"stream {target!r} has stored a message that expects a sequence that no stream has")
+
+    async def get(self, seq: int) -> StoredMsg | None:
+        retry = Retry(self._patience)
+        return await retry.call(lambda: self._get(seq))
+
+    async def _get(self, seq: int) -> StoredMsg | None:
+        return await get_at_leader(self._context, self._stream, {"seq": seq}, self._timeout)
+
+    async def delete(self, seq: int) -> None:
+        async def attempt() -> None:
+            try:
+                body = {"seq": seq, "no_erase": True}
+                await Api(self._context, self._timeout).ask(f"STREAM.MSG.DELETE.{self._stream}", body, repeat=True)
+            except ServerError:
+                if await self._get(seq) is not None:  # else an earlier request has deleted it
+                    raise
+
+        await Retry(self._patience).call(attempt)
+
+    async def _state(self, stream: str) -> StreamState:
+        return await Retry(self._patience).call(lambda: stream_state(self._context, stream, self._timeout))

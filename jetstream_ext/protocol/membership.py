@@ -1,0 +1,272 @@
+"""Which partitions a member of a group works on: the decisions, without I/O.
+
+The members of a group are keys of a bucket that expire unless their members renew them. Each partition has a record there
+that names its owner. A member works on a partition only while it is the owner::
+
+    (none) ── assigned here, and its owner released it, or is gone ──► CLAIMING ── stored ──► OWNED
+                                                                  refused │                    │ assigned elsewhere
+                                                                       (none)                  ▼
+    (none) ◄── stored ── RELEASING ◄── its work is committed ─────────────────────────────  REVOKING
+
+    CLAIMING, OWNED, REVOKING ── the member could not renew its key in time, or another one is the owner ──► (none)
+
+Every record is stored behind the one that was read before (compare and set), and that makes a group safe: of two members
+that both think that they own a partition, only one can store its next record. The times only keep such members apart
+while all is well, so that messages are handled twice rarely.
+
+The server stores a key no earlier than its member sends it, and removes it `ttl` seconds later. The member takes the time
+before it sends, by its own monotonic clock, and stops `ttl - margin` seconds after that. So it stops before the key can be
+removed, unless the clocks of the servers, or the rates of the member's and the leader's clocks, differ by more than `margin`
+within this time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from jetstream_ext.protocol.partitions import assign
+
+RETRY: Final = 0.25
+"""Seconds after which a claim or a release that failed is tried again."""
+
+
+class Phase(Enum):
+    """What a member does with a partition; see the module."""
+
+    CLAIMING = "claiming"
+    OWNED = "owned"
+    REVOKING = "revoking"
+    RELEASING = "releasing"
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The owner in a partition's record; empty if it was released. `revision` is the record's."""
+
+    id: str
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Store this member as the owner, if `Membership.may_claim` agrees with what the leader has; then `claimed` or `failed`."""
+
+    partition: int
+    attempt: int  # so that the result of an older attempt, which is known later, changes nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    """Stop working on these partitions and commit what was handled; then `revoked`."""
+
+    partitions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Store that the partition has no owner; then `released` or `failed`."""
+
+    partition: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lose:
+    """Stop working on these partitions: another member may be their owner."""
+
+    partitions: tuple[int, ...]
+
+
+Action = Claim | Revoke | Release | Lose
+
+
+class Membership:
+    """What one member of a group does; times are those of one monotonic clock, in seconds.
+
+    Args:
+        me: The member's id; no other member may have it, nor a later start of this one.
+        partitions: How many partitions the group has.
+        ttl: Seconds after which the server removes the member's key.
+        margin: Seconds before that at which the member stops.
+    """
+
+    def __init__(self, me: str, partitions: int, *, ttl: float, margin: float) -> None:
+        self.me: str = me
+        self.valid_until: float = -math.inf
+        """Until when the member's key is stored for sure."""
+        self._count = partitions
+        self._lasts = ttl - margin
+        self._alive: frozenset[str] = frozenset()
+        self._owners: Mapping[int, Owner] = {}
+        self._known = 0  # the revision of the bucket that these two are of
+        self._staying: frozenset[str] = frozenset()  # the members that partitions are assigned to
+        self._target: frozenset[int] = frozenset()
+        self._leaving = False
+        self._phases: dict[int, Phase] = {}
+        self._lapsed: set[int] = set()  # partitions that were worked on when the key may have ended
+        self._attempts: dict[int, int] = {}  # the newest one of each partition
+        self._count_attempts = 0
+        self._stored: dict[int, Owner] = {}  # by this member's newest records
+        self._not_before: dict[int, float] = {}  # when a claim or release may be tried again
+
+    @property
+    def owned(self) -> tuple[int, ...]:
+        """The partitions that the member works on."""
+        return tuple(sorted(number for number, phase in self._phases.items() if phase is Phase.OWNED))
+
+    @property
+    def idle(self) -> bool:
+        """Whether the member does nothing with any partition."""
+        return not self._phases
+
+    def phase(self, partition: int) -> Phase | None:
+        return self._phases.get(partition)
+
+    def holds(self, partition: int, revision: int) -> bool:
+        """Return whether the member owns a partition by its record of this revision, the newest that it has stored."""
+        owner = self._stored.get(partition)
+        owned = self._phases.get(partition) in (Phase.OWNED, Phase.REVOKING)
+        return owned and owner is not None and owner.revision == revision
+
+    def is_valid(self, now: float) -> bool:
+        """Return whether the member's key is stored for sure."""
+        return now < self.valid_until
+
+    # -- what happened ------------------------------------------------------------------------------------------------
+
+    def renewed(self, sent: float, now: float) -> None:
+        """Note that the server has stored the member's key, which was sent at the time `sent`; `due` may lose partitions."""
+        if not self.is_valid(now):  # it may have ended in between, before `due` was called
+            self._lapsed = {number for number, phase in self._phases.items() if phase is not Phase.RELEASING}
+        self.valid_until = max(self.valid_until, sent + self._lasts)
+
+    def see(self, alive: Collection[str], leaving: Collection[str], owners: Mapping[int, Owner], revision: int) -> None:
+        """Note what the bucket has at a revision: the members that are alive, those of them that leave, and the owners."""
+        self._alive, self._owners, self._known = frozenset(alive), owners, revision
+        staying = (self._alive | {self.me}) - set(leaving)
+        if self._leaving:
+            self._target = frozenset()
+        elif staying != self._staying:
+            self._target = frozenset(assign(staying, self._count)[self.me])
+        self._staying = staying
+
+    def leave(self) -> None:
+        """Give every partition back."""
+        self._leaving, self._target = True, frozenset()
+
+    def claimed(self, partition: int, attempt: int, revision: int, now: float) -> bool:
+        """Note that the member is stored as the owner; return whether it may work on the partition."""
+        self.stored(partition, revision)
+        if not self._is_current(partition, attempt, Phase.CLAIMING):
+            return False  # it was lost meanwhile
+        if not self.is_valid(now) or partition in self._lapsed:
+            del self._phases[partition]
+            return False
+        self._phases[partition] = Phase.OWNED
+        return True
+
+    def stored(self, partition: int, revision: int) -> None:
+        """Note the revision of a record that this member has stored as the owner."""
+        self._note_stored(partition, Owner(self.me, revision))
+
+    def revoked(self, partition: int) -> None:
+        """Note that the member works no more on a partition, and has committed its work."""
+        if self._phases.get(partition) is Phase.REVOKING:
+            del self._phases[partition]  # `due` releases what is not assigned here
+
+    def released(self, partition: int, attempt: int, revision: int) -> None:
+        """Note that the partition has no owner, or another one, by the record of this revision (0: there is none)."""
+        self._note_stored(partition, Owner("", revision))
+        if self._is_current(partition, attempt, Phase.RELEASING):
+            del self._phases[partition]
+
+    def failed(self, partition: int, attempt: int, now: float) -> None:
+        """Note that a claim or a release could not be stored."""
+        if self._is_current(partition, attempt, Phase.CLAIMING) or self._is_current(
+            partition, attempt, Phase.RELEASING
+        ):
+            del self._phases[partition]
+            self._not_before[partition] = now + RETRY
+
+    def fenced(self, partition: int, revision: int, now: float) -> bool:
+        """Note that a commit behind this member's record of `revision` found another one; return whether it was the owner."""
+        if not self.holds(partition, revision):
+            return False
+        del self._phases[partition]
+        self._not_before[partition] = now + RETRY
+        return True
+
+    def _is_current(self, partition: int, attempt: int, phase: Phase) -> bool:
+        return self._phases.get(partition) is phase and self._attempts.get(partition) == attempt
+
+    def _note_stored(self, partition: int, owner: Owner) -> None:
+        known = self._stored.get(partition)
+        if known is None or owner.revision >= known.revision or not owner.revision:
+            self._stored[partition] = owner
+
+    # -- what to do ---------------------------------------------------------------------------------------------------
+
+    def may_claim(self, owner: Owner | None) -> bool:
+        """Return whether the member may take a partition whose record names `owner` at the leader; None has no record."""
+        if owner is None or owner.id in ("", self.me):
+            return True
+        # A newer record may be that of a member that is not known here yet.
+        return owner.id not in self._alive and owner.revision <= self._known
+
+    def due(self, now: float) -> list[Action]:
+        """Return what to do now. Call it after each event, and at `wake_at`."""
+        lost = [number for number in self._phases if self._is_lost(number, now)]
+        self._lapsed.clear()
+        for number in lost:
+            del self._phases[number]
+        actions: list[Action] = [Lose(tuple(sorted(lost)))] if lost else []
+        revoked = tuple(number for number in self.owned if number not in self._target)
+        for number in revoked:
+            self._phases[number] = Phase.REVOKING
+        if revoked:
+            actions.append(Revoke(revoked))
+        if not self.is_valid(now):
+            return actions
+        for number in range(self._count):
+            if number in self._phases or self._not_before.get(number, -math.inf) > now:
+                continue
+            owner = self._owner(number)
+            if number in self._target:
+                if self.may_claim(owner):
+                    actions.append(Claim(number, self._begin(number, Phase.CLAIMING)))
+            elif owner is not None and owner.id == self.me:
+                actions.append(Release(number, self._begin(number, Phase.RELEASING)))
+        return actions
+
+    def _begin(self, partition: int, phase: Phase) -> int:
+        self._count_attempts += 1
+        self._phases[partition], self._attempts[partition] = phase, self._count_attempts
+        return self._count_attempts
+
+    def wake_at(self, now: float) -> float:
+        """Return when `due` has something to do although nothing happens; infinity if never."""
+        times = [time for time in self._not_before.values() if time > now]
+        if self._phases and self.is_valid(now):
+            times.append(self.valid_until)
+        return min(times, default=math.inf)
+
+    def _is_lost(self, partition: int, now: float) -> bool:
+        if self._phases[partition] is Phase.RELEASING:
+            return False
+        if not self.is_valid(now) or partition in self._lapsed:
+            return True
+        if self._phases[partition] is Phase.CLAIMING:
+            return False
+        owner = self._owner(partition)
+        return owner is not None and owner.id != self.me
+
+    def _owner(self, partition: int) -> Owner | None:
+        """Return the owner as far as it is known: what this member has stored last may be newer than what it has seen."""
+        seen, stored = self._owners.get(partition), self._stored.get(partition)
+        if stored is not None and (seen is None or seen.revision <= stored.revision):
+            return stored
+        return seen

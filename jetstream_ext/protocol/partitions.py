@@ -1,0 +1,211 @@
+"""Which partition a subject belongs to, and which member of a group owns which partitions. No I/O.
+
+Every member of a group computes both for itself, whatever release of this library it runs. The functions are therefore
+part of the protocol between members: their results do not change.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from operator import attrgetter
+from typing import Final
+
+from jetstream_ext.errors import BadSubjectError
+from jetstream_ext.protocol.direct import StoredMsg
+
+_FNV_OFFSET: Final = 0x811C9DC5
+_FNV_PRIME: Final = 0x01000193
+
+_CACHED_SUBJECTS: Final = 65_536
+_LONGEST_CACHED: Final = 256  # bytes of a subject; with the number of subjects, this bounds the memory of a cache
+
+_REPLACED: Final = re.compile("\ufffd+")
+
+
+def _fnv1a(data: bytes) -> int:
+    value = _FNV_OFFSET
+    for byte in data:
+        value = ((value ^ byte) * _FNV_PRIME) & 0xFFFFFFFF
+    return value
+
+
+def _canonical(subject: bytes) -> bytes:
+    """Return the same bytes for a subject whether a replica or the leader sent it.
+
+    The leader sends U+FFFD for invalid UTF-8: in Go one for each byte, where Python has one for each invalid sequence,
+    so that only runs can be compared.
+    """
+    if subject.isascii():
+        return subject
+    text = subject.decode("utf-8", "replace")
+    return _REPLACED.sub("\ufffd", text).encode() if "\ufffd" in text else subject
+
+
+def partition_of(subject: str | bytes, partitions: int, key: Sequence[int] | None) -> int:
+    """Return the partition of a subject, as the server's subject transform ``partition()`` computes it.
+
+    It is the 32-bit FNV-1a hash, modulo `partitions`, of the chosen tokens without a separator, as in
+    ``{{partition(n,1,2)}}``, or of the whole subject with its dots, as in ``{{partition(n)}}``. The server numbers the
+    wildcards of the transform's source from 1, and `key` the tokens of the subject from 0.
+
+    A subject that is not valid UTF-8 counts as if it had one U+FFFD for each run of invalid bytes, because servers send
+    it so in some answers. Only for such subjects, and those with several U+FFFD in a row, the server's result can be
+    another one.
+
+    Args:
+        subject: The subject; as a str, bytes that are not UTF-8 are U+FFFD or lone surrogates (``surrogateescape``).
+        partitions: The number of partitions.
+        key: Zero-based positions of tokens; None is the whole subject.
+
+    Raises:
+        BadSubjectError: The subject is too short for `key`. No partition would be right: another client could read the
+            key in another way, and the order of its messages would be lost.
+    """
+    raw = _canonical(subject if isinstance(subject, bytes) else subject.encode("utf-8", "surrogateescape"))
+    return _fnv1a(raw if key is None else _key_of(raw, key)) % partitions
+
+
+def _key_of(subject: bytes, key: Sequence[int]) -> bytes:
+    tokens = subject.split(b".")
+    try:
+        return b"".join([tokens[position] for position in key])
+    except IndexError:
+        raise _too_short(subject.decode("utf-8", "replace"), len(tokens), key) from None
+
+
+def _too_short(subject: str, tokens: int, key: Sequence[int]) -> BadSubjectError:
+    return BadSubjectError(
+        f"subject {subject!r} has {tokens} token{'s' if tokens > 1 else ''}, but the partition key is the tokens "
+        f"{', '.join(map(str, key))}, counted from 0; read only subjects that have them, with a filter such as "
+        f"{'.'.join(['*'] * max(key) + ['>'])!r}, or take another key"
+    )
+
+
+class _Partitions(dict[bytes, int]):
+    """The partitions of subjects; a new subject is added on access."""
+
+    def __init__(self, partitions: int, key: tuple[int, ...] | None) -> None:
+        super().__init__()
+        self._partitions = partitions
+        self._key = key
+
+    def __missing__(self, subject: bytes) -> int:
+        found = partition_of(subject, self._partitions, self._key)
+        if len(subject) <= _LONGEST_CACHED:
+            if len(self) >= _CACHED_SUBJECTS:
+                self.clear()
+            self[subject] = found
+        return found
+
+
+_raw_subject = attrgetter("raw_subject")
+
+
+class Partitioner:
+    """The partitions of a stream's messages: `partition_of` with a cache, because the subjects of a stream repeat.
+
+    Attributes:
+        partitions: The number of partitions.
+        key: The zero-based positions of the tokens that are the key, or None for the whole subject.
+
+    Raises:
+        ValueError: There is no partition, or `key` is empty or has a negative position.
+    """
+
+    def __init__(self, partitions: int, key: Sequence[int] | None = None) -> None:
+        if partitions < 1:
+            raise ValueError(f"partitions must be at least 1, not {partitions}")
+        if key is not None and (not key or min(key) < 0):
+            raise ValueError(f"key must be zero-based positions of subject tokens, or None, not {key!r}")
+        self.partitions: int = partitions
+        self.key: tuple[int, ...] | None = None if key is None else tuple(key)
+        self._known = _Partitions(partitions, self.key)
+
+    def __call__(self, subject: str | bytes) -> int:
+        """Return the partition of a subject; see `partition_of`."""
+        return self._known[subject if isinstance(subject, bytes) else subject.encode("utf-8", "surrogateescape")]
+
+    def of(self, messages: Sequence[StoredMsg]) -> list[int]:
+        """Return the partition of each message.
+
+        Raises:
+            BadSubjectError: A message's subject is too short for the key.
+        """
+        known = self._known
+        try:
+            return list(map(known.__getitem__, map(_raw_subject, messages)))
+        except BadSubjectError:
+            for message in messages:
+                try:
+                    _ = known[message.raw_subject]
+                except BadSubjectError as error:
+                    raise BadSubjectError(f"stream {message.stream!r}, sequence {message.seq}: {error}") from None
+            raise
+
+    def check_filter(self, subject_filter: str) -> None:
+        """Raise BadSubjectError if the filter matches subjects that are too short for the key.
+
+        Args:
+            subject_filter: The filter of a reader, or a subject of a stream that is read without one.
+        """
+        tokens = subject_filter.split(".")  # a `>` at the end stands for one token or more
+        if self.key is not None and len(tokens) <= max(self.key):
+            raise _too_short(subject_filter, len(tokens), self.key)
+
+
+def _scores(member: str, partitions: int) -> list[int]:
+    """Return how much a member prefers each partition: 64 random bits that depend on nothing else."""
+    member_hash = blake2b(key=blake2b(member.encode("utf-8", "surrogateescape")).digest())
+    scores = list[int]()
+    for block in range(0, partitions, 8):
+        one = member_hash.copy()
+        one.update(block.to_bytes(8, "big"))
+        digest = one.digest()
+        scores += [int.from_bytes(digest[at : at + 8], "big") for at in range(0, 64, 8)]
+    return scores[:partitions]
+
+
+def assign(members: Iterable[str], partitions: int) -> dict[str, list[int]]:
+    """Return the partitions of each member: a function of the set of members and the number of partitions alone.
+
+    Every partition has one member. No member has more than one partition more than another, so that with more members
+    than partitions some have none. When a member joins or leaves, few others change. At the least, its own share of
+    about ``partitions / members`` moves. It is this many more on average (64 partitions): 2 of 13 with the fifth
+    member, 4 of 6 with the eleventh. With 1000 partitions it is 19 of 47 with the twenty-first.
+
+    Each member ranks the partitions by a hash. In the order of the ranks, each takes what it prefers if no other has
+    taken it, up to its share. Without shares this would be rendezvous hashing, which moves nothing but the share of the
+    member that joins or leaves.
+
+    Args:
+        members: The members' names, in any order; a repeated name counts once.
+        partitions: The number of partitions, from 1.
+
+    Returns:
+        The partitions of each member in ascending order. Without members it is empty.
+    """
+    owned: dict[str, list[int]] = {name: [] for name in sorted(set(members))}
+    if not owned:
+        return owned
+    share, larger_shares = divmod(partitions, len(owned))
+    free, rank = set(range(partitions)), 0
+    choosing = []
+    for name, own in owned.items():
+        scores = _scores(name, partitions)
+        choosing.append((name, own, scores, sorted(range(partitions), key=scores.__getitem__, reverse=True)))
+    while free:
+        claims = [(scores[order[rank]], name, own, order[rank]) for name, own, scores, order in choosing]
+        claims.sort(key=lambda claim: claim[:2], reverse=True)
+        for _, _, own, partition in claims:
+            if partition not in free or len(own) > share or (len(own) == share and not larger_shares):
+                continue
+            larger_shares -= len(own) == share
+            own.append(partition)
+            free.discard(partition)
+        choosing = [each for each in choosing if len(each[1]) < share + bool(larger_shares)]
+        rank += 1
+    for own in owned.values():
+        own.sort()
+    return owned

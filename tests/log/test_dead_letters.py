@@ -1,0 +1,662 @@
+"""Dead letters: an input that fails again and again is stored aside, and a worker that dies of one is not stuck."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import pickle
+import sys
+import textwrap
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import nats.errors
+import pytest
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext import BatchMessage, StoredMsg, errors
+from jetstream_ext.client.fenced_write import FencedWriter
+from jetstream_ext.log import DeadLetter, Last, LogReader, OffsetStore, Processed, exactly_once, takeover
+from jetstream_ext.protocol.dead_letters import KEPT, RAW, origin, raw_headers
+from jetstream_ext.testing import NatsServer
+
+Make = Callable[..., Awaitable[str]]
+More = Callable[[str, int, int], Awaitable[None]]
+
+
+def letter(target: str, attempts: int = 3, backoff: Any = 0.0) -> DeadLetter:
+    return DeadLetter(f"{target}.dead", attempts, backoff)
+
+
+def work(reader: LogReader, target: str, handler: Any, **options: Any) -> Awaitable[Processed]:
+    options = {"name": "w", "prefix": f"{target}.at", "dead_letter": letter(target), **options}
+    return exactly_once(reader, target, handler, **options)
+
+
+async def stored(js: JetStreamContext, target: str, suffix: str) -> list[StoredMsg]:
+    return [msg async for msg in LogReader(js, target, subject=f"{target}.{suffix}")]
+
+
+async def numbers(js: JetStreamContext, target: str) -> list[int]:
+    return [int(msg.data) for msg in await stored(js, target, "out")]
+
+
+async def records(js: JetStreamContext, target: str) -> list[dict[str, Any]]:
+    return [json.loads(msg.data) for msg in await stored(js, target, "at.w")]
+
+
+class Failing:
+    """A handler that fails for some inputs: always, or the first few times. It keeps what it was called with."""
+
+    def __init__(self, target: str, fails: dict[int, int]) -> None:
+        self.target = target
+        self.fails = dict(fails)
+        self.calls: list[int | list[int]] = []
+
+    def __call__(self, message: StoredMsg) -> BatchMessage:
+        self.calls.append(message.seq)
+        self.fail(message)
+        return BatchMessage(f"{self.target}.out", message.data)
+
+    def group(self, messages: list[StoredMsg]) -> list[BatchMessage]:
+        self.calls.append([message.seq for message in messages])
+        for message in messages:
+            self.fail(message)
+        return [BatchMessage(f"{self.target}.out", message.data) for message in messages]
+
+    def fail(self, message: StoredMsg) -> None:
+        if self.fails.get(message.seq, 0) > 0:
+            self.fails[message.seq] -= 1
+            raise ZeroDivisionError(f"input {message.seq}")
+
+
+ALWAYS = 1 << 30
+
+
+async def test_an_input_that_fails_again_and_again_becomes_a_dead_letter(
+    js: JetStreamContext, make_stream: Make, caplog: pytest.LogCaptureFixture, leak_check: Any
+) -> None:
+    source, target = await make_stream(10), await make_stream()
+    handler = Failing(target, {4: ALWAYS, 7: 2})
+    with caplog.at_level(logging.WARNING, "jetstream_ext"):
+        done = await work(LogReader(js, source), target, handler)
+    assert done == Processed(inputs=10, outputs=9, commits=done.commits, position=11, dead_letters=1)
+    assert await numbers(js, target) == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+    assert handler.calls == [1, 2, 3, 4, 4, 4, 5, 6, 7, 7, 7, 8, 9, 10]
+    (dead,) = await stored(js, target, "dead")
+    found = await jsx.DirectGet(js, source).get(4)
+    assert dead.data == found.data
+    known = origin(dead)
+    assert known is not None
+    assert (known.stream, known.subject, known.seq, known.time_ns) == (source, found.subject, 4, found.time_ns)
+    assert (known.attempts, known.error, known.worker) == (3, "ZeroDivisionError: input 4", "w")
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "input 4" in warning
+    assert f"{target}.dead" in warning
+    await leak_check.assert_clean()
+
+
+async def test_the_dead_letter_and_the_position_are_one_batch(js: JetStreamContext, make_stream: Make) -> None:
+    source, target = await make_stream(3), await make_stream()
+    await work(LogReader(js, source), target, Failing(target, {2: ALWAYS}))
+    (dead,) = await stored(js, target, "dead")
+    position = await jsx.DirectGet(js, target).get(dead.seq + 1)
+    assert position.subject == f"{target}.at.w"
+    assert position.headers["Nats-Batch-Id"] == dead.headers["Nats-Batch-Id"]
+    assert json.loads(position.data)["seq"] == 3
+    assert "failed" not in json.loads(position.data)
+
+
+async def test_outputs_of_the_inputs_before_are_stored_with_the_failed_attempt(
+    js: JetStreamContext, make_stream: Make
+) -> None:
+    source, target = await make_stream(5), await make_stream()
+    await work(LogReader(js, source), target, Failing(target, {4: 1}))
+    found = [record for record in await records(js, target) if "failed" in record]
+    assert [(record["seq"], record["failed"]["seq"], record["failed"]["attempts"]) for record in found] == [(4, 4, 1)]
+    assert found[0]["failed"]["error"] == "ZeroDivisionError: input 4"
+    assert await numbers(js, target) == [1, 2, 3, 4, 5]
+
+
+async def test_without_dead_letters_a_record_is_as_before(js: JetStreamContext, make_stream: Make) -> None:
+    source, target = await make_stream(5), await make_stream()
+    done = await work(LogReader(js, source), target, Failing(target, {}), dead_letter=None)
+    assert done.commits == 2
+    fields = {"v", "stream", "created", "seq", "worker", "commit", "inbox", "took_over"}
+    assert all(record.keys() == fields for record in await records(js, target))
+
+
+def bad_results(target: str) -> dict[str, Any]:
+    return {
+        "no message": 7,
+        "not a BatchMessage": ["text"],
+        "a subject of another stream": BatchMessage("elsewhere", b""),
+        "the position's subject": BatchMessage(f"{target}.at.w", b""),
+        "a bad header": BatchMessage(f"{target}.out", b"", headers={"a b": "c"}),
+        "a line break in a header": BatchMessage(f"{target}.out", b"", headers={"a": "b\r\nc"}),
+        "no bytes": BatchMessage(f"{target}.out", "text"),  # type: ignore[arg-type]
+        "no subject": BatchMessage(7, b""),  # type: ignore[arg-type]
+        "a message that is too large": BatchMessage(f"{target}.out", bytes(2048)),
+        "a payload that is too large": BatchMessage(f"{target}.out", bytes(2 << 20)),
+        "a TTL that the stream refuses": BatchMessage(f"{target}.out", b"", msg_ttl=5),
+        "an expectation that does not hold": BatchMessage(f"{target}.out", b"", expected_last_subject_seq=99999),
+        "more than a batch": [BatchMessage(f"{target}.out", b"0")] * 1001,
+        "a rollup that the stream refuses": BatchMessage(f"{target}.out", b"", headers={"Nats-Rollup": "sub"}),
+    }
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("kind", list(bad_results("t")))
+async def test_outputs_that_cannot_be_stored_are_a_failure_of_their_input(
+    js: JetStreamContext, make_stream: Make, kind: str, grouped: bool
+) -> None:
+    source, target = await make_stream(5), await make_stream(max_msg_size=1500)
+
+    def handler(given: Any) -> Any:
+        messages = given if grouped else [given]
+        if any(message.seq == 3 for message in messages):
+            return bad_results(target)[kind]
+        return [BatchMessage(f"{target}.out", message.data) for message in messages]
+
+    done = await work(LogReader(js, source), target, handler, grouped=grouped, dead_letter=letter(target, 2))
+    assert (done.inputs, done.outputs, done.dead_letters) == (5, 4, 1)
+    assert await numbers(js, target) == [1, 2, 4, 5]
+    (dead,) = await stored(js, target, "dead")
+    assert (dead.data, dead.headers["Dead-Letter-Attempts"]) == (b"3", "2")
+
+
+async def test_a_grouped_handler_gets_one_input_at_a_time_after_a_failure(
+    js: JetStreamContext, make_stream: Make
+) -> None:
+    source, target = await make_stream(9), await make_stream()
+    handler = Failing(target, {2: ALWAYS, 3: 2})
+    done = await work(LogReader(js, source), target, handler.group, grouped=True, max_messages=4)
+    assert (done.inputs, done.dead_letters) == (9, 1)
+    assert handler.calls == [[1, 2, 3, 4], [1], [2], [2], [2], [3], [3], [3], [4], [5, 6, 7, 8], [9]]
+    assert await numbers(js, target) == [1, 3, 4, 5, 6, 7, 8, 9]
+
+
+async def test_attempts_count_across_restarts(js: JetStreamContext, make_stream: Make) -> None:
+    source, target = await make_stream(5), await make_stream()
+    handler = Failing(target, {3: ALWAYS})
+    for attempt in range(1, 4):
+        working = asyncio.ensure_future(
+            work(LogReader(js, source), target, handler, dead_letter=letter(target, 4, 3600))
+        )
+        await until_attempts(js, target, attempt)
+        working.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await working
+    assert handler.calls.count(3) == 3
+    done = await work(LogReader(js, source), target, handler, dead_letter=letter(target, 4, 3600))
+    assert handler.calls.count(3) == 4
+    assert done.dead_letters == 1
+    assert await numbers(js, target) == [1, 2, 4, 5]
+    (dead,) = await stored(js, target, "dead")
+    assert dead.headers["Dead-Letter-Attempts"] == "4"
+
+
+async def until_attempts(js: JetStreamContext, target: str, attempts: int) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(errors.MessageNotFoundError):
+                record = json.loads((await jsx.DirectGet(js, target).get_last(f"{target}.at.w")).data)
+                if record.get("failed", {}).get("attempts") == attempts:
+                    return
+            await asyncio.sleep(0.01)
+
+
+async def test_a_pause_ends_at_once_when_the_call_is_cancelled(
+    js: JetStreamContext, make_stream: Make, leak_check: Any
+) -> None:
+    source, target = await make_stream(1), await make_stream()
+    working = asyncio.ensure_future(
+        work(LogReader(js, source), target, Failing(target, {1: ALWAYS}), dead_letter=letter(target, 2, 3600))
+    )
+    await until_attempts(js, target, 1)
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(working, 60)
+    await leak_check.assert_clean()
+
+
+async def test_a_worker_that_was_fenced_during_a_pause_stores_nothing(
+    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(takeover, "_ALIVE_AFTER", 0.05)
+    source, target = await make_stream(3), await make_stream()
+    first = asyncio.ensure_future(
+        work(LogReader(js, source), target, Failing(target, {2: 1}), dead_letter=letter(target, 2, 3.0))
+    )
+    await until_attempts(js, target, 1)
+    second = await work(LogReader(js, source), target, Failing(target, {}))
+    assert second.position == 4
+    with pytest.raises(errors.FencedError):
+        await asyncio.wait_for(first, 60)
+    assert await numbers(js, target) == [1, 2, 3]
+    assert not await stored(js, target, "dead")
+
+
+@pytest.mark.parametrize("error", [errors.RequestTimeoutError("no answer"), asyncio.CancelledError()])
+async def test_what_the_handler_raises_counts_whatever_it_is(
+    js: JetStreamContext, make_stream: Make, error: BaseException
+) -> None:
+    """Also a cancellation of something that it waited for."""
+    source, target = await make_stream(3), await make_stream()
+
+    async def handler(message: StoredMsg) -> BatchMessage:
+        if message.seq == 2:
+            raise error
+        return BatchMessage(f"{target}.out", message.data)
+
+    done = await work(LogReader(js, source), target, handler)
+    assert done.dead_letters == 1
+    (dead,) = await stored(js, target, "dead")
+    assert dead.headers["Dead-Letter-Error"].startswith(type(error).__name__)
+
+
+@pytest.mark.parametrize("error", [
+    errors.RequestTimeoutError("no answer"),
+    errors.BatchOutcomeUnknownError("no answer"),
+    nats.errors.ConnectionClosedError(),
+    errors.BatchServerError(code=503, err_code=10077, description="maximum messages exceeded", outcome="not_stored"),
+    errors.BatchServerError(code=400, err_code=10109, description="sealed", outcome="not_stored"),
+    errors.AtomicPublishDisabledError(code=400, err_code=10174, outcome="not_stored"),
+    errors.StreamRecreatedError("another one"),
+])  # fmt: skip
+async def test_an_error_that_is_not_the_inputs_ends_the_worker(
+    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    source, target = await make_stream(3), await make_stream()
+    publish = FencedWriter._publish
+
+    async def fail(writer: FencedWriter, messages: Any, record: bytes, timeout: float) -> Any:
+        if messages:
+            raise error
+        return await publish(writer, messages, record, timeout)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FencedWriter, "_publish", fail)
+        with pytest.raises(type(error)):
+            await work(LogReader(js, source), target, Failing(target, {}), patience=0.1)
+    assert not any("failed" in record for record in await records(js, target))
+    await work(LogReader(js, source), target, Failing(target, {}))
+    assert await numbers(js, target) == [1, 2, 3]
+
+
+HEADERS = [
+    ("Trace", "a"),
+    ("Trace", "b"),
+    ("nats-rollup", "all"),
+    ("X", ""),
+    ("Ünicode", "no token"),
+    ("Text", "äöü ☃"),
+    ("Dead-Letter-Error", "an earlier one"),
+    ("Dead-Letter-Header-Nats-Msg-Id", "older"),
+    ("dead-letter-x", "y"),
+    ("Odd\nname", "v"),
+    ("Odd", "va\rlue"),
+    ("Nats-Msg-Id", "id-1"),
+]
+
+
+async def test_a_dead_letter_keeps_the_headers_of_its_input(js: JetStreamContext, nc: Any, make_stream: Make) -> None:
+    source, target = await make_stream(), await make_stream()
+    block = "NATS/1.0\r\n" + "".join(f"{name}: {value}\r\n" for name, value in HEADERS) + "\r\n"
+    raw = block.encode()[:-2] + b"Binary: \xff\xfe\r\n\r\n"
+    payload = bytes(range(256))
+    inbox = nc.new_inbox()
+    answers = await nc.subscribe(inbox)
+    line = f"HPUB {source}.x {inbox} {len(raw)} {len(raw) + len(payload)}\r\n".encode()
+    await nc._send_command(line + raw + payload + b"\r\n")
+    await nc._flush_pending()
+    await answers.next_msg(10)
+    await work(LogReader(js, source), target, Failing(target, {1: ALWAYS}))
+    (dead,) = await stored(js, target, "dead")
+    assert dead.data == payload
+    known = origin(dead)
+    assert known is not None
+    odd = {"Ünicode", "Odd\nname", "Odd"}
+    assert list(known.headers) == [(name, value) for name, value in HEADERS if name not in odd]
+    assert not known.complete
+    assert raw_headers(dead) == [
+        *((name.encode(), value.encode()) for name, value in HEADERS if name in odd),
+        (b"Binary", b"\xff\xfe"),
+    ]
+    assert (f"{KEPT}Nats-Msg-Id", "id-1") in dead.header_pairs
+    assert sum(name == RAW for name, _ in dead.header_pairs) == 4
+    assert "Nats-Msg-Id" not in dead.headers
+
+
+@pytest.mark.parametrize("text", ["", "two\r\nlines\x1b[31m", "x" * 100_000, "\ud800", "☃" * 5000])
+async def test_the_error_of_a_dead_letter_is_one_short_line(js: JetStreamContext, make_stream: Make, text: str) -> None:
+    source, target = await make_stream(1), await make_stream()
+
+    def handler(message: StoredMsg) -> None:
+        raise LookupError(text)
+
+    await work(LogReader(js, source), target, handler, dead_letter=letter(target, 2))
+    (dead,) = await stored(js, target, "dead")
+    error = dead.headers["Dead-Letter-Error"]
+    assert error.startswith("LookupError")
+    assert error.isprintable()
+    assert len(error.encode()) <= 1024
+    assert all(len(json.dumps(record)) < 1500 for record in await records(js, target))
+
+
+async def test_an_error_whose_text_fails_is_a_failure_too(js: JetStreamContext, make_stream: Make) -> None:
+    class OddError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    source, target = await make_stream(1), await make_stream()
+
+    def handler(message: StoredMsg) -> None:
+        raise OddError
+
+    done = await work(LogReader(js, source), target, handler)
+    assert done.dead_letters == 1
+
+
+@pytest.mark.parametrize("headers", [0, 65_400])
+async def test_a_dead_letter_that_cannot_be_stored_ends_the_worker_and_loses_nothing(
+    js: JetStreamContext, make_stream: Make, headers: int
+) -> None:
+    source, target = await make_stream(), await make_stream(**({} if headers else {"max_msg_size": 1000}))
+    await js.publish(f"{source}.x", bytes(900), headers={"Large": "x" * headers} if headers else None)
+    handler = Failing(target, {1: ALWAYS})
+    with pytest.raises((errors.MessageTooLargeError, errors.BadHeaderError), match="cannot be stored as a dead letter"):
+        await work(LogReader(js, source), target, handler)
+    assert not await stored(js, target, "dead")
+    assert (await records(js, target))[-1]["seq"] == 1
+    done = await work(LogReader(js, source), target, lambda message: None)
+    assert (done.inputs, done.dead_letters) == (1, 0)
+
+
+HOSTILE = [
+    {"failed": 7},
+    {"failed": {"seq": "x", "attempts": 1, "error": ""}},
+    {"failed": {"seq": 2}},
+    {"failed": {"seq": 0, "attempts": 1, "error": ""}},
+    {"failed": {"seq": 2, "attempts": -1, "error": ""}},
+    {"failed": {"seq": 2, "attempts": 1 << 62, "error": ""}},
+    {"failed": {"seq": 2, "attempts": True, "error": ""}},
+    {"failed": {"seq": 99, "attempts": 9, "error": ""}},
+    {"failed": [[]]},
+    {"careful": -1},
+    {"careful": "many"},
+    {"careful": 1 << 62},
+    {"careful": None},
+    {"careful": 1 << 30},
+]
+
+
+@pytest.mark.parametrize("forged", HOSTILE, ids=repr)
+async def test_a_record_with_odd_fields_is_read_as_one_without_them(
+    js: JetStreamContext, make_stream: Make, more: More, forged: dict[str, Any]
+) -> None:
+    source, target = await make_stream(1), await make_stream()
+    await work(LogReader(js, source), target, Failing(target, {}))
+    (found,) = await LogReader(js, target, subject=f"{target}.at.w", start=Last()).read()
+    await js.publish(found.subject, json.dumps(json.loads(found.data) | forged).encode())
+    await more(source, 2, 5)
+    done = await work(LogReader(js, source), target, Failing(target, {3: ALWAYS}))
+    assert (done.inputs, done.dead_letters) == (4, 1)
+    assert await numbers(js, target) == [1, 2, 4, 5]
+
+
+async def test_the_dead_letters_subject_is_checked_at_the_start(js: JetStreamContext, make_stream: Make) -> None:
+    source, target = await make_stream(1), await make_stream()
+    handled: list[Any] = []
+    with pytest.raises(errors.StreamConfigMismatchError, match="subjects"):
+        await work(LogReader(js, source), target, handled.append, dead_letter=DeadLetter("elsewhere"))
+    with pytest.raises(ValueError, match="position"):
+        await work(LogReader(js, source), target, handled.append, dead_letter=DeadLetter(f"{target}.at.w"))
+    with pytest.raises(TypeError, match="DeadLetter"):
+        await work(LogReader(js, source), target, handled.append, dead_letter="elsewhere")
+    compacted = await make_stream(max_msgs_per_subject=1)
+    with pytest.raises(errors.StreamConfigMismatchError, match="max_msgs_per_subject"):
+        await work(LogReader(js, source), compacted, handled.append)
+    with pytest.raises(ValueError, match="dead letter"):
+        await work(LogReader(js, target, subject=f"{target}.dead"), target, handled.append)
+    assert not handled
+    await work(LogReader(js, source), compacted, handled.append, position_may_vanish=True)
+
+
+async def test_a_dead_letter_outlives_the_streams_max_age(js: JetStreamContext, make_stream: Make) -> None:
+    source, target = await make_stream(1), await make_stream(max_age=3600, allow_msg_ttl=True)
+    await work(LogReader(js, source), target, Failing(target, {1: ALWAYS}))
+    (dead,) = await stored(js, target, "dead")
+    assert dead.headers["Nats-TTL"] == "never"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attempts": 0},
+        {"attempts": True},
+        {"attempts": 1.5},
+        {"backoff": -1},
+        {"backoff": ()},
+        {"backoff": [1, -1]},
+        {"backoff": float("inf")},
+        {"backoff": float("nan")},
+        {"subject": "a.*"},
+        {"subject": ""},
+        {"subject": "a b"},
+    ],
+    ids=repr,
+)
+def test_bad_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - each has a text of its own
+        DeadLetter(**{"subject": "a", **options})
+
+
+def test_options_of_another_type_are_refused() -> None:
+    with pytest.raises(TypeError):
+        DeadLetter("a", backoff="1")  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        DeadLetter(7)  # type: ignore[arg-type]
+
+
+def test_a_dead_letter_option_is_a_value() -> None:
+    one = DeadLetter("a", 3, [1, 2])
+    assert one == pickle.loads(pickle.dumps(one)) == DeadLetter("a", 3, (1.0, 2.0))
+    assert len({one, DeadLetter("a", 3, (1, 2))}) == 1
+    assert [one.pause_after(n) for n in (1, 2, 3, 99)] == [1.0, 2.0, 2.0, 2.0]
+    assert DeadLetter("a", backoff=2).pause_after(7) == 2.0
+
+
+# -- workers that die -------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import asyncio, os, signal, sys
+import nats
+from jetstream_ext import BatchMessage
+from jetstream_ext.log import DeadLetter, LogReader, exactly_once
+
+url, source, target, poison, how = sys.argv[1:6]
+options = eval(sys.argv[6])
+
+def one(message):
+    if message.seq == int(poison):
+        if how == "exit":
+            sys.exit(7)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return BatchMessage(target + ".out", message.data)
+
+def handler(given):
+    return [one(message) for message in given] if options.get("grouped") else one(given)
+
+async def main():
+    nc = await nats.connect(url)
+    js = nc.jetstream(timeout=30)
+    done = await exactly_once(LogReader(js, source), target, handler, name="w", prefix=target + ".at",
+                              dead_letter=DeadLetter(target + ".dead", 3, 0), **options)
+    print(done)
+    await nc.close()
+
+asyncio.run(main())
+"""
+
+
+async def run_worker(server: NatsServer, *arguments: str) -> int:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", textwrap.dedent(PROGRAM), server.url, *arguments, cwd=Path(__file__).parents[2]
+    )
+    return await asyncio.wait_for(process.wait(), 60)
+
+
+@pytest.mark.parametrize(("how", "options"), [("kill", {}), ("kill", {"grouped": True}), ("exit", {})])
+async def test_an_input_that_kills_the_process_does_not_wedge_the_worker(
+    js: JetStreamContext, server: NatsServer, make_stream: Make, how: str, options: dict[str, Any]
+) -> None:
+    source, target = await make_stream(30), await make_stream()
+    options = {"max_messages": 10, **options}
+    codes = []
+    async with asyncio.timeout(120):
+        while not codes or codes[-1]:
+            codes.append(await run_worker(server, source, target, "14", how, repr(options)))
+    # The first end is of a group, and the others are of this input alone.
+    assert len(codes) == 5
+    assert await numbers(js, target) == [n for n in range(1, 31) if n != 14]
+    (dead,) = await stored(js, target, "dead")
+    assert (dead.data, dead.headers["Dead-Letter-Attempts"]) == (b"14", "3")
+    assert "the worker ended" in dead.headers["Dead-Letter-Error"]
+
+
+async def die(working: "asyncio.Future[Any]", monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop a worker as a kill does: it stores nothing more."""
+    from jetstream_ext.log.worker import Worker
+
+    async def nothing(self: Any, error: BaseException) -> None: ...
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Worker, "_store_end", nothing)
+        working.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await working
+
+
+class Hanging(Failing):
+    """A handler that waits at one input."""
+
+    def __init__(self, target: str, seq: int) -> None:
+        super().__init__(target, {})
+        self.seq = seq
+        self.there = asyncio.Event()
+
+    async def hang(self, message: StoredMsg) -> BatchMessage:
+        if message.seq == self.seq:
+            self.there.set()
+            await asyncio.Event().wait()
+        return self(message)
+
+
+async def start_hanging(
+    js: JetStreamContext, source: str, target: str, seq: int, **options: Any
+) -> "asyncio.Future[Any]":
+    handler = Hanging(target, seq)
+    working = asyncio.ensure_future(work(LogReader(js, source), target, handler.hang, **options))
+    await asyncio.wait_for(handler.there.wait(), 60)
+    return working
+
+
+async def test_the_inputs_before_one_that_kills_are_handled_once(
+    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = await make_stream(30), await make_stream()
+    for _ in range(4):
+        await die(await start_hanging(js, source, target, 14, max_messages=10), monkeypatch)
+    done = await work(LogReader(js, source), target, Failing(target, {}), max_messages=10)
+    assert done.dead_letters == 1
+    assert await numbers(js, target) == [n for n in range(1, 31) if n != 14]
+    attempts = [record["failed"]["attempts"] for record in await records(js, target)
+                if record.get("failed", {}).get("seq") == 14]  # fmt: skip
+    assert sorted(set(attempts)) == [1, 2, 3]
+
+
+async def test_a_planned_stop_does_not_count_as_an_attempt(
+    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = await make_stream(30), await make_stream()
+    await die(await start_hanging(js, source, target, 14, max_messages=10), monkeypatch)
+    for _ in range(5):
+        stopped = await start_hanging(js, source, target, 14, max_messages=10)
+        assert (await records(js, target))[-1]["failed"] == {"seq": 14, "attempts": 1, "error": ""}
+        stopped.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopped
+        assert "failed" not in (await records(js, target))[-1]
+    done = await work(LogReader(js, source), target, Failing(target, {}))
+    assert not done.dead_letters
+    assert await numbers(js, target) == list(range(1, 31))
+
+
+async def test_a_planned_stop_needs_no_care_afterwards(js: JetStreamContext, make_stream: Make) -> None:
+    source, target = await make_stream(30), await make_stream()
+    stopped = await start_hanging(js, source, target, 14, max_messages=10)
+    stopped.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stopped
+    assert (await records(js, target))[-1]["careful"] == 0
+    done = await work(LogReader(js, source), target, Failing(target, {}), max_messages=10)
+    assert (done.inputs, done.commits) == (20, 4)  # the claim, two groups, the end
+
+
+async def test_care_ends_behind_what_the_dead_worker_had_in_its_hands(
+    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group is that of the worker that died, whatever this one's is; each input costs one commit."""
+    source, target = await make_stream(100), await make_stream()
+    await die(await start_hanging(js, source, target, 14, max_messages=10), monkeypatch)
+    handler = Failing(target, {})
+    done = await work(LogReader(js, source), target, handler, max_messages=50)
+    assert (done.inputs, done.dead_letters) == (90, 0)
+    assert done.commits == 1 + 1 + 10 + 2 + 1  # the claim, the first attempt, ten inputs, the rest, the end
+    assert await numbers(js, target) == list(range(1, 101))
+
+
+async def test_an_input_that_is_gone_after_a_crash_is_not_a_dead_letter(
+    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = await make_stream(30), await make_stream()
+    for _ in range(4):
+        await die(await start_hanging(js, source, target, 14, max_messages=10), monkeypatch)
+    await js.delete_msg(source, 14)
+    done = await work(LogReader(js, source), target, Failing(target, {}), max_messages=10)
+    assert done.dead_letters == 0
+    assert await numbers(js, target) == [n for n in range(1, 31) if n != 14]
+
+
+async def test_an_end_is_not_stored_behind_a_commit_whose_outcome_is_unknown(
+    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The position would go back behind stored outputs."""
+    source, target = await make_stream(10), await make_stream()
+    publish = FencedWriter._publish
+
+    async def cancelled_behind(writer: FencedWriter, messages: Any, record: bytes, timeout: float) -> Any:
+        ack = await publish(writer, messages, record, timeout)
+        if messages:
+            raise asyncio.CancelledError
+        return ack
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FencedWriter, "_publish", cancelled_behind)
+        with pytest.raises(asyncio.CancelledError):
+            await work(LogReader(js, source), target, Failing(target, {}))
+    done = await work(LogReader(js, source), target, Failing(target, {}))
+    assert done.inputs == 0
+    assert await numbers(js, target) == list(range(1, 11))
+
+
+async def test_a_standby_worker_has_dead_letters_too(
+    js: JetStreamContext, make_stream: Make, stream_name: Callable[[], str]
+) -> None:
+    source, target = await make_stream(5), await make_stream()
+    reader = LogReader(js, source, offsets=OffsetStore(js, stream_name()))
+    done = await work(reader, target, Failing(target, {3: ALWAYS}), standby=True)
+    assert (done.inputs, done.dead_letters) == (5, 1)

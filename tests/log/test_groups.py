@@ -1,0 +1,897 @@
+"""Groups: members share the partitions of a stream, hand them over, and take over from each other."""
+
+import asyncio
+import contextlib
+import gc
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import nats
+import pytest
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+from nats.js.api import StreamSource, SubjectTransform
+from nats.js.errors import BucketNotFoundError, NotFoundError
+
+from jetstream_ext import BatchMessage, DirectGet, StoredMsg, errors
+from jetstream_ext.log import DeadLetter, First, Group, New, Seq, Time, exactly_once_group, list_groups
+from jetstream_ext.log.group_store import PartitionRecord
+from jetstream_ext.log.member import Member
+from jetstream_ext.protocol.partitions import assign, partition_of
+from jetstream_ext.testing import NatsServer, ReferenceServer
+
+Make = Callable[..., Awaitable[str]]
+More = Callable[[str, int, int], Awaitable[None]]
+MakeGroup = Callable[..., Group]
+
+
+@pytest.fixture
+def make_group(js: JetStreamContext, stream_name: Callable[[], str]) -> MakeGroup:
+    """Return a group "g" in a bucket of its own, which is that of the other groups of the test."""
+    bucket = stream_name()
+
+    def make(stream: str, **options: Any) -> Group:
+        options = {"partitions": 4, "heartbeat": 0.5, "poll": 0.05, "bucket": bucket, **options}
+        return Group(options.pop("js", js), stream, options.pop("name", "g"), **options)
+
+    return make
+
+
+async def until(condition: Callable[[], Any], what: str = "") -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def take(member: Member, count: int) -> list[StoredMsg]:
+    async with asyncio.timeout(60):
+        return [await anext(member) for _ in range(count)]
+
+
+class Worker:
+    """A member that handles messages until it is stopped; `seen` has their sequences."""
+
+    def __init__(self, group: Group, *, handler: Any = None, **options: Any) -> None:
+        self.seen: list[int] = []
+        self.events: list[tuple[str, tuple[int, ...]]] = []
+        self.handler = handler
+        self.member = group.join(
+            on_assigned=lambda it: self.events.append(("assigned", it)),
+            on_revoked=lambda it: self.events.append(("revoked", it)),
+            on_partitions_lost=lambda it: self.events.append(("lost", it)),
+            **options,
+        )
+        self.stopping = asyncio.Event()
+        self.task = asyncio.ensure_future(self.run())
+
+    async def run(self) -> None:
+        async with self.member as member:
+            iterating = asyncio.ensure_future(self.iterate(member))
+            stopping = asyncio.ensure_future(self.stopping.wait())
+            await asyncio.wait({iterating, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (iterating, stopping):
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await iterating
+
+    async def iterate(self, member: Member) -> None:
+        async for message in member:
+            self.seen.append(message.seq)
+            if self.handler is not None:
+                await self.handler(message)
+
+    async def stop(self) -> None:
+        self.stopping.set()
+        await self.task
+
+    async def kill(self) -> None:
+        """End as a killed process does: nothing is committed, released or deleted."""
+        session = self.member._session
+        session.closed = True
+        await session._end()
+        self.task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, RuntimeError):
+            await self.task
+
+
+class TestOneMember:
+    async def test_returns_every_message_of_a_partition_in_order(
+        self, make_stream: Make, make_group: MakeGroup
+    ) -> None:
+        stream = await make_stream(messages=300)
+        group = make_group(stream, key=[1])
+        async with group.join() as member:
+            found = await take(member, 300)
+            assert member.partitions == (0, 1, 2, 3)
+        assert sorted(message.seq for message in found) == list(range(1, 301))
+        for number in range(4):
+            mine = [message.seq for message in found if partition_of(message.subject, 4, [1]) == number]
+            assert mine == sorted(mine)
+
+    async def test_a_restarted_member_goes_on_behind_what_was_handled(
+        self, make_stream: Make, make_group: MakeGroup, more: More
+    ) -> None:
+        stream = await make_stream(messages=20)
+        async with make_group(stream).join() as member:
+            await take(member, 20)
+        await more(stream, 21, 30)
+        async with make_group(stream).join() as member:
+            assert sorted(message.seq for message in await take(member, 10)) == list(range(21, 31))
+
+    async def test_a_message_in_hand_is_not_handled_if_the_block_raises(
+        self, make_stream: Make, make_group: MakeGroup
+    ) -> None:
+        stream = await make_stream(messages=10)
+        group = make_group(stream, partitions=1)
+
+        async def fail() -> None:
+            async with group.join() as member:
+                assert [message.seq for message in await take(member, 4)] == [1, 2, 3, 4]
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await fail()
+        async with make_group(stream, partitions=1).join() as member:
+            assert (await anext(member)).seq == 4
+
+    async def test_commit_stores_the_position_behind_the_message_in_hand(
+        self, make_stream: Make, make_group: MakeGroup
+    ) -> None:
+        stream = await make_stream(messages=10)
+        group = make_group(stream, partitions=1)
+        async with group.join(auto_commit=False) as member:
+            await take(member, 3)
+            await member.commit()
+            await take(member, 3)
+            assert [it.position for it in (await group.status()).partitions] == [4]
+        assert [it.position for it in (await group.status()).partitions] == [4]
+
+    async def test_commits_after_a_number_of_messages_and_a_time(
+        self, make_stream: Make, make_group: MakeGroup, more: More
+    ) -> None:
+        stream = await make_stream(messages=10)
+        group = make_group(stream, partitions=1)
+        async with group.join(every=5, seconds=3600) as member:
+            await take(member, 6)
+            assert (await group.status()).partitions[0].position == 6
+        await more(stream, 11, 20)
+        async with group.join(every=1000, seconds=0.05) as member:
+            await take(member, 3)
+            async with asyncio.timeout(30):
+                while (await group.status()).partitions[0].position < 9:
+                    await asyncio.sleep(0.02)
+        assert (await group.status()).partitions[0].position == 10
+
+    async def test_follows_new_messages(self, make_stream: Make, make_group: MakeGroup, more: More) -> None:
+        stream = await make_stream()
+        async with make_group(stream, start=New()).join() as member:
+            taking = asyncio.ensure_future(take(member, 5))
+            await until(lambda: member.partitions)
+            await more(stream, 1, 5)
+            assert len(await taking) == 5
+
+    async def test_run_handles_partitions_at_the_same_time(self, make_stream: Make, make_group: MakeGroup) -> None:
+        """A partition whose handler waits does not hold up the others, whatever is behind it in the stream."""
+        stream = await make_stream(messages=3000)
+        group = make_group(stream, key=[1], buffer=10)
+        slow = partition_of(f"{stream}.0", 4, [1])
+        others = [n for n in range(1, 3001) if partition_of(f"{stream}.{n % 3}", 4, [1]) != slow]
+        assert others
+        release, seen = asyncio.Event(), list[int]()
+
+        async def handle(message: StoredMsg) -> None:
+            if partition_of(message.subject, 4, [1]) == slow:
+                await release.wait()
+            seen.append(message.seq)
+
+        async with group.join() as member:
+            running = asyncio.ensure_future(member.run(handle))
+            await until(lambda: len(seen) == len(others))
+            assert sorted(seen) == others
+            release.set()
+            await until(lambda: len(seen) == 3000)
+            running.cancel()
+        assert sorted(seen) == list(range(1, 3001))
+
+    async def test_run_raises_what_the_handler_raises_and_keeps_the_message(
+        self, make_stream: Make, make_group: MakeGroup
+    ) -> None:
+        stream = await make_stream(messages=10)
+
+        def handle(message: StoredMsg) -> None:
+            if message.seq == 5:
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            async with make_group(stream, partitions=1).join() as member:
+                await member.run(handle)
+        async with make_group(stream, partitions=1).join() as member:
+            assert (await anext(member)).seq == 5
+
+    async def test_two_tasks_cannot_iterate(self, make_stream: Make, make_group: MakeGroup) -> None:
+        async with make_group(await make_stream(), start=First()).join() as member:
+            waiting = asyncio.ensure_future(anext(member))
+            await asyncio.sleep(0)
+            with pytest.raises(RuntimeError, match="another task"):
+                await anext(member)
+            waiting.cancel()
+
+
+class TestCommits:
+    async def test_commit_in_a_handler_of_run_leaves_out_what_other_handlers_have(
+        self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext
+    ) -> None:
+        stream = await make_stream()
+        group = make_group(stream, key=[1])
+        [slow, fast] = [next(k for k in range(99) if partition_of(f"{stream}.{k}", 4, [1]) == n) for n in (0, 1)]
+        await js.publish(f"{stream}.{slow}", b"slow")
+        await js.publish(f"{stream}.{fast}", b"fast")
+        started, committed = asyncio.Event(), asyncio.Event()
+
+        async def handle(message: StoredMsg) -> None:
+            if message.data == b"slow":
+                started.set()
+                await asyncio.Event().wait()
+            await started.wait()
+            await member.commit()
+            committed.set()
+
+        async with group.join(auto_commit=False) as member:
+            running = asyncio.ensure_future(member.run(handle))
+            async with asyncio.timeout(30):
+                await committed.wait()
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+        async with make_group(stream, key=[1]).join() as member:
+            assert {message.data for message in await take(member, 2)} == {b"slow", b"fast"}
+
+    async def test_commit_in_a_callback_leaves_out_the_message_in_hand(
+        self, make_stream: Make, make_group: MakeGroup
+    ) -> None:
+        stream = await make_stream(messages=40)
+        group = make_group(stream, key=[1])
+        called = list[tuple[int, ...]]()
+
+        async def revoked(partitions: tuple[int, ...]) -> None:
+            await member.commit()
+            called.append(partitions)
+
+        async with group.join(auto_commit=False, on_revoked=revoked) as member:
+            message = await anext(member)
+            other = Worker(group)
+            await until(lambda: called or other.member.partitions)
+            number = partition_of(message.subject, 4, [1])
+            assert (await group.status()).partitions[number].position <= message.seq
+            await member.commit()
+            assert number not in member.partitions or ((await group.status()).partitions[number].position > message.seq)
+            member_task = asyncio.ensure_future(anext(member))  # lets a revoked partition go
+            await asyncio.sleep(0)
+            member_task.cancel()
+        await other.stop()
+
+    async def test_a_slow_handler_holds_up_only_its_own_partition(
+        self, make_stream: Make, make_group: MakeGroup
+    ) -> None:
+        stream = await make_stream(messages=300)
+        group = make_group(stream, partitions=8)
+        started, release = asyncio.Event(), asyncio.Event()
+
+        async def handle(message: StoredMsg) -> None:
+            if message.subject.endswith(".1"):
+                started.set()
+                await release.wait()
+
+        async with group.join() as member:
+            running = asyncio.ensure_future(member.run(handle))
+            await started.wait()
+            others = [Worker(group) for _ in range(3)]
+            slow = partition_of(f"{stream}.1", 8, None)
+            shares = assign([member.id, *(it.member.id for it in others)], 8)
+            wanted = {n for it in others for n in shares[it.member.id]} - {slow}
+            await until(lambda: wanted <= {n for it in others for n in it.member.partitions})
+            release.set()
+            for other in others:
+                await other.stop()
+            running.cancel()
+
+    async def test_a_handler_that_raises_cancelled_error_ends_the_member(
+        self, make_stream: Make, make_group: MakeGroup
+    ) -> None:
+        async def handle(_: StoredMsg) -> None:
+            inner = asyncio.ensure_future(asyncio.Event().wait())
+            inner.cancel()
+            await inner
+
+        group = make_group(await make_stream(messages=3))
+        async with group.join() as member:
+            with pytest.raises(RuntimeError, match="raised CancelledError"):
+                async with asyncio.timeout(30):
+                    await member.run(handle)
+
+
+class TestSeveralMembers:
+    async def test_share_the_partitions_and_hand_them_over(
+        self, make_stream: Make, make_group: MakeGroup, more: More
+    ) -> None:
+        stream = await make_stream(messages=100)
+        group = make_group(stream, key=[1])
+        one = Worker(group)
+        await until(lambda: len(one.seen) == 100)
+        other = Worker(group)
+        await until(lambda: one.member.partitions and other.member.partitions)
+        await until(lambda: len(one.member.partitions + other.member.partitions) == 4)
+        shares = assign([one.member.id, other.member.id], 4)
+        assert list(one.member.partitions) == shares[one.member.id]
+        assert list(other.member.partitions) == shares[other.member.id]
+        await more(stream, 101, 200)
+        await until(lambda: len(one.seen + other.seen) == 200)
+        await one.stop()
+        await until(lambda: len(other.member.partitions) == 4)
+        await more(stream, 201, 300)
+        await until(lambda: len(one.seen + other.seen) == 300)
+        await other.stop()
+        assert sorted(one.seen + other.seen) == list(range(1, 301))
+        assert one.events[0] == ("assigned", (0, 1, 2, 3))
+        assert one.events[1] == ("revoked", tuple(shares[other.member.id]))
+
+    async def test_the_partitions_of_a_member_that_died_are_taken_over(
+        self, make_stream: Make, make_group: MakeGroup, more: More
+    ) -> None:
+        stream = await make_stream(messages=50)
+        group = make_group(stream)
+        dead, standby = Worker(group), Worker(group)
+        await until(lambda: len(dead.member.partitions + standby.member.partitions) == 4 and dead.member.partitions)
+        await dead.kill()
+        await until(lambda: len(standby.member.partitions) == 4)
+        await more(stream, 51, 60)
+        await until(lambda: set(range(51, 61)) <= set(standby.seen))
+        await standby.stop()
+        assert set(dead.seen + standby.seen) == set(range(1, 61))
+
+    async def test_what_is_committed_in_on_revoked_counts_before_the_next_owner_starts(
+        self, make_stream: Make, make_group: MakeGroup
+    ) -> None:
+        stream = await make_stream(messages=40)
+        group = make_group(stream, partitions=2, key=[1])
+        batch = list[int]()
+        flushed = list[int]()
+
+        async def flush(_: tuple[int, ...]) -> None:
+            await asyncio.sleep(0.1)  # the others must wait
+            flushed.extend(batch)
+            batch.clear()
+            await member.commit()
+
+        async with group.join(on_revoked=flush, auto_commit=False) as member:
+            batch += [message.seq for message in await take(member, 40)]
+            waiting = asyncio.ensure_future(anext(member))  # the message in its hands is handled now
+            other = Worker(group)
+            await until(lambda: other.member.partitions)
+            assert sorted(flushed) == list(range(1, 41))
+            waiting.cancel()
+        await until(lambda: len(other.member.partitions) == 2)
+        await other.stop()
+        assert other.seen == []
+
+    async def test_more_members_than_partitions_stand_by(
+        self, make_stream: Make, make_group: MakeGroup, more: More
+    ) -> None:
+        stream = await make_stream(messages=10)
+        group = make_group(stream, partitions=1)
+        workers = [Worker(group) for _ in range(3)]
+        await until(lambda: sum(len(it.seen) for it in workers) == 10)
+        await until(lambda: any(it.member.partitions for it in workers))
+        owner = next(it for it in workers if it.member.partitions)
+        await owner.stop()
+        await more(stream, 11, 20)
+        await until(lambda: sum(len(it.seen) for it in workers) == 20)
+        for worker in workers:
+            await worker.stop()
+        assert sorted(seq for it in workers for seq in it.seen) == list(range(1, 21))
+
+    async def test_a_member_whose_key_was_not_renewed_stops_and_comes_back(
+        self, make_stream: Make, make_group: MakeGroup, more: More, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stream = await make_stream(messages=10)
+        group = make_group(stream, partitions=2)
+        one, other = Worker(group), Worker(group)
+        await until(lambda: len(one.member.partitions + other.member.partitions) == 2 and one.member.partitions)
+        session = one.member._session
+        put, away = session.store.put_member, True
+
+        async def fail(*arguments: Any) -> int:
+            if away:
+                raise errors.RequestTimeoutError("away")
+            return await put(*arguments)
+
+        # The store is the group's, which both have.
+        session.store = type(session.store)(session.group.context, group.bucket, stream, "g", timeout=None, patience=30)
+        monkeypatch.setattr(session.store, "put_member", fail)
+        await until(lambda: len(other.member.partitions) == 2)
+        assert one.member.partitions == ()
+        assert one.events[-1][0] == "lost"
+        away = False
+        await until(lambda: one.member.partitions)
+        await more(stream, 11, 20)
+        await until(lambda: set(range(1, 21)) == set(one.seen + other.seen))
+        await one.stop()
+        await other.stop()
+
+    async def test_a_member_that_is_fenced_gives_the_partition_up(
+        self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext
+    ) -> None:
+        stream = await make_stream(messages=10)
+        group = make_group(stream, partitions=1)
+        async with group.join(auto_commit=False) as member:
+            await take(member, 5)
+            key = group._plan.store.partition_key(0)
+            await (await js.key_value(group.bucket)).put(key, json.dumps({"v": 1, "owner": "x", "seq": 3}).encode())
+            with pytest.raises(errors.FencedError, match=r"partitions \[0\] were not stored"):
+                await member.commit()
+            # "x" is no member, so that it is claimed back, from where "x" has stored it.
+            assert [message.seq for message in await take(member, 2)] == [3, 4]
+
+
+class TestExactlyOnce:
+    async def test_outputs_are_stored_once_while_members_come_and_go(
+        self, make_stream: Make, make_group: MakeGroup, more: More, js: JetStreamContext
+    ) -> None:
+        source, target = await make_stream(messages=100), await make_stream()
+
+        async def handle(message: StoredMsg) -> BatchMessage:
+            await asyncio.sleep(0.001)
+            return BatchMessage(f"{target}.out.{message.subject}", message.data)
+
+        def start() -> asyncio.Task[None]:
+            group = make_group(source, key=[1])
+            return asyncio.ensure_future(exactly_once_group(group, target, handle, prefix=f"{target}.at"))
+
+        async def outputs() -> list[StoredMsg]:
+            return [it async for it in DirectGet(js, target).scan(subject=f"{target}.out.>")]
+
+        async def reach(count: int) -> None:
+            async with asyncio.timeout(60):
+                while len(await outputs()) < count:
+                    for task in running:
+                        if task.done():
+                            task.result()
+                    await asyncio.sleep(0.05)
+
+        running = [start()]
+        await reach(20)
+        running.append(start())
+        await more(source, 101, 300)
+        await reach(150)
+        await stop(running.pop(0))
+        running.append(start())
+        await reach(300)
+        for task in running:
+            await stop(task)
+        found = await outputs()
+        assert sorted(int(it.data) for it in found) == list(range(1, 301))
+        for subject in {it.subject for it in found}:
+            mine = [int(it.data) for it in found if it.subject == subject]
+            assert mine == sorted(mine)
+        status = await make_group(source, key=[1]).status()
+        assert status.members == ()
+        assert [it.lag for it in status.partitions] == [0, 0, 0, 0]
+
+    async def test_a_handler_that_raises_ends_the_member(self, make_stream: Make, make_group: MakeGroup) -> None:
+        source, target = await make_stream(messages=10), await make_stream()
+
+        def handle(message: StoredMsg) -> None:
+            raise ZeroDivisionError
+
+        group = make_group(source)
+        with pytest.raises(ZeroDivisionError):
+            await exactly_once_group(group, target, handle, prefix=f"{target}.at")
+        assert (await group.status()).members == ()
+
+    async def test_a_stream_whose_beginning_is_gone(
+        self, make_stream: Make, make_group: MakeGroup, more: More, js: JetStreamContext
+    ) -> None:
+        """The members continue at the positions in the output stream, not where the group has begun."""
+        source, target = await make_stream(messages=60), await make_stream()
+        seen = list[int]()
+
+        def handle(message: StoredMsg) -> None:
+            seen.append(message.seq)
+
+        def start() -> asyncio.Task[None]:
+            return asyncio.ensure_future(exactly_once_group(make_group(source), target, handle, prefix=f"{target}.at"))
+
+        running = start()
+        await until(lambda: len(seen) == 60)
+        await stop(running)
+        await js.purge_stream(source, keep=5)
+        await more(source, 61, 70)
+        running = start()
+        await until(lambda: len(seen) == 70 or running.done())
+        await stop(running)
+        assert sorted(seen) == list(range(1, 71))
+
+    async def test_dead_letters_and_their_pauses_hold_up_one_partition(
+        self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext
+    ) -> None:
+        source, target = await make_stream(messages=60), await make_stream()
+        poison = next(n for n in range(10, 60) if partition_of(f"{source}.{n % 3}", 4, [1]) != 0)
+        bad = partition_of(f"{source}.{poison % 3}", 4, [1])
+        others = {n for n in range(1, 61) if partition_of(f"{source}.{n % 3}", 4, [1]) != bad}
+        handled, attempts = set[int](), list[int]()
+
+        def handle(message: StoredMsg) -> BatchMessage:
+            if message.seq == poison:
+                attempts.append(message.seq)
+                raise ZeroDivisionError("no")
+            handled.add(message.seq)
+            return BatchMessage(f"{target}.out", message.data)
+
+        async def run(backoff: float) -> asyncio.Task[None]:
+            letters = DeadLetter(f"{target}.dead", attempts=3, backoff=backoff)
+            running = exactly_once_group(
+                make_group(source, key=[1]), target, handle, prefix=f"{target}.at", dead_letter=letters
+            )
+            return asyncio.ensure_future(running)
+
+        running = await run(3600)
+        await until(lambda: others <= handled and attempts)
+        assert attempts == [poison]
+        await stop(running)  # in the pause: the attempt stays counted
+        running = await run(0)
+        await until(lambda: len(handled) == 59)
+        await stop(running)
+        assert len(attempts) == 3
+        [letter] = [it async for it in DirectGet(js, target).scan(subject=f"{target}.dead")]
+        assert (letter.data, letter.headers["Dead-Letter-Sequence"]) == (b"%d" % poison, str(poison))
+        found = [int(it.data) async for it in DirectGet(js, target).scan(subject=f"{target}.out")]
+        assert sorted(found) == [n for n in range(1, 61) if n != poison]
+        with pytest.raises(ValueError, match="a position"):
+            await exactly_once_group(
+                make_group(source), target, handle, prefix=f"{target}.at", dead_letter=DeadLetter(f"{target}.at.g.1")
+            )
+
+    async def test_cannot_be_joined_in_another_way(self, make_stream: Make, make_group: MakeGroup) -> None:
+        source, target = await make_stream(messages=10), await make_stream()
+        group = make_group(source)
+        running = asyncio.ensure_future(exactly_once_group(group, target, lambda _: None, prefix=f"{target}.at"))
+        async with asyncio.timeout(30):
+            while True:
+                with contextlib.suppress(BucketNotFoundError):
+                    if (await group.status()).members:
+                        break
+                await asyncio.sleep(0.02)
+        with pytest.raises(errors.StreamConfigMismatchError, match="exactly-once group"):
+            async with group.join():
+                pass
+        await stop(running)
+
+
+async def stop(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+class TestSettings:
+    @pytest.mark.parametrize("other", [{"partitions": 5}, {"key": [1]}, {"subject": "x.>"}])
+    async def test_members_must_agree(self, make_stream: Make, make_group: MakeGroup, other: dict[str, Any]) -> None:
+        stream = await make_stream(messages=1)
+        async with make_group(stream).join():
+            pass
+        with pytest.raises(errors.StreamConfigMismatchError, match="use another group name") as caught:
+            async with make_group(stream, **other).join():
+                pass
+        assert set(caught.value.diff) == set(other)
+
+    async def test_reset_changes_the_number_of_partitions_and_loses_nothing(
+        self, make_stream: Make, make_group: MakeGroup, more: More
+    ) -> None:
+        stream = await make_stream(messages=30)
+        group = make_group(stream, partitions=2)
+        async with group.join() as member:
+            await take(member, 20)
+        lowest = min(it.position for it in (await group.status()).partitions)
+        wider = make_group(stream, partitions=3)
+        assert await wider.reset() == lowest
+        assert [it.position for it in (await wider.status()).partitions] == [lowest] * 3
+        async with wider.join() as member:
+            assert sorted(it.seq for it in await take(member, 31 - lowest)) == list(range(lowest, 31))
+
+    async def test_reset_starts_at_the_lowest_position_of_the_partitions_that_there_are(
+        self, make_stream: Make, make_group: MakeGroup, more: More
+    ) -> None:
+        stream = await make_stream(messages=20)
+        wide, narrow = make_group(stream, partitions=8), make_group(stream, partitions=2)
+        async with wide.join() as member:
+            await take(member, 20)
+            await until(lambda: len(member.partitions) == 8)
+        assert await narrow.reset() == 21
+        await more(stream, 21, 30)
+        async with narrow.join() as member:
+            await take(member, 10)
+        assert {it.position for it in (await narrow.status()).partitions} == {31}
+        assert await wide.reset() == 31, "not the position of partition 7, which is that of the first reset"
+
+    async def test_reset_counts_a_partition_that_was_never_owned(
+        self, make_stream: Make, make_group: MakeGroup
+    ) -> None:
+        stream = await make_stream(messages=20)
+        group = make_group(stream, partitions=1)
+        async with group.join() as member:
+            await take(member, 20)
+        wide = make_group(stream, partitions=2)
+        await wide.reset(Seq(5))
+        writer = wide._plan.store.partition_writer(0)
+        await writer.read()
+        await writer.store([], PartitionRecord("", 21).encode())
+        assert await wide.reset() == 5
+
+    async def test_reset_is_refused_while_members_are_alive(self, make_stream: Make, make_group: MakeGroup) -> None:
+        group = make_group(await make_stream(messages=1))
+        async with group.join(label="a worker"):
+            with pytest.raises(errors.GroupActiveError, match="a worker") as caught:
+                await group.reset()
+            assert caught.value.members == ("a worker",)
+
+    async def test_reset_to_a_start(self, make_stream: Make, make_group: MakeGroup) -> None:
+        stream = await make_stream(messages=30)
+        group = make_group(stream)
+        with pytest.raises(BucketNotFoundError):
+            await group.reset(Seq(5))
+        async with group.join() as member:
+            await take(member, 30)
+        assert await group.reset(Seq(5)) == 5
+        assert {it.position for it in (await group.status()).partitions} == {5}
+
+    async def test_a_recreated_stream_is_refused(
+        self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext
+    ) -> None:
+        stream = await make_stream(messages=10)
+        group = make_group(stream)
+        async with group.join() as member:
+            await take(member, 5)
+        await js.delete_stream(stream)
+        await js.add_stream(name=stream, subjects=[f"{stream}.>"], allow_direct=True, allow_atomic=True)
+        with pytest.raises(errors.StreamRecreatedError):
+            async with group.join():
+                pass
+        await group.reset(First())
+        async with group.join():
+            pass
+
+    @pytest.mark.parametrize("lacks", [{"allow_direct": False}, {"allow_msg_ttl": False}, {"max_age": 3600}])
+    async def test_a_bucket_that_cannot_hold_a_group(
+        self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext, lacks: dict[str, Any]
+    ) -> None:
+        group = make_group(await make_stream(messages=1))
+        config = {"allow_direct": True, "allow_msg_ttl": True, **lacks}
+        bucket = group.bucket
+        await js.add_stream(name=f"KV_{bucket}", subjects=[f"$KV.{bucket}.>"], max_msgs_per_subject=1, **config)
+        with pytest.raises(errors.StreamConfigMismatchError, match=f"bucket '{bucket}'") as caught:
+            async with group.join():
+                pass
+        assert set(caught.value.diff) == set(lacks)
+
+    async def test_subjects_that_are_too_short_for_the_key(self, make_stream: Make, make_group: MakeGroup) -> None:
+        with pytest.raises(errors.BadSubjectError, match="has 2 tokens"):
+            async with make_group(await make_stream(messages=1), key=[2]).join():
+                pass
+
+    async def test_a_transform_with_another_number_of_partitions(
+        self, js: JetStreamContext, stream_name: Callable[[], str], make_group: MakeGroup
+    ) -> None:
+        name = stream_name()
+        transform = SubjectTransform(src=f"{name}.*", dest=f"{name}.{{{{partition(8,1)}}}}.{{{{wildcard(1)}}}}")
+        await js.add_stream(name=name, subjects=[f"{name}.*"], allow_direct=True, subject_transform=transform)
+        for n in range(50):
+            await js.publish(f"{name}.{n}", b"")
+        with pytest.raises(errors.StreamConfigMismatchError, match="in 8"):
+            async with make_group(name, subject=f"{name}.*.*", token=1).join():
+                pass
+        async with make_group(name, subject=f"{name}.*.*", token=1, partitions=8).join() as member:
+            assert len({message.seq for message in await take(member, 50)}) == 50
+
+    async def test_a_stream_that_is_missing(self, make_group: MakeGroup) -> None:
+        with pytest.raises(NotFoundError):
+            async with make_group("MISSING").join():
+                pass
+
+    async def test_groups_are_listed_and_opened(
+        self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext
+    ) -> None:
+        stream = await make_stream(messages=1)
+        group = make_group(stream, partitions=3, key=[1], name="a+b")
+        async with group.join():
+            pass
+        assert await list_groups(js, group.bucket) == [(stream, "a+b")]
+        opened = await Group.open(js, stream, "a+b", bucket=group.bucket)
+        assert (opened.partitions, opened.key) == (3, (1,))
+        with pytest.raises(KeyError):
+            await Group.open(js, stream, "other", bucket=group.bucket)
+
+    @pytest.mark.parametrize(
+        ("options", "error"),
+        [
+            ({"partitions": 0}, ValueError),
+            ({"key": []}, ValueError),
+            ({"key": [-1]}, ValueError),
+            ({"token": 0}, ValueError),
+            ({"token": 0, "subject": "a.*"}, ValueError),
+            ({"token": 0, "subject": "*.a", "key": [1]}, ValueError),
+            ({"heartbeat": 0}, ValueError),
+            ({"buffer": 0}, ValueError),
+            ({"subject": "a..b"}, errors.BadSubjectError),
+            ({"name": "a.b"}, errors.BadSubjectError),
+            ({"start": 7}, TypeError),
+            ({"on_lost": "x"}, ValueError),
+        ],
+    )
+    def test_arguments_are_checked(self, js: JetStreamContext, options: dict[str, Any], error: type[Exception]) -> None:
+        options = {"partitions": 2, "name": "g", **options}
+        with pytest.raises(error):
+            Group(js, "S", options.pop("name"), **options)
+
+    @pytest.mark.parametrize("options", [{"label": 7}, {"label": ""}, {"label": "a\n"}, {"every": 0}, {"seconds": 0}])
+    def test_join_checks_its_arguments(self, make_group: MakeGroup, options: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match=next(iter(options))):
+            make_group("S").join(**options)
+
+    async def test_a_key_of_another_program_does_not_end_members(
+        self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        group = make_group(await make_stream(messages=10))
+        async with group.join() as member:
+            await take(member, 1)
+            await (await js.key_value(group.bucket)).put(group._plan.store.member_key("x"), b"nonsense")
+            await until(lambda: "nonsense" in caplog.text)
+            await take(member, 9)
+
+
+class TestPartitionTokens:
+    async def test_reads_are_filtered(
+        self, js: JetStreamContext, stream_name: Callable[[], str], make_group: MakeGroup
+    ) -> None:
+        name = stream_name()
+        await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True)
+        for n in range(40):
+            await js.publish(f"{name}.{n % 4}.x", b"%d" % n)
+        group = make_group(name, subject=f"{name}.*.>", token=1)
+        one, other = Worker(group), Worker(group)
+        await until(lambda: len(one.seen + other.seen) >= 40)
+        await until(lambda: one.member.partitions and other.member.partitions)
+        await one.stop()
+        await other.stop()
+        assert set(one.seen + other.seen) == set(range(1, 41))
+
+
+async def test_an_old_server_is_refused(stream_name: Callable[[], str]) -> None:
+    async with ReferenceServer(dialect="2.10") as server:
+        nc = await nats.connect(server.url)
+        js = nc.jetstream()
+        await js.add_stream(name="S", subjects=["s.>"], allow_direct=True)
+        with pytest.raises(errors.UnsupportedFeatureError):
+            async with Group(js, "S", "g", partitions=1).join():
+                pass
+        with pytest.raises(NotFoundError):
+            await js.stream_info("KV_groups")
+        await nc.close()
+
+
+class TestOtherStreams:
+    async def test_a_compacted_stream(self, make_stream: Make, make_group: MakeGroup, more: More) -> None:
+        """What newer messages of their subjects replaced is no loss, also behind the position of a partition."""
+        stream = await make_stream(messages=30, max_msgs_per_subject=2)
+        group = make_group(stream, partitions=2, key=[1])
+        async with group.join() as member:
+            await take(member, 6)
+        await more(stream, 31, 90)
+        async with group.join() as member:
+            found = await take(member, 6)
+        assert sorted(int(message.data) for message in found) == [85, 86, 87, 88, 89, 90]
+
+    async def test_messages_that_were_lost_end_the_member(
+        self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext
+    ) -> None:
+        stream = await make_stream(messages=30)
+        async with make_group(stream, partitions=1).join() as member:
+            await take(member, 10)
+        await js.purge_stream(stream, seq=25)
+        with pytest.raises(errors.PositionLostError):
+            async with make_group(stream, partitions=1).join() as member:
+                await take(member, 1)
+        async with make_group(stream, partitions=1, on_lost="skip").join() as member:
+            assert sorted(message.seq for message in await take(member, 6)) == list(range(25, 31))
+
+    async def test_a_mirror(
+        self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext, stream_name: Callable[[], str]
+    ) -> None:
+        stream, mirror = await make_stream(messages=30), stream_name()
+        await js.add_stream(name=mirror, mirror=StreamSource(name=stream), allow_direct=True)
+        async with make_group(mirror, key=[1]).join() as member:
+            assert sorted(message.seq for message in await take(member, 30)) == list(range(1, 31))
+
+    async def test_a_domain(self) -> None:
+        with NatsServer(config="jetstream { domain: hub }") as server:
+            nc = await nats.connect(server.url)
+            js = nc.jetstream(domain="hub")
+            for name in ("S", "OUT"):
+                await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True)
+            for n in range(30):
+                await js.publish(f"S.{n}", b"")
+            group = Group(js, "S", "g", partitions=2, heartbeat=0.5)
+            async with group.join() as member:
+                await take(member, 30)
+            assert [it.position for it in (await group.status()).partitions] == [31, 31]
+            seen = asyncio.Event()
+
+            def handle(message: StoredMsg) -> BatchMessage:
+                if message.seq == 30:
+                    seen.set()
+                return BatchMessage("OUT.out", message.data)
+
+            other = Group(js, "S", "once", partitions=2, heartbeat=0.5)
+            running = asyncio.ensure_future(exactly_once_group(other, "OUT", handle, prefix="OUT.at"))
+            async with asyncio.timeout(60):
+                await seen.wait()
+            await stop(running)
+            assert len([it async for it in DirectGet(js, "OUT").scan(subject="OUT.out")]) == 30
+            await nc.close()
+
+
+class TestStatus:
+    async def test_members_partitions_and_lag(self, make_stream: Make, make_group: MakeGroup) -> None:
+        stream = await make_stream(messages=30)
+        group = make_group(stream, partitions=1)
+        async with group.join(label="one") as member:
+            await take(member, 11)
+            await member.commit()
+            status = await group.status()
+        assert (status.name, status.stream, status.last_seq) == ("g", stream, 30)
+        assert [(it.label, it.partitions, it.leaving) for it in status.members] == [("one", (0,), False)]
+        assert [(it.owner, it.position, it.lag) for it in status.partitions] == [(member.id, 12, 19)]
+
+
+class TestEnds:
+    async def test_nothing_is_left(self, make_stream: Make, make_group: MakeGroup, leak_check: Any) -> None:
+        group = make_group(await make_stream(messages=10))
+        async with group.join() as member:
+            await take(member, 3)
+        await leak_check.assert_clean()
+
+    async def test_a_closed_connection_ends_the_iteration(
+        self, make_stream: Make, make_group: MakeGroup, own_nc: Client
+    ) -> None:
+        stream = await make_stream(messages=1)
+        async with make_group(stream, js=own_nc.jetstream()).join() as member:
+            await take(member, 1)
+            waiting = asyncio.ensure_future(anext(member))
+            await asyncio.sleep(0)
+            await own_nc.close()
+            with pytest.raises(Exception, match=r"[Cc]losed"):
+                async with asyncio.timeout(30):
+                    await waiting
+
+    async def test_a_dropped_member_ends(self, make_stream: Make, make_group: MakeGroup, leak_check: Any) -> None:
+        async def drop() -> None:
+            member = make_group(await make_stream(messages=1)).join()
+            await member.__aenter__()
+            del member
+            gc.collect()
+
+        with pytest.warns(ResourceWarning, match="dropped"):
+            await drop()
+        await until(lambda: not [it for it in asyncio.all_tasks() if "jetstream_ext" in it.get_name()])
+
+
+@pytest.fixture
+async def own_nc(server: Any) -> AsyncIterator[Client]:
+    nc = await nats.connect(server.url, allow_reconnect=False)
+    yield nc
+    await nc.close()
+
+
+def test_a_start_in_time_is_a_start(js: JetStreamContext) -> None:
+    Group(js, "S", "g", partitions=1, start=Time(datetime.now(UTC)))

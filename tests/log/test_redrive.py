@@ -1,0 +1,206 @@
+"""Dead letters are listed, handed back to their streams once, and dropped."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from nats.js import JetStreamContext
+from nats.js.errors import NoStreamResponseError
+
+from jetstream_ext import DirectGet, StoredMsg, errors
+from jetstream_ext.log import DeadLetter, LogReader, OffsetStore, dead_letters, drop, exactly_once, redrive
+from jetstream_ext.log import redrive as redrive_function
+from jetstream_ext.log.redrive import _Redriving
+
+Make = Callable[..., Awaitable[str]]
+Bury = Callable[..., Awaitable[tuple[str, str, str]]]
+
+
+@pytest.fixture
+async def offsets(js: JetStreamContext, stream_name: Callable[[], str]) -> OffsetStore:
+    return OffsetStore(js, stream_name())
+
+
+@pytest.fixture
+def bury(js: JetStreamContext, make_stream: Make, offsets: OffsetStore) -> Bury:
+    """Make dead letters of some messages; return their stream and subject, and the inputs' stream."""
+
+    async def make(count: int = 3, **config: Any) -> tuple[str, str, str]:
+        source, target = await make_stream(**config), await make_stream()
+        for n in range(count):
+            headers = {"Kind": "test", "Nats-Msg-Id": f"id-{n}"}
+            await js.publish(f"{source}.{n % 2}", b"%d" % n, headers=headers)
+
+        def fail(_: StoredMsg) -> None:
+            raise ZeroDivisionError("no")
+
+        dead = f"{target}.dead"
+        done = await exactly_once(
+            LogReader(js, source),
+            target,
+            fail,
+            name="w",
+            prefix=f"{target}.at",
+            dead_letter=DeadLetter(dead, attempts=1, backoff=0),
+        )
+        assert done.inputs == count
+        return target, dead, source
+
+    return make
+
+
+async def stored(js: JetStreamContext, stream: str, subject: str | None = None) -> list[StoredMsg]:
+    return [it async for it in DirectGet(js, stream).scan(subject=subject)]
+
+
+async def payloads(js: JetStreamContext, stream: str) -> list[bytes]:
+    return [it.data for it in await stored(js, stream)]
+
+
+async def test_dead_letters_are_listed_with_their_origin(js: JetStreamContext, bury: Bury) -> None:
+    stream, dead, source = await bury(3)
+    await js.publish(dead, b"no letter")
+    found = [it async for it in dead_letters(js, stream, dead)]
+    assert [it.data for it in found] == [b"0", b"1", b"2"]
+    assert [(it.stream, it.subject, it.seq, it.attempts, it.worker) for it in found] == [
+        (source, f"{source}.{n % 2}", n + 1, 1, "w") for n in range(3)
+    ]
+    assert found[0].error == "ZeroDivisionError: no"
+    assert ("Kind", "test") in found[0].headers
+    inputs = await stored(js, source)
+    assert abs((found[0].time - inputs[0].time).total_seconds()) < 0.001
+    assert found[0].time < datetime.now(UTC)
+
+
+async def test_redrive_hands_each_letter_back_once(js: JetStreamContext, bury: Bury, offsets: OffsetStore) -> None:
+    stream, dead, source = await bury(5)
+    await js.publish(dead, b"no letter")
+    done = await redrive(js, stream, dead, offsets=offsets)
+    assert (done.sent, done.found, done.left) == (5, 0, 1)
+    found = (await stored(js, source))[5:]
+    assert [(it.subject, it.data) for it in found] == [(f"{source}.{n % 2}", b"%d" % n) for n in range(5)]
+    assert {it.headers["Kind"] for it in found} == {"test"}
+    assert [it.data for it in await stored(js, stream, dead)] == [b"no letter"]
+    assert (await redrive(js, stream, dead, offsets=offsets)).sent == 0
+
+
+async def test_more_letters_than_one_note_holds(js: JetStreamContext, bury: Bury, offsets: OffsetStore) -> None:
+    stream, dead, source = await bury(230)
+    assert (await redrive(js, stream, dead, offsets=offsets, max_messages=120)).sent == 120
+    assert (await redrive(js, stream, dead, offsets=offsets)).sent == 110
+    assert await payloads(js, source) == 2 * [b"%d" % n for n in range(230)]
+
+
+async def test_some_letters(js: JetStreamContext, bury: Bury, offsets: OffsetStore) -> None:
+    stream, dead, source = await bury(4)
+    letters = [it.message.seq async for it in dead_letters(js, stream, dead)]
+    assert (await redrive(js, stream, dead, seqs=[letters[2], letters[0]], offsets=offsets)).sent == 2
+    assert (await payloads(js, source))[4:] == [b"0", b"2"]
+
+
+@pytest.mark.parametrize("window", [0.1, 120.0])
+@pytest.mark.parametrize("step", ["note", "publish", "delete"])
+async def test_a_call_that_died_is_ended_by_the_next_one(
+    js: JetStreamContext,
+    bury: Bury,
+    offsets: OffsetStore,
+    monkeypatch: pytest.MonkeyPatch,
+    step: str,
+    window: float,
+) -> None:
+    """Also when the server has forgotten the ids of the messages."""
+    stream, dead, source = await bury(5, duplicate_window=window)
+    method = {"note": "_send", "publish": "_publish", "delete": "delete"}[step]
+    was, calls = getattr(_Redriving, method), 0
+
+    async def die(self: _Redriving, *arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3 or step == "note":
+            raise KeyboardInterrupt
+        return await was(self, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_Redriving, method, die)
+        with pytest.raises(KeyboardInterrupt):
+            await redrive(js, stream, dead, offsets=offsets)
+    await asyncio.sleep(2 * window if window < 1 else 0)
+    done = await redrive(js, stream, dead, offsets=offsets)
+    assert done.sent + done.found == 5 - (2 if step == "delete" else 0) or step == "delete"
+    assert (await payloads(js, source))[5:] == [b"%d" % n for n in range(5)]
+    assert await stored(js, stream, dead) == []
+
+
+async def test_two_calls_at_the_same_time(js: JetStreamContext, bury: Bury, offsets: OffsetStore) -> None:
+    stream, dead, source = await bury(150)
+    calls = (redrive(js, stream, dead, offsets=OffsetStore(js, offsets.bucket)) for _ in range(3))
+    done = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(not isinstance(it, BaseException) or isinstance(it, errors.FencedError) for it in done)
+    await redrive(js, stream, dead, offsets=offsets)
+    assert sorted(map(int, await payloads(js, source))) == sorted(2 * list(range(150)))
+
+
+async def test_what_is_not_known_is_an_error(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, dead, source = await bury(3)
+
+    async def die(self: _Redriving, seq: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_Redriving, "delete", die)
+        with pytest.raises(KeyboardInterrupt):
+            await redrive(js, stream, dead, offsets=offsets)
+    await js.purge_stream(source)
+    with pytest.raises(errors.HistoryUnavailableError, match="again=True") as caught:
+        await redrive(js, stream, dead, offsets=offsets)
+    assert set(caught.value.keys) == {f"{source}.0", f"{source}.1"}
+    assert len(await stored(js, stream, dead)) == 3
+    assert (await redrive(js, stream, dead, offsets=offsets, again=True)).sent == 3
+    assert await payloads(js, source) == [b"0", b"1", b"2"]
+
+
+async def test_a_letter_that_is_refused_stays_with_those_behind_it(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore
+) -> None:
+    stream, dead, source = await bury(4)
+    config = (await js.stream_info(source)).config
+    config.subjects = [f"{source}.0"]
+    await js.update_stream(config)
+    with pytest.raises(NoStreamResponseError):
+        await redrive(js, stream, dead, offsets=offsets, timeout=1, patience=0.5)
+    assert [it.data for it in await stored(js, stream, dead)][-3:] == [b"1", b"2", b"3"]
+    config.subjects = [f"{source}.>"]
+    await js.update_stream(config)
+    await redrive(js, stream, dead, offsets=offsets)
+    assert (await payloads(js, source))[4:] == [b"0", b"1", b"2", b"3"]
+
+
+async def test_to_another_stream(js: JetStreamContext, bury: Bury, offsets: OffsetStore) -> None:
+    stream, dead, source = await bury(1)
+    with pytest.raises(errors.ServerError, match="was refused, and stays"):
+        await redrive(js, stream, dead, offsets=offsets, to_stream=stream)
+    assert len(await stored(js, stream, dead)) == 1
+    assert (await redrive(js, stream, dead, offsets=offsets, to_stream=source)).sent == 1
+
+
+async def test_drop_deletes_dead_letters_only(js: JetStreamContext, bury: Bury) -> None:
+    stream, dead, _ = await bury(3)
+    other = (await js.publish(dead, b"no letter")).seq
+    letters = [it.message.seq async for it in dead_letters(js, stream, dead)]
+    with pytest.raises(ValueError, match="is no dead letter"):
+        await drop(js, stream, [letters[0], other])
+    assert await drop(js, stream, letters[:2]) == 2
+    assert await drop(js, stream, letters[:2]) == 0
+    assert [it.data async for it in dead_letters(js, stream, dead)] == [b"2"]
+
+
+async def test_a_stream_that_denies_deletes(js: JetStreamContext, make_stream: Make, offsets: OffsetStore) -> None:
+    name = await make_stream(deny_delete=True)
+    with pytest.raises(errors.StreamConfigMismatchError, match="deny_delete"):
+        await redrive_function(js, name, f"{name}.dead", offsets=offsets)
+    with pytest.raises(errors.StreamConfigMismatchError, match="deny_delete"):
+        await drop(js, name, [1])

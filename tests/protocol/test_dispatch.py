@@ -1,0 +1,494 @@
+"""Dispatchers against a simulated stream and reader: each partition takes its messages, in order, once."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from operator import attrgetter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jetstream_ext.errors import BadSubjectError
+from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.protocol.dispatch import TURN_MESSAGES, TURN_READS, Dispatcher, Fed, Read
+from jetstream_ext.protocol.partitions import Partitioner
+
+
+def partitions_of(messages: Iterable[StoredMsg]) -> list[int]:
+    return [int(message.raw_subject) for message in messages]
+
+
+def message(seq: int, partition: int, size: int = 0) -> StoredMsg:
+    return StoredMsg.single("S", b"%d" % partition, seq, b"x" * size, b"", 0)
+
+
+class Stream:
+    """A stream, and a reader of it that counts the messages that it has read."""
+
+    def __init__(self) -> None:
+        self.messages: list[StoredMsg] = []
+        self.last_seq = 0
+        self.count = 0
+
+    def store(self, partition: int, size: int = 0, removed: int = 0) -> None:
+        """Store a message after so many sequences that were removed from the stream."""
+        self.last_seq += removed + 1
+        self.messages.append(message(self.last_seq, partition, size))
+
+    def read(
+        self, start: int, max_messages: int, only: Collection[int] | None = None
+    ) -> tuple[list[StoredMsg], int, int]:
+        """Return messages and the sequences at which the read began and ended."""
+        at = bisect_left(self.messages, start, key=attrgetter("seq"))
+        found = self.messages[at : at + max_messages] if only is None else self._filtered(at, max_messages, only)
+        self.count += len(found)
+        end = found[-1].seq + 1 if len(found) == max_messages else max(start, self.last_seq + 1)
+        return found, start, end
+
+    def _filtered(self, at: int, max_messages: int, only: Collection[int]) -> list[StoredMsg]:
+        return [it for it in self.messages[at:] if int(it.raw_subject) in only][:max_messages]
+
+    def of(self, partition: int, start: int, end: int) -> list[int]:
+        return [it.seq for it in self.messages if int(it.raw_subject) == partition and start <= it.seq < end]
+
+
+def seqs(messages: Iterable[StoredMsg]) -> list[int]:
+    return [it.seq for it in messages]
+
+
+def feed_next(dispatcher: Dispatcher, stream: Stream) -> Fed:
+    read = dispatcher.next_read()
+    assert read is not None
+    return dispatcher.feed(*stream.read(read.start, read.max_messages))
+
+
+def stream_of(count: int, partitions: int) -> Stream:
+    """Return a stream whose messages are of each partition in turn."""
+    stream = Stream()
+    for at in range(count):
+        stream.store(at % partitions)
+    return stream
+
+
+class TestFeed:
+    def test_each_partition_gets_its_messages_from_its_position(self) -> None:
+        stream, dispatcher = stream_of(12, 3), Dispatcher(partitions_of)
+        dispatcher.add(0, 1)
+        dispatcher.add(1, 5)
+        assert dispatcher.feed(*stream.read(1, 100)) == Fed(given={0, 1}, moved=set())
+        assert (seqs(dispatcher.take(0, 9)), seqs(dispatcher.take(1, 9)), dispatcher.take(2, 9)) == (
+            [1, 4, 7, 10],
+            [5, 8, 11],
+            [],
+        )
+        assert (dispatcher.position(0), dispatcher.position(1), dispatcher.wanted()) == (13, 13, 13)
+
+    def test_a_range_that_does_not_reach_a_partition_leaves_it(self) -> None:
+        stream, dispatcher = stream_of(12, 1), Dispatcher(partitions_of)
+        dispatcher.add(0, 5)
+        assert dispatcher.feed(*stream.read(6, 100)) == Fed(set(), set()), "it begins after the position"
+        assert dispatcher.feed(*stream.read(1, 3)) == Fed(set(), set()), "it ends before the position"
+        assert dispatcher.feed(*stream.read(1, 4)) == Fed(set(), set()), "it ends at the position"
+        assert dispatcher.position(0) == 5
+        assert dispatcher.feed(*stream.read(4, 3)) == Fed({0}, set())
+        assert seqs(dispatcher.take(0, 9)) == [5, 6]
+
+    def test_positions_move_where_there_are_no_messages(self) -> None:
+        dispatcher = Dispatcher(partitions_of)
+        dispatcher.add(0, 1)
+        dispatcher.add(1, 1)
+        assert dispatcher.feed([message(5, 0)], 1, 9) == Fed(given={0}, moved={0, 1})
+        assert (dispatcher.position(0), dispatcher.position(1)) == (5, 9)
+        assert dispatcher.feed([], 9, 20) == Fed(given=set(), moved={1})
+        dispatcher.take(0)
+        assert (dispatcher.position(0), dispatcher.position(1)) == (20, 20)
+
+    def test_a_full_partition_stays_at_its_first_message_that_has_no_room(self) -> None:
+        stream, dispatcher = stream_of(40, 2), Dispatcher(partitions_of, buffer=4)
+        dispatcher.add(0, 1)
+        dispatcher.add(1, 1)
+        dispatcher.feed(stream.messages[:8], 1, 9)
+        assert dispatcher.next_read() is None
+        assert len(dispatcher.take(1, 9)) == 4
+        assert dispatcher.wanted() == 9
+        dispatcher.feed(stream.messages[8:16], 9, 17)
+        assert seqs(dispatcher.take(1, 9)) == [10, 12, 14, 16]
+        dispatcher.take(0, 1)
+        assert dispatcher.wanted() == 17, "it has room again when it is half empty"
+        dispatcher.take(0, 1)
+        assert dispatcher.next_read() == Read(17, 16, may_wait=False)
+        dispatcher.feed([], 17, 17)
+        assert dispatcher.next_read() == Read(9, 16, may_wait=True)
+        dispatcher.feed(*stream.read(9, 16))
+        assert seqs(dispatcher.take(0, 9)) == [5, 7, 9, 11]
+        assert seqs(dispatcher.take(1, 9)) == [18, 20, 22, 24]
+
+    def test_a_full_partition_moves_where_it_has_no_messages(self) -> None:
+        dispatcher = Dispatcher(partitions_of, buffer=1)
+        dispatcher.add(0, 1)
+        dispatcher.feed([message(1, 0)], 1, 2)
+        dispatcher.feed([message(2, 1), message(3, 1)], 2, 4)
+        dispatcher.take(0)
+        assert dispatcher.position(0) == 4
+
+    def test_bytes_are_bounded_up_to_one_message(self) -> None:
+        stream, dispatcher = Stream(), Dispatcher(partitions_of, buffer_bytes=1000)
+        for size in (600, 600, 5000, 1, 1):
+            stream.store(0, size)
+        dispatcher.add(0, 1)
+        given = []
+        while read := dispatcher.next_read():
+            if not dispatcher.feed(*stream.read(read.start, read.max_messages)).given:
+                break
+            given.append(seqs(dispatcher.take(0, 9)))
+        assert given == [[1, 2], [3], [4, 5]]
+
+    def test_a_partition_full_of_bytes_has_room_once_half_of_them_are_taken(self) -> None:
+        dispatcher = Dispatcher(partitions_of, buffer_bytes=1000)
+        dispatcher.add(0, 1)
+        dispatcher.feed([message(seq, 0, size) for seq, size in enumerate((10, 400, 400, 300), 1)], 1, 5)
+        dispatcher.take(0, 2)
+        assert dispatcher.next_read() is None
+        dispatcher.take(0)
+        assert dispatcher.wanted() == 5
+
+    def test_messages_of_another_range_are_refused(self) -> None:
+        dispatcher = Dispatcher(partitions_of)
+        dispatcher.add(0, 1)
+        for begin, end in ((1, 5), (6, 9), (5, 4)):
+            with pytest.raises(ValueError, match="the messages were not read from the sequences"):
+                dispatcher.feed([message(5, 0)], begin, end)
+        assert not dispatcher.has_messages
+        assert dispatcher.position(0) == 1
+
+    def test_a_message_without_a_partition_changes_nothing(self) -> None:
+        dispatcher = Dispatcher(Partitioner(1, (1,)).of)
+        dispatcher.add(0, 1)
+        bad = [StoredMsg(stream="S", subject=subject, seq=seq) for seq, subject in enumerate(("a.b", "a"), 1)]
+        with pytest.raises(BadSubjectError, match="sequence 2"):
+            dispatcher.feed(bad, 1, 3)
+        assert (dispatcher.has_messages, dispatcher.position(0), dispatcher.wanted()) == (False, 1, 1)
+
+    def test_a_filtered_read_serves_only_the_partitions_that_it_was_for(self) -> None:
+        stream, dispatcher = stream_of(10, 2), Dispatcher(partitions_of)
+        dispatcher.add(0, 1)
+        under_way = stream.read(1, 100, only={0})
+        dispatcher.add(1, 1)
+        dispatcher.feed(*under_way, only={0})
+        assert seqs(dispatcher.take(0, 9)) == [1, 3, 5, 7, 9]
+        assert dispatcher.position(1) == 1
+        dispatcher.feed([], 11, 11, only={0, 1})
+        assert dispatcher.wanted() == 1
+
+    def test_a_partition_that_is_added_again_starts_afresh(self) -> None:
+        stream, dispatcher = stream_of(10, 1), Dispatcher(partitions_of)
+        dispatcher.add(0, 1)
+        with pytest.raises(ValueError, match="partition 0 is owned already"):
+            dispatcher.add(0, 1)
+        dispatcher.feed(*stream.read(1, 5))
+        dispatcher.remove(0)
+        dispatcher.remove(0)
+        assert (dispatcher.pending(0), dispatcher.take(0), dispatcher.take_any(), dispatcher.wanted()) == (
+            False,
+            [],
+            None,
+            None,
+        )
+        assert dispatcher.feed(*stream.read(6, 5)) == Fed(set(), set())
+        dispatcher.add(0, 3)
+        dispatcher.feed(*stream.read(1, 100))
+        assert seqs(dispatcher.take(0, 99)) == [3, 4, 5, 6, 7, 8, 9, 10]
+
+
+class TestTake:
+    def test_each_partition_has_its_turn(self) -> None:
+        dispatcher = Dispatcher(partitions_of)
+        for partition in range(3):
+            dispatcher.add(partition, 1)
+        dispatcher.feed([message(seq, partition) for seq, partition in enumerate((0, 0, 0, 0, 1, 2, 2), 1)], 1, 8)
+        taken = []
+        while found := dispatcher.take_any():
+            taken.append((found[0], found[1].seq))
+        assert taken == [(0, 1), (1, 5), (2, 6), (0, 2), (2, 7), (0, 3), (0, 4)]
+
+    def test_the_shell_is_woken_when_a_partition_has_room(self) -> None:
+        woken: list[int] = []
+        stream, dispatcher = stream_of(40, 1), Dispatcher(partitions_of, buffer=4, wake=lambda: woken.append(1))
+        dispatcher.add(0, 1)
+        assert len(woken) == 1
+        dispatcher.feed(*stream.read(1, 16))
+        dispatcher.take(0)
+        assert (dispatcher.next_read(), len(woken)) == (None, 1)
+        dispatcher.take(0)
+        assert (dispatcher.wanted(), len(woken)) == (5, 2)
+
+    @pytest.mark.parametrize("limits", [{"buffer": 0}, {"buffer_bytes": 0}])
+    def test_limits_below_one_are_refused(self, limits: dict[str, int]) -> None:
+        with pytest.raises(ValueError, match="must be at least 1"):
+            Dispatcher(partitions_of, **limits)
+
+
+class TestReads:
+    def test_reads_are_about_as_large_as_the_room(self) -> None:
+        dispatcher = Dispatcher(partitions_of, buffer=100)
+        dispatcher.add(0, 1)
+        assert dispatcher.next_read() == Read(1, 100, may_wait=True)
+        dispatcher.feed([message(seq, 0) for seq in range(1, 96)], 1, 96)
+        assert dispatcher.next_read() == Read(96, 16, may_wait=True)
+        for partition in range(1, 9):
+            dispatcher.add(partition, 96)
+        assert dispatcher.next_read() == Read(96, 512, may_wait=True)
+
+    def test_only_a_read_for_the_last_partition_may_wait(self) -> None:
+        dispatcher = Dispatcher(partitions_of)
+        dispatcher.add(0, 1)
+        dispatcher.add(1, 1_000_000)
+        assert dispatcher.next_read() == Read(1, 512, may_wait=True)
+        dispatcher.feed([], 1_000_000, 1_000_000)
+        assert dispatcher.next_read() == Read(1, 512, may_wait=True)
+        dispatcher.feed([message(1, 9)], 1, 2)
+        while (read := dispatcher.next_read()) is not None and read.start < 1_000_000:
+            assert read.may_wait
+            dispatcher.feed([message(read.start, 9)], read.start, read.start + 1)
+        assert read == Read(1_000_000, 512, may_wait=False)
+
+    def test_partitions_that_are_near_each_other_are_read_for_together(self) -> None:
+        stream, dispatcher = stream_of(20_000, 4), Dispatcher(partitions_of, buffer=10**6)
+        for partition, position in enumerate((4000, 3000, 2000, 1000)):
+            dispatcher.add(partition, position)
+        while dispatcher.wanted() != 20_001:
+            feed_next(dispatcher, stream)
+        assert stream.count == 19_001
+
+    def test_one_far_behind_and_those_at_the_end_have_turns(self) -> None:
+        stream, dispatcher = stream_of(200_000, 4), Dispatcher(partitions_of, buffer=500)
+        dispatcher.add(0, 1)
+        for partition in (1, 2, 3):
+            dispatcher.add(partition, 200_001)
+        waits = Counter[int]()
+        most = 0
+        for _ in range(2000):
+            read = dispatcher.next_read()
+            assert read is not None
+            if read.start > 100_000:
+                waits.clear()
+            waits["messages"] += read.max_messages
+            waits["reads"] += 1
+            most = max(most, waits["messages"])
+            assert waits["reads"] <= TURN_READS + 1
+            dispatcher.feed(*stream.read(read.start, read.max_messages))
+            while dispatcher.take_any():
+                pass
+            if dispatcher.position(0) > 100_000:
+                break
+            for _ in range(100):  # those at the end always have something to read
+                stream.store(1 + stream.last_seq % 3)
+        assert dispatcher.position(0) > 50_000, "the one behind made progress"
+        assert most <= TURN_MESSAGES + 1024
+
+    def test_a_partition_just_before_another_does_not_keep_the_reader(self) -> None:
+        """Its queue is full after each read, and empty before the next one."""
+        stream, dispatcher = Stream(), Dispatcher(partitions_of, buffer=1)
+        for at in range(6000):
+            stream.store(at >= 4000)
+        dispatcher.add(0, 1)
+        dispatcher.add(1, 4000)
+        for _ in range(8):
+            feed_next(dispatcher, stream)
+            while dispatcher.take_any():
+                pass
+        assert dispatcher.position(1) > 4001
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_every_place_is_read_in_one_of_as_many_turns(self, seed: int) -> None:
+        """Nothing that other partitions take keeps the reader from one that waits."""
+        rng = random.Random(seed)
+        stream = Stream()
+        for _ in range(100_000):
+            stream.store(rng.randrange(8))
+        dispatcher = Dispatcher(partitions_of, buffer=rng.choice((1, 3, 50, 1000)))
+        for partition in range(8):
+            dispatcher.add(partition, rng.choice((1, rng.randrange(90_000), rng.randrange(5000))))
+        waiting = Counter[int]()
+        for _ in range(3000):
+            read = dispatcher.next_read()
+            if read is not None:
+                before = {number: dispatcher._owned[number].next for number in dispatcher}
+                full = {number for number in dispatcher if dispatcher._owned[number].is_full}
+                dispatcher.feed(*stream.read(read.start, read.max_messages))
+                waiting.update(set(before) - full)
+                for number, position in before.items():
+                    if number in full or dispatcher._owned[number].next != position or position == stream.last_seq + 1:
+                        waiting[number] = 0
+                assert max(waiting.values()) <= 8 * 10 * TURN_READS
+            for number in rng.sample(range(8), rng.randrange(9)):
+                dispatcher.take(number, rng.randrange(1, 100))
+
+
+def run_pipeline(
+    partitions: int, rate: Callable[[int], float], *, buffer: int, count: int
+) -> tuple[int, int, list[int]]:
+    """Read a stream with handlers of different speeds; return the messages read, those taken, and what each took.
+
+    Of each partition, `rate` messages can be taken between two reads, on average.
+    """
+    stream, dispatcher, rng = stream_of(count, partitions), Dispatcher(partitions_of, buffer=buffer), random.Random(3)
+    taken, due = [0] * partitions, [0.0] * partitions
+    for partition in range(partitions):
+        dispatcher.add(partition, 1)
+    while any(dispatcher.position(partition) <= count for partition in range(partitions)):
+        if (read := dispatcher.next_read()) is not None:
+            dispatcher.feed(*stream.read(read.start, read.max_messages))
+        for partition in range(partitions):
+            due[partition] = (
+                due[partition] + rate(partition) * rng.random() * 2 if dispatcher.pending(partition) else 0.0
+            )
+            found = len(dispatcher.take(partition, int(due[partition])))
+            taken[partition] += found
+            due[partition] -= int(due[partition])
+        if sum(taken[1:]) == count - count // partitions and taken[0] < count // partitions:
+            break  # the slow one is alone now
+    return stream.count, sum(taken), taken
+
+
+class TestCost:
+    def test_every_message_is_read_once_if_all_keep_up(self) -> None:
+        read, taken, _ = run_pipeline(8, lambda _: 10_000, buffer=100, count=40_000)
+        assert (read, taken) == (40_000, 40_000)
+
+    @pytest.mark.parametrize("speed", [0.1, 1.0, 10.0, 30.0, 60.0])
+    @pytest.mark.parametrize("buffer", [100, 1000])
+    def test_one_slow_partition_costs_at_most_a_second_read(self, speed: float, buffer: int) -> None:
+        count = 80_000
+        read, _, taken = run_pipeline(8, lambda number: 10_000 if number else speed, buffer=buffer, count=count)
+        assert sum(taken[1:]) == count * 7 // 8, "the others are not stopped"
+        assert read <= 2.2 * count
+
+    @pytest.mark.parametrize("buffer", [50, 200, 1000])
+    def test_slow_partitions_share_reads(self, buffer: int) -> None:
+        """The handlers are the limit here: what is read again is read while they work."""
+        read, taken, _ = run_pipeline(8, lambda number: 5.0 + number / 10, buffer=buffer, count=40_000)
+        assert read <= 4 * taken
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ("store", "store", "read", "read", "read", "take", "take", "take_any", "add", "remove", "under way")
+        ),
+        st.integers(0, 3),
+        st.integers(0, 40),
+    ),
+    min_size=30,
+    max_size=150,
+)
+
+
+class TestSchedules:
+    @settings(max_examples=300)
+    @given(STEPS, st.integers(1, 12), st.integers(1, 400))
+    def test_a_reader_that_waits_is_woken_when_there_is_something_to_read(
+        self, steps: list[tuple[str, int, int]], buffer: int, buffer_bytes: int
+    ) -> None:
+        woken = list[int]()
+        stream = Stream()
+        dispatcher = Dispatcher(partitions_of, buffer=buffer, buffer_bytes=buffer_bytes, wake=lambda: woken.append(1))
+        stream.store(0)
+        for number in range(4):
+            dispatcher.add(number, 1)
+        for step, number, amount in steps:
+            waits = dispatcher.next_read() is None
+            woken.clear()
+            if step == "store":
+                stream.store(number, size=amount * 3, removed=amount % 3)
+            elif step == "add" and number not in dispatcher:
+                dispatcher.add(number, 1 + amount)
+            elif step == "remove":
+                dispatcher.remove(number)
+            elif step == "read" and (read := dispatcher.next_read()) is not None:
+                dispatcher.feed(*stream.read(read.start, read.max_messages))
+            elif step == "take":
+                dispatcher.take(number, amount // 5)
+            elif step == "take_any":
+                dispatcher.take_any()
+            assert not waits or woken or dispatcher.next_read() is None
+
+    @settings(max_examples=300)
+    @given(STEPS, st.integers(1, 12), st.integers(1, 400), st.integers(1, 30))
+    def test_each_partition_takes_its_messages_in_order_once(
+        self, steps: list[tuple[str, int, int]], buffer: int, buffer_bytes: int, chunk: int
+    ) -> None:
+        stream, dispatcher = Stream(), Dispatcher(partitions_of, buffer=buffer, buffer_bytes=buffer_bytes)
+        stream.store(0)
+        begun: dict[int, int] = dict.fromkeys(range(4), 1)
+        taken: dict[int, list[int]] = {number: [] for number in begun}
+        for number in begun:
+            dispatcher.add(number, 1)
+        under_way: tuple[list[StoredMsg], int, int] | None = None
+        owned_then: set[int] = set()
+
+        def check() -> None:
+            for number in dispatcher:
+                position, state = dispatcher.position(number), dispatcher._owned[number]
+                assert taken[number] == stream.of(number, begun[number], position)
+                assert stream.of(number, position, state.next) == seqs(state.queue)
+                assert state.size == sum(it.size for it in state.queue)
+                assert len(state.queue) <= buffer
+                assert not state.queue or state.size - state.queue[-1].size < buffer_bytes
+                assert dispatcher.pending(number) == bool(state.queue)
+            owned = [dispatcher._owned[number] for number in dispatcher]
+            one_is_full = any(it.is_full for it in owned)
+            waiting = [it.next for it in owned if not it.is_full and not (one_is_full and len(it.queue) > buffer // 4)]
+            assert (dispatcher.wanted() in waiting) if waiting else dispatcher.wanted() is None
+            assert dispatcher.has_messages == any(map(dispatcher.pending, dispatcher))
+
+        def feed(messages: list[StoredMsg], begin: int, end: int, only: set[int] | None = None) -> None:
+            before = {
+                number: (dispatcher.position(number), len(dispatcher._owned[number].queue)) for number in dispatcher
+            }
+            fed = dispatcher.feed(messages, begin, end, only=only)
+            assert fed.moved == {number for number in dispatcher if dispatcher.position(number) != before[number][0]}
+            assert fed.given == {
+                number for number in dispatcher if len(dispatcher._owned[number].queue) != before[number][1]
+            }
+
+        for step, number, amount in steps:
+            if step == "store":
+                stream.store(number, size=amount * 3, removed=amount % 3)
+            elif step == "add" and number not in dispatcher:
+                begun[number], taken[number] = 1 + amount, []
+                dispatcher.add(number, 1 + amount)
+            elif step == "remove":
+                dispatcher.remove(number)
+            elif step == "under way":  # a read that ends after other steps, of the partitions that are owned now
+                if under_way is not None:
+                    feed(*under_way, only=owned_then)
+                owned_then = set(dispatcher)
+                under_way = stream.read(1 + amount, chunk, owned_then)
+            elif step == "read" and (read := dispatcher.next_read()) is not None:
+                feed(*stream.read(read.start, min(chunk, read.max_messages)))
+            elif step == "take":
+                found = seqs(dispatcher.take(number, amount // 5))
+                assert len(found) <= amount // 5
+                taken[number] = taken.get(number, []) + found
+            elif step == "take_any" and (one := dispatcher.take_any()) is not None:
+                taken[one[0]].append(one[1].seq)
+            check()
+
+        for _ in range(10_000):  # and nothing is left in the end
+            if all(dispatcher.position(each) > stream.last_seq for each in dispatcher):
+                break
+            if (read := dispatcher.next_read()) is not None:
+                feed(*stream.read(read.start, min(chunk, read.max_messages)))
+            elif (one := dispatcher.take_any()) is not None:
+                taken[one[0]].append(one[1].seq)
+            if not dispatcher.wanted() or dispatcher.wanted() > stream.last_seq:
+                while (one := dispatcher.take_any()) is not None:
+                    taken[one[0]].append(one[1].seq)
+            check()
+        else:
+            pytest.fail("the reads make no progress")
