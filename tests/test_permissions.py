@@ -172,6 +172,11 @@ async def process(js: JetStreamContext, name: str | None = None) -> None:
             await working
 
 
+async def list_letters(js: JetStreamContext) -> None:
+    letters = log.dead_letters(js, "S", "s.a", patience=js._timeout)
+    assert [letter async for letter in letters] == []
+
+
 async def status(js: JetStreamContext) -> None:
     assert (await log.Group.open(js, "S", "g", bucket="B", patience=js._timeout)).partitions == 1
     for name in ("g", "x"):
@@ -223,6 +228,7 @@ CALLS: dict[str, Call] = {
     "log.Table": stream_table,
     "log.OffsetStore": offsets,
     "log.exactly_once": work,
+    "log.dead_letters": list_letters,
     "log.Group.join": join,
     "log.exactly_once_group": process,
     "log.Group.open, log.Group.status": status,
@@ -233,6 +239,7 @@ WORKS_WITHOUT = {"features"}  # it falls back to the connected server's INFO
 SAME_AND = {
     "reset_consumer(time=)": "reset_consumer",
     "log.exactly_once": "log.LogReader",
+    "log.dead_letters": "log.LogReader",
     "log.Group.join": "log.LogReader",
     "log.exactly_once_group": "log.Group.join",
     "log.Group.reset": "log.Group.open, log.Group.status",

@@ -69,9 +69,12 @@ PATIENT = (
     "LogReader",
     "Member",
     "OffsetStore",
+    "dead_letters",
+    "drop",
     "exactly_once",
     "from_arrow",
     "ingest",
+    "redrive",
     "retry_transaction",
 )
 ENDS_FOR_GOOD = ("close", "drain", "kill", "stop and close")
@@ -467,6 +470,11 @@ async def idle_member(t: Try) -> log.Member:
     return member
 
 
+async def letters(t: Try) -> list[log.DeadLetterMessage]:
+    found = log.dead_letters(t.js, t.stream, t.subject, timeout=t.timeout, patience=t.patience)
+    return [letter async for letter in found]
+
+
 def exactly_once_group(t: Try) -> Awaitable[object]:
     return log.exactly_once_group(
         new_group(t),
@@ -580,10 +588,18 @@ CALLS: dict[str, Call] = {
     "Member.run": on(idle_member, lambda t, member: member.run(lambda msg: None)),
     "OffsetStore.commit": on(open_reader, lambda t, reader: t.offsets().commit(reader, name=t.name)),
     "OffsetStore.committing": on(new_committing, lambda t, messages: messages.__aenter__()),
+    "LogReader.lag": on(open_reader, lambda t, reader: reader.lag()),
     "OffsetStore.create": plain(lambda t: t.offsets(f"new{t.name}").create()),
     "OffsetStore.fetch": plain(lambda t: t.offsets().fetch("r")),
+    "dead_letters": plain(letters),
+    "drop": plain(lambda t: log.drop(t.js, t.stream, [1 << 40], timeout=t.timeout, patience=t.patience)),
     "exactly_once": on(open_reader, exactly_once),
     "exactly_once_group": plain(exactly_once_group),
+    "redrive": plain(
+        lambda t: log.redrive(
+            t.js, t.stream, t.subject, offsets=t.offsets(), timeout=t.timeout, patience=t.patience, max_messages=1
+        )
+    ),
     "list_groups": plain(lambda t: log.list_groups(t.js)),
     **{f"log.Table.{name}": call for name, call in table_calls(new_stream_table).items()},
 }
