@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, Literal
+from weakref import WeakKeyDictionary
 
 from nats.js import JetStreamContext
 
@@ -214,6 +215,7 @@ class Group:
         )
         self._plan.reader(None, First())  # checks `on_lost`
         self._store = self._plan.store
+        _plans[self] = self._plan
 
     def __repr__(self) -> str:
         return f"<Group {self.name!r} of stream {self.stream!r}: {self.partitions} partitions>"
@@ -484,5 +486,12 @@ async def list_groups(
     return sorted((decode_key(stream), decode_key(group)) for stream, group, _ in (key.split(".") for key in found))
 
 
+# For `exactly_once_group`; attributes of a `Group` are public.
+_plans: WeakKeyDictionary[Group, Plan] = WeakKeyDictionary()
+
+
 def plan_of(group: Group) -> Plan:
-    return group._plan  # noqa: SLF001 - internal to the package
+    """Return the plan of a group; raise TypeError for anything else."""
+    if not isinstance(group, Group):
+        raise TypeError(f"group must be a Group, not {type(group).__name__}")
+    return _plans[group]

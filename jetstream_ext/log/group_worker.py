@@ -78,6 +78,7 @@ async def exactly_once_group(
 
     Requires: What `Group` and `exactly_once` require.
     """
+    plan = plan_of(group)
     check_name(output_stream, "stream name")
     check_subject(f"{prefix}.{group.name}")
     check_dead_letter(dead_letter)
@@ -101,7 +102,7 @@ async def exactly_once_group(
     options = JoinOptions(
         label=label, on_assigned=on_assigned, on_revoked=on_revoked, on_partitions_lost=on_partitions_lost
     )
-    session = Session(plan_of(group), options, (output_stream, prefix))
+    session = Session(plan, options, (output_stream, prefix))
 
     async def work(held: Held) -> None:
         name = f"{group.name}.{held.number}"

@@ -240,7 +240,7 @@ async def redrive(
             it is not known whether they were the letters that it sent. `keys` are the subjects of those letters, which stay.
             Hand them back with ``again=True``, or `drop` them.
         FencedError: Another call for this stream has begun since; it goes on.
-        NoStreamResponseError, ServerError: No stream, or another one than the letter's, stores its subject, or it refuses the
+        nats.js.errors.NoStreamResponseError, ServerError: No stream, or another one than the letter's, stores its subject, or it refuses the
             letter. This letter and those behind it stay.
         StreamConfigMismatchError: The stream has ``deny_delete``; nothing was sent.
         BadSubjectError, ValueError, TypeError: Invalid argument; nothing was sent.
