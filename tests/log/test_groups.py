@@ -16,6 +16,7 @@ from nats.js.api import StreamSource, SubjectTransform
 from nats.js.errors import BucketNotFoundError, NotFoundError
 
 from jetstream_ext import BatchMessage, DirectGet, StoredMsg, errors
+from jetstream_ext.client.fenced_write import FencedWriter
 from jetstream_ext.log import DeadLetter, First, Group, New, Seq, Time, exactly_once_group, list_groups
 from jetstream_ext.log.group_store import PartitionRecord
 from jetstream_ext.log.member import Member
@@ -433,6 +434,48 @@ class TestSeveralMembers:
                 await member.commit()
             # "x" is no member, so that it is claimed back, from where "x" has stored it.
             assert [message.seq for message in await take(member, 2)] == [3, 4]
+
+    async def test_an_older_claim_does_not_replace_a_newer_one(
+        self, make_stream: Make, make_group: MakeGroup, more: More, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stream = await make_stream(messages=10)
+        group = make_group(stream, partitions=1)
+        read, reads, go_on, away = FencedWriter.read, list[int](), asyncio.Event(), False
+
+        async def read_late(writer: FencedWriter) -> StoredMsg | None:
+            if writer.subject.endswith(".partitions.0"):
+                reads.append(len(reads))
+                if len(reads) == 1:
+                    await go_on.wait()
+                    found = await read(writer)
+                    reads.append(len(reads))
+                    return found
+            return await read(writer)
+
+        async def fail(*arguments: Any) -> int:
+            if away:
+                raise errors.RequestTimeoutError("away")
+            return await put(*arguments)
+
+        monkeypatch.setattr(FencedWriter, "read", read_late)
+        one = Worker(group, seconds=0.05)
+        store = one.member._session.store
+        put = store.put_member
+        monkeypatch.setattr(store, "put_member", fail)
+        await until(lambda: reads)
+        away = True
+        await until(lambda: one.member._session._machine.idle)  # its claim counts no more
+        away = False
+        await until(lambda: len(one.seen) == 10)  # by another claim
+        count = len(reads)
+        go_on.set()
+        await until(lambda: len(reads) > count)
+        for last in (20, 30):
+            await more(stream, last - 9, last)
+            await until(lambda last=last: set(one.seen) == set(range(1, last + 1)))  # type: ignore[misc]
+            await asyncio.sleep(0.2)  # positions are committed
+        assert one.member.partitions == (0,)
+        await one.stop()
 
 
 class TestExactlyOnce:
