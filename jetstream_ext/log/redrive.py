@@ -30,8 +30,12 @@ from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.client.retry import Retry, is_transient_read
 from jetstream_ext.errors import (
+    BadHeaderError,
+    BadSubjectError,
+    BatchServerError,
     FencedError,
     HistoryUnavailableError,
+    MaxPayloadError,
     ServerError,
     StreamConfigMismatchError,
     batch_refusal,
@@ -56,6 +60,8 @@ _log = get_logger()
 
 _VERSION: Final = 1
 _GROUP: Final = 100  # letters under one note
+# After these a letter is not stored, and will not be.
+_REFUSALS: Final = (BatchServerError, BadSubjectError, BadHeaderError, MaxPayloadError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,9 +276,20 @@ async def redrive(
 
 @dataclass(frozen=True, slots=True)
 class _Letter:
+    """A dead letter that is handed back; its sequence and time identify it, also in a stream that was created again."""
+
     seq: int
+    time_ns: int
     target: str
     subject: str
+
+    def is_still(self, message: StoredMsg | None) -> bool:
+        return message is not None and (message.seq, message.time_ns) == (self.seq, self.time_ns)
+
+
+async def _nothing() -> AsyncIterator[StoredMsg]:
+    return
+    yield
 
 
 class _Redriving:
@@ -299,7 +316,6 @@ class _Redriving:
         self._patience = check_seconds(patience, "patience")
         self._to_stream = to_stream
         self._again = again
-        self._created = ""
         self._last_seq = 0
         self._writer: FencedWriter
         self._note: list[tuple[_Letter, int]] = []
@@ -314,7 +330,7 @@ class _Redriving:
                 f"stream {self._stream!r} has deny_delete, so its dead letters cannot be deleted; nothing was sent or deleted",
                 diff={"deny_delete": (False, True)},
             )
-        self._created, self._last_seq = state.created, state.last_seq
+        self._last_seq = state.last_seq
 
     async def open(self, offsets: OffsetStore) -> None:
         await Retry(self._patience).call(offsets.create)
@@ -338,16 +354,17 @@ class _Redriving:
         try:
             body = orjson.loads(found.data)
             if json_number(body["v"], "v") == _VERSION:
-                if json_text(body["created"], "created") != self._created:
-                    return []  # the letters are gone with their stream
                 return [
                     (
                         _Letter(
-                            json_number(seq, "seq", low=1), json_text(target, "stream"), json_text(subject, "subject")
+                            json_number(seq, "seq", low=1),
+                            json_number(time_ns, "time"),
+                            json_text(target, "stream"),
+                            json_text(subject, "subject"),
                         ),
                         json_number(base, "base"),
                     )
-                    for seq, target, subject, base in body["letters"]
+                    for seq, time_ns, target, subject, base in body["letters"]
                 ]
         except (KeyError, TypeError, ValueError):
             pass
@@ -360,10 +377,9 @@ class _Redriving:
         self._notes += 1
         body: dict[str, Any] = {
             "v": _VERSION,
-            "created": self._created,
             "writer": self._id,
             "number": self._notes,
-            "letters": [[letter.seq, letter.target, letter.subject, base] for letter, base in letters],
+            "letters": [[it.seq, it.time_ns, it.target, it.subject, base] for it, base in letters],
         }
         try:
             await self._writer.store([], orjson.dumps(body))
@@ -379,10 +395,11 @@ class _Redriving:
 
     async def resume(self) -> None:
         """End what an earlier call has begun."""
-        if not self._note:
-            return
-        await self._store_note(self._note)  # the other call, if it runs, sends nothing after what it is sending
-        await self._send(self._note, begun=True)
+        # What is gone was sent and deleted, or dropped.
+        note = [(letter, base) for letter, base in self._note if letter.is_still(await self.get(letter.seq))]
+        if self._note:
+            await self._store_note(note)  # the other call, if it runs, sends nothing after what it is sending
+            await self._send(note, begun=True)
 
     async def send_all(self, subject: str, most: int | None) -> None:
         reader = LogReader(
@@ -417,7 +434,7 @@ class _Redriving:
                     message.subject,
                 )
                 continue
-            letters.append(_Letter(message.seq, self._to_stream or found.stream, found.subject))
+            letters.append(_Letter(message.seq, message.time_ns, self._to_stream or found.stream, found.subject))
         if not letters:
             return
         bases: dict[str, int] = {}
@@ -446,12 +463,10 @@ class _Redriving:
                         self.sent += 1
                     pending = pending[1:]
             except Exception as error:
-                try:
-                    await retry.pause_if_transient(error)
-                except Exception:
-                    if not is_transient_read(error):
-                        await self._end(note, pending)  # a refusal: it is known what is sent
+                if isinstance(error, _REFUSALS):
+                    await self._end(note, pending)  # it is known what is sent
                     raise
+                await retry.pause_if_transient(error)
         await self._end(note, [])
 
     async def _end(self, note: list[tuple[_Letter, int]], pending: list[_Letter]) -> None:
@@ -464,11 +479,11 @@ class _Redriving:
         """Publish a letter; return False if it is gone."""
         message = await self.get(letter.seq)
         found = None if message is None else origin(message)
-        if message is None or found is None:
+        if message is None or found is None or not letter.is_still(message):
             return False
         headers = sendable_headers(found.headers) | {
             # With `again`, the server must not take it for a copy of the one that is gone.
-            MSG_ID: self._message_id(letter.seq) + (f"/{self._id}" if self._again else ""),
+            MSG_ID: self._message_id(letter) + (f"/{self._id}" if self._again else ""),
             EXPECTED_STREAM: letter.target,
         }
         what = f"the ack of dead letter {letter.seq}"
@@ -486,27 +501,28 @@ class _Redriving:
             ) from error
         return True
 
-    def _message_id(self, seq: int) -> str:
-        return f"redrive:{self._stream}:{self._created}:{seq}"
+    def _message_id(self, letter: _Letter) -> str:
+        return f"redrive:{self._stream}:{letter.seq}:{letter.time_ns}"
 
     async def _stored(self, letters: Sequence[_Letter], bases: dict[_Letter, int]) -> set[_Letter]:
         """Return which letters their target streams have stored."""
         stored: set[_Letter] = set()
         for target in {letter.target for letter in letters}:
             mine = [letter for letter in letters if letter.target == target]
-            ids = {self._message_id(letter.seq): letter for letter in mine}
+            ids = {self._message_id(letter): letter for letter in mine}
             base = min(bases[letter] for letter in mine)
             end = await self._mark(target, mine[0].subject)
             await wait_for_sequence(self._context, target, end, self._timeout)
             count = 0
-            async for message in DirectGet(self._js, target, timeout=self._timeout).scan(
-                seq=base + 1, up_to_seq=end, confirm=True
-            ):
+            scan = DirectGet(self._js, target, timeout=self._timeout).scan(
+                seq=base + 1, up_to_seq=max(end, base + 1), confirm=True
+            )
+            async for message in scan if end > base else _nothing():
                 count += 1
                 if (letter := ids.get(message.headers.get(MSG_ID, "").partition("/")[0])) is not None:
                     stored.add(letter)
             unknown = [letter for letter in mine if letter not in stored]
-            if unknown and count < end - base and not self._again:
+            if unknown and (count < end - base or end < base) and not self._again:
                 raise HistoryUnavailableError(
                     f"stream {self._stream!r}: an earlier redrive may have handed back the dead letters "
                     f"{[letter.seq for letter in unknown]}, and stream {target!r} has lost messages since, so that it is not known; "
