@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -21,7 +22,8 @@ from jetstream_ext.testing import NatsServer
 
 PROGRAM = str(Path(__file__).parent / "member_process.py")
 PARTITIONS, KEYS = 4, 20
-MODES = ["once", "iterate", "run"]
+# `nox -s full -- group_faults` runs all of them.
+MODES = ["once", "iterate", "run"] if os.environ.get("JETSTREAM_EXT_FULL") else ["once"]
 # Keys that outlive the tests: only a hand-over lets another member take a partition.
 LONG = 100.0
 
