@@ -28,6 +28,8 @@ _FIRST: Final = First()
 _LOOKUPS_IN_FLIGHT: Final = 64
 # The part of the TTL in which a member has stopped, and its key is still stored.
 _MARGIN: Final = 0.1
+_SHORTEST: Final = 0.1
+_LONGEST: Final = 86_400
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +119,13 @@ class Group:
             FNV-1a-32 hash of these tokens modulo `partitions`, as in the server's subject mapping ``partition(n, …)``. (Its
             numbers count the wildcards of the mapping's source, from 1.)
         subject: Read only what matches this filter (wildcards allowed); None is everything.
-        token: The position, from 0, of a token of the subjects that is the number of the partition, for example because the
-            stream has a subject transform with ``partition(n, …)``. Then the server filters what each member reads, and `key`
-            has no use. `subject` must have a ``*`` there.
+        token: The position, from 0, of a token of the subjects that is the number of the partition in decimal digits, for
+            example because the stream has a subject transform with ``partition(n, …)``. Then the server filters what each member reads, and `key`
+            has no use. `subject` must have a ``*`` there. Messages with another token there are in no partition and are not read.
         start: Where a new group starts: `First()`, `Seq(n)`, `Time(t)`, `Last()` or `New()`. The first member looks it up; a
             time in the future counts as `New()`.
         bucket: The bucket that holds the group. `join` creates it if it does not exist, with as many replicas as the stream.
-        heartbeat: Seconds between two renewals of a member's key. The key has a TTL of three times as long (whole seconds,
+        heartbeat: Seconds between two renewals of a member's key, from 0.1 to 86,400. The key has a TTL of three times as long (whole seconds,
             at least 2): after that, other members take over from one that died.
         buffer: Messages that a member reads ahead for each partition, at most; 4 MiB at most, too. A partition with a full
             buffer does not hold up the others: what it could not take is read again.
@@ -195,6 +197,8 @@ class Group:
         self.token: int | None = token
         self.bucket: str = bucket
         self.heartbeat: float = check_seconds(heartbeat, "heartbeat")
+        if not _SHORTEST <= heartbeat <= _LONGEST:
+            raise ValueError(f"heartbeat must be from {_SHORTEST} to {_LONGEST:,} seconds, not {heartbeat!r}")
         self.ttl: int = max(2, math.ceil(3 * heartbeat))
         self._plan = Plan(
             context=js,

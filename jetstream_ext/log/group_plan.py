@@ -72,7 +72,9 @@ class Plan:
     def _check_partitions(self, state: StreamState) -> None:
         """Raise an error if messages of the stream have no partition."""
         if self.token is None:
-            for each in state.subjects if self.subject is None else [self.subject]:
+            # A transform stores messages under other subjects, and a mirror or source has those of its origin.
+            stored = [] if state.config.get("subject_transform") else state.subjects
+            for each in stored if self.subject is None else [self.subject]:
                 self.partitioner.check_filter(each)
             return
         destination = str((state.config.get("subject_transform") or {}).get("dest") or "")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import logging
 import math
 import os
 import socket
@@ -61,7 +62,6 @@ _in_callback: ContextVar[tuple[int, ...] | None] = ContextVar("in_callback", def
 _RETRY: Final = 0.1
 _BLOCK: Final = 64  # messages of one partition, before those of another one
 _BREATHE_EVERY: Final = 0.05
-_ROUNDS: Final = 4
 _LEAVE_TIMEOUT: Final = 1.0  # for each step, after an error or a cancellation
 _COMMITS_IN_FLIGHT: Final = 64
 _IDLE: Final = 5.0
@@ -254,6 +254,8 @@ class Session:
         self.current: Held | None = None  # of the message that the iteration has returned last
         self._loop: asyncio.AbstractEventLoop
         self._breathed = 0.0  # when other tasks could last run
+        self._gate = asyncio.Event()  # closed while the key is being renewed
+        self._gate.set()
         self._leaving = False
         self._failures = 0  # to renew the key, one after the other
 
@@ -371,7 +373,9 @@ class Session:
                 failure.__cause__ = error
                 self.fail(failure)
 
-        return asyncio.create_task(run(), name=f"jetstream_ext {what} of {self.what}")
+        task = asyncio.create_task(run(), name=f"jetstream_ext {what} of {self.what}")
+        task.add_done_callback(lambda _: work.close())  # it may have been cancelled before it began
+        return task
 
     def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> None:
         task = self._start(work, what)
@@ -418,6 +422,7 @@ class Session:
         while True:
             begun = self._loop.time()
             pause = self.group.heartbeat
+            self._gate.clear()
             try:
                 await self._renew()
                 self._failures = 0
@@ -428,6 +433,8 @@ class Session:
                     _log.warning("%s cannot renew its key, and tries again: %s", self.what, error)
                 self._failures += 1
                 pause = min(_RETRY, pause)
+            finally:
+                self._gate.set()
             await asyncio.sleep(max(0.0, begun + pause - self._loop.time()) if not self._failures else pause)
 
     # -- partitions ---------------------------------------------------------------------------------------------------
@@ -550,7 +557,8 @@ class Session:
             self._machine.failed(number, attempt, self._loop.time())
             if not isinstance(error, RecordMovedError) and not is_transient(error):
                 raise
-            _log.debug("%s could not claim partition %d: %s", self.what, number, error)
+            level = logging.DEBUG if isinstance(error, RecordMovedError) else logging.WARNING
+            _log.log(level, "%s could not claim partition %d, and tries again: %s", self.what, number, error)
             return None
         if not self._machine.claimed(number, attempt, ack.seq, self._loop.time()):
             return None
@@ -778,15 +786,13 @@ class Session:
                 return held
         return None
 
-    def must_breathe(self) -> bool:
-        """Return whether the caller has kept the event loop for long: then the member's key is not renewed."""
-        return self._loop.time() - self._breathed > _BREATHE_EVERY
-
     async def breathe(self) -> None:
-        """Let the other tasks run: one round of the event loop does not send a renewal and receive its answer."""
-        for _ in range(_ROUNDS):
+        """Let the key be renewed, between two messages: handlers that never await would keep the event loop from it."""
+        if self._loop.time() - self._breathed > _BREATHE_EVERY:
             await asyncio.sleep(0)
-        self._breathed = self._loop.time()
+            self._breathed = self._loop.time()
+        if not self._gate.is_set():
+            await self._gate.wait()
 
     def is_valid(self) -> bool:
         return self._machine.is_valid(self._loop.time())
@@ -849,8 +855,7 @@ class Member:
         try:
             if session.current is not None and session.current.in_hand is not None:
                 await session.put_down(session.current)
-            if session.must_breathe():
-                await session.breathe()
+            await session.breathe()
             while True:
                 session.check()
                 if not session.is_valid():
@@ -927,8 +932,7 @@ async def _handle_each(session: Session, handler: MessageHandler, held: Held) ->
             if inspect.isawaitable(result):
                 await result
             await session.put_down(held)
-            if session.must_breathe():
-                await session.breathe()
+            await session.breathe()
             if not session.is_valid():
                 session.step()
 

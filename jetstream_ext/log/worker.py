@@ -273,6 +273,7 @@ class Worker:
     takeover: Takeover | None
     dead_letter: DeadLetter | None = None
     epoch: str = ""  # of a group: records of another one do not count
+    breathe: Callable[[], Awaitable[None]] | None = None  # called before each handler, which may keep the event loop
 
     id: str = field(default_factory=lambda: NUID().next().decode())
     state: StreamState | None = None  # of the output stream
@@ -476,6 +477,8 @@ class Worker:
         return outputs
 
     async def _call(self, given: StoredMsg | list[StoredMsg]) -> list[BatchMessage]:
+        if self.breathe is not None:
+            await self.breathe()
         made = self.handler(given)
         if inspect.isawaitable(made):
             made = await made

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Any
@@ -358,6 +359,49 @@ class TestCommits:
             with pytest.raises(RuntimeError, match="raised CancelledError"):
                 async with asyncio.timeout(30):
                     await member.run(handle)
+
+
+class TestHandlersThatCompute:
+    """Handlers that never await must not keep the member from renewing its key (TTL 2 s)."""
+
+    async def test_run(self, make_stream: Make, make_group: MakeGroup) -> None:
+        stream, lost, count = await make_stream(messages=120), list[tuple[int, ...]](), 0
+        group = make_group(stream, partitions=6)
+
+        def handle(_: StoredMsg) -> None:
+            nonlocal count
+            count += 1
+            time.sleep(0.03)
+
+        async with group.join(on_partitions_lost=lost.append) as member:
+            running = asyncio.ensure_future(member.run(handle))
+            await until(lambda: count == 120)
+            running.cancel()
+        assert lost == []
+
+    async def test_iteration(self, make_stream: Make, make_group: MakeGroup) -> None:
+        group, lost = make_group(await make_stream(messages=30)), list[tuple[int, ...]]()
+        async with group.join(on_partitions_lost=lost.append) as member:
+            for _ in range(30):
+                await anext(member)
+                time.sleep(0.2)
+        assert lost == []
+
+    async def test_exactly_once(self, make_stream: Make, make_group: MakeGroup) -> None:
+        source, target = await make_stream(messages=120), await make_stream()
+        lost, seen = list[tuple[int, ...]](), list[int]()
+
+        def handle(message: StoredMsg) -> None:
+            seen.append(message.seq)
+            time.sleep(0.03)
+
+        running = exactly_once_group(
+            make_group(source), target, handle, prefix=f"{target}.at", on_partitions_lost=lost.append
+        )
+        task = asyncio.ensure_future(running)
+        await until(lambda: len(seen) == 120)
+        await stop(task)
+        assert (lost, sorted(seen)) == ([], list(range(1, 121)))
 
 
 class TestSeveralMembers:
@@ -874,6 +918,8 @@ class TestSettings:
             ({"token": 0, "subject": "a.*"}, ValueError),
             ({"token": 0, "subject": "*.a", "key": [1]}, ValueError),
             ({"heartbeat": 0}, ValueError),
+            ({"heartbeat": 1e-9}, ValueError),
+            ({"heartbeat": 1e12}, ValueError),
             ({"buffer": 0}, ValueError),
             ({"subject": "a..b"}, errors.BadSubjectError),
             ({"name": "a.b"}, errors.BadSubjectError),
