@@ -35,7 +35,7 @@ from jetstream_ext.client.api import gather_bounded
 from jetstream_ext.client.base_connection import cancel, mark_retrieved
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.client.retry import Retry, is_transient, is_transient_read
-from jetstream_ext.errors import FencedError, StreamRecreatedError
+from jetstream_ext.errors import FencedError, StreamConfigMismatchError, StreamRecreatedError
 from jetstream_ext.kv.entries import KeyValueEntry
 from jetstream_ext.kv.table import Table
 from jetstream_ext.log.group_plan import Plan
@@ -286,13 +286,11 @@ class Session:
         return table
 
     async def close(self, *, clean: bool) -> None:
-        """Leave the group. `clean`: what the caller has in its hands is handled."""
+        """Leave the group; in a hurry, unless `clean`."""
         if self.closed:
             return
-        if self.current is not None and clean:
-            self.current.put_down()
-        elif self.current is not None:
-            self.current.done.set()  # it stays in hand: its position is not committed
+        if self.current is not None:
+            self.current.done.set()  # it stays in hand: only the caller knows whether it is handled
         hurry = not clean or self.error is not None
         try:
             if self.store.context.connection.usable:
@@ -386,11 +384,18 @@ class Session:
         if self.error is None:
             _log.debug("%s ends: %r", self.what, error)
             self.error = error
-        self._machine.leave()
-        self._changed.set()
-        self.ready.set()
         for held in self.held.values():
             held.end()
+        self.ready.set()
+        self._machine.leave()
+        self._changed.set()
+        if not self._leaving and self._main:
+            self._leaving = True  # the others take over, also while the caller does not come back to this member
+            self._spawn(self._renew_soon(), "renewal")
+
+    async def _renew_soon(self) -> None:
+        with contextlib.suppress(nats.errors.Error):  # the next renewal says it, too
+            await self._renew()
 
     def check(self) -> None:
         if self.error is not None:
@@ -485,13 +490,24 @@ class Session:
                 self._changed.set()
         elif (number := store.partition_of(key)) is not None:
             known = self._owners.pop(number, None)
-            found = self._decode(PartitionRecord, key, entry)
+            found = self._of_this_epoch(self._decode(PartitionRecord, key, entry))
             if found is not None and entry is not None:
                 self._owners[number] = Owner(found.owner, entry.revision)
             if known is None or found is None or known.id != found.owner:
                 self._changed.set()
-        elif key == store.config_key and entry is not None:
-            self.group.check_settings(store.decode_value(Settings, key, entry.value), self._output)
+        elif key == store.config_key:
+            settings = None if entry is None else store.decode_value(Settings, key, entry.value)
+            if settings is not None:
+                self.group.check_settings(settings, self._output)
+            if settings is None or settings.epoch != self.settings.epoch:
+                raise StreamConfigMismatchError(
+                    f"{self.what} ends, because the group was reset; join it again",
+                    diff={"epoch": (self.settings.epoch, None if settings is None else settings.epoch)},
+                )
+
+    def _of_this_epoch(self, record: PartitionRecord | None) -> PartitionRecord | None:
+        """Return a record, or None if it is from before a reset."""
+        return None if record is None or record.epoch != self.settings.epoch else record
 
     def _decode(self, kind: type[_Seen], key: str, entry: KeyValueEntry | None) -> _Seen | None:
         if entry is None:
@@ -519,8 +535,10 @@ class Session:
         writer = self.store.partition_writer(number)
         try:
             found = await writer.read()
-            record = self.store.decode(PartitionRecord, found)
+            record = self._of_this_epoch(self.store.decode(PartitionRecord, found))
             owner = None if record is None or found is None else Owner(record.owner, found.seq)
+            if not self._machine.may_store(claim):
+                return None
             if not self._machine.may_claim(owner):
                 self._machine.failed(number, attempt, self._loop.time())
                 return None
@@ -565,7 +583,9 @@ class Session:
             self.work = None
 
     def stop(self) -> None:
-        """Cancel what `serve` runs: what is in hand is not handled."""
+        """Cancel what `serve` runs, for good: what is in hand is not handled."""
+        if self.error is None:
+            self.fail(RuntimeError(f"{self.what}: run() has ended; leave the member, and join again"))
         for held in self.held.values():
             if held.task is not None:
                 held.task.cancel()
@@ -584,7 +604,7 @@ class Session:
         which = None if self.group.token is None else number
         lane = self._lanes.get(which)
         if lane is None:
-            lane = self._lanes[which] = self.group.new_lane(which)
+            lane = self._lanes[which] = self.group.new_lane(which, self.settings)
             lane.task = self._start(lane.read(self._given), "reading")
         return lane
 
@@ -636,7 +656,9 @@ class Session:
         writer = self.store.partition_writer(number)
         try:
             found = await writer.read()
-            record = self.store.decode(PartitionRecord, found)
+            record = self._of_this_epoch(self.store.decode(PartitionRecord, found))
+            if not self._machine.may_store(release):
+                return
             if record is None or record.owner != self.id:
                 self._machine.released(number, attempt, 0 if found is None else found.seq)
                 return
@@ -685,7 +707,7 @@ class Session:
 
     def _record(self, owner: str, position: int) -> bytes:
         self._records += 1
-        return PartitionRecord(owner, position, self.id, self._records).encode()
+        return PartitionRecord(owner, position, self.settings.epoch, self.id, self._records).encode()
 
     # -- positions ----------------------------------------------------------------------------------------------------
 
