@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Final
 
-from jetstream_ext.protocol.membership import Claim, Lose, Membership, Owner, Phase, Release, Revoke
+from jetstream_ext.protocol.membership import Claim, Lose, Membership, Owner, Release, Revoke
 from jetstream_ext.protocol.partitions import assign
 
 TTL: Final = 6.0
@@ -395,8 +395,8 @@ class Actor:
                     claims.append(action)
                 case Revoke(numbers):
                     self.spawn(self.revoke(numbers))
-                case Release(number, attempt):
-                    self.spawn(self.release(number, attempt))
+                case Release():
+                    self.spawn(self.release(action))
                 case Lose(numbers):
                     for number in numbers:
                         self.lose(number)
@@ -434,7 +434,9 @@ class Actor:
         try:
             record = await writer.read()
             owner = None if record is None else Owner(record.owner, record.revision)
-            if not self.machine.may_claim(owner) or not self.machine._is_current(number, attempt, Phase.CLAIMING):
+            if not self.machine.may_store(claim):
+                return
+            if not self.machine.may_claim(owner):
                 raise MovedError
             position = 1 if record is None else record.position
             if record is not None and record.owner == self.id:
@@ -493,10 +495,13 @@ class Actor:
                     self.drop(held)
                 self.machine.revoked(held.number)
 
-    async def release(self, number: int, attempt: int) -> None:
+    async def release(self, release: Release) -> None:
+        number, attempt = release.partition, release.attempt
         writer = Writer(self, number)
         try:
             record = await writer.read()
+            if not self.machine.may_store(release):
+                return
             if record is None or record.owner != self.id:
                 self.machine.released(number, attempt, 0 if record is None else record.revision)
                 self.step()
