@@ -49,7 +49,7 @@ CAMPAIGNS: dict[str, tuple[list[str], dict[str, str]]] = {
         {},
     ),
     "faults": (["-m", "pytest", "tests/faults"], {}),
-    "group_faults": (["-m", "pytest", "-s", "tests/faults/test_groups.py"], {}),
+    "group_faults": (["-m", "pytest", "-s", "tests/faults/test_groups.py", "tests/log/test_group_processes.py"], {}),
     "atomic_faults": (
         ["-m", "pytest", "-s", "tests/faults/test_atomic_leader.py"],
         {"JETSTREAM_EXT_ATOMIC_BATCHES": "200"},

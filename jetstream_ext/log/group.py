@@ -20,7 +20,7 @@ from jetstream_ext.log.group_plan import Plan
 from jetstream_ext.log.group_store import MOST_PARTITIONS, GroupStore, MemberRecord, PartitionRecord, Settings
 from jetstream_ext.log.lease import decode_key
 from jetstream_ext.log.member import Callback, JoinOptions, Member, Session
-from jetstream_ext.log.offsets import First, Last, New, Seq, StoredOffset, Time, encode_position
+from jetstream_ext.log.offsets import First, Last, New, Seq, StoredOffset, Time, epoch_of
 from jetstream_ext.protocol.options import check_int, check_seconds
 from jetstream_ext.protocol.subjects import check_filter, check_name
 
@@ -28,6 +28,8 @@ _FIRST: Final = First()
 _LOOKUPS_IN_FLIGHT: Final = 64
 # The part of the TTL in which a member has stopped, and its key is still stored.
 _MARGIN: Final = 0.1
+_SHORTEST: Final = 0.1
+_LONGEST: Final = 86_400
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +119,13 @@ class Group:
             FNV-1a-32 hash of these tokens modulo `partitions`, as in the server's subject mapping ``partition(n, …)``. (Its
             numbers count the wildcards of the mapping's source, from 1.)
         subject: Read only what matches this filter (wildcards allowed); None is everything.
-        token: The position, from 0, of a token of the subjects that is the number of the partition, for example because the
-            stream has a subject transform with ``partition(n, …)``. Then the server filters what each member reads, and `key`
-            has no use. `subject` must have a ``*`` there.
+        token: The position, from 0, of a token of the subjects that is the number of the partition in decimal digits, for
+            example because the stream has a subject transform with ``partition(n, …)``. Then the server filters what each member reads, and `key`
+            has no use. `subject` must have a ``*`` there. Messages with another token there are in no partition and are not read.
         start: Where a new group starts: `First()`, `Seq(n)`, `Time(t)`, `Last()` or `New()`. The first member looks it up; a
             time in the future counts as `New()`.
         bucket: The bucket that holds the group. `join` creates it if it does not exist, with as many replicas as the stream.
-        heartbeat: Seconds between two renewals of a member's key. The key has a TTL of three times as long (whole seconds,
+        heartbeat: Seconds between two renewals of a member's key, from 0.1 to 86,400. The key has a TTL of three times as long (whole seconds,
             at least 2): after that, other members take over from one that died.
         buffer: Messages that a member reads ahead for each partition, at most; 4 MiB at most, too. A partition with a full
             buffer does not hold up the others: what it could not take is read again.
@@ -195,6 +197,8 @@ class Group:
         self.token: int | None = token
         self.bucket: str = bucket
         self.heartbeat: float = check_seconds(heartbeat, "heartbeat")
+        if not _SHORTEST <= heartbeat <= _LONGEST:
+            raise ValueError(f"heartbeat must be from {_SHORTEST} to {_LONGEST:,} seconds, not {heartbeat!r}")
         self.ttl: int = max(2, math.ceil(3 * heartbeat))
         self._plan = Plan(
             context=js,
@@ -282,8 +286,8 @@ class Group:
         """Return a new member: an async context manager that joins the group, and leaves it at the end.
 
         ``async for msg in member`` returns the messages of all its partitions, those of each partition in order, and waits
-        for more. A message counts as handled when the loop asks for the next one, or when the block ends without an
-        exception. Positions are committed after `every` handled messages of a partition, every `seconds`, and before a partition
+        for more. A message counts as handled when the loop asks for the next one; before you leave a loop behind a handled
+        message, call `Member.commit`. Positions are committed after `every` handled messages of a partition, every `seconds`, and before a partition
         is handed over. Messages that were handled and not committed are handled again after a crash, or if the partition was lost.
 
         Leaving hands the partitions over at once. A member that leaves because of an exception or a cancellation takes up to
@@ -348,6 +352,8 @@ class Group:
         await self._store.open()
         state = await self._plan.stream_state()
         settings, members, records = await self._records()
+        if settings is not None:
+            records = {number: record for number, record in records.items() if record.epoch == settings.epoch}
         positions = {number: record.seq for number, record in records.items()}
         if settings is not None:
             self._plan.check_settings(settings, settings.output)
@@ -385,12 +391,14 @@ class Group:
             ValueError: `start` is None, and the group is an exactly-once group, or its positions belong to a stream that was
                 deleted since.
             KeyError: There is no such group.
-            Exception: As for `status`, and for `LogReader` if the start cannot be found. If it fails between two partitions,
-                call it again.
+            FencedError: The settings were changed meanwhile, by another reset; nothing was changed.
+            Exception: As for `status`, and for `LogReader` if the start cannot be found.
 
-        Cancellation: Some of the partitions may start at the new place; call it again.
+        Cancellation: All partitions start at the new place, or none.
         """
         await self._store.open()
+        writer = self._store.writer(self._store.config_key, "its settings")
+        await writer.read()
         before, members, records = await self._records()
         if members:
             labels = sorted(record.label for record, _ in members.values())
@@ -407,29 +415,11 @@ class Group:
                     f"group {self.name!r} stores outputs exactly once, and its partitions are at different positions; pass start"
                 )
             (await self._plan.stream_state()).check_created(before.created)
-            known = (records.get(number) for number in range(before.partitions))
-            start = Seq(min(before.start if record is None else record.seq for record in known))
+            known = [records.get(number) for number in range(before.partitions)]
+            start = Seq(min(it.seq if it is not None and it.epoch == before.epoch else before.start for it in known))
         settings = await self._plan.settings(start, before.output)
-        writer = self._store.writer(self._store.config_key, "its settings")
-        await writer.read()
         await writer.store([], settings.encode())
-        await gather_bounded(
-            lambda n: self._reset_partition(n, settings), range(self.partitions), limit=_LOOKUPS_IN_FLIGHT
-        )
         return settings.start
-
-    async def _reset_partition(self, number: int, settings: Settings) -> None:
-        writer = self._store.partition_writer(number)
-        found = self._store.decode(PartitionRecord, await writer.read())
-        if found is not None:
-            await writer.store([], PartitionRecord("", settings.start, "reset", found.seq).encode())
-        if settings.output is not None:
-            output = self._plan.output_writer(settings.output, number)
-            if await output.read() is not None:
-                record = encode_position(
-                    self.stream, settings.created, settings.start, worker="reset", inbox="", took_over=0
-                )
-                await output.store([], record)
 
     async def _records(
         self,
@@ -459,7 +449,9 @@ class Group:
             found = await find.call(
                 lambda: get_at_leader(self._store.context, stream, {"last_by_subj": subject}, self._store.timeout)
             )
-            return None if found is None else (number, StoredOffset.decode(subject, found.data, found.seq).seq)
+            if found is None or epoch_of(found.data) != settings.epoch:
+                return None
+            return number, StoredOffset.decode(subject, found.data, found.seq).seq
 
         found = await gather_bounded(find, range(self.partitions), limit=_LOOKUPS_IN_FLIGHT)
         return dict(it for it in found if it is not None)

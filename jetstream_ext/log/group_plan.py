@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from nats.js import JetStreamContext
+from nats.nuid import NUID
 
 from jetstream_ext.client.api import stream_state
-from jetstream_ext.client.connection import Context
-from jetstream_ext.client.fenced_write import FencedWriter
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import StreamConfigMismatchError
 from jetstream_ext.log.group_store import GroupStore, Settings
@@ -73,7 +72,9 @@ class Plan:
     def _check_partitions(self, state: StreamState) -> None:
         """Raise an error if messages of the stream have no partition."""
         if self.token is None:
-            for each in state.subjects if self.subject is None else [self.subject]:
+            # A transform stores messages under other subjects, and a mirror or source has those of its origin.
+            stored = [] if state.config.get("subject_transform") else state.subjects
+            for each in stored if self.subject is None else [self.subject]:
                 self.partitioner.check_filter(each)
             return
         destination = str((state.config.get("subject_transform") or {}).get("dest") or "")
@@ -106,13 +107,20 @@ class Plan:
                 f"group {self.name!r} of stream {self.stream!r} has {differences}; {remedy}", diff=diff
             )
 
-    def new_lane(self, number: int | None) -> Lane:
+    def new_lane(self, number: int | None, settings: Settings) -> Lane:
         """Return the reading of the stream for one partition (with `token`), or for all."""
         partitions_of: Callable[[Sequence[StoredMsg]], Sequence[int]] = self.partitioner.of
         if number is not None:
             partitions_of = lambda messages: [number] * len(messages)  # noqa: E731
         reader = self.reader(number, First())
-        return Lane(reader, partitions_of, buffer=self.buffer, buffer_bytes=BUFFER_BYTES, poll=self.poll)
+        return Lane(
+            reader,
+            partitions_of,
+            settings=settings,
+            buffer=self.buffer,
+            buffer_bytes=BUFFER_BYTES,
+            poll=self.poll,
+        )
 
     def reader(self, number: int | None, start: Start) -> LogReader:
         subject = self.subject
@@ -130,18 +138,6 @@ class Plan:
             poll=self.poll,
         )
 
-    def output_writer(self, output: tuple[str, str], number: int) -> FencedWriter:
-        """Return a writer of the position of a partition in the output stream."""
-        stream, prefix = output
-        return FencedWriter(
-            Context(self.context),
-            stream,
-            f"{prefix}.{self.name}.{number}",
-            name=f"group {self.name!r}, partition {number}",
-            timeout=self.store.timeout,
-            patience=self.store.patience,
-        )
-
     async def stream_state(self) -> StreamState:
         look = Retry(self.store.patience)
         return await look.call(lambda: stream_state(self.store.context, self.stream, self.store.timeout))
@@ -151,5 +147,14 @@ class Plan:
         position = await reader.open()
         assert reader.created is not None
         return Settings(
-            self.stream, reader.created, self.partitions, self.key, self.subject, self.token, position, output
+            stream=self.stream,
+            created=reader.created,
+            partitions=self.partitions,
+            key=self.key,
+            subject=self.subject,
+            token=self.token,
+            start=position,
+            first=isinstance(start, First),
+            epoch=NUID().next().decode(),
+            output=output,
         )

@@ -51,6 +51,8 @@ class Settings:
     subject: str | None
     token: int | None
     start: int
+    first: bool  # it starts at the oldest message: what is removed before it is read is no loss
+    epoch: str  # a random one for each reset: records of another one do not count
     output: tuple[str, str] | None  # of an exactly-once group: its output stream, and the prefix of its positions
 
     def encode(self) -> bytes:
@@ -67,6 +69,8 @@ class Settings:
             None if body["subject"] is None else json_text(body["subject"], "subject"),
             None if token is None else json_number(token, "token"),
             json_number(body["start"], "start", low=1),
+            body["first"] is True,
+            json_text(body["epoch"], "epoch"),
             None if output is None else (json_text(output[0], "output"), json_text(output[1], "output")),
         )
 
@@ -94,15 +98,19 @@ class PartitionRecord:
 
     owner: str
     seq: int
+    epoch: str
     writer: str = ""  # the member that stored it, and the number of its record: `FencedWriter` compares payloads
     number: int = 0
 
     def encode(self) -> bytes:
-        return _encode({"owner": self.owner, "seq": self.seq, "writer": self.writer, "number": self.number})
+        return _encode(
+            {"owner": self.owner, "seq": self.seq, "epoch": self.epoch, "writer": self.writer, "number": self.number}
+        )
 
     @classmethod
     def decode(cls, body: Mapping[str, Any]) -> PartitionRecord:
-        return cls(json_text(body["owner"], "owner"), json_number(body["seq"], "seq", low=1))
+        epoch = json_text(body["epoch"], "epoch")
+        return cls(json_text(body["owner"], "owner"), json_number(body["seq"], "seq", low=1), epoch)
 
 
 def _encode(body: dict[str, Any]) -> bytes:
@@ -241,5 +249,5 @@ class GroupStore:
             pass
         raise ValueError(
             f"group {self.group!r}: key {key!r} of bucket {self.bucket.name!r} has a value that no member of a group of this "
-            f"version writes ({value[:80]!r}); another program has written it: delete the key, or use another group name"
+            f"version writes ({value[:80]!r}), so another program has written it; use another group name, or restore the value"
         )

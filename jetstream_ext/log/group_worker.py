@@ -106,7 +106,13 @@ async def exactly_once_group(
 
     async def work(held: Held) -> None:
         name = f"{group.name}.{held.number}"
-        worker = make(reader=PartitionReader(session, held), name=name, subject=f"{prefix}.{name}")
+        worker = make(
+            reader=PartitionReader(session, held),
+            name=name,
+            subject=f"{prefix}.{name}",
+            epoch=session.settings.epoch,
+            breathe=session.breathe,
+        )
         held.stop = worker.stop
         await worker.run()
 

@@ -7,7 +7,8 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from jetstream_ext.log.offsets import Seq
+from jetstream_ext.log.group_store import Settings
+from jetstream_ext.log.offsets import First, Seq, StoredOffset
 from jetstream_ext.log.reader import LogReader
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.dispatch import Dispatcher
@@ -23,6 +24,7 @@ class Lane:
         reader: LogReader,
         partitions_of: Callable[[Sequence[StoredMsg]], Sequence[int]],
         *,
+        settings: Settings,
         buffer: int,
         buffer_bytes: int,
         poll: float,
@@ -33,7 +35,16 @@ class Lane:
             partitions_of, buffer=buffer, buffer_bytes=buffer_bytes, wake=self._changed.set
         )
         self._reader = reader
+        self._settings = settings
         self._poll = poll
+
+    def _start(self, seq: int) -> First | Seq | StoredOffset:
+        settings = self._settings
+        if settings.first and seq <= settings.start:
+            return First()  # what has been removed meanwhile is no loss
+        if self._reader.created is None:
+            return StoredOffset("", settings.stream, settings.created, seq)  # the stream may have been created again
+        return Seq(seq)
 
     async def read(self, given: Callable[[Iterable[int]], None]) -> None:
         """Give messages to the partitions; call `given` with those that got some."""
@@ -45,7 +56,7 @@ class Lane:
                 await self._changed.wait()
                 continue
             if self._reader.position != read.start:
-                self._reader.seek(Seq(read.start))
+                self._reader.seek(self._start(read.start))
             rows = await self._reader.read_for(self._poll, read.max_messages)
             end = self._reader.position
             assert end is not None

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import logging
 import math
 import os
 import socket
@@ -35,7 +36,7 @@ from jetstream_ext.client.api import gather_bounded
 from jetstream_ext.client.base_connection import cancel, mark_retrieved
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.client.retry import Retry, is_transient, is_transient_read
-from jetstream_ext.errors import FencedError, StreamRecreatedError
+from jetstream_ext.errors import FencedError, StreamConfigMismatchError, StreamRecreatedError
 from jetstream_ext.kv.entries import KeyValueEntry
 from jetstream_ext.kv.table import Table
 from jetstream_ext.log.group_plan import Plan
@@ -61,7 +62,6 @@ _in_callback: ContextVar[tuple[int, ...] | None] = ContextVar("in_callback", def
 _RETRY: Final = 0.1
 _BLOCK: Final = 64  # messages of one partition, before those of another one
 _BREATHE_EVERY: Final = 0.05
-_ROUNDS: Final = 4
 _LEAVE_TIMEOUT: Final = 1.0  # for each step, after an error or a cancellation
 _COMMITS_IN_FLIGHT: Final = 64
 _IDLE: Final = 5.0
@@ -254,6 +254,8 @@ class Session:
         self.current: Held | None = None  # of the message that the iteration has returned last
         self._loop: asyncio.AbstractEventLoop
         self._breathed = 0.0  # when other tasks could last run
+        self._gate = asyncio.Event()  # closed while the key is being renewed
+        self._gate.set()
         self._leaving = False
         self._failures = 0  # to renew the key, one after the other
 
@@ -286,13 +288,11 @@ class Session:
         return table
 
     async def close(self, *, clean: bool) -> None:
-        """Leave the group. `clean`: what the caller has in its hands is handled."""
+        """Leave the group; in a hurry, unless `clean`."""
         if self.closed:
             return
-        if self.current is not None and clean:
-            self.current.put_down()
-        elif self.current is not None:
-            self.current.done.set()  # it stays in hand: its position is not committed
+        if self.current is not None:
+            self.current.done.set()  # it stays in hand: only the caller knows whether it is handled
         hurry = not clean or self.error is not None
         try:
             if self.store.context.connection.usable:
@@ -373,7 +373,9 @@ class Session:
                 failure.__cause__ = error
                 self.fail(failure)
 
-        return asyncio.create_task(run(), name=f"jetstream_ext {what} of {self.what}")
+        task = asyncio.create_task(run(), name=f"jetstream_ext {what} of {self.what}")
+        task.add_done_callback(lambda _: work.close())  # it may have been cancelled before it began
+        return task
 
     def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> None:
         task = self._start(work, what)
@@ -386,11 +388,18 @@ class Session:
         if self.error is None:
             _log.debug("%s ends: %r", self.what, error)
             self.error = error
-        self._machine.leave()
-        self._changed.set()
-        self.ready.set()
         for held in self.held.values():
             held.end()
+        self.ready.set()
+        self._machine.leave()
+        self._changed.set()
+        if not self._leaving and self._main:
+            self._leaving = True  # the others take over, also while the caller does not come back to this member
+            self._spawn(self._renew_soon(), "renewal")
+
+    async def _renew_soon(self) -> None:
+        with contextlib.suppress(nats.errors.Error):  # the next renewal says it, too
+            await self._renew()
 
     def check(self) -> None:
         if self.error is not None:
@@ -413,6 +422,7 @@ class Session:
         while True:
             begun = self._loop.time()
             pause = self.group.heartbeat
+            self._gate.clear()
             try:
                 await self._renew()
                 self._failures = 0
@@ -423,6 +433,8 @@ class Session:
                     _log.warning("%s cannot renew its key, and tries again: %s", self.what, error)
                 self._failures += 1
                 pause = min(_RETRY, pause)
+            finally:
+                self._gate.set()
             await asyncio.sleep(max(0.0, begun + pause - self._loop.time()) if not self._failures else pause)
 
     # -- partitions ---------------------------------------------------------------------------------------------------
@@ -485,13 +497,24 @@ class Session:
                 self._changed.set()
         elif (number := store.partition_of(key)) is not None:
             known = self._owners.pop(number, None)
-            found = self._decode(PartitionRecord, key, entry)
+            found = self._of_this_epoch(self._decode(PartitionRecord, key, entry))
             if found is not None and entry is not None:
                 self._owners[number] = Owner(found.owner, entry.revision)
             if known is None or found is None or known.id != found.owner:
                 self._changed.set()
-        elif key == store.config_key and entry is not None:
-            self.group.check_settings(store.decode_value(Settings, key, entry.value), self._output)
+        elif key == store.config_key:
+            settings = None if entry is None else store.decode_value(Settings, key, entry.value)
+            if settings is not None:
+                self.group.check_settings(settings, self._output)
+            if settings is None or settings.epoch != self.settings.epoch:
+                raise StreamConfigMismatchError(
+                    f"{self.what} ends, because the group was reset; join it again",
+                    diff={"epoch": (self.settings.epoch, None if settings is None else settings.epoch)},
+                )
+
+    def _of_this_epoch(self, record: PartitionRecord | None) -> PartitionRecord | None:
+        """Return a record, or None if it is from before a reset."""
+        return None if record is None or record.epoch != self.settings.epoch else record
 
     def _decode(self, kind: type[_Seen], key: str, entry: KeyValueEntry | None) -> _Seen | None:
         if entry is None:
@@ -519,8 +542,10 @@ class Session:
         writer = self.store.partition_writer(number)
         try:
             found = await writer.read()
-            record = self.store.decode(PartitionRecord, found)
+            record = self._of_this_epoch(self.store.decode(PartitionRecord, found))
             owner = None if record is None or found is None else Owner(record.owner, found.seq)
+            if not self._machine.may_store(claim):
+                return None
             if not self._machine.may_claim(owner):
                 self._machine.failed(number, attempt, self._loop.time())
                 return None
@@ -532,7 +557,8 @@ class Session:
             self._machine.failed(number, attempt, self._loop.time())
             if not isinstance(error, RecordMovedError) and not is_transient(error):
                 raise
-            _log.debug("%s could not claim partition %d: %s", self.what, number, error)
+            level = logging.DEBUG if isinstance(error, RecordMovedError) else logging.WARNING
+            _log.log(level, "%s could not claim partition %d, and tries again: %s", self.what, number, error)
             return None
         if not self._machine.claimed(number, attempt, ack.seq, self._loop.time()):
             return None
@@ -565,7 +591,9 @@ class Session:
             self.work = None
 
     def stop(self) -> None:
-        """Cancel what `serve` runs: what is in hand is not handled."""
+        """Cancel what `serve` runs, for good: what is in hand is not handled."""
+        if self.error is None:
+            self.fail(RuntimeError(f"{self.what}: run() has ended; leave the member, and join again"))
         for held in self.held.values():
             if held.task is not None:
                 held.task.cancel()
@@ -584,7 +612,7 @@ class Session:
         which = None if self.group.token is None else number
         lane = self._lanes.get(which)
         if lane is None:
-            lane = self._lanes[which] = self.group.new_lane(which)
+            lane = self._lanes[which] = self.group.new_lane(which, self.settings)
             lane.task = self._start(lane.read(self._given), "reading")
         return lane
 
@@ -636,7 +664,9 @@ class Session:
         writer = self.store.partition_writer(number)
         try:
             found = await writer.read()
-            record = self.store.decode(PartitionRecord, found)
+            record = self._of_this_epoch(self.store.decode(PartitionRecord, found))
+            if not self._machine.may_store(release):
+                return
             if record is None or record.owner != self.id:
                 self._machine.released(number, attempt, 0 if found is None else found.seq)
                 return
@@ -685,7 +715,7 @@ class Session:
 
     def _record(self, owner: str, position: int) -> bytes:
         self._records += 1
-        return PartitionRecord(owner, position, self.id, self._records).encode()
+        return PartitionRecord(owner, position, self.settings.epoch, self.id, self._records).encode()
 
     # -- positions ----------------------------------------------------------------------------------------------------
 
@@ -756,15 +786,13 @@ class Session:
                 return held
         return None
 
-    def must_breathe(self) -> bool:
-        """Return whether the caller has kept the event loop for long: then the member's key is not renewed."""
-        return self._loop.time() - self._breathed > _BREATHE_EVERY
-
     async def breathe(self) -> None:
-        """Let the other tasks run: one round of the event loop does not send a renewal and receive its answer."""
-        for _ in range(_ROUNDS):
+        """Let the key be renewed, between two messages: handlers that never await would keep the event loop from it."""
+        if self._loop.time() - self._breathed > _BREATHE_EVERY:
             await asyncio.sleep(0)
-        self._breathed = self._loop.time()
+            self._breathed = self._loop.time()
+        if not self._gate.is_set():
+            await self._gate.wait()
 
     def is_valid(self) -> bool:
         return self._machine.is_valid(self._loop.time())
@@ -827,8 +855,7 @@ class Member:
         try:
             if session.current is not None and session.current.in_hand is not None:
                 await session.put_down(session.current)
-            if session.must_breathe():
-                await session.breathe()
+            await session.breathe()
             while True:
                 session.check()
                 if not session.is_valid():
@@ -905,8 +932,7 @@ async def _handle_each(session: Session, handler: MessageHandler, held: Held) ->
             if inspect.isawaitable(result):
                 await result
             await session.put_down(held)
-            if session.must_breathe():
-                await session.breathe()
+            await session.breathe()
             if not session.is_valid():
                 session.step()
 

@@ -168,6 +168,15 @@ def encode_position(stream: str, created: str, seq: int, **writer: Any) -> bytes
     return orjson.dumps({"v": _VERSION, "stream": stream, "created": created, "seq": seq, **writer})
 
 
+def epoch_of(data: bytes) -> str:
+    """Return the ``epoch`` of a position that a group's worker has stored; empty if it has none."""
+    try:
+        epoch = orjson.loads(data)["epoch"]
+    except (KeyError, TypeError, ValueError):
+        return ""
+    return epoch if isinstance(epoch, str) else ""
+
+
 class PositionedReader(Protocol):
     """What an `OffsetStore` uses of a `LogReader`."""
 

@@ -54,7 +54,7 @@ from jetstream_ext.errors import (
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.log.dead_letters import DeadLetter, check_dead_letter
 from jetstream_ext.log.lease import Lease, lease_key
-from jetstream_ext.log.offsets import OffsetStore, PositionedReader, StoredOffset, encode_position, matches
+from jetstream_ext.log.offsets import OffsetStore, PositionedReader, StoredOffset, encode_position, epoch_of, matches
 from jetstream_ext.log.reader import LogReader
 from jetstream_ext.log.takeover import Takeover
 from jetstream_ext.protocol.api import StreamState
@@ -272,6 +272,8 @@ class Worker:
     patience: float
     takeover: Takeover | None
     dead_letter: DeadLetter | None = None
+    epoch: str = ""  # of a group: records of another one do not count
+    breathe: Callable[[], Awaitable[None]] | None = None  # called before each handler, which may keep the event loop
 
     id: str = field(default_factory=lambda: NUID().next().decode())
     state: StreamState | None = None  # of the output stream
@@ -428,6 +430,8 @@ class Worker:
         deadline = loop.time() + self.patience
         found = await self.writer.read()
         while True:
+            if found is not None and self.epoch and epoch_of(found.data) != self.epoch:
+                found = None  # from before a reset of the group: the reader is where that has let it start
             if found is not None:
                 self._go_to(found)
                 if self.takeover is not None and await self.takeover.ask(found.data):
@@ -473,6 +477,8 @@ class Worker:
         return outputs
 
     async def _call(self, given: StoredMsg | list[StoredMsg]) -> list[BatchMessage]:
+        if self.breathe is not None:
+            await self.breathe()
         made = self.handler(given)
         if inspect.isawaitable(made):
             made = await made
@@ -694,6 +700,7 @@ class Worker:
             commit=self.commits,
             inbox=takeover.inbox if takeover else "",
             took_over=takeover.took_over if takeover else 0,
+            **({"epoch": self.epoch} if self.epoch else {}),
             **(attempts.fields() if attempts is not None else {}),
         )
         self.in_doubt = True

@@ -210,6 +210,11 @@ class Membership:
 
     # -- what to do ---------------------------------------------------------------------------------------------------
 
+    def may_store(self, action: Claim | Release) -> bool:
+        """Return whether a claim or release that has read the record may still store one: no newer attempt has begun."""
+        phase = Phase.CLAIMING if isinstance(action, Claim) else Phase.RELEASING
+        return self._is_current(action.partition, action.attempt, phase)
+
     def may_claim(self, owner: Owner | None) -> bool:
         """Return whether the member may take a partition whose record names `owner` at the leader; None has no record."""
         if owner is None or owner.id in ("", self.me):

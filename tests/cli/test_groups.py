@@ -41,6 +41,7 @@ def work(
         async with group.join(label="oslo") as member, asyncio.timeout(60):
             for _ in range(handled):
                 await anext(member)
+            await member.commit()
             return await asyncio.to_thread(then)
 
     return with_js(url, join)

@@ -21,6 +21,7 @@ from jetstream_ext import log
 PARTITIONS = 8
 HEARTBEAT = 1.0
 EVERY = 20
+TIMEOUT = 2.0
 
 
 async def ignore(_: Exception) -> None: ...
@@ -35,7 +36,7 @@ async def work(js: JetStreamContext, mode: str, label: str, stopping: asyncio.Ev
         copied = output(message)
         while True:
             with contextlib.suppress(nats.errors.Error, nats.js.errors.Error):
-                await js.publish(copied.subject, copied.payload, timeout=2, headers={"Label": label})
+                await js.publish(copied.subject, copied.payload, headers={"Label": label})
                 return
             await asyncio.sleep(0.05)
 
@@ -56,7 +57,7 @@ async def main(urls: str, mode: str, label: str) -> None:
         urls.split(","), connect_timeout=30, reconnect_time_wait=0.05, max_reconnect_attempts=-1, error_cb=ignore
     )
     loop, stopping = asyncio.get_running_loop(), asyncio.Event()
-    working = asyncio.ensure_future(work(nc.jetstream(timeout=3), mode, label, stopping))
+    working = asyncio.ensure_future(work(nc.jetstream(timeout=TIMEOUT), mode, label, stopping))
 
     def stop() -> None:
         stopping.set()

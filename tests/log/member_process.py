@@ -26,8 +26,8 @@ async def work(js: JetStreamContext, mode: str, label: str, heartbeat: float) ->
         return jsx.BatchMessage(message.subject.replace("IN", "OUT"), message.data, headers={"Label": label})
 
     async def copy(message: jsx.StoredMsg) -> None:
-        copy = await copied(message)
-        await js.publish(copy.subject, copy.payload, headers={"Label": label})
+        # Before Python 3.12, a call of nats-py swallows a cancellation that arrives with its answer.
+        await jsx.publish_atomic(js, [await copied(message)])
 
     if mode == "once":
         await log.exactly_once_group(group, "OUT", copied, prefix="OUT.at", label=label, max_messages=10)

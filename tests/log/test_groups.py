@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Any
@@ -16,6 +17,7 @@ from nats.js.api import StreamSource, SubjectTransform
 from nats.js.errors import BucketNotFoundError, NotFoundError
 
 from jetstream_ext import BatchMessage, DirectGet, StoredMsg, errors
+from jetstream_ext.client.fenced_write import FencedWriter
 from jetstream_ext.log import DeadLetter, First, Group, New, Seq, Time, exactly_once_group, list_groups
 from jetstream_ext.log.group_store import PartitionRecord
 from jetstream_ext.log.member import Member
@@ -116,6 +118,7 @@ class TestOneMember:
         stream = await make_stream(messages=20)
         async with make_group(stream).join() as member:
             await take(member, 20)
+            await member.commit()
         await more(stream, 21, 30)
         async with make_group(stream).join() as member:
             assert sorted(message.seq for message in await take(member, 10)) == list(range(21, 31))
@@ -160,9 +163,9 @@ class TestOneMember:
         async with group.join(every=1000, seconds=0.05) as member:
             await take(member, 3)
             async with asyncio.timeout(30):
-                while (await group.status()).partitions[0].position < 9:
+                while (await group.status()).partitions[0].position < 8:
                     await asyncio.sleep(0.02)
-        assert (await group.status()).partitions[0].position == 10
+        assert (await group.status()).partitions[0].position == 8, "the last one was not put down"
 
     async def test_follows_new_messages(self, make_stream: Make, make_group: MakeGroup, more: More) -> None:
         stream = await make_stream()
@@ -220,6 +223,52 @@ class TestOneMember:
 
 
 class TestCommits:
+    async def test_a_message_whose_handler_was_cancelled_is_not_handled(
+        self, make_stream: Make, make_group: MakeGroup
+    ) -> None:
+        """Also if the block ends without an exception."""
+        stream = await make_stream(messages=3)
+        group = make_group(stream, partitions=1)
+
+        async def handle(member: Member) -> None:
+            async for _ in member:
+                await asyncio.Event().wait()
+
+        async with group.join() as member:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(handle(member), 1)
+        async with make_group(stream, partitions=1).join() as member:
+            assert (await anext(member)).seq == 1
+
+    async def test_run_ends_the_member(self, make_stream: Make, make_group: MakeGroup) -> None:
+        group = make_group(await make_stream(messages=3))
+        async with group.join() as member:
+            running = asyncio.ensure_future(member.run(lambda _: None))
+            await until(lambda: member.partitions)
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+            with pytest.raises(RuntimeError, match="has ended"):
+                await member.run(lambda _: None)
+            with pytest.raises(RuntimeError, match="has ended"):
+                await anext(member)
+
+    async def test_a_member_that_failed_gives_its_partitions_away(
+        self, make_stream: Make, make_group: MakeGroup
+    ) -> None:
+        """Before its caller comes back to it."""
+        group = make_group(await make_stream(messages=10), partitions=2)
+
+        def fail(_: tuple[int, ...]) -> None:
+            raise ZeroDivisionError
+
+        async with group.join(on_assigned=fail) as failed:
+            await until(lambda: failed._session.error)
+            async with make_group(group.stream, partitions=2).join() as member:
+                await until(lambda: len(member.partitions) == 2)
+            with pytest.raises(ZeroDivisionError):
+                await anext(failed)
+
     async def test_commit_in_a_handler_of_run_leaves_out_what_other_handlers_have(
         self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext
     ) -> None:
@@ -310,6 +359,49 @@ class TestCommits:
             with pytest.raises(RuntimeError, match="raised CancelledError"):
                 async with asyncio.timeout(30):
                     await member.run(handle)
+
+
+class TestHandlersThatCompute:
+    """Handlers that never await must not keep the member from renewing its key (TTL 2 s)."""
+
+    async def test_run(self, make_stream: Make, make_group: MakeGroup) -> None:
+        stream, lost, count = await make_stream(messages=120), list[tuple[int, ...]](), 0
+        group = make_group(stream, partitions=6)
+
+        def handle(_: StoredMsg) -> None:
+            nonlocal count
+            count += 1
+            time.sleep(0.03)
+
+        async with group.join(on_partitions_lost=lost.append) as member:
+            running = asyncio.ensure_future(member.run(handle))
+            await until(lambda: count == 120)
+            running.cancel()
+        assert lost == []
+
+    async def test_iteration(self, make_stream: Make, make_group: MakeGroup) -> None:
+        group, lost = make_group(await make_stream(messages=30)), list[tuple[int, ...]]()
+        async with group.join(on_partitions_lost=lost.append) as member:
+            for _ in range(30):
+                await anext(member)
+                time.sleep(0.2)
+        assert lost == []
+
+    async def test_exactly_once(self, make_stream: Make, make_group: MakeGroup) -> None:
+        source, target = await make_stream(messages=120), await make_stream()
+        lost, seen = list[tuple[int, ...]](), list[int]()
+
+        def handle(message: StoredMsg) -> None:
+            seen.append(message.seq)
+            time.sleep(0.03)
+
+        running = exactly_once_group(
+            make_group(source), target, handle, prefix=f"{target}.at", on_partitions_lost=lost.append
+        )
+        task = asyncio.ensure_future(running)
+        await until(lambda: len(seen) == 120)
+        await stop(task)
+        assert (lost, sorted(seen)) == ([], list(range(1, 121)))
 
 
 class TestSeveralMembers:
@@ -428,11 +520,55 @@ class TestSeveralMembers:
         async with group.join(auto_commit=False) as member:
             await take(member, 5)
             key = group._plan.store.partition_key(0)
-            await (await js.key_value(group.bucket)).put(key, json.dumps({"v": 1, "owner": "x", "seq": 3}).encode())
+            await (await js.key_value(group.bucket)).put(
+                key, json.dumps({"v": 1, "owner": "x", "seq": 3, "epoch": member._session.settings.epoch}).encode()
+            )
             with pytest.raises(errors.FencedError, match=r"partitions \[0\] were not stored"):
                 await member.commit()
             # "x" is no member, so that it is claimed back, from where "x" has stored it.
             assert [message.seq for message in await take(member, 2)] == [3, 4]
+
+    async def test_an_older_claim_does_not_replace_a_newer_one(
+        self, make_stream: Make, make_group: MakeGroup, more: More, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stream = await make_stream(messages=10)
+        group = make_group(stream, partitions=1)
+        read, reads, go_on, away = FencedWriter.read, list[int](), asyncio.Event(), False
+
+        async def read_late(writer: FencedWriter) -> StoredMsg | None:
+            if writer.subject.endswith(".partitions.0"):
+                reads.append(len(reads))
+                if len(reads) == 1:
+                    await go_on.wait()
+                    found = await read(writer)
+                    reads.append(len(reads))
+                    return found
+            return await read(writer)
+
+        async def fail(*arguments: Any) -> int:
+            if away:
+                raise errors.RequestTimeoutError("away")
+            return await put(*arguments)
+
+        monkeypatch.setattr(FencedWriter, "read", read_late)
+        one = Worker(group, seconds=0.05)
+        store = one.member._session.store
+        put = store.put_member
+        monkeypatch.setattr(store, "put_member", fail)
+        await until(lambda: reads)
+        away = True
+        await until(lambda: one.member._session._machine.idle)  # its claim counts no more
+        away = False
+        await until(lambda: len(one.seen) == 10)  # by another claim
+        count = len(reads)
+        go_on.set()
+        await until(lambda: len(reads) > count)
+        for last in (20, 30):
+            await more(stream, last - 9, last)
+            await until(lambda last=last: set(one.seen) == set(range(1, last + 1)))  # type: ignore[misc]
+            await asyncio.sleep(0.2)  # positions are committed
+        assert one.member.partitions == (0,)
+        await one.stop()
 
 
 class TestExactlyOnce:
@@ -608,10 +744,12 @@ class TestSettings:
         async with wide.join() as member:
             await take(member, 20)
             await until(lambda: len(member.partitions) == 8)
+            await member.commit()
         assert await narrow.reset() == 21
         await more(stream, 21, 30)
         async with narrow.join() as member:
             await take(member, 10)
+            await member.commit()
         assert {it.position for it in (await narrow.status()).partitions} == {31}
         assert await wide.reset() == 31, "not the position of partition 7, which is that of the first reset"
 
@@ -626,8 +764,66 @@ class TestSettings:
         await wide.reset(Seq(5))
         writer = wide._plan.store.partition_writer(0)
         await writer.read()
-        await writer.store([], PartitionRecord("", 21).encode())
+        settings = await wide._plan.store.settings()
+        assert settings is not None
+        await writer.store([], PartitionRecord("", 21, settings.epoch).encode())
         assert await wide.reset() == 5
+
+    async def test_members_of_before_a_reset_end(
+        self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext
+    ) -> None:
+        group = make_group(await make_stream(messages=10))
+        async with group.join() as member:
+            await take(member, 10)
+            settings = await group._plan.settings(Seq(5), None)
+            await (await js.key_value(group.bucket)).put(group._plan.store.config_key, settings.encode())
+            with pytest.raises(errors.StreamConfigMismatchError, match="was reset"):
+                async with asyncio.timeout(30):
+                    await anext(member)
+        async with group.join() as member:
+            assert sorted(it.seq for it in await take(member, 6)) == [5, 6, 7, 8, 9, 10]
+
+    async def test_members_end_when_the_settings_are_deleted_and_others_start_again(
+        self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext
+    ) -> None:
+        """Positions of other settings do not count."""
+        stream = await make_stream(messages=10)
+        group = make_group(stream)
+        async with group.join() as member:
+            await take(member, 10)
+            await member.commit()
+            await (await js.key_value(group.bucket)).delete(group._plan.store.config_key)
+            with pytest.raises(errors.StreamConfigMismatchError, match="was reset"):
+                async with asyncio.timeout(30):
+                    await anext(member)
+        async with make_group(stream, partitions=3).join() as member:
+            assert sorted(it.seq for it in await take(member, 10)) == list(range(1, 11))
+
+    async def test_an_exactly_once_group_starts_again(
+        self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext
+    ) -> None:
+        source, target = await make_stream(messages=10), await make_stream()
+        seen = list[int]()
+
+        def handle(message: StoredMsg) -> None:
+            seen.append(message.seq)
+
+        async def work(partitions: int, count: int) -> None:
+            group = make_group(source, partitions=partitions)
+            running = asyncio.ensure_future(exactly_once_group(group, target, handle, prefix=f"{target}.at"))
+            await until(lambda: len(seen) == count or running.done())
+            await stop(running)
+            if count > 10:
+                assert {it.position for it in (await group.status()).partitions} == {11}
+
+        await work(2, 10)
+        wider = make_group(source, partitions=3)
+        with pytest.raises(ValueError, match="pass start"):
+            await wider.reset()
+        assert await wider.reset(Seq(8)) == 8
+        assert {it.position for it in (await wider.status()).partitions} == {8}
+        await work(3, 13)
+        assert sorted(seen) == sorted([*range(1, 11), 8, 9, 10])
 
     async def test_reset_is_refused_while_members_are_alive(self, make_stream: Make, make_group: MakeGroup) -> None:
         group = make_group(await make_stream(messages=1))
@@ -722,6 +918,8 @@ class TestSettings:
             ({"token": 0, "subject": "a.*"}, ValueError),
             ({"token": 0, "subject": "*.a", "key": [1]}, ValueError),
             ({"heartbeat": 0}, ValueError),
+            ({"heartbeat": 1e-9}, ValueError),
+            ({"heartbeat": 1e12}, ValueError),
             ({"buffer": 0}, ValueError),
             ({"subject": "a..b"}, errors.BadSubjectError),
             ({"name": "a.b"}, errors.BadSubjectError),
@@ -805,6 +1003,44 @@ class TestOtherStreams:
         async with make_group(stream, partitions=1, on_lost="skip").join() as member:
             assert sorted(message.seq for message in await take(member, 6)) == list(range(25, 31))
 
+    @pytest.mark.parametrize("token", [False, True])
+    async def test_a_standby_notices_that_the_stream_was_created_again(
+        self, make_group: MakeGroup, js: JetStreamContext, stream_name: Callable[[], str], token: bool
+    ) -> None:
+        name = stream_name()
+
+        async def create(count: int) -> None:
+            await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True)
+            for n in range(count):
+                await js.publish(f"{name}.0.{n}", b"")
+
+        await create(10)
+        options = {"subject": f"{name}.*.>", "token": 1} if token else {}
+        group = make_group(name, partitions=1, **options)
+        async with group.join() as owner:
+            await take(owner, 10)
+            await owner.commit()
+            async with group.join() as standby:
+                await until(lambda: owner.partitions or standby.partitions)
+                await js.delete_stream(name)
+                await create(12)
+                for member in (owner, standby):
+                    with pytest.raises((errors.StreamRecreatedError, NotFoundError)):
+                        async with asyncio.timeout(30):
+                            await anext(member)
+
+    async def test_a_stream_whose_beginning_moves(
+        self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext
+    ) -> None:
+        """What is removed before a new group has read it is no loss, as for a reader."""
+        stream = await make_stream(messages=50)
+        group = make_group(stream, partitions=1)
+        async with group.join():
+            pass  # the start is known now
+        await js.purge_stream(stream, keep=5)
+        async with group.join() as member:
+            assert [it.seq for it in await take(member, 5)] == [46, 47, 48, 49, 50]
+
     async def test_a_mirror(
         self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext, stream_name: Callable[[], str]
     ) -> None:
@@ -824,6 +1060,7 @@ class TestOtherStreams:
             group = Group(js, "S", "g", partitions=2, heartbeat=0.5)
             async with group.join() as member:
                 await take(member, 30)
+                await member.commit()
             assert [it.position for it in (await group.status()).partitions] == [31, 31]
             seen = asyncio.Event()
 

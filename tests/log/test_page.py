@@ -52,7 +52,7 @@ async def test_every_code_block_runs(own: JetStreamContext, capsys: pytest.Captu
 
     names = {"js": own, "jsx": jsx, "handle": handle, "yesterday": datetime.now(UTC) - timedelta(days=1)}
     code = blocks("python")
-    assert len(code) == 9
+    assert len(code) == 10
     for block in code:
         await run(block, names)
     said = capsys.readouterr().out.splitlines()
@@ -71,9 +71,11 @@ async def test_every_code_block_runs(own: JetStreamContext, capsys: pytest.Captu
 def test_the_pages_name_every_public_name() -> None:
     values = {
         "Committing",
+        "DeadLetterMessage",
         "MessageChange",
         "StoredOffset",
         "Processed",
+        "Redriven",
         "GroupStatus",
         "Member",
         "MemberStatus",

@@ -142,11 +142,9 @@ async def test_two_calls_at_the_same_time(js: JetStreamContext, bury: Bury, offs
     assert sorted(map(int, await payloads(js, source))) == sorted(2 * list(range(150)))
 
 
-async def test_what_is_not_known_is_an_error(
-    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
+async def die_before_the_deletes(
+    js: JetStreamContext, stream: str, dead: str, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream, dead, source = await bury(3)
-
     async def die(self: _Redriving, seq: int) -> None:
         raise KeyboardInterrupt
 
@@ -154,6 +152,13 @@ async def test_what_is_not_known_is_an_error(
         patched.setattr(_Redriving, "delete", die)
         with pytest.raises(KeyboardInterrupt):
             await redrive(js, stream, dead, offsets=offsets)
+
+
+async def test_what_is_not_known_is_an_error(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, dead, source = await bury(3)
+    await die_before_the_deletes(js, stream, dead, offsets, monkeypatch)
     await js.purge_stream(source)
     for _ in range(2):  # the first call does not make the second one forget it
         with pytest.raises(errors.HistoryUnavailableError, match="again=True") as caught:
@@ -169,14 +174,7 @@ async def test_a_stream_of_letters_that_was_created_again_loses_none(
 ) -> None:
     """Letters of the new stream have the sequences that an unfinished call has noted."""
     stream, dead, source = await bury(3)
-
-    async def die(self: _Redriving, seq: int) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(_Redriving, "delete", die)
-        with pytest.raises(KeyboardInterrupt):
-            await redrive(js, stream, dead, offsets=offsets)
+    await die_before_the_deletes(js, stream, dead, offsets, monkeypatch)
     config = (await js.stream_info(stream)).config
     await js.delete_stream(stream)
     await js.add_stream(config)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Final
 
-from jetstream_ext.protocol.membership import Claim, Lose, Membership, Owner, Phase, Release, Revoke
+from jetstream_ext.protocol.membership import Claim, Lose, Membership, Owner, Release, Revoke
 from jetstream_ext.protocol.partitions import assign
 
 TTL: Final = 6.0
@@ -137,11 +137,11 @@ class Signal:
 class Task:
     """A coroutine that runs until it waits."""
 
-    __slots__ = ("_actor", "_coroutine", "_running", "_waits_for", "done", "ended")
+    __slots__ = ("_coroutine", "_running", "_waits_for", "actor", "done", "ended")
 
     def __init__(self, actor: Actor, coroutine: Coroutine[Signal, None, None]) -> None:
         self.done = False
-        self._actor = actor
+        self.actor = actor
         self.ended = Signal()
         self._coroutine = coroutine
         self._waits_for: Signal | None = None
@@ -149,10 +149,10 @@ class Task:
 
     def wake(self) -> None:
         """Go on once what runs now waits."""
-        self._actor.world.ready.append(self)
+        self.actor.world.ready.append(self)
 
     def resume_when_awake(self) -> None:
-        self._actor.when_awake(self.resume)
+        self.actor.when_awake(self.resume)
 
     def resume(self, error: BaseException | None = None) -> None:
         if self.done:
@@ -222,7 +222,7 @@ class Held:
     position: int
     in_hand: int | None = None
     ending: bool = False
-    done: Signal = field(default_factory=Signal)
+    handed_over: bool = False
     lock: Lock = field(default_factory=Lock)
     task: Task | None = None
 
@@ -395,8 +395,8 @@ class Actor:
                     claims.append(action)
                 case Revoke(numbers):
                     self.spawn(self.revoke(numbers))
-                case Release(number, attempt):
-                    self.spawn(self.release(number, attempt))
+                case Release():
+                    self.spawn(self.release(action))
                 case Lose(numbers):
                     for number in numbers:
                         self.lose(number)
@@ -434,7 +434,9 @@ class Actor:
         try:
             record = await writer.read()
             owner = None if record is None else Owner(record.owner, record.revision)
-            if not self.machine.may_claim(owner) or not self.machine._is_current(number, attempt, Phase.CLAIMING):
+            if not self.machine.may_store(claim):
+                return
+            if not self.machine.may_claim(owner):
                 raise MovedError
             position = 1 if record is None else record.position
             if record is not None and record.owner == self.id:
@@ -455,7 +457,7 @@ class Actor:
     def hold(self, number: int, writer: Writer, position: int) -> None:
         if number in self.held:
             self.lose(number)
-        held = self.held[number] = Held(number, writer, position, position)
+        held = self.held[number] = self.world.holders[number] = Held(number, writer, position, position)
         self.world.say(f"{self.id} works on {number} from {position}")
         held.task = self.spawn(self.work_once(held) if self.world.once else self.work(held))
 
@@ -487,15 +489,19 @@ class Actor:
                 await self.callback()
             for held in mine:
                 if self.held.get(held.number) is held:
+                    held.handed_over = True
                     if not self.world.once:
                         self.final[held.number] = held.handled
                     self.drop(held)
                 self.machine.revoked(held.number)
 
-    async def release(self, number: int, attempt: int) -> None:
+    async def release(self, release: Release) -> None:
+        number, attempt = release.partition, release.attempt
         writer = Writer(self, number)
         try:
             record = await writer.read()
+            if not self.machine.may_store(release):
+                return
             if record is None or record.owner != self.id:
                 self.machine.released(number, attempt, 0 if record is None else record.revision)
                 self.step()
@@ -612,20 +618,20 @@ class Writer:
 
     def __init__(self, actor: Actor, number: int, *, outputs: bool = False) -> None:
         self.fence = 0
-        self._actor = actor
+        self.actor = actor
         self._number = number
         self._outputs = outputs
         self._in_doubt: set[int] = set()
 
     async def read(self) -> Record | None:
-        record: Record | None = await self._patiently(self._newest, self._actor.local + PATIENCE)
+        record: Record | None = await self._patiently(self._newest, self.actor.local + PATIENCE)
         self.fence = 0 if record is None else record.revision
         self._in_doubt.clear()
         return record
 
     async def store(self, owner: str, position: int, what: str, start: int = 0) -> int:
         """Store a record, and what belongs to it. `what` and `start` are for the checks."""
-        actor, world = self._actor, self._actor.world
+        actor, world = self.actor, self.actor.world
         deadline, tag = actor.local + PATIENCE, next(world.tags)
         while True:
             self._in_doubt.add(tag)
@@ -661,19 +667,19 @@ class Writer:
     async def _patiently(self, look: Callable[[], Any], deadline: float) -> Any:
         while True:
             try:
-                return await self._actor.request(look)
+                return await self.actor.request(look)
             except LostError:
-                if self._actor.local >= deadline:
+                if self.actor.local >= deadline:
                     raise
-                await self._actor.sleep(0.1)
+                await self.actor.sleep(0.1)
 
     def _newest(self) -> Record | None:
-        return self._actor.world.newest(self._number, outputs=self._outputs)
+        return self.actor.world.newest(self._number, outputs=self._outputs)
 
     def _ends(self) -> tuple[Record | None, Record | None]:
         """Return the newest record, and the first one behind the fence: the bucket has only the newest."""
         newest = self._newest()
-        known = self._actor.world.servers.outputs.get(self._number, []) if self._outputs else [newest] if newest else []
+        known = self.actor.world.servers.outputs.get(self._number, []) if self._outputs else [newest] if newest else []
         return newest, next((it for it in known if it.revision > self.fence), None)
 
 
@@ -696,10 +702,10 @@ class World:
         self.actors: dict[str, Actor] = {}
         self.trouble = True
         self.away_until = 0.0  # no server answers
-        # Of each partition: the first message that nobody has taken, and handled, and how often messages were taken.
-        self.taken_to = dict.fromkeys(range(self.partitions), 1)
+        # Of each partition: the first message that nobody has handled, how often messages were taken, and the newest holder.
         self.handled_to = dict.fromkeys(range(self.partitions), 1)
         self.takes = dict.fromkeys(range(self.partitions), 0)
+        self.holders: dict[int, Held] = {}
         self.ready: deque[Task] = deque()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -851,6 +857,11 @@ class World:
             self.handled(number, record.position)
         elif record.position > self.handled_to[number]:
             raise self.wrong(f"{actor.id} commits {number} at {record.position}, handled: {self.handled_to[number]}")
+        holder = self.holders.get(number)
+        if what == "release" and holder is not None and holder.handed_over and holder.writer.actor is actor:
+            newest = self.newest(number, outputs=True) if self.once else record
+            if holder.handled > (1 if newest is None else newest.position):
+                raise self.wrong(f"{actor.id} releases {number} at {record.position}, has handled {holder.handled}")
         self.servers.revision += 1
         record.revision = self.servers.revision
         if outputs:
@@ -868,9 +879,8 @@ class World:
         record = self.servers.records.get(number)
         if not self.wild and (record is None or record.owner != actor.id):
             raise self.wrong(f"{actor.id} takes messages of {number}, which {record} has")
-        if start > self.handled_to[number] and start > self.taken_to[number]:
-            raise self.wrong(f"{actor.id} takes {start} of {number}, but nobody has taken {self.taken_to[number]}")
-        self.taken_to[number] = max(self.taken_to[number], held.position)
+        if start > self.handled_to[number]:
+            raise self.wrong(f"{actor.id} takes {start} of {number}, but nobody has handled {self.handled_to[number]}")
 
     def handled(self, number: int, position: int) -> None:
         self.handled_to[number] = max(self.handled_to[number], position)
