@@ -172,9 +172,24 @@ async def process(js: JetStreamContext, name: str | None = None) -> None:
             await working
 
 
-async def list_letters(js: JetStreamContext) -> None:
-    letters = log.dead_letters(js, "S", "s.a", patience=js._timeout)
-    assert [letter async for letter in letters] == []
+async def list_letters(js: JetStreamContext) -> list[int]:
+    letters = log.dead_letters(js, "S", "s.dead", patience=js._timeout)
+    found = [letter.message.seq async for letter in letters]
+    assert found
+    return found
+
+
+async def drop(js: JetStreamContext) -> None:
+    [seq, *_] = await list_letters(js)
+    assert await log.drop(js, "S", [seq], patience=js._timeout) == 1
+
+
+async def redrive(js: JetStreamContext) -> None:
+    kv = await js.key_value("B")
+    await kv.purge("redrive.S")  # the note of a call that lacked a permission
+    offsets = log.OffsetStore(js, "B", patience=js._timeout)
+    done = await log.redrive(js, "S", "s.dead", max_messages=1, offsets=offsets, patience=js._timeout)
+    assert done.sent == 1
 
 
 async def status(js: JetStreamContext) -> None:
@@ -229,6 +244,8 @@ CALLS: dict[str, Call] = {
     "log.OffsetStore": offsets,
     "log.exactly_once": work,
     "log.dead_letters": list_letters,
+    "log.drop": drop,
+    "log.redrive": redrive,
     "log.Group.join": join,
     "log.exactly_once_group": process,
     "log.Group.open, log.Group.status": status,
@@ -240,9 +257,10 @@ SAME_AND = {
     "reset_consumer(time=)": "reset_consumer",
     "log.exactly_once": "log.LogReader",
     "log.dead_letters": "log.LogReader",
+    "log.drop": "log.dead_letters",
+    "log.redrive": "log.drop",
     "log.Group.join": "log.LogReader",
     "log.exactly_once_group": "log.Group.join",
-    "log.Group.reset": "log.Group.open, log.Group.status",
 }
 
 
@@ -251,12 +269,24 @@ def needed(row: str) -> list[str]:
 
 
 NEEDS = {row: needed(row) for row in CALLS}
-for _row in ("log.exactly_once", "log.exactly_once_group", "log.Group.reset"):
+for _row in ("log.exactly_once", "log.exactly_once_group", "log.redrive"):
     NEEDS[_row] += ["t.>"]
 # A bucket that is there is not made, and a reader that reads nothing only looks at its stream.
 NEEDS["log.OffsetStore"] += ["$JS.API.STREAM.INFO.S"]
 for _row in ("log.OffsetStore", "log.Group.join", "log.exactly_once_group"):
     NEEDS[_row].remove("$JS.API.STREAM.CREATE.KV_B")
+
+
+async def bury(js: JetStreamContext) -> None:
+    """Store dead letters, one for each attempt of a test."""
+
+    def fail(_: jsx.StoredMsg) -> None:
+        raise ZeroDivisionError
+
+    for _ in range(20):
+        await js.publish("t.in", b"")
+    reader, letters = log.LogReader(js, "T", subject="t.in"), log.DeadLetter("s.dead", attempts=1)
+    await log.exactly_once(reader, "S", fail, name="w", prefix="s.at", dead_letter=letters)
 
 
 async def prepare(url: str, row: str) -> None:
@@ -274,8 +304,11 @@ async def prepare(url: str, row: str) -> None:
             await js.publish("s.b", b"0")
         if row.startswith("reset_consumer"):
             await js.add_consumer("S", durable_name="C", ack_policy="explicit")
-        if row.startswith(("log.exactly_once", "log.Group", "log.list_groups")):
+        letters = row in ("log.dead_letters", "log.drop", "log.redrive")
+        if letters or row.startswith(("log.exactly_once", "log.Group", "log.list_groups")):
             await js.add_stream(name="T", subjects=["t.>"], **options)
+        if letters:
+            await bury(js)
         kv = await js.create_key_value(bucket="B")
         if row != "kv.enable":
             await kvx.enable(kv)
@@ -283,6 +316,7 @@ async def prepare(url: str, row: str) -> None:
         if row in ("log.Group.open, log.Group.status", "log.Group.reset", "log.list_groups"):
             async with new_group(js, "g").join() as member:
                 await anext(member)
+                await member.commit()
             await process(js, "x")
 
 

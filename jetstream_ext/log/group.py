@@ -402,9 +402,10 @@ class Group:
         before, members, records = await self._records()
         if members:
             labels = sorted(record.label for record, _ in members.values())
+            seconds = max(record.seconds for record, _ in members.values())
             raise GroupActiveError(
                 f"group {self.name!r} of stream {self.stream!r} has members that are alive: {', '.join(labels)}; nothing was changed; "
-                f"stop them (the key of one that died ends within {self.ttl} s)",
+                f"stop them (the key of one that died ends within {seconds} s)",
                 members=tuple(labels),
             )
         if before is None:

@@ -21,6 +21,7 @@ from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.feature_table import MSG_TTL
 from jetstream_ext.protocol.partitions import Partitioner
+from jetstream_ext.protocol.subjects import overlap
 
 Start = First | Seq | Time | Last | New
 
@@ -61,6 +62,7 @@ class Plan:
                 server_version=version, api_level=state.api_level, detail="a group needs it for the keys of its members"
             )
         self._check_partitions(state)
+        self._check_excluded()
         await self.store.open(replicas=int(state.config.get("num_replicas") or 1))
         settings = await self.store.settings()
         if settings is None:
@@ -68,6 +70,17 @@ class Plan:
         self.check_settings(settings, output)
         state.check_created(settings.created)
         return settings
+
+    def _check_excluded(self) -> None:
+        """Raise ValueError if the group would read what it stores in its bucket."""
+        bucket = self.store.bucket
+        own = bucket.subject(f"{self.store.prefix}>")
+        if self.stream == bucket.stream and (self.subject is None or overlap(self.subject, own)):
+            raise ValueError(
+                f"group {self.name!r}: its stream {self.stream!r} is that of its bucket {bucket.name!r}, so it would read each of its own "
+                f"records (on {own!r}), and each would lead to another one; use another bucket, or a filter (subject=) that does not "
+                "match them"
+            )
 
     def _check_partitions(self, state: StreamState) -> None:
         """Raise an error if messages of the stream have no partition."""

@@ -534,8 +534,10 @@ class Session:
             _log.debug("%s owns partitions %s", self.what, owned)
             await _call(self._options.on_assigned, owned, ())
             for number, writer, position in claimed:
-                if self._machine.holds(number, writer.fence):  # it may have been lost meanwhile
+                if self._machine.holds(number, writer.fence):
                     self._hold(number, writer, position)
+            lost = tuple(number for number in owned if number not in self.held)  # while the callback was running
+            await _call(self._options.on_partitions_lost or self._options.on_revoked, lost, lost)
 
     async def _claim_one(self, claim: Claim) -> tuple[int, FencedWriter, int] | None:
         number, attempt = claim.partition, claim.attempt
@@ -550,7 +552,7 @@ class Session:
                 self._machine.failed(number, attempt, self._loop.time())
                 return None
             position = self.settings.start if record is None else record.seq
-            if record is not None and record.owner == self.id:
+            if record is None or record.owner == self.id:  # another program may have deleted the record
                 position = max(position, self._final.get(number, 0))
             ack = await writer.store([], self._record(self.id, position))
         except Exception as error:
@@ -701,6 +703,7 @@ class Session:
         """Another member has stored a record of this partition."""
         if self.held.get(held.number) is held:
             self._machine.fenced(held.number, held.writer.fence, self._loop.time())
+            self._final[held.number] = held.committed
             self._lose([held.number])
             self._changed.set()
 

@@ -51,6 +51,10 @@ COMMANDS: dict[str, Command] = {
     "export": to_file,
     "export-lines": lambda url, folder: ["export", "R0", str(folder / "rows.jsonl"), "--json", "--server", url],
     "ingest": ingest,
+    "group": lambda url, folder: ["group", "list", "--bucket", "B0", "--server", url],
+    "group-status": lambda url, folder: ["group", "status", "R0", "g", "--bucket", "B0", "--server", url],
+    "dlq": lambda url, folder: ["dlq", "list", "R0", "r0.>", "--server", url],
+    "dlq-drop": lambda url, folder: ["dlq", "drop", "R0", "1", "--server", url],
     "bench": lambda url, folder: ["bench", url, "--messages", "40", "--rounds", "1"],
 }
 DATA = {"export-lines", "doctor-json"}
@@ -69,7 +73,7 @@ def parts() -> list[list[Case]]:
     return [
         [
             Case.parse(text)
-            for text in f"{sample} errors:0:doctor refusal:1:snapshot texts:8:bench second-info:5:doctor status:5:doctor".split()
+            for text in f"{sample} errors:0:doctor texts:1:group-status texts:2:dlq refusal:1:snapshot texts:8:bench second-info:5:doctor status:5:doctor".split()
         ]
     ]
 

@@ -512,6 +512,19 @@ class TestSeveralMembers:
         await one.stop()
         await other.stop()
 
+    async def test_a_deleted_record_does_not_start_the_partition_again(
+        self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext
+    ) -> None:
+        group = make_group(await make_stream(messages=10), partitions=1)
+        async with group.join(auto_commit=False) as member:
+            await take(member, 5)
+            await member.commit()
+            await (await js.key_value(group.bucket)).purge(group._plan.store.partition_key(0))
+            await take(member, 1)
+            with pytest.raises(errors.FencedError):
+                await member.commit()
+            assert [message.seq for message in await take(member, 5)] == [6, 7, 8, 9, 10]
+
     async def test_a_member_that_is_fenced_gives_the_partition_up(
         self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext
     ) -> None:
@@ -889,6 +902,14 @@ class TestSettings:
                 pass
         async with make_group(name, subject=f"{name}.*.*", token=1, partitions=8).join() as member:
             assert len({message.seq for message in await take(member, 50)}) == 50
+
+    async def test_a_group_of_its_own_bucket(self, make_stream: Make, make_group: MakeGroup) -> None:
+        bucket = make_group(await make_stream(messages=1))
+        async with bucket.join():
+            pass
+        with pytest.raises(ValueError, match="is that of its bucket"):
+            async with make_group(f"KV_{bucket.bucket}").join():
+                pass
 
     async def test_a_stream_that_is_missing(self, make_group: MakeGroup) -> None:
         with pytest.raises(NotFoundError):
