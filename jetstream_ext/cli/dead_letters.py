@@ -152,7 +152,7 @@ def redrive_command(
     if done.found:
         text += f"; {done.found:,} more had been handed back by an earlier command"
     if done.left:
-        text += f"; {count(done.left, 'message')} stay, which are no dead letters or cannot be sent as they were"
+        text += f"; left in place: {count(done.left, 'message')} (no dead letter, or cannot be sent as it was)"
     say(text)
 
 

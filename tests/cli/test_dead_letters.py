@@ -77,6 +77,50 @@ def test_letters_are_handed_back_and_dropped(
     assert with_js(server.url, read) == [b"0", b"1", b"\xff", b"1", b"0"]
 
 
+def test_a_limit_and_another_stream(
+    run: Run, ok: Json, names: tuple[str, str, str], stream_name: Callable[[], str]
+) -> None:
+    stream, dead, source = names
+    bucket = stream_name()
+    refused = run("dlq", "redrive", stream, dead, "--to-stream", stream, "--bucket", bucket)
+    assert (refused.exit_code, refused.stderr.count("\n")) == (1, 1)
+    assert "was refused, and stays" in refused.stderr
+    assert len(ok("dlq", "list", stream, dead)["letters"]) == 3
+    done = ok("dlq", "redrive", stream, dead, "--limit", 2, "--to-stream", source, "--bucket", bucket)
+    assert done == {"stream": stream, "sent": 2, "found": 0, "left": 0}
+    assert [it["origin"]["seq"] for it in ok("dlq", "list", stream, dead)["letters"]] == [3]
+
+
+def test_messages_that_are_no_dead_letters_stay(
+    server: NatsServer, run: Run, names: tuple[str, str, str], stream_name: Callable[[], str]
+) -> None:
+    stream, dead, _ = names
+    with_js(server.url, lambda js: js.publish(dead, b"no letter"))
+    done = run("dlq", "redrive", stream, dead, "--bucket", stream_name())
+    left = "left in place: 1 message (no dead letter, or cannot be sent as it was)"
+    assert (done.exit_code, done.stdout) == (0, f"handed back 3 dead letters; {left}\n")
+    assert run("dlq", "list", stream, dead).stdout.endswith("0 dead letters\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["list", "a.b", "s"], 1, "stream name 'a.b'"),
+        (["list", "S", "a..b"], 1, "'a..b'"),
+        (["list", "S", "s", "--limit", "0"], 2, "0 is not in the range"),
+        (["show", "S", "s", "0"], 2, "0 is not in the range"),
+        (["redrive", "S", "s", "--bucket", "a b"], 1, "bucket name 'a b'"),
+        (["redrive", "S", "s", "--to-stream", "a b"], 1, "stream name 'a b'"),
+        (["drop", "S"], 2, "Missing argument"),
+        (["drop", "S", "x"], 2, "'x' is not a valid integer"),
+    ],
+)
+def test_wrong_names_and_values_are_reported(run: Run, arguments: list[str], status: int, words: str) -> None:
+    done = run("dlq", *arguments)
+    assert done.exit_code == status
+    assert words in done.stderr
+
+
 def test_what_is_missing_is_said(run: Run, names: tuple[str, str, str]) -> None:
     stream, dead, _ = names
     assert "does not exist" in run("dlq", "list", "MISSING", dead).stderr

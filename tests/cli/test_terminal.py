@@ -91,6 +91,11 @@ ESCAPED = r"\x1b]0;owned\x07\x1b[31mred\x9b2J\x7f\u202e[bold]"
         ["group", "status", EVIL, "g"],
         ["group", "reset", "S", "g", "--start", EVIL],
         ["group", "reset", "S", "g", "--key", EVIL],
+        ["dlq", EVIL],
+        ["dlq", "list", "S", EVIL],
+        ["dlq", "show", "S", "s", EVIL],
+        ["dlq", "redrive", "S", "s", "--to-stream", EVIL],
+        ["dlq", "drop", EVIL, "1"],
         ["export", EVIL, "out.csv"],
         ["export", "S", f"{EVIL}.txt"],
         ["export", "S", "out.csv", "--format", EVIL],
@@ -167,12 +172,12 @@ def test_a_secret_in_place_of_its_file_is_not_repeated(
 def test_help_shows_no_value_of_an_environment_variable(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NATS_PASSWORD", "NATS_TOKEN", "NATS_USER", "NATS_CREDS"):
         monkeypatch.setenv(name, "hunter2")
-    for command in ("doctor", "bench", "export", "snapshot", "ingest", "group list"):
+    for command in ("doctor", "bench", "export", "snapshot", "ingest", "group list", "dlq list"):
         done = run(*command.split(), "--help", url="nats://u:hunter2@127.0.0.1")
         assert (done.exit_code, "hunter2" in done.output, "127.0.0.1:4222" in done.output) == (
             0,
             False,
-            command in ("export", "snapshot", "ingest", "group list"),
+            command in ("export", "snapshot", "ingest", "group list", "dlq list"),
         )
 
 
