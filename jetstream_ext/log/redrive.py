@@ -53,7 +53,7 @@ from jetstream_ext.protocol.fence import mark_headers, marked_seq
 from jetstream_ext.protocol.headers import EXPECTED_STREAM, MSG_ID
 from jetstream_ext.protocol.numbers import json_number, json_text
 from jetstream_ext.protocol.options import check_int, check_seconds, check_sequence
-from jetstream_ext.protocol.subjects import check_filter, check_name
+from jetstream_ext.protocol.subjects import check_filter, check_name, covers
 from jetstream_ext.text import get_logger
 
 _log = get_logger()
@@ -231,7 +231,7 @@ async def redrive(
         js: nats-py's JetStream context.
         stream: The stream that the dead letters are in.
         subject: The subject of `DeadLetter`, or a filter.
-        seqs: Only the letters with these sequences; None is all that are stored when the call begins.
+        seqs: Only the letters on `subject` with these sequences; None is all that are stored when the call begins.
         to_stream: The stream that must store them; None is the one that the input comes from. Give the origin of a mirror if
             the worker read the mirror.
         max_messages: How many to hand back at most, from 1; None is all of them.
@@ -268,7 +268,7 @@ async def redrive(
     await redriving.open(OffsetStore(js, timeout=timeout) if offsets is None else offsets)
     await redriving.resume()
     if wanted is not None:
-        await redriving.send_those(wanted if most is None else wanted[:most])
+        await redriving.send_those(subject, wanted, most)
     else:
         await redriving.send_all(subject, most)
     return Redriven(redriving.sent, redriving.found, redriving.left)
@@ -416,10 +416,19 @@ class _Redriving:
             if left is not None:
                 left -= self.sent - before
 
-    async def send_those(self, seqs: Sequence[int]) -> None:
-        for begin in range(0, len(seqs), _GROUP):
-            found = [await self.get(seq) for seq in seqs[begin : begin + _GROUP]]
-            await self._send_group([message for message in found if message is not None])
+    async def send_those(self, subject: str, seqs: Sequence[int], most: int | None) -> None:
+        found: list[StoredMsg] = []
+        for seq in seqs:
+            message = await self.get(seq)
+            if message is not None and covers(subject, message.subject):
+                found.append(message)
+            if len(found) == most:
+                break
+            if len(found) == _GROUP:
+                await self._send_group(found)
+                most, found = None if most is None else most - len(found), []
+        if found:
+            await self._send_group(found)
 
     async def _send_group(self, messages: Sequence[StoredMsg]) -> None:
         letters: list[_Letter] = []

@@ -98,6 +98,9 @@ async def test_some_letters(js: JetStreamContext, bury: Bury, offsets: OffsetSto
     letters = [it.message.seq async for it in dead_letters(js, stream, dead)]
     assert (await redrive(js, stream, dead, seqs=[letters[2], letters[0]], offsets=offsets)).sent == 2
     assert (await payloads(js, source))[4:] == [b"0", b"2"]
+    assert (await redrive(js, stream, f"{stream}.other", seqs=letters, offsets=offsets)).sent == 0
+    assert (await redrive(js, stream, dead, seqs=letters, max_messages=1, offsets=offsets)).sent == 1
+    assert (await payloads(js, source))[6:] == [b"1"]
 
 
 @pytest.mark.parametrize("window", [0.1, 120.0])
