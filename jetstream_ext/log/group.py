@@ -19,8 +19,9 @@ from jetstream_ext.kv.reads import snapshot
 from jetstream_ext.log.group_plan import Plan
 from jetstream_ext.log.group_store import MOST_PARTITIONS, GroupStore, MemberRecord, PartitionRecord, Settings
 from jetstream_ext.log.lease import decode_key
-from jetstream_ext.log.member import Callback, JoinOptions, Member, Session
+from jetstream_ext.log.member import Member
 from jetstream_ext.log.offsets import First, Last, New, Seq, StoredOffset, Time, epoch_of
+from jetstream_ext.log.session import Callback, JoinOptions, Session
 from jetstream_ext.protocol.options import check_int, check_seconds
 from jetstream_ext.protocol.subjects import check_filter, check_name
 
@@ -282,6 +283,7 @@ class Group:
         auto_commit: bool = True,
         every: int = 1000,
         seconds: float = 5.0,
+        revoke_timeout: float = 60.0,
     ) -> Member:
         """Return a new member: an async context manager that joins the group, and leaves it at the end.
 
@@ -305,6 +307,9 @@ class Group:
             auto_commit: Whether positions are committed automatically; False leaves it to `Member.commit`.
             every: Commit a partition's position after so many handled messages of it, from 1.
             seconds: Commit all positions that have moved after so many seconds.
+            revoke_timeout: Seconds that a hand-over to another member may take: for the messages in hand, and for `on_revoked`.
+                Then the partitions count as lost: `run` cancels their handlers, `on_partitions_lost` is called, and their next
+                owners go on behind the last commit. `math.inf` waits without end.
 
         Raises:
             ValueError, TypeError: A number is out of range.
@@ -315,8 +320,9 @@ class Group:
             nats.js.errors.NotFoundError: On entering: the stream does not exist.
             UnsupportedFeatureError: The server is older than 2.11.
             RuntimeError: The member was entered before, is closed, or another task iterates over it.
-            Exception: What a callback raised, or an error of the connection; on entering and in a commit, also transient
-                errors that lasted longer than the group's `patience`. Enter a new member to go on.
+            Exception: What a callback raised, or an error of the connection. On entering, in a commit, and when the member takes
+                or gives back a partition, also transient errors that lasted longer than the group's `patience`; a permission
+                that is missing may show as such. Enter a new member to go on.
 
         While the servers do not answer, an iteration waits without end; the member logs warnings to the logger
         ``jetstream_ext``, and tries again.
@@ -332,6 +338,7 @@ class Group:
             auto_commit=auto_commit,
             every=every,
             seconds=seconds,
+            revoke_timeout=revoke_timeout,
         )
         return Member(Session(self._plan, options))
 

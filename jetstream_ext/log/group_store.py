@@ -74,6 +74,10 @@ class Settings:
             None if output is None else (json_text(output[0], "output"), json_text(output[1], "output")),
         )
 
+    def of_this_epoch(self, record: PartitionRecord | None) -> PartitionRecord | None:
+        """Return a record, or None if it is from before a reset."""
+        return None if record is None or record.epoch != self.epoch else record
+
 
 @dataclass(frozen=True, slots=True)
 class MemberRecord:

@@ -13,7 +13,9 @@ from typing import Any, cast
 from jetstream_ext.client.connection import Context
 from jetstream_ext.log.dead_letters import DeadLetter, check_dead_letter
 from jetstream_ext.log.group import Group, plan_of
-from jetstream_ext.log.member import Callback, Held, JoinOptions, PartitionReader, Session
+from jetstream_ext.log.held import Held
+from jetstream_ext.log.member import PartitionReader
+from jetstream_ext.log.session import Callback, JoinOptions, Session
 from jetstream_ext.log.worker import GroupHandler, Handler, Outputs, Worker
 from jetstream_ext.protocol.options import check_int, check_seconds
 from jetstream_ext.protocol.subjects import check_name, check_subject, covers
@@ -31,6 +33,7 @@ async def exactly_once_group(
     on_assigned: Callback | None = None,
     on_revoked: Callback | None = None,
     on_partitions_lost: Callback | None = None,
+    revoke_timeout: float = 60.0,
     dead_letter: DeadLetter | None = None,
     position_may_vanish: bool = False,
     timeout: float | None = None,
@@ -60,6 +63,7 @@ async def exactly_once_group(
         on_assigned: As for `Group.join`.
         on_revoked: As for `Group.join`; the partitions' last commits are stored already.
         on_partitions_lost: As for `Group.join`.
+        revoke_timeout: As for `Group.join`; the handlers of what is lost are cancelled.
         max_messages: As for `exactly_once`, for each partition.
         grouped: As for `exactly_once`: the inputs of one list are all of one partition.
         dead_letter: As for `exactly_once`. A pause before the next attempt does not hold up the other partitions.
@@ -100,7 +104,11 @@ async def exactly_once_group(
         takeover=None,
     )
     options = JoinOptions(
-        label=label, on_assigned=on_assigned, on_revoked=on_revoked, on_partitions_lost=on_partitions_lost
+        label=label,
+        on_assigned=on_assigned,
+        on_revoked=on_revoked,
+        on_partitions_lost=on_partitions_lost,
+        revoke_timeout=revoke_timeout,
     )
     session = Session(plan, options, (output_stream, prefix))
 

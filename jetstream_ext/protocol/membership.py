@@ -120,8 +120,8 @@ class Membership:
 
     @property
     def idle(self) -> bool:
-        """Whether the member does nothing with any partition."""
-        return not self._phases
+        """Whether the member does nothing with any partition, and has none to release."""
+        return not self._phases and not any(self._is_mine(number) for number in range(self._count))
 
     def phase(self, partition: int) -> Phase | None:
         return self._phases.get(partition)
@@ -184,13 +184,16 @@ class Membership:
         if self._is_current(partition, attempt, Phase.RELEASING):
             del self._phases[partition]
 
-    def failed(self, partition: int, attempt: int, now: float) -> None:
-        """Note that a claim or a release could not be stored."""
-        if self._is_current(partition, attempt, Phase.CLAIMING) or self._is_current(
-            partition, attempt, Phase.RELEASING
-        ):
+    def failed(self, partition: int, attempt: int, now: float) -> bool:
+        """Note that a claim or a release could not be stored; return whether it is of use to try again.
+
+        It is not if the member's key is stored all the time: then the servers answer, but do not let the member store this.
+        """
+        current = self._is_current(partition, attempt, Phase.CLAIMING)
+        if current or self._is_current(partition, attempt, Phase.RELEASING):
             del self._phases[partition]
             self._not_before[partition] = now + RETRY
+        return not current or not self.is_valid(now) or partition in self._lapsed
 
     def fenced(self, partition: int, revision: int, now: float) -> bool:
         """Note that a commit behind this member's record of `revision` found another one; return whether it was the owner."""
@@ -239,11 +242,10 @@ class Membership:
         for number in range(self._count):
             if number in self._phases or self._not_before.get(number, -math.inf) > now:
                 continue
-            owner = self._owner(number)
             if number in self._target:
-                if self.may_claim(owner):
+                if self.may_claim(self._owner(number)):
                     actions.append(Claim(number, self._begin(number, Phase.CLAIMING)))
-            elif owner is not None and owner.id == self.me:
+            elif self._is_mine(number):
                 actions.append(Release(number, self._begin(number, Phase.RELEASING)))
         return actions
 
@@ -268,6 +270,10 @@ class Membership:
             return False
         owner = self._owner(partition)
         return owner is not None and owner.id != self.me
+
+    def _is_mine(self, partition: int) -> bool:
+        owner = self._owner(partition)
+        return owner is not None and owner.id == self.me
 
     def _owner(self, partition: int) -> Owner | None:
         """Return the owner as far as it is known: what this member has stored last may be newer than what it has seen."""

@@ -17,7 +17,7 @@ from nats.js.api import StreamSource, SubjectTransform
 from nats.js.errors import BucketNotFoundError, NotFoundError
 
 from jetstream_ext import BatchMessage, DirectGet, StoredMsg, errors
-from jetstream_ext.client.fenced_write import FencedWriter
+from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.log import DeadLetter, First, Group, New, Seq, Time, exactly_once_group, list_groups
 from jetstream_ext.log.group_store import PartitionRecord
 from jetstream_ext.log.member import Member
@@ -359,6 +359,220 @@ class TestCommits:
             with pytest.raises(RuntimeError, match="raised CancelledError"):
                 async with asyncio.timeout(30):
                     await member.run(handle)
+
+
+class TestStop:
+    async def test_the_iteration_ends_behind_the_message_in_hand(
+        self, make_stream: Make, make_group: MakeGroup, more: More
+    ) -> None:
+        stream = await make_stream(messages=20)
+        group = make_group(stream, partitions=2)
+        seen = []
+        async with asyncio.timeout(30):
+            async with group.join() as member:
+                async for message in member:
+                    seen.append(message.seq)
+                    if len(seen) == 5:
+                        member.stop()
+                        member.stop()
+                        await asyncio.sleep(0.2)
+                assert member.partitions == ()
+        assert len(seen) == 5
+        async with group.join() as member:
+            assert sorted(seen + [message.seq for message in await take(member, 15)]) == list(range(1, 21))
+
+    async def test_run_ends_when_its_handlers_have(self, make_stream: Make, make_group: MakeGroup) -> None:
+        stream = await make_stream(messages=40)
+        group = make_group(stream)
+        begun, handled, revoked = list[int](), list[int](), list[int]()
+        count = len({partition_of(f"{stream}.{key}", 4, None) for key in range(3)})
+        go_on = asyncio.Event()
+
+        async def handle(message: StoredMsg) -> None:
+            begun.append(message.seq)
+            await go_on.wait()
+            handled.append(message.seq)
+
+        async with asyncio.timeout(30):
+            async with group.join(on_revoked=revoked.extend) as member:
+                running = asyncio.ensure_future(member.run(handle))
+                await until(lambda: len(begun) == count)
+                member.stop()
+                await asyncio.sleep(0.1)
+                assert not running.done()
+                go_on.set()
+                await running
+                assert sorted(revoked) == [0, 1, 2, 3]
+        assert sorted(handled) == sorted(begun)
+        async with group.join() as member:
+            rest = [message.seq for message in await take(member, 40 - len(handled))]
+        assert sorted(handled + rest) == list(range(1, 41))
+
+    async def test_a_member_that_waits_ends(self, make_stream: Make, make_group: MakeGroup, leak_check: Any) -> None:
+        group = make_group(await make_stream())
+        async with asyncio.timeout(30), group.join() as member:
+            waiting = asyncio.ensure_future(anext(member))
+            await until(lambda: member.partitions)
+            member.stop()
+            with pytest.raises(StopAsyncIteration):
+                await waiting
+        await leak_check.assert_clean()
+
+    @pytest.mark.parametrize("runs", [False, True])
+    async def test_a_member_that_is_stopped_before_it_joins_leaves_at_once(
+        self, make_stream: Make, make_group: MakeGroup, runs: bool
+    ) -> None:
+        member = make_group(await make_stream(messages=3)).join()
+        member.stop()
+        async with asyncio.timeout(30), member:
+            if runs:
+                await member.run(lambda _: pytest.fail("it handles a message"))
+            else:
+                assert [message async for message in member] == []
+
+    async def test_what_was_handled_is_released_although_the_first_attempt_fails(
+        self, make_stream: Make, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        group = make_group(await make_stream(messages=10), partitions=1)
+        store, failures = FencedWriter.store, list[bytes]()
+
+        async def fail_once(writer: FencedWriter, messages: Any, record: bytes) -> Any:
+            if json.loads(record).get("owner") == "" and not failures:
+                failures.append(record)
+                raise RecordMovedError("another record")
+            return await store(writer, messages, record)
+
+        monkeypatch.setattr(FencedWriter, "store", fail_once)
+        async with group.join() as member:
+            await take(member, 5)
+            await member.commit()
+            await take(member, 1)
+            member.stop()
+            with pytest.raises(StopAsyncIteration):
+                await anext(member)
+        assert failures
+        status = await group.status()
+        assert [(each.owner, each.position) for each in status.partitions] == [(None, 7)]
+
+
+class TestHandOversThatTakeTooLong:
+    async def other_gets_all(self, group: Group, numbers: set[int]) -> Member:
+        """Let another member join; return it when it has one of two partitions."""
+        other = group.join()
+        await other.__aenter__()
+        await until(lambda: other.partitions)
+        assert set(other.partitions) < numbers
+        return other
+
+    async def test_a_handler_that_hangs_is_cancelled(
+        self, make_stream: Make, make_group: MakeGroup, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        stream = await make_stream(messages=40)
+        group = make_group(stream, partitions=2)
+        cancelled, lost, revoked = list[int](), list[int](), list[int]()
+
+        async def hang(message: StoredMsg) -> None:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.append(message.seq)
+                raise
+
+        async with group.join(revoke_timeout=0.5, on_revoked=revoked.extend, on_partitions_lost=lost.extend) as member:
+            running = asyncio.ensure_future(member.run(hang))
+            await until(lambda: len(member.partitions) == 2)
+            async with asyncio.timeout(30):
+                other = await self.other_gets_all(group, {0, 1})
+                assert tuple(lost) == other.partitions
+                assert len(cancelled) == 1
+                assert (await anext(other)).seq == cancelled[0]
+            assert not revoked
+            assert "are given up" in caplog.text
+            assert not running.done()
+            running.cancel()
+            await asyncio.wait({running})
+        await other.__aexit__(None, None, None)
+
+    async def test_a_message_that_the_loop_keeps(self, make_stream: Make, make_group: MakeGroup) -> None:
+        group = make_group(await make_stream(messages=40), partitions=1)
+        async with group.join(revoke_timeout=0.5) as member:
+            await take(member, 3)
+            async with asyncio.timeout(30):
+                member.stop()
+                await until(lambda: member._session.is_stopped)
+            assert (await group.status()).partitions[0].position == 1
+            with pytest.raises(StopAsyncIteration):
+                await anext(member)
+
+    @pytest.mark.parametrize("callback", ["on_assigned", "on_revoked"])
+    async def test_a_callback_that_hangs(self, make_stream: Make, make_group: MakeGroup, callback: str) -> None:
+        group = make_group(await make_stream(messages=40), partitions=2)
+        called, lost = list[int](), list[int]()
+
+        async def hang(partitions: tuple[int, ...]) -> None:
+            called.extend(partitions)
+            await asyncio.Event().wait()
+
+        options: dict[str, Any] = {callback: hang, "on_partitions_lost": lost.extend}
+        async with group.join(revoke_timeout=0.5, **options) as member:
+            await until(lambda: called if callback == "on_assigned" else len(member.partitions) == 2)
+            async with asyncio.timeout(30):
+                other = await self.other_gets_all(group, {0, 1})
+            if callback == "on_revoked":
+                await until(lambda: tuple(lost) == other.partitions)
+            await take(other, 1)
+        await other.__aexit__(None, None, None)
+
+    async def test_a_handler_of_an_exactly_once_group(self, make_stream: Make, make_group: MakeGroup) -> None:
+        stream = await make_stream(messages=40)
+        output = await make_stream()
+        group = make_group(stream, partitions=2)
+
+        async def hang(_: StoredMsg) -> None:
+            await asyncio.Event().wait()
+
+        done = list[int]()
+
+        def handle(message: StoredMsg) -> BatchMessage:
+            done.append(message.seq)
+            return BatchMessage(f"{output}.out", message.data)
+
+        hanging = asyncio.ensure_future(
+            exactly_once_group(group, output, hang, prefix=f"{output}.at", revoke_timeout=0.5)
+        )
+        async with asyncio.timeout(30):
+            while not (await list_members(group)):
+                await asyncio.sleep(0.05)
+            working = asyncio.ensure_future(exactly_once_group(group, output, handle, prefix=f"{output}.at"))
+            await until(lambda: done)
+            hanging.cancel()
+            await until(lambda: len(done) == 40)
+            working.cancel()
+            await asyncio.wait({hanging, working})
+
+
+async def list_members(group: Group) -> list[str]:
+    try:
+        return [member.label for member in (await group.status()).members]
+    except BucketNotFoundError:
+        return []
+
+
+async def test_a_member_that_may_not_take_partitions_ends(stream_name: Callable[[], str]) -> None:
+    allowed = '"$JS.API.>", "S", "$KV.B.S.g.config", "$KV.B.S.g.members.>"'
+    users = f"{{ user: admin, password: x }}, {{ user: some, password: x, permissions: {{ publish: [{allowed}] }} }}"
+    async with (
+        NatsServer(config=f"authorization {{ users: [ {users} ] }}") as server,
+        await nats.connect(server.url, user="some", password="x", error_cb=ignore) as nc,
+    ):
+        js = nc.jetstream(timeout=0.5)
+        await js.add_stream(name="S", subjects=["S"], allow_direct=True)
+        async with asyncio.timeout(60), Group(js, "S", "g", partitions=2, bucket="B", patience=1.0).join() as member:
+            with pytest.raises(errors.RequestTimeoutError, match=r"partitions"):
+                await anext(member)
+
+
+async def ignore(_: Exception) -> None: ...
 
 
 class TestHandlersThatCompute:
@@ -953,9 +1167,24 @@ class TestSettings:
         with pytest.raises(error):
             Group(js, "S", options.pop("name"), **options)
 
-    @pytest.mark.parametrize("options", [{"label": 7}, {"label": ""}, {"label": "a\n"}, {"every": 0}, {"seconds": 0}])
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"label": 7},
+            {"label": ""},
+            {"label": "a\n"},
+            {"label": "\ud800"},
+            {"every": 0},
+            {"seconds": 0},
+            {"revoke_timeout": 0},
+            {"on_assigned": "x"},
+            {"on_revoked": 1},
+            {"on_partitions_lost": ()},
+            {"auto_commit": "no"},
+        ],
+    )
     def test_join_checks_its_arguments(self, make_group: MakeGroup, options: dict[str, Any]) -> None:
-        with pytest.raises(ValueError, match=next(iter(options))):
+        with pytest.raises((ValueError, TypeError), match=next(iter(options))):
             make_group("S").join(**options)
 
     async def test_a_key_of_another_program_does_not_end_members(

@@ -14,8 +14,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import log
-from jetstream_ext.log import group_plan
-from jetstream_ext.log import member as member_module
+from jetstream_ext.log import group_plan, session
 from jetstream_ext.protocol.partitions import partition_of
 from jetstream_ext.testing import NatsServer
 
@@ -103,7 +102,7 @@ def test_the_figures_of_the_page_are_those_of_the_code() -> None:
     join = inspect.signature(log.Group.join).parameters
     assert (join["every"].default, join["seconds"].default) == (1000, 5.0)
     assert inspect.signature(log.exactly_once_group).parameters["max_messages"].default == 100
-    assert (group_plan.BUFFER_BYTES, member_module._LEAVE_TIMEOUT) == (4 << 20, 1.0)
+    assert (group_plan.BUFFER_BYTES, session._LEAVE_TIMEOUT) == (4 << 20, 1.0)
 
 
 def test_the_times_of_the_page_are_those_of_a_group(js: JetStreamContext) -> None:

@@ -139,6 +139,29 @@ class TestHandingOver:
         machine.failed(moved, releases(machine, 1.0)[moved], 1.0)
         assert list(releases(machine, 1.0 + RETRY)) == [moved]
 
+    def test_a_member_whose_release_is_tried_again_is_not_idle(self) -> None:
+        machine = owning(1)
+        machine.leave()
+        machine.due(1.0)
+        machine.revoked(0)
+        machine.failed(0, releases(machine, 1.0)[0], 1.0)
+        assert machine.due(1.0) == []
+        assert not machine.idle
+        machine.released(0, releases(machine, 1.0 + RETRY)[0], 30)
+        assert machine.idle
+
+    def test_whether_to_try_again(self) -> None:
+        """Not if the key is stored all the time: then the servers answer, and do not let the member store this."""
+        machine = member(2)
+        attempts = claims(machine, 0.0)
+        assert not machine.failed(0, attempts[0], 1.0)
+        assert machine.failed(0, attempts[0], 1.0)  # it is no attempt any more
+        machine.due(TTL)
+        machine.renewed(TTL, TTL)
+        assert machine.failed(1, attempts[1], TTL)
+        attempts = claims(machine, TTL)
+        assert machine.failed(0, attempts[0], 3 * TTL)
+
     def test_leaving_gives_everything_back(self) -> None:
         machine = owning()
         machine.leave()

@@ -32,6 +32,7 @@ HEARTBEAT: Final = 2.0
 TIMEOUT: Final = 1.0
 PATIENCE: Final = 8.0
 LEAVE_TIMEOUT: Final = 1.0
+REVOKE_TIMEOUT: Final = 3.0
 
 
 class WrongError(AssertionError):
@@ -394,7 +395,7 @@ class Actor:
                 case Claim():
                     claims.append(action)
                 case Revoke(numbers):
-                    self.spawn(self.revoke(numbers))
+                    self.in_time(numbers, self.revoke(numbers))
                 case Release():
                     self.spawn(self.release(action))
                 case Lose(numbers):
@@ -470,9 +471,29 @@ class Actor:
             held.ending = True
         for held in found:
             if held.is_busy:
-                self.spawn(self.revoke_later(held))
-        await self.hand_over([held for held in found if not held.is_busy])
+                self.in_time((held.number,), self.revoke_later(held))
+        ready = [held for held in found if not held.is_busy]
+        self.in_time(tuple(held.number for held in ready), self.hand_over(ready))
         self.step()
+
+    def in_time(self, numbers: tuple[int, ...], revocation: Coroutine[Signal, None, None]) -> None:
+        """Let a revocation end within a time; then its partitions are lost."""
+        task = self.spawn(revocation)
+
+        def give_up() -> None:
+            if task.done:
+                return
+            self.world.say(f"{self.id} gives up {numbers}")
+            task.cancel()
+            for number in numbers:
+                held = self.held.get(number)
+                if held is not None:
+                    self.final[number] = held.committed
+                    self.lose(number)
+                self.machine.revoked(number)
+            self.step()
+
+        self.world.after(REVOKE_TIMEOUT / self.rate, lambda: self.when_awake(give_up))
 
     async def revoke_later(self, held: Held) -> None:
         if held.task is not None and not held.task.done:

@@ -34,7 +34,7 @@ def test_a_schedule_can_be_replayed(name: str) -> None:
 
 
 # An older claim of a member went on behind its newer one, and then no task worked on the partition.
-@pytest.mark.parametrize("name", ["group:wild:0", "group:calm:83", "group:wild:119"])
+@pytest.mark.parametrize("name", ["group:calm:140"])
 def test_a_schedule_that_found_a_defect_passes(name: str) -> None:
     replay(name)
 
@@ -66,4 +66,4 @@ BUGS: dict[str, tuple[str, Any]] = {
 def test_finds_bugs(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
     """The simulation must find the defect of a machine with a known one."""
     monkeypatch.setattr(Membership, *BUGS[bug])
-    assert any(error is not None for _, error in run(0, 100))
+    assert any(error is not None for _, error in run(0, 200))
