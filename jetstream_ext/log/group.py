@@ -306,7 +306,7 @@ class Group:
                 time, or was fenced; nothing of them can be committed. None calls `on_revoked`.
             auto_commit: Whether positions are committed automatically; False leaves it to `Member.commit`.
             every: Commit a partition's position after so many handled messages of it, from 1.
-            seconds: Commit all positions that have moved after so many seconds.
+            seconds: Commit the positions that have moved after so many seconds; those of partitions without messages 64 at a time.
             revoke_timeout: Seconds that a hand-over to another member may take: for the messages in hand, and for `on_revoked`.
                 Then the partitions count as lost: `run` cancels their handlers, `on_partitions_lost` is called, and their next
                 owners go on behind the last commit. `math.inf` waits without end.

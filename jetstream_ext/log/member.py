@@ -203,6 +203,7 @@ class PartitionReader:
         """Return messages, an empty list after `seconds` without one, or None once the partition is revoked or lost."""
         held = self._held
         dispatcher = held.lane.dispatcher
+        seconds = self._session.pause_between_commits(seconds)
         if not held.ending:
             held.begin()
         with contextlib.suppress(TimeoutError):

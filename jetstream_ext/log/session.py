@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import inspect
 import math
 import os
@@ -22,6 +23,7 @@ import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final
 
 import nats.errors
@@ -54,6 +56,8 @@ _RETRY: Final = 0.1
 _BREATHE_EVERY: Final = 0.05
 _LEAVE_TIMEOUT: Final = 1.0  # for each step, after an error or a cancellation
 _COMMITS_IN_FLIGHT: Final = 64
+# So many partitions without messages may store that their positions have moved, each time that positions are committed.
+_IDLE_COMMITS: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -596,13 +600,24 @@ class Session:
         of = _in_callback.get()
         return await self._commit(in_hand=self.work is None and of is None, of=of)
 
-    async def _commit(self, *, in_hand: bool = False, of: tuple[int, ...] | None = None) -> list[int]:
+    async def _commit(self, *, in_hand: bool = False, of: Iterable[int] | None = None) -> list[int]:
         async def attempt(held: Held) -> int | None:
             return None if await self._store_position(held, in_hand=in_hand) else held.number
 
-        held = self.held if of is None else {number: self.held[number] for number in of if number in self.held}
-        found = await gather_bounded(attempt, list(held.values()), limit=_COMMITS_IN_FLIGHT)
-        return sorted({number for number in found if number is not None} | set(of or ()) - set(held))
+        wanted = set(self.held if of is None else of)
+        held = [self.held[number] for number in wanted if number in self.held]
+        found = await gather_bounded(attempt, held, limit=_COMMITS_IN_FLIGHT)
+        return sorted({number for number in found if number is not None} | wanted - {it.number for it in held})
+
+    def _to_commit(self) -> list[int]:
+        """Return the partitions with handled messages, and those of the others whose positions are the furthest behind."""
+        moved = [held for held in self.held.values() if held.handled > held.committed]
+        idle = heapq.nsmallest(_IDLE_COMMITS, [it for it in moved if not it.uncommitted], key=attrgetter("committed"))
+        return [held.number for held in moved if held.uncommitted] + [held.number for held in idle]
+
+    def pause_between_commits(self, seconds: float) -> float:
+        """Return after how many seconds a partition without messages should store its position: later if there are many."""
+        return seconds * max(1.0, len(self.held) / _IDLE_COMMITS)
 
     async def _store_position(self, held: Held, *, in_hand: bool = False) -> bool:
         """Store the position of a partition; return False if another member owns it."""
@@ -610,13 +625,14 @@ class Session:
             position = held.position if in_hand else held.handled
             if position <= held.committed or self.held.get(held.number) is not held:
                 return True
-            held.uncommitted = 0
+            uncommitted = held.uncommitted
             try:
                 ack = await held.writer.store([], self._record(self.id, position))
             except RecordMovedError:
                 self._fenced(held)
                 return False
             held.committed = position
+            held.uncommitted -= uncommitted
             self._machine.stored(held.number, ack.seq)
             return True
 
@@ -624,7 +640,7 @@ class Session:
         while True:
             await asyncio.sleep(self._options.seconds)
             try:
-                await self._commit()
+                await self._commit(of=self._to_commit())
             except Exception as error:
                 if not is_transient(error):
                     raise

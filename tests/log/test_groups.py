@@ -167,6 +167,20 @@ class TestOneMember:
                     await asyncio.sleep(0.02)
         assert (await group.status()).partitions[0].position == 8, "the last one was not put down"
 
+    async def test_positions_of_many_partitions_without_messages_are_not_committed_all_at_once(
+        self, make_stream: Make, make_group: MakeGroup
+    ) -> None:
+        stream = await make_stream(messages=3)
+        group = make_group(stream, partitions=200)
+        async with group.join(seconds=0.1) as member:
+            found = await take(member, 3)
+            with_messages = {partition_of(message.subject, 200, None) for message in found}
+            await until(lambda: len(member.partitions) == 200)
+            committed = set(member._session._to_commit())
+            assert len(committed) <= 64 + len(with_messages)
+            while any(each.lag for each in (await group.status()).partitions if each.partition not in with_messages):
+                await asyncio.sleep(0.05)
+
     async def test_follows_new_messages(self, make_stream: Make, make_group: MakeGroup, more: More) -> None:
         stream = await make_stream()
         async with make_group(stream, start=New()).join() as member:

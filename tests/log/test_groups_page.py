@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import inspect
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,15 @@ async def run(code: str, names: dict[str, Any], done: asyncio.Event) -> None:
         await task
 
 
+async def stop_by_signal() -> None:
+    """Send SIGTERM to this process once it is handled; nothing else ends the block."""
+    usual = signal.getsignal(signal.SIGTERM)
+    async with asyncio.timeout(30):
+        while signal.getsignal(signal.SIGTERM) is usual:
+            await asyncio.sleep(0.01)
+    signal.raise_signal(signal.SIGTERM)
+
+
 async def test_every_code_block_runs(own: JetStreamContext, capsys: pytest.CaptureFixture[str]) -> None:
     await jsx.ensure_stream(own, name="ORDERS", subjects=["orders.>"], allow_direct=True, allow_batched=True)
     await jsx.ensure_stream(
@@ -79,15 +89,21 @@ async def test_every_code_block_runs(own: JetStreamContext, capsys: pytest.Captu
 
     names: dict[str, Any] = {"js": own, "jsx": jsx, "handle": handle, "store": store}
     code = blocks()
-    assert len(code) == 7
+    assert len(code) == 8
     for number, block in enumerate(code):
         done.clear()
         handled.clear()
         counting = asyncio.ensure_future(total()) if "exactly_once_group" in block else None
         if number in (1, 2):  # the blocks before have handled everything
             await names["group"].reset(log.First())
-        if number == 6:  # which resets it; the block before has made another group
+        if number == 7:  # which resets it; a block before has made another group
             assert "32" in block
+        if "SIGTERM" in block:
+            async with asyncio.timeout(60), asyncio.TaskGroup() as both:
+                both.create_task(stop_by_signal())
+                await eval(compile(block, "groups.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+            continue
         await run(block, names, done)
         if counting is not None:
             await counting
@@ -100,7 +116,7 @@ def test_the_figures_of_the_page_are_those_of_the_code() -> None:
     group = inspect.signature(log.Group).parameters
     assert (group["heartbeat"].default, group["buffer"].default, group["poll"].default) == (3.0, 1000, 0.25)
     join = inspect.signature(log.Group.join).parameters
-    assert (join["every"].default, join["seconds"].default) == (1000, 5.0)
+    assert (join["every"].default, join["seconds"].default, join["revoke_timeout"].default) == (1000, 5.0, 60.0)
     assert inspect.signature(log.exactly_once_group).parameters["max_messages"].default == 100
     assert (group_plan.BUFFER_BYTES, session._LEAVE_TIMEOUT) == (4 << 20, 1.0)
 
