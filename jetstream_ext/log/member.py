@@ -130,8 +130,8 @@ class Member:
             loop.add_signal_handler(signal.SIGTERM, member.stop)
 
         Returns at once. Handlers may finish, for up to `revoke_timeout` (see `Group.join`); then `on_revoked` is called, and
-        the partitions are handed over. Call it in the event loop's thread, at any time: a second call does nothing, and a
-        member that is entered afterwards leaves at once.
+        the partitions are handed over, for up to the group's `patience` if no server answers. Call it in the event loop's thread, at
+        any time: a second call does nothing, and a member that is entered afterwards leaves at once.
         """
         self._session.stop()
 

@@ -435,8 +435,17 @@ class Session:
             for held in self.held.values():
                 held.end()
             self._changed.set()
-            self.ready.set()
-            self._spawn(self._renew_soon(), "renewal")
+            self._spawn(self._stop_in_time(), "stop")
+
+    async def _stop_in_time(self) -> None:
+        """Wait until everything is handed over, or could not be, because no server answers."""
+        seconds = self._options.revoke_timeout + self.store.patience
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if seconds == math.inf else seconds):
+                await self._renew_soon()  # the others share its partitions from now on
+                await self._idle.wait()
+        self._idle.set()
+        self.ready.set()
 
     @property
     def is_stopped(self) -> bool:

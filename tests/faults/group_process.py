@@ -1,8 +1,8 @@
 """A member of a group as a process: ``group_process.py URLS MODE LABEL``. SIGTERM lets it leave the group.
 
 It copies the messages of ``IN`` to ``OUT`` and adds its label: exactly once in the mode ``once``; in the modes ``iterate``
-and ``run`` each message after the other, at least once. In the mode ``iterate`` it leaves behind the message in its hands,
-and in the others it is cancelled.
+and ``run`` each message after the other, at least once. In the mode ``iterate`` it leaves behind the message in its hands, in
+the mode ``run`` it is stopped, and in the mode ``once`` it is cancelled.
 """
 
 import asyncio
@@ -45,7 +45,10 @@ async def work(js: JetStreamContext, mode: str, label: str, stopping: asyncio.Ev
         await log.exactly_once_group(group, "OUT", output, prefix="OUT.at", label=label, patience=60.0)
     async with group.join(label=label, every=EVERY, seconds=1.0) as member:
         if mode == "run":
+            leaving = asyncio.ensure_future(stopping.wait())
+            leaving.add_done_callback(lambda _: member.stop())
             await member.run(copy)
+            return
         async for message in member:
             await copy(message)
             if stopping.is_set():
@@ -61,7 +64,8 @@ async def main(urls: str, mode: str, label: str) -> None:
 
     def stop() -> None:
         stopping.set()
-        loop.call_later(2.0 if mode == "iterate" else 0.0, working.cancel)  # it may have no message
+        if mode != "run":
+            loop.call_later(2.0 if mode == "iterate" else 0.0, working.cancel)  # it may have no message
 
     loop.add_signal_handler(signal.SIGTERM, stop)
     with contextlib.suppress(asyncio.CancelledError):

@@ -444,6 +444,31 @@ class TestStop:
             else:
                 assert [message async for message in member] == []
 
+    async def test_run_ends_although_no_server_answers(self) -> None:
+        async with NatsServer() as server:
+            nc = await nats.connect(server.url, error_cb=ignore, max_reconnect_attempts=-1, reconnect_time_wait=0.1)
+            js = nc.jetstream(timeout=0.5)
+            await js.add_stream(name="S", subjects=["S"], allow_direct=True)
+            await js.publish("S", b"")
+            begun, go_on = asyncio.Event(), asyncio.Event()
+
+            async def handle(_: StoredMsg) -> None:
+                begun.set()
+                await go_on.wait()
+
+            async with asyncio.timeout(60):
+                group = Group(js, "S", "g", partitions=1, bucket="B", heartbeat=0.5, patience=1.0)
+                async with group.join(revoke_timeout=1.0) as member:
+                    running = asyncio.ensure_future(member.run(handle))
+                    await begun.wait()
+                    server.stop()
+                    member.stop()
+                    go_on.set()
+                    await asyncio.wait({running})
+                    running.exception()
+            with contextlib.suppress(ConnectionError):  # nats-py raises it
+                await nc.close()
+
     async def test_what_was_handled_is_released_although_the_first_attempt_fails(
         self, make_stream: Make, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
     ) -> None:
