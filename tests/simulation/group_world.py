@@ -883,6 +883,8 @@ class World:
             newest = self.newest(number, outputs=True) if self.once else record
             if holder.handled > (1 if newest is None else newest.position):
                 raise self.wrong(f"{actor.id} releases {number} at {record.position}, has handled {holder.handled}")
+        if what == "claim" and holder is not None and holder.writer.actor is not actor:
+            del self.holders[number]  # the hand-over came too late
         self.servers.revision += 1
         record.revision = self.servers.revision
         if outputs:
