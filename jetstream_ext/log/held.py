@@ -21,6 +21,7 @@ class Held:
     """A partition that this member works on."""
 
     number: int
+    attempt: int  # the one of `Membership` that has claimed it
     lane: Lane
     writer: FencedWriter
     committed: int

@@ -20,7 +20,7 @@ import math
 import os
 import socket
 import warnings
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from operator import attrgetter
@@ -329,8 +329,8 @@ class Session:
             match action:
                 case Claim():
                     claims.append(action)
-                case Revoke(numbers):
-                    self._spawn(self._in_time(numbers, self._revoke(numbers)), "revocation")
+                case Revoke(attempts):
+                    self._spawn(self._in_time(attempts, self._revoke(attempts)), "revocation")
                 case Release():
                     releases.append(action)
                 case Lose(numbers):
@@ -358,16 +358,18 @@ class Session:
         if not claimed:
             return
         async with self._callbacks:
-            owned = tuple(sorted(number for number, writer, _ in claimed if self._machine.holds(number, writer.fence)))
+            owned = tuple(
+                sorted(it.partition for it, writer, _ in claimed if self._machine.holds(it.partition, writer.fence))
+            )
             _log.debug("%s owns partitions %s", self.what, owned)
             await _call(self._options.on_assigned, owned, ())
-            for number, writer, position in claimed:
-                if self._machine.holds(number, writer.fence):
-                    self._hold(number, writer, position)
+            for claim, writer, position in claimed:
+                if self._machine.holds(claim.partition, writer.fence):
+                    self._hold(claim, writer, position)
             lost = tuple(number for number in owned if number not in self.held)  # while the callback was running
             await _call(self._options.on_partitions_lost or self._options.on_revoked, lost, lost)
 
-    async def _claim_one(self, claim: Claim) -> tuple[int, FencedWriter, int] | None:
+    async def _claim_one(self, claim: Claim) -> tuple[Claim, FencedWriter, int] | None:
         number, attempt = claim.partition, claim.attempt
         writer = self.store.partition_writer(number)
         try:
@@ -389,7 +391,7 @@ class Session:
         if not self._machine.claimed(number, attempt, ack.seq, self._loop.time()):
             return None
         self._final.pop(number, None)
-        return number, writer, position
+        return claim, writer, position
 
     def _note_failure(self, action: Claim | Release, error: Exception) -> None:
         """Let the machine try again, or raise the error."""
@@ -401,11 +403,12 @@ class Session:
         what = "claim" if isinstance(action, Claim) else "release"
         _log.warning("%s could not %s partition %d, and tries again: %s", self.what, what, action.partition, error)
 
-    def _hold(self, number: int, writer: FencedWriter, position: int) -> None:
+    def _hold(self, claim: Claim, writer: FencedWriter, position: int) -> None:
+        number = claim.partition
         if number in self.held:
             self._lose([number])
         lane = self._lane_of(number)
-        held = self.held[number] = Held(number, lane, writer, position, last=position)
+        held = self.held[number] = Held(number, claim.attempt, lane, writer, position, last=position)
         if self._output is None:
             held.begin()  # else its worker looks its position up first
         if self.work is not None:
@@ -485,20 +488,25 @@ class Session:
                 held.given.set()
                 self.ready.set()
 
-    async def _revoke(self, numbers: tuple[int, ...]) -> None:
+    async def _revoke(self, attempts: Mapping[int, int]) -> None:
         async with self._callbacks:  # a claim of these partitions may wait for its callback
-            found = [self.held[number] for number in numbers if number in self.held]
-        for number in set(numbers) - {held.number for held in found}:
-            self._machine.revoked(number)
+            found = self._claimed_by(attempts)
         for held in found:
             held.end()
+        for number in attempts.keys() - {held.number for held in found}:
+            self._machine.revoked(number, attempts[number])
         for held in found:
             if held.is_busy:
-                self._spawn(self._in_time((held.number,), self._revoke_later(held)), "revocation")
+                self._spawn(self._in_time({held.number: held.attempt}, self._revoke_later(held)), "revocation")
         ready = [held for held in found if not held.is_busy]
-        self._spawn(self._in_time(tuple(held.number for held in ready), self._hand_over(ready)), "revocation")
+        if ready:
+            self._spawn(self._in_time({it.number: it.attempt for it in ready}, self._hand_over(ready)), "revocation")
 
-    async def _in_time(self, numbers: tuple[int, ...], revocation: Coroutine[Any, Any, None]) -> None:
+    def _claimed_by(self, attempts: Mapping[int, int]) -> list[Held]:
+        """Return what the member still holds of these partitions by these attempts."""
+        return [held for number in attempts if (held := self.held.get(number)) and held.attempt == attempts[number]]
+
+    async def _in_time(self, attempts: Mapping[int, int], revocation: Coroutine[Any, Any, None]) -> None:
         """Let a revocation end within `revoke_timeout`: what is not handed over then is lost."""
         seconds = self._options.revoke_timeout
         limit = asyncio.timeout(None if seconds == math.inf else seconds)
@@ -512,14 +520,14 @@ class Session:
                 "%s: partitions %s were to be handed over %g s ago, and a message is still being handled, or a callback has not "
                 "returned; they are given up, and their next owner goes on behind the last commit",
                 self.what,
-                numbers,
+                tuple(sorted(attempts)),
                 seconds,
             )
-            held = [self.held[number] for number in numbers if number in self.held]
+            held = self._claimed_by(attempts)
             self._final |= {it.number: it.committed for it in held}
             self._lose([it.number for it in held])
-            for number in numbers:
-                self._machine.revoked(number)
+            for number, attempt in attempts.items():
+                self._machine.revoked(number, attempt)
 
     async def _revoke_later(self, held: Held) -> None:
         if held.in_hand is not None:
@@ -540,7 +548,7 @@ class Session:
                     if self._output is None:
                         self._final[held.number] = held.handled if self._options.auto_commit else held.committed
                     self._drop(held)
-                self._machine.revoked(held.number)
+                    self._machine.revoked(held.number, held.attempt)
 
     async def _release_all(self, releases: list[Release]) -> None:
         await gather_bounded(self._release, releases, limit=_COMMITS_IN_FLIGHT)

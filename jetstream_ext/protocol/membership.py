@@ -63,7 +63,7 @@ class Claim:
 class Revoke:
     """Stop working on these partitions and commit what was handled; then `revoked`."""
 
-    partitions: tuple[int, ...]
+    attempts: Mapping[int, int]  # of each partition the one that has claimed it
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +173,9 @@ class Membership:
         """Note the revision of a record that this member has stored as the owner."""
         self._note_stored(partition, Owner(self.me, revision))
 
-    def revoked(self, partition: int) -> None:
-        """Note that the member works no more on a partition, and has committed its work."""
-        if self._phases.get(partition) is Phase.REVOKING:
+    def revoked(self, partition: int, attempt: int) -> None:
+        """Note that the member works no more on a partition that this attempt has claimed, and has committed its work."""
+        if self._is_current(partition, attempt, Phase.REVOKING):
             del self._phases[partition]  # `due` releases what is not assigned here
 
     def released(self, partition: int, attempt: int, revision: int) -> None:
@@ -236,7 +236,7 @@ class Membership:
         for number in revoked:
             self._phases[number] = Phase.REVOKING
         if revoked:
-            actions.append(Revoke(revoked))
+            actions.append(Revoke({number: self._attempts[number] for number in revoked}))
         if not self.is_valid(now):
             return actions
         for number in range(self._count):

@@ -23,6 +23,13 @@ def releases(machine: Membership, now: float) -> dict[int, int]:
     return found
 
 
+def revokes(machine: Membership, now: float) -> dict[int, int]:
+    """Return the partitions that are to be revoked, with the attempts that have claimed them; nothing else may be due."""
+    [action] = machine.due(now)
+    assert isinstance(action, Revoke)
+    return dict(action.attempts)
+
+
 def member(partitions: int = 2, *, alive: tuple[str, ...] = ("me",), renewed: float = 0.0) -> Membership:
     machine = Membership("me", partitions, ttl=TTL, margin=MARGIN)
     machine.renewed(renewed, renewed)
@@ -124,9 +131,10 @@ class TestHandingOver:
     def test_what_is_assigned_to_another_member_is_revoked_and_then_released(self) -> None:
         machine = owning()
         [moved] = join(machine, "other")
-        assert machine.due(1.0) == [Revoke((moved,))]
+        revoked = revokes(machine, 1.0)
+        assert list(revoked) == [moved]
         assert machine.due(1.0) == []
-        machine.revoked(moved)
+        machine.revoked(moved, revoked[moved])
         machine.released(moved, releases(machine, 1.0)[moved], 40)
         assert machine.due(1.0) == []
         assert machine.phase(moved) is None
@@ -134,16 +142,14 @@ class TestHandingOver:
     def test_a_release_that_failed_is_tried_again(self) -> None:
         machine = owning()
         [moved] = join(machine, "other")
-        machine.due(1.0)
-        machine.revoked(moved)
+        machine.revoked(moved, revokes(machine, 1.0)[moved])
         machine.failed(moved, releases(machine, 1.0)[moved], 1.0)
         assert list(releases(machine, 1.0 + RETRY)) == [moved]
 
     def test_a_member_whose_release_is_tried_again_is_not_idle(self) -> None:
         machine = owning(1)
         machine.leave()
-        machine.due(1.0)
-        machine.revoked(0)
+        machine.revoked(0, revokes(machine, 1.0)[0])
         machine.failed(0, releases(machine, 1.0)[0], 1.0)
         assert machine.due(1.0) == []
         assert not machine.idle
@@ -165,10 +171,11 @@ class TestHandingOver:
     def test_leaving_gives_everything_back(self) -> None:
         machine = owning()
         machine.leave()
-        assert machine.due(1.0) == [Revoke((0, 1))]
+        revoked = revokes(machine, 1.0)
+        assert list(revoked) == [0, 1]
         assert not machine.idle
-        machine.revoked(0)
-        machine.revoked(1)
+        machine.revoked(0, revoked[0])
+        machine.revoked(1, revoked[1])
         attempts = releases(machine, 1.0)
         machine.released(0, attempts[0], 41)
         machine.released(1, attempts[1], 42)
@@ -179,9 +186,9 @@ class TestHandingOver:
     def test_a_partition_that_comes_back_while_it_is_revoked_is_claimed_again(self) -> None:
         machine = owning()
         [moved] = join(machine, "other")
-        machine.due(1.0)
+        revoked = revokes(machine, 1.0)
         machine.see({"me"}, (), owned_by("me", "me"), 31)
-        machine.revoked(moved)
+        machine.revoked(moved, revoked[moved])
         assert list(claims(machine, 1.0)) == [moved]
 
 
@@ -219,10 +226,26 @@ class TestLosing:
     def test_a_revoked_partition_can_be_lost(self) -> None:
         machine = owning()
         [moved] = join(machine, "other")
-        machine.due(1.0)
+        revoked = revokes(machine, 1.0)
         assert machine.phase(moved) is Phase.REVOKING
         assert machine.due(TTL) == [Lose((0, 1))]
-        machine.revoked(moved)  # the callback ends later
+        machine.revoked(moved, revoked[moved])  # the callback ends later
+        assert machine.phase(moved) is None
+
+    def test_an_older_revocation_that_ends_later_changes_nothing(self) -> None:
+        machine = owning()
+        [moved] = join(machine, "other")
+        older = revokes(machine, 1.0)
+        assert machine.due(TTL) == [Lose((0, 1))]
+        machine.renewed(TTL, TTL)
+        machine.see({"me"}, (), owned_by("me", "me"), 31)
+        for number, attempt in claims(machine, TTL).items():
+            machine.claimed(number, attempt, 41 + number, TTL)
+        machine.see({"me", "other"}, (), owned_by("me", "me", revision=41), 50)
+        newer = revokes(machine, TTL)
+        machine.revoked(moved, older[moved])
+        assert machine.phase(moved) is Phase.REVOKING
+        machine.revoked(moved, newer[moved])
         assert machine.phase(moved) is None
 
     def test_a_fenced_commit_gives_the_partition_up(self) -> None:

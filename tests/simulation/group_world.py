@@ -18,7 +18,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Final
@@ -218,6 +218,7 @@ class Held:
     """A partition in the hands of a member."""
 
     number: int
+    attempt: int
     writer: Writer
     committed: int
     position: int
@@ -394,8 +395,8 @@ class Actor:
             match action:
                 case Claim():
                     claims.append(action)
-                case Revoke(numbers):
-                    self.in_time(numbers, self.revoke(numbers))
+                case Revoke(attempts):
+                    self.in_time(attempts, self.revoke(attempts))
                 case Release():
                     self.spawn(self.release(action))
                 case Lose(numbers):
@@ -417,7 +418,7 @@ class Actor:
         self.step()
 
     async def claim(self, claims: list[Claim]) -> None:
-        claimed: list[tuple[int, Writer, int]] = []
+        claimed: list[tuple[Claim, Writer, int]] = []
         tasks = [self.spawn(self.claim_one(each, claimed)) for each in claims]
         for task in tasks:
             await task.ended
@@ -425,11 +426,11 @@ class Actor:
             return
         async with self.callbacks:
             await self.callback()
-            for number, writer, position in claimed:
-                if self.machine.holds(number, writer.fence):
-                    self.hold(number, writer, position)
+            for claim, writer, position in claimed:
+                if self.machine.holds(claim.partition, writer.fence):
+                    self.hold(claim, writer, position)
 
-    async def claim_one(self, claim: Claim, claimed: list[tuple[int, Writer, int]]) -> None:
+    async def claim_one(self, claim: Claim, claimed: list[tuple[Claim, Writer, int]]) -> None:
         number, attempt = claim.partition, claim.attempt
         writer = Writer(self, number)
         try:
@@ -449,48 +450,51 @@ class Actor:
             return
         if self.machine.claimed(number, attempt, revision, self.local):
             self.final.pop(number, None)
-            claimed.append((number, writer, position))
+            claimed.append((claim, writer, position))
 
     async def callback(self) -> None:
         if self.world.random.random() < 0.2:
             await self.sleep(self.world.random.uniform(0.0, 2.0))
 
-    def hold(self, number: int, writer: Writer, position: int) -> None:
+    def hold(self, claim: Claim, writer: Writer, position: int) -> None:
+        number = claim.partition
         if number in self.held:
             self.lose(number)
-        held = self.held[number] = self.world.holders[number] = Held(number, writer, position, position)
+        held = self.held[number] = self.world.holders[number] = Held(number, claim.attempt, writer, position, position)
         self.world.say(f"{self.id} works on {number} from {position}")
         held.task = self.spawn(self.work_once(held) if self.world.once else self.work(held))
 
-    async def revoke(self, numbers: tuple[int, ...]) -> None:
+    async def revoke(self, attempts: Mapping[int, int]) -> None:
         async with self.callbacks:
-            found = [self.held[number] for number in numbers if number in self.held]
-        for number in set(numbers) - {held.number for held in found}:
-            self.machine.revoked(number)
+            found = self.claimed_by(attempts)
+        for number in attempts.keys() - {held.number for held in found}:
+            self.machine.revoked(number, attempts[number])
         for held in found:
             held.ending = True
         for held in found:
             if held.is_busy:
-                self.in_time((held.number,), self.revoke_later(held))
+                self.in_time({held.number: held.attempt}, self.revoke_later(held))
         ready = [held for held in found if not held.is_busy]
-        self.in_time(tuple(held.number for held in ready), self.hand_over(ready))
+        self.in_time({held.number: held.attempt for held in ready}, self.hand_over(ready))
         self.step()
 
-    def in_time(self, numbers: tuple[int, ...], revocation: Coroutine[Signal, None, None]) -> None:
+    def claimed_by(self, attempts: Mapping[int, int]) -> list[Held]:
+        return [held for number in attempts if (held := self.held.get(number)) and held.attempt == attempts[number]]
+
+    def in_time(self, attempts: Mapping[int, int], revocation: Coroutine[Signal, None, None]) -> None:
         """Let a revocation end within a time; then its partitions are lost."""
         task = self.spawn(revocation)
 
         def give_up() -> None:
             if task.done:
                 return
-            self.world.say(f"{self.id} gives up {numbers}")
+            self.world.say(f"{self.id} gives up {list(attempts)}")
             task.cancel()
-            for number in numbers:
-                held = self.held.get(number)
-                if held is not None:
-                    self.final[number] = held.committed
-                    self.lose(number)
-                self.machine.revoked(number)
+            for held in self.claimed_by(attempts):
+                self.final[held.number] = held.committed
+                self.lose(held.number)
+            for number, attempt in attempts.items():
+                self.machine.revoked(number, attempt)
             self.step()
 
         self.world.after(REVOKE_TIMEOUT / self.rate, lambda: self.when_awake(give_up))
@@ -514,7 +518,7 @@ class Actor:
                     if not self.world.once:
                         self.final[held.number] = held.handled
                     self.drop(held)
-                self.machine.revoked(held.number)
+                    self.machine.revoked(held.number, held.attempt)
 
     async def release(self, release: Release) -> None:
         number, attempt = release.partition, release.attempt
