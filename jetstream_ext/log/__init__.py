@@ -1,12 +1,12 @@
 """Streams as logs: a reader that owns its position, positions that are stored, exactly-once processing, groups."""
 
-from jetstream_ext.log.dead_letters import DeadLetter
+from jetstream_ext.log.dead_letter import DeadLetter
 from jetstream_ext.log.group import Group, GroupStatus, MemberStatus, PartitionStatus, list_groups
 from jetstream_ext.log.group_worker import exactly_once_group
 from jetstream_ext.log.member import Member
 from jetstream_ext.log.offsets import Committing, First, Last, New, OffsetStore, Seq, Stored, StoredOffset, Time
 from jetstream_ext.log.reader import LogReader
-from jetstream_ext.log.redrive import DeadLetterMessage, Redriven, dead_letters, drop, redrive
+from jetstream_ext.log.redriving import DeadLetterMessage, Redriven, dead_letters, drop, redrive
 from jetstream_ext.log.table import MessageChange, Table
 from jetstream_ext.log.worker import Processed, exactly_once
 

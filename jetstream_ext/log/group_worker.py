@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, cast
 
 from jetstream_ext.client.connection import Context
-from jetstream_ext.log.dead_letters import DeadLetter, check_dead_letter
+from jetstream_ext.log.dead_letter import DeadLetter, check_dead_letter
 from jetstream_ext.log.group import Group, plan_of
 from jetstream_ext.log.held import Held
 from jetstream_ext.log.member import PartitionReader

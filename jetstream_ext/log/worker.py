@@ -52,7 +52,7 @@ from jetstream_ext.errors import (
     batch_refusal,
 )
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.log.dead_letters import DeadLetter, check_dead_letter
+from jetstream_ext.log.dead_letter import DeadLetter, check_dead_letter
 from jetstream_ext.log.lease import Lease, lease_key
 from jetstream_ext.log.offsets import OffsetStore, PositionedReader, StoredOffset, encode_position, epoch_of, matches
 from jetstream_ext.log.reader import LogReader

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 from nats.js import JetStreamContext
-from nats.js.errors import NoStreamResponseError
+from nats.js.errors import NoStreamResponseError, NotFoundError
 
 from jetstream_ext import DirectGet, StoredMsg, errors
-from jetstream_ext.log import DeadLetter, LogReader, OffsetStore, dead_letters, drop, exactly_once, redrive
-from jetstream_ext.log import redrive as redrive_function
-from jetstream_ext.log.redrive import _Redriving
+from jetstream_ext.log import DeadLetter, LogReader, OffsetStore, Redriven, dead_letters, drop, exactly_once, redrive
+from jetstream_ext.log.redriving import _Redriving
 
 Make = Callable[..., Awaitable[str]]
 Bury = Callable[..., Awaitable[tuple[str, str, str]]]
@@ -172,6 +171,87 @@ async def test_what_is_not_known_is_an_error(
     assert await payloads(js, source) == [b"0", b"1", b"2"]
 
 
+async def move_subjects(js: JetStreamContext, source: str, to: str) -> None:
+    """Let another stream store the subjects of a stream."""
+    config = (await js.stream_info(source)).config
+    config.subjects = [f"{source}.unused"]
+    await js.update_stream(config)
+    await js.add_stream(name=to, subjects=[f"{source}.0", f"{source}.1", f"{source}.2"], allow_direct=True)
+
+
+async def test_the_subjects_were_moved_after_the_letters_were_sent(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, dead, source = await bury(3)
+    await die_before_the_deletes(js, stream, dead, offsets, monkeypatch)
+    await move_subjects(js, source, f"{source}_new")
+    assert (await redrive(js, stream, dead, offsets=offsets)).found == 3
+    assert await stored(js, stream, dead) == []
+    assert await stored(js, f"{source}_new") == []
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+async def test_the_subjects_were_moved_before_the_letters_were_sent(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch, deleted: bool
+) -> None:
+    stream, dead, source = await bury(3)
+
+    async def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_Redriving, "_send", die)
+        with pytest.raises(KeyboardInterrupt):
+            await redrive(js, stream, dead, offsets=offsets)
+    new = f"{source}_new"
+    await move_subjects(js, source, new)
+    for _ in range(2):
+        with pytest.raises(errors.ServerError, match=rf"goes to stream '{source}'"):
+            await redrive(js, stream, dead, offsets=offsets)
+    if deleted:
+        await js.delete_stream(source)
+        with pytest.raises(NotFoundError):
+            await redrive(js, stream, dead, offsets=offsets)
+    assert (await redrive(js, stream, dead, offsets=offsets, to_stream=new)).sent == 3
+    assert await payloads(js, new) == [b"0", b"1", b"2"]
+    assert await stored(js, stream, dead) == []
+
+
+@pytest.mark.parametrize("created_again", [False, True])
+async def test_the_target_was_deleted(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch, created_again: bool
+) -> None:
+    """What it had is not known; letters of other streams are handed back."""
+    stream, dead, source = await bury(3)
+    await die_before_the_deletes(js, stream, dead, offsets, monkeypatch)
+    config = (await js.stream_info(source)).config
+    await js.delete_stream(source)
+    if created_again:
+        await js.add_stream(config)
+        for number in range(10):
+            await js.publish(f"{source}.0", b"new %d" % number)
+    other = f"{source}_other"
+    await js.add_stream(name=other, subjects=[other], allow_direct=True)
+    await js.publish(other, b"other")
+    letters = DeadLetter(dead, attempts=1, backoff=0)
+    reader = LogReader(js, other)
+    await exactly_once(reader, stream, lambda _: 1 / 0, name="o", prefix=f"{stream}.at", dead_letter=letters)  # type: ignore[arg-type,return-value]
+    with pytest.raises(errors.HistoryUnavailableError, match="has handed back 1 others"):
+        await redrive(js, stream, dead, offsets=offsets)
+    assert await payloads(js, other) == [b"other", b"other"]
+    undecided = [it.message.seq async for it in dead_letters(js, stream, dead)]
+    assert len(undecided) == 3
+    assert (await redrive(js, stream, f"{stream}.other", offsets=offsets)).sent == 0, "they are not asked for"
+    assert await drop(js, stream, undecided[:2]) == 2
+    with pytest.raises(errors.HistoryUnavailableError):
+        await redrive(js, stream, dead, offsets=offsets)
+    if not created_again:
+        await js.add_stream(config)
+    assert (await redrive(js, stream, dead, offsets=offsets, again=True)).sent == 1
+    assert (await payloads(js, source))[-1:] == [b"2"]
+    assert (await redrive(js, stream, dead, offsets=offsets)) == Redriven(0, 0, 0)
+
+
 async def test_a_stream_of_letters_that_was_created_again_loses_none(
     js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +309,6 @@ async def test_drop_deletes_dead_letters_only(js: JetStreamContext, bury: Bury) 
 async def test_a_stream_that_denies_deletes(js: JetStreamContext, make_stream: Make, offsets: OffsetStore) -> None:
     name = await make_stream(deny_delete=True)
     with pytest.raises(errors.StreamConfigMismatchError, match="deny_delete"):
-        await redrive_function(js, name, f"{name}.dead", offsets=offsets)
+        await redrive(js, name, f"{name}.dead", offsets=offsets)
     with pytest.raises(errors.StreamConfigMismatchError, match="deny_delete"):
         await drop(js, name, [1])

@@ -9,7 +9,9 @@
 The note is a key of a bucket, fenced as a worker's position is. A call that finds the note of one that died looks for the
 letters in the target streams first: what is stored there is only deleted. A look begins with a message that the target's
 leader refuses, because the leader has processed by then what was sent before on the same connection. What another process has
-sent, and has not arrived, has an id that the leader knows for as long as its ``duplicate_window`` lasts.
+sent, and has not arrived, has an id that the leader knows for as long as its ``duplicate_window`` lasts. If the target has
+lost messages meanwhile, it is not known what it had: such letters are in doubt, and stay in the note until they are gone, or
+are sent again on request.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any, Final
 
 import orjson
 from nats.js import JetStreamContext
-from nats.js.errors import APIError
+from nats.js.errors import APIError, NotFoundError
 from nats.nuid import NUID
 
 from jetstream_ext.client.api import Api, get_at_leader, stream_state, wait_for_sequence
@@ -46,7 +48,7 @@ from jetstream_ext.kv.entries import operation
 from jetstream_ext.log.lease import encode_key
 from jetstream_ext.log.offsets import OffsetStore
 from jetstream_ext.log.reader import LogReader
-from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.api import StreamState, recreated
 from jetstream_ext.protocol.dead_letters import origin, sendable_headers
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.fence import mark_headers, marked_seq
@@ -242,9 +244,9 @@ async def redrive(
         patience: Seconds that transient errors may last.
 
     Raises:
-        HistoryUnavailableError: An earlier call did not end, and messages were removed from the target stream since, so that
-            it is not known whether they were the letters that it sent. `keys` are the subjects of those letters, which stay.
-            Hand them back with ``again=True``, or `drop` them.
+        HistoryUnavailableError: An earlier call did not end, and messages were removed from the target stream since, or it was
+            deleted, so that it is not known whether it had the letters that were sent. The others are handed back, and
+            these stay; `keys` are their subjects. Hand them back with ``again=True``, or `drop` them.
         FencedError: Another call for this stream has begun since; it goes on.
         nats.js.errors.NoStreamResponseError, ServerError: No stream, or another one than the letter's, stores its subject, or it refuses the
             letter. This letter and those behind it stay.
@@ -265,12 +267,12 @@ async def redrive(
     wanted = None if seqs is None else sorted({check_sequence(seq, "seq") for seq in seqs})
     redriving = _Redriving(js, stream, timeout, patience, to_stream=to_stream, again=again)
     await redriving.check_stream()
-    await redriving.open(OffsetStore(js, timeout=timeout) if offsets is None else offsets)
-    await redriving.resume()
+    await redriving.resume(OffsetStore(js, timeout=timeout) if offsets is None else offsets)
     if wanted is not None:
         await redriving.send_those(subject, wanted, most)
     else:
         await redriving.send_all(subject, most)
+    redriving.check()
     return Redriven(redriving.sent, redriving.found, redriving.left)
 
 
@@ -282,14 +284,11 @@ class _Letter:
     time_ns: int
     target: str
     subject: str
+    created: str  # the target, when the letter was noted
+    base: int  # its last sequence then
 
     def is_still(self, message: StoredMsg | None) -> bool:
         return message is not None and (message.seq, message.time_ns) == (self.seq, self.time_ns)
-
-
-async def _nothing() -> AsyncIterator[StoredMsg]:
-    return
-    yield
 
 
 class _Redriving:
@@ -318,7 +317,8 @@ class _Redriving:
         self._again = again
         self._last_seq = 0
         self._writer: FencedWriter
-        self._note: list[tuple[_Letter, int]] = []
+        self._doubtful: dict[int, _Letter] = {}  # sent or not: nobody knows; they are part of every note
+        self._wanted: list[_Letter] = []  # those of them that this call was to hand back
         self._id = NUID().next().decode()
         self._notes = 0
 
@@ -332,54 +332,63 @@ class _Redriving:
             )
         self._last_seq = state.last_seq
 
-    async def open(self, offsets: OffsetStore) -> None:
+    # -- the note -----------------------------------------------------------------------------------------------------
+
+    async def resume(self, offsets: OffsetStore) -> None:
+        """Find out what an earlier call has sent, and delete it."""
         await Retry(self._patience).call(offsets.create)
         bucket = Bucket(open_bucket(offsets.context, offsets.bucket), self._timeout)
-        key = encode_key("redrive", self._stream)
         self._writer = FencedWriter(
             bucket.context,
             bucket.stream,
-            bucket.subject(key),
+            bucket.subject(encode_key("redrive", self._stream)),
             name=f"redrive of stream {self._stream!r}",
             timeout=self._timeout,
             patience=self._patience,
         )
-        found = await self._writer.read()
-        if found is not None and operation(found.headers)[0] == "PUT":
-            self._note = self._decode(found)
+        stored = await self._writer.read()
+        if stored is None or operation(stored.headers)[0] != "PUT":
+            return
+        # What is gone was sent and deleted, or dropped.
+        noted = [it for it in self._decode(stored) if it.is_still(await self.get(it.seq))]
+        await self._store_note(noted)  # the other call, if it runs, sends nothing after what it is sending
+        found = await Retry(self._patience, transient=is_transient_read).call(lambda: self._look(noted))
+        for letter in noted:
+            if letter in found:
+                await self.delete(letter.seq)
+        self.found = len(found)
+        await self._store_note([])
 
-    # -- what is stored -----------------------------------------------------------------------------------------------
-
-    def _decode(self, found: StoredMsg) -> list[tuple[_Letter, int]]:
+    def _decode(self, stored: StoredMsg) -> list[_Letter]:
         try:
-            body = orjson.loads(found.data)
+            body = orjson.loads(stored.data)
             if json_number(body["v"], "v") == _VERSION:
                 return [
-                    (
-                        _Letter(
-                            json_number(seq, "seq", low=1),
-                            json_number(time_ns, "time"),
-                            json_text(target, "stream"),
-                            json_text(subject, "subject"),
-                        ),
+                    _Letter(
+                        json_number(seq, "seq", low=1),
+                        json_number(time_ns, "time"),
+                        json_text(target, "stream"),
+                        json_text(subject, "subject"),
+                        json_text(created, "created"),
                         json_number(base, "base"),
                     )
-                    for seq, time_ns, target, subject, base in body["letters"]
+                    for seq, time_ns, target, subject, created, base in body["letters"]
                 ]
         except (KeyError, TypeError, ValueError):
             pass
         raise ValueError(
-            f"redrive of stream {self._stream!r}: {found.subject!r} has a value that no redrive writes ({found.data[:80]!r}); "
+            f"redrive of stream {self._stream!r}: {stored.subject!r} has a value that no redrive writes ({stored.data[:80]!r}); "
             "nothing was sent; delete the key if another program has written it"
         )
 
-    async def _store_note(self, letters: list[tuple[_Letter, int]]) -> None:
+    async def _store_note(self, letters: Sequence[_Letter]) -> None:
         self._notes += 1
+        noted = {it.seq: it for it in [*self._doubtful.values(), *letters]}
         body: dict[str, Any] = {
             "v": _VERSION,
             "writer": self._id,
             "number": self._notes,
-            "letters": [[it.seq, it.time_ns, it.target, it.subject, base] for it, base in letters],
+            "letters": [[it.seq, it.time_ns, it.target, it.subject, it.created, it.base] for it in noted.values()],
         }
         try:
             await self._writer.store([], orjson.dumps(body))
@@ -389,17 +398,8 @@ class _Redriving:
                 f"{self.sent} dead letters",
                 name=self._stream,
             ) from moved
-        self._note = letters
 
-    # -- the steps ----------------------------------------------------------------------------------------------------
-
-    async def resume(self) -> None:
-        """End what an earlier call has begun."""
-        # What is gone was sent and deleted, or dropped.
-        note = [(letter, base) for letter, base in self._note if letter.is_still(await self.get(letter.seq))]
-        if self._note:
-            await self._store_note(note)  # the other call, if it runs, sends nothing after what it is sending
-            await self._send(note, begun=True)
+    # -- sending ------------------------------------------------------------------------------------------------------
 
     async def send_all(self, subject: str, most: int | None) -> None:
         reader = LogReader(
@@ -430,8 +430,20 @@ class _Redriving:
         if found:
             await self._send_group(found)
 
+    def check(self) -> None:
+        """Raise HistoryUnavailableError if this call could not hand letters back."""
+        if self._wanted:
+            targets = ", ".join(repr(target) for target in sorted({letter.target for letter in self._wanted}))
+            raise HistoryUnavailableError(
+                f"stream {self._stream!r}: it is not known whether an earlier redrive has handed back the dead letters "
+                f"{[letter.seq for letter in self._wanted]}, because stream {targets} has lost messages or was deleted since; they stay: "
+                f"hand them back with again=True, or drop them; this call has handed back {self.sent} others",
+                keys=tuple(dict.fromkeys(letter.subject for letter in self._wanted)),
+            )
+
     async def _send_group(self, messages: Sequence[StoredMsg]) -> None:
         letters: list[_Letter] = []
+        states: dict[str, StreamState] = {}
         for message in messages:
             found = origin(message)
             if found is None or not found.complete:
@@ -443,29 +455,30 @@ class _Redriving:
                     message.subject,
                 )
                 continue
-            letters.append(_Letter(message.seq, message.time_ns, self._to_stream or found.stream, found.subject))
-        if not letters:
-            return
-        bases: dict[str, int] = {}
-        for target in {letter.target for letter in letters}:
-            bases[target] = (await self._state(target)).last_seq
-        note = [(letter, bases[letter.target]) for letter in letters]
-        await self._store_note(note)
-        await self._send(note, begun=False)
+            if (doubtful := self._doubtful.get(message.seq)) is not None and doubtful.is_still(message):
+                self._wanted.append(doubtful)
+                continue
+            target = self._to_stream or found.stream
+            if target not in states:
+                states[target] = await self._state(target)
+            state = states[target]
+            letters.append(_Letter(message.seq, message.time_ns, target, found.subject, state.created, state.last_seq))
+        if letters:
+            await self._store_note(letters)
+            await self._send(letters)
 
-    async def _send(self, note: list[tuple[_Letter, int]], *, begun: bool) -> None:
-        """Send the letters of the stored note that are not sent, and delete all of them."""
-        pending = [letter for letter, _ in note]
+    async def _send(self, letters: Sequence[_Letter]) -> None:
+        """Send letters that are noted, and delete them."""
+        pending = list(letters)
         retry = Retry(self._patience, transient=is_transient_read)
-        in_doubt = begun
+        in_doubt = False
         while pending:
             try:
                 if in_doubt:
-                    stored = await self._stored(pending, dict(note))
-                    self.found += len(stored) if begun else 0
-                    self.sent += 0 if begun else len(stored)
-                    pending = [letter for letter in pending if letter not in stored]
-                    begun = False
+                    found = await self._look(pending)
+                    self.sent += len(found)
+                    self._wanted += [it for it in pending if it.seq in self._doubtful]
+                    pending = [it for it in pending if it not in found and it.seq not in self._doubtful]
                 while pending:
                     in_doubt = True
                     if await self._publish(pending[0]):
@@ -473,14 +486,14 @@ class _Redriving:
                     pending = pending[1:]
             except Exception as error:
                 if isinstance(error, _REFUSALS):
-                    await self._end(note, pending)  # it is known what is sent
+                    await self._end(letters, pending)  # it is known what is sent
                     raise
                 await retry.pause_if_transient(error)
-        await self._end(note, [])
+        await self._end(letters, [])
 
-    async def _end(self, note: list[tuple[_Letter, int]], pending: list[_Letter]) -> None:
-        for letter, _ in note:
-            if letter not in pending:
+    async def _end(self, letters: Sequence[_Letter], pending: Sequence[_Letter]) -> None:
+        for letter in letters:
+            if letter not in pending and letter.seq not in self._doubtful:
                 await self.delete(letter.seq)
         await self._store_note([])
 
@@ -513,44 +526,63 @@ class _Redriving:
     def _message_id(self, letter: _Letter) -> str:
         return f"redrive:{self._stream}:{letter.seq}:{letter.time_ns}"
 
-    async def _stored(self, letters: Sequence[_Letter], bases: dict[_Letter, int]) -> set[_Letter]:
-        """Return which letters their target streams have stored."""
+    # -- what was sent ------------------------------------------------------------------------------------------------
+
+    async def _look(self, letters: Sequence[_Letter]) -> set[_Letter]:
+        """Return which letters their targets have; note those of which it is not known, unless they are sent again."""
         stored: set[_Letter] = set()
         for target in {letter.target for letter in letters}:
             mine = [letter for letter in letters if letter.target == target]
-            ids = {self._message_id(letter): letter for letter in mine}
-            base = min(bases[letter] for letter in mine)
-            end = await self._mark(target, mine[0].subject)
-            await wait_for_sequence(self._context, target, end, self._timeout)
-            count = 0
-            scan = DirectGet(self._js, target, timeout=self._timeout).scan(
-                seq=base + 1, up_to_seq=max(end, base + 1), confirm=True
-            )
-            async for message in scan if end > base else _nothing():
-                count += 1
-                if (letter := ids.get(message.headers.get(MSG_ID, "").partition("/")[0])) is not None:
-                    stored.add(letter)
-            unknown = [letter for letter in mine if letter not in stored]
-            if unknown and (count < end - base or end < base) and not self._again:
-                raise HistoryUnavailableError(
-                    f"stream {self._stream!r}: an earlier redrive may have handed back the dead letters "
-                    f"{[letter.seq for letter in unknown]}, and stream {target!r} has lost messages since, so that it is not known; "
-                    "they stay: hand them back with again=True, or drop them",
-                    keys=tuple(dict.fromkeys(letter.subject for letter in unknown)),
-                )
+            found, complete = await self._find(target, mine)
+            stored |= found
+            if not complete and not self._again:
+                self._doubtful |= {letter.seq: letter for letter in mine if letter not in found}
         return stored
 
-    async def _mark(self, target: str, subject: str) -> int:
-        """Return the last sequence of a stream once it has processed what this client has sent to it."""
+    async def _find(self, target: str, letters: Sequence[_Letter]) -> tuple[set[_Letter], bool]:
+        """Return which letters a target has, and whether it has everything that was stored since they were noted."""
+        base = min(letter.base for letter in letters)
         try:
-            await self._context.publish(subject, b"", mark_headers(target), self._timeout, "the refusal of a mark")
+            state = await self._settled(target, [letter.subject for letter in letters])
+        except NotFoundError:
+            return set(), False
+        if any(recreated(letter.created, state.created) for letter in letters) or state.last_seq < base:
+            return set(), False
+        if state.last_seq == base:
+            return set(), True
+        ids = {self._message_id(letter): letter for letter in letters}
+        found: set[_Letter] = set()
+        count = 0
+        reads = DirectGet(self._js, target, timeout=self._timeout)
+        async for message in reads.scan(seq=base + 1, up_to_seq=state.last_seq, confirm=True):
+            count += 1
+            if (letter := ids.get(message.headers.get(MSG_ID, "").partition("/")[0])) is not None:
+                found.add(letter)
+        return found, count == state.last_seq - base
+
+    async def _settled(self, target: str, subjects: Sequence[str]) -> StreamState:
+        """Return the state of a stream once it has processed what this client has sent to it.
+
+        A message that its leader refuses tells that, on a subject that it stores. What was sent on other subjects is refused,
+        because it names the target.
+        """
+        state = await self._state(target)
+        mark = next((subject for subject in subjects if state.stores(subject)), None)
+        if mark is None:
+            return state
+        try:
+            await self._context.publish(mark, b"", mark_headers(target), self._timeout, "the refusal of a mark")
         except APIError as error:
             refusal = server_error(code=error.code, err_code=error.err_code, description=error.description or "")
-            seq = marked_seq(refusal)
-            if seq is None:
+            if is_transient_read(refusal) or not error.err_code:
                 raise
-            return seq
+            seq = marked_seq(refusal)
+            if seq is not None:
+                await wait_for_sequence(self._context, target, seq, self._timeout)
+            return await self._state(target)
         raise RuntimeError(f"stream {target!r} has stored a message that expects a sequence that no stream has")
+
+    # -- the letters' stream ------------------------------------------------------------------------------------------
 
     async def get(self, seq: int) -> StoredMsg | None:
         retry = Retry(self._patience)
