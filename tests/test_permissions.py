@@ -19,10 +19,19 @@ from nats.js import JetStreamContext
 import jetstream_ext as jsx
 from jetstream_ext import errors, log
 from jetstream_ext import kv as kvx
+from jetstream_ext.log.redriving import _Redriving
 from jetstream_ext.testing import NatsServer
 
 PAGE = Path(__file__).parents[1] / "docs" / "permissions.md"
-NAMES = {"<stream>": "S", "<subject>": "s.a", "<consumer>": "C", "<bucket>": "B", "<origin>": "O", "<output>": "T"}
+NAMES = {
+    "<stream>": "S",
+    "<subject>": "s.a",
+    "<consumer>": "C",
+    "<bucket>": "B",
+    "<origin>": "O",
+    "<output>": "T",
+    "<letters>": "dead",
+}
 WITHOUT_REQUESTS = {"ttl_headers", "marker_reason", "with_ttl"}
 
 Call = Callable[[JetStreamContext], Awaitable[Any]]
@@ -38,7 +47,7 @@ def allowed(row: str) -> list[str]:
     """Return what a row allows; `row` is the beginning of its first cell, without the ticks."""
     (found,) = [needs for calls, needs in rows() if calls.replace("`", "") == row]
     quoted = [subject for subject in re.findall(r"`([^`]+)`", found) if not subject.startswith("log.")]
-    subjects = [subject for subject in quoted if "." in subject or subject == "<subject>"]
+    subjects = [subject for subject in quoted if "." in subject or subject in ("<subject>", "<letters>")]
     return [re.sub(r"<\w+>", lambda match: NAMES[match[0]], subject) for subject in subjects]
 
 
@@ -144,6 +153,17 @@ async def work(js: JetStreamContext) -> None:
     assert done.inputs == 1
 
 
+async def work_with_letters(js: JetStreamContext) -> None:
+    def fail(_: jsx.StoredMsg) -> None:
+        raise ZeroDivisionError
+
+    letters, name = log.DeadLetter("dead", attempts=1), uuid.uuid4().hex
+    done = await log.exactly_once(
+        reader(js), "T", fail, name=name, prefix="t.at", dead_letter=letters, timeout=js._timeout, patience=js._timeout
+    )
+    assert done.dead_letters == 1
+
+
 def new_group(js: JetStreamContext, name: str | None = None) -> log.Group:
     name, wait = name or uuid.uuid4().hex, js._timeout
     return log.Group(
@@ -243,6 +263,7 @@ CALLS: dict[str, Call] = {
     "log.Table": stream_table,
     "log.OffsetStore": offsets,
     "log.exactly_once": work,
+    "log.exactly_once(dead_letter=)": work_with_letters,
     "log.dead_letters": list_letters,
     "log.drop": drop,
     "log.redrive": redrive,
@@ -256,6 +277,7 @@ WORKS_WITHOUT = {"features"}  # it falls back to the connected server's INFO
 SAME_AND = {
     "reset_consumer(time=)": "reset_consumer",
     "log.exactly_once": "log.LogReader",
+    "log.exactly_once(dead_letter=)": "log.exactly_once",
     "log.dead_letters": "log.LogReader",
     "log.drop": "log.dead_letters",
     "log.redrive": "log.drop",
@@ -269,7 +291,7 @@ def needed(row: str) -> list[str]:
 
 
 NEEDS = {row: needed(row) for row in CALLS}
-for _row in ("log.exactly_once", "log.exactly_once_group", "log.redrive"):
+for _row in ("log.exactly_once", "log.exactly_once(dead_letter=)", "log.exactly_once_group", "log.redrive"):
     NEEDS[_row] += ["t.>"]
 # A bucket that is there is not made, and a reader that reads nothing only looks at its stream.
 NEEDS["log.OffsetStore"] += ["$JS.API.STREAM.INFO.S"]
@@ -306,7 +328,7 @@ async def prepare(url: str, row: str) -> None:
             await js.add_consumer("S", durable_name="C", ack_policy="explicit")
         letters = row in ("log.dead_letters", "log.drop", "log.redrive")
         if letters or row.startswith(("log.exactly_once", "log.Group", "log.list_groups")):
-            await js.add_stream(name="T", subjects=["t.>"], **options)
+            await js.add_stream(name="T", subjects=["t.>", "dead"], **options)
         if letters:
             await bury(js)
         kv = await js.create_key_value(bucket="B")
@@ -386,6 +408,34 @@ async def test_confirmed_scan_with_an_end_works_without_the_state_of_the_stream(
     async with NatsServer(config=config) as server:
         await prepare(server.url, "scan(confirm=True)")
         await attempt(server.url, "some", call, 20, refused)
+
+
+async def test_what_a_redrive_needs_after_a_call_that_did_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = ["$JS.API.DIRECT.GET.T", "$JS.API.STREAM.MSG.GET.T"]
+    users = [user("some", [*NEEDS["log.redrive"], *needs])]
+    users += [user(f"without {each}", [*NEEDS["log.redrive"], *{*needs} - {each}]) for each in needs]
+
+    async def call(js: JetStreamContext) -> None:
+        offsets = log.OffsetStore(js, "B", patience=js._timeout)
+        done = await log.redrive(js, "S", "s.dead", max_messages=1, offsets=offsets, patience=js._timeout)
+        assert done == log.Redriven(sent=1, found=1, left=0)
+
+    async def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    config = f"authorization {{ users: [ {{ user: admin, password: x }}, {', '.join(users)} ] }}"
+    async with NatsServer(config=config) as server:
+        await prepare(server.url, "log.redrive")
+        with monkeypatch.context() as patched:
+            patched.setattr(_Redriving, "delete", die)
+            with pytest.raises(KeyboardInterrupt):
+                await attempt(server.url, "admin", call, 30, [])
+        for each in needs:
+            refused: list[str] = []
+            with pytest.raises(nats.errors.Error):
+                await attempt(server.url, f"without {each}", call, 1, refused)
+            assert any(each.lower() in error for error in refused), refused
+        await attempt(server.url, "some", call, 30, [])
 
 
 async def test_watching_needs_a_subscription() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -13,8 +14,11 @@ from nats.js.errors import NoStreamResponseError, NotFoundError
 
 from jetstream_ext.cli.connection import Target, connected, connection_options
 from jetstream_ext.cli.output import console, count, say, table, text_or_base64, write_json
+from jetstream_ext.client.direct import DirectGet
+from jetstream_ext.errors import MessageNotFoundError
 from jetstream_ext.log import DeadLetterMessage, OffsetStore, Redriven, dead_letters, drop, redrive
-from jetstream_ext.protocol.subjects import check_filter, check_name
+from jetstream_ext.log.redriving import dead_letter_of
+from jetstream_ext.protocol.subjects import check_filter, check_name, covers
 from jetstream_ext.text import printable
 
 _SHOWN: Final = 200  # characters of a payload or an error in a table
@@ -105,11 +109,9 @@ def show_command(where: Target, stream: str, subject: str, sequence: int, as_jso
 
 async def _find(where: Target, stream: str, subject: str, sequence: int) -> DeadLetterMessage | None:
     async with _session(where, stream) as js:
-        async for letter in dead_letters(js, stream, subject, patience=where.timeout):
-            if letter.message.seq == sequence:
-                return letter
-            if letter.message.seq > sequence:
-                break
+        with contextlib.suppress(MessageNotFoundError):
+            message = await DirectGet(js, stream).get(sequence)
+            return dead_letter_of(message) if covers(subject, message.subject) else None
     return None
 
 
