@@ -35,7 +35,7 @@ from nats.js.errors import APIError
 from jetstream_ext.client.api import get_at_leader
 from jetstream_ext.client.atomic import publish_atomic
 from jetstream_ext.client.connection import Context
-from jetstream_ext.client.retry import Retry
+from jetstream_ext.client.retry import Retry, is_transient
 from jetstream_ext.errors import (
     ErrorCode,
     FencedError,
@@ -118,14 +118,15 @@ class FencedWriter:
             RecordMovedError: Another writer has stored a record. `follow` or `read` to continue behind it.
             StreamRecreatedError: The record at the fence is not the one that was read or stored; nothing was stored.
             WrongLastSequenceError: An expectation of one of the messages does not hold; nothing was stored.
-            Exception: A message was refused, or transient errors lasted for longer than `patience`. After the latter the
-                messages may be stored; the next `store` or `read` finds out.
+            Exception: A message was refused, and nothing is stored. Or transient errors lasted for longer than `patience`. After
+                the latter the messages may be stored; the next `store` or `read` finds out.
 
         Cancellation: The messages may be stored; the next `store` or `read` finds out.
         """
         retry = self._retry()
         if self.checked and self.fence:
             self._check_same(await self._find(retry, {"seq": self.fence}))
+        on_its_way = False  # an attempt whose answer did not come: a later one may be refused because of it
         while True:
             self._in_doubt.add(record)
             try:
@@ -138,7 +139,15 @@ class FencedWriter:
                 ack = await self._find_out(failure, messages, record, retry)
                 break
             except Exception as error:
-                await retry.pause_if_transient(error)
+                problem = error
+                if on_its_way and not is_transient(error) and getattr(error, "outcome", None) == "not_stored":
+                    problem = RequestTimeoutError(
+                        f"{self.name}: an attempt to store on {self.subject!r} was not answered, and the next one was refused, "
+                        f"perhaps because of the first; it is not known what is stored: {error}"
+                    )
+                    problem.__cause__ = error
+                on_its_way = on_its_way or _may_be_on_its_way(failure)
+                await retry.pause_if_transient(problem)
         self._move(ack.seq, record)
         self._in_doubt.clear()
         return ack
@@ -223,3 +232,8 @@ class FencedWriter:
 
     def _retry(self) -> Retry:
         return Retry(self.patience)
+
+
+def _may_be_on_its_way(error: Exception) -> bool:
+    """Return whether the server may store what an attempt with this error has sent."""
+    return is_transient(error) and getattr(error, "outcome", "unknown") != "not_stored"

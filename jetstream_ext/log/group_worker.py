@@ -6,6 +6,7 @@ partition is theirs, the fence of its position in the output stream lets only on
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, cast
@@ -102,6 +103,7 @@ async def exactly_once_group(
         timeout=context.resolve_timeout(timeout),
         patience=check_seconds(patience, "patience"),
         takeover=None,
+        turn=asyncio.Lock(),
     )
     options = JoinOptions(
         label=label,

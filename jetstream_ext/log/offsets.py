@@ -177,6 +177,15 @@ def epoch_of(data: bytes) -> str:
     return epoch if isinstance(epoch, str) else ""
 
 
+def writer_of(data: bytes) -> tuple[object, object]:
+    """Return the ``worker`` and ``commit`` of a position that a worker has stored."""
+    try:
+        body = orjson.loads(data)
+        return body["worker"], body["commit"]
+    except (KeyError, TypeError, ValueError):
+        return None, None
+
+
 class PositionedReader(Protocol):
     """What an `OffsetStore` uses of a `LogReader`."""
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Protocol, cast
@@ -54,7 +54,15 @@ from jetstream_ext.errors import (
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.log.dead_letter import DeadLetter, check_dead_letter
 from jetstream_ext.log.lease import Lease, lease_key
-from jetstream_ext.log.offsets import OffsetStore, PositionedReader, StoredOffset, encode_position, epoch_of, matches
+from jetstream_ext.log.offsets import (
+    OffsetStore,
+    PositionedReader,
+    StoredOffset,
+    encode_position,
+    epoch_of,
+    matches,
+    writer_of,
+)
 from jetstream_ext.log.reader import LogReader
 from jetstream_ext.log.takeover import Takeover
 from jetstream_ext.protocol.api import StreamState
@@ -74,6 +82,9 @@ _log = get_logger()
 
 # Seconds that a worker with dead letters may take to store that it ends.
 _END_TIMEOUT: Final = 2.0
+# Seconds for which a worker waits for another one of its process that handles an input which may kill the process.
+_TURN: Final = 10.0
+_LONGEST_LOGGED: Final = 1024  # bytes of an error
 # Seconds without input after which a position is stored that has moved over messages that the filter excludes.
 _IDLE: Final = 5.0
 
@@ -285,7 +296,10 @@ class Worker:
     committed: int = 0  # the position of this start's newest record
     buried: int = 0  # inputs that are dead letters
     attempts: Attempts | None = None  # what the newest record says about them
-    in_doubt: bool = False  # a commit is on its way, or its answer was lost
+    in_doubt: tuple[int, Attempts] | None = None  # the position and attempts of a commit that may be stored, or not
+    turn: asyncio.Lock | None = None  # held by the one of several workers of a process that may be killed by its input
+    pause: float = 0.0  # seconds before the next attempt
+    cancelled: int = 0  # how often the task was cancelled before `run`
     lease: Lease | None = None
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -301,6 +315,8 @@ class Worker:
 
         Cancellation: Safe, as a crash is; an inbox and a lease are given up.
         """
+        task = asyncio.current_task()
+        self.cancelled = task.cancelling() if task is not None else 0
         await self._prepare()
         try:
             if self.takeover is not None:
@@ -348,14 +364,31 @@ class Worker:
 
     async def _store_end(self, error: BaseException) -> None:
         """Store that this worker ends by itself, so that the next one need not be careful; errors are ignored."""
-        if self.attempts is None or self.in_doubt or not self.commits or isinstance(error, FencedError):
-            return  # in doubt, the position may be further than this worker knows
+        if self.attempts is None or not self.commits or isinstance(error, FencedError):
+            return
         try:
             async with asyncio.timeout(_END_TIMEOUT):
                 if self.context.connection.usable:
-                    await self._save([], self.committed, self.attempts.end())
+                    await self._save_end(self.attempts, self.in_doubt)
         except Exception as failure:
-            _log.debug("worker %r: its end could not be stored: %r", self.name, failure)
+            _log.debug("worker %r: its end could not be stored: %s", self.name, describe(failure))
+
+    async def _save_end(self, attempts: Attempts, pending: tuple[int, Attempts] | None) -> None:
+        """Store the end behind the newest record of this start, which may be that of a pending commit."""
+        if pending is None:
+            await self._save([], self.committed, attempts.end())
+            return
+        found = await self.writer.read()
+        while found is not None and writer_of(found.data) in ((self.id, self.commits), (self.id, self.commits - 1)):
+            if writer_of(found.data) == (self.id, self.commits):
+                self.committed, attempts = pending
+                self.commits += 1
+            try:
+                await self._save([], self.committed, attempts.end())
+                return
+            except RecordMovedError as moved:  # the commit was on its way
+                found = moved.record
+                self.writer.follow(found)
 
     async def _prepare(self) -> None:
         state = await self._look()
@@ -440,7 +473,8 @@ class Worker:
                     deadline = loop.time() + self.patience
                     continue
             if self.attempts is not None:
-                self.attempts = self.attempts.claimed(None if found is None else found.data)
+                alive = self.takeover is not None and self.takeover.took_over > 0
+                self.attempts = self.attempts.claimed(None if found is None else found.data, alive=alive)
             try:
                 await self._save([], await self.reader.open())
                 return
@@ -494,17 +528,31 @@ class Worker:
             check_message(message)
         return outputs
 
+    async def _call_apart(self, given: StoredMsg | list[StoredMsg]) -> list[BatchMessage] | BaseException:
+        """As `_call`, but return what is to end the process: raised in this task, it would end the event loop at once."""
+        try:
+            return await self._call(given)
+        except (KeyboardInterrupt, SystemExit) as error:
+            return error
+
+    def _check_cancelled(self, error: BaseException | None = None) -> None:
+        """Raise CancelledError if this worker was cancelled, whatever its handler has made of that."""
+        task = asyncio.current_task()
+        if task is not None and task.cancelling() > self.cancelled:
+            raise asyncio.CancelledError from error
+
     async def _outputs_or_error(self, given: StoredMsg | list[StoredMsg]) -> list[BatchMessage] | BaseException:
         """As `_outputs_of`, but return an error that is the inputs' own."""
-        task = asyncio.current_task()
+        # In a task of its own, because only then `Task.cancelling` of this one tells whether this worker was cancelled: the
+        # handler may turn that into another error, and before Python 3.13 a TaskGroup that has failed counts as well.
         try:
-            outputs = await self._call(given)
-        except Exception as error:
+            outputs = await asyncio.ensure_future(self._call_apart(given))
+        except (Exception, asyncio.CancelledError) as error:
+            self._check_cancelled(error)
             return error
-        except asyncio.CancelledError as error:
-            if task is None or task.cancelling():
-                raise
-            return error  # of something that the handler has awaited
+        if isinstance(outputs, BaseException):
+            raise outputs
+        self._check_cancelled()
         try:
             for message in outputs:
                 await self._check_output(message.subject)
@@ -529,13 +577,48 @@ class Worker:
                 )
                 handled = 1
             else:
-                if attempts.careful and not attempts.begun:
-                    await self._commit([], messages[0].seq, attempts.begin(messages[0].seq))
-                handled = await self._attempt(messages, after)
+                handled = await self._attempt_carefully(messages, after, attempts)
             self.inputs += handled
             del messages[:handled]
             attempts = self.attempts
+            await self._pause()
         return True
+
+    async def _pause(self) -> None:
+        """Wait before the next attempt, or until `stop` is called."""
+        seconds, self.pause = self.pause, 0.0
+        if seconds:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self.stopping.wait()
+
+    async def _attempt_carefully(self, messages: Sequence[StoredMsg], after: int, attempts: Attempts) -> int:
+        """Handle the next inputs; store the attempt first if it may be the input that kills workers."""
+        if not attempts.careful:
+            return await self._attempt(messages, after)
+        async with self._in_turn():
+            if not attempts.begun:
+                await self._commit([], messages[0].seq, attempts.begin(messages[0].seq))
+            return await self._attempt(messages, after)
+
+    @contextlib.asynccontextmanager
+    async def _in_turn(self) -> AsyncIterator[None]:
+        """Wait until no other worker of this process has such an input in its hands, but not for much longer than usual.
+
+        Otherwise an input that kills the process would let those of the other partitions count as failed.
+        """
+        turn = self.turn
+        if turn is not None:
+            try:
+                async with asyncio.timeout(_TURN):
+                    await turn.acquire()
+            except TimeoutError:
+                turn = None
+        try:
+            yield
+        finally:
+            if turn is not None:
+                turn.release()
 
     async def _attempt(self, messages: Sequence[StoredMsg], after: int) -> int:
         """Handle the next group of inputs and commit it, or note what has failed; return how many are done."""
@@ -543,7 +626,7 @@ class Worker:
         group = list(messages[: self.attempts.next_group(len(messages))])
         parts: list[tuple[list[BatchMessage], int]] = []  # outputs, and of how many inputs they are
         failure: BaseException | None = None
-        for given in [group] if self.grouped else group:
+        for given in [list(group)] if self.grouped else group:
             made = await self._outputs_or_error(given)
             if isinstance(made, BaseException):
                 failure = made
@@ -579,7 +662,8 @@ class Worker:
         if failure is None:
             return done
         if self.grouped and len(group) > 1:
-            _log.debug("worker %r: the handler failed for %d inputs: %r", self.name, len(group), failure)
+            text = one_line(describe(failure), _LONGEST_LOGGED)
+            _log.debug("worker %r: the handler failed for %d inputs: %s", self.name, len(group), text)
             self.attempts = self.attempts.split(len(group))
             return done
         return done + await self._fail(messages[done:], after, failure, noted=noted)
@@ -590,12 +674,12 @@ class Worker:
         attempts = self.attempts.done(inputs)
         if count == len(messages):
             return after, attempts
-        if attempts.careful:
+        if attempts.careful and self.turn is None:
             return messages[count].seq, attempts.begin(messages[count].seq)
         return messages[count - 1].seq + 1, attempts
 
     async def _fail(self, messages: Sequence[StoredMsg], after: int, failure: BaseException, *, noted: bool) -> int:
-        """Note that the first of `messages` has failed, unless that is stored, and wait; or bury it and return 1."""
+        """Note that the first of `messages` has failed, unless that is stored, and that a pause is due; or bury it and return 1."""
         assert self.attempts is not None
         assert self.dead_letter is not None
         seq, text = messages[0].seq, describe(failure)
@@ -607,13 +691,16 @@ class Worker:
             return 1
         if not noted:
             await self._commit([], seq, attempts)
-        pause = self.dead_letter.pause_after(count)
+        self.pause = self.dead_letter.pause_after(count)
+        text = one_line(text, _LONGEST_LOGGED)
         _log.debug(
-            "worker %r: input %d failed, attempt %d: %s; the next follows in %.4g s", self.name, seq, count, text, pause
+            "worker %r: input %d failed, attempt %d: %s; the next follows in %.4g s",
+            self.name,
+            seq,
+            count,
+            text,
+            self.pause,
         )
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(pause):
-                await self.stopping.wait()
         return 0
 
     async def _bury(self, messages: Sequence[StoredMsg], after: int, attempts: int, error: str) -> None:
@@ -641,7 +728,8 @@ class Worker:
                 raise type(refused.error)(text) from refused.error
             raise refused.error from None
         self.buried += 1
-        _log.warning("%s was stored as a dead letter on %r after %d attempts: %s", what, subject, attempts, error)
+        text = one_line(error, _LONGEST_LOGGED)
+        _log.warning("%s was stored as a dead letter on %r after %d attempts: %s", what, subject, attempts, text)
 
     async def _check_output(self, subject: str) -> None:
         if subject == self.subject:
@@ -703,15 +791,17 @@ class Worker:
             **({"epoch": self.epoch} if self.epoch else {}),
             **(attempts.fields() if attempts is not None else {}),
         )
-        self.in_doubt = True
+        self.in_doubt = None if attempts is None else (position, attempts)
         try:
             await self.writer.store(outputs, record)
         except Exception as error:
+            if isinstance(error, BatchServerError) and error.outcome == "not_stored" and not is_transient(error):
+                self.in_doubt = None
             if attempts is None or not outputs or not _is_of_outputs(error, self.subject):
                 raise
-            self.in_doubt = False
+            self.in_doubt = None
             raise _OutputsRefusedError(error) from error
-        self.in_doubt, self.attempts = False, attempts
+        self.in_doubt, self.attempts = None, attempts
         self.committed = position
         self.commits += 1
 
@@ -741,7 +831,7 @@ class _OutputsRefusedError(Exception):
 _OF_THE_STREAM: Final = frozenset({
     ErrorCode.ACCOUNT_RESOURCES_EXCEEDED, ErrorCode.MEMORY_EXCEEDED, ErrorCode.NOT_ENABLED, ErrorCode.STORAGE_EXCEEDED,
     ErrorCode.NOT_ENABLED_FOR_ACCOUNT, ErrorCode.STORE_FAILED, ErrorCode.STREAM_NOT_FOUND, ErrorCode.STREAM_SEALED,
-    ErrorCode.ATOMIC_DISABLED, ErrorCode.ATOMIC_MIRROR, ErrorCode.REQUIRED_API_LEVEL,
+    ErrorCode.ATOMIC_DISABLED, ErrorCode.ATOMIC_MIRROR,
 })  # fmt: skip
 
 

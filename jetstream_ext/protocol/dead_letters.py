@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
-from urllib.parse import quote_from_bytes, unquote_to_bytes
+from urllib.parse import quote, quote_from_bytes, unquote_to_bytes
 
 import orjson
 
@@ -38,6 +38,8 @@ KEPT: Final = "Dead-Letter-Header-"
 """The prefix of a header of the input that has another meaning in the dead letter."""
 RAW: Final = "Dead-Letter-Raw-Header"
 """A header of the input that no client can send, as ``name=value``, both percent-encoded."""
+RAW_SUBJECT: Final = "Dead-Letter-Raw-Subject"
+"""The percent-encoded subject of the input, if it begins or ends with a blank that a header cannot have there."""
 
 _OWN: Final = "dead-letter-"
 _ORIGIN: Final = frozenset({STREAM, SUBJECT, SEQUENCE, TIME, ATTEMPTS, ERROR, WORKER})
@@ -76,11 +78,12 @@ class Origin:
 
 def describe(error: BaseException) -> str:
     """Return the type and text of an error on one line."""
+    name = type(error).__qualname__
     try:
-        text = str(error)
+        text = str.__str__(str(error))  # a str of another class may raise an error later
     except Exception:
         text = "(its text cannot be made)"
-    return f"{type(error).__qualname__}: {text}" if text else type(error).__qualname__
+    return f"{name}: {text}" if text else name
 
 
 def one_line(text: str, size: int) -> str:
@@ -95,12 +98,16 @@ def letter_headers(message: StoredMsg, *, attempts: int, error: str, worker: str
     pairs: list[tuple[str, str]] = []
     for name, value in message.raw_headers:
         text, content = name.decode("utf-8", "replace"), value.decode("utf-8", "replace")
-        if not _can_be_sent(text, content) or (text.encode(), content.encode()) != (name, value):
+        # A client strips blanks that the server does not.
+        changed = content != content.strip() or (text.encode(), content.encode()) != (name, value)
+        if changed or not _can_be_sent(text, content):
             pairs.append((RAW, f"{quote_from_bytes(name, safe='')}={quote_from_bytes(value, safe='')}"))
         elif h.is_reserved(text) or text.lower().startswith(_OWN):
             pairs.append((KEPT + text, content))
         else:
             pairs.append((text, content))
+    if message.subject != message.subject.strip():
+        pairs.append((RAW_SUBJECT, quote(message.subject, safe="")))
     pairs += [
         (STREAM, message.stream),
         (SUBJECT, message.subject.replace("\0", "\ufffd")),
@@ -123,7 +130,7 @@ def origin(message: StoredMsg) -> Origin | None:
             known[name] = value
         elif name.startswith(KEPT):
             headers.append((name.removeprefix(KEPT), value))
-        elif name == RAW:
+        elif name in (RAW, RAW_SUBJECT):
             complete = False
         elif not h.is_reserved(name):  # the server's own, such as the batch's
             headers.append((name, value))
@@ -181,11 +188,13 @@ class Attempts:
     before: Failed | None = None
     ended: bool = False
 
-    def claimed(self, record: bytes | None) -> Attempts:
-        """Continue behind the record of another start."""
+    def claimed(self, record: bytes | None, *, alive: bool = False) -> Attempts:
+        """Continue behind the record of another start; its worker is `alive`, or may have died."""
         if record is None:
             return Attempts(self.limit, self.group)
         failed, careful = read_record(record)
+        if alive and failed is not None and not failed.error:  # the attempt has not killed its worker
+            failed = replace(failed, attempts=failed.attempts - 1) if failed.attempts > 1 else None
         careful = self.group if careful is None else careful
         return Attempts(self.limit, self.group, alone=careful, careful=careful, failed=failed)
 
