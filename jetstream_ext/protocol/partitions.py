@@ -7,7 +7,9 @@ part of the protocol between members: their results do not change.
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from operator import attrgetter
 from typing import Final
@@ -155,8 +157,9 @@ class Partitioner:
             raise _too_short(subject_filter, len(tokens), self.key)
 
 
-def _scores(member: str, partitions: int) -> list[int]:
-    """Return how much a member prefers each partition: 64 random bits that depend on nothing else."""
+@lru_cache(maxsize=256)  # 40 kB each with 4,096 partitions; when a member joins or leaves, the others are known
+def _preferences(member: str, partitions: int) -> tuple[array[int], array[int]]:
+    """Return how much a member prefers each partition, 64 random bits that depend on nothing else, and its order of them."""
     member_hash = blake2b(key=blake2b(member.encode("utf-8", "surrogateescape")).digest())
     scores = list[int]()
     for block in range(0, partitions, 8):
@@ -164,7 +167,8 @@ def _scores(member: str, partitions: int) -> list[int]:
         one.update(block.to_bytes(8, "big"))
         digest = one.digest()
         scores += [int.from_bytes(digest[at : at + 8], "big") for at in range(0, 64, 8)]
-    return scores[:partitions]
+    order = sorted(range(partitions), key=scores.__getitem__, reverse=True)
+    return array("Q", scores[:partitions]), array("H", order)
 
 
 def assign(members: Iterable[str], partitions: int) -> dict[str, list[int]]:
@@ -193,8 +197,7 @@ def assign(members: Iterable[str], partitions: int) -> dict[str, list[int]]:
     free, rank = set(range(partitions)), 0
     choosing = []
     for name, own in owned.items():
-        scores = _scores(name, partitions)
-        choosing.append((name, own, scores, sorted(range(partitions), key=scores.__getitem__, reverse=True)))
+        choosing.append((name, own, *_preferences(name, partitions)))
     while free:
         claims = [(scores[order[rank]], name, own, order[rank]) for name, own, scores, order in choosing]
         claims.sort(key=lambda claim: claim[:2], reverse=True)
