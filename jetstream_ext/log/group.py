@@ -129,7 +129,8 @@ class Group:
         heartbeat: Seconds between two renewals of a member's key, from 0.1 to 86,400. The key has a TTL of three times as long (whole seconds,
             at least 2): after that, other members take over from one that died.
         buffer: Messages that a member reads ahead for each partition, at most; 4 MiB at most, too. A partition with a full
-            buffer does not hold up the others: what it could not take is read again.
+            buffer does not hold up the others: what it could not take is read again. So a small buffer, of tens of messages,
+            lets the member read most of the stream many times.
         on_lost: As for `LogReader`.
         timeout: Seconds to wait for an answer; None is the context's own.
         patience: Seconds that transient errors may last.
