@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, Final
 
@@ -330,7 +331,7 @@ class Session:
                 case Claim():
                     claims.append(action)
                 case Revoke(attempts):
-                    self._spawn(self._in_time(attempts, self._revoke(attempts)), "revocation")
+                    self._spawn(self._in_time(attempts, partial(self._revoke, attempts)), "revocation")
                 case Release():
                     releases.append(action)
                 case Lose(numbers):
@@ -497,22 +498,23 @@ class Session:
             self._machine.revoked(number, attempts[number])
         for held in found:
             if held.is_busy:
-                self._spawn(self._in_time({held.number: held.attempt}, self._revoke_later(held)), "revocation")
+                self._spawn(self._in_time({held.number: held.attempt}, partial(self._revoke_later, held)), "revocation")
         ready = [held for held in found if not held.is_busy]
         if ready:
-            self._spawn(self._in_time({it.number: it.attempt for it in ready}, self._hand_over(ready)), "revocation")
+            owned = {held.number: held.attempt for held in ready}
+            self._spawn(self._in_time(owned, partial(self._hand_over, ready)), "revocation")
 
     def _claimed_by(self, attempts: Mapping[int, int]) -> list[Held]:
         """Return what the member still holds of these partitions by these attempts."""
         return [held for number in attempts if (held := self.held.get(number)) and held.attempt == attempts[number]]
 
-    async def _in_time(self, attempts: Mapping[int, int], revocation: Coroutine[Any, Any, None]) -> None:
+    async def _in_time(self, attempts: Mapping[int, int], revocation: Callable[[], Awaitable[None]]) -> None:
         """Let a revocation end within `revoke_timeout`: what is not handed over then is lost."""
         seconds = self._options.revoke_timeout
         limit = asyncio.timeout(None if seconds == math.inf else seconds)
         try:
             async with limit:
-                await revocation
+                await revocation()
         except TimeoutError:
             if not limit.expired():
                 raise
