@@ -53,7 +53,21 @@ COMMANDS: dict[str, Command] = {
     "ingest": ingest,
     "group": lambda url, folder: ["group", "list", "--bucket", "B0", "--server", url],
     "group-status": lambda url, folder: ["group", "status", "R0", "g", "--bucket", "B0", "--server", url],
+    "group-reset": lambda url, folder: [
+        "group",
+        "reset",
+        "R0",
+        "g",
+        "--bucket",
+        "B0",
+        "--start",
+        "first",
+        "--server",
+        url,
+    ],
     "dlq": lambda url, folder: ["dlq", "list", "R0", "r0.>", "--server", url],
+    "dlq-show": lambda url, folder: ["dlq", "show", "R0", "r0.>", "1", "--server", url],
+    "dlq-redrive": lambda url, folder: ["dlq", "redrive", "R0", "r0.>", "--bucket", "B0", "--server", url],
     "dlq-drop": lambda url, folder: ["dlq", "drop", "R0", "1", "--server", url],
     "bench": lambda url, folder: ["bench", url, "--messages", "40", "--rounds", "1"],
 }
@@ -73,7 +87,7 @@ def parts() -> list[list[Case]]:
     return [
         [
             Case.parse(text)
-            for text in f"{sample} errors:0:doctor texts:1:group-status texts:2:dlq refusal:1:snapshot texts:8:bench second-info:5:doctor status:5:doctor".split()
+            for text in f"{sample} errors:0:doctor texts:1:group-status texts:2:dlq texts:3:dlq-show errors:1:dlq-redrive refusal:1:snapshot texts:8:bench second-info:5:doctor status:5:doctor".split()
         ]
     ]
 
