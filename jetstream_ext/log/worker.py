@@ -597,6 +597,8 @@ class Worker:
         if not attempts.careful:
             return await self._attempt(messages, after)
         async with self._in_turn():
+            if self.stopping.is_set():
+                return 0
             if not attempts.begun:
                 await self._commit([], messages[0].seq, attempts.begin(messages[0].seq))
             return await self._attempt(messages, after)
