@@ -412,8 +412,7 @@ async def test_confirmed_scan_with_an_end_works_without_the_state_of_the_stream(
 
 async def test_what_a_redrive_needs_after_a_call_that_did_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     needs = ["$JS.API.DIRECT.GET.T", "$JS.API.STREAM.MSG.GET.T"]
-    users = [user("some", [*NEEDS["log.redrive"], *needs])]
-    users += [user(f"without {each}", [*NEEDS["log.redrive"], *{*needs} - {each}]) for each in needs]
+    users = [user("some", [*NEEDS["log.redrive"], *needs]), user("less", [*NEEDS["log.redrive"], needs[1]])]
 
     async def call(js: JetStreamContext) -> None:
         offsets = log.OffsetStore(js, "B", patience=js._timeout)
@@ -430,11 +429,10 @@ async def test_what_a_redrive_needs_after_a_call_that_did_not_end(monkeypatch: p
             patched.setattr(_Redriving, "delete", die)
             with pytest.raises(KeyboardInterrupt):
                 await attempt(server.url, "admin", call, 30, [])
-        for each in needs:
-            refused: list[str] = []
-            with pytest.raises(nats.errors.Error):
-                await attempt(server.url, f"without {each}", call, 1, refused)
-            assert any(each.lower() in error for error in refused), refused
+        refused: list[str] = []
+        with pytest.raises(nats.errors.Error):
+            await attempt(server.url, "less", call, 1, refused)
+        assert any(needs[0].lower() in error for error in refused), refused
         await attempt(server.url, "some", call, 30, [])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -14,8 +13,8 @@ from nats.js.errors import NoStreamResponseError, NotFoundError
 
 from jetstream_ext.cli.connection import Target, connected, connection_options
 from jetstream_ext.cli.output import console, count, say, table, text_or_base64, write_json
-from jetstream_ext.client.direct import DirectGet
-from jetstream_ext.errors import MessageNotFoundError
+from jetstream_ext.client.api import get_at_leader
+from jetstream_ext.client.connection import Context
 from jetstream_ext.log import DeadLetterMessage, OffsetStore, Redriven, dead_letters, drop, redrive
 from jetstream_ext.log.redriving import dead_letter_of
 from jetstream_ext.protocol.subjects import check_filter, check_name, covers
@@ -109,10 +108,8 @@ def show_command(where: Target, stream: str, subject: str, sequence: int, as_jso
 
 async def _find(where: Target, stream: str, subject: str, sequence: int) -> DeadLetterMessage | None:
     async with _session(where, stream) as js:
-        with contextlib.suppress(MessageNotFoundError):
-            message = await DirectGet(js, stream).get(sequence)
-            return dead_letter_of(message) if covers(subject, message.subject) else None
-    return None
+        message = await get_at_leader(Context(js), stream, {"seq": sequence}, where.timeout)
+    return None if message is None or not covers(subject, message.subject) else dead_letter_of(message)
 
 
 @command.command("redrive", short_help="Hand dead letters back to their streams.")
