@@ -461,6 +461,7 @@ class _Redriving:
             target = self._to_stream or found.stream
             if target not in states:
                 states[target] = await self._state(target)
+                states[target].check_direct_reads(self._context.connection.server_version)  # else a look would fail
             state = states[target]
             letters.append(_Letter(message.seq, message.time_ns, target, found.subject, state.created, state.last_seq))
         if letters:
@@ -472,6 +473,7 @@ class _Redriving:
         pending = list(letters)
         retry = Retry(self._patience, transient=is_transient_read)
         in_doubt = False
+        unanswered: _Letter | None = None
         while pending:
             try:
                 if in_doubt:
@@ -486,8 +488,10 @@ class _Redriving:
                     pending = pending[1:]
             except Exception as error:
                 if isinstance(error, _REFUSALS):
-                    await self._end(letters, pending)  # it is known what is sent
+                    if pending[0] != unanswered:  # else it may still be on its way: the next call looks for it
+                        await self._end(letters, pending)
                     raise
+                unanswered = pending[0]
                 await retry.pause_if_transient(error)
         await self._end(letters, [])
 

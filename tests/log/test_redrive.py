@@ -171,6 +171,43 @@ async def test_what_is_not_known_is_an_error(
     assert await payloads(js, source) == [b"0", b"1", b"2"]
 
 
+async def test_a_refusal_behind_an_attempt_without_an_answer_forgets_nothing(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first attempt arrives after its retry was refused, and is found by the next call, beyond the duplicate window."""
+    stream, dead, source = await bury(2, duplicate_window=0.1)
+    publish, attempts = _Redriving._publish, list[Any]()
+
+    async def publish_late(self: _Redriving, letter: Any) -> bool:
+        attempts.append(letter)
+        if len(attempts) == 1:
+            raise errors.RequestTimeoutError("no answer")
+        await publish(self, letter)  # that is the first attempt
+        raise errors.BatchServerError("refused", outcome="not_stored")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_Redriving, "_publish", publish_late)
+        with pytest.raises(errors.BatchServerError):
+            await redrive(js, stream, dead, offsets=offsets)
+    await asyncio.sleep(0.3)
+    assert await redrive(js, stream, dead, offsets=offsets) == Redriven(sent=1, found=1, left=0)
+    assert (await payloads(js, source))[2:] == [b"0", b"1"]
+
+
+async def test_a_target_that_cannot_be_looked_at_is_refused_before_anything_is_sent(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore
+) -> None:
+    stream, dead, source = await bury(2)
+    config = (await js.stream_info(source)).config
+    config.allow_direct = False
+    await js.update_stream(config)
+    with pytest.raises(errors.DirectGetDisabledError, match=source):
+        await redrive(js, stream, dead, offsets=offsets)
+    config.allow_direct = True
+    await js.update_stream(config)
+    assert (await redrive(js, stream, dead, offsets=offsets)).sent == 2
+
+
 async def move_subjects(js: JetStreamContext, source: str, to: str) -> None:
     """Let another stream store the subjects of a stream."""
     config = (await js.stream_info(source)).config
