@@ -12,7 +12,7 @@ from jetstream_ext.client.fenced_write import FencedWriter
 from jetstream_ext.log.lane import Lane
 from jetstream_ext.protocol.direct import StoredMsg
 
-BLOCK: Final = 64
+BLOCK: Final = 16
 """So many messages of one partition are handled before those of another one."""
 
 

@@ -479,8 +479,23 @@ class Session:
         lane = self._lanes.get(which)
         if lane is None:
             lane = self._lanes[which] = self.group.new_lane(which, self.settings)
-            lane.task = self._start(lane.read(self._given), "reading")
+            lane.task = self._start(self._read(lane), "reading")
         return lane
+
+    async def _read(self, lane: Lane) -> None:
+        """Read for the partitions, also after a suspension or an outage that was longer than the reader's patience.
+
+        An outage is one of the bucket, too: if the key could be renewed meanwhile, the error is one of the reading.
+        """
+        while True:
+            try:
+                await lane.read(self._given)
+            except Exception as error:
+                begun = self._loop.time() - self.store.patience
+                if not is_transient(error) or self._machine.was_renewed_since(begun):
+                    raise
+                _log.warning("%s cannot read, and tries again: %s", self.what, error)
+                await asyncio.sleep(_RETRY)
 
     def _given(self, numbers: Iterable[int]) -> None:
         for number in numbers:

@@ -136,6 +136,10 @@ class Membership:
         """Return whether the member's key is stored for sure."""
         return now < self.valid_until
 
+    def was_renewed_since(self, then: float) -> bool:
+        """Return whether the server has stored the member's key at this time or later, and so has answered."""
+        return self.valid_until - self._lasts >= then
+
     # -- what happened ------------------------------------------------------------------------------------------------
 
     def renewed(self, sent: float, now: float) -> None:

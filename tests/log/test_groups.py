@@ -469,6 +469,31 @@ class TestStop:
             with contextlib.suppress(ConnectionError):  # nats-py raises it
                 await nc.close()
 
+    async def test_an_iteration_goes_on_after_an_outage_longer_than_patience(self) -> None:
+        async with NatsServer() as server:
+            nc = await nats.connect(server.url, error_cb=ignore, max_reconnect_attempts=-1, reconnect_time_wait=0.1)
+            js = nc.jetstream(timeout=0.5)
+            await js.add_stream(name="S", subjects=["S"], allow_direct=True)
+            await js.publish("S", b"1")
+            async with asyncio.timeout(60):
+                group = Group(js, "S", "g", partitions=1, bucket="B", heartbeat=0.5, patience=1.0, poll=0.05)
+                async with group.join() as member:
+                    assert (await anext(member)).data == b"1"
+                    await member.commit()
+                    following = asyncio.ensure_future(anext(member))
+                    await asyncio.sleep(0.1)
+                    await asyncio.to_thread(server.kill)
+                    await asyncio.sleep(5.0)
+                    assert not following.done()
+                    await asyncio.to_thread(server.restart)
+                    while not following.done():
+                        with contextlib.suppress(nats.errors.Error):
+                            await js.publish("S", b"2")
+                        await asyncio.wait({following}, timeout=0.2)
+                    assert (await following).data == b"2"
+            with contextlib.suppress(ConnectionError):  # nats-py raises it
+                await nc.close()
+
     async def test_what_was_handled_is_released_although_the_first_attempt_fails(
         self, make_stream: Make, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
     ) -> None:

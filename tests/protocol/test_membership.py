@@ -208,6 +208,12 @@ class TestLosing:
         machine.renewed(2.0, 3.2)  # an older one, answered later
         assert machine.valid_until == 3.0 + TTL - MARGIN
 
+    def test_whether_the_server_has_answered_since_a_time(self) -> None:
+        machine = owning()
+        machine.renewed(3.0, 3.1)
+        assert machine.was_renewed_since(2.9)
+        assert not machine.was_renewed_since(3.05)
+
     def test_a_renewal_that_comes_after_the_end_does_not_hide_it(self) -> None:
         """The key may have ended before it was stored again, and the answer is handled before the timer."""
         machine = owning()
