@@ -485,14 +485,14 @@ class Session:
     async def _read(self, lane: Lane) -> None:
         """Read for the partitions, also after a suspension or an outage that was longer than the reader's patience.
 
-        An outage is one of the bucket, too: if the key could be renewed meanwhile, the error is one of the reading.
+        Then the key was not renewed meanwhile, or has ended. Otherwise the servers answer, and the error is one of the reading.
         """
         while True:
             try:
                 await lane.read(self._given)
             except Exception as error:
                 begun = self._loop.time() - self.store.patience
-                if not is_transient(error) or self._machine.was_renewed_since(begun):
+                if not is_transient(error) or (self.is_valid() and self._machine.was_renewed_since(begun)):
                     raise
                 _log.warning("%s cannot read, and tries again: %s", self.what, error)
                 await asyncio.sleep(_RETRY)
