@@ -375,6 +375,19 @@ class TestCommits:
                     await member.run(handle)
 
 
+@contextlib.asynccontextmanager
+async def breakable_server() -> AsyncIterator[tuple[NatsServer, JetStreamContext]]:
+    """A server that the test may stop, with a stream "S" and a client that reconnects."""
+    async with NatsServer() as server:
+        nc = await nats.connect(server.url, error_cb=ignore, max_reconnect_attempts=-1, reconnect_time_wait=0.1)
+        js = nc.jetstream(timeout=0.5)
+        await js.add_stream(name="S", subjects=["S"], allow_direct=True)
+        await js.publish("S", b"1")
+        yield server, js
+        with contextlib.suppress(ConnectionError):  # nats-py raises it
+            await nc.close()
+
+
 class TestStop:
     async def test_the_iteration_ends_behind_the_message_in_hand(
         self, make_stream: Make, make_group: MakeGroup, more: More
@@ -445,11 +458,7 @@ class TestStop:
                 assert [message async for message in member] == []
 
     async def test_run_ends_although_no_server_answers(self) -> None:
-        async with NatsServer() as server:
-            nc = await nats.connect(server.url, error_cb=ignore, max_reconnect_attempts=-1, reconnect_time_wait=0.1)
-            js = nc.jetstream(timeout=0.5)
-            await js.add_stream(name="S", subjects=["S"], allow_direct=True)
-            await js.publish("S", b"")
+        async with breakable_server() as (server, js):
             begun, go_on = asyncio.Event(), asyncio.Event()
 
             async def handle(_: StoredMsg) -> None:
@@ -466,15 +475,9 @@ class TestStop:
                     go_on.set()
                     await asyncio.wait({running})
                     running.exception()
-            with contextlib.suppress(ConnectionError):  # nats-py raises it
-                await nc.close()
 
     async def test_an_iteration_goes_on_after_an_outage_longer_than_patience(self) -> None:
-        async with NatsServer() as server:
-            nc = await nats.connect(server.url, error_cb=ignore, max_reconnect_attempts=-1, reconnect_time_wait=0.1)
-            js = nc.jetstream(timeout=0.5)
-            await js.add_stream(name="S", subjects=["S"], allow_direct=True)
-            await js.publish("S", b"1")
+        async with breakable_server() as (server, js):
             async with asyncio.timeout(60):
                 group = Group(js, "S", "g", partitions=1, bucket="B", heartbeat=0.5, patience=1.0, poll=0.05)
                 async with group.join() as member:
@@ -491,8 +494,6 @@ class TestStop:
                             await js.publish("S", b"2")
                         await asyncio.wait({following}, timeout=0.2)
                     assert (await following).data == b"2"
-            with contextlib.suppress(ConnectionError):  # nats-py raises it
-                await nc.close()
 
     async def test_what_was_handled_is_released_although_the_first_attempt_fails(
         self, make_stream: Make, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch

@@ -149,7 +149,7 @@ async def test_a_cancellation_that_the_handler_hides(js: JetStreamContext, make_
 
 
 async def test_a_task_group_that_fails_in_the_handler_is_a_failure(js: JetStreamContext, make_stream: Make) -> None:
-    """Before Python 3.13 it leaves the task with a cancellation that nobody has asked for."""
+    """Before Python 3.13, `Task.cancelling` counts the cancellation that a TaskGroup makes when it fails."""
     source, target = await make_stream(3), await make_stream()
 
     async def fail() -> None:
