@@ -17,10 +17,12 @@ are sent again on request.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Final
 
+import nats.errors
 import orjson
 from nats.js import JetStreamContext
 from nats.js.errors import APIError, NotFoundError
@@ -192,7 +194,7 @@ async def drop(
     redriving = _Redriving(js, stream, timeout, patience)
     numbers = [check_sequence(seq, "seq") for seq in seqs]
     await redriving.check_stream()
-    found: list[int] = []
+    found: list[_Key] = []
     for seq in numbers:
         message = await redriving.get(seq)
         if message is not None and origin(message) is None:
@@ -200,9 +202,9 @@ async def drop(
                 f"stream {stream!r}: message {seq} on {message.subject!r} is no dead letter; nothing was deleted"
             )
         if message is not None:
-            found.append(seq)
-    for seq in found:
-        await redriving.delete(seq)
+            found.append(_key(message))
+    for key in found:
+        await redriving.delete(key)
     return len(found)
 
 
@@ -276,19 +278,29 @@ async def redrive(
     return Redriven(redriving.sent, redriving.found, redriving.left)
 
 
+# The sequence and the time of a message, which identify it also if its stream is created again.
+_Key = tuple[int, int]
+
+
+def _key(message: StoredMsg) -> _Key:
+    return message.seq, message.time_ns
+
+
 @dataclass(frozen=True, slots=True)
 class _Letter:
-    """A dead letter that is handed back; its sequence and time identify it, also in a stream that was created again."""
+    """A dead letter that is handed back."""
 
     seq: int
     time_ns: int
     target: str
     subject: str
-    created: str  # the target, when the letter was noted
+    created: str  # the target, when the letter was noted for the first time
     base: int  # its last sequence then
+    again: str  # of the call that has sent it again although it was in doubt; or empty
 
-    def is_still(self, message: StoredMsg | None) -> bool:
-        return message is not None and (message.seq, message.time_ns) == (self.seq, self.time_ns)
+    @property
+    def key(self) -> _Key:
+        return self.seq, self.time_ns
 
 
 class _Redriving:
@@ -317,8 +329,9 @@ class _Redriving:
         self._again = again
         self._last_seq = 0
         self._writer: FencedWriter
-        self._doubtful: dict[int, _Letter] = {}  # sent or not: nobody knows; they are part of every note
-        self._wanted: list[_Letter] = []  # those of them that this call was to hand back
+        # Letters of which it is not known whether they were sent; every note has them.
+        self._doubtful: dict[_Key, _Letter] = {}
+        self._wanted: dict[_Key, _Letter] = {}  # those of them that this call was to hand back
         self._id = NUID().next().decode()
         self._notes = 0
 
@@ -329,6 +342,12 @@ class _Redriving:
             raise StreamConfigMismatchError(
                 f"stream {self._stream!r} has deny_delete, so its dead letters cannot be deleted; nothing was sent or deleted",
                 diff={"deny_delete": (False, True)},
+            )
+        if state.origin:
+            raise StreamConfigMismatchError(
+                f"stream {self._stream!r} is a mirror, and deleting its copies leaves the dead letters in stream "
+                f"{state.origin.get('name')!r}; name that one; nothing was sent or deleted",
+                diff={"mirror": (None, state.origin.get("name"))},
             )
         self._last_seq = state.last_seq
 
@@ -346,18 +365,42 @@ class _Redriving:
             timeout=self._timeout,
             patience=self._patience,
         )
+        max_age = (await self._state(bucket.stream)).max_age
+        if max_age:
+            raise StreamConfigMismatchError(
+                f"bucket {offsets.bucket!r} forgets its keys after {max_age}, and so what a redrive has noted: dead letters would be "
+                "handed back twice; use another bucket (offsets=); nothing was sent",
+                diff={"max_age": (None, max_age)},
+            )
         stored = await self._writer.read()
         if stored is None or operation(stored.headers)[0] != "PUT":
             return
-        # What is gone was sent and deleted, or dropped.
-        noted = [it for it in self._decode(stored) if it.is_still(await self.get(it.seq))]
+        noted: list[_Letter] = []
+        for letter in self._decode(stored):
+            message = await self.get(letter.seq)
+            if message is not None and _key(message) == letter.key:  # else it was sent and deleted, or dropped
+                noted.append(letter)
         await self._store_note(noted)  # the other call, if it runs, sends nothing after what it is sending
-        found = await Retry(self._patience, transient=is_transient_read).call(lambda: self._look(noted))
-        for letter in noted:
-            if letter in found:
-                await self.delete(letter.seq)
+        found = await self._look_patiently(noted)
+        for letter in found:
+            await self.delete(letter.key)
         self.found = len(found)
         await self._store_note([])
+
+    async def _look_patiently(self, letters: Sequence[_Letter]) -> set[_Letter]:
+        """As `_look`; if a target cannot be read, its letters are in doubt and hold up no others."""
+        found: set[_Letter] = set()
+        for target in sorted({letter.target for letter in letters}):
+            mine = [letter for letter in letters if letter.target == target]
+            look = Retry(self._patience, transient=is_transient_read)
+            try:
+                found |= await look.call(partial(self._look, mine))
+            except nats.errors.Error as error:
+                if not self._context.connection.usable:
+                    raise
+                _log.warning("stream %r: it is not known what stream %r has: %s", self._stream, target, error)
+                self._doubtful |= {letter.key: letter for letter in mine}
+        return found
 
     def _decode(self, stored: StoredMsg) -> list[_Letter]:
         try:
@@ -371,8 +414,9 @@ class _Redriving:
                         json_text(subject, "subject"),
                         json_text(created, "created"),
                         json_number(base, "base"),
+                        json_text(again, "again"),
                     )
-                    for seq, time_ns, target, subject, created, base in body["letters"]
+                    for seq, time_ns, target, subject, created, base, again in body["letters"]
                 ]
         except (KeyError, TypeError, ValueError):
             pass
@@ -383,12 +427,14 @@ class _Redriving:
 
     async def _store_note(self, letters: Sequence[_Letter]) -> None:
         self._notes += 1
-        noted = {it.seq: it for it in [*self._doubtful.values(), *letters]}
+        noted = self._doubtful | {letter.key: letter for letter in letters}
         body: dict[str, Any] = {
             "v": _VERSION,
             "writer": self._id,
             "number": self._notes,
-            "letters": [[it.seq, it.time_ns, it.target, it.subject, it.created, it.base] for it in noted.values()],
+            "letters": [
+                [it.seq, it.time_ns, it.target, it.subject, it.created, it.base, it.again] for it in noted.values()
+            ],
         }
         try:
             await self._writer.store([], orjson.dumps(body))
@@ -418,32 +464,33 @@ class _Redriving:
 
     async def send_those(self, subject: str, seqs: Sequence[int], most: int | None) -> None:
         found: list[StoredMsg] = []
-        for seq in seqs:
+        for position, seq in enumerate(seqs, 1):
+            if most is not None and self.sent >= most:
+                return
             message = await self.get(seq)
             if message is not None and covers(subject, message.subject):
                 found.append(message)
-            if len(found) == most:
-                break
-            if len(found) == _GROUP:
+            size = _GROUP if most is None else min(_GROUP, most - self.sent)
+            if found and (len(found) == size or position == len(seqs)):
                 await self._send_group(found)
-                most, found = None if most is None else most - len(found), []
-        if found:
-            await self._send_group(found)
+                found = []
 
     def check(self) -> None:
         """Raise HistoryUnavailableError if this call could not hand letters back."""
         if self._wanted:
-            targets = ", ".join(repr(target) for target in sorted({letter.target for letter in self._wanted}))
+            wanted = self._wanted.values()
+            targets = ", ".join(repr(target) for target in sorted({letter.target for letter in wanted}))
             raise HistoryUnavailableError(
                 f"stream {self._stream!r}: it is not known whether an earlier redrive has handed back the dead letters "
-                f"{[letter.seq for letter in self._wanted]}, because stream {targets} has lost messages or was deleted since; they stay: "
+                f"{[letter.seq for letter in wanted]}, because stream {targets} has lost messages since, or cannot be read; they stay: "
                 f"hand them back with again=True, or drop them; this call has handed back {self.sent} others",
-                keys=tuple(dict.fromkeys(letter.subject for letter in self._wanted)),
+                keys=tuple(dict.fromkeys(letter.subject for letter in wanted)),
             )
 
     async def _send_group(self, messages: Sequence[StoredMsg]) -> None:
         letters: list[_Letter] = []
         states: dict[str, StreamState] = {}
+        failure: Exception | None = None
         for message in messages:
             found = origin(message)
             if found is None or not found.complete:
@@ -455,66 +502,93 @@ class _Redriving:
                     message.subject,
                 )
                 continue
-            if (doubtful := self._doubtful.get(message.seq)) is not None and doubtful.is_still(message):
-                self._wanted.append(doubtful)
-                continue
             target = self._to_stream or found.stream
-            if target not in states:
-                states[target] = await self._state(target)
-                states[target].check_direct_reads(self._context.connection.server_version)  # else a look would fail
+            doubtful = self._doubtful.get(_key(message))
+            if doubtful is not None and not self._again:
+                self._wanted[doubtful.key] = doubtful
+                continue
+            try:
+                if target not in states:
+                    states[target] = await self._target(target)
+            except Exception as error:
+                failure = error
+                break  # those before it are handed back
             state = states[target]
-            letters.append(_Letter(message.seq, message.time_ns, target, found.subject, state.created, state.last_seq))
+            if doubtful is not None:
+                # The note keeps when it was sent first: if this call dies, the letter is in doubt as before.
+                letters.append(replace(doubtful, target=target, again=self._id))
+                continue
+            letters.append(
+                _Letter(message.seq, message.time_ns, target, found.subject, state.created, state.last_seq, again="")
+            )
         if letters:
             await self._store_note(letters)
             await self._send(letters)
+        if failure is not None:
+            raise failure
+
+    async def _target(self, stream: str) -> StreamState:
+        """Return the state of a target; raise an error if it could not be found out later what it has stored."""
+        state = await self._state(stream)
+        state.check_direct_reads(self._context.connection.server_version)
+        if state.config.get("no_ack"):
+            raise StreamConfigMismatchError(
+                f"stream {stream!r} has no_ack, so it does not say what it has stored; its dead letters stay",
+                diff={"no_ack": (False, True)},
+            )
+        return state
 
     async def _send(self, letters: Sequence[_Letter]) -> None:
         """Send letters that are noted, and delete them."""
-        pending = list(letters)
+        done: list[_Letter] = []
         retry = Retry(self._patience, transient=is_transient_read)
-        in_doubt = False
-        unanswered: _Letter | None = None
-        while pending:
-            try:
-                if in_doubt:
-                    found = await self._look(pending)
-                    self.sent += len(found)
-                    self._wanted += [it for it in pending if it.seq in self._doubtful]
-                    pending = [it for it in pending if it not in found and it.seq not in self._doubtful]
-                while pending:
-                    in_doubt = True
-                    if await self._publish(pending[0]):
-                        self.sent += 1
-                    pending = pending[1:]
-            except Exception as error:
-                if isinstance(error, _REFUSALS):
-                    if pending[0] != unanswered:  # else it may still be on its way: the next call looks for it
-                        await self._end(letters, pending)
-                    raise
-                unanswered = pending[0]
-                await retry.pause_if_transient(error)
-        await self._end(letters, [])
-
-    async def _end(self, letters: Sequence[_Letter], pending: Sequence[_Letter]) -> None:
         for letter in letters:
-            if letter not in pending and letter.seq not in self._doubtful:
-                await self.delete(letter.seq)
+            unanswered = False
+            while True:
+                try:
+                    if unanswered and await self._look([letter]):
+                        stored = True
+                    elif unanswered and letter.key in self._doubtful:
+                        stored = False
+                    else:
+                        stored = await self._publish(letter)
+                except Exception as error:
+                    if isinstance(error, _REFUSALS):
+                        if not unanswered:  # else it may still be on its way: the next call looks for it
+                            await self._end(done)
+                        raise
+                    unanswered = True
+                    await retry.pause_if_transient(error)
+                    continue
+                break
+            retry.reset()
+            if stored:
+                self.sent += 1
+                done.append(letter)
+            elif letter.key in self._doubtful:
+                self._wanted[letter.key] = letter
+        await self._end(done)
+
+    async def _end(self, done: Sequence[_Letter]) -> None:
+        """Delete what was sent; what was not is no longer noted, unless it is in doubt."""
+        for letter in done:
+            await self.delete(letter.key)
+            self._doubtful.pop(letter.key, None)
         await self._store_note([])
 
     async def _publish(self, letter: _Letter) -> bool:
-        """Publish a letter; return False if it is gone."""
+        """Publish a letter; return False if it is gone, or if it is not known whether its target has it."""
         message = await self.get(letter.seq)
         found = None if message is None else origin(message)
-        if message is None or found is None or not letter.is_still(message):
+        if message is None or found is None or _key(message) != letter.key:
             return False
-        headers = sendable_headers(found.headers) | {
-            # With `again`, the server must not take it for a copy of the one that is gone.
-            MSG_ID: self._message_id(letter) + (f"/{self._id}" if self._again else ""),
-            EXPECTED_STREAM: letter.target,
-        }
+        message_id = self._message_id(letter)
+        if letter.again:  # the server must not take it for a copy of the one that may be gone
+            message_id += f"/{letter.again}"
+        headers = sendable_headers(found.headers) | {MSG_ID: message_id, EXPECTED_STREAM: letter.target}
         what = f"the ack of dead letter {letter.seq}"
         try:
-            await self._context.publish(letter.subject, message.data, headers, self._timeout, what)
+            ack = await self._context.publish(letter.subject, message.data, headers, self._timeout, what)
         except APIError as error:
             refusal = server_error(code=error.code, err_code=error.err_code, description=error.description or "")
             if is_transient_read(refusal) or not error.err_code:
@@ -525,6 +599,11 @@ class _Redriving:
                 f"it: {refusal.description}; it goes to stream {letter.target!r}",
                 outcome="not_stored",
             ) from error
+        if ack.duplicate:
+            copy = await get_at_leader(self._context, letter.target, {"seq": ack.seq}, self._timeout)
+            if copy is None or copy.headers.get(MSG_ID) != message_id:
+                self._doubtful[letter.key] = letter
+                return False
         return True
 
     def _message_id(self, letter: _Letter) -> str:
@@ -533,24 +612,25 @@ class _Redriving:
     # -- what was sent ------------------------------------------------------------------------------------------------
 
     async def _look(self, letters: Sequence[_Letter]) -> set[_Letter]:
-        """Return which letters their targets have; note those of which it is not known, unless they are sent again."""
+        """Return which letters their targets have; those of which it is not known are in doubt."""
         stored: set[_Letter] = set()
-        for target in {letter.target for letter in letters}:
-            mine = [letter for letter in letters if letter.target == target]
-            found, complete = await self._find(target, mine)
+        for target, created, base in {(letter.target, letter.created, letter.base) for letter in letters}:
+            mine = [it for it in letters if (it.target, it.created, it.base) == (target, created, base)]
+            found, complete = await self._find(target, created, base, mine)
             stored |= found
-            if not complete and not self._again:
-                self._doubtful |= {letter.seq: letter for letter in mine if letter not in found}
+            if not complete:
+                self._doubtful |= {letter.key: letter for letter in mine if letter not in found}
         return stored
 
-    async def _find(self, target: str, letters: Sequence[_Letter]) -> tuple[set[_Letter], bool]:
+    async def _find(
+        self, target: str, created: str, base: int, letters: Sequence[_Letter]
+    ) -> tuple[set[_Letter], bool]:
         """Return which letters a target has, and whether it has everything that was stored since they were noted."""
-        base = min(letter.base for letter in letters)
         try:
             state = await self._settled(target, [letter.subject for letter in letters])
         except NotFoundError:
             return set(), False
-        if any(recreated(letter.created, state.created) for letter in letters) or state.last_seq < base:
+        if recreated(created, state.created) or state.last_seq < base:
             return set(), False
         if state.last_seq == base:
             return set(), True
@@ -595,8 +675,14 @@ class _Redriving:
     async def _get(self, seq: int) -> StoredMsg | None:
         return await get_at_leader(self._context, self._stream, {"seq": seq}, self._timeout)
 
-    async def delete(self, seq: int) -> None:
+    async def delete(self, key: _Key) -> None:
+        """Delete a dead letter; another message that has its sequence now, in a stream that was created again, stays."""
+        seq = key[0]
+
         async def attempt() -> None:
+            message = await self._get(seq)
+            if message is None or _key(message) != key:
+                return
             try:
                 body = {"seq": seq, "no_erase": True}
                 await Api(self._context, self._timeout).ask(f"STREAM.MSG.DELETE.{self._stream}", body, repeat=True)
