@@ -252,7 +252,10 @@ async def redrive(
         FencedError: Another call for this stream has begun since; it goes on.
         nats.js.errors.NoStreamResponseError, ServerError: No stream, or another one than the letter's, stores its subject, or it refuses the
             letter. This letter and those behind it stay.
-        StreamConfigMismatchError: The stream has ``deny_delete``; nothing was sent.
+        StreamConfigMismatchError: The stream has ``deny_delete`` or is a mirror, or the bucket has a TTL; nothing was sent. Or a
+            target has ``no_ack``; its letter and those behind it stay.
+        nats.js.errors.NotFoundError, DirectGetDisabledError: A target does not exist, or has no ``allow_direct``; its letter and
+            those behind it stay.
         BadSubjectError, ValueError, TypeError: Invalid argument; nothing was sent.
         Exception: Transient errors lasted longer than `patience`. Letters that may be sent are found by the next call.
 

@@ -1,16 +1,28 @@
 """Dead letters are listed, handed back to their streams once, and dropped."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 from nats.js import JetStreamContext
+from nats.js.api import StreamSource
 from nats.js.errors import NoStreamResponseError, NotFoundError
 
 from jetstream_ext import DirectGet, StoredMsg, errors
-from jetstream_ext.log import DeadLetter, LogReader, OffsetStore, Redriven, dead_letters, drop, exactly_once, redrive
+from jetstream_ext.log import (
+    DeadLetter,
+    Last,
+    LogReader,
+    OffsetStore,
+    Redriven,
+    dead_letters,
+    drop,
+    exactly_once,
+    redrive,
+)
 from jetstream_ext.log.redriving import _Redriving
 
 Make = Callable[..., Awaitable[str]]
@@ -206,6 +218,196 @@ async def test_a_target_that_cannot_be_looked_at_is_refused_before_anything_is_s
     config.allow_direct = True
     await js.update_stream(config)
     assert (await redrive(js, stream, dead, offsets=offsets)).sent == 2
+
+
+async def put_in_doubt(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch, **config: Any
+) -> tuple[str, str, str]:
+    """Make three letters of which it is not known whether they were sent."""
+    stream, dead, source = await bury(3, **config)
+    await die_before_the_deletes(js, stream, dead, offsets, monkeypatch)
+    await js.purge_stream(source)
+    return stream, dead, source
+
+
+async def list_sequences(js: JetStreamContext, stream: str, dead: str) -> list[int]:
+    return [letter.message.seq async for letter in dead_letters(js, stream, dead)]
+
+
+@pytest.mark.parametrize("window", [0.1, 120.0])
+async def test_sending_one_letter_again_leaves_the_others_in_doubt(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch, window: float
+) -> None:
+    stream, dead, source = await put_in_doubt(js, bury, offsets, monkeypatch, duplicate_window=window)
+    first, *others = await list_sequences(js, stream, dead)
+    assert (await redrive(js, stream, dead, offsets=offsets, seqs=[first], again=True)).sent == 1
+    await asyncio.sleep(0.3)
+    for _ in range(2):
+        with pytest.raises(errors.HistoryUnavailableError, match=str(others[0])):
+            await redrive(js, stream, dead, offsets=offsets)
+    assert await payloads(js, source) == [b"0"]
+    assert await list_sequences(js, stream, dead) == others
+
+
+@pytest.mark.parametrize("step", ["_publish", "delete"])
+async def test_a_call_with_again_that_died_leaves_its_letters_in_doubt(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    stream, dead, source = await put_in_doubt(js, bury, offsets, monkeypatch)
+
+    async def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_Redriving, step, die)
+        with pytest.raises(KeyboardInterrupt):
+            await redrive(js, stream, dead, offsets=offsets, again=True)
+    if step == "delete":  # their copies are there
+        assert (await redrive(js, stream, dead, offsets=offsets)).found == 3
+        assert await payloads(js, source) == [b"0", b"1", b"2"]
+    else:
+        with pytest.raises(errors.HistoryUnavailableError):
+            await redrive(js, stream, dead, offsets=offsets)
+        assert await payloads(js, source) == []
+        assert len(await list_sequences(js, stream, dead)) == 3
+
+
+@pytest.mark.parametrize("first", [False, True])
+async def test_two_calls_of_which_one_sends_again(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, first: bool
+) -> None:
+    stream, dead, source = await bury(60)
+    calls = (redrive(js, stream, dead, offsets=OffsetStore(js, offsets.bucket), again=again) for again in (first, True))
+    await asyncio.gather(*calls, return_exceptions=True)
+    await redrive(js, stream, dead, offsets=offsets)
+    assert sorted(map(int, await payloads(js, source))) == sorted(2 * list(range(60)))
+
+
+async def test_a_lost_answer_puts_only_its_own_letter_in_doubt(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, dead, source = await bury(10)
+    publish, calls = _Redriving._publish, 0
+
+    async def lose(self: _Redriving, letter: Any) -> bool:
+        nonlocal calls
+        calls += 1
+        stored = await publish(self, letter)
+        if calls == 2:
+            await js.purge_stream(source)  # the letter's copy, too
+            raise errors.RequestTimeoutError("no answer")
+        return stored
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_Redriving, "_publish", lose)
+        with pytest.raises(errors.HistoryUnavailableError, match="has handed back 9 others"):
+            await redrive(js, stream, dead, offsets=offsets, again=True)
+    assert calls == 10
+    assert len(await list_sequences(js, stream, dead)) == 1
+
+
+@pytest.mark.parametrize("step", ["_end", "_look"])
+async def test_letters_of_a_stream_that_is_created_again_during_the_call_stay(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """They have the sequences of those that were sent."""
+    stream, dead, source = await bury(2)
+    if step == "_look":
+        await die_before_the_deletes(js, stream, dead, offsets, monkeypatch)
+    config = (await js.stream_info(stream)).config
+    was = getattr(_Redriving, step)
+    before = [it.seq for it in await stored(js, stream, dead)]
+
+    async def create_again(self: _Redriving, *arguments: Any) -> Any:
+        await js.delete_stream(stream)
+        await js.add_stream(config)
+        for seq in range(1, max(before) + 1):
+            await js.publish(dead if seq in before else f"{stream}.other", b"new")
+        return await was(self, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_Redriving, step, create_again)
+        with contextlib.suppress(errors.StreamRecreatedError):
+            await redrive(js, stream, dead, offsets=offsets)
+    assert [it.data for it in await stored(js, stream, dead)] == [b"new", b"new"]
+    assert (await payloads(js, source))[2:] == [b"0", b"1"]
+
+
+async def test_letters_in_doubt_do_not_count_for_the_maximum(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, dead, source = await put_in_doubt(js, bury, offsets, monkeypatch)
+    await js.publish(f"{source}.0", b"more")
+    letters = DeadLetter(dead, attempts=1, backoff=0)
+    reader = LogReader(js, source, start=Last())
+    await exactly_once(reader, stream, lambda _: 1 / 0, name="m", prefix=f"{stream}.at", dead_letter=letters)  # type: ignore[arg-type,return-value]
+    seqs = await list_sequences(js, stream, dead)
+    with pytest.raises(errors.HistoryUnavailableError, match="has handed back 1 others"):
+        await redrive(js, stream, dead, offsets=offsets, seqs=seqs, max_messages=1)
+    assert await payloads(js, source) == [b"more", b"more"]
+
+
+async def test_a_target_that_cannot_be_looked_at_holds_up_no_others(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, dead, source = await bury(2)
+    await die_before_the_deletes(js, stream, dead, offsets, monkeypatch)
+    config = (await js.stream_info(source)).config
+    config.allow_direct = False
+    await js.update_stream(config)
+    other = f"{source}_other"
+    await js.add_stream(name=other, subjects=[other], allow_direct=True)
+    await js.publish(other, b"other")
+    letters = DeadLetter(dead, attempts=1, backoff=0)
+    await exactly_once(
+        LogReader(js, other), stream, lambda _: 1 / 0, name="o", prefix=f"{stream}.at", dead_letter=letters  # type: ignore[arg-type,return-value]
+    )  # fmt: skip
+    with pytest.raises(errors.HistoryUnavailableError, match="cannot be read"):
+        await redrive(js, stream, dead, offsets=offsets, patience=0.5)
+    assert await payloads(js, other) == [b"other", b"other"]
+    config.allow_direct = True
+    await js.update_stream(config)
+    assert (await redrive(js, stream, dead, offsets=offsets)) == Redriven(sent=0, found=2, left=0)
+
+
+async def test_letters_before_one_whose_target_is_missing_are_handed_back(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, stream_name: Callable[[], str]
+) -> None:
+    stream, dead, source = await bury(1)
+    missing = stream_name()
+    await js.add_stream(name=missing, subjects=[missing], allow_direct=True)
+    await js.publish(missing, b"")
+    letters = DeadLetter(dead, attempts=1, backoff=0)
+    await exactly_once(
+        LogReader(js, missing), stream, lambda _: 1 / 0, name="o", prefix=f"{stream}.at", dead_letter=letters  # type: ignore[arg-type,return-value]
+    )  # fmt: skip
+    await js.delete_stream(missing)
+    with pytest.raises(NotFoundError):
+        await redrive(js, stream, dead, offsets=offsets)
+    assert await payloads(js, source) == [b"0", b"0"]
+    assert len(await list_sequences(js, stream, dead)) == 1
+
+
+async def test_what_would_repeat_letters_later_is_refused(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, stream_name: Callable[[], str]
+) -> None:
+    stream, dead, source = await bury(1)
+    short = stream_name()
+    await js.create_key_value(bucket=short, ttl=60)
+    with pytest.raises(errors.StreamConfigMismatchError, match="forgets its keys"):
+        await redrive(js, stream, dead, offsets=OffsetStore(js, short))
+    mirror = stream_name()
+    await js.add_stream(name=mirror, mirror=StreamSource(name=stream), allow_direct=True)
+    with pytest.raises(errors.StreamConfigMismatchError, match="is a mirror"):
+        await redrive(js, mirror, dead, offsets=offsets)
+    with pytest.raises(errors.StreamConfigMismatchError, match="is a mirror"):
+        await drop(js, mirror, [1])
+    config = (await js.stream_info(source)).config
+    config.no_ack = True
+    await js.update_stream(config)
+    with pytest.raises(errors.StreamConfigMismatchError, match="no_ack"):
+        await redrive(js, stream, dead, offsets=offsets)
+    assert len(await list_sequences(js, stream, dead)) == 1
 
 
 async def move_subjects(js: JetStreamContext, source: str, to: str) -> None:
