@@ -244,6 +244,8 @@ def _takes_requests(leader: NatsServer, servers: Sequence[NatsServer]) -> bool:
         answers = [_ask(leader, f"STREAM.CREATE.{_TRIAL_STREAM}", _trial_config(len(servers)))]
         if answers == [0]:
             answers.append(_ask(leader, f"STREAM.DELETE.{_TRIAL_STREAM}"))
+            if _ask(leader, f"STREAM.INFO.{_TRIAL_STREAM}") == 0:
+                return False  # the stream's leader has deleted it earlier than the JetStream leader
     except OSError:
         return False
     return not any(answer in _NOT_YET for answer in answers)

@@ -41,7 +41,7 @@ async def test_a_cluster_that_gives_a_server_no_stream_is_not_ready(monkeypatch:
         monkeypatch.undo()
         cluster.wait_ready()
         async with connected(cluster.url) as nc:
-            assert await nc.jetstream().streams_info() == []
+            assert await nc.jetstream(timeout=30).streams_info() == []
 
 
 async def test_a_cluster_that_asks_for_a_password_is_ready() -> None:
