@@ -14,12 +14,15 @@ from pathlib import Path
 
 import nats.errors
 import nats.js.errors
+import orjson
 import pytest
 from nats.aio.client import Client
+from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import log
+from jetstream_ext.log.group_store import GroupStore
 from jetstream_ext.protocol.partitions import partition_of
 from jetstream_ext.testing import NatsCluster
 
@@ -43,7 +46,7 @@ class Members:
         self.processes: list[asyncio.subprocess.Process] = []
         self.paused: set[int] = set()
         self.resuming: list[asyncio.Task[None]] = []
-        self.failed: list[str] = []
+        self.events: list[tuple[float, str]] = []
 
     @property
     def running(self) -> list[asyncio.subprocess.Process]:
@@ -55,6 +58,9 @@ class Members:
             await asyncio.create_subprocess_exec(sys.executable, PROGRAM, ",".join(self.urls), self.mode, label)
         )
 
+    def note(self, what: str, process: asyncio.subprocess.Process) -> None:
+        self.events.append((time.time(), f"{what} m{self.processes.index(process)}"))
+
     async def disturb(self, longest_pause: float) -> None:
         running = self.running
         what = self.dice.choice(["start", "start", "leave", "kill", "pause"])
@@ -63,6 +69,7 @@ class Members:
         elif what != "start":
             process = self.dice.choice(running)
             process.send_signal({"leave": signal.SIGTERM, "kill": signal.SIGKILL, "pause": signal.SIGSTOP}[what])
+            self.note(what, process)
             if what == "pause":
                 self.paused.add(process.pid)
                 seconds = self.dice.choice([self.dice.uniform(0.1, 2 * TTL), self.dice.uniform(TTL, longest_pause)])
@@ -72,6 +79,7 @@ class Members:
         await asyncio.sleep(seconds)
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGCONT)
+            self.note("resume", process)
         self.paused.discard(process.pid)
 
     def resume_all(self) -> None:
@@ -133,6 +141,10 @@ class Inputs:
                 self.away.append((begun, time.time()))
             await asyncio.sleep(0.2)
 
+    @property
+    def events(self) -> list[tuple[float, str]]:
+        return [(first, f"a stream stores nothing until {last % 1000:.2f}") for first, last in self.away]
+
     def available(self, begin: float, end: float) -> float:
         """Return for how many of these seconds the cluster could store messages.
 
@@ -147,8 +159,38 @@ class Inputs:
         return total + max(0.0, end - at)
 
 
-async def kill_leaders(cluster: NatsCluster, js: JetStreamContext, dice: random.Random, until: float) -> None:
-    """Kill the leader of one of the streams, and restart it, again and again."""
+class Owners:
+    """Which members have claimed which partitions, by what they have sent to the group's bucket."""
+
+    def __init__(self, store: GroupStore) -> None:
+        self.store = store
+        self.labels: dict[str, str] = {}
+        self.claims: dict[int, list[tuple[float, str]]] = {number: [] for number in range(PARTITIONS)}
+
+    async def note(self, message: Msg) -> None:
+        key = message.subject.removeprefix(self.store.bucket.prefix)
+        number, member = self.store.partition_of(key), self.store.member_of(key)
+        if not message.data:
+            return
+        body = orjson.loads(message.data)
+        if member is not None:
+            self.labels[member] = body["label"]
+        elif number is not None:
+            claims = self.claims[number]
+            if not claims or claims[-1][1] != body["owner"]:
+                claims.append((time.time(), body["owner"]))
+
+    def events(self, number: int) -> list[tuple[float, str]]:
+        return [
+            (at, f"{self.labels.get(owner, owner)} claims it" if owner else "it is released")
+            for at, owner in self.claims[number]
+        ]
+
+
+async def kill_leaders(
+    cluster: NatsCluster, js: JetStreamContext, dice: random.Random, until: float, killed: list[float]
+) -> None:
+    """Kill the leader of one of the streams, and restart it, again and again; note when."""
     while time.time() < until:
         await asyncio.sleep(dice.uniform(2.0, 5.0))
         leader: str | None = None
@@ -157,6 +199,7 @@ async def kill_leaders(cluster: NatsCluster, js: JetStreamContext, dice: random.
             leader = info.cluster.leader if info.cluster is not None else None
         server = next((it for it in cluster.servers if it.name == leader), None) or dice.choice(cluster.servers)
         await asyncio.to_thread(server.kill)
+        killed.append(time.time())
         await asyncio.sleep(dice.uniform(0.2, 2.0))
         await asyncio.to_thread(server.restart)
 
@@ -229,6 +272,8 @@ async def test_every_input_is_handled_in_order(
                 if (await store.settings()) is not None:
                     break
             await asyncio.sleep(0.1)
+    owners, killed = Owners(store), list[float]()
+    await nc.subscribe(f"{store.bucket.prefix}{store.prefix}>", cb=owners.note)
     end = time.time() + (60 if full else 12)
     inputs = Inputs(js)
 
@@ -242,7 +287,7 @@ async def test_every_input_is_handled_in_order(
         tasks.create_task(inputs.probe("OUT.probes.x", end))
         tasks.create_task(inputs.probe(store.bucket.subject("probe"), end))
         tasks.create_task(disturb())
-        tasks.create_task(kill_leaders(cluster, js, dice, end))
+        tasks.create_task(kill_leaders(cluster, js, dice, end, killed))
     if len(group.running) < 2:
         await group.start()
     async with asyncio.timeout(120):
@@ -266,13 +311,18 @@ async def test_every_input_is_handled_in_order(
     times: dict[int, list[float]] = defaultdict(list)
     for message in found:
         times[partition(message)].append(message.time.timestamp())
-    longest = max(
-        inputs.available(begin, min(finish, end))
-        for each in times.values()
+    longest, begin, finish, number = max(
+        (inputs.available(begin, min(finish, end)), begin, finish, number)
+        for number, each in times.items()
         for begin, finish in itertools.pairwise(each)
     )
+    events = [*group.events, *owners.events(number), *inputs.events, *((at, "a server is killed") for at in killed)]
     print(
-        f"{mode}, seed {seed}: {inputs.count} inputs, {len(numbers) - inputs.count} repeated, idle for {longest:.2f} s"
+        f"{mode}, seed {seed}: {inputs.count} inputs, {len(numbers) - inputs.count} repeated; "
+        f"partition {number} was idle for {longest:.2f} s, of the {finish - begin:.2f} s from {begin % 1000:.2f} on:"
     )
+    for at, text in sorted(events):
+        if begin - TTL <= at <= finish:
+            print(f"    {at % 1000:.2f} {text}")
     if full:  # the processes of other tests would count, too
         assert longest < TTL + HEARTBEAT + SLOW
