@@ -47,9 +47,9 @@ class Held:
         return dispatcher.position(self.number)
 
     @property
-    def is_busy(self) -> bool:
-        """Whether a message is being handled, or a commit is on its way."""
-        return self.in_hand is not None or self.lock.locked() or (self.task is not None and not self.task.done())
+    def uncommitted_in_hand(self) -> bool:
+        """Whether a message is in hand behind the last commit."""
+        return self.in_hand is not None and self.in_hand >= self.committed
 
     @property
     def handled(self) -> int:
@@ -80,11 +80,22 @@ class Held:
             self.stop()
 
     def pick_up(self) -> StoredMsg:
+        assert self.in_hand is None
         message = self.queue.popleft()
         self.in_hand = message.seq
         self.done.clear()
         return message
 
     def put_down(self) -> None:
+        self.uncommitted += self.uncommitted_in_hand
         self.in_hand = None
         self.done.set()
+
+    async def finished(self) -> None:
+        """Wait until nothing is in hand, and no commit is on its way."""
+        if self.in_hand is not None:
+            await self.done.wait()
+        if self.task is not None:
+            await asyncio.wait({self.task})
+        async with self.lock:
+            pass

@@ -12,7 +12,7 @@ from typing import Final, Self
 
 from nats.js import JetStreamContext
 
-from jetstream_ext.errors import FencedError, StreamRecreatedError
+from jetstream_ext.errors import StreamRecreatedError
 from jetstream_ext.log.held import BLOCK, Held
 from jetstream_ext.log.offsets import OffsetStore, StoredOffset
 from jetstream_ext.log.session import Session
@@ -107,19 +107,26 @@ class Member:
             handler: Called with a `StoredMsg`; may be an async function.
 
         Raises:
-            RuntimeError: Another task reads from this member.
+            RuntimeError: Another task reads from this member, or a loop over it has a message in its hands.
             Exception: What the handler raised: the message is not handled, and the member should be left. Others as for
                 iteration.
 
         Cancellation: The handlers are cancelled; their messages are not handled. Leave the member then.
         """
+        session = self._session
+        session.check()
         if self._reading:
-            raise RuntimeError(f"{self._session.what}: another task reads from this member")
+            raise RuntimeError(f"{session.what}: another task reads from this member")
+        if session.current is not None and session.current.in_hand is not None:
+            raise RuntimeError(
+                f"{session.what}: a message of partition {session.current.number} is in the hands of a loop over this member; use "
+                "either run() or a loop, or join again"
+            )
         self._reading = True
         try:
-            await self._session.serve(partial(_handle_each, self._session, handler))
+            await session.serve(partial(_handle_each, session, handler))
         finally:
-            self._session.abort()
+            session.abort()
             self._reading = False
 
     def stop(self) -> None:
@@ -148,15 +155,8 @@ class Member:
 
         Cancellation: The positions may be stored.
         """
-        session = self._session
-        session.check()
-        lost = await session.commit()
-        if lost:
-            raise FencedError(
-                f"{session.what}: the positions of partitions {lost} were not stored, because other members own them now and handle "
-                "the messages since their last commits again; those of the other partitions are stored",
-                name=session.group.name,
-            )
+        self._session.check()
+        await self._session.commit()
 
 
 class PartitionReader:

@@ -20,12 +20,12 @@ import math
 import os
 import socket
 import warnings
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import nats.errors
 from nats.nuid import NUID
@@ -35,7 +35,7 @@ from jetstream_ext.client.base_connection import cancel, mark_retrieved
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.client.retry import Retry, is_transient, is_transient_read
 from jetstream_ext.errors import FencedError
-from jetstream_ext.kv.table import Table
+from jetstream_ext.kv.table import KeyValueChange, Table
 from jetstream_ext.log.group_plan import Plan
 from jetstream_ext.log.group_store import GroupStore, MemberRecord, PartitionRecord, Settings
 from jetstream_ext.log.group_view import GroupView
@@ -50,11 +50,23 @@ Callback = Callable[[tuple[int, ...]], Awaitable[None] | None]
 
 _log = get_logger()
 
-# The partitions that the callback which is running may commit.
-_in_callback: ContextVar[tuple[int, ...] | None] = ContextVar("in_callback", default=None)
+
+@dataclass(slots=True, eq=False)
+class _Calling:
+    """A callback that is running."""
+
+    session: Session
+    committable: tuple[int, ...] | None  # the partitions that it may commit; None: all that the member has
+    running: bool = True  # a task that the callback has started may outlive it
+    refused: FencedError | None = None  # what its last commit has raised
+
+
+_calling: ContextVar[_Calling | None] = ContextVar("calling", default=None)
 
 _RETRY: Final = 0.1
 _BREATHE_EVERY: Final = 0.05
+# Seconds for which no handler begins, so that other tasks can run: usually, and while partitions move.
+_BREATH, _LONG_BREATH = 0.001, 0.005
 _LEAVE_TIMEOUT: Final = 1.0  # for each step, after an error or a cancellation
 _COMMITS_IN_FLIGHT: Final = 64
 # So many partitions without messages may store that their positions have moved, each time that positions are committed.
@@ -110,9 +122,15 @@ class Session:
         self._main: list[asyncio.Task[None]] = []
         self._coordination: asyncio.Task[None]
         self._changed = asyncio.Event()  # for `_coordinate`
-        self._idle = asyncio.Event()  # every partition is given back
+        self._failed = asyncio.Event()
+        self._unused = asyncio.Event()  # leaving: no partition is worked on any more
+        self._idle = asyncio.Event()  # every partition is given back, or cannot be
         self.ready: asyncio.Event = asyncio.Event()  # for the iteration
         self._callbacks = asyncio.Lock()
+        self._finished: list[Held] = []  # revoked, and to be handed over with the next call of `on_revoked`
+        self._cancelled: dict[
+            int, tuple[asyncio.Task[None], float]
+        ] = {}  # of lost partitions; until when they may go on
         self._final: dict[int, int] = {}  # the positions to release partitions at
         self._records = 0  # so far, of all partitions
         self.current: Held | None = None  # of the message that the iteration has returned last
@@ -120,8 +138,13 @@ class Session:
         self._breathed = 0.0  # when other tasks could last run
         self._gate = asyncio.Event()  # closed while the key is being renewed
         self._gate.set()
+        self._may_handle = asyncio.Event()  # cleared while handlers make room for other tasks
+        self._may_handle.set()
         self._leaving = False
         self._stopping = False  # asked to leave, perhaps before it has joined
+        self._departure: asyncio.Task[None] | None = None
+        self._told = False  # the caller knows the error
+        self._has_key = False  # perhaps
         self._failures = 0  # to renew the key, one after the other
 
     # -- joining and leaving ------------------------------------------------------------------------------------------
@@ -134,15 +157,20 @@ class Session:
             self.settings = await self.group.prepare(self._output)
             self._view = GroupView(self.group, self.settings, self._output, member=self.what)
             table = self._table = await Retry(self.store.patience, transient=is_transient_read).call(self._open_table)
+            self._has_key = True
             await Retry(self.store.patience).call(self._renew)
         except BaseException:
             self.closed = True
             await self._end()
             raise
+        changes = table.changes()
+        for key, entry in table.items():
+            self._view.note(key, entry)
+        self._view.revision = table.revision
         self._coordination = self._start(self._coordinate(), "coordination")
         self._main = [
             self._coordination,
-            self._start(self._follow(table), "view"),
+            self._start(self._follow(changes), "view"),
             self._start(self._renew_often(), "heartbeats"),
         ]
         if self._options.auto_commit and self._output is None:
@@ -156,43 +184,112 @@ class Session:
         return table
 
     async def close(self, *, clean: bool) -> None:
-        """Leave the group; in a hurry, unless `clean`."""
+        """Leave the group; in a hurry, unless `clean`. Raises the member's error if the caller does not know it."""
         if self.closed:
             return
+        if self._running_callback() is not None:
+            raise RuntimeError(f"{self.what} cannot be left in one of its callbacks; call stop() there")
         if self.current is not None:
             self.current.done.set()  # it stays in hand: only the caller knows whether it is handled
-        hurry = not clean or self.error is not None
+        connection = self.store.context.connection
         try:
-            if self.store.context.connection.usable:
-                await self._give_back(_LEAVE_TIMEOUT if hurry else self.store.patience)
+            if connection.end is None and not connection.nc.is_draining:
+                self._depart()
+                if clean and self.error is None and self._departure is not None:
+                    await asyncio.wait({self._departure})
+                else:
+                    await self._hand_over_in_a_hurry()
+            elif self.held and clean:
+                _log.warning(
+                    "%s: the connection was closed before the member left: partitions %s were not handed over; their next owners "
+                    "go on behind the last commits",
+                    self.what,
+                    self.partitions,
+                )
         finally:
             self.closed = True
             await self._end()
+        if self.error is not None and not self._told:
+            if clean:
+                self._raise_error()
+            _log.warning("%s has failed while it left: %r", self.what, self.error)
 
-    async def _give_back(self, seconds: float) -> None:
-        """Hand the partitions over, for up to so many seconds."""
-        self._leaving = True
+    def _depart(self) -> None:
+        """Begin to leave: no further messages; the others take over what is handed over."""
+        for held in self.held.values():
+            held.end()
         self._machine.leave()
         self._changed.set()
-        waiting = asyncio.ensure_future(self._idle.wait())
+        if not self._leaving and self._main:
+            self._leaving = True
+            self._spawn(self._renew_soon(), "renewal")  # the others share its partitions from now on
+            self._departure = self._spawn(self._hand_over_all(), "departure")
+
+    async def _hand_over_all(self) -> None:
+        """Wait until everything is handed over, or cannot be, because the member has failed or no server answers."""
+        await self._wait_for(self._unused, self._options.revoke_timeout + _LEAVE_TIMEOUT, unless_failed=True)
+        await self._wait_for(self._idle, self.store.patience, unless_failed=True)
+        if self._failed.is_set():
+            await self._hand_over_in_a_hurry()
+        if not self._idle.is_set():
+            _log.warning(
+                "%s could not hand over all its partitions; their next owners go on behind the last commits, once the member's key "
+                "has ended",
+                self.what,
+            )
+        self._unused.set()
+        self._idle.set()
+        self.ready.set()
+
+    async def _hand_over_in_a_hurry(self) -> None:
+        await self._wait_for(self._unused, _LEAVE_TIMEOUT)
+        await self._wait_for(self._idle, _LEAVE_TIMEOUT)
+
+    async def _wait_for(self, event: asyncio.Event, seconds: float, *, unless_failed: bool = False) -> None:
+        """Wait for an event for up to so many seconds, or until nothing sets it any more."""
+        events = [event, self._failed] if unless_failed else [event]
+        waiting = [asyncio.ensure_future(each.wait()) for each in events]
         try:
-            async with asyncio.timeout(seconds):
-                with contextlib.suppress(nats.errors.Error):
-                    await self._renew()  # the others share its partitions from now on
-                await asyncio.wait({waiting, self._coordination}, return_when=asyncio.FIRST_COMPLETED)
-        except TimeoutError:
-            _log.debug("%s could not hand over all its partitions in time", self.what)
+            await asyncio.wait(
+                {*waiting, self._coordination},
+                timeout=None if seconds == math.inf else seconds,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
         finally:
-            waiting.cancel()
+            for each in waiting:
+                each.cancel()
 
     async def _end(self) -> None:
-        first, self._main = self._main, []
+        """End everything that runs, also if the caller is cancelled meanwhile; each step takes `_LEAVE_TIMEOUT` at most."""
+        self._leaving = True
+        self._machine.leave()
+        running = [*self._main, *self._tasks, *(lane.task for lane in self._lanes.values() if lane.task)]
+        running += [held.task for held in self.held.values() if held.task]
+        running += [task for task, _ in self._cancelled.values()]
+        for task in running:
+            task.cancel()
+        ending = asyncio.create_task(self._end_all(running), name=f"jetstream_ext end of {self.what}")
+        cancelled = False
+        while not ending.done():
+            try:
+                await asyncio.shield(ending)
+            except asyncio.CancelledError:
+                cancelled = True
+        if cancelled and not ending.cancelled():
+            mark_retrieved(ending)
+            raise asyncio.CancelledError
+        ending.result()
+
+    async def _end_all(self, running: Iterable[asyncio.Task[None]]) -> None:
+        self._main = []
         try:
-            await asyncio.gather(*(cancel(task, _LEAVE_TIMEOUT) for task in first))  # they start the others
-            rest = [*self._tasks, *(lane.task for lane in self._lanes.values() if lane.task)]
-            rest += [held.task for held in self.held.values() if held.task]
-            await asyncio.gather(*(cancel(task, _LEAVE_TIMEOUT) for task in rest))
-            if first:
+            await asyncio.gather(*(cancel(task, _LEAVE_TIMEOUT) for task in running))
+            later = {
+                *self._tasks,
+                *(lane.task for lane in self._lanes.values() if lane.task),
+            }  # which these have started
+            await asyncio.gather(*(cancel(task, _LEAVE_TIMEOUT) for task in later if not task.done()))
+            if self._has_key:
                 await self._delete_key()  # now that nothing runs, others may take what could not be handed over
         finally:
             self.held.clear()
@@ -245,25 +342,21 @@ class Session:
         task.add_done_callback(lambda _: work.close())  # it may have been cancelled before it began
         return task
 
-    def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
         task = self._start(work, what)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda _: self._changed.set())
+        return task
 
     def fail(self, error: Exception) -> None:
         """End the member: the caller gets this error."""
         if self.error is None:
             _log.debug("%s ends: %r", self.what, error)
             self.error = error
-        for held in self.held.values():
-            held.end()
+        self._failed.set()
         self.ready.set()
-        self._machine.leave()
-        self._changed.set()
-        if not self._leaving and self._main:
-            self._leaving = True  # the others take over, also while the caller does not come back to this member
-            self._spawn(self._renew_soon(), "renewal")
+        self._depart()  # the others take over, also while the caller does not come back to this member
 
     async def _renew_soon(self) -> None:
         with contextlib.suppress(nats.errors.Error):  # the next renewal says it, too
@@ -271,9 +364,14 @@ class Session:
 
     def check(self) -> None:
         if self.error is not None:
-            raise self.error.with_traceback(None)
+            self._raise_error()
         if self.closed or not self._main:
             raise RuntimeError(f"{self.what} is {'closed' if self.closed else 'not open; enter it with `async with`'}")
+
+    def _raise_error(self) -> NoReturn:
+        assert self.error is not None
+        self._told = True
+        raise self.error.with_traceback(None)
 
     # -- being alive --------------------------------------------------------------------------------------------------
 
@@ -311,6 +409,8 @@ class Session:
         while True:
             self._changed.clear()
             self.step()
+            if self._leaving and not self._machine.working:
+                self._unused.set()
             if self._leaving and self._machine.idle:
                 self._idle.set()
                 self.ready.set()
@@ -331,7 +431,7 @@ class Session:
                 case Claim():
                     claims.append(action)
                 case Revoke(attempts):
-                    self._spawn(self._in_time(attempts, partial(self._revoke, attempts)), "revocation")
+                    self._spawn(self._revoke(attempts), "revocation")
                 case Release():
                     releases.append(action)
                 case Lose(numbers):
@@ -341,13 +441,9 @@ class Session:
         if releases:
             self._spawn(self._release_all(releases), "releases")
 
-    async def _follow(self, table: Table) -> None:
+    async def _follow(self, changes: AsyncIterator[KeyValueChange]) -> None:
         """Note what changes in the bucket."""
-        view, changes = self._view, table.changes()
-        for key, entry in table.items():
-            view.note(key, entry)
-        view.revision = table.revision
-        self._changed.set()
+        view = self._view
         async for change in changes:
             if view.note(change.key, change.new):
                 self._changed.set()
@@ -363,15 +459,18 @@ class Session:
                 sorted(it.partition for it, writer, _ in claimed if self._machine.holds(it.partition, writer.fence))
             )
             _log.debug("%s owns partitions %s", self.what, owned)
-            await _call(self._options.on_assigned, owned, ())
+            await self._call_assigned(owned)
             for claim, writer, position in claimed:
                 if self._machine.holds(claim.partition, writer.fence):
                     self._hold(claim, writer, position)
             lost = tuple(number for number in owned if number not in self.held)  # while the callback was running
-            await _call(self._options.on_partitions_lost or self._options.on_revoked, lost, lost)
+            await self._call_lost(lost)
 
     async def _claim_one(self, claim: Claim) -> tuple[Claim, FencedWriter, int] | None:
         number, attempt = claim.partition, claim.attempt
+        if self._still_runs(number):
+            self._machine.failed(number, attempt, self._loop.time())
+            return None
         writer = self.store.partition_writer(number)
         try:
             found = await writer.read()
@@ -393,6 +492,23 @@ class Session:
             return None
         self._final.pop(number, None)
         return claim, writer, position
+
+    def _still_runs(self, number: int) -> bool:
+        """Return whether the handler of a partition that was lost has not ended yet; it has `revoke_timeout` for that."""
+        task, until = self._cancelled.get(number, (None, 0.0))
+        if task is None or task.done():
+            self._cancelled.pop(number, None)
+            return False
+        if self._loop.time() < until:
+            return True
+        del self._cancelled[number]
+        _log.warning(
+            "%s: a handler of partition %d still runs, %g s after it was cancelled; its messages are handled again",
+            self.what,
+            number,
+            self._options.revoke_timeout,
+        )
+        return False
 
     def _note_failure(self, action: Claim | Release, error: Exception) -> None:
         """Let the machine try again, or raise the error."""
@@ -433,23 +549,8 @@ class Session:
     def stop(self) -> None:
         """Hand everything over as soon as what is in hand is handled; `serve` and the iteration end then."""
         self._stopping = True
-        if self._main and not self.closed and not self._leaving:
-            self._leaving = True
-            self._machine.leave()
-            for held in self.held.values():
-                held.end()
-            self._changed.set()
-            self._spawn(self._stop_in_time(), "stop")
-
-    async def _stop_in_time(self) -> None:
-        """Wait until everything is handed over, or could not be, because no server answers."""
-        seconds = self._options.revoke_timeout + self.store.patience
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(None if seconds == math.inf else seconds):
-                await self._renew_soon()  # the others share its partitions from now on
-                await self._idle.wait()
-        self._idle.set()
-        self.ready.set()
+        if self._main and not self.closed:
+            self._depart()
 
     @property
     def is_stopped(self) -> bool:
@@ -460,6 +561,7 @@ class Session:
         """Cancel what `serve` runs, for good: what is in hand is not handled."""
         if self.error is None:
             self.fail(RuntimeError(f"{self.what}: run() has ended; leave the member, and join again"))
+            self._told = True
         for held in self.held.values():
             if held.task is not None:
                 held.task.cancel()
@@ -473,6 +575,12 @@ class Session:
                 raise
             _log.debug("%s: %s", self.what, error)
             self._fenced(held)
+        except Exception as error:
+            if self.held.get(held.number) is held:
+                raise
+            _log.warning(
+                "%s: the handler of partition %d, which was lost, has failed: %r", self.what, held.number, error
+            )
 
     def _lane_of(self, number: int) -> Lane:
         which = None if self.group.token is None else number
@@ -492,7 +600,7 @@ class Session:
                 await lane.read(self._given)
             except Exception as error:
                 begun = self._loop.time() - self.store.patience
-                if not is_transient(error) or (self.is_valid() and self._machine.was_renewed_since(begun)):
+                if not is_transient_read(error) or (self.is_valid() and self._machine.was_renewed_since(begun)):
                     raise
                 _log.warning("%s cannot read, and tries again: %s", self.what, error)
                 await asyncio.sleep(_RETRY)
@@ -505,67 +613,81 @@ class Session:
                 self.ready.set()
 
     async def _revoke(self, attempts: Mapping[int, int]) -> None:
-        async with self._callbacks:  # a claim of these partitions may wait for its callback
-            found = self._claimed_by(attempts)
+        """Hand over what these attempts have claimed, within `revoke_timeout`."""
+        seconds = self._options.revoke_timeout
+        until = None if seconds == math.inf else self._loop.time() + seconds
+        found: list[Held] = []
+        with contextlib.suppress(TimeoutError):
+            async with (
+                asyncio.timeout_at(until),
+                self._callbacks,
+            ):  # a claim of these partitions may wait for its callback
+                found = self._claimed_by(attempts)
         for held in found:
             held.end()
+            self._spawn(self._revoke_one(held, until), "revocation")
         for number in attempts.keys() - {held.number for held in found}:
             self._machine.revoked(number, attempts[number])
-        for held in found:
-            if held.is_busy:
-                self._spawn(self._in_time({held.number: held.attempt}, partial(self._revoke_later, held)), "revocation")
-        ready = [held for held in found if not held.is_busy]
-        if ready:
-            owned = {held.number: held.attempt for held in ready}
-            self._spawn(self._in_time(owned, partial(self._hand_over, ready)), "revocation")
 
     def _claimed_by(self, attempts: Mapping[int, int]) -> list[Held]:
         """Return what the member still holds of these partitions by these attempts."""
         return [held for number in attempts if (held := self.held.get(number)) and held.attempt == attempts[number]]
 
-    async def _in_time(self, attempts: Mapping[int, int], revocation: Callable[[], Awaitable[None]]) -> None:
-        """Let a revocation end within `revoke_timeout`: what is not handed over then is lost."""
-        seconds = self._options.revoke_timeout
-        limit = asyncio.timeout(None if seconds == math.inf else seconds)
+    async def _revoke_one(self, held: Held, until: float | None) -> None:
+        limit = asyncio.timeout_at(until)
         try:
             async with limit:
-                await revocation()
+                await held.finished()
+                await self._hand_over(held)
         except TimeoutError:
             if not limit.expired():
                 raise
-            _log.warning(
-                "%s: partitions %s were to be handed over %g s ago, and a message is still being handled, or a callback has not "
-                "returned; they are given up, and their next owner goes on behind the last commit",
-                self.what,
-                tuple(sorted(attempts)),
-                seconds,
-            )
-            held = self._claimed_by(attempts)
-            self._final |= {it.number: it.committed for it in held}
-            self._lose([it.number for it in held])
-            for number, attempt in attempts.items():
-                self._machine.revoked(number, attempt)
+            if self.held.get(held.number) is held:
+                _log.warning(
+                    "%s: partition %d was to be handed over %g s ago, and a message is still being handled, or a callback has not "
+                    "returned; it is given up, and its next owner goes on behind the last commit",
+                    self.what,
+                    held.number,
+                    self._options.revoke_timeout,
+                )
+            self._give_up(held)
 
-    async def _revoke_later(self, held: Held) -> None:
-        if held.in_hand is not None:
-            await held.done.wait()
-        if held.task is not None:
-            await asyncio.wait({held.task})
-        async with held.lock:  # a commit may be on its way
-            pass
-        await self._hand_over([held])
-
-    async def _hand_over(self, revoked: list[Held]) -> None:
+    async def _hand_over(self, held: Held) -> None:
+        """Hand a partition over that is not worked on any more, together with others for which that holds meanwhile."""
+        self._finished.append(held)
+        await asyncio.sleep(0)
         async with self._callbacks:
-            mine = [held for held in revoked if self.held.get(held.number) is held]
-            numbers = tuple(held.number for held in mine)
-            await _call(self._options.on_revoked, numbers, numbers)
-            for held in mine:
-                if self.held.get(held.number) is held:  # it may have been lost meanwhile
-                    if self._output is None:
-                        self._final[held.number] = held.handled if self._options.auto_commit else held.committed
-                    self._drop(held)
-                    self._machine.revoked(held.number, held.attempt)
+            if held not in self._finished:
+                return
+            finished, self._finished = self._finished, []
+            mine = [each for each in finished if self.held.get(each.number) is each]
+            try:
+                numbers = tuple(sorted(each.number for each in mine))
+                await self._call(self._options.on_revoked, numbers, committable=numbers)
+            except BaseException as error:
+                for each in mine:
+                    if isinstance(error, Exception):
+                        self._let_go(each, each.committed)
+                    else:  # it took too long
+                        self._give_up(each)
+                raise
+            for each in mine:
+                self._let_go(each, each.handled if self._options.auto_commit else each.committed)
+
+    def _let_go(self, held: Held, position: int) -> None:
+        """Let the next owner of a partition go on at a position, unless the partition was lost meanwhile."""
+        if self.held.get(held.number) is held:
+            if self._output is None:
+                self._final[held.number] = position
+            self._drop(held)
+        self._machine.revoked(held.number, held.attempt)
+
+    def _give_up(self, held: Held) -> None:
+        """Let the next owner of a partition go on behind the last commit, although it may still be worked on."""
+        if self.held.get(held.number) is held:
+            self._final[held.number] = held.committed
+            self._lose([held.number])
+        self._machine.revoked(held.number, held.attempt)
 
     async def _release_all(self, releases: list[Release]) -> None:
         await gather_bounded(self._release, releases, limit=_COMMITS_IN_FLIGHT)
@@ -594,17 +716,20 @@ class Session:
         lost = [self.held[number] for number in numbers if number in self.held]
         for held in lost:
             held.end()
-            if held.task is not None and held.task is not asyncio.current_task():
-                self._spawn(cancel(held.task, _LEAVE_TIMEOUT), "end")
+            if held.task is not None and not held.task.done():
+                self._cancelled[held.number] = held.task, self._loop.time() + self._options.revoke_timeout
+                held.task.add_done_callback(lambda _: self._changed.set())
+                if held.task is not asyncio.current_task():
+                    held.task.cancel()  # once: its handler may have something to roll back
             self._drop(held)
         if lost:
             lost_numbers = tuple(held.number for held in lost)
             _log.warning("%s has lost partitions %s", self.what, lost_numbers)
-            self._spawn(self._call_lost(lost_numbers), "loss")
+            self._spawn(self._tell_loss(lost_numbers), "loss")
 
-    async def _call_lost(self, numbers: tuple[int, ...]) -> None:
+    async def _tell_loss(self, numbers: tuple[int, ...]) -> None:
         async with self._callbacks:
-            await _call(self._options.on_partitions_lost or self._options.on_revoked, numbers, numbers)
+            await self._call_lost(numbers)
 
     def _fenced(self, held: Held) -> None:
         """Another member has stored a record of this partition."""
@@ -627,12 +752,81 @@ class Session:
         self._records += 1
         return PartitionRecord(owner, position, self.settings.epoch, self.id, self._records).encode()
 
+    # -- callbacks ----------------------------------------------------------------------------------------------------
+
+    async def _call(
+        self, callback: Callback | None, partitions: tuple[int, ...], *, committable: tuple[int, ...] | None
+    ) -> None:
+        """Call a callback of the user. That a commit in it was refused because of lost partitions does not end the member."""
+        if callback is None or not partitions:
+            return
+        calling = _Calling(self, committable)
+        token = _calling.set(calling)
+        try:
+            result = callback(partitions)
+            if inspect.isawaitable(result):
+                await result
+        except FencedError as error:
+            if error is not calling.refused:
+                raise
+            _log.debug("%s", error)
+        finally:
+            calling.running = False
+            _calling.reset(token)
+
+    async def _call_assigned(self, partitions: tuple[int, ...]) -> None:
+        seconds = self._options.revoke_timeout
+        text = "%s: on_assigned has not returned for %g s; partitions %s wait for it"
+        warn = partial(_log.warning, text, self.what, seconds, partitions)
+        warning = None if seconds == math.inf else self._loop.call_later(seconds, warn)
+        try:
+            await self._call(self._options.on_assigned, partitions, committable=None)
+        finally:
+            if warning is not None:
+                warning.cancel()
+
+    async def _call_lost(self, partitions: tuple[int, ...]) -> None:
+        seconds = self._options.revoke_timeout
+        limit = asyncio.timeout(None if seconds == math.inf else seconds)
+        try:
+            async with limit:
+                callback = self._options.on_partitions_lost or self._options.on_revoked
+                await self._call(callback, partitions, committable=partitions)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            _log.warning(
+                "%s: the callback for the lost partitions %s was cancelled, because it had not returned after %g s",
+                self.what,
+                partitions,
+                seconds,
+            )
+
+    def _running_callback(self) -> _Calling | None:
+        calling = _calling.get()
+        return calling if calling is not None and calling.session is self and calling.running else None
+
     # -- positions ----------------------------------------------------------------------------------------------------
 
-    async def commit(self) -> list[int]:
-        """Store the positions that the caller may store now (see `Member.commit`); return those that others own."""
-        of = _in_callback.get()
-        return await self._commit(in_hand=self.work is None and of is None, of=of)
+    async def commit(self) -> None:
+        """Store the positions that the caller may store now; see `Member.commit`."""
+        calling = self._running_callback()
+        if calling is not None:
+            lost = await self._commit(of=calling.committable)
+        else:
+            lost = await self._commit(in_hand=self.work is None)
+            current = self.current
+            if current is not None and current.uncommitted_in_hand and self.held.get(current.number) is not current:
+                lost = sorted({*lost, current.number})
+        if lost:
+            error = FencedError(
+                f"{self.what}: the positions of partitions {lost} were not stored, because this member has lost them: another one may "
+                "own them and handle the messages since their last commits again; the positions of the others are stored",
+                name=self.group.name,
+            )
+            if calling is not None:
+                calling.refused = error
+            raise error
 
     async def _commit(self, *, in_hand: bool = False, of: Iterable[int] | None = None) -> list[int]:
         async def attempt(held: Held) -> int | None:
@@ -673,19 +867,25 @@ class Session:
     async def _commit_often(self) -> None:
         while True:
             await asyncio.sleep(self._options.seconds)
-            try:
+            with self._again_if_away():
                 await self._commit(of=self._to_commit())
-            except Exception as error:
-                if not is_transient(error):
-                    raise
-                _log.warning("%s could not commit its positions, and tries again: %s", self.what, error)
 
     async def put_down(self, held: Held) -> None:
         """Note that a message is handled, and commit if it is time."""
         held.put_down()
-        held.uncommitted += 1
         if self._options.auto_commit and held.uncommitted >= self._options.every:
-            await self._store_position(held)
+            with self._again_if_away():
+                await self._store_position(held)
+
+    @contextlib.contextmanager
+    def _again_if_away(self) -> Iterator[None]:
+        """Leave what servers do not answer to the next automatic commit."""
+        try:
+            yield
+        except Exception as error:
+            if not is_transient(error):
+                raise
+            _log.warning("%s could not commit its positions, and tries again: %s", self.what, error)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -709,10 +909,22 @@ class Session:
         return None
 
     async def breathe(self) -> None:
-        """Let the key be renewed, between two messages: handlers that never await would keep the event loop from it."""
-        if self._loop.time() - self._breathed > _BREATHE_EVERY:
-            await asyncio.sleep(0)
-            self._breathed = self._loop.time()
+        """Let other tasks run, between two messages: handlers that never await would keep the event loop from them.
+
+        No handler begins meanwhile, nor until a renewal of the member's key is answered.
+        """
+        while True:
+            while not self._may_handle.is_set():
+                await self._may_handle.wait()
+            if self._loop.time() - self._breathed <= _BREATHE_EVERY:
+                break
+            self._may_handle.clear()
+            try:
+                await asyncio.sleep(_LONG_BREATH if self._tasks else _BREATH)
+            finally:
+                self._breathed = self._loop.time()
+                self._may_handle.set()
+            await asyncio.sleep(0)  # those that wait go first
         if not self._gate.is_set():
             await self._gate.wait()
 
@@ -722,14 +934,3 @@ class Session:
     @property
     def partitions(self) -> tuple[int, ...]:
         return tuple(sorted(number for number, held in self.held.items() if not held.ending))
-
-
-async def _call(callback: Callback | None, partitions: tuple[int, ...], committable: tuple[int, ...]) -> None:
-    if callback is not None and partitions:
-        token = _in_callback.set(committable)
-        try:
-            result = callback(partitions)
-            if inspect.isawaitable(result):
-                await result
-        finally:
-            _in_callback.reset(token)

@@ -123,6 +123,11 @@ class Membership:
         """Whether the member does nothing with any partition, and has none to release."""
         return not self._phases and not any(self._is_mine(number) for number in range(self._count))
 
+    @property
+    def working(self) -> bool:
+        """Whether the member works on a partition, or has not revoked it yet."""
+        return any(phase in (Phase.OWNED, Phase.REVOKING) for phase in self._phases.values())
+
     def phase(self, partition: int) -> Phase | None:
         return self._phases.get(partition)
 

@@ -91,7 +91,7 @@ class Worker:
     async def kill(self) -> None:
         """End as a killed process does: nothing is committed, released or deleted."""
         session = self.member._session
-        session.closed = True
+        session.closed, session._has_key = True, False
         await session._end()
         self.task.cancel()
         with contextlib.suppress(asyncio.CancelledError, RuntimeError):
@@ -552,7 +552,7 @@ class TestHandOversThatTakeTooLong:
                 assert len(cancelled) == 1
                 assert (await anext(other)).seq == cancelled[0]
             assert not revoked
-            assert "are given up" in caplog.text
+            assert "is given up" in caplog.text
             assert not running.done()
             running.cancel()
             await asyncio.wait({running})
