@@ -293,9 +293,9 @@ class Group:
         message, call `Member.commit`. Positions are committed after `every` handled messages of a partition, every `seconds`, and before a partition
         is handed over. Messages that were handled and not committed are handled again after a crash, or if the partition was lost.
 
-        Leaving hands the partitions over at once. A member that leaves because of an exception or a cancellation takes up to
-        1 s for that, and the others take over what it could not hand over; the message that its loop has in its hands does
-        not count as handled.
+        Leaving hands the partitions over as soon as `on_revoked` has returned; without an answer of a server it gives up after the
+        group's `patience`. A member that leaves because of an exception or a cancellation takes up to 1 s for each of these steps,
+        and the others take over what it could not hand over; the message that its loop has in its hands does not count as handled.
 
         Args:
             label: The member's name for people; None is made of the host's name and the process id.
@@ -304,7 +304,7 @@ class Group:
             on_revoked: Called with partitions that are to be handed over, when no message of them is being handled any more.
                 Until it has returned, they belong to this member: what it commits counts. The next owner starts after that.
             on_partitions_lost: Called with partitions that other members may own already, because this one could not renew its key in
-                time, or was fenced; nothing of them can be committed. None calls `on_revoked`.
+                time, or was fenced; nothing of them can be committed. None calls `on_revoked`. Cancelled after `revoke_timeout`.
             auto_commit: Whether positions are committed automatically; False leaves it to `Member.commit`.
             every: Commit a partition's position after so many handled messages of it, from 1.
             seconds: Commit the positions that have moved after so many seconds; those of partitions without messages 64 at a time.
@@ -320,16 +320,17 @@ class Group:
                 messages were removed before the group handled them. `Group.reset` starts again.
             nats.js.errors.NotFoundError: On entering: the stream does not exist.
             UnsupportedFeatureError: The server is older than 2.11.
-            RuntimeError: The member was entered before, is closed, or another task iterates over it.
-            Exception: What a callback raised, or an error of the connection. On entering, in a commit, and when the member takes
+            RuntimeError: The member was entered before, is closed, or another task iterates over it. Or it was left in a callback.
+            Exception: What a callback raised (except the `FencedError` of its own `commit`), or an error of the connection; also
+                on leaving, if the caller does not know it yet. On entering, in a commit, and when the member takes
                 or gives back a partition, also transient errors that lasted longer than the group's `patience`; a permission
                 that is missing may show as such. Enter a new member to go on.
 
         While the servers do not answer, an iteration waits without end; the member logs warnings to the logger
         ``jetstream_ext``, and tries again.
 
-        Cancellation: Entering and leaving may be cancelled. Nothing is left behind, except the member's key, which then ends
-            by itself.
+        Cancellation: Entering and leaving may be cancelled. Nothing is left behind, except the member's key if no server
+            answers; it ends by itself.
         """
         options = JoinOptions(
             label=label,

@@ -7,7 +7,7 @@ import pytest
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
-from jetstream_ext.log import OffsetStore
+from jetstream_ext.log import Group, OffsetStore
 
 MakeStream = Callable[..., Awaitable[str]]
 
@@ -49,5 +49,17 @@ def make_store(js: JetStreamContext, stream_name: Callable[[], str]) -> Callable
 
     async def make(bucket: str | None = None) -> OffsetStore:
         return await OffsetStore(js, bucket or stream_name()).create()
+
+    return make
+
+
+@pytest.fixture
+def make_group(js: JetStreamContext, stream_name: Callable[[], str]) -> Callable[..., Group]:
+    """Return a group "g" in a bucket of its own, which is that of the other groups of the test."""
+    bucket = stream_name()
+
+    def make(stream: str, **options: Any) -> Group:
+        options = {"partitions": 4, "heartbeat": 0.5, "poll": 0.05, "bucket": bucket, **options}
+        return Group(options.pop("js", js), stream, options.pop("name", "g"), **options)
 
     return make

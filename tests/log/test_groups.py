@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import gc
 import json
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import nats
@@ -24,32 +26,12 @@ from jetstream_ext.log.member import Member
 from jetstream_ext.protocol.partitions import assign, partition_of
 from jetstream_ext.testing import NatsServer, ReferenceServer
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from group_members import MakeGroup, breakable_server, ignore, take, until
+
 Make = Callable[..., Awaitable[str]]
 More = Callable[[str, int, int], Awaitable[None]]
-MakeGroup = Callable[..., Group]
-
-
-@pytest.fixture
-def make_group(js: JetStreamContext, stream_name: Callable[[], str]) -> MakeGroup:
-    """Return a group "g" in a bucket of its own, which is that of the other groups of the test."""
-    bucket = stream_name()
-
-    def make(stream: str, **options: Any) -> Group:
-        options = {"partitions": 4, "heartbeat": 0.5, "poll": 0.05, "bucket": bucket, **options}
-        return Group(options.pop("js", js), stream, options.pop("name", "g"), **options)
-
-    return make
-
-
-async def until(condition: Callable[[], Any], what: str = "") -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
-async def take(member: Member, count: int) -> list[StoredMsg]:
-    async with asyncio.timeout(60):
-        return [await anext(member) for _ in range(count)]
 
 
 class Worker:
@@ -375,19 +357,6 @@ class TestCommits:
                     await member.run(handle)
 
 
-@contextlib.asynccontextmanager
-async def breakable_server() -> AsyncIterator[tuple[NatsServer, JetStreamContext]]:
-    """A server that the test may stop, with a stream "S" and a client that reconnects."""
-    async with NatsServer() as server:
-        nc = await nats.connect(server.url, error_cb=ignore, max_reconnect_attempts=-1, reconnect_time_wait=0.1)
-        js = nc.jetstream(timeout=0.5)
-        await js.add_stream(name="S", subjects=["S"], allow_direct=True)
-        await js.publish("S", b"1")
-        yield server, js
-        with contextlib.suppress(ConnectionError):  # nats-py raises it
-            await nc.close()
-
-
 class TestStop:
     async def test_the_iteration_ends_behind_the_message_in_hand(
         self, make_stream: Make, make_group: MakeGroup, more: More
@@ -637,9 +606,6 @@ async def test_a_member_that_may_not_take_partitions_ends(stream_name: Callable[
                 await anext(member)
 
 
-async def ignore(_: Exception) -> None: ...
-
-
 class TestHandlersThatCompute:
     """Handlers that never await must not keep the member from renewing its key (TTL 2 s)."""
 
@@ -657,6 +623,24 @@ class TestHandlersThatCompute:
             await until(lambda: count == 120)
             running.cancel()
         assert lost == []
+
+    async def test_a_hand_over_takes_few_messages(self, make_stream: Make, make_group: MakeGroup) -> None:
+        stream, count = await make_stream(messages=3000), 0
+        group = make_group(stream, partitions=4, subject=f"{stream}.>")
+
+        def handle(_: StoredMsg) -> None:
+            nonlocal count
+            count += 1
+            time.sleep(0.005)
+
+        async with group.join() as member:
+            running = asyncio.ensure_future(member.run(handle))
+            await until(lambda: count)
+            begun = count
+            async with group.join() as other:
+                await until(lambda: other.partitions)
+                assert count - begun < 400
+            running.cancel()
 
     async def test_iteration(self, make_stream: Make, make_group: MakeGroup) -> None:
         group, lost = make_group(await make_stream(messages=30)), list[tuple[int, ...]]()

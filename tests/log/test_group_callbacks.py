@@ -1,0 +1,430 @@
+"""Members of groups that leave, lose partitions and call back: what ends, what is stored, and what the caller learns."""
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nats.js import JetStreamContext
+
+from jetstream_ext import StoredMsg, errors
+from jetstream_ext.log import Group
+from jetstream_ext.log.member import Member
+from jetstream_ext.log.session import Session
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from group_members import MakeGroup, breakable_server, take, until
+
+Make = Callable[..., Awaitable[str]]
+
+
+def lose_all(member: Member) -> None:
+    """Let a member find out that its key may have ended."""
+    member._session._machine.valid_until = -1.0
+    member._session.step()
+
+
+def tasks() -> list[str]:
+    return [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("jetstream_ext")]
+
+
+async def positions(group: Group) -> list[int | None]:
+    return [each.position for each in (await group.status()).partitions]
+
+
+class TestLeaving:
+    async def test_a_cancellation_anywhere_leaves_nothing(self, make_stream: Make, make_group: MakeGroup) -> None:
+        stream = await make_stream(messages=5)
+        group = make_group(stream, partitions=2)
+        before = set(tasks())
+        for steps in range(1, 200):
+            member = group.join()
+            await member.__aenter__()
+            await take(member, 1)
+            leaving = asyncio.ensure_future(member.__aexit__(None, None, None))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            ended = leaving.done()
+            leaving.cancel()
+            await asyncio.wait({leaving})
+            assert set(tasks()) <= before, f"after {steps} steps"
+            if ended:
+                break
+        else:
+            pytest.fail("it never ended in time")
+        assert (await group.status()).members == ()
+
+    async def test_an_error_of_on_revoked_is_raised_at_once(self, make_stream: Make, make_group: MakeGroup) -> None:
+        group = make_group(await make_stream(messages=5), partitions=2)
+
+        def fail(_: tuple[int, ...]) -> None:
+            raise ZeroDivisionError
+
+        begun = time.monotonic()
+        with pytest.raises(ZeroDivisionError):
+            async with group.join(on_revoked=fail) as member:
+                await take(member, 2)
+        assert time.monotonic() - begun < 10
+        status = await group.status()
+        assert status.members == ()
+        assert [(each.owner, each.position) for each in status.partitions] == [(None, 1), (None, 1)]
+
+    async def test_an_error_of_on_revoked_lets_the_others_take_over(
+        self, make_stream: Make, make_group: MakeGroup
+    ) -> None:
+        """Also while the loop of the member is busy."""
+        group = make_group(await make_stream(messages=5), partitions=4)
+
+        def fail(_: tuple[int, ...]) -> None:
+            raise ZeroDivisionError
+
+        async with group.join(on_revoked=fail) as member:
+            await take(member, 1)
+            async with group.join() as other:
+                await until(lambda: len(other.partitions) == 3)
+            with pytest.raises(ZeroDivisionError):
+                await anext(member)
+
+    async def test_an_error_that_the_caller_knows_is_not_raised_again(
+        self, make_stream: Make, make_group: MakeGroup
+    ) -> None:
+        group = make_group(await make_stream(messages=5), partitions=1)
+
+        def fail(_: tuple[int, ...]) -> None:
+            raise ZeroDivisionError
+
+        async with group.join(on_assigned=fail) as member:
+            with pytest.raises(ZeroDivisionError):
+                await anext(member)
+
+    async def test_on_revoked_may_take_longer_than_patience(self, make_stream: Make, make_group: MakeGroup) -> None:
+        group = make_group(await make_stream(messages=5), partitions=2, patience=0.5)
+        done: list[tuple[int, ...]] = []
+
+        async def flush(numbers: tuple[int, ...]) -> None:
+            await asyncio.sleep(1.0)
+            done.append(numbers)
+
+        async with group.join(on_revoked=flush) as member:
+            await take(member, 5)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(anext(member), 0.1)
+        assert done == [(0, 1)]
+        assert await positions(group) == [6, 6]
+
+    async def test_what_cannot_be_handed_over_is_said(
+        self, make_stream: Make, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async with breakable_server() as (server, js), asyncio.timeout(60):
+            group = Group(js, "S", "g", partitions=1, bucket="B", heartbeat=0.5, patience=0.5, poll=0.05)
+            async with group.join() as member:
+                await take(member, 1)
+                await asyncio.to_thread(server.pause)
+            assert "could not hand over" in caplog.text
+            await asyncio.to_thread(server.resume)
+
+    async def test_a_member_hands_over_as_soon_as_its_client_is_connected_again(self) -> None:
+        async with breakable_server() as (server, js), asyncio.timeout(60):
+            group = Group(js, "S", "g", partitions=1, bucket="B", poll=0.05)
+            revoked: list[int] = []
+            async with group.join(on_revoked=revoked.extend) as member:
+                await take(member, 1)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(anext(member), 0.1)
+                await asyncio.to_thread(server.restart)
+                await until(lambda: not js._nc.is_connected)
+            assert revoked == [0]
+            status = await group.status()
+            assert status.members == ()
+            assert [(each.owner, each.position) for each in status.partitions] == [(None, 2)]
+
+    async def test_a_closed_connection_is_said(self, caplog: pytest.LogCaptureFixture) -> None:
+        async with breakable_server() as (_, js), asyncio.timeout(60):
+            group = Group(js, "S", "g", partitions=1, bucket="B", poll=0.05)
+            async with group.join() as member:
+                await take(member, 1)
+                await js._nc.close()
+            assert "the connection was closed before the member left: partitions (0,)" in caplog.text
+
+    async def test_a_member_cannot_be_left_in_its_callback(self, make_stream: Make, make_group: MakeGroup) -> None:
+        group = make_group(await make_stream(messages=5), partitions=1)
+
+        async def leave(_: tuple[int, ...]) -> None:
+            await member.__aexit__(None, None, None)
+
+        member = group.join(on_assigned=leave)
+        async with member:
+            with pytest.raises(RuntimeError, match=r"cannot be left in one of its callbacks; call stop\(\)"):
+                await anext(member)
+
+    async def test_run_before_the_member_has_joined_changes_nothing(
+        self, make_stream: Make, make_group: MakeGroup
+    ) -> None:
+        member = make_group(await make_stream(messages=5), partitions=1).join()
+        with pytest.raises(RuntimeError, match="not open"):
+            await member.run(print)
+        async with member:
+            assert [it.seq for it in await take(member, 2)] == [1, 2]
+
+
+class TestCommitsInCallbacks:
+    async def test_a_task_that_a_callback_has_started_commits_everything(
+        self, make_stream: Make, make_group: MakeGroup
+    ) -> None:
+        group = make_group(await make_stream(messages=5), partitions=2)
+        gate = asyncio.Event()
+        started: list[asyncio.Task[None]] = []
+
+        async def commit() -> None:
+            await gate.wait()
+            await member.commit()
+
+        def start(_: tuple[int, ...]) -> None:
+            started.append(asyncio.ensure_future(commit()))
+
+        member = group.join(auto_commit=False, on_assigned=start)
+        async with member:
+            await take(member, 5)
+            gate.set()
+            await started[0]
+            assert await positions(group) == [6, 6]
+
+    async def test_on_assigned_may_commit(self, make_stream: Make, make_group: MakeGroup) -> None:
+        group = make_group(await make_stream(messages=5), partitions=2)
+        found: list[list[int | None]] = []
+
+        async def commit(numbers: tuple[int, ...]) -> None:
+            await member.commit()
+            found.append(await positions(group))
+
+        member = group.join(auto_commit=False, on_assigned=commit)
+        async with member:
+            await take(member, 5)
+            following = asyncio.ensure_future(anext(member))
+            async with group.join() as other:
+                await until(lambda: other.partitions)
+                (kept,) = member.partitions
+            await until(lambda: len(found) == 2)
+            following.cancel()
+        assert found[1][kept] == 6
+
+    async def test_a_callback_may_commit_another_member(self, make_stream: Make, make_group: MakeGroup) -> None:
+        stream = await make_stream(messages=5)
+        group, second = (make_group(stream, partitions=2, name=name) for name in "gh")
+        async with second.join(auto_commit=False) as other, asyncio.timeout(60):
+
+            async def commit(_: tuple[int, ...]) -> None:
+                await other.commit()
+
+            async with group.join(auto_commit=False, on_revoked=commit) as member:
+                await take(member, 5)
+                await take(other, 5)
+            assert await positions(second) == [6, 6]
+
+    @pytest.mark.parametrize("callback", ["on_revoked", "on_partitions_lost"])
+    async def test_a_commit_that_is_refused_after_a_loss_does_not_end_the_member(
+        self, make_stream: Make, make_group: MakeGroup, callback: str
+    ) -> None:
+        group = make_group(await make_stream(messages=5), partitions=1)
+        refused: list[BaseException] = []
+
+        async def commit(_: tuple[int, ...]) -> None:
+            try:
+                await member.commit()
+            except errors.FencedError as error:
+                refused.append(error)
+                raise
+
+        member = group.join(auto_commit=False, **{callback: commit})
+        async with member:
+            await take(member, 2)
+            lose_all(member)
+            await until(lambda: refused)
+            assert [it.seq for it in await take(member, 2)] == [1, 2]
+        assert "this member has lost them" in str(refused[0])
+
+    async def test_commit_raises_if_the_partition_of_the_message_in_hand_is_lost(
+        self, make_stream: Make, make_group: MakeGroup
+    ) -> None:
+        group = make_group(await make_stream(messages=5), partitions=1)
+        async with group.join(auto_commit=False) as member:
+            await take(member, 2)
+            lose_all(member)
+            with pytest.raises(errors.FencedError, match=r"partitions \[0\] were not stored"):
+                await member.commit()
+            assert await positions(group) == [1]
+            assert [it.seq for it in await take(member, 5)] == [1, 2, 3, 4, 5]
+            await member.commit()
+            assert await positions(group) == [6]
+
+
+class TestCallbacksThatHang:
+    async def test_one_for_lost_partitions_is_cancelled(
+        self, make_stream: Make, make_group: MakeGroup, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        group = make_group(await make_stream(messages=5), partitions=1)
+
+        async def hang(_: tuple[int, ...]) -> None:
+            await asyncio.Event().wait()
+
+        async with group.join(on_partitions_lost=hang, revoke_timeout=0.3) as member:
+            await take(member, 2)
+            lose_all(member)
+            assert [it.seq for it in await take(member, 2)] == [1, 2]
+        assert "the callback for the lost partitions (0,) was cancelled" in caplog.text
+
+    async def test_on_assigned_is_said(
+        self, make_stream: Make, make_group: MakeGroup, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        group = make_group(await make_stream(messages=5), partitions=1)
+        loaded = asyncio.Event()
+
+        async def load(_: tuple[int, ...]) -> None:
+            await loaded.wait()
+
+        async with group.join(on_assigned=load, revoke_timeout=0.1) as member:
+            await until(lambda: "on_assigned has not returned for 0.1 s; partitions (0,) wait for it" in caplog.text)
+            loaded.set()
+            await take(member, 1)
+
+    async def test_the_time_for_all_partitions_of_a_hand_over_is_one(
+        self, make_stream: Make, make_group: MakeGroup
+    ) -> None:
+        """Partitions whose handlers end one after the other share calls of `on_revoked`."""
+        group = make_group(await make_stream(messages=400), partitions=8)
+        revoked: list[tuple[int, ...]] = []
+        lost: list[int] = []
+
+        async def flush(numbers: tuple[int, ...]) -> None:
+            revoked.append(numbers)
+            await asyncio.sleep(0.4)
+
+        async def handle(message: StoredMsg) -> None:
+            await asyncio.sleep(0.05)
+
+        async with group.join(on_revoked=flush, on_partitions_lost=lost.extend, revoke_timeout=2.0) as member:
+            running = asyncio.ensure_future(member.run(handle))
+            await until(lambda: len(member.partitions) == 8)
+            member.stop()
+            await running
+        assert sorted(number for numbers in revoked for number in numbers) == list(range(8))
+        assert not lost
+        assert len(revoked) <= 3
+
+
+class TestLosses:
+    async def test_a_partition_begins_again_when_its_cancelled_handler_has_ended(
+        self, make_stream: Make, make_group: MakeGroup
+    ) -> None:
+        group = make_group(await make_stream(messages=3), partitions=1)
+        events: list[str] = []
+
+        async def handle(message: StoredMsg) -> None:
+            events.append(f"{message.seq} begins")
+            if len(events) == 1:
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    await asyncio.sleep(0.8)  # rolls back
+                    events.append("rolled back")
+
+        async with group.join() as member:
+            running = asyncio.ensure_future(member.run(handle))
+            await until(lambda: events)
+            lose_all(member)
+            await until(lambda: len(events) == 5)
+            member.stop()
+            await running
+        assert events == ["1 begins", "rolled back", "1 begins", "2 begins", "3 begins"]
+
+    async def test_a_cancelled_handler_that_goes_on_is_waited_for_up_to_a_limit(
+        self, make_stream: Make, make_group: MakeGroup, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        group = make_group(await make_stream(messages=1), partitions=1)
+        handled: list[int] = []
+        end = asyncio.Event()
+
+        async def handle(message: StoredMsg) -> None:
+            handled.append(message.seq)
+            while len(handled) == 1 and not end.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await end.wait()
+
+        async with group.join(revoke_timeout=0.3) as member:
+            running = asyncio.ensure_future(member.run(handle))
+            await until(lambda: handled)
+            lose_all(member)
+            await until(lambda: len(handled) == 2)
+            end.set()
+            member.stop()
+            await running
+        assert "a handler of partition 0 still runs, 0.3 s after it was cancelled" in caplog.text
+
+    async def test_a_handler_that_fails_because_it_was_cancelled_does_not_end_the_member(
+        self, make_stream: Make, make_group: MakeGroup, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        group = make_group(await make_stream(messages=3), partitions=1)
+        handled: list[int] = []
+
+        async def handle(message: StoredMsg) -> None:
+            handled.append(message.seq)
+            if len(handled) == 1:
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    raise OSError("the rollback failed") from None
+
+        async with group.join() as member:
+            running = asyncio.ensure_future(member.run(handle))
+            await until(lambda: handled)
+            lose_all(member)
+            await until(lambda: handled == [1, 1, 2, 3])
+            member.stop()
+            await running
+        assert "the handler of partition 0, which was lost, has failed: OSError('the rollback failed')" in caplog.text
+
+    async def test_a_commit_that_no_server_answers_does_not_end_the_iteration(self) -> None:
+        """Also the one that `every` asks for, during an outage longer than `patience`."""
+        async with breakable_server() as (server, js), asyncio.timeout(60):
+            await js.publish("S", b"2")
+            group = Group(js, "S", "g", partitions=1, bucket="B", heartbeat=2.0, patience=0.5, poll=0.05)
+            async with group.join(every=1) as member:
+                assert (await anext(member)).data == b"1"
+                await asyncio.to_thread(server.pause)
+                following = asyncio.ensure_future(anext(member))
+                await asyncio.sleep(1.5)
+                await asyncio.to_thread(server.resume)
+                assert (await following).data == b"2"
+
+
+async def test_run_is_refused_while_a_loop_has_a_message_in_hand(make_stream: Make, make_group: MakeGroup) -> None:
+    group = make_group(await make_stream(messages=3), partitions=1)
+    async with group.join() as member:
+        await anext(member)
+        with pytest.raises(RuntimeError, match="in the hands of a loop over this member"):
+            await member.run(print)
+        assert (await anext(member)).seq == 2
+
+
+async def test_a_member_that_joins_claims_only_its_share(
+    make_stream: Make, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch, js: JetStreamContext
+) -> None:
+    group = make_group(await make_stream(messages=3), partitions=8)
+    claims: list[tuple[str, int]] = []
+    claim_one = Session._claim_one
+
+    async def note(session: Session, claim: Any) -> Any:
+        claims.append((session.label, claim.partition))
+        return await claim_one(session, claim)
+
+    monkeypatch.setattr(Session, "_claim_one", note)
+    async with group.join(label="a") as first:
+        await until(lambda: len(first.partitions) == 8)
+        async with group.join(label="b") as second:
+            await until(lambda: len(second.partitions) == 4)
+            assert sorted(number for label, number in claims if label == "b") == list(second.partitions)
