@@ -16,12 +16,13 @@ from jetstream_ext.client.connection import open_bucket
 from jetstream_ext.client.retry import Retry, is_transient_read
 from jetstream_ext.errors import GroupActiveError
 from jetstream_ext.kv.reads import snapshot
+from jetstream_ext.log.callbacks import Callback, JoinOptions
 from jetstream_ext.log.group_plan import Plan
 from jetstream_ext.log.group_store import MOST_PARTITIONS, GroupStore, MemberRecord, PartitionRecord, Settings
 from jetstream_ext.log.lease import decode_key
 from jetstream_ext.log.member import Member
 from jetstream_ext.log.offsets import First, Last, New, Seq, StoredOffset, Time, epoch_of
-from jetstream_ext.log.session import Callback, JoinOptions, Session
+from jetstream_ext.log.session import Session
 from jetstream_ext.protocol.options import check_int, check_seconds
 from jetstream_ext.protocol.subjects import check_filter, check_name
 

@@ -12,11 +12,12 @@ from functools import partial
 from typing import Any, cast
 
 from jetstream_ext.client.connection import Context
+from jetstream_ext.log.callbacks import Callback, JoinOptions
 from jetstream_ext.log.dead_letter import DeadLetter, check_dead_letter
 from jetstream_ext.log.group import Group, plan_of
 from jetstream_ext.log.held import Held
 from jetstream_ext.log.member import PartitionReader
-from jetstream_ext.log.session import Callback, JoinOptions, Session
+from jetstream_ext.log.session import Session
 from jetstream_ext.log.worker import GroupHandler, Handler, Outputs, Worker
 from jetstream_ext.protocol.options import check_int, check_seconds
 from jetstream_ext.protocol.subjects import check_name, check_subject, covers
@@ -121,7 +122,7 @@ async def exactly_once_group(
             name=name,
             subject=f"{prefix}.{name}",
             epoch=session.settings.epoch,
-            breathe=session.breathe,
+            breathe=session.pauses.breathe,
         )
         held.stop = worker.stop
         await worker.run()

@@ -77,7 +77,7 @@ class Member:
         try:
             if session.current is not None and session.current.in_hand is not None:
                 await session.put_down(session.current)
-            await session.breathe()
+            await session.pauses.breathe()
             while True:
                 session.check()
                 if not session.is_valid():
@@ -229,6 +229,6 @@ async def _handle_each(session: Session, handler: MessageHandler, held: Held) ->
             if inspect.isawaitable(result):
                 await result
             await session.put_down(held)
-            await session.breathe()
+            await session.pauses.breathe()
             if not session.is_valid():
                 session.step()

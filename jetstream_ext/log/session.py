@@ -15,15 +15,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
-import inspect
 import math
 import os
 import socket
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
-from contextvars import ContextVar
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, Final, NoReturn
 
@@ -36,67 +32,25 @@ from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.client.retry import Retry, is_transient, is_transient_read
 from jetstream_ext.errors import FencedError
 from jetstream_ext.kv.table import KeyValueChange, Table
+from jetstream_ext.log.callbacks import Callbacks, JoinOptions
 from jetstream_ext.log.group_plan import Plan
 from jetstream_ext.log.group_store import GroupStore, MemberRecord, PartitionRecord, Settings
 from jetstream_ext.log.group_view import GroupView
 from jetstream_ext.log.held import BLOCK, Held
 from jetstream_ext.log.lane import Lane
+from jetstream_ext.log.pauses import Pauses
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.membership import Claim, Lose, Membership, Owner, Release, Revoke
-from jetstream_ext.protocol.options import check_int, check_seconds
 from jetstream_ext.text import get_logger
-
-Callback = Callable[[tuple[int, ...]], Awaitable[None] | None]
 
 _log = get_logger()
 
 
-@dataclass(slots=True, eq=False)
-class _Calling:
-    """A callback that is running."""
-
-    session: Session
-    committable: tuple[int, ...] | None  # the partitions that it may commit; None: all that the member has
-    running: bool = True  # a task that the callback has started may outlive it
-    refused: FencedError | None = None  # what its last commit has raised
-
-
-_calling: ContextVar[_Calling | None] = ContextVar("calling", default=None)
-
 _RETRY: Final = 0.1
-_BREATHE_EVERY: Final = 0.05
-# Seconds for which no handler begins, so that other tasks can run: usually, and while partitions move.
-_BREATH, _LONG_BREATH = 0.001, 0.005
 _LEAVE_TIMEOUT: Final = 1.0  # for each step, after an error or a cancellation
 _COMMITS_IN_FLIGHT: Final = 64
 # So many partitions without messages may store that their positions have moved, each time that positions are committed.
 _IDLE_COMMITS: Final = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinOptions:
-    """What a member was asked to do; see `Group.join`."""
-
-    label: str | None = None
-    on_assigned: Callback | None = None
-    on_revoked: Callback | None = None
-    on_partitions_lost: Callback | None = None
-    auto_commit: bool = True
-    every: int = 1000
-    seconds: float = 5.0
-    revoke_timeout: float = 60.0
-
-    def __post_init__(self) -> None:
-        if self.label is not None and not (isinstance(self.label, str) and self.label.isprintable() and self.label):
-            raise ValueError(f"label must be printable text, not {self.label!r}")
-        for name in ("on_assigned", "on_revoked", "on_partitions_lost"):
-            if (given := getattr(self, name)) is not None and not callable(given):
-                raise TypeError(f"{name} must be a function or None, not {given!r}")
-        if not isinstance(self.auto_commit, bool):
-            raise TypeError(f"auto_commit must be True or False, not {self.auto_commit!r}")
-        check_int(self.every, "every")
-        check_seconds(self.seconds, "seconds")
-        check_seconds(self.revoke_timeout, "revoke_timeout")
 
 
 class Session:
@@ -126,7 +80,7 @@ class Session:
         self._unused = asyncio.Event()  # leaving: no partition is worked on any more
         self._idle = asyncio.Event()  # every partition is given back, or cannot be
         self.ready: asyncio.Event = asyncio.Event()  # for the iteration
-        self._callbacks = asyncio.Lock()
+        self._callbacks = Callbacks(options, self.what)
         self._finished: list[Held] = []  # revoked, and to be handed over with the next call of `on_revoked`
         self._cancelled: dict[
             int, tuple[asyncio.Task[None], float]
@@ -135,11 +89,7 @@ class Session:
         self._records = 0  # so far, of all partitions
         self.current: Held | None = None  # of the message that the iteration has returned last
         self._loop: asyncio.AbstractEventLoop
-        self._breathed = 0.0  # when other tasks could last run
-        self._gate = asyncio.Event()  # closed while the key is being renewed
-        self._gate.set()
-        self._may_handle = asyncio.Event()  # cleared while handlers make room for other tasks
-        self._may_handle.set()
+        self.pauses: Pauses = Pauses(busy=lambda: bool(self._tasks))
         self._leaving = False
         self._stopping = False  # asked to leave, perhaps before it has joined
         self._departure: asyncio.Task[None] | None = None
@@ -187,7 +137,7 @@ class Session:
         """Leave the group; in a hurry, unless `clean`. Raises the member's error if the caller does not know it."""
         if self.closed:
             return
-        if self._running_callback() is not None:
+        if self._callbacks.running is not None:
             raise RuntimeError(f"{self.what} cannot be left in one of its callbacks; call stop() there")
         if self.current is not None:
             self.current.done.set()  # it stays in hand: only the caller knows whether it is handled
@@ -388,9 +338,9 @@ class Session:
         while True:
             begun = self._loop.time()
             pause = self.group.heartbeat
-            self._gate.clear()
             try:
-                await self._renew()
+                async with self.pauses.until_done():
+                    await self._renew()
                 self._failures = 0
             except Exception as error:
                 if not is_transient(error):
@@ -399,8 +349,6 @@ class Session:
                     _log.warning("%s cannot renew its key, and tries again: %s", self.what, error)
                 self._failures += 1
                 pause = min(_RETRY, pause)
-            finally:
-                self._gate.set()
             await asyncio.sleep(max(0.0, begun + pause - self._loop.time()) if not self._failures else pause)
 
     # -- partitions ---------------------------------------------------------------------------------------------------
@@ -454,17 +402,17 @@ class Session:
         claimed = [it for it in await gather_bounded(self._claim_one, claims, limit=_COMMITS_IN_FLIGHT) if it]
         if not claimed:
             return
-        async with self._callbacks:
+        async with self._callbacks.lock:
             owned = tuple(
                 sorted(it.partition for it, writer, _ in claimed if self._machine.holds(it.partition, writer.fence))
             )
             _log.debug("%s owns partitions %s", self.what, owned)
-            await self._call_assigned(owned)
+            await self._callbacks.assigned(owned)
             for claim, writer, position in claimed:
                 if self._machine.holds(claim.partition, writer.fence):
                     self._hold(claim, writer, position)
             lost = tuple(number for number in owned if number not in self.held)  # while the callback was running
-            await self._call_lost(lost)
+            await self._callbacks.lost(lost)
 
     async def _claim_one(self, claim: Claim) -> tuple[Claim, FencedWriter, int] | None:
         number, attempt = claim.partition, claim.attempt
@@ -620,7 +568,7 @@ class Session:
         with contextlib.suppress(TimeoutError):
             async with (
                 asyncio.timeout_at(until),
-                self._callbacks,
+                self._callbacks.lock,
             ):  # a claim of these partitions may wait for its callback
                 found = self._claimed_by(attempts)
         for held in found:
@@ -656,14 +604,14 @@ class Session:
         """Hand a partition over that is not worked on any more, together with others for which that holds meanwhile."""
         self._finished.append(held)
         await asyncio.sleep(0)
-        async with self._callbacks:
+        async with self._callbacks.lock:
             if held not in self._finished:
                 return
             finished, self._finished = self._finished, []
             mine = [each for each in finished if self.held.get(each.number) is each]
             try:
                 numbers = tuple(sorted(each.number for each in mine))
-                await self._call(self._options.on_revoked, numbers, committable=numbers)
+                await self._callbacks.revoked(numbers)
             except BaseException as error:
                 for each in mine:
                     if isinstance(error, Exception):
@@ -728,8 +676,8 @@ class Session:
             self._spawn(self._tell_loss(lost_numbers), "loss")
 
     async def _tell_loss(self, numbers: tuple[int, ...]) -> None:
-        async with self._callbacks:
-            await self._call_lost(numbers)
+        async with self._callbacks.lock:
+            await self._callbacks.lost(numbers)
 
     def _fenced(self, held: Held) -> None:
         """Another member has stored a record of this partition."""
@@ -752,65 +700,11 @@ class Session:
         self._records += 1
         return PartitionRecord(owner, position, self.settings.epoch, self.id, self._records).encode()
 
-    # -- callbacks ----------------------------------------------------------------------------------------------------
-
-    async def _call(
-        self, callback: Callback | None, partitions: tuple[int, ...], *, committable: tuple[int, ...] | None
-    ) -> None:
-        """Call a callback of the user. That a commit in it was refused because of lost partitions does not end the member."""
-        if callback is None or not partitions:
-            return
-        calling = _Calling(self, committable)
-        token = _calling.set(calling)
-        try:
-            result = callback(partitions)
-            if inspect.isawaitable(result):
-                await result
-        except FencedError as error:
-            if error is not calling.refused:
-                raise
-            _log.debug("%s", error)
-        finally:
-            calling.running = False
-            _calling.reset(token)
-
-    async def _call_assigned(self, partitions: tuple[int, ...]) -> None:
-        seconds = self._options.revoke_timeout
-        text = "%s: on_assigned has not returned for %g s; partitions %s wait for it"
-        warn = partial(_log.warning, text, self.what, seconds, partitions)
-        warning = None if seconds == math.inf else self._loop.call_later(seconds, warn)
-        try:
-            await self._call(self._options.on_assigned, partitions, committable=None)
-        finally:
-            if warning is not None:
-                warning.cancel()
-
-    async def _call_lost(self, partitions: tuple[int, ...]) -> None:
-        seconds = self._options.revoke_timeout
-        limit = asyncio.timeout(None if seconds == math.inf else seconds)
-        try:
-            async with limit:
-                callback = self._options.on_partitions_lost or self._options.on_revoked
-                await self._call(callback, partitions, committable=partitions)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            _log.warning(
-                "%s: the callback for the lost partitions %s was cancelled, because it had not returned after %g s",
-                self.what,
-                partitions,
-                seconds,
-            )
-
-    def _running_callback(self) -> _Calling | None:
-        calling = _calling.get()
-        return calling if calling is not None and calling.session is self and calling.running else None
-
     # -- positions ----------------------------------------------------------------------------------------------------
 
     async def commit(self) -> None:
         """Store the positions that the caller may store now; see `Member.commit`."""
-        calling = self._running_callback()
+        calling = self._callbacks.running
         if calling is not None:
             lost = await self._commit(of=calling.committable)
         else:
@@ -907,26 +801,6 @@ class Session:
                 self._lanes[which] = self._lanes.pop(which)  # the next block is another lane's
                 return held
         return None
-
-    async def breathe(self) -> None:
-        """Let other tasks run, between two messages: handlers that never await would keep the event loop from them.
-
-        No handler begins meanwhile, nor until a renewal of the member's key is answered.
-        """
-        while True:
-            while not self._may_handle.is_set():
-                await self._may_handle.wait()
-            if self._loop.time() - self._breathed <= _BREATHE_EVERY:
-                break
-            self._may_handle.clear()
-            try:
-                await asyncio.sleep(_LONG_BREATH if self._tasks else _BREATH)
-            finally:
-                self._breathed = self._loop.time()
-                self._may_handle.set()
-            await asyncio.sleep(0)  # those that wait go first
-        if not self._gate.is_set():
-            await self._gate.wait()
 
     def is_valid(self) -> bool:
         return self._machine.is_valid(self._loop.time())

@@ -1,0 +1,127 @@
+"""The options of a member of a group, and the calls of its callbacks."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+
+from jetstream_ext.errors import FencedError
+from jetstream_ext.protocol.options import check_int, check_seconds
+from jetstream_ext.text import get_logger
+
+Callback = Callable[[tuple[int, ...]], Awaitable[None] | None]
+
+_log = get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinOptions:
+    """What a member was asked to do; see `Group.join`."""
+
+    label: str | None = None
+    on_assigned: Callback | None = None
+    on_revoked: Callback | None = None
+    on_partitions_lost: Callback | None = None
+    auto_commit: bool = True
+    every: int = 1000
+    seconds: float = 5.0
+    revoke_timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.label is not None and not (isinstance(self.label, str) and self.label.isprintable() and self.label):
+            raise ValueError(f"label must be printable text, not {self.label!r}")
+        for name in ("on_assigned", "on_revoked", "on_partitions_lost"):
+            if (given := getattr(self, name)) is not None and not callable(given):
+                raise TypeError(f"{name} must be a function or None, not {given!r}")
+        if not isinstance(self.auto_commit, bool):
+            raise TypeError(f"auto_commit must be True or False, not {self.auto_commit!r}")
+        check_int(self.every, "every")
+        check_seconds(self.seconds, "seconds")
+        check_seconds(self.revoke_timeout, "revoke_timeout")
+
+
+@dataclass(slots=True, eq=False)
+class Calling:
+    """A callback that is running."""
+
+    callbacks: Callbacks
+    committable: tuple[int, ...] | None  # the partitions that it may commit; None: all that the member has
+    running: bool = True  # a task that the callback has started may outlive it
+    refused: FencedError | None = None  # what its last commit has raised
+
+
+_calling: ContextVar[Calling | None] = ContextVar("calling", default=None)
+
+
+class Callbacks:
+    """The callbacks of one member. Hold `lock` around each call: they are called one after the other."""
+
+    def __init__(self, options: JoinOptions, member: str) -> None:
+        self.lock: asyncio.Lock = asyncio.Lock()
+        self._options = options
+        self._member = member
+        self._seconds = options.revoke_timeout
+
+    @property
+    def running(self) -> Calling | None:
+        """The callback of this member in which the caller runs, if any."""
+        calling = _calling.get()
+        return calling if calling is not None and calling.callbacks is self and calling.running else None
+
+    async def assigned(self, partitions: tuple[int, ...]) -> None:
+        """Call `on_assigned`, which may take its time, but is said to."""
+        text = "%s: on_assigned has not returned for %g s; partitions %s wait for it"
+        warn = partial(_log.warning, text, self._member, self._seconds, partitions)
+        loop = asyncio.get_running_loop()
+        warning = None if self._seconds == math.inf else loop.call_later(self._seconds, warn)
+        try:
+            await self._call(self._options.on_assigned, partitions, committable=None)
+        finally:
+            if warning is not None:
+                warning.cancel()
+
+    async def revoked(self, partitions: tuple[int, ...]) -> None:
+        """Call `on_revoked`; the caller limits the time."""
+        await self._call(self._options.on_revoked, partitions, committable=partitions)
+
+    async def lost(self, partitions: tuple[int, ...]) -> None:
+        """Call what is to be called for lost partitions, for up to `revoke_timeout`."""
+        limit = asyncio.timeout(None if self._seconds == math.inf else self._seconds)
+        try:
+            async with limit:
+                callback = self._options.on_partitions_lost or self._options.on_revoked
+                await self._call(callback, partitions, committable=partitions)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            _log.warning(
+                "%s: the callback for the lost partitions %s was cancelled, because it had not returned after %g s",
+                self._member,
+                partitions,
+                self._seconds,
+            )
+
+    async def _call(
+        self, callback: Callback | None, partitions: tuple[int, ...], *, committable: tuple[int, ...] | None
+    ) -> None:
+        """Call one of them. That a commit in it was refused because of lost partitions does not end the member."""
+        if callback is None or not partitions:
+            return
+        calling = Calling(self, committable)
+        token = _calling.set(calling)
+        try:
+            result = callback(partitions)
+            if inspect.isawaitable(result):
+                await result
+        except FencedError as error:
+            if error is not calling.refused:
+                raise
+            _log.debug("%s", error)
+        finally:
+            calling.running = False
+            _calling.reset(token)
