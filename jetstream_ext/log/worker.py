@@ -42,13 +42,9 @@ from jetstream_ext.errors import (
     BadHeaderError,
     BadSubjectError,
     BatchServerError,
-    ErrorCode,
     FencedError,
     MaxPayloadError,
-    MessageTooLargeError,
     RequestTimeoutError,
-    Status,
-    StreamConfigMismatchError,
     batch_refusal,
 )
 from jetstream_ext.kv.bucket import Bucket
@@ -63,14 +59,14 @@ from jetstream_ext.log.offsets import (
     matches,
     writer_of,
 )
+from jetstream_ext.log.output_stream import check_dead_letter_subject, check_output_stream, is_of_outputs
 from jetstream_ext.log.reader import LogReader
 from jetstream_ext.log.takeover import Takeover
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.dead_letters import Attempts, describe, letter_headers, one_line
 from jetstream_ext.protocol.direct import StoredMsg
-from jetstream_ext.protocol.feature_table import ATOMIC, FENCED_BATCHES
 from jetstream_ext.protocol.options import check_int, check_message, check_seconds
-from jetstream_ext.protocol.subjects import check_name, check_subject, covers
+from jetstream_ext.protocol.subjects import check_name, check_subject
 from jetstream_ext.text import get_logger
 from jetstream_ext.types import NEVER, BatchMessage
 
@@ -392,9 +388,9 @@ class Worker:
 
     async def _prepare(self) -> None:
         state = await self._look()
-        _check_output_stream(state, self.subject, self.context.connection.server_version, may_vanish=self.may_vanish)
+        check_output_stream(state, self.subject, self.context.connection.server_version, may_vanish=self.may_vanish)
         if self.dead_letter is not None:
-            _check_dead_letters(state, self.dead_letter.subject, may_vanish=self.may_vanish)
+            check_dead_letter_subject(state, self.dead_letter.subject, may_vanish=self.may_vanish)
             self.attempts = Attempts(self.dead_letter.attempts, self.max_messages)
         await self._check_input()
         config = state.config
@@ -799,7 +795,7 @@ class Worker:
         except Exception as error:
             if isinstance(error, BatchServerError) and error.outcome == "not_stored" and not is_transient(error):
                 self.in_doubt = None
-            if attempts is None or not outputs or not _is_of_outputs(error, self.subject):
+            if attempts is None or not outputs or not is_of_outputs(error, self.subject):
                 raise
             self.in_doubt = None
             raise _OutputsRefusedError(error) from error
@@ -829,25 +825,6 @@ class _OutputsRefusedError(Exception):
         self.error = error
 
 
-# What a server refuses because of the stream or the account, whatever the message is.
-_OF_THE_STREAM: Final = frozenset({
-    ErrorCode.ACCOUNT_RESOURCES_EXCEEDED, ErrorCode.MEMORY_EXCEEDED, ErrorCode.NOT_ENABLED, ErrorCode.STORAGE_EXCEEDED,
-    ErrorCode.NOT_ENABLED_FOR_ACCOUNT, ErrorCode.STORE_FAILED, ErrorCode.STREAM_NOT_FOUND, ErrorCode.STREAM_SEALED,
-    ErrorCode.ATOMIC_DISABLED, ErrorCode.ATOMIC_MIRROR,
-})  # fmt: skip
-
-
-def _is_of_outputs(error: Exception, record: str) -> bool:
-    """Return whether a commit failed because of its outputs; `record` is the subject of the position."""
-    if isinstance(error, MessageTooLargeError) and error.subject == record:
-        return False
-    if isinstance(error, BatchServerError):
-        if error.outcome != "not_stored" or is_transient(error) or error.err_code in _OF_THE_STREAM:
-            return False
-        return (error.code or 0) < Status.INTERNAL_ERROR or error.err_code == ErrorCode.ROLLUP_REFUSED
-    return isinstance(error, TypeError | ValueError)  # raised before anything was sent
-
-
 def _fitting(parts: Sequence[tuple[list[BatchMessage], int]], limit: int | None) -> int:
     """Return how many of `parts` go into the next batch, at least 1."""
     if limit is None:
@@ -858,73 +835,3 @@ def _fitting(parts: Sequence[tuple[list[BatchMessage], int]], limit: int | None)
         if total > limit:
             return max(1, count)
     return len(parts)
-
-
-def _check_output_stream(state: StreamState, subject: str, server_version: str, *, may_vanish: bool) -> None:
-    """Raise an error unless a stream can hold the outputs and, on `subject`, the position of a worker."""
-    config = state.config
-    version = state.server_version or server_version
-    if not ATOMIC.at(state.api_level):
-        raise ATOMIC.unsupported(server_version=version, api_level=state.api_level, detail="nothing was stored")
-    FENCED_BATCHES.check(version, "nothing was stored")
-    state.check_sequences()
-    diff: dict[str, tuple[Any, Any]] = {}
-    advice: list[str] = []
-    if not config.get("allow_atomic"):
-        diff["allow_atomic"] = (True, False)
-        advice.append("enable allow_atomic (jetstream_ext.ensure_stream)")
-    if not state.stores(subject):
-        diff["subjects"] = ((*state.subjects, subject), state.subjects)
-        advice.append(f"add {subject!r} (or a wildcard that matches it) to its subjects")
-    transform = config.get("subject_transform") or {}
-    if transform and covers(str(transform.get("src") or ">"), subject):
-        diff["subject_transform"] = (None, transform)
-        advice.append(f"exclude {subject!r} from its subject_transform, which would store it under another subject")
-    if not may_vanish and (limits := _removing_limits(state)):
-        diff |= limits
-        advice.append(
-            f"remove its limits that can delete the position ({', '.join(limits)}), or set allow_msg_ttl (for max_age) or "
-            "discard='new' (for max_msgs and max_bytes), or pass position_may_vanish=True (a worker whose position is "
-            "deleted begins again at the reader's start)"
-        )
-    if diff:
-        raise StreamConfigMismatchError(
-            f"stream {state.name!r} cannot hold outputs and the position of a worker: {'; '.join(advice)}", diff=diff
-        )
-
-
-def _removing_limits(state: StreamState) -> dict[str, tuple[Any, Any]]:
-    """Return the limits of a stream that can remove the newest message of a subject, as wanted and actual values."""
-    config = state.config
-    found: dict[str, tuple[Any, Any]] = {}
-    if state.retention != "limits":
-        found["retention"] = ("limits", state.retention)
-    if state.max_age and not config.get("allow_msg_ttl"):
-        found["max_age"] = (0, config["max_age"])
-    if str(config.get("discard") or "old") == "old":
-        for name in ("max_msgs", "max_bytes"):
-            if (config.get(name) or -1) > 0:
-                found[name] = (-1, config[name])
-    return found
-
-
-def _check_dead_letters(state: StreamState, subject: str, *, may_vanish: bool) -> None:
-    """Raise an error unless a stream that can hold a worker's position keeps dead letters on `subject`."""
-    diff: dict[str, tuple[Any, Any]] = {}
-    advice: list[str] = []
-    transform = state.config.get("subject_transform") or {}
-    if not state.stores(subject):
-        diff["subjects"] = ((*state.subjects, subject), state.subjects)
-        advice.append(f"add {subject!r} (or a wildcard that matches it) to its subjects")
-    if transform and covers(str(transform.get("src") or ">"), subject):
-        diff["subject_transform"] = (None, transform)
-        advice.append(f"exclude {subject!r} from its subject_transform, which would store them under another subject")
-    if not may_vanish and (most := state.config.get("max_msgs_per_subject") or -1) > 0:
-        diff["max_msgs_per_subject"] = (-1, most)
-        advice.append(
-            "remove its max_msgs_per_subject, with which a dead letter replaces an earlier one, or pass position_may_vanish=True"
-        )
-    if diff:
-        raise StreamConfigMismatchError(
-            f"stream {state.name!r} cannot hold dead letters on {subject!r}: {'; '.join(advice)}", diff=diff
-        )
