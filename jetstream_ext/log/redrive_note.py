@@ -15,7 +15,7 @@ from jetstream_ext.protocol.numbers import json_number, json_text
 
 _VERSION: Final = 2
 _WITHOUT_WITNESS: Final = (
-    1  # the earlier version, which has the target's creation time in place of `NotedLetter.base_time`
+    1  # the earlier version, which has the target's creation time before `base` and no `base_time`
 )
 
 # The sequence and the time of a message, which identify it also if its stream is created again.
@@ -78,8 +78,9 @@ def decode_note(data: bytes) -> list[NotedLetter]:
 
 
 def _decode(version: int, row: Any) -> NotedLetter:
-    seq, time_ns, target, subject, *where, again = row
-    base, base_time = where if version == _VERSION else (where[1], None)
+    seq, time_ns, target, subject, base, base_time, again = row
+    if version == _WITHOUT_WITNESS:
+        base, base_time = base_time, None
     return NotedLetter(
         json_number(seq, "seq", low=1),
         json_number(time_ns, "time"),
