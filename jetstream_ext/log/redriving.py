@@ -2,16 +2,23 @@
 
 ::
 
-    note     store which letters are about to be sent, and the last sequence of each target stream
-    send     publish them, each with an id of its own ── no answer ──► look for the ids behind those sequences, send the rest
-    delete   delete the letters, and note that nothing is on its way
+    note     store which letters are about to be sent, and the last message of each target stream
+    send     publish them, each with a fence and an id of its own ── no answer ──► look for the ids, send the rest
+    delete   delete the letters, and note what is still unclear
 
 The note is a key of a bucket, fenced as a worker's position is. A call that finds the note of one that died looks for the
-letters in the target streams first: what is stored there is only deleted. A look begins with a message that the target's
-leader refuses, because the leader has processed by then what was sent before on the same connection. What another process has
-sent, and has not arrived, has an id that the leader knows for as long as its ``duplicate_window`` lasts. If the target has
-lost messages meanwhile, it is not known what it had: such letters are in doubt, and stay in the note until they are gone, or
-are sent again on request.
+letters in the target streams first: what is stored there is only deleted. A letter stays in the note until it is sent and
+deleted, so that each later look begins where the first one did.
+
+An attempt without an answer may arrive at any later time. Therefore each letter names the last sequence on its subject
+(``Nats-Expected-Last-Subject-Sequence``), read before the look that did not find it, or before the note: another call sends
+only what it has noted itself, and this one cannot store a note then. Of all attempts, the server stores the first one that
+arrives and refuses the others.
+
+A look begins with a message that the target's leader refuses, because the leader has processed by then what was sent before
+on the same connection. That a letter is absent is believed only of a leader that has no successor, and of a stream that has
+the message which was its last one when the letter was noted, and everything since. Otherwise the letter is in doubt. It is
+sent again only on request, and only if the target could be read.
 """
 
 from __future__ import annotations
@@ -27,7 +34,12 @@ from nats.js import JetStreamContext
 from nats.js.errors import APIError
 from nats.nuid import NUID
 
-from jetstream_ext.client.api import Api, gather_bounded, get_at_leader, settled_state, stream_state, wait_for_sequence
+from jetstream_ext.client.api import (
+    gather_bounded,
+    get_at_leader,
+    stream_state,
+    wait_for_sequence,
+)
 from jetstream_ext.client.connection import Context, open_bucket
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.client.retry import Retry, is_transient_read
@@ -39,8 +51,6 @@ from jetstream_ext.errors import (
     FencedError,
     HistoryUnavailableError,
     MaxPayloadError,
-    RequestTimeoutError,
-    ServerError,
     StreamConfigMismatchError,
     batch_refusal,
     server_error,
@@ -50,6 +60,8 @@ from jetstream_ext.kv.entries import operation
 from jetstream_ext.log.lease import encode_key
 from jetstream_ext.log.offsets import OffsetStore
 from jetstream_ext.log.reader import LogReader
+from jetstream_ext.log.redrive_fences import SubjectFences
+from jetstream_ext.log.redrive_letters import LetterStream
 from jetstream_ext.log.redrive_note import Key, NotedLetter, decode_note, encode_note, key_of, last_message
 from jetstream_ext.log.redrive_search import Copy, CopySearch, Look, can_fence
 from jetstream_ext.protocol.api import StreamState
@@ -109,7 +121,7 @@ class Redriven:
 
     Attributes:
         sent: Letters that this call has handed back.
-        found: Letters that an earlier call had handed back, and this one has deleted.
+        found: Letters that another call had handed back, and this one has deleted.
         left: Messages that are no dead letters, or cannot be sent as they were; they stay.
     """
 
@@ -192,12 +204,14 @@ async def drop(
 
     Requires: permission for ``STREAM.INFO``, ``DIRECT.GET`` and ``STREAM.MSG.DELETE`` of the stream.
     """
-    redriving = _Redriving(js, stream, timeout, patience)
+    check_name(stream, "stream name")
+    context = Context(js)
+    letters = LetterStream(context, stream, context.resolve_timeout(timeout), check_seconds(patience, "patience"))
     numbers = [check_sequence(seq, "seq") for seq in seqs]
-    await redriving.check_stream()
+    await letters.check()
     found: list[Key] = []
     for seq in numbers:
-        message = await redriving.get(seq)
+        message = await letters.get(seq)
         if message is not None and origin(message) is None:
             raise ValueError(
                 f"stream {stream!r}: message {seq} on {message.subject!r} is no dead letter; nothing was deleted"
@@ -205,7 +219,7 @@ async def drop(
         if message is not None:
             found.append(key_of(message))
     for key in found:
-        await redriving.delete(key)
+        await letters.delete(key)
     return len(found)
 
 
@@ -228,6 +242,12 @@ async def redrive(
     names begin with ``Nats-``), and so gets a new sequence in its stream. A call that is killed at any moment, and repeated
     at any later time, hands no letter back twice. Of several calls at the same time one continues.
 
+    An attempt without an answer may be held up, by a server that is suspended for example. When it arrives after another
+    attempt, the server refuses it, because each letter names the last sequence on its subject. Only within the target's
+    ``duplicate_window`` is it refused in three cases: the target removes the newest message of that subject meanwhile (a
+    work queue, or a limit); it has a ``subject_transform`` or ``allow_msg_counter``; or other producers store on the
+    subject so often that the server has refused the letter ten times in a row for that.
+
     ::
 
         done = await log.redrive(js, "TOTALS", "totals-dead")
@@ -240,21 +260,24 @@ async def redrive(
         to_stream: The stream that must store them; None is the one that the input comes from. Give the origin of a mirror if
             the worker read the mirror.
         max_messages: How many to hand back at most, from 1; None is all of them.
-        again: Hand a letter back although an earlier call may have done so, and its copy may be gone since (see Raises).
+        again: Hand a letter back although an earlier call may have done so, and its copy may be gone since (see Raises). A
+            letter whose target cannot be read stays.
         offsets: Where the call notes what it is about to send (one key per stream, in the bucket, which is created if it does
             not exist); None is ``OffsetStore(js)``.
         timeout: Seconds to wait for each answer; None is the context's own.
         patience: Seconds that transient errors may last.
 
     Raises:
-        HistoryUnavailableError: An earlier call did not end, and messages were removed from the target stream since, or it was
-            deleted, so that it is not known whether it had the letters that were sent. The others are handed back, and
-            these stay; `keys` are their subjects. Hand them back with ``again=True``, or `drop` them.
+        HistoryUnavailableError: An earlier call did not end, or an answer was lost, and it is not known whether the target
+            stream had the letters that were sent, because messages were removed from it since, the message that was its last one
+            is gone, it was deleted, or it cannot be read. The others are handed back, and these stay; `keys` are their
+            subjects. Repeat the call if the target could not be read; otherwise hand them back with ``again=True``, or
+            `drop` them.
         FencedError: Another call for this stream has begun since; it goes on.
         nats.js.errors.NoStreamResponseError, ServerError: No stream, or another one than the letter's, stores its subject, or it refuses the
             letter. This letter and those behind it stay.
-        StreamConfigMismatchError: The stream has ``deny_delete`` or is a mirror, or the bucket has a TTL; nothing was sent. Or a
-            target has ``no_ack``; its letter and those behind it stay.
+        StreamConfigMismatchError: The stream has ``deny_delete`` or is a mirror, or the bucket has a TTL or is in memory;
+            nothing was sent. Or a target has ``no_ack``; its letter and those behind it stay.
         nats.js.errors.NotFoundError, DirectGetDisabledError: A target does not exist, or has no ``allow_direct``; its letter and
             those behind it stay.
         BadSubjectError, ValueError, TypeError: Invalid argument; nothing was sent.
@@ -317,6 +340,7 @@ class _Redriving:
         self._to_stream = to_stream
         self._again = again
         self._last_seq = 0
+        self._letters = LetterStream(self._context, stream, self._timeout, self._patience)
         self._search = CopySearch(js, self._timeout, self._message_id)
         self._writer: FencedWriter
         # Letters that an earlier call or attempt may have sent; every note has them.
@@ -324,28 +348,12 @@ class _Redriving:
         self._looks: dict[Key, Look] = {}  # what is known about them
         self._wanted: dict[Key, NotedLetter] = {}  # those in doubt that this call was to hand back
         self._unread: set[str] = set()  # targets that could not be read when they were looked at once more
-        # The last sequence on a letter's subject from before it was known that the target does not have it. What this
-        # call has stored since on the subject is in `_stored`: the sequences that followed others.
-        self._fences: dict[Key, int] = {}
-        self._stored: dict[tuple[str, str, int], int] = {}
+        self._fences = SubjectFences()
         self._id = NUID().next().decode()
         self._notes = 0
 
     async def check_stream(self) -> None:
-        state = await self._state(self._stream)
-        state.check_direct_reads(self._context.connection.server_version)
-        if state.config.get("deny_delete"):
-            raise StreamConfigMismatchError(
-                f"stream {self._stream!r} has deny_delete, so its dead letters cannot be deleted; nothing was sent or deleted",
-                diff={"deny_delete": (False, True)},
-            )
-        if state.origin:
-            raise StreamConfigMismatchError(
-                f"stream {self._stream!r} is a mirror, and deleting its copies leaves the dead letters in stream "
-                f"{state.origin.get('name')!r}; name that one; nothing was sent or deleted",
-                diff={"mirror": (None, state.origin.get("name"))},
-            )
-        self._last_seq = state.last_seq
+        self._last_seq = (await self._letters.check()).last_seq
 
     # -- the note -----------------------------------------------------------------------------------------------------
 
@@ -365,7 +373,7 @@ class _Redriving:
         stored = await self._writer.read()
         if stored is None or operation(stored.headers)[0] != "PUT":
             return
-        noted = [letter for letter in self._decode(stored) if await self._find(letter.key) is not None]
+        noted = [letter for letter in self._decode(stored) if await self._letters.find(letter.key) is not None]
         self._suspect = {letter.key: letter for letter in noted}  # the others were sent and deleted, or dropped
         await self._store_note([])  # the other call, if it runs, sends nothing after what it is sending
         await self._look_patiently(noted)
@@ -392,12 +400,12 @@ class _Redriving:
             mine = [letter for letter in letters if letter.target == target]
             try:
                 retry = Retry(self._patience, transient=is_transient_read)
-                self._looks |= await retry.call(lambda: self._look(mine))
+                self._looks.update(await retry.call(lambda: self._look(mine)))
             except nats.errors.Error as error:
                 if not self._context.connection.usable:
                     raise
                 _log.warning("stream %r: it is not known what stream %r has: %s", self._stream, target, error)
-                self._looks |= {letter.key: Look(Copy.UNREAD) for letter in mine}
+                self._looks.update({letter.key: Look(Copy.UNREAD) for letter in mine})
 
         targets = sorted({letter.target for letter in letters})
         await gather_bounded(look, targets, limit=len(targets))  # all at once, so that all together take one patience
@@ -413,7 +421,6 @@ class _Redriving:
     def _forget(self, key: Key) -> None:
         self._suspect.pop(key, None)
         self._looks.pop(key, None)
-        self._fences.pop(key, None)
 
     def _decode(self, stored: StoredMsg) -> list[NotedLetter]:
         try:
@@ -459,7 +466,7 @@ class _Redriving:
         for position, seq in enumerate(seqs, 1):
             if most is not None and self.sent >= most:
                 return
-            message = await self.get(seq)
+            message = await self._letters.get(seq)
             if message is not None and covers(subject, message.subject):
                 found.append(message)
             size = _GROUP if most is None else min(_GROUP, most - self.sent)
@@ -474,7 +481,10 @@ class _Redriving:
         unread = {key for key in self._wanted if self._looks[key].copy is Copy.UNREAD}
         reasons: list[str] = []
         for keys, why in (
-            (self._wanted.keys() - unread, "has lost messages since: hand them back with again=True, or drop them"),
+            (
+                self._wanted.keys() - unread,
+                "has lost messages since, or may have: hand them back with again=True, or drop them",
+            ),
             (unread, "cannot be read: repeat the call, or drop them"),
         ):
             if keys:
@@ -572,10 +582,11 @@ class _Redriving:
                 if look is None or look.fence is None or self._suspect[letter.key].target != target:
                     unknown.append(letter)
                 else:
-                    self._fences[letter.key] = look.fence
+                    self._fences.set(letter, look.fence)
             if unknown:
                 fences = await self._last_sequences(unknown)
-                self._fences |= {letter.key: fences[letter.subject] for letter in unknown}
+                for letter in unknown:
+                    self._fences.set(letter, fences[letter.subject])
 
     async def _last_sequences(self, letters: Sequence[NotedLetter]) -> dict[str, int]:
         """Return the last sequence on the subject of each of some letters of one target."""
@@ -615,7 +626,7 @@ class _Redriving:
                         return self._count(sent=unanswered)
                     if look.copy is not Copy.ABSENT:
                         return self._keep(letter, look)
-                    self._set_fence(letter, look.fence, refusals)
+                    self._fences.set(letter, look.fence if refusals < _REFUSALS_IN_A_ROW else None)
                     uncertain = False
                 outcome = await self._publish(letter)
                 if outcome is _Outcome.MOVED_ON:
@@ -656,19 +667,6 @@ class _Redriving:
         self._looks[letter.key] = look
         return False
 
-    def _fence(self, letter: NotedLetter) -> int | None:
-        """Return the last sequence that a letter's subject must have, or None: after too many refusals, it has no fence."""
-        fence = self._fences.get(letter.key)
-        while fence is not None and (following := self._stored.get((letter.target, letter.subject, fence))) is not None:
-            fence = following
-        return fence
-
-    def _set_fence(self, letter: NotedLetter, fence: int | None, refusals: int) -> None:
-        if fence is None or refusals >= _REFUSALS_IN_A_ROW:
-            self._fences.pop(letter.key, None)
-        else:
-            self._fences[letter.key] = fence
-
     async def _move_fence(self, group: Sequence[NotedLetter], position: int, refusals: int) -> None:
         """Follow another producer on the subject of a letter that this call alone may send."""
         letter = group[position]
@@ -676,7 +674,7 @@ class _Redriving:
         await self._store_note(group)  # no other call has sent these letters before this
         for other in group[position:]:
             if (other.target, other.subject) == (letter.target, letter.subject) and other.key not in self._suspect:
-                self._set_fence(other, fence, refusals if other is letter else 0)
+                self._fences.set(other, fence if other is not letter or refusals < _REFUSALS_IN_A_ROW else None)
 
     async def _end(self, done: Sequence[NotedLetter]) -> None:
         """Delete what was sent; what was not is no longer noted, unless an earlier call may have sent it."""
@@ -687,7 +685,7 @@ class _Redriving:
         await self._store_note([])
 
     async def _publish(self, letter: NotedLetter) -> _Outcome:
-        message = await self._find(letter.key)
+        message = await self._letters.find(letter.key)
         found = None if message is None else origin(message)
         if message is None or found is None:
             return _Outcome.GONE
@@ -695,7 +693,7 @@ class _Redriving:
         if letter.again:  # the server must not take it for a copy of the one that may be gone
             message_id += f"/{letter.again}"
         headers = sendable_headers(found.headers) | {MSG_ID: message_id, EXPECTED_STREAM: letter.target}
-        fence = self._fence(letter)
+        fence = self._fences[letter]
         if fence is not None:
             headers[EXPECTED_LAST_SUBJECT_SEQ] = str(fence)
         what = f"the ack of dead letter {letter.seq}"
@@ -718,55 +716,16 @@ class _Redriving:
             copy = await get_at_leader(self._context, letter.target, {"seq": ack.seq}, self._timeout)
             known = copy is not None and copy.headers.get(MSG_ID) == message_id
             return _Outcome.DUPLICATE if known else _Outcome.FORGOTTEN
-        if fence is not None:
-            self._stored[letter.target, letter.subject, fence] = ack.seq
+        self._fences.stored(letter, ack.seq)
         return _Outcome.STORED
 
     def _message_id(self, letter: NotedLetter) -> str:
         return f"redrive:{self._stream}:{letter.seq}:{letter.time_ns}"
 
-    # -- the letters' stream ------------------------------------------------------------------------------------------
-
-    async def get(self, seq: int) -> StoredMsg | None:
-        retry = Retry(self._patience)
-        return await retry.call(lambda: self._get(seq))
-
-    async def _get(self, seq: int) -> StoredMsg | None:
-        return await get_at_leader(self._context, self._stream, {"seq": seq}, self._timeout)
-
-    async def _find(self, key: Key) -> StoredMsg | None:
-        """Return a letter, or None if it was deleted, or if another message has its sequence in a stream created again."""
-
-        async def find() -> StoredMsg | None:
-            message = await self._get(key[0])
-            if message is None:
-                # A new leader may still have to apply the letter, and a former one may not know of it.
-                state = await settled_state(lambda: stream_state(self._context, self._stream, self._timeout), key[0])
-                if not state.leader_is_certain:
-                    raise RequestTimeoutError(
-                        f"stream {self._stream!r}: its leader has not heard from the other servers lately, so it is not known whether "
-                        f"dead letter {key[0]} is stored"
-                    )
-                message = await self._get(key[0])
-            return message if message is not None and key_of(message) == key else None
-
-        return await Retry(self._patience).call(find)
+    # -- streams ------------------------------------------------------------------------------------------------------
 
     async def delete(self, key: Key) -> None:
-        """Delete a dead letter; another message that has its sequence now, in a stream that was created again, stays."""
-        seq = key[0]
-
-        async def attempt() -> None:
-            if await self._find(key) is None:
-                return
-            try:
-                body = {"seq": seq, "no_erase": True}
-                await Api(self._context, self._timeout).ask(f"STREAM.MSG.DELETE.{self._stream}", body, repeat=True)
-            except ServerError:
-                if await self._get(seq) is not None:  # else an earlier request has deleted it
-                    raise
-
-        await Retry(self._patience).call(attempt)
+        await self._letters.delete(key)
 
     async def _state(self, stream: str) -> StreamState:
         return await Retry(self._patience).call(lambda: stream_state(self._context, stream, self._timeout))
