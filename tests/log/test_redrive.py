@@ -26,8 +26,8 @@ from jetstream_ext.log import (
     drop,
     exactly_once,
     redrive,
+    redrive_letters,
     redrive_search,
-    redriving,
 )
 from jetstream_ext.log.redrive_search import can_fence
 from jetstream_ext.log.redriving import _Redriving
@@ -773,7 +773,7 @@ async def test_a_letter_that_a_new_leader_does_not_know_yet_is_not_forgotten(
 ) -> None:
     stream, dead, _ = await bury(3)
     await die_before_the_deletes(js, stream, dead, offsets, monkeypatch)
-    get, asked = redriving.get_at_leader, set[int]()
+    get, asked = redrive_letters.get_at_leader, set[int]()
 
     async def get_late(context: Context, name: str, request: Any, timeout: float) -> StoredMsg | None:
         if name == stream and request["seq"] not in asked:
@@ -781,7 +781,7 @@ async def test_a_letter_that_a_new_leader_does_not_know_yet_is_not_forgotten(
             return None
         return await get(context, name, request, timeout)
 
-    monkeypatch.setattr(redriving, "get_at_leader", get_late)
+    monkeypatch.setattr(redrive_letters, "get_at_leader", get_late)
     assert await redrive(js, stream, dead, offsets=offsets) == Redriven(sent=0, found=3, left=0)
     assert await stored(js, stream, dead) == []
 
