@@ -393,8 +393,8 @@ class _Redriving:
                 diff={"storage": ("file", "memory")},
             )
 
-    async def _look_patiently(self, letters: Sequence[NotedLetter]) -> None:
-        """Look for copies, and delete the letters that have one; a target that cannot be read holds up no others."""
+    async def _look_patiently(self, letters: Sequence[NotedLetter]) -> set[Key]:
+        """Look for copies; delete and return the letters that have one. A target that cannot be read holds up no others."""
 
         async def look(target: str) -> None:
             mine = [letter for letter in letters if letter.target == target]
@@ -409,11 +409,12 @@ class _Redriving:
 
         targets = sorted({letter.target for letter in letters})
         await gather_bounded(look, targets, limit=len(targets))  # all at once, so that all together take one patience
-        for letter in letters:
-            if self._looks[letter.key].copy is Copy.FOUND:
-                await self.delete(letter.key)
-                self._forget(letter.key)
-                self.found += 1
+        found = {letter.key for letter in letters if self._looks[letter.key].copy is Copy.FOUND}
+        for key in sorted(found):
+            await self.delete(key)
+            self._forget(key)
+            self.found += 1
+        return found
 
     async def _look(self, letters: Sequence[NotedLetter]) -> dict[Key, Look]:
         return await self._search.look(letters)
@@ -478,7 +479,7 @@ class _Redriving:
         """Raise HistoryUnavailableError if this call could not hand letters back."""
         if not self._wanted:
             return
-        unread = {key for key in self._wanted if self._looks[key].copy is Copy.UNREAD}
+        unread = {key for key in self._wanted if self._is_unread(key)}
         reasons: list[str] = []
         for keys, why in (
             (
@@ -503,8 +504,7 @@ class _Redriving:
         return self._looks[key].copy is not Copy.ABSENT or bool(self._suspect[key].again)
 
     async def _send_group(self, messages: Sequence[StoredMsg]) -> None:
-        if self._again:
-            await self._look_once_more([key_of(message) for message in messages])
+        deleted = await self._look_once_more([key_of(message) for message in messages]) if self._again else set()
         letters: list[NotedLetter] = []
         states: dict[str, StreamState] = {}
         failure: Exception | None = None
@@ -521,9 +521,9 @@ class _Redriving:
                 )
                 continue
             look = self._looks.get(key)
-            if look is not None and look.copy is Copy.FOUND:
+            if key in deleted:
                 continue
-            if look is not None and self._in_doubt(key) and (not self._again or look.copy is Copy.UNREAD):
+            if look is not None and self._in_doubt(key) and (not self._again or self._is_unread(key)):
                 self._wanted[key] = self._suspect[key]
                 continue
             target = self._to_stream or found.stream
@@ -541,15 +541,16 @@ class _Redriving:
         if failure is not None:
             raise failure
 
-    async def _look_once_more(self, keys: Sequence[Key]) -> None:
-        """Look again for letters that could not be found, before they are sent again."""
+    async def _look_once_more(self, keys: Sequence[Key]) -> set[Key]:
+        """Look again for letters in doubt, before they are sent again; delete and return those that have a copy."""
         doubtful = [self._suspect[key] for key in keys if self._in_doubt(key)]
         letters = [letter for letter in doubtful if letter.target not in self._unread]
-        if letters:
-            await self._look_patiently(letters)
-            self._unread |= {
-                it.target for it in letters if it.key in self._looks and self._looks[it.key].copy is Copy.UNREAD
-            }
+        found = await self._look_patiently(letters)
+        self._unread |= {it.target for it in letters if it.key not in found and self._is_unread(it.key)}
+        return found
+
+    def _is_unread(self, key: Key) -> bool:
+        return self._looks[key].copy is Copy.UNREAD
 
     def _letter(self, message: StoredMsg, subject: str, target: str, state: StreamState) -> NotedLetter:
         """Return a letter as it is noted before it is sent."""
