@@ -240,10 +240,10 @@ async def check_same_stream(
         return now
     why = "the messages that would show whether it is the same stream are gone, so it counts as another one"
     for seq, time in before.ends:
-        found = await get_at_leader(where, before.name, {"seq": seq}, timeout)
-        if found is not None and found.time == time:
+        stored = await still_stores(where, now, (seq, time), timeout)
+        if stored:
             return now
-        if found is not None:
+        if stored is not None:
             why = f"it was deleted and created again, or lost everything, because its message {seq} was stored at another time"
             break
     else:
@@ -257,6 +257,17 @@ async def check_same_stream(
         expected=before.created,
         found=now.created,
     )
+
+
+async def still_stores(
+    where: Context | Api, state: StreamState, witness: tuple[int, datetime], timeout: float | None = None
+) -> bool | None:
+    """Return whether a stream has a message at a sequence that was stored at a time; None if it has none there any more."""
+    if witness in state.ends:
+        return True
+    seq, time = witness
+    found = await get_at_leader(where, state.name, {"seq": seq}, timeout)
+    return None if found is None else found.time == time
 
 
 async def settled_state(

@@ -2,45 +2,55 @@
 
 ::
 
-    note     store which letters are about to be sent, and the last sequence of each target stream
-    send     publish them, each with an id of its own ── no answer ──► look for the ids behind those sequences, send the rest
-    delete   delete the letters, and note that nothing is on its way
+    note     store which letters are about to be sent, and the last message of each target stream
+    send     publish them, each with a fence and an id of its own ── no answer ──► look for the ids, send the rest
+    delete   delete the letters, and note what is still unclear
 
 The note is a key of a bucket, fenced as a worker's position is. A call that finds the note of one that died looks for the
-letters in the target streams first: what is stored there is only deleted. A look begins with a message that the target's
-leader refuses, because the leader has processed by then what was sent before on the same connection. What another process has
-sent, and has not arrived, has an id that the leader knows for as long as its ``duplicate_window`` lasts. If the target has
-lost messages meanwhile, it is not known what it had: such letters are in doubt, and stay in the note until they are gone, or
-are sent again on request.
+letters in the target streams first: what is stored there is only deleted. A letter stays in the note until it is sent and
+deleted, so that each later look begins where the first one did.
+
+An attempt without an answer may arrive at any later time. Therefore each letter names the last sequence on its subject
+(``Nats-Expected-Last-Subject-Sequence``), read before the look that did not find it, or before the note: another call sends
+only what it has noted itself, and this one cannot store a note then. Of all attempts, the server stores the first one that
+arrives and refuses the others.
+
+A look begins with a message that the target's leader refuses, because the leader has processed by then what was sent before
+on the same connection. That a letter is absent is believed only of a leader that has no successor, and of a stream that has
+the message which was its last one when the letter was noted, and everything since. Otherwise the letter is in doubt. It is
+sent again only on request, and only if the target could be read.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import enum
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import nats.errors
-import orjson
 from nats.js import JetStreamContext
-from nats.js.errors import APIError, NotFoundError
+from nats.js.errors import APIError
 from nats.nuid import NUID
 
-from jetstream_ext.client.api import Api, get_at_leader, stream_state, wait_for_sequence
+from jetstream_ext.client.api import (
+    gather_bounded,
+    get_at_leader,
+    stream_state,
+    wait_for_sequence,
+)
 from jetstream_ext.client.connection import Context, open_bucket
-from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.client.retry import Retry, is_transient_read
 from jetstream_ext.errors import (
     BadHeaderError,
     BadSubjectError,
     BatchServerError,
+    ErrorCode,
     FencedError,
     HistoryUnavailableError,
     MaxPayloadError,
-    ServerError,
     StreamConfigMismatchError,
     batch_refusal,
     server_error,
@@ -50,20 +60,23 @@ from jetstream_ext.kv.entries import operation
 from jetstream_ext.log.lease import encode_key
 from jetstream_ext.log.offsets import OffsetStore
 from jetstream_ext.log.reader import LogReader
-from jetstream_ext.protocol.api import StreamState, recreated
+from jetstream_ext.log.redrive_fences import SubjectFences
+from jetstream_ext.log.redrive_letters import LetterStream
+from jetstream_ext.log.redrive_note import Key, NotedLetter, decode_note, encode_note, key_of, last_message
+from jetstream_ext.log.redrive_search import Copy, CopySearch, Look, can_fence
+from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.dead_letters import origin, sendable_headers
 from jetstream_ext.protocol.direct import StoredMsg
-from jetstream_ext.protocol.fence import mark_headers, marked_seq
-from jetstream_ext.protocol.headers import EXPECTED_STREAM, MSG_ID
-from jetstream_ext.protocol.numbers import json_number, json_text
+from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ, EXPECTED_STREAM, MSG_ID
 from jetstream_ext.protocol.options import check_int, check_seconds, check_sequence
 from jetstream_ext.protocol.subjects import check_filter, check_name, covers
 from jetstream_ext.text import get_logger
 
 _log = get_logger()
 
-_VERSION: Final = 1
 _GROUP: Final = 100  # letters under one note
+_REFUSALS_IN_A_ROW: Final = 10  # of a letter by its fence: then other producers store on its subject all the time
+_WRONG_LAST_SEQUENCE: Final = (ErrorCode.WRONG_LAST_SEQUENCE, ErrorCode.WRONG_LAST_SEQUENCE_CONSTANT)
 # After these a letter is not stored, and will not be.
 _REFUSALS: Final = (BatchServerError, BadSubjectError, BadHeaderError, MaxPayloadError)
 
@@ -108,7 +121,7 @@ class Redriven:
 
     Attributes:
         sent: Letters that this call has handed back.
-        found: Letters that an earlier call had handed back, and this one has deleted.
+        found: Letters that another call had handed back, and this one has deleted.
         left: Messages that are no dead letters, or cannot be sent as they were; they stay.
     """
 
@@ -191,20 +204,22 @@ async def drop(
 
     Requires: permission for ``STREAM.INFO``, ``DIRECT.GET`` and ``STREAM.MSG.DELETE`` of the stream.
     """
-    redriving = _Redriving(js, stream, timeout, patience)
+    check_name(stream, "stream name")
+    context = Context(js)
+    letters = LetterStream(context, stream, context.resolve_timeout(timeout), check_seconds(patience, "patience"))
     numbers = [check_sequence(seq, "seq") for seq in seqs]
-    await redriving.check_stream()
-    found: list[_Key] = []
+    await letters.check()
+    found: list[Key] = []
     for seq in numbers:
-        message = await redriving.get(seq)
+        message = await letters.get(seq)
         if message is not None and origin(message) is None:
             raise ValueError(
                 f"stream {stream!r}: message {seq} on {message.subject!r} is no dead letter; nothing was deleted"
             )
         if message is not None:
-            found.append(_key(message))
+            found.append(key_of(message))
     for key in found:
-        await redriving.delete(key)
+        await letters.delete(key)
     return len(found)
 
 
@@ -227,6 +242,12 @@ async def redrive(
     names begin with ``Nats-``), and so gets a new sequence in its stream. A call that is killed at any moment, and repeated
     at any later time, hands no letter back twice. Of several calls at the same time one continues.
 
+    An attempt without an answer may be held up, by a server that is suspended for example. When it arrives after another
+    attempt, the server refuses it, because each letter names the last sequence on its subject. Only within the target's
+    ``duplicate_window`` is it refused in three cases: the target removes the newest message of that subject meanwhile (a
+    work queue, or a limit); it has a ``subject_transform`` or ``allow_msg_counter``; or other producers store on the
+    subject so often that the server has refused the letter ten times in a row for that.
+
     ::
 
         done = await log.redrive(js, "TOTALS", "totals-dead")
@@ -239,21 +260,24 @@ async def redrive(
         to_stream: The stream that must store them; None is the one that the input comes from. Give the origin of a mirror if
             the worker read the mirror.
         max_messages: How many to hand back at most, from 1; None is all of them.
-        again: Hand a letter back although an earlier call may have done so, and its copy may be gone since (see Raises).
+        again: Hand a letter back although an earlier call may have done so, and its copy may be gone since (see Raises). A
+            letter whose target cannot be read stays.
         offsets: Where the call notes what it is about to send (one key per stream, in the bucket, which is created if it does
             not exist); None is ``OffsetStore(js)``.
         timeout: Seconds to wait for each answer; None is the context's own.
         patience: Seconds that transient errors may last.
 
     Raises:
-        HistoryUnavailableError: An earlier call did not end, and messages were removed from the target stream since, or it was
-            deleted, so that it is not known whether it had the letters that were sent. The others are handed back, and
-            these stay; `keys` are their subjects. Hand them back with ``again=True``, or `drop` them.
+        HistoryUnavailableError: An earlier call did not end, or an answer was lost, and it is not known whether the target
+            stream had the letters that were sent, because messages were removed from it since, the message that was its last one
+            is gone, it was deleted, or it cannot be read. The others are handed back, and these stay; `keys` are their
+            subjects. Repeat the call if the target could not be read; otherwise hand them back with ``again=True``, or
+            `drop` them.
         FencedError: Another call for this stream has begun since; it goes on.
         nats.js.errors.NoStreamResponseError, ServerError: No stream, or another one than the letter's, stores its subject, or it refuses the
             letter. This letter and those behind it stay.
-        StreamConfigMismatchError: The stream has ``deny_delete`` or is a mirror, or the bucket has a TTL; nothing was sent. Or a
-            target has ``no_ack``; its letter and those behind it stay.
+        StreamConfigMismatchError: The stream has ``deny_delete`` or is a mirror, or the bucket has a TTL or is in memory;
+            nothing was sent. Or a target has ``no_ack``; its letter and those behind it stay.
         nats.js.errors.NotFoundError, DirectGetDisabledError: A target does not exist, or has no ``allow_direct``; its letter and
             those behind it stay.
         BadSubjectError, ValueError, TypeError: Invalid argument; nothing was sent.
@@ -281,29 +305,14 @@ async def redrive(
     return Redriven(redriving.sent, redriving.found, redriving.left)
 
 
-# The sequence and the time of a message, which identify it also if its stream is created again.
-_Key = tuple[int, int]
+class _Outcome(enum.Enum):
+    """What an attempt to hand a letter back has done."""
 
-
-def _key(message: StoredMsg) -> _Key:
-    return message.seq, message.time_ns
-
-
-@dataclass(frozen=True, slots=True)
-class _Letter:
-    """A dead letter that is handed back."""
-
-    seq: int
-    time_ns: int
-    target: str
-    subject: str
-    created: str  # the target, when the letter was noted for the first time
-    base: int  # its last sequence then
-    again: str  # of the call that has sent it again although it was in doubt; or empty
-
-    @property
-    def key(self) -> _Key:
-        return self.seq, self.time_ns
+    STORED = enum.auto()
+    DUPLICATE = enum.auto()  # its target had a copy of an earlier attempt
+    MOVED_ON = enum.auto()  # refused: its subject has a newer message than the fence
+    FORGOTTEN = enum.auto()  # refused as the duplicate of a copy that its target has not any more
+    GONE = enum.auto()  # the letter was deleted meanwhile
 
 
 class _Redriving:
@@ -331,28 +340,20 @@ class _Redriving:
         self._to_stream = to_stream
         self._again = again
         self._last_seq = 0
+        self._letters = LetterStream(self._context, stream, self._timeout, self._patience)
+        self._search = CopySearch(js, self._timeout, self._message_id)
         self._writer: FencedWriter
-        # Letters of which it is not known whether they were sent; every note has them.
-        self._doubtful: dict[_Key, _Letter] = {}
-        self._wanted: dict[_Key, _Letter] = {}  # those of them that this call was to hand back
+        # Letters that an earlier call or attempt may have sent; every note has them.
+        self._suspect: dict[Key, NotedLetter] = {}
+        self._looks: dict[Key, Look] = {}  # what is known about them
+        self._wanted: dict[Key, NotedLetter] = {}  # those in doubt that this call was to hand back
+        self._unread: set[str] = set()  # targets that could not be read when they were looked at once more
+        self._fences = SubjectFences()
         self._id = NUID().next().decode()
         self._notes = 0
 
     async def check_stream(self) -> None:
-        state = await self._state(self._stream)
-        state.check_direct_reads(self._context.connection.server_version)
-        if state.config.get("deny_delete"):
-            raise StreamConfigMismatchError(
-                f"stream {self._stream!r} has deny_delete, so its dead letters cannot be deleted; nothing was sent or deleted",
-                diff={"deny_delete": (False, True)},
-            )
-        if state.origin:
-            raise StreamConfigMismatchError(
-                f"stream {self._stream!r} is a mirror, and deleting its copies leaves the dead letters in stream "
-                f"{state.origin.get('name')!r}; name that one; nothing was sent or deleted",
-                diff={"mirror": (None, state.origin.get("name"))},
-            )
-        self._last_seq = state.last_seq
+        self._last_seq = (await self._letters.check()).last_seq
 
     # -- the note -----------------------------------------------------------------------------------------------------
 
@@ -368,79 +369,75 @@ class _Redriving:
             timeout=self._timeout,
             patience=self._patience,
         )
-        max_age = (await self._state(bucket.stream)).max_age
-        if max_age:
-            raise StreamConfigMismatchError(
-                f"bucket {offsets.bucket!r} forgets its keys after {max_age}, and so what a redrive has noted: dead letters would be "
-                "handed back twice; use another bucket (offsets=); nothing was sent",
-                diff={"max_age": (None, max_age)},
-            )
+        self._check_bucket(offsets.bucket, await self._state(bucket.stream))
         stored = await self._writer.read()
         if stored is None or operation(stored.headers)[0] != "PUT":
             return
-        noted: list[_Letter] = []
-        for letter in self._decode(stored):
-            message = await self.get(letter.seq)
-            if message is not None and _key(message) == letter.key:  # else it was sent and deleted, or dropped
-                noted.append(letter)
-        await self._store_note(noted)  # the other call, if it runs, sends nothing after what it is sending
-        found = await self._look_patiently(noted)
-        for letter in found:
-            await self.delete(letter.key)
-        self.found = len(found)
+        noted = [letter for letter in self._decode(stored) if await self._letters.find(letter.key) is not None]
+        self._suspect = {letter.key: letter for letter in noted}  # the others were sent and deleted, or dropped
+        await self._store_note([])  # the other call, if it runs, sends nothing after what it is sending
+        await self._look_patiently(noted)
         await self._store_note([])
 
-    async def _look_patiently(self, letters: Sequence[_Letter]) -> set[_Letter]:
-        """As `_look`; if a target cannot be read, its letters are in doubt and hold up no others."""
-        found: set[_Letter] = set()
-        for target in sorted({letter.target for letter in letters}):
+    def _check_bucket(self, name: str, state: StreamState) -> None:
+        if state.max_age:
+            raise StreamConfigMismatchError(
+                f"bucket {name!r} forgets its keys after {state.max_age}, and so what a redrive has noted: dead letters would be "
+                "handed back twice; use another bucket (offsets=); nothing was sent",
+                diff={"max_age": (None, state.max_age)},
+            )
+        if state.config.get("storage") == "memory":
+            raise StreamConfigMismatchError(
+                f"bucket {name!r} is in memory, so it forgets what a redrive has noted when its servers restart: dead letters would "
+                "be handed back twice; use another bucket (offsets=); nothing was sent",
+                diff={"storage": ("file", "memory")},
+            )
+
+    async def _look_patiently(self, letters: Sequence[NotedLetter]) -> set[Key]:
+        """Look for copies; delete and return the letters that have one. A target that cannot be read holds up no others."""
+
+        async def look(target: str) -> None:
             mine = [letter for letter in letters if letter.target == target]
-            look = Retry(self._patience, transient=is_transient_read)
             try:
-                found |= await look.call(partial(self._look, mine))
+                retry = Retry(self._patience, transient=is_transient_read)
+                self._looks.update(await retry.call(lambda: self._look(mine)))
             except nats.errors.Error as error:
                 if not self._context.connection.usable:
                     raise
                 _log.warning("stream %r: it is not known what stream %r has: %s", self._stream, target, error)
-                self._doubtful |= {letter.key: letter for letter in mine}
+                self._looks.update({letter.key: Look(Copy.UNREAD) for letter in mine})
+
+        targets = sorted({letter.target for letter in letters})
+        await gather_bounded(look, targets, limit=len(targets))  # all at once, so that all together take one patience
+        found = {letter.key for letter in letters if self._looks[letter.key].copy is Copy.FOUND}
+        for key in sorted(found):
+            await self.delete(key)
+            self._forget(key)
+            self.found += 1
         return found
 
-    def _decode(self, stored: StoredMsg) -> list[_Letter]:
-        try:
-            body = orjson.loads(stored.data)
-            if json_number(body["v"], "v") == _VERSION:
-                return [
-                    _Letter(
-                        json_number(seq, "seq", low=1),
-                        json_number(time_ns, "time"),
-                        json_text(target, "stream"),
-                        json_text(subject, "subject"),
-                        json_text(created, "created"),
-                        json_number(base, "base"),
-                        json_text(again, "again"),
-                    )
-                    for seq, time_ns, target, subject, created, base, again in body["letters"]
-                ]
-        except (KeyError, TypeError, ValueError):
-            pass
-        raise ValueError(
-            f"redrive of stream {self._stream!r}: {stored.subject!r} has a value that no redrive writes ({stored.data[:80]!r}); "
-            "nothing was sent; delete the key if another program has written it"
-        )
+    async def _look(self, letters: Sequence[NotedLetter]) -> dict[Key, Look]:
+        return await self._search.look(letters)
 
-    async def _store_note(self, letters: Sequence[_Letter]) -> None:
-        self._notes += 1
-        noted = self._doubtful | {letter.key: letter for letter in letters}
-        body: dict[str, Any] = {
-            "v": _VERSION,
-            "writer": self._id,
-            "number": self._notes,
-            "letters": [
-                [it.seq, it.time_ns, it.target, it.subject, it.created, it.base, it.again] for it in noted.values()
-            ],
-        }
+    def _forget(self, key: Key) -> None:
+        self._suspect.pop(key, None)
+        self._looks.pop(key, None)
+
+    def _decode(self, stored: StoredMsg) -> list[NotedLetter]:
         try:
-            await self._writer.store([], orjson.dumps(body))
+            return decode_note(stored.data)
+        except ValueError as error:
+            raise ValueError(
+                f"redrive of stream {self._stream!r}: {stored.subject!r} has a value that no redrive writes ({stored.data[:80]!r}); "
+                "nothing was sent; delete the key if another program has written it"
+            ) from error
+
+    async def _store_note(self, letters: Sequence[NotedLetter]) -> None:
+        """Note letters that are about to be sent; raise FencedError if another call has begun."""
+        self._notes += 1
+        noted = self._suspect | {letter.key: letter for letter in letters}
+        try:
+            await self._writer.store([], encode_note(self._id, self._notes, noted.values()))
         except RecordMovedError as moved:
             raise FencedError(
                 f"redrive of stream {self._stream!r}: another call has begun since; stop this one, which has handed back "
@@ -470,7 +467,7 @@ class _Redriving:
         for position, seq in enumerate(seqs, 1):
             if most is not None and self.sent >= most:
                 return
-            message = await self.get(seq)
+            message = await self._letters.get(seq)
             if message is not None and covers(subject, message.subject):
                 found.append(message)
             size = _GROUP if most is None else min(_GROUP, most - self.sent)
@@ -480,21 +477,39 @@ class _Redriving:
 
     def check(self) -> None:
         """Raise HistoryUnavailableError if this call could not hand letters back."""
-        if self._wanted:
-            wanted = self._wanted.values()
-            targets = ", ".join(repr(target) for target in sorted({letter.target for letter in wanted}))
-            raise HistoryUnavailableError(
-                f"stream {self._stream!r}: it is not known whether an earlier redrive has handed back the dead letters "
-                f"{[letter.seq for letter in wanted]}, because stream {targets} has lost messages since, or cannot be read; they stay: "
-                f"hand them back with again=True, or drop them; this call has handed back {self.sent} others",
-                keys=tuple(dict.fromkeys(letter.subject for letter in wanted)),
-            )
+        if not self._wanted:
+            return
+        unread = {key for key in self._wanted if self._is_unread(key)}
+        reasons: list[str] = []
+        for keys, why in (
+            (
+                self._wanted.keys() - unread,
+                "has lost messages since, or may have: hand them back with again=True, or drop them",
+            ),
+            (unread, "cannot be read: repeat the call, or drop them"),
+        ):
+            if keys:
+                targets = sorted({self._wanted[key].target for key in keys})
+                reasons.append(f"{sorted(seq for seq, _ in keys)}: stream {', '.join(map(repr, targets))} {why}")
+        raise HistoryUnavailableError(
+            f"stream {self._stream!r}: it is not known whether an earlier redrive has handed back these dead letters, which stay: "
+            f"{'; '.join(reasons)}; this call has handed back {self.sent} others",
+            keys=tuple(dict.fromkeys(letter.subject for letter in self._wanted.values())),
+        )
+
+    def _in_doubt(self, key: Key) -> bool:
+        """Return whether only a call with `again` may send a letter."""
+        if key not in self._looks:
+            return False
+        return self._looks[key].copy is not Copy.ABSENT or bool(self._suspect[key].again)
 
     async def _send_group(self, messages: Sequence[StoredMsg]) -> None:
-        letters: list[_Letter] = []
+        deleted = await self._look_once_more([key_of(message) for message in messages]) if self._again else set()
+        letters: list[NotedLetter] = []
         states: dict[str, StreamState] = {}
         failure: Exception | None = None
         for message in messages:
+            key = key_of(message)
             found = origin(message)
             if found is None or not found.complete:
                 self.left += 1
@@ -505,30 +520,79 @@ class _Redriving:
                     message.subject,
                 )
                 continue
-            target = self._to_stream or found.stream
-            doubtful = self._doubtful.get(_key(message))
-            if doubtful is not None and not self._again:
-                self._wanted[doubtful.key] = doubtful
+            look = self._looks.get(key)
+            if key in deleted:
                 continue
+            if look is not None and self._in_doubt(key) and (not self._again or self._is_unread(key)):
+                self._wanted[key] = self._suspect[key]
+                continue
+            target = self._to_stream or found.stream
             try:
                 if target not in states:
                     states[target] = await self._target(target)
             except Exception as error:
                 failure = error
                 break  # those before it are handed back
-            state = states[target]
-            if doubtful is not None:
-                # The note keeps when it was sent first: if this call dies, the letter is in doubt as before.
-                letters.append(replace(doubtful, target=target, again=self._id))
-                continue
-            letters.append(
-                _Letter(message.seq, message.time_ns, target, found.subject, state.created, state.last_seq, again="")
-            )
+            letters.append(self._letter(message, found.subject, target, states[target]))
         if letters:
+            await self._read_fences(letters, states)
             await self._store_note(letters)
             await self._send(letters)
         if failure is not None:
             raise failure
+
+    async def _look_once_more(self, keys: Sequence[Key]) -> set[Key]:
+        """Look again for letters in doubt, before they are sent again; delete and return those that have a copy."""
+        doubtful = [self._suspect[key] for key in keys if self._in_doubt(key)]
+        letters = [letter for letter in doubtful if letter.target not in self._unread]
+        found = await self._look_patiently(letters)
+        self._unread |= {it.target for it in letters if it.key not in found and self._is_unread(it.key)}
+        return found
+
+    def _is_unread(self, key: Key) -> bool:
+        return self._looks[key].copy is Copy.UNREAD
+
+    def _letter(self, message: StoredMsg, subject: str, target: str, state: StreamState) -> NotedLetter:
+        """Return a letter as it is noted before it is sent."""
+        key = key_of(message)
+        suspect = self._suspect.get(key)
+        if suspect is None or suspect.target != target:
+            again = "" if suspect is None else suspect.again
+            return NotedLetter(*key, target, subject, *last_message(state), again)
+        look = self._looks[key]
+        if look.copy is Copy.ABSENT:
+            return suspect  # a later look begins where the first one did
+        # It is sent again. A later look begins behind this one. The server must not take the letter for its lost copy, but
+        # for one that another call is sending.
+        again = suspect.again if suspect.again and look.copy is Copy.UNPROVEN else self._id
+        return replace(suspect, base=look.base, base_time=look.base_time, again=again)
+
+    async def _read_fences(self, letters: Sequence[NotedLetter], states: Mapping[str, StreamState]) -> None:
+        """Read the last sequences on the subjects of letters before these are noted, unless a look has read them.
+
+        Another call sends a letter only after it has stored a note of its own, and then this one cannot store its note.
+        """
+        for target, state in states.items():
+            if not can_fence(state):
+                continue
+            unknown: list[NotedLetter] = []
+            for letter in letters:
+                look = self._looks.get(letter.key)
+                if letter.target != target:
+                    continue
+                if look is None or look.fence is None or self._suspect[letter.key].target != target:
+                    unknown.append(letter)
+                else:
+                    self._fences.set(letter, look.fence)
+            if unknown:
+                fences = await self._last_sequences(unknown)
+                for letter in unknown:
+                    self._fences.set(letter, fences[letter.subject])
+
+    async def _last_sequences(self, letters: Sequence[NotedLetter]) -> dict[str, int]:
+        """Return the last sequence on the subject of each of some letters of one target."""
+        subjects = {letter.subject for letter in letters}
+        return await Retry(self._patience).call(lambda: self._search.fences(letters[0].target, subjects))
 
     async def _target(self, stream: str) -> StreamState:
         """Return the state of a target; raise an error if it could not be found out later what it has stored."""
@@ -541,58 +605,104 @@ class _Redriving:
             )
         return state
 
-    async def _send(self, letters: Sequence[_Letter]) -> None:
+    async def _send(self, letters: Sequence[NotedLetter]) -> None:
         """Send letters that are noted, and delete them."""
-        done: list[_Letter] = []
-        retry = Retry(self._patience, transient=is_transient_read)
-        for letter in letters:
-            unanswered = False
-            while True:
-                try:
-                    if unanswered and await self._look([letter]):
-                        stored = True
-                    elif unanswered and letter.key in self._doubtful:
-                        stored = False
-                    else:
-                        stored = await self._publish(letter)
-                except Exception as error:
-                    if isinstance(error, _REFUSALS):
-                        if not unanswered:  # else it may still be on its way: the next call looks for it
-                            await self._end(done)
-                        raise
-                    unanswered = True
-                    await retry.pause_if_transient(error)
-                    continue
-                break
-            retry.reset()
-            if stored:
-                self.sent += 1
+        group, done = list(letters), list[NotedLetter]()
+        for position, letter in enumerate(letters):
+            if await self._hand_back(group, position, done):
                 done.append(letter)
-            elif letter.key in self._doubtful:
-                self._wanted[letter.key] = letter
         await self._end(done)
 
-    async def _end(self, done: Sequence[_Letter]) -> None:
-        """Delete what was sent; what was not is no longer noted, unless it is in doubt."""
+    async def _hand_back(self, group: list[NotedLetter], position: int, done: Sequence[NotedLetter]) -> bool:
+        """Send a letter of the group that is noted; return whether its target has it."""
+        letter = group[position]
+        unanswered = uncertain = False
+        refusals = 0
+        retry = Retry(self._patience, transient=is_transient_read)
+        while True:
+            try:
+                if uncertain:
+                    look = (await self._look([letter]))[letter.key]
+                    if look.copy is Copy.FOUND:
+                        return self._count(sent=unanswered)
+                    if look.copy is not Copy.ABSENT:
+                        return self._keep(letter, look)
+                    self._fences.set(letter, look.fence if refusals < _REFUSALS_IN_A_ROW else None)
+                    uncertain = False
+                outcome = await self._publish(letter)
+                if outcome is _Outcome.MOVED_ON:
+                    refusals += 1
+                    uncertain = unanswered or letter.key in self._suspect
+                    if not uncertain:
+                        await self._move_fence(group, position, refusals)
+                    continue
+                if outcome is _Outcome.FORGOTTEN and letter.key in self._suspect and letter.again != self._id:
+                    letter = group[position] = replace(letter, again=self._id)
+                    await self._store_note(group)
+                    continue
+            except Exception as error:
+                if isinstance(error, _REFUSALS):
+                    if not unanswered:  # else it may still be on its way: the next call looks for it
+                        await self._end(done)
+                    raise
+                unanswered = uncertain = True
+                await retry.pause_if_transient(error)
+                continue
+            if outcome is _Outcome.GONE:
+                self._forget(letter.key)
+                return False
+            if outcome is _Outcome.FORGOTTEN:
+                return self._keep(letter, Look(Copy.LOST))
+            return self._count(sent=unanswered or outcome is _Outcome.STORED)
+
+    def _count(self, *, sent: bool) -> bool:
+        if sent:
+            self.sent += 1
+        else:
+            self.found += 1
+        return True
+
+    def _keep(self, letter: NotedLetter, look: Look) -> bool:
+        """Keep a letter in doubt."""
+        self._suspect[letter.key] = self._wanted[letter.key] = letter
+        self._looks[letter.key] = look
+        return False
+
+    async def _move_fence(self, group: Sequence[NotedLetter], position: int, refusals: int) -> None:
+        """Follow another producer on the subject of a letter that this call alone may send."""
+        letter = group[position]
+        fence = (await self._search.fences(letter.target, [letter.subject]))[letter.subject]
+        await self._store_note(group)  # no other call has sent these letters before this
+        for other in group[position:]:
+            if (other.target, other.subject) == (letter.target, letter.subject) and other.key not in self._suspect:
+                self._fences.set(other, fence if other is not letter or refusals < _REFUSALS_IN_A_ROW else None)
+
+    async def _end(self, done: Sequence[NotedLetter]) -> None:
+        """Delete what was sent; what was not is no longer noted, unless an earlier call may have sent it."""
         for letter in done:
             await self.delete(letter.key)
-            self._doubtful.pop(letter.key, None)
+            self._forget(letter.key)
+        self._fences.clear()
         await self._store_note([])
 
-    async def _publish(self, letter: _Letter) -> bool:
-        """Publish a letter; return False if it is gone, or if it is not known whether its target has it."""
-        message = await self.get(letter.seq)
+    async def _publish(self, letter: NotedLetter) -> _Outcome:
+        message = await self._letters.find(letter.key)
         found = None if message is None else origin(message)
-        if message is None or found is None or _key(message) != letter.key:
-            return False
+        if message is None or found is None:
+            return _Outcome.GONE
         message_id = self._message_id(letter)
         if letter.again:  # the server must not take it for a copy of the one that may be gone
             message_id += f"/{letter.again}"
         headers = sendable_headers(found.headers) | {MSG_ID: message_id, EXPECTED_STREAM: letter.target}
+        fence = self._fences[letter]
+        if fence is not None:
+            headers[EXPECTED_LAST_SUBJECT_SEQ] = str(fence)
         what = f"the ack of dead letter {letter.seq}"
         try:
             ack = await self._context.publish(letter.subject, message.data, headers, self._timeout, what)
         except APIError as error:
+            if fence is not None and error.err_code in _WRONG_LAST_SEQUENCE:
+                return _Outcome.MOVED_ON
             refusal = server_error(code=error.code, err_code=error.err_code, description=error.description or "")
             if is_transient_read(refusal) or not error.err_code:
                 raise
@@ -603,97 +713,20 @@ class _Redriving:
                 outcome="not_stored",
             ) from error
         if ack.duplicate:
+            await wait_for_sequence(self._context, letter.target, ack.seq, self._timeout)
             copy = await get_at_leader(self._context, letter.target, {"seq": ack.seq}, self._timeout)
-            if copy is None or copy.headers.get(MSG_ID) != message_id:
-                self._doubtful[letter.key] = letter
-                return False
-        return True
+            known = copy is not None and copy.headers.get(MSG_ID) == message_id
+            return _Outcome.DUPLICATE if known else _Outcome.FORGOTTEN
+        self._fences.stored(letter, ack.seq)
+        return _Outcome.STORED
 
-    def _message_id(self, letter: _Letter) -> str:
+    def _message_id(self, letter: NotedLetter) -> str:
         return f"redrive:{self._stream}:{letter.seq}:{letter.time_ns}"
 
-    # -- what was sent ------------------------------------------------------------------------------------------------
+    # -- streams ------------------------------------------------------------------------------------------------------
 
-    async def _look(self, letters: Sequence[_Letter]) -> set[_Letter]:
-        """Return which letters their targets have; those of which it is not known are in doubt."""
-        stored: set[_Letter] = set()
-        for target, created, base in {(letter.target, letter.created, letter.base) for letter in letters}:
-            mine = [it for it in letters if (it.target, it.created, it.base) == (target, created, base)]
-            found, complete = await self._find(target, created, base, mine)
-            stored |= found
-            if not complete:
-                self._doubtful |= {letter.key: letter for letter in mine if letter not in found}
-        return stored
-
-    async def _find(
-        self, target: str, created: str, base: int, letters: Sequence[_Letter]
-    ) -> tuple[set[_Letter], bool]:
-        """Return which letters a target has, and whether it has everything that was stored since they were noted."""
-        try:
-            state = await self._settled(target, [letter.subject for letter in letters])
-        except NotFoundError:
-            return set(), False
-        if recreated(created, state.created) or state.last_seq < base:
-            return set(), False
-        if state.last_seq == base:
-            return set(), True
-        ids = {self._message_id(letter): letter for letter in letters}
-        found: set[_Letter] = set()
-        count = 0
-        reads = DirectGet(self._js, target, timeout=self._timeout)
-        async for message in reads.scan(seq=base + 1, up_to_seq=state.last_seq, confirm=True):
-            count += 1
-            if (letter := ids.get(message.headers.get(MSG_ID, "").partition("/")[0])) is not None:
-                found.add(letter)
-        return found, count == state.last_seq - base
-
-    async def _settled(self, target: str, subjects: Sequence[str]) -> StreamState:
-        """Return the state of a stream once it has processed what this client has sent to it.
-
-        A message that its leader refuses tells that, on a subject that it stores. What was sent on other subjects is refused,
-        because it names the target.
-        """
-        state = await self._state(target)
-        mark = next((subject for subject in subjects if state.stores(subject)), None)
-        if mark is None:
-            return state
-        try:
-            await self._context.publish(mark, b"", mark_headers(target), self._timeout, "the refusal of a mark")
-        except APIError as error:
-            refusal = server_error(code=error.code, err_code=error.err_code, description=error.description or "")
-            if is_transient_read(refusal) or not error.err_code:
-                raise
-            seq = marked_seq(refusal)
-            if seq is not None:
-                await wait_for_sequence(self._context, target, seq, self._timeout)
-            return await self._state(target)
-        raise RuntimeError(f"stream {target!r} has stored a message that expects a sequence that no stream has")
-
-    # -- the letters' stream ------------------------------------------------------------------------------------------
-
-    async def get(self, seq: int) -> StoredMsg | None:
-        retry = Retry(self._patience)
-        return await retry.call(lambda: self._get(seq))
-
-    async def _get(self, seq: int) -> StoredMsg | None:
-        return await get_at_leader(self._context, self._stream, {"seq": seq}, self._timeout)
-
-    async def delete(self, key: _Key) -> None:
-        """Delete a dead letter; another message that has its sequence now, in a stream that was created again, stays."""
-        seq = key[0]
-
-        async def attempt() -> None:
-            message = await self._get(seq)
-            if message is None or _key(message) != key:
-                return
-            try:
-                body = {"seq": seq, "no_erase": True}
-                await Api(self._context, self._timeout).ask(f"STREAM.MSG.DELETE.{self._stream}", body, repeat=True)
-            except ServerError:
-                if await self._get(seq) is not None:  # else an earlier request has deleted it
-                    raise
-
-        await Retry(self._patience).call(attempt)
+    async def delete(self, key: Key) -> None:
+        await self._letters.delete(key)
 
     async def _state(self, stream: str) -> StreamState:
         return await Retry(self._patience).call(lambda: stream_state(self._context, stream, self._timeout))

@@ -7,9 +7,11 @@ import pytest
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
-from jetstream_ext.log import Group, OffsetStore
+from jetstream_ext import StoredMsg
+from jetstream_ext.log import DeadLetter, Group, LogReader, OffsetStore, exactly_once
 
 MakeStream = Callable[..., Awaitable[str]]
+Bury = Callable[..., Awaitable[tuple[str, str, str]]]
 
 
 @pytest.fixture
@@ -61,5 +63,38 @@ def make_group(js: JetStreamContext, stream_name: Callable[[], str]) -> Callable
     def make(stream: str, **options: Any) -> Group:
         options = {"partitions": 4, "heartbeat": 0.5, "poll": 0.05, "bucket": bucket, **options}
         return Group(options.pop("js", js), stream, options.pop("name", "g"), **options)
+
+    return make
+
+
+@pytest.fixture
+async def offsets(js: JetStreamContext, stream_name: Callable[[], str]) -> OffsetStore:
+    return OffsetStore(js, stream_name())
+
+
+@pytest.fixture
+def bury(js: JetStreamContext, make_stream: MakeStream, offsets: OffsetStore) -> Bury:
+    """Make dead letters of some messages; return their stream and subject, and the inputs' stream."""
+
+    async def make(count: int = 3, **config: Any) -> tuple[str, str, str]:
+        source, target = await make_stream(**config), await make_stream()
+        for n in range(count):
+            headers = {"Kind": "test", "Nats-Msg-Id": f"id-{n}"}
+            await js.publish(f"{source}.{n % 2}", b"%d" % n, headers=headers)
+
+        def fail(_: StoredMsg) -> None:
+            raise ZeroDivisionError("no")
+
+        dead = f"{target}.dead"
+        done = await exactly_once(
+            LogReader(js, source),
+            target,
+            fail,
+            name="w",
+            prefix=f"{target}.at",
+            dead_letter=DeadLetter(dead, attempts=1, backoff=0),
+        )
+        assert done.inputs == count
+        return target, dead, source
 
     return make

@@ -3,15 +3,19 @@
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
+import orjson
 import pytest
 from nats.js import JetStreamContext
-from nats.js.api import StreamSource
-from nats.js.errors import NoStreamResponseError, NotFoundError
+from nats.js.api import StorageType, StreamSource, SubjectTransform
+from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 
 from jetstream_ext import DirectGet, StoredMsg, errors
+from jetstream_ext.client.api import stream_state
+from jetstream_ext.client.connection import Context
 from jetstream_ext.log import (
     DeadLetter,
     Last,
@@ -22,44 +26,15 @@ from jetstream_ext.log import (
     drop,
     exactly_once,
     redrive,
+    redrive_letters,
+    redrive_search,
 )
+from jetstream_ext.log.redrive_search import can_fence
 from jetstream_ext.log.redriving import _Redriving
+from jetstream_ext.protocol.api import StreamState
 
 Make = Callable[..., Awaitable[str]]
 Bury = Callable[..., Awaitable[tuple[str, str, str]]]
-
-
-@pytest.fixture
-async def offsets(js: JetStreamContext, stream_name: Callable[[], str]) -> OffsetStore:
-    return OffsetStore(js, stream_name())
-
-
-@pytest.fixture
-def bury(js: JetStreamContext, make_stream: Make, offsets: OffsetStore) -> Bury:
-    """Make dead letters of some messages; return their stream and subject, and the inputs' stream."""
-
-    async def make(count: int = 3, **config: Any) -> tuple[str, str, str]:
-        source, target = await make_stream(**config), await make_stream()
-        for n in range(count):
-            headers = {"Kind": "test", "Nats-Msg-Id": f"id-{n}"}
-            await js.publish(f"{source}.{n % 2}", b"%d" % n, headers=headers)
-
-        def fail(_: StoredMsg) -> None:
-            raise ZeroDivisionError("no")
-
-        dead = f"{target}.dead"
-        done = await exactly_once(
-            LogReader(js, source),
-            target,
-            fail,
-            name="w",
-            prefix=f"{target}.at",
-            dead_letter=DeadLetter(dead, attempts=1, backoff=0),
-        )
-        assert done.inputs == count
-        return target, dead, source
-
-    return make
 
 
 async def stored(js: JetStreamContext, stream: str, subject: str | None = None) -> list[StoredMsg]:
@@ -190,7 +165,7 @@ async def test_a_refusal_behind_an_attempt_without_an_answer_forgets_nothing(
     stream, dead, source = await bury(2, duplicate_window=0.1)
     publish, attempts = _Redriving._publish, list[Any]()
 
-    async def publish_late(self: _Redriving, letter: Any) -> bool:
+    async def publish_late(self: _Redriving, letter: Any) -> Any:
         attempts.append(letter)
         if len(attempts) == 1:
             raise errors.RequestTimeoutError("no answer")
@@ -287,13 +262,12 @@ async def test_a_lost_answer_puts_only_its_own_letter_in_doubt(
     js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream, dead, source = await bury(10)
-    publish, calls = _Redriving._publish, 0
+    publish, tried = _Redriving._publish, list[Any]()
 
-    async def lose(self: _Redriving, letter: Any) -> bool:
-        nonlocal calls
-        calls += 1
+    async def lose(self: _Redriving, letter: Any) -> Any:
+        tried.append(letter)
         stored = await publish(self, letter)
-        if calls == 2:
+        if len(tried) == 2:
             await js.purge_stream(source)  # the letter's copy, too
             raise errors.RequestTimeoutError("no answer")
         return stored
@@ -302,7 +276,7 @@ async def test_a_lost_answer_puts_only_its_own_letter_in_doubt(
         patched.setattr(_Redriving, "_publish", lose)
         with pytest.raises(errors.HistoryUnavailableError, match="has handed back 9 others"):
             await redrive(js, stream, dead, offsets=offsets, again=True)
-    assert calls == 10
+    assert len(set(tried)) == 10
     assert len(await list_sequences(js, stream, dead)) == 1
 
 
@@ -447,11 +421,11 @@ async def test_the_subjects_were_moved_before_the_letters_were_sent(
     for _ in range(2):
         with pytest.raises(errors.ServerError, match=rf"goes to stream '{source}'"):
             await redrive(js, stream, dead, offsets=offsets)
-    if deleted:
+    if deleted:  # it may have had the letters
         await js.delete_stream(source)
-        with pytest.raises(NotFoundError):
-            await redrive(js, stream, dead, offsets=offsets)
-    assert (await redrive(js, stream, dead, offsets=offsets, to_stream=new)).sent == 3
+        with pytest.raises(errors.HistoryUnavailableError):
+            await redrive(js, stream, dead, offsets=offsets, to_stream=new)
+    assert (await redrive(js, stream, dead, offsets=offsets, to_stream=new, again=deleted)).sent == 3
     assert await payloads(js, new) == [b"0", b"1", b"2"]
     assert await stored(js, stream, dead) == []
 
@@ -551,3 +525,385 @@ async def test_a_stream_that_denies_deletes(js: JetStreamContext, make_stream: M
         await redrive(js, name, f"{name}.dead", offsets=offsets)
     with pytest.raises(errors.StreamConfigMismatchError, match="deny_delete"):
         await drop(js, name, [1])
+
+
+class Publishes:
+    """Records what is published to a stream with a message id, which the copies of letters have.
+
+    `before` is awaited before each of them; if it returns False, the message is not sent, and gets no answer.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, stream: str, before: Callable[[int], Awaitable[Any]]) -> None:
+        self.sent: list[tuple[str, bytes, dict[str, str]]] = []
+        publish = Context.publish
+
+        async def record(context: Context, subject: str, payload: bytes, headers: Any, *arguments: Any) -> Any:
+            if subject.startswith(f"{stream}.") and "Nats-Msg-Id" in headers:
+                self.sent.append((subject, payload, dict(headers)))
+                if await before(len(self.sent)) is False:
+                    raise errors.RequestTimeoutError("no answer")
+            return await publish(context, subject, payload, headers, *arguments)
+
+        monkeypatch.setattr(Context, "publish", record)
+
+    @property
+    def fences(self) -> list[str | None]:
+        return [headers.get("Nats-Expected-Last-Subject-Sequence") for _, _, headers in self.sent]
+
+    @property
+    def ids(self) -> list[str]:
+        return [headers["Nats-Msg-Id"] for _, _, headers in self.sent]
+
+
+async def arrives_late(js: JetStreamContext, message: tuple[str, bytes, dict[str, str]]) -> None:
+    """Let a message arrive after the duplicate window; it is refused by its fence."""
+    await asyncio.sleep(0.3)
+    subject, payload, headers = message
+    with pytest.raises(APIError) as refused:
+        await js.publish(subject, payload, headers=headers)
+    assert refused.value.err_code == errors.ErrorCode.WRONG_LAST_SEQUENCE
+
+
+async def test_a_first_attempt_that_arrives_late_is_refused(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond the duplicate window: the server of the client was suspended, and the client went on at another one."""
+    stream, dead, source = await bury(3, duplicate_window=0.1)
+
+    async def lose_the_first(number: int) -> bool:
+        return number > 1
+
+    with monkeypatch.context() as patched:
+        publishes = Publishes(patched, source, lose_the_first)
+        assert await redrive(js, stream, dead, offsets=offsets) == Redriven(sent=3, found=0, left=0)
+    assert publishes.fences == ["3", "3", "2", "4"]
+    await arrives_late(js, publishes.sent[0])
+    assert (await payloads(js, source))[3:] == [b"0", b"1", b"2"]
+
+
+async def test_an_attempt_of_a_dead_call_that_arrives_late_is_refused(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, dead, source = await bury(3, duplicate_window=0.1)
+
+    async def die(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        publishes = Publishes(patched, source, die)
+        with pytest.raises(KeyboardInterrupt):
+            await redrive(js, stream, dead, offsets=offsets)
+    assert (await redrive(js, stream, dead, offsets=offsets)).sent == 3
+    await arrives_late(js, publishes.sent[0])
+    assert (await payloads(js, source))[3:] == [b"0", b"1", b"2"]
+
+
+@pytest.mark.parametrize("window", [0.1, 120.0])
+async def test_an_attempt_that_arrives_behind_the_look_of_the_next_call_is_found(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch, window: float
+) -> None:
+    """A refusal by the fence makes the call look again. Its message id alone would not help beyond the window."""
+    stream, dead, source = await bury(3, duplicate_window=window)
+
+    async def die(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        publishes = Publishes(patched, source, die)
+        with pytest.raises(KeyboardInterrupt):
+            await redrive(js, stream, dead, offsets=offsets)
+    send = _Redriving._send
+
+    async def send_later(self: _Redriving, letters: Any) -> None:
+        subject, payload, headers = publishes.sent[0]
+        await js.publish(subject, payload, headers=headers)
+        await asyncio.sleep(0.3)
+        await send(self, letters)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_Redriving, "_send", send_later)
+        assert await redrive(js, stream, dead, offsets=offsets) == Redriven(sent=2, found=1, left=0)
+    assert (await payloads(js, source))[3:] == [b"0", b"1", b"2"]
+
+
+async def test_a_letter_stays_noted_until_it_is_sent(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that looks in vain, and sends nothing itself, does not make the next one forget to look."""
+    stream, dead, source = await bury(3, duplicate_window=0.1)
+
+    async def die(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        publishes = Publishes(patched, source, die)
+        with pytest.raises(KeyboardInterrupt):
+            await redrive(js, stream, dead, offsets=offsets)
+    assert await redrive(js, stream, f"{stream}.other", offsets=offsets) == Redriven(0, 0, 0)
+    subject, payload, headers = publishes.sent[0]
+    await js.publish(subject, payload, headers=headers)
+    await asyncio.sleep(0.3)
+    assert await redrive(js, stream, dead, offsets=offsets) == Redriven(sent=2, found=1, left=0)
+    assert (await payloads(js, source))[3:] == [b"0", b"1", b"2"]
+
+
+async def test_a_suspended_call_sends_nothing_that_another_one_has_sent(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has read the letter, but not published it; the other call has not deleted it yet, and the window is over."""
+    stream, dead, source = await bury(3, duplicate_window=0.1)
+
+    async def let_another_one_send(number: int) -> None:
+        if number == 1:
+            await die_before_the_deletes(js, stream, dead, OffsetStore(js, offsets.bucket), monkeypatch)
+            await asyncio.sleep(0.3)
+
+    with monkeypatch.context() as patched:
+        Publishes(patched, source, let_another_one_send)
+        with pytest.raises(errors.FencedError):
+            await redrive(js, stream, dead, offsets=offsets)
+    assert (await redrive(js, stream, dead, offsets=offsets)).found == 3
+    assert (await payloads(js, source))[3:] == [b"0", b"1", b"2"]
+
+
+async def test_other_producers_on_the_subject_do_not_stop_a_redrive(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A letter that this call alone can have sent needs no look, which would read all that the others have stored."""
+    stream, dead, source = await bury(4)
+
+    async def interfere(number: int) -> None:
+        if number == 2:
+            await js.publish(f"{source}.1", b"other")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_Redriving, "_look", None)
+        publishes = Publishes(patched, source, interfere)
+        assert (await redrive(js, stream, dead, offsets=offsets)).sent == 4
+    assert publishes.fences == ["3", "4", "6", "5", "7"]
+    assert (await payloads(js, source))[4:] == [b"0", b"other", b"1", b"2", b"3"]
+
+
+@pytest.mark.parametrize("unanswered", [False, True])
+async def test_a_subject_with_a_busy_producer_has_no_fence_after_ten_refusals(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch, unanswered: bool
+) -> None:
+    stream, dead, source = await bury(1)
+
+    async def interfere(number: int) -> bool:
+        await js.publish(f"{source}.0", b"other")
+        return number > unanswered
+
+    with monkeypatch.context() as patched:
+        publishes = Publishes(patched, source, interfere)
+        assert (await redrive(js, stream, dead, offsets=offsets)).sent == 1
+    attempts = 10 + unanswered
+    assert publishes.fences[attempts:] == [None]
+    assert None not in publishes.fences[:attempts]
+    assert (await payloads(js, source)).count(b"0") == 2
+
+
+async def test_a_stream_that_stores_under_other_subjects_has_no_fence(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, dead, source = await bury(2)
+    config = (await js.stream_info(source)).config
+    config.subject_transform = SubjectTransform(src=f"{source}.0", dest=f"{source}.moved")
+    await js.update_stream(config)
+
+    async def send(_: int) -> None:
+        pass
+
+    with monkeypatch.context() as patched:
+        publishes = Publishes(patched, source, send)
+        assert (await redrive(js, stream, dead, offsets=offsets)).sent == 2
+    assert publishes.fences == [None, None]
+    assert not can_fence(StreamState("S", "", {"allow_msg_counter": True}))
+
+
+async def test_a_copy_of_another_call_counts_as_found(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, dead, source = await bury(3)
+    letters = await stored(js, stream, dead)
+    await js.publish(
+        f"{source}.1", b"1", headers={"Nats-Msg-Id": f"redrive:{stream}:{letters[1].seq}:{letters[1].time_ns}"}
+    )
+    publish, tried = _Redriving._publish, list[int]()
+
+    async def lose_an_answer(self: _Redriving, letter: Any) -> Any:
+        tried.append(letter.seq)
+        outcome = await publish(self, letter)
+        if len(tried) == 1:
+            raise errors.RequestTimeoutError("no answer")
+        return outcome
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_Redriving, "_publish", lose_an_answer)
+        assert await redrive(js, stream, dead, offsets=offsets) == Redriven(sent=2, found=1, left=0)
+    assert (await payloads(js, source))[3:] == [b"1", b"0", b"2"]
+
+
+async def test_a_leader_that_may_have_a_successor_is_not_believed(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is cut off from the others and answers what it had when it was. They have the letters."""
+    stream, dead, source = await bury(3)
+    before = await stream_state(Context(js), source)
+    await die_before_the_deletes(js, stream, dead, offsets, monkeypatch)
+
+    async def answer(context: Context, name: str, timeout: float) -> StreamState:
+        return replace(before, leader_is_certain=False)
+
+    async def refuse(*_: Any) -> int:
+        return before.last_seq
+
+    with monkeypatch.context() as patched:
+        patched.setattr(redrive_search, "stream_state", answer)
+        patched.setattr(redrive_search.CopySearch, "_marked", refuse)
+        await redrive(js, stream, f"{stream}.other", offsets=offsets, patience=0.3)
+        with pytest.raises(errors.HistoryUnavailableError, match="cannot be read"):
+            await redrive(js, stream, dead, offsets=offsets, patience=0.3)
+    assert (await redrive(js, stream, dead, offsets=offsets)).found == 3
+    assert (await payloads(js, source))[3:] == [b"0", b"1", b"2"]
+
+
+async def test_a_letter_that_a_new_leader_does_not_know_yet_is_not_forgotten(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, dead, _ = await bury(3)
+    await die_before_the_deletes(js, stream, dead, offsets, monkeypatch)
+    get, asked = redrive_letters.get_at_leader, set[int]()
+
+    async def get_late(context: Context, name: str, request: Any, timeout: float) -> StoredMsg | None:
+        if name == stream and request["seq"] not in asked:
+            asked.add(request["seq"])
+            return None
+        return await get(context, name, request, timeout)
+
+    monkeypatch.setattr(redrive_letters, "get_at_leader", get_late)
+    assert await redrive(js, stream, dead, offsets=offsets) == Redriven(sent=0, found=3, left=0)
+    assert await stored(js, stream, dead) == []
+
+
+async def test_a_target_that_could_not_be_read_for_a_moment(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `again` its letters are looked for once more; nothing was lost, so they are not sent again."""
+    stream, dead, source = await bury(3)
+    await die_before_the_deletes(js, stream, dead, offsets, monkeypatch)
+    look_patiently = _Redriving._look_patiently
+
+    async def fail(*_: Any) -> None:
+        raise errors.RequestTimeoutError("no answer")
+
+    async def fail_once(self: _Redriving, letters: Any) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(redrive_search.CopySearch, "look", fail)
+            await look_patiently(self, letters)
+        monkeypatch.setattr(_Redriving, "_look_patiently", look_patiently)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(redrive_search.CopySearch, "look", fail)
+        for again in (False, True):
+            with pytest.raises(errors.HistoryUnavailableError, match="cannot be read: repeat the call"):
+                await redrive(js, stream, dead, offsets=offsets, again=again, patience=0.2)
+    monkeypatch.setattr(_Redriving, "_look_patiently", fail_once)
+    done = await redrive(js, stream, dead, offsets=offsets, again=True, patience=0.2)
+    assert done == Redriven(sent=0, found=3, left=0)
+    assert (await payloads(js, source))[3:] == [b"0", b"1", b"2"]
+    assert await stored(js, stream, dead) == []
+
+
+async def test_two_calls_that_send_again_use_the_same_ids(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one is suspended between the read of a letter and its publish."""
+    stream, dead, source = await put_in_doubt(js, bury, offsets, monkeypatch)
+    other: list[Redriven] = []
+
+    async def let_another_one_send(number: int) -> None:
+        if number == 2:
+            other.append(await redrive(js, stream, dead, offsets=OffsetStore(js, offsets.bucket), again=True))
+
+    with monkeypatch.context() as patched:
+        publishes = Publishes(patched, source, let_another_one_send)
+        with pytest.raises(errors.FencedError):
+            await redrive(js, stream, dead, offsets=offsets, again=True)
+    assert other == [Redriven(sent=2, found=1, left=0)]
+    first, second = publishes.ids[:2]
+    assert first.partition("/")[2]
+    assert publishes.ids[2] == second
+    assert {it.partition("/")[2] for it in publishes.ids} == {first.partition("/")[2]}
+    assert await payloads(js, source) == [b"0", b"1", b"2"]
+
+
+async def test_a_bucket_in_memory_is_refused(js: JetStreamContext, bury: Bury, stream_name: Callable[[], str]) -> None:
+    stream, dead, source = await bury(1)
+    bucket = stream_name()
+    await js.create_key_value(bucket=bucket, storage=StorageType.MEMORY)
+    with pytest.raises(errors.StreamConfigMismatchError, match="is in memory"):
+        await redrive(js, stream, dead, offsets=OffsetStore(js, bucket))
+    assert await payloads(js, source) == [b"0"]
+
+
+async def test_targets_that_cannot_be_read_take_one_patience_together(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, dead, source = await bury(1)
+    for number in range(3):
+        other = f"{source}_{number}"
+        await js.add_stream(name=other, subjects=[other], allow_direct=True)
+        await js.publish(other, b"")
+        letters = DeadLetter(dead, attempts=1, backoff=0)
+        await exactly_once(
+            LogReader(js, other), stream, lambda _: 1 / 0, name=other, prefix=f"{stream}.at", dead_letter=letters  # type: ignore[arg-type,return-value]
+        )  # fmt: skip
+    await die_before_the_deletes(js, stream, dead, offsets, monkeypatch)
+
+    async def fail(*_: Any) -> None:
+        raise errors.RequestTimeoutError("no answer")
+
+    monkeypatch.setattr(redrive_search.CopySearch, "look", fail)
+    async with asyncio.timeout(2.5):
+        with pytest.raises(errors.HistoryUnavailableError, match="cannot be read"):
+            await redrive(js, stream, dead, offsets=offsets, patience=1)
+
+
+async def test_notes_of_an_earlier_version_are_in_doubt(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They say nothing by which a target shows that it has not lost its last messages; what it has is found."""
+    stream, dead, source = await bury(2)
+    await die_before_the_deletes(js, stream, dead, offsets, monkeypatch)
+    created = (await stream_state(Context(js), source)).created
+    first, second = await stored(js, stream, dead)
+    copy = (await stored(js, source))[-1]
+    await js.delete_msg(source, copy.seq)
+    rows = [[it.seq, it.time_ns, source, f"{source}.0", created, 2, ""] for it in (first, second)]
+    kv = await js.key_value(offsets.bucket)
+    note = {"v": 1, "writer": "x", "number": 1, "letters": rows}
+    await kv.put(f"redrive.{stream}", orjson.dumps(note))
+    with pytest.raises(errors.HistoryUnavailableError, match=rf"\[{second.seq}\]"):
+        await redrive(js, stream, dead, offsets=offsets)
+    assert await list_sequences(js, stream, dead) == [second.seq]
+    assert await redrive(js, stream, dead, offsets=offsets, again=True) == Redriven(sent=1, found=0, left=0)
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        b"", b"{}", b"[]", b'{"v": 3, "letters": []}', b'{"v": 2, "letters": [1]}', b'{"v": 2, "letters": [[]]}',
+        b'{"v": 2, "letters": [[1, 1, "S", "s", 1, "yesterday", ""]]}', b'{"v": 2, "letters": [[1, 1, "S", "s", 1, 1, ""]]}',
+        b'{"v": 2, "letters": [[1, 1, "S", "s", -1, null, ""]]}', b'{"v": 1, "letters": [[1, 1, "S", "s", 1, ""]]}',
+    ],
+)  # fmt: skip
+async def test_a_note_that_no_redrive_writes_is_refused(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, note: bytes
+) -> None:
+    stream, dead, _ = await bury(1)
+    await offsets.create()
+    await (await js.key_value(offsets.bucket)).put(f"redrive.{stream}", note)
+    with pytest.raises(ValueError, match="no redrive writes"):
+        await redrive(js, stream, dead, offsets=offsets)
+    assert len(await list_sequences(js, stream, dead)) == 1
