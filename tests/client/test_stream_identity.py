@@ -114,7 +114,7 @@ async def test_stream_without_a_message_to_compare_counts_as_another_one(
         await check_same_stream(Context(js), before)
 
 
-async def test_stream_in_memory_that_a_restart_has_emptied_is_another_one() -> None:
+async def test_stream_in_memory_that_a_restart_has_emptied_is_another_one(wait_for_interest: Any) -> None:
     """On one server of a cluster it keeps its creation time."""
     async with NatsCluster() as cluster:
         connected = cluster.servers[0]
@@ -126,6 +126,7 @@ async def test_stream_in_memory_that_a_restart_has_emptied_is_another_one() -> N
                 await js.add_stream(config)
                 if (await stream_state(context, name)).leader != connected.name:
                     break
+            await wait_for_interest(js, f"{name}.a")
             await js.publish(f"{name}.a")
             await js.publish(f"{name}.b")
             before = await stream_state(context, name)
@@ -141,6 +142,7 @@ async def test_stream_in_memory_that_a_restart_has_emptied_is_another_one() -> N
             assert now.created == before.created
             with pytest.raises(StreamRecreatedError, match=r"lost everything|are gone"):
                 await check_same_stream(context, before)
+            await wait_for_interest(js, f"{name}.c")
             for token in "cde":
                 await js.publish(f"{name}.{token}")
             with pytest.raises(StreamRecreatedError, match="lost everything"):

@@ -169,7 +169,7 @@ async def test_worker_does_not_end_as_a_success_when_its_input_was_restored(rest
     assert handled == list(range(1, 111))
 
 
-async def test_memory_stream_on_three_servers_that_all_restarted_is_an_error() -> None:
+async def test_memory_stream_on_three_servers_that_all_restarted_is_an_error(wait_for_interest: Any) -> None:
     """It is empty, with the same creation time, and then has as many new messages as before and more."""
     with NatsCluster(3) as cluster:
         nc = await nats.connect(cluster.urls, error_cb=quiet, max_reconnect_attempts=-1, reconnect_time_wait=0.2)
@@ -177,6 +177,7 @@ async def test_memory_stream_on_three_servers_that_all_restarted_is_an_error() -
             js = nc.jetstream(timeout=5)
             config = StreamConfig(name="S", subjects=["s.*"], allow_direct=True, storage="memory", num_replicas=3)
             await js.add_stream(config)
+            await wait_for_interest(js, "s.a")
             for _ in range(20):
                 await js.publish("s.a")
             readers = [LogReader(js, "S", subject=subject, patience=60) for subject in (None, "s.a", "s.b")]

@@ -288,12 +288,14 @@ def test_a_listing_of_several_pages_is_complete(
     assert values(read(bucket)) == TEN
 
 
-def test_replicas_return_the_latest_values(with_js: Any, read: Read) -> None:
+def test_replicas_return_the_latest_values(with_js: Any, read: Read, wait_for_interest: Any) -> None:
     with NatsCluster() as cluster:
         url = cluster.servers[0].url
 
         async def create(js: JetStreamContext) -> None:
-            await ten(await js.create_key_value(KeyValueConfig(bucket="R", direct=True, replicas=3)))
+            bucket = await js.create_key_value(KeyValueConfig(bucket="R", direct=True, replicas=3))
+            await wait_for_interest(js, "$KV.R.k")
+            await ten(bucket)
 
         with_js(create, url)
         for i in range(20):

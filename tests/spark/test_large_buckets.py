@@ -761,13 +761,15 @@ class TestReplicas:
                 seen += len(rows)
             assert seen == KEYS
 
-    def test_a_replica_that_was_paused_repeats_no_key(self, with_js: Any) -> None:
+    def test_a_replica_that_was_paused_repeats_no_key(self, with_js: Any, wait_for_interest: Any) -> None:
         with NatsCluster() as cluster:
             url = cluster.servers[0].url
             config = KeyValueConfig(bucket="B", direct=True, replicas=3)
 
             async def create(js: JetStreamContext) -> None:
-                await fill(await js.create_key_value(config))
+                bucket = await js.create_key_value(config)
+                await wait_for_interest(js, "$KV.B.k")
+                await fill(bucket)
 
             async def leader(js: JetStreamContext) -> str:
                 info = await js.stream_info("KV_B")
