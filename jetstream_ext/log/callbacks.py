@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from jetstream_ext.errors import FencedError
 from jetstream_ext.protocol.options import check_int, check_seconds
@@ -50,6 +51,7 @@ class Calling:
     """A callback that is running."""
 
     callbacks: Callbacks
+    task: asyncio.Task[Any] | None
     committable: tuple[int, ...] | None  # the partitions that it may commit; None: all that the member has
     running: bool = True  # a task that the callback has started may outlive it
     refused: FencedError | None = None  # what its last commit has raised
@@ -112,7 +114,7 @@ class Callbacks:
         """Call one of them. That a commit in it was refused because of lost partitions does not end the member."""
         if callback is None or not partitions:
             return
-        calling = Calling(self, committable)
+        calling = Calling(self, asyncio.current_task(), committable)
         token = _calling.set(calling)
         try:
             result = callback(partitions)

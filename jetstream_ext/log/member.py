@@ -145,9 +145,9 @@ class Member:
     async def commit(self) -> None:
         """Store the positions behind the messages that are handled.
 
-        In the iteration's loop, the last message that it has returned counts as handled. In `on_revoked` the call stores only
-        the positions of the partitions that are handed over, of which nothing is being handled any more. In a handler of `run`,
-        messages that are still being handled do not count.
+        In an iteration, the last message that it has returned counts as handled, whichever task calls this. In `on_revoked` the
+        call stores only the positions of the partitions that are handed over, of which nothing is being handled any more. In a
+        handler of `run`, messages that are still being handled do not count.
 
         Raises:
             FencedError: Another member owns one of the partitions now; the positions of the others are stored.

@@ -10,6 +10,7 @@ from typing import Final
 _EVERY: Final = 0.05
 # Seconds: usually, and while the member is busy with its partitions.
 _PAUSE, _LONG_PAUSE = 0.001, 0.005
+_LONGEST = 0.25  # seconds that handlers wait until something is done
 
 
 class Pauses:
@@ -20,16 +21,18 @@ class Pauses:
         self._ended = 0.0  # the last pause
         self._may_begin = asyncio.Event()  # no pause
         self._may_begin.set()
-        self._done = asyncio.Event()  # nothing is waited for
+        self._done = asyncio.Event()  # nothing is waited for any more
         self._done.set()
 
     @contextlib.asynccontextmanager
     async def until_done(self) -> AsyncIterator[None]:
-        """Let no handler begin until the block ends."""
+        """Let no handler begin until the block ends, or has taken long."""
         self._done.clear()
+        limit = asyncio.get_running_loop().call_later(_LONGEST, self._done.set)
         try:
             yield
         finally:
+            limit.cancel()
             self._done.set()
 
     async def breathe(self) -> None:

@@ -81,16 +81,21 @@ class Session:
         self._idle = asyncio.Event()  # every partition is given back, or cannot be
         self.ready: asyncio.Event = asyncio.Event()  # for the iteration
         self._callbacks = Callbacks(options, self.what)
-        self._finished: list[Held] = []  # revoked, and to be handed over with the next call of `on_revoked`
+        # Revoked partitions, which the next call of `on_revoked` hands over, and until when it may.
+        self._finished: dict[Held, float | None] = {}
+        self._untold: set[int] = set()  # lost partitions, for the next call of `on_partitions_lost`
+        self._telling = 0  # tasks that call it
         self._cancelled: dict[
             int, tuple[asyncio.Task[None], float]
-        ] = {}  # of lost partitions; until when they may go on
+        ] = {}  # handlers of lost partitions; a new one waits
+        self._outlasting: set[asyncio.Task[None]] = set()  # those of them that go on
         self._final: dict[int, int] = {}  # the positions to release partitions at
         self._records = 0  # so far, of all partitions
         self.current: Held | None = None  # of the message that the iteration has returned last
         self._loop: asyncio.AbstractEventLoop
         self.pauses: Pauses = Pauses(busy=lambda: bool(self._tasks))
         self._leaving = False
+        self._ending = False  # everything is cancelled
         self._stopping = False  # asked to leave, perhaps before it has joined
         self._departure: asyncio.Task[None] | None = None
         self._told = False  # the caller knows the error
@@ -137,7 +142,8 @@ class Session:
         """Leave the group; in a hurry, unless `clean`. Raises the member's error if the caller does not know it."""
         if self.closed:
             return
-        if self._callbacks.running is not None:
+        calling = self._callbacks.running
+        if calling is not None and calling.task is asyncio.current_task():
             raise RuntimeError(f"{self.what} cannot be left in one of its callbacks; call stop() there")
         if self.current is not None:
             self.current.done.set()  # it stays in hand: only the caller knows whether it is handled
@@ -211,11 +217,11 @@ class Session:
 
     async def _end(self) -> None:
         """End everything that runs, also if the caller is cancelled meanwhile; each step takes `_LEAVE_TIMEOUT` at most."""
-        self._leaving = True
+        self._leaving = self._ending = True
         self._machine.leave()
         running = [*self._main, *self._tasks, *(lane.task for lane in self._lanes.values() if lane.task)]
         running += [held.task for held in self.held.values() if held.task]
-        running += [task for task, _ in self._cancelled.values()]
+        running += self._outlasting
         for task in running:
             task.cancel()
         ending = asyncio.create_task(self._end_all(running), name=f"jetstream_ext end of {self.what}")
@@ -301,9 +307,9 @@ class Session:
 
     def fail(self, error: Exception) -> None:
         """End the member: the caller gets this error."""
-        if self.error is None:
+        if self.error is None or (self._told and type(error) is not type(self.error)):
             _log.debug("%s ends: %r", self.what, error)
-            self.error = error
+            self.error, self._told = error, False
         self._failed.set()
         self.ready.set()
         self._depart()  # the others take over, also while the caller does not come back to this member
@@ -357,7 +363,7 @@ class Session:
         while True:
             self._changed.clear()
             self.step()
-            if self._leaving and not self._machine.working:
+            if self._leaving and not self._machine.working and not self._telling:
                 self._unused.set()
             if self._leaving and self._machine.idle:
                 self._idle.set()
@@ -564,18 +570,20 @@ class Session:
         """Hand over what these attempts have claimed, within `revoke_timeout`."""
         seconds = self._options.revoke_timeout
         until = None if seconds == math.inf else self._loop.time() + seconds
-        found: list[Held] = []
-        with contextlib.suppress(TimeoutError):
-            async with (
-                asyncio.timeout_at(until),
-                self._callbacks.lock,
-            ):  # a claim of these partitions may wait for its callback
-                found = self._claimed_by(attempts)
-        for held in found:
+        self._begin_to_revoke(self._claimed_by(attempts), until)
+        rest = {number: attempt for number, attempt in attempts.items() if number not in self.held}
+        if rest:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(until), self._callbacks.lock:
+                    pass  # a claim of these partitions waits for its callback
+            self._begin_to_revoke(self._claimed_by(rest), until)
+            for number in rest.keys() - self.held.keys():
+                self._machine.revoked(number, rest[number])
+
+    def _begin_to_revoke(self, revoked: Iterable[Held], until: float | None) -> None:
+        for held in revoked:
             held.end()
             self._spawn(self._revoke_one(held, until), "revocation")
-        for number in attempts.keys() - {held.number for held in found}:
-            self._machine.revoked(number, attempts[number])
 
     def _claimed_by(self, attempts: Mapping[int, int]) -> list[Held]:
         """Return what the member still holds of these partitions by these attempts."""
@@ -586,7 +594,7 @@ class Session:
         try:
             async with limit:
                 await held.finished()
-                await self._hand_over(held)
+                await self._hand_over(held, until)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -600,14 +608,16 @@ class Session:
                 )
             self._give_up(held)
 
-    async def _hand_over(self, held: Held) -> None:
-        """Hand a partition over that is not worked on any more, together with others for which that holds meanwhile."""
-        self._finished.append(held)
+    async def _hand_over(self, held: Held, until: float | None) -> None:
+        """Hand a partition over that is not worked on any more, with others for which that holds by then, and the same time."""
+        self._finished[held] = until
         await asyncio.sleep(0)
         async with self._callbacks.lock:
             if held not in self._finished:
                 return
-            finished, self._finished = self._finished, []
+            finished = [each for each, limit in self._finished.items() if limit == until]
+            for each in finished:
+                del self._finished[each]
             mine = [each for each in finished if self.held.get(each.number) is each]
             try:
                 numbers = tuple(sorted(each.number for each in mine))
@@ -666,6 +676,8 @@ class Session:
             held.end()
             if held.task is not None and not held.task.done():
                 self._cancelled[held.number] = held.task, self._loop.time() + self._options.revoke_timeout
+                self._outlasting.add(held.task)
+                held.task.add_done_callback(self._outlasting.discard)
                 held.task.add_done_callback(lambda _: self._changed.set())
                 if held.task is not asyncio.current_task():
                     held.task.cancel()  # once: its handler may have something to roll back
@@ -673,11 +685,19 @@ class Session:
         if lost:
             lost_numbers = tuple(held.number for held in lost)
             _log.warning("%s has lost partitions %s", self.what, lost_numbers)
-            self._spawn(self._tell_loss(lost_numbers), "loss")
+            if not self._ending:
+                self._untold.update(lost_numbers)
+                self._telling += 1
+                self._spawn(self._tell_loss(), "loss")
 
-    async def _tell_loss(self, numbers: tuple[int, ...]) -> None:
-        async with self._callbacks.lock:
-            await self._callbacks.lost(numbers)
+    async def _tell_loss(self) -> None:
+        try:
+            await asyncio.sleep(0)  # several may be lost one by one
+            async with self._callbacks.lock:
+                untold, self._untold = self._untold, set()
+                await self._callbacks.lost(tuple(sorted(untold)))
+        finally:
+            self._telling -= 1
 
     def _fenced(self, held: Held) -> None:
         """Another member has stored a record of this partition."""

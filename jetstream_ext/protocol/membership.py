@@ -125,8 +125,8 @@ class Membership:
 
     @property
     def working(self) -> bool:
-        """Whether the member works on a partition, or has not revoked it yet."""
-        return any(phase in (Phase.OWNED, Phase.REVOKING) for phase in self._phases.values())
+        """Whether the member works on a partition, has claimed it, or has not revoked it yet."""
+        return any(phase is not Phase.RELEASING for phase in self._phases.values())
 
     def phase(self, partition: int) -> Phase | None:
         return self._phases.get(partition)

@@ -117,6 +117,84 @@ class TestLeaving:
         assert done == [(0, 1)]
         assert await positions(group) == [6, 6]
 
+    async def test_a_member_that_leaves_before_its_claims_are_answered_waits_for_its_callbacks(
+        self, make_stream: Make, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        group = make_group(await make_stream(messages=5), partitions=2, patience=0.5)
+        claim_one, leaving = Session._claim_one, asyncio.Event()
+        events: list[str] = []
+
+        async def claim_late(session: Session, claim: Any) -> Any:
+            await leaving.wait()
+            await asyncio.sleep(0.1)
+            return await claim_one(session, claim)
+
+        async def flush(_: tuple[int, ...]) -> None:
+            events.append("begins")
+            await asyncio.sleep(1.0)
+            events.append("ends")
+
+        monkeypatch.setattr(Session, "_claim_one", claim_late)
+        async with group.join(on_revoked=flush) as member:
+            await until(lambda: member._session._machine.phase(0) is not None)
+            leaving.set()
+        assert events == ["begins", "ends"]
+
+    async def test_an_error_while_it_leaves_is_said_although_another_one_is_raised(
+        self, make_stream: Make, make_group: MakeGroup, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        group = make_group(await make_stream(messages=5), partitions=2)
+
+        def fail(_: tuple[int, ...]) -> None:
+            raise OSError("disk full")
+
+        def handle(_: StoredMsg) -> None:
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            async with group.join(on_revoked=fail) as member:
+                await member.run(handle)
+        assert "has failed while it left: OSError('disk full')" in caplog.text
+
+    async def test_a_task_that_a_callback_has_started_may_leave(self, make_stream: Make, make_group: MakeGroup) -> None:
+        group = make_group(await make_stream(messages=5), partitions=1)
+        leaving: list[asyncio.Task[None]] = []
+        left = asyncio.Event()
+
+        async def leave(_: tuple[int, ...]) -> None:
+            leaving.append(asyncio.ensure_future(member.__aexit__(None, None, None)))
+            await left.wait()
+
+        member = group.join(on_assigned=leave)
+        await member.__aenter__()
+        await until(lambda: leaving)
+        left.set()
+        async with asyncio.timeout(30):
+            await leaving[0]
+        assert (await group.status()).members == ()
+
+    async def test_a_cancellation_that_ends_on_revoked_calls_nothing_more(
+        self, make_stream: Make, make_group: MakeGroup
+    ) -> None:
+        group = make_group(await make_stream(messages=5), partitions=3)
+        called: list[tuple[int, ...]] = []
+
+        async def flush(numbers: tuple[int, ...]) -> None:
+            called.append(numbers)
+            await asyncio.Event().wait()
+
+        async def work() -> None:
+            async with group.join(on_revoked=flush) as member:
+                await take(member, 1)
+                await until(lambda: len(member.partitions) == 3)
+                await asyncio.Event().wait()
+
+        working = asyncio.ensure_future(work())
+        await asyncio.sleep(1.0)
+        working.cancel()
+        await asyncio.wait({working})
+        assert called == [(0, 1, 2)]
+
     async def test_what_cannot_be_handed_over_is_said(
         self, make_stream: Make, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -278,6 +356,51 @@ class TestCallbacksThatHang:
             assert [it.seq for it in await take(member, 2)] == [1, 2]
         assert "the callback for the lost partitions (0,) was cancelled" in caplog.text
 
+    async def test_on_assigned_does_not_keep_other_partitions(self, make_stream: Make, make_group: MakeGroup) -> None:
+        """Those are given up in time: no message of them is handled when another member has them."""
+        stream = await make_stream(messages=5)
+        group = make_group(stream, partitions=4)
+        loaded, loading = asyncio.Event(), asyncio.Event()
+        lost: list[int] = []
+
+        async def load(_: tuple[int, ...]) -> None:
+            if loading.is_set():
+                await loaded.wait()
+
+        async with group.join(on_assigned=load, on_partitions_lost=lost.extend, revoke_timeout=0.5) as member:
+            running = asyncio.ensure_future(member.run(lambda _: None))
+            await until(lambda: len(member.partitions) == 4)
+            async with group.join():
+                await until(lambda: len(member.partitions) == 2)
+                loading.set()
+            await until(lambda: len(member._session._machine.owned) == 4)  # on_assigned runs
+            kept = set(member.partitions)
+            async with group.join() as first, group.join() as second:
+                await until(lambda: len(first.partitions) + len(second.partitions) >= 2)
+                taken = {*first.partitions, *second.partitions}
+                assert taken.isdisjoint(member.partitions)
+                loaded.set()
+                await until(lambda: taken & kept <= set(lost))
+            running.cancel()
+
+    async def test_the_loss_of_all_partitions_of_a_hand_over_is_told_at_once(
+        self, make_stream: Make, make_group: MakeGroup
+    ) -> None:
+        """Also by a member that leaves."""
+        group = make_group(await make_stream(messages=5), partitions=4)
+        told: list[tuple[int, ...]] = []
+
+        async def hang(_: tuple[int, ...]) -> None:
+            await asyncio.Event().wait()
+
+        async def tell(numbers: tuple[int, ...]) -> None:
+            await asyncio.sleep(0.2)
+            told.append(numbers)
+
+        async with group.join(on_revoked=hang, on_partitions_lost=tell, revoke_timeout=0.3) as member:
+            await until(lambda: len(member.partitions) == 4)
+        assert told == [(0, 1, 2, 3)]
+
     async def test_on_assigned_is_said(
         self, make_stream: Make, make_group: MakeGroup, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -360,10 +483,12 @@ class TestLosses:
             await until(lambda: handled)
             lose_all(member)
             await until(lambda: len(handled) == 2)
-            end.set()
             member.stop()
             await running
+            assert any("partition 0" in task for task in tasks())
+            asyncio.get_running_loop().call_later(0.1, end.set)
         assert "a handler of partition 0 still runs, 0.3 s after it was cancelled" in caplog.text
+        assert not any("partition 0" in task for task in tasks())
 
     async def test_a_handler_that_fails_because_it_was_cancelled_does_not_end_the_member(
         self, make_stream: Make, make_group: MakeGroup, caplog: pytest.LogCaptureFixture
