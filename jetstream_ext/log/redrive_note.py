@@ -31,7 +31,7 @@ class NotedLetter:
     """A dead letter that may be sent.
 
     The message at `base` is the witness of what was not found: while the target has it, the target has not lost its last
-    messages since.
+    messages since. A target that had none is known by the time of its creation.
     """
 
     seq: int
@@ -39,7 +39,7 @@ class NotedLetter:
     target: str
     subject: str
     base: int  # the target's last sequence before the letter was sent
-    base_time: datetime | None  # when that message was stored; None if that is not known
+    base_time: datetime | None  # when that message was stored, or an empty target created
     again: str = ""  # what its message id ends with if it is sent although an earlier copy may be gone
 
     @property
@@ -51,9 +51,9 @@ class NotedLetter:
         return None if self.base_time is None else (self.base, self.base_time)
 
 
-def last_message(state: StreamState) -> tuple[int, datetime | None]:
+def last_message(state: StreamState) -> tuple[int, datetime]:
     """Return the sequence and the time of a stream's last message, as `NotedLetter` has them."""
-    return state.last_seq, state.last_time if state.last_seq else None
+    return state.last_seq, state.last_time
 
 
 def encode_note(writer: str, number: int, letters: Iterable[NotedLetter]) -> bytes:

@@ -123,7 +123,10 @@ class CopySearch:
             return found, Copy.LOST
         if witness is None or len(found) == len(letters):
             return found, Copy.UNPROVEN
-        same = await still_stores(self._context, state, witness, self._timeout)
+        if base:
+            same = await still_stores(self._context, state, witness, self._timeout)
+        else:  # all that the target has ever had was read
+            same = state.created_at == witness[1] and not state.volatile
         return found, Copy.ABSENT if same else Copy.LOST if same is False else Copy.UNPROVEN
 
     async def _settled(self, target: str, subjects: Sequence[str], seq: int) -> StreamState:

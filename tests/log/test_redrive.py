@@ -122,6 +122,26 @@ async def test_a_call_that_died_is_ended_by_the_next_one(
     assert await stored(js, stream, dead) == []
 
 
+@pytest.mark.parametrize("step", ["_send", "_publish"])
+async def test_a_call_to_a_new_stream_that_died_is_ended_by_the_next_one(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """The stream had no message that could be a witness."""
+    stream, dead, source = await bury(3)
+    await move_subjects(js, source, new := f"{source}NEW")
+
+    async def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_Redriving, step, die)
+        with pytest.raises(KeyboardInterrupt):
+            await redrive(js, stream, dead, offsets=offsets, to_stream=new)
+    assert (await redrive(js, stream, dead, offsets=offsets, to_stream=new)).sent == 3
+    assert await payloads(js, new) == [b"0", b"1", b"2"]
+    assert await stored(js, stream, dead) == []
+
+
 async def test_two_calls_at_the_same_time(js: JetStreamContext, bury: Bury, offsets: OffsetStore) -> None:
     stream, dead, source = await bury(150)
     calls = (redrive(js, stream, dead, offsets=OffsetStore(js, offsets.bucket)) for _ in range(3))
