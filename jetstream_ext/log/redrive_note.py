@@ -14,9 +14,8 @@ from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.numbers import json_number, json_text
 
 _VERSION: Final = 2
-_WITHOUT_WITNESS: Final = (
-    1  # the earlier version, which has the target's creation time before `base` and no `base_time`
-)
+# The earlier version, which has the target's creation time before `base` and no `base_time`.
+_WITHOUT_WITNESS: Final = 1
 
 # The sequence and the time of a message, which identify it also if its stream is created again.
 Key = tuple[int, int]
@@ -66,7 +65,7 @@ def encode_note(writer: str, number: int, letters: Iterable[NotedLetter]) -> byt
 
 
 def decode_note(data: bytes) -> list[NotedLetter]:
-    """Return the letters of a note; raise ValueError if it is none."""
+    """Return the letters of a note; raise ValueError if `data` is something else."""
     try:
         body = orjson.loads(data)
         version = json_number(body["v"], "v")

@@ -72,7 +72,7 @@ class CopySearch:
         self._message_id = message_id
 
     async def fences(self, target: str, subjects: Iterable[str]) -> dict[str, int]:
-        """Return the last sequence of a stream on each of some subjects at its leader; 0 if there is none."""
+        """Return the last sequence of a stream on each of some subjects at its leader, 0 for a subject without messages."""
         wanted = sorted(set(subjects))
 
         async def read(subject: str) -> int:

@@ -33,6 +33,10 @@ def tasks() -> list[str]:
     return [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("jetstream_ext")]
 
 
+def fail(_: tuple[int, ...]) -> None:
+    raise ZeroDivisionError
+
+
 async def positions(group: Group) -> list[int | None]:
     return [each.position for each in (await group.status()).partitions]
 
@@ -62,9 +66,6 @@ class TestLeaving:
     async def test_an_error_of_on_revoked_is_raised_at_once(self, make_stream: Make, make_group: MakeGroup) -> None:
         group = make_group(await make_stream(messages=5), partitions=2)
 
-        def fail(_: tuple[int, ...]) -> None:
-            raise ZeroDivisionError
-
         begun = time.monotonic()
         with pytest.raises(ZeroDivisionError):
             async with group.join(on_revoked=fail) as member:
@@ -80,9 +81,6 @@ class TestLeaving:
         """Also while the loop of the member is busy."""
         group = make_group(await make_stream(messages=5), partitions=4)
 
-        def fail(_: tuple[int, ...]) -> None:
-            raise ZeroDivisionError
-
         async with group.join(on_revoked=fail) as member:
             await take(member, 1)
             async with group.join() as other:
@@ -94,9 +92,6 @@ class TestLeaving:
         self, make_stream: Make, make_group: MakeGroup
     ) -> None:
         group = make_group(await make_stream(messages=5), partitions=1)
-
-        def fail(_: tuple[int, ...]) -> None:
-            raise ZeroDivisionError
 
         async with group.join(on_assigned=fail) as member:
             with pytest.raises(ZeroDivisionError):
@@ -145,14 +140,14 @@ class TestLeaving:
     ) -> None:
         group = make_group(await make_stream(messages=5), partitions=2)
 
-        def fail(_: tuple[int, ...]) -> None:
+        def fill_the_disk(_: tuple[int, ...]) -> None:
             raise OSError("disk full")
 
         def handle(_: StoredMsg) -> None:
             raise ZeroDivisionError
 
         with pytest.raises(ZeroDivisionError):
-            async with group.join(on_revoked=fail) as member:
+            async with group.join(on_revoked=fill_the_disk) as member:
                 await member.run(handle)
         assert "has failed while it left: OSError('disk full')" in caplog.text
 

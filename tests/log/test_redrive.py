@@ -575,6 +575,21 @@ class Publishes:
         return [headers["Nats-Msg-Id"] for _, _, headers in self.sent]
 
 
+async def die_at_the_first_publish(
+    js: JetStreamContext, stream: str, dead: str, source: str, offsets: OffsetStore
+) -> Publishes:
+    """Let a call end before its first letter is sent; return the letter as it would have been."""
+
+    async def die(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patched:
+        publishes = Publishes(patched, source, die)
+        with pytest.raises(KeyboardInterrupt):
+            await redrive(js, stream, dead, offsets=offsets)
+    return publishes
+
+
 async def arrives_late(js: JetStreamContext, message: tuple[str, bytes, dict[str, str]]) -> None:
     """Let a message arrive after the duplicate window; it is refused by its fence."""
     await asyncio.sleep(0.3)
@@ -602,17 +617,11 @@ async def test_a_first_attempt_that_arrives_late_is_refused(
 
 
 async def test_an_attempt_of_a_dead_call_that_arrives_late_is_refused(
-    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore
 ) -> None:
     stream, dead, source = await bury(3, duplicate_window=0.1)
 
-    async def die(_: int) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        publishes = Publishes(patched, source, die)
-        with pytest.raises(KeyboardInterrupt):
-            await redrive(js, stream, dead, offsets=offsets)
+    publishes = await die_at_the_first_publish(js, stream, dead, source, offsets)
     assert (await redrive(js, stream, dead, offsets=offsets)).sent == 3
     await arrives_late(js, publishes.sent[0])
     assert (await payloads(js, source))[3:] == [b"0", b"1", b"2"]
@@ -625,13 +634,7 @@ async def test_an_attempt_that_arrives_behind_the_look_of_the_next_call_is_found
     """A refusal by the fence makes the call look again. Its message id alone would not help beyond the window."""
     stream, dead, source = await bury(3, duplicate_window=window)
 
-    async def die(_: int) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        publishes = Publishes(patched, source, die)
-        with pytest.raises(KeyboardInterrupt):
-            await redrive(js, stream, dead, offsets=offsets)
+    publishes = await die_at_the_first_publish(js, stream, dead, source, offsets)
     send = _Redriving._send
 
     async def send_later(self: _Redriving, letters: Any) -> None:
@@ -646,19 +649,11 @@ async def test_an_attempt_that_arrives_behind_the_look_of_the_next_call_is_found
     assert (await payloads(js, source))[3:] == [b"0", b"1", b"2"]
 
 
-async def test_a_letter_stays_noted_until_it_is_sent(
-    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_letter_stays_noted_until_it_is_sent(js: JetStreamContext, bury: Bury, offsets: OffsetStore) -> None:
     """A call that looks in vain, and sends nothing itself, does not make the next one forget to look."""
     stream, dead, source = await bury(3, duplicate_window=0.1)
 
-    async def die(_: int) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        publishes = Publishes(patched, source, die)
-        with pytest.raises(KeyboardInterrupt):
-            await redrive(js, stream, dead, offsets=offsets)
+    publishes = await die_at_the_first_publish(js, stream, dead, source, offsets)
     assert await redrive(js, stream, f"{stream}.other", offsets=offsets) == Redriven(0, 0, 0)
     subject, payload, headers = publishes.sent[0]
     await js.publish(subject, payload, headers=headers)
