@@ -28,11 +28,12 @@ from jetstream_ext.errors import (
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import ROLLUP_HEADERS, check_key, operation
 from jetstream_ext.kv.limits import known_since, limits_of, with_record
-from jetstream_ext.protocol.api import answering_server, check_config
+from jetstream_ext.protocol.api import StreamState, answering_server, check_config
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.feature_table import BY_OPTION
 from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ, MSG_TTL, is_reserved
 from jetstream_ext.protocol.options import ttl_value
+from jetstream_ext.protocol.subjects import covers
 from jetstream_ext.text import get_logger
 from jetstream_ext.types import NEVER, TTL, own_headers
 
@@ -157,6 +158,7 @@ async def enable(
     direct: bool = True,
     atomic: bool = True,
     ttl: bool | float | timedelta | None = None,
+    spark: bool = False,
     timeout: float | None = None,
 ) -> KeyValue:
     """Turn on what a bucket lacks; return nats-py's `KeyValue` for the bucket as it is now.
@@ -172,6 +174,9 @@ async def enable(
         ttl: True: TTLs of single keys. Whole seconds or a timedelta: also delete markers that stay for that time when a
             key expires, so that watchers and reads of the past see the expiry. With markers, no value lives shorter
             than its marker, unless the bucket's history is 1. None: no change.
+        spark: What Spark's sink `jetstream_kv` needs: atomic batches, and a place for its markers, which is the subject
+            ``_spark.KV_<bucket>.>`` of the bucket's stream. Clients of the bucket do not see what is stored there, except
+            that it counts in the number of values of nats-py's ``status()``.
         timeout: Seconds for the whole call; None is the context's own.
 
     Raises:
@@ -190,7 +195,7 @@ async def enable(
     wanted: dict[str, Any] = {}
     if direct:
         wanted["allow_direct"] = True
-    if atomic:
+    if atomic or spark:
         wanted["allow_atomic"] = True
     if ttl is False:
         raise ValueError("TTLs cannot be turned off; leave `ttl` out to keep the setting")
@@ -205,6 +210,8 @@ async def enable(
     for updates_left in reversed(range(_MAX_UPDATES)):  # another program may change the configuration at the same time
         with bucket.not_found():
             state = await stream_state(api, bucket.stream)
+        if spark:
+            wanted["subjects"] = _with_markers(state)
         missing = {name: value for name, value in wanted.items() if (state.config.get(name) or False) != value}
         recorded = known_since(state) is not None or bool(state.origin)
         if not missing and recorded:
@@ -237,6 +244,12 @@ async def enable(
                 diff=diff,
             )
     return KeyValue(bucket.name, bucket.stream, bucket.prefix, bucket.js, direct=state.allows_direct)
+
+
+def _with_markers(state: StreamState) -> list[str]:
+    """Return the subjects of a bucket's stream, with those of the markers of Spark's sink."""
+    markers = f"_spark.{state.name}.>"
+    return [*state.subjects, *(() if any(covers(one, markers) for one in state.subjects) else (markers,))]
 
 
 def _check_supported(bucket: Bucket, config: Mapping[str, Any], options: Iterable[str], detail: str) -> None:

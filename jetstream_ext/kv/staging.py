@@ -29,6 +29,25 @@ class Staged:
     expected: int | None = None  # the revision that the key must be at (0: the key never existed); None: any
     creates: bool = False  # if the key is not at `expected`, it may instead be at a delete marker
 
+    def message(self, subject: str, expected: int | None = None, of: str | None = None) -> BatchMessage:
+        """Return the message that stores it, with its own expectation or that about the subject `of`."""
+        return BatchMessage(
+            subject,
+            self.value,
+            headers=self._headers,
+            msg_ttl=self.ttl,
+            expected_last_subject_seq=self.expected if self.expected is not None else expected,
+            expected_last_subject=of,
+        )
+
+    @property
+    def _headers(self) -> dict[str, str] | None:
+        if self.operation != "PUT":
+            return DELETE_HEADERS if self.operation == "DEL" else PURGE_HEADERS
+        if self.ttl is None or self.ttl is NEVER or self.expected == 0:
+            return None
+        return ROLLUP_HEADERS  # when a value expires, the server exposes the revision before it, so there must be none
+
 
 class Staging:
     """The reads and writes of one transaction; `prefix` comes before the key in a subject, `bucket` is for errors."""
@@ -125,20 +144,11 @@ class Staging:
         assert (fence is not None) == self.needs_fence
         messages: list[BatchMessage] = []
         for key, staged in self.writes.items():
-            expected, of = staged.expected, None
-            if expected is None and only_read:
+            expected, of = None, None
+            if staged.expected is None and only_read:
                 other = only_read.pop()
                 expected, of = _revision_of(self.reads[other]), self._prefix + other
-            messages.append(
-                BatchMessage(
-                    self._prefix + key,
-                    staged.value,
-                    headers=_headers(staged),
-                    msg_ttl=staged.ttl,
-                    expected_last_subject_seq=expected,
-                    expected_last_subject=of,
-                )
-            )
+            messages.append(staged.message(self._prefix + key, expected, of))
         if messages:
             messages[0] = replace(messages[0], expected_last_seq=fence, msg_id=msg_id)
         return messages
@@ -196,14 +206,6 @@ class Staging:
 
 def _revision_of(entry: KeyValueEntry | None) -> int:
     return 0 if entry is None else entry.revision
-
-
-def _headers(staged: Staged) -> dict[str, str] | None:
-    if staged.operation != "PUT":
-        return DELETE_HEADERS if staged.operation == "DEL" else PURGE_HEADERS
-    if staged.ttl is None or staged.ttl is NEVER or staged.expected == 0:
-        return None
-    return ROLLUP_HEADERS  # when a value expires, the server exposes the revision before it, so there must be none
 
 
 def _moved(key: str, revision: int, expected: int) -> str:

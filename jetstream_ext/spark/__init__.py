@@ -1,4 +1,4 @@
-"""The PySpark connector: formats `jetstream` (streams, read and written) and `jetstream_kv` (buckets, read).
+"""The PySpark connector: formats `jetstream` (streams) and `jetstream_kv` (buckets), both read and written.
 
 Spark finds the formats by itself (`pyspark_jetstream`); `register` registers them explicitly. Needs
 ``nats-jetstream-ext[spark]``.
@@ -10,11 +10,12 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 from jetstream_ext.spark.offsets import lag
+from jetstream_ext.spark.upserts import upsert
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["lag", "register"]
+__all__ = ["lag", "register", "upsert"]
 
 
 def register(spark: SparkSession) -> None:

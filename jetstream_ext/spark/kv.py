@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Final
 
 from nats.js import JetStreamContext
 from nats.js.errors import BadBucketError
-from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    DataSourceStreamWriter,
+    DataSourceWriter,
+    InputPartition,
+)
 from pyspark.sql.types import BinaryType, DataType, LongType, StringType, StructType, TimestampType
 
 from jetstream_ext.client.connection import open_bucket
@@ -41,7 +47,7 @@ from jetstream_ext.kv.parts import (
 from jetstream_ext.kv.reads import ResolvedRevision, read_present, resolve_revision
 from jetstream_ext.protocol.subjects import is_literal
 from jetstream_ext.spark.connection import ask, connected, run_on_driver
-from jetstream_ext.spark.options import KvOptions
+from jetstream_ext.spark.options import KvOptions, KvWriteOptions, OptionError
 from jetstream_ext.spark.planning import PlanningError, cut, measure, state_of
 from jetstream_ext.spark.ranges import SequenceRange
 from jetstream_ext.spark.source import check_schema, schema_of
@@ -101,6 +107,23 @@ class JetStreamKvDataSource(DataSource):
         options = KvOptions.parse(self.options)
         check_schema(schema, _COLUMNS)
         return JetStreamKvReader(options, schema)
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        from jetstream_ext.spark.kv_sink import JetStreamKvWriter
+
+        if overwrite:
+            raise OptionError(
+                "mode 'overwrite' is not supported: the sink writes the keys of its rows, and leaves all other keys as they are; "
+                "use .mode('append')"
+            )
+        return JetStreamKvWriter(KvWriteOptions.parse(self.options, streaming=False), schema)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802 - Spark's name
+        from jetstream_ext.spark.kv_sink import JetStreamKvStreamWriter
+
+        # In output mode "complete", each micro-batch has all rows of the result.
+        options = KvWriteOptions.parse(self.options, streaming=True)
+        return JetStreamKvStreamWriter(options, schema, only_changes=overwrite)
 
 
 class JetStreamKvReader(DataSourceReader):

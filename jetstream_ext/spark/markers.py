@@ -16,7 +16,7 @@ from binascii import a2b_base64, b2a_base64
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, Self, TypeVar
 
 import numpy as np
 import orjson
@@ -105,7 +105,20 @@ class Marker:
         )
 
 
-Record = TypeVar("Record", Layout, Marker)
+class RecordBody(Protocol):
+    """A record of the sink; without arguments, what there is before the first one."""
+
+    @property
+    def batch(self) -> int:
+        """The micro-batch that it is about."""
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Self: ...
+
+    def encode(self) -> bytes: ...
+
+
+Record = TypeVar("Record", bound=RecordBody)
 
 
 def decode(kind: type[Record], stored: StoredMsg | None) -> Record:

@@ -15,13 +15,15 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar
 
 from jetstream_ext.errors import BadSubjectError
+from jetstream_ext.protocol.options import ttl_value
 from jetstream_ext.protocol.servers import parse_servers
 from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject
+from jetstream_ext.types import NEVER, TTL
 
 Bound: TypeAlias = Literal["earliest", "latest"] | int | datetime
 """Where a read starts or ends: an end of the stream when the read is planned, a stream sequence, or an aware time."""
@@ -31,6 +33,8 @@ MOST_PARTITIONS: Final = 100_000
 """The largest number of partitions of a read: Spark keeps all of them in the memory of its driver."""
 # A batch of the server has at most 1000 messages, one of which is the marker.
 _MAX_TRANSACTION_ROWS: Final = 999
+# For a bucket, another one may have to carry the fence.
+_MAX_KEY_WRITES: Final = 998
 # Options that users will try; the value is a secret and must appear nowhere.
 _INLINE_SECRETS: Final = {
     "password": "passwordEnv",
@@ -105,6 +109,13 @@ class OptionReader:
             for each in fields(kind)
             if each.metadata
         }
+
+    def get_bucket(self, how: str) -> str:
+        """Return the name of the bucket; `how` says how one is given."""
+        bucket = self.get("bucket", _bucket, "") or self.get("path", _bucket, "")
+        if not bucket:
+            self.fail("bucket", f"it is missing; give the name of one bucket, {how}")
+        return bucket
 
     def get_streams(self) -> tuple[str, ...]:
         """Return the names of the streams, from the option `stream` or the arguments of ``load``."""
@@ -194,13 +205,35 @@ def _partitions(text: str) -> int:
     return number
 
 
-def _transaction_rows(text: str) -> int:
-    rows = _positive(text)
-    if rows > _MAX_TRANSACTION_ROWS:
-        raise ValueError(
-            f"{rows} is more than {_MAX_TRANSACTION_ROWS}: by default servers accept 1000 messages in one batch, and one is the marker"
-        )
-    return rows
+def _transaction_rows(most: int, others: str) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        rows = _positive(text)
+        if rows > most:
+            raise ValueError(
+                f"{rows} is more than {most}: by default servers accept 1000 messages in one batch, and {others}"
+            )
+        return rows
+
+    return parse
+
+
+_rows_and_a_marker = _transaction_rows(_MAX_TRANSACTION_ROWS, "one is the marker")
+_key_writes = _transaction_rows(_MAX_KEY_WRITES, "two are the sink's own")
+
+
+def parse_ttl(value: int | str) -> TTL:
+    """Return the TTL that a column or an option says: seconds, a duration such as ``15m``, or ``never``."""
+    ttl: TTL = NEVER
+    if not isinstance(value, str):
+        ttl = value
+    elif (text := value.strip().lower()) != "never":
+        ttl = int(text) if re.fullmatch(r"[0-9]{1,18}", text) else timedelta(seconds=_delay(text))
+    ttl_value(ttl)  # raises ValueError
+    return ttl
+
+
+def _bad_row_policy(text: str) -> str:
+    return text.strip().lower() if text.strip().lower() in ("fail", "drop") else _subject(text)
 
 
 def _size(text: str) -> int:
@@ -439,7 +472,7 @@ class WriteOptions:
     txn_version: int | None = _option("txnVersion", _version)
     sink_partitions: int | None = _option("sinkPartitions", _positive)
     marker_prefix: str = _option("markerPrefix", _subject)  # ``_spark.<stream>`` if it is not given
-    transaction_rows: int = _option("transactionRows", _transaction_rows, _MAX_TRANSACTION_ROWS)
+    transaction_rows: int = _option("transactionRows", _rows_and_a_marker, _MAX_TRANSACTION_ROWS)
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool) -> WriteOptions:
@@ -485,11 +518,38 @@ class KvOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> KvOptions:
-        reader = OptionReader(options, (*KV_OPTIONS, *CONNECTION_OPTIONS), {})
-        bucket = reader.get("bucket", _bucket, "") or reader.get("path", _bucket, "")
-        if not bucket:
-            reader.fail("bucket", "it is missing; give the name of one bucket, here or as in load('PRICES')")
+        reader = OptionReader(options, (*KV_OPTIONS, *CONNECTION_OPTIONS), _KV_FOR_WRITING)
+        bucket = reader.get_bucket("here or as in load('PRICES')")
         return cls(ConnectionOptions.parse(reader), bucket, **reader.values(cls))
+
+
+@dataclass(frozen=True, slots=True)
+class KvWriteOptions:
+    connection: ConnectionOptions
+    bucket: str
+    ttl: TTL | None = _option("ttl", parse_ttl)  # noqa: RUF009 - of every value, instead of a column
+    on_bad_row: str = _option("onBadRow", _bad_row_policy, "fail")
+    write_id: str | None = _option("writeId", _write_id)
+    txn_app_id: str | None = _option("txnAppId", _write_id)  # with `txn_version`, instead of `write_id`
+    txn_version: int | None = _option("txnVersion", _version)
+    per_micro_batch: bool = _option("perMicroBatch", _boolean, False)  # the same, but Spark names both (`upsert`)
+    marker_prefix: str = _option("markerPrefix", _subject)  # ``_spark.KV_<bucket>`` if it is not given
+    transaction_rows: int = _option("transactionRows", _key_writes, _MAX_KEY_WRITES)
+
+    @classmethod
+    def parse(cls, options: Mapping[str, str], *, streaming: bool) -> KvWriteOptions:
+        reader = OptionReader(options, (*KV_WRITE_OPTIONS, *CONNECTION_OPTIONS, *_SPARK_SINK_OPTIONS), _KV_FOR_READING)
+        bucket = reader.get_bucket("as in option('bucket', 'PRICES')")
+        values = reader.values(cls)
+        values["marker_prefix"] = values["marker_prefix"] or f"_spark.KV_{bucket}"
+        reader.exclude("writeId", "txnAppId", "perMicroBatch")
+        reader.pair("txnAppId", "txnVersion")
+        for name in ("writeId", "txnAppId", "perMicroBatch"):
+            if name in reader and streaming:
+                reader.fail(
+                    name, "it is for batch writes; a streaming query takes its id from its checkpoint; leave it out"
+                )
+        return cls(ConnectionOptions.parse(reader), bucket, **values)
 
 
 CONNECTION_OPTIONS: Final = tuple(_declared(ConnectionOptions))
@@ -500,6 +560,7 @@ READ_OPTIONS: Final = (
 )
 WRITE_OPTIONS: Final = ("stream", *_declared(WriteOptions))
 KV_OPTIONS: Final = ("bucket", *_declared(KvOptions))
+KV_WRITE_OPTIONS: Final = ("bucket", *_declared(KvWriteOptions))
 _SPARK_SINK_OPTIONS: Final = ("checkpointLocation", "queryName")  # Spark passes them on to the sink
 
 _NO_END: Final = "it is for batch reads; a streaming query has no end (use trigger(availableNow=True))"
@@ -518,6 +579,10 @@ _STREAMING_ONLY: Final = {
     "onRecreate": "it applies to streaming reads and has no effect on a batch read; leave it out",
 }
 _FOR_READING: Final = {name: "it applies only to reads; leave it out" for name in READ_OPTIONS if name != "stream"}
+_KV_FOR_READING: Final = {name: "it applies only to reads; leave it out" for name in KV_OPTIONS if name != "bucket"}
+_KV_FOR_WRITING: Final = {
+    name: "it applies only to writes; leave it out" for name in KV_WRITE_OPTIONS if name not in KV_OPTIONS
+}
 _FOR_WRITING: Final = {
     **{name: "it applies only to writes; leave it out" for name in WRITE_OPTIONS if name != "stream"},
     "subject": "it applies only to writes; to read some subjects only, use 'subjects'",

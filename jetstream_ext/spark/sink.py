@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from nats.js import JetStreamContext
 from nats.js.errors import NoStreamResponseError
-from pyspark import TaskContext
 from pyspark.sql import datasource
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
@@ -34,6 +33,7 @@ from jetstream_ext.spark.markers import ReplayError
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.planning import PlanningError, state_of
 from jetstream_ext.spark.rows import Columns, MessageIds, RowReader, Rows
+from jetstream_ext.spark.tasks import current_task, micro_batch_of
 from jetstream_ext.spark.transactional import PATIENCE, MicroBatch, SinkError, Transactions, most_rows
 from jetstream_ext.text import get_logger
 from jetstream_ext.types import Entry
@@ -52,11 +52,11 @@ _BYTES_AT_ONCE: Final = 8 << 20
 _TRANSACTION_BYTES: Final = 8 << 20
 
 # Spark 4.0 passes rows to a streaming sink; later versions pass Arrow.
-_HAS_STREAM_ARROW: Final = hasattr(datasource, "DataSourceStreamArrowWriter")
-if TYPE_CHECKING or not _HAS_STREAM_ARROW:
-    _StreamWriter = DataSourceStreamWriter
+HAS_STREAM_ARROW: Final = hasattr(datasource, "DataSourceStreamArrowWriter")
+if TYPE_CHECKING or not HAS_STREAM_ARROW:
+    StreamWriter = DataSourceStreamWriter
 else:
-    _StreamWriter = datasource.DataSourceStreamArrowWriter
+    StreamWriter = datasource.DataSourceStreamArrowWriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class _Writer:
         self._state: StreamState = run_on_driver(options.connection, lambda context: check_sink(context, options))
 
     def _write(self, writer: str, batch: int, rows: Iterator[Any], *, arrow: bool) -> WriterCommitMessage:
-        context = _task()
+        context = current_task()
         reader = RowReader(self._columns, self._options, self._state.subjects, context.partitionId())
         chunks = map(reader.from_arrow, rows) if arrow else reader.chunks_from_rows(rows)
         task = Task(writer, batch, context.partitionId(), self._attempt)
@@ -146,23 +146,11 @@ class JetStreamWriter(_Writer, DataSourceArrowWriter):
         return self._write(self._writer, self._batch, iterator, arrow=True)
 
 
-class JetStreamStreamWriter(_Writer, _StreamWriter):
+class JetStreamStreamWriter(_Writer, StreamWriter):
     def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
-        context = _task()
-        query = context.getLocalProperty("sql.streaming.queryId")
-        batch = context.getLocalProperty("streaming.sql.batchId")
-        if not query or not batch:
-            raise SinkError(
-                "this version of Spark does not pass the query id and the micro-batch id to its tasks, so the sink could not "
-                "recognise replayed rows; nothing was stored; write in foreachBatch, with df.write and the options txnAppId and txnVersion"
-            )
-        return self._write(query, int(batch), iterator, arrow=_HAS_STREAM_ARROW)
-
-
-def _task() -> TaskContext:
-    context = TaskContext.get()
-    assert context is not None
-    return context
+        instead = "write in foreachBatch, with df.write and the options txnAppId and txnVersion"
+        query, batch = micro_batch_of(current_task(), instead)
+        return self._write(query, batch, iterator, arrow=HAS_STREAM_ARROW)
 
 
 # -- checks of the stream -----------------------------------------------------------------------------------------
@@ -258,7 +246,7 @@ def _check_transactional(context: JetStreamContext, options: WriteOptions, state
             f"stream's subjects ({', '.join(state.subjects)}), or set markerPrefix to a subject below them that rows do "
             "not use"
         )
-    if not most_rows(context, options, state):
+    if not most_rows(context, options.transaction_rows, state):
         raise PlanningError(
             f"{stream}: its max_msg_size ({state.max_msg_size}) or the server's max_payload is too small for the sink's markers; "
             "raise it to 1024 bytes, or use semantics=dedupe"

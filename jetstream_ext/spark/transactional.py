@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Generic
+from typing import Any, Final, Generic, Protocol
 
 from nats.js import JetStreamContext
 
@@ -45,6 +45,7 @@ from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.rows import Rows, digests_of
 from jetstream_ext.text import get_logger
 from jetstream_ext.ttl import marker_reason
+from jetstream_ext.types import TTL
 
 _log = get_logger("spark")
 
@@ -66,6 +67,10 @@ class MicroBatch:
     writer: str  # the name of the query, or of the batch write
     batch: int  # the number of the micro-batch or of the batch write's version; 0 without either
     attempt: str = ""  # names the driver's attempt at the micro-batch, if it is known
+
+    @property
+    def where(self) -> str:
+        return f"stream {self.options.stream!r}"
 
     @property
     def partitions(self) -> int:
@@ -171,18 +176,40 @@ class MicroBatch:
         return False
 
 
+class Recorded(Protocol):
+    """A micro-batch that has records in a stream."""
+
+    @property
+    def context(self) -> JetStreamContext: ...
+
+    @property
+    def state(self) -> StreamState: ...
+
+    @property
+    def batch(self) -> int: ...
+
+    @property
+    def where(self) -> str: ...
+
+    def subject(self, name: str) -> str: ...
+
+
 class StoredRecord(Generic[Record]):
     """The newest record on a subject of the sink, and the fence that it is for the next one."""
 
-    def __init__(self, of: MicroBatch, name: str, kind: type[Record], what: str = "") -> None:
-        self.what: str = f"stream {of.options.stream!r}, {what}micro-batch {of.batch}"
+    def __init__(
+        self, of: Recorded, name: str, kind: type[Record], what: str = "", *, msg_ttl: TTL | None = None
+    ) -> None:
+        self.what: str = f"{of.where}, {what}micro-batch {of.batch}"
         self.subject: str = of.subject(name)
         self.last: Record = kind()  # the record that was read or stored last
         self._kind: type[Record] = kind
         self._batch = of.batch
         self._may_roll_up = bool(of.state.config.get("allow_rollup_hdrs"))
         self._context = Context(of.context)
-        self._fence = FencedWriter(self._context, of.options.stream, self.subject, name=self.what, patience=PATIENCE)
+        self._fence = FencedWriter(
+            self._context, of.state.name, self.subject, name=self.what, patience=PATIENCE, msg_ttl=msg_ttl
+        )
 
     @property
     def seq(self) -> int:
@@ -245,12 +272,12 @@ class StoredRecord(Generic[Record]):
         return error
 
 
-def most_rows(context: JetStreamContext, options: WriteOptions, state: StreamState) -> int:
-    """Return how many rows a transaction can have; 0 if no marker would fit into a message."""
+def most_rows(context: JetStreamContext, wanted: int, state: StreamState) -> int:
+    """Return how many of the rows wanted a transaction can have; 0 if no marker would fit into a message."""
     size = Context(context).connection.max_payload
     if state.max_msg_size is not None:
         size = min(size, state.max_msg_size)
-    return min(options.transaction_rows, rows_per_marker(state.name, size))
+    return min(wanted, rows_per_marker(state.name, size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +302,7 @@ class Transactions:
     async def open(self) -> None:
         """Find out which rows are stored already."""
         of = self._of
-        self.most_rows = max(1, most_rows(of.context, of.options, of.state))
+        self.most_rows = max(1, most_rows(of.context, of.options.transaction_rows, of.state))
         await self._record.read()
         await self._learn()
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jetstream_ext.spark.sink import _HAS_STREAM_ARROW
+from jetstream_ext.spark.sink import HAS_STREAM_ARROW
 from jetstream_ext.testing import NatsServer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -29,9 +29,7 @@ from pipeline import EXACT, ROWS, Pipeline
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-as_they_come = pytest.mark.skipif(
-    not _HAS_STREAM_ARROW, reason="Spark 4.0 hands a sink all rows of a partition at once"
-)
+as_they_come = pytest.mark.skipif(not HAS_STREAM_ARROW, reason="Spark 4.0 hands a sink all rows of a partition at once")
 in_cluster = pytest.mark.skipif(not os.environ.get("JETSTREAM_EXT_FULL"), reason="nox -s full -- spark_faults runs it")
 
 

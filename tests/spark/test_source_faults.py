@@ -24,7 +24,7 @@ from nats.js.api import StreamConfig, StreamSource
 from nats.js.errors import ServiceUnavailableError
 from pyspark.errors import StreamingQueryException
 
-from jetstream_ext.spark.sink import _HAS_STREAM_ARROW
+from jetstream_ext.spark.sink import HAS_STREAM_ARROW
 from jetstream_ext.testing import NatsCluster, NatsServer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 
 FULL = bool(os.environ.get("JETSTREAM_EXT_FULL"))
 
-as_they_come = pytest.mark.skipif(
-    not _HAS_STREAM_ARROW, reason="Spark 4.0 hands a sink all rows of a partition at once"
-)
+as_they_come = pytest.mark.skipif(not HAS_STREAM_ARROW, reason="Spark 4.0 hands a sink all rows of a partition at once")
 in_cluster = pytest.mark.skipif(not FULL, reason="nox -s full -- spark_faults runs it")
 # In CI, one of the sinks is enough where the fault is the source's.
 exact = pytest.mark.parametrize("semantics", EXACT if FULL else EXACT[1:])

@@ -1,0 +1,298 @@
+"""The `jetstream_kv` sink, batch and streaming: the last row of each key of a micro-batch, stored once.
+
+A task reads its partition and keeps the last row of each key. Few rows go back to the driver, which stores those of all
+tasks as one atomic batch if they fit into one. A partition with more rows is stored by its task (`kv_transactions`).
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+from nats.js import JetStreamContext
+from nats.js.errors import BadBucketError
+from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
+from pyspark.sql.types import StructType
+
+from jetstream_ext.client.api import Api
+from jetstream_ext.client.connection import Context, open_bucket
+from jetstream_ext.errors import JetStreamExtError
+from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.protocol import dead_letters as letters
+from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.feature_table import ATOMIC
+from jetstream_ext.protocol.subjects import covers
+from jetstream_ext.spark.bad_rows import BadRow, BadRows, check_dead_letters
+from jetstream_ext.spark.connection import connected, run_on_driver
+from jetstream_ext.spark.kv_rows import DIGEST_SIZE, KeyWrite, KvColumns, KvRowReader, LastRows, digest_of
+from jetstream_ext.spark.kv_transactions import DRIVER, Conflict, KeyTransactions, KvMicroBatch
+from jetstream_ext.spark.options import KvWriteOptions
+from jetstream_ext.spark.planning import PlanningError, state_of
+from jetstream_ext.spark.sink import HAS_STREAM_ARROW, StreamWriter
+from jetstream_ext.spark.tasks import current_task, micro_batch_of
+from jetstream_ext.spark.transactional import SinkError, most_rows
+from jetstream_ext.text import get_logger
+
+_log = get_logger("spark")
+
+# Bytes of keys and values that a task hands over to the driver, which holds those of all tasks.
+_HANDED_OVER: Final = 1 << 20
+_BAD_AT_ONCE: Final = 100  # bad rows that wait to be sent
+
+
+@dataclass
+class Partition(WriterCommitMessage):
+    """The result of a task: the writes for the driver, or how many the task has stored."""
+
+    writer: str
+    batch: int
+    attempt: str
+    partition: int
+    rows: int  # distinct keys
+    writes: list[KeyWrite] = field(default_factory=list, repr=False)  # for the driver
+    digests: bytes = field(default=b"", repr=False)  # of the keys that the task has stored
+    skipped: int = 0
+    dropped: int = 0
+    diverted: int = 0
+
+
+class _KvWriter:
+    def __init__(self, options: KvWriteOptions, schema: StructType, *, only_changes: bool) -> None:
+        self._options = options
+        self._columns = KvColumns.of(schema, options)
+        self._only_changes = only_changes
+        self._attempt = uuid.uuid4().hex[:16]  # one for all tasks, and all attempts at them
+        self._target: _Target = run_on_driver(
+            options.connection,
+            lambda context: _check_bucket(context, options, self._columns, only_changes=only_changes),
+        )
+
+    def _write(self, writer: str, batch: int, rows: Iterator[Any], *, arrow: bool) -> WriterCommitMessage:
+        options, target, partition = self._options, self._target, current_task().partitionId()
+        bad = self._bad_rows(writer, batch, partition)
+        reader = KvRowReader(self._columns, options, bad, target.max_message)
+        last = LastRows(partition)
+        try:
+            for some in map(reader.from_arrow, rows) if arrow else [reader.from_rows(rows)]:
+                for row in some:
+                    last.add(*row)
+                    if bad.waiting >= _BAD_AT_ONCE:
+                        self._send(bad)
+                self._send(bad)
+            result = Partition(writer, batch, self._attempt, partition, len(last))
+            if len(last) <= target.most and last.size <= _HANDED_OVER:
+                result.writes = list(last)
+            else:
+                self._store(result, last, bad)
+        finally:
+            last.close()
+        result.dropped, result.diverted = bad.dropped, bad.diverted
+        return result
+
+    def _bad_rows(self, writer: str, batch: int, partition: int) -> BadRows:
+        return BadRows(
+            self._options.on_bad_row,
+            what=f"bucket {self._options.bucket!r}, partition {partition} of micro-batch {batch}",
+            target=self._target.state.name,
+            writer=writer,
+            batch=batch,
+            partition=partition,
+            subject_header=letters.KEY,
+        )
+
+    def _send(self, bad: BadRows) -> None:
+        if bad.waiting:
+            with connected(self._options.connection, "executor") as (lease, context):
+                lease.run(bad.send(context))
+
+    def _micro_batch(self, context: JetStreamContext, of: Partition) -> KvMicroBatch:
+        state, changes = self._target.state, self._only_changes
+        return KvMicroBatch(context, self._options, state, of.writer, of.batch, of.attempt, changes)
+
+    def _store(self, result: Partition, writes: Iterable[KeyWrite], bad: BadRows) -> None:
+        with connected(self._options.connection, "executor") as (lease, context):
+
+            async def refuse(conflict: Conflict) -> None:
+                bad.add(_bad_row(conflict))
+                await bad.send(context)
+
+            transactions = KeyTransactions(self._micro_batch(context, result), str(result.partition), refuse)
+
+            async def store() -> None:
+                if await transactions.open():
+                    await transactions.store(writes)
+                else:
+                    _log.info("bucket %r: micro-batch %d is already stored", self._options.bucket, result.batch)
+
+            lease.run(store())
+        result.skipped, result.digests = transactions.skipped, b"".join(transactions.stored)
+
+    def commit(self, messages: list[Any], batchId: int | None = None) -> None:  # noqa: N803 - Spark's name; a batch write has none
+        """Store what the tasks have handed over, and that the micro-batch is complete (called on the driver)."""
+        found = sorted((one for one in messages if one is not None), key=lambda one: one.partition)
+        if not any(one.rows for one in found):
+            return
+        _check_partitions(self._options.bucket, found)
+        # The last row of a key is that in the partition with the highest number.
+        writes = {write.key: write for write in chain.from_iterable(one.writes for one in found)}
+        skipped, bad = run_on_driver(
+            self._options.connection, lambda context: self._finish(context, found[0], list(writes.values()))
+        )
+        rows = len(writes) + sum(one.rows - len(one.writes) for one in found)
+        dropped = sum(one.dropped for one in (*found, *bad))
+        diverted = sum(one.diverted for one in (*found, *bad))
+        skipped += sum(one.skipped for one in found)
+        what = "bucket %r: micro-batch %d writes %d keys; %d of them were already stored, or have their values already"
+        _log.info(what, self._options.bucket, found[0].batch, rows, skipped)
+        if dropped or diverted:
+            what = "bucket %r: micro-batch %d has %d bad rows that were dropped and %d that were stored as dead letters"
+            _log.warning(what, self._options.bucket, found[0].batch, dropped, diverted)
+
+    async def _finish(
+        self, context: JetStreamContext, of: Partition, writes: Sequence[KeyWrite]
+    ) -> tuple[int, list[BadRows]]:
+        bad: dict[int, BadRows] = {}
+
+        async def refuse(conflict: Conflict) -> None:
+            partition = conflict.write.partition
+            if partition not in bad:
+                bad[partition] = self._bad_rows(of.writer, of.batch, partition)
+            bad[partition].add(_bad_row(conflict))
+            await bad[partition].send(context)
+
+        transactions = KeyTransactions(self._micro_batch(context, of), DRIVER, refuse)
+        if not await transactions.finish(writes):
+            _log.info("bucket %r: micro-batch %d is already stored", self._options.bucket, of.batch)
+        return transactions.skipped, list(bad.values())
+
+    def abort(self, messages: list[Any], batchId: int | None = None) -> None:  # noqa: N803
+        # Stored keys stay; they are recognised when the micro-batch is replayed.
+        found = [one for one in messages if one is not None]
+        stored = sum(len(one.digests) // DIGEST_SIZE for one in found)
+        what = "bucket %r: the write failed after %d tasks had ended; at least %d of its keys are stored"
+        _log.warning(what, self._options.bucket, len(found), stored)
+
+
+class JetStreamKvWriter(_KvWriter, DataSourceArrowWriter):
+    def __init__(self, options: KvWriteOptions, schema: StructType) -> None:
+        super().__init__(options, schema, only_changes=False)
+        # Chosen here, for all attempts of all tasks.
+        self._once = options.txn_app_id is None and options.write_id is None and not options.per_micro_batch
+        self._writer = options.txn_app_id or options.write_id or uuid.uuid4().hex[:16]
+
+    def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
+        writer, batch = self._writer, self._options.txn_version or 0
+        if self._options.per_micro_batch:
+            instead = "give the options txnAppId and txnVersion instead of perMicroBatch (or instead of jetstream_ext.spark.upsert)"
+            writer, batch = micro_batch_of(current_task(), instead)
+        return self._write(writer, batch, iterator, arrow=True)
+
+    def commit(self, messages: list[Any]) -> None:  # type: ignore[override]
+        super().commit(messages)
+        if self._once:
+            run_on_driver(self._options.connection, self._forget)
+
+    async def _forget(self, context: JetStreamContext) -> None:
+        """Remove the records of a write that nothing will repeat, if the permissions allow it."""
+        options = self._options
+        try:
+            request = {"filter": f"{options.marker_prefix}.{self._writer}.>"}
+            await Api(Context(context), options.connection.timeout).ask(
+                f"STREAM.PURGE.{self._target.state.name}", request
+            )
+        except JetStreamExtError as error:
+            what = "bucket %r: the markers of this write stay below %s.%s: %s"
+            _log.info(what, options.bucket, options.marker_prefix, self._writer, error)
+
+
+class JetStreamKvStreamWriter(_KvWriter, StreamWriter):
+    def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
+        instead = "write in foreachBatch, with df.write and the options txnAppId and txnVersion"
+        query, batch = micro_batch_of(current_task(), instead)
+        return self._write(query, batch, iterator, arrow=HAS_STREAM_ARROW)
+
+
+def _bad_row(conflict: Conflict) -> BadRow:
+    write = conflict.write
+    return BadRow(write.row, conflict.reason, write.key, write.value)
+
+
+def _check_partitions(bucket: str, found: Sequence[Partition]) -> None:
+    """Raise SinkError if a key is in several partitions, one of which was stored by its task."""
+    by_tasks = b"".join(one.digests for one in found)
+    if not by_tasks:
+        return
+    kind = f"S{DIGEST_SIZE}"
+    stored, counts = np.unique(np.frombuffer(by_tasks, kind), return_counts=True)
+    handed = b"".join(digest_of(write.key) for one in found for write in one.writes)
+    again = np.isin(np.frombuffer(handed, kind), stored)
+    if repeated := int((counts > 1).sum() + again.sum()):
+        raise SinkError(
+            f"bucket {bucket!r}: {repeated} keys of micro-batch {found[0].batch} are in several of its partitions, which are too "
+            "large to be compared, so it is not known which row is the last one. Each of these keys has the value of one of "
+            "its rows. Put the rows of a key into one partition with df.repartition(n, 'key'), and restart"
+        )
+
+
+# -- checks of the bucket -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """The bucket's stream as the driver found it."""
+
+    state: StreamState
+    most: int  # writes of a transaction
+    max_message: int  # bytes
+
+
+async def _check_bucket(
+    context: JetStreamContext, options: KvWriteOptions, columns: KvColumns, *, only_changes: bool
+) -> _Target:
+    """Return the bucket's stream; raise PlanningError if it cannot be written to with these options."""
+    bucket, name = Bucket(open_bucket(context, options.bucket)), f"bucket {options.bucket!r}"
+    state = await state_of(context, bucket.stream)
+    if state is None:
+        raise PlanningError(f"{name} does not exist; create it, or check 'bucket', 'servers', 'domain' and 'apiPrefix'")
+    try:
+        bucket.check(state, direct=only_changes)
+    except BadBucketError as error:
+        raise PlanningError(f"option 'bucket': {error.description}") from error
+    config, markers = state.config, f"{options.marker_prefix}.>"
+    missing = []
+    if not config.get("allow_atomic"):
+        missing.append(f"atomic batches are off (allow_atomic, nats-server {ATOMIC.since})")
+    if not any(covers(subject, markers) for subject in state.subjects):
+        missing.append(f"its stream does not store {markers!r}, where the sink keeps its markers")
+    if missing:
+        raise PlanningError(
+            f"{name}: {', and '.join(missing)}; enable it with `await jetstream_ext.kv.enable(kv, spark=True)`, or with 'nats "
+            f"stream edit {state.name} --allow-atomic-publish --subjects {','.join((*state.subjects, markers))!r}'"
+        )
+    if (columns.ttl is not None or options.ttl is not None) and not config.get("allow_msg_ttl"):
+        raise PlanningError(
+            f"{name}: TTLs of single keys are off; enable them with `await jetstream_ext.kv.enable(kv, ttl=True)`"
+        )
+    if config.get("sealed") or config.get("no_ack"):
+        raise PlanningError(
+            f"{name} is {'sealed' if config.get('sealed') else 'without acks (no_ack)'}: it takes no writes"
+        )
+    if config.get("subject_transform"):
+        raise PlanningError(f"{name} has a subject transform, which hides the sink's markers; remove it")
+    if config.get("discard_new_per_subject"):
+        raise PlanningError(f"{name} has discard_new_per_subject, so it refuses new values of a key; turn it off")
+    most = most_rows(context, options.transaction_rows, state)
+    if not most:
+        raise PlanningError(
+            f"{name}: its maximum value size ({state.max_msg_size}) or the server's max_payload is too small for the sink's markers; "
+            "raise it to 1024 bytes"
+        )
+    await check_dead_letters(context, options.connection, options.on_bad_row)
+    limit = Context(context).connection.max_payload
+    if state.max_msg_size is not None:
+        limit = min(limit, state.max_msg_size)
+    return _Target(state, most, limit)

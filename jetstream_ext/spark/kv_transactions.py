@@ -1,0 +1,359 @@
+"""Exactly-once writes to a bucket: each key at most once in a micro-batch, whatever is replayed in whichever partitions.
+
+A *marker* is stored in one atomic batch with writes, and holds the digests of their keys. The *position* of a query says
+which micro-batch it is at, which attempt at it may store, and whether all of it is stored. Both are on subjects of the
+bucket's stream that belong to no key (``_spark.KV_<bucket>.>``), so clients of the bucket do not see them.
+
+::
+
+    <prefix>.<query>._position          the position
+    <prefix>.<query>.<partition>.<n>    the n-th marker of a partition; `_driver` is what the driver stores
+
+The driver stores a small micro-batch: one atomic batch has its writes and the new position, which is complete. A partition
+that is too large for that is stored by its task in several transactions. Before the first of them the task *claims* the
+micro-batch for its attempt, and every transaction expects that the claim is still the newest position. So once an attempt
+has claimed, no earlier one can store. It then reads the markers of the micro-batch, and leaves out the keys that they have::
+
+    claim    no position, or one of an earlier micro-batch ──► claim it
+             complete ───────────────────────────────────────► stop: everything is stored
+             claimed by this attempt ────────────────────────► continue
+             claimed by another attempt ─────────────────────► claim it, and read all markers
+             of a later micro-batch ─────────────────────────► FencedError
+    store    the claim has moved ────────────────────────────► FencedError
+             another attempt at the task has stored a marker ► leave out its keys, and decide again
+             a key is not at its expected revision ──────────► give its row back
+
+The subjects of markers are used again by the next micro-batch, so their number is bounded. A bucket keeps few values for a
+subject, which is why the markers of a partition have subjects of their own.
+"""
+
+from __future__ import annotations
+
+from binascii import a2b_base64, b2a_base64
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final, Self
+
+import orjson
+from nats.js import JetStreamContext
+
+from jetstream_ext.client.api import gather_bounded
+from jetstream_ext.client.connection import open_bucket
+from jetstream_ext.client.retry import Retry
+from jetstream_ext.errors import AtomicPublishTooLargeError, FencedError, WrongLastSequenceError
+from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.kv.keyed_stream import KeyedStream
+from jetstream_ext.kv.reads import get_many
+from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.numbers import json_number, json_text
+from jetstream_ext.spark.kv_rows import DIGEST_SIZE, KeyWrite, digest_of
+from jetstream_ext.spark.options import KvWriteOptions
+from jetstream_ext.spark.transactional import PATIENCE, SinkError, StoredRecord, most_rows
+from jetstream_ext.text import get_logger
+from jetstream_ext.types import NEVER, BatchMessage
+
+_log = get_logger("spark")
+
+# The server holds a transaction in memory until it is committed.
+_TRANSACTION_BYTES: Final = 8 << 20
+_MARKERS_AT_ONCE: Final = 16
+DRIVER: Final = "_driver"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The position of a query in its micro-batches."""
+
+    batch: int = -1
+    attempt: str = ""  # that may store
+    replay: bool = False  # another attempt may have stored before it
+    complete: bool = False  # all of the micro-batch is stored
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Self:
+        json_number(body["v"], "v", low=1, high=1)
+        return cls(
+            json_number(body["batch"], "batch"),
+            json_text(body["attempt"], "attempt"),
+            body.get("replay") is True,
+            body.get("complete") is True,
+        )
+
+    def encode(self) -> bytes:
+        return orjson.dumps({"v": 1, **asdict(self)})
+
+
+@dataclass(frozen=True, slots=True)
+class KeyMarker:
+    """Which keys a transaction has stored."""
+
+    batch: int = -1
+    attempt: str = ""
+    digests: bytes = field(default=b"", repr=False)
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Self:
+        json_number(body["v"], "v", low=1, high=1)
+        digests = a2b_base64(json_text(body["keys"], "keys"), strict_mode=True)
+        if len(digests) % DIGEST_SIZE:
+            raise ValueError("'keys' are not digests")
+        return cls(json_number(body["batch"], "batch"), json_text(body["attempt"], "attempt"), digests)
+
+    def encode(self) -> bytes:
+        keys = b2a_base64(self.digests, newline=False).decode()
+        return orjson.dumps({"v": 1, "batch": self.batch, "attempt": self.attempt, "keys": keys})
+
+    def keys(self) -> Iterator[bytes]:
+        return (self.digests[at : at + DIGEST_SIZE] for at in range(0, len(self.digests), DIGEST_SIZE))
+
+
+@dataclass(frozen=True, slots=True)
+class KvMicroBatch:
+    """A micro-batch of a query that writes to a bucket."""
+
+    context: JetStreamContext
+    options: KvWriteOptions
+    state: StreamState
+    writer: str  # the name of the query, or of the batch write
+    batch: int  # the number of the micro-batch or of the batch write's version; 0 without either
+    attempt: str  # names the driver's attempt at it
+    only_changes: bool = False  # leave out values that the bucket has already
+
+    @property
+    def where(self) -> str:
+        return f"bucket {self.options.bucket!r}"
+
+    def subject(self, name: str) -> str:
+        return f"{self.options.marker_prefix}.{self.writer}.{name}"
+
+    @property
+    def marker_ttl(self) -> Any:
+        """Markers outlive a bucket's TTL where the server allows that: a replay may come later."""
+        outlives = self.state.config.get("max_age") and self.state.config.get("allow_msg_ttl")
+        return NEVER if outlives else None
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """A write that cannot be stored, because its key is not at the revision that it expects."""
+
+    write: KeyWrite
+    reason: str
+
+
+class KeyTransactions:
+    """The writes of one attempt at one partition of a micro-batch, or of the driver.
+
+    `refuse` is called with each write that cannot be stored, before anything else of its transaction is.
+    """
+
+    def __init__(self, of: KvMicroBatch, partition: str, refuse: Callable[[Conflict], Awaitable[None]]) -> None:
+        self._of = of
+        self._partition = partition
+        self._refuse = refuse
+        self._position = StoredRecord(of, "_position", Place, msg_ttl=of.marker_ttl)
+        self._kv = open_bucket(of.context, of.options.bucket)
+        self._bucket = Bucket(self._kv)
+        self._most = max(1, most_rows(of.context, of.options.transaction_rows, of.state))
+        self._stored: set[bytes] = set()  # the digests of the keys that other attempts have stored
+        self._number = 0  # of the next marker
+        self.skipped: int = 0  # writes whose keys other attempts have stored, or that change nothing
+        self.stored: list[bytes] = []  # the digests of the keys that this attempt has stored
+
+    async def open(self) -> bool:
+        """Claim the micro-batch for this attempt, and find out what is stored; False: all of it is stored."""
+        await self._position.read()
+        while not self._is_complete:
+            last = self._position.last
+            mine = (last.batch, last.attempt) == (self._of.batch, self._of.attempt)
+            claim = Place(self._of.batch, self._of.attempt, replay=last.batch == self._of.batch)
+            if mine or await self._position.store([], claim):
+                await self._learn()
+                return True
+        return False
+
+    @property
+    def _is_complete(self) -> bool:
+        last = self._position.last
+        return last.batch == self._of.batch and last.complete
+
+    async def store(self, writes: Iterable[KeyWrite]) -> None:
+        """Store writes of distinct keys, after `open`, in as many transactions as they need."""
+        for some in self._cut(writes):
+            await self._store(some)
+
+    async def finish(self, writes: Sequence[KeyWrite]) -> bool:
+        """Store the last writes of the micro-batch and that it is complete; False: it was already.
+
+        The last transaction has as many of the writes as possible.
+        """
+        await self._position.read()
+        known = -1  # the position whose markers are known
+        while not self._is_complete:
+            if self._position.seq != known:
+                await self._learn()
+                known = self._position.seq
+            transactions = list(self._cut(writes))
+            if len(transactions) > 1:
+                if not await self.open():
+                    break
+                known = self._position.seq
+                for some in transactions[:-1]:
+                    await self._store(some)
+                transactions, writes = transactions[-1:], transactions[-1]
+            pending = await self._pending(transactions[0] if transactions else [])
+            last = Place(self._of.batch, self._of.attempt, self._position.last.replay, complete=True)
+            retry = Retry(PATIENCE)
+            retry.start()
+            while True:
+                try:
+                    if not await self._position.store(self._messages(pending), last):
+                        break  # another attempt has moved the position: decide again
+                    self.stored += [digest_of(write.key) for write in pending]
+                    return True
+                except WrongLastSequenceError as error:
+                    pending = await self._without_conflicts(pending, error, retry)
+                except AtomicPublishTooLargeError as error:
+                    raise self._too_many(len(pending) + 1, error) from error
+        return False
+
+    # -- one transaction ----------------------------------------------------------------------------------------
+
+    async def _store(self, writes: Sequence[KeyWrite]) -> None:
+        """Store the writes of one transaction."""
+        retry = Retry(PATIENCE)
+        retry.start()
+        pending = await self._pending(writes)
+        while pending:
+            marker = self._marker()
+            await marker.read()
+            if marker.last.batch == self._of.batch:  # of another attempt at this task
+                self._number += 1
+                self._stored.update(marker.last.keys())
+                pending = self._not_stored(pending)
+                continue
+            digests = [digest_of(write.key) for write in pending]
+            record = KeyMarker(self._of.batch, self._of.attempt, b"".join(digests))
+            try:
+                if not await marker.store(self._guarded(self._messages(pending)), record):
+                    continue
+            except WrongLastSequenceError as error:
+                await self._check_claim(error)
+                pending = await self._without_conflicts(pending, error, retry)
+                continue
+            except AtomicPublishTooLargeError as error:
+                raise self._too_many(len(pending) + 2, error) from error
+            self._number += 1
+            self.stored += digests
+            return
+
+    def _marker(self) -> StoredRecord[KeyMarker]:
+        what = "the driver's part of " if self._partition == DRIVER else f"partition {self._partition} of "
+        return StoredRecord(self._of, f"{self._partition}.{self._number}", KeyMarker, what, msg_ttl=self._of.marker_ttl)
+
+    def _cut(self, writes: Iterable[KeyWrite]) -> Iterator[list[KeyWrite]]:
+        collected: list[KeyWrite] = []
+        size = 0
+        for write in writes:
+            if collected and (len(collected) == self._most or size + write.size > _TRANSACTION_BYTES):
+                yield collected
+                collected, size = [], 0
+            collected.append(write)
+            size += write.size
+        if collected:
+            yield collected
+
+    def _messages(self, writes: Iterable[KeyWrite]) -> list[BatchMessage]:
+        return [write.message(self._bucket.prefix) for write in writes]
+
+    def _guarded(self, messages: list[BatchMessage]) -> list[BatchMessage]:
+        """Let one message expect that the claim is the newest position."""
+        position = self._position
+        for index, message in enumerate(messages):
+            if message.expected_last_subject_seq is None:
+                guard = replace(message, expected_last_subject_seq=position.seq, expected_last_subject=position.subject)
+                return [*messages[:index], guard, *messages[index + 1 :]]
+        subject = self._of.subject(f"{self._partition}._guard")
+        guard = BatchMessage(
+            subject, b"", expected_last_subject_seq=position.seq, expected_last_subject=position.subject
+        )
+        return [guard, *messages]
+
+    async def _check_claim(self, error: Exception) -> None:
+        """Raise FencedError if another attempt has claimed the micro-batch."""
+        before = self._position.seq
+        await self._position.read()
+        if self._position.seq != before:
+            raise FencedError(
+                f"{self._position.what}: another attempt at it has begun, so this one is out of date. It stored nothing more"
+            ) from error
+
+    # -- what is not to be stored -------------------------------------------------------------------------------
+
+    async def _pending(self, writes: Sequence[KeyWrite]) -> list[KeyWrite]:
+        pending = self._not_stored(writes)
+        if self._of.only_changes and pending:
+            found = await Retry(PATIENCE).call(lambda: get_many(self._kv, [write.key for write in pending]))
+            changed = [
+                write
+                for write in pending
+                if write.what.operation != "PUT"
+                or (entry := found.get(write.key)) is None
+                or entry.value != write.value
+            ]
+            self.skipped += len(pending) - len(changed)
+            pending = changed
+        return pending
+
+    def _not_stored(self, writes: Sequence[KeyWrite]) -> list[KeyWrite]:
+        if not self._stored:
+            return list(writes)
+        pending = [write for write in writes if digest_of(write.key) not in self._stored]
+        self.skipped += len(writes) - len(pending)
+        return pending
+
+    async def _learn(self) -> None:
+        """Read the markers of the micro-batch, if another attempt may have stored some."""
+        last, of = self._position.last, self._of
+        if last.batch != of.batch or (last.attempt == of.attempt and not last.replay):
+            return
+        prefix = of.subject("")
+        names = await KeyedStream(of.context, of.state.name, prefix=prefix, what=of.where).list_keys([">"])
+
+        async def read(name: str) -> None:
+            marker = StoredRecord(of, name, KeyMarker)
+            await marker.read()
+            if marker.last.batch == of.batch:
+                self._stored.update(marker.last.keys())
+
+        markers = [name for name in names if name != "_position" and not name.endswith("._guard")]
+        await gather_bounded(read, markers, limit=_MARKERS_AT_ONCE)
+        _log.info("%s: earlier attempts have stored %d keys", self._position.what, len(self._stored))
+
+    async def _without_conflicts(
+        self, writes: Sequence[KeyWrite], error: WrongLastSequenceError, retry: Retry
+    ) -> list[KeyWrite]:
+        """Return the writes that can be stored after the server has refused an expectation; refuse the others."""
+        expecting = [write.key for write in writes if write.what.expected is not None]
+        now = await Retry(PATIENCE).call(lambda: self._bucket.look_up(expecting))
+        left: list[KeyWrite] = []
+        for write in writes:
+            expected, entry = write.what.expected, now.get(write.key)
+            revision = 0 if entry is None else entry.revision
+            if expected is None or revision == expected:
+                left.append(write)
+            elif write.what.creates and entry is not None and entry.operation != "PUT":
+                left.append(replace(write, what=replace(write.what, expected=revision)))  # it may replace the marker
+            else:
+                said = 0 if write.what.creates else expected
+                reason = f"its key is at revision {revision}, but its expectedRevision is {said}"
+                await self._refuse(Conflict(write, reason))
+        if left == list(writes):
+            await retry.pause_until_deadline(error)  # the server that refused it was not up to date
+        return left
+
+    def _too_many(self, messages: int, error: Exception) -> SinkError:
+        return SinkError(
+            f"{self._position.what}: the server accepts fewer than {messages} messages per batch ({error}); set "
+            "transactionRows to less than that"
+        )
