@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,6 @@ from nats.js.api import KeyValueConfig
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
-from jetstream_ext.spark import upsert
 from jetstream_ext.testing import NatsServer
 
 if TYPE_CHECKING:
