@@ -7,7 +7,7 @@ tasks as one atomic batch if they fit into one. A partition with more rows is st
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final
@@ -20,7 +20,7 @@ from pyspark.sql.types import StructType
 
 from jetstream_ext.client.api import Api
 from jetstream_ext.client.connection import Context, open_bucket
-from jetstream_ext.errors import JetStreamExtError
+from jetstream_ext.errors import FencedError, JetStreamExtError
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.protocol import dead_letters as letters
 from jetstream_ext.protocol.api import StreamState
@@ -122,13 +122,12 @@ class _KvWriter:
 
             transactions = KeyTransactions(self._micro_batch(context, result), str(result.partition), refuse)
 
-            async def store() -> None:
-                if await transactions.open():
+            async def store() -> bool:
+                if claimed := await transactions.open():
                     await transactions.store(writes)
-                else:
-                    _log.info("bucket %r: micro-batch %d is already stored", self._options.bucket, result.batch)
+                return claimed
 
-            lease.run(store())
+            self._note(result, stored=lease.run(self._or_later(store())))
         result.skipped, result.digests = transactions.skipped, b"".join(transactions.stored)
 
     def commit(self, messages: list[Any], batchId: int | None = None) -> None:  # noqa: N803 - Spark's name; a batch write has none
@@ -165,9 +164,22 @@ class _KvWriter:
             await bad[partition].send(context)
 
         transactions = KeyTransactions(self._micro_batch(context, of), DRIVER, refuse)
-        if not await transactions.finish(writes):
-            _log.info("bucket %r: micro-batch %d is already stored", self._options.bucket, of.batch)
+        self._note(of, stored=await self._or_later(transactions.finish(writes)))
         return transactions.skipped, list(bad.values())
+
+    async def _or_later(self, stored: Awaitable[bool]) -> bool:
+        """Return whether this attempt has stored; a later version of an application is stored instead of its earlier ones."""
+        try:
+            return await stored
+        except FencedError:
+            if self._options.txn_app_id is None:
+                raise
+            return False
+
+    def _note(self, of: Partition, *, stored: bool) -> None:
+        if not stored:
+            what = "bucket %r: micro-batch or version %d of %r, or a later one, is already stored"
+            _log.info(what, self._options.bucket, of.batch, of.writer)
 
     def abort(self, messages: list[Any], batchId: int | None = None) -> None:  # noqa: N803
         # Stored keys stay; they are recognised when the micro-batch is replayed.

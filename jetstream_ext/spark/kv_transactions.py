@@ -19,7 +19,7 @@ has claimed, no earlier one can store. It then reads the markers of the micro-ba
              claimed by this attempt ────────────────────────► continue
              claimed by another attempt ─────────────────────► claim it, and read all markers
              of a later micro-batch ─────────────────────────► FencedError
-    store    the claim has moved ────────────────────────────► FencedError
+    store    the claim has moved ────────────────────────────► SinkError; Spark may try the task again
              another attempt at the task has stored a marker ► leave out its keys, and decide again
              a key is not at its expected revision ──────────► give its row back
 
@@ -40,7 +40,7 @@ from nats.js import JetStreamContext
 from jetstream_ext.client.api import gather_bounded
 from jetstream_ext.client.connection import open_bucket
 from jetstream_ext.client.retry import Retry
-from jetstream_ext.errors import AtomicPublishTooLargeError, FencedError, WrongLastSequenceError
+from jetstream_ext.errors import AtomicPublishTooLargeError, WrongLastSequenceError
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.keyed_stream import KeyedStream
 from jetstream_ext.kv.reads import get_many
@@ -280,11 +280,11 @@ class KeyTransactions:
         return [guard, *messages]
 
     async def _check_claim(self, error: Exception) -> None:
-        """Raise FencedError if another attempt has claimed the micro-batch."""
+        """Raise an error if another attempt has claimed the micro-batch."""
         before = self._position.seq
         await self._position.read()
         if self._position.seq != before:
-            raise FencedError(
+            raise SinkError(
                 f"{self._position.what}: another attempt at it has begun, so this one is out of date. It stored nothing more"
             ) from error
 
@@ -328,7 +328,7 @@ class KeyTransactions:
 
         markers = [name for name in names if name != "_position" and not name.endswith("._guard")]
         await gather_bounded(read, markers, limit=_MARKERS_AT_ONCE)
-        _log.info("%s: earlier attempts have stored %d keys", self._position.what, len(self._stored))
+        _log.debug("%s: earlier attempts have stored %d keys", self._position.what, len(self._stored))
 
     async def _without_conflicts(
         self, writes: Sequence[KeyWrite], error: WrongLastSequenceError, retry: Retry

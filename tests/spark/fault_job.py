@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pipeline import rows_for, target_of
 
 
 def slow(pause: float, straggling: int | None, attempts: str | None) -> Any:
@@ -57,15 +62,14 @@ def main() -> None:
     source = spark.readStream.format("jetstream").options(servers=given["servers"], minPartitions="2")
     if tuple(map(int, spark.version.split(".")[:2])) >= (4, 2):  # before, micro-batches have no limit
         source = source.option("maxOffsetsPerTrigger", str(given["limit"]))
-    frame = source.load(given["source"]).selectExpr(f"'{given['sink']}.out' AS subject", "data")
+    semantics, sink = given["semantics"], given["sink"]
+    frame = source.load(given["source"]).selectExpr(*rows_for(semantics, sink))
     work = slow(given.get("pause", 0.05), given.get("straggling"), given.get("attempts"))
     frame = frame.mapInArrow(work, frame.schema)
-    options = {"servers": given["servers"], "stream": given["sink"], "semantics": given["semantics"]}
-    if given["semantics"] == "transactional":
-        options |= {"sinkPartitions": "2", "transactionRows": str(given["transaction"])}
+    form, options = target_of(semantics, sink, 2, given["transaction"])
     query = (
-        frame.writeStream.format("jetstream")
-        .options(**options)
+        frame.writeStream.format(form)
+        .options(servers=given["servers"], **options)
         .option("checkpointLocation", given["checkpoint"])
         .trigger(availableNow=True)
         .start()

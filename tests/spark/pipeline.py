@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from nats.js import JetStreamContext
-from nats.js.api import StreamConfig
+from nats.js.api import KeyValueConfig, StreamConfig
 
 import jetstream_ext as jsx
+import jetstream_ext.kv as kvx
 from jetstream_ext.testing import NatsCluster, NatsServer
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ ROWS = int(os.environ.get("JETSTREAM_EXT_SPARK_ROWS", "4000"))
 JOB = Path(__file__).with_name("fault_job.py")
 TRANSACTION = max(50, min(999, ROWS // 80))
 EXACT = ["dedupe", "transactional"]
+BUCKET = "bucket"
+SINKS = [*EXACT, BUCKET]
 
 
 def row_of(number: int) -> bytes:
@@ -40,7 +43,8 @@ def row_of(number: int) -> bytes:
 class Pipeline:
     """Two streams, of one server unless `to` has the sink, and a checkpoint.
 
-    `subject` returns the last token of the subject of a row.
+    `subject` returns the last token of the subject of a row. With the semantics `BUCKET`, the sink is a bucket with a key
+    for each row, which keeps several values of a key, so that a repeated row shows.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Pipeline:
         self.source, self.sink = f"{name}IN", f"{name}OUT"
         self.checkpoint = folder / "checkpoint"
         self.log = folder / "job.log"
+        self._written = self.sink, f"{self.sink}.out"
 
     def make(self, source: Mapping[str, Any] | None = None, **config: Any) -> None:
         """Make both streams, with configurations that differ from the usual ones as given, and fill the source."""
@@ -73,6 +78,21 @@ class Pipeline:
         self._run(lambda js: js.add_stream(read), self.server.url)
         self._run(lambda js: js.add_stream(written.evolve(**config)), self.to.url)
         self.more(0)
+
+    def make_bucket(self, source: Mapping[str, Any] | None = None, **config: Any) -> None:
+        """Make the source as `make` does, and a bucket; `config` is that of the bucket."""
+        self.make(source)
+
+        async def make(js: JetStreamContext) -> None:
+            bucket = KeyValueConfig(bucket=self.sink, history=5, **config)
+            await kvx.enable(await js.create_key_value(bucket), spark=True)
+
+        self._run(make, self.to.url)
+        self._written = f"KV_{self.sink}", f"$KV.{self.sink}.>"
+
+    def make_for(self, semantics: str, **config: Any) -> None:
+        """Make the source, and the sink that a query with these semantics writes to."""
+        (self.make_bucket if semantics == BUCKET else self.make)(**config)
 
     def more(self, first: int, rows: int = ROWS) -> None:
         messages = ((f"{self.source}.{self._subject(row)}", row_of(row)) for row in range(first, first + rows))
@@ -92,14 +112,14 @@ class Pipeline:
 
     def stored(self) -> Counter[bytes]:
         """Return the rows that were written, and how often."""
-        return self._run(lambda js: _scan(js, self.sink, f"{self.sink}.out"), self.to.url)
+        return self._run(lambda js: _scan(js, *self._written), self.to.url)
 
     def left(self) -> Counter[bytes]:
         """Return the rows that the source has."""
         return self._run(lambda js: _scan(js, self.source, ">"), self.server.url)
 
     def count(self) -> int:
-        return self._run(lambda js: _count(js, self.sink), self.to.url)
+        return self._run(lambda js: _count(js, self._written[0]), self.to.url)
 
     def rows(self) -> int:
         """Return how many rows were written, without the markers of transactions."""
@@ -142,13 +162,11 @@ class Pipeline:
         if self.limited(spark):
             source = source.option("maxOffsetsPerTrigger", str(limit or ROWS // 4))
         source = source.options(**options)
-        frame = source.load(self.source).selectExpr(f"'{self.sink}.out' AS subject", "data")
+        frame = source.load(self.source).selectExpr(*rows_for(semantics, self.sink))
         if through is not None:
             frame = frame.mapInArrow(through, frame.schema)
-        target = {"servers": _servers(self.to), "stream": self.sink, "semantics": semantics}
-        if semantics == "transactional":
-            target |= {"sinkPartitions": str(partitions), "transactionRows": str(TRANSACTION)}
-        writer = frame.writeStream.format("jetstream").options(**target).trigger(availableNow=True)
+        form, target = target_of(semantics, self.sink, partitions, TRANSACTION)
+        writer = frame.writeStream.format(form).options(servers=_servers(self.to), **target).trigger(availableNow=True)
         return writer.option("checkpointLocation", str(self.checkpoint)).start()
 
     def run(self, spark: SparkSession, semantics: str, **options: Any) -> None:
@@ -205,6 +223,23 @@ class Pipeline:
                 printed = self.log.read_text()[-8000:] if job else ""
                 pytest.fail(f"{count} rows of {rows} after {passed} s ({arrived}): {printed}")
             time.sleep(0.2)
+
+
+def rows_for(semantics: str, sink: str) -> list[str]:
+    """Return the columns that a query writes, as expressions of the source's."""
+    if semantics == BUCKET:
+        return ["concat('k.', split_part(string(data), ' ', 2)) AS key", "data AS value"]
+    return [f"'{sink}.out' AS subject", "data"]
+
+
+def target_of(semantics: str, sink: str, partitions: int, transaction: int) -> tuple[str, dict[str, str]]:
+    """Return the format of the sink, and its options without the servers."""
+    if semantics == BUCKET:
+        return "jetstream_kv", {"bucket": sink, "transactionRows": str(min(transaction, 998))}
+    options = {"stream": sink, "semantics": semantics}
+    if semantics == "transactional":
+        options |= {"sinkPartitions": str(partitions), "transactionRows": str(transaction)}
+    return "jetstream", options
 
 
 def _servers(server: NatsServer | NatsCluster) -> str:

@@ -24,7 +24,7 @@ from jetstream_ext.testing import NatsServer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from pipeline import EXACT, ROWS, Pipeline
+from pipeline import ROWS, SINKS, Pipeline
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -61,9 +61,9 @@ def dying(rows: int) -> Any:
 
 
 @pytest.mark.usefixtures("small_batches")
-@pytest.mark.parametrize("semantics", EXACT)
+@pytest.mark.parametrize("semantics", SINKS)
 def test_a_task_dies_in_every_micro_batch(spark: SparkSession, pipeline: Pipeline, semantics: str) -> None:
-    pipeline.make()
+    pipeline.make_for(semantics)
     pipeline.run(spark, semantics, through=dying(ROWS // 16))
     pipeline.check()
 
@@ -78,11 +78,11 @@ def test_without_ids_a_task_that_dies_repeats_rows(spark: SparkSession, pipeline
     assert duplicated > 0
 
 
-@pytest.mark.parametrize("semantics", EXACT)
+@pytest.mark.parametrize("semantics", SINKS)
 def test_a_failure_between_the_write_and_the_commit_log(
     spark: SparkSession, pipeline: Pipeline, semantics: str
 ) -> None:
-    pipeline.make()
+    pipeline.make_for(semantics)
     pipeline.run(spark, semantics)
     for _ in range(2):
         pipeline.forget_commit()
@@ -117,12 +117,12 @@ def test_a_replay_after_the_duplicate_window_repeats_rows_with_dedupe(spark: Spa
 
 
 @pytest.mark.usefixtures("small_batches")
-@pytest.mark.parametrize("semantics", EXACT)
+@pytest.mark.parametrize("semantics", SINKS)
 def test_a_query_that_fails_before_the_write(spark: SparkSession, pipeline: Pipeline, semantics: str) -> None:
     """The micro-batch is in the offset log, and the sink has none of its rows, then some of them."""
     from pyspark.errors import StreamingQueryException
 
-    pipeline.make()
+    pipeline.make_for(semantics)
 
     def failing(rows: int) -> Any:
         def work(batches: Any) -> Any:
@@ -164,11 +164,11 @@ def test_a_replay_in_other_partitions_is_refused(spark: SparkSession, pipeline: 
 
 @as_they_come
 @pytest.mark.usefixtures("small_batches")
-@pytest.mark.parametrize("semantics", EXACT)
+@pytest.mark.parametrize("semantics", SINKS)
 def test_the_server_is_killed(spark: SparkSession, with_js: Any, tmp_path: Path, semantics: str) -> None:
     with NatsServer() as server:
         pipeline = Pipeline(server, with_js, "K", tmp_path)
-        pipeline.make()
+        pipeline.make_for(semantics)
         pause = 1200 / ROWS
 
         def slow(batches: Any) -> Any:
@@ -197,11 +197,11 @@ def test_the_server_is_killed(spark: SparkSession, with_js: Any, tmp_path: Path,
 
 
 @as_they_come
-@pytest.mark.parametrize("semantics", EXACT)
+@pytest.mark.parametrize("semantics", SINKS)
 def test_the_driver_is_killed(spark: SparkSession, pipeline: Pipeline, semantics: str) -> None:
-    if semantics == "dedupe" and not os.environ.get("JETSTREAM_EXT_FULL"):
+    if semantics != "transactional" and not os.environ.get("JETSTREAM_EXT_FULL"):
         pytest.skip("nox -s full -- spark_faults runs it")
-    pipeline.make()
+    pipeline.make_for(semantics)
     with pipeline.job(semantics) as job:
         pipeline.until(ROWS // 3, job=job)
         os.killpg(job.pid, signal.SIGKILL)
@@ -215,9 +215,9 @@ CLUSTER = {"master": "local-cluster[2,1,1024]", "conf": {"spark.executor.memory"
 
 
 @in_cluster
-@pytest.mark.parametrize("semantics", EXACT)
+@pytest.mark.parametrize("semantics", SINKS)
 def test_an_executor_is_killed(pipeline: Pipeline, semantics: str) -> None:
-    pipeline.make()
+    pipeline.make_for(semantics)
     with pipeline.job(semantics, **CLUSTER) as job:
         pipeline.until(ROWS // 3, job=job)
         executors = _executors(job.pid)
@@ -275,9 +275,9 @@ def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @in_cluster
-@pytest.mark.parametrize("semantics", [*EXACT, "none"])
+@pytest.mark.parametrize("semantics", [*SINKS, "none"])
 def test_speculative_attempts(pipeline: Pipeline, two_hosts: str, tmp_path: Path, semantics: str) -> None:
-    pipeline.make()
+    pipeline.make_for(semantics)
     conf = {
         "spark.executor.memory": "512m",
         "spark.cores.max": "2",

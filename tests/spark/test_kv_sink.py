@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from nats.js import JetStreamContext
-from nats.js.api import KeyValueConfig
+from nats.js.api import KeyValueConfig, StreamConfig
+from pyspark.errors import PySparkException
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
+from jetstream_ext.spark import upsert
 from jetstream_ext.testing import NatsServer
 
 if TYPE_CHECKING:
@@ -47,6 +50,20 @@ class Target:
         found: dict[str, bytes] = self.run(read)
         return found
 
+    def revisions(self) -> dict[str, int]:
+        async def read(js: JetStreamContext) -> dict[str, int]:
+            snap = await kvx.snapshot(await js.key_value(self.name))
+            return {key: entry.revision for key, entry in snap.items()}
+
+        found: dict[str, int] = self.run(read)
+        return found
+
+    def markers(self) -> set[str]:
+        """Return the subjects of the stored markers."""
+        stream, subjects = f"KV_{self.name}", f"_spark.KV_{self.name}.>"
+        info = self.run(lambda js: js.stream_info(stream, subjects_filter=subjects))
+        return set(info.state.subjects or ())
+
     def log(self) -> list[tuple[str, bytes]]:
         """Return every stored message of a key, in order (history 1 keeps the newest one of each)."""
 
@@ -56,6 +73,24 @@ class Target:
 
         found: list[tuple[str, bytes]] = self.run(read)
         return found
+
+
+class Source:
+    """A stream whose messages the tests read one micro-batch after the other."""
+
+    def __init__(self, server: NatsServer, run: Callable[..., Any], name: str) -> None:
+        self._server, self._run, self._name = server, run, name
+        run(lambda js: js.add_stream(StreamConfig(name=name, subjects=[name], allow_direct=True)))
+
+    def frame(self, spark: SparkSession) -> DataFrame:
+        return spark.readStream.format("jetstream").options(servers=self._server.url).load(self._name)
+
+    def publish(self, payloads: list[str]) -> None:
+        async def publish(js: JetStreamContext) -> None:
+            for payload in payloads:
+                await js.publish(self._name, payload.encode())
+
+        self._run(publish)
 
 
 @pytest.fixture
@@ -94,3 +129,199 @@ def test_operations_and_times_to_live(spark: SparkSession, target: Target) -> No
     assert {"k.0": b"new", "k.3": b"3", "k.5": b"long"}.items() <= target.values().items()
     assert "k.1" not in target.values()
     assert "k.2" not in [key for key, data in target.log() if data]
+
+
+def test_a_later_partition_has_the_last_row(spark: SparkSession, target: Target) -> None:
+    target.write(rows_of(spark, 0, 100, 1, partitions=4))
+    assert target.log() == [("k.0", b"99")]
+
+
+def test_the_keys_of_a_large_partition_must_not_be_in_another(spark: SparkSession, target: Target) -> None:
+    frame = rows_of(spark, 0, 3000, 1500).unionAll(rows_of(spark, 0, 1, 1, partitions=1))
+    with pytest.raises(PySparkException, match="keys of micro-batch 0 are in several of its partitions"):
+        target.write(frame)
+    target.write(frame.repartition(2, "key"))
+    assert len(target.values()) == 1500
+
+
+def test_a_batch_write_leaves_no_marker(spark: SparkSession, target: Target) -> None:
+    target.write(rows_of(spark, 0, 10, 10))
+    assert target.markers() == set()
+
+
+def test_a_repeated_batch_write_with_an_id_stores_nothing(spark: SparkSession, target: Target) -> None:
+    for _ in range(2):
+        target.write(rows_of(spark, 0, 2500, 2500), writeId="run-1")
+    assert len(target.log()) == 2500
+    for version in (1, 1, 0):
+        target.write(rows_of(spark, 0, 10, 10), txnAppId="app", txnVersion=str(version))
+    assert len(target.log()) == 2510
+
+
+def test_an_aggregation_is_upserted(spark: SparkSession, target: Target, server: NatsServer, tmp_path: Path) -> None:
+    """Each micro-batch stores the keys that it has changed, and a replay stores none of them again."""
+    source = Source(server, target.run, f"{target.name}IN")
+    counts = source.frame(spark).selectExpr("string(data) AS key").groupBy("key").count()
+    rows = counts.selectExpr("key", "string(count) AS value")
+    query = upsert(servers=server.url, bucket=target.name)
+
+    def run() -> None:
+        writer = rows.writeStream.outputMode("update").foreachBatch(query).trigger(availableNow=True)
+        writer.option("checkpointLocation", str(tmp_path)).start().awaitTermination()
+
+    source.publish(["a", "b", "a"])
+    run()
+    source.publish(["b", "c"])
+    run()
+    assert sorted(target.log()) == [("a", b"2"), ("b", b"1"), ("b", b"2"), ("c", b"1")]
+    for name in ("1", ".1.crc"):
+        (tmp_path / "commits" / name).unlink()
+    run()
+    assert target.values() == {"a": b"2", "b": b"2", "c": b"1"}
+    assert len(target.log()) == 4
+
+
+def test_complete_mode_stores_what_has_changed(
+    spark: SparkSession, target: Target, server: NatsServer, tmp_path: Path
+) -> None:
+    source = Source(server, target.run, f"{target.name}IN")
+    counts = source.frame(spark).selectExpr("string(data) AS key").groupBy("key").count()
+    rows = counts.selectExpr("key", "string(count) AS value")
+    source.publish(["a", "b", "a"])
+    target.stream(rows, tmp_path, "complete")
+    source.publish(["b", "c"])
+    target.stream(rows, tmp_path, "complete")
+    assert sorted(target.log()) == [("a", b"2"), ("b", b"1"), ("b", b"2"), ("c", b"1")]
+
+
+def test_update_mode_without_upsert_is_refused_by_spark(
+    spark: SparkSession, target: Target, server: NatsServer, tmp_path: Path
+) -> None:
+    """If this fails, Spark has learned it: say so in the documentation, and let the examples use it."""
+    source = Source(server, target.run, f"{target.name}IN")
+    rows = source.frame(spark).selectExpr("string(data) AS key").groupBy("key").count().selectExpr("key", "'' AS value")
+    with pytest.raises(PySparkException, match="does not support Update mode"):
+        target.stream(rows, tmp_path, "update")
+
+
+# -- rows that cannot be stored -----------------------------------------------------------------------------------
+
+KEYS_AND_REASONS = {
+    None: "its key is null",
+    "a b": "must be tokens of",
+    "a..b": "must be tokens of",
+    "k.*": "must be tokens of",
+    "": "must be tokens of",
+}
+
+
+@pytest.mark.parametrize("key", KEYS_AND_REASONS)
+def test_a_key_that_no_client_takes_is_refused_with_its_row(
+    spark: SparkSession, target: Target, key: str | None
+) -> None:
+    frame = spark.createDataFrame([("good", b"1"), (key, b"2")], "key string, value binary").coalesce(1)
+    with pytest.raises(PySparkException, match=f"row 1 cannot be stored: .*{KEYS_AND_REASONS[key]}"):
+        target.write(frame)
+    assert target.values() == {}
+
+
+BAD = {
+    "an operation": ("PATCH", b"", None, None, "its operation 'PATCH' is not one of PUT, DEL, PURGE"),
+    "a delete with a value": ("DEL", b"x", None, None, "which has no value"),
+    "a delete with a TTL": ("DEL", None, "5s", None, "which has no TTL"),
+    "a fraction of a second": ("PUT", b"", "500ms", None, "whole number of seconds"),
+    "no TTL at all": ("PUT", b"", "soon", None, "is not a duration"),
+    "a negative revision": ("PUT", b"", None, -1, "is negative"),
+    "a value larger than the server takes": ("PUT", b"x" * (1 << 20), None, None, "but a message can have"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_row_is_dropped_or_diverted(
+    spark: SparkSession, target: Target, stream_name: Callable[[], str], what: str
+) -> None:
+    operation, value, ttl, expected, reason = BAD[what]
+    rows = [("good", "PUT", b"1", None, None), ("bad", operation, value, ttl, expected)]
+    columns = "key string, operation string, value binary, ttl string, expectedRevision long"
+    frame = spark.createDataFrame(rows, columns).coalesce(1)
+    with pytest.raises(PySparkException, match=re.escape(reason)):
+        target.write(frame)
+    target.write(frame, onBadRow="drop")
+    assert target.values() == {"good": b"1"}
+    letters = stream_name()
+    target.run(lambda js: js.add_stream(name=letters, subjects=[f"bad.{letters}"]))
+    target.write(frame, onBadRow=f"bad.{letters}", writeId="w")
+    target.write(frame, onBadRow=f"bad.{letters}", writeId="w")
+
+    async def read(js: JetStreamContext) -> list[dict[str, str]]:
+        count = (await js.stream_info(letters)).state.messages
+        return [dict((await js.get_msg(letters, seq)).headers or {}) for seq in range(1, count + 1)]
+
+    (headers,) = target.run(read)
+    assert headers["Dead-Letter-Key"] == "bad"
+    assert reason in headers["Dead-Letter-Error"]
+
+
+# -- expected revisions -------------------------------------------------------------------------------------------
+
+
+def test_a_row_is_stored_only_at_its_expected_revision(spark: SparkSession, target: Target) -> None:
+    target.write(spark.createDataFrame([("a", "1"), ("b", "1"), ("gone", "1")], "key string, value string").coalesce(1))
+    revisions = target.revisions()
+    target.write(spark.createDataFrame([("gone", "DEL")], "key string, operation string"))
+    rows = [
+        ("a", "2", revisions["a"]),
+        ("b", "2", revisions["b"] + 100),
+        ("new", "2", 0),
+        ("gone", "2", 0),
+        ("other", "2", None),
+    ]
+    frame = spark.createDataFrame(rows, "key string, value string, expectedRevision long")
+    with pytest.raises(PySparkException, match=r"its key is at revision \d+, but its expectedRevision is \d+"):
+        target.write(frame)
+    assert target.values() == {"a": b"1", "b": b"1"}
+    target.write(frame, onBadRow="drop")
+    assert target.values() == {"a": b"2", "b": b"1", "new": b"2", "gone": b"2", "other": b"2"}
+
+
+def test_expected_revisions_in_a_large_partition(spark: SparkSession, target: Target) -> None:
+    """Every row has an expectation, so a message of the sink's own carries the fence."""
+    frame = rows_of(spark, 0, 3000, 3000, partitions=1).selectExpr("*", "0L AS expectedRevision")
+    target.write(rows_of(spark, 0, 3, 3))
+    target.write(frame, onBadRow="drop")
+    assert len(target.values()) == 3000
+    assert len(target.log()) == 3000
+
+
+# -- checks on the driver -----------------------------------------------------------------------------------------
+
+
+def test_a_bucket_without_a_place_for_markers_is_refused(
+    spark: SparkSession, server: NatsServer, with_js: Callable[..., Any], stream_name: Callable[[], str]
+) -> None:
+    bucket = stream_name()
+    with_js(lambda js: js.create_key_value(KeyValueConfig(bucket=bucket)))
+    writer = rows_of(spark, 0, 1, 1).write.format("jetstream_kv").options(servers=server.url, bucket=bucket)
+    with pytest.raises(PySparkException, match=r"enable it with `await jetstream_ext.kv.enable\(kv, spark=True\)`"):
+        writer.mode("append").save()
+
+
+def test_wrong_columns_and_options_are_refused(spark: SparkSession, target: Target) -> None:
+    good = rows_of(spark, 0, 1, 1)
+    for frame, options, reason in (
+        (good.drop("key"), {}, "column 'key': it is missing"),
+        (good.drop("value"), {}, "column 'value': it is missing"),
+        (good.selectExpr("*", "1 AS other"), {}, "column 'other': the sink writes only the columns key, value"),
+        (good.selectExpr("key", "1 AS value"), {}, "column 'value': it is int, but must be binary or string"),
+        (good.selectExpr("*", "1 AS ttl"), {"ttl": "5s"}, "option 'ttl': there is a column 'ttl' as well"),
+        (good, {"ttl": "500ms"}, "option 'ttl': a TTL must be a whole number of seconds"),
+        (good, {"asOf": "now"}, "option 'asof': it applies only to reads"),
+        (good, {"transactionRows": "999"}, "999 is more than 998"),
+        (good, {"writeId": "a", "txnAppId": "b", "txnVersion": "1"}, "cannot be combined"),
+    ):
+        with pytest.raises(PySparkException, match=re.escape(reason)):
+            target.write(frame, **options)
+    writer = good.write.format("jetstream_kv").options(servers=target.server.url, bucket=target.name)
+    with pytest.raises(PySparkException, match="mode 'overwrite' is not supported"):
+        writer.mode("overwrite").save()
+    assert target.values() == {}

