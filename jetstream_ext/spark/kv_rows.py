@@ -20,7 +20,7 @@ from jetstream_ext.kv.entries import Operation, check_key
 from jetstream_ext.kv.staging import Staged
 from jetstream_ext.spark.bad_rows import BadRow, BadRows
 from jetstream_ext.spark.options import KvWriteOptions, OptionError, parse_ttl
-from jetstream_ext.types import TTL, BatchMessage
+from jetstream_ext.types import TTL, Entry
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -58,8 +58,11 @@ class KeyWrite:
     def size(self) -> int:
         return len(self.key) + len(self.value)
 
-    def message(self, prefix: str) -> BatchMessage:
-        return replace(self.what, value=self.value).message(prefix + self.key)
+    def message(self, prefix: str) -> Entry:
+        what = self.what
+        if what.operation == "PUT" and what.ttl is None and what.expected is None:
+            return prefix + self.key, self.value  # a batch takes most time for messages with options
+        return replace(what, value=self.value).message(prefix + self.key)
 
 
 _PUT: Final = Staged("PUT")  # what most rows do

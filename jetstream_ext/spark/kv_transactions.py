@@ -46,11 +46,12 @@ from jetstream_ext.kv.keyed_stream import KeyedStream
 from jetstream_ext.kv.reads import get_many
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.numbers import json_number, json_text
+from jetstream_ext.protocol.options import as_message
 from jetstream_ext.spark.kv_rows import DIGEST_SIZE, KeyWrite, digest_of
 from jetstream_ext.spark.options import KvWriteOptions
 from jetstream_ext.spark.transactional import PATIENCE, SinkError, StoredRecord, most_rows
 from jetstream_ext.text import get_logger
-from jetstream_ext.types import NEVER, BatchMessage
+from jetstream_ext.types import NEVER, Entry
 
 _log = get_logger("spark")
 
@@ -235,7 +236,7 @@ class KeyTransactions:
             digests = [digest_of(write.key) for write in pending]
             record = KeyMarker(self._of.batch, self._of.attempt, b"".join(digests))
             try:
-                if not await marker.store(self._guarded(self._messages(pending)), record):
+                if not await marker.store(self._guarded(pending), record):
                     continue
             except WrongLastSequenceError as error:
                 await self._check_claim(error)
@@ -263,21 +264,20 @@ class KeyTransactions:
         if collected:
             yield collected
 
-    def _messages(self, writes: Iterable[KeyWrite]) -> list[BatchMessage]:
+    def _messages(self, writes: Iterable[KeyWrite]) -> list[Entry]:
         return [write.message(self._bucket.prefix) for write in writes]
 
-    def _guarded(self, messages: list[BatchMessage]) -> list[BatchMessage]:
-        """Let one message expect that the claim is the newest position."""
-        position = self._position
-        for index, message in enumerate(messages):
-            if message.expected_last_subject_seq is None:
-                guard = replace(message, expected_last_subject_seq=position.seq, expected_last_subject=position.subject)
-                return [*messages[:index], guard, *messages[index + 1 :]]
-        subject = self._of.subject(f"{self._partition}._guard")
-        guard = BatchMessage(
-            subject, b"", expected_last_subject_seq=position.seq, expected_last_subject=position.subject
+    def _guarded(self, writes: Sequence[KeyWrite]) -> list[Entry]:
+        """Return the messages of writes, one of which expects that the claim is the newest position."""
+        messages, position = self._messages(writes), self._position
+        free = next((index for index, write in enumerate(writes) if write.what.expected is None), None)
+        if free is None:
+            free = 0
+            messages.insert(0, (self._of.subject(f"{self._partition}._guard"), b""))
+        messages[free] = replace(
+            as_message(messages[free]), expected_last_subject_seq=position.seq, expected_last_subject=position.subject
         )
-        return [guard, *messages]
+        return messages
 
     async def _check_claim(self, error: Exception) -> None:
         """Raise an error if another attempt has claimed the micro-batch."""
