@@ -72,6 +72,28 @@ async def test_other_clients_read_what_a_transaction_wrote(shared: Shared) -> No
         await bucket.create("a.b", b"7")
 
 
+async def test_other_clients_do_not_see_the_records_of_the_spark_sink(shared: Shared, js: JetStreamContext) -> None:
+    """The sink stores them in the bucket's stream, on a subject that belongs to no key."""
+    kv, bucket = await shared(history=3)
+    await kvx.enable(kv, spark=True)
+    await bucket.watch()
+    stream = f"KV_{bucket._name}"
+    async with jsx.AtomicBatch(js) as batch:
+        await batch.add(f"$KV.{bucket._name}.a", b"1")
+        await batch.add(f"_spark.{stream}.query._position", b"{}")
+    await js.publish(f"_spark.{stream}.query.0.0", b"{}")
+    assert await bucket.put("b", b"2") == 4
+    assert [event(await bucket.next()) for _ in range(2)] == [("a", b"1", 1, "PUT"), ("b", b"2", 4, "PUT")]
+    assert await bucket.keys() == {"a", "b"}
+    await bucket.delete("a")
+    await bucket.purge_deletes()
+    assert await bucket.keys() == {"b"}
+    assert (await js.stream_info(stream, subjects_filter="_spark.>")).state.subjects == {
+        f"_spark.{stream}.query._position": 1,
+        f"_spark.{stream}.query.0.0": 1,
+    }
+
+
 async def test_a_transaction_continues_from_writes_of_other_clients(shared: Shared) -> None:
     kv, bucket = await shared(history=3)
     revision = await bucket.put("a", b"1")

@@ -28,7 +28,7 @@ def example() -> ModuleType:
     return module
 
 
-def test_spark_and_the_bucket_agree_on_a_few_flights(
+def test_the_bucket_and_the_data_set_agree_on_a_few_flights(
     spark: SparkSession, example: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     # The example stops its session, which the tests share.
@@ -37,7 +37,7 @@ def test_spark_and_the_bucket_agree_on_a_few_flights(
     assert example.main() == 0
     out, err = capfd.readouterr()
     assert "agree on 15 carriers and 3,000 flights" in out
-    assert "2 Spark partitions" in out
+    assert "(3 micro-batches)" in out
     assert "United Air Lines" in out
     assert err == ""
 
@@ -80,8 +80,8 @@ def test_an_invalid_number_of_flights_is_refused(
 def test_the_check_finds_every_difference(example: ModuleType) -> None:
     figures = example.Figures
     right = {"AA": figures(3, 1.5, 2.5), "OO": figures(1, None, None)}
-    assert example.differences("x", dict(right), right) == []
-    assert example.differences("x", {"AA": figures(3, 1.5 + 1e-12, 2.5), "OO": figures(1, None, None)}, right) == []
+    assert example.differences(dict(right), right) == []
+    assert example.differences({"AA": figures(3, 1.5 + 1e-12, 2.5), "OO": figures(1, None, None)}, right) == []
     for carrier, wrong in [
         ("AA", figures(4, 1.5, 2.5)),
         ("AA", figures(3, 1.5 + 1e-8, 2.5)),
@@ -90,8 +90,8 @@ def test_the_check_finds_every_difference(example: ModuleType) -> None:
         ("OO", figures(1, 0.0, None)),
         ("ZZ", figures(1, None, None)),
     ]:
-        assert len(example.differences("x", right | {carrier: wrong}, right)) == 1
-    assert len(example.differences("x", {"AA": right["AA"]}, right)) == 1
+        assert len(example.differences(right | {carrier: wrong}, right)) == 1
+    assert len(example.differences({"AA": right["AA"]}, right)) == 1
 
 
 def test_messages_are_in_the_order_of_departure_and_missing_values_are_null(example: ModuleType) -> None:

@@ -204,6 +204,76 @@ def test_update_mode_without_upsert_is_refused_by_spark(
         target.stream(rows, tmp_path, "update")
 
 
+# -- what readers see ---------------------------------------------------------------------------------------------
+
+
+def test_a_small_micro_batch_is_one_atomic_batch(spark: SparkSession, target: Target) -> None:
+    """Every state that a reader can see has all of a micro-batch."""
+    target.write(rows_of(spark, 0, 998, 998, partitions=4), writeId="first")
+    target.write(rows_of(spark, 998, 1996, 998, partitions=4), writeId="second")
+
+    async def batches(js: JetStreamContext) -> list[set[str]]:
+        """Return the ids of the batches that the messages of each write were stored in."""
+        found: list[set[str]] = [set(), set()]
+        async for one in jsx.DirectGet(js, f"KV_{target.name}").scan(subject=f"$KV.{target.name}.>"):
+            found[int(one.data) // 998].add((one.headers or {}).get("Nats-Batch-Id", ""))
+        return found
+
+    first, second = target.run(batches)
+    assert len(first) == len(second) == 1
+    assert "" not in first | second
+
+
+def test_clients_do_not_see_the_records_of_the_sink(spark: SparkSession, target: Target) -> None:
+    target.write(rows_of(spark, 0, 3, 3), writeId="w")
+    target.write(rows_of(spark, 0, 3000, 3000), txnAppId="a", txnVersion="1")
+    assert target.markers()
+
+    async def read(js: JetStreamContext) -> None:
+        kv = await js.key_value(target.name)
+        assert len(await kv.keys()) == 3000
+        watcher = await kv.watchall()
+        watched = set()
+        while (entry := await watcher.updates(timeout=10)) is not None:  # None: all that is stored
+            watched.add(entry.key)
+        await watcher.stop()
+        assert watched == {f"k.{n}" for n in range(3000)}
+        snap = await kvx.snapshot(kv)
+        assert len(snap) == 3000
+        assert set(await kvx.get_many(kv, ["k.1", "k.2"])) == {"k.1", "k.2"}
+        async with kvx.Table(kv) as table:
+            assert set(table) == set(snap)
+
+    target.run(read)
+    rows = spark.read.format("jetstream_kv").options(servers=target.server.url, includeDeleted="true").load(target.name)
+    assert rows.count() == 3000
+
+
+def test_a_bucket_that_lost_the_place_for_markers_goes_on_when_it_has_it_again(
+    spark: SparkSession, target: Target, server: NatsServer, tmp_path: Path
+) -> None:
+    source = Source(server, target.run, f"{target.name}IN")
+    rows = source.frame(spark).selectExpr("string(data) AS key", "string(seq) AS value")
+    source.publish(["a", "b"])
+    target.stream(rows, tmp_path)
+
+    async def edit(js: JetStreamContext) -> None:
+        config = (await js.stream_info(f"KV_{target.name}")).config
+        await js.update_stream(config.evolve(subjects=[f"$KV.{target.name}.>"]))
+
+    target.run(edit)
+    source.publish(["a", "c"])
+    with pytest.raises(PySparkException, match=r"does not store '_spark\.KV_.*>', where the sink keeps its markers"):
+        target.stream(rows, tmp_path)
+
+    async def enable(js: JetStreamContext) -> None:
+        await kvx.enable(await js.key_value(target.name), spark=True)
+
+    target.run(enable)
+    target.stream(rows, tmp_path)
+    assert sorted(target.log()) == [("a", b"1"), ("a", b"3"), ("b", b"2"), ("c", b"4")]
+
+
 # -- rows that cannot be stored -----------------------------------------------------------------------------------
 
 KEYS_AND_REASONS = {
