@@ -54,7 +54,7 @@ class Partition(WriterCommitMessage):
     partition: int
     rows: int  # distinct keys
     writes: list[KeyWrite] = field(default_factory=list, repr=False)  # for the driver
-    digests: bytes = field(default=b"", repr=False)  # of the keys that the task has stored
+    digests: bytes = field(default=b"", repr=False)  # of its keys, if the task has stored them
     skipped: int = 0
     dropped: int = 0
     diverted: int = 0
@@ -68,7 +68,7 @@ class _KvWriter:
         self._attempt = uuid.uuid4().hex[:16]  # one for all tasks, and all attempts at them
         self._target: _Target = run_on_driver(
             options.connection,
-            lambda context: _check_bucket(context, options, self._columns, only_changes=only_changes),
+            lambda context: check_bucket(context, options, self._columns, only_changes=only_changes),
         )
 
     def _write(self, writer: str, batch: int, rows: Iterator[Any], *, arrow: bool) -> WriterCommitMessage:
@@ -128,7 +128,7 @@ class _KvWriter:
                 return claimed
 
             self._note(result, stored=lease.run(self._or_later(store())))
-        result.skipped, result.digests = transactions.skipped, b"".join(transactions.stored)
+        result.skipped, result.digests = transactions.skipped, b"".join(transactions.digests)
 
     def commit(self, messages: list[Any], batchId: int | None = None) -> None:  # noqa: N803 - Spark's name; a batch write has none
         """Store what the tasks have handed over, and that the micro-batch is complete (called on the driver)."""
@@ -262,7 +262,7 @@ class _Target:
     max_message: int  # bytes
 
 
-async def _check_bucket(
+async def check_bucket(
     context: JetStreamContext, options: KvWriteOptions, columns: KvColumns, *, only_changes: bool
 ) -> _Target:
     """Return the bucket's stream; raise PlanningError if it cannot be written to with these options."""

@@ -51,7 +51,7 @@ from jetstream_ext.spark.kv_rows import DIGEST_SIZE, KeyWrite, digest_of
 from jetstream_ext.spark.options import KvWriteOptions
 from jetstream_ext.spark.transactional import PATIENCE, SinkError, StoredRecord, most_rows
 from jetstream_ext.text import get_logger
-from jetstream_ext.types import NEVER, Entry
+from jetstream_ext.types import NEVER, TTL, Entry
 
 _log = get_logger("spark")
 
@@ -128,7 +128,7 @@ class KvMicroBatch:
         return f"{self.options.marker_prefix}.{self.writer}.{name}"
 
     @property
-    def marker_ttl(self) -> Any:
+    def marker_ttl(self) -> TTL | None:
         """Markers outlive a bucket's TTL where the server allows that: a replay may come later."""
         outlives = self.state.config.get("max_age") and self.state.config.get("allow_msg_ttl")
         return NEVER if outlives else None
@@ -157,9 +157,10 @@ class KeyTransactions:
         self._bucket = Bucket(self._kv)
         self._most = max(1, most_rows(of.context, of.options.transaction_rows, of.state))
         self._stored: set[bytes] = set()  # the digests of the keys that other attempts have stored
+        self._refused: set[str] = set()  # the keys of refused writes
         self._number = 0  # of the next marker
         self.skipped: int = 0  # writes whose keys other attempts have stored, or that change nothing
-        self.stored: list[bytes] = []  # the digests of the keys that this attempt has stored
+        self.digests: list[bytes] = []  # of the keys that `store` was called with
 
     async def open(self) -> bool:
         """Claim the micro-batch for this attempt, and find out what is stored; False: all of it is stored."""
@@ -181,6 +182,7 @@ class KeyTransactions:
     async def store(self, writes: Iterable[KeyWrite]) -> None:
         """Store writes of distinct keys, after `open`, in as many transactions as they need."""
         for some in self._cut(writes):
+            self.digests += [digest_of(write.key) for write in some]
             await self._store(some)
 
     async def finish(self, writes: Sequence[KeyWrite]) -> bool:
@@ -210,7 +212,6 @@ class KeyTransactions:
                 try:
                     if not await self._position.store(self._messages(pending), last):
                         break  # another attempt has moved the position: decide again
-                    self.stored += [digest_of(write.key) for write in pending]
                     return True
                 except WrongLastSequenceError as error:
                     pending = await self._without_conflicts(pending, error, retry)
@@ -233,8 +234,8 @@ class KeyTransactions:
                 self._stored.update(marker.last.keys())
                 pending = self._not_stored(pending)
                 continue
-            digests = [digest_of(write.key) for write in pending]
-            record = KeyMarker(self._of.batch, self._of.attempt, b"".join(digests))
+            digests = b"".join(digest_of(write.key) for write in pending)
+            record = KeyMarker(self._of.batch, self._of.attempt, digests)
             try:
                 if not await marker.store(self._guarded(pending), record):
                     continue
@@ -245,7 +246,6 @@ class KeyTransactions:
             except AtomicPublishTooLargeError as error:
                 raise self._too_many(len(pending) + 2, error) from error
             self._number += 1
-            self.stored += digests
             return
 
     def _marker(self) -> StoredRecord[KeyMarker]:
@@ -306,10 +306,11 @@ class KeyTransactions:
         return pending
 
     def _not_stored(self, writes: Sequence[KeyWrite]) -> list[KeyWrite]:
+        left = [write for write in writes if write.key not in self._refused]
         if not self._stored:
-            return list(writes)
-        pending = [write for write in writes if digest_of(write.key) not in self._stored]
-        self.skipped += len(writes) - len(pending)
+            return left
+        pending = [write for write in left if digest_of(write.key) not in self._stored]
+        self.skipped += len(left) - len(pending)
         return pending
 
     async def _learn(self) -> None:
@@ -348,6 +349,7 @@ class KeyTransactions:
                 said = 0 if write.what.creates else expected
                 reason = f"its key is at revision {revision}, but its expectedRevision is {said}"
                 await self._refuse(Conflict(write, reason))
+                self._refused.add(write.key)
         if left == list(writes):
             await retry.pause_until_deadline(error)  # the server that refused it was not up to date
         return left

@@ -12,12 +12,19 @@ from typing import Any
 import pytest
 from nats.js import JetStreamContext
 from nats.js.api import KeyValueConfig, StreamConfig
+from pyspark.sql.types import StructType
 
 import jetstream_ext as jsx
+import jetstream_ext.kv as kvx
+from jetstream_ext.kv.staging import Staged
+from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.spark import connection, kv, reading
 from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.kv import JetStreamKvDataSource, plan_kv
-from jetstream_ext.spark.options import KvOptions, ReadOptions, WriteOptions
+from jetstream_ext.spark.kv_rows import KeyWrite, KvColumns
+from jetstream_ext.spark.kv_sink import check_bucket
+from jetstream_ext.spark.kv_transactions import DRIVER, Conflict, KeyTransactions, KvMicroBatch
+from jetstream_ext.spark.options import KvOptions, KvWriteOptions, ReadOptions, WriteOptions
 from jetstream_ext.spark.planning import plan_read
 from jetstream_ext.spark.rows import Rows
 from jetstream_ext.spark.sink import Task, check_sink, write_partition
@@ -32,6 +39,8 @@ PERMISSIONS = {
     "writer": ["S.*", "$JS.API.STREAM.INFO.S", "$JS.API.STREAM.NAMES"],
     "transactional": ["S.*", "$JS.API.STREAM.INFO.S", "_spark.S.>", "$JS.API.STREAM.MSG.GET.S"],
     "buckets": [one.format("KV_B") for one in READ],
+    "keys": ["$KV.B.>", "_spark.KV_B.>", "$JS.API.STREAM.INFO.KV_B", "$JS.API.STREAM.MSG.GET.KV_B"],
+    "changes": ["$KV.B.>", "_spark.KV_B.>", *(one.format("KV_B") for one in READ)],
 }
 
 
@@ -75,7 +84,7 @@ def given(guarded: NatsServer, with_js: Any) -> Callable[[str], dict[str, str]]:
         async with jsx.FastPublisher(js) as publisher:
             await publisher.add_many((f"S.{row % 10}", b"") for row in range(100))
         await js.delete_msg("S", 100)
-        kv = await js.create_key_value(KeyValueConfig(bucket="B", direct=True))
+        kv = await kvx.enable(await js.create_key_value(KeyValueConfig(bucket="B", direct=True)), spark=True)
         await kv.put("k", b"v")
 
     with_js(fill, guarded.url, user="admin", password=SECRET)
@@ -128,3 +137,30 @@ def test_buckets_need_only_the_documented_permissions(given: Any, cache: Connect
         rows = [row for part in parts for batch in kv.read_keys(read, schema, part) for row in batch.to_pylist()]
         assert lease.connection.client.refusal is None
     assert [row["value"] for row in rows] == [b"v"]
+
+
+@pytest.mark.parametrize("user", ["keys", "changes"])
+def test_writing_buckets_needs_only_the_documented_permissions(given: Any, cache: Connections, user: str) -> None:
+    changes = user == "changes"
+    options = KvWriteOptions.parse(given(user) | {"bucket": "B"}, streaming=True)
+    columns = KvColumns.of(StructType().add("key", "string").add("value", "string"), options)
+    writes = [KeyWrite(f"k.{row}", b"%d" % row, Staged("PUT"), row, 0) for row in range(2500)]
+
+    async def refuse(conflict: Conflict) -> None:
+        raise AssertionError(conflict.reason)
+
+    async def write(context: JetStreamContext, state: StreamState, attempt: str) -> tuple[int, int]:
+        batch = KvMicroBatch(context, options, state, "q", 0, attempt, only_changes=changes)
+        task, driver = KeyTransactions(batch, "0", refuse), KeyTransactions(batch, DRIVER, refuse)
+        assert await task.open()
+        await task.store(writes[:1500])
+        if attempt == "second":  # the first one died before
+            assert await driver.finish(writes[1500:])
+        return task.skipped, driver.skipped
+
+    with cache.lend(options.connection, "driver") as lease:
+        context = lease.connection.context()
+        target = lease.run(check_bucket(context, options, columns, only_changes=changes))
+        assert lease.run(write(context, target.state, "first")) == (0, 0)
+        assert lease.run(write(context, target.state, "second")) == (1500, 0)
+        assert lease.connection.client.refusal is None
