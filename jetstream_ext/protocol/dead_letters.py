@@ -39,7 +39,16 @@ KEPT: Final = "Dead-Letter-Header-"
 RAW: Final = "Dead-Letter-Raw-Header"
 """A header of the input that no client can send, as ``name=value``, both percent-encoded."""
 RAW_SUBJECT: Final = "Dead-Letter-Raw-Subject"
-"""The percent-encoded subject of the input, if it begins or ends with a blank that a header cannot have there."""
+"""The percent-encoded subject of the input, if it begins or ends with a blank that a header cannot have there. In the dead
+letter of a row: the subject or key, if it has any character that a header cannot have."""
+# Of the dead letters of Spark's sinks, beside `ERROR`, `SUBJECT` and `WORKER`.
+KEY: Final = "Dead-Letter-Key"
+TARGET: Final = "Dead-Letter-Target"
+BATCH: Final = "Dead-Letter-Batch"
+PARTITION: Final = "Dead-Letter-Partition"
+ROW: Final = "Dead-Letter-Row"
+CUT: Final = "Dead-Letter-Cut"
+"""What the dead letter lacks because it would have been too large: ``data``, ``headers`` or both."""
 
 _OWN: Final = "dead-letter-"
 _ORIGIN: Final = frozenset({STREAM, SUBJECT, SEQUENCE, TIME, ATTEMPTS, ERROR, WORKER})
@@ -93,10 +102,10 @@ def one_line(text: str, size: int) -> str:
     return text if len(encoded) <= size else encoded[: size - 3].decode("utf-8", "ignore") + "\u2026"
 
 
-def letter_headers(message: StoredMsg, *, attempts: int, error: str, worker: str) -> dict[str, str]:
-    """Return the headers of the dead letter for an input."""
+def kept_headers(raw: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
+    """Return the headers of an input, given in bytes, as its dead letter has them; see the module."""
     pairs: list[tuple[str, str]] = []
-    for name, value in message.raw_headers:
+    for name, value in raw:
         text, content = name.decode("utf-8", "replace"), value.decode("utf-8", "replace")
         # A client strips blanks that the server does not.
         changed = content != content.strip() or (text.encode(), content.encode()) != (name, value)
@@ -106,6 +115,12 @@ def letter_headers(message: StoredMsg, *, attempts: int, error: str, worker: str
             pairs.append((KEPT + text, content))
         else:
             pairs.append((text, content))
+    return pairs
+
+
+def letter_headers(message: StoredMsg, *, attempts: int, error: str, worker: str) -> dict[str, str]:
+    """Return the headers of the dead letter for an input."""
+    pairs = kept_headers(message.raw_headers)
     if message.subject != message.subject.strip():
         pairs.append((RAW_SUBJECT, quote(message.subject, safe="")))
     pairs += [

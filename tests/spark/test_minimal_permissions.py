@@ -115,7 +115,7 @@ def test_writing_needs_only_the_documented_permissions(
         state = lease.run(check_sink(lease.connection.context(), write))
         rows = [("S.a", b"%d" % row, None, None) for row in range(2500)]
         for _ in range(2):  # the second attempt reads what the first one has stored
-            done = write_partition(write, state, Task("q", 0, 0), [Rows.of(rows)])
+            done = write_partition(write, state, Task("q", 0, 0), lambda *_: [Rows.of(rows)])
         assert lease.connection.client.refusal is None
     assert (done.rows, done.skipped) == (2500, 2500 if semantics == "transactional" else 0)
 

@@ -1,0 +1,264 @@
+"""Rows that can never be stored, and what the option ``onBadRow`` does with them: fail, drop them, or store them aside.
+
+A row is bad by itself and by the configuration of its stream and server, never by what the stream holds: every attempt at a
+partition has the same bad rows. The *dead letter* of a bad row has the row's data, and headers that say where it comes from
+and why. Its message id is made of the writer, the micro-batch, the partition and the row's content, so that a second attempt
+does not store it again while its stream knows the id. A task ends when its dead letters are stored.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final
+from urllib.parse import quote_from_bytes
+
+import nats.errors
+import numpy as np
+from nats.js import JetStreamContext
+from nats.js.errors import APIError, NoStreamResponseError
+
+from jetstream_ext.client.api import gather_bounded, stream_name
+from jetstream_ext.client.base_connection import NotPermittedError
+from jetstream_ext.client.connection import Context, OwnClient
+from jetstream_ext.client.retry import Retry
+from jetstream_ext.errors import BadHeaderError, ErrorCode, JetStreamExtError, MaxPayloadError
+from jetstream_ext.protocol import dead_letters as letters
+from jetstream_ext.protocol import headers as h
+from jetstream_ext.spark.connection import ask
+from jetstream_ext.spark.digests import DigestCounts
+from jetstream_ext.spark.options import ConnectionOptions
+from jetstream_ext.spark.planning import PlanningError
+from jetstream_ext.text import get_logger
+from jetstream_ext.types import own_headers
+
+_log = get_logger("spark")
+
+FAIL: Final = "fail"
+DROP: Final = "drop"
+
+_IN_FLIGHT: Final = 256
+_LOGGED: Final = 3  # bad rows that an attempt logs
+_HEAD: Final = 4096  # bytes of its data that a dead letter keeps if it would be too large
+_LONGEST: Final = 1024  # bytes of a reason, a subject or a key
+_DIGEST_SIZE: Final = 12
+
+
+class RowError(JetStreamExtError):
+    """A row cannot be stored; the text names its partition, its index and the reason."""
+
+
+class DeadLetterError(JetStreamExtError):
+    """The dead letter of a bad row could not be stored. Spark tries the task again."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row that cannot be stored."""
+
+    row: int  # its index in the partition
+    reason: str  # "its subject is null"
+    subject: str | None  # as far as it is known; the key of a row for a bucket
+    data: bytes
+    headers: Mapping[str, str] | None = None
+
+
+class BadRows:
+    """The bad rows of one attempt at one partition, and what the option ``onBadRow`` does with them.
+
+    Args:
+        policy: `FAIL`, `DROP`, or the subject of the dead letters.
+        what: Names the stream or bucket, the partition and the micro-batch in errors and logs.
+        target: The stream or bucket that the rows are for.
+        writer: The name of the query or of the batch write.
+        batch: The micro-batch, or the version of the batch write.
+        partition: The partition.
+        subject_header: The header of a dead letter for `BadRow.subject`.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        *,
+        what: str,
+        target: str = "",
+        writer: str = "",
+        batch: int = 0,
+        partition: int = 0,
+        subject_header: str = letters.SUBJECT,
+    ) -> None:
+        self.dropped: int = 0
+        self.diverted: int = 0
+        self.example: str = ""  # the first of them, and why it is bad
+        self._policy = policy
+        self._what = what
+        self._subject_header = subject_header
+        self._partition = partition
+        self._id = f"{writer}:{batch}:{partition}:bad"
+        self._origin = [
+            (letters.TARGET, target),
+            (letters.WORKER, writer),
+            (letters.BATCH, str(batch)),
+            (letters.PARTITION, str(partition)),
+        ]
+        self._waiting: deque[BadRow] = deque()
+        self._seen = DigestCounts()
+
+    @property
+    def waiting(self) -> int:
+        """How many rows wait for `send`."""
+        return len(self._waiting)
+
+    def add(self, bad: BadRow) -> None:
+        """Count a bad row, and keep it for `send` if it is to become a dead letter.
+
+        Raises RowError, which names the row and the reason, if the policy is to fail.
+        """
+        if self._policy == FAIL:
+            raise RowError(
+                f"{self._what}: row {bad.row} cannot be stored: {bad.reason}; rows before it may be stored; correct the query, "
+                "or set the option onBadRow to drop, or to a subject for dead letters"
+            )
+        if not self.example:
+            self.example = f"row {bad.row} of partition {self._partition}: {bad.reason}"
+        if self.dropped + self.diverted < _LOGGED:
+            _log.warning("%s: row %d is bad (onBadRow is %s): %s", self._what, bad.row, self._policy, bad.reason)
+        if self._policy == DROP:
+            self.dropped += 1
+            return
+        self.diverted += 1
+        self._waiting.append(bad)
+
+    async def send(self, context: JetStreamContext, *, patience: float = 30.0) -> None:
+        """Store the rows that wait as dead letters; another thread may add more meanwhile.
+
+        Raises DeadLetterError if one is refused, or transient errors last for longer than `patience` seconds.
+        """
+        rows = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        if not rows:
+            return
+        js = Context(context)
+
+        async def store(letter: tuple[BadRow, str]) -> None:
+            bad, msg_id = letter
+            try:
+                await self._store(js, bad, msg_id, patience)
+            except (JetStreamExtError, nats.errors.Error) as error:
+                raise self._failure(js, bad, error) from error
+
+        await gather_bounded(store, zip(rows, self._ids(rows), strict=True), limit=_IN_FLIGHT)
+
+    def _ids(self, rows: list[BadRow]) -> Iterator[str]:
+        """Return an id for each row: its digest, and how often that came before in the partition."""
+        digests = b"".join(map(_digest, rows))
+        before = self._seen.add(np.frombuffer(digests, f"S{_DIGEST_SIZE}"))
+        for index, count in enumerate(before.tolist()):
+            digest = b64encode(digests[index * _DIGEST_SIZE : (index + 1) * _DIGEST_SIZE]).decode()
+            yield f"{self._id}:{digest}" + (f":{count}" if count else "")
+
+    async def _store(self, js: Context, bad: BadRow, msg_id: str, patience: float) -> None:
+        """Store the dead letter of a row, without some of its data or headers if it is too large otherwise."""
+        refusal: Exception | None = None
+        for data, headers in self._versions(bad, msg_id):
+            retry, what = Retry(patience), f"the ack of a dead letter on {self._policy!r}"
+            retry.start()
+            try:
+                await retry.call(lambda: js.publish(self._policy, data, headers, retry.within(js.timeout), what))  # noqa: B023
+                return
+            except (MaxPayloadError, BadHeaderError) as error:
+                refusal = error
+            except APIError as error:
+                if error.err_code != ErrorCode.MESSAGE_TOO_LARGE:
+                    raise
+                refusal = error
+        assert refusal is not None
+        raise refusal
+
+    def _versions(self, bad: BadRow, msg_id: str) -> Iterator[tuple[bytes, Mapping[str, str]]]:
+        """Yield the dead letter of a row, and smaller ones."""
+        about = [*self._about(bad), (h.MSG_ID, msg_id)]
+        items = () if bad.headers is None else bad.headers.items()
+        kept = letters.kept_headers((raw_bytes(name), raw_bytes(value)) for name, value in items)
+        size = len(bad.data)
+        lengths = dict.fromkeys((size, min(size, _HEAD), 0))
+        versions = [(kept, length) for length in lengths]
+        if kept and not _fit([*kept, *about]):
+            versions = [([], length) for length in lengths]
+        elif kept:
+            versions.append(([], 0))
+        for pairs, length in versions:
+            lost = [name for name, is_cut in (("data", length < size), ("headers", pairs != kept)) if is_cut]
+            yield bad.data[:length], own_headers([*pairs, *about, *([(letters.CUT, ", ".join(lost))] if lost else ())])
+
+    def _about(self, bad: BadRow) -> list[tuple[str, str]]:
+        pairs = [(letters.ERROR, letters.one_line(bad.reason, _LONGEST)), *self._origin, (letters.ROW, str(bad.row))]
+        if bad.subject is not None:
+            shown = letters.one_line(bad.subject, _LONGEST)
+            pairs.append((self._subject_header, shown))
+            if shown != bad.subject:
+                pairs.append((letters.RAW_SUBJECT, quote_from_bytes(raw_bytes(bad.subject)[:_LONGEST], safe="")))
+        return pairs
+
+    def _failure(self, js: Context, bad: BadRow, error: Exception) -> DeadLetterError:
+        why = f"{error}"
+        if isinstance(error, NoStreamResponseError):
+            why = "no stream stores that subject, or the stream has no leader"
+        if isinstance(js.nc, OwnClient) and js.nc.refusal is not None:
+            why += f"; the server said: {js.nc.refusal}"
+        return DeadLetterError(
+            f"{self._what}: the dead letter of row {bad.row} could not be stored on {self._policy!r}: {why}; other rows may be "
+            "stored; restart the query when it can be, or change the option onBadRow"
+        )
+
+
+def _fit(pairs: list[tuple[str, str]]) -> bool:
+    """Return whether servers store these headers with a message, and a note that some are left out."""
+    return len(h.encode([(letters.CUT, "data, headers")])) + sum(_line_size(*pair) for pair in pairs) <= h.MAX_BLOCK
+
+
+def _line_size(name: str, value: str) -> int:
+    return len(f"{name}: {value}\r\n".encode())
+
+
+def _digest(bad: BadRow) -> bytes:
+    digest = blake2b(digest_size=_DIGEST_SIZE)
+    texts = ["" if bad.subject is None else bad.subject]
+    for pair in () if bad.headers is None else bad.headers.items():
+        texts += pair
+    for text in texts:
+        part = raw_bytes(text)
+        digest.update(b"%d:%b" % (len(part), part))
+    digest.update(b"%d;" % len(texts))
+    digest.update(bad.data)
+    return digest.digest()
+
+
+def raw_bytes(text: str) -> bytes:
+    """Return text as bytes, whatever it holds: surrogates that stand for bytes that were not UTF-8, and halves of pairs."""
+    try:
+        return text.encode(errors="surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode(errors="surrogatepass")
+
+
+async def check_dead_letters(context: JetStreamContext, connection: ConnectionOptions, policy: str) -> None:
+    """Raise PlanningError if the policy is a subject that no stream stores.
+
+    Without permission to ask, the first dead letter finds out. In another domain or behind another prefix, only a warning
+    is logged: a stream of the own JetStream may store the subject.
+    """
+    if policy in (FAIL, DROP):
+        return
+    try:
+        found = await ask(connection.timeout, lambda left: stream_name(Context(context), policy, left))
+    except NotPermittedError:
+        return
+    if found is not None:
+        return
+    what = f"option 'onBadRow': no stream stores the subject {policy!r}"
+    if connection.domain is None and connection.api_prefix is None:
+        raise PlanningError(f"{what}; create one, or give the subject of a stream, or 'drop' or 'fail'")
+    _log.warning("%s in this domain; the first bad row fails the query unless another one does", what)
