@@ -12,6 +12,8 @@ from jetstream_ext.protocol.options import MAX_TTL
 
 _NO_HEADERS: Final = len(h.encode(()))  # bytes of a block without headers
 _LONGEST_TTL: Final = len(f"{h.MSG_TTL}: {MAX_TTL}\r\n")
+_LINE: Final = len(": \r\n")
+_ID_LINE: Final = len(h.MSG_ID) + _LINE
 _LONGEST_CHARACTER: Final = 4  # bytes in UTF-8
 
 
@@ -54,13 +56,15 @@ class RowSizes:
 
     def problem(self, data: bytes, headers: Mapping[str, str] | None, msg_id: str | None) -> str | None:
         """Return why a row is too large, or None; its headers and its own id can be sent as they are."""
-        items = list(headers.items()) if headers else []
-        if msg_id is not None:
-            items.append((h.MSG_ID, msg_id))
-        characters = sum(len(name) + len(value) + 4 for name, value in items)
+        characters = 0 if msg_id is None else len(msg_id) + _ID_LINE
+        for name, value in headers.items() if headers else ():
+            characters += len(name) + len(value) + _LINE
         most = self.added + _NO_HEADERS + _LONGEST_CHARACTER * characters
         if most <= h.MAX_BLOCK and most + len(data) <= self.most:
             return None
+        items = list(headers.items()) if headers else []
+        if msg_id is not None:
+            items.append((h.MSG_ID, msg_id))
         size = sum(len(f"{name}: {value.strip()}\r\n".encode()) for name, value in items)
         size += max(self.added, _NO_HEADERS) if msg_id is None else _NO_HEADERS
         if not items:

@@ -63,6 +63,8 @@ _ROWS_AT_ONCE: Final = 10_000
 _BYTES_AT_ONCE: Final = 8 << 20
 _ROWS_A_TIME: Final = 100
 _START: Final = VERSION + CRLF
+_SHORT_ID: Final = 256  # characters of a message id that does not make a row too large, and
+_SHORT_ID_LINE: Final = 4 * _SHORT_ID + 64  # the bytes of a header with it
 _LONGEST_REPLY: Final = 160  # more bytes than a reply subject of this library has
 
 Message: TypeAlias = tuple[str, bytes, Mapping[str, str] | None, str | None]
@@ -277,7 +279,7 @@ class RowReader:
             yield Rows.joined(collected)
 
     def _messages(self, rows: Iterable[tuple[Any, Any, Any, Any, Any]]) -> Iterator[Message]:
-        known, most = self._known, self._sizes.of_data
+        known, most = self._known, self._sizes.of_data - _SHORT_ID_LINE
         for subject, given, pairs, msg_id, ttl in rows:
             try:
                 if subject not in known:
@@ -288,7 +290,8 @@ class RowReader:
                 headers = self._headers(pairs, ttl) if pairs or ttl is not None else self._ttl
                 if msg_id is not None:
                     self._check_id(msg_id)
-                if (headers or msg_id or len(data) > most) and (problem := self._sizes.problem(data, headers, msg_id)):
+                may_be_large = headers or len(data) > most or (msg_id is not None and len(msg_id) > _SHORT_ID)
+                if may_be_large and (problem := self._sizes.problem(data, headers, msg_id)):
                     raise _UnstorableError(problem)
             except _UnstorableError as error:
                 reason = str(error)
@@ -380,7 +383,9 @@ class RowReader:
         if not given:
             return header
         pairs: list[tuple[str, str]] = []
-        for name, value in self._pairs(given):
+        items = given.items() if isinstance(given, dict) else given
+        for name, text in self._pairs(given) if self._columns.multiple else items:
+            value = text or ""
             if is_reserved(name):
                 if self._options.strip_nats_headers:
                     continue

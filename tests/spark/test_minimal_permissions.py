@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 from nats.js import JetStreamContext
 from nats.js.api import KeyValueConfig, StreamConfig
+from pyspark.sql.types import StructType
 
 import jetstream_ext as jsx
 from jetstream_ext.spark import connection, kv, reading
+from jetstream_ext.spark.bad_rows import BadRows
 from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.kv import JetStreamKvDataSource, plan_kv
 from jetstream_ext.spark.options import KvOptions, ReadOptions, WriteOptions
 from jetstream_ext.spark.planning import plan_read
-from jetstream_ext.spark.rows import Rows
+from jetstream_ext.spark.row_sizes import RowSizes
+from jetstream_ext.spark.rows import Columns, RowReader, Rows
 from jetstream_ext.spark.sink import Task, check_sink, write_partition
 from jetstream_ext.spark.source import JetStreamDataSource
 from jetstream_ext.testing import NatsServer
@@ -31,6 +34,8 @@ PERMISSIONS = {
     "trusting": [one.format("S") for one in READ[:2]],
     "writer": ["S.*", "$JS.API.STREAM.INFO.S", "$JS.API.STREAM.NAMES"],
     "transactional": ["S.*", "$JS.API.STREAM.INFO.S", "_spark.S.>", "$JS.API.STREAM.MSG.GET.S"],
+    "diverting": ["S.*", "dead.rows", "$JS.API.STREAM.INFO.S", "$JS.API.STREAM.NAMES"],
+    "unasked": ["S.*", "dead.rows", "$JS.API.STREAM.INFO.S", "_spark.S.>", "$JS.API.STREAM.MSG.GET.S"],
     "buckets": [one.format("KV_B") for one in READ],
 }
 
@@ -75,6 +80,7 @@ def given(guarded: NatsServer, with_js: Any) -> Callable[[str], dict[str, str]]:
         async with jsx.FastPublisher(js) as publisher:
             await publisher.add_many((f"S.{row % 10}", b"") for row in range(100))
         await js.delete_msg("S", 100)
+        await js.add_stream(StreamConfig(name="DEAD", subjects=["dead.*"], allow_direct=True))
         kv = await js.create_key_value(KeyValueConfig(bucket="B", direct=True))
         await kv.put("k", b"v")
 
@@ -118,6 +124,33 @@ def test_writing_needs_only_the_documented_permissions(
             done = write_partition(write, state, Task("q", 0, 0), lambda *_: [Rows.of(rows)])
         assert lease.connection.client.refusal is None
     assert (done.rows, done.skipped) == (2500, 2500 if semantics == "transactional" else 0)
+
+
+@pytest.mark.parametrize(
+    ("user", "semantics"), [("diverting", "dedupe"), ("diverting", "none"), ("unasked", "transactional")]
+)
+def test_dead_letters_need_only_the_documented_permissions(
+    given: Any, cache: Connections, with_js: Any, guarded: NatsServer, user: str, semantics: str
+) -> None:
+    options = given(user) | {"stream": "S", "semantics": semantics, "onBadRow": "dead.rows"}
+    if semantics == "transactional":
+        options["sinkPartitions"] = "1"
+    write = WriteOptions.parse(options, streaming=True)
+    columns = Columns.of(StructType().add("subject", "string").add("data", "string"), write)
+
+    def read(sizes: RowSizes, bad: BadRows) -> Iterator[Rows]:
+        return RowReader(columns, write, ("S.*",), sizes, bad).chunks_from_rows(iter([("S.a", "1"), (None, "2")]))
+
+    with cache.lend(write.connection, "driver") as lease:
+        state = lease.run(check_sink(lease.connection.context(), write))
+        # Without the permission, the driver does not know whether a stream stores the dead letters.
+        assert (lease.connection.client.refusal is None) == (user == "diverting")
+    with cache.lend(write.connection, "executor") as lease:
+        done = write_partition(write, state, Task("q", 0, 0), read)
+        assert lease.connection.client.refusal is None
+    assert (done.rows, done.diverted) == (1, 1)
+    stored = with_js(lambda js: js.stream_info("DEAD"), guarded.url, user="admin", password=SECRET)
+    assert stored.state.messages == 1
 
 
 def test_buckets_need_only_the_documented_permissions(given: Any, cache: Connections) -> None:
