@@ -210,7 +210,7 @@ class BadRows:
             why += f"; the server said: {js.nc.refusal}"
         return DeadLetterError(
             f"{self._what}: the dead letter of row {bad.row} could not be stored on {self._policy!r}: {why}; other rows may be "
-            "stored; restart the query when it can be, or change the option onBadRow"
+            "stored; restart the query when the stream of the dead letters takes messages, or change the option onBadRow"
         )
 
 
@@ -247,8 +247,8 @@ def raw_bytes(text: str) -> bytes:
 async def check_dead_letters(context: JetStreamContext, connection: ConnectionOptions, policy: str) -> None:
     """Raise PlanningError if the policy is a subject that no stream stores.
 
-    Without permission to ask, the first dead letter finds out. In another domain or behind another prefix, only a warning
-    is logged: a stream of the own JetStream may store the subject.
+    Without permission to ask, the first dead letter finds out. With a domain or a prefix, only a warning is logged: a stream
+    of another JetStream may store the subject.
     """
     if policy in (FAIL, DROP):
         return
@@ -261,4 +261,6 @@ async def check_dead_letters(context: JetStreamContext, connection: ConnectionOp
     what = f"option 'onBadRow': no stream stores the subject {policy!r}"
     if connection.domain is None and connection.api_prefix is None:
         raise PlanningError(f"{what}; create one, or give the subject of a stream, or 'drop' or 'fail'")
-    _log.warning("%s in this domain; the first bad row fails the query unless another one does", what)
+    _log.warning(
+        "%s in the JetStream that the options name; unless another one does, the first bad row fails the query", what
+    )

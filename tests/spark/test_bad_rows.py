@@ -23,6 +23,7 @@ from jetstream_ext.spark.planning import PlanningError
 from jetstream_ext.spark.row_sizes import RowSizes
 from jetstream_ext.spark.rows import Columns, RowReader, Rows
 from jetstream_ext.spark.sink import Task, Written, check_sink, write_partition
+from jetstream_ext.spark.source import JetStreamDataSource
 from jetstream_ext.testing import NatsServer
 
 if TYPE_CHECKING:
@@ -217,13 +218,16 @@ def test_dead_letters_can_go_to_the_stream_of_the_rows(stream: str, write: Any, 
         assert len(stored(stream, f"{stream}.{token}")) == times * len(good[token::3])
 
 
-@pytest.mark.parametrize("semantics", SEMANTICS)
-@pytest.mark.parametrize("limit", ["max_msg_size", "max_payload", "max_bytes"])
+@pytest.mark.parametrize(
+    ("limit", "semantics"),
+    [
+        *((limit, semantics) for limit in ("max_msg_size", "max_payload") for semantics in SEMANTICS),
+        *[("max_bytes", "dedupe"), ("max_bytes", "none")],  # such a stream cannot hold markers
+    ],
+)
 def test_a_row_of_any_size_near_a_limit_is_stored_or_bad(
     with_js: Any, write: Any, stored: Any, stream_name: Callable[[], str], limit: str, semantics: str
 ) -> None:
-    if semantics == "transactional" and limit == "max_bytes":
-        pytest.skip("a stream of that size cannot hold the markers")
     with NatsServer(config="max_payload: 1024" if limit == "max_payload" else "") as server:
         config: dict[str, Any] = {} if limit == "max_payload" else {limit: 1024}
         name = make(with_js, stream_name(), server.url, **config)
@@ -334,7 +338,7 @@ class TestOnTheDriver:
     ) -> None:
         options = WriteOptions.parse({"servers": server.url, "stream": "S"} | given, streaming=True)
         with_js(lambda js: bad_rows.check_dead_letters(js, options.connection, "nowhere"))
-        assert "no stream stores the subject 'nowhere' in this domain" in caplog.text
+        assert "no stream stores the subject 'nowhere' in the JetStream that the options name" in caplog.text
 
     @pytest.mark.parametrize(
         ("value", "problem"), [("a.*", "has a wildcard"), ("", "is empty"), ("a b", "white space")]
@@ -349,6 +353,24 @@ class TestOnTheDriver:
             OptionError, match=r"'onBadRow': subjects below '_spark\.S' are for the markers of the sink"
         ):
             WriteOptions.parse(given | {"onBadRow": "_spark.S.dead"}, streaming=True)
+
+    @pytest.mark.parametrize("streaming", [False, True], ids=["batch", "streaming"])
+    def test_the_commit_logs_the_numbers(
+        self, server: NatsServer, stream: str, cache: Connections, caplog: pytest.LogCaptureFixture, streaming: bool
+    ) -> None:
+        source = JetStreamDataSource({"servers": server.url, "stream": stream, "onBadRow": "drop"})
+        writer: Any = source.streamWriter(SCHEMA, False) if streaming else source.writer(SCHEMA, False)
+        messages = [
+            Written("q", 5),
+            None,
+            Written("q", 4, 0, 2, 0, "row 3 of partition 2: why"),
+            Written("q", 1, 0, 1, 4),
+        ]
+        writer.commit([Written("q", 5)], *[7] * streaming)
+        assert not caplog.text
+        writer.commit(messages, *[7] * streaming)
+        numbers = f"bad rows of micro-batch {7 * streaming}: 3 were dropped, 4 are stored as dead letters"
+        assert caplog.messages == [f"stream '{stream}': {numbers}; for example row 3 of partition 2: why"]
 
     @pytest.mark.parametrize("value", ["DROP", " fail ", "Drop"])
     def test_words_ignore_case(self, value: str) -> None:
