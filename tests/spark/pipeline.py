@@ -90,9 +90,9 @@ class Pipeline:
         """Remove the messages before the sequence `first` from the source."""
         self._run(lambda js: js.purge_stream(self.source, seq=first), self.server.url)
 
-    def stored(self) -> Counter[bytes]:
+    def stored(self, token: str = "out") -> Counter[bytes]:
         """Return the rows that were written, and how often."""
-        return self._run(lambda js: _scan(js, self.sink, f"{self.sink}.out"), self.to.url)
+        return self._run(lambda js: _scan(js, self.sink, f"{self.sink}.{token}"), self.to.url)
 
     def left(self) -> Counter[bytes]:
         """Return the rows that the source has."""
@@ -135,17 +135,20 @@ class Pipeline:
         through: Any = None,
         limit: int | None = None,
         partitions: int = 2,
+        on_bad_row: str = "",
+        bad: str = "false",
         **options: str,
     ) -> Any:
-        """Start the query in this session; `options` are those of the source."""
+        """Start the query in this session; `options` are those of the source, and the rows where `bad` is true have no subject."""
         source = spark.readStream.format("jetstream").options(servers=_servers(self.server), minPartitions="2")
         if self.limited(spark):
             source = source.option("maxOffsetsPerTrigger", str(limit or ROWS // 4))
         source = source.options(**options)
-        frame = source.load(self.source).selectExpr(f"'{self.sink}.out' AS subject", "data")
+        frame = source.load(self.source).selectExpr(f"IF({bad}, NULL, '{self.sink}.out') AS subject", "data")
         if through is not None:
             frame = frame.mapInArrow(through, frame.schema)
         target = {"servers": _servers(self.to), "stream": self.sink, "semantics": semantics}
+        target |= {"onBadRow": on_bad_row} if on_bad_row else {}
         if semantics == "transactional":
             target |= {"sinkPartitions": str(partitions), "transactionRows": str(TRANSACTION)}
         writer = frame.writeStream.format("jetstream").options(**target).trigger(availableNow=True)

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from jetstream_ext.testing import NatsServer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from pipeline import EXACT, ROWS, Pipeline
+from pipeline import EXACT, ROWS, Pipeline, row_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -68,6 +69,22 @@ def test_a_task_dies_in_every_micro_batch(spark: SparkSession, pipeline: Pipelin
     pipeline.make()
     pipeline.run(spark, semantics, through=dying(ROWS // 16))
     pipeline.check()
+
+
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("semantics", EXACT)
+def test_bad_rows_of_tasks_that_die_and_of_replays_are_stored_aside_once(
+    spark: SparkSession, pipeline: Pipeline, semantics: str
+) -> None:
+    pipeline.make()
+    bad = "CAST(split_part(CAST(data AS STRING), ' ', 2) AS INT) % 40 = 3"
+    for _ in range(2):
+        pipeline.run(spark, semantics, through=dying(ROWS // 16), bad=bad, on_bad_row=f"{pipeline.sink}.dead")
+        pipeline.forget_commit()
+    rows = {row_of(number) for number in range(ROWS)}
+    letters = {row_of(number) for number in range(3, ROWS, 40)}
+    assert pipeline.stored("dead") == Counter(letters)
+    assert pipeline.stored() == Counter(rows - letters)
 
 
 @pytest.mark.usefixtures("small_batches")

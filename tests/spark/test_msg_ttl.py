@@ -119,6 +119,17 @@ def test_the_ttl_is_part_of_what_a_row_is(make: Any, write: Any, with_js: Any, s
     assert sorted(message.headers.get("Nats-TTL", "") for message in messages) == ["", "7200", "90", "90"]
 
 
+def test_a_replay_does_not_store_expired_rows_again(make: Any, write: Any, stored: Any) -> None:
+    names = {semantics: make() for semantics in ("dedupe", "transactional")}
+    for attempt in range(2):
+        for semantics, name in names.items():
+            write(name, [(f"{name}.a", b"x", "1s"), (f"{name}.a", b"y", None)], semantics)
+            if attempt:
+                assert set(stored(name)) == {"y"}
+        for name in names.values():
+            until_left(stored, name, {"y"})
+
+
 @pytest.mark.parametrize("semantics", SEMANTICS)
 def test_the_option_is_for_all_rows(make: Any, write: Any, stored: Any, semantics: str) -> None:
     name = make()
