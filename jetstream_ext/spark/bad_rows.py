@@ -108,6 +108,10 @@ class BadRows:
         self._seen = DigestCounts()
 
     @property
+    def count(self) -> int:
+        return self.dropped + self.diverted
+
+    @property
     def waiting(self) -> int:
         """How many rows wait for `send`."""
         return len(self._waiting)
@@ -117,15 +121,16 @@ class BadRows:
 
         Raises RowError, which names the row and the reason, if the policy is to fail.
         """
+        reason = letters.one_line(bad.reason, _LONGEST)
         if self._policy == FAIL:
             raise RowError(
-                f"{self._what}: row {bad.row} cannot be stored: {bad.reason}; rows before it may be stored; correct the query, "
+                f"{self._what}: row {bad.row} cannot be stored: {reason}; rows before it may be stored; correct the query, "
                 "or set the option onBadRow to drop, or to a subject for dead letters"
             )
         if not self.example:
-            self.example = f"row {bad.row} of partition {self._partition}: {bad.reason}"
-        if self.dropped + self.diverted < _LOGGED:
-            _log.warning("%s: row %d is bad (onBadRow is %s): %s", self._what, bad.row, self._policy, bad.reason)
+            self.example = f"row {bad.row} of partition {self._partition}: {reason}"
+        if self.count < _LOGGED:
+            _log.warning("%s: row %d is bad (onBadRow is %s): %s", self._what, bad.row, self._policy, reason)
         if self._policy == DROP:
             self.dropped += 1
             return

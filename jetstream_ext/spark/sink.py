@@ -229,7 +229,8 @@ async def check_sink(context: JetStreamContext, options: WriteOptions, *, ttl: b
         raise PlanningError(
             f"option 'subject': {options.subject!r} is not among the subjects of stream {name!r} ({subjects})"
         )
-    await check_dead_letters(context, options.connection, options.on_bad_row)
+    if not state.stores(options.on_bad_row):
+        await check_dead_letters(context, options.connection, options.on_bad_row)
     return state
 
 
@@ -394,15 +395,21 @@ def _fast(
         good = _with_dead_letters(chunks, bad, context, pipeline)
         messages = ((ids.entries(rows) if ids else rows.entries(), rows.sizes()) for rows in good)
         for entries, count in _joined(messages, lambda: lease.busy):
-            pipeline.store(partial(_publish, lease, context, options, task, entries, stored))
+            pipeline.store(partial(_publish, lease, context, options, task, entries, stored, bad))
             stored += count
     return Written(task.writer, stored)
 
 
 async def _publish(
-    lease: Lease, context: JetStreamContext, options: WriteOptions, task: Task, entries: Iterable[Entry], first: int
+    lease: Lease,
+    context: JetStreamContext,
+    options: WriteOptions,
+    task: Task,
+    entries: Iterable[Entry],
+    first: int,
+    bad: BadRows,
 ) -> None:
-    """Store rows of which the first has the index `first`."""
+    """Store rows of which the first has the index `first`, without the bad ones."""
     try:
         if options.semantics == "dedupe":
             report = await ingest(context, entries, flow=_FLOW, timeout=PATIENCE)
@@ -428,7 +435,7 @@ async def _publish(
         stored = [f"rows 0 to {row - 1} are stored"] if row else []
         if error.in_doubt:
             stored.append(f"{error.in_doubt} of the rows from {row} on may be stored")
-        place = f"row {row} of partition {task.partition}"
+        place = f"row {row} of partition {task.partition}" + (" (bad rows not counted)" if bad.count else "")
         outcome = ", and ".join(stored) or "nothing is stored"
         raise SinkError(f"stream {options.stream!r}: {place}: {why}{refusal}; {outcome}") from error
     except (BadHeaderError, MaxPayloadError) as error:

@@ -24,6 +24,7 @@ from jetstream_ext.spark.row_sizes import RowSizes
 from jetstream_ext.spark.rows import Columns, RowReader, Rows
 from jetstream_ext.spark.sink import Task, Written, check_sink, write_partition
 from jetstream_ext.spark.source import JetStreamDataSource
+from jetstream_ext.spark.transactional import SinkError
 from jetstream_ext.testing import NatsServer
 
 if TYPE_CHECKING:
@@ -388,6 +389,24 @@ def test_an_attempt_logs_a_few_bad_rows(caplog: pytest.LogCaptureFixture) -> Non
         f"stream 'S', partition 0 of micro-batch 0: row {row} is bad (onBadRow is drop): reason {row}"
         for row in range(3)
     ]
+
+
+def test_a_reason_is_short_whatever_the_row_has() -> None:
+    bad = BadRows("fail", what="stream 'S', partition 0 of micro-batch 0")
+    with pytest.raises(RowError) as caught:
+        bad.add(BadRow(0, f"subject {'x y' * (1 << 20)!r} has white space", None, b""))
+    assert len(str(caught.value)) < 1500
+
+
+def test_an_error_of_the_stream_does_not_count_bad_rows(with_js: Any, stream: str, write: Any) -> None:
+    with_js(
+        lambda js: js.update_stream(
+            StreamConfig(name=stream, subjects=[f"{stream}.>"], max_msgs=2, discard="new", allow_batched=True)
+        )
+    )
+    rows = [(f"{stream}.a", b"0"), (None, b""), (f"{stream}.a", b"1"), (f"{stream}.a", b"2")]
+    with pytest.raises(SinkError, match=r"row 2 of partition 0 \(bad rows not counted\): .*maximum messages exceeded"):
+        write(stream, rows, "dedupe", "drop")
 
 
 @pytest.mark.parametrize("semantics", SEMANTICS)
