@@ -345,7 +345,7 @@ def write_partition(options: WriteOptions, state: StreamState, task: Task, read:
         partition=task.partition,
     )
     with connected(options.connection, "executor") as (lease, context):
-        sizes = RowSizes.of(Context(context).connection.max_payload, state, _added_headers(options, task))
+        sizes = RowSizes.of(lease.run(_max_payload(context)), state, _added_headers(options, task))
         chunks = read(sizes, bad)
         if options.semantics == "transactional":
             batch = MicroBatch(context, options, state, task.writer, task.batch, task.attempt)
@@ -355,6 +355,10 @@ def write_partition(options: WriteOptions, state: StreamState, task: Task, read:
     done.dropped, done.diverted, done.example = bad.dropped, bad.diverted, bad.example
     _log.debug("stream %r: stored %s of %s", options.stream, done, task)
     return done
+
+
+async def _max_payload(context: JetStreamContext) -> int:
+    return Context(context).connection.max_payload  # on the connection's own loop, because it may change the connection
 
 
 def _id_prefix(task: Task) -> str:

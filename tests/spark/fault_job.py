@@ -57,10 +57,13 @@ def main() -> None:
     source = spark.readStream.format("jetstream").options(servers=given["servers"], minPartitions="2")
     if tuple(map(int, spark.version.split(".")[:2])) >= (4, 2):  # before, micro-batches have no limit
         source = source.option("maxOffsetsPerTrigger", str(given["limit"]))
-    frame = source.load(given["source"]).selectExpr(f"'{given['sink']}.out' AS subject", "data")
+    frame = source.load(given["source"]).selectExpr(
+        f"IF({given.get('bad', 'false')}, NULL, '{given['sink']}.out') AS subject", "data"
+    )
     work = slow(given.get("pause", 0.05), given.get("straggling"), given.get("attempts"))
     frame = frame.mapInArrow(work, frame.schema)
     options = {"servers": given["servers"], "stream": given["sink"], "semantics": given["semantics"]}
+    options |= {"onBadRow": given.get("on_bad_row", "fail")}
     if given["semantics"] == "transactional":
         options |= {"sinkPartitions": "2", "transactionRows": str(given["transaction"])}
     query = (

@@ -121,6 +121,20 @@ class Pipeline:
         missing, twice = set(self.left()) - set(found), [row for row, count in found.items() if count > 1]
         assert (len(missing), len(twice)) == (0, 0), (len(missing), len(twice))
 
+    @property
+    def bad(self) -> dict[str, str]:
+        """The options of a query with bad rows, which go to the sink's stream as well."""
+        return {
+            "bad": "CAST(split_part(CAST(data AS STRING), ' ', 2) AS INT) % 40 = 3",
+            "on_bad_row": f"{self.sink}.dead",
+        }
+
+    def check_bad(self) -> None:
+        """Check that the bad rows are dead letters, all others are rows, and each is stored once."""
+        letters = Counter(map(row_of, range(3, ROWS, 40)))
+        assert self.stored("dead") == letters
+        assert self.stored() == Counter(map(row_of, range(ROWS))) - letters
+
     def compare(self, rows: int = ROWS) -> tuple[int, int]:
         found = self.stored()
         expected = set(map(row_of, range(rows)))
@@ -135,7 +149,7 @@ class Pipeline:
         through: Any = None,
         limit: int | None = None,
         partitions: int = 2,
-        on_bad_row: str = "",
+        on_bad_row: str = "fail",
         bad: str = "false",
         **options: str,
     ) -> Any:
@@ -147,8 +161,7 @@ class Pipeline:
         frame = source.load(self.source).selectExpr(f"IF({bad}, NULL, '{self.sink}.out') AS subject", "data")
         if through is not None:
             frame = frame.mapInArrow(through, frame.schema)
-        target = {"servers": _servers(self.to), "stream": self.sink, "semantics": semantics}
-        target |= {"onBadRow": on_bad_row} if on_bad_row else {}
+        target = {"servers": _servers(self.to), "stream": self.sink, "semantics": semantics, "onBadRow": on_bad_row}
         if semantics == "transactional":
             target |= {"sinkPartitions": str(partitions), "transactionRows": str(TRANSACTION)}
         writer = frame.writeStream.format("jetstream").options(**target).trigger(availableNow=True)

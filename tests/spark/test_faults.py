@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from jetstream_ext.testing import NatsServer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from pipeline import EXACT, ROWS, Pipeline, row_of
+from pipeline import EXACT, ROWS, Pipeline
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -77,14 +76,10 @@ def test_bad_rows_of_tasks_that_die_and_of_replays_are_stored_aside_once(
     spark: SparkSession, pipeline: Pipeline, semantics: str
 ) -> None:
     pipeline.make()
-    bad = "CAST(split_part(CAST(data AS STRING), ' ', 2) AS INT) % 40 = 3"
     for _ in range(2):
-        pipeline.run(spark, semantics, through=dying(ROWS // 16), bad=bad, on_bad_row=f"{pipeline.sink}.dead")
+        pipeline.run(spark, semantics, through=dying(ROWS // 16), **pipeline.bad)
         pipeline.forget_commit()
-    rows = {row_of(number) for number in range(ROWS)}
-    letters = {row_of(number) for number in range(3, ROWS, 40)}
-    assert pipeline.stored("dead") == Counter(letters)
-    assert pipeline.stored() == Counter(rows - letters)
+    pipeline.check_bad()
 
 
 @pytest.mark.usefixtures("small_batches")
@@ -221,13 +216,13 @@ def test_the_driver_is_killed(spark: SparkSession, pipeline: Pipeline, semantics
     if semantics == "dedupe" and not os.environ.get("JETSTREAM_EXT_FULL"):
         pytest.skip("nox -s full -- spark_faults runs it")
     pipeline.make()
-    with pipeline.job(semantics) as job:
+    with pipeline.job(semantics, **pipeline.bad) as job:
         pipeline.until(ROWS // 3, job=job)
         os.killpg(job.pid, signal.SIGKILL)
         job.wait()
-    assert sum(pipeline.stored().values()) < ROWS
-    pipeline.run(spark, semantics)  # by another driver, from the checkpoint
-    pipeline.check()
+    assert sum(pipeline.stored().values()) < ROWS * 39 // 40
+    pipeline.run(spark, semantics, **pipeline.bad)  # by another driver, from the checkpoint
+    pipeline.check_bad()
 
 
 CLUSTER = {"master": "local-cluster[2,1,1024]", "conf": {"spark.executor.memory": "1g", "spark.executor.cores": "1"}}
