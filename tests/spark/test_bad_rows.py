@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,11 +77,12 @@ def write(server: NatsServer, cache: Connections, with_js: Any) -> Callable[...,
         arrow: bool = True,
         batch: int = 0,
         partition: int = 0,
+        timeout: str = "5",
     ) -> Written:
         given = {"servers": url, "stream": stream, "semantics": semantics, "onBadRow": on_bad_row}
         if semantics == "transactional":
             given |= {"sinkPartitions": "2", "transactionRows": "7"}
-        options = WriteOptions.parse(given | {"requestTimeout": "5"}, streaming=True)
+        options = WriteOptions.parse(given | {"requestTimeout": timeout}, streaming=True)
         state = with_js(lambda js: check_sink(js, options), url)
 
         def read(sizes: RowSizes, bad: BadRows) -> Iterator[Rows]:
@@ -293,6 +295,24 @@ def test_few_bad_rows_are_in_memory(
     done = write(stream, [(None, b"%d" % number) for number in range(2000)], "dedupe", dead)
     assert done.diverted == len(stored(dead.split(".")[0], dead)) == 2000
     assert most <= 10  # two record batches
+
+
+def test_a_restart_of_the_server_neither_loses_nor_repeats_dead_letters(
+    with_js: Any, write: Any, stored: Any, stream_name: Callable[[], str]
+) -> None:
+    with NatsServer() as own:
+        name = make(with_js, stream_name(), own.url)
+        with ThreadPoolExecutor() as thread:
+            rows: list[Row] = [(None, b"%d" % number) for number in range(5000)]
+            writing = thread.submit(write, name, rows, "dedupe", f"{name}.dead", url=own.url, arrow=False, timeout="1")
+            while with_js(lambda js: js.stream_info(name), own.url).state.messages < 300:
+                assert not writing.done()
+            own.kill()
+            assert not writing.done()
+            own.restart()
+            assert writing.result().diverted == 5000
+        found = Counter(message.data for message in stored(name, f"{name}.dead", own.url))
+        assert found == {row[1]: 1 for row in rows}
 
 
 def test_a_dead_letter_is_cut_to_what_its_stream_takes(with_js: Any, stream: str, write: Any, stored: Any) -> None:
