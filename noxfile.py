@@ -55,8 +55,15 @@ CAMPAIGNS: dict[str, tuple[list[str], dict[str, str]]] = {
         {"JETSTREAM_EXT_ATOMIC_BATCHES": "200"},
     ),
     "spark_faults": (
-        ["-m", "pytest", "--timeout=900", "tests/spark/test_faults.py", "tests/spark/test_source_faults.py"],
-        {"JETSTREAM_EXT_SPARK_ROWS": "40000"},
+        [
+            "-m",
+            "pytest",
+            "--timeout=900",
+            "tests/spark/test_faults.py",
+            "tests/spark/test_source_faults.py",
+            "tests/spark/test_kv_transactions.py",
+        ],
+        {"JETSTREAM_EXT_SPARK_ROWS": "40000", "JETSTREAM_EXT_KV_ATTEMPTS": "200"},
     ),
     "spark_histories": (
         ["-m", "pytest", "--timeout=7200", "tests/spark/test_query_history.py"],

@@ -47,6 +47,7 @@ _NAMES: Final = {
     _LAST: b"Nats-Last-Sequence: ",
 }
 _SHORTEST_TIME: Final = pa.scalar(len("2026-01-01T00:00:00Z"), pa.int32())
+_OUT_OF_RANGE: Final = "nanoseconds can express only times of the years 1678 to 2261"
 _TO_THE_END: Final = 1 << 20  # `binary_slice` needs an end; no line is that long
 _HEADERS: Final = pa.map_(pa.binary(), pa.list_(pa.binary()))
 _map_array: Final[Any] = pa.MapArray.from_arrays  # its stubs accept int64 offsets only
@@ -54,9 +55,9 @@ _list_array: Final[Any] = pa.ListArray.from_arrays
 
 
 class Columns:
-    """Builds record batches with the columns of a schema, which are some of those of `SCHEMA`.
+    """Builds record batches with the columns of a schema, which are some of those of `SCHEMA`, and ``timeNanos``.
 
-    A column may have another type to which its values can be converted: ``seq`` may be ``int64``, ``time`` may have
+    ``timeNanos`` is the time as nanoseconds since 1970 (``int64``). A column may have another type to which its values can be converted: ``seq`` may be ``int64``, ``time`` may have
     another unit, and texts may be ``binary``. With `replace`, U+FFFD stands for bytes of a text that are not UTF-8, and
     digits of a time that its unit does not have are left out.
     """
@@ -139,7 +140,7 @@ class _BlockColumns:
     def subject(self) -> Array:
         return self._values(_SUBJECT, ROW_SUBJECT)
 
-    @property
+    @cached_property
     def time(self) -> Array:
         texts = self._values(_TIME, ROW_TIME).cast(pa.string())
         # Arrow reads offsets, and times without seconds, too.
@@ -153,8 +154,14 @@ class _BlockColumns:
             return pa.array(times, pa.int64()).cast(NANOSECONDS)
         except OverflowError:
             if any(time % 1000 for time in times):
-                raise pa.ArrowInvalid("nanoseconds can express only times of the years 1678 to 2261") from None
+                raise pa.ArrowInvalid(_OUT_OF_RANGE) from None
             return pa.array([time // 1000 for time in times], pa.int64()).cast(pa.timestamp("us", tz="UTC"))
+
+    @property
+    def timeNanos(self) -> Array:  # noqa: N802 - the name of the column
+        if self.time.type != NANOSECONDS:
+            raise pa.ArrowInvalid(_OUT_OF_RANGE)
+        return self.time.view(pa.int64())
 
     @property
     def headers(self) -> Array:

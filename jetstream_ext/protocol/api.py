@@ -180,6 +180,12 @@ class StreamState:
         return limit if limit is not None and limit >= 0 else None
 
     @property
+    def max_bytes(self) -> int | None:
+        """How many bytes its messages can have together; None: it has no such limit."""
+        limit = self.config.get("max_bytes")
+        return limit if limit is not None and limit > 0 else None
+
+    @property
     def max_age(self) -> timedelta | None:
         return _duration(self.config.get("max_age"))
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Final
+from typing import Final, Protocol
 from urllib.parse import quote_from_bytes
 
 import nats.errors
@@ -66,6 +66,23 @@ class BadRow:
     headers: Mapping[str, str] | None = None
 
 
+class BadRowCounts(Protocol):
+    """How many bad rows there were, and one of them."""
+
+    dropped: int
+    diverted: int
+    example: str
+
+
+def log_bad_rows(where: str, batch: int, counts: Sequence[BadRowCounts]) -> None:
+    """Log a warning with the numbers of a micro-batch's bad rows, if it has any; `where` names the stream or bucket."""
+    dropped, diverted = sum(one.dropped for one in counts), sum(one.diverted for one in counts)
+    if dropped or diverted:
+        example = next(one.example for one in counts if one.example)
+        what = "%s: bad rows of micro-batch %d: %d were dropped, %d are stored as dead letters; for example %s"
+        _log.warning(what, where, batch, dropped, diverted, example)
+
+
 class BadRows:
     """The bad rows of one attempt at one partition, and what the option ``onBadRow`` does with them.
 
@@ -108,6 +125,10 @@ class BadRows:
         self._seen = DigestCounts()
 
     @property
+    def count(self) -> int:
+        return self.dropped + self.diverted
+
+    @property
     def waiting(self) -> int:
         """How many rows wait for `send`."""
         return len(self._waiting)
@@ -117,15 +138,16 @@ class BadRows:
 
         Raises RowError, which names the row and the reason, if the policy is to fail.
         """
+        reason = letters.one_line(bad.reason, _LONGEST)
         if self._policy == FAIL:
             raise RowError(
-                f"{self._what}: row {bad.row} cannot be stored: {bad.reason}; rows before it may be stored; correct the query, "
+                f"{self._what}: row {bad.row} cannot be stored: {reason}; rows before it may be stored; correct the query, "
                 "or set the option onBadRow to drop, or to a subject for dead letters"
             )
         if not self.example:
-            self.example = f"row {bad.row} of partition {self._partition}: {bad.reason}"
-        if self.dropped + self.diverted < _LOGGED:
-            _log.warning("%s: row %d is bad (onBadRow is %s): %s", self._what, bad.row, self._policy, bad.reason)
+            self.example = f"row {bad.row} of partition {self._partition}: {reason}"
+        if self.count < _LOGGED:
+            _log.warning("%s: row %d is bad (onBadRow is %s): %s", self._what, bad.row, self._policy, reason)
         if self._policy == DROP:
             self.dropped += 1
             return
@@ -210,7 +232,7 @@ class BadRows:
             why += f"; the server said: {js.nc.refusal}"
         return DeadLetterError(
             f"{self._what}: the dead letter of row {bad.row} could not be stored on {self._policy!r}: {why}; other rows may be "
-            "stored; restart the query when it can be, or change the option onBadRow"
+            "stored; restart the query when the stream of the dead letters takes messages, or change the option onBadRow"
         )
 
 
@@ -247,8 +269,8 @@ def raw_bytes(text: str) -> bytes:
 async def check_dead_letters(context: JetStreamContext, connection: ConnectionOptions, policy: str) -> None:
     """Raise PlanningError if the policy is a subject that no stream stores.
 
-    Without permission to ask, the first dead letter finds out. In another domain or behind another prefix, only a warning
-    is logged: a stream of the own JetStream may store the subject.
+    Without permission to ask, the first dead letter finds out. With a domain or a prefix, only a warning is logged: a stream
+    of another JetStream may store the subject.
     """
     if policy in (FAIL, DROP):
         return
@@ -261,4 +283,6 @@ async def check_dead_letters(context: JetStreamContext, connection: ConnectionOp
     what = f"option 'onBadRow': no stream stores the subject {policy!r}"
     if connection.domain is None and connection.api_prefix is None:
         raise PlanningError(f"{what}; create one, or give the subject of a stream, or 'drop' or 'fail'")
-    _log.warning("%s in this domain; the first bad row fails the query unless another one does", what)
+    _log.warning(
+        "%s in the JetStream that the options name; unless another one does, the first bad row fails the query", what
+    )

@@ -19,7 +19,9 @@ from pyspark.sql.types import StructType
 from jetstream_ext.kv.entries import Operation, check_key
 from jetstream_ext.kv.staging import Staged
 from jetstream_ext.spark.bad_rows import BadRow, BadRows
-from jetstream_ext.spark.options import KvWriteOptions, OptionError, parse_ttl
+from jetstream_ext.spark.options import KvWriteOptions, OptionError
+from jetstream_ext.spark.row_sizes import RowSizes
+from jetstream_ext.spark.ttls import parse_ttl
 from jetstream_ext.types import TTL, Entry
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ _TYPES: Final = {
 }
 _OPERATIONS: Final = ("PUT", "DEL", "PURGE")
 _MEMORY: Final = 64 << 20  # bytes of values
-_HEADER_BYTES: Final = 512  # more than the headers of a write have
+_LONGEST_KEY: Final = 3800  # a server closes the connection after a line of more than 4096 bytes
 DIGEST_SIZE: Final = 12
 """The number of bytes of a key's digest."""
 
@@ -114,11 +116,11 @@ class KvColumns:
 class KvRowReader:
     """Turns the rows of a partition into writes of keys, in order; `bad` decides about rows that cannot be one."""
 
-    def __init__(self, columns: KvColumns, options: KvWriteOptions, bad: BadRows, max_message: int) -> None:
+    def __init__(self, columns: KvColumns, options: KvWriteOptions, sizes: RowSizes, bad: BadRows) -> None:
         self._columns = columns
         self._options = options
         self._bad = bad
-        self._most = max_message - _HEADER_BYTES
+        self._sizes = sizes
         self._row = 0
 
     def from_arrow(self, batch: RecordBatch) -> Iterator[_Row]:
@@ -167,10 +169,10 @@ class KvRowReader:
             raise ValueError(f"its operation {operation!r} is not one of {', '.join(_OPERATIONS)}")
         if operation != "PUT" and value:
             raise ValueError(f"its operation is {operation}, which has no value; set the value to null")
-        if len(key) + len(value) > self._most:
-            raise ValueError(
-                f"its key and value have {len(key) + len(value)} bytes, but a message can have {self._most}"
-            )
+        if len(key) > _LONGEST_KEY:
+            raise ValueError(f"its key has {len(key)} bytes; servers accept about {_LONGEST_KEY}")
+        if len(value) > self._sizes.of_data:
+            raise ValueError(self._sizes.problem(value, None, None))
         if expected is not None and expected < 0:
             raise ValueError(f"its expectedRevision {expected} is negative")
         lives: TTL | None = None

@@ -22,16 +22,19 @@ from jetstream_ext.client.api import Api
 from jetstream_ext.client.connection import Context, open_bucket
 from jetstream_ext.errors import FencedError, JetStreamExtError
 from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.kv.entries import PURGE_HEADERS
 from jetstream_ext.protocol import dead_letters as letters
+from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.feature_table import ATOMIC
 from jetstream_ext.protocol.subjects import covers
-from jetstream_ext.spark.bad_rows import BadRow, BadRows, check_dead_letters
+from jetstream_ext.spark.bad_rows import BadRow, BadRows, check_dead_letters, log_bad_rows
 from jetstream_ext.spark.connection import connected, run_on_driver
 from jetstream_ext.spark.kv_rows import DIGEST_SIZE, KeyWrite, KvColumns, KvRowReader, LastRows, digest_of
 from jetstream_ext.spark.kv_transactions import DRIVER, Conflict, KeyTransactions, KvMicroBatch
 from jetstream_ext.spark.options import KvWriteOptions
 from jetstream_ext.spark.planning import PlanningError, state_of
+from jetstream_ext.spark.row_sizes import RowSizes, batch_headers
 from jetstream_ext.spark.sink import HAS_STREAM_ARROW, StreamWriter
 from jetstream_ext.spark.tasks import current_task, micro_batch_of
 from jetstream_ext.spark.transactional import SinkError, most_rows
@@ -42,6 +45,7 @@ _log = get_logger("spark")
 # Bytes of keys and values that a task hands over to the driver, which holds those of all tasks.
 _HANDED_OVER: Final = 1 << 20
 _BAD_AT_ONCE: Final = 100  # bad rows that wait to be sent
+_LONGEST_WRITER: Final = 64  # characters of the name of a query or a write
 
 
 @dataclass
@@ -58,6 +62,7 @@ class Partition(WriterCommitMessage):
     skipped: int = 0
     dropped: int = 0
     diverted: int = 0
+    example: str = ""  # of the bad rows
 
 
 class _KvWriter:
@@ -74,7 +79,7 @@ class _KvWriter:
     def _write(self, writer: str, batch: int, rows: Iterator[Any], *, arrow: bool) -> WriterCommitMessage:
         options, target, partition = self._options, self._target, current_task().partitionId()
         bad = self._bad_rows(writer, batch, partition)
-        reader = KvRowReader(self._columns, options, bad, target.max_message)
+        reader = KvRowReader(self._columns, options, target.sizes, bad)
         last = LastRows(partition)
         try:
             for some in map(reader.from_arrow, rows) if arrow else [reader.from_rows(rows)]:
@@ -90,7 +95,7 @@ class _KvWriter:
                 self._store(result, last, bad)
         finally:
             last.close()
-        result.dropped, result.diverted = bad.dropped, bad.diverted
+        result.dropped, result.diverted, result.example = bad.dropped, bad.diverted, bad.example
         return result
 
     def _bad_rows(self, writer: str, batch: int, partition: int) -> BadRows:
@@ -134,6 +139,8 @@ class _KvWriter:
         """Store what the tasks have handed over, and that the micro-batch is complete (called on the driver)."""
         found = sorted((one for one in messages if one is not None), key=lambda one: one.partition)
         if not any(one.rows for one in found):
+            if found:
+                log_bad_rows(f"bucket {self._options.bucket!r}", found[0].batch, found)
             return
         _check_partitions(self._options.bucket, found)
         # The last row of a key is that in the partition with the highest number.
@@ -142,14 +149,10 @@ class _KvWriter:
             self._options.connection, lambda context: self._finish(context, found[0], list(writes.values()))
         )
         rows = len(writes) + sum(one.rows - len(one.writes) for one in found)
-        dropped = sum(one.dropped for one in (*found, *bad))
-        diverted = sum(one.diverted for one in (*found, *bad))
         skipped += sum(one.skipped for one in found)
         what = "bucket %r: micro-batch %d writes %d keys; %d of them were already stored, or have their values already"
         _log.info(what, self._options.bucket, found[0].batch, rows, skipped)
-        if dropped or diverted:
-            what = "bucket %r: micro-batch %d has %d bad rows that were dropped and %d that were stored as dead letters"
-            _log.warning(what, self._options.bucket, found[0].batch, dropped, diverted)
+        log_bad_rows(f"bucket {self._options.bucket!r}", found[0].batch, [*found, *bad])
 
     async def _finish(
         self, context: JetStreamContext, of: Partition, writes: Sequence[KeyWrite]
@@ -259,7 +262,7 @@ class _Target:
 
     state: StreamState
     most: int  # writes of a transaction
-    max_message: int  # bytes
+    sizes: RowSizes
 
 
 async def check_bucket(
@@ -304,7 +307,11 @@ async def check_bucket(
             "raise it to 1024 bytes"
         )
     await check_dead_letters(context, options.connection, options.on_bad_row)
-    limit = Context(context).connection.max_payload
-    if state.max_msg_size is not None:
-        limit = min(limit, state.max_msg_size)
-    return _Target(state, most, limit)
+    longest = [
+        *batch_headers(state.name),
+        *PURGE_HEADERS.items(),
+        (h.EXPECTED_LAST_SUBJECT_SEQ, f"{1 << 63}"),
+        (h.EXPECTED_LAST_SUBJECT, f"{options.marker_prefix}.{'-' * _LONGEST_WRITER}._position"),
+    ]
+    sizes = RowSizes.of(Context(context).connection.max_payload, state, longest).with_ttl()
+    return _Target(state, most, sizes)

@@ -190,12 +190,17 @@ class KeyTransactions:
 
         The last transaction has as many of the writes as possible.
         """
+        of = self._of
         await self._position.read()
         known = -1  # the position whose markers are known
         while not self._is_complete:
-            if self._position.seq != known:
+            if self._position.last.batch == of.batch and self._position.last.attempt != of.attempt:
+                # Its tasks may be storing. They can no longer once it has lost its claim.
+                if not await self.open():
+                    break
+            elif self._position.seq != known:
                 await self._learn()
-                known = self._position.seq
+            known = self._position.seq
             transactions = list(self._cut(writes))
             if len(transactions) > 1:
                 if not await self.open():
@@ -205,7 +210,7 @@ class KeyTransactions:
                     await self._store(some)
                 transactions, writes = transactions[-1:], transactions[-1]
             pending = await self._pending(transactions[0] if transactions else [])
-            last = Place(self._of.batch, self._of.attempt, self._position.last.replay, complete=True)
+            last = Place(of.batch, of.attempt, self._position.last.replay, complete=True)
             retry = Retry(PATIENCE)
             retry.start()
             while True:

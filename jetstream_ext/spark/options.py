@@ -15,15 +15,15 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from datetime import datetime, timedelta
+from datetime import datetime
 from functools import partial
 from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar
 
 from jetstream_ext.errors import BadSubjectError
-from jetstream_ext.protocol.options import ttl_value
 from jetstream_ext.protocol.servers import parse_servers
-from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject
-from jetstream_ext.types import NEVER, TTL
+from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject, covers
+from jetstream_ext.spark.ttls import parse_ttl, ttl_text
+from jetstream_ext.types import TTL
 
 Bound: TypeAlias = Literal["earliest", "latest"] | int | datetime
 """Where a read starts or ends: an end of the stream when the read is planned, a stream sequence, or an aware time."""
@@ -180,6 +180,14 @@ def _text_like(pattern: str, what: str) -> Callable[[str], str]:
 
 
 _subject = _text_checked_by(check_subject)
+
+
+def _bad_row_policy(text: str) -> str:
+    """Parse ``onBadRow``: ``fail``, ``drop``, or the subject of dead letters."""
+    word = text.strip().lower()
+    return word if word in ("fail", "drop") else _subject(text)
+
+
 _bucket = _text_like(r"[A-Za-z0-9_-]+", "a valid bucket name (characters of A-Z, a-z, 0-9, _ and -)")
 
 
@@ -219,21 +227,6 @@ def _transaction_rows(most: int, others: str) -> Callable[[str], int]:
 
 _rows_and_a_marker = _transaction_rows(_MAX_TRANSACTION_ROWS, "one is the marker")
 _key_writes = _transaction_rows(_MAX_KEY_WRITES, "two are the sink's own")
-
-
-def parse_ttl(value: int | str) -> TTL:
-    """Return the TTL that a column or an option says: seconds, a duration such as ``15m``, or ``never``."""
-    ttl: TTL = NEVER
-    if not isinstance(value, str):
-        ttl = value
-    elif (text := value.strip().lower()) != "never":
-        ttl = int(text) if re.fullmatch(r"[0-9]{1,18}", text) else timedelta(seconds=_delay(text))
-    ttl_value(ttl)  # raises ValueError
-    return ttl
-
-
-def _bad_row_policy(text: str) -> str:
-    return text.strip().lower() if text.strip().lower() in ("fail", "drop") else _subject(text)
 
 
 def _size(text: str) -> int:
@@ -467,6 +460,8 @@ class WriteOptions:
         "semantics", _choice(dedupe="dedupe", transactional="transactional", none="none"), "dedupe"
     )
     strip_nats_headers: bool = _option("natsHeaders", _choice(refuse=False, strip=True), False)
+    msg_ttl: str | None = _option("msgTtl", ttl_text)  # of every row, instead of a column; as ``Nats-TTL`` has it
+    on_bad_row: str = _option("onBadRow", _bad_row_policy, "fail")
     write_id: str | None = _option("writeId", _write_id)
     txn_app_id: str | None = _option("txnAppId", _write_id)  # with `txn_version`, instead of `write_id`
     txn_version: int | None = _option("txnVersion", _version)
@@ -501,6 +496,10 @@ class WriteOptions:
                 "sinkPartitions",
                 "it is missing; a transactional write that can be repeated must have the same partitions each time: "
                 "give their number, and fix it with df.repartition(n) or the source's minPartitions",
+            )
+        elif covers(f"{write.marker_prefix}.>", write.on_bad_row):
+            reader.fail(
+                "onBadRow", f"subjects below {write.marker_prefix!r} are for the markers of the sink; give another"
             )
         return write
 

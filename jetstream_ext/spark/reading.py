@@ -128,6 +128,7 @@ _TYPES: Final = {
     "time": pa.timestamp("us", tz="UTC"),
     "data": pa.binary(),
     "headers": pa.map_(pa.string(), pa.list_(pa.string())),
+    "timeNanos": pa.int64(),
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from binascii import b2a_base64
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain, compress, islice, repeat
@@ -18,11 +19,25 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 from pyspark.sql.types import StructType
 
-from jetstream_ext.errors import BadSubjectError, JetStreamExtError
-from jetstream_ext.protocol.headers import MSG_ID, EncodedHeaders, encode, is_reserved
+from jetstream_ext.errors import BadHeaderError, BadSubjectError
+from jetstream_ext.protocol.frames import check_line
+from jetstream_ext.protocol.headers import (
+    CRLF,
+    MSG_ID,
+    MSG_TTL,
+    VERSION,
+    EncodedHeaders,
+    HeaderCache,
+    check_header,
+    encode,
+    is_reserved,
+)
 from jetstream_ext.protocol.subjects import check_subject, covers
+from jetstream_ext.spark.bad_rows import BadRow, BadRows, raw_bytes
 from jetstream_ext.spark.digests import DigestCounts
 from jetstream_ext.spark.options import OptionError, WriteOptions
+from jetstream_ext.spark.row_sizes import RowSizes
+from jetstream_ext.spark.ttls import ttl_text
 from jetstream_ext.types import Entry, own_headers
 
 if TYPE_CHECKING:
@@ -35,16 +50,22 @@ _TYPES: Final = {
     "data": ("binary", "string"),
     "headers": ("map<string,string>", _MULTIPLE),
     "msgId": ("string",),
+    "msgTtl": ("tinyint", "smallint", "int", "bigint", "string"),
 }
 DIGEST_SIZE: Final = 12
 """The number of bytes of a row's digest."""
-_DIGEST_TEXT: Final = 16  # characters in base64
+DIGEST_TEXT: Final = 16
+"""The number of characters of a digest in a message id."""
 _START_OF_DIGEST: Final = np.dtype([("start", np.uint64), ("rest", np.uint32)])
 _REMEMBERED: Final = 65_536
 # Where Spark passes rows one by one: the limits of a chunk, and how many rows are taken before the bytes are counted.
 _ROWS_AT_ONCE: Final = 10_000
 _BYTES_AT_ONCE: Final = 8 << 20
 _ROWS_A_TIME: Final = 100
+_START: Final = VERSION + CRLF
+_SHORT_ID: Final = 256  # characters of a message id that does not make a row too large, and
+_SHORT_ID_LINE: Final = 4 * _SHORT_ID + 64  # the bytes of a header with it
+_LONGEST_REPLY: Final = 160  # more bytes than a reply subject of this library has
 
 Message: TypeAlias = tuple[str, bytes, Mapping[str, str] | None, str | None]
 """One row: subject, data, headers, message id."""
@@ -125,8 +146,8 @@ class Rows:
         return [(subject, data, headers) if headers else (subject, data) for subject, data, headers in columns]
 
 
-class RowError(JetStreamExtError):
-    """A row cannot become a message; the text names its partition, its index and the reason."""
+class _UnstorableError(Exception):
+    """A row cannot become a message; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +159,7 @@ class Columns:
     headers: int | None
     msg_id: int | None
     multiple: bool
+    ttl: int | None = None
 
     @classmethod
     def of(cls, schema: StructType, options: WriteOptions) -> Columns:
@@ -148,8 +170,8 @@ class Columns:
             name = known.get(field.name.lower())
             if name is None:
                 raise OptionError(
-                    f"column {field.name!r}: the sink writes only the columns subject, data, headers and msgId; select "
-                    "those (df.select('subject', 'data')), and put other values into data or headers"
+                    f"column {field.name!r}: the sink writes only the columns subject, data, headers, msgId and msgTtl; "
+                    "select those (df.select('subject', 'data')), and put other values into data or headers"
                 )
             if name in where:
                 raise OptionError(f"column {field.name!r}: the schema has it twice")
@@ -171,141 +193,271 @@ class Columns:
                 f"column 'msgId': it is for semantics=dedupe, not for {options.semantics}; drop it"
                 + (" (servers refuse a whole transaction that has a known id)" if options.sink_partitions else "")
             )
+        if "msgTtl" in where and options.msg_ttl is not None:
+            raise OptionError("option 'msgTtl': there is a column 'msgTtl' as well; drop one of them")
         headers = where.get("headers")
         multiple = headers is not None and schema.fields[headers].dataType.simpleString() == _MULTIPLE
-        return cls(where.get("subject"), where["data"], headers, where.get("msgId"), multiple)
+        return cls(where.get("subject"), where["data"], headers, where.get("msgId"), multiple, where.get("msgTtl"))
 
 
 class RowReader:
-    """Turns the rows of a partition into messages, in order; a row outside of the stream's `subjects` is refused."""
+    """Turns the rows of a partition into messages, in order; those that no attempt could store go to `bad`.
 
-    def __init__(self, columns: Columns, options: WriteOptions, subjects: tuple[str, ...], partition: int) -> None:
+    Messages are for the stream's `subjects`, and must not be larger than `sizes` allows.
+    """
+
+    def __init__(
+        self, columns: Columns, options: WriteOptions, subjects: tuple[str, ...], sizes: RowSizes, bad: BadRows
+    ) -> None:
         self._columns = columns
         self._options = options
         self._subjects = subjects
-        self._partition = partition
+        self._sizes = sizes if columns.ttl is None and options.msg_ttl is None else sizes.with_ttl()
+        self._bad = bad
         self._known: set[str] = set()
+        self._names: set[str] = set()  # of headers
+        self._ttls: dict[Any, Mapping[str, str] | None] = {None: None}  # the headers for values of the column
+        self._ttl = None if options.msg_ttl is None else {MSG_TTL: options.msg_ttl}  # the header of all rows
         self._row = 0
 
     def from_arrow(self, batch: RecordBatch) -> Rows:
-        """Return the rows of a record batch; raise RowError if one cannot become a message."""
+        """Return the rows of a record batch; raise RowError for a bad row if the option `onBadRow` is to fail."""
         columns, count = self._columns, batch.num_rows
 
         def values(index: int | None) -> list[Any] | None:
             column: Any = None if index is None else batch.column(index)
-            return None if column is None or column.null_count == count else column.to_pylist()
+            return None if column is None or column.null_count == count else _values(column)
 
         subjects: list[Any] = [self._options.subject] * count
         if columns.subject is not None:
-            subjects = batch.column(columns.subject).to_pylist()
+            subjects = _values(batch.column(columns.subject))
         data: Any = batch.column(columns.data)  # the stubs know no type that is named by a string
         data = data.cast("binary")
         payloads = (data.fill_null(b"") if data.null_count else data).to_pylist()
-        headers, ids = values(columns.headers), values(columns.msg_id)
-        if headers is None and ids is None and self._are_accepted(subjects):
-            self._row += count
-            return Rows(subjects, payloads)
-        rows = zip(subjects, payloads, headers or repeat(None), ids or repeat(None), strict=False)
-        return Rows.of(self._messages(rows))
+        headers, ids, ttls = values(columns.headers), values(columns.msg_id), values(columns.ttl)
+        if headers is None and ids is None and self._are_accepted(subjects, payloads):
+            with suppress(_UnstorableError):  # `_messages` finds out which row it is
+                given = self._only_ttls(ttls, count)
+                self._row += count
+                return Rows(subjects, payloads, given)
+        none = repeat(None)
+        return Rows.of(
+            self._messages(zip(subjects, payloads, headers or none, ids or none, ttls or none, strict=False))
+        )
 
     def from_rows(self, rows: Iterable[Any]) -> Rows:
         """Return the rows that Spark passes one by one; otherwise as `from_arrow`."""
         columns, subject = self._columns, self._options.subject
 
-        def values() -> Iterator[tuple[Any, Any, Any, Any]]:
+        def values() -> Iterator[tuple[Any, Any, Any, Any, Any]]:
             for row in rows:
                 yield (
                     subject if columns.subject is None else row[columns.subject],
                     row[columns.data],
                     None if columns.headers is None else row[columns.headers],
                     None if columns.msg_id is None else row[columns.msg_id],
+                    None if columns.ttl is None else row[columns.ttl],
                 )
 
         return Rows.of(self._messages(values()))
 
     def chunks_from_rows(self, rows: Iterator[Any]) -> Iterator[Rows]:
-        """Yield the rows that Spark passes one by one, some at a time."""
+        """Yield the rows that Spark passes one by one, some at a time; a chunk has fewer if it has bad rows."""
         collected: list[Rows] = []
         count = size = 0
-        while some := self.from_rows(islice(rows, _ROWS_A_TIME)):
+        while given := list(islice(rows, _ROWS_A_TIME)):
+            some = self.from_rows(given)
             collected.append(some)
-            count += len(some)
+            count += len(given)
             size += sum(some.sizes())
+            if len(some) < len(given):  # the bad ones take memory as well
+                size += sum(len(row[self._columns.data] or b"") for row in given)
             if count >= _ROWS_AT_ONCE or size >= _BYTES_AT_ONCE:
                 yield Rows.joined(collected)
                 collected, count, size = [], 0, 0
         if collected:
             yield Rows.joined(collected)
 
-    def _messages(self, rows: Iterable[tuple[Any, Any, Any, Any]]) -> Iterator[Message]:
-        known = self._known
-        for subject, given, pairs, msg_id in rows:
-            if subject not in known:
-                self._check_subject(subject)
-            data = given
-            if type(data) is not bytes:
-                try:
-                    data = b"" if data is None else data.encode() if isinstance(data, str) else bytes(data)
-                except UnicodeEncodeError:
-                    raise self._bad("its data has half of a surrogate pair, which UTF-8 cannot encode") from None
-            if msg_id is not None and (not msg_id or msg_id != msg_id.strip()):
-                # Servers and clients leave out white space around an id.
-                raise self._bad("its msgId is empty or has white space around it; give null to let the sink make an id")
-            yield subject, data, self._headers(pairs) if pairs else None, msg_id
+    def _messages(self, rows: Iterable[tuple[Any, Any, Any, Any, Any]]) -> Iterator[Message]:
+        known, most = self._known, self._sizes.of_data - _SHORT_ID_LINE
+        for subject, given, pairs, msg_id, ttl in rows:
+            try:
+                if subject not in known:
+                    self._check_subject(subject)
+                data = given
+                if type(data) is not bytes:
+                    data = _payload(given)
+                headers = self._headers(pairs, ttl) if pairs or ttl is not None else self._ttl
+                if msg_id is not None:
+                    self._check_id(msg_id)
+                may_be_large = headers or len(data) > most or (msg_id is not None and len(msg_id) > _SHORT_ID)
+                if may_be_large and (problem := self._sizes.problem(data, headers, msg_id)):
+                    raise _UnstorableError(problem)
+            except _UnstorableError as error:
+                reason = str(error)
+            else:
+                yield subject, data, headers, msg_id
+                self._row += 1
+                continue
+            self._bad.add(BadRow(self._row, reason, subject, *self._given(given, pairs, msg_id, ttl)))
             self._row += 1
 
-    def _are_accepted(self, subjects: Iterable[Any]) -> bool:
-        """Return whether rows can have these subjects; each distinct one is checked once."""
+    def _given(self, data: Any, pairs: Any, msg_id: Any, ttl: Any) -> tuple[bytes, Mapping[str, str] | None]:
+        """Return the data and headers of a bad row, with its id and its time to live as the headers that they would be."""
+        payload = raw_bytes(data) if isinstance(data, str) else bytes(data or b"")
+        headers = list(self._pairs(pairs or ()))
+        headers += [(name, str(value)) for name, value in ((MSG_ID, msg_id), (MSG_TTL, ttl)) if value is not None]
+        return payload, own_headers(headers) if headers else None
+
+    def _are_accepted(self, subjects: Iterable[Any], payloads: Sequence[bytes]) -> bool:
+        """Return whether rows can have these values without headers; each distinct subject is checked once."""
+        if max(map(len, payloads), default=0) > self._sizes.of_data:
+            return False
         try:
             for subject in set(subjects).difference(self._known):
                 self._check_subject(subject)
-        except RowError:  # the caller finds out which row it is
+        except _UnstorableError:  # the caller finds out which row it is
             return False
         return True
 
+    def _only_ttls(self, ttls: list[Any] | None, count: int) -> list[Mapping[str, str] | None] | None:
+        """Return the headers of rows without headers of their own; `ttls` are their times to live."""
+        if ttls is None:
+            return None if self._ttl is None else [self._ttl] * count
+        headers = {ttl: self._ttl_header(ttl) for ttl in set(ttls)}
+        return [headers[ttl] for ttl in ttls]
+
+    def _ttl_header(self, ttl: Any) -> Mapping[str, str] | None:
+        if ttl in self._ttls:
+            return self._ttls[ttl]
+        try:
+            header = {MSG_TTL: ttl_text(ttl)}
+        except ValueError as error:
+            raise _UnstorableError(f"its msgTtl is invalid: {error}") from None
+        if len(self._ttls) < _REMEMBERED:
+            self._ttls[ttl] = header
+        return header
+
     def _check_subject(self, subject: Any) -> None:
         if subject is None:
-            raise self._bad("its subject is null")
+            raise _UnstorableError("its subject is null")
         try:
             check_subject(subject)
+            check_line(subject, _LONGEST_REPLY)
         except BadSubjectError as error:
-            raise self._bad(f"{error}") from None
+            raise _UnstorableError(
+                f"{error}" if _is_utf8(subject) else f"its subject {subject!r} is not UTF-8"
+            ) from None
         if not any(covers(one, subject) for one in self._subjects):
-            raise self._bad(
+            raise _UnstorableError(
                 f"its subject {subject!r} is not among the subjects of stream {self._options.stream!r} "
                 f"({', '.join(self._subjects)})"
             )
         if self._options.semantics == "transactional" and covers(f"{self._options.marker_prefix}.>", subject):
-            raise self._bad(f"its subject {subject!r} is reserved for the markers of the sink (see 'markerPrefix')")
+            raise _UnstorableError(
+                f"its subject {subject!r} is reserved for the markers of the sink (see 'markerPrefix')"
+            )
         if len(self._known) < _REMEMBERED:
             self._known.add(subject)
 
-    def _headers(self, given: Any) -> Mapping[str, str] | None:
+    def _check_id(self, msg_id: str) -> None:
+        if not msg_id or msg_id != msg_id.strip():
+            # Servers and clients leave out white space around an id.
+            raise _UnstorableError(
+                "its msgId is empty or has white space around it; give null to let the sink make an id"
+            )
+        if not msg_id.isprintable():
+            self._check_header(MSG_ID, msg_id)
+
+    def _check_header(self, name: str, value: str) -> None:
+        try:
+            check_header(name, value)
+        except BadHeaderError as error:
+            what = f"{error}" if _is_utf8(name + value) else f"its header {name!r} is not UTF-8"
+            raise _UnstorableError(what) from None
+        if len(self._names) < _REMEMBERED:
+            self._names.add(name)
+
+    def _headers(self, given: Any, ttl: Any) -> Mapping[str, str] | None:
+        header = self._ttl if ttl is None else self._ttl_header(ttl)
+        if not given:
+            return header
         pairs: list[tuple[str, str]] = []
-        for name, value in given.items() if isinstance(given, dict) else given:
+        items = given.items() if isinstance(given, dict) else given
+        for name, text in self._pairs(given) if self._columns.multiple else items:
+            value = text or ""
             if is_reserved(name):
                 if self._options.strip_nats_headers:
                     continue
-                raise self._bad(
+                raise _UnstorableError(
                     f"its header {name!r} is an instruction to the server; set the option natsHeaders to strip to leave such "
                     "headers out" + (", and give ids in the column msgId" if name == MSG_ID else "")
                 )
-            if self._columns.multiple:
-                pairs += [(name, one or "") for one in value or ()]
-            else:
-                pairs.append((name, value or ""))
+            if name not in self._names or not value.isprintable():
+                self._check_header(name, value)
+            pairs.append((name, value))
+        if header is not None:
+            pairs += header.items()
         if not pairs:
             return None
         headers = own_headers(pairs)
         if self._options.semantics == "dedupe" and len(headers) < len(pairs):
-            raise self._bad(
+            raise _UnstorableError(
                 "one of its headers has several values, which semantics=dedupe does not support; join them, or use "
                 "semantics=transactional"
             )
         return headers
 
-    def _bad(self, what: str) -> RowError:
-        return RowError(f"row {self._row} of partition {self._partition} cannot be a message: {what}")
+    def _pairs(self, given: Any) -> Iterator[tuple[str, str]]:
+        """Yield the headers of a row as Spark passes them, each value by itself."""
+        for name, value in given.items() if isinstance(given, dict) else given:
+            if self._columns.multiple:
+                yield from ((name, one or "") for one in value or ())
+            else:
+                yield name, value or ""
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _payload(given: Any) -> bytes:
+    if given is None:
+        return b""
+    if not isinstance(given, str):
+        return bytes(given)
+    try:
+        return given.encode()
+    except UnicodeEncodeError:
+        raise _UnstorableError("its data has half of a surrogate pair, which UTF-8 cannot encode") from None
+
+
+def _values(column: Any) -> list[Any]:
+    """Return Python's values; a text that is not UTF-8, which Spark does not check, has surrogates for its wrong bytes."""
+    try:
+        values: list[Any] = column.to_pylist()
+    except UnicodeDecodeError:
+        return [_decoded(value) for value in column.cast(_in_bytes(column.type)).to_pylist()]
+    return values
+
+
+def _in_bytes(kind: Any) -> Any:
+    """Return an Arrow type with binaries in place of texts."""
+    from pyarrow import binary, list_, map_, types
+
+    if types.is_map(kind):
+        return map_(_in_bytes(kind.key_type), _in_bytes(kind.item_type))
+    return list_(_in_bytes(kind.value_type)) if types.is_list(kind) else binary()
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.decode(errors="surrogateescape")
+    return type(value)(map(_decoded, value)) if isinstance(value, list | tuple) else value
 
 
 def content(subject: str, data: bytes, headers: Mapping[str, str] | None) -> bytes:
@@ -347,6 +499,7 @@ class MessageIds:
         block = encode([(MSG_ID, f"{prefix}:-")])
         self._start, _, self._end = block.rpartition(b"-")
         self._seen = DigestCounts()
+        self._headers = HeaderCache()
 
     def entries(self, rows: Rows) -> Iterator[Entry]:
         """Return the messages of the partition's next rows with their ids, their own or else new ones.
@@ -360,15 +513,20 @@ class MessageIds:
 
     def _among_own(self, rows: Rows, made: Iterator[EncodedHeaders]) -> Iterator[Entry]:
         for subject, data, headers, own in rows:
-            named = next(made) if own is None else {MSG_ID: own}
-            yield subject, data, {**headers, **named} if headers else named
+            if own is not None:
+                yield subject, data, {**headers, MSG_ID: own} if headers else {MSG_ID: own}
+                continue
+            named = next(made)
+            if headers:
+                named = EncodedHeaders(self._headers.encode(headers)[: -len(CRLF)] + named.block[len(_START) :])
+            yield subject, data, named
 
     def _blocks(self, digests: bytes) -> list[bytes]:
         """Return the headers of rows that have only an id, encoded."""
         count, start, end = len(digests) // DIGEST_SIZE, len(self._start), len(self._end)
-        table = np.empty((count, start + _DIGEST_TEXT + end), np.uint8)
+        table = np.empty((count, start + DIGEST_TEXT + end), np.uint8)
         table[:, :start] = np.frombuffer(self._start, np.uint8)
-        table[:, start:-end] = np.frombuffer(b2a_base64(digests, newline=False), np.uint8).reshape(count, _DIGEST_TEXT)
+        table[:, start:-end] = np.frombuffer(b2a_base64(digests, newline=False), np.uint8).reshape(count, DIGEST_TEXT)
         table[:, -end:] = np.frombuffer(self._end, np.uint8)
         blocks: list[bytes] = table.view(f"V{table.shape[1]}").ravel().tolist()
         # Digests that have only their starts in common get a higher number than they need.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, TypeVar
 
 from nats.js import JetStreamContext
 from nats.js.errors import NoStreamResponseError
@@ -22,17 +22,21 @@ from pyspark.sql import datasource
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
+from jetstream_ext.client.connection import Context
 from jetstream_ext.client.fast import FastPublisher
 from jetstream_ext.client.ingest import ingest
 from jetstream_ext.errors import BadHeaderError, FencedError, IngestError, MaxPayloadError
+from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.feature_table import ATOMIC, FAST_INGEST
+from jetstream_ext.protocol.feature_table import ATOMIC, FAST_INGEST, MSG_TTL
 from jetstream_ext.protocol.subjects import covers
+from jetstream_ext.spark.bad_rows import BadRows, check_dead_letters, log_bad_rows
 from jetstream_ext.spark.connection import Lease, connected, run_on_driver
 from jetstream_ext.spark.markers import ReplayError
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.planning import PlanningError, state_of
-from jetstream_ext.spark.rows import Columns, MessageIds, RowReader, Rows
+from jetstream_ext.spark.row_sizes import RowSizes, batch_headers
+from jetstream_ext.spark.rows import DIGEST_TEXT, Columns, MessageIds, RowReader, Rows
 from jetstream_ext.spark.tasks import current_task, micro_batch_of
 from jetstream_ext.spark.transactional import PATIENCE, MicroBatch, SinkError, Transactions, most_rows
 from jetstream_ext.text import get_logger
@@ -41,6 +45,8 @@ from jetstream_ext.types import Entry
 _log = get_logger("spark")
 
 _Result = TypeVar("_Result")
+RowChunks: TypeAlias = Callable[[RowSizes, BadRows], Iterable[Rows]]
+"""Reads the rows of a partition, in order and in chunks, given the limits of messages and where the bad rows go."""
 
 _SHORT_WINDOW: Final = 120.0
 # The largest flow that servers grant; the publishers of a stream share it.
@@ -69,11 +75,23 @@ class Task:
 
 @dataclass
 class Written(WriterCommitMessage):
-    """The result of a task: how many rows it had, and how many of them an earlier attempt had stored (transactional)."""
+    """The result of a task.
+
+    Attributes:
+        writer: The name of the query, or of the batch write.
+        rows: How many rows it had, without the bad ones.
+        skipped: How many of them an earlier attempt had stored (transactional).
+        dropped: How many bad rows it left out.
+        diverted: How many bad rows it stored as dead letters.
+        example: A bad row and the reason, if there is one.
+    """
 
     writer: str
     rows: int
     skipped: int = 0
+    dropped: int = 0
+    diverted: int = 0
+    example: str = ""
 
 
 class _Writer:
@@ -82,14 +100,17 @@ class _Writer:
         self._columns = Columns.of(schema, options)
         self._batch = options.txn_version or 0  # of a batch write
         self._attempt = uuid.uuid4().hex[:16]  # one for all tasks, and all attempts at them
-        self._state: StreamState = run_on_driver(options.connection, lambda context: check_sink(context, options))
+        self._state: StreamState = run_on_driver(
+            options.connection, lambda context: check_sink(context, options, ttl=self._columns.ttl is not None)
+        )
 
     def _write(self, writer: str, batch: int, rows: Iterator[Any], *, arrow: bool) -> WriterCommitMessage:
-        context = current_task()
-        reader = RowReader(self._columns, self._options, self._state.subjects, context.partitionId())
-        chunks = map(reader.from_arrow, rows) if arrow else reader.chunks_from_rows(rows)
-        task = Task(writer, batch, context.partitionId(), self._attempt)
-        return write_partition(self._options, self._state, task, chunks)
+        def read(sizes: RowSizes, bad: BadRows) -> Iterable[Rows]:
+            reader = RowReader(self._columns, self._options, self._state.subjects, sizes, bad)
+            return map(reader.from_arrow, rows) if arrow else reader.chunks_from_rows(rows)
+
+        task = Task(writer, batch, current_task().partitionId(), self._attempt)
+        return write_partition(self._options, self._state, task, read)
 
     def commit(self, messages: list[Any], batchId: int | None = None) -> None:  # noqa: N803 - Spark's name; a batch write has none
         """Check that the rows had the declared number of partitions (called on the driver)."""
@@ -98,6 +119,7 @@ class _Writer:
         rows, skipped = sum(task.rows for task in written), sum(task.skipped for task in written)
         what = "stream %r: micro-batch %d has %d rows; %d of them were already stored"
         _log.info(what, options.stream, batch, rows, skipped)
+        log_bad_rows(f"stream {options.stream!r}", batch, written)
         count = options.sink_partitions
         if count is None:
             return
@@ -156,8 +178,11 @@ class JetStreamStreamWriter(_Writer, StreamWriter):
 # -- checks of the stream -----------------------------------------------------------------------------------------
 
 
-async def check_sink(context: JetStreamContext, options: WriteOptions) -> StreamState:
-    """Return the state of the stream; raise PlanningError if it cannot be written to with these options."""
+async def check_sink(context: JetStreamContext, options: WriteOptions, *, ttl: bool = False) -> StreamState:
+    """Return the state of the stream; raise PlanningError if it cannot be written to with these options.
+
+    `ttl` says whether the rows have a column with their times to live.
+    """
     name = options.stream
     state = await state_of(context, name)
     if state is None:
@@ -171,6 +196,12 @@ async def check_sink(context: JetStreamContext, options: WriteOptions) -> Stream
         raise PlanningError(f"stream {name!r} has no_ack, so it never confirms that a row is stored; turn no_ack off")
     if state.config.get("allow_msg_counter"):
         raise PlanningError(f"stream {name!r} holds counters (allow_msg_counter), which the sink cannot increment")
+    if (ttl or options.msg_ttl is not None) and not state.config.get("allow_msg_ttl"):
+        raise PlanningError(
+            f"stream {name!r}: allow_msg_ttl is off, and the {'column' if ttl else 'option'} 'msgTtl' needs it; enable it with "
+            f"allow_msg_ttl=True (jetstream_ext.ensure_stream) or 'nats stream edit {name} --allow-msg-ttl' "
+            f"(nats-server {MSG_TTL.since})"
+        )
     if options.semantics == "transactional":
         _check_transactional(context, options, state)
     else:
@@ -180,6 +211,8 @@ async def check_sink(context: JetStreamContext, options: WriteOptions) -> Stream
         raise PlanningError(
             f"option 'subject': {options.subject!r} is not among the subjects of stream {name!r} ({subjects})"
         )
+    if not state.stores(options.on_bad_row):
+        await check_dead_letters(context, options.connection, options.on_bad_row)
     return state
 
 
@@ -283,35 +316,78 @@ class _Pipeline:
             wait()
 
 
-def write_partition(options: WriteOptions, state: StreamState, task: Task, chunks: Iterable[Rows]) -> Written:
-    """Store the rows of one partition, which come in chunks, in order; `state` is the stream as the driver found it."""
+def write_partition(options: WriteOptions, state: StreamState, task: Task, read: RowChunks) -> Written:
+    """Store the rows of one partition, in order; `state` is the stream as the driver found it."""
+    bad = BadRows(
+        options.on_bad_row,
+        what=f"stream {options.stream!r}, partition {task.partition} of micro-batch {task.batch}",
+        target=options.stream,
+        writer=task.writer,
+        batch=task.batch,
+        partition=task.partition,
+    )
     with connected(options.connection, "executor") as (lease, context):
+        sizes = RowSizes.of(lease.run(_max_payload(context)), state, _added_headers(options, task))
+        chunks = read(sizes, bad)
         if options.semantics == "transactional":
             batch = MicroBatch(context, options, state, task.writer, task.batch, task.attempt)
-            done = _transactional(lease, batch, task.partition, chunks)
+            done = _transactional(lease, batch, task.partition, chunks, bad)
         else:
-            done = _fast(lease, context, options, task, chunks)
+            done = _fast(lease, context, options, task, chunks, bad)
+    done.dropped, done.diverted, done.example = bad.dropped, bad.diverted, bad.example
     _log.debug("stream %r: stored %s of %s", options.stream, done, task)
     return done
 
 
+async def _max_payload(context: JetStreamContext) -> int:
+    return Context(context).connection.max_payload  # on the connection's own loop, because it may change the connection
+
+
+def _id_prefix(task: Task) -> str:
+    return f"{task.writer}:{task.batch}:{task.partition}"
+
+
+def _added_headers(options: WriteOptions, task: Task) -> list[tuple[str, str]]:
+    """Return the longest headers that a row can get beside its own."""
+    if options.semantics == "dedupe":
+        return [(h.MSG_ID, f"{_id_prefix(task)}:{'x' * DIGEST_TEXT}:{1 << 32}")]
+    return batch_headers(options.stream) if options.semantics == "transactional" else []
+
+
+def _with_dead_letters(
+    chunks: Iterable[Rows], bad: BadRows, context: JetStreamContext, pipeline: _Pipeline
+) -> Iterator[Rows]:
+    """Yield chunks of rows, and store the bad rows of each, so that few are in memory."""
+    for rows in chunks:
+        if bad.waiting:
+            pipeline.store(partial(bad.send, context, patience=PATIENCE))
+        yield rows
+
+
 def _fast(
-    lease: Lease, context: JetStreamContext, options: WriteOptions, task: Task, chunks: Iterable[Rows]
+    lease: Lease, context: JetStreamContext, options: WriteOptions, task: Task, chunks: Iterable[Rows], bad: BadRows
 ) -> Written:
     stored = 0
-    ids = MessageIds(f"{task.writer}:{task.batch}:{task.partition}") if options.semantics == "dedupe" else None
-    messages = ((ids.entries(rows) if ids else rows.entries(), rows.sizes()) for rows in chunks)
+    ids = MessageIds(_id_prefix(task)) if options.semantics == "dedupe" else None
     with _Pipeline(lease) as pipeline:
+        good = _with_dead_letters(chunks, bad, context, pipeline)
+        messages = ((ids.entries(rows) if ids else rows.entries(), rows.sizes()) for rows in good)
         for entries, count in _joined(messages, lambda: lease.busy):
-            pipeline.store(partial(_publish, lease, context, options, task, entries, stored))
+            pipeline.store(partial(_publish, lease, context, options, task, entries, stored, bad))
             stored += count
     return Written(task.writer, stored)
 
 
 async def _publish(
-    lease: Lease, context: JetStreamContext, options: WriteOptions, task: Task, entries: Iterable[Entry], first: int
+    lease: Lease,
+    context: JetStreamContext,
+    options: WriteOptions,
+    task: Task,
+    entries: Iterable[Entry],
+    first: int,
+    bad: BadRows,
 ) -> None:
-    """Store rows of which the first has the index `first`."""
+    """Store rows of which the first has the index `first`, without the bad ones."""
     try:
         if options.semantics == "dedupe":
             report = await ingest(context, entries, flow=_FLOW, timeout=PATIENCE)
@@ -337,7 +413,7 @@ async def _publish(
         stored = [f"rows 0 to {row - 1} are stored"] if row else []
         if error.in_doubt:
             stored.append(f"{error.in_doubt} of the rows from {row} on may be stored")
-        place = f"row {row} of partition {task.partition}"
+        place = f"row {row} of partition {task.partition}" + (" (bad rows not counted)" if bad.count else "")
         outcome = ", and ".join(stored) or "nothing is stored"
         raise SinkError(f"stream {options.stream!r}: {place}: {why}{refusal}; {outcome}") from error
     except (BadHeaderError, MaxPayloadError) as error:
@@ -365,7 +441,7 @@ def _joined(
         yield chain.from_iterable(collected), count
 
 
-def _transactional(lease: Lease, batch: MicroBatch, partition: int, chunks: Iterable[Rows]) -> Written:
+def _transactional(lease: Lease, batch: MicroBatch, partition: int, chunks: Iterable[Rows], bad: BadRows) -> Written:
     options, nothing = batch.options, Written(batch.writer, 0)
     transactions = Transactions(batch, partition)
     rows = 0
@@ -375,7 +451,8 @@ def _transactional(lease: Lease, batch: MicroBatch, partition: int, chunks: Iter
             return nothing
         lease.run(transactions.open())
         with _Pipeline(lease) as pipeline:
-            for some in _transactions_of(chunks, transactions.most_rows):
+            good = _with_dead_letters(chunks, bad, batch.context, pipeline)
+            for some in _transactions_of(good, transactions.most_rows):
                 pipeline.store(partial(transactions.store_all, [transactions.next(each) for each in some]))
                 rows += sum(map(len, some))
     except FencedError:

@@ -35,15 +35,18 @@ _COLUMNS: dict[str, DataType] = {
     "data": BinaryType(),
     "headers": MapType(StringType(), ArrayType(StringType())),
 }
+# Those that only an explicit schema has.
+_ALL_COLUMNS: dict[str, DataType] = {**_COLUMNS, "timeNanos": LongType()}
 
 
 class JetStreamDataSource(DataSource):
     """The `jetstream` format: a JetStream stream as a table of its messages, and rows as its messages.
 
     Columns when read: ``stream string, seq long, subject string, time timestamp, data binary, headers
-    map<string,array<string>>``; an explicit ``.schema("seq long, data binary")`` reads only the columns it names. When
-    written: ``subject string, data binary|string``, optionally ``headers`` (values ``string`` or ``array<string>``) and
-    ``msgId string``.
+    map<string,array<string>>``; an explicit ``.schema("seq long, data binary")`` reads only the columns it names, and can
+    also name ``timeNanos long``, the time as nanoseconds since 1970. When written: ``subject string, data binary|string``,
+    optionally ``headers`` (values ``string`` or ``array<string>``), ``msgId string`` and ``msgTtl`` (``string`` or a whole
+    number).
 
     The options, and the permissions and servers that they need, are in the documentation (Spark, "Options"). A wrong
     option, schema or stream is an error on the driver: `OptionError`, `SchemaError`, `PlanningError`.
@@ -62,7 +65,7 @@ class JetStreamDataSource(DataSource):
 
     def reader(self, schema: StructType) -> DataSourceReader:
         options = ReadOptions.parse(self.options)
-        check_schema(schema, _COLUMNS)
+        check_schema(schema, _ALL_COLUMNS)
         return (PushDownReader if options.push_down and _push_down_is_on() else JetStreamReader)(options, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
@@ -87,7 +90,7 @@ class JetStreamDataSource(DataSource):
         from jetstream_ext.spark.streaming import JetStreamStreamReader
 
         options = ReadOptions.parse(self.options, streaming=True)
-        check_schema(schema, _COLUMNS)
+        check_schema(schema, _ALL_COLUMNS)
         return JetStreamStreamReader(options, schema)
 
 

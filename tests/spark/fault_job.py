@@ -63,10 +63,11 @@ def main() -> None:
     if tuple(map(int, spark.version.split(".")[:2])) >= (4, 2):  # before, micro-batches have no limit
         source = source.option("maxOffsetsPerTrigger", str(given["limit"]))
     semantics, sink = given["semantics"], given["sink"]
-    frame = source.load(given["source"]).selectExpr(*rows_for(semantics, sink))
+    frame = source.load(given["source"]).selectExpr(*rows_for(semantics, sink, given.get("bad", "false")))
     work = slow(given.get("pause", 0.05), given.get("straggling"), given.get("attempts"))
     frame = frame.mapInArrow(work, frame.schema)
     form, options = target_of(semantics, sink, 2, given["transaction"])
+    options |= {"onBadRow": given.get("on_bad_row", "fail")}
     query = (
         frame.writeStream.format(form)
         .options(servers=given["servers"], **options)

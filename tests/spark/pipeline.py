@@ -110,9 +110,10 @@ class Pipeline:
         """Remove the messages before the sequence `first` from the source."""
         self._run(lambda js: js.purge_stream(self.source, seq=first), self.server.url)
 
-    def stored(self) -> Counter[bytes]:
+    def stored(self, token: str = "out") -> Counter[bytes]:
         """Return the rows that were written, and how often."""
-        return self._run(lambda js: _scan(js, *self._written), self.to.url)
+        where = self._written if token == "out" else (self.sink, f"{self.sink}.{token}")
+        return self._run(lambda js: _scan(js, *where), self.to.url)
 
     def left(self) -> Counter[bytes]:
         """Return the rows that the source has."""
@@ -141,6 +142,20 @@ class Pipeline:
         missing, twice = set(self.left()) - set(found), [row for row, count in found.items() if count > 1]
         assert (len(missing), len(twice)) == (0, 0), (len(missing), len(twice))
 
+    @property
+    def bad(self) -> dict[str, str]:
+        """The options of a query with bad rows, which go to the sink's stream as well."""
+        return {
+            "bad": "CAST(split_part(CAST(data AS STRING), ' ', 2) AS INT) % 40 = 3",
+            "on_bad_row": f"{self.sink}.dead",
+        }
+
+    def check_bad(self) -> None:
+        """Check that the bad rows are dead letters, all others are rows, and each is stored once."""
+        letters = Counter(map(row_of, range(3, ROWS, 40)))
+        assert self.stored("dead") == letters
+        assert self.stored() == Counter(map(row_of, range(ROWS))) - letters
+
     def compare(self, rows: int = ROWS) -> tuple[int, int]:
         found = self.stored()
         expected = set(map(row_of, range(rows)))
@@ -155,18 +170,21 @@ class Pipeline:
         through: Any = None,
         limit: int | None = None,
         partitions: int = 2,
+        on_bad_row: str = "fail",
+        bad: str = "false",
         **options: str,
     ) -> Any:
-        """Start the query in this session; `options` are those of the source."""
+        """Start the query in this session; `options` are those of the source, and the rows where `bad` is true have no subject."""
         source = spark.readStream.format("jetstream").options(servers=_servers(self.server), minPartitions="2")
         if self.limited(spark):
             source = source.option("maxOffsetsPerTrigger", str(limit or ROWS // 4))
         source = source.options(**options)
-        frame = source.load(self.source).selectExpr(*rows_for(semantics, self.sink))
+        frame = source.load(self.source).selectExpr(*rows_for(semantics, self.sink, bad))
         if through is not None:
             frame = frame.mapInArrow(through, frame.schema)
         form, target = target_of(semantics, self.sink, partitions, TRANSACTION)
-        writer = frame.writeStream.format(form).options(servers=_servers(self.to), **target).trigger(availableNow=True)
+        target |= {"servers": _servers(self.to), "onBadRow": on_bad_row}
+        writer = frame.writeStream.format(form).options(**target).trigger(availableNow=True)
         return writer.option("checkpointLocation", str(self.checkpoint)).start()
 
     def run(self, spark: SparkSession, semantics: str, **options: Any) -> None:
@@ -225,11 +243,11 @@ class Pipeline:
             time.sleep(0.2)
 
 
-def rows_for(semantics: str, sink: str) -> list[str]:
-    """Return the columns that a query writes, as expressions of the source's."""
+def rows_for(semantics: str, sink: str, bad: str = "false") -> list[str]:
+    """Return the columns that a query writes, as expressions of the source's; rows for which `bad` is true are bad."""
     if semantics == BUCKET:
-        return ["concat('k.', split_part(string(data), ' ', 2)) AS key", "data AS value"]
-    return [f"'{sink}.out' AS subject", "data"]
+        return [f"IF({bad}, NULL, concat('k.', split_part(string(data), ' ', 2))) AS key", "data AS value"]
+    return [f"IF({bad}, NULL, '{sink}.out') AS subject", "data"]
 
 
 def target_of(semantics: str, sink: str, partitions: int, transaction: int) -> tuple[str, dict[str, str]]:

@@ -24,7 +24,7 @@ from jetstream_ext.testing import NatsServer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from pipeline import ROWS, SINKS, Pipeline
+from pipeline import EXACT, ROWS, SINKS, Pipeline
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -66,6 +66,18 @@ def test_a_task_dies_in_every_micro_batch(spark: SparkSession, pipeline: Pipelin
     pipeline.make_for(semantics)
     pipeline.run(spark, semantics, through=dying(ROWS // 16))
     pipeline.check()
+
+
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("semantics", EXACT)
+def test_bad_rows_of_tasks_that_die_and_of_replays_are_stored_aside_once(
+    spark: SparkSession, pipeline: Pipeline, semantics: str
+) -> None:
+    pipeline.make()
+    for _ in range(2):
+        pipeline.run(spark, semantics, through=dying(ROWS // 16), **pipeline.bad)
+        pipeline.forget_commit()
+    pipeline.check_bad()
 
 
 @pytest.mark.usefixtures("small_batches")
@@ -202,13 +214,13 @@ def test_the_driver_is_killed(spark: SparkSession, pipeline: Pipeline, semantics
     if semantics != "transactional" and not os.environ.get("JETSTREAM_EXT_FULL"):
         pytest.skip("nox -s full -- spark_faults runs it")
     pipeline.make_for(semantics)
-    with pipeline.job(semantics) as job:
+    with pipeline.job(semantics, **pipeline.bad) as job:
         pipeline.until(ROWS // 3, job=job)
         os.killpg(job.pid, signal.SIGKILL)
         job.wait()
-    assert sum(pipeline.stored().values()) < ROWS
-    pipeline.run(spark, semantics)  # by another driver, from the checkpoint
-    pipeline.check()
+    assert sum(pipeline.stored().values()) < ROWS * 39 // 40
+    pipeline.run(spark, semantics, **pipeline.bad)  # by another driver, from the checkpoint
+    pipeline.check_bad()
 
 
 CLUSTER = {"master": "local-cluster[2,1,1024]", "conf": {"spark.executor.memory": "1g", "spark.executor.cores": "1"}}

@@ -302,7 +302,7 @@ BAD = {
     "a fraction of a second": ("PUT", b"", "500ms", None, "whole number of seconds"),
     "no TTL at all": ("PUT", b"", "soon", None, "is not a duration"),
     "a negative revision": ("PUT", b"", None, -1, "is negative"),
-    "a value larger than the server takes": ("PUT", b"x" * (1 << 20), None, None, "but a message can have"),
+    "a value larger than the server takes": ("PUT", b"x" * (1 << 20), None, None, "more than the server's max_payload"),
 }
 
 

@@ -19,6 +19,7 @@ import jetstream_ext.kv as kvx
 from jetstream_ext.kv.staging import Staged
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.spark import connection, kv, reading
+from jetstream_ext.spark.bad_rows import BadRows
 from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.kv import JetStreamKvDataSource, plan_kv
 from jetstream_ext.spark.kv_rows import KeyWrite, KvColumns
@@ -26,7 +27,8 @@ from jetstream_ext.spark.kv_sink import check_bucket
 from jetstream_ext.spark.kv_transactions import DRIVER, Conflict, KeyTransactions, KvMicroBatch
 from jetstream_ext.spark.options import KvOptions, KvWriteOptions, ReadOptions, WriteOptions
 from jetstream_ext.spark.planning import plan_read
-from jetstream_ext.spark.rows import Rows
+from jetstream_ext.spark.row_sizes import RowSizes
+from jetstream_ext.spark.rows import Columns, RowReader, Rows
 from jetstream_ext.spark.sink import Task, check_sink, write_partition
 from jetstream_ext.spark.source import JetStreamDataSource
 from jetstream_ext.testing import NatsServer
@@ -38,6 +40,8 @@ PERMISSIONS = {
     "trusting": [one.format("S") for one in READ[:2]],
     "writer": ["S.*", "$JS.API.STREAM.INFO.S", "$JS.API.STREAM.NAMES"],
     "transactional": ["S.*", "$JS.API.STREAM.INFO.S", "_spark.S.>", "$JS.API.STREAM.MSG.GET.S"],
+    "diverting": ["S.*", "dead.rows", "$JS.API.STREAM.INFO.S", "$JS.API.STREAM.NAMES"],
+    "unasked": ["S.*", "dead.rows", "$JS.API.STREAM.INFO.S", "_spark.S.>", "$JS.API.STREAM.MSG.GET.S"],
     "buckets": [one.format("KV_B") for one in READ],
     "keys": ["$KV.B.>", "_spark.KV_B.>", "$JS.API.STREAM.INFO.KV_B", "$JS.API.STREAM.MSG.GET.KV_B"],
     "changes": ["$KV.B.>", "_spark.KV_B.>", *(one.format("KV_B") for one in READ)],
@@ -84,6 +88,7 @@ def given(guarded: NatsServer, with_js: Any) -> Callable[[str], dict[str, str]]:
         async with jsx.FastPublisher(js) as publisher:
             await publisher.add_many((f"S.{row % 10}", b"") for row in range(100))
         await js.delete_msg("S", 100)
+        await js.add_stream(StreamConfig(name="DEAD", subjects=["dead.*"], allow_direct=True))
         kv = await kvx.enable(await js.create_key_value(KeyValueConfig(bucket="B", direct=True)), spark=True)
         await kv.put("k", b"v")
 
@@ -124,9 +129,36 @@ def test_writing_needs_only_the_documented_permissions(
         state = lease.run(check_sink(lease.connection.context(), write))
         rows = [("S.a", b"%d" % row, None, None) for row in range(2500)]
         for _ in range(2):  # the second attempt reads what the first one has stored
-            done = write_partition(write, state, Task("q", 0, 0), [Rows.of(rows)])
+            done = write_partition(write, state, Task("q", 0, 0), lambda *_: [Rows.of(rows)])
         assert lease.connection.client.refusal is None
     assert (done.rows, done.skipped) == (2500, 2500 if semantics == "transactional" else 0)
+
+
+@pytest.mark.parametrize(
+    ("user", "semantics"), [("diverting", "dedupe"), ("diverting", "none"), ("unasked", "transactional")]
+)
+def test_dead_letters_need_only_the_documented_permissions(
+    given: Any, cache: Connections, with_js: Any, guarded: NatsServer, user: str, semantics: str
+) -> None:
+    options = given(user) | {"stream": "S", "semantics": semantics, "onBadRow": "dead.rows"}
+    if semantics == "transactional":
+        options["sinkPartitions"] = "1"
+    write = WriteOptions.parse(options, streaming=True)
+    columns = Columns.of(StructType().add("subject", "string").add("data", "string"), write)
+
+    def read(sizes: RowSizes, bad: BadRows) -> Iterator[Rows]:
+        return RowReader(columns, write, ("S.*",), sizes, bad).chunks_from_rows(iter([("S.a", "1"), (None, "2")]))
+
+    with cache.lend(write.connection, "driver") as lease:
+        state = lease.run(check_sink(lease.connection.context(), write))
+        # Without the permission, the driver does not know whether a stream stores the dead letters.
+        assert (lease.connection.client.refusal is None) == (user == "diverting")
+    with cache.lend(write.connection, "executor") as lease:
+        done = write_partition(write, state, Task("q", 0, 0), read)
+        assert lease.connection.client.refusal is None
+    assert (done.rows, done.diverted) == (1, 1)
+    stored = with_js(lambda js: js.stream_info("DEAD"), guarded.url, user="admin", password=SECRET)
+    assert stored.state.messages == 1
 
 
 def test_buckets_need_only_the_documented_permissions(given: Any, cache: Connections) -> None:

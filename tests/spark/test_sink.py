@@ -156,7 +156,7 @@ class TestRefusals:
     ) -> None:
         name = make()
         frame = spark.sql(f"SELECT '{name}.a' AS subject, 'x' AS data, map('Nats-Rollup', 'all') AS headers")
-        text = "row 0 of partition 0 cannot be a message: its header 'Nats-Rollup' is an instruction to the server"
+        text = "partition 0 of micro-batch 0: row 0 cannot be stored: its header 'Nats-Rollup' is an instruction to the server"
         assert text in failure(lambda: write(frame, name).save())
         assert stored(name) == []
 

@@ -73,7 +73,7 @@ def write(server: NatsServer, stream: str, cache: Connections, with_js: Any) -> 
             given.setdefault("sinkPartitions", "2")
         state = with_js(lambda js: state_of(js, stream))
         parsed = WriteOptions.parse(given, streaming=True)
-        return write_partition(parsed, state, Task(QUERY, batch, partition), chunks(stream, rows))
+        return write_partition(parsed, state, Task(QUERY, batch, partition), lambda *_: chunks(stream, rows))
 
     return run
 
@@ -167,7 +167,7 @@ def test_rows_with_ids_of_their_own_do_not_count_as_equal_rows(
     state = StreamState(stream, "", {"subjects": [f"{stream}.*"]})
     row = (f"{stream}.1", b"1", None)
     for chunk in ([(*row, "own"), (*row, None)], [(*row, None), (*row, None)]):
-        write_partition(options, state, Task(QUERY, 0, 0), [Rows.of(chunk)])
+        write_partition(options, state, Task(QUERY, 0, 0), lambda *_, rows=chunk: [Rows.of(rows)])
     own, made, another = ids(with_js, stream)
     assert (own, another) == ("own", f"{made}:1")
 
@@ -546,7 +546,7 @@ def test_markers_fit_into_the_messages_that_a_server_takes(with_js: Any, cache: 
         options = WriteOptions.parse(given, streaming=True)
         state = with_js(lambda js: state_of(js, "SMALL"), small.url)
         for skipped in (0, 500):
-            done = write_partition(options, state, Task(QUERY, 0, 0), chunks("s", range(500)))
+            done = write_partition(options, state, Task(QUERY, 0, 0), lambda *_: chunks("s", range(500)))
             assert done == Written(QUERY, 500, skipped)
 
 
@@ -573,7 +573,9 @@ def test_an_error_names_the_rows_among_which_one_is_invalid(
     options = WriteOptions.parse(given, streaming=True)
     rows = [(f"{stream}.1", b"1", None, None)] * 14 + [(f"{stream}.1", data, headers, None)]
     with pytest.raises(SinkError, match=rf"{where}( was refused)?: .*(max_payload|line break)"):
-        write_partition(options, StreamState(stream, "", {"subjects": [">"]}), Task(QUERY, 0, 1), [Rows.of(rows)])
+        write_partition(
+            options, StreamState(stream, "", {"subjects": [">"]}), Task(QUERY, 0, 1), lambda *_: [Rows.of(rows)]
+        )
 
 
 def test_an_error_names_the_row_that_was_refused(stream: str, server: NatsServer, cache: Connections) -> None:
@@ -585,7 +587,7 @@ def test_an_error_names_the_row_that_was_refused(stream: str, server: NatsServer
             options,
             StreamState(stream, "", {"subjects": [">"]}),
             Task(QUERY, 0, 1),
-            map(Rows.of, [small, messages]),
+            lambda *_: map(Rows.of, [small, messages]),
         )
     assert str(caught.value).endswith("; rows 0 to 12 are stored")
     assert "message 3" not in str(caught.value)

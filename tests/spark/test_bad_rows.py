@@ -1,0 +1,498 @@
+"""Rows that can never be stored: dropped, or stored as dead letters, while all others are stored."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+from nats.js import JetStreamContext
+from nats.js.api import StreamConfig
+from pyspark.sql.types import BinaryType, MapType, StringType, StructType
+
+import jetstream_ext as jsx
+from jetstream_ext.spark import bad_rows, sink
+from jetstream_ext.spark.bad_rows import BadRow, BadRows, DeadLetterError, RowError
+from jetstream_ext.spark.connection import Connections
+from jetstream_ext.spark.options import OptionError, WriteOptions
+from jetstream_ext.spark.planning import PlanningError
+from jetstream_ext.spark.row_sizes import RowSizes
+from jetstream_ext.spark.rows import Columns, RowReader, Rows
+from jetstream_ext.spark.sink import Task, Written, check_sink, write_partition
+from jetstream_ext.spark.source import JetStreamDataSource
+from jetstream_ext.spark.transactional import SinkError
+from jetstream_ext.testing import NatsServer
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+Row = tuple[Any, ...]  # subject, data and, if there are any, headers
+SEMANTICS = ["dedupe", "transactional", "none"]
+ARROW = (pa.string(), pa.binary(), pa.map_(pa.string(), pa.string()))
+SCHEMA = StructType().add("subject", StringType()).add("data", BinaryType())
+SCHEMA = SCHEMA.add("headers", MapType(StringType(), StringType()))
+
+
+@pytest.fixture
+def stream(with_js: Any, stream_name: Callable[[], str]) -> str:
+    return make(with_js, stream_name())
+
+
+def make(with_js: Any, name: str, url: str | None = None, **config: Any) -> str:
+    given = StreamConfig(
+        name=name,
+        subjects=[f"{name}.>", f"_spark.{name}.>"],
+        allow_direct=True,
+        allow_batched=True,
+        allow_atomic=True,
+    )
+    with_js(lambda js: js.add_stream(given.evolve(**config)), *([] if url is None else [url]))
+    return name
+
+
+@pytest.fixture
+def dead(with_js: Any, stream_name: Callable[[], str]) -> str:
+    """The subject of dead letters: an ordinary stream stores it, without batches."""
+    name = stream_name()
+    with_js(lambda js: js.add_stream(StreamConfig(name=name, subjects=[f"{name}.dead"], allow_direct=True)))
+    return f"{name}.dead"
+
+
+@pytest.fixture
+def write(server: NatsServer, cache: Connections, with_js: Any) -> Callable[..., Written]:
+    """Write one partition of a micro-batch, as the driver and an executor do."""
+
+    def run(
+        stream: str,
+        rows: Iterable[Row | Exception],
+        semantics: str,
+        on_bad_row: str,
+        *,
+        url: str = server.url,
+        arrow: bool = True,
+        batch: int = 0,
+        partition: int = 0,
+        timeout: str = "5",
+    ) -> Written:
+        given = {"servers": url, "stream": stream, "semantics": semantics, "onBadRow": on_bad_row}
+        if semantics == "transactional":
+            given |= {"sinkPartitions": "2", "transactionRows": "7"}
+        options = WriteOptions.parse(given | {"requestTimeout": timeout}, streaming=True)
+        state = with_js(lambda js: check_sink(js, options), url)
+
+        def read(sizes: RowSizes, bad: BadRows) -> Iterator[Rows]:
+            reader = RowReader(Columns.of(SCHEMA, options), options, state.subjects, sizes, bad)
+            some = map(wide, rows)
+            return map(reader.from_arrow, batches(some)) if arrow else reader.chunks_from_rows(some)
+
+        return write_partition(options, state, Task("q1", batch, partition), read)
+
+    return run
+
+
+def wide(row: Row | Exception) -> Row:
+    if isinstance(row, Exception):
+        raise row
+    return (*row, None)[:3]
+
+
+def batches(rows: Iterable[Row]) -> Iterator[pa.RecordBatch]:
+    def batch(some: list[Row]) -> pa.RecordBatch:
+        columns: list[list[Any]] = [list(column) for column in zip(*some, strict=True)]
+        columns[2] = [None if headers is None else list(headers.items()) for headers in columns[2]]
+        arrays: list[Any] = [pa.array(values, kind) for values, kind in zip(columns, ARROW, strict=True)]
+        return pa.RecordBatch.from_arrays(arrays, names=SCHEMA.names)
+
+    some: list[Row] = []
+    for row in rows:
+        some.append(row)
+        if len(some) == 5:
+            yield batch(some)
+            some = []
+    if some:
+        yield batch(some)
+
+
+@pytest.fixture
+def stored(with_js: Any) -> Callable[..., list[jsx.StoredMsg]]:
+    """Read the messages of a stream on a subject, by default all but the sink's markers."""
+
+    def read(stream: str, subject: str | None = None, *url: str) -> list[jsx.StoredMsg]:
+        return with_js(lambda js: jsx.DirectGet(js, stream).scan(subject=subject or f"{stream}.>").to_list(), *url)
+
+    return read
+
+
+def bad_and_good(stream: str) -> tuple[list[Row], list[Row]]:
+    """Return rows of every kind that is bad, and good ones."""
+    bad: list[Row] = [
+        (None, b"null"),
+        ("", b"empty"),
+        (f"{stream}..x", b"invalid"),
+        (f"{stream}.*", b"wildcard"),
+        ("elsewhere", b"foreign"),
+        (f"{stream}." + "x" * 5000, b"long"),
+        (f"{stream}.a", b"reserved", {"Nats-Rollup": "all", "Kept": "1"}),
+        (f"{stream}.a", b"name", {"A b": "1", "Kept": "2"}),
+        (f"{stream}.a", b"value", {"A": "1\r\nB: 2"}),
+        (f"{stream}.a", b"headers", {"A": "x" * 70_000}),
+        (f"{stream}.a", bytes((1 << 20) + 1)),
+    ]
+    return bad, [(f"{stream}.{number % 3}", b"%d" % number) for number in range(40)]
+
+
+def mixed(bad: list[Row], good: list[Row]) -> list[Row]:
+    """Return the rows with a bad one behind every third good one."""
+    rows: list[Row] = []
+    left = iter(bad)
+    for index, row in enumerate(good):
+        rows.append(row)
+        rows += [] if index % 3 or (one := next(left, None)) is None else [one]
+    assert next(left, None) is None
+    return rows
+
+
+@pytest.mark.parametrize("arrow", [True, False], ids=["arrow", "rows"])
+@pytest.mark.parametrize("semantics", SEMANTICS)
+class TestPolicies:
+    def test_bad_rows_are_dropped(self, stream: str, write: Any, stored: Any, semantics: str, arrow: bool) -> None:
+        bad, good = bad_and_good(stream)
+        done = write(stream, mixed(bad, good), semantics, "drop", arrow=arrow)
+        assert (done.rows, done.dropped, done.diverted) == (40, len(bad), 0)
+        assert done.example == "row 1 of partition 0: its subject is null"
+        assert [message.data for message in stored(stream)] == [row[1] for row in good]
+
+    def test_bad_rows_become_dead_letters_once(
+        self, stream: str, dead: str, write: Any, stored: Any, semantics: str, arrow: bool
+    ) -> None:
+        bad, good = bad_and_good(stream)
+        rows = mixed(bad, good)
+        for attempt in range(2):
+            done = write(stream, rows, semantics, dead, batch=3, partition=1, arrow=arrow)
+            assert (done.rows, done.dropped, done.diverted) == (40, 0, len(bad))
+            assert done.skipped == (40 if attempt and semantics == "transactional" else 0)
+        times = 2 if semantics == "none" else 1
+        assert Counter(message.data for message in stored(stream)) == {row[1]: times for row in good}
+        letters = {message.data[:9]: message for message in stored(dead.split(".")[0], dead)}
+        assert letters.keys() == {row[1][:9] for row in bad}
+        assert len(stored(dead.split(".")[0], dead)) == len(bad)
+        null = letters[b"null"].headers
+        assert null["Dead-Letter-Error"] == "its subject is null"
+        assert "Dead-Letter-Subject" not in null
+        assert {name: null[f"Dead-Letter-{name}"] for name in ("Target", "Worker", "Batch", "Partition", "Row")} == {
+            "Target": stream,
+            "Worker": "q1",
+            "Batch": "3",
+            "Partition": "1",
+            "Row": "1",
+        }
+        assert letters[b"foreign"].headers["Dead-Letter-Subject"] == "elsewhere"
+        assert letters[b"reserved"].headers.items() >= {"Dead-Letter-Header-Nats-Rollup": "all", "Kept": "1"}.items()
+        assert letters[b"name"].headers.items() >= {"Dead-Letter-Raw-Header": "A%20b=1", "Kept": "2"}.items()
+        assert letters[b"value"].headers["Dead-Letter-Raw-Header"] == "A=1%0D%0AB%3A%202"
+        assert letters[b"headers"].headers["Dead-Letter-Cut"] == "headers"
+        large = letters[bytes(9)]
+        assert (large.data, large.headers["Dead-Letter-Cut"]) == (bytes(4096), "data")
+        assert "1048577 bytes" in large.headers["Dead-Letter-Error"] or semantics != "none"
+
+    def test_a_bad_row_fails_the_task_by_default(
+        self, stream: str, write: Any, stored: Any, semantics: str, arrow: bool
+    ) -> None:
+        _, good = bad_and_good(stream)
+        with pytest.raises(
+            RowError, match=r"partition 0 of micro-batch 0: row 2 cannot be stored: its subject is null"
+        ):
+            write(stream, [*good[:2], (None, b"")], semantics, "fail", arrow=arrow)
+
+
+@pytest.mark.parametrize("semantics", SEMANTICS)
+def test_dead_letters_can_go_to_the_stream_of_the_rows(stream: str, write: Any, stored: Any, semantics: str) -> None:
+    bad, good = bad_and_good(stream)
+    for _ in range(2):
+        write(stream, mixed(bad, good), semantics, f"{stream}.dead")
+    assert len(stored(stream, f"{stream}.dead")) == len(bad)
+    times = 2 if semantics == "none" else 1
+    for token in range(3):
+        assert len(stored(stream, f"{stream}.{token}")) == times * len(good[token::3])
+
+
+@pytest.mark.parametrize(
+    ("limit", "semantics"),
+    [
+        *((limit, semantics) for limit in ("max_msg_size", "max_payload") for semantics in SEMANTICS),
+        *[("max_bytes", "dedupe"), ("max_bytes", "none")],  # such a stream cannot hold markers
+    ],
+)
+def test_a_row_of_any_size_near_a_limit_is_stored_or_bad(
+    with_js: Any, write: Any, stored: Any, stream_name: Callable[[], str], limit: str, semantics: str
+) -> None:
+    with NatsServer(config="max_payload: 1024" if limit == "max_payload" else "") as server:
+        config: dict[str, Any] = {} if limit == "max_payload" else {limit: 1024}
+        name = make(with_js, stream_name(), server.url, **config)
+        for headers in (None, {"A": "ü" * 40}):
+            rows = [(f"{name}.{size}", bytes(size), headers) for size in range(690, 1031)]
+            done = write(name, rows, semantics, "drop", url=server.url, partition=int(headers is not None))
+            assert done.dropped + done.rows == len(rows)
+            # The sink reserves room for the headers of a batch, and for the number of an equal row.
+            reserved = {"none": 0, "dedupe": 80, "transactional": 190}[semantics] + (100 if headers else 0)
+            assert 6 <= done.dropped <= 6 + reserved
+            if limit != "max_bytes":  # there a message may have removed all others
+                sizes = [len(message.data) for message in stored(name, f"{name}.>", server.url)][-done.rows :]
+                assert sizes == list(range(690, 690 + done.rows))
+
+
+@pytest.mark.parametrize("semantics", SEMANTICS)
+def test_a_row_with_a_subject_of_any_length_is_stored_or_bad(
+    stream: str, write: Any, stored: Any, semantics: str
+) -> None:
+    rows = [(f"{stream}." + "x" * length, b"") for length in range(3700, 4100, 9)]
+    done = write(stream, rows, semantics, "drop")
+    assert done.dropped >= 11
+    assert [message.subject for message in stored(stream)] == [row[0] for row in rows[: done.rows]]
+
+
+@pytest.mark.parametrize("semantics", ["dedupe", "transactional"])
+def test_a_task_that_dies_repeats_no_dead_letter(
+    stream: str, dead: str, write: Any, stored: Any, semantics: str
+) -> None:
+    rows = [(f"{stream}.a", b"%d" % number) if number % 5 else (None, b"%d" % (number // 20)) for number in range(200)]
+    for end in (150, 80):
+        with pytest.raises(ZeroDivisionError):
+            write(stream, [*rows[:end], ZeroDivisionError()], semantics, dead)
+    # Spark may give the rows in another order.
+    done = write(stream, [*reversed(rows)], semantics, dead)
+    assert (done.rows, done.diverted) == (160, 40)
+    assert Counter(message.data for message in stored(dead.split(".")[0], dead)) == {b"%d" % n: 4 for n in range(10)}
+    assert len(stored(stream)) == 160
+
+
+def test_rows_of_other_micro_batches_and_partitions_are_other_dead_letters(
+    stream: str, dead: str, write: Any, stored: Any
+) -> None:
+    for batch in range(2):
+        for partition in range(2):
+            write(stream, [(None, b"x")], "dedupe", dead, batch=batch, partition=partition)
+    assert len(stored(dead.split(".")[0], dead)) == 4
+
+
+def test_few_bad_rows_are_in_memory(
+    stream: str, dead: str, write: Any, stored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 0
+    add = BadRows.add
+
+    def counted(self: BadRows, bad: BadRow) -> None:
+        nonlocal most
+        add(self, bad)
+        most = max(most, self.waiting)
+
+    monkeypatch.setattr(BadRows, "add", counted)
+    done = write(stream, [(None, b"%d" % number) for number in range(2000)], "dedupe", dead)
+    assert done.diverted == len(stored(dead.split(".")[0], dead)) == 2000
+    assert most <= 10  # two record batches
+
+
+def test_a_restart_of_the_server_neither_loses_nor_repeats_dead_letters(
+    with_js: Any, write: Any, stored: Any, stream_name: Callable[[], str]
+) -> None:
+    with NatsServer() as own:
+        name = make(with_js, stream_name(), own.url)
+        with ThreadPoolExecutor() as thread:
+            rows: list[Row] = [(None, b"%d" % number) for number in range(5000)]
+            writing = thread.submit(write, name, rows, "dedupe", f"{name}.dead", url=own.url, arrow=False, timeout="1")
+            while with_js(lambda js: js.stream_info(name), own.url).state.messages < 300:
+                assert not writing.done()
+            own.kill()
+            assert not writing.done()
+            own.restart()
+            assert writing.result().diverted == 5000
+        found = Counter(message.data for message in stored(name, f"{name}.dead", own.url))
+        assert found == {row[1]: 1 for row in rows}
+
+
+def test_a_dead_letter_is_cut_to_what_its_stream_takes(with_js: Any, stream: str, write: Any, stored: Any) -> None:
+    for limit, kept, cut in ((6000, 4096, "data"), (3000, 0, "data"), (700, 0, "data, headers")):
+        name = f"{stream}{limit}"
+        with_js(
+            lambda js, name=name, limit=limit: js.add_stream(
+                StreamConfig(name=name, subjects=[f"{name}.dead"], allow_direct=True, max_msg_size=limit)
+            )
+        )
+        write(stream, [(None, bytes(20_000), {"A": "x" * 500})], "dedupe", f"{name}.dead")
+        [letter] = stored(name, f"{name}.dead")
+        assert (letter.data, letter.headers["Dead-Letter-Cut"]) == (bytes(kept), cut)
+
+
+def test_a_dead_letter_that_cannot_be_stored_fails_the_task(
+    with_js: Any, stream: str, dead: str, write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sink, "PATIENCE", 0.2)
+    rows = [(None, b"x")]
+    with_js(lambda js: js.update_stream(name=dead.split(".")[0], subjects=[dead], max_msgs=1, discard="new"))
+    write(stream, rows, "dedupe", dead)
+    with pytest.raises(
+        DeadLetterError, match=r"micro-batch 1: the dead letter of row 0 .*maximum messages exceeded.*onBadRow"
+    ):
+        write(stream, rows, "dedupe", dead, batch=1)
+
+    async def unchecked(*_: object) -> None:
+        """The stream is deleted after the driver's check."""
+
+    monkeypatch.setattr(sink, "check_dead_letters", unchecked)
+    with pytest.raises(DeadLetterError, match="no stream stores that subject, or the stream has no leader"):
+        write(stream, rows, "dedupe", "nowhere")
+
+
+class TestOnTheDriver:
+    def test_a_subject_that_no_stream_stores_is_refused(self, stream: str, write: Any) -> None:
+        with pytest.raises(PlanningError, match="'onBadRow': no stream stores the subject 'dorp'; create one, or give"):
+            write(stream, [], "dedupe", "dorp")
+
+    @pytest.mark.parametrize("given", [{"domain": "hub"}, {"apiPrefix": "hub"}], ids=["domain", "prefix"])
+    def test_in_another_domain_that_is_logged(
+        self, server: NatsServer, with_js: Any, caplog: pytest.LogCaptureFixture, given: dict[str, str]
+    ) -> None:
+        options = WriteOptions.parse({"servers": server.url, "stream": "S"} | given, streaming=True)
+        with_js(lambda js: bad_rows.check_dead_letters(js, options.connection, "nowhere"))
+        assert "no stream stores the subject 'nowhere' in the JetStream that the options name" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("value", "problem"), [("a.*", "has a wildcard"), ("", "is empty"), ("a b", "white space")]
+    )
+    def test_an_invalid_subject_is_refused(self, value: str, problem: str) -> None:
+        with pytest.raises(OptionError, match=f"option 'onBadRow': .*{problem}"):
+            WriteOptions.parse({"servers": "nats://s", "stream": "S", "onBadRow": value}, streaming=True)
+
+    def test_a_subject_of_the_markers_is_refused(self) -> None:
+        given = {"servers": "nats://s", "stream": "S", "semantics": "transactional", "sinkPartitions": "2"}
+        with pytest.raises(
+            OptionError, match=r"'onBadRow': subjects below '_spark\.S' are for the markers of the sink"
+        ):
+            WriteOptions.parse(given | {"onBadRow": "_spark.S.dead"}, streaming=True)
+
+    @pytest.mark.parametrize("streaming", [False, True], ids=["batch", "streaming"])
+    def test_the_commit_logs_the_numbers(
+        self, server: NatsServer, stream: str, cache: Connections, caplog: pytest.LogCaptureFixture, streaming: bool
+    ) -> None:
+        source = JetStreamDataSource({"servers": server.url, "stream": stream, "onBadRow": "drop"})
+        writer: Any = source.streamWriter(SCHEMA, False) if streaming else source.writer(SCHEMA, False)
+        messages = [
+            Written("q", 5),
+            None,
+            Written("q", 4, 0, 2, 0, "row 3 of partition 2: why"),
+            Written("q", 1, 0, 1, 4),
+        ]
+        writer.commit([Written("q", 5)], *[7] * streaming)
+        assert not caplog.text
+        writer.commit(messages, *[7] * streaming)
+        numbers = f"bad rows of micro-batch {7 * streaming}: 3 were dropped, 4 are stored as dead letters"
+        assert caplog.messages == [f"stream '{stream}': {numbers}; for example row 3 of partition 2: why"]
+
+    @pytest.mark.parametrize("value", ["DROP", " fail ", "Drop"])
+    def test_words_ignore_case(self, value: str) -> None:
+        given = {"servers": "nats://s", "stream": "S", "onBadRow": value}
+        assert WriteOptions.parse(given, streaming=True).on_bad_row == value.strip().lower()
+
+
+def test_an_attempt_logs_a_few_bad_rows(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "jetstream_ext.spark"):
+        bad = BadRows("drop", what="stream 'S', partition 0 of micro-batch 0")
+        for row in range(10):
+            bad.add(BadRow(row, f"reason {row}", None, b""))
+    assert (bad.dropped, bad.waiting) == (10, 0)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"stream 'S', partition 0 of micro-batch 0: row {row} is bad (onBadRow is drop): reason {row}"
+        for row in range(3)
+    ]
+
+
+def test_a_reason_is_short_whatever_the_row_has() -> None:
+    bad = BadRows("fail", what="stream 'S', partition 0 of micro-batch 0")
+    with pytest.raises(RowError) as caught:
+        bad.add(BadRow(0, f"subject {'x y' * (1 << 20)!r} has white space", None, b""))
+    assert len(str(caught.value)) < 1500
+
+
+def test_an_error_of_the_stream_does_not_count_bad_rows(with_js: Any, stream: str, write: Any) -> None:
+    with_js(
+        lambda js: js.update_stream(
+            StreamConfig(name=stream, subjects=[f"{stream}.>"], max_msgs=2, discard="new", allow_batched=True)
+        )
+    )
+    rows = [(f"{stream}.a", b"0"), (None, b""), (f"{stream}.a", b"1"), (f"{stream}.a", b"2")]
+    with pytest.raises(SinkError, match=r"row 2 of partition 0 \(bad rows not counted\): .*maximum messages exceeded"):
+        write(stream, rows, "dedupe", "drop")
+
+
+@pytest.mark.parametrize("semantics", SEMANTICS)
+def test_one_bad_row_does_not_wedge_a_query(
+    spark: SparkSession,
+    server: NatsServer,
+    with_js: Any,
+    stream: str,
+    dead: str,
+    stored: Any,
+    stream_name: Callable[[], str],
+    tmp_path: Path,
+    semantics: str,
+) -> None:
+    source = make(with_js, stream_name())
+
+    async def publish(js: JetStreamContext) -> None:
+        async with jsx.FastPublisher(js) as publisher:
+            await publisher.add_many((f"{source}.a", b"%d" % number) for number in range(300))
+
+    def run(policy: str) -> None:
+        rows = spark.readStream.format("jetstream").option("servers", server.url).load(source)
+        rows = rows.selectExpr(f"IF(seq % 50 = 7, NULL, '{stream}.b') AS subject", "data")
+        options = {"servers": server.url, "stream": stream, "semantics": semantics, "onBadRow": policy}
+        if semantics == "transactional":
+            options["sinkPartitions"] = "2"
+        writer = rows.writeStream.format("jetstream").options(**options)
+        writer = writer.option("checkpointLocation", str(tmp_path / "checkpoint")).trigger(availableNow=True)
+        writer.start().awaitTermination()
+
+    from pyspark.errors import PySparkException
+
+    with_js(publish)
+    with pytest.raises(PySparkException, match="cannot be stored: its subject is null"):
+        run("fail")
+    run(dead)
+    found = Counter(message.data for message in stored(stream))
+    bad = {b"%d" % number for number in range(6, 300, 50)}
+    assert set(found) == {b"%d" % number for number in range(300)} - bad
+    assert semantics == "none" or set(found.values()) == {1}
+    letters = stored(dead.split(".")[0], dead)
+    assert Counter(letter.data for letter in letters) == Counter(bad)
+
+
+@pytest.mark.parametrize("foreach", [False, True], ids=["batch", "foreachBatch"])
+def test_batch_writes_and_foreach_batch_do_the_same(
+    spark: SparkSession, server: NatsServer, stream: str, dead: str, stored: Any, tmp_path: Path, foreach: bool
+) -> None:
+    given = {"servers": server.url, "stream": stream, "semantics": "transactional", "sinkPartitions": "2"}
+    given |= {"onBadRow": dead, "txnAppId": "app"}
+
+    def save(frame: DataFrame, batch: int) -> None:
+        rows = frame.selectExpr(f"IF(value % 10 = 0, '', '{stream}.a') AS subject", "CAST(value AS string) AS data")
+        for _ in range(2):
+            rows.write.format("jetstream").mode("append").options(**given, txnVersion=f"{batch}").save()
+
+    if foreach:
+        frame = (
+            spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 100).option("numPartitions", 2).load()
+        )
+        writer = frame.writeStream.foreachBatch(save).option("checkpointLocation", str(tmp_path / "checkpoint"))
+        query = writer.trigger(once=True).start()
+        query.awaitTermination()
+    else:
+        save(spark.range(0, 100, numPartitions=2).withColumnRenamed("id", "value"), 0)
+    assert {int(message.data) % 10 for message in stored(stream)} == set(range(1, 10))
+    letters = Counter(int(message.data) for message in stored(dead.split(".")[0], dead))
+    assert letters == dict.fromkeys(range(0, 100, 10), 1)
+    assert len(stored(stream)) == 90
