@@ -1,0 +1,162 @@
+"""Rows of the `jetstream_kv` sink as writes of keys, without Spark and a server."""
+
+from __future__ import annotations
+
+import pickle
+from contextlib import closing
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyspark.sql.types import BinaryType, DoubleType, IntegerType, LongType, StringType, StructField, StructType
+
+from jetstream_ext.kv.staging import Staged
+from jetstream_ext.spark.bad_rows import BadRow, BadRows
+from jetstream_ext.spark.kv_rows import KeyWrite, KvColumns, KvRowReader, LastRows
+from jetstream_ext.spark.options import KvWriteOptions, OptionError
+from jetstream_ext.spark.row_sizes import RowSizes
+from jetstream_ext.types import NEVER, BatchMessage
+
+TYPES = {
+    "string": StringType(),
+    "binary": BinaryType(),
+    "bigint": LongType(),
+    "int": IntegerType(),
+    "double": DoubleType(),
+}
+COLUMNS = "key string, operation string, value binary, ttl string, expectedRevision bigint"
+ROW = ("k", None, b"v", None, None)
+
+
+def schema_of(columns: str) -> StructType:
+    """Return a schema; Spark's own parser needs a session."""
+    pairs = [column.split() for column in columns.split(", ")]
+    return StructType([StructField(name, TYPES[kind]) for name, kind in pairs])
+
+
+class Refused(BadRows):
+    """Keeps the bad rows."""
+
+    def __init__(self) -> None:
+        super().__init__("drop", what="a test")
+        self.rows: list[BadRow] = []
+
+    def add(self, bad: BadRow) -> None:
+        self.rows.append(bad)
+
+
+def read(rows: list[tuple[Any, ...]], *, arrow: bool = True, **options: str) -> tuple[list[KeyWrite], list[BadRow]]:
+    """Return what becomes of rows that have all columns."""
+    schema = schema_of(COLUMNS)
+    if "ttl" in options:
+        schema = StructType([field for field in schema.fields if field.name != "ttl"])
+        rows = [(*row[:3], row[4]) for row in rows]
+    parsed = KvWriteOptions.parse({"servers": "nats://unused:4222", "bucket": "b"} | options, streaming=False)
+    bad, last = Refused(), LastRows(7)
+    reader = KvRowReader(KvColumns.of(schema, parsed), parsed, RowSizes(1000, "the limit (1000)", 100), bad)
+    if arrow:
+        types = {"binary": pa.binary(), "string": pa.string(), "bigint": pa.int64()}
+        fields = [pa.field(one.name, types[one.dataType.simpleString()]) for one in schema.fields]
+        batch = pa.RecordBatch.from_arrays(
+            [pa.array([row[at] for row in rows], one.type) for at, one in enumerate(fields)], schema=pa.schema(fields)
+        )
+        read = reader.from_arrow(batch)
+    else:
+        read = reader.from_rows(rows)
+    with closing(last):
+        for row in read:
+            last.add(*row)
+        return list(last), bad.rows
+
+
+@pytest.mark.parametrize("arrow", [True, False])
+def test_the_last_row_of_each_key_in_the_order_of_these_rows(arrow: bool) -> None:
+    rows = [("a", None, b"1", None, None), ("b", "PUT", None, None, None), ("a", "DEL", None, None, 3)]
+    writes, bad = read(rows, arrow=arrow)
+    assert not bad
+    assert writes == [
+        KeyWrite("b", b"", Staged("PUT"), 1, 7),
+        KeyWrite("a", b"", Staged("DEL", expected=3), 2, 7),
+    ]
+
+
+def test_values_beyond_the_memory_are_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jetstream_ext.spark.kv_rows._MEMORY", 50)
+    rows = [(f"k.{n % 30}", None, b"%d" % n * (n % 5), None, None) for n in range(100)]
+    writes, _ = read(rows)
+    assert [(write.key, write.value) for write in writes] == [
+        (f"k.{n % 30}", b"%d" % n * (n % 5)) for n in range(70, 100)
+    ]
+
+
+BAD = {
+    "no key": ((None, None, b"", None, None), "its key is null"),
+    "a space": (("a b", None, b"", None, None), "key 'a b' must be tokens of"),
+    "an empty token": (("a..b", None, b"", None, None), "must be tokens of"),
+    "a wildcard": (("k.*", None, b"", None, None), "must be tokens of"),
+    "an empty key": (("", None, b"", None, None), "must be tokens of"),
+    "not ASCII": (("\u00e9", None, b"", None, None), "must be tokens of"),
+    "a long key": (("k" * 4000, None, b"", None, None), "its key has 4000 bytes"),
+    "an operation": (("k", "PATCH", b"", None, None), "its operation 'PATCH' is not one of PUT, DEL, PURGE"),
+    "a delete with a value": (("k", "DEL", b"x", None, None), "which has no value"),
+    "a purge with a value": (("k", "PURGE", b"x", None, None), "which has no value"),
+    "a delete with a TTL": (("k", "DEL", None, "5s", None), "which has no TTL"),
+    "a TTL of zero": (("k", None, b"", "0", None), "of at least 1"),
+    "no TTL at all": (("k", None, b"", "soon", None), "not a whole number of seconds"),
+    "a negative revision": (("k", None, b"", None, -1), "its expectedRevision -1 is negative"),
+    "a large value": (("k", None, b"x" * 901, None, None), "more than the limit (1000)"),
+}
+
+
+@pytest.mark.parametrize("arrow", [True, False])
+@pytest.mark.parametrize("what", BAD)
+def test_a_row_that_can_never_be_stored_is_bad(what: str, arrow: bool) -> None:
+    row, reason = BAD[what]
+    writes, bad = read([ROW, row, ("last", None, b"", None, None)], arrow=arrow)
+    assert [write.key for write in writes] == ["k", "last"]
+    assert [(one.row, one.subject, one.data) for one in bad] == [(1, row[0], row[2] or b"")]
+    assert reason in bad[0].reason
+
+
+def test_times_to_live() -> None:
+    rows = [("a", None, b"", "90s", None), ("b", None, b"", "never", None), ("c", "PURGE", None, "1h", None), ROW]
+    writes, bad = read(rows)
+    assert not bad
+    assert [write.what.ttl for write in writes] == [90, NEVER, 3600, None]
+    writes, bad = read([ROW, ("d", "DEL", None, None, None), ("p", "PURGE", None, None, None)], ttl="15m")
+    assert not bad
+    assert [write.what.ttl for write in writes] == [900, None, None]  # markers stay
+
+
+def test_a_row_becomes_a_message_as_a_transaction_would_write_it() -> None:
+    (plain, deleted, created), _ = read(
+        [ROW, ("d", "DEL", None, None, 4), ("c", None, b"v", "5s", 0)],
+    )
+    assert plain.message("$KV.b.") == ("$KV.b.k", b"v")
+    message = deleted.message("$KV.b.")
+    assert isinstance(message, BatchMessage)
+    assert (message.headers, message.expected_last_subject_seq) == ({"KV-Operation": "DEL"}, 4)
+    message = pickle.loads(pickle.dumps(created)).message("$KV.b.")
+    assert (message.subject, message.payload, message.msg_ttl, message.expected_last_subject_seq) == (
+        "$KV.b.c",
+        b"v",
+        5,
+        0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ("value binary", "column 'key': it is missing"),
+        ("key string", "column 'value': it is missing"),
+        ("key string, value int", "column 'value': it is int, but must be binary or string"),
+        ("key string, value binary, other int", "column 'other': the sink writes only the columns key, value"),
+        ("key string, KEY string, value binary", "the schema has it twice"),
+        ("key string, value binary, ttl double", "column 'ttl': it is double, but must be"),
+    ],
+)
+def test_other_columns_are_refused(schema: str, reason: str) -> None:
+    options = KvWriteOptions.parse({"servers": "nats://unused:4222", "bucket": "b"}, streaming=False)
+    with pytest.raises(OptionError, match=reason):
+        KvColumns.of(schema_of(schema), options)
