@@ -355,7 +355,7 @@ def test_wrong_columns_and_options_are_refused(spark: SparkSession, target: Targ
         (good.selectExpr("*", "1 AS other"), {}, "column 'other': the sink writes only the columns key, value"),
         (good.selectExpr("key", "1 AS value"), {}, "column 'value': it is int, but must be binary or string"),
         (good.selectExpr("*", "1 AS ttl"), {"ttl": "5s"}, "option 'ttl': there is a column 'ttl' as well"),
-        (good, {"ttl": "500ms"}, "option 'ttl': a TTL must be a whole number of seconds"),
+        (good, {"ttl": "500ms"}, "option 'ttl': '500ms' is not a whole number of seconds"),
         (good, {"asOf": "now"}, "option 'asof': it applies only to reads"),
         (good, {"transactionRows": "999"}, "999 is more than 998"),
         (good, {"writeId": "a", "txnAppId": "b", "txnVersion": "1"}, "cannot be combined"),

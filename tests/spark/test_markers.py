@@ -96,7 +96,15 @@ def rows_of(rows: Sequence[int]) -> Rows:
 async def attempt(partition: Partition, batch: int, rows: Sequence[int], size: int) -> int:
     """Run an attempt at a partition; return how many rows it has skipped."""
     transactions = Transactions(
-        SimpleNamespace(partition=partition, batch=batch, partitions=0, context=None, options=None, state=None), 0
+        SimpleNamespace(
+            partition=partition,
+            batch=batch,
+            partitions=0,
+            context=None,
+            options=SimpleNamespace(transaction_rows=999),
+            state=None,
+        ),
+        0,
     )  # type: ignore[arg-type]
     await transactions.open()
     for first in range(0, len(rows), size):
