@@ -202,7 +202,7 @@ class JetStreamKvWriter(_KvWriter, DataSourceArrowWriter):
     def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
         writer, batch = self._writer, self._options.txn_version or 0
         if self._options.per_micro_batch:
-            instead = "give the options txnAppId and txnVersion instead of perMicroBatch (or instead of jetstream_ext.spark.upsert)"
+            instead = "give jetstream_ext.spark.upsert a txnAppId, or df.write the options txnAppId and txnVersion instead of perMicroBatch"
             writer, batch = micro_batch_of(current_task(), instead)
         return self._write(writer, batch, iterator, arrow=True)
 

@@ -17,8 +17,9 @@ class Upsert:
     options: Mapping[str, str]
 
     def __call__(self, frame: DataFrame, batch: int) -> None:
-        writer = frame.write.format("jetstream_kv").options(**self.options).option("perMicroBatch", "true")
-        writer.mode("append").save()
+        names = {name.lower() for name in self.options}
+        once = {"txnVersion": str(batch)} if "txnappid" in names else {"perMicroBatch": "true"}
+        frame.write.format("jetstream_kv").options(**self.options, **once).mode("append").save()
 
 
 def upsert(**options: str) -> Upsert:
@@ -30,7 +31,9 @@ def upsert(**options: str) -> Upsert:
         totals.writeStream.outputMode("update").foreachBatch(upsert(servers=url, bucket="totals"))
 
     A micro-batch is recognised by the query and its number, as with ``writeStream.format("jetstream_kv")``. So use one
-    `upsert` for a bucket in a query.
+    `upsert` for a bucket in a query. Spark Connect does not tell the sink which query it is. There, give the query a name
+    with the option ``txnAppId``, and another name with each new checkpoint: what has a number that the bucket has already is
+    not stored again.
 
     Args:
         options: The options of the `jetstream_kv` sink, such as ``servers`` and ``bucket``.

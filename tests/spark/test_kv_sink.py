@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -163,7 +164,8 @@ def test_an_aggregation_is_upserted(spark: SparkSession, target: Target, server:
     source = Source(server, target.run, f"{target.name}IN")
     counts = source.frame(spark).selectExpr("string(data) AS key").groupBy("key").count()
     rows = counts.selectExpr("key", "string(count) AS value")
-    query = upsert(servers=server.url, bucket=target.name)
+    options = {"txnAppId": "totals"} if os.environ.get("JETSTREAM_EXT_SPARK_REMOTE") else {}
+    query = upsert(servers=server.url, bucket=target.name, **options)
 
     def run() -> None:
         writer = rows.writeStream.outputMode("update").foreachBatch(query).trigger(availableNow=True)
