@@ -9,10 +9,20 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
-from jetstream_ext.spark.offsets import lag
-
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+    from jetstream_ext.spark.offsets import lag
+else:
+
+    def __getattr__(name: str) -> object:
+        # Imported when it is used, because every process of a Spark query imports this package.
+        if name != "lag":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from jetstream_ext.spark.offsets import lag
+
+        return lag
+
 
 __all__ = ["lag", "register"]
 
