@@ -4,7 +4,7 @@ Spark imports every top-level module named ``pyspark_*`` in every session that u
 imports the format only when Spark makes an instance of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from typing import Any
 
 from pyspark.sql.datasource import DataSource
@@ -19,7 +19,7 @@ class DefaultSource(DataSource):
     def name(cls) -> str:
         return "jetstream_kv"
 
-    def __new__(cls, options: Mapping[str, str]) -> Any:
+    def __new__(cls, options: MutableMapping[str, str]) -> Any:
         from jetstream_ext.spark.kv import JetStreamKvDataSource
 
         return JetStreamKvDataSource(options)

@@ -1,16 +1,17 @@
-"""How long Spark's start and its first query take, and how much of that is the connector's: a table for the page on performance.
+"""How long Spark's start and its first query take, and how much of that is the connector's: tables for the page on performance.
 
-    python tests/bench/spark_start.py [--rounds 5] [--messages 336776] [--before FOLDER] [--uncompiled]
+    python tests/bench/spark_start.py [--rounds 5] [--messages 336776] [--before FOLDER]
 
 Each run is a new session in a new process; the cases run in turn. The constant source yields the same rows from memory,
-so the difference to it is the connector's. FOLDER is a checkout of an earlier version to compare with. With
-``--uncompiled``, no Python module of the connector has been compiled before a run, as after ``pip install -e``.
+so the difference to it is the connector's. The second table has the CPU time of the connector's imports, in each kind of
+process that Spark starts. FOLDER is a checkout of an earlier version to compare with.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import compileall
 import json
 import os
 import shutil
@@ -35,6 +36,22 @@ import jetstream_ext as jsx
 from jetstream_ext.testing import NatsServer
 
 ROOT = Path(__file__).parents[2]
+OPTIONS = "CaseInsensitiveDict({'servers': 'nats://localhost', 'stream': 'S'})"
+# The processes of a query, in their order, and what they import of the connector besides Spark's own modules.
+PROCESSES = {
+    "look for formats": "import pyspark_jetstream, pyspark_jetstream_kv",
+    "create the source": f"import pyspark_jetstream; pyspark_jetstream.DefaultSource({OPTIONS}).schema()",
+    "plan": "import jetstream_ext.spark.source, jetstream_ext.spark.planning",
+    "read (each worker)": "import jetstream_ext.spark.source, jetstream_ext.spark.reading",
+}
+IMPORT = """
+import time, pyarrow, pyspark.sql.worker.plan_data_source_read, pyspark.worker
+from pyspark.sql.datasource import CaseInsensitiveDict
+began = time.process_time()
+{code}
+print(time.process_time() - began)
+"""
+IMPORT_ROUNDS = 15
 RANGE, CONSTANT, NOW, BEFORE = "`spark.range`", "a constant Python source", "`jetstream`", "`jetstream`, before"
 MEASURES = (
     "session, s",
@@ -86,7 +103,7 @@ class ConstantReader(DataSourceReader):
 
 def write_batch(file: Path) -> None:
     """Write the record batch that the constant source repeats."""
-    columns = [
+    columns: list[Any] = [
         pa.array(["BENCH"] * ROWS),
         pa.array(range(ROWS), pa.int64()),
         pa.array(["bench.1"] * ROWS),
@@ -95,7 +112,7 @@ def write_batch(file: Path) -> None:
         pa.array([{}] * ROWS, pa.map_(pa.string(), pa.list_(pa.string()))),
     ]
     batch = pa.RecordBatch.from_arrays(columns, ["stream", "seq", "subject", "time", "data", "headers"])
-    with pa.ipc.new_stream(file, batch.schema) as writer:
+    with pa.ipc.new_stream(str(file), batch.schema) as writer:
         writer.write_batch(batch)
 
 
@@ -151,12 +168,32 @@ def measure(case: str, package: Path, url: str, messages: int, file: Path) -> li
 
 
 def copy(package: Path, folder: Path) -> Path:
-    """Copy the connector of a checkout, without what Python has compiled of it."""
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(package / "jetstream_ext", folder / "jetstream_ext", ignore=shutil.ignore_patterns("__pycache__"))
+    """Copy the connector of a checkout, and compile it, as pip does."""
+    shutil.copytree(package / "jetstream_ext", folder / "jetstream_ext")
     for module in package.glob("pyspark_*.py"):
         shutil.copy(module, folder)
+    compileall.compile_dir(folder, quiet=1, force=True)
     return folder
+
+
+def import_seconds(code: str, package: Path) -> float:
+    """Return the CPU time of some imports in a new process that has imported Spark's modules."""
+    command = [sys.executable, "-c", IMPORT.format(code=code)]
+    environment = os.environ | {"PYTHONPATH": str(package)}
+    return float(subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout)
+
+
+def show_imports(packages: dict[str, Path]) -> None:
+    """Print the table of imports, in milliseconds."""
+    print(f"\n| CPU of imports, ms | {' | '.join(PROCESSES)} |\n| --- |{' ---: |' * len(PROCESSES)}")
+    runs: dict[tuple[str, str], list[float]] = {}
+    for _ in range(IMPORT_ROUNDS):
+        for process, code in PROCESSES.items():
+            for case, package in packages.items():
+                runs.setdefault((case, process), []).append(import_seconds(code, package) * 1000)
+    for case in packages:
+        figures = (f"{statistics.median(runs[case, process]):.0f}" for process in PROCESSES)
+        print(f"| {case} | {' | '.join(figures)} |")
 
 
 def main() -> None:
@@ -164,24 +201,31 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--messages", type=int, default=336_776)
     parser.add_argument("--before", type=Path)
-    parser.add_argument("--uncompiled", action="store_true")
     parser.add_argument("--child", nargs=3, metavar=("CASE", "URL", "FILE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         case, url, file = options.child
         print(json.dumps(run(case, url, options.messages, file)))
         return
-    cases = {RANGE: ROOT, CONSTANT: ROOT, NOW: ROOT} | ({BEFORE: options.before.resolve()} if options.before else {})
-    runs: dict[str, list[list[float]]] = {case: [] for case in cases}
     with NatsServer() as server, tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "batch"
         write_batch(file)
         asyncio.run(fill(server.url, options.messages))
+        packages = {NOW: copy(ROOT, Path(folder) / "now")}
+        if options.before:
+            packages[BEFORE] = copy(options.before, Path(folder) / "before")
+        cases = {RANGE: packages[NOW], CONSTANT: packages[NOW]} | packages
+        runs: dict[str, list[list[float]]] = {case: [] for case in cases}
         for number in range(options.rounds):
             for case, package in cases.items():
-                source = copy(package, Path(folder) / "package") if options.uncompiled else package
-                runs[case].append(measure(case, source, server.url, options.messages, file))
+                runs[case].append(measure(case, package, server.url, options.messages, file))
                 print(f"round {number + 1}: {case}: {[round(one, 2) for one in runs[case][-1]]}", file=sys.stderr)
+        show(runs)
+        show_imports(packages)
+
+
+def show(runs: dict[str, list[list[float]]]) -> None:
+    """Print the table of sessions."""
     print(f"| | {' | '.join(MEASURES)} |\n| --- |{' ---: |' * len(MEASURES)}")
     for case, found in runs.items():
         figures = (f"{statistics.median(values):.1f}" for values in zip(*found, strict=True))
