@@ -1,5 +1,25 @@
-"""Let Spark find the `jetstream` format by itself (Spark imports every top-level module named ``pyspark_*``)."""
+"""Let Spark find the `jetstream` format by itself.
 
-from jetstream_ext.spark.source import JetStreamDataSource as DefaultSource
+Spark imports every top-level module named ``pyspark_*`` in every session that uses a Python data source. So this one
+imports the format only when Spark makes an instance of it.
+"""
+
+from collections.abc import MutableMapping
+from typing import Any
+
+from pyspark.sql.datasource import DataSource
 
 __all__ = ["DefaultSource"]
+
+
+class DefaultSource(DataSource):
+    """Stand in for `JetStreamDataSource`: an instance is one of that class."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "jetstream"
+
+    def __new__(cls, options: MutableMapping[str, str]) -> Any:
+        from jetstream_ext.spark.source import JetStreamDataSource
+
+        return JetStreamDataSource(options)

@@ -2,57 +2,109 @@
 
 from typing import TYPE_CHECKING
 
-from jetstream_ext import errors as errors
-from jetstream_ext.client.atomic import (
-    AbandonedBatches,
-    AtomicBatch,
-    AtomicBatches,
-    publish_atomic,
-    publish_atomic_many,
-    watch_abandoned,
-)
-from jetstream_ext.client.consumers import (
-    SourceHealth,
-    SourceState,
-    create_source_consumer,
-    reset_consumer,
-    source_health,
-)
-from jetstream_ext.client.direct import DirectGet
-from jetstream_ext.client.direct_reader import MessageBatch
-from jetstream_ext.client.fast import FastPublisher
-from jetstream_ext.client.ingest import ingest
-from jetstream_ext.client.streams import Features, ensure_stream, features
-from jetstream_ext.protocol.direct import StoredMsg
-from jetstream_ext.protocol.fast_wire import BatchFlowError
-from jetstream_ext.ttl import marker_reason, ttl_headers, with_ttl
-from jetstream_ext.types import (
-    NEVER,
-    TTL,
-    AbandonedBatch,
-    BatchAck,
-    BatchFlowAck,
-    BatchFlowGap,
-    BatchMessage,
-    EndReason,
-    FastPubAck,
-    GapMode,
-    InDoubt,
-    IngestProgress,
-    IngestReport,
-)
+if TYPE_CHECKING:
+    from jetstream_ext import errors as errors
+    from jetstream_ext.client.atomic import (
+        AbandonedBatches,
+        AtomicBatch,
+        AtomicBatches,
+        publish_atomic,
+        publish_atomic_many,
+        watch_abandoned,
+    )
+    from jetstream_ext.client.consumers import (
+        SourceHealth,
+        SourceState,
+        create_source_consumer,
+        reset_consumer,
+        source_health,
+    )
+    from jetstream_ext.client.direct import DirectGet
+    from jetstream_ext.client.direct_reader import MessageBatch
+    from jetstream_ext.client.fast import FastPublisher
+    from jetstream_ext.client.ingest import ingest
+    from jetstream_ext.client.streams import Features, ensure_stream, features
+    from jetstream_ext.protocol.direct import StoredMsg
+    from jetstream_ext.protocol.fast_wire import BatchFlowError
+    from jetstream_ext.ttl import marker_reason, ttl_headers, with_ttl
+    from jetstream_ext.types import (
+        NEVER,
+        TTL,
+        AbandonedBatch,
+        BatchAck,
+        BatchFlowAck,
+        BatchFlowGap,
+        BatchMessage,
+        EndReason,
+        FastPubAck,
+        GapMode,
+        InDoubt,
+        IngestProgress,
+        IngestReport,
+    )
 
 __version__: str
 """The installed version of ``nats-jetstream-ext``."""
 
 if not TYPE_CHECKING:  # for a type checker, `__getattr__` would declare every name
+    # A name is imported when it is used: Spark starts several processes for a query, one after the other, and each of them
+    # needs a part of this package only.
+    _HOMES = {
+        "client.atomic": (
+            "AbandonedBatches",
+            "AtomicBatch",
+            "AtomicBatches",
+            "publish_atomic",
+            "publish_atomic_many",
+            "watch_abandoned",
+        ),
+        "client.consumers": (
+            "SourceHealth",
+            "SourceState",
+            "create_source_consumer",
+            "reset_consumer",
+            "source_health",
+        ),
+        "client.direct": ("DirectGet",),
+        "client.direct_reader": ("MessageBatch",),
+        "client.fast": ("FastPublisher",),
+        "client.ingest": ("ingest",),
+        "client.streams": ("Features", "ensure_stream", "features"),
+        "protocol.direct": ("StoredMsg",),
+        "protocol.fast_wire": ("BatchFlowError",),
+        "ttl": ("marker_reason", "ttl_headers", "with_ttl"),
+        "types": (
+            "NEVER",
+            "TTL",
+            "AbandonedBatch",
+            "BatchAck",
+            "BatchFlowAck",
+            "BatchFlowGap",
+            "BatchMessage",
+            "EndReason",
+            "FastPubAck",
+            "GapMode",
+            "InDoubt",
+            "IngestProgress",
+            "IngestReport",
+        ),
+    }
 
-    def __getattr__(name: str) -> str:
-        if name != "__version__":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from importlib.metadata import version
+    def __getattr__(name):
+        from importlib import import_module, metadata
 
-        return version("nats-jetstream-ext")
+        if name == "__version__":
+            return metadata.version("nats-jetstream-ext")
+        if name == "errors":
+            return import_module("jetstream_ext.errors")
+        for module, names in _HOMES.items():
+            if name in names:
+                value = globals()[name] = getattr(import_module(f"jetstream_ext.{module}"), name)
+                return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__():
+        return sorted({*globals(), *__all__, "__version__", "errors"})
 
 
 del TYPE_CHECKING  # not a name of this package

@@ -6,8 +6,12 @@ Python instead, row by row, with the same result.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any, Final, TypeAlias
+from itertools import accumulate
+from operator import add
+from typing import Any, Final, Literal, TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute
@@ -46,12 +50,29 @@ _NAMES: Final = {
     _PENDING: b"Nats-Num-Pending: ",
     _LAST: b"Nats-Last-Sequence: ",
 }
-_SHORTEST_TIME: Final = pa.scalar(len("2026-01-01T00:00:00Z"), pa.int32())
 _OUT_OF_RANGE: Final = "nanoseconds can express only times of the years 1678 to 2261"
 _TO_THE_END: Final = 1 << 20  # `binary_slice` needs an end; no line is that long
 _HEADERS: Final = pa.map_(pa.binary(), pa.list_(pa.binary()))
 _map_array: Final[Any] = pa.MapArray.from_arrays  # its stubs accept int64 offsets only
 _list_array: Final[Any] = pa.ListArray.from_arrays
+_NUMBERS: Final = {"i": pa.int32(), "q": pa.int64(), "Q": pa.uint64()}  # by the type codes of the module `array`
+
+
+# `pa.array` and `pa.scalar` import pandas if it is installed, which takes longer than all other imports of a read. So the
+# usual blocks become arrays by their buffers.
+
+
+def _numbers(code: Literal["i", "q", "Q"], values: Iterable[int]) -> Array:
+    numbers = array(code, values)
+    return pa.Array.from_buffers(_NUMBERS[code], len(numbers), [None, pa.py_buffer(numbers)])
+
+
+def _binary(values: bytes, offsets: Sequence[int]) -> Array:
+    buffers = [None, pa.py_buffer(array("i", offsets)), pa.py_buffer(values)]
+    return pa.Array.from_buffers(pa.binary(), len(offsets) - 1, buffers)
+
+
+_SHORTEST_TIME: Final = _numbers("i", [len("2026-01-01T00:00:00Z")])[0]
 
 
 class Columns:
@@ -104,11 +125,21 @@ class _BlockColumns:
         self._block = block
 
     @cached_property
+    def _halves(self) -> Array:
+        """The header block and the payload of each message, in turn."""
+        bodies, sizes = self._block.bodies, self._block.header_sizes
+        starts = list(accumulate(map(len, bodies), initial=0))
+        offsets = [0] * (2 * len(bodies) + 1)
+        offsets[::2] = starts
+        offsets[1::2] = map(add, starts, sizes)
+        return _binary(b"".join(bodies), offsets)
+
+    @cached_property
     def _lines(self) -> Array | None:
         """The lines of all header blocks, `_LINES` each; None unless all have the usual form (see `reply_row`)."""
         block = self._block
-        heads = [body[:size] for body, size in zip(block.bodies, block.header_sizes, strict=True)]
-        split = pc.split_pattern(pa.array(heads, pa.binary()), "\r\n", max_splits=_LINES - 1, reverse=True)
+        heads = _each(self._halves, 2, 0)
+        split = pc.split_pattern(heads, "\r\n", max_splits=_LINES - 1, reverse=True)
         lines = split.flatten()
         if len(lines) != _LINES * len(heads) or split.value_lengths().unique().to_pylist() != [_LINES]:
             return None
@@ -126,15 +157,15 @@ class _BlockColumns:
 
     @property
     def stream(self) -> Array:
-        return pa.repeat(pa.scalar(self._block.stream.encode(), pa.binary()), len(self._block))
+        return pa.repeat(_binary(name := self._block.stream.encode(), [0, len(name)])[0], len(self._block))
 
     @property
     def seq(self) -> Array:
-        return pa.array(self._block.seqs, pa.uint64())
+        return _numbers("Q", self._block.seqs)
 
     @property
     def data(self) -> Array:
-        return pa.array(self._block.datas, pa.binary())
+        return _each(self._halves, 2, 1)
 
     @property
     def subject(self) -> Array:
@@ -195,7 +226,7 @@ def _maps(stored: Array) -> Array | None:
         return None
     names, values = _trimmed(_each(halves, 2, 0)), _trimmed(_each(halves, 2, 1))
     encoded = names.dictionary_encode()
-    places = pc.add(pc.multiply(owners, len(encoded.dictionary)), encoded.indices)
+    places = pc.add(pc.multiply(owners, _numbers("q", [len(encoded.dictionary)])[0]), encoded.indices)
     if pc.count_distinct(places).as_py() != len(places):
         return None
     starts = pc.subtract(split.offsets, _every(1, 0, len(stored) + 1))
@@ -215,7 +246,7 @@ def _every(step: int, start: int, count: int) -> Array:
     known = _indices.get((step, start))
     if known is None or len(known) < count:
         most = max(count, 1024)
-        known = _indices[step, start] = pa.array(range(start, start + step * most, step), pa.int32())
+        known = _indices[step, start] = _numbers("i", range(start, start + step * most, step))
     return known[:count]
 
 

@@ -104,6 +104,7 @@ SPARK_PROCESSES = (
     "tests/spark/test_secrets.py",
     "tests/docs/test_pages.py::test_a_page_does_what_it_says[tutorial]",
     "tests/docs/test_pages.py::test_a_page_does_what_it_says[spark-pipeline]",
+    "tests/docs/test_pages.py::test_a_page_does_what_it_says[spark-payloads]",
     "tests/test_examples.py::test_an_example_runs_and_prints_its_results[07_spark_batch]",
     "tests/test_examples.py::test_an_example_runs_and_prints_its_results[10_spark_streaming]",
 )

@@ -226,10 +226,12 @@ def test_every_internal_that_our_own_client_inherits_is_checked() -> None:
 
 def test_import_loads_nothing_heavy() -> None:
     code = (
-        "import sys, jetstream_ext, jetstream_ext.errors\n"
+        "import sys, jetstream_ext\n"
+        "ours = {name for name in sys.modules if name.startswith('jetstream_ext.')}\n"
+        "from jetstream_ext import *\n"
         "heavy = {'pyspark', 'pyarrow', 'pandas', 'numpy', 'rich', 'click', 'hypothesis', 'pytest'}\n"
         "OUTER = ('jetstream_ext.spark.', 'jetstream_ext.testing.', 'jetstream_ext.cli.')\n"
-        "ours = {name for name in sys.modules if f'{name}.'.startswith(OUTER)}\n"
+        "ours |= {name for name in sys.modules if f'{name}.'.startswith(OUTER)}\n"
         "print(sorted(heavy & set(sys.modules)) + sorted(ours))\n"
     )
     # Its own interpreter: the tests have loaded all of these themselves.
@@ -257,6 +259,8 @@ def test_every_exported_name_exists(name: str) -> None:
 
 
 def test_nothing_else_is_exported() -> None:
+    for name in DOCUMENTED:
+        getattr(jetstream_ext, name)  # each is imported when it is used
     public = {
         name
         for name, value in vars(jetstream_ext).items()
@@ -268,17 +272,33 @@ def test_nothing_else_is_exported() -> None:
     assert modules <= inside, "a foreign module became an attribute of the package"
 
 
+def declared() -> dict[str, str]:
+    """The names that a type checker sees in the package, and their modules."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    checking, running = (node for node in tree.body if isinstance(node, ast.If))
+    # Pyright takes no other name.
+    assert (ast.unparse(checking.test), ast.unparse(running.test)) == ("TYPE_CHECKING", "not TYPE_CHECKING")
+    imports = [node for node in checking.body if isinstance(node, ast.ImportFrom)]
+    assert len(imports) == len(checking.body)
+    return {alias.asname or alias.name: f"{node.module}" for node in imports for alias in node.names}
+
+
+def test_a_name_is_imported_from_the_module_that_a_type_checker_sees() -> None:
+    modules = declared()
+    assert modules.pop("errors") == "jetstream_ext"
+    assert modules.keys() == DOCUMENTED
+    for name, module in modules.items():
+        assert getattr(jetstream_ext, name) is getattr(importlib.import_module(module), name), name
+    assert {*DOCUMENTED, "errors", "__version__"} <= set(dir(jetstream_ext))
+
+
 def test_a_type_checker_knows_every_name_that_the_documentation_uses() -> None:
     """Pyright knows a submodule only if the package binds it, and any name if it sees a module's `__getattr__`."""
-    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
-    bound = {alias.asname for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     root = Path(__file__).parents[1]
     pages = [root / "README.md", *root.glob("docs/**/*.md"), *root.glob("examples/*.py")]
     used = {name for page in pages for name in re.findall(r"\bjsx\.(\w+)", page.read_text(encoding="utf-8"))}
     assert {"errors", "AtomicBatch"} <= used
-    assert used <= DOCUMENTED | bound | {"__version__"}
-    [conditional] = [node.test for node in tree.body if isinstance(node, ast.If)]
-    assert ast.unparse(conditional) == "not TYPE_CHECKING"  # pyright takes no other name
+    assert used <= {*declared(), "__version__"}
 
 
 def test_star_import_gives_exactly_all() -> None:

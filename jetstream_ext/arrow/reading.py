@@ -21,6 +21,7 @@ from jetstream_ext.arrow.schemas import Array, Field, check_schema, first_bad, m
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import ScanOptions, scan_blocks
 from jetstream_ext.client.direct_reader import ExclusiveReader
+from jetstream_ext.client.pieces import pieces_of
 from jetstream_ext.columns import SCHEMA, Columns
 from jetstream_ext.errors import ConversionError
 from jetstream_ext.protocol.direct import Block
@@ -345,7 +346,7 @@ class _Builder:
         self.schema = pa.schema([*messages, *decoded]).with_metadata(messages.metadata)
 
     async def batches(self, blocks: AsyncGenerator[Block, None]) -> AsyncGenerator[pa.RecordBatch, None]:
-        async with aclosing(pieces_of(blocks, self._rows)) as pieces:
+        async with aclosing(pieces_of(blocks, self._rows, _BYTES)) as pieces:
             if (decoder := self._decoder) is None:
                 async for block in pieces:
                     yield self._messages(block)
@@ -425,31 +426,3 @@ def _check_subjects(block: Block) -> None:
                 "the stream's leader have U+FFFD in place of bytes that are not UTF-8, and only mirrors answer direct gets; "
                 "leave subject out of schema, or connect to a server that is nearer to a replica of the stream"
             )
-
-
-async def pieces_of(
-    blocks: AsyncGenerator[Block, None], rows: int, most_bytes: int = _BYTES
-) -> AsyncGenerator[Block, None]:
-    """Join and cut blocks into blocks of at most `rows` messages and about `most_bytes`."""
-    async with aclosing(blocks):
-        piece, size = Block(), 0
-        async for block in blocks:
-            start = 0
-            while start < len(block):
-                part = block.part(start, start + rows - len(piece))
-                joins = (piece.stream, piece.from_leader) == (part.stream, part.from_leader)
-                if len(piece) and (size + part.size > most_bytes or not joins):
-                    yield piece
-                    piece, size = Block(), 0
-                    continue
-                start += len(part)
-                size += part.size
-                if len(piece):
-                    piece.extend(part)
-                else:
-                    piece = part
-                if len(piece) >= rows or size >= most_bytes:
-                    yield piece
-                    piece, size = Block(), 0
-        if len(piece):
-            yield piece

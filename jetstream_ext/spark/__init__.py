@@ -6,14 +6,24 @@ Spark finds the formats by itself (`pyspark_jetstream`); `register` registers th
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from typing import TYPE_CHECKING
 
-from jetstream_ext.spark.offsets import lag
-from jetstream_ext.spark.upserts import upsert
-
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+    from jetstream_ext.spark.offsets import lag
+    from jetstream_ext.spark.upserts import upsert
+else:
+    _MODULES = {"lag": "offsets", "upsert": "upserts"}
+
+    def __getattr__(name: str) -> object:
+        # Imported when it is used, because every process of a Spark query imports this package.
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
 
 __all__ = ["lag", "register", "upsert"]
 

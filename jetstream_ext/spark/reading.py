@@ -13,10 +13,10 @@ from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 from pyspark.sql.types import StructType
 
-from jetstream_ext.arrow.reading import pieces_of
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import read_blocks, skip_malformed
 from jetstream_ext.client.merged_read import read_merged
+from jetstream_ext.client.pieces import pieces_of
 from jetstream_ext.columns import Columns
 from jetstream_ext.errors import DirectGetDisabledError, ResponseError
 from jetstream_ext.protocol.api import StreamState

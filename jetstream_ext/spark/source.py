@@ -16,16 +16,14 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import ArrayType, BinaryType, DataType, LongType, MapType, StringType, StructType, TimestampType
 
-from jetstream_ext.spark.connection import run_on_driver
 from jetstream_ext.spark.options import OptionError, ReadOptions, WriteOptions
-from jetstream_ext.spark.planning import plan_read
 from jetstream_ext.spark.pushed import PushedFilters, parse_pushed_filters
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
 
-# Imported where they are used, because Spark imports this module in every session: `reading` (and with it pyarrow),
-# `sink` and `streaming`.
+# Spark imports this module in several processes of a query, one after the other, and each needs a part of the connector
+# only. So everything but the options is imported where it is used.
 
 _COLUMNS: dict[str, DataType] = {
     "stream": StringType(),
@@ -101,6 +99,9 @@ class JetStreamReader(DataSourceReader):
         self._pushed = PushedFilters()
 
     def partitions(self) -> list[InputPartition]:
+        from jetstream_ext.spark.connection import run_on_driver
+        from jetstream_ext.spark.planning import plan_read
+
         parts = run_on_driver(self._options.connection, lambda context: plan_read(context, self._options, self._pushed))
         return [InputPartition(part) for part in parts]
 

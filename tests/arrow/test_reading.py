@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import pickle
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pyarrow as pa
@@ -16,7 +16,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import arrow
-from jetstream_ext.arrow.reading import _Builder, pieces_of
+from jetstream_ext.arrow.reading import _Builder
 from jetstream_ext.protocol.direct import Block, StoredMsg
 from jetstream_ext.testing import NatsServer
 
@@ -184,27 +184,6 @@ async def test_batches_have_about_8_mib(js: JetStreamContext, make_stream: MakeS
     assert max(sizes) <= 17
 
 
-@given(st.lists(st.tuples(st.sampled_from("ABBB"), st.integers(0, 12)), max_size=12), st.integers(1, 7))
-async def test_pieces_keep_every_message_in_order(lengths: list[tuple[str, int]], rows: int) -> None:
-    made, seq = [], 0
-    for name, length in lengths:
-        messages = [StoredMsg(stream=name, subject="s", seq=seq + n, time_ns=1) for n in range(1, length + 1)]
-        seq += length
-        if messages:
-            made.append(Block.of(messages, 0))
-
-    async def blocks() -> Any:
-        for block in made:
-            yield block
-
-    pieces = [piece async for piece in pieces_of(blocks(), rows)]
-    assert [one for piece in pieces for one in piece.seqs] == list(range(1, seq + 1))
-    assert all(1 <= len(piece) <= rows for piece in pieces)
-    assert [(piece.stream, one) for piece in pieces for one in piece.seqs] == [
-        (block.stream, one) for block in made for one in block.seqs
-    ]
-
-
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\r\n\0"), max_size=5).map(str.strip)
 
 
@@ -310,17 +289,6 @@ async def test_a_stream_without_direct_gets_is_an_error(js: JetStreamContext, ma
     stream = await make_stream(allow_direct=False)
     with pytest.raises(jsx.errors.DirectGetDisabledError):
         await arrow.to_arrow(js, stream)
-
-
-@pytest.mark.parametrize(
-    ("rows", "most_bytes", "sizes"), [(30, 1000, [22]), (10, 1000, [10, 10, 2]), (30, 20, [4, 4, 4, 1, 9])]
-)
-async def test_blocks_are_joined_and_cut(rows: int, most_bytes: int, sizes: list[int]) -> None:
-    async def arrive(*counts: int) -> AsyncGenerator[Block, None]:
-        for count in counts:
-            yield Block("S", [1] * count, [b"12345"] * count, [0] * count)
-
-    assert [len(piece) async for piece in pieces_of(arrive(4, 4, 4, 1, 9), rows, most_bytes)] == sizes
 
 
 def test_a_time_that_nanoseconds_cannot_express_is_exact_in_microseconds() -> None:
