@@ -7,14 +7,25 @@ Spark finds the formats by itself (`pyspark_jetstream`); `register` registers th
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
 from jetstream_ext.spark.offsets import lag
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["lag", "register"]
+    from jetstream_ext.spark.listener import ProgressListener, StreamProgress
+
+__all__ = ["ProgressListener", "StreamProgress", "lag", "register"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("ProgressListener", "StreamProgress"):  # PySpark is optional and slow to import
+        from jetstream_ext.spark import listener
+
+        return getattr(listener, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def register(spark: SparkSession) -> None:
@@ -24,12 +35,21 @@ def register(spark: SparkSession) -> None:
     notebooks.
 
     Raises:
-        ModuleNotFoundError: PySpark is not installed.
+        ModuleNotFoundError: PySpark, or a package that the connector needs beside it, is not installed.
     """
     if importlib.util.find_spec("pyspark") is None:
         raise ModuleNotFoundError(
-            "the connector needs PySpark: pip install 'nats-jetstream-ext[spark]'", name="pyspark"
+            f"PySpark is not installed for {sys.executable}: pip install 'nats-jetstream-ext[spark]'; on a platform that "
+            "brings its own PySpark, run the program with that platform's Python",
+            name="pyspark",
         )
+    for name in ("pyarrow", "numpy"):
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(
+                f"the connector needs {name}, which is not installed for {sys.executable}: pip install "
+                "'nats-jetstream-ext[spark-runtime]', here and on every executor; it leaves the platform's PySpark as it is",
+                name=name,
+            )
     # Imported here, because pyspark is an optional dependency and slow to import.
     from pyspark.errors import AnalysisException
 

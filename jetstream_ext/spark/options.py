@@ -19,7 +19,10 @@ from datetime import datetime
 from functools import partial
 from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar
 
+from nats.js.errors import InvalidKeyError
+
 from jetstream_ext.errors import BadSubjectError
+from jetstream_ext.kv.entries import check_key
 from jetstream_ext.protocol.servers import parse_servers
 from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject
 
@@ -172,6 +175,15 @@ _subject = _text_checked_by(check_subject)
 _bucket = _text_like(r"[A-Za-z0-9_-]+", "a valid bucket name (characters of A-Z, a-z, 0-9, _ and -)")
 
 
+def _key(text: str) -> str:
+    try:
+        check_key(text.strip())
+    except InvalidKeyError as error:
+        raise ValueError(str(error)) from None
+    return text.strip()
+
+
+_application_id = _text_like(r"[A-Za-z0-9_.-]{1,128}", "1 to 128 characters of A-Z, a-z, 0-9, _, . and -")
 _write_id = _text_like(r"[A-Za-z0-9_-]{1,64}", "1 to 64 characters of A-Z, a-z, 0-9, _ and -")
 
 
@@ -344,6 +356,7 @@ class ConnectionOptions:
     tls_ca: str | None = _option("tlsCa", _text)
     tls_cert: str | None = _option("tlsCert", _text)
     tls_key: str | None = _option("tlsKey", _text)
+    application_id: str | None = _option("applicationId", _application_id)  # in the names of the connections
 
     @classmethod
     def parse(cls, reader: OptionReader) -> ConnectionOptions:
@@ -359,7 +372,8 @@ class ConnectionOptions:
 
     def __repr__(self) -> str:
         # Lists only which references are given, because users may put the secret itself where its name belongs.
-        given = [name for name in self.__slots__ if name not in ("servers", "timeout") and getattr(self, name)]
+        shown = ("servers", "timeout", "application_id")
+        given = [name for name in self.__slots__ if name not in shown and getattr(self, name)]
         return f"ConnectionOptions(servers={','.join(self.servers)!r}, with={given})"
 
 
@@ -387,6 +401,8 @@ class ReadOptions:
     max_bytes: int | None = _option("maxBytesPerTrigger", _size)
     min_rows: int | None = _option("minRowsPerTrigger", _positive)
     max_delay: float = _option("maxTriggerDelay", _delay, 900.0)
+    progress_bucket: str | None = _option("progressBucket", _bucket)
+    progress_name: str | None = _option("progressName", _key)  # the key of the query's record in that bucket
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool | None = False) -> ReadOptions:
@@ -401,6 +417,7 @@ class ReadOptions:
             reader.fail(
                 "maxTriggerDelay", "it limits the wait for minRowsPerTrigger; give that as well, or leave it out"
             )
+        reader.pair("progressBucket", "progressName")
         streams = () if by_pattern else reader.get_streams()
         named = None if by_pattern else streams
         values = reader.values(cls)
@@ -440,6 +457,8 @@ class WriteOptions:
     sink_partitions: int | None = _option("sinkPartitions", _positive)
     marker_prefix: str = _option("markerPrefix", _subject)  # ``_spark.<stream>`` if it is not given
     transaction_rows: int = _option("transactionRows", _transaction_rows, _MAX_TRANSACTION_ROWS)
+    progress_bucket: str | None = _option("progressBucket", _bucket)
+    progress_name: str | None = _option("progressName", _key)
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool) -> WriteOptions:
@@ -452,6 +471,7 @@ class WriteOptions:
         write = cls(ConnectionOptions.parse(reader), stream, **values)
         reader.exclude("writeId", "txnAppId")
         reader.pair("txnAppId", "txnVersion")
+        reader.pair("progressBucket", "progressName")
         for name in ("writeId", "txnAppId"):
             if name in reader and streaming:
                 reader.fail(
@@ -515,10 +535,15 @@ _STREAMING_ONLY: Final = {
         ("maxRowsPerTrigger", "maxOffsetsPerTrigger", "maxBytesPerTrigger", "minRowsPerTrigger", "maxTriggerDelay"),
         "it limits streaming reads and has no effect on a batch read; leave it out",
     ),
-    "onRecreate": "it applies to streaming reads and has no effect on a batch read; leave it out",
+    **dict.fromkeys(
+        ("onRecreate", "progressBucket", "progressName"),
+        "it applies to streaming reads and has no effect on a batch read; leave it out",
+    ),
 }
-_FOR_READING: Final = {name: "it applies only to reads; leave it out" for name in READ_OPTIONS if name != "stream"}
+_FOR_READING: Final = {
+    name: "it applies only to reads; leave it out" for name in READ_OPTIONS if name not in WRITE_OPTIONS
+}
 _FOR_WRITING: Final = {
-    **{name: "it applies only to writes; leave it out" for name in WRITE_OPTIONS if name != "stream"},
+    **{name: "it applies only to writes; leave it out" for name in WRITE_OPTIONS if name not in READ_OPTIONS},
     "subject": "it applies only to writes; to read some subjects only, use 'subjects'",
 }

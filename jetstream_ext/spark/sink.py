@@ -33,6 +33,7 @@ from jetstream_ext.spark.connection import Lease, connected, run_on_driver
 from jetstream_ext.spark.markers import ReplayError
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.planning import PlanningError, state_of
+from jetstream_ext.spark.progress import SinkRecord, store_sink_progress
 from jetstream_ext.spark.rows import Columns, MessageIds, RowReader, Rows
 from jetstream_ext.spark.transactional import PATIENCE, MicroBatch, SinkError, Transactions, most_rows
 from jetstream_ext.text import get_logger
@@ -98,6 +99,10 @@ class _Writer:
         rows, skipped = sum(task.rows for task in written), sum(task.skipped for task in written)
         what = "stream %r: micro-batch %d has %d rows; %d of them were already stored"
         _log.info(what, options.stream, batch, rows, skipped)
+        if written:
+            number = options.txn_version if batchId is None else batchId
+            counts = {"rows": rows, "already_stored": skipped}
+            store_sink_progress(options, SinkRecord(options.stream, written[0].writer, number, **counts))
         count = options.sink_partitions
         if count is None:
             return
