@@ -5,12 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-from pyspark.sql.streaming.listener import StreamingQueryListener
+from typing import TYPE_CHECKING, Any
 
 from jetstream_ext.spark.offsets import lag, sequences_read
 from jetstream_ext.text import get_logger
+
+if TYPE_CHECKING:
+    from pyspark.sql.streaming.listener import StreamingQueryListener
+else:
+    try:
+        from pyspark.sql.streaming.listener import StreamingQueryListener
+    except ImportError:  # where the documentation is built
+
+        class StreamingQueryListener:
+            """Stand in for the class of PySpark."""
+
 
 _log = get_logger("spark")
 

@@ -22,6 +22,7 @@ from jetstream_ext.spark.planning import plan_read
 from jetstream_ext.spark.rows import Rows
 from jetstream_ext.spark.sink import Task, check_sink, write_partition
 from jetstream_ext.spark.source import JetStreamDataSource
+from jetstream_ext.spark.streaming import JetStreamStreamReader
 from jetstream_ext.testing import NatsServer
 
 SECRET = "pass"
@@ -32,6 +33,7 @@ PERMISSIONS = {
     "writer": ["S.*", "$JS.API.STREAM.INFO.S", "$JS.API.STREAM.NAMES"],
     "transactional": ["S.*", "$JS.API.STREAM.INFO.S", "_spark.S.>", "$JS.API.STREAM.MSG.GET.S"],
     "buckets": [one.format("KV_B") for one in READ],
+    "mirroring": [*(one.format("S") for one in READ), "$KV.B.query"],
 }
 
 
@@ -128,3 +130,21 @@ def test_buckets_need_only_the_documented_permissions(given: Any, cache: Connect
         rows = [row for part in parts for batch in kv.read_keys(read, schema, part) for row in batch.to_pylist()]
         assert lease.connection.client.refusal is None
     assert [row["value"] for row in rows] == [b"v"]
+
+
+def test_a_mirrored_position_needs_only_the_documented_permission(
+    given: Any, cache: Connections, guarded: NatsServer, with_js: Any
+) -> None:
+    options = given("mirroring") | {"stream": "S", "progressBucket": "B", "progressName": "query"}
+    read, schema = ReadOptions.parse(options, streaming=True), JetStreamDataSource(options).schema()
+    reader = JetStreamStreamReader(read, schema)
+    end = reader.latestOffset(reader.initialOffset())
+    assert reader.latestOffset(end) == end
+    with cache.lend(read.connection, "driver") as lease:
+        assert lease.connection.client.refusal is None
+
+    async def mirrored(js: JetStreamContext) -> Any:
+        return json.loads((await (await js.key_value("B")).get("query")).value or b"")
+
+    found = with_js(mirrored, guarded.url, user="admin", password=SECRET)
+    assert found["streams"]["S"].items() >= {"last_read": 0, "lag": 100}.items()  # the next one a second later
