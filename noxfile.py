@@ -134,6 +134,19 @@ def interop(session: nox.Session) -> None:
 
 
 @nox.session
+def packed(session: nox.Session) -> None:
+    """Run Spark with separate executors whose Python comes from a packed environment without PySpark. Needs Java 17."""
+    session.install("--no-compile", "-e", ".[spark,server]", *group("test"), "venv-pack", "setuptools<81")
+    folder = Path(session.create_tmp())
+    session.run("python", "-m", "venv", "--clear", str(folder / "packed"))
+    python, archive = folder / "packed" / "bin" / "python", folder / "environment.tar.gz"
+    session.run(str(python), "-m", "pip", "install", "--quiet", "--no-compile", ".[spark-runtime]", external=True)
+    session.run("venv-pack", "--quiet", "--force", "-p", str(folder / "packed"), "-o", str(archive))
+    named = {"JETSTREAM_EXT_PACKED": str(archive)}
+    session.run("python", "-m", "pytest", "tests/spark/test_packed_environment.py", *session.posargs, env=named)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check style, format and the layers of imports."""
     session.install(*group("lint"))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,6 +107,28 @@ def test_a_record_of_an_impossible_stream_is_left_out(server: NatsServer, ok: Js
 
     with_js(server.url, store)
     assert sorted(ok("positions", names[1])["other_keys"]) == ["evil", "note"]
+
+
+def test_positions_need_only_the_documented_permissions(run: Run) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "permissions.md").read_text(encoding="utf-8")
+    [row] = re.findall(r"`jetstream-ext positions` needs (.*?)\.\n", page, re.DOTALL)
+    allowed = [one.replace("<bucket>", "B").replace("<stream>", "S") for one in re.findall(r"`([^`]+)`", row)]
+    assert len(allowed) == 3
+    publish = {"allow": allowed}
+    some = {"user": "some", "password": "x", "permissions": {"publish": publish, "subscribe": {"allow": ["_INBOX.>"]}}}
+    users = {"users": [{"user": "all", "password": "x"}, some]}
+
+    async def fill(js: JetStreamContext) -> None:
+        await js.add_stream(name="S", subjects=["s"])
+        await js.create_key_value(bucket="B")
+        await PositionMirror("B", "copy").store(js, {"S": Position("", 0)}, {}, last=True)
+
+    with NatsServer(config=f"authorization: {json.dumps(users)}") as server:
+        at = server.url.removeprefix("nats://")
+        with_js(f"nats://all:x@{at}", fill)
+        done = run("positions", "B", url=f"nats://some:x@{at}")
+    assert done.exit_code == 0, done.output
+    assert "copy" in done.stdout
 
 
 @pytest.mark.parametrize(
