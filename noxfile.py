@@ -309,7 +309,7 @@ def compat(session: nox.Session, what: str) -> None:
     else:
         requirements, environment = SPARK[what]
         session.install(*everything, *requirements)
-        main = [f"tests/spark/test_{name}.py" for name in ("streaming", "sink", "kv")]
+        main = [f"tests/spark/test_{name}.py" for name in ("streaming", "sink", "kv", "progress", "application")]
         if "JETSTREAM_EXT_SPARK_MASTER" in environment:
             main.append("tests/spark/test_source_faults.py")
         arguments = arguments or (main if environment else ["tests/spark"])

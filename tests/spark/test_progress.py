@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
-from nats.js.errors import NoKeysError
+from nats.js.errors import KeyNotFoundError, NoKeysError
 
 import jetstream_ext as jsx
 from jetstream_ext.log import OffsetStore
@@ -237,6 +237,11 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+def limited(spark: SparkSession) -> bool:
+    """Whether this Spark limits micro-batches, and tells the source where each starts."""
+    return tuple(map(int, spark.version.split(".")[:2])) >= (4, 2)
+
+
 class TestWithSpark:
     @pytest.fixture
     def start(self, spark: SparkSession, server: NatsServer, bucket: str, tmp_path: Path) -> Callable[..., Any]:
@@ -256,11 +261,10 @@ class TestWithSpark:
         self, spark: SparkSession, make: Any, start: Any, values: Any
     ) -> None:
         source, target = make(1000), make(0)
-        limited = tuple(map(int, spark.version.split(".")[:2])) >= (4, 2)
-        query = start(source, target, **({"maxRowsPerTrigger": "400"} if limited else {}))
+        query = start(source, target, **({"maxRowsPerTrigger": "400"} if limited(spark) else {}))
         query.awaitTermination()
         assert query.exception() is None
-        if limited:  # before, Spark ends the query before it commits the last micro-batch
+        if limited(spark):  # before, Spark ends the query before it commits the last micro-batch
             last = values("copy")[-1]
             assert last["kind"] == "spark-source"
             assert last["streams"][source].items() >= {"last_read": 1000, "lag": 0}.items()
@@ -269,18 +273,26 @@ class TestWithSpark:
         assert {(one["stream"], one["query"]) for one in written} == {(target, str(query.id))}
         assert [one["batch"] for one in written] == list(range(len(written)))
 
-    def test_the_mirror_of_a_running_query_follows_it(self, make: Any, start: Any, values: Any, with_js: Any) -> None:
+    def test_the_mirror_of_a_running_query_follows_it(
+        self, spark: SparkSession, make: Any, start: Any, with_js: Any, bucket: str
+    ) -> None:
         source, target = make(10), make(0)
+
+        async def position(js: JetStreamContext) -> int:
+            try:
+                record = json.loads((await (await js.key_value(bucket)).get("copy")).value or b"")
+            except KeyNotFoundError:
+                return -1
+            return int(record["streams"][source]["last_read"])
+
         query = start(source, target, now=False)
         try:
-
-            def position() -> int:
-                found = values("copy")
-                return found[-1]["streams"][source]["last_read"] if found else -1
-
-            eventually(lambda: position() == 10)
+            if limited(spark):  # before, Spark tells the source when it commits the next micro-batch
+                eventually(lambda: with_js(position) == 10)
+            else:
+                eventually(lambda: with_js(lambda js: js.stream_info(target)).state.messages == 10)
             with_js(lambda js: js.publish(f"{source}.a", b""))
-            eventually(lambda: position() == 11)
+            eventually(lambda: with_js(position) == (11 if limited(spark) else 10))
         finally:
             query.stop()
 
@@ -298,7 +310,6 @@ class TestWithSpark:
         self, spark: SparkSession, make: Any, start: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
         source, target = make(1000), make(0)
-        limited = tuple(map(int, spark.version.split(".")[:2])) >= (4, 2)
         found: list[StreamProgress] = []
 
         def keep(one: StreamProgress) -> None:
@@ -309,14 +320,14 @@ class TestWithSpark:
         spark.streams.addListener(listener)
         try:
             with caplog.at_level(logging.INFO, logger="jetstream_ext.spark"):
-                query = start(source, target, **({"maxRowsPerTrigger": "400"} if limited else {}))
+                query = start(source, target, **({"maxRowsPerTrigger": "400"} if limited(spark) else {}))
                 query.awaitTermination()
                 eventually(lambda: sum(one.rows or 0 for one in found) == 1000)
         finally:
             spark.streams.removeListener(listener)
         rows = [one for one in found if one.rows]
         assert {(one.query, one.stream) for one in rows} == {("copying", source)}
-        if limited:
+        if limited(spark):
             assert [(one.batch, one.rows, one.read, one.last_read, one.lag) for one in rows] == [
                 (0, 400, 400, 400, 600),
                 (1, 400, 400, 800, 200),
