@@ -141,6 +141,19 @@ def interop(session: nox.Session) -> None:
 
 
 @nox.session
+def packed(session: nox.Session) -> None:
+    """Run Spark with separate executors whose Python comes from a packed environment without PySpark. Needs Java 17."""
+    session.install("--no-compile", "-e", ".[spark,server]", *group("test"), "venv-pack", "setuptools<81")
+    folder = Path(session.create_tmp())
+    session.run("python", "-m", "venv", "--clear", str(folder / "packed"))
+    python, archive = folder / "packed" / "bin" / "python", folder / "environment.tar.gz"
+    session.run(str(python), "-m", "pip", "install", "--quiet", "--no-compile", ".[spark-runtime]", external=True)
+    session.run("venv-pack", "--quiet", "--force", "-p", str(folder / "packed"), "-o", str(archive))
+    named = {"JETSTREAM_EXT_PACKED": str(archive)}
+    session.run("python", "-m", "pytest", "tests/spark/test_packed_environment.py", *session.posargs, env=named)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check style, format and the layers of imports."""
     session.install(*group("lint"))
@@ -303,7 +316,7 @@ def compat(session: nox.Session, what: str) -> None:
     else:
         requirements, environment = SPARK[what]
         session.install(*everything, *requirements)
-        main = [f"tests/spark/test_{name}.py" for name in ("streaming", "sink", "kv")]
+        main = [f"tests/spark/test_{name}.py" for name in ("streaming", "sink", "kv", "progress", "application")]
         if "JETSTREAM_EXT_SPARK_MASTER" in environment:
             main.append("tests/spark/test_source_faults.py")
         arguments = arguments or (main if environment else ["tests/spark"])

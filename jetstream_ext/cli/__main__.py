@@ -16,7 +16,7 @@ try:
     import click
     import nats.errors
 
-    from jetstream_ext.cli import bench, dead_letters, doctor, export, groups, ingest, local, snapshot
+    from jetstream_ext.cli import bench, dead_letters, doctor, export, groups, ingest, local, positions, snapshot
     from jetstream_ext.cli.output import Stopped, one_line, printable_errors
     from jetstream_ext.testing import NatsServerError
     from jetstream_ext.text import printable
@@ -56,7 +56,7 @@ class _Formatter(logging.Formatter):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="nats-jetstream-ext")
 def cli() -> None:
-    """Examine NATS JetStream servers, ingest and export files, read buckets, and manage groups and dead letters.
+    """Examine NATS JetStream servers, ingest and export files, read buckets, show positions, and manage groups and dead letters.
 
     The exit status is 0 for success, 1 for a failure, 2 for wrong usage, and 130 after Ctrl-C.
     """
@@ -65,7 +65,7 @@ def cli() -> None:
         logging.lastResort.setFormatter(_Formatter())
 
 
-for _module in (bench, dead_letters, doctor, export, groups, ingest, snapshot):
+for _module in (bench, dead_letters, doctor, export, groups, ingest, positions, snapshot):
     cli.add_command(_module.command)
 cli.add_command(local.demo)
 cli.add_command(local.serve)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from jetstream_ext.spark.listener import ProgressListener, StreamProgress
     from jetstream_ext.spark.offsets import lag
     from jetstream_ext.spark.upserts import upsert
 else:
-    _MODULES = {"lag": "offsets", "upsert": "upserts"}
+    _MODULES = {"ProgressListener": "listener", "StreamProgress": "listener", "lag": "offsets", "upsert": "upserts"}
 
     def __getattr__(name: str) -> object:
         # Imported when it is used, because every process of a Spark query imports this package.
@@ -25,7 +27,7 @@ else:
         return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
-__all__ = ["lag", "register", "upsert"]
+__all__ = ["ProgressListener", "StreamProgress", "lag", "register", "upsert"]
 
 
 def register(spark: SparkSession) -> None:
@@ -35,12 +37,21 @@ def register(spark: SparkSession) -> None:
     notebooks.
 
     Raises:
-        ModuleNotFoundError: PySpark is not installed.
+        ModuleNotFoundError: PySpark, or a package that the connector needs beside it, is not installed.
     """
     if importlib.util.find_spec("pyspark") is None:
         raise ModuleNotFoundError(
-            "the connector needs PySpark: pip install 'nats-jetstream-ext[spark]'", name="pyspark"
+            f"PySpark is not installed for {sys.executable}: pip install 'nats-jetstream-ext[spark]'; on a platform that "
+            "brings its own PySpark, run the program with that platform's Python",
+            name="pyspark",
         )
+    for name in ("pyarrow", "numpy"):
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(
+                f"the connector needs {name}, which is not installed for {sys.executable}: pip install "
+                "'nats-jetstream-ext[spark-runtime]', here and on every executor; it leaves the platform's PySpark as it is",
+                name=name,
+            )
     # Imported here, because pyspark is an optional dependency and slow to import.
     from pyspark.errors import AnalysisException
 

@@ -23,6 +23,7 @@ from jetstream_ext.client.base_connection import cancel
 from jetstream_ext.client.connection import OwnClient, login, may_be_secret, tls_context
 from jetstream_ext.client.retry import Retry, is_transient_read
 from jetstream_ext.errors import JetStreamExtError
+from jetstream_ext.spark.application import connection_name
 from jetstream_ext.spark.options import ConnectionOptions, OptionError
 from jetstream_ext.text import get_logger, printable
 
@@ -48,7 +49,7 @@ def connected(
     options: ConnectionOptions, role: Literal["driver", "executor"]
 ) -> Iterator[tuple[Lease, JetStreamContext]]:
     """Lend this process's connection and its JetStream context; raises as `Connections.lend`."""
-    with connections().lend(options, f"jetstream-ext spark {role}") as lease:
+    with connections().lend(options, connection_name(role, options.application_id)) as lease:
         yield lease, lease.connection.context()
 
 

@@ -34,6 +34,7 @@ from jetstream_ext.spark.kv_rows import DIGEST_SIZE, KeyWrite, KvColumns, KvRowR
 from jetstream_ext.spark.kv_transactions import DRIVER, Conflict, KeyTransactions, KvMicroBatch
 from jetstream_ext.spark.options import KvWriteOptions
 from jetstream_ext.spark.planning import PlanningError, state_of
+from jetstream_ext.spark.progress import SinkRecord, store_sink_progress
 from jetstream_ext.spark.row_sizes import RowSizes, batch_headers
 from jetstream_ext.spark.sink import HAS_STREAM_ARROW, StreamWriter
 from jetstream_ext.spark.tasks import current_task, micro_batch_of
@@ -138,21 +139,35 @@ class _KvWriter:
     def commit(self, messages: list[Any], batchId: int | None = None) -> None:  # noqa: N803 - Spark's name; a batch write has none
         """Store what the tasks have handed over, and that the micro-batch is complete (called on the driver)."""
         found = sorted((one for one in messages if one is not None), key=lambda one: one.partition)
-        if not any(one.rows for one in found):
-            if found:
-                log_bad_rows(f"bucket {self._options.bucket!r}", found[0].batch, found)
+        if not found:
             return
-        _check_partitions(self._options.bucket, found)
-        # The last row of a key is that in the partition with the highest number.
-        writes = {write.key: write for write in chain.from_iterable(one.writes for one in found)}
-        skipped, bad = run_on_driver(
-            self._options.connection, lambda context: self._finish(context, found[0], list(writes.values()))
+        bad: list[BadRows] = []
+        rows, skipped = sum(one.rows for one in found), sum(one.skipped for one in found)
+        if rows:
+            _check_partitions(self._options.bucket, found)
+            # The last row of a key is that in the partition with the highest number.
+            writes = {write.key: write for write in chain.from_iterable(one.writes for one in found)}
+            rows += len(writes) - sum(len(one.writes) for one in found)
+            of, left = found[0], list(writes.values())
+            others, bad = run_on_driver(self._options.connection, lambda context: self._finish(context, of, left))
+            skipped += others
+        writer, batch, where = found[0].writer, found[0].batch, f"bucket {self._options.bucket!r}"
+        what = "%s: micro-batch %d writes %d keys; %d of them were already stored, or have their values already"
+        _log.info(what, where, batch, rows, skipped)
+        counts = [*found, *bad]
+        log_bad_rows(where, batch, counts)
+        record = SinkRecord(
+            self._target.state.name,
+            writer,
+            None
+            if self._options.txn_version is None and batchId is None and not self._options.per_micro_batch
+            else batch,
+            rows,
+            skipped,
+            sum(one.dropped for one in counts),
+            sum(one.diverted for one in counts),
         )
-        rows = len(writes) + sum(one.rows - len(one.writes) for one in found)
-        skipped += sum(one.skipped for one in found)
-        what = "bucket %r: micro-batch %d writes %d keys; %d of them were already stored, or have their values already"
-        _log.info(what, self._options.bucket, found[0].batch, rows, skipped)
-        log_bad_rows(f"bucket {self._options.bucket!r}", found[0].batch, [*found, *bad])
+        store_sink_progress(self._options, record)
 
     async def _finish(
         self, context: JetStreamContext, of: Partition, writes: Sequence[KeyWrite]

@@ -191,6 +191,15 @@ def _bad_row_policy(text: str) -> str:
 _bucket = _text_like(r"[A-Za-z0-9_-]+", "a valid bucket name (characters of A-Z, a-z, 0-9, _ and -)")
 
 
+def _key(text: str) -> str:
+    from jetstream_ext.kv.entries import is_key  # imports all of `kv`, which few queries need so early
+
+    if not is_key(text.strip()):
+        raise ValueError(f"{text!r} is not a key of tokens of [-/_=a-zA-Z0-9] joined by single dots")
+    return text.strip()
+
+
+_application_id = _text_like(r"[A-Za-z0-9_.-]{1,128}", "1 to 128 characters of A-Z, a-z, 0-9, _, . and -")
 _write_id = _text_like(r"[A-Za-z0-9_-]{1,64}", "1 to 64 characters of A-Z, a-z, 0-9, _ and -")
 
 
@@ -370,6 +379,7 @@ class ConnectionOptions:
     tls_ca: str | None = _option("tlsCa", _text)
     tls_cert: str | None = _option("tlsCert", _text)
     tls_key: str | None = _option("tlsKey", _text)
+    application_id: str | None = _option("applicationId", _application_id)  # in the names of the connections
 
     @classmethod
     def parse(cls, reader: OptionReader) -> ConnectionOptions:
@@ -385,7 +395,8 @@ class ConnectionOptions:
 
     def __repr__(self) -> str:
         # Lists only which references are given, because users may put the secret itself where its name belongs.
-        given = [name for name in self.__slots__ if name not in ("servers", "timeout") and getattr(self, name)]
+        shown = ("servers", "timeout", "application_id")
+        given = [name for name in self.__slots__ if name not in shown and getattr(self, name)]
         return f"ConnectionOptions(servers={','.join(self.servers)!r}, with={given})"
 
 
@@ -413,6 +424,8 @@ class ReadOptions:
     max_bytes: int | None = _option("maxBytesPerTrigger", _size)
     min_rows: int | None = _option("minRowsPerTrigger", _positive)
     max_delay: float = _option("maxTriggerDelay", _delay, 900.0)
+    progress_bucket: str | None = _option("progressBucket", _bucket)
+    progress_name: str | None = _option("progressName", _key)  # the key of the query's record in that bucket
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool | None = False) -> ReadOptions:
@@ -427,6 +440,7 @@ class ReadOptions:
             reader.fail(
                 "maxTriggerDelay", "it limits the wait for minRowsPerTrigger; give that as well, or leave it out"
             )
+        reader.pair("progressBucket", "progressName")
         streams = () if by_pattern else reader.get_streams()
         named = None if by_pattern else streams
         values = reader.values(cls)
@@ -468,6 +482,8 @@ class WriteOptions:
     sink_partitions: int | None = _option("sinkPartitions", _positive)
     marker_prefix: str = _option("markerPrefix", _subject)  # ``_spark.<stream>`` if it is not given
     transaction_rows: int = _option("transactionRows", _rows_and_a_marker, _MAX_TRANSACTION_ROWS)
+    progress_bucket: str | None = _option("progressBucket", _bucket)
+    progress_name: str | None = _option("progressName", _key)
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool) -> WriteOptions:
@@ -480,6 +496,7 @@ class WriteOptions:
         write = cls(ConnectionOptions.parse(reader), stream, **values)
         reader.exclude("writeId", "txnAppId")
         reader.pair("txnAppId", "txnVersion")
+        reader.pair("progressBucket", "progressName")
         for name in ("writeId", "txnAppId"):
             if name in reader and streaming:
                 reader.fail(
@@ -534,6 +551,8 @@ class KvWriteOptions:
     per_micro_batch: bool = _option("perMicroBatch", _boolean, False)  # the same, but Spark names both (`upsert`)
     marker_prefix: str = _option("markerPrefix", _subject)  # ``_spark.KV_<bucket>`` if it is not given
     transaction_rows: int = _option("transactionRows", _key_writes, _MAX_KEY_WRITES)
+    progress_bucket: str | None = _option("progressBucket", _bucket)
+    progress_name: str | None = _option("progressName", _key)
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool) -> KvWriteOptions:
@@ -541,6 +560,7 @@ class KvWriteOptions:
         bucket = reader.get_bucket("as in option('bucket', 'PRICES')")
         values = reader.values(cls)
         values["marker_prefix"] = values["marker_prefix"] or f"_spark.KV_{bucket}"
+        reader.pair("progressBucket", "progressName")
         reader.exclude("writeId", "txnAppId", "perMicroBatch")
         reader.pair("txnAppId", "txnVersion")
         for name in ("writeId", "txnAppId", "perMicroBatch"):
@@ -575,14 +595,21 @@ _STREAMING_ONLY: Final = {
         ("maxRowsPerTrigger", "maxOffsetsPerTrigger", "maxBytesPerTrigger", "minRowsPerTrigger", "maxTriggerDelay"),
         "it limits streaming reads and has no effect on a batch read; leave it out",
     ),
-    "onRecreate": "it applies to streaming reads and has no effect on a batch read; leave it out",
+    **dict.fromkeys(
+        ("onRecreate", "progressBucket", "progressName"),
+        "it applies to streaming reads and has no effect on a batch read; leave it out",
+    ),
 }
-_FOR_READING: Final = {name: "it applies only to reads; leave it out" for name in READ_OPTIONS if name != "stream"}
-_KV_FOR_READING: Final = {name: "it applies only to reads; leave it out" for name in KV_OPTIONS if name != "bucket"}
+_FOR_READING: Final = {
+    name: "it applies only to reads; leave it out" for name in READ_OPTIONS if name not in WRITE_OPTIONS
+}
+_KV_FOR_READING: Final = {
+    name: "it applies only to reads; leave it out" for name in KV_OPTIONS if name not in KV_WRITE_OPTIONS
+}
 _KV_FOR_WRITING: Final = {
     name: "it applies only to writes; leave it out" for name in KV_WRITE_OPTIONS if name not in KV_OPTIONS
 }
 _FOR_WRITING: Final = {
-    **{name: "it applies only to writes; leave it out" for name in WRITE_OPTIONS if name != "stream"},
+    **{name: "it applies only to writes; leave it out" for name in WRITE_OPTIONS if name not in READ_OPTIONS},
     "subject": "it applies only to writes; to read some subjects only, use 'subjects'",
 }

@@ -27,7 +27,7 @@ from pyspark.sql.types import StructType
 from jetstream_ext.client.api import gather_bounded
 from jetstream_ext.protocol.api import StreamState, recreated
 from jetstream_ext.spark.connection import run_on_driver
-from jetstream_ext.spark.offsets import Offset, Position, decode, encode
+from jetstream_ext.spark.offsets import Offset, Position, decode, encode, lag
 from jetstream_ext.spark.options import MOST_PARTITIONS, Bound, OptionError, ReadOptions
 from jetstream_ext.spark.planning import (
     STREAMS_AT_ONCE,
@@ -44,6 +44,7 @@ from jetstream_ext.spark.planning import (
     run_search,
     streams_of,
 )
+from jetstream_ext.spark.progress import PositionMirror
 from jetstream_ext.spark.ranges import SequenceRange, end_of_rows, even_cuts, shares
 from jetstream_ext.spark.resume import go_on_in, not_behind, resume, still_there
 from jetstream_ext.text import get_logger
@@ -91,11 +92,17 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
         self._options = options
         self._schema = schema
         self._follower = Follower(options)
+        self._ends = False  # when everything stored by now is read (``trigger(availableNow=True)``)
+        self._mirror: PositionMirror | None = None
+        if options.progress_bucket and options.progress_name:
+            application = options.connection.application_id
+            self._mirror = PositionMirror(options.progress_bucket, options.progress_name, application)
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 - Spark's name
         return run_on_driver(self._options.connection, self._follower.initial)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        self._ends = True
         run_on_driver(self._options.connection, self._follower.freeze)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
@@ -112,9 +119,19 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
         if limit is not None and not isinstance(limit, ReadAllAvailable):
             rows = limit.max_rows if isinstance(limit, ReadMaxRows) else self._options.max_rows
             size = limit.max_bytes if isinstance(limit, ReadMaxBytes) else self._options.max_bytes
-        return run_on_driver(
-            self._options.connection, lambda context: self._follower.latest(context, start, rows=rows, size=size)
-        )
+
+        async def latest(context: JetStreamContext) -> dict[str, Any]:
+            end = await self._follower.latest(context, start, rows=rows, size=size)
+            if start is not None:
+                await self._mirror_position(context, start, last=self._ends and end == start)
+            return end
+
+        return run_on_driver(self._options.connection, latest)
+
+    async def _mirror_position(self, context: JetStreamContext, finished: dict[str, Any], *, last: bool) -> None:
+        if self._mirror is not None:
+            progress = {"sources": [{"endOffset": finished, "latestOffset": self._follower.reported()}]}
+            await self._mirror.store(context, decode(finished).streams, lag(progress), last=last)
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
         return self._follower.reported()  # for ``progress.sources[].latestOffset``
@@ -129,7 +146,9 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
         return read_range(self._options, self._schema, getattr(partition, "value", None))
 
     def commit(self, end: dict[str, Any]) -> None:
-        """Do nothing: Spark's checkpoint is the only record of the query."""
+        """Mirror the position where `latestOffset` is not given it; Spark's checkpoint is the only record of the query."""
+        if self._mirror is not None and not HAS_LIMITS:
+            run_on_driver(self._options.connection, lambda context: self._mirror_position(context, end, last=True))
 
     def stop(self) -> None:
         """Do nothing: the connection belongs to the process."""

@@ -25,6 +25,7 @@ def commands(folder: Path, rows: Path) -> list[list[object]]:
         ["doctor"],
         ["bench", "--messages", 100],
         ["snapshot", "B"],
+        ["positions", "B"],
         ["group", "list"],
         ["group", "status", "S", "g"],
         ["group", "reset", "S", "g"],

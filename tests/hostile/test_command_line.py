@@ -48,6 +48,7 @@ COMMANDS: dict[str, Command] = {
     "doctor-json": lambda url, folder: ["doctor", "--json", url],
     "snapshot": lambda url, folder: ["snapshot", "B0", "--server", url],
     "snapshot-at": lambda url, folder: ["snapshot", "B0", "--at", "2", "--partial", "--server", url],
+    "positions": lambda url, folder: ["positions", "B0", "--server", url],
     "export": to_file,
     "export-lines": lambda url, folder: ["export", "R0", str(folder / "rows.jsonl"), "--json", "--server", url],
     "ingest": ingest,
@@ -87,7 +88,7 @@ def parts() -> list[list[Case]]:
     return [
         [
             Case.parse(text)
-            for text in f"{sample} errors:0:doctor texts:1:group-status texts:2:dlq texts:3:dlq-show errors:1:dlq-redrive refusal:1:snapshot texts:8:bench second-info:5:doctor status:5:doctor".split()
+            for text in f"{sample} errors:0:doctor texts:1:group-status texts:2:dlq texts:3:dlq-show texts:10:positions errors:1:dlq-redrive refusal:1:snapshot texts:8:bench second-info:5:doctor status:5:doctor".split()
         ]
     ]
 

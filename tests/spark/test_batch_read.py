@@ -313,7 +313,7 @@ class TestCredentials:
         self, secured: str, reader: Callable[..., DataFrameReader], connection_names: Callable[[], list[str]]
     ) -> None:
         def ours() -> list[str]:
-            return [name for name in connection_names() if name.startswith("jetstream-ext spark")]
+            return [name for name in connection_names() if name.startswith("spark-")]
 
         before = len(ours())  # of other tests' workers
         for _ in range(12):
