@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar
 
 from jetstream_ext.errors import BadSubjectError
 from jetstream_ext.protocol.servers import parse_servers
-from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject
+from jetstream_ext.protocol.subjects import bucket_prefix, bucket_stream, check_filter, check_name, check_subject
 
 Bound: TypeAlias = Literal["earliest", "latest"] | int | datetime
 """Where a read starts or ends: an end of the stream when the read is planned, a stream sequence, or an aware time."""
@@ -280,6 +280,15 @@ def _offset(value: Any) -> Bound:
     )
 
 
+def _feed_start(text: str) -> Literal["snapshot", "latest"] | int:
+    match text.strip().lower():
+        case "snapshot" | "latest" as start:
+            return start
+        case number if re.fullmatch(r"[0-9]{1,18}", number) and int(number):
+            return int(number)
+    raise ValueError(f"{text!r} is not 'snapshot', 'latest' or a revision (an integer of at least 1)")
+
+
 def _as_of(text: str) -> int | datetime | None:
     text = text.strip()
     if text.lower() == "now":
@@ -396,16 +405,9 @@ class ReadOptions:
         by_pattern = "streamPattern" in reader
         for name in ("stream", "path", "paths") if by_pattern else ():
             reader.exclude("streamPattern", name)
-        reader.exclude("maxRowsPerTrigger", "maxOffsetsPerTrigger")
-        if "maxTriggerDelay" in reader and "minRowsPerTrigger" not in reader:
-            reader.fail(
-                "maxTriggerDelay", "it limits the wait for minRowsPerTrigger; give that as well, or leave it out"
-            )
         streams = () if by_pattern else reader.get_streams()
         named = None if by_pattern else streams
-        values = reader.values(cls)
-        # Kafka's name for it. Kafka's offsets have no gaps, so there it counts rows as well.
-        values["max_rows"] = reader.get("maxOffsetsPerTrigger", _positive, values["max_rows"])
+        values = _read_values(reader)
         read = cls(
             connection=ConnectionOptions.parse(reader),
             streams=streams,
@@ -423,6 +425,17 @@ class ReadOptions:
             if isinstance(start, int) and isinstance(end, int) and start > end + 1:
                 reader.fail("endingOffsets", f"the end of stream {stream!r} ({end}) is before its start ({start})")
         return read
+
+
+def _read_values(reader: OptionReader) -> dict[str, Any]:
+    """Return the values of the declared fields of `ReadOptions`."""
+    reader.exclude("maxRowsPerTrigger", "maxOffsetsPerTrigger")
+    if "maxTriggerDelay" in reader and "minRowsPerTrigger" not in reader:
+        reader.fail("maxTriggerDelay", "it limits the wait for minRowsPerTrigger; give that as well, or leave it out")
+    values = reader.values(ReadOptions)
+    # Kafka's name for it. Kafka's offsets have no gaps, so there it counts rows as well.
+    values["max_rows"] = reader.get("maxOffsetsPerTrigger", _positive, values["max_rows"])
+    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,12 +497,54 @@ class KvOptions:
     min_partitions: int = _option("minPartitions", _partitions, 2)
 
     @classmethod
-    def parse(cls, options: Mapping[str, str]) -> KvOptions:
-        reader = OptionReader(options, (*KV_OPTIONS, *CONNECTION_OPTIONS), {})
-        bucket = reader.get("bucket", _bucket, "") or reader.get("path", _bucket, "")
-        if not bucket:
-            reader.fail("bucket", "it is missing; give the name of one bucket, here or as in load('PRICES')")
-        return cls(ConnectionOptions.parse(reader), bucket, **reader.values(cls))
+    def parse(cls, options: Mapping[str, str], *, streaming: bool | None = False) -> KvOptions:
+        """Return the options of a batch read; `streaming` is None where it is not known yet whether it is one."""
+        reader = _bucket_reader(options, {} if streaming is None else _FEED_ONLY)
+        return cls(ConnectionOptions.parse(reader), _bucket_name(reader), **reader.values(cls))
+
+
+@dataclass(frozen=True, slots=True)
+class FeedOptions:
+    """The options of the change feed of a bucket."""
+
+    bucket: str
+    read: ReadOptions  # of the bucket's stream
+    keys: tuple[str, ...] = _option("keys", _names(check_filter), (">",))
+    starting: Literal["snapshot", "latest"] | int = _option("startingOffsets", _feed_start, "snapshot")
+    include_deleted: bool = _option("includeDeleted", _boolean, False)  # in the snapshot
+
+    @classmethod
+    def parse(cls, options: Mapping[str, str], *, streaming: bool | None = True) -> FeedOptions:
+        """Return the options of a streaming read; `streaming` is None where it is not known yet whether it is one."""
+        reader = _bucket_reader(options, {} if streaming is None else _KV_BATCH_ONLY)
+        bucket, own = _bucket_name(reader), reader.values(cls)
+        start = own["starting"]
+        read = ReadOptions(
+            connection=ConnectionOptions.parse(reader),
+            streams=(bucket_stream(bucket),),
+            starting=Bounds("earliest" if start == "snapshot" else start),
+            ending=Bounds("latest"),
+            # Other subjects that the bucket's stream may store are never keys.
+            **_read_values(reader) | {"subjects": tuple(bucket_prefix(bucket) + key for key in own["keys"])},
+        )
+        if streaming and "includeDeleted" in reader and start != "snapshot":
+            reader.fail(
+                "includeDeleted",
+                f"it is for the snapshot, and with startingOffsets={start} there is none: changes always include deletions; "
+                "leave it out",
+            )
+        return cls(bucket, read, **own)
+
+
+def _bucket_reader(options: Mapping[str, str], elsewhere: Mapping[str, str]) -> OptionReader:
+    return OptionReader(options, dict.fromkeys((*KV_OPTIONS, *FEED_OPTIONS, *CONNECTION_OPTIONS)), elsewhere)
+
+
+def _bucket_name(reader: OptionReader) -> str:
+    bucket = reader.get("bucket", _bucket, "") or reader.get("path", _bucket, "")
+    if not bucket:
+        reader.fail("bucket", "it is missing; give the name of one bucket, here or as in load('PRICES')")
+    return bucket
 
 
 CONNECTION_OPTIONS: Final = tuple(_declared(ConnectionOptions))
@@ -500,6 +555,12 @@ READ_OPTIONS: Final = (
 )
 WRITE_OPTIONS: Final = ("stream", *_declared(WriteOptions))
 KV_OPTIONS: Final = ("bucket", *_declared(KvOptions))
+FEED_OPTIONS: Final = (
+    "bucket",
+    *_declared(FeedOptions),
+    *("minPartitions", "maxRecordsPerPartition", "failOnDataLoss", "onRecreate", "tailCheck"),
+    *("maxRowsPerTrigger", "maxOffsetsPerTrigger", "maxBytesPerTrigger", "minRowsPerTrigger", "maxTriggerDelay"),
+)
 _SPARK_SINK_OPTIONS: Final = ("checkpointLocation", "queryName")  # Spark passes them on to the sink
 
 _NO_END: Final = "it is for batch reads; a streaming query has no end (use trigger(availableNow=True))"
@@ -516,6 +577,16 @@ _STREAMING_ONLY: Final = {
         "it limits streaming reads and has no effect on a batch read; leave it out",
     ),
     "onRecreate": "it applies to streaming reads and has no effect on a batch read; leave it out",
+}
+_KV_BATCH_ONLY: Final = {
+    "asOf": "it is for batch reads; a streaming query starts at 'startingOffsets'",
+    "consistency": "it is for batch reads; the snapshot of a streaming query leaves out keys that change before they are read, "
+    "and their changes follow",
+}
+_FEED_ONLY: Final = {
+    name: "it applies to streaming reads and has no effect on a batch read; leave it out"
+    for name in FEED_OPTIONS
+    if name not in KV_OPTIONS
 }
 _FOR_READING: Final = {name: "it applies only to reads; leave it out" for name in READ_OPTIONS if name != "stream"}
 _FOR_WRITING: Final = {

@@ -16,11 +16,12 @@ from nats.js.errors import NotFoundError, ServiceUnavailableError
 from jetstream_ext.client.api import Api, check_same_stream, first_since, gather_bounded, stream_names, stream_state
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
+from jetstream_ext.client.replaced import were_replaced_by_newer
 from jetstream_ext.errors import ErrorCode, JetStreamExtError, StreamRecreatedError
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.merge import filtering_pays, widest
 from jetstream_ext.spark.connection import ask
-from jetstream_ext.spark.offsets import Position, identity
+from jetstream_ext.spark.offsets import Ends, Position, held_by, identity
 from jetstream_ext.spark.options import MOST_PARTITIONS, Bound, ReadOptions
 from jetstream_ext.spark.pushed import PushedFilters
 from jetstream_ext.spark.ranges import Search, SequenceRange, balanced_cuts, even_cuts, shares
@@ -62,13 +63,49 @@ def report_data_loss(options: ReadOptions, what: str) -> None:
     _log.warning("%s; reading the remaining messages, because failOnDataLoss is false", what)
 
 
-def report_lost_head(options: ReadOptions, state: StreamState, first: int, last: int) -> None:
-    """Report the sequences of ``first … last`` that are before the first one of the stream as lost."""
-    if first < state.first_seq:
+async def report_lost_head(
+    context: JetStreamContext,
+    options: ReadOptions,
+    state: StreamState,
+    first: int,
+    last: int,
+    before: Position | SequenceRange | None = None,
+) -> None:
+    """Report the sequences of ``first … last`` that are before the first one of the stream as lost, unless newer messages replaced them.
+
+    The stream had all of them when `before` was made.
+    """
+    if state.first_seq <= first:
+        return
+    since = None if before is None else stored_since(before.ends, first)
+    if not await were_replaced(context, state, before, since):
         missing = f"sequences {first} to {min(last, state.first_seq - 1)} of stream {state.name!r}"
         report_data_loss(
             options, f"{missing} are gone (expired, purged or deleted); the stream now starts at {state.first_seq}"
         )
+
+
+def stored_since(known: Ends, seq: int) -> datetime | None:
+    """Return a time before which the message `seq` was not stored, from `known` messages; None if none of them is older."""
+    return max((time for other, time in known if other <= seq), default=None)
+
+
+async def were_replaced(
+    context: JetStreamContext, state: StreamState, before: Position | SequenceRange | None, since: datetime | None
+) -> bool:
+    """Return whether newer messages replaced what is missing at the beginning of a stream; else it is lost.
+
+    What is known of the stream when `before` was made shows whether it has lost subjects since. Nothing is shown by that if
+    messages of that time may have expired, because the query has read them.
+    """
+    known = None
+    if before is not None and before.held is not None:
+        (last, last_time), (_, oldest) = before.ends[0], before.ends[-1]
+        if state.max_age is None or oldest + state.max_age > state.now:
+            messages, subjects = before.held
+            known = replace(state, messages=messages, num_subjects=subjects, last_seq=last, now=last_time)
+    js = Context(context)
+    return await ask(js.timeout, lambda left: were_replaced_by_newer(js, state, known, since, left))
 
 
 async def state_of(context: JetStreamContext, stream: str) -> StreamState | None:
@@ -286,7 +323,7 @@ async def _resolve(context: JetStreamContext, options: ReadOptions, state: Strea
     stream, start, end = state.name, options.starting.of(state.name), options.ending.of(state.name)
     first = await first_from(context, state, start)
     last = end if isinstance(end, int) else await first_from(context, state, end) - 1
-    report_lost_head(options, state, first, state.last_seq)
+    await report_lost_head(context, options, state, first, state.last_seq)
     what = f"stream {stream!r} ends at sequence {state.last_seq}"
     if first > state.last_seq + 1:
         report_data_loss(options, f"{what}, before the start at {first}; the stream may have been re-created")
@@ -299,4 +336,5 @@ async def _resolve(context: JetStreamContext, options: ReadOptions, state: Strea
         from_head=start == "earliest",
         created=state.created,
         ends=state.ends,
+        held=held_by(state),
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Final, TypeAlias, TypeVar
 
-from jetstream_ext.spark.offsets import Ends
+from jetstream_ext.spark.offsets import Ends, Held
 
 _Result = TypeVar("_Result")
 Search: TypeAlias = Generator[list[int], list[int], _Result]
@@ -38,6 +38,10 @@ class SequenceRange:
     # Of the stream when the range was planned (see `offsets.Position`); empty if that is unknown.
     created: str = ""
     ends: Ends = ()
+    held: Held | None = None
+    snapshot: int = (
+        0  # of these sequences, only the newest messages of their keys up to this one are read (0: all messages)
+    )
 
     def __len__(self) -> int:
         return max(0, self.last - self.first + 1)

@@ -27,7 +27,7 @@ from pyspark.sql.types import StructType
 from jetstream_ext.client.api import gather_bounded
 from jetstream_ext.protocol.api import StreamState, recreated
 from jetstream_ext.spark.connection import run_on_driver
-from jetstream_ext.spark.offsets import Offset, Position, decode, encode
+from jetstream_ext.spark.offsets import Offset, Position, decode, encode, held_by
 from jetstream_ext.spark.options import MOST_PARTITIONS, Bound, OptionError, ReadOptions
 from jetstream_ext.spark.planning import (
     STREAMS_AT_ONCE,
@@ -73,7 +73,7 @@ _log = get_logger("spark")
 class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Follows streams: one instance lives on the driver as long as the query; `read` runs on copies of it."""
 
-    def __init__(self, options: ReadOptions, schema: StructType) -> None:
+    def __init__(self, options: ReadOptions, schema: StructType, *, snapshot: bool = False) -> None:
         limits = {
             "maxRowsPerTrigger": options.max_rows,
             "maxBytesPerTrigger": options.max_bytes,
@@ -90,7 +90,7 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
             )
         self._options = options
         self._schema = schema
-        self._follower = Follower(options)
+        self._follower = Follower(options, snapshot=snapshot)
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 - Spark's name
         return run_on_driver(self._options.connection, self._follower.initial)
@@ -162,10 +162,15 @@ class _ToRead:
 
 
 class Follower:
-    """The position of one query in its streams, on the driver."""
+    """The position of one query in its streams, on the driver.
 
-    def __init__(self, options: ReadOptions) -> None:
+    With `snapshot`, the micro-batches up to the sequence that is the last one when the query starts have only the newest
+    messages of their subjects up to it. That sequence stays in the offsets until they are read.
+    """
+
+    def __init__(self, options: ReadOptions, *, snapshot: bool = False) -> None:
         self._options = options
+        self._snapshot = snapshot
         self._initial: Offset | None = None
         self._fresh = False
         self._pinned: set[str] = set()  # streams whose start depends on the moment
@@ -288,7 +293,8 @@ class Follower:
             return Position("", 0)
         start = self._options.starting.of(stream)
         if start == "earliest":
-            return Position.at(state, 0)  # the stream may start later by the time it is read
+            # The stream may start later by the time it is read.
+            return Position.at(state, 0, snapshot=state.last_seq if self._snapshot else 0)
         if isinstance(start, datetime) and start > state.now:
             # The next message may be stored before this time.
             wait = (start - state.now).total_seconds()
@@ -370,11 +376,13 @@ class Follower:
             last = min(last, target.seq) if target is not None else 0
         if last <= begin.seq:
             return _Found(begin, changed)
-        if not resumed.from_head:
-            report_lost_head(options, state, begin.seq + 1, last)
+        if begin.snapshot_left:
+            last = min(last, begin.snapshot)
+        elif not resumed.from_head:
+            await report_lost_head(context, options, state, begin.seq + 1, last, begin)
         span = SequenceRange(stream, max(begin.seq + 1, state.first_seq), last, options.subjects)
         if not len(span):  # everything has expired
-            return _Found(Position.at(state, last), changed=True)
+            return _Found(Position.at(state, last, snapshot=begin.snapshot), changed=True)
         limits = options.max_rows, options.min_rows, options.max_records_per_partition
         exact = any(limit is not None for limit in limits)
         return _Found(begin, changed, (state, await measure(context, state, span, exact=exact)))
@@ -417,7 +425,9 @@ class Follower:
         self._planned = {}
         for (state, _), one, where in zip(backlogs, taken, cuts, strict=True):
             span = one.span
-            streams[span.stream] = replace(Position.at(state, span.last), first=span.first, cuts=where)
+            snapshot = streams[span.stream].snapshot_left
+            end = Position.at(state, span.last, snapshot=snapshot)
+            streams[span.stream] = replace(end, first=span.first, cuts=where)
             self._planned[span.stream] = state, span
         return Offset(streams, least)
 
@@ -443,7 +453,11 @@ class Follower:
             last = state.last_seq
             if known is not None and waits:
                 last = max(last, known.seq)
-            at = Position.at(state, start.seq if stream in waiting else last)
+            # The first micro-batch of a query is the snapshot; a restarted query has read it, and `plan` ignores it.
+            snapshot = start.snapshot if new else 0
+            if snapshot:
+                last = min(last, snapshot)
+            at = Position.at(state, start.seq if stream in waiting else last, snapshot=snapshot)
             from_head = not start.created or (not start.seq and self._options.starting.of(stream) == "earliest")
             return replace(at, head=state.first_seq, skipped=None if from_head else start.seq)
 
@@ -489,8 +503,9 @@ class Follower:
             span = replace(planned[1], from_head=from_head)
         elif state is not None:
             state = await still_there(context, options, span, at, state)
-        if state is not None and not from_head:
-            report_lost_head(options, state, span.first, span.last)
+        snapshot = at.snapshot if exact or begun == self._initial else 0
+        if state is not None and not from_head and not snapshot:
+            await report_lost_head(context, options, state, span.first, span.last, at)
         if not exact:
             lowest = at.head or (1 if from_head or state is None else state.first_seq)
             span = replace(span, first=max(span.first, lowest))
@@ -499,7 +514,7 @@ class Follower:
         if state is None:
             return _ToRead(span, cuts)
         reported = max(state.first_seq, span.first + 1) if from_head else state.first_seq
-        span = replace(span, created=state.created, ends=state.ends)
+        span = replace(span, created=state.created, ends=state.ends, held=held_by(state), snapshot=snapshot)
         if stream not in self._answering:
             await counts_from(context, replace(span, filters=()), [span.first])  # direct gets work
             self._answering.add(stream)
