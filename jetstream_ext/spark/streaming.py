@@ -454,7 +454,7 @@ class Follower:
             if known is not None and waits:
                 last = max(last, known.seq)
             # The first micro-batch of a query is the snapshot; a restarted query has read it, and `plan` ignores it.
-            snapshot = start.snapshot if new else 0
+            snapshot = 0 if self._returned else start.snapshot
             if snapshot:
                 last = min(last, snapshot)
             at = Position.at(state, start.seq if stream in waiting else last, snapshot=snapshot)
