@@ -329,12 +329,14 @@ async def _resolve(context: JetStreamContext, options: ReadOptions, state: Strea
         report_data_loss(options, f"{what}, before the start at {first}; the stream may have been re-created")
     if last > state.last_seq:
         report_data_loss(options, f"{what}, before the end of the read at {last}")
+    first_read = max(first, state.first_seq)
     return SequenceRange(
         stream,
-        max(first, state.first_seq),
+        first_read,
         min(last, state.last_seq),
         from_head=start == "earliest",
         created=state.created,
         ends=state.ends,
         held=held_by(state),
+        since=stored_since(state.ends, first_read),
     )

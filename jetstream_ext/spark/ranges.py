@@ -11,6 +11,7 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from itertools import accumulate, pairwise
 from typing import Final, TypeAlias, TypeVar
 
@@ -39,9 +40,9 @@ class SequenceRange:
     created: str = ""
     ends: Ends = ()
     held: Held | None = None
-    snapshot: int = (
-        0  # of these sequences, only the newest messages of their keys up to this one are read (0: all messages)
-    )
+    since: datetime | None = None  # a time before which none of these messages was stored
+    # Only the newest messages of their keys up to this sequence are read (0: all messages).
+    snapshot: int = 0
 
     def __len__(self) -> int:
         return max(0, self.last - self.first + 1)

@@ -26,7 +26,7 @@ from jetstream_ext.protocol.subjects import SubjectMatcher
 from jetstream_ext.spark.connection import connected
 from jetstream_ext.spark.loss import HeadWatch
 from jetstream_ext.spark.options import ReadOptions
-from jetstream_ext.spark.planning import DataLossError, is_same, report_data_loss, state_of, stored_since, were_replaced
+from jetstream_ext.spark.planning import DataLossError, is_same, report_data_loss, state_of, were_replaced
 from jetstream_ext.spark.ranges import SequenceRange
 
 # The size of a record batch: large enough to hide Spark's cost per batch, small enough for limit() to stop early.
@@ -73,8 +73,7 @@ async def _rows(context: JetStreamContext, options: ReadOptions, part: SequenceR
     js, loop = Context(context), asyncio.get_running_loop()
     timeout = options.connection.timeout
     watch = HeadWatch(part.first, part.last, from_head=part.from_head, now=loop.time())
-    since: datetime | None = stored_since(part.ends, part.first)  # the lowest gap in doubt was not stored before
-    time = since
+    since = time = part.since  # a time before which no message of the lowest gap in doubt was stored
 
     async def check() -> bool:
         """Report what was lost; return whether it is still the stream of the plan."""

@@ -42,6 +42,7 @@ from jetstream_ext.spark.planning import (
     report_data_loss,
     report_lost_head,
     run_search,
+    stored_since,
     streams_of,
 )
 from jetstream_ext.spark.ranges import SequenceRange, end_of_rows, even_cuts, shares
@@ -514,7 +515,15 @@ class Follower:
         if state is None:
             return _ToRead(span, cuts)
         reported = max(state.first_seq, span.first + 1) if from_head else state.first_seq
-        span = replace(span, created=state.created, ends=state.ends, held=held_by(state), snapshot=snapshot)
+        known = (*state.ends, *before.ends) if before is not None else state.ends
+        span = replace(
+            span,
+            created=state.created,
+            ends=state.ends,
+            held=held_by(state),
+            since=stored_since(known, span.first),
+            snapshot=snapshot,
+        )
         if stream not in self._answering:
             await counts_from(context, replace(span, filters=()), [span.first])  # direct gets work
             self._answering.add(stream)

@@ -214,13 +214,13 @@ class FeedHistory:
         if self._reader is None:
             self._reader = self._new_reader()
         reader, first = self._reader, not self._committed
+        end: Offset = {}
+        if self._plain and self._pending is None:
+            end = through_the_log(reader.latestOffset())  # Spark before 4.2 asks for the start after that
         start = through_the_log(reader.initialOffset()) if first else self._committed[-1].end
         self._maybe_crash(crashes)
         if self._pending is None:
-            if self._plain:
-                end = through_the_log(reader.latestOffset())
-            else:
-                end = through_the_log(reader.latestOffset(start, reader.getDefaultReadLimit()))
+            end = end or through_the_log(reader.latestOffset(start, reader.getDefaultReadLimit()))
             if end == start and not first:
                 return True
             self._maybe_crash(crashes)  # before Spark writes the offset down
@@ -234,8 +234,7 @@ class FeedHistory:
         self._committed.append(batch)
         self._pending = None
         self.events.append("committed")
-        ended = self._plain and not crashes and not batch.attempts[-1] and _seq(batch.start) == _seq(batch.end)
-        return ended
+        return self._plain and not crashes and _seq(batch.start) == _seq(batch.end)
 
     def _attempt(self, batch: MicroBatch, start: Offset, crashes: bool) -> None:
         parts = self._reader.partitions(start, batch.end)
@@ -276,9 +275,7 @@ class FeedHistory:
                 assert not wrong, f"rows that were not stored so: {wrong}"
             delivered |= batch.attempts[-1]
         assert all(matches(key) for key, _, _ in delivered.values())
-        expected = {
-            revision: row for revision, row in stored.items() if revision >= first and matches(row[0])
-        }
+        expected = {revision: row for revision, row in stored.items() if revision >= first and matches(row[0])}
         missing = expected.keys() - delivered.keys()
         assert not missing, f"stored changes that were never read: {sorted(missing)[:10]} of {len(missing)}"
         at_start: dict[str, int] = {}
