@@ -49,9 +49,10 @@ class Writers:
     One key is hot; others are put, deleted and purged; some appear only once.
     """
 
-    def __init__(self, url: str, bucket: str, seed: int) -> None:
+    def __init__(self, url: str, bucket: str, seed: int, *, pause: float = 0.01) -> None:
         self.log: dict[int, Change] = {}
         self._url, self._bucket, self._chance = url, bucket, random.Random(seed)
+        self._pause = pause
         self._stop = threading.Event()
         self._failure: list[BaseException] = []
 
@@ -87,7 +88,7 @@ class Writers:
             count += 1
             await self.write(js, b"%d:%d" % (writer, count))
             if self._chance.random() < 0.3:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(self._pause)
 
     async def write(self, js: JetStreamContext, value: bytes) -> None:
         draw = self._chance.random()
@@ -148,7 +149,7 @@ class FeedHistory:
                     break
             else:
                 raise AssertionError("the query does not come to its end")
-            self._compare(asyncio.run(self._stored()))
+            self._compare(asyncio.run(self.stored(self._url, self._bucket)))
         except BaseException as error:
             error.add_note("\n".join(self.events[-40:]))
             raise
@@ -163,14 +164,15 @@ class FeedHistory:
         finally:
             await nc.close()
 
-    async def _stored(self) -> dict[int, Change]:
-        """Return every message that the bucket's stream has in the end."""
-        nc = await nats.connect(self._url, connect_timeout=10)
+    @staticmethod
+    async def stored(url: str, bucket: str) -> dict[int, Change]:
+        """Return every message that a bucket's stream has."""
+        nc = await nats.connect(url, connect_timeout=10)
         found: dict[int, Change] = {}
         try:
-            async with jsx.DirectGet(nc.jetstream(timeout=30), f"KV_{self._bucket}").scan(confirm=True) as messages:
+            async with jsx.DirectGet(nc.jetstream(timeout=30), f"KV_{bucket}").scan(confirm=True) as messages:
                 async for message in messages:
-                    key = message.subject.removeprefix(f"$KV.{self._bucket}.")
+                    key = message.subject.removeprefix(f"$KV.{bucket}.")
                     found[message.seq] = (key, operation(message.headers)[0], message.data)
         finally:
             await nc.close()

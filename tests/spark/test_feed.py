@@ -348,6 +348,16 @@ class TestRows:
 FOREIGN = "_spark.KV_{}.q.0"
 
 
+async def add_foreign(js: JetStreamContext, bucket: str) -> None:
+    config = (await js.stream_info(f"KV_{bucket}")).config
+    await js.update_stream(config.evolve(subjects=[*(config.subjects or ()), f"_spark.KV_{bucket}.>"]))
+    for number in range(7):
+        await js.publish(FOREIGN.format(bucket), b"%d" % number)
+    kv = await js.key_value(bucket)
+    await kv.put("a", b"a3")
+    await js.publish(FOREIGN.format(bucket), b"last")
+
+
 class TestForeignSubjects:
     """The bucket's stream stores other subjects as well, as for markers of a sink."""
 
@@ -358,17 +368,7 @@ class TestForeignSubjects:
             await five(kv)
 
         bucket = make(fill, history=5)
-
-        async def add(js: JetStreamContext) -> None:
-            config = (await js.stream_info(f"KV_{bucket}")).config
-            await js.update_stream(config.evolve(subjects=[*(config.subjects or ()), f"_spark.KV_{bucket}.>"]))
-            for number in range(7):
-                await js.publish(FOREIGN.format(bucket), b"%d" % number)
-            kv = await js.key_value(bucket)
-            await kv.put("a", b"a3")
-            await js.publish(FOREIGN.format(bucket), b"last")
-
-        with_js(add)
+        with_js(lambda js: add_foreign(js, bucket))
         return bucket
 
     @pytest.mark.parametrize("start", ["snapshot", "1"])
@@ -390,6 +390,18 @@ class TestForeignSubjects:
         values = {row["key"]: row["value"] for row in rows if row["operation"] == "PUT"}
         assert values == {"a": b"a2" if "asOf" in options else b"a3", "d": b"d", "e": b"e"}
         assert {row["key"] for row in rows} <= set("abcde")
+
+    def test_the_batch_reader_of_a_large_bucket_has_no_rows_for_them(
+        self, make: Make, server: NatsServer, cache: Connections, with_js: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name, limit in (("_MOST_LISTED", 0), ("_SMALL_LOG", 0), ("_MESSAGES_PER_RANGE", 3)):
+            monkeypatch.setattr(f"jetstream_ext.spark.kv.{name}", limit)
+        bucket = make()
+        with_js(lambda js: add_foreign(js, bucket))
+        source = DefaultSource(CaseInsensitiveDict({"servers": server.url, "bucket": bucket}))
+        reader: Any = source.reader(source.schema())
+        rows = [row for part in reader.partitions() for batch in reader.read(part) for row in batch.to_pylist()]
+        assert {row["key"]: row["value"] for row in rows} == {"a": b"a3", "d": b"d", "e": b"e"}
 
     def test_the_other_readers_of_a_bucket_do_not_see_them(self, shared: str, with_js: Any) -> None:
         async def read(js: JetStreamContext) -> None:

@@ -128,3 +128,29 @@ def test_buckets_need_only_the_documented_permissions(given: Any, cache: Connect
         rows = [row for part in parts for batch in kv.read_keys(read, schema, part) for row in batch.to_pylist()]
         assert lease.connection.client.refusal is None
     assert [row["value"] for row in rows] == [b"v"]
+
+
+@pytest.mark.parametrize("history", [1, 5])
+def test_a_change_feed_needs_only_the_documented_permissions(
+    given: Any, guarded: NatsServer, with_js: Any, cache: Connections, history: int
+) -> None:
+    async def change(js: JetStreamContext) -> None:
+        config = (await js.stream_info("KV_B")).config
+        await js.update_stream(config.evolve(max_msgs_per_subject=history))
+        for value in range(3):
+            await js.publish("$KV.B.k", b"%d" % value)
+
+    options = given("buckets") | {"bucket": "B"}
+    source = JetStreamKvDataSource(options)
+    reader: Any = source.streamReader(source.schema())
+    rows: list[bytes] = []
+    with cache.lend(KvOptions.parse(options).connection, "driver") as lease:
+        start = reader.initialOffset()
+        for _ in range(2):
+            with_js(change, guarded.url, user="admin", password=SECRET)
+            end = reader.latestOffset(start, reader.getDefaultReadLimit())
+            parts = reader.partitions(start, end)
+            rows += [row["value"] for part in parts for batch in reader.read(part) for row in batch.to_pylist()]
+            start = end
+        assert lease.connection.client.refusal is None
+    assert rows[-1] == b"2"
