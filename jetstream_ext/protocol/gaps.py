@@ -74,7 +74,7 @@ def were_replaced(state: StreamState, before: StreamState | None, since: datetim
     held = [state] if before is None else [state, before]
     limits = {limit for it in held if (limit := _replaces_above(it))}
     rollups = any(it.config.get("allow_rollup_hdrs") for it in held)
-    if not any(map(compacts, held)) or not state.messages or any(it.retention != "limits" for it in held):
+    if not (limits or rollups) or not state.messages or any(it.retention != "limits" for it in held):
         return False
     if not rollups and state.messages < state.num_subjects + min(limits) - 1:
         return False
@@ -99,11 +99,6 @@ def only_a_rollup(state: StreamState, before: StreamState) -> bool:
     """Return whether only a rollup that was stored since `before` can have replaced what is missing."""
     rollups = any(it.config.get("allow_rollup_hdrs") for it in (state, before))
     return rollups and _has_fewer(state, before)
-
-
-def compacts(state: StreamState) -> bool:
-    """Return whether newer messages of a subject may replace older ones."""
-    return _replaces_above(state) > 0 or bool(state.config.get("allow_rollup_hdrs"))
 
 
 def _markers_stay(state: StreamState) -> timedelta:

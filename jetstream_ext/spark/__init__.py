@@ -1,4 +1,4 @@
-"""The PySpark connector: formats `jetstream` (streams, read and written) and `jetstream_kv` (buckets, read).
+"""The PySpark connector: formats `jetstream` (streams, read and written) and `jetstream_kv` (buckets, read and followed).
 
 Spark finds the formats by itself (`pyspark_jetstream`); `register` registers them explicitly. Needs
 ``nats-jetstream-ext[spark]``.

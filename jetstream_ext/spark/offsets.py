@@ -26,7 +26,6 @@ from typing import Any, Final, TypeAlias
 import orjson
 
 from jetstream_ext.protocol.api import StreamState, parse_time, recreated
-from jetstream_ext.protocol.gaps import compacts
 from jetstream_ext.protocol.numbers import json_number, json_text
 from jetstream_ext.protocol.options import rfc3339
 
@@ -35,7 +34,7 @@ _LARGEST: Final = (1 << 63) - 1  # the column `seq` is a long
 
 Ends: TypeAlias = tuple[tuple[int, datetime], ...]
 Held: TypeAlias = tuple[int, int]
-"""How many messages and subjects a stream had, if newer messages of a subject replace older ones in it."""
+"""How many messages and subjects a stream had, if it keeps only so many messages of each subject (``max_msgs_per_subject``)."""
 
 
 class OffsetError(ValueError):
@@ -83,7 +82,7 @@ class Position:
 
 
 def held_by(state: StreamState) -> Held | None:
-    return (state.messages, state.num_subjects) if compacts(state) else None
+    return (state.messages, state.num_subjects) if state.max_msgs_per_subject else None
 
 
 def identity(stream: str, created: str, ends: Ends) -> StreamState:

@@ -95,9 +95,14 @@ async def were_replaced(
 ) -> bool:
     """Return whether newer messages replaced what is missing at the beginning of a stream; else it is lost.
 
-    What is known of the stream when `before` was made shows whether it has lost subjects since. Nothing is shown by that if
-    messages of that time may have expired, because the query has read them.
+    In a stream without a limit per subject it is lost. Rollups can replace messages there, but so rarely that a purge is more
+    likely.
+
+    The stream may have lost subjects or messages since `before` was made. Its counts of that time show nothing if messages that
+    it had then may have expired since: the query has read them.
     """
+    if not state.max_msgs_per_subject:
+        return False
     known = None
     if before is not None and before.held is not None:
         (last, last_time), (_, oldest) = before.ends[0], before.ends[-1]

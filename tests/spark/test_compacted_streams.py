@@ -101,6 +101,20 @@ async def test_a_stream_that_is_emptied_is_a_loss(js: JetStreamContext, make: Ma
         await query.latest(js, at)
 
 
+async def test_a_purge_of_a_stream_that_allows_rollups_is_a_loss_whatever_is_stored_since(
+    js: JetStreamContext, make: Make
+) -> None:
+    name = await make(max_msgs_per_subject=-1, allow_rollup_hdrs=True)
+    await put(js, name, "a")
+    query = follower(name)
+    at = await read_to_the_end(js, query)
+    await put(js, name, "a", "b")
+    await js.purge_stream(name)
+    await put(js, name, "a", "b", "c")
+    with pytest.raises(DataLossError, match="sequences 2 to 3"):
+        await query.latest(js, at)
+
+
 async def test_messages_that_may_have_expired_are_a_loss(js: JetStreamContext, make: Make) -> None:
     name = await make(max_age=1)
     await put(js, name, "a")
