@@ -21,7 +21,7 @@ from jetstream_ext.errors import ErrorCode, JetStreamExtError, StreamRecreatedEr
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.merge import filtering_pays, widest
 from jetstream_ext.spark.connection import ask
-from jetstream_ext.spark.offsets import Ends, Position, held_by, identity
+from jetstream_ext.spark.offsets import Position, held_by, identity
 from jetstream_ext.spark.options import MOST_PARTITIONS, Bound, ReadOptions
 from jetstream_ext.spark.pushed import PushedFilters
 from jetstream_ext.spark.ranges import Search, SequenceRange, balanced_cuts, even_cuts, shares
@@ -69,24 +69,27 @@ async def report_lost_head(
     state: StreamState,
     first: int,
     last: int,
-    before: Position | SequenceRange | None = None,
+    *,
+    before: Position | None = None,
+    since: datetime | None = None,
 ) -> None:
-    """Report the sequences of ``first … last`` that are before the first one of the stream as lost, unless newer messages replaced them.
+    """Report the sequences of ``first … last`` that are before the first one of the stream as lost.
 
-    The stream had all of them when `before` was made.
+    Those that newer messages replaced are not. The stream had all of them when `before` was made, or was going to store them
+    later; `since` is a time before which the message `first` was not stored.
     """
-    if state.first_seq <= first:
-        return
-    since = None if before is None else stored_since(before.ends, first)
-    if not await were_replaced(context, state, before, since):
+    if first < state.first_seq and not await were_replaced(context, state, before, since):
         missing = f"sequences {first} to {min(last, state.first_seq - 1)} of stream {state.name!r}"
         report_data_loss(
             options, f"{missing} are gone (expired, purged or deleted); the stream now starts at {state.first_seq}"
         )
 
 
-def stored_since(known: Ends, seq: int) -> datetime | None:
-    """Return a time before which the message `seq` was not stored, from `known` messages; None if none of them is older."""
+def stored_since(known: Iterable[tuple[int, datetime]], seq: int) -> datetime | None:
+    """Return a time before which the message `seq` was not stored, or None.
+
+    `known` are sequences, and times before which their messages were not stored.
+    """
     return max((time for other, time in known if other <= seq), default=None)
 
 

@@ -140,6 +140,8 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
 # pause in seconds after the first answer without news, and the longest one.
 _FIRST_PAUSE: Final = 0.5
 _LONGEST_PAUSE: Final = 1.0
+# The ends of a stream that are noted: of the micro-batch that is planned, and of those before it.
+_ENDS_KEPT: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +182,7 @@ class Follower:
         # The end that was planned last, and of which states and ranges.
         self._returned: dict[str, Any] = {}
         self._planned: dict[str, tuple[StreamState, SequenceRange]] = {}
+        self._not_before: dict[tuple[str, str], dict[int, datetime]] = {}  # see `_note_end`
         self._answering: set[str] = set()  # streams whose direct gets are known to work
         self._pause = 0.0
         self._next_ask = 0.0
@@ -366,6 +369,7 @@ class Follower:
         state = await readable_state(context, options, stream)
         if state is not None:
             self._latest[stream] = Position.at(state, state.last_seq)
+            self._note_end(state)
             resumed = await resume(context, options, before, state)
         if state is None or resumed is None:
             gone = options.stream_pattern is not None
@@ -380,13 +384,32 @@ class Follower:
         if begin.snapshot_left:
             last = min(last, begin.snapshot)
         elif not resumed.from_head:
-            await report_lost_head(context, options, state, begin.seq + 1, last, begin)
+            since = self._stored_since(state, begin, begin.seq + 1)
+            await report_lost_head(context, options, state, begin.seq + 1, last, before=begin, since=since)
         span = SequenceRange(stream, max(begin.seq + 1, state.first_seq), last, options.subjects)
         if not len(span):  # everything has expired
             return _Found(Position.at(state, last, snapshot=begin.snapshot), changed=True)
         limits = options.max_rows, options.min_rows, options.max_records_per_partition
         exact = any(limit is not None for limit in limits)
         return _Found(begin, changed, (state, await measure(context, state, span, exact=exact)))
+
+    def _note_end(self, state: StreamState) -> None:
+        """Note that the message after the last one of `state` was not stored before.
+
+        Then a micro-batch after a quiet time longer than the stream's maximum age is not taken for one whose messages may have
+        expired.
+        """
+        if state.origin:
+            return  # a mirror stores messages with the times of its origin
+        times = self._not_before.setdefault((state.name, state.created), {})
+        times[state.last_seq + 1] = state.now
+        if len(times) > _ENDS_KEPT:
+            del times[min(times)]
+
+    def _stored_since(self, state: StreamState, before: Position | None, seq: int) -> datetime | None:
+        """Return a time before which the message `seq` was not stored, or None; `before`: a position in the stream."""
+        noted = self._not_before.get((state.name, state.created), {})
+        return stored_since((*state.ends, *(before.ends if before else ()), *noted.items()), seq)
 
     async def _end_of(
         self, context: JetStreamContext, found: Mapping[str, _Found], rows: int | None, size: int | None
@@ -451,6 +474,7 @@ class Follower:
                 state = await not_behind(context, self._options, state, known.seq)  # a new stream is reported by `plan`
             if state is None:
                 return None if by_pattern else known or start
+            self._note_end(state)
             last = state.last_seq
             if known is not None and waits:
                 last = max(last, known.seq)
@@ -506,7 +530,8 @@ class Follower:
             state = await still_there(context, options, span, at, state)
         snapshot = at.snapshot if exact or begun == self._initial else 0
         if state is not None and not from_head and not snapshot:
-            await report_lost_head(context, options, state, span.first, span.last, at)
+            since = self._stored_since(state, before, span.first)
+            await report_lost_head(context, options, state, span.first, span.last, before=at, since=since)
         if not exact:
             lowest = at.head or (1 if from_head or state is None else state.first_seq)
             span = replace(span, first=max(span.first, lowest))
@@ -515,13 +540,12 @@ class Follower:
         if state is None:
             return _ToRead(span, cuts)
         reported = max(state.first_seq, span.first + 1) if from_head else state.first_seq
-        known = (*state.ends, *before.ends) if before is not None else state.ends
         span = replace(
             span,
             created=state.created,
             ends=state.ends,
             held=held_by(state),
-            since=stored_since(known, span.first),
+            since=self._stored_since(state, before, span.first),
             snapshot=snapshot,
         )
         if stream not in self._answering:

@@ -54,8 +54,10 @@ class Feed:
     def start(self) -> Offset:
         return through_the_log(self.reader.initialOffset()) if self.offset is None else self.offset
 
-    def plan(self) -> Offset:
-        """Return the end of the next micro-batch."""
+    def plan(self, *, plain: bool = False) -> Offset:
+        """Return the end of the next micro-batch; `plain`: Spark before 4.2, which passes no start."""
+        if plain:
+            return through_the_log(self.reader.latestOffset())
         return through_the_log(self.reader.latestOffset(self.start(), self.reader.getDefaultReadLimit()))
 
     def read(self, end: Offset, *, between: Callable[[], None] = lambda: None) -> list[Row]:
@@ -67,9 +69,9 @@ class Feed:
             rows += [row for batch in reader.read(copy) for row in batch.to_pylist()]
         return rows
 
-    def trigger(self) -> list[Row] | None:
+    def trigger(self, *, plain: bool = False) -> list[Row] | None:
         """Run a micro-batch and return its rows, or None if there is nothing new."""
-        end = self.plan()
+        end = self.plan(plain=plain)
         if end == self.offset:
             return None
         rows = self.read(end)
@@ -500,6 +502,20 @@ class TestLoss:
             assert time.monotonic() < deadline
             put(query.bucket, ("hot", b"2"), ("hot", b"3"))
             assert [row["value"] for row in query.drain()] == [b"3"]
+
+    @pytest.mark.parametrize("plain", [False, True], ids=["with the start", "without the start"])
+    def test_changes_after_a_quiet_time_are_no_loss(
+        self, make: Make, feed: Callable[..., Feed], put: Any, with_js: Any, plain: bool
+    ) -> None:
+        """Nothing was written for longer than the TTL, and then one key several times."""
+        query = feed(make(nothing, ttl=1))
+        put(query.bucket, ("a", b"1"))
+        query.trigger(plain=plain)
+        while with_js(lambda js: js.stream_info(f"KV_{query.bucket}")).state.messages:
+            pass
+        assert not query.trigger(plain=plain)
+        put(query.bucket, ("hot", b"1"), ("hot", b"2"), ("hot", b"3"))
+        assert [row["value"] for row in query.trigger(plain=plain) or []] == [b"3"]
 
     def test_a_bucket_that_was_created_again(
         self, make: Make, feed: Callable[..., Feed], put: Any, with_js: Any
