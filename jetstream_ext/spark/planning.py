@@ -70,13 +70,12 @@ async def report_lost_head(
     first: int,
     last: int,
     *,
-    before: Position | None = None,
+    before: StreamState | None = None,
     since: datetime | None = None,
 ) -> None:
     """Report the sequences of ``first … last`` that are before the first one of the stream as lost.
 
-    Those that newer messages replaced are not. The stream had all of them when `before` was made, or was going to store them
-    later; `since` is a time before which the message `first` was not stored.
+    Those that newer messages replaced are not: `before` and `since` are as for `were_replaced`.
     """
     if first < state.first_seq and not await were_replaced(context, state, before, since):
         missing = f"sequences {first} to {min(last, state.first_seq - 1)} of stream {state.name!r}"
@@ -93,27 +92,46 @@ def stored_since(known: Iterable[tuple[int, datetime]], seq: int) -> datetime | 
     return max((time for other, time in known if other <= seq), default=None)
 
 
+def known_of(where: Position | SequenceRange | None, state: StreamState) -> StreamState | None:
+    """Return what is known of the stream of `state` from when `where` was made, for `were_replaced`."""
+    if where is None or where.held is None:
+        return None
+    (last, last_time), (first, first_time) = where.ends[0], where.ends[-1]
+    messages, subjects = where.held
+    return replace(
+        state,
+        messages=messages,
+        num_subjects=subjects,
+        first_seq=first,
+        first_time=first_time,
+        last_seq=last,
+        last_time=last_time,
+        now=last_time,  # or later
+    )
+
+
 async def were_replaced(
-    context: JetStreamContext, state: StreamState, before: Position | SequenceRange | None, since: datetime | None
+    context: JetStreamContext, state: StreamState, before: StreamState | None, since: datetime | None
 ) -> bool:
     """Return whether newer messages replaced what is missing at the beginning of a stream; else it is lost.
 
     In a stream without a limit per subject it is lost. Rollups can replace messages there, but so rarely that a purge is more
     likely.
 
-    The stream may have lost subjects or messages since `before` was made. Its counts of that time show nothing if messages that
-    it had then may have expired since: the query has read them.
+    Args:
+        context: The JetStream context.
+        state: The stream now.
+        before: The stream when it still had what is missing, or had not stored it yet. If it has lost subjects or messages
+            since, something else has removed them; except if messages that it had then may have expired since, because
+            the query has read those.
+        since: A time before which the first missing message was not stored.
     """
     if not state.max_msgs_per_subject:
         return False
-    known = None
-    if before is not None and before.held is not None:
-        (last, last_time), (_, oldest) = before.ends[0], before.ends[-1]
-        if state.max_age is None or oldest + state.max_age > state.now:
-            messages, subjects = before.held
-            known = replace(state, messages=messages, num_subjects=subjects, last_seq=last, now=last_time)
+    if before is not None and state.max_age is not None and before.first_time + state.max_age <= state.now:
+        before = None
     js = Context(context)
-    return await ask(js.timeout, lambda left: were_replaced_by_newer(js, state, known, since, left))
+    return await ask(js.timeout, lambda left: were_replaced_by_newer(js, state, before, since, left))
 
 
 async def state_of(context: JetStreamContext, stream: str) -> StreamState | None:

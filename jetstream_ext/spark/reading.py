@@ -26,7 +26,7 @@ from jetstream_ext.protocol.subjects import SubjectMatcher
 from jetstream_ext.spark.connection import connected
 from jetstream_ext.spark.loss import HeadWatch
 from jetstream_ext.spark.options import ReadOptions
-from jetstream_ext.spark.planning import DataLossError, is_same, report_data_loss, state_of, were_replaced
+from jetstream_ext.spark.planning import DataLossError, is_same, known_of, report_data_loss, state_of, were_replaced
 from jetstream_ext.spark.ranges import SequenceRange
 
 # The size of a record batch: large enough to hide Spark's cost per batch, small enough for limit() to stop early.
@@ -81,7 +81,7 @@ async def _rows(context: JetStreamContext, options: ReadOptions, part: SequenceR
         if state is None:
             return False
         lost = None if part.snapshot else watch.answered(state.first_seq, loop.time())
-        if lost and not await were_replaced(context, state, part, since):
+        if lost and not await were_replaced(context, state, known_of(part, state), since):
             what = f"sequences {lost.start} to {lost.stop - 1} of stream {part.stream!r}"
             report_data_loss(options, f"{what} expired before they were read")
         return True

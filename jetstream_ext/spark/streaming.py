@@ -37,6 +37,7 @@ from jetstream_ext.spark.planning import (
     cut,
     first_from,
     is_same,
+    known_of,
     measure,
     readable_state,
     report_data_loss,
@@ -140,7 +141,7 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
 # pause in seconds after the first answer without news, and the longest one.
 _FIRST_PAUSE: Final = 0.5
 _LONGEST_PAUSE: Final = 1.0
-# The ends of a stream that are noted: of the micro-batch that is planned, and of those before it.
+# So many ends of a stream are noted: of the micro-batch that is planned, and of those before it.
 _ENDS_KEPT: Final = 4
 
 
@@ -182,7 +183,7 @@ class Follower:
         # The end that was planned last, and of which states and ranges.
         self._returned: dict[str, Any] = {}
         self._planned: dict[str, tuple[StreamState, SequenceRange]] = {}
-        self._not_before: dict[tuple[str, str], dict[int, datetime]] = {}  # see `_note_end`
+        self._ends: dict[tuple[str, str], dict[int, StreamState]] = {}  # see `_note_end`
         self._answering: set[str] = set()  # streams whose direct gets are known to work
         self._pause = 0.0
         self._next_ask = 0.0
@@ -384,8 +385,8 @@ class Follower:
         if begin.snapshot_left:
             last = min(last, begin.snapshot)
         elif not resumed.from_head:
-            since = self._stored_since(state, begin, begin.seq + 1)
-            await report_lost_head(context, options, state, begin.seq + 1, last, before=begin, since=since)
+            known, since = self._known(state, begin, begin), self._stored_since(state, begin, begin.seq + 1)
+            await report_lost_head(context, options, state, begin.seq + 1, last, before=known, since=since)
         span = SequenceRange(stream, max(begin.seq + 1, state.first_seq), last, options.subjects)
         if not len(span):  # everything has expired
             return _Found(Position.at(state, last, snapshot=begin.snapshot), changed=True)
@@ -394,22 +395,30 @@ class Follower:
         return _Found(begin, changed, (state, await measure(context, state, span, exact=exact)))
 
     def _note_end(self, state: StreamState) -> None:
-        """Note that the message after the last one of `state` was not stored before.
+        """Note that nothing was stored yet after the last message of `state`.
 
-        Then a micro-batch after a quiet time longer than the stream's maximum age is not taken for one whose messages may have
-        expired.
+        What expires in a quiet time was read before, and what is stored after it was not there to expire.
         """
-        if state.origin:
-            return  # a mirror stores messages with the times of its origin
-        times = self._not_before.setdefault((state.name, state.created), {})
-        times[state.last_seq + 1] = state.now
-        if len(times) > _ENDS_KEPT:
-            del times[min(times)]
+        if not state.max_msgs_per_subject:
+            return  # there, whatever is missing at the beginning is lost
+        states = self._ends.setdefault((state.name, state.created), {})
+        states[state.last_seq] = state
+        if len(states) > _ENDS_KEPT:
+            del states[min(states)]
+
+    def _known(self, state: StreamState, before: Position | None, where: Position | None) -> StreamState | None:
+        """Return the stream of `state` when the query was at its end at the position `before`, or else when `where` was made."""
+        ends = self._ends.get((state.name, state.created), {})
+        found = None if before is None else ends.get(before.seq)
+        return found or known_of(where, state)
 
     def _stored_since(self, state: StreamState, before: Position | None, seq: int) -> datetime | None:
         """Return a time before which the message `seq` was not stored, or None; `before`: a position in the stream."""
-        noted = self._not_before.get((state.name, state.created), {})
-        return stored_since((*state.ends, *(before.ends if before else ()), *noted.items()), seq)
+        known = [*state.ends, *(before.ends if before else ())]
+        if not state.origin:  # a mirror stores messages with the times of its origin
+            ends = self._ends.get((state.name, state.created), {})
+            known += [(last + 1, end.now) for last, end in ends.items()]
+        return stored_since(known, seq)
 
     async def _end_of(
         self, context: JetStreamContext, found: Mapping[str, _Found], rows: int | None, size: int | None
@@ -530,8 +539,11 @@ class Follower:
             state = await still_there(context, options, span, at, state)
         snapshot = at.snapshot if exact or begun == self._initial else 0
         if state is not None and not from_head and not snapshot:
-            since = self._stored_since(state, before, span.first)
-            await report_lost_head(context, options, state, span.first, span.last, before=at, since=since)
+            known, since = (
+                self._known(state, before, at if exact else before),
+                self._stored_since(state, before, span.first),
+            )
+            await report_lost_head(context, options, state, span.first, span.last, before=known, since=since)
         if not exact:
             lowest = at.head or (1 if from_head or state is None else state.first_seq)
             span = replace(span, first=max(span.first, lowest))

@@ -453,20 +453,21 @@ class TestLoss:
         query.offset = end
         assert [row["value"] for row in query.drain()] == [b"2"] * 20
 
+    @pytest.mark.parametrize("plain", [False, True], ids=["with the start", "without the start"])
     @pytest.mark.parametrize("restarted", [False, True], ids=["running", "restarted"])
     def test_a_purge_of_changes_that_were_not_read_is_a_loss(
-        self, make: Make, feed: Callable[..., Feed], put: Any, with_js: Any, restarted: bool
+        self, make: Make, feed: Callable[..., Feed], put: Any, with_js: Any, restarted: bool, plain: bool
     ) -> None:
         query = feed(make())
-        query.drain()
+        query.trigger(plain=plain)
         put(query.bucket, ("a", b"1"), ("b", b"1"), ("c", b"1"))
         with_js(lambda js: js.purge_stream(f"KV_{query.bucket}", seq=12))
         if restarted:
             query.restart()
         with pytest.raises(DataLossError, match=rf"sequences 10 to 11 of stream 'KV_{query.bucket}' are gone"):
-            query.drain()
+            query.trigger(plain=plain)
         query.restart(failOnDataLoss="false")
-        assert changes(query.drain()) == [(12, "c", "PUT", b"1")]
+        assert changes(query.trigger(plain=plain) or []) == [(12, "c", "PUT", b"1")]
 
     def test_keys_that_are_purged_before_the_snapshot_is_read_are_no_loss(
         self, make: Make, feed: Callable[..., Feed], put: Any, with_js: Any
@@ -504,12 +505,18 @@ class TestLoss:
             assert [row["value"] for row in query.drain()] == [b"3"]
 
     @pytest.mark.parametrize("plain", [False, True], ids=["with the start", "without the start"])
+    @pytest.mark.parametrize("own", [False, True], ids=["of the bucket", "of the keys"])
     def test_changes_after_a_quiet_time_are_no_loss(
-        self, make: Make, feed: Callable[..., Feed], put: Any, with_js: Any, plain: bool
+        self, make: Make, feed: Callable[..., Feed], with_js: Any, put: Any, plain: bool, own: bool
     ) -> None:
         """Nothing was written for longer than the TTL, and then one key several times."""
-        query = feed(make(nothing, ttl=1))
-        put(query.bucket, ("a", b"1"))
+        query = feed(make(nothing, ttl=None if own else 1))
+
+        async def two(js: JetStreamContext) -> None:
+            for key in "ab":
+                await js.publish(f"$KV.{query.bucket}.{key}", headers={"Nats-TTL": "1"} if own else None)
+
+        with_js(two)
         query.trigger(plain=plain)
         while with_js(lambda js: js.stream_info(f"KV_{query.bucket}")).state.messages:
             pass
