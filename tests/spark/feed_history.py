@@ -19,6 +19,7 @@ from typing import Any, Final, TypeAlias
 import nats
 from nats.js import JetStreamContext
 from nats.js.api import KeyValueConfig
+from nats.js.errors import NoStreamResponseError
 from pyspark.sql.datasource import CaseInsensitiveDict
 
 import jetstream_ext as jsx
@@ -123,11 +124,15 @@ class FeedHistory:
         seed: What the choices of the query and of the writers follow from.
         history: How many values of a key the bucket keeps.
         plain: Spark before 4.2, which does not say where a micro-batch starts.
+        replicas: Of the bucket.
     """
 
-    def __init__(self, url: str, bucket: str, seed: int, *, history: int, plain: bool = False) -> None:
+    def __init__(
+        self, url: str, bucket: str, seed: int, *, history: int, plain: bool = False, replicas: int = 1
+    ) -> None:
         self._chance = random.Random(seed)
-        self._url, self._bucket, self._history = url, bucket, history
+        self._url, self._bucket = url, bucket
+        self._config = KeyValueConfig(bucket=bucket, history=history, direct=True, replicas=replicas)
         self._plain = plain or not HAS_LIMITS
         self._writers = Writers(url, bucket, seed)
         self._start = self._chance.choice(("snapshot", "snapshot", "latest", 40))
@@ -158,7 +163,16 @@ class FeedHistory:
         nc = await nats.connect(self._url, connect_timeout=10)
         try:
             js = nc.jetstream(timeout=30)
-            await js.create_key_value(KeyValueConfig(bucket=self._bucket, history=self._history, direct=True))
+            await js.create_key_value(self._config)
+            deadline = asyncio.get_running_loop().time() + 30
+            while True:
+                try:
+                    await self._writers.write(js, b"first")
+                    break
+                except NoStreamResponseError:  # the server does not know of the new stream yet
+                    if asyncio.get_running_loop().time() > deadline:
+                        raise
+                    await asyncio.sleep(0.1)
             for number in range(self._chance.choice((50, 200))):
                 await self._writers.write(js, b"first:%d" % number)
         finally:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jetstream_ext.testing import NatsServer
+from jetstream_ext.testing import NatsCluster, NatsServer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -43,3 +43,19 @@ def test_a_feed_beside_writers_has_each_stored_change_once(
         except BaseException as error:
             error.add_note(f"JETSTREAM_EXT_SPARK_SEED={seed}")
             raise
+
+
+@pytest.mark.skipif(not os.environ.get("JETSTREAM_EXT_FULL"), reason="nox -s full -- spark_histories runs it")
+@pytest.mark.parametrize("history", [1, 5])
+def test_a_feed_of_a_replicated_bucket_has_each_stored_change_once(
+    stream_name: Callable[[], str], history: int
+) -> None:
+    """Replicas answer that have not caught up with the leader."""
+    with NatsCluster() as cluster:
+        for seed in [int(SEED)] if SEED else range(FEEDS // 10 + 1):
+            server = cluster.servers[seed % len(cluster.servers)]
+            try:
+                FeedHistory(server.url, stream_name(), seed, history=history, replicas=3).run(TRIGGERS)
+            except BaseException as error:
+                error.add_note(f"JETSTREAM_EXT_SPARK_SEED={seed}")
+                raise
