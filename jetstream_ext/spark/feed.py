@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nats.js import JetStreamContext
@@ -26,8 +27,9 @@ from jetstream_ext.client.connection import open_bucket
 from jetstream_ext.errors import StreamRecreatedError
 from jetstream_ext.kv import KeyValueEntry
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.entries import Row, entry_of, rows_of
+from jetstream_ext.kv.entries import EVERYTHING, Row, entry_of, rows_of
 from jetstream_ext.kv.parts import has_no_older_values, newest_by_log, newest_by_name
+from jetstream_ext.protocol.direct import Block
 from jetstream_ext.protocol.subjects import can_be_asked_for
 from jetstream_ext.spark.buckets import bucket_state, check_bucket, record_batches
 from jetstream_ext.spark.connection import connected, run_on_driver
@@ -88,12 +90,19 @@ def read_changes(options: FeedOptions, schema: StructType, part: SequenceRange |
             yield from record_batches(schema, some)
 
 
+def _messages(bucket: Bucket, options: FeedOptions, part: SequenceRange) -> AsyncGenerator[Block, None]:
+    """Yield the messages of a range that match; if all keys do, those on subjects that are no keys may be among them."""
+    if options.keys == (EVERYTHING,) and not part.on_server:
+        part = replace(part, filters=())  # the caller looks at each subject anyway
+    return matching_messages(bucket.js, options.read, part)
+
+
 async def _changes(
     bucket: Bucket, options: FeedOptions, part: SequenceRange
 ) -> AsyncGenerator[list[KeyValueEntry], None]:
     """Yield every change in a range, a block at a time."""
     key_of = bucket.subjects().key_of
-    async with aclosing(matching_messages(bucket.js, options.read, part)) as blocks:
+    async with aclosing(_messages(bucket, options, part)) as blocks:
         async for block in blocks:
             rows = [(key_of(row[1]), row) for row in rows_of(block)]
             yield [entry_of(bucket.name, key, row) for key, row in rows if key is not None]
@@ -124,7 +133,7 @@ async def _newest_rows(
     source.before = identity(part.stream, part.created, part.ends)
     every_message_decides = has_no_older_values(state)
     unnamed: dict[str, Row] = {}  # the newest rows of keys that no request can name
-    async with aclosing(matching_messages(bucket.js, options.read, part)) as blocks:
+    async with aclosing(_messages(bucket, options, part)) as blocks:
         async for block in blocks:
             rows: dict[str, Row] = {}
             for row in rows_of(block):
