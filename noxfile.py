@@ -66,8 +66,8 @@ CAMPAIGNS: dict[str, tuple[list[str], dict[str, str]]] = {
         {"JETSTREAM_EXT_SPARK_ROWS": "40000", "JETSTREAM_EXT_KV_ATTEMPTS": "200"},
     ),
     "spark_histories": (
-        ["-m", "pytest", "--timeout=7200", "tests/spark/test_query_history.py"],
-        {"JETSTREAM_EXT_SPARK_HISTORIES": "1000"},
+        ["-m", "pytest", "--timeout=7200", "tests/spark/test_query_history.py", "tests/spark/test_feed_histories.py"],
+        {"JETSTREAM_EXT_SPARK_HISTORIES": "1000", "JETSTREAM_EXT_SPARK_FEEDS": "500"},
     ),
     "differential": (
         ["-m", "pytest", "tests/conformance/test_differential.py"],
@@ -92,7 +92,7 @@ def full(session: nox.Session) -> None:
     """Run the long campaigns, or the one named after `--`, whose further arguments go to it.
 
     The campaigns: longer (tests that CI runs shortened), faults, group_faults, atomic_faults and spark_faults (kill, pause and restart
-    real servers under load), spark_histories (2,000 random histories of streaming queries and their streams), differential (10,000 random sequences of commands to the reference server and to real ones),
+    real servers under load), spark_histories (2,000 random histories of streaming queries and their streams, and 2,000 of change feeds of buckets beside writers), differential (10,000 random sequences of commands to the reference server and to real ones),
     history (100,000 random operations on buckets and logs, with every read compared with the acknowledged history),
     simulation (200,000 schedules of the fast batch in virtual time), call_simulation (104,000 schedules of ingest, atomic
     batches and exactly-once workers in virtual time), group_simulation (100,000 schedules of the members of a group), waits (every call, fault, payload and state of the connection),

@@ -54,7 +54,7 @@ from jetstream_ext.protocol import feature_table, frames
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import check_seconds
-from jetstream_ext.protocol.subjects import check_subject
+from jetstream_ext.protocol.subjects import bucket_prefix, bucket_stream, check_subject
 from jetstream_ext.text import get_logger
 from jetstream_ext.types import own_headers
 
@@ -523,7 +523,7 @@ def bucket_parts(kv: KeyValue) -> tuple[JetStreamContext, str, str, str]:
 def open_bucket(js: JetStreamContext, name: str) -> KeyValue:
     """Return nats-py's bucket `name` without a request; the first read of it finds out whether it exists."""
     with _required():
-        return KeyValue(name, f"KV_{name}", f"$KV.{name}.", js, direct=False)
+        return KeyValue(name, bucket_stream(name), bucket_prefix(name), js, direct=False)
 
 
 class OwnClient(Client):

@@ -27,11 +27,12 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
 
+from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.errors import StreamConfigMismatchError
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import KeyValueEntry, Row, entry_of, operation, rows_of
@@ -158,6 +159,38 @@ async def read_range(
             yield some
 
 
+def has_no_older_values(state: StreamState) -> bool:
+    """Whether every message is the only one of its key, for each responder; a replica that lags still has older ones."""
+    return state.max_msgs_per_subject == 1 and not state.replicated
+
+
+async def newest_by_name(
+    bucket: Bucket, source: VerifiedReader, rows: Mapping[str, Row], state: StreamState, revision: int
+) -> dict[str, Row]:
+    """Return those of `rows` that are the newest of their keys up to a revision, if requests can name the keys."""
+    found: dict[str, int] = {}  # by subject
+
+    def take(messages: Iterable[Row]) -> None:
+        for seq, subject, *_ in messages:
+            found[subject] = max(seq, found.get(subject, 0))
+
+    keys = [key for key in rows if can_be_asked_for(key)]
+    later = await read_newest(bucket, source, keys, revision, take)
+    await read_earlier(bucket, source, list(later), state.lowest_seq, revision, take)
+    return {key: row for key, row in rows.items() if found.get(row[1]) == row[0]}
+
+
+async def newest_by_log(
+    bucket: Bucket, source: VerifiedReader, rows: Mapping[str, Row], last: int, revision: int
+) -> dict[str, Row]:
+    """Return those of `rows`, which are the newest of their keys up to `last`, that are the newest up to a revision."""
+    newest = dict(rows)
+    async for block in source.log(last + 1, revision):
+        for _, subject, *_ in rows_of(block):
+            newest.pop(subject.removeprefix(bucket.prefix), None)
+    return newest
+
+
 class _RangeReader:
     """Reads a range for one task; with `remember`, it reports only keys that it has not read."""
 
@@ -185,7 +218,7 @@ class _RangeReader:
     async def _rows(self, part: LogRange) -> AsyncGenerator[dict[str, Row], None]:
         """Yield the messages that decide their keys, by key."""
         state, key_of = self._point.state, self._subjects.key_of
-        every_message_decides = state.max_msgs_per_subject == 1 and not state.replicated
+        every_message_decides = has_no_older_values(state)
         unnamed: dict[str, Row] = {}  # the newest rows of keys that no request can name
         async with aclosing(self._source.log(part.first, part.last, subject=part.subject)) as blocks:
             async for block in blocks:
@@ -198,27 +231,10 @@ class _RangeReader:
                             self._expires = True
                 if not every_message_decides:
                     unnamed |= {key: row for key, row in rows.items() if not can_be_asked_for(key)}
-                    rows = await self._newest(rows)
+                    rows = await newest_by_name(self._bucket, self._source, rows, state, self._point.revision)
                 yield rows
         if unnamed:
-            async for block in self._source.log(part.last + 1, self._point.revision):
-                for _, subject, *_ in rows_of(block):
-                    unnamed.pop(subject.removeprefix(self._bucket.prefix), None)
-            yield unnamed
-
-    async def _newest(self, rows: dict[str, Row]) -> dict[str, Row]:
-        """Return those of `rows` that are the newest of their keys up to the revision, if requests can name the keys."""
-        bucket, source, revision = self._bucket, self._source, self._point.revision
-        found: dict[str, int] = {}  # by subject
-
-        def take(messages: Iterable[Row]) -> None:
-            for seq, subject, *_ in messages:
-                found[subject] = max(seq, found.get(subject, 0))
-
-        keys = [key for key in rows if can_be_asked_for(key)]
-        later = await read_newest(bucket, source, keys, revision, take)
-        await read_earlier(bucket, source, list(later), self._point.state.lowest_seq, revision, take)
-        return {key: row for key, row in rows.items() if found.get(row[1]) == row[0]}
+            yield await newest_by_log(self._bucket, self._source, unnamed, part.last, self._point.revision)
 
     async def missed(self) -> Found:
         """Return which keys have changed since the revision, so that what was read until now may lack them."""

@@ -9,13 +9,12 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 from functools import partial
 from operator import attrgetter
 from typing import Final, Literal, Self
 
 from nats.js import JetStreamContext
-from nats.js.api import Header
 
 from jetstream_ext.client.api import (
     bisect_time,
@@ -29,6 +28,7 @@ from jetstream_ext.client.api import (
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.direct_reader import link_of, read_blocks, read_one
+from jetstream_ext.client.replaced import were_replaced_by_newer
 from jetstream_ext.client.retry import Retry, is_transient, is_transient_read
 from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.errors import (
@@ -42,7 +42,7 @@ from jetstream_ext.log.offsets import First, Last, OffsetStore, Seq, Start, Stor
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import Request, StoredMsg
 from jetstream_ext.protocol.feature_table import START_TIME_LEVEL
-from jetstream_ext.protocol.gaps import Gaps, only_a_rollup, were_replaced
+from jetstream_ext.protocol.gaps import Gaps
 from jetstream_ext.protocol.numbers import LARGEST
 from jetstream_ext.protocol.options import check_int, check_seconds
 from jetstream_ext.protocol.reads import Scan
@@ -58,9 +58,6 @@ _GROUP_BYTES: Final = 4 << 20
 _REQUEST_BYTES: Final = 1 << 20
 # The most sequences of a group: a filter can leave few messages among many sequences.
 _WIDEST: Final = 1 << 40
-# By then a server has removed what a rollup replaces.
-_ROLLUP_TAKES: Final = timedelta(seconds=5)
-_SHORTEST_TTL: Final = timedelta(seconds=1)
 # The first pause at the end of the stream, in seconds; it doubles up to `poll`.
 _FIRST_PAUSE: Final = 0.005
 
@@ -88,7 +85,7 @@ class LogReader:
     * if the stream is empty, has too few messages for one subject to have reached ``max_msgs_per_subject``, or refuses
       newer messages instead (``discard_new_per_subject``);
     * if a limit may have removed them: ``max_msgs`` is reached, less than one message fits into ``max_bytes`` (both only
-      with discard ``old``), or they may be older than ``max_age``;
+      with discard ``old``), or they may be older than ``max_age`` (and the delete markers that replaced them may be gone);
     * if subjects have disappeared since this reader last checked the stream's beginning, or if the stream has fewer
       messages than then and no rollup was stored since (or less than 5 s before). Compaction never does that; purges,
       deletions and the expiry of a message's own TTL do.
@@ -533,43 +530,7 @@ class LogReader:
 
     async def _were_replaced(self, state: StreamState) -> bool:
         """Return whether newer messages replaced what is missing at the stream's beginning; else it is lost."""
-        before = self._before
-        if not were_replaced(state, before, self._since):
-            return False
-        if before is None or not only_a_rollup(state, before):
-            return True
-        return await self._has_rollup(before, state)
-
-    async def _has_rollup(self, before: StreamState, state: StreamState) -> bool:
-        """Return whether a rollup may have been stored from `before` to `state`.
-
-        One is there, or may have expired, or there are more messages than are looked through.
-        """
-        messages = size = 0
-        last, stored = before.last_seq, before.now  # the next message has a higher sequence, and was stored later
-        expires = any(it.config.get("allow_msg_ttl") for it in (before, state))
-
-        def may_have_expired(seq: int) -> bool:
-            # A mirror keeps the times of its origin, and can remove a message as soon as it has it.
-            return expires and seq > last + 1 and (bool(before.origin) or state.now - stored >= _SHORTEST_TTL)
-
-        def is_rollup(message: StoredMsg) -> bool:
-            if message.seq == before.last_seq and not before.origin and before.now - message.time > _ROLLUP_TAKES:
-                return False  # what it replaces had been removed before
-            return Header.ROLLUP.value in message.headers
-
-        plan = Scan(seq=before.last_seq, max_bytes=_REQUEST_BYTES)
-        reading = read_blocks(self._context, self.stream, plan, self._timeout, confirm=True)
-        async with contextlib.aclosing(reading) as blocks:
-            async for block in blocks:
-                for row in block.messages():
-                    if is_rollup(row) or may_have_expired(min(row.seq, state.last_seq + 1)):
-                        return True
-                    last, stored = row.seq, max(stored, row.time)
-                messages, size = messages + len(block), size + block.size
-                if messages > _GROUP or size > _GROUP_BYTES:
-                    return True
-        return may_have_expired(state.last_seq + 1)
+        return await were_replaced_by_newer(self._context, state, self._before, self._since, self._timeout)
 
     def _note(self, state: StreamState, position: int) -> None:
         """Note a state of the stream that later ones are compared with; everything below `position` is verified."""

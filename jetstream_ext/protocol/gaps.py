@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Final
 
 from jetstream_ext.protocol.api import StreamState
@@ -58,7 +58,8 @@ def were_replaced(state: StreamState, before: StreamState | None, since: datetim
 
     * the stream has no messages, or too few for one subject to have reached ``max_msgs_per_subject``;
     * a limit that removes the oldest messages may have acted: ``max_msgs`` is reached, less than one message fits into
-      ``max_bytes`` (both with discard ``old``), or the messages may be older than ``max_age``;
+      ``max_bytes`` (both with discard ``old``), or the messages may be older than ``max_age``, and the delete markers that
+      replaced them may be gone;
     * since `before` subjects have disappeared, or (without rollups) the stream has fewer messages. With rollups see
       `only_a_rollup`.
 
@@ -80,7 +81,7 @@ def were_replaced(state: StreamState, before: StreamState | None, since: datetim
     if since is None and not any(it.origin for it in held):
         since = state.created_at
     for it in held:
-        if it.max_age and (since is None or state.now - since >= it.max_age):
+        if it.max_age and (since is None or state.now - since >= it.max_age + _markers_stay(it)):
             return False
         if _discard(it) == "old":
             max_msgs, max_bytes = it.config.get("max_msgs") or -1, it.config.get("max_bytes") or -1
@@ -98,6 +99,11 @@ def only_a_rollup(state: StreamState, before: StreamState) -> bool:
     """Return whether only a rollup that was stored since `before` can have replaced what is missing."""
     rollups = any(it.config.get("allow_rollup_hdrs") for it in (state, before))
     return rollups and _has_fewer(state, before)
+
+
+def _markers_stay(state: StreamState) -> timedelta:
+    """Return how long the delete marker of an expired subject, which is a newer message of it, is stored at least."""
+    return min(state.marker_ttl or timedelta(0), state.max_age or timedelta.max)
 
 
 def _has_fewer(state: StreamState, before: StreamState) -> bool:

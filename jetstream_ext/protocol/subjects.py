@@ -207,3 +207,13 @@ class SubjectCache(dict[str, bytes]):
             )
 
     encode: Callable[..., bytes] = dict.__getitem__  # no Python code runs for a known subject
+
+
+def bucket_stream(bucket: str) -> str:
+    """Return the name of a bucket's stream (ADR-8)."""
+    return f"KV_{bucket}"
+
+
+def bucket_prefix(bucket: str) -> str:
+    """Return what the subject of a key has before it (ADR-8)."""
+    return f"$KV.{bucket}."

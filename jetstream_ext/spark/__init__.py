@@ -1,4 +1,4 @@
-"""The PySpark connector: formats `jetstream` (streams) and `jetstream_kv` (buckets), both read and written.
+"""The PySpark connector: formats `jetstream` (streams) and `jetstream_kv` (buckets), both read, followed and written.
 
 Spark finds the formats by itself (`pyspark_jetstream`); `register` registers them explicitly. Needs
 ``nats-jetstream-ext[spark]``.

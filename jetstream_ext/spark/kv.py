@@ -13,26 +13,25 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from nats.js import JetStreamContext
-from nats.js.errors import BadBucketError
 from pyspark.sql.datasource import (
     DataSource,
     DataSourceReader,
+    DataSourceStreamReader,
     DataSourceStreamWriter,
     DataSourceWriter,
     InputPartition,
 )
-from pyspark.sql.types import BinaryType, DataType, LongType, StringType, StructType, TimestampType
+from pyspark.sql.types import StructType
 
 from jetstream_ext.client.connection import open_bucket
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.errors import HistoryUnavailableError
 from jetstream_ext.kv import KeyValueEntry
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.entries import EVERYTHING, key_text
+from jetstream_ext.kv.entries import EVERYTHING
 from jetstream_ext.kv.parts import (
     Found,
     KeyClass,
@@ -46,9 +45,10 @@ from jetstream_ext.kv.parts import (
 )
 from jetstream_ext.kv.reads import ResolvedRevision, read_present, resolve_revision
 from jetstream_ext.protocol.subjects import is_literal
+from jetstream_ext.spark.buckets import BUCKET_COLUMNS, bucket_state, record_batches
 from jetstream_ext.spark.connection import ask, connected, run_on_driver
-from jetstream_ext.spark.options import KvOptions, KvWriteOptions, OptionError
-from jetstream_ext.spark.planning import PlanningError, cut, measure, state_of
+from jetstream_ext.spark.options import FeedOptions, KvOptions, KvWriteOptions, OptionError
+from jetstream_ext.spark.planning import PlanningError, cut, measure
 from jetstream_ext.spark.ranges import SequenceRange
 from jetstream_ext.spark.source import check_schema, schema_of
 from jetstream_ext.text import get_logger
@@ -58,14 +58,6 @@ if TYPE_CHECKING:
 
 _log = get_logger("spark")
 
-_COLUMNS: Final[dict[str, DataType]] = {
-    "bucket": StringType(),
-    "key": StringType(),
-    "value": BinaryType(),
-    "revision": LongType(),
-    "created": TimestampType(),
-    "operation": StringType(),
-}
 # Up to so many keys, each task lists all of them. The server sends so many at a time, and sorts them for each request.
 _MOST_LISTED: Final = 100_000
 _LISTED_PER_PARTITION: Final = 50_000
@@ -80,13 +72,10 @@ _MOST_WHOLE_READS: Final = 8
 _MOST_CHANGES: Final = 1_000_000
 # Filtering costs the server about as much as sending so many times as many messages.
 _FILTER_COST: Final = 5
-# Rows and bytes of a record batch. A single row may have more bytes.
-_ROWS: Final = 10_000
-_BATCH_BYTES: Final = 8 << 20
 
 
 class JetStreamKvDataSource(DataSource):
-    """The `jetstream_kv` format: a key-value bucket as a table of its keys, as of one revision.
+    """The `jetstream_kv` format: a key-value bucket as a table of its keys, as of one revision, or its changes as a stream.
 
     Columns: ``bucket string, key string, value binary, revision long, created timestamp, operation string``.
 
@@ -100,13 +89,21 @@ class JetStreamKvDataSource(DataSource):
 
     def schema(self) -> StructType:
         """Return all columns, after a check of the options, so that ``load()`` raises their errors."""
-        KvOptions.parse(self.options)
-        return schema_of(_COLUMNS)
+        KvOptions.parse(self.options, streaming=None)
+        FeedOptions.parse(self.options, streaming=None)
+        return schema_of(BUCKET_COLUMNS)
 
     def reader(self, schema: StructType) -> DataSourceReader:
         options = KvOptions.parse(self.options)
-        check_schema(schema, _COLUMNS)
+        check_schema(schema, BUCKET_COLUMNS)
         return JetStreamKvReader(options, schema)
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
+        from jetstream_ext.spark.feed import JetStreamKvStreamReader  # imported only where it is used, as in `source`
+
+        options = FeedOptions.parse(self.options)
+        check_schema(schema, BUCKET_COLUMNS)
+        return JetStreamKvStreamReader(options, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         from jetstream_ext.spark.kv_sink import JetStreamKvWriter
@@ -151,19 +148,12 @@ class BucketPart:
 async def plan_kv(context: JetStreamContext, options: KvOptions) -> list[BucketPart]:
     kv = open_bucket(context, options.bucket)
     bucket = Bucket(kv)
-    state = await state_of(context, bucket.stream)
-    if state is None:
-        raise PlanningError(
-            f"bucket {options.bucket!r} does not exist; check 'bucket', 'servers', 'domain' and 'apiPrefix'"
-        )
+    state = await bucket_state(bucket)
+    at = options.as_of or state.last_seq
+    if not at:
+        return []
     try:
-        bucket.check(state)
-        at = options.as_of or state.last_seq
-        if not at:
-            return []
         point = await ask(bucket.timeout, lambda left: resolve_revision(Bucket(kv, left), state, at))
-    except BadBucketError as error:
-        raise PlanningError(f"option 'bucket': {error.description}") from error
     except ValueError as error:
         raise PlanningError(f"option 'asOf': {error}") from error
     if not point.revision:
@@ -234,8 +224,7 @@ def read_keys(options: KvOptions, schema: StructType, part: BucketPart | None) -
     with connected(options.connection, "executor") as (lease, context):
         bucket = Bucket(open_bucket(context, options.bucket))
         for entries in lease.iterate(_read(bucket, options, part)):
-            for some in _cut_batches(entries):
-                yield _batch(schema, some)
+            yield from record_batches(schema, entries)
 
 
 async def _read(bucket: Bucket, options: KvOptions, part: BucketPart) -> AsyncGenerator[list[KeyValueEntry], None]:
@@ -302,35 +291,3 @@ def _check_range(options: KvOptions, point: ResolvedRevision, found: Found) -> N
 
 def _name(options: KvOptions, point: ResolvedRevision) -> str:
     return f"bucket {options.bucket!r} at revision {point.revision}"
-
-
-def _cut_batches(entries: Sequence[KeyValueEntry]) -> Iterator[Sequence[KeyValueEntry]]:
-    start = size = 0
-    for index, entry in enumerate(entries):
-        size += len(entry.value)
-        if index > start and (index - start >= _ROWS or size > _BATCH_BYTES):
-            yield entries[start:index]
-            start, size = index, len(entry.value)
-    if start < len(entries):
-        yield entries[start:]
-
-
-def _batch(schema: StructType, entries: Sequence[KeyValueEntry]) -> RecordBatch:
-    import pyarrow as pa
-
-    types = {"value": pa.binary(), "revision": pa.int64(), "created": pa.timestamp("us", tz="UTC")}
-    fields = [
-        pa.field(field.name, types.get(field.name, pa.string()), nullable=field.nullable) for field in schema.fields
-    ]
-    columns = [pa.array(_column(entries, field.name), field.type) for field in fields]
-    return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
-
-
-def _column(entries: Sequence[KeyValueEntry], name: str) -> list[object]:
-    values = list(map(attrgetter(name), entries))
-    if name == "key":
-        text = "".join(values)
-        if not text.isascii() or "\\" in text:
-            # NATS accepts any bytes in a key; Spark's strings are UTF-8.
-            return list(map(key_text, values))
-    return values

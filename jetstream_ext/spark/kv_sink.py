@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import numpy as np
 from nats.js import JetStreamContext
-from nats.js.errors import BadBucketError
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
@@ -29,11 +28,12 @@ from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.feature_table import ATOMIC
 from jetstream_ext.protocol.subjects import covers
 from jetstream_ext.spark.bad_rows import BadRow, BadRows, check_dead_letters, log_bad_rows
+from jetstream_ext.spark.buckets import bucket_state
 from jetstream_ext.spark.connection import connected, run_on_driver
 from jetstream_ext.spark.kv_rows import DIGEST_SIZE, KeyWrite, KvColumns, KvRowReader, LastRows, digest_of
 from jetstream_ext.spark.kv_transactions import DRIVER, Conflict, KeyTransactions, KvMicroBatch
 from jetstream_ext.spark.options import KvWriteOptions
-from jetstream_ext.spark.planning import PlanningError, state_of
+from jetstream_ext.spark.planning import PlanningError
 from jetstream_ext.spark.progress import SinkRecord, store_sink_progress
 from jetstream_ext.spark.row_sizes import RowSizes, batch_headers
 from jetstream_ext.spark.sink import HAS_STREAM_ARROW, StreamWriter
@@ -74,7 +74,7 @@ class _KvWriter:
         self._attempt = uuid.uuid4().hex[:16]  # one for all tasks, and all attempts at them
         self._target: _Target = run_on_driver(
             options.connection,
-            lambda context: check_bucket(context, options, self._columns, only_changes=only_changes),
+            lambda context: check_target(context, options, self._columns, only_changes=only_changes),
         )
 
     def _write(self, writer: str, batch: int, rows: Iterator[Any], *, arrow: bool) -> WriterCommitMessage:
@@ -280,18 +280,12 @@ class _Target:
     sizes: RowSizes
 
 
-async def check_bucket(
+async def check_target(
     context: JetStreamContext, options: KvWriteOptions, columns: KvColumns, *, only_changes: bool
 ) -> _Target:
     """Return the bucket's stream; raise PlanningError if it cannot be written to with these options."""
     bucket, name = Bucket(open_bucket(context, options.bucket)), f"bucket {options.bucket!r}"
-    state = await state_of(context, bucket.stream)
-    if state is None:
-        raise PlanningError(f"{name} does not exist; create it, or check 'bucket', 'servers', 'domain' and 'apiPrefix'")
-    try:
-        bucket.check(state, direct=only_changes)
-    except BadBucketError as error:
-        raise PlanningError(f"option 'bucket': {error.description}") from error
+    state = await bucket_state(bucket, direct=only_changes)
     config, markers = state.config, f"{options.marker_prefix}.>"
     missing = []
     if not config.get("allow_atomic"):

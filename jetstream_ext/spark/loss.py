@@ -2,7 +2,7 @@
 
 A missing message leaves no trace of why it is gone. Deletes, limits per subject, rollups and TTLs remove single messages,
 which is no loss; `max_age`, `max_msgs`, `max_bytes` and purges remove everything up to some sequence and so move the first
-sequence of the stream. So a gap is a loss if the stream's first sequence has passed it *before it was read*. The first
+sequence of the stream. (Where newer messages replace older ones, that moves it as well; see `planning.were_replaced`.) So a gap is a loss if the stream's first sequence has passed it *before it was read*. The first
 sequence never goes back: if it is still at or below a gap after the gap was read, the gap is no loss. The reader therefore
 asks for it soon after each gap, at most once a second, and rarely: a reader is usually far ahead of the first sequence.
 """
@@ -31,6 +31,11 @@ class HeadWatch:
         self._pieces = 0
         self._next_piece = 1
         self._asked = now
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether there is a gap of which it is not known whether it is a loss."""
+        return self._gap is not None
 
     def add(self, seqs: Sequence[int], now: float) -> bool:
         """Take the next messages; return whether the stream's first sequence should be asked for."""

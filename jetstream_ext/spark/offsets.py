@@ -7,6 +7,8 @@
         "ends": [[9500, "2026-02-01T08:00:00.123456Z"], [1, "2026-01-31T13:45:01.500000Z"]],
         "first": 1001, "cuts": [3001, 5001, 7001]}}}
 
+A stream in which newer messages replace older ones has ``held`` as well, and the first offsets of a change feed ``snapshot``.
+
 Spark calls the source with the offsets of a micro-batch whenever it runs it, so a plan that is in the offset is the same
 for every attempt, whatever has happened to the stream, the options or the cluster meanwhile. Spark before 4.2 does not
 say where a micro-batch starts when it asks for the end; then the offset has a ``head`` instead of a plan (see `Position`).
@@ -31,6 +33,8 @@ VERSION: Final = 2
 _LARGEST: Final = (1 << 63) - 1  # the column `seq` is a long
 
 Ends: TypeAlias = tuple[tuple[int, datetime], ...]
+Held: TypeAlias = tuple[int, int]
+"""How many messages and subjects a stream had, if it keeps only so many messages of each subject (``max_msgs_per_subject``)."""
 
 
 class OffsetError(ValueError):
@@ -53,18 +57,32 @@ class Position:
     # the first one with this stream (None: the query starts at `head`).
     head: int | None = None
     skipped: int | None = None
+    held: Held | None = None
+    # Of a change feed (see `feed`): the micro-batch that ends here, and those that begin before this sequence, have only the
+    # newest messages of their keys up to it (0: there is no such micro-batch).
+    snapshot: int = 0
 
     @classmethod
-    def at(cls, state: StreamState, seq: int) -> Position:
-        return cls(state.created, seq, state.ends or ((0, state.last_time),))
+    def at(cls, state: StreamState, seq: int, *, snapshot: int = 0) -> Position:
+        ends = state.ends or ((0, state.last_time),)
+        return cls(state.created, seq, ends, held=held_by(state), snapshot=snapshot)
 
     @property
     def is_ahead(self) -> bool:
         """Whether the stream had not reached `seq` when the position was made, so that the query waits for it."""
         return bool(self.ends) and self.seq > self.ends[0][0]
 
+    @property
+    def snapshot_left(self) -> int:
+        """The sequence up to which the next micro-batch has only the newest messages of their keys (0: it has all messages)."""
+        return self.snapshot if self.seq < self.snapshot else 0
+
     def without_plan(self) -> Position:
-        return replace(self, first=None, cuts=(), head=None, skipped=None)
+        return replace(self, first=None, cuts=(), head=None, skipped=None, snapshot=self.snapshot_left)
+
+
+def held_by(state: StreamState) -> Held | None:
+    return (state.messages, state.num_subjects) if state.max_msgs_per_subject else None
 
 
 def identity(stream: str, created: str, ends: Ends) -> StreamState:
@@ -106,6 +124,10 @@ def _encode_position(at: Position) -> dict[str, Any]:
             encoded[name] = value
     if at.cuts:
         encoded["cuts"] = list(at.cuts)
+    if at.held is not None:
+        encoded["held"] = list(at.held)
+    if at.snapshot:
+        encoded["snapshot"] = at.snapshot
     return encoded
 
 
@@ -135,7 +157,16 @@ def _decode_position(at: Mapping[str, Any]) -> Position:
         tuple(_sequence(cut, "cuts") for cut in at.get("cuts") or ()),
         _optional(at, "head"),
         _optional(at, "skipped"),
+        _decode_held(at.get("held")),
+        _optional(at, "snapshot") or 0,
     )
+
+
+def _decode_held(value: Any) -> Held | None:
+    if value is None:
+        return None
+    messages, subjects = value
+    return _sequence(messages, "held"), _sequence(subjects, "held")
 
 
 def _optional(holder: Mapping[str, Any], name: str) -> int | None:

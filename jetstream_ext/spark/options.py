@@ -21,7 +21,14 @@ from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar
 
 from jetstream_ext.errors import BadSubjectError
 from jetstream_ext.protocol.servers import parse_servers
-from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject, covers
+from jetstream_ext.protocol.subjects import (
+    bucket_prefix,
+    bucket_stream,
+    check_filter,
+    check_name,
+    check_subject,
+    covers,
+)
 from jetstream_ext.spark.ttls import parse_ttl, ttl_text
 from jetstream_ext.types import TTL
 
@@ -315,6 +322,15 @@ def _offset(value: Any) -> Bound:
     )
 
 
+def _feed_start(text: str) -> Literal["snapshot", "latest"] | int:
+    match text.strip().lower():
+        case "snapshot" | "latest" as start:
+            return start
+        case number if re.fullmatch(r"[0-9]{1,18}", number) and int(number):
+            return int(number)
+    raise ValueError(f"{text!r} is not 'snapshot', 'latest' or a revision (an integer of at least 1)")
+
+
 def _as_of(text: str) -> int | datetime | None:
     text = text.strip()
     if text.lower() == "now":
@@ -435,17 +451,9 @@ class ReadOptions:
         by_pattern = "streamPattern" in reader
         for name in ("stream", "path", "paths") if by_pattern else ():
             reader.exclude("streamPattern", name)
-        reader.exclude("maxRowsPerTrigger", "maxOffsetsPerTrigger")
-        if "maxTriggerDelay" in reader and "minRowsPerTrigger" not in reader:
-            reader.fail(
-                "maxTriggerDelay", "it limits the wait for minRowsPerTrigger; give that as well, or leave it out"
-            )
-        reader.pair("progressBucket", "progressName")
         streams = () if by_pattern else reader.get_streams()
         named = None if by_pattern else streams
-        values = reader.values(cls)
-        # Kafka's name for it. Kafka's offsets have no gaps, so there it counts rows as well.
-        values["max_rows"] = reader.get("maxOffsetsPerTrigger", _positive, values["max_rows"])
+        values = _read_values(reader)
         read = cls(
             connection=ConnectionOptions.parse(reader),
             streams=streams,
@@ -463,6 +471,18 @@ class ReadOptions:
             if isinstance(start, int) and isinstance(end, int) and start > end + 1:
                 reader.fail("endingOffsets", f"the end of stream {stream!r} ({end}) is before its start ({start})")
         return read
+
+
+def _read_values(reader: OptionReader) -> dict[str, Any]:
+    """Return the values of the declared fields of `ReadOptions`."""
+    reader.pair("progressBucket", "progressName")
+    reader.exclude("maxRowsPerTrigger", "maxOffsetsPerTrigger")
+    if "maxTriggerDelay" in reader and "minRowsPerTrigger" not in reader:
+        reader.fail("maxTriggerDelay", "it limits the wait for minRowsPerTrigger; give that as well, or leave it out")
+    values = reader.values(ReadOptions)
+    # Kafka's name for it. Kafka's offsets have no gaps, so there it counts rows as well.
+    values["max_rows"] = reader.get("maxOffsetsPerTrigger", _positive, values["max_rows"])
+    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -533,10 +553,51 @@ class KvOptions:
     min_partitions: int = _option("minPartitions", _partitions, 2)
 
     @classmethod
-    def parse(cls, options: Mapping[str, str]) -> KvOptions:
-        reader = OptionReader(options, (*KV_OPTIONS, *CONNECTION_OPTIONS), _KV_FOR_WRITING)
-        bucket = reader.get_bucket("here or as in load('PRICES')")
-        return cls(ConnectionOptions.parse(reader), bucket, **reader.values(cls))
+    def parse(cls, options: Mapping[str, str], *, streaming: bool | None = False) -> KvOptions:
+        """Return the options of a batch read; `streaming` is None where it is not known yet whether it is one."""
+        reader = _bucket_reader(options, {} if streaming is None else _FEED_ONLY)
+        return cls(ConnectionOptions.parse(reader), reader.get_bucket(_LOADED), **reader.values(cls))
+
+
+@dataclass(frozen=True, slots=True)
+class FeedOptions:
+    """The options of the change feed of a bucket."""
+
+    bucket: str
+    read: ReadOptions  # of the bucket's stream
+    keys: tuple[str, ...] = _option("keys", _names(check_filter), (">",))
+    starting: Literal["snapshot", "latest"] | int = _option("startingOffsets", _feed_start, "snapshot")
+    include_deleted: bool = _option("includeDeleted", _boolean, False)  # in the snapshot
+
+    @classmethod
+    def parse(cls, options: Mapping[str, str], *, streaming: bool | None = True) -> FeedOptions:
+        """Return the options of a streaming read; `streaming` is None where it is not known yet whether it is one."""
+        reader = _bucket_reader(options, {} if streaming is None else _KV_BATCH_ONLY)
+        bucket, own = reader.get_bucket(_LOADED), reader.values(cls)
+        start = own["starting"]
+        read = ReadOptions(
+            connection=ConnectionOptions.parse(reader),
+            streams=(bucket_stream(bucket),),
+            starting=Bounds("earliest" if start == "snapshot" else start),
+            ending=Bounds("latest"),
+            # Other subjects that the bucket's stream may store are never keys.
+            **_read_values(reader) | {"subjects": tuple(bucket_prefix(bucket) + key for key in own["keys"])},
+        )
+        if streaming and "includeDeleted" in reader and start != "snapshot":
+            reader.fail(
+                "includeDeleted",
+                f"it is for the snapshot, and with startingOffsets={start} there is none: changes always include deletions; "
+                "leave it out",
+            )
+        return cls(bucket, read, **own)
+
+
+_LOADED: Final = "here or as in load('PRICES')"
+
+
+def _bucket_reader(options: Mapping[str, str], elsewhere: dict[str, str]) -> OptionReader:
+    known = dict.fromkeys((*KV_OPTIONS, *FEED_OPTIONS, *CONNECTION_OPTIONS))
+    return OptionReader(options, known, elsewhere | _KV_FOR_WRITING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -580,6 +641,13 @@ READ_OPTIONS: Final = (
 WRITE_OPTIONS: Final = ("stream", *_declared(WriteOptions))
 KV_OPTIONS: Final = ("bucket", *_declared(KvOptions))
 KV_WRITE_OPTIONS: Final = ("bucket", *_declared(KvWriteOptions))
+FEED_OPTIONS: Final = (
+    "bucket",
+    *_declared(FeedOptions),
+    *("minPartitions", "maxRecordsPerPartition", "failOnDataLoss", "onRecreate", "tailCheck"),
+    *("maxRowsPerTrigger", "maxOffsetsPerTrigger", "maxBytesPerTrigger", "minRowsPerTrigger", "maxTriggerDelay"),
+    *("progressBucket", "progressName"),
+)
 _SPARK_SINK_OPTIONS: Final = ("checkpointLocation", "queryName")  # Spark passes them on to the sink
 
 _NO_END: Final = "it is for batch reads; a streaming query has no end (use trigger(availableNow=True))"
@@ -604,10 +672,24 @@ _FOR_READING: Final = {
     name: "it applies only to reads; leave it out" for name in READ_OPTIONS if name not in WRITE_OPTIONS
 }
 _KV_FOR_READING: Final = {
-    name: "it applies only to reads; leave it out" for name in KV_OPTIONS if name not in KV_WRITE_OPTIONS
+    name: "it applies only to reads; leave it out"
+    for name in (*KV_OPTIONS, *FEED_OPTIONS)
+    if name not in KV_WRITE_OPTIONS
 }
 _KV_FOR_WRITING: Final = {
-    name: "it applies only to writes; leave it out" for name in KV_WRITE_OPTIONS if name not in KV_OPTIONS
+    name: "it applies only to writes; leave it out"
+    for name in KV_WRITE_OPTIONS
+    if name not in (*KV_OPTIONS, *FEED_OPTIONS)
+}
+_KV_BATCH_ONLY: Final = {
+    "asOf": "it is for batch reads; a streaming query starts at 'startingOffsets'",
+    "consistency": "it is for batch reads; the snapshot of a streaming query leaves out keys that change before they are read, "
+    "and their changes follow",
+}
+_FEED_ONLY: Final = {
+    name: "it applies to streaming reads and has no effect on a batch read; leave it out"
+    for name in FEED_OPTIONS
+    if name not in KV_OPTIONS
 }
 _FOR_WRITING: Final = {
     **{name: "it applies only to writes; leave it out" for name in WRITE_OPTIONS if name not in READ_OPTIONS},

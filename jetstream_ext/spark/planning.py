@@ -16,11 +16,12 @@ from nats.js.errors import NotFoundError, ServiceUnavailableError
 from jetstream_ext.client.api import Api, check_same_stream, first_since, gather_bounded, stream_names, stream_state
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
+from jetstream_ext.client.replaced import were_replaced_by_newer
 from jetstream_ext.errors import ErrorCode, JetStreamExtError, StreamRecreatedError
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.merge import filtering_pays, widest
 from jetstream_ext.spark.connection import ask
-from jetstream_ext.spark.offsets import Position, identity
+from jetstream_ext.spark.offsets import Position, held_by, identity
 from jetstream_ext.spark.options import MOST_PARTITIONS, Bound, ReadOptions
 from jetstream_ext.spark.pushed import PushedFilters
 from jetstream_ext.spark.ranges import Search, SequenceRange, balanced_cuts, even_cuts, shares
@@ -62,13 +63,75 @@ def report_data_loss(options: ReadOptions, what: str) -> None:
     _log.warning("%s; reading the remaining messages, because failOnDataLoss is false", what)
 
 
-def report_lost_head(options: ReadOptions, state: StreamState, first: int, last: int) -> None:
-    """Report the sequences of ``first … last`` that are before the first one of the stream as lost."""
-    if first < state.first_seq:
+async def report_lost_head(
+    context: JetStreamContext,
+    options: ReadOptions,
+    state: StreamState,
+    first: int,
+    last: int,
+    *,
+    before: StreamState | None = None,
+    since: datetime | None = None,
+) -> None:
+    """Report the sequences of ``first … last`` that are before the first one of the stream as lost.
+
+    Those that newer messages replaced are not: `before` and `since` are as for `were_replaced`.
+    """
+    if first < state.first_seq and not await were_replaced(context, state, before, since):
         missing = f"sequences {first} to {min(last, state.first_seq - 1)} of stream {state.name!r}"
         report_data_loss(
             options, f"{missing} are gone (expired, purged or deleted); the stream now starts at {state.first_seq}"
         )
+
+
+def stored_since(known: Iterable[tuple[int, datetime]], seq: int) -> datetime | None:
+    """Return a time before which the message `seq` was not stored, or None.
+
+    `known` are sequences, and times before which their messages were not stored.
+    """
+    return max((time for other, time in known if other <= seq), default=None)
+
+
+def known_of(where: Position | SequenceRange | None, state: StreamState) -> StreamState | None:
+    """Return what is known of the stream of `state` from when `where` was made, for `were_replaced`."""
+    if where is None or where.held is None:
+        return None
+    (last, last_time), (first, first_time) = where.ends[0], where.ends[-1]
+    messages, subjects = where.held
+    return replace(
+        state,
+        messages=messages,
+        num_subjects=subjects,
+        first_seq=first,
+        first_time=first_time,
+        last_seq=last,
+        last_time=last_time,
+        now=last_time,  # or later
+    )
+
+
+async def were_replaced(
+    context: JetStreamContext, state: StreamState, before: StreamState | None, since: datetime | None
+) -> bool:
+    """Return whether newer messages replaced what is missing at the beginning of a stream; else it is lost.
+
+    In a stream without a limit per subject it is lost. Rollups can replace messages there, but so rarely that a purge is more
+    likely.
+
+    Args:
+        context: The JetStream context.
+        state: The stream now.
+        before: The stream when it still had what is missing, or had not stored it yet. If it has lost subjects or messages
+            since, something else has removed them; except if messages that it had then may have expired since, because
+            the query has read those.
+        since: A time before which the first missing message was not stored.
+    """
+    if not state.max_msgs_per_subject:
+        return False
+    if before is not None and state.max_age is not None and before.first_time + state.max_age <= state.now:
+        before = None
+    js = Context(context)
+    return await ask(js.timeout, lambda left: were_replaced_by_newer(js, state, before, since, left))
 
 
 async def state_of(context: JetStreamContext, stream: str) -> StreamState | None:
@@ -286,17 +349,20 @@ async def _resolve(context: JetStreamContext, options: ReadOptions, state: Strea
     stream, start, end = state.name, options.starting.of(state.name), options.ending.of(state.name)
     first = await first_from(context, state, start)
     last = end if isinstance(end, int) else await first_from(context, state, end) - 1
-    report_lost_head(options, state, first, state.last_seq)
+    await report_lost_head(context, options, state, first, state.last_seq)
     what = f"stream {stream!r} ends at sequence {state.last_seq}"
     if first > state.last_seq + 1:
         report_data_loss(options, f"{what}, before the start at {first}; the stream may have been re-created")
     if last > state.last_seq:
         report_data_loss(options, f"{what}, before the end of the read at {last}")
+    first_read = max(first, state.first_seq)
     return SequenceRange(
         stream,
-        max(first, state.first_seq),
+        first_read,
         min(last, state.last_seq),
         from_head=start == "earliest",
         created=state.created,
         ends=state.ends,
+        held=held_by(state),
+        since=stored_since(state.ends, first_read),
     )

@@ -11,10 +11,11 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from itertools import accumulate, pairwise
 from typing import Final, TypeAlias, TypeVar
 
-from jetstream_ext.spark.offsets import Ends
+from jetstream_ext.spark.offsets import Ends, Held
 
 _Result = TypeVar("_Result")
 Search: TypeAlias = Generator[list[int], list[int], _Result]
@@ -38,6 +39,10 @@ class SequenceRange:
     # Of the stream when the range was planned (see `offsets.Position`); empty if that is unknown.
     created: str = ""
     ends: Ends = ()
+    held: Held | None = None
+    since: datetime | None = None  # a time before which none of these messages was stored
+    # Only the newest messages of their keys up to this sequence are read (0: all messages).
+    snapshot: int = 0
 
     def __len__(self) -> int:
         return max(0, self.last - self.first + 1)

@@ -26,7 +26,7 @@ from jetstream_ext.protocol.subjects import SubjectMatcher
 from jetstream_ext.spark.connection import connected
 from jetstream_ext.spark.loss import HeadWatch
 from jetstream_ext.spark.options import ReadOptions
-from jetstream_ext.spark.planning import DataLossError, is_same, report_data_loss, state_of
+from jetstream_ext.spark.planning import DataLossError, is_same, known_of, report_data_loss, state_of, were_replaced
 from jetstream_ext.spark.ranges import SequenceRange
 
 # The size of a record batch: large enough to hide Spark's cost per batch, small enough for limit() to stop early.
@@ -41,13 +41,20 @@ def read_range(options: ReadOptions, schema: StructType, part: SequenceRange | N
         return
     columns = columns_of(schema)
     with connected(options.connection, "executor") as (lease, context):
-        rows = _rows(context, options, part)
-        if options.skip_bad:
-            rows = skip_malformed(rows)
-        if part.filters and not part.on_server:
-            rows = _filtered(rows, part.filters)
-        for block in lease.iterate(pieces_of(rows, _ROWS, _BYTES)):
+        for block in lease.iterate(pieces_of(matching_messages(context, options, part), _ROWS, _BYTES)):
             yield columns.batch(block)
+
+
+def matching_messages(
+    context: JetStreamContext, options: ReadOptions, part: SequenceRange
+) -> AsyncGenerator[Block, None]:
+    """Yield the messages of a range that match its filters; raise DataLossError as the options say."""
+    rows = _rows(context, options, part)
+    if options.skip_bad:
+        rows = skip_malformed(rows)
+    if part.filters and not part.on_server:
+        rows = _filtered(rows, part.filters)
+    return rows
 
 
 async def _filtered(blocks: AsyncGenerator[Block, None], filters: Sequence[str]) -> AsyncGenerator[Block, None]:
@@ -59,36 +66,47 @@ async def _filtered(blocks: AsyncGenerator[Block, None], filters: Sequence[str])
 
 
 async def _rows(context: JetStreamContext, options: ReadOptions, part: SequenceRange) -> AsyncGenerator[Block, None]:
-    """Yield the messages of a range, and report data loss: messages that expired before they were read, or another stream."""
+    """Yield the messages of a range, and report data loss: messages that expired before they were read, or another stream.
+
+    What is missing in the range of a snapshot is no loss: those keys had no value any more before the query read them.
+    """
     js, loop = Context(context), asyncio.get_running_loop()
     timeout = options.connection.timeout
     watch = HeadWatch(part.first, part.last, from_head=part.from_head, now=loop.time())
+    since = time = part.since  # a time before which no message of the lowest gap in doubt was stored
 
     async def check() -> bool:
         """Report what was lost; return whether it is still the stream of the plan."""
-        state = await _same_stream(context, options, part)
-        lost = None if state is None else watch.answered(state.first_seq, loop.time())
-        if lost:
+        state = await same_stream(context, options, part)
+        if state is None:
+            return False
+        lost = None if part.snapshot else watch.answered(state.first_seq, loop.time())
+        if lost and not await were_replaced(context, state, known_of(part, state), since):
             what = f"sequences {lost.start} to {lost.stop - 1} of stream {part.stream!r}"
             report_data_loss(options, f"{what} expired before they were read")
-        return state is not None
+        return True
 
     newest = part.ends[0][1] if part.ends else None
     async with aclosing(_blocks(js, part, timeout, confirm=options.tail_check)) as blocks:
         try:
             async for block in blocks:
-                doubtful = watch.add(block.seqs, loop.time())
-                if newest is not None and (time := _time(block.message(-1))) > newest:
+                if not watch.in_doubt:
+                    since = time
+                doubtful = watch.add(block.seqs, loop.time()) and not part.snapshot
+                time = _time(block.message(-1))
+                if newest is not None and time > newest:
                     # It was stored after the range was planned, so it may be of another stream.
                     doubtful, newest = True, time
                 if doubtful and not await check():
                     return
                 yield block
         except (DirectGetDisabledError, NotFoundError):
-            if await _same_stream(context, options, part) is not None:
+            if await same_stream(context, options, part) is not None:
                 raise
             return
-    if watch.close():
+    if not watch.in_doubt:
+        since = time
+    if watch.close() or part.snapshot:
         await check()
 
 
@@ -107,7 +125,7 @@ def _time(message: StoredMsg) -> datetime:
         return _LATEST
 
 
-async def _same_stream(context: JetStreamContext, options: ReadOptions, part: SequenceRange) -> StreamState | None:
+async def same_stream(context: JetStreamContext, options: ReadOptions, part: SequenceRange) -> StreamState | None:
     """Return the state of the stream; None once it is reported that it is no longer the one of the plan."""
     state = await state_of(context, part.stream)
     if state is not None and (not part.created or await is_same(context, part, state)):

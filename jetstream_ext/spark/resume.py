@@ -38,7 +38,7 @@ async def resume(
     before = before.without_plan()
     if not await is_same(context, before, state):
         if go_on_in(options, state) == "keep":
-            return Resumed(Position.at(state, before.seq), state, changed=True)
+            return Resumed(Position.at(state, before.seq, snapshot=before.snapshot), state, changed=True)
         return Resumed(Position.at(state, 0), state, from_head=True, changed=True)
     if state.last_seq < before.seq and not before.is_ahead and options.on_recreate != "keep":
         found = await not_behind(context, options, state, before.seq)

@@ -27,7 +27,7 @@ from pyspark.sql.types import StructType
 from jetstream_ext.client.api import gather_bounded
 from jetstream_ext.protocol.api import StreamState, recreated
 from jetstream_ext.spark.connection import run_on_driver
-from jetstream_ext.spark.offsets import Offset, Position, decode, encode, lag
+from jetstream_ext.spark.offsets import Offset, Position, decode, encode, held_by, lag
 from jetstream_ext.spark.options import MOST_PARTITIONS, Bound, OptionError, ReadOptions
 from jetstream_ext.spark.planning import (
     STREAMS_AT_ONCE,
@@ -37,11 +37,13 @@ from jetstream_ext.spark.planning import (
     cut,
     first_from,
     is_same,
+    known_of,
     measure,
     readable_state,
     report_data_loss,
     report_lost_head,
     run_search,
+    stored_since,
     streams_of,
 )
 from jetstream_ext.spark.progress import PositionMirror
@@ -74,7 +76,7 @@ _log = get_logger("spark")
 class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Follows streams: one instance lives on the driver as long as the query; `read` runs on copies of it."""
 
-    def __init__(self, options: ReadOptions, schema: StructType) -> None:
+    def __init__(self, options: ReadOptions, schema: StructType, *, snapshot: bool = False) -> None:
         limits = {
             "maxRowsPerTrigger": options.max_rows,
             "maxBytesPerTrigger": options.max_bytes,
@@ -91,7 +93,7 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
             )
         self._options = options
         self._schema = schema
-        self._follower = Follower(options)
+        self._follower = Follower(options, snapshot=snapshot)
         self._ends = False  # when everything stored by now is read (``trigger(availableNow=True)``)
         self._mirror: PositionMirror | None = None
         if options.progress_bucket and options.progress_name:
@@ -158,6 +160,8 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
 # pause in seconds after the first answer without news, and the longest one.
 _FIRST_PAUSE: Final = 0.5
 _LONGEST_PAUSE: Final = 1.0
+# So many ends of a stream are noted: of the micro-batch that is planned, and of those before it.
+_ENDS_KEPT: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +185,15 @@ class _ToRead:
 
 
 class Follower:
-    """The position of one query in its streams, on the driver."""
+    """The position of one query in its streams, on the driver.
 
-    def __init__(self, options: ReadOptions) -> None:
+    With `snapshot`, the micro-batches up to the sequence that is the last one when the query starts have only the newest
+    messages of their subjects up to it. That sequence stays in the offsets until they are read.
+    """
+
+    def __init__(self, options: ReadOptions, *, snapshot: bool = False) -> None:
         self._options = options
+        self._snapshot = snapshot
         self._initial: Offset | None = None
         self._fresh = False
         self._pinned: set[str] = set()  # streams whose start depends on the moment
@@ -193,6 +202,7 @@ class Follower:
         # The end that was planned last, and of which states and ranges.
         self._returned: dict[str, Any] = {}
         self._planned: dict[str, tuple[StreamState, SequenceRange]] = {}
+        self._ends: dict[tuple[str, str], dict[int, StreamState]] = {}  # see `_note_end`
         self._answering: set[str] = set()  # streams whose direct gets are known to work
         self._pause = 0.0
         self._next_ask = 0.0
@@ -307,7 +317,8 @@ class Follower:
             return Position("", 0)
         start = self._options.starting.of(stream)
         if start == "earliest":
-            return Position.at(state, 0)  # the stream may start later by the time it is read
+            # The stream may start later by the time it is read.
+            return Position.at(state, 0, snapshot=state.last_seq if self._snapshot else 0)
         if isinstance(start, datetime) and start > state.now:
             # The next message may be stored before this time.
             wait = (start - state.now).total_seconds()
@@ -378,6 +389,7 @@ class Follower:
         state = await readable_state(context, options, stream)
         if state is not None:
             self._latest[stream] = Position.at(state, state.last_seq)
+            self._note_end(state)
             resumed = await resume(context, options, before, state)
         if state is None or resumed is None:
             gone = options.stream_pattern is not None
@@ -389,14 +401,43 @@ class Follower:
             last = min(last, target.seq) if target is not None else 0
         if last <= begin.seq:
             return _Found(begin, changed)
-        if not resumed.from_head:
-            report_lost_head(options, state, begin.seq + 1, last)
+        if begin.snapshot_left:
+            last = min(last, begin.snapshot)
+        elif not resumed.from_head:
+            known, since = self._known(state, begin, begin), self._stored_since(state, begin, begin.seq + 1)
+            await report_lost_head(context, options, state, begin.seq + 1, last, before=known, since=since)
         span = SequenceRange(stream, max(begin.seq + 1, state.first_seq), last, options.subjects)
         if not len(span):  # everything has expired
-            return _Found(Position.at(state, last), changed=True)
+            return _Found(Position.at(state, last, snapshot=begin.snapshot), changed=True)
         limits = options.max_rows, options.min_rows, options.max_records_per_partition
         exact = any(limit is not None for limit in limits)
         return _Found(begin, changed, (state, await measure(context, state, span, exact=exact)))
+
+    def _note_end(self, state: StreamState) -> None:
+        """Note that nothing was stored yet after the last message of `state`.
+
+        What expires in a quiet time was read before, and what is stored after it was not there to expire.
+        """
+        if not state.max_msgs_per_subject:
+            return  # there, whatever is missing at the beginning is lost
+        states = self._ends.setdefault((state.name, state.created), {})
+        states[state.last_seq] = state
+        if len(states) > _ENDS_KEPT:
+            del states[min(states)]
+
+    def _known(self, state: StreamState, before: Position | None, where: Position | None) -> StreamState | None:
+        """Return the stream of `state` when the query was at its end at the position `before`, or else when `where` was made."""
+        ends = self._ends.get((state.name, state.created), {})
+        found = None if before is None else ends.get(before.seq)
+        return found or known_of(where, state)
+
+    def _stored_since(self, state: StreamState, before: Position | None, seq: int) -> datetime | None:
+        """Return a time before which the message `seq` was not stored, or None; `before`: a position in the stream."""
+        known = [*state.ends, *(before.ends if before else ())]
+        if not state.origin:  # a mirror stores messages with the times of its origin
+            ends = self._ends.get((state.name, state.created), {})
+            known += [(last + 1, end.now) for last, end in ends.items()]
+        return stored_since(known, seq)
 
     async def _end_of(
         self, context: JetStreamContext, found: Mapping[str, _Found], rows: int | None, size: int | None
@@ -436,7 +477,9 @@ class Follower:
         self._planned = {}
         for (state, _), one, where in zip(backlogs, taken, cuts, strict=True):
             span = one.span
-            streams[span.stream] = replace(Position.at(state, span.last), first=span.first, cuts=where)
+            snapshot = streams[span.stream].snapshot_left
+            end = Position.at(state, span.last, snapshot=snapshot)
+            streams[span.stream] = replace(end, first=span.first, cuts=where)
             self._planned[span.stream] = state, span
         return Offset(streams, least)
 
@@ -459,10 +502,15 @@ class Follower:
                 state = await not_behind(context, self._options, state, known.seq)  # a new stream is reported by `plan`
             if state is None:
                 return None if by_pattern else known or start
+            self._note_end(state)
             last = state.last_seq
             if known is not None and waits:
                 last = max(last, known.seq)
-            at = Position.at(state, start.seq if stream in waiting else last)
+            # The first micro-batch of a query is the snapshot; a restarted query has read it, and `plan` ignores it.
+            snapshot = 0 if self._returned else start.snapshot
+            if snapshot:
+                last = min(last, snapshot)
+            at = Position.at(state, start.seq if stream in waiting else last, snapshot=snapshot)
             from_head = not start.created or (not start.seq and self._options.starting.of(stream) == "earliest")
             return replace(at, head=state.first_seq, skipped=None if from_head else start.seq)
 
@@ -508,8 +556,13 @@ class Follower:
             span = replace(planned[1], from_head=from_head)
         elif state is not None:
             state = await still_there(context, options, span, at, state)
-        if state is not None and not from_head:
-            report_lost_head(options, state, span.first, span.last)
+        snapshot = at.snapshot if exact or begun == self._initial else 0
+        if state is not None and not from_head and not snapshot:
+            known, since = (
+                self._known(state, before, at if exact else before),
+                self._stored_since(state, before, span.first),
+            )
+            await report_lost_head(context, options, state, span.first, span.last, before=known, since=since)
         if not exact:
             lowest = at.head or (1 if from_head or state is None else state.first_seq)
             span = replace(span, first=max(span.first, lowest))
@@ -518,7 +571,14 @@ class Follower:
         if state is None:
             return _ToRead(span, cuts)
         reported = max(state.first_seq, span.first + 1) if from_head else state.first_seq
-        span = replace(span, created=state.created, ends=state.ends)
+        span = replace(
+            span,
+            created=state.created,
+            ends=state.ends,
+            held=held_by(state),
+            since=self._stored_since(state, before, span.first),
+            snapshot=snapshot,
+        )
         if stream not in self._answering:
             await counts_from(context, replace(span, filters=()), [span.first])  # direct gets work
             self._answering.add(stream)

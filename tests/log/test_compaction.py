@@ -13,6 +13,7 @@ from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy, StreamSource
 
 from jetstream_ext import StoredMsg
+from jetstream_ext.client import replaced
 from jetstream_ext.errors import PositionLostError
 from jetstream_ext.log import First, LogReader, Seq, Time, exactly_once
 from jetstream_ext.log import reader as reader_module
@@ -126,6 +127,14 @@ def test_an_earlier_state_shows_that_something_else_removed_messages(
 def test_fewer_messages_may_need_a_rollup(config: dict[str, Any], before: dict[str, Any], only: bool) -> None:
     state = state_of(config)
     assert only_a_rollup(state, replace(state, **before)) is only
+
+
+@pytest.mark.parametrize(("minutes", "replaced"), [(89, True), (90, False)])
+def test_a_delete_marker_replaces_an_expired_message(minutes: int, replaced: bool) -> None:
+    state = state_of(COMPACTING | {"max_age": HOUR_NS, "subject_delete_marker_ttl": HOUR_NS // 2})
+    assert were_replaced(state, None, NOW - timedelta(minutes=minutes)) is replaced
+    before = replace(state, config=COMPACTING | {"max_age": HOUR_NS})  # it stored no markers then
+    assert not were_replaced(state, before, NOW - timedelta(minutes=minutes))
 
 
 @pytest.mark.parametrize(("minutes", "replaced"), [(59, True), (60, False)])
@@ -426,6 +435,7 @@ async def test_too_many_new_messages_are_not_searched_for_a_rollup(
     js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader_module, "_GROUP", 10)
+    monkeypatch.setattr(replaced, "_MOST_MESSAGES", 10)
     for count in (9, 10):
         name = await make_stream(allow_rollup_hdrs=True)
         await publish(js, name, "a" * 30)

@@ -25,7 +25,7 @@ from jetstream_ext.client.api import Api
 from jetstream_ext.errors import HistoryUnavailableError, StreamConfigMismatchError, StreamRecreatedError
 from jetstream_ext.kv import enable, parts, reads
 from jetstream_ext.kv.parts import KeyClass, LogRange
-from jetstream_ext.spark import connection, kv
+from jetstream_ext.spark import buckets, connection, kv
 from jetstream_ext.spark.kv import BucketPart, JetStreamKvDataSource, plan_kv
 from jetstream_ext.spark.options import KvOptions
 from jetstream_ext.spark.planning import PlanningError, state_of
@@ -509,7 +509,7 @@ class TestHistoriesWithGaps:
         read = make(several_versions, history=history, own_ttls=own_ttls, options={"minPartitions": "20"})
         if deletes:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(kv, "state_of", allow_deletes)
+                patch.setattr(buckets, "state_of", allow_deletes)
                 read.plan()
         else:
             read.plan()
@@ -525,7 +525,7 @@ class TestLargeValues:
     @pytest.fixture
     def limits(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(parts, "_BYTES_AT_ONCE", self.LIMIT)
-        monkeypatch.setattr(kv, "_BATCH_BYTES", self.LIMIT)
+        monkeypatch.setattr(buckets, "_BATCH_BYTES", self.LIMIT)
 
     async def fill(self, bucket: KeyValue) -> None:
         for number in range(200):

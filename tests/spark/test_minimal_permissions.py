@@ -23,7 +23,7 @@ from jetstream_ext.spark.bad_rows import BadRows
 from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.kv import JetStreamKvDataSource, plan_kv
 from jetstream_ext.spark.kv_rows import KeyWrite, KvColumns
-from jetstream_ext.spark.kv_sink import check_bucket
+from jetstream_ext.spark.kv_sink import check_target
 from jetstream_ext.spark.kv_transactions import DRIVER, Conflict, KeyTransactions, KvMicroBatch
 from jetstream_ext.spark.options import KvOptions, KvWriteOptions, ReadOptions, WriteOptions
 from jetstream_ext.spark.planning import plan_read
@@ -194,7 +194,7 @@ def test_writing_buckets_needs_only_the_documented_permissions(given: Any, cache
 
     with cache.lend(options.connection, "driver") as lease:
         context = lease.connection.context()
-        target = lease.run(check_bucket(context, options, columns, only_changes=changes))
+        target = lease.run(check_target(context, options, columns, only_changes=changes))
         assert lease.run(write(context, target.state, "first")) == (0, 0)
         assert lease.run(write(context, target.state, "second")) == (1500, 0)
         assert lease.connection.client.refusal is None
@@ -216,3 +216,29 @@ def test_a_mirrored_position_needs_only_the_documented_permission(
 
     found = with_js(mirrored, guarded.url, user="admin", password=SECRET)
     assert found["streams"]["S"].items() >= {"last_read": 0, "lag": 100}.items()  # the next one a second later
+
+
+@pytest.mark.parametrize("history", [1, 5])
+def test_a_change_feed_needs_only_the_documented_permissions(
+    given: Any, guarded: NatsServer, with_js: Any, cache: Connections, history: int
+) -> None:
+    async def change(js: JetStreamContext) -> None:
+        config = (await js.stream_info("KV_B")).config
+        await js.update_stream(config.evolve(max_msgs_per_subject=history))
+        for value in range(3):
+            await js.publish("$KV.B.k", b"%d" % value)
+
+    options = given("buckets") | {"bucket": "B"}
+    source = JetStreamKvDataSource(options)
+    reader: Any = source.streamReader(source.schema())
+    rows: list[bytes] = []
+    with cache.lend(KvOptions.parse(options).connection, "driver") as lease:
+        start = reader.initialOffset()
+        for _ in range(2):
+            with_js(change, guarded.url, user="admin", password=SECRET)
+            end = reader.latestOffset(start, reader.getDefaultReadLimit())
+            parts = reader.partitions(start, end)
+            rows += [row["value"] for part in parts for batch in reader.read(part) for row in batch.to_pylist()]
+            start = end
+        assert lease.connection.client.refusal is None
+    assert rows[-1] == b"2"

@@ -1,0 +1,148 @@
+"""The change feed of a bucket: ``spark.readStream.format("jetstream_kv")``.
+
+A bucket's stream is the log of its changes, so the feed is that stream, read by `streaming.Follower` in ranges of sequences,
+as rows of keys. Every revision that is still stored when its range is read is one row. The plan of a micro-batch is in its
+offset, so a replay has the same rows, without those that were replaced meanwhile.
+
+**Snapshot.** With ``startingOffsets=snapshot``, S is the last revision when the query starts. The micro-batches up to S have
+the newest value that each key had at S; those after S have every change. S is in the offsets until the snapshot is read, so
+a restart keeps it. A key that is written again before its row is read may have no row in the snapshot: the history of the
+bucket has removed that row, and the later change follows. What a task needs to know is in the log, so neither the driver nor
+a partition holds a list of keys: with history 1, every message up to S is the newest of its key; otherwise the task asks for
+the newest message of each key in a block, as `jetstream_ext.kv.parts` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from nats.js import JetStreamContext
+from pyspark.sql.datasource import InputPartition
+from pyspark.sql.types import StructType
+
+from jetstream_ext.client.connection import open_bucket
+from jetstream_ext.errors import StreamRecreatedError
+from jetstream_ext.kv import KeyValueEntry
+from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.kv.entries import EVERYTHING, Row, entry_of, rows_of
+from jetstream_ext.kv.parts import has_no_older_values, newest_by_log, newest_by_name
+from jetstream_ext.protocol.direct import Block
+from jetstream_ext.protocol.subjects import can_be_asked_for
+from jetstream_ext.spark.buckets import bucket_state, check_bucket, record_batches
+from jetstream_ext.spark.connection import connected, run_on_driver
+from jetstream_ext.spark.offsets import identity
+from jetstream_ext.spark.options import FeedOptions
+from jetstream_ext.spark.planning import state_of
+from jetstream_ext.spark.ranges import SequenceRange
+from jetstream_ext.spark.reading import matching_messages, same_stream
+from jetstream_ext.spark.streaming import JetStreamStreamReader
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+
+
+class JetStreamKvStreamReader(JetStreamStreamReader):
+    """Follows a bucket."""
+
+    def __init__(self, options: FeedOptions, schema: StructType) -> None:
+        super().__init__(options.read, schema, snapshot=options.starting == "snapshot")
+        self._feed = options
+        self._checked = False
+
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802 - Spark's name
+        self._check()
+        return super().initialOffset()
+
+    def latestOffset(self, start: dict[str, Any] | None = None, limit: Any = None) -> dict[str, Any]:  # noqa: N802
+        self._check()
+        return super().latestOffset(start, limit)
+
+    def _check(self) -> None:
+        """Check, once, that it is a bucket; what happens to it later is a matter of ``failOnDataLoss`` and ``onRecreate``."""
+        if not self._checked:
+            run_on_driver(self._feed.read.connection, lambda context: check_feed(context, self._feed))
+            self._checked = True
+
+    def read(self, partition: InputPartition) -> Iterator[RecordBatch]:
+        return read_changes(self._feed, self._schema, getattr(partition, "value", None))
+
+
+async def check_feed(context: JetStreamContext, options: FeedOptions) -> None:
+    """Raise PlanningError if the bucket cannot be read; without ``failOnDataLoss`` it may be missing."""
+    bucket = Bucket(open_bucket(context, options.bucket))
+    if options.read.fail_on_data_loss:
+        await bucket_state(bucket)
+    elif (state := await state_of(context, bucket.stream)) is not None:
+        check_bucket(bucket, state)
+
+
+def read_changes(options: FeedOptions, schema: StructType, part: SequenceRange | None) -> Iterator[RecordBatch]:
+    """Read the range `part` as record batches; `part` is None if Spark reads an empty plan."""
+    if not part:
+        return
+    with connected(options.read.connection, "executor") as (lease, context):
+        bucket = Bucket(open_bucket(context, options.bucket))
+        entries = _snapshot(bucket, options, part) if part.snapshot else _changes(bucket, options, part)
+        for some in lease.iterate(entries):
+            yield from record_batches(schema, some)
+
+
+def _messages(bucket: Bucket, options: FeedOptions, part: SequenceRange) -> AsyncGenerator[Block, None]:
+    """Yield the messages of a range that match; if all keys do, those on subjects that are no keys may be among them."""
+    if options.keys == (EVERYTHING,) and not part.on_server:
+        part = replace(part, filters=())  # the caller looks at each subject anyway
+    return matching_messages(bucket.js, options.read, part)
+
+
+async def _changes(
+    bucket: Bucket, options: FeedOptions, part: SequenceRange
+) -> AsyncGenerator[list[KeyValueEntry], None]:
+    """Yield every change in a range, a block at a time."""
+    key_of = bucket.subjects().key_of
+    async with aclosing(_messages(bucket, options, part)) as blocks:
+        async for block in blocks:
+            rows = [(key_of(row[1]), row) for row in rows_of(block)]
+            yield [entry_of(bucket.name, key, row) for key, row in rows if key is not None]
+
+
+async def _snapshot(
+    bucket: Bucket, options: FeedOptions, part: SequenceRange
+) -> AsyncGenerator[list[KeyValueEntry], None]:
+    """Yield the keys whose newest messages up to the revision of the snapshot are in a range, a block at a time."""
+    try:
+        async with aclosing(_newest_rows(bucket, options, part)) as blocks:
+            async for rows in blocks:
+                entries = [entry_of(bucket.name, key, row) for key, row in rows.items()]
+                yield [entry for entry in entries if options.include_deleted or entry.operation == "PUT"]
+    except StreamRecreatedError:
+        if await same_stream(bucket.js, options.read, part) is not None:
+            raise
+
+
+async def _newest_rows(
+    bucket: Bucket, options: FeedOptions, part: SequenceRange
+) -> AsyncGenerator[dict[str, Row], None]:
+    """Yield the messages that decide their keys, by key; those of a block are in the order of their revisions."""
+    state = await same_stream(bucket.js, options.read, part)
+    if state is None:
+        return
+    key_of, source = bucket.subjects().key_of, bucket.reader(part.snapshot)
+    source.before = identity(part.stream, part.created, part.ends)
+    every_message_decides = has_no_older_values(state)
+    unnamed: dict[str, Row] = {}  # the newest rows of keys that no request can name
+    async with aclosing(_messages(bucket, options, part)) as blocks:
+        async for block in blocks:
+            rows: dict[str, Row] = {}
+            for row in rows_of(block):
+                if (key := key_of(row[1])) is not None:
+                    rows.pop(key, None)
+                    rows[key] = row
+            if not every_message_decides:
+                unnamed |= {key: row for key, row in rows.items() if not can_be_asked_for(key)}
+                rows = await newest_by_name(bucket, source, rows, state, part.snapshot)
+            yield rows
+    if unnamed:
+        yield await newest_by_log(bucket, source, unnamed, part.last, part.snapshot)
