@@ -324,7 +324,8 @@ class TestWithSpark:
                 query.awaitTermination()
                 eventually(lambda: sum(one.rows or 0 for one in found) == 1000)
         finally:
-            spark.streams.removeListener(listener)
+            if "connect" not in type(spark).__module__:  # there it deadlocks if an event arrives meanwhile (Spark 4.3)
+                spark.streams.removeListener(listener)
         rows = [one for one in found if one.rows]
         assert {(one.query, one.stream) for one in rows} == {("copying", source)}
         if limited(spark):
