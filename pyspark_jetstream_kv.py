@@ -20,6 +20,6 @@ class DefaultSource(DataSource):
         return "jetstream_kv"
 
     def __new__(cls, options: MutableMapping[str, str]) -> Any:
-        from jetstream_ext.spark.kv import JetStreamKvDataSource
+        from jetstream_ext.spark.kv_source import JetStreamKvDataSource
 
         return JetStreamKvDataSource(options)

@@ -55,7 +55,7 @@ def register(spark: SparkSession) -> None:
     # Imported here, because pyspark is an optional dependency and slow to import.
     from pyspark.errors import AnalysisException
 
-    from jetstream_ext.spark.kv import JetStreamKvDataSource
+    from jetstream_ext.spark.kv_source import JetStreamKvDataSource
     from jetstream_ext.spark.source import JetStreamDataSource
 
     for source in (JetStreamDataSource, JetStreamKvDataSource):

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from nats.js.errors import BadBucketError
-from pyspark.sql.types import BinaryType, DataType, LongType, StringType, StructType, TimestampType
+from pyspark.sql.types import StructType
 
 from jetstream_ext.kv import KeyValueEntry
 from jetstream_ext.kv.bucket import Bucket
@@ -18,14 +18,6 @@ from jetstream_ext.spark.planning import PlanningError, state_of
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
 
-BUCKET_COLUMNS: Final[dict[str, DataType]] = {
-    "bucket": StringType(),
-    "key": StringType(),
-    "value": BinaryType(),
-    "revision": LongType(),
-    "created": TimestampType(),
-    "operation": StringType(),
-}
 # Rows and bytes of a record batch. A single row may have more bytes.
 _ROWS: Final = 10_000
 _BATCH_BYTES: Final = 8 << 20

@@ -1,4 +1,4 @@
-"""The `jetstream_kv` data source: a bucket as a table, as of one revision, read through `jetstream_ext.kv`.
+"""A bucket as a table, as of one revision: how it is cut into parts, and how they are read, through `jetstream_ext.kv`.
 
 The driver asks for the state of the bucket's stream and cuts the bucket into parts (`jetstream_ext.kv.parts`): classes of
 keys, or ranges of the log of a large bucket. It lists no keys.
@@ -16,14 +16,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from nats.js import JetStreamContext
-from pyspark.sql.datasource import (
-    DataSource,
-    DataSourceReader,
-    DataSourceStreamReader,
-    DataSourceStreamWriter,
-    DataSourceWriter,
-    InputPartition,
-)
 from pyspark.sql.types import StructType
 
 from jetstream_ext.client.connection import open_bucket
@@ -45,12 +37,11 @@ from jetstream_ext.kv.parts import (
 )
 from jetstream_ext.kv.reads import ResolvedRevision, read_present, resolve_revision
 from jetstream_ext.protocol.subjects import is_literal
-from jetstream_ext.spark.buckets import BUCKET_COLUMNS, bucket_state, record_batches
-from jetstream_ext.spark.connection import ask, connected, run_on_driver
-from jetstream_ext.spark.options import FeedOptions, KvOptions, KvWriteOptions, OptionError
+from jetstream_ext.spark.buckets import bucket_state, record_batches
+from jetstream_ext.spark.connection import ask, connected
+from jetstream_ext.spark.options import KvOptions
 from jetstream_ext.spark.planning import PlanningError, cut, measure
 from jetstream_ext.spark.ranges import SequenceRange
-from jetstream_ext.spark.source import check_schema, schema_of
 from jetstream_ext.text import get_logger
 
 if TYPE_CHECKING:
@@ -72,68 +63,6 @@ _MOST_WHOLE_READS: Final = 8
 _MOST_CHANGES: Final = 1_000_000
 # Filtering costs the server about as much as sending so many times as many messages.
 _FILTER_COST: Final = 5
-
-
-class JetStreamKvDataSource(DataSource):
-    """The `jetstream_kv` format: a key-value bucket as a table of its keys, as of one revision, or its changes as a stream.
-
-    Columns: ``bucket string, key string, value binary, revision long, created timestamp, operation string``.
-
-    The options, and the permissions and servers that they need, are in the documentation (Spark, "Options"). A wrong
-    option or schema is an error on the driver: `OptionError`, `SchemaError`.
-    """
-
-    @classmethod
-    def name(cls) -> str:
-        return "jetstream_kv"
-
-    def schema(self) -> StructType:
-        """Return all columns, after a check of the options, so that ``load()`` raises their errors."""
-        KvOptions.parse(self.options, streaming=None)
-        FeedOptions.parse(self.options, streaming=None)
-        return schema_of(BUCKET_COLUMNS)
-
-    def reader(self, schema: StructType) -> DataSourceReader:
-        options = KvOptions.parse(self.options)
-        check_schema(schema, BUCKET_COLUMNS)
-        return JetStreamKvReader(options, schema)
-
-    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
-        from jetstream_ext.spark.feed import JetStreamKvStreamReader  # imported only where it is used, as in `source`
-
-        options = FeedOptions.parse(self.options)
-        check_schema(schema, BUCKET_COLUMNS)
-        return JetStreamKvStreamReader(options, schema)
-
-    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        from jetstream_ext.spark.kv_sink import JetStreamKvWriter
-
-        if overwrite:
-            raise OptionError(
-                "mode 'overwrite' is not supported: the sink writes the keys of its rows, and leaves all other keys as they are; "
-                "use .mode('append')"
-            )
-        return JetStreamKvWriter(KvWriteOptions.parse(self.options, streaming=False), schema)
-
-    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802 - Spark's name
-        from jetstream_ext.spark.kv_sink import JetStreamKvStreamWriter
-
-        # In output mode "complete", each micro-batch has all rows of the result.
-        options = KvWriteOptions.parse(self.options, streaming=True)
-        return JetStreamKvStreamWriter(options, schema, only_changes=overwrite)
-
-
-class JetStreamKvReader(DataSourceReader):
-    def __init__(self, options: KvOptions, schema: StructType) -> None:
-        self._options = options
-        self._schema = schema
-
-    def partitions(self) -> list[InputPartition]:
-        parts = run_on_driver(self._options.connection, lambda context: plan_kv(context, self._options))
-        return [InputPartition(part) for part in parts]
-
-    def read(self, partition: InputPartition) -> Iterator[RecordBatch]:
-        return read_keys(self._options, self._schema, getattr(partition, "value", None))
 
 
 # -- the plan -----------------------------------------------------------------------------------------------------

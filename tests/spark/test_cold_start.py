@@ -29,6 +29,7 @@ assert names == ["jetstream", "jetstream_kv"], names
 new()
 source = pyspark_jetstream.DefaultSource(options=CaseInsensitiveDict(json.loads(sys.argv[1])))
 schema = source.schema()
+pyspark_jetstream_kv.DefaultSource(options=CaseInsensitiveDict({"servers": "nats://unused", "bucket": "b"})).schema()
 new()
 reader = source.reader(schema)
 parts = reader.partitions()

@@ -20,7 +20,8 @@ from jetstream_ext.errors import DirectGetDisabledError, HistoryUnavailableError
 from jetstream_ext.kv import snapshot
 from jetstream_ext.spark import kv
 from jetstream_ext.spark.connection import Connections
-from jetstream_ext.spark.kv import JetStreamKvDataSource, plan_kv
+from jetstream_ext.spark.kv import plan_kv
+from jetstream_ext.spark.kv_source import JetStreamKvDataSource
 from jetstream_ext.spark.options import KvOptions, OptionError
 from jetstream_ext.spark.planning import PlanningError
 from jetstream_ext.testing import NatsCluster, NatsServer

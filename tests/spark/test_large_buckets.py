@@ -26,7 +26,8 @@ from jetstream_ext.errors import HistoryUnavailableError, StreamConfigMismatchEr
 from jetstream_ext.kv import enable, parts, reads
 from jetstream_ext.kv.parts import KeyClass, LogRange
 from jetstream_ext.spark import buckets, connection, kv
-from jetstream_ext.spark.kv import BucketPart, JetStreamKvDataSource, plan_kv
+from jetstream_ext.spark.kv import BucketPart, plan_kv
+from jetstream_ext.spark.kv_source import JetStreamKvDataSource
 from jetstream_ext.spark.options import KvOptions
 from jetstream_ext.spark.planning import PlanningError, state_of
 from jetstream_ext.testing import NatsCluster, NatsServer, ReferenceServer

@@ -21,9 +21,10 @@ from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.spark import connection, kv, reading
 from jetstream_ext.spark.bad_rows import BadRows
 from jetstream_ext.spark.connection import Connections
-from jetstream_ext.spark.kv import JetStreamKvDataSource, plan_kv
+from jetstream_ext.spark.kv import plan_kv
 from jetstream_ext.spark.kv_rows import KeyWrite, KvColumns
 from jetstream_ext.spark.kv_sink import check_target
+from jetstream_ext.spark.kv_source import JetStreamKvDataSource
 from jetstream_ext.spark.kv_transactions import DRIVER, Conflict, KeyTransactions, KvMicroBatch
 from jetstream_ext.spark.options import KvOptions, KvWriteOptions, ReadOptions, WriteOptions
 from jetstream_ext.spark.planning import plan_read

@@ -11,6 +11,7 @@ import sys
 
 MODULES = (
     "jetstream_ext.spark.kv",
+    "jetstream_ext.spark.kv_source",
     "jetstream_ext.spark.reading",
     "jetstream_ext.spark.sink",
     "jetstream_ext.spark.source",
