@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ class Upsert:
         frame.write.format("jetstream_kv").options(**self.options, **once).mode("append").save()
 
 
-def upsert(**options: str) -> Upsert:
+def upsert(**options: str) -> Callable[[DataFrame, int], None]:
     """Return a function for ``foreachBatch`` that upserts the rows of each micro-batch into a bucket, exactly once.
 
     Spark does not accept Python sinks for the output mode ``update``, in which a query emits the rows of an aggregation that
