@@ -36,7 +36,7 @@ _TYPES: Final = {
     "expectedRevision": _INTEGERS,
 }
 _OPERATIONS: Final = ("PUT", "DEL", "PURGE")
-_MEMORY: Final = 64 << 20  # bytes of values
+_MEMORY: Final = 64 << 20  # bytes of values, the replaced ones included
 _LONGEST_KEY: Final = 3800  # a server closes the connection after a line of more than 4096 bytes
 DIGEST_SIZE: Final = 12
 """The number of bytes of a key's digest."""
@@ -218,6 +218,18 @@ class LastRows:
         self._rows[key] = self._end, len(value), what, row
         self._values.write(value)
         self._end += len(value)
+        if self._end > max(_MEMORY, 2 * self.size):
+            self._remove_replaced()
+
+    def _remove_replaced(self) -> None:
+        """Copy the values that are still needed, so that the file of a few keys with many rows stays small."""
+        before, self._values, self._end = self._values, SpooledTemporaryFile(max_size=_MEMORY), 0  # noqa: SIM115
+        with before:
+            for key, (start, size, what, row) in self._rows.items():
+                before.seek(start)
+                self._values.write(before.read(size))
+                self._rows[key] = self._end, size, what, row
+                self._end += size
 
     def __iter__(self) -> Iterator[KeyWrite]:
         at = -1

@@ -12,7 +12,9 @@ bucket's stream that belong to no key (``_spark.KV_<bucket>.>``), so clients of 
 The driver stores a small micro-batch: one atomic batch has its writes and the new position, which is complete. A partition
 that is too large for that is stored by its task in several transactions. Before the first of them the task *claims* the
 micro-batch for its attempt, and every transaction expects that the claim is still the newest position. So once an attempt
-has claimed, no earlier one can store. It then reads the markers of the micro-batch, and leaves out the keys that they have::
+has claimed, no earlier one can store. It then reads the markers of the micro-batch, and leaves out the keys that they have.
+If a task has claimed the micro-batch, the driver claims it as well before it stores anything: another attempt at a task whose
+rows the driver has may have stored some of them::
 
     claim    no position, or one of an earlier micro-batch ──► claim it
              complete ───────────────────────────────────────► stop: everything is stored
@@ -159,16 +161,19 @@ class KeyTransactions:
         self._stored: set[bytes] = set()  # the digests of the keys that other attempts have stored
         self._refused: set[str] = set()  # the keys of refused writes
         self._number = 0  # of the next marker
+        # The driver's attempt has a name of its own, because it has to claim what its tasks have claimed.
+        self._attempt = of.attempt if partition != DRIVER else f"{of.attempt}.{DRIVER}"
+        self._wanted: frozenset[bytes] | None = None  # the digests of all keys to be stored, if they are known
         self.skipped: int = 0  # writes whose keys other attempts have stored, or that change nothing
-        self.digests: list[bytes] = []  # of the keys that `store` was called with
+        self.digests: list[bytes] = []  # those of each transaction's keys that `store` was called with
 
     async def open(self) -> bool:
         """Claim the micro-batch for this attempt, and find out what is stored; False: all of it is stored."""
         await self._position.read()
         while not self._is_complete:
             last = self._position.last
-            mine = (last.batch, last.attempt) == (self._of.batch, self._of.attempt)
-            claim = Place(self._of.batch, self._of.attempt, replay=last.batch == self._of.batch)
+            mine = (last.batch, last.attempt) == (self._of.batch, self._attempt)
+            claim = Place(self._of.batch, self._attempt, replay=last.batch == self._of.batch)
             if mine or await self._position.store([], claim):
                 await self._learn()
                 return True
@@ -182,7 +187,7 @@ class KeyTransactions:
     async def store(self, writes: Iterable[KeyWrite]) -> None:
         """Store writes of distinct keys, after `open`, in as many transactions as they need."""
         for some in self._cut(writes):
-            self.digests += [digest_of(write.key) for write in some]
+            self.digests.append(b"".join(digest_of(write.key) for write in some))
             await self._store(some)
 
     async def finish(self, writes: Sequence[KeyWrite]) -> bool:
@@ -191,26 +196,19 @@ class KeyTransactions:
         The last transaction has as many of the writes as possible.
         """
         of = self._of
+        self._wanted = frozenset(digest_of(write.key) for write in writes)
         await self._position.read()
-        known = -1  # the position whose markers are known
         while not self._is_complete:
-            if self._position.last.batch == of.batch and self._position.last.attempt != of.attempt:
-                # Its tasks may be storing. They can no longer once it has lost its claim.
-                if not await self.open():
-                    break
-            elif self._position.seq != known:
-                await self._learn()
-            known = self._position.seq
             transactions = list(self._cut(writes))
-            if len(transactions) > 1:
-                if not await self.open():
-                    break
-                known = self._position.seq
-                for some in transactions[:-1]:
-                    await self._store(some)
-                transactions, writes = transactions[-1:], transactions[-1]
-            pending = await self._pending(transactions[0] if transactions else [])
-            last = Place(of.batch, of.attempt, self._position.last.replay, complete=True)
+            claimed = self._position.last.batch == of.batch
+            # Tasks have stored keys, perhaps some of these, and may still be storing. Once they have lost the claim, they cannot.
+            if (len(transactions) > 1 or (writes and claimed)) and not await self.open():
+                break
+            for some in transactions[:-1]:
+                await self._store(some)
+            writes = transactions[-1] if transactions else []
+            pending = await self._pending(writes)
+            last = Place(of.batch, self._attempt, self._position.last.replay, complete=True)
             retry = Retry(PATIENCE)
             retry.start()
             while True:
@@ -240,7 +238,7 @@ class KeyTransactions:
                 pending = self._not_stored(pending)
                 continue
             digests = b"".join(digest_of(write.key) for write in pending)
-            record = KeyMarker(self._of.batch, self._of.attempt, digests)
+            record = KeyMarker(self._of.batch, self._attempt, digests)
             try:
                 if not await marker.store(self._guarded(pending), record):
                     continue
@@ -321,7 +319,7 @@ class KeyTransactions:
     async def _learn(self) -> None:
         """Read the markers of the micro-batch, if another attempt may have stored some."""
         last, of = self._position.last, self._of
-        if last.batch != of.batch or (last.attempt == of.attempt and not last.replay):
+        if last.batch != of.batch or (last.attempt == self._attempt and not last.replay):
             return
         prefix = of.subject("")
         names = await KeyedStream(of.context, of.state.name, prefix=prefix, what=of.where).list_keys([">"])
@@ -330,7 +328,8 @@ class KeyTransactions:
             marker = StoredRecord(of, name, KeyMarker)
             await marker.read()
             if marker.last.batch == of.batch:
-                self._stored.update(marker.last.keys())
+                keys = marker.last.keys()
+                self._stored.update(keys if self._wanted is None else self._wanted.intersection(keys))
 
         markers = [name for name in names if name != "_position" and not name.endswith("._guard")]
         await gather_bounded(read, markers, limit=_MARKERS_AT_ONCE)

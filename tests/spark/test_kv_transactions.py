@@ -162,3 +162,29 @@ async def test_each_key_of_a_micro_batch_is_stored_once(
     assert stored == Counter((key, number) for number, keys in enumerate(batches) for key in keys)
     markers = await js.stream_info(f"KV_{bucket}", subjects_filter=f"_spark.KV_{bucket}.>")
     assert len(markers.state.subjects or {}) <= 60
+
+
+async def test_the_driver_leaves_out_what_another_attempt_at_a_task_has_stored(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    """Rows in another order have other last values, so one attempt can be too large for the driver and the next one not."""
+    bucket = stream_name()
+    await kvx.enable(await js.create_key_value(KeyValueConfig(bucket=bucket, history=5)), spark=True)
+    options = KvWriteOptions.parse({"servers": "nats://unused:4222", "bucket": bucket}, streaming=True)
+    state = await stream_state(Context(js), f"KV_{bucket}")
+    micro = KvMicroBatch(js, options, state, "query", 0, "attempt")
+
+    def writes(value: bytes, *keys: str) -> list[KeyWrite]:
+        return [KeyWrite(key, value, Staged("PUT"), 0, 0) for key in keys]
+
+    first = KeyTransactions(micro, "0", refuse)
+    assert await first.open()
+    await first.store(writes(b"first", "a", "b"))
+    driver = KeyTransactions(micro, DRIVER, refuse)
+    assert await driver.finish(writes(b"second", "a", "b", "c"))
+    assert driver.skipped == 2
+    with pytest.raises(SinkError, match="another attempt at it has begun"):
+        await first.store(writes(b"third", "d"))
+    kv = await js.key_value(bucket)
+    stored = {key: [entry.value for entry in await kv.history(key)] for key in await kv.keys()}
+    assert stored == {"a": [b"first"], "b": [b"first"], "c": [b"second"]}
