@@ -36,7 +36,7 @@ from jetstream_ext.spark.options import KvWriteOptions
 from jetstream_ext.spark.planning import PlanningError, state_of
 from jetstream_ext.spark.row_sizes import RowSizes, batch_headers
 from jetstream_ext.spark.sink import HAS_STREAM_ARROW, StreamWriter
-from jetstream_ext.spark.tasks import current_task, micro_batch_of
+from jetstream_ext.spark.tasks import current_task, micro_batch_of, run_of
 from jetstream_ext.spark.transactional import SinkError, most_rows
 from jetstream_ext.text import get_logger
 
@@ -45,7 +45,7 @@ _log = get_logger("spark")
 # Bytes of keys and values that a task hands over to the driver, which holds those of all tasks.
 _HANDED_OVER: Final = 1 << 20
 _BAD_AT_ONCE: Final = 100  # bad rows that wait to be sent
-_LONGEST_WRITER: Final = 64  # characters of the name of a query or a write
+_LONGEST_WRITER: Final = 101  # characters of the id of a query and a `writeId`
 
 
 @dataclass
@@ -63,6 +63,7 @@ class Partition(WriterCommitMessage):
     dropped: int = 0
     diverted: int = 0
     example: str = ""  # of the bad rows
+    run: str = ""  # of the query, for a write in `foreachBatch`
 
 
 class _KvWriter:
@@ -76,7 +77,9 @@ class _KvWriter:
             lambda context: check_bucket(context, options, self._columns, only_changes=only_changes),
         )
 
-    def _write(self, writer: str, batch: int, rows: Iterator[Any], *, arrow: bool) -> WriterCommitMessage:
+    def _write(
+        self, writer: str, batch: int, rows: Iterator[Any], *, arrow: bool, run: str = ""
+    ) -> WriterCommitMessage:
         options, target, partition = self._options, self._target, current_task().partitionId()
         bad = self._bad_rows(writer, batch, partition)
         reader = KvRowReader(self._columns, options, target.sizes, bad)
@@ -88,7 +91,7 @@ class _KvWriter:
                     if bad.waiting >= _BAD_AT_ONCE:
                         self._send(bad)
                 self._send(bad)
-            result = Partition(writer, batch, self._attempt, partition, len(last))
+            result = Partition(writer, batch, self._attempt, partition, len(last), run=run)
             if len(last) <= target.most and last.size <= _HANDED_OVER:
                 result.writes = list(last)
             else:
@@ -116,7 +119,7 @@ class _KvWriter:
 
     def _micro_batch(self, context: JetStreamContext, of: Partition) -> KvMicroBatch:
         state, changes = self._target.state, self._only_changes
-        return KvMicroBatch(context, self._options, state, of.writer, of.batch, of.attempt, changes)
+        return KvMicroBatch(context, self._options, state, of.writer, of.batch, of.attempt, changes, of.run)
 
     def _store(self, result: Partition, writes: Iterable[KeyWrite], bad: BadRows) -> None:
         with connected(self._options.connection, "executor") as (lease, context):
@@ -200,11 +203,14 @@ class JetStreamKvWriter(_KvWriter, DataSourceArrowWriter):
         self._writer = options.txn_app_id or options.write_id or uuid.uuid4().hex[:16]
 
     def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
-        writer, batch = self._writer, self._options.txn_version or 0
-        if self._options.per_micro_batch:
+        options, writer, run = self._options, self._writer, ""
+        batch = options.txn_version or 0
+        if options.per_micro_batch:
             instead = "give the options txnAppId and txnVersion instead of perMicroBatch (or instead of jetstream_ext.spark.upsert)"
-            writer, batch = micro_batch_of(current_task(), instead)
-        return self._write(writer, batch, iterator, arrow=True)
+            query, batch = micro_batch_of(current_task(), instead)
+            writer = query if options.write_id is None else f"{query}-{options.write_id}"
+            run = run_of(current_task())
+        return self._write(writer, batch, iterator, arrow=True, run=run)
 
     def commit(self, messages: list[Any]) -> None:  # type: ignore[override]
         super().commit(messages)

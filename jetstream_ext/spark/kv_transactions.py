@@ -71,6 +71,7 @@ class Place:
     attempt: str = ""  # that may store
     replay: bool = False  # another attempt may have stored before it
     complete: bool = False  # all of the micro-batch is stored
+    run: str = ""  # of the query that has stored it, if it is known
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
@@ -80,6 +81,7 @@ class Place:
             json_text(body["attempt"], "attempt"),
             body.get("replay") is True,
             body.get("complete") is True,
+            json_text(body.get("run", ""), "run"),
         )
 
     def encode(self) -> bytes:
@@ -121,6 +123,7 @@ class KvMicroBatch:
     batch: int  # the number of the micro-batch or of the batch write's version; 0 without either
     attempt: str  # names the driver's attempt at it
     only_changes: bool = False  # leave out values that the bucket has already
+    run: str = ""  # names the run of the query, if it stores each micro-batch once
 
     @property
     def where(self) -> str:
@@ -208,7 +211,7 @@ class KeyTransactions:
                 await self._store(some)
             writes = transactions[-1] if transactions else []
             pending = await self._pending(writes)
-            last = Place(of.batch, self._attempt, self._position.last.replay, complete=True)
+            last = Place(of.batch, self._attempt, self._position.last.replay, complete=True, run=of.run)
             retry = Retry(PATIENCE)
             retry.start()
             while True:
@@ -220,6 +223,12 @@ class KeyTransactions:
                     pending = await self._without_conflicts(pending, error, retry)
                 except AtomicPublishTooLargeError as error:
                     raise self._too_many(len(pending) + 1, error) from error
+        if of.run and (last := self._position.last).run == of.run and last.attempt != self._attempt:
+            raise SinkError(
+                f"{self._position.what}: this run of the query has already stored it, so another write of the same micro-batch "
+                "would be taken for a repetition. No row of this write is stored; give each write of a query to the same bucket "
+                "a writeId of its own, as in upsert(..., writeId='totals')"
+            )
         return False
 
     # -- one transaction ----------------------------------------------------------------------------------------

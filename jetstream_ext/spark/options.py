@@ -541,7 +541,8 @@ class KvWriteOptions:
         bucket = reader.get_bucket("as in option('bucket', 'PRICES')")
         values = reader.values(cls)
         values["marker_prefix"] = values["marker_prefix"] or f"_spark.KV_{bucket}"
-        reader.exclude("writeId", "txnAppId", "perMicroBatch")
+        reader.exclude("writeId", "txnAppId")
+        reader.exclude("perMicroBatch", "txnAppId")
         reader.pair("txnAppId", "txnVersion")
         for name in ("writeId", "txnAppId", "perMicroBatch"):
             if name in reader and streaming:

@@ -29,8 +29,8 @@ def upsert(**options: str) -> Upsert:
 
         totals.writeStream.outputMode("update").foreachBatch(upsert(servers=url, bucket="totals"))
 
-    A micro-batch is recognised by the query and its number, as with ``writeStream.format("jetstream_kv")``. So use one
-    `upsert` for a bucket in a query.
+    A micro-batch is recognised by the query and its number, as with ``writeStream.format("jetstream_kv")``. If a query has
+    several upserts into one bucket, give each of them a ``writeId`` of its own, and do not change it.
 
     Args:
         options: The options of the `jetstream_kv` sink, such as ``servers`` and ``bucket``.

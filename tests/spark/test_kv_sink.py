@@ -181,6 +181,36 @@ def test_an_aggregation_is_upserted(spark: SparkSession, target: Target, server:
     assert len(target.log()) == 4
 
 
+def test_several_upserts_of_a_query_into_one_bucket_need_names(
+    spark: SparkSession, target: Target, server: NatsServer, tmp_path: Path
+) -> None:
+    """Without names, the second one would look like a repetition of the first, and its rows would be lost."""
+    source = Source(server, target.run, f"{target.name}IN")
+    source.publish(["x"])
+
+    def run(checkpoint: str, **names: str) -> None:
+        upserts = [
+            upsert(servers=server.url, bucket=target.name, **({"writeId": name} if name else {}))
+            for name in names.values()
+        ]
+
+        def write(frame: DataFrame, batch: int) -> None:
+            for name, store in zip(names, upserts, strict=True):
+                store(frame.selectExpr(f"'{name}' AS key", "string(seq) AS value"), batch)
+
+        writer = source.frame(spark).writeStream.foreachBatch(write).trigger(availableNow=True)
+        writer.option("checkpointLocation", str(tmp_path / checkpoint)).start().awaitTermination()
+
+    with pytest.raises(PySparkException, match="give each write of a query to the same bucket a writeId of its own"):
+        run("unnamed", a="", b="")
+    assert target.log() == [("a", b"1")]
+    run("named", b="first", c="second")
+    for name in ("0", ".0.crc"):
+        (tmp_path / "named" / "commits" / name).unlink()
+    run("named", b="first", c="second")
+    assert target.log() == [("a", b"1"), ("b", b"1"), ("c", b"1")]
+
+
 def test_complete_mode_stores_what_has_changed(
     spark: SparkSession, target: Target, server: NatsServer, tmp_path: Path
 ) -> None:
@@ -300,7 +330,7 @@ BAD = {
     "a delete with a value": ("DEL", b"x", None, None, "which has no value"),
     "a delete with a TTL": ("DEL", None, "5s", None, "which has no TTL"),
     "a fraction of a second": ("PUT", b"", "500ms", None, "whole number of seconds"),
-    "no TTL at all": ("PUT", b"", "soon", None, "is not a duration"),
+    "no TTL at all": ("PUT", b"", "soon", None, "'soon' is not a whole number of seconds"),
     "a negative revision": ("PUT", b"", None, -1, "is negative"),
     "a value larger than the server takes": ("PUT", b"x" * (1 << 20), None, None, "more than the server's max_payload"),
 }
@@ -384,7 +414,7 @@ def test_wrong_columns_and_options_are_refused(spark: SparkSession, target: Targ
         (good.selectExpr("*", "1 AS other"), {}, "column 'other': the sink writes only the columns key, value"),
         (good.selectExpr("key", "1 AS value"), {}, "column 'value': it is int, but must be binary or string"),
         (good.selectExpr("*", "1 AS ttl"), {"ttl": "5s"}, "option 'ttl': there is a column 'ttl' as well"),
-        (good, {"ttl": "500ms"}, "option 'ttl': a TTL must be a whole number of seconds"),
+        (good, {"ttl": "500ms"}, "option 'ttl': '500ms' is not a whole number of seconds"),
         (good, {"asOf": "now"}, "option 'asof': it applies only to reads"),
         (good, {"transactionRows": "999"}, "999 is more than 998"),
         (good, {"writeId": "a", "txnAppId": "b", "txnVersion": "1"}, "cannot be combined"),
