@@ -20,9 +20,9 @@ from pyspark.sql.types import StructType
 
 from jetstream_ext.client.api import Api
 from jetstream_ext.client.connection import Context, open_bucket
-from jetstream_ext.errors import FencedError, JetStreamExtError
+from jetstream_ext.errors import FencedError
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.entries import PURGE_HEADERS
+from jetstream_ext.kv.entries import ROLLUP_HEADERS
 from jetstream_ext.protocol import dead_letters as letters
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import StreamState
@@ -45,7 +45,6 @@ _log = get_logger("spark")
 # Bytes of keys and values that a task hands over to the driver, which holds those of all tasks.
 _HANDED_OVER: Final = 1 << 20
 _BAD_AT_ONCE: Final = 100  # bad rows that wait to be sent
-_LONGEST_WRITER: Final = 101  # characters of the id of a query and a `writeId`
 
 
 @dataclass
@@ -82,7 +81,7 @@ class _KvWriter:
     ) -> WriterCommitMessage:
         options, target, partition = self._options, self._target, current_task().partitionId()
         bad = self._bad_rows(writer, batch, partition)
-        reader = KvRowReader(self._columns, options, target.sizes, bad)
+        reader = KvRowReader(self._columns, options, target.values, target.values_with_options, bad)
         last = LastRows(partition)
         try:
             for some in map(reader.from_arrow, rows) if arrow else [reader.from_rows(rows)]:
@@ -214,20 +213,26 @@ class JetStreamKvWriter(_KvWriter, DataSourceArrowWriter):
 
     def commit(self, messages: list[Any]) -> None:  # type: ignore[override]
         super().commit(messages)
-        if self._once:
-            run_on_driver(self._options.connection, self._forget)
+        self._forget()
 
-    async def _forget(self, context: JetStreamContext) -> None:
+    def abort(self, messages: list[Any]) -> None:  # type: ignore[override]
+        super().abort(messages)
+        self._forget()
+
+    def _forget(self) -> None:
         """Remove the records of a write that nothing will repeat, if the permissions allow it."""
-        options = self._options
+        if not self._once:
+            return
+        options, subjects = self._options, f"{self._options.marker_prefix}.{self._writer}.>"
+
+        async def purge(context: JetStreamContext) -> None:
+            api = Api(Context(context), options.connection.timeout)
+            await api.ask(f"STREAM.PURGE.{self._target.state.name}", {"filter": subjects})
+
         try:
-            request = {"filter": f"{options.marker_prefix}.{self._writer}.>"}
-            await Api(Context(context), options.connection.timeout).ask(
-                f"STREAM.PURGE.{self._target.state.name}", request
-            )
-        except JetStreamExtError as error:
-            what = "bucket %r: the markers of this write stay below %s.%s: %s"
-            _log.info(what, options.bucket, options.marker_prefix, self._writer, error)
+            run_on_driver(options.connection, purge)
+        except Exception as error:  # they only take space, and the write has ended
+            _log.info("bucket %r: the markers of this write stay on %s: %s", options.bucket, subjects, error)
 
 
 class JetStreamKvStreamWriter(_KvWriter, StreamWriter):
@@ -268,7 +273,8 @@ class _Target:
 
     state: StreamState
     most: int  # writes of a transaction
-    sizes: RowSizes
+    values: RowSizes
+    values_with_options: RowSizes  # with a TTL or an expected revision
 
 
 async def check_bucket(
@@ -313,11 +319,7 @@ async def check_bucket(
             "raise it to 1024 bytes"
         )
     await check_dead_letters(context, options.connection, options.on_bad_row)
-    longest = [
-        *batch_headers(state.name),
-        *PURGE_HEADERS.items(),
-        (h.EXPECTED_LAST_SUBJECT_SEQ, f"{1 << 63}"),
-        (h.EXPECTED_LAST_SUBJECT, f"{options.marker_prefix}.{'-' * _LONGEST_WRITER}._position"),
-    ]
-    sizes = RowSizes.of(Context(context).connection.max_payload, state, longest).with_ttl()
-    return _Target(state, most, sizes)
+    added, max_payload = batch_headers(state.name), Context(context).connection.max_payload
+    optional = [*ROLLUP_HEADERS.items(), (h.EXPECTED_LAST_SUBJECT_SEQ, f"{1 << 63}")]
+    values, others = (RowSizes.of(max_payload, state, headers) for headers in (added, [*added, *optional]))
+    return _Target(state, most, values, others.with_ttl())

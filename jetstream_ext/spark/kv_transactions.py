@@ -44,16 +44,16 @@ from jetstream_ext.client.connection import open_bucket
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import AtomicPublishTooLargeError, WrongLastSequenceError
 from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.kv.entries import ROLLUP_HEADERS
 from jetstream_ext.kv.keyed_stream import KeyedStream
 from jetstream_ext.kv.reads import get_many
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.numbers import json_number, json_text
-from jetstream_ext.protocol.options import as_message
 from jetstream_ext.spark.kv_rows import DIGEST_SIZE, KeyWrite, digest_of
 from jetstream_ext.spark.options import KvWriteOptions
 from jetstream_ext.spark.transactional import PATIENCE, SinkError, StoredRecord, most_rows
 from jetstream_ext.text import get_logger
-from jetstream_ext.types import NEVER, TTL, Entry
+from jetstream_ext.types import NEVER, TTL, BatchMessage, Entry
 
 _log = get_logger("spark")
 
@@ -280,16 +280,18 @@ class KeyTransactions:
         return [write.message(self._bucket.prefix) for write in writes]
 
     def _guarded(self, writes: Sequence[KeyWrite]) -> list[Entry]:
-        """Return the messages of writes, one of which expects that the claim is the newest position."""
-        messages, position = self._messages(writes), self._position
-        free = next((index for index, write in enumerate(writes) if write.what.expected is None), None)
-        if free is None:
-            free = 0
-            messages.insert(0, (self._of.subject(f"{self._partition}._guard"), b""))
-        messages[free] = replace(
-            as_message(messages[free]), expected_last_subject_seq=position.seq, expected_last_subject=position.subject
+        """Return the messages of writes, and one before them that expects that the claim is the newest position.
+
+        It is a message of its own, because its headers would leave less room for a value.
+        """
+        guard = BatchMessage(
+            self._of.subject(f"{self._partition}._guard"),
+            b"",
+            headers=ROLLUP_HEADERS if self._of.state.config.get("allow_rollup_hdrs") else None,
+            expected_last_subject_seq=self._position.seq,
+            expected_last_subject=self._position.subject,
         )
-        return messages
+        return [guard, *self._messages(writes)]
 
     async def _check_claim(self, error: Exception) -> None:
         """Raise an error if another attempt has claimed the micro-batch."""

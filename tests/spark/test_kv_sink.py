@@ -149,6 +149,16 @@ def test_a_batch_write_leaves_no_marker(spark: SparkSession, target: Target) -> 
     assert target.markers() == set()
 
 
+def test_a_batch_write_that_fails_leaves_no_marker(spark: SparkSession, target: Target) -> None:
+    frame = rows_of(spark, 0, 3000, 3000, partitions=1).selectExpr(
+        "*", "if(value = '2999', 1L, null) AS expectedRevision"
+    )
+    with pytest.raises(PySparkException, match="its key is at revision 0, but its expectedRevision is 1"):
+        target.write(frame)
+    assert len(target.log()) == 2994  # the transactions before that of the bad row
+    assert target.markers() == set()
+
+
 def test_a_repeated_batch_write_with_an_id_stores_nothing(spark: SparkSession, target: Target) -> None:
     for _ in range(2):
         target.write(rows_of(spark, 0, 2500, 2500), writeId="run-1")
@@ -360,6 +370,28 @@ def test_a_bad_row_is_dropped_or_diverted(
     (headers,) = target.run(read)
     assert headers["Dead-Letter-Key"] == "bad"
     assert reason in headers["Dead-Letter-Error"]
+
+
+def test_the_sink_needs_little_of_the_size_of_a_value(
+    spark: SparkSession, server: NatsServer, with_js: Callable[..., Any], stream_name: Callable[[], str]
+) -> None:
+    target = Target(server, with_js, stream_name(), max_value_size=1024)
+    rows = spark.range(0, 1500, 1, 1).selectExpr("concat('k.', id) AS key", "repeat('x', 850) AS value")
+    target.write(rows.limit(10))
+    target.write(rows)
+    assert set(target.values().values()) == {b"x" * 850}
+    with pytest.raises(PySparkException, match=r"more than the stream's max_msg_size \(1024\)"):
+        target.write(rows.selectExpr("key", "repeat('x', 1000) AS value"))
+
+
+def test_a_full_bucket_is_named(
+    spark: SparkSession, server: NatsServer, with_js: Callable[..., Any], stream_name: Callable[[], str]
+) -> None:
+    target = Target(server, with_js, stream_name(), max_bytes=10_000)
+    rows = spark.range(0, 100, 1, 1).selectExpr("concat('k.', id) AS key", "repeat('x', 850) AS value")
+    with pytest.raises(PySparkException, match=rf"bucket '{target.name}', micro-batch 0: .*: maximum bytes exceeded"):
+        target.write(rows)
+    assert target.values() == {}
 
 
 # -- expected revisions -------------------------------------------------------------------------------------------
