@@ -220,7 +220,10 @@ class KeyTransactions:
                         break  # another attempt has moved the position: decide again
                     return True
                 except WrongLastSequenceError as error:
-                    pending = await self._without_conflicts(pending, error, retry)
+                    left, conflicts = await self._conflicts_of(pending)
+                    if conflicts and not await self._still_newest(self._position, [], replace(last, complete=False)):
+                        break
+                    pending = await self._without_conflicts(left, conflicts, error, retry)
                 except AtomicPublishTooLargeError as error:
                     raise self._too_many(len(pending) + 1, error) from error
         if of.run and (last := self._position.last).run == of.run and last.attempt != self._attempt:
@@ -253,7 +256,19 @@ class KeyTransactions:
                     continue
             except WrongLastSequenceError as error:
                 await self._check_claim(error)
-                pending = await self._without_conflicts(pending, error, retry)
+                left, conflicts = await self._conflicts_of(pending)
+                if conflicts:
+                    nothing = KeyMarker(self._of.batch, self._attempt)
+                    try:
+                        unmoved = await self._still_newest(marker, self._guarded([]), nothing)
+                    except WrongLastSequenceError as moved:
+                        await self._check_claim(moved)
+                        await retry.pause_until_deadline(moved)
+                        continue
+                    if not unmoved:
+                        continue
+                    self._number += 1
+                pending = await self._without_conflicts(left, conflicts, error, retry)
                 continue
             except AtomicPublishTooLargeError as error:
                 raise self._too_many(len(pending) + 2, error) from error
@@ -346,13 +361,12 @@ class KeyTransactions:
         await gather_bounded(read, markers, limit=_MARKERS_AT_ONCE)
         _log.debug("%s: earlier attempts have stored %d keys", self._position.what, len(self._stored))
 
-    async def _without_conflicts(
-        self, writes: Sequence[KeyWrite], error: WrongLastSequenceError, retry: Retry
-    ) -> list[KeyWrite]:
-        """Return the writes that can be stored after the server has refused an expectation; refuse the others."""
+    async def _conflicts_of(self, writes: Sequence[KeyWrite]) -> tuple[list[KeyWrite], list[Conflict]]:
+        """Return the writes that can be stored after the server has refused an expectation, and the others."""
         expecting = [write.key for write in writes if write.what.expected is not None]
         now = await Retry(PATIENCE).call(lambda: self._bucket.look_up(expecting))
         left: list[KeyWrite] = []
+        conflicts: list[Conflict] = []
         for write in writes:
             expected, entry = write.what.expected, now.get(write.key)
             revision = 0 if entry is None else entry.revision
@@ -363,10 +377,29 @@ class KeyTransactions:
             else:
                 said = 0 if write.what.creates else expected
                 reason = f"its key is at revision {revision}, but its expectedRevision is {said}"
-                await self._refuse(Conflict(write, reason))
-                self._refused.add(write.key)
-        if left == list(writes):
-            await retry.pause_until_deadline(error)  # the server that refused it was not up to date
+                conflicts.append(Conflict(write, reason))
+        return left, conflicts
+
+    @staticmethod
+    async def _still_newest(record: StoredRecord[Any], messages: Sequence[Entry], successor: Any) -> bool:
+        """Return whether `record` was the newest on its subject until `successor` was stored behind it.
+
+        Keys can be at other revisions because this transaction is stored, or that of another attempt. A former leader that
+        answers reads does not know that; only the leader can store.
+        """
+        before = record.seq
+        await record.read()
+        return record.seq == before and await record.store(messages, successor)
+
+    async def _without_conflicts(
+        self, left: list[KeyWrite], conflicts: Sequence[Conflict], error: WrongLastSequenceError, retry: Retry
+    ) -> list[KeyWrite]:
+        """Refuse the writes that cannot be stored, and return those that are left."""
+        for conflict in conflicts:
+            await self._refuse(conflict)
+            self._refused.add(conflict.write.key)
+        if not conflicts:
+            await retry.pause_until_deadline(error)  # there was a delete marker, or the server was not up to date
         return left
 
     def _too_many(self, messages: int, error: Exception) -> SinkError:

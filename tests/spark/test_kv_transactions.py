@@ -191,3 +191,29 @@ async def test_the_driver_leaves_out_what_another_attempt_at_a_task_has_stored(
     kv = await js.key_value(bucket)
     stored = {key: [entry.value for entry in await kv.history(key)] for key in await kv.keys()}
     assert stored == {"a": [b"first"], "b": [b"first"], "c": [b"second"]}
+
+
+async def test_a_former_leader_that_answers_reads_makes_no_row_a_bad_row(
+    js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows are stored, but the reads that would show it are answered with an earlier state."""
+    bucket = stream_name()
+    await kvx.enable(await js.create_key_value(KeyValueConfig(bucket=bucket)), spark=True)
+    options = KvWriteOptions.parse({"servers": "nats://unused:4222", "bucket": bucket}, streaming=True)
+    micro = KvMicroBatch(js, options, await stream_state(Context(js), f"KV_{bucket}"), "query", 0, "attempt")
+    writes = [KeyWrite(key, b"", Staged("PUT", expected=0, creates=True), 0, 0) for key in ("a", "b")]
+    first, second = (KeyTransactions(micro, "0", refuse) for _ in range(2))
+    assert await first.open()
+    assert await second.open()
+    await first.store(writes)
+    stale, find = 2, FencedWriter._find
+
+    async def find_earlier_state(writer: FencedWriter, *request: Any) -> Any:
+        nonlocal stale
+        stale -= 1
+        return None if stale >= 0 else await find(writer, *request)
+
+    monkeypatch.setattr(FencedWriter, "_find", find_earlier_state)
+    await second.store(writes)  # `refuse` would raise RowError
+    assert stale < 0
+    assert second.skipped == 2
