@@ -28,7 +28,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(nats|asyncio|pyspark|pyarrow|collections|typing|datetime|enum|types|os|pathlib)\..*"),
     (
         r"py:.*",
-        r"(JetStreamContext|KeyValue|SparkSession|TracebackType|StreamInfo|datetime|timedelta|Mapping|Iterable|AsyncIterable)",
+        r"(JetStreamContext|KeyValue|SparkSession|DataFrame|TracebackType|StreamInfo|datetime|timedelta|Mapping|Iterable|AsyncIterable)",
     ),
     (
         r"py:class",

@@ -36,7 +36,7 @@ _TYPES: Final = {
     "expectedRevision": _INTEGERS,
 }
 _OPERATIONS: Final = ("PUT", "DEL", "PURGE")
-_MEMORY: Final = 64 << 20  # bytes of values
+_MEMORY: Final = 64 << 20  # bytes of values, the replaced ones included
 _LONGEST_KEY: Final = 3800  # a server closes the connection after a line of more than 4096 bytes
 DIGEST_SIZE: Final = 12
 """The number of bytes of a key's digest."""
@@ -116,11 +116,14 @@ class KvColumns:
 class KvRowReader:
     """Turns the rows of a partition into writes of keys, in order; `bad` decides about rows that cannot be one."""
 
-    def __init__(self, columns: KvColumns, options: KvWriteOptions, sizes: RowSizes, bad: BadRows) -> None:
+    def __init__(
+        self, columns: KvColumns, options: KvWriteOptions, values: RowSizes, with_options: RowSizes, bad: BadRows
+    ) -> None:
         self._columns = columns
         self._options = options
         self._bad = bad
-        self._sizes = sizes
+        self._values = values  # the limits for values without a TTL and an expected revision
+        self._with_options = with_options
         self._row = 0
 
     def from_arrow(self, batch: RecordBatch) -> Iterator[_Row]:
@@ -171,8 +174,6 @@ class KvRowReader:
             raise ValueError(f"its operation is {operation}, which has no value; set the value to null")
         if len(key) > _LONGEST_KEY:
             raise ValueError(f"its key has {len(key)} bytes; servers accept about {_LONGEST_KEY}")
-        if len(value) > self._sizes.of_data:
-            raise ValueError(self._sizes.problem(value, None, None))
         if expected is not None and expected < 0:
             raise ValueError(f"its expectedRevision {expected} is negative")
         lives: TTL | None = None
@@ -182,7 +183,11 @@ class KvRowReader:
                 raise ValueError("its operation is DEL, which has no TTL; set ttl to null, or use PURGE")
         elif operation == "PUT":
             lives = self._options.ttl
-        if operation == "PUT" and lives is None and expected is None:
+        plain = operation == "PUT" and lives is None and expected is None
+        sizes = self._values if plain else self._with_options
+        if len(value) > sizes.of_data:
+            raise ValueError(sizes.problem(value, None, None))
+        if plain:
             return _PUT
         return Staged(cast("Operation", operation), b"", lives, expected, creates=expected == 0)
 
@@ -218,6 +223,18 @@ class LastRows:
         self._rows[key] = self._end, len(value), what, row
         self._values.write(value)
         self._end += len(value)
+        if self._end > max(_MEMORY, 2 * self.size):
+            self._remove_replaced()
+
+    def _remove_replaced(self) -> None:
+        """Copy the values that are still needed, so that the file of a few keys with many rows stays small."""
+        before, self._values, self._end = self._values, SpooledTemporaryFile(max_size=_MEMORY), 0  # noqa: SIM115
+        with before:
+            for key, (start, size, what, row) in self._rows.items():
+                before.seek(start)
+                self._values.write(before.read(size))
+                self._rows[key] = self._end, size, what, row
+                self._end += size
 
     def __iter__(self) -> Iterator[KeyWrite]:
         at = -1

@@ -19,9 +19,9 @@ from pyspark.sql.types import StructType
 
 from jetstream_ext.client.api import Api
 from jetstream_ext.client.connection import Context, open_bucket
-from jetstream_ext.errors import FencedError, JetStreamExtError
+from jetstream_ext.errors import FencedError
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.entries import PURGE_HEADERS
+from jetstream_ext.kv.entries import ROLLUP_HEADERS
 from jetstream_ext.protocol import dead_letters as letters
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import StreamState
@@ -37,7 +37,7 @@ from jetstream_ext.spark.planning import PlanningError
 from jetstream_ext.spark.progress import SinkRecord, store_sink_progress
 from jetstream_ext.spark.row_sizes import RowSizes, batch_headers
 from jetstream_ext.spark.sink import HAS_STREAM_ARROW, StreamWriter
-from jetstream_ext.spark.tasks import current_task, micro_batch_of
+from jetstream_ext.spark.tasks import current_task, micro_batch_of, run_of
 from jetstream_ext.spark.transactional import SinkError, most_rows
 from jetstream_ext.text import get_logger
 
@@ -46,7 +46,6 @@ _log = get_logger("spark")
 # Bytes of keys and values that a task hands over to the driver, which holds those of all tasks.
 _HANDED_OVER: Final = 1 << 20
 _BAD_AT_ONCE: Final = 100  # bad rows that wait to be sent
-_LONGEST_WRITER: Final = 64  # characters of the name of a query or a write
 
 
 @dataclass
@@ -64,6 +63,7 @@ class Partition(WriterCommitMessage):
     dropped: int = 0
     diverted: int = 0
     example: str = ""  # of the bad rows
+    run: str = ""  # of the query, for a write in `foreachBatch`
 
 
 class _KvWriter:
@@ -77,10 +77,12 @@ class _KvWriter:
             lambda context: check_target(context, options, self._columns, only_changes=only_changes),
         )
 
-    def _write(self, writer: str, batch: int, rows: Iterator[Any], *, arrow: bool) -> WriterCommitMessage:
+    def _write(
+        self, writer: str, batch: int, rows: Iterator[Any], *, arrow: bool, run: str = ""
+    ) -> WriterCommitMessage:
         options, target, partition = self._options, self._target, current_task().partitionId()
         bad = self._bad_rows(writer, batch, partition)
-        reader = KvRowReader(self._columns, options, target.sizes, bad)
+        reader = KvRowReader(self._columns, options, target.values, target.values_with_options, bad)
         last = LastRows(partition)
         try:
             for some in map(reader.from_arrow, rows) if arrow else [reader.from_rows(rows)]:
@@ -89,7 +91,7 @@ class _KvWriter:
                     if bad.waiting >= _BAD_AT_ONCE:
                         self._send(bad)
                 self._send(bad)
-            result = Partition(writer, batch, self._attempt, partition, len(last))
+            result = Partition(writer, batch, self._attempt, partition, len(last), run=run)
             if len(last) <= target.most and last.size <= _HANDED_OVER:
                 result.writes = list(last)
             else:
@@ -117,7 +119,7 @@ class _KvWriter:
 
     def _micro_batch(self, context: JetStreamContext, of: Partition) -> KvMicroBatch:
         state, changes = self._target.state, self._only_changes
-        return KvMicroBatch(context, self._options, state, of.writer, of.batch, of.attempt, changes)
+        return KvMicroBatch(context, self._options, state, of.writer, of.batch, of.attempt, changes, of.run)
 
     def _store(self, result: Partition, writes: Iterable[KeyWrite], bad: BadRows) -> None:
         with connected(self._options.connection, "executor") as (lease, context):
@@ -215,28 +217,37 @@ class JetStreamKvWriter(_KvWriter, DataSourceArrowWriter):
         self._writer = options.txn_app_id or options.write_id or uuid.uuid4().hex[:16]
 
     def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
-        writer, batch = self._writer, self._options.txn_version or 0
-        if self._options.per_micro_batch:
+        options, writer, run = self._options, self._writer, ""
+        batch = options.txn_version or 0
+        if options.per_micro_batch:
             instead = "give jetstream_ext.spark.upsert a txnAppId, or df.write the options txnAppId and txnVersion instead of perMicroBatch"
-            writer, batch = micro_batch_of(current_task(), instead)
-        return self._write(writer, batch, iterator, arrow=True)
+            query, batch = micro_batch_of(current_task(), instead)
+            writer = query if options.write_id is None else f"{query}-{options.write_id}"
+            run = run_of(current_task())
+        return self._write(writer, batch, iterator, arrow=True, run=run)
 
     def commit(self, messages: list[Any]) -> None:  # type: ignore[override]
         super().commit(messages)
-        if self._once:
-            run_on_driver(self._options.connection, self._forget)
+        self._forget()
 
-    async def _forget(self, context: JetStreamContext) -> None:
+    def abort(self, messages: list[Any]) -> None:  # type: ignore[override]
+        super().abort(messages)
+        self._forget()
+
+    def _forget(self) -> None:
         """Remove the records of a write that nothing will repeat, if the permissions allow it."""
-        options = self._options
+        if not self._once:
+            return
+        options, subjects = self._options, f"{self._options.marker_prefix}.{self._writer}.>"
+
+        async def purge(context: JetStreamContext) -> None:
+            api = Api(Context(context), options.connection.timeout)
+            await api.ask(f"STREAM.PURGE.{self._target.state.name}", {"filter": subjects})
+
         try:
-            request = {"filter": f"{options.marker_prefix}.{self._writer}.>"}
-            await Api(Context(context), options.connection.timeout).ask(
-                f"STREAM.PURGE.{self._target.state.name}", request
-            )
-        except JetStreamExtError as error:
-            what = "bucket %r: the markers of this write stay below %s.%s: %s"
-            _log.info(what, options.bucket, options.marker_prefix, self._writer, error)
+            run_on_driver(options.connection, purge)
+        except Exception as error:  # they only take space, and the write has ended
+            _log.info("bucket %r: the markers of this write stay on %s: %s", options.bucket, subjects, error)
 
 
 class JetStreamKvStreamWriter(_KvWriter, StreamWriter):
@@ -277,7 +288,8 @@ class _Target:
 
     state: StreamState
     most: int  # writes of a transaction
-    sizes: RowSizes
+    values: RowSizes
+    values_with_options: RowSizes  # with a TTL or an expected revision
 
 
 async def check_target(
@@ -316,11 +328,7 @@ async def check_target(
             "raise it to 1024 bytes"
         )
     await check_dead_letters(context, options.connection, options.on_bad_row)
-    longest = [
-        *batch_headers(state.name),
-        *PURGE_HEADERS.items(),
-        (h.EXPECTED_LAST_SUBJECT_SEQ, f"{1 << 63}"),
-        (h.EXPECTED_LAST_SUBJECT, f"{options.marker_prefix}.{'-' * _LONGEST_WRITER}._position"),
-    ]
-    sizes = RowSizes.of(Context(context).connection.max_payload, state, longest).with_ttl()
-    return _Target(state, most, sizes)
+    added, max_payload = batch_headers(state.name), Context(context).connection.max_payload
+    optional = [*ROLLUP_HEADERS.items(), (h.EXPECTED_LAST_SUBJECT_SEQ, f"{1 << 63}")]
+    values, others = (RowSizes.of(max_payload, state, headers) for headers in (added, [*added, *optional]))
+    return _Target(state, most, values, others.with_ttl())

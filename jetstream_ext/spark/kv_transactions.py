@@ -12,7 +12,9 @@ bucket's stream that belong to no key (``_spark.KV_<bucket>.>``), so clients of 
 The driver stores a small micro-batch: one atomic batch has its writes and the new position, which is complete. A partition
 that is too large for that is stored by its task in several transactions. Before the first of them the task *claims* the
 micro-batch for its attempt, and every transaction expects that the claim is still the newest position. So once an attempt
-has claimed, no earlier one can store. It then reads the markers of the micro-batch, and leaves out the keys that they have::
+has claimed, no earlier one can store. It then reads the markers of the micro-batch, and leaves out the keys that they have.
+If a task has claimed the micro-batch, the driver claims it as well before it stores anything: another attempt at a task whose
+rows the driver has may have stored some of them::
 
     claim    no position, or one of an earlier micro-batch ──► claim it
              complete ───────────────────────────────────────► stop: everything is stored
@@ -42,16 +44,16 @@ from jetstream_ext.client.connection import open_bucket
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import AtomicPublishTooLargeError, WrongLastSequenceError
 from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.kv.entries import ROLLUP_HEADERS
 from jetstream_ext.kv.keyed_stream import KeyedStream
 from jetstream_ext.kv.reads import get_many
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.numbers import json_number, json_text
-from jetstream_ext.protocol.options import as_message
 from jetstream_ext.spark.kv_rows import DIGEST_SIZE, KeyWrite, digest_of
 from jetstream_ext.spark.options import KvWriteOptions
 from jetstream_ext.spark.transactional import PATIENCE, SinkError, StoredRecord, most_rows
 from jetstream_ext.text import get_logger
-from jetstream_ext.types import NEVER, TTL, Entry
+from jetstream_ext.types import NEVER, TTL, BatchMessage, Entry
 
 _log = get_logger("spark")
 
@@ -69,6 +71,7 @@ class Place:
     attempt: str = ""  # that may store
     replay: bool = False  # another attempt may have stored before it
     complete: bool = False  # all of the micro-batch is stored
+    run: str = ""  # of the query that has stored it, if it is known
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
@@ -78,6 +81,7 @@ class Place:
             json_text(body["attempt"], "attempt"),
             body.get("replay") is True,
             body.get("complete") is True,
+            json_text(body.get("run", ""), "run"),
         )
 
     def encode(self) -> bytes:
@@ -119,6 +123,7 @@ class KvMicroBatch:
     batch: int  # the number of the micro-batch or of the batch write's version; 0 without either
     attempt: str  # names the driver's attempt at it
     only_changes: bool = False  # leave out values that the bucket has already
+    run: str = ""  # names the run of the query, if it stores each micro-batch once
 
     @property
     def where(self) -> str:
@@ -159,16 +164,19 @@ class KeyTransactions:
         self._stored: set[bytes] = set()  # the digests of the keys that other attempts have stored
         self._refused: set[str] = set()  # the keys of refused writes
         self._number = 0  # of the next marker
+        # The driver's attempt has a name of its own, because it has to claim what its tasks have claimed.
+        self._attempt = of.attempt if partition != DRIVER else f"{of.attempt}.{DRIVER}"
+        self._wanted: frozenset[bytes] | None = None  # the digests of all keys to be stored, if they are known
         self.skipped: int = 0  # writes whose keys other attempts have stored, or that change nothing
-        self.digests: list[bytes] = []  # of the keys that `store` was called with
+        self.digests: list[bytes] = []  # those of each transaction's keys that `store` was called with
 
     async def open(self) -> bool:
         """Claim the micro-batch for this attempt, and find out what is stored; False: all of it is stored."""
         await self._position.read()
         while not self._is_complete:
             last = self._position.last
-            mine = (last.batch, last.attempt) == (self._of.batch, self._of.attempt)
-            claim = Place(self._of.batch, self._of.attempt, replay=last.batch == self._of.batch)
+            mine = (last.batch, last.attempt) == (self._of.batch, self._attempt)
+            claim = Place(self._of.batch, self._attempt, replay=last.batch == self._of.batch)
             if mine or await self._position.store([], claim):
                 await self._learn()
                 return True
@@ -182,7 +190,7 @@ class KeyTransactions:
     async def store(self, writes: Iterable[KeyWrite]) -> None:
         """Store writes of distinct keys, after `open`, in as many transactions as they need."""
         for some in self._cut(writes):
-            self.digests += [digest_of(write.key) for write in some]
+            self.digests.append(b"".join(digest_of(write.key) for write in some))
             await self._store(some)
 
     async def finish(self, writes: Sequence[KeyWrite]) -> bool:
@@ -191,26 +199,19 @@ class KeyTransactions:
         The last transaction has as many of the writes as possible.
         """
         of = self._of
+        self._wanted = frozenset(digest_of(write.key) for write in writes)
         await self._position.read()
-        known = -1  # the position whose markers are known
         while not self._is_complete:
-            if self._position.last.batch == of.batch and self._position.last.attempt != of.attempt:
-                # Its tasks may be storing. They can no longer once it has lost its claim.
-                if not await self.open():
-                    break
-            elif self._position.seq != known:
-                await self._learn()
-            known = self._position.seq
             transactions = list(self._cut(writes))
-            if len(transactions) > 1:
-                if not await self.open():
-                    break
-                known = self._position.seq
-                for some in transactions[:-1]:
-                    await self._store(some)
-                transactions, writes = transactions[-1:], transactions[-1]
-            pending = await self._pending(transactions[0] if transactions else [])
-            last = Place(of.batch, of.attempt, self._position.last.replay, complete=True)
+            claimed = self._position.last.batch == of.batch
+            # Tasks have stored keys, perhaps some of these, and may still be storing. Once they have lost the claim, they cannot.
+            if (len(transactions) > 1 or (writes and claimed)) and not await self.open():
+                break
+            for some in transactions[:-1]:
+                await self._store(some)
+            writes = transactions[-1] if transactions else []
+            pending = await self._pending(writes)
+            last = Place(of.batch, self._attempt, self._position.last.replay, complete=True, run=of.run)
             retry = Retry(PATIENCE)
             retry.start()
             while True:
@@ -219,9 +220,18 @@ class KeyTransactions:
                         break  # another attempt has moved the position: decide again
                     return True
                 except WrongLastSequenceError as error:
-                    pending = await self._without_conflicts(pending, error, retry)
+                    left, conflicts = await self._conflicts_of(pending)
+                    if conflicts and not await self._still_newest(self._position, [], replace(last, complete=False)):
+                        break
+                    pending = await self._without_conflicts(left, conflicts, error, retry)
                 except AtomicPublishTooLargeError as error:
                     raise self._too_many(len(pending) + 1, error) from error
+        if of.run and (last := self._position.last).run == of.run and last.attempt != self._attempt:
+            raise SinkError(
+                f"{self._position.what}: this run of the query has already stored it, so another write of the same micro-batch "
+                "would be taken for a repetition. No row of this write is stored; give each write of a query to the same bucket "
+                "a writeId of its own, as in upsert(..., writeId='totals')"
+            )
         return False
 
     # -- one transaction ----------------------------------------------------------------------------------------
@@ -240,13 +250,25 @@ class KeyTransactions:
                 pending = self._not_stored(pending)
                 continue
             digests = b"".join(digest_of(write.key) for write in pending)
-            record = KeyMarker(self._of.batch, self._of.attempt, digests)
+            record = KeyMarker(self._of.batch, self._attempt, digests)
             try:
                 if not await marker.store(self._guarded(pending), record):
                     continue
             except WrongLastSequenceError as error:
                 await self._check_claim(error)
-                pending = await self._without_conflicts(pending, error, retry)
+                left, conflicts = await self._conflicts_of(pending)
+                if conflicts:
+                    nothing = KeyMarker(self._of.batch, self._attempt)
+                    try:
+                        unmoved = await self._still_newest(marker, self._guarded([]), nothing)
+                    except WrongLastSequenceError as moved:
+                        await self._check_claim(moved)
+                        await retry.pause_until_deadline(moved)
+                        continue
+                    if not unmoved:
+                        continue
+                    self._number += 1
+                pending = await self._without_conflicts(left, conflicts, error, retry)
                 continue
             except AtomicPublishTooLargeError as error:
                 raise self._too_many(len(pending) + 2, error) from error
@@ -273,16 +295,18 @@ class KeyTransactions:
         return [write.message(self._bucket.prefix) for write in writes]
 
     def _guarded(self, writes: Sequence[KeyWrite]) -> list[Entry]:
-        """Return the messages of writes, one of which expects that the claim is the newest position."""
-        messages, position = self._messages(writes), self._position
-        free = next((index for index, write in enumerate(writes) if write.what.expected is None), None)
-        if free is None:
-            free = 0
-            messages.insert(0, (self._of.subject(f"{self._partition}._guard"), b""))
-        messages[free] = replace(
-            as_message(messages[free]), expected_last_subject_seq=position.seq, expected_last_subject=position.subject
+        """Return the messages of writes, and one before them that expects that the claim is the newest position.
+
+        It is a message of its own, because its headers would leave less room for a value.
+        """
+        guard = BatchMessage(
+            self._of.subject(f"{self._partition}._guard"),
+            b"",
+            headers=ROLLUP_HEADERS if self._of.state.config.get("allow_rollup_hdrs") else None,
+            expected_last_subject_seq=self._position.seq,
+            expected_last_subject=self._position.subject,
         )
-        return messages
+        return [guard, *self._messages(writes)]
 
     async def _check_claim(self, error: Exception) -> None:
         """Raise an error if another attempt has claimed the micro-batch."""
@@ -321,7 +345,7 @@ class KeyTransactions:
     async def _learn(self) -> None:
         """Read the markers of the micro-batch, if another attempt may have stored some."""
         last, of = self._position.last, self._of
-        if last.batch != of.batch or (last.attempt == of.attempt and not last.replay):
+        if last.batch != of.batch or (last.attempt == self._attempt and not last.replay):
             return
         prefix = of.subject("")
         names = await KeyedStream(of.context, of.state.name, prefix=prefix, what=of.where).list_keys([">"])
@@ -330,19 +354,19 @@ class KeyTransactions:
             marker = StoredRecord(of, name, KeyMarker)
             await marker.read()
             if marker.last.batch == of.batch:
-                self._stored.update(marker.last.keys())
+                keys = marker.last.keys()
+                self._stored.update(keys if self._wanted is None else self._wanted.intersection(keys))
 
         markers = [name for name in names if name != "_position" and not name.endswith("._guard")]
         await gather_bounded(read, markers, limit=_MARKERS_AT_ONCE)
         _log.debug("%s: earlier attempts have stored %d keys", self._position.what, len(self._stored))
 
-    async def _without_conflicts(
-        self, writes: Sequence[KeyWrite], error: WrongLastSequenceError, retry: Retry
-    ) -> list[KeyWrite]:
-        """Return the writes that can be stored after the server has refused an expectation; refuse the others."""
+    async def _conflicts_of(self, writes: Sequence[KeyWrite]) -> tuple[list[KeyWrite], list[Conflict]]:
+        """Return the writes that can be stored after the server has refused an expectation, and the others."""
         expecting = [write.key for write in writes if write.what.expected is not None]
         now = await Retry(PATIENCE).call(lambda: self._bucket.look_up(expecting))
         left: list[KeyWrite] = []
+        conflicts: list[Conflict] = []
         for write in writes:
             expected, entry = write.what.expected, now.get(write.key)
             revision = 0 if entry is None else entry.revision
@@ -353,10 +377,29 @@ class KeyTransactions:
             else:
                 said = 0 if write.what.creates else expected
                 reason = f"its key is at revision {revision}, but its expectedRevision is {said}"
-                await self._refuse(Conflict(write, reason))
-                self._refused.add(write.key)
-        if left == list(writes):
-            await retry.pause_until_deadline(error)  # the server that refused it was not up to date
+                conflicts.append(Conflict(write, reason))
+        return left, conflicts
+
+    @staticmethod
+    async def _still_newest(record: StoredRecord[Any], messages: Sequence[Entry], successor: Any) -> bool:
+        """Return whether `record` was the newest on its subject until `successor` was stored behind it.
+
+        Keys can be at other revisions because this transaction is stored, or that of another attempt. A former leader that
+        answers reads does not know that; only the leader can store.
+        """
+        before = record.seq
+        await record.read()
+        return record.seq == before and await record.store(messages, successor)
+
+    async def _without_conflicts(
+        self, left: list[KeyWrite], conflicts: Sequence[Conflict], error: WrongLastSequenceError, retry: Retry
+    ) -> list[KeyWrite]:
+        """Refuse the writes that cannot be stored, and return those that are left."""
+        for conflict in conflicts:
+            await self._refuse(conflict)
+            self._refused.add(conflict.write.key)
+        if not conflicts:
+            await retry.pause_until_deadline(error)  # there was a delete marker, or the server was not up to date
         return left
 
     def _too_many(self, messages: int, error: Exception) -> SinkError:

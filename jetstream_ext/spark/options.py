@@ -622,14 +622,24 @@ class KvWriteOptions:
         values = reader.values(cls)
         values["marker_prefix"] = values["marker_prefix"] or f"_spark.KV_{bucket}"
         reader.pair("progressBucket", "progressName")
-        reader.exclude("writeId", "txnAppId", "perMicroBatch")
+        reader.exclude("writeId", "txnAppId")
+        reader.exclude("perMicroBatch", "txnAppId")
         reader.pair("txnAppId", "txnVersion")
         for name in ("writeId", "txnAppId", "perMicroBatch"):
             if name in reader and streaming:
                 reader.fail(
                     name, "it is for batch writes; a streaming query takes its id from its checkpoint; leave it out"
                 )
-        return cls(ConnectionOptions.parse(reader), bucket, **values)
+        write = cls(ConnectionOptions.parse(reader), bucket, **values)
+        if covers("$KV.>", f"{write.marker_prefix}.>"):
+            reader.fail(
+                "markerPrefix", "below '$KV', the markers would be keys of a bucket; give a prefix outside of it"
+            )
+        if covers(f"{write.marker_prefix}.>", write.on_bad_row):
+            reader.fail(
+                "onBadRow", f"subjects below {write.marker_prefix!r} are for the markers of the sink; give another"
+            )
+        return write
 
 
 CONNECTION_OPTIONS: Final = tuple(_declared(ConnectionOptions))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from pyspark import TaskContext
 
 from jetstream_ext.spark.transactional import SinkError
@@ -24,3 +26,9 @@ def micro_batch_of(context: TaskContext, instead: str) -> tuple[str, int]:
             f"nothing was stored; {instead}"
         )
     return query, int(batch)
+
+
+def run_of(context: TaskContext) -> str:
+    """Return the id of a query's run, which repeats no micro-batch; "" if the program has given its jobs another group."""
+    group = context.getLocalProperty("spark.jobGroup.id") or ""
+    return group if re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", group) else ""

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, Protocol
 
 from nats.js import JetStreamContext
+from nats.js.errors import APIError
 
 from jetstream_ext.client.api import get_at_leader, newest_up_to
 from jetstream_ext.client.connection import Context
@@ -37,6 +38,7 @@ from jetstream_ext.errors import (
     FencedError,
     JetStreamExtError,
     MaxPayloadError,
+    WrongLastSequenceError,
 )
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import Request, StoredMsg
@@ -268,6 +270,11 @@ class StoredRecord(Generic[Record]):
             return SinkError(
                 f"{self.what}: every attempt failed for {PATIENCE:g} s: {error}; its rows may be stored; restart the query, and "
                 "the sink stores only the missing rows"
+            )
+        if isinstance(error, APIError) and not isinstance(error, WrongLastSequenceError | AtomicPublishTooLargeError):
+            why = f"{error}" if isinstance(error, JetStreamExtError) else f"{error.description}"
+            return SinkError(
+                f"{self.what}: {why}; restart when that is corrected, and the sink stores only the missing rows"
             )
         return error
 

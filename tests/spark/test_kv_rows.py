@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from contextlib import closing
+from tempfile import SpooledTemporaryFile
 from typing import Any
 
 import pyarrow as pa
@@ -11,6 +13,7 @@ import pytest
 from pyspark.sql.types import BinaryType, DoubleType, IntegerType, LongType, StringType, StructField, StructType
 
 from jetstream_ext.kv.staging import Staged
+from jetstream_ext.spark import kv_rows
 from jetstream_ext.spark.bad_rows import BadRow, BadRows
 from jetstream_ext.spark.kv_rows import KeyWrite, KvColumns, KvRowReader, LastRows
 from jetstream_ext.spark.options import KvWriteOptions, OptionError
@@ -53,7 +56,7 @@ def read(rows: list[tuple[Any, ...]], *, arrow: bool = True, **options: str) -> 
         rows = [(*row[:3], row[4]) for row in rows]
     parsed = KvWriteOptions.parse({"servers": "nats://unused:4222", "bucket": "b"} | options, streaming=False)
     bad, last = Refused(), LastRows(7)
-    reader = KvRowReader(KvColumns.of(schema, parsed), parsed, RowSizes(1000, "the limit (1000)", 100), bad)
+    reader = KvRowReader(KvColumns.of(schema, parsed), parsed, *2 * [RowSizes(1000, "the limit (1000)", 100)], bad)
     if arrow:
         types = {"binary": pa.binary(), "string": pa.string(), "bigint": pa.int64()}
         fields = [pa.field(one.name, types[one.dataType.simpleString()]) for one in schema.fields]
@@ -160,3 +163,44 @@ def test_other_columns_are_refused(schema: str, reason: str) -> None:
     options = KvWriteOptions.parse({"servers": "nats://unused:4222", "bucket": "b"}, streaming=False)
     with pytest.raises(OptionError, match=reason):
         KvColumns.of(schema_of(schema), options)
+
+
+@pytest.fixture
+def last() -> Iterator[LastRows]:
+    rows = LastRows(0)
+    yield rows
+    rows.close()
+
+
+def test_the_file_of_few_keys_with_many_rows_stays_small(last: LastRows, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[SpooledTemporaryFile[bytes]] = []
+
+    def open_file(max_size: int) -> SpooledTemporaryFile[bytes]:
+        written.append(SpooledTemporaryFile(max_size=max_size))  # noqa: SIM115
+        return written[-1]
+
+    monkeypatch.setattr(kv_rows, "_MEMORY", 10_000)
+    monkeypatch.setattr(kv_rows, "SpooledTemporaryFile", open_file)
+    for row in range(3000):
+        last.add(f"k.{row % 7}", b"%d" % row * 50, Staged("PUT"), row)
+        if written:
+            assert written[-1].tell() <= 10_200
+    assert written
+    assert all(file.closed for file in written[:-1])
+    assert [(one.key, one.value, one.row) for one in last] == [
+        (f"k.{row % 7}", b"%d" % row * 50, row) for row in range(2993, 3000)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"markerPrefix": "$KV.B"}, "option 'markerPrefix': below '$KV', the markers would be keys of a bucket"),
+        ({"markerPrefix": "$KV"}, "option 'markerPrefix': below '$KV', the markers would be keys of a bucket"),
+        ({"onBadRow": "_spark.KV_B.dead"}, "option 'onBadRow': subjects below '_spark.KV_B' are for the markers"),
+    ],
+)
+def test_markers_have_subjects_of_their_own(options: dict[str, str], problem: str) -> None:
+    with pytest.raises(OptionError) as raised:
+        KvWriteOptions.parse({"servers": "nats://unused:4222", "bucket": "B", **options}, streaming=True)
+    assert str(raised.value).startswith(problem)

@@ -150,6 +150,16 @@ def test_a_batch_write_leaves_no_marker(spark: SparkSession, target: Target) -> 
     assert target.markers() == set()
 
 
+def test_a_batch_write_that_fails_leaves_no_marker(spark: SparkSession, target: Target) -> None:
+    frame = rows_of(spark, 0, 3000, 3000, partitions=1).selectExpr(
+        "*", "if(value = '2999', 1L, null) AS expectedRevision"
+    )
+    with pytest.raises(PySparkException, match="its key is at revision 0, but its expectedRevision is 1"):
+        target.write(frame)
+    assert len(target.log()) == 2994  # the transactions before that of the bad row
+    assert target.markers() == set()
+
+
 def test_a_repeated_batch_write_with_an_id_stores_nothing(spark: SparkSession, target: Target) -> None:
     for _ in range(2):
         target.write(rows_of(spark, 0, 2500, 2500), writeId="run-1")
@@ -181,6 +191,36 @@ def test_an_aggregation_is_upserted(spark: SparkSession, target: Target, server:
     run()
     assert target.values() == {"a": b"2", "b": b"2", "c": b"1"}
     assert len(target.log()) == 4
+
+
+def test_several_upserts_of_a_query_into_one_bucket_need_names(
+    spark: SparkSession, target: Target, server: NatsServer, tmp_path: Path
+) -> None:
+    """Without names, the second one would look like a repetition of the first, and its rows would be lost."""
+    source = Source(server, target.run, f"{target.name}IN")
+    source.publish(["x"])
+
+    def run(checkpoint: str, **names: str) -> None:
+        upserts = [
+            upsert(servers=server.url, bucket=target.name, **({"writeId": name} if name else {}))
+            for name in names.values()
+        ]
+
+        def write(frame: DataFrame, batch: int) -> None:
+            for name, store in zip(names, upserts, strict=True):
+                store(frame.selectExpr(f"'{name}' AS key", "string(seq) AS value"), batch)
+
+        writer = source.frame(spark).writeStream.foreachBatch(write).trigger(availableNow=True)
+        writer.option("checkpointLocation", str(tmp_path / checkpoint)).start().awaitTermination()
+
+    with pytest.raises(PySparkException, match="give each write of a query to the same bucket a writeId of its own"):
+        run("unnamed", a="", b="")
+    assert target.log() == [("a", b"1")]
+    run("named", b="first", c="second")
+    for name in ("0", ".0.crc"):
+        (tmp_path / "named" / "commits" / name).unlink()
+    run("named", b="first", c="second")
+    assert target.log() == [("a", b"1"), ("b", b"1"), ("c", b"1")]
 
 
 def test_complete_mode_stores_what_has_changed(
@@ -303,6 +343,28 @@ def test_bad_rows_are_dropped_or_diverted(spark: SparkSession, target: Target, s
         return [(one.data, (one.headers or {}).get("Dead-Letter-Key")) for one in found]
 
     assert sorted(target.run(read)) == [(b"2", "bad"), (b"3", None), (b"4", "bad")]
+
+
+def test_the_sink_needs_little_of_the_size_of_a_value(
+    spark: SparkSession, server: NatsServer, with_js: Callable[..., Any], stream_name: Callable[[], str]
+) -> None:
+    target = Target(server, with_js, stream_name(), max_value_size=1024)
+    rows = spark.range(0, 1500, 1, 1).selectExpr("concat('k.', id) AS key", "repeat('x', 850) AS value")
+    target.write(rows.limit(10))
+    target.write(rows)
+    assert set(target.values().values()) == {b"x" * 850}
+    with pytest.raises(PySparkException, match=r"more than the stream's max_msg_size \(1024\)"):
+        target.write(rows.selectExpr("key", "repeat('x', 1000) AS value"))
+
+
+def test_a_full_bucket_is_named(
+    spark: SparkSession, server: NatsServer, with_js: Callable[..., Any], stream_name: Callable[[], str]
+) -> None:
+    target = Target(server, with_js, stream_name(), max_bytes=10_000)
+    rows = spark.range(0, 100, 1, 1).selectExpr("concat('k.', id) AS key", "repeat('x', 850) AS value")
+    with pytest.raises(PySparkException, match=rf"bucket '{target.name}', micro-batch 0: .*: maximum bytes exceeded"):
+        target.write(rows)
+    assert target.values() == {}
 
 
 # -- expected revisions -------------------------------------------------------------------------------------------
