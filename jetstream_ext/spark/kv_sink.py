@@ -188,10 +188,9 @@ class _KvWriter:
 
     def abort(self, messages: list[Any], batchId: int | None = None) -> None:  # noqa: N803
         # Stored keys stay; they are recognised when the micro-batch is replayed.
-        found = [one for one in messages if one is not None]
-        stored = sum(len(one.digests) // DIGEST_SIZE for one in found)
-        what = "bucket %r: the write failed after %d tasks had ended; at least %d of its keys are stored"
-        _log.warning(what, self._options.bucket, len(found), stored)
+        ended = sum(one is not None for one in messages)
+        what = "bucket %r: the write failed after %d of %d tasks had ended; some of its keys may be stored"
+        _log.warning(what, self._options.bucket, ended, len(messages))
 
 
 class JetStreamKvWriter(_KvWriter, DataSourceArrowWriter):
