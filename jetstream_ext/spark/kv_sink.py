@@ -22,6 +22,7 @@ from jetstream_ext.client.connection import Context, open_bucket
 from jetstream_ext.errors import FencedError
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import ROLLUP_HEADERS
+from jetstream_ext.kv.limits import drops_oldest
 from jetstream_ext.protocol import dead_letters as letters
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import StreamState
@@ -203,10 +204,9 @@ class _KvWriter:
 
     def abort(self, messages: list[Any], batchId: int | None = None) -> None:  # noqa: N803
         # Stored keys stay; they are recognised when the micro-batch is replayed.
-        found = [one for one in messages if one is not None]
-        stored = sum(len(one.digests) // DIGEST_SIZE for one in found)
-        what = "bucket %r: the write failed after %d tasks had ended; at least %d of its keys are stored"
-        _log.warning(what, self._options.bucket, len(found), stored)
+        ended = sum(one is not None for one in messages)
+        what = "bucket %r: the write failed after %d of %d tasks had ended; some of its keys may be stored"
+        _log.warning(what, self._options.bucket, ended, len(messages))
 
 
 class JetStreamKvWriter(_KvWriter, DataSourceArrowWriter):
@@ -321,6 +321,11 @@ async def check_target(
         raise PlanningError(f"{name} has a subject transform, which hides the sink's markers; remove it")
     if config.get("discard_new_per_subject"):
         raise PlanningError(f"{name} has discard_new_per_subject, so it refuses new values of a key; turn it off")
+    if drops_oldest(state):
+        raise PlanningError(
+            f"{name} drops its oldest messages when it is full (discard=old), also the sink's markers, so a repeated micro-batch could "
+            "be stored twice; set discard=new, as buckets have it"
+        )
     most = most_rows(context, options.transaction_rows, state)
     if not most:
         raise PlanningError(

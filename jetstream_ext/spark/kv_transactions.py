@@ -178,9 +178,20 @@ class KeyTransactions:
             mine = (last.batch, last.attempt) == (self._of.batch, self._attempt)
             claim = Place(self._of.batch, self._attempt, replay=last.batch == self._of.batch)
             if mine or await self._position.store([], claim):
+                self._report_incomplete(last)
                 await self._learn()
                 return True
         return False
+
+    def _report_incomplete(self, before: Place) -> None:
+        """Log a warning if an application goes on to another version before the last one is complete."""
+        of = self._of
+        if of.options.txn_app_id is not None and 0 <= before.batch < of.batch and not before.complete:
+            what = (
+                "%s: version %d of %r begins, but version %d was never completed; a retry of it stores nothing, so those of its "
+                "keys that are not stored are lost"
+            )
+            _log.warning(what, of.where, of.batch, of.writer, before.batch)
 
     @property
     def _is_complete(self) -> bool:
@@ -210,6 +221,7 @@ class KeyTransactions:
             for some in transactions[:-1]:
                 await self._store(some)
             writes = transactions[-1] if transactions else []
+            before = self._position.last
             pending = await self._pending(writes)
             last = Place(of.batch, self._attempt, self._position.last.replay, complete=True, run=of.run)
             retry = Retry(PATIENCE)
@@ -218,6 +230,7 @@ class KeyTransactions:
                 try:
                     if not await self._position.store(self._messages(pending), last):
                         break  # another attempt has moved the position: decide again
+                    self._report_incomplete(before)
                     return True
                 except WrongLastSequenceError as error:
                     left, conflicts = await self._conflicts_of(pending)

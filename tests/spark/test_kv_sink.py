@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from nats.js import JetStreamContext
-from nats.js.api import KeyValueConfig, StreamConfig
+from nats.js.api import DiscardPolicy, KeyValueConfig, StreamConfig
 from pyspark.errors import PySparkException
 
 import jetstream_ext as jsx
@@ -409,6 +409,20 @@ def test_a_bucket_without_a_place_for_markers_is_refused(
     writer = rows_of(spark, 0, 1, 1).write.format("jetstream_kv").options(servers=server.url, bucket=bucket)
     with pytest.raises(PySparkException, match=r"enable it with `await jetstream_ext.kv.enable\(kv, spark=True\)`"):
         writer.mode("append").save()
+
+
+def test_a_bucket_that_drops_its_oldest_messages_is_refused(
+    spark: SparkSession, server: NatsServer, with_js: Callable[..., Any], stream_name: Callable[[], str]
+) -> None:
+    target = Target(server, with_js, stream_name(), max_bytes=10_000)
+
+    async def edit(js: JetStreamContext) -> None:
+        config = (await js.stream_info(f"KV_{target.name}")).config
+        await js.update_stream(config.evolve(discard=DiscardPolicy.OLD))
+
+    with_js(edit)
+    with pytest.raises(PySparkException, match="drops its oldest messages when it is full"):
+        target.write(rows_of(spark, 0, 1, 1))
 
 
 def test_wrong_columns_and_options_are_refused(spark: SparkSession, target: Target) -> None:

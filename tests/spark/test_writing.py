@@ -323,7 +323,7 @@ class TestTransactions:
         monkeypatch.setattr(fenced_write, "publish_atomic", refused)
         write(range(10))
         failures.append(StreamMismatchError("not that stream"))
-        with pytest.raises(StreamMismatchError):
+        with pytest.raises(SinkError, match="partition 0 of micro-batch 1: not that stream; restart"):
             write(range(10), batch=1)
         assert stored() == list(range(10))
 
