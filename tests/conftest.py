@@ -81,6 +81,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 LONGEST = (
     "spark session",
     "spark faults",
+    "spark sinks",
     "spark processes",
     "tests/faults/test_ingest.py",
     "tests/kv/test_model.py",
@@ -105,29 +106,45 @@ SPARK_PROCESSES = (
     "tests/docs/test_pages.py::test_a_page_does_what_it_says[tutorial]",
     "tests/docs/test_pages.py::test_a_page_does_what_it_says[spark-pipeline]",
     "tests/docs/test_pages.py::test_a_page_does_what_it_says[spark-payloads]",
+    "tests/docs/test_pages.py::test_a_page_does_what_it_says[spark-on-a-cluster]",
+    "tests/docs/test_pages.py::test_a_page_does_what_it_says[follow-a-bucket-with-spark]",
     "tests/test_examples.py::test_an_example_runs_and_prints_its_results[07_spark_batch]",
     "tests/test_examples.py::test_an_example_runs_and_prints_its_results[10_spark_streaming]",
 )
+
+
+# The files of tests that share a session of Spark, and so a JVM. The other files of tests/spark start none.
+SPARK_SESSIONS = {
+    "spark faults": ("test_faults", "test_source_faults", "safety_net/test_replays"),
+    "spark sinks": (
+        "test_bad_rows",
+        "test_kv_sink",
+        "test_msg_ttl",
+        "test_progress",
+        "test_feed_queries",
+        "test_time_nanos",
+    ),
+    "spark session": (
+        *("test_application", "test_batch_read", "test_flights_example", "test_kv", "test_packed_environment"),
+        *("test_permissions", "test_sink", "test_streaming"),
+    ),
+}
+SPARK_FILES = {f"tests/spark/{file}.py": name for name, files in SPARK_SESSIONS.items() for file in files}
 
 
 def scope_of(nodeid: str) -> str:
     """Return the name of the group of tests that one worker runs in turn: a file, or the tests that share a JVM."""
     if nodeid.startswith(SPARK_PROCESSES):
         return "spark processes"
-    if nodeid.startswith(
-        ("tests/spark/test_faults.py", "tests/spark/test_source_faults.py", "tests/spark/safety_net/test_replays.py")
-    ):
-        return "spark faults"
     if nodeid.startswith("tests/spark/test_query_history.py"):
-        return nodeid  # it starts no JVM
-    if nodeid.startswith("tests/spark/"):
-        return "spark session"
-    return nodeid.split("::", 1)[0]
+        return nodeid
+    file = nodeid.split("::", 1)[0]
+    return SPARK_FILES.get(file, file)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `pytest -n`, run each scope on one worker, where its tests share servers, and at most three JVMs at once."""
+    """With `pytest -n`, run each scope on one worker, where its tests share servers, and at most four JVMs at once."""
     from xdist.scheduler.loadscope import LoadScopeScheduling
 
     class Scopes(LoadScopeScheduling):

@@ -121,7 +121,7 @@ def test_other_values_are_no_records(data: bytes) -> None:
         ({"progressBucket": "b"}, "'progressBucket': it needs 'progressName'"),
         ({"progressName": "n"}, "'progressName': it needs 'progressBucket'"),
         ({"progressBucket": "a.b", "progressName": "n"}, "'a.b' is not a valid bucket name"),
-        ({"progressBucket": "b", "progressName": "a b"}, "'a b' must be tokens"),
+        ({"progressBucket": "b", "progressName": "a b"}, "'a b' is not a key of tokens"),
     ],
 )
 def test_wrong_options_are_refused(given: dict[str, str], message: str) -> None:
