@@ -21,6 +21,7 @@ from jetstream_ext.kv.staging import Staged
 from jetstream_ext.spark.bad_rows import BadRow, BadRows
 from jetstream_ext.spark.options import KvWriteOptions, OptionError
 from jetstream_ext.spark.row_sizes import RowSizes
+from jetstream_ext.spark.rows import find_columns
 from jetstream_ext.spark.ttls import parse_ttl
 from jetstream_ext.types import TTL, Entry
 
@@ -84,24 +85,8 @@ class KvColumns:
     @classmethod
     def of(cls, schema: StructType, options: KvWriteOptions) -> KvColumns:
         """Find the columns; raise OptionError if one is missing, unknown, of another type or in conflict with an option."""
-        where: dict[str, int] = {}
-        known = {name.lower(): name for name in _TYPES}
-        for index, column in enumerate(schema.fields):
-            name = known.get(column.name.lower())
-            if name is None:
-                raise OptionError(
-                    f"column {column.name!r}: the sink writes only the columns {', '.join(_TYPES)}; select those "
-                    "(df.select('key', 'value')), and put other values into value, for example with to_json(struct(...))"
-                )
-            if name in where:
-                raise OptionError(f"column {column.name!r}: the schema has it twice")
-            kind = column.dataType.simpleString()
-            if kind not in _TYPES[name]:
-                raise OptionError(
-                    f"column {column.name!r}: it is {kind}, but must be {' or '.join(_TYPES[name])}; cast it, or use to_json() "
-                    "or to_avro() for structures"
-                )
-            where[name] = index
+        advice = "select those (df.select('key', 'value')), and put other values into value, for example with to_json(struct(...))"
+        where = find_columns(schema, _TYPES, advice)
         if "key" not in where:
             raise OptionError("column 'key': it is missing; it names the key that a row writes")
         if "value" not in where and "operation" not in where:

@@ -150,6 +150,31 @@ class _UnstorableError(Exception):
     """A row cannot become a message; the text says why."""
 
 
+def find_columns(schema: StructType, types: Mapping[str, Sequence[str]], advice: str) -> dict[str, int]:
+    """Return where a sink's columns are, each of one of its `types`, whatever the case of their names.
+
+    Raises OptionError if one is unknown (then `advice` says what to do), there twice or of another type.
+    """
+    where: dict[str, int] = {}
+    known = {name.lower(): name for name in types}
+    for index, field in enumerate(schema.fields):
+        name = known.get(field.name.lower())
+        if name is None:
+            *others, last = types
+            names = f"{', '.join(others)} and {last}"
+            raise OptionError(f"column {field.name!r}: the sink writes only the columns {names}; {advice}")
+        if name in where:
+            raise OptionError(f"column {field.name!r}: the schema has it twice")
+        kind = field.dataType.simpleString()
+        if kind not in types[name]:
+            raise OptionError(
+                f"column {field.name!r}: it is {kind}, but must be {' or '.join(types[name])}; cast it, or use "
+                "to_json() or to_avro() for structures"
+            )
+        where[name] = index
+    return where
+
+
 @dataclass(frozen=True, slots=True)
 class Columns:
     """The indexes of a sink's columns, and whether the values of headers are lists."""
@@ -164,24 +189,8 @@ class Columns:
     @classmethod
     def of(cls, schema: StructType, options: WriteOptions) -> Columns:
         """Find the columns; raise OptionError if one is missing, unknown, of another type or in conflict with an option."""
-        where: dict[str, int] = {}
-        known = {name.lower(): name for name in _TYPES}
-        for index, field in enumerate(schema.fields):
-            name = known.get(field.name.lower())
-            if name is None:
-                raise OptionError(
-                    f"column {field.name!r}: the sink writes only the columns subject, data, headers, msgId and msgTtl; "
-                    "select those (df.select('subject', 'data')), and put other values into data or headers"
-                )
-            if name in where:
-                raise OptionError(f"column {field.name!r}: the schema has it twice")
-            kind = field.dataType.simpleString()
-            if kind not in _TYPES[name]:
-                raise OptionError(
-                    f"column {field.name!r}: it is {kind}, but must be {' or '.join(_TYPES[name])}; cast it, or use "
-                    "to_json() or to_avro() for structures"
-                )
-            where[name] = index
+        advice = "select those (df.select('subject', 'data')), and put other values into data or headers"
+        where = find_columns(schema, _TYPES, advice)
         if "data" not in where:
             raise OptionError("column 'data': it is missing; it holds the messages' payloads, binary or string")
         if "subject" in where and options.subject is not None:
