@@ -24,7 +24,7 @@ from jetstream_ext.testing import NatsServer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from pipeline import EXACT, ROWS, SINKS, Pipeline
+from pipeline import BUCKET, EXACT, ROWS, SINKS, Pipeline
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -178,6 +178,8 @@ def test_a_replay_in_other_partitions_is_refused(spark: SparkSession, pipeline: 
 @pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize("semantics", SINKS)
 def test_the_server_is_killed(spark: SparkSession, with_js: Any, tmp_path: Path, semantics: str) -> None:
+    if semantics == BUCKET and not os.environ.get("JETSTREAM_EXT_FULL"):
+        pytest.skip("nox -s full -- spark_faults runs it")
     with NatsServer() as server:
         pipeline = Pipeline(server, with_js, "K", tmp_path)
         pipeline.make_for(semantics)
