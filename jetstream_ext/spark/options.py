@@ -586,7 +586,7 @@ class FeedOptions:
         if streaming and "includeDeleted" in reader and start != "snapshot":
             reader.fail(
                 "includeDeleted",
-                f"it is for the snapshot, and with startingOffsets={start} there is none: changes always include deletions; "
+                f"it applies to the snapshot, and a query with startingOffsets={start} reads no snapshot. Changes always include deletions; "
                 "leave it out",
             )
         return cls(bucket, read, **own)

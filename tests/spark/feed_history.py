@@ -313,7 +313,7 @@ class FeedHistory:
                 assert last.get(key) == (revision if shown else None), f"the last row of {key!r} is not its state"
 
     def _first_change(self) -> tuple[int, int]:
-        """Return the first revision of which every later one is a row, and the revision of the snapshot (0: there is none)."""
+        """Return the first revision that is a row, as all later ones are, and the revision of the snapshot (0 without one)."""
         if isinstance(self._start, int):
             return self._start, 0
         begin = self._committed[0].end["streams"][f"KV_{self._bucket}"]

@@ -1,4 +1,4 @@
-"""What the processes of a Spark query import of the connector: each of them imports it anew, one after the other."""
+"""What the processes of a Spark query import of the connector: each of them imports it again, one after the other."""
 
 from __future__ import annotations
 

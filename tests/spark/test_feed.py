@@ -619,7 +619,7 @@ CONNECTION = {"servers": "nats://n:4222", "bucket": "B"}
         ({"startingOffsets": "0"}, "'startingOffsets': '0' is not"),
         ({"asOf": "5"}, "'asof': it is for batch reads; a streaming query starts at 'startingOffsets'"),
         ({"consistency": "strict"}, "'consistency': it is for batch reads"),
-        ({"includeDeleted": "true", "startingOffsets": "latest"}, "'includeDeleted': it is for the snapshot"),
+        ({"includeDeleted": "true", "startingOffsets": "latest"}, "'includeDeleted': it applies to the snapshot"),
         ({"maxTriggerDelay": "1m"}, "'maxTriggerDelay': it limits the wait"),
         ({"maxRowsPerTrigger": "1", "maxOffsetsPerTrigger": "1"}, "cannot be combined"),
         ({"keys": "a..b"}, "'keys': .*empty token"),

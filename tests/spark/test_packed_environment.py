@@ -82,6 +82,6 @@ def test_executors_use_the_packed_environment(tmp_path: Path, with_js: Any, regi
         assert "rows 1000" in done.stdout
         # Each executor unpacked the archive into its own working directory.
         [prefixes] = [line for line in done.stdout.splitlines() if line.startswith("prefixes")]
-        assert prefixes.count("/work/app-") == 2, prefixes
+        assert prefixes.count("/app-") == 2, prefixes  # as Spark names these folders
         assert prefixes.count("/environment'") == 2, prefixes
         assert with_js(lambda js: js.stream_info("T"), server.url).state.messages == 1000
