@@ -249,7 +249,14 @@ def package(session: nox.Session) -> None:
     session.install("--no-compile", f"{wheel}[spark,arrow,server,cli,plot]", "pyright[nodejs]", *group("test"))
     with session.chdir(session.create_tmp()):
         session.run("pyright", "--verifytypes", "jetstream_ext", "--ignoreexternal")
-    nearest = ["tests/cli", "tests/test_examples.py", "tests/test_imports.py", "tests/testing", "-k", "not 10_spark"]
+    nearest = [
+        *(f"tests/cli/test_{name}.py" for name in ("commands", "files", "fidelity", "terminal")),
+        *(f"tests/testing/test_{name}.py" for name in ("find_server", "pytest_plugin", "server")),
+        "tests/test_examples.py",
+        "tests/test_imports.py",
+        "-k",
+        "not 10_spark",
+    ]
     run_built(session, wheel, sdist, session.posargs or nearest)
     run_built(session, sdist, sdist, session.posargs or ["tests/test_imports.py"])
 

@@ -118,7 +118,7 @@ async def test_flow_of_a_forged_ack_is_never_larger_than_a_flow_can_be(
     proxy.on_delivery = forge
     flows: list[int] = []
     try:
-        async with jsx.FastPublisher(js, flow=2) as publisher:
+        async with jsx.FastPublisher(js, flow=2, ack_timeout=2) as publisher:
             for n in range(6):
                 await publisher.add(f"{stream}.b", b"%d" % n)
             await publisher.flush()

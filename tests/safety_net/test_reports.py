@@ -309,7 +309,7 @@ class TestMultiLast:
     async def test_answer_of_a_lagging_replica_has_no_later_up_to_seq(self, connect: Connect) -> None:
         faults = Faults(StaleReplica("$JS.API.DIRECT.GET.>", behind=3, times=None))
         async with ReferenceServer(faults=faults) as server:
-            js = (await connect(server.url)).jetstream(timeout=30)
+            js = (await connect(server.url)).jetstream(timeout=3)
             await js.add_stream(name="S", subjects=["s.>"], storage="memory", allow_direct=True)
             for n in range(5):
                 await js.publish("s.a", b"%d" % n)
