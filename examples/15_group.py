@@ -44,7 +44,7 @@ async def main(url: str) -> None:
         members = [await asyncio.create_subprocess_exec(*member) for _ in range(4)]
         for number in range(ORDERS):
             await anext(bills)
-            if number % 500 == 250:
+            if number % 1_000 == 500:
                 members.append(await asyncio.create_subprocess_exec(*member))
                 members.pop(random.randrange(4)).kill()
                 print(f"{number} bills: killed a member")

@@ -39,7 +39,7 @@ SAYS = {
     "12_duckdb": ["s0: 5,000 readings, at most 24.0 °C", "s3: 5,000 readings, at most 24.5 °C"],
     "13_pandas": ["10,000 visits stored", "visits.page0: 1,429", "visits.page1: 1,429"],
     "14_feature_flags": ["the old basket\nchanged: shop.new-basket\nthe flag is on\nthe new basket\n"],
-    "15_group": ["250 bills: killed a member", "2750 bills: killed a member", "billed once and in order: True"],
+    "15_group": ["500 bills: killed a member", "2500 bills: killed a member", "billed once and in order: True"],
 }
 
 
