@@ -323,7 +323,8 @@ def compat(session: nox.Session, what: str) -> None:
     else:
         requirements, environment = SPARK[what]
         session.install(*everything, *requirements)
-        main = [f"tests/spark/test_{name}.py" for name in ("streaming", "sink", "kv", "progress", "application")]
+        files = ("streaming", "sink", "kv", "kv_sink", "progress", "application")
+        main = [f"tests/spark/test_{name}.py" for name in files]
         if "JETSTREAM_EXT_SPARK_MASTER" in environment:
             main.append("tests/spark/test_source_faults.py")
         arguments = arguments or (main if environment else ["tests/spark"])

@@ -259,7 +259,8 @@ def show(result: Result, micro_batches: int, stages: Stages) -> None:
         delays = ("-" if delay is None else f"{delay:.1f}" for delay in (mean, p95))
         table.add_row(carrier, names.get(carrier, ""), f"{flights:,}", *delays)
     console.print(table)
-    table = Table("stage", title=f"Stages ({micro_batches} micro-batches)")
+    number = "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
+    table = Table("stage", title=f"Stages ({number})")
     for heading in ("messages", "seconds", "messages/s"):
         table.add_column(heading, justify="right")
     for stage, count, seconds in stages:

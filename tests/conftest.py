@@ -130,6 +130,8 @@ SPARK_SESSIONS = {
     ),
 }
 SPARK_FILES = {f"tests/spark/{file}.py": name for name, files in SPARK_SESSIONS.items() for file in files}
+if "JETSTREAM_EXT_SPARK_REMOTE" in os.environ:  # servers of Spark Connect listen on the same port
+    SPARK_FILES = dict.fromkeys(SPARK_FILES, "spark session")
 
 
 def scope_of(nodeid: str) -> str:
