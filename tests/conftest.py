@@ -185,6 +185,19 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
         error = error.__cause__ or error.__context__
 
 
+@pytest.fixture
+def found() -> Callable[..., Awaitable[Any]]:
+    """Call nats-py's `keys` or `history`, which find nothing if no message has arrived when the server has sent them all."""
+
+    async def call(ask: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
+        async with asyncio.timeout(60):
+            while True:
+                with contextlib.suppress(nats.js.errors.NoKeysError):
+                    return await ask(*arguments)
+
+    return call
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[NatsServer]:
     """A server that all tests share: use unique names, and do not kill, pause or restart it."""

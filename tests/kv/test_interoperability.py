@@ -11,7 +11,7 @@ import jetstream_ext.kv as kvx
 from jetstream_ext.errors import KeyConflictError
 
 
-async def test_nats_py_reads_what_a_transaction_wrote(make_bucket) -> None:
+async def test_nats_py_reads_what_a_transaction_wrote(make_bucket, found) -> None:
     kv = await make_bucket(history=3)
     await kv.put("gone", b"0")
     watcher = await kv.watchall()
@@ -39,14 +39,14 @@ async def test_nats_py_reads_what_a_transaction_wrote(make_bucket) -> None:
     for key in ("gone", "never"):
         with pytest.raises(KeyNotFoundError):
             await kv.get(key)
-    assert sorted(await kv.keys()) == ["a.b", "c"]
+    assert sorted(await found(kv.keys)) == ["a.b", "c"]
     assert await kv.update("a.b", b"3", last=2) == 6
     assert await kv.create("gone", b"4") == 7
     with pytest.raises(KeyWrongLastSequenceError):
         await kv.update("c", b"5", last=2)
 
 
-async def test_transaction_continues_from_revisions_of_nats_py(make_bucket) -> None:
+async def test_transaction_continues_from_revisions_of_nats_py(make_bucket, found) -> None:
     kv = await make_bucket(history=3)
     revision = await kv.put("a", b"1")
     await kv.put("b", b"1")
@@ -57,7 +57,7 @@ async def test_transaction_continues_from_revisions_of_nats_py(make_bucket) -> N
         tx.update("a", b"2", last=revision)
         tx.create("b", b"2")
         tx.create("c", b"2")
-    assert sorted(await kv.keys()) == ["a", "b", "c"]
+    assert sorted(await found(kv.keys)) == ["a", "b", "c"]
     with pytest.raises(KeyConflictError):
         async with kvx.transaction(kv) as tx:
             tx.update("a", b"3", last=revision)

@@ -29,7 +29,7 @@ async def values(kv: Any) -> dict[str, bytes]:
     return {key: entry.value for key, entry in (await kvx.snapshot(kv)).items()}
 
 
-async def test_all_operations_are_committed_together(make_bucket) -> None:
+async def test_all_operations_are_committed_together(make_bucket, found) -> None:
     kv = await make_bucket(history=3)
     for key in ("c", "d", "e"):
         await kv.put(key, b"0")
@@ -44,8 +44,8 @@ async def test_all_operations_are_committed_together(make_bucket) -> None:
     assert tx.state == "committed"
     assert tx.revisions == {"a": 4, "b": 5, "c": 6, "d": 7, "e": 8}
     assert await values(kv) == {"a": b"1", "b": b"2", "c": b"3"}
-    assert [entry.operation for entry in await kv.history("d")] == [None, "DEL"]
-    assert [entry.operation for entry in await kv.history("e")] == ["PURGE"]
+    assert [entry.operation for entry in await found(kv.history, "d")] == [None, "DEL"]
+    assert [entry.operation for entry in await found(kv.history, "e")] == ["PURGE"]
     tx.revisions["a"] = 9  # a copy
     assert tx.revisions["a"] == 4
 
@@ -387,7 +387,7 @@ class TestRefusals:
         assert "committed" in repr(tx)
 
 
-async def test_ttls_are_stored_and_replace_history(make_bucket) -> None:
+async def test_ttls_are_stored_and_replace_history(make_bucket, found) -> None:
     kv = await make_bucket(history=5)
     await kv.put("a", b"0")
     async with kvx.transaction(kv) as tx:
@@ -397,7 +397,7 @@ async def test_ttls_are_stored_and_replace_history(make_bucket) -> None:
         tx.put("d", b"3", ttl=jsx.NEVER)
     stored = {m.subject.removeprefix(kv._pre): m for m in await jsx.DirectGet(kv._js, kv._stream).scan().to_list()}
     assert {key: m.headers["Nats-TTL"] for key, m in stored.items()} == {"a": "60", "b": "61", "c": "62", "d": "never"}
-    assert len(await kv.history("a")) == 1
+    assert len(await found(kv.history, "a")) == 1
 
 
 async def test_concurrent_increments_lose_nothing(make_bucket) -> None:

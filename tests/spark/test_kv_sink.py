@@ -271,18 +271,20 @@ def test_a_small_micro_batch_is_one_atomic_batch(spark: SparkSession, target: Ta
     assert "" not in first | second
 
 
-def test_clients_do_not_see_the_records_of_the_sink(spark: SparkSession, target: Target) -> None:
+def test_clients_do_not_see_the_records_of_the_sink(spark: SparkSession, target: Target, found: Any) -> None:
     target.write(rows_of(spark, 0, 3, 3), writeId="w")
     target.write(rows_of(spark, 0, 3000, 3000), txnAppId="a", txnVersion="1")
     assert target.markers()
 
     async def read(js: JetStreamContext) -> None:
         kv = await js.key_value(target.name)
-        assert len(await kv.keys()) == 3000
+        assert len(await found(kv.keys)) == 3000
         watcher = await kv.watchall()
-        watched = set()
-        while (entry := await watcher.updates(timeout=10)) is not None:  # None: all that is stored
-            watched.add(entry.key)
+        watched: set[str] = set()
+        entry = None
+        while len(watched) < 3000 or entry is not None:  # None: all that is stored, or nothing has arrived yet
+            entry = await watcher.updates(timeout=10)
+            watched |= {entry.key} if entry else set()
         await watcher.stop()
         assert watched == {f"k.{n}" for n in range(3000)}
         snap = await kvx.snapshot(kv)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
-from nats.js.errors import KeyNotFoundError, NoKeysError
+from nats.js.errors import KeyNotFoundError
 
 import jetstream_ext as jsx
 from jetstream_ext.log import OffsetStore
@@ -40,16 +40,17 @@ def bucket(with_js: Any, stream_name: Callable[[], str]) -> str:
 
 
 @pytest.fixture
-def values(with_js: Any, bucket: str) -> Callable[[str], list[dict[str, Any]]]:
+def values(with_js: Any, bucket: str, found: Any) -> Callable[[str], list[dict[str, Any]]]:
     """All records that were stored under a key, oldest first."""
 
     def read(key: str) -> list[dict[str, Any]]:
         async def history(js: JetStreamContext) -> list[dict[str, Any]]:
             kv = await js.key_value(bucket)
             try:
-                return [json.loads(entry.value or b"") for entry in await kv.history(key)]
-            except NoKeysError:
+                await kv.get(key)
+            except KeyNotFoundError:
                 return []
+            return [json.loads(entry.value or b"") for entry in await found(kv.history, key)]
 
         return with_js(history)  # type: ignore[no-any-return]
 
