@@ -32,9 +32,8 @@ def upsert(**options: str) -> Callable[[DataFrame, int], None]:
 
     A micro-batch is recognised by the query and its number, as with ``writeStream.format("jetstream_kv")``. If a query has
     several upserts into one bucket, give each of them a ``writeId`` of its own, and do not change it. Spark Connect does not
-    tell the sink which query it is. There, give the query a name with the option ``txnAppId``, and another name with each new
-    checkpoint: what has a number that the bucket has already is not stored again. Several upserts of the query into one bucket
-    need different ones.
+    tell the sink which query it is. There, give each upsert a name of its own with the option ``txnAppId``, and a new one with
+    each new checkpoint: the sink skips a micro-batch if the bucket already has one with this name and number.
 
     Args:
         options: The options of the `jetstream_kv` sink, such as ``servers`` and ``bucket``.
