@@ -76,7 +76,8 @@ class Rows:
                 self.total = file.metadata.num_rows
 
     def read(self) -> Generator[Row, None, None]:
-        """Yield the rows; the caller must close the generator."""
+        """Yield the rows, from the first one; the caller must close the generator."""
+        self.position = 0
         return {"csv": self._csv, "jsonl": self._jsonl, "parquet": self._parquet}[self._form]()
 
     def _csv(self) -> Generator[Row, None, None]:

@@ -1,16 +1,13 @@
-"""``jetstream-ext ingest``: store a file's rows in a stream; the stream shows where an earlier run stopped."""
+"""``jetstream-ext ingest``: store a file's rows in a stream, each once; the stream shows which rows it has."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import hashlib
-import re
 import signal
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
-from itertools import islice
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -18,22 +15,23 @@ import click
 import orjson
 from nats.js import JetStreamContext
 from nats.js.errors import NoStreamResponseError
+from nats.nuid import NUID
 
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
-from jetstream_ext.cli.formats import FORMATS, JsonRow, Row, RowError, Rows, format_of
+from jetstream_ext.cli.formats import FORMATS, RowError, Rows, format_of
 from jetstream_ext.cli.output import ReportProgress, Stopped, count, is_are, one_line, progress, say, write_json
-from jetstream_ext.client.direct import DirectGet
+from jetstream_ext.cli.row_messages import RowMapping, short_digest
+from jetstream_ext.cli.stored_rows import RowIds, StoredRows, stored_rows
 from jetstream_ext.client.ingest import ingest
 from jetstream_ext.client.streams import ensure_stream
-from jetstream_ext.errors import IngestError
-from jetstream_ext.protocol.headers import MSG_ID, is_reserved
-from jetstream_ext.protocol.numbers import parse_number
-from jetstream_ext.protocol.subjects import check_name
-from jetstream_ext.types import BatchMessage, IngestProgress, IngestReport, own_headers
+from jetstream_ext.errors import BadHeaderError, BadSubjectError, ErrorCode, IngestError, MaxPayloadError
+from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.subjects import check_filter, check_name
+from jetstream_ext.types import BatchMessage, IngestProgress, IngestReport
 
-_PLACEHOLDER: Final = re.compile(r"\{([^{}]+)\}")
-_BLOCK: Final = 5_000  # sequences
-_RESUME_HINT: Final = "the same command with --resume continues"
+_OF_THE_ROW: Final = (NoStreamResponseError, MaxPayloadError, BadSubjectError, BadHeaderError)
+_CONTINUE: Final = "the same command continues"
+_CORRECT: Final = "correct the row, then the same command with --resume sends the rest"
 
 
 @click.command("ingest", short_help="Store a file's rows in a stream.")
@@ -48,7 +46,8 @@ _RESUME_HINT: Final = "the same command with --resume continues"
     "--create", multiple=True, metavar="SUBJECT", help="Create a missing stream with subject SUBJECT; repeatable."
 )
 @click.option("--skip", type=click.IntRange(0), default=0, metavar="ROWS", help="Skip the first ROWS rows.")
-@click.option("--resume", is_flag=True, help="Continue after the rows that the stream already has.")
+@click.option("--resume", is_flag=True, help="Send the rows of a changed file that the stream does not have.")
+@click.option("--again", is_flag=True, help="Send all rows, also those that the stream has.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and no progress bar.")
 @connection_options()
 def command(
@@ -63,48 +62,48 @@ def command(
     create: tuple[str, ...],
     skip: int,
     resume: bool,
+    again: bool,
     as_json: bool,
 ) -> None:
     """Store every row of FILE in a stream, in order and once each: CSV with a header, JSON lines or Parquet.
 
-    The command continues by itself after a restart of the server. After Ctrl-C or an error, --resume finds in the
-    stream where to continue, for which the stream needs allow_direct. The stream needs allow_batched, and the server
-    must be 2.14 or newer.
-    """
+    The same command again sends only the rows that the stream does not have, whenever that is, also after Ctrl-C, an
+    error or a crash. If FILE was changed since, --resume sends its new and corrected rows, and --again sends all rows.
+    To look for stored rows, the command needs allow_direct on the stream. The stream needs allow_batched as well, and
+    the server must be 2.14 or newer.
+
+    \b
+    Examples:
+      jetstream-ext ingest orders.csv --stream ORDERS --create 'orders.>' --subject 'orders.{country}'
+      jetstream-ext ingest orders.csv --stream ORDERS --subject 'orders.{country}' --resume
+    """  # noqa: D301 - click's own mark
     check_name(stream, "stream name")  # servers do not answer requests with an invalid one
     if subject is not None and subject_from is not None:
         raise click.UsageError("give --subject or --subject-from, not both")
-    if skip and resume:
-        raise click.UsageError("give --skip or --resume, not both")
+    if resume and again:
+        raise click.UsageError("give --resume or --again, not both")
     pattern = subject if subject is not None else f"{{{subject_from or 'subject'}}}"
-    job = _Ingest(file, format_of(file, given), stream, pattern, data_from, headers_from, skip)
+    mapping = RowMapping(pattern, data_from, headers_from)
+    job = _Ingest(file, format_of(file, given), stream, mapping, skip, resume=resume, again=again)
     try:
-        report = asyncio.run(job.run(where, create, resume=resume, show=not as_json))
+        report = asyncio.run(job.run(where, create, show=not as_json))
     except (KeyboardInterrupt, asyncio.CancelledError):
-        text = f"{count(job.in_stream, 'row')} {is_are(job.in_stream)} in {stream}; {_RESUME_HINT}"
+        if not job.sending:
+            raise Stopped("stopped: nothing was sent") from None
+        text = f"{count(job.in_stream, 'row')} of {file} {is_are(job.in_stream)} in {stream}; {_CONTINUE}"
         raise Stopped(f"stopped: at least {text}") from None
     except RowError as error:
-        raise click.ClickException(f"{error.message}; {_stored_before(job.in_stream)}") from error
-    except IngestError as error:
-        # `ingest` counts the messages of this run; the user counts rows of the file.
-        index = job.skipped + error.index
-        stored = _stored_before(index)
-        if error.in_doubt:
-            stored = f"{stored}; " if index else ""
-            after = f" and the next {error.in_doubt - 1:,}" if error.in_doubt > 1 else ""
-            stored += f"this row{after} may be stored; continue with --resume"
-        reason = one_line(error.__cause__ or error)
-        if isinstance(error.__cause__, NoStreamResponseError):
-            reason = f"no stream stores its subject {error.subject!r}"
-        raise click.ClickException(f"row {index + 1} of {file}: {reason}; {stored}") from error
-    rows = job.skipped + report.stored
+        before = job.taken - min(skip, job.taken)
+        hint = f"; {_CORRECT}" if before else ""
+        raise click.ClickException(f"{error.message}; {_stored_before(before)}{hint}") from error
     if as_json:
         write_json(
             {
                 "file": str(file),
                 "stream": stream,
-                "rows": rows,
+                "rows": job.skipped + job.already_stored + report.stored,
                 "sent": report.stored,
+                "already_stored": job.already_stored,
                 "skipped": job.skipped,
                 "resent": report.resent,
                 "in_doubt": report.in_doubt,
@@ -114,134 +113,187 @@ def command(
         )
     if report.in_doubt:
         say(f"{count(report.in_doubt, 'row')} may be stored more than once, because of an outage", err=True)
+    stored = job.already_stored + report.stored
     if job.stopping:
-        raise Stopped(f"stopped: exactly {count(rows, 'row')} {is_are(rows)} in {stream}; {_RESUME_HINT}")
+        text = f"{count(stored, 'row')} of {file} {is_are(stored)} in {stream}"
+        raise Stopped(f"stopped: exactly {text}; {_CONTINUE}")
     if not as_json:
-        before = f" ({job.skipped:,} of them were skipped or already stored)" if job.skipped else ""
-        say(f"{count(rows, 'row')} of {file} {is_are(rows)} in {stream}{before} ({report.seconds:.1f} s)")
+        parts = [f"{job.skipped:,} skipped"] if job.skipped else []
+        parts += [f"{job.already_stored:,} already stored"] if job.already_stored else []
+        parts += [f"{report.stored:,} sent"]
+        text = f"{count(stored, 'row')} of {file} {is_are(stored)} in {stream}"
+        say(f"{text}: {', '.join(parts)} ({report.seconds:.1f} s)")
 
 
 def _stored_before(rows: int) -> str:
     return f"the {count(rows, 'row')} before it {is_are(rows)} stored" if rows else "nothing is stored"
 
 
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """Which rows a run sends: from `first` on all, or those that `stored` lacks."""
+
+    first: int
+    stored: StoredRows | None = None
+
+    def index(self, number: int) -> int:
+        """Return the index of the row that is sent after `number` others."""
+        return self.first + number if self.stored is None else self.stored.index_of_sent(number)
+
+
 class _Ingest:
-    """One run. `subject` is a pattern: ``{column}`` is replaced by the row's value in that column."""
+    """One run.
+
+    Attributes:
+        sending: Whether the rows that are stored are known, and others are being sent.
+        stopping: Whether Ctrl-C was pressed.
+        skipped: How many rows were left out on request.
+        already_stored: How many of the others the stream had.
+        in_stream: How many rows are in the stream.
+        taken: How many rows of the file were read without an error.
+    """
 
     def __init__(
-        self,
-        file: Path,
-        form: str,
-        stream: str,
-        subject: str,
-        data_from: str | None,
-        headers_from: str | None,
-        skipped: int,
+        self, file: Path, form: str, stream: str, mapping: RowMapping, skip: int, *, resume: bool, again: bool
     ) -> None:
-        self.stopping = False
-        self.skipped = skipped
-        self.in_stream = 0
+        self.sending = self.stopping = False
+        self.skipped = skip
+        self.already_stored = self.in_stream = self.taken = 0
         self._file = file
         self._rows = Rows(file, form)
         self._stream = stream
-        self._subject = subject
-        self._data_from = data_from
-        self._headers_from = headers_from
-        self._id_prefix = f"{_fingerprint(file, subject, data_from, headers_from)}:"
+        self._mapping = mapping
+        self._resume = resume
+        self._again = again
+        path = short_digest(str(file.resolve()).encode(errors="surrogateescape"))
+        self._ids = RowIds(path, _content(file, mapping), skip, NUID().next().decode() if again else "")
+        self._sent = _Sent(skip)
 
-    async def run(self, where: Target, create: tuple[str, ...], *, resume: bool, show: bool) -> IngestReport:
+    async def run(self, where: Target, create: tuple[str, ...], *, show: bool) -> IngestReport:
         async with connected(where) as js:
             if create:
                 subjects = list(create)
                 await ensure_stream(js, name=self._stream, subjects=subjects, allow_direct=True, allow_batched=True)
-            else:
-                await existing_stream(js, self._stream, advice="; --create SUBJECT creates it")
-            if resume:
-                self.skipped = await self._rows_stored(js)
-            self.in_stream = self.skipped
-            with (
-                progress(self._stream, self._rows.total, show=show) as report,
-                self._stoppable(),
-                closing(self._messages()) as messages,
-            ):
-                return await ingest(js, messages, on_progress=lambda now: self._report(report, now))
+            advice = "" if create else "; --create SUBJECT creates it"
+            state = await existing_stream(js, self._stream, advice)
+            with stored_rows(self._ids, other_contents=True) as stored:
+                if state.messages and not self._again:
+                    await self._look(js, state, stored, show=show)
+                return await self._send(js, show=show)
 
-    async def _rows_stored(self, js: JetStreamContext) -> int:
-        """Return how many rows of the file the stream holds. Rows are stored in order: search backwards for the newest."""
-        state = await existing_stream(js, self._stream)
-        first, last = state.first_seq, state.last_seq
-        while last >= first:
-            start = max(first, last - _BLOCK + 1)
-            found = 0
-            async with DirectGet(js, self._stream).scan(seq=start, up_to_seq=last, confirm=True) as messages:
-                async for message in messages:
-                    prefix, _, index = message.headers.get(MSG_ID, "").rpartition(":")
-                    row = parse_number(index)  # anyone may publish such an id; no file has more rows than bytes
-                    if f"{prefix}:" == self._id_prefix and row is not None and row < self._rows.total:
-                        found = max(found, row + 1)
-            if found:
-                return found
-            last = start - 1
-        return 0
+    # -- what is stored ------------------------------------------------------------------------------------------------
+
+    async def _look(self, js: JetStreamContext, state: StreamState, stored: StoredRows, *, show: bool) -> None:
+        """Find out which rows the stream has; raise ClickException if the file was changed since they were stored."""
+        name = self._stream
+        if not state.allows_direct:
+            raise click.ClickException(
+                f"stream {name!r} does not allow direct get, so ingest cannot look for rows that are already stored; "
+                f"'jetstream-ext enable {name} --direct' enables it, --again sends all rows"
+            )
+        total = state.last_seq - state.first_seq + 1
+        with progress("looking for rows that are already stored", total, show=show) as report:
+            await stored.find(
+                js, state, self._filter(state), self._digests, lambda position: report(position, position)
+            )
+        if stored.total is None:
+            _warn_about_removed(state)
+            return
+        if stored.stored and stored.missing and not (stored.same_content or self._resume):
+            total = stored.stored + stored.missing
+            raise click.ClickException(
+                f"{self._file} was changed since it was stored in {name}: {stored.stored:,} of its {count(total, 'row')} "
+                f"{is_are(stored.stored)} stored; --resume sends the other {stored.missing:,}, --again sends all"
+            )
+        self.already_stored = stored.stored
+        self._sent = _Sent(self.skipped, stored)
+
+    def _filter(self, state: StreamState) -> str | None:
+        """Return a filter for the subjects under which the stream has the rows."""
+        subject = self._mapping.subject_filter
+        if subject is None or state.config.get("subject_transform"):
+            return None
+        try:
+            check_filter(subject)
+        except BadSubjectError:
+            return None  # the first row is refused, too
+        return subject
+
+    def _digests(self) -> Generator[str, None, None]:
+        """Yield the digest of each row, up to the first one that cannot be read or sent."""
+        with closing(self._rows.read()) as rows:
+            try:
+                for index, row in enumerate(rows):
+                    yield self._mapping.message(row, self._place(index)).digest
+            except RowError:
+                return  # sending the rows raises it again
+
+    # -- sending -------------------------------------------------------------------------------------------------------
+
+    async def _send(self, js: JetStreamContext, *, show: bool) -> IngestReport:
+        self.sending = True
+        self.in_stream = self.already_stored
+        with (
+            progress(self._stream, self._rows.total, show=show) as report,
+            self._stoppable(),
+            closing(self._messages()) as messages,
+        ):
+            try:
+                return await ingest(js, messages, on_progress=lambda now: self._report(report, now))
+            except IngestError as error:
+                raise click.ClickException(self._describe(error)) from error
 
     def _messages(self) -> Generator[BatchMessage, None, None]:
+        stored = self._sent.stored
+        known = 0 if stored is None else stored.total or 0
+        wanted = iter(()) if stored is None else stored.indexes_to_send()
+        following = next(wanted, None)
         with closing(self._rows.read()) as rows:
-            for index, row in islice(enumerate(rows), self.skipped, None):
+            for index, row in enumerate(rows):
+                self.taken = index
                 if self.stopping:
                     return
-                place = f"{self._file}, row {index + 1}"
-                subject, payload = self._row_subject(row, place), self._row_payload(row, place)
-                headers = None if self._headers_from is None else self._row_headers(row, self._headers_from, place)
-                yield BatchMessage(subject, payload, headers, stream=self._stream, msg_id=f"{self._id_prefix}{index}")
+                if index >= self.skipped and (index >= known or (following is not None and index == following[0])):
+                    message = self._mapping.message(row, self._place(index))
+                    digest = message.digest
+                    if index < known:
+                        if following is not None and digest != following[1]:
+                            raise click.ClickException(f"{self._file} was changed while it was read; {_CONTINUE}")
+                        following = next(wanted, None)
+                    msg_id = self._ids.make(index, digest)
+                    yield BatchMessage(
+                        message.subject, message.payload, message.headers, stream=self._stream, msg_id=msg_id
+                    )
+                self.taken = index + 1
+        if self.skipped > self.taken:
+            raise click.ClickException(
+                f"{self._file} has only {count(self.taken, 'row')}; --skip {self.skipped} is more"
+            )
 
-    def _row_subject(self, row: Row, place: str) -> str:
-        def value(match: re.Match[str]) -> str:
-            found = row.get(match[1])
-            if isinstance(found, bool) or not isinstance(found, str | int):
-                what = "has no value" if found is None else "is neither a string nor an integer"
-                raise RowError(f"{place}: column {match[1]!r} {what}; the subject needs it")
-            return str(found)
+    def _describe(self, error: IngestError) -> str:
+        """Return what happened to which row, what is stored, and how to go on: `ingest` counts only what it sent."""
+        index = self._sent.index(error.index)
+        before = index - min(self.skipped, index)
+        stored = _stored_before(before)
+        cause = error.__cause__
+        reason = one_line(cause or error)
+        if isinstance(cause, NoStreamResponseError):
+            reason = f"no stream stores its subject {error.subject!r}"
+        if error.in_doubt:
+            stored = f"{stored}; " if before else ""
+            after = f" and the next {error.in_doubt - 1:,}" if error.in_doubt > 1 else ""
+            stored += f"this row{after} may be stored; {_CONTINUE}"
+        elif before:
+            code = getattr(cause, "err_code", None)
+            of_the_row = isinstance(cause, _OF_THE_ROW) or code == ErrorCode.MESSAGE_TOO_LARGE
+            stored += f"; {_CORRECT if of_the_row else _CONTINUE}"
+        return f"row {index + 1} of {self._file}: {reason}; {stored}"
 
-        return _PLACEHOLDER.sub(value, self._subject)
-
-    def _row_payload(self, row: Row, place: str) -> bytes:
-        """Return the row as JSON, or the column `data_from`, whose binary values are base64 in its ``…_base64``."""
-        name = self._data_from
-        if name is None:
-            return row.text if isinstance(row, JsonRow) else orjson.dumps(row, default=_plain)
-        found, coded = row.get(name), row.get(f"{name}_base64")
-        if coded and not found:
-            try:
-                return base64.b64decode(coded, validate=True)
-            except (TypeError, ValueError, binascii.Error) as error:
-                raise RowError(f"{place}: column {name + '_base64'!r} is not base64") from error
-        if isinstance(found, bytes):
-            return found
-        if isinstance(found, str):
-            return found.encode()
-        if found is None:
-            raise RowError(f"{place}: column {name!r} has no value; the payload needs it")
-        return orjson.dumps(found, default=_plain)
-
-    def _row_headers(self, row: Row, name: str, place: str) -> dict[str, str]:
-        """Return the headers in a column: a map, or a JSON object as text. A value may be a list of values.
-
-        Those that begin with ``Nats-`` are left out: they are instructions to the server, which were for another message.
-        """
-        found = row.get(name)
-        try:
-            given = orjson.loads(found) if found and isinstance(found, str) else found
-            entries = given.items() if isinstance(given, dict) else given or ()
-            several = [(header, values if isinstance(values, list) else [values]) for header, values in entries]
-            pairs = [(header, value) for header, values in several for value in values if not is_reserved(header)]
-        except (TypeError, ValueError, AttributeError) as error:
-            raise RowError(f"{place}: column {name!r} is neither a map nor a JSON object") from error
-        if not all(isinstance(text, str) for pair in pairs for text in pair):
-            raise RowError(f"{place}: column {name!r} has a header that is not a string")
-        return own_headers(pairs)
+    def _place(self, index: int) -> str:
+        return f"{self._file}, row {index + 1}"
 
     def _report(self, report: ReportProgress, now: IngestProgress) -> None:
-        self.in_stream = self.skipped + now.stored
+        self.in_stream = self.already_stored + now.stored
         report(self._rows.position, now.stored)
 
     @contextmanager
@@ -269,15 +321,23 @@ class _Ingest:
             loop.remove_signal_handler(signal.SIGINT)
 
 
-def _fingerprint(path: Path, subject: str, data_from: str | None, headers_from: str | None) -> str:
+def _warn_about_removed(state: StreamState) -> None:
+    """Say if the stream may have removed rows of the file, so that they are sent again."""
+    if state.retention != "limits":
+        say(
+            f"stream {state.name!r} deletes messages that were consumed (retention {state.retention}): rows of an earlier "
+            "run that were consumed are sent again",
+            err=True,
+        )
+    elif not state.never_removed:
+        say(
+            f"stream {state.name!r} has removed messages: if rows of this file were among them, they are sent again",
+            err=True,
+        )
+
+
+def _content(path: Path, mapping: RowMapping) -> str:
     """Return a digest of the file's content and of how its rows become messages."""
-    how = [subject, data_from] if headers_from is None else [subject, data_from, headers_from]
+    how = orjson.dumps([mapping.subject, mapping.data_from, mapping.headers_from])
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, lambda: hashlib.sha256(orjson.dumps(how)))
-    return digest.hexdigest()[:24]
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    return str(value)  # decimals, durations
+        return short_digest(how, hashlib.file_digest(file, "sha256").digest())

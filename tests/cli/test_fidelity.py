@@ -152,8 +152,9 @@ def test_ingest_reports_the_refused_row_and_the_server_s_reason(
     rows.write_text(f"n\n1\n2\n{'x' * 300}\n4\n")
     options = {"allow_direct": True, "allow_batched": True, "max_msg_size": 200}
     with_js(server.url, lambda js: js.add_stream(name=stream, subjects=[stream], **options))
+    advice = "correct the row, then the same command with --resume sends the rest"
     for subject, row, words in (
-        (stream, 3, "message size exceeds maximum allowed; the 2 rows before it are stored"),
+        (stream, 3, f"message size exceeds maximum allowed; the 2 rows before it are stored; {advice}"),
         ("nowhere.at.all", 1, "no stream stores its subject 'nowhere.at.all'; nothing is stored"),
     ):
         done = run("ingest", rows, "--stream", stream, "--subject", subject)
@@ -251,7 +252,7 @@ def test_ingest_stores_each_row_once_after_kills_of_client_and_server(
         with process(*how, url=server.url) as killed:
             stored(server.url, 5_000, killed)
             killed.kill()
-        with process(*how, "--resume", "--json", url=server.url) as going_on:
+        with process(*how, "--json", url=server.url) as going_on:
             stored(server.url, 30_000, going_on)
             server.kill()
             server.restart()

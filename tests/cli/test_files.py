@@ -110,7 +110,7 @@ def test_a_resumed_ingest_continues_after_the_stored_rows(
     how = ("ingest", rows, "--stream", stream, "--subject-from", "to", "--create", f"{stream}.>")
     assert ok(*how, "--skip", 40)["sent"] == 60
     again = ok(*how, "--resume")
-    assert (again["rows"], again["skipped"], again["sent"]) == (100, 100, 0)
+    assert (again["rows"], again["skipped"], again["already_stored"], again["sent"]) == (100, 0, 60, 40)
 
 
 def test_a_malformed_row_is_reported_and_all_rows_before_it_are_stored(
@@ -124,7 +124,7 @@ def test_a_malformed_row_is_reported_and_all_rows_before_it_are_stored(
     assert "row 3: column 'to' has no value" in done.stderr
     assert "2 rows before it are stored" in done.stderr
     rows.write_text(f'{{"to": "{stream}.a"}}\n{{"to": "elsewhere"}}\n')
-    done = run(*how)
+    done = run(*how, "--again")
     assert done.exit_code == 1
     assert f"row 2 of {rows}" in done.stderr
     assert ok("export", stream, tmp_path / "out.csv")["messages"] == 3
@@ -186,7 +186,7 @@ def test_an_ingest_stopped_with_ctrl_c_ends_at_a_known_row(
     done = ok(*how, "--resume")
     assert done["rows"] == 100_000
     if "exactly" in said:
-        assert f"exactly {done['skipped']:,} row" in said
+        assert f"exactly {done['already_stored']:,} row" in said
     out = tmp_path / "out.jsonl"
     assert ok("export", stream, out)["messages"] == 100_000
 

@@ -1,0 +1,237 @@
+"""Which rows of a file a stream has, by the message ids that ``ingest`` gave them.
+
+An id is ``<path>.<content>.<index>.<row>``: digests of the file's path, of its content with the options, and of the
+message, and the row's index. The index is ``<skip>-<index>`` in a run with ``--skip``; a run with ``--again`` adds
+``.<token>``. Each run sends the rows that are not stored in the order of the file. So when the stream has row `index` of
+this content, it has stored every row from `skip` to `index`, even if it has removed some of them since.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from nats.js import JetStreamContext
+
+from jetstream_ext.client.direct import DirectGet
+from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.headers import MSG_ID
+from jetstream_ext.protocol.numbers import parse_number
+
+_FIRST_BLOCK: Final = 5_000  # sequences of the first read; the next ones are longer
+_LONGEST_BLOCK: Final = 100_000
+_SOME: Final = 1_000  # rows between two turns of the event loop
+
+OnProgress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Id:
+    content: str
+    skip: int
+    index: int
+    row: str
+
+
+@dataclass(frozen=True, slots=True)
+class RowIds:
+    """The ids of one run."""
+
+    path: str
+    content: str
+    skip: int = 0
+    token: str = ""  # of a run that stores everything again
+
+    def make(self, index: int, row: str) -> str:
+        """Return the id of the row at `index`, whose message has the digest `row`."""
+        place = f"{self.skip}-{index}" if self.skip else index
+        return f"{self.path}.{self.content}.{place}.{row}{self.token and f'.{self.token}'}"
+
+    def parse(self, text: str) -> _Id | None:
+        """Return what an id says; None if it is none of a file with this path."""
+        path, *parts = text.split(".")
+        if path != self.path or len(parts) not in (3, 4):
+            return None
+        skip, _, index = parts[1].rpartition("-")
+        numbers = parse_number(skip or "0"), parse_number(index)  # anyone may publish such an id
+        if numbers[0] is None or numbers[1] is None:
+            return None
+        return _Id(parts[0], numbers[0], numbers[1], parts[2])
+
+
+class StoredRows:
+    """The rows of a file, and which of them the stream has.
+
+    It is in a temporary database, because a file can have more rows than fit into memory.
+
+    Attributes:
+        total: The number of rows, up to the first one that cannot be read.
+        stored: How many of them, without the skipped ones, the stream has.
+        same_content: Whether the stream has rows of a file with this path and content.
+    """
+
+    def __init__(self, database: sqlite3.Connection, ids: RowIds, *, other_contents: bool) -> None:
+        self.total: int | None = None
+        self.stored = 0
+        self.same_content = False
+        self._database = database
+        self._ids = ids
+        self._other_contents = other_contents
+        self._others_found = False
+        self._certain: list[tuple[int, int]] = []  # first and last index of rows that were stored
+        database.executescript(
+            "CREATE TABLE rows (idx INTEGER PRIMARY KEY, row TEXT, stored INTEGER DEFAULT 0);"
+            "CREATE TABLE found (content TEXT, idx INTEGER, row TEXT, PRIMARY KEY (content, idx)) WITHOUT ROWID;"
+            "CREATE TABLE counts (row TEXT PRIMARY KEY, number INTEGER) WITHOUT ROWID;"
+        )
+
+    @property
+    def missing(self) -> int:
+        """How many rows the stream lacks."""
+        return max(0, (self.total or 0) - self._ids.skip) - self.stored
+
+    def indexes_to_send(self) -> Iterator[tuple[int, str]]:
+        """Yield the index and the digest of each row that the stream lacks."""
+        yield from self._database.execute(
+            "SELECT idx, row FROM rows WHERE NOT stored AND idx >= ? ORDER BY idx", (self._ids.skip,)
+        )
+
+    def index_of_sent(self, number: int) -> int:
+        """Return the index of the row that is sent after `number` others."""
+        found = self._database.execute(
+            "SELECT idx FROM rows WHERE NOT stored AND idx >= ? ORDER BY idx LIMIT 1 OFFSET ?", (self._ids.skip, number)
+        ).fetchone()
+        return int(found[0]) if found else self.total or 0
+
+    async def find(
+        self,
+        js: JetStreamContext,
+        state: StreamState,
+        subject: str | None,
+        digests: Callable[[], Generator[str, None, None]],
+        on_progress: OnProgress,
+    ) -> None:
+        """Search the stream backwards, until all rows of the file are found or the stream ends.
+
+        Args:
+            js: nats-py's context.
+            state: The stream.
+            subject: A filter that all rows match; None is every subject.
+            digests: Reads the file and yields the digest of each row. It is called once, if the stream has rows of it.
+            on_progress: Is called with the number of sequences that were looked at.
+        """
+        last, size = state.last_seq, _FIRST_BLOCK
+        reader = DirectGet(js, state.name)
+        while last >= state.first_seq:
+            start = max(state.first_seq, last - size + 1)
+            same: dict[int, dict[int, str]] = {}
+            others: list[_Id] = []
+            async with reader.scan(subject=subject, seq=start, up_to_seq=last, confirm=True) as messages:
+                async for message in messages:
+                    found = self._ids.parse(message.headers.get(MSG_ID, ""))
+                    if found is None:
+                        continue
+                    if found.content == self._ids.content:
+                        same.setdefault(found.skip, {})[found.index] = found.row
+                    if self._other_contents:
+                        others.append(found)
+                        self._others_found |= found.content != self._ids.content
+                    if len(others) >= _SOME:
+                        self._keep(others)
+            self._keep(others)
+            if same:
+                await self._read(digests)
+                self._note_same(same)
+                if self._complete():
+                    break
+            on_progress(state.last_seq - start + 1)
+            last, size = start - 1, min(2 * size, _LONGEST_BLOCK)
+        if self._others_found and not self._complete():
+            await self._read(digests)
+            await self._compare()
+        else:
+            for first, end in self._certain:
+                self._database.execute("UPDATE rows SET stored = 1 WHERE idx BETWEEN ? AND ?", (first, end))
+        (self.stored,) = self._database.execute(
+            "SELECT count(*) FROM rows WHERE stored AND idx >= ?", (self._ids.skip,)
+        ).fetchone()
+
+    def _keep(self, others: list[_Id]) -> None:
+        rows = [(found.content, found.index, found.row) for found in others]
+        self._database.executemany("INSERT OR IGNORE INTO found VALUES (?, ?, ?)", rows)
+        others.clear()
+
+    async def _read(self, digests: Callable[[], Generator[str, None, None]]) -> None:
+        if self.total is not None:
+            return
+        self.total = 0
+        with closing(digests()) as found:
+            for chunk in _chunks(found):
+                rows = enumerate(chunk, self.total)
+                self._database.executemany("INSERT INTO rows (idx, row) VALUES (?, ?)", rows)
+                self.total += len(chunk)
+                await asyncio.sleep(0)
+
+    def _note_same(self, same: dict[int, dict[int, str]]) -> None:
+        for skip, rows in same.items():
+            for index in sorted(rows, reverse=True):
+                known = self._database.execute("SELECT row FROM rows WHERE idx = ?", (index,)).fetchone()
+                if known == (rows[index],):
+                    self.same_content = True
+                    self._certain.append((skip, index))
+                    break
+
+    def _complete(self) -> bool:
+        """Return whether every row that is not skipped is stored for certain."""
+        if self.total is None:
+            return False
+        reached = self._ids.skip
+        for first, last in sorted(self._certain):
+            if first <= reached:
+                reached = max(reached, last + 1)
+        return reached >= self.total and self.same_content
+
+    async def _compare(self) -> None:
+        """Mark the rows whose messages the stream has: as often as it has them, because rows can be equal."""
+        self._database.execute("INSERT INTO counts SELECT row, count(*) FROM found GROUP BY row")
+        start = 0
+        query = "SELECT idx, row FROM rows WHERE idx >= ? ORDER BY idx LIMIT ?"
+        while rows := self._database.execute(query, (start, _SOME)).fetchall():
+            stored: list[tuple[int]] = []
+            for index, row in rows:
+                take = "UPDATE counts SET number = number - 1 WHERE row = ? AND number > 0"
+                found = self._database.execute(take, (row,)).rowcount
+                if found or any(first <= index <= last for first, last in self._certain):
+                    stored.append((index,))
+            self._database.executemany("UPDATE rows SET stored = 1 WHERE idx = ?", stored)
+            start += len(rows)
+            await asyncio.sleep(0)
+
+
+@contextmanager
+def stored_rows(ids: RowIds, *, other_contents: bool) -> Iterator[StoredRows]:
+    """Return an empty `StoredRows` for the duration of a block.
+
+    Args:
+        ids: The ids of this run.
+        other_contents: Whether to look also for equal rows of other contents of the file.
+    """
+    with closing(sqlite3.connect("", isolation_level=None)) as database:  # "" is a temporary file without a name
+        database.execute("PRAGMA journal_mode = OFF")
+        database.execute("BEGIN")
+        yield StoredRows(database, ids, other_contents=other_contents)
+
+
+def _chunks(items: Iterable[str]) -> Iterator[list[str]]:
+    some: list[str] = []
+    for item in items:
+        some.append(item)
+        if len(some) >= _SOME:
+            yield some
+            some = []
+    if some:
+        yield some

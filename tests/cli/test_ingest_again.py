@@ -1,0 +1,310 @@
+"""ingest stores each row once, however often the command runs; the stream is compared row by row."""
+
+from __future__ import annotations
+
+import csv
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from cli_tools import Json, Run, with_js
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext.cli import stored_rows
+from jetstream_ext.testing import NatsServer
+
+WINDOW = 0.1  # seconds, the shortest that servers take: afterwards they know no id
+
+
+class Stream:
+    """A stream whose server soon forgets message ids, and a CSV file for it."""
+
+    def __init__(self, server: NatsServer, name: str, path: Path, run: Run, ok: Json) -> None:
+        self.name = name
+        self.path = path
+        self._url = server.url
+        self._run = run
+        self._ok = ok
+        self.how: tuple[object, ...] = (
+            "ingest",
+            path,
+            "--stream",
+            name,
+            "--subject",
+            f"{name}.{{to}}",
+            "--data-from",
+            "n",
+        )
+
+    def js(self, call: Callable[[JetStreamContext], Any]) -> Any:
+        return with_js(self._url, call)
+
+    def create(self, **options: Any) -> None:
+        config = {
+            "subjects": [f"{self.name}.>"],
+            "allow_direct": True,
+            "allow_batched": True,
+            "duplicate_window": WINDOW,
+        }
+        self.js(lambda js: jsx.ensure_stream(js, name=self.name, **(config | options)))
+
+    def write(self, *rows: object) -> None:
+        with self.path.open("w", newline="") as file:
+            csv.writer(file).writerows([("to", "n"), *(("a", row) for row in rows)])
+
+    def ingest(self, *options: object) -> tuple[int, int]:
+        """Run the command when the server has forgotten all ids; return how many rows were stored before, and sent."""
+        time.sleep(1.2 * WINDOW)
+        done = self._ok(*self.how, *options)
+        return done["already_stored"], done["sent"]
+
+    def refused(self, *options: object) -> str:
+        time.sleep(1.2 * WINDOW)
+        done = self._run(*self.how, *options)
+        assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.exception or done.output
+        return str(done.stderr)
+
+    @property
+    def rows(self) -> list[str]:
+        async def read(js: JetStreamContext) -> list[str]:
+            return [message.data.decode() for message in await jsx.DirectGet(js, self.name).scan().to_list()]
+
+        found: list[str] = self.js(read)
+        return found
+
+
+@pytest.fixture
+def stream(server: NatsServer, stream_name: Callable[[], str], tmp_path: Path, run: Run, ok: Json) -> Stream:
+    return Stream(server, stream_name(), tmp_path / "rows.csv", run, ok)
+
+
+def numbers(*ranges: range) -> list[str]:
+    return [str(n) for some in ranges for n in some]
+
+
+def test_the_same_command_minutes_later_stores_nothing_again(stream: Stream, run: Run) -> None:
+    stream.create()
+    stream.write(*range(300), 7, 7)
+    assert stream.ingest() == (0, 302)
+    assert stream.ingest() == (302, 0)
+    assert stream.ingest("--resume") == (302, 0)
+    assert f"302 rows of {stream.path} are in {stream.name}: 302 already stored, 0 sent" in run(*stream.how).stdout
+    assert stream.rows == [*numbers(range(300)), "7", "7"]
+
+
+def test_again_stores_all_rows_again_and_later_runs_still_know_them(stream: Stream) -> None:
+    stream.create(duplicate_window=120.0)
+    stream.write(*range(3))
+    assert stream.ingest() == (0, 3)
+    assert stream.ingest("--again") == (0, 3)
+    assert stream.ingest() == (3, 0)
+    assert stream.rows == [*numbers(range(3)), *numbers(range(3))]
+
+
+def test_a_changed_file_is_refused_with_counts_and_resume_sends_its_new_rows(stream: Stream) -> None:
+    stream.create()
+    stream.write(*range(100))
+    stream.ingest()
+    changed = [*range(40), "corrected", *range(41, 100), "new", 5, "last"]  # row 5 once more
+    stream.write(*changed)
+    said = stream.refused()
+    assert said == (
+        f"Error: {stream.path} was changed since it was stored in {stream.name}: 99 of its 103 rows are stored; "
+        "--resume sends the other 4, --again sends all\n"
+    )
+    assert stream.rows == numbers(range(100))
+    assert stream.ingest("--resume") == (99, 4)
+    assert stream.ingest() == (103, 0)
+    assert stream.ingest("--resume") == (103, 0)
+    assert stream.rows == [*numbers(range(100)), "corrected", "new", "5", "last"]
+
+
+def test_a_file_whose_rows_were_only_removed_or_moved_has_nothing_to_send(stream: Stream) -> None:
+    stream.create()
+    stream.write(*range(10))
+    stream.ingest()
+    stream.write(*range(9, 3, -1))
+    assert stream.ingest() == (6, 0)
+    assert stream.rows == numbers(range(10))
+
+
+def test_another_file_and_other_content_at_the_same_place_are_sent_whole(stream: Stream, tmp_path: Path) -> None:
+    stream.create()
+    stream.write(*range(10))
+    stream.ingest()
+    stream.write(*range(10, 20))
+    assert stream.ingest() == (0, 10)
+    copy = tmp_path / "copy.csv"
+    copy.write_bytes(stream.path.read_bytes())
+    stream.how = ("ingest", copy, *stream.how[2:])
+    assert stream.ingest() == (0, 10)
+    assert stream.rows == numbers(range(20), range(10, 20))
+
+
+def test_the_same_rows_on_another_subject_are_other_messages(stream: Stream) -> None:
+    stream.create()
+    stream.write(*range(3))
+    stream.ingest()
+    stream.how = (*stream.how[:5], f"{stream.name}.b", *stream.how[6:])
+    assert stream.ingest() == (0, 3)
+    assert stream.ingest() == (3, 0)
+
+
+def test_after_a_bad_row_the_corrected_file_continues_with_resume(stream: Stream) -> None:
+    stream.create(max_msg_size=250)
+    stream.write(*range(50), "x" * 300, *range(50, 80))
+    said = stream.refused()
+    assert (
+        f"row 51 of {stream.path}: the server says: message size exceeds maximum allowed; the 50 rows before it are stored; "
+        in said
+    )
+    assert "correct the row, then the same command with --resume sends the rest" in said
+    assert stream.refused() == said
+    stream.write(*range(50), "short", *range(50, 80))
+    assert "50 of its 81 rows are stored; --resume sends the other 31" in stream.refused()
+    assert stream.ingest("--resume") == (50, 31)
+    assert stream.rows == [*numbers(range(50)), "short", *numbers(range(50, 80))]
+
+
+def test_after_a_malformed_row_the_same_command_sends_nothing_twice(stream: Stream) -> None:
+    stream.create()
+    stream.write(*range(5))
+    with stream.path.open("a") as file:
+        file.write("a,1,too many\n")
+    said = stream.refused()
+    assert "row 6: the number of fields differs from the header; the 5 rows before it are stored; correct" in said
+    assert stream.refused() == said
+    assert stream.rows == numbers(range(5))
+
+
+def test_a_refused_row_of_a_resumed_file_is_named_by_its_number_in_the_file(stream: Stream) -> None:
+    stream.create(max_msg_size=250)
+    stream.write(*range(50))
+    stream.ingest()
+    stream.write("first", *range(50), "x" * 300)
+    said = stream.refused("--resume")
+    assert f"row 52 of {stream.path}" in said
+    assert "the 51 rows before it are stored" in said
+
+
+def test_rows_that_the_stream_has_removed_since_are_not_sent_again(stream: Stream) -> None:
+    stream.create(max_msgs=60)
+    stream.write(*range(100))
+    assert stream.ingest() == (0, 100)
+    assert stream.ingest() == (100, 0)
+    assert stream.rows == numbers(range(40, 100))
+
+
+def test_skipped_rows_are_not_taken_as_stored(stream: Stream) -> None:
+    stream.create()
+    stream.write(*range(100))
+    assert stream.ingest("--skip", 40) == (0, 60)
+    assert stream.ingest("--skip", 30) == (60, 10)
+    assert stream.ingest("--skip", 30, "--resume") == (70, 0)
+    assert stream.ingest() == (70, 30)
+    assert stream.ingest() == (100, 0)
+    assert stream.rows == numbers(range(40, 100), range(30, 40), range(30))
+
+
+def test_skip_past_the_end_is_an_error(stream: Stream) -> None:
+    stream.create()
+    stream.write(*range(3))
+    assert stream.ingest("--skip", 3) == (0, 0)
+    assert f"{stream.path} has only 3 rows; --skip 4 is more" in stream.refused("--skip", 4)
+    assert stream.rows == []
+
+
+def test_a_stream_without_direct_get_is_refused_unless_again(stream: Stream) -> None:
+    stream.create(allow_direct=False)
+    stream.write(1)
+    assert stream.ingest() == (0, 1)  # nothing to look for
+    said = stream.refused()
+    assert f"stream '{stream.name}' does not allow direct get" in said
+    assert f"'jetstream-ext enable {stream.name} --direct'" in said
+    assert stream.ingest("--again") == (0, 1)
+
+
+def test_the_end_of_the_stream_shows_that_all_rows_are_stored(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream.create()
+    stream.write(*range(100))
+    stream.ingest()
+    looked: list[int] = []
+
+    class Reader(jsx.DirectGet):
+        def scan(self, **options: Any) -> Any:
+            looked.append(options["seq"])
+            return super().scan(**options)
+
+    monkeypatch.setattr(stored_rows, "DirectGet", Reader)
+    monkeypatch.setattr(stored_rows, "_FIRST_BLOCK", 10)
+    assert stream.ingest() == (100, 0)
+    assert looked == [91]
+    looked.clear()
+    stream.write(*range(101))
+    assert "100 of its 101 rows" in stream.refused()
+    assert looked == [91, 71, 31, 1]
+
+
+def test_rows_are_found_where_the_stream_changes_subjects(stream: Stream) -> None:
+    async def create(js: JetStreamContext) -> None:
+        transform = {"src": f"{stream.name}.*", "dest": f"moved.{stream.name}.{{{{wildcard(1)}}}}"}
+        config = {"name": stream.name, "subjects": [f"{stream.name}.>"], "subject_transform": transform}
+        config |= {"allow_direct": True, "allow_batched": True, "storage": "file", "retention": "limits"}
+        await js._api_request(
+            f"$JS.API.STREAM.CREATE.{stream.name}",
+            orjson.dumps(config | {"duplicate_window": int(WINDOW * 1e9), "num_replicas": 1, "discard": "old"}),
+        )
+
+    stream.js(create)
+    stream.write(*range(10))
+    assert stream.ingest() == (0, 10)
+    assert stream.ingest() == (10, 0)
+
+
+def test_an_id_that_someone_else_made_up_hides_no_row(stream: Stream) -> None:
+    stream.create()
+    stream.write(*range(10))
+    stream.ingest()
+
+    async def forge(js: JetStreamContext) -> None:
+        message = await js.get_last_msg(stream.name, f"{stream.name}.a")
+        assert message.headers is not None
+        path, content, _, row = message.headers["Nats-Msg-Id"].split(".")
+        await js.purge_stream(stream.name, keep=None, seq=6)
+        for index in (8, 10**15, "x", ""):
+            forged = {"Nats-Msg-Id": f"{path}.{content}.{index}.{row}"}
+            await js.publish(f"{stream.name}.a", b"forged", headers=forged)
+
+    async def remove_last(js: JetStreamContext) -> None:
+        for seq in range(8, 11):
+            await js.delete_msg(stream.name, seq)
+
+    stream.js(forge)
+    stream.js(remove_last)
+    assert stream.ingest() == (7, 3)
+    assert stream.rows == ["5", "6", *["forged"] * 4, "7", "8", "9"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"retention": "workqueue"}, "deletes messages that were consumed (retention workqueue)"),
+        ({"max_msgs": 1}, "has removed messages: if rows of this file were among them, they are sent again"),
+    ],
+)
+def test_what_cannot_be_known_is_said(stream: Stream, run: Run, options: dict[str, Any], words: str) -> None:
+    stream.create(**options)
+
+    async def other(js: JetStreamContext) -> None:
+        for _ in range(2):
+            await js.publish(f"{stream.name}.other", b"x")
+
+    stream.js(other)
+    stream.write(1)
+    done = run(*stream.how)
+    assert (done.exit_code, done.stderr.count("\n")) == (0, 1)
+    assert f"stream '{stream.name}' {words}" in done.stderr
