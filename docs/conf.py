@@ -32,11 +32,11 @@ nitpick_ignore_regex = [
     ),
     (
         r"py:class",
-        r"(Outcome|Entry|BatchState|GapHandler|ErrorHandler|FlowHandler|Self|Unpack|PublishOptions|ScanOptions|TTL|_Never)",
+        r"(Outcome|Entry|BatchState|GapHandler|ErrorHandler|FlowHandler|Self|Unpack|PublishOptions|StreamOptions|BucketOptions|ScanOptions|TTL|_Never)",
     ),
     (
         r"py:class",
-        r"jetstream_ext\..*\.(Entry|Plan|Block|PositionedReader|GapHandler|ErrorHandler|FlowHandler|BatchState|PublishOptions|ScanOptions|_Builder|_Never|_Config|Bucket|Session|_Result|Live|Change|_C|_E)",
+        r"jetstream_ext\..*\.(Entry|Plan|Block|PositionedReader|GapHandler|ErrorHandler|FlowHandler|BatchState|PublishOptions|StreamOptions|BucketOptions|ScanOptions|_Builder|_Never|_Config|Bucket|Session|_Result|Live|Change|_C|_E)",
     ),
     (r"py:class", r"(pa\.)?(Schema|Table|RecordBatch)"),
     (r"py:class", r"jetstream_ext\.testing\.reference\.(router\.Message|wire\..*)"),

@@ -1,4 +1,4 @@
-"""Foreign text as people may safely see it: in errors, in logs and on terminals.
+"""Text that people read: foreign text made safe for errors, logs and terminals; hints for misspelt names; numbers.
 
 A server, a file or a message may hold escape sequences, which a terminal obeys, and characters that hide or reorder text.
 """
@@ -6,6 +6,7 @@ A server, a file or a message may hold escape sequences, which a terminal obeys,
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 
 def printable(text: str, *, keep_lines: bool = False) -> str:
@@ -22,6 +23,25 @@ def printable(text: str, *, keep_lines: bool = False) -> str:
         char if char.isprintable() or (keep_lines and char == "\n") else char.encode("unicode_escape").decode("ascii")
         for char in text
     )
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Return "; did you mean 'max_age'?" for the known name that is most like `name`, or "" if none is like it."""
+    from difflib import get_close_matches  # only errors need it
+
+    names = {each.casefold(): each for each in reversed(list(known))}
+    found = get_close_matches(str(name).casefold(), names, n=1, cutoff=0.6)
+    return f"; did you mean {names[found[0]]!r}?" if found else ""
+
+
+def numbered(first: int, last: int, noun: str = "message") -> str:
+    """Return "message 7", or "messages 7 to 9" for more than one."""
+    return f"{noun} {first}" if first == last else f"{noun}s {first} to {last}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return "1 message" or "2 messages"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def get_logger(area: str = "") -> logging.Logger:

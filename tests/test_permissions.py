@@ -274,6 +274,8 @@ CALLS: dict[str, Call] = {
     "kv.transaction, kv.retry_transaction": transfer,
     "kv.touch": touch,
     "kv.enable": enable,
+    "kv.ensure_bucket, a new one": lambda js: kvx.ensure_bucket(js, "B"),
+    "kv.ensure_bucket, an existing one": lambda js: kvx.ensure_bucket(js, "B"),
     "log.LogReader": read_log,
     "log.LogReader(confirm=False)": read_unconfirmed,
     "log.Table": stream_table,
@@ -348,8 +350,10 @@ async def prepare(url: str, row: str) -> None:
             await js.add_stream(name="T", subjects=["t.>", "dead"], **options)
         if letters:
             await bury(js)
+        if row == "kv.ensure_bucket, a new one":
+            return
         kv = await js.create_key_value(bucket="B")
-        if row != "kv.enable":
+        if row not in ("kv.enable", "kv.ensure_bucket, an existing one"):
             await kvx.enable(kv)
         await kv.put("k", b"1")
         if row in ("log.Group.open, log.Group.status", "log.Group.reset", "log.list_groups"):

@@ -99,9 +99,13 @@ class AtomicBatch:
         return cast("BatchState", machine.state.value) if machine.ended else "open"
 
     @property
-    def ack(self) -> BatchAck | None:
-        """The server's ack once the batch is committed."""
-        return self._session.machine.ack
+    def ack(self) -> BatchAck:
+        """The server's ack of the commit, which is there after a clean exit of the block.
+
+        Raises:
+            BatchError: There is none: the batch is still open or was discarded, or this is the error that ended it.
+        """
+        return self._session.machine.result()
 
     async def add(
         self, subject: str, payload: bytes = b"", *, ack: bool | None = None, **options: Unpack[PublishOptions]

@@ -148,12 +148,16 @@ class FastPublisher:
         return self._batch.window.flow
 
     @property
-    def ack(self) -> BatchAck | None:
-        """The server's final ack, also of a batch that the server ended; None until then.
+    def ack(self) -> BatchAck:
+        """The server's final ack, which is there after a clean exit of the block, and if the server ended the batch.
 
         Its ``batch_size`` is the highest batch sequence, not the number of messages stored.
+
+        Raises:
+            BatchError: There is none: the batch is still open or was discarded, or this is the error that ended it.
+            UnsupportedFeatureError: There is none, because the server is older than 2.14.
         """
-        return self._batch.ack
+        return self._batch.result()
 
     @property
     def gaps(self) -> list[BatchFlowGap]:
@@ -361,8 +365,7 @@ class FastPublisher:
         except asyncio.CancelledError:
             await self.discard()
             raise
-        assert batch.ack is not None
-        return batch.ack
+        return batch.result()
 
     async def discard(self) -> None:
         """End the batch without a commit. What was sent stays stored; the server drops the idle batch by itself.

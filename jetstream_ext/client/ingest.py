@@ -53,7 +53,7 @@ from jetstream_ext.protocol.options import (
     message_headers,
     payload_bytes,
 )
-from jetstream_ext.types import BatchFlowAck, BatchMessage, Entry, IngestProgress, IngestReport, own_headers
+from jetstream_ext.types import BatchAck, BatchFlowAck, BatchMessage, Entry, IngestProgress, IngestReport, own_headers
 
 MsgId = Callable[[Entry], str]
 ProgressHandler = Callable[[IngestProgress], None]
@@ -148,6 +148,10 @@ class _Publisher(FastPublisher):
     def leader(self) -> LeaderInfo | None:
         """What was known about the stream's server when the batch was opened, before anything was sent."""
         return self._session.leader
+
+    @property
+    def final_ack(self) -> BatchAck | None:
+        return self._batch.ack
 
 
 class _Source:
@@ -414,8 +418,9 @@ class _Ingest:
             self._note(leader.stream, leader.last_seq)
         self._confirm(before + publisher.ack_seq - self._stored)
         # In fail mode everything up to the final ack is stored, and nothing after it.
-        if publisher.ack is not None:
-            self._base = max(self._base, publisher.ack.seq)
+        ack = publisher.final_ack
+        if ack is not None:
+            self._base = max(self._base, ack.seq)
         elif trouble is not None and getattr(trouble, "outcome", "unknown") != "not_stored":
             self._unanswered = publisher.batch_seq - publisher.ack_seq
             self._sent_at, self._trusted_until = older[1], 0.0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Unpack
 
 import nats.errors
 import orjson
@@ -15,6 +15,7 @@ from nats.js.errors import APIError, NotFoundError
 
 from jetstream_ext.client.api import Api, malformed_as_error
 from jetstream_ext.client.connection import Context
+from jetstream_ext.client.stream_options import STREAM_SYNONYMS, StreamOptions, check_known_options, describe_diff
 from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ServerError, StreamConfigMismatchError
 from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol.api import answering_server, check_config
@@ -88,9 +89,17 @@ async def features(js: JetStreamContext, *, timeout: float | None = None) -> Fea
 
 
 async def ensure_stream(
-    js: JetStreamContext, config: StreamConfig | None = None, *, timeout: float | None = None, **params: Any
+    js: JetStreamContext,
+    config: StreamConfig | None = None,
+    *,
+    name: str | None = None,
+    timeout: float | None = None,
+    **options: Unpack[StreamOptions],
 ) -> StreamInfo:
     """Create a stream, or enable the ``allow_*`` options that an existing one lacks.
+
+    A service can call it at every start: a stream that is as wanted is not changed, and of several processes that call
+    it at once, one creates the stream and the others find it.
 
     Options are never disabled. Any other difference between `config` and an existing stream is an error, and nothing is
     changed. Servers before 2.12 silently drop options that they do not know. This call reports that as an error: if the
@@ -103,15 +112,17 @@ async def ensure_stream(
             other fields must be equal, including nats-py's defaults (``discard``, the limits of -1, ``deny_*``). A
             source or mirror with the domain of `js` (or else of the connected server) as ``external`` is made local,
             because a server cannot reach itself by its own domain.
+        name: The stream's name, unless `config` has it.
         timeout: Seconds for the whole call; None is the context's timeout.
-        params: Fields of the configuration that override those of `config`, as for ``js.add_stream``.
+        options: Fields of the configuration, as for ``js.add_stream``; they override those of `config`.
 
     Returns:
         nats-py's ``StreamInfo`` of the stream as it is now.
 
     Raises:
         ValueError: The name is missing or invalid, or UTF-8 cannot encode a text of the configuration.
-        TypeError: ``subjects`` or ``sources`` is not a list.
+        TypeError: There is no such option, `config` is not a ``StreamConfig``, or ``subjects`` or ``sources`` is not a
+            list.
         StreamConfigMismatchError: The stream exists with another configuration, or the server changed the
             configuration; ``diff`` maps each field to (wanted, found).
         UnsupportedFeatureError: The server is too old for an option; ``required_api_level`` is the level it needs.
@@ -124,9 +135,7 @@ async def ensure_stream(
     Requires: Any server; for each option see the feature table. Servers have no conditional update: two programs that
     enable different options of a stream at the same moment can overwrite each other's change.
     """
-    wanted = (config or StreamConfig()).evolve(**params)
-    check_name(wanted.name or "", "stream name")
-    _check_lists(wanted)
+    wanted = _wanted(config, name, options)
     check_unicode(wanted.as_dict(), f"the configuration of stream {wanted.name!r}")
     api = Api(Context(js), timeout)
     domain = api.context.connection.domain
@@ -142,7 +151,7 @@ async def ensure_stream(
             pass
         else:
             return await _extend(api, wanted, info)
-        await _require(api, wanted, "nothing was created")
+        await require_features(api, _needs(wanted), "nothing was created")
         try:
             return _checked(api, wanted, await api.ask(f"STREAM.CREATE.{wanted.name}", wanted.as_dict()))
         except ServerError as refusal:
@@ -152,6 +161,24 @@ async def ensure_stream(
             if refusal.err_code != ErrorCode.STREAM_NAME_EXISTS or retried:
                 raise
             retried = True
+
+
+def _wanted(config: StreamConfig | None, name: str | None, options: StreamOptions) -> StreamConfig:
+    """Return the configuration that is asked for; raise TypeError or ValueError if it is not one."""
+    if isinstance(config, str):
+        raise TypeError(f"config must be a nats-py StreamConfig, not {config!r}; give name={config!r}")
+    if config is not None and not isinstance(config, StreamConfig):
+        raise TypeError(f"config must be a nats-py StreamConfig, not {type(config).__name__}")
+    known = [each.name for each in fields(StreamConfig)]
+    check_known_options("ensure_stream", options, [*known, "timeout"], STREAM_SYNONYMS)
+    wanted: StreamConfig = (config or StreamConfig()).evolve(**options)
+    if name is not None:
+        wanted = wanted.evolve(name=name)
+    if wanted.name is None:
+        raise ValueError("ensure_stream() needs a stream name: give name='...', or a StreamConfig with one")
+    check_name(wanted.name, "stream name")
+    _check_lists(wanted)
+    return wanted
 
 
 def _check_lists(wanted: StreamConfig) -> None:
@@ -212,22 +239,22 @@ async def _extend(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> Strea
         found = _stream_info(info)
     if diff := _diff(wanted, found.config):
         raise StreamConfigMismatchError(
-            f"stream {wanted.name!r} exists with another configuration: {_describe(diff)}; nothing was changed; "
+            f"stream {wanted.name!r} exists with another configuration: {describe_diff(diff)}; nothing was changed; "
             + (_made_durable(diff) or "pass the existing values, or change the stream with js.update_stream"),
             diff=diff,
         )
     missing = _missing(wanted, found.config)
     if not missing:
         return found
-    await _require(api, wanted, "nothing was changed")
+    await require_features(api, _needs(wanted), "nothing was changed")
     # The server's own configuration: nats-py's has only the fields that it knows.
     update = info["config"] | dict.fromkeys(missing, True)
     return _checked(api, wanted, await api.ask(f"STREAM.UPDATE.{wanted.name}", update))
 
 
-async def _require(api: Api, wanted: StreamConfig, detail: str) -> None:
-    """Raise UnsupportedFeatureError unless the server's API level has every feature that `wanted` needs."""
-    needed = list(_needs(wanted))
+async def require_features(api: Api, features: Iterable[Feature], detail: str) -> None:
+    """Raise UnsupportedFeatureError unless the server's API level has each of `features`."""
+    needed = list(features)
     level = api.context.connection.api_level if api.context.prefix == DEFAULT_PREFIX else None
     if not needed or (level is not None and all(feature.at(level) for feature in needed)):
         return
@@ -263,7 +290,7 @@ def _checked(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo
                 )
         raise StreamConfigMismatchError(
             f"stream {wanted.name!r} was created or updated, but the server stored another configuration: "
-            f"{_describe(diff)}",
+            f"{describe_diff(diff)}",
             diff=diff,
         )
     return found
@@ -349,7 +376,3 @@ def _made_durable(diff: Mapping[str, tuple[Any, Any]]) -> str:
         "consumer starts behind the last copy (the second field of the header Nats-Stream-Source); "
         "see 'Make a source durable' in the how-to guides"
     )
-
-
-def _describe(diff: Mapping[str, tuple[Any, Any]]) -> str:
-    return ", ".join(f"{name} is {have!r}, not {want!r}" for name, (want, have) in diff.items())

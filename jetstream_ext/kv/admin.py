@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 import nats.errors
 import nats.js.errors
 from nats.js.kv import KeyValue
 
-from jetstream_ext.client.api import Api, malformed_as_error, stream_state
+from jetstream_ext.client.api import Api
 from jetstream_ext.client.base_connection import NotPermittedError
 from jetstream_ext.errors import (
     BadHeaderError,
@@ -20,27 +19,18 @@ from jetstream_ext.errors import (
     MessageTooLargeError,
     NoStreamError,
     RequestTimeoutError,
-    StreamConfigMismatchError,
     WrongLastSequenceError,
     batch_refusal,
     server_error,
 )
 from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.kv.enabling import check_supported, turn_on
 from jetstream_ext.kv.entries import ROLLUP_HEADERS, check_key, operation
-from jetstream_ext.kv.limits import known_since, limits_of, with_record
-from jetstream_ext.protocol.api import StreamState, answering_server, check_config
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.feature_table import BY_OPTION
 from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ, MSG_TTL, is_reserved
 from jetstream_ext.protocol.options import ttl_value
-from jetstream_ext.protocol.subjects import covers
-from jetstream_ext.text import get_logger
 from jetstream_ext.types import NEVER, TTL, own_headers
-
-_log = get_logger()
-
-# Each update is followed by a look at the result. Two are the most that a bucket needs: its options, then the record.
-_MAX_UPDATES: Final = 6
 
 
 async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = None) -> int:
@@ -96,7 +86,7 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
         raise nats.js.errors.KeyNotFoundError(message=f"key {key!r} of bucket {bucket.name!r}")
     if not BY_OPTION["allow_msg_ttl"].on(bucket.context.connection.server_version):
         # Older servers store the header and never expire the key. But the bucket's leader may be a newer server.
-        _check_supported(bucket, (await bucket.unchecked_state()).config, ["allow_msg_ttl"], "nothing was written")
+        check_supported(bucket, (await bucket.unchecked_state()).config, ["allow_msg_ttl"], "nothing was written")
     pairs = [pair for pair in _text_headers(bucket, key, found) if not is_reserved(pair[0])]
     if ttl is not NEVER:
         pairs += ROLLUP_HEADERS.items()
@@ -206,57 +196,4 @@ async def enable(
         marker_ttl = int(ttl_value(ttl)) * 1_000_000_000
         wanted |= {"subject_delete_marker_ttl": marker_ttl, "allow_rollup_hdrs": True, "deny_purge": False}
     bucket = Bucket(kv, timeout)
-    api = Api(bucket.context, bucket.timeout)
-    for updates_left in reversed(range(_MAX_UPDATES)):  # another program may change the configuration at the same time
-        with bucket.not_found():
-            state = await stream_state(api, bucket.stream)
-        if spark:
-            wanted["subjects"] = _with_markers(state)
-        missing = {name: value for name, value in wanted.items() if (state.config.get(name) or False) != value}
-        recorded = known_since(state) is not None or bool(state.origin)
-        if not missing and recorded:
-            break
-        _check_supported(bucket, state.config, missing, "nothing was changed")
-        config = {**state.config, **missing}
-        if not recorded and limits_of(config) == limits_of(state.config):
-            # A bucket that still holds all that it ever stored has lost nothing under other limits.
-            config = with_record(config, state.created_at if state.never_removed else state.now)
-        try:
-            answer = await api.ask(f"STREAM.UPDATE.{bucket.stream}", config)
-        except NotPermittedError:
-            if missing:
-                raise
-            _log.warning(
-                "bucket %r: it is not recorded since when its limits hold, because the client may not update its stream; reads "
-                "of the past may raise HistoryUnavailableError",
-                bucket.name,
-            )
-            break
-        with malformed_as_error(f"bucket {bucket.name!r} (which may have been changed)"):
-            found = answer["config"]
-            check_config(found)
-        diff = {name: (value, got) for name, value in missing.items() if (got := found.get(name) or False) != value}
-        if diff:
-            _check_supported(bucket, found, diff, "the server ignored the option")
-        if diff and not updates_left:
-            raise StreamConfigMismatchError(
-                f"bucket {bucket.name!r}: the server stored other values than requested (requested, stored): {diff}",
-                diff=diff,
-            )
-    return KeyValue(bucket.name, bucket.stream, bucket.prefix, bucket.js, direct=state.allows_direct)
-
-
-def _with_markers(state: StreamState) -> list[str]:
-    """Return the subjects of a bucket's stream, with those of the markers of Spark's sink."""
-    markers = f"_spark.{state.name}.>"
-    return [*state.subjects, *(() if any(covers(one, markers) for one in state.subjects) else (markers,))]
-
-
-def _check_supported(bucket: Bucket, config: Mapping[str, Any], options: Iterable[str], detail: str) -> None:
-    """Raise UnsupportedFeatureError if the bucket's leader is too old for one of `options`."""
-    version, level = answering_server(config)
-    for name in options:
-        feature = BY_OPTION.get(name)
-        if feature is not None and not feature.at(level):
-            server = version or bucket.context.connection.server_version
-            raise feature.unsupported(server_version=server, api_level=level, detail=detail)
+    return await turn_on(bucket, Api(bucket.context, bucket.timeout), wanted, spark=spark)

@@ -348,7 +348,6 @@ class Transaction:
                 outcome="unknown",
             )
         if outcome == "stored":
-            assert self._batch.ack is not None
             self._accept(self._batch.ack)
         self._state = "committed" if outcome == "stored" else "failed"
         return outcome

@@ -393,6 +393,11 @@ class AtomicBatchMachine:
     def result(self) -> BatchAck:
         """Return the ack of a commit that was answered, or raise what ended the batch."""
         if self.ack is None:
+            if self.state is DISCARDED and self.error is None:
+                raise errors.BatchClosedError(
+                    f"batch {self.batch_id} was discarded: nothing is stored, so there is no ack",
+                    **self._facts("not_stored"),
+                )
             self.check_open()
             raise BatchError(
                 f"batch {self.batch_id} is still open: nothing is stored; commit it first", **self._facts("not_stored")

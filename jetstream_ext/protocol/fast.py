@@ -309,6 +309,17 @@ class FastBatch:
         """
         return max(self.window.acked, self.window.arrived) >= seq
 
+    def result(self) -> BatchAck:
+        """Return the server's final ack; raise what ended the batch, or BatchError, if there is none."""
+        if self.ack is not None:
+            return self.ack
+        if self.state is ENDED and self.end_reason is not EndReason.DISCARDED:
+            self._raise()
+        if self.state is ENDED:
+            text = f"it was discarded, so it has no final ack; {self.acked} of {self.sent} messages are acknowledged"
+            raise self._error(errors.BatchClosedError, text)
+        raise self._error(BatchError, "it is still open; its final ack comes with the commit or the end of its block")
+
     def reached(self, goal: Callable[[], bool]) -> bool:
         """Whether a wait for `goal` is over; raise BatchError if the batch has ended, other than by its commit.
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from typing import Final
+from typing import Final, TypeVar
 
 from jetstream_ext.errors import BadHeaderError
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.subjects import check_filter, check_name
+from jetstream_ext.text import did_you_mean
 from jetstream_ext.types import NEVER, TTL, BatchMessage, Entry
+
+_Choice = TypeVar("_Choice", bound=enum.Enum)
 
 _EXPECTATIONS: Final = {h.EXPECTED_LAST_SEQ, h.EXPECTED_LAST_SUBJECT_SEQ, h.EXPECTED_LAST_MSG_ID}
 _BATCH_ID_CHARS = frozenset("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz_-")
@@ -46,6 +50,16 @@ def check_int(value: int, name: str, *, low: int = 1, high: int | None = None) -
         span = f"from {low} to {high}" if high is not None else f"of at least {low}"
         raise ValueError(f"{name} must be an integer {span}, not {value!r}")
     return value
+
+
+def check_choice(value: object, kind: type[_Choice], name: str) -> _Choice:
+    """Return `value`, or the text of one, as a member of `kind`; raise ValueError with what is allowed and the nearest."""
+    try:
+        return kind(value)
+    except ValueError:
+        allowed = [str(each.value) for each in kind]
+        choices = f"{', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}"
+        raise ValueError(f"{name} must be {choices}, not {value!r}{did_you_mean(value, allowed)}") from None
 
 
 def check_sequence(value: int, name: str, *, low: int = 1) -> int:

@@ -89,14 +89,12 @@ class Bench:
         async with self.publisher() as publisher:
             for i in range(count):
                 await publisher.add(SUBJECTS[i % 10], self.payload)
-        assert publisher.ack is not None
         return publisher.ack.batch_size or 0
 
     async def add_many(self) -> int:
         payload = self.payload
         async with self.publisher() as publisher:
             await publisher.add_many((SUBJECTS[i % 10], payload) for i in range(self.messages))
-        assert publisher.ack is not None
         return publisher.ack.batch_size or 0
 
     async def with_ids(self) -> int:
@@ -105,7 +103,6 @@ class Bench:
             await publisher.add_many(
                 (SUBJECTS[i % 10], payload, {"Nats-Msg-Id": f"{run}-{i}"}) for i in range(self.messages)
             )
-        assert publisher.ack is not None
         return publisher.ack.batch_size or 0
 
     async def ingest(self) -> int:
@@ -121,7 +118,6 @@ class Bench:
         async def publish() -> int:
             async with self.publisher() as publisher:
                 await publisher.add_many((SUBJECTS[0], payload) for _ in iter(lambda: stop, True))
-            assert publisher.ack is not None
             return publisher.ack.batch_size or 0
 
         running = [asyncio.create_task(publish()) for _ in range(PUBLISHERS)]

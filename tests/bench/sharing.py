@@ -41,7 +41,6 @@ async def _measure(url: str, group: Group, messages: int, size: int, rounds: int
     async def publish(js: JetStreamContext, number: int, count: int) -> int:
         async with jsx.FastPublisher(js, flow=500) as publisher:
             await publisher.add_many((f"bench{number}.{n % 10}", payload) for n in range(messages // count))
-        assert publisher.ack is not None
         return publisher.ack.batch_size or 0
 
     async def read(js: JetStreamContext, number: int, count: int) -> int:

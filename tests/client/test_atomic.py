@@ -40,7 +40,10 @@ async def stream(make_stream: MakeStream) -> str:
 class TestCommitting:
     async def test_a_clean_exit_commits(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
         async with jsx.AtomicBatch(js) as batch:
-            assert (batch.state, batch.size, batch.ack) == ("open", 0, None)
+            assert (batch.state, batch.size) == ("open", 0)
+            with pytest.raises(errors.BatchError, match="is still open: nothing is stored; commit it first") as caught:
+                _ = batch.ack
+            assert caught.value.outcome == "not_stored"
             for i in range(1, 6):
                 await batch.add(f"{stream}.{i}", b"%d" % i)
                 assert (batch.state, batch.size) == ("open", i)
@@ -69,7 +72,6 @@ class TestCommitting:
         async with jsx.AtomicBatch(js, ack_every=100) as batch:
             for i in range(1000):
                 await batch.add(f"{stream}.a", b"%d" % i)
-        assert batch.ack is not None
         assert batch.ack.batch_size == 1000
         assert await payloads(js, stream) == [b"%d" % i for i in range(1000)]
 
@@ -183,7 +185,9 @@ class TestNothingStored:
 
         with pytest.raises(ZeroDivisionError):
             await fail()
-        assert (batch.state, batch.ack) == ("discarded", None)
+        assert batch.state == "discarded"
+        with pytest.raises(errors.BatchClosedError, match="was discarded: nothing is stored, so there is no ack"):
+            _ = batch.ack
         assert await count(js, stream) == 0
         await leak_check.assert_clean()
 
@@ -205,7 +209,9 @@ class TestNothingStored:
         sent = js._nc.stats["out_msgs"]
         async with jsx.AtomicBatch(js) as batch:
             pass
-        assert (batch.state, batch.ack) == ("discarded", None)
+        assert batch.state == "discarded"
+        with pytest.raises(errors.BatchClosedError, match="was discarded: nothing is stored, so there is no ack"):
+            _ = batch.ack
         with pytest.raises(errors.EmptyBatchError):
             await jsx.AtomicBatch(js).commit_eob()
         unused = jsx.AtomicBatch(js)

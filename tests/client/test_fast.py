@@ -33,7 +33,9 @@ async def stream(make_stream: MakeStream) -> str:
 class TestPublishing:
     async def test_a_clean_exit_commits(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
         async with jsx.FastPublisher(js, flow=10) as pub:
-            assert (pub.batch_seq, pub.ack_seq, pub.flow, pub.ack, pub.end_reason) == (0, 0, 10, None, None)
+            assert (pub.batch_seq, pub.ack_seq, pub.flow, pub.end_reason) == (0, 0, 10, None)
+            with pytest.raises(errors.BatchError, match="it is still open; its final ack comes with the commit"):
+                _ = pub.ack
             ack = await pub.add(f"{stream}.a", b"1")
             assert ack == jsx.FastPubAck(1, pub.ack_seq)
             for i in range(2, 26):
@@ -136,7 +138,7 @@ class TestPublishing:
     async def test_an_empty_source_sends_nothing(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
         async with jsx.FastPublisher(js) as pub:
             assert await pub.add_many([]) == jsx.FastPubAck(0, 0)
-        assert (pub.ack, pub.end_reason) == (None, jsx.EndReason.DISCARDED)
+        assert pub.end_reason is jsx.EndReason.DISCARDED
         await leak_check.assert_clean()
 
     async def test_flush_and_ping_store_nothing(self, js: JetStreamContext, stream: str) -> None:
@@ -200,7 +202,11 @@ class TestEnding:
         await pub.flush()
         await pub.discard()
         await pub.discard()
-        assert (pub.end_reason, pub.ack) == (jsx.EndReason.DISCARDED, None)
+        assert pub.end_reason is jsx.EndReason.DISCARDED
+        with pytest.raises(
+            errors.BatchClosedError, match=r"it was discarded, so it has no final ack; [01] of 1 messages"
+        ):
+            _ = pub.ack
         assert await payloads(js, stream) == [b"1"]
         await leak_check.assert_clean()
 
@@ -232,7 +238,11 @@ class TestEnding:
 
         with pytest.raises(ZeroDivisionError):
             await fail()
-        assert (pub.end_reason, pub.ack) == (jsx.EndReason.DISCARDED, None)
+        assert pub.end_reason is jsx.EndReason.DISCARDED
+        with pytest.raises(
+            errors.BatchClosedError, match=r"it was discarded, so it has no final ack; [01] of 1 messages"
+        ):
+            _ = pub.ack
         await leak_check.assert_clean()
 
     async def test_wait_closed_returns_the_reason(self, js: JetStreamContext, stream: str) -> None:
@@ -328,7 +338,6 @@ class TestGapsAndRefusals:
         await pub.add_many((f"{stream}.a", b"%d" % i) for i in range(4))
         with pytest.raises(errors.BatchServerError, match="maximum messages"):
             await pub.commit_eob()
-        assert pub.ack is not None
         assert pub.ack.batch_size == 3
 
     async def test_a_gap_in_fail_mode_ends_with_the_final_ack(self, js: JetStreamContext, stream: str) -> None:
@@ -349,7 +358,6 @@ class TestGapsAndRefusals:
             await pub.add(f"{stream}.a", b"4")
             await pub.flush()
             assert pub.gaps == [jsx.BatchFlowGap(2, 4)]
-        assert pub.ack is not None
         assert pub.ack.batch_size == 4, "it counts the lost messages"
         assert await payloads(js, stream) == [b"1", b"4"]
 

@@ -4,9 +4,11 @@ import asyncio
 import json
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, get_type_hints
 
+import nats
 import nats.js.errors
 import pytest
 from nats.aio.client import Client
@@ -28,6 +30,7 @@ from nats.js.api import (
 
 import jetstream_ext as jsx
 from jetstream_ext.client import api
+from jetstream_ext.client.stream_options import StreamOptions
 from jetstream_ext.errors import (
     RequestTimeoutError,
     ServerError,
@@ -207,6 +210,73 @@ async def test_an_option_that_cannot_be_enabled_later_is_refused_by_the_server(
     await js.add_stream(name=name)
     with pytest.raises(ServerError, match="counter"):
         await jsx.ensure_stream(js, name=name, allow_msg_counter=True)
+
+
+async def test_a_service_can_call_it_at_every_start(
+    nc: Client, js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, asked, ask = stream_name(), [], api.Api.ask
+
+    async def listen(self: Any, what: str, body: Any = None, **options: Any) -> Any:
+        asked.append(what.split(".")[1])
+        return await ask(self, what, body, **options)
+
+    def ensure(js: JetStreamContext) -> Any:
+        return jsx.ensure_stream(
+            js, name=name, subjects=[f"{name}.>"], max_age=3600, storage="memory", compression="s2", discard="old",
+            retention="limits", max_msgs=1000, metadata={"owner": "me"}, **ALL_ON,
+        )  # fmt: skip
+
+    clients = [await nats.connect(nc.connected_url.geturl()) for _ in range(8)]
+    try:
+        found = await asyncio.gather(*(ensure(client.jetstream(timeout=30)) for client in clients))
+    finally:
+        for client in clients:
+            await client.close()
+    assert len({str(info.created) for info in found}) == 1
+    before = vars((await js.stream_info(name)).config)
+    monkeypatch.setattr(api.Api, "ask", listen)
+    await ensure(js)
+    assert asked == ["INFO"]
+    assert vars((await js.stream_info(name)).config) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "text"),
+    [
+        ((), {"max_agee": 1}, "ensure_stream() has no option 'max_agee'; did you mean 'max_age'?"),
+        ((), {"replicas": 3}, "ensure_stream() has no option 'replicas'; did you mean 'num_replicas'?"),
+        ((), {"subject": "a.>"}, "ensure_stream() has no option 'subject'; did you mean 'subjects'?"),
+        ((), {"zzz": 3}, "ensure_stream() has no option 'zzz'; its options are allow_atomic, allow_batched,"),
+        (("ORDERS",), {}, "config must be a nats-py StreamConfig, not 'ORDERS'; give name='ORDERS'"),
+        (({"name": "S"},), {}, "config must be a nats-py StreamConfig, not dict"),
+        ((), {"subjects": "a.>"}, "stream 'S': subjects must be a list, not 'a.>'; give subjects=['a.>']"),
+    ],
+)
+async def test_wrong_arguments_are_refused_with_what_is_meant(
+    js: JetStreamContext, arguments: tuple[Any, ...], options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(TypeError, match=re.escape(text)):
+        await jsx.ensure_stream(js, *arguments, name="S", **options)
+
+
+def test_its_options_are_those_of_nats_py() -> None:
+    assert set(get_type_hints(StreamOptions)) == {each.name for each in fields(StreamConfig)} - {"name"}
+
+
+async def test_a_difference_is_shown_without_what_is_not_set(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    name, origin = stream_name(), stream_name()
+    await js.add_stream(name=name, subjects=["a" + name], storage="memory")
+    text = (
+        f"subjects is ['a{name}'], not ['b{name}'], storage is 'memory', not 'file', sources is None, not "
+        f"[StreamSource(name='{origin}')]"
+    )
+    with pytest.raises(StreamConfigMismatchError, match=re.escape(text)):
+        await jsx.ensure_stream(
+            js, name=name, subjects=["b" + name], storage=StorageType.FILE, sources=[StreamSource(name=origin)]
+        )
 
 
 @pytest.mark.parametrize("name", [None, "", "a.b", "a b", "a>"])

@@ -38,7 +38,6 @@ async def test_all_or_nothing(js: JetStreamContext, stream_name: Callable[[], st
     async with jsx.AtomicBatch(js) as batch:
         await batch.add(f"{name}.a", b"1")
         await batch.add(f"{name}.b", b"2")
-    assert batch.ack is not None
     assert (batch.ack.seq, batch.ack.batch_size) == (2, 2)
     refused = [jsx.BatchMessage(f"{name}.c", b"3"), jsx.BatchMessage(f"{name}.a", b"4", expected_last_subject_seq=0)]
     with pytest.raises(jsx.errors.WrongLastSequenceError):

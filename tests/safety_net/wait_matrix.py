@@ -562,6 +562,7 @@ CALLS: dict[str, Call] = {
     "Transaction.repeat": on(lost_transaction, lambda t, tx: tx.repeat()),
     "Transaction.resolve": on(lost_transaction, lambda t, tx: tx.resolve(timeout=t.timeout)),
     "enable": on(a_bucket, lambda t, kv: kvx.enable(kv, atomic=True)),
+    "ensure_bucket": plain(lambda t: kvx.ensure_bucket(t.js, "fresh", spark=True)),
     "get_many": on(a_bucket, lambda t, kv: kvx.get_many(kv, ["a", "b"])),
     "retry_transaction": on(a_bucket, lambda t, kv: kvx.retry_transaction(kv, change, give_up_after=t.patience)),
     "snapshot": on(a_bucket, lambda t, kv: kvx.snapshot(kv)),

@@ -1,0 +1,248 @@
+"""`ensure_bucket`: at every start of a service, by many processes at once."""
+
+import asyncio
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from datetime import timedelta
+from typing import Any, get_type_hints
+
+import nats
+import pytest
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+from nats.js.api import KeyValueConfig, Placement, RePublish, StorageType, StreamConfig, StreamSource
+from nats.js.errors import BadBucketError, InvalidBucketNameError
+from nats.js.kv import KeyValue
+
+import jetstream_ext as jsx
+import jetstream_ext.kv as kvx
+from jetstream_ext.kv.creation import BucketOptions
+from jetstream_ext.testing import NatsServer, ReferenceServer
+
+OPTIONS: dict[str, Any] = {
+    "description": "mine",
+    "max_value_size": 1000,
+    "history": 5,
+    "ttl": timedelta(hours=1),
+    "max_bytes": 1 << 20,
+    "storage": "memory",
+    "replicas": 1,
+    "republish": RePublish(src=">", dest="copies.>"),
+    "limit_marker_ttl": timedelta(minutes=1),
+}
+
+
+async def config_of(js: JetStreamContext, name: str) -> StreamConfig:
+    return (await js.stream_info(f"KV_{name}")).config
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was asked of the JetStream API."""
+    asked, ask = [], kvx.enabling.Api.ask
+
+    async def listen(self: Any, what: str, body: Any = None, **options: Any) -> Any:
+        asked.append(what.split(".KV_")[0])
+        return await ask(self, what, body, **options)
+
+    monkeypatch.setattr(kvx.enabling.Api, "ask", listen)
+    return asked
+
+
+async def test_a_new_bucket_is_nats_pys_with_direct_gets_and_atomic_batches(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    name, other = stream_name(), stream_name()
+    kv = await kvx.ensure_bucket(js, name)
+    await js.create_key_value(bucket=other)
+    ours, theirs = await config_of(js, name), await config_of(js, other)
+    differ = {field for field in vars(ours) if getattr(ours, field) != getattr(theirs, field)}
+    assert differ == {"name", "subjects", "allow_direct", "allow_atomic", "metadata"}
+    assert (ours.subjects, ours.allow_direct, ours.allow_atomic) == ([f"$KV.{name}.>"], True, True)
+    await kv.put("a", b"1")
+    assert (await kvx.get_many(kv, ["a"]))["a"].value == b"1"
+    async with kvx.transaction(kv) as tx:
+        tx.put("a", b"2")
+    assert (await (await js.key_value(name)).get("a")).value == b"2"
+
+
+async def test_a_new_bucket_has_every_option_as_nats_py_sets_it(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    name, other = stream_name(), stream_name()
+    await kvx.ensure_bucket(js, name, **OPTIONS)
+    theirs = OPTIONS | {"ttl": 3600, "limit_marker_ttl": 60, "republish": RePublish(src=">", dest="others.>")}
+    await js.create_key_value(KeyValueConfig(bucket=other, **theirs))
+    ours, found = await config_of(js, name), await config_of(js, other)
+    differ = {field for field in vars(ours) if getattr(ours, field) != getattr(found, field)}
+    assert differ == {"name", "subjects", "allow_direct", "allow_atomic", "metadata", "republish"}
+
+
+async def test_the_same_call_again_changes_nothing_and_asks_once(
+    js: JetStreamContext, stream_name: Callable[[], str], asked: list[str]
+) -> None:
+    name = stream_name()
+    await kvx.ensure_bucket(js, name, **OPTIONS, spark=True)
+    before = vars(await config_of(js, name))
+    asked.clear()
+    kv = await kvx.ensure_bucket(js, name, **OPTIONS, spark=True)
+    assert asked == ["STREAM.INFO"]
+    assert vars(await config_of(js, name)) == before
+    assert before["subjects"] == [f"$KV.{name}.>", f"_spark.KV_{name}.>"]
+    await kv.put("a", b"1")
+    assert kv._direct
+
+
+async def test_what_a_bucket_lacks_is_turned_on_and_nothing_else_changes(
+    make_bucket: Any, js: JetStreamContext
+) -> None:
+    kv = await make_bucket(allow=False, history=7, description="mine", ttl=3600, max_value_size=1000)
+    before = vars(await config_of(js, kv._name))
+    bound = await kvx.ensure_bucket(js, kv._name, history=7, limit_marker_ttl=60)
+    after = vars(await config_of(js, kv._name))
+    changed = {name for name in after if after[name] != before[name]}
+    assert changed == {"allow_direct", "allow_atomic", "subject_delete_marker_ttl", "metadata"}
+    assert bound._direct
+    await kvx.ensure_bucket(js, kv._name, direct=False, atomic=False)
+    assert vars(await config_of(js, kv._name)) == after
+
+
+async def test_another_value_of_an_option_is_an_error_and_nothing_changes(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    name = stream_name()
+    await js.create_key_value(bucket=name, history=5, ttl=60, storage="memory", limit_marker_ttl=10)
+    before = vars(await config_of(js, name))
+    with pytest.raises(jsx.errors.StreamConfigMismatchError) as caught:
+        await kvx.ensure_bucket(
+            js, name, history=1, ttl=90.0, storage=StorageType.FILE, limit_marker_ttl=20, replicas=1
+        )
+    assert caught.value.diff == {
+        "history": (1, 5), "ttl": (90.0, 60.0), "storage": ("file", "memory"), "limit_marker_ttl": (20.0, 10.0),
+    }  # fmt: skip
+    assert str(caught.value) == (
+        f"bucket '{name}' exists with another configuration: history is 5, not 1, ttl is 60.0, not 90.0, storage is 'memory', "
+        "not 'file', limit_marker_ttl is 10.0, not 20.0; nothing was changed; give the existing values, or change the bucket "
+        f"with js.update_stream or 'nats kv edit {name}'"
+    )
+    assert vars(await config_of(js, name)) == before
+    await kvx.ensure_bucket(js, name)  # what is left out matches any value
+
+
+async def test_a_limit_that_is_not_set_is_none(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+    name = stream_name()
+    for _ in range(2):
+        await kvx.ensure_bucket(js, name, max_bytes=-1, max_value_size=0, ttl=0)
+    with pytest.raises(jsx.errors.StreamConfigMismatchError, match=r"max_bytes is -1, not 1000000;"):
+        await kvx.ensure_bucket(js, name, max_bytes=1_000_000)
+
+
+@pytest.mark.parametrize("exists", [False, True])
+async def test_many_processes_at_once_get_the_same_bucket(
+    nc: Client, js: JetStreamContext, stream_name: Callable[[], str], exists: bool
+) -> None:
+    name, count = stream_name(), 12
+    if exists:
+        await js.create_key_value(bucket=name, history=3)
+    clients = [await nats.connect(nc.connected_url.geturl()) for _ in range(count)]
+    try:
+        buckets = await asyncio.gather(
+            *(kvx.ensure_bucket(each.jetstream(timeout=30), name, history=3, spark=True) for each in clients)
+        )
+        for n, kv in enumerate(buckets):
+            await kv.put(f"k{n}", b"1")
+            assert kv._direct
+        assert len(await kvx.snapshot(buckets[0])) == count
+    finally:
+        for each in clients:
+            await each.close()
+    config = await config_of(js, name)
+    assert (config.allow_direct, config.allow_atomic, config.max_msgs_per_subject) == (True, True, 3)
+    assert config.subjects == [f"$KV.{name}.>", f"_spark.KV_{name}.>"]
+
+
+async def test_of_two_processes_that_differ_one_gets_an_error(
+    nc: Client, js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    name, other = stream_name(), await nats.connect(nc.connected_url.geturl())
+    results = await asyncio.gather(
+        kvx.ensure_bucket(js, name, history=1),
+        kvx.ensure_bucket(other.jetstream(), name, history=2),
+        return_exceptions=True,
+    )
+    await other.close()
+    assert {type(each) for each in results} == {KeyValue, jsx.errors.StreamConfigMismatchError}
+
+
+async def test_an_old_server_is_named_before_anything_is_created() -> None:
+    async with ReferenceServer(api_level=1) as server, await nats.connect(server.url) as nc:
+        js = nc.jetstream()
+        with pytest.raises(jsx.errors.UnsupportedFeatureError, match=r"atomic.*nothing was created"):
+            await kvx.ensure_bucket(js, "B")
+        kv = await kvx.ensure_bucket(js, "B", atomic=False)
+        await kv.put("a", b"1")
+        with pytest.raises(jsx.errors.UnsupportedFeatureError, match="nothing was changed"):
+            await kvx.ensure_bucket(js, "B")
+
+
+async def test_a_stream_of_the_name_that_is_no_bucket_is_refused(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    name = stream_name()
+    await js.add_stream(name=f"KV_{name}", subjects=[f"$KV.{name}.>"])
+    with pytest.raises(BadBucketError, match="is not a bucket"):
+        await kvx.ensure_bucket(js, name)
+
+
+async def test_a_mirror_of_a_bucket_is_refused(make_bucket: Any, js: JetStreamContext) -> None:
+    kv = await make_bucket()
+    await js.add_stream(name=f"KV_{kv._name}x", mirror=StreamSource(name=kv._stream), max_msgs_per_subject=1)
+    with pytest.raises(BadBucketError, match="is a mirror of stream"):
+        await kvx.ensure_bucket(js, f"{kv._name}x")
+
+
+async def test_the_context_of_a_domain_is_used() -> None:
+    async with NatsServer(config="jetstream { domain: hub }") as server, await nats.connect(server.url) as nc:
+        js = nc.jetstream(domain="hub")
+        for _ in range(2):
+            kv = await kvx.ensure_bucket(js, "B", history=2)
+        await kv.put("a", b"1")
+        assert (await kvx.snapshot(kv))["a"].value == b"1"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"histroy": 5}, TypeError, "ensure_bucket() has no option 'histroy'; did you mean 'history'?"),
+        ({"max_age": 5}, TypeError, "ensure_bucket() has no option 'max_age'; did you mean 'ttl'?"),
+        ({"num_replicas": 3}, TypeError, "ensure_bucket() has no option 'num_replicas'; did you mean 'replicas'?"),
+        ({"zzz": 3}, TypeError, "ensure_bucket() has no option 'zzz'; its options are atomic, description, direct,"),
+        ({"history": 65}, ValueError, "history must be an integer from 1 to 64, not 65"),
+        ({"replicas": 0}, ValueError, "replicas must be an integer of at least 1, not 0"),
+        ({"ttl": "1h"}, TypeError, "ttl must be a number of seconds, not str"),
+        ({"limit_marker_ttl": 0.5}, ValueError, "a TTL must be a whole number of seconds of at least 1, not 0.5"),
+        ({"limit_marker_ttl": jsx.NEVER}, ValueError, "limit_marker_ttl must be finite"),
+        ({"storage": "memroy"}, ValueError, "storage must be 'file' or 'memory', not 'memroy'; did you mean 'memory'?"),
+        ({"placement": "eu"}, TypeError, "placement must be a nats-py Placement, not str"),
+        ({"description": "\ud800"}, ValueError, "has half of a surrogate pair"),
+    ],
+)
+async def test_an_invalid_option_is_refused_and_nothing_is_sent(
+    js: JetStreamContext, asked: list[str], options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        await kvx.ensure_bucket(js, "B", **options)
+    assert asked == []
+
+
+@pytest.mark.parametrize("name", ["", "a.b", "a b", "ü", "a" * 253])
+async def test_an_invalid_name_is_refused(js: JetStreamContext, name: str) -> None:
+    with pytest.raises(InvalidBucketNameError, match="the name of a bucket must have 1 to 252 characters"):
+        await kvx.ensure_bucket(js, name)
+
+
+def test_its_options_are_those_of_nats_py() -> None:
+    options = set(get_type_hints(BucketOptions))
+    assert options == {each.name for each in fields(KeyValueConfig)} - {"bucket", "direct"}
+    assert Placement in get_type_hints(BucketOptions)["placement"].__args__
