@@ -15,6 +15,7 @@ import nats.errors
 from nats.js import JetStreamContext
 from nats.nuid import NUID
 
+from jetstream_ext.client import telemetry
 from jetstream_ext.client.api import LeaderInfo, known_stream_name, lookup_leader
 from jetstream_ext.client.base_connection import (
     ROOM,
@@ -34,6 +35,7 @@ from jetstream_ext.protocol.feature_table import FAST_INGEST
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import as_message
 from jetstream_ext.protocol.subjects import SubjectElsewhere
+from jetstream_ext.protocol.trace_context import TraceContext
 from jetstream_ext.text import get_logger
 from jetstream_ext.types import (
     BatchAck,
@@ -56,6 +58,8 @@ _log: Final = get_logger("fast")
 
 _REPLY_SHARE: Final = 0.25  # the part of `ack_timeout` that is kept for the reply to the first message
 _CANCEL_TIMEOUT: Final = 1.0  # seconds for a handler to end after its cancellation
+
+_COUNTED_AT_ONCE: Final = 10_000  # acknowledged messages that an observer is told of, at the latest
 
 _WAITED_FOR: Final[set[FastSession]] = set()
 """Sessions with a waiting caller: a task that waits must not be collected with the session that it waits for."""
@@ -218,12 +222,14 @@ class FastPublisher:
         sequence (`batch_seq` does not count it). After that the message is sent and counted. The batch stays usable.
         """
         session, batch = self._session, self._batch
-        if options or not session.can_send:
+        if telemetry.observer is not None:
             return await self.add_message(BatchMessage(subject, payload, **options))
+        if options or not session.can_send:
+            return await self._add(BatchMessage(subject, payload, **options))
         try:
             command = batch.add_plain(subject, payload, session.now())
         except SubjectElsewhere:
-            return await self.add_message(BatchMessage(subject, payload))
+            return await self._add(BatchMessage(subject, payload))
         seq = batch.sent
         session.write(command, 1, len(payload))
         # The batch was open; the write may have found out that the connection is lost.
@@ -233,7 +239,24 @@ class FastPublisher:
 
     async def add_message(self, message: BatchMessage) -> FastPubAck:
         """Publish one `BatchMessage`; arguments, errors, result and cancellation as for `add`."""
+        observer = telemetry.observer
+        if observer is None:
+            return await self._add(message)
+        session = self._session
+        operation = observer.begin(telemetry.Kind.SEND, session.connection, subject=message.subject)
+        with telemetry.observed(operation):
+            alone = _Bulk(session, operation.trace)
+            try:
+                return await self._add(message, alone)
+            finally:
+                operation.describe(messages=alone.sent)
+                session.describe(operation)
+
+    async def _add(self, message: BatchMessage, bulk: _Bulk | None = None) -> FastPubAck:
+        """As `add_message`; `bulk` counts the message once it has its sequence, even if the call then ends early."""
         session, batch = self._session, self._batch
+        if bulk is not None:
+            message = session.traced(message, bulk.trace)
         try:
             encoded = batch.encode(message)
             ready = session.can_send
@@ -242,6 +265,8 @@ class FastPublisher:
         if not ready:
             encoded = await session.wait_turn(message)
         command = batch.add(encoded, session.now())
+        if bulk is not None:
+            bulk.sent += 1
         seq = batch.sent
         session.write(command, 1, len(encoded.payload))
         await session.wait(batch.started)
@@ -265,6 +290,20 @@ class FastPublisher:
         Cancellation: The batch stays usable. `batch_seq` counts what was sent; the last message that was taken from
             `messages` may not be.
         """
+        observer = telemetry.observer
+        if observer is None:
+            return await self._add_many(messages, _Bulk(self._session))
+        session = self._session
+        operation = observer.begin(telemetry.Kind.SEND, session.connection)
+        bulk = _Bulk(session, operation.trace)
+        with telemetry.observed(operation):
+            try:
+                return await self._add_many(messages, bulk)
+            finally:
+                operation.describe(messages=bulk.sent)
+                session.describe(operation)
+
+    async def _add_many(self, messages: Iterable[Entry] | AsyncIterable[Entry], bulk: _Bulk) -> FastPubAck:
         batch, session = self._batch, self._session
         if isinstance(messages, AsyncIterable):
             source = aiter(messages)
@@ -279,16 +318,16 @@ class FastPublisher:
                 except StopAsyncIteration:
                     return FastPubAck(batch.sent, batch.acked)
                 # One write each: nats-py's buffer joins them, and a slow source must not wait for a full block.
-                await self.add_message(as_message(entry))
-        bulk = _Bulk(session, iter(messages))
+                await self._add(as_message(entry), bulk)
+        bulk.entries = iter(messages)
         if not session.opened:
             session.check_new()
             first = bulk.take_one()
             if not first:
                 return FastPubAck(batch.sent, batch.acked)
-            await self.add_message(as_message(first[0]))
+            await self._add(as_message(first[0]), bulk)
         while isinstance(stopped := await session.send_bulk(bulk), SubjectElsewhere):
-            await self.add_message(as_message(stopped.entry))
+            await self._add(as_message(stopped.entry), bulk)
             bulk.stopped = None
         if not isinstance(stopped, StopIteration):
             raise stopped
@@ -356,6 +395,19 @@ class FastPublisher:
         Cancellation: Before the commit is sent, the batch stays usable. After that the batch is discarded here, and the
             commit still ends it on the server.
         """
+        observer = telemetry.observer
+        if observer is None:
+            return await self._commit()
+        session = self._session
+        operation = observer.begin(telemetry.Kind.COMMIT, session.connection)
+        with telemetry.observed(operation):
+            try:
+                return await self._commit()
+            finally:
+                operation.describe(messages=self._batch.sent)
+                session.describe(operation)
+
+    async def _commit(self) -> BatchAck:
         batch, session = self._batch, self._session
         await session.wait_to_commit()
         command = batch.commit(session.now())
@@ -427,10 +479,10 @@ class FastSession:
         self._context = context
         self._one_stream = one_stream
         self._handlers = handlers
-        self._connection: BaseConnection = context.connection
+        self.connection: BaseConnection = context.connection
         self.leader: LeaderInfo | None = None  # the server of the stream, once the batch is opened
         self.batch: FastBatch = FastBatch(
-            max_payload=self._connection.max_payload, inbox_size=self._connection.inbox_size, **batch
+            max_payload=self.connection.max_payload, inbox_size=self.connection.inbox_size, **batch
         )
         self.now: Callable[[], float] = lambda: asyncio.get_running_loop().time()  # `_open` sets a faster one
         self._turns = Turns()
@@ -441,6 +493,7 @@ class FastSession:
         self._fire = weakly(self._timer_fired)
         self._timer: asyncio.TimerHandle | None = None
         self._results = _Results(self.batch.batch_id)
+        self._counted = 0  # messages that an observer was told are acknowledged
 
     # -- callers --------------------------------------------------------------------------------------------------
 
@@ -448,12 +501,25 @@ class FastSession:
     def can_send(self) -> bool:
         """Whether a message can be sent without waiting."""
         # The connection is asked first: where nats-py is not known, only that tells the batch of a reconnect.
-        return not self._turns.queue and self._connection.ready and self.batch.has_room
+        return not self._turns.queue and self.connection.ready and self.batch.has_room
 
     @property
     def bulk_can_send(self) -> bool:
         """As `can_send`, for a bulk, which has a turn: it goes on unless another caller waits for one."""
-        return len(self._turns.queue) == 1 and self._connection.ready and self.batch.has_room
+        return len(self._turns.queue) == 1 and self.connection.ready and self.batch.has_room
+
+    def traced(self, message: BatchMessage, trace: TraceContext | None) -> BatchMessage:
+        """Return a message with a trace context, if there is one and the message has room for it."""
+        return message if trace is None else trace.added_to(message, self.connection.max_payload)
+
+    def describe(self, operation: telemetry.Operation) -> None:
+        """Tell an operation what is known of the batch's stream."""
+        stream = self.leader.stream if self.leader is not None else None
+        operation.describe(
+            stream=None if stream is None else stream.name,
+            subjects=() if stream is None else stream.subjects,
+            attributes={"jetstream_ext.batch.id": self.batch.batch_id},
+        )
 
     @property
     def opened(self) -> bool:
@@ -463,7 +529,7 @@ class FastSession:
     def check_new(self) -> None:
         """Raise if a batch that is not opened yet cannot be opened now."""
         self.batch.check_open()
-        self._connection.check_usable()
+        self.connection.check_usable()
 
     async def wait_turn(self, message: BatchMessage) -> Encoded:
         """Check and encode a message; return when it can be sent. Callers get their turn in the order of their calls.
@@ -537,7 +603,7 @@ class FastSession:
         if not bulk.is_waiting:  # it was cancelled or woken: nothing more may be taken from its source
             return
         if self.bulk_can_send:
-            batch.set_max_payload(self._connection.max_payload)
+            batch.set_max_payload(self.connection.max_payload)
             sent = bulk.send_for_task()
             if sent and bulk.stopped is None and batch.state is State.OPEN and not batch.has_room:
                 if self._waiters == 1:
@@ -552,7 +618,7 @@ class FastSession:
 
     async def _when_sendable(self, began: float, message: BatchMessage | None = None) -> None:
         await self.wait_ready(self.batch.can_send, message, began)
-        while not self._connection.has_room and not self._ended.is_set():
+        while not self.connection.has_room and not self._ended.is_set():
             await self._wait_buffer(began)
             await self.wait_ready(self.batch.can_send)
 
@@ -563,7 +629,7 @@ class FastSession:
         await self.wait_ready(self.batch.can_ask)
 
     async def _wait_buffer(self, began: float) -> None:
-        batch, connection, state = self.batch, self._connection, self.batch.state
+        batch, connection, state = self.batch, self.connection, self.batch.state
         timeout = batch.ack_timeout if batch.sent else self._must_open_by(began) - self.now()
         try:
             await connection.wait_room(timeout, over=lambda: batch.state is not state)
@@ -586,11 +652,11 @@ class FastSession:
             if self._inbox is None:
                 assert first is not None
                 await self._open(first, began)
-            elif self._connection.usable:
-                self.batch.set_max_payload(self._connection.max_payload)
+            elif self.connection.usable:
+                self.batch.set_max_payload(self.connection.max_payload)
                 return
             elif not self.batch.sent:
-                self._connection.check_usable()
+                self.connection.check_usable()
             else:
                 self._disconnected()  # nats-py has noticed the loss, but its reader task has not ended yet
 
@@ -623,7 +689,7 @@ class FastSession:
     async def wait_closed(self) -> EndReason:
         """Wait for the end of the batch without sending anything."""
         try:
-            await self._connection.bounded(self._ended.wait(), math.inf, "the end of the batch")
+            await self.connection.bounded(self._ended.wait(), math.inf, "the end of the batch")
         except nats.errors.Error:  # nothing tells an unused batch about its connection
             self._disconnected()
         assert self.batch.end_reason is not None
@@ -632,13 +698,13 @@ class FastSession:
     def write(self, data: bytes, messages: int, size: int) -> None:
         """Write bytes of the batch; if that ends the batch, raise its error."""
         try:
-            self._connection.write_nowait(data, messages, size)
+            self.connection.write_nowait(data, messages, size)
         except nats.errors.Error:
             self._disconnected()  # the messages have their sequences but were not sent: for the batch they are lost
             self.batch.check_open()
         if self.batch.sent % self.batch.window.flow < messages:
             # The server acknowledges about here: let it begin while the next messages are encoded.
-            self._connection.push()
+            self.connection.push()
         if self._timer is None:
             self._arm()  # writing only postpones what is due, so a timer that is set fires early enough
 
@@ -646,7 +712,7 @@ class FastSession:
         """Ask which stream stores `subject`; raise BadSubjectError if it is another one than the batch's."""
         asking = known_stream_name(self._context, subject, timeout)
         try:
-            stream = await self._connection.bounded(asking, math.inf, "the stream", over=self._ended.is_set)
+            stream = await self.connection.bounded(asking, math.inf, "the stream", over=self._ended.is_set)
         except Over:
             self.batch.check_open()
             raise
@@ -663,7 +729,7 @@ class FastSession:
         return began + (1 - _REPLY_SHARE) * self.batch.ack_timeout
 
     async def _open(self, first: BatchMessage, began: float) -> None:
-        connection, deadline = self._connection, self._must_open_by(began)
+        connection, deadline = self.connection, self._must_open_by(began)
         connection.check_usable()
         if self.now() >= deadline:
             raise self._not_sent("the calls before it have not ended")
@@ -700,13 +766,13 @@ class FastSession:
         self.deliver(*self.batch.receive(frames, self.now()))
 
     def _disconnected(self) -> None:
-        nc = self._connection.nc
-        for_good = self._connection.end is not None or nc.is_draining
+        nc = self.connection.nc
+        for_good = self.connection.end is not None or nc.is_draining
         how = "was closed" if nc.is_closed else "is draining" if nc.is_draining else "was lost"
         self.deliver(self.batch.disconnected(self.now(), for_good=for_good, why=f"the connection {how}"))
 
     def _reconnected(self) -> None:
-        self.batch.set_max_payload(self._connection.max_payload)
+        self.batch.set_max_payload(self.connection.max_payload)
         self.deliver([], self.batch.reconnected(self.now()))
 
     # -- events and timers ----------------------------------------------------------------------------------------
@@ -715,9 +781,11 @@ class FastSession:
         """Send `out`, call the handlers of `events`, send from a bulk that waits, wake the waiters."""
         if out:
             try:
-                self._connection.write_nowait(out, 1, 0)
+                self.connection.write_nowait(out, 1, 0)
             except nats.errors.Error:
                 pass  # the connection calls `_disconnected`
+        if events and telemetry.observer is not None:
+            self._count(telemetry.observer, events)
         for event in events:
             if isinstance(event, UnrecognisedReply):
                 _log.warning("batch %s: ignored an unrecognised reply: %.200r", self.batch.batch_id, event.payload)
@@ -733,6 +801,21 @@ class FastSession:
         if self._bulk is not None:
             self._send_on(self._bulk)
         self._arm()
+
+    def _count(self, observer: telemetry.Observer, events: list[Event]) -> None:
+        stream = self.leader.stream.name if self.leader is not None and self.leader.stream is not None else None
+        acked = self.batch.acked
+        # Not with each ack: a metric costs about as much as sending ten messages.
+        if acked - self._counted >= _COUNTED_AT_ONCE or (acked > self._counted and isinstance(events[-1], Ended)):
+            observer.count(telemetry.Count.ACKNOWLEDGED, acked - self._counted, stream=stream)
+            self._counted = acked
+        for event in events:
+            if isinstance(event, BatchFlowGap):
+                observer.count(telemetry.Count.GAPS, 1, stream=stream)
+                observer.count(telemetry.Count.LOST, event.seq - event.first_lost, stream=stream)
+            elif isinstance(event, BatchFlowError):
+                error = type(event.error).__qualname__
+                observer.count(telemetry.Count.REFUSED, 1, stream=stream, error=error)
 
     def _call(self, handler: Callable[[Any], object], event: Event) -> None:
         try:
@@ -779,17 +862,19 @@ class _Bulk:
     Their source notices no difference: it runs as part of the task, in its context.
     """
 
-    def __init__(self, session: FastSession, entries: Iterator[Entry]) -> None:
+    def __init__(self, session: FastSession, trace: TraceContext | None = None) -> None:
+        self.entries: Iterator[Entry] = iter(())
+        self.trace = trace  # what every message gets
+        self.sent = 0  # how many messages were sent
         self.stopped: BaseException | None = None
         """What the source raised (StopIteration at its end), a message's refusal, or what ended the batch."""
         self._session = session
-        self._entries = entries
         self._task = asyncio.current_task()
         self._waiter: asyncio.Future[None] | None = None
 
     def take_one(self) -> list[Entry]:
         """Return the next message of the source, or nothing at its end."""
-        return list(islice(self._entries, 1))
+        return list(islice(self.entries, 1))
 
     def send_for_task(self) -> bool:
         """As `send`, while the task waits; return False if it must send itself."""
@@ -800,8 +885,9 @@ class _Bulk:
         session = self._session
         try:
             while True:
-                data, count, size, self.stopped = session.batch.add_many(self._entries, session.now())
+                data, count, size, self.stopped = session.batch.add_many(self.entries, session.now(), self.trace)
                 if count:
+                    self.sent += count
                     session.write(data, count, size)
                 if self.stopped is not None or not session.bulk_can_send:
                     break

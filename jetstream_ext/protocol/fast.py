@@ -29,6 +29,7 @@ from jetstream_ext.protocol.fast_wire import BatchFlowError, Encoded, FastWire, 
 from jetstream_ext.protocol.feature_table import FAST_INGEST
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import check_batch_id, check_seconds
+from jetstream_ext.protocol.trace_context import TraceContext
 from jetstream_ext.text import get_logger
 from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowGap, BatchMessage, EndReason, Entry, GapMode, InDoubt
 
@@ -373,7 +374,9 @@ class FastBatch:
         self._sent(1, now)
         return data
 
-    def add_many(self, entries: Iterator[Entry], now: float) -> tuple[bytes, int, int, BaseException | None]:
+    def add_many(
+        self, entries: Iterator[Entry], now: float, trace: TraceContext | None = None
+    ) -> tuple[bytes, int, int, BaseException | None]:
         """Take a block of messages from `entries`: as many as the window has room for, up to its flow and about 1 MiB.
 
         The server acknowledges a block while the next one is encoded. A new batch takes only one message. Returns the
@@ -383,7 +386,7 @@ class FastBatch:
         """
         self._check(Input.MESSAGE)
         limit = 1 if self.state is NEW else min(self.room, self.window.flow)
-        data, count, size, stopped = self._wire.many(entries, limit, self.sent)
+        data, count, size, stopped = self._wire.many(entries, limit, self.sent, trace)
         if count:
             self._sent(count, now)
         return data, count, size, stopped

@@ -23,6 +23,7 @@ from jetstream_ext.protocol.frames import Frame, check_size, pub
 from jetstream_ext.protocol.numbers import LARGEST, json_number, parse_number
 from jetstream_ext.protocol.options import as_message, message_headers, payload_bytes
 from jetstream_ext.protocol.subjects import SubjectCache, SubjectElsewhere
+from jetstream_ext.protocol.trace_context import TraceContext
 from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowGap, BatchMessage, Entry, GapMode
 
 START: Final = b"0"
@@ -82,8 +83,10 @@ class FastWire:
         size = len(payload)
         return b"PUB %b %b%d.1.$FI %d\r\n%b\r\n" % (self.subjects[subject], self._reply, seq, size, payload)
 
-    def many(self, entries: Iterator[Entry], limit: int, sent: int) -> tuple[bytes, int, int, BaseException | None]:
-        """Encode up to `limit` messages (and about 1 MiB) from `entries`, numbered from ``sent + 1``.
+    def many(
+        self, entries: Iterator[Entry], limit: int, sent: int, trace: TraceContext | None = None
+    ) -> tuple[bytes, int, int, BaseException | None]:
+        """Encode up to `limit` messages (and about 1 MiB) from `entries`, numbered from ``sent + 1``, with a trace context.
 
         Returns their bytes, their number, the sum of their payloads' sizes, and the exception of `entries` or of a refused
         message. Each message is checked before the next one is taken from `entries`.
@@ -92,13 +95,19 @@ class FastWire:
         size, last, largest = 0, sent, _BLOCK_BYTES
         known, top, reply, cached = self.subjects, self.max_payload, b" " + self._reply, self._headers.encode
         bulk = tuple if sent else None  # the first message is not appended: it opens the batch
+        verb, tail, added, room = b"PUB ", b"%d.1.$FI %d\r\n", 0, top
+        if trace is not None:  # a message without headers gets a constant block of them
+            added = len(trace.block)
+            verb, room = b"HPUB ", top - added
+            tail = b"%%d.1.$FI %d %%d\r\n%b" % (added, trace.block.replace(b"%", b"%%"))
+            limit = min(limit, max(1, _BLOCK_BYTES // added))
         stopped: BaseException | None = None
         try:
             for seq, entry in zip(range(sent + 1, sent + limit + 1), entries):  # noqa: B905 - `entries` may be longer
-                if type(entry) is bulk and len(entry) == 2 and type(entry[1]) is bytes and len(entry[1]) <= top:
+                if type(entry) is bulk and len(entry) == 2 and type(entry[1]) is bytes and len(entry[1]) <= room:
                     # Nearly every message of a bulk is this or the next one. Their parts are joined only once.
                     subject, payload = entry
-                    out += b"PUB ", known[subject], reply, b"%d.1.$FI %d\r\n" % (seq, len(payload)), payload, b"\r\n"
+                    out += verb, known[subject], reply, tail % (seq, len(payload) + added), payload, b"\r\n"
                 elif (
                     type(entry) is bulk
                     and len(entry) == 3
@@ -108,6 +117,8 @@ class FastWire:
                     subject, payload, headers = entry
                     raw = known[subject]
                     header = headers.block if type(headers) is h.EncodedHeaders else cached(headers)
+                    if trace is not None:
+                        header = trace.extend(header, top - len(payload))
                     header_size = len(header)
                     total = header_size + len(payload)
                     check_size(total, top)
@@ -116,6 +127,9 @@ class FastWire:
                     out += b"HPUB ", raw, reply, sizes, header, payload, b"\r\n"
                 else:
                     encoded = self.encode(as_message(entry))
+                    if trace is not None:
+                        header = trace.extend(encoded.header, top - len(encoded.payload))
+                        encoded = encoded._replace(header=header)
                     out.append(self.message(encoded, seq))
                     largest -= len(encoded.header)
                     payload = encoded.payload

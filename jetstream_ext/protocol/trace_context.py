@@ -1,0 +1,65 @@
+"""The trace context in a message's headers: added where a message has none, and never where it would be refused for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from jetstream_ext.protocol import headers as h
+from jetstream_ext.protocol.options import given_headers, message_headers
+from jetstream_ext.types import BatchMessage, own_headers
+
+# Bytes of a message that its batch may add, in a header block that is measured before.
+_MARGIN: Final = 512
+
+
+@dataclass(frozen=True, slots=True)
+class TraceContext:
+    """The headers that carry one trace context, such as ``traceparent``; at least one."""
+
+    pairs: tuple[tuple[str, str], ...]
+    lines: bytes = field(init=False)
+    """The pairs as lines of a header block."""
+    block: bytes = field(init=False)
+    """A header block of nothing else."""
+    _mark: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        block = h.encode(self.pairs)
+        object.__setattr__(self, "block", block)
+        object.__setattr__(self, "lines", block[len(h.VERSION) + len(h.CRLF) : -len(h.CRLF)])
+        object.__setattr__(self, "_mark", b"\r\n%b:" % self.pairs[0][0].encode())
+
+    def extend(self, block: bytes, room: int) -> bytes:
+        """Return a header block with the context, which may have `room` bytes; unchanged if it has a context or no room."""
+        if not block:
+            return self.block if len(self.block) <= room else block
+        longer = len(block) + len(self.lines)
+        if longer > room or longer > h.MAX_BLOCK or self._mark in block:
+            return block
+        return block[: -len(h.CRLF)] + self.lines + h.CRLF
+
+    def added_to(self, message: BatchMessage, max_payload: int) -> BatchMessage:
+        """Return a message with the context; unchanged if it has one, is invalid, or might become too large."""
+        try:
+            headers = given_headers(message)
+            size = sum(len(name) + 3 * len(value) + 4 for name, value in message_headers(message))
+        except (TypeError, ValueError):
+            return message  # it is refused where it is sent
+        if self.pairs[0][0] in headers:
+            return message
+        size += len(self.block) + _MARGIN
+        if size > h.MAX_BLOCK or size + len(message.payload) > max_payload:
+            return message
+        return dataclasses.replace(message, headers=own_headers([*headers.items(), *self.pairs]))
+
+
+def trace_context(pairs: Iterable[tuple[str, str]]) -> TraceContext | None:
+    """Return the context that `pairs` carry, or None if there are none or a message cannot have them."""
+    pairs = tuple(pairs)
+    try:
+        return TraceContext(pairs) if pairs else None
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,263 @@
+"""Spans, metrics and trace context of fast ingest, by OpenTelemetry's SDK on a real server."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+from opentelemetry import trace
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+import jetstream_ext as jsx
+from jetstream_ext import otel
+from jetstream_ext.client import telemetry
+from jetstream_ext.testing import NatsServer
+from jetstream_ext.types import Entry
+
+
+class Recorded:
+    """What was reported since `instrument`."""
+
+    def __init__(self) -> None:
+        self._spans, self._metrics = InMemorySpanExporter(), InMemoryMetricReader()
+        self.tracers = TracerProvider(shutdown_on_exit=False)
+        self.tracers.add_span_processor(SimpleSpanProcessor(self._spans))
+        self.meters = MeterProvider([self._metrics], shutdown_on_exit=False)
+
+    @property
+    def spans(self) -> list[ReadableSpan]:
+        return list(self._spans.get_finished_spans())
+
+    def points(self, name: str) -> list[Any]:
+        data = self._metrics.get_metrics_data()
+        scopes = [scope for each in (data.resource_metrics if data else []) for scope in each.scope_metrics]
+        return [
+            point
+            for scope in scopes
+            for metric in scope.metrics
+            if metric.name == name
+            for point in metric.data.data_points
+        ]
+
+    def total(self, name: str) -> int:
+        return sum(point.value for point in self.points(name))
+
+
+@pytest.fixture
+def recorded() -> Iterator[Recorded]:
+    recorded = Recorded()
+    otel.instrument(recorded.tracers, recorded.meters)
+    yield recorded
+    otel.uninstrument()
+
+
+def attributes(span: ReadableSpan) -> dict[str, Any]:
+    return dict(span.attributes or {})
+
+
+def parent_of(headers: dict[str, str]) -> tuple[int, int]:
+    _, trace_id, span_id, _ = headers["traceparent"].split("-")
+    return int(trace_id, 16), int(span_id, 16)
+
+
+def ids_of(span: ReadableSpan) -> tuple[int, int]:
+    context = span.get_span_context()
+    assert context is not None
+    return context.trace_id, context.span_id
+
+
+async def stored(js: JetStreamContext, stream: str) -> list[jsx.StoredMsg]:
+    return await jsx.DirectGet(js, stream).scan().to_list()
+
+
+async def test_a_bulk_is_one_span_whose_context_is_in_every_message(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded, server: NatsServer
+) -> None:
+    stream = await make_stream()
+    plain: list[Entry] = [(f"{stream}.{i % 3}", b"%d" % i) for i in range(250)]
+    others: list[Entry] = [
+        (f"{stream}.h", b"h", {"a": "1"}),
+        jsx.BatchMessage(f"{stream}.m", b"m", msg_id="id"),
+        (f"{stream}.p", b"plain again"),
+    ]
+    async with jsx.FastPublisher(js) as publisher:
+        await publisher.add_many([*plain, *others])
+    send, commit = recorded.spans
+    where = urlsplit(server.url)
+    common = {
+        "messaging.system": "nats",
+        "messaging.destination.name": stream,
+        "messaging.batch.message_count": 253,
+        "server.address": where.hostname,
+        "server.port": where.port,
+        "jetstream_ext.stream": stream,
+        "jetstream_ext.batch.id": publisher.batch_id,
+    }
+    assert (send.name, send.kind, send.status.status_code) == (f"send {stream}", SpanKind.PRODUCER, StatusCode.UNSET)
+    assert attributes(send) == common | {"messaging.operation.name": "send", "messaging.operation.type": "send"}
+    assert (commit.name, commit.kind) == (f"commit {stream}", SpanKind.CLIENT)
+    assert attributes(commit) == common | {"messaging.operation.name": "commit"}
+    messages = await stored(js, stream)
+    assert [message.data for message in messages] == [*(b"%d" % i for i in range(250)), b"h", b"m", b"plain again"]
+    assert {parent_of(message.headers) for message in messages} == {ids_of(send)}
+    assert (messages[250].headers["a"], messages[251].headers["Nats-Msg-Id"]) == ("1", "id")
+    assert ids_of_parent(otel.extract(messages[7])) == ids_of(send)
+
+
+def ids_of_parent(context: Any) -> tuple[int, int]:
+    found = trace.get_current_span(context).get_span_context()
+    return found.trace_id, found.span_id
+
+
+async def test_a_message_is_a_span_named_by_the_subjects_of_its_stream(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
+) -> None:
+    stream = await make_stream()
+    tracer = recorded.tracers.get_tracer("test")
+    with tracer.start_as_current_span("request"):
+        async with jsx.FastPublisher(js) as publisher:
+            await publisher.add(f"{stream}.17", b"x")
+            await publisher.add_many(each async for each in one_by_one((f"{stream}.18", b"y")))
+    add, bulk, commit, request = recorded.spans
+    assert [add.name, bulk.name, commit.name] == [f"send {stream}.>", f"send {stream}", f"commit {stream}"]
+    assert attributes(add)["messaging.destination.name"] == f"{stream}.17"
+    assert attributes(add)["messaging.destination.template"] == f"{stream}.>"
+    assert "messaging.batch.message_count" not in attributes(add)
+    assert all(span.parent == request.get_span_context() for span in (add, bulk, commit))
+    assert [parent_of(message.headers) for message in await stored(js, stream)] == [ids_of(add), ids_of(bulk)]
+
+
+async def one_by_one(*entries: Entry) -> Any:
+    for entry in entries:
+        yield entry
+
+
+async def test_a_context_of_the_users_own_stays(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
+) -> None:
+    stream, own = await make_stream(), {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
+    async with jsx.FastPublisher(js) as publisher:
+        await publisher.add(f"{stream}.a", b"", headers=own)
+        await publisher.add_many([(f"{stream}.a", b"", own), jsx.BatchMessage(f"{stream}.a", headers=own)])
+    assert [message.headers for message in await stored(js, stream)] == [own] * 3
+
+
+async def test_a_message_that_just_fits_is_stored_without_a_context(
+    js: JetStreamContext, nc: Client, make_stream: Callable[..., Any], recorded: Recorded
+) -> None:
+    stream, largest = await make_stream(storage="memory"), b"x" * nc.max_payload
+    async with jsx.FastPublisher(js) as publisher:
+        await publisher.add(f"{stream}.a", largest)
+        await publisher.add_many([(f"{stream}.a", largest), (f"{stream}.a", b"small")])
+    messages = await stored(js, stream)
+    assert [len(message.data) for message in messages] == [len(largest), len(largest), 5]
+    assert [list(message.headers) for message in messages] == [[], [], ["traceparent"]]
+
+
+async def test_no_context_is_added_without_inject(js: JetStreamContext, make_stream: Callable[..., Any]) -> None:
+    stream, recorded = await make_stream(), Recorded()
+    otel.instrument(recorded.tracers, recorded.meters, inject=False)
+    try:
+        async with jsx.FastPublisher(js) as publisher:
+            await publisher.add_many([(f"{stream}.a", b"")] * 3)
+    finally:
+        otel.uninstrument()
+    assert [message.headers for message in await stored(js, stream)] == [{}] * 3
+    assert [span.name for span in recorded.spans] == [f"send {stream}", f"commit {stream}"]
+
+
+async def test_failed_and_cancelled_calls_end_their_spans_as_errors(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
+) -> None:
+    stream = await make_stream()
+    publisher = jsx.FastPublisher(js)
+    with pytest.raises(RuntimeError, match="source"):
+        await publisher.add_many(broken(stream))
+    await publisher.discard()
+    with pytest.raises(jsx.errors.BatchClosedError):
+        await publisher.add(f"{stream}.a")
+    cancelled = jsx.FastPublisher(js)
+    endless = asyncio.get_running_loop().create_task(cancelled.add_many((f"{stream}.a", b"") for _ in iter(int, 1)))
+    async with asyncio.timeout(30):
+        while not cancelled.ack_seq:
+            await asyncio.sleep(0)
+    endless.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await endless
+    await cancelled.discard()
+    found = [(attributes(span)["error.type"], span.status.status_code, len(span.events)) for span in recorded.spans]
+    error = StatusCode.ERROR
+    assert found == [("RuntimeError", error, 1), ("BatchClosedError", error, 1), ("CancelledError", error, 0)]
+    assert attributes(recorded.spans[0])["messaging.batch.message_count"] == 2
+    assert cancelled.batch_seq >= 1
+    assert attributes(recorded.spans[2])["messaging.batch.message_count"] == cancelled.batch_seq
+
+
+def broken(stream: str) -> Iterator[Entry]:
+    yield f"{stream}.a", b"1"
+    yield f"{stream}.a", b"2"
+    raise RuntimeError("source")
+
+
+async def test_what_was_sent_acknowledged_and_refused_is_counted(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
+) -> None:
+    stream = await make_stream()
+    async with jsx.FastPublisher(js, gap=jsx.GapMode.OK) as publisher:
+        await publisher.add_many([(f"{stream}.a", b"")] * 50)
+        await publisher.add_message(jsx.BatchMessage(f"{stream}.a", expected_last_seq=7))
+    assert publisher.error_count == 1
+    assert recorded.total("messaging.client.sent.messages") == 51
+    assert recorded.total("jetstream_ext.acknowledged.messages") == 51
+    (refused,) = recorded.points("jetstream_ext.refused.messages")
+    assert refused.value == 1
+    assert refused.attributes == {
+        "messaging.system": "nats",
+        "messaging.destination.name": stream,
+        "error.type": "WrongLastSequenceError",
+    }
+    durations = recorded.points("messaging.client.operation.duration")
+    assert {point.attributes["messaging.operation.name"]: point.count for point in durations} == {
+        "send": 2,
+        "commit": 1,
+    }
+    assert all(point.explicit_bounds[0] == 0.005 and point.sum < 30 for point in durations)
+    subjects = {value for point in durations for value in point.attributes.values() if str(value).endswith(".a")}
+    assert subjects == set()  # a metric per subject would be too many
+
+
+async def test_a_second_call_replaces_the_first_and_uninstrument_ends_both(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
+) -> None:
+    stream, second = await make_stream(), Recorded()
+    otel.instrument(second.tracers, second.meters)
+    async with jsx.FastPublisher(js) as publisher:
+        await publisher.add(f"{stream}.a")
+        otel.uninstrument()
+        await publisher.add(f"{stream}.a")
+    otel.uninstrument()
+    assert telemetry.observer is None
+    assert (len(recorded.spans), [span.name for span in second.spans]) == (0, [f"send {stream}.>"])
+    assert ["traceparent" in message.headers for message in await stored(js, stream)] == [True, False]
+
+
+def test_a_missing_opentelemetry_is_named_and_nothing_else_imports_it() -> None:
+    code = (
+        "import sys; sys.modules['opentelemetry'] = None\n"
+        "from jetstream_ext import *\n"
+        "import jetstream_ext.kv, jetstream_ext.log\n"
+        "import jetstream_ext.otel"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    words = "ImportError: jetstream_ext.otel needs opentelemetry-api: pip install 'nats-jetstream-ext[otel]'"
+    assert done.stderr.splitlines()[-1] == words
