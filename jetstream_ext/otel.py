@@ -22,8 +22,8 @@ try:
     from opentelemetry import metrics, propagate, trace
     from opentelemetry.context import Context
     from opentelemetry.trace import Span, SpanKind, StatusCode
-except ImportError as error:
-    raise ImportError("jetstream_ext.otel needs opentelemetry-api: pip install 'nats-jetstream-ext[otel]'") from error
+except ImportError as _missing:
+    raise ImportError("jetstream_ext.otel needs opentelemetry-api: pip install 'nats-jetstream-ext[otel]'") from _missing
 
 __all__ = ["extract", "instrument", "uninstrument"]
 

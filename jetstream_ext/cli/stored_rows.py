@@ -76,8 +76,8 @@ class StoredRows:
 
     def __init__(self, database: sqlite3.Connection, ids: RowIds, *, other_contents: bool) -> None:
         self.total: int | None = None
-        self.stored = 0
-        self.same_content = False
+        self.stored: int = 0
+        self.same_content: bool = False
         self._database = database
         self._ids = ids
         self._other_contents = other_contents

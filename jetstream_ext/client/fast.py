@@ -864,8 +864,8 @@ class _Bulk:
 
     def __init__(self, session: FastSession, trace: TraceContext | None = None) -> None:
         self.entries: Iterator[Entry] = iter(())
-        self.trace = trace  # what every message gets
-        self.sent = 0  # how many messages were sent
+        self.trace: TraceContext | None = trace  # what every message gets
+        self.sent: int = 0  # how many messages were sent
         self.stopped: BaseException | None = None
         """What the source raised (StopIteration at its end), a message's refusal, or what ended the batch."""
         self._session = session
