@@ -23,7 +23,9 @@ try:
     from opentelemetry.context import Context
     from opentelemetry.trace import Span, SpanKind, StatusCode
 except ImportError as _missing:
-    raise ImportError("jetstream_ext.otel needs opentelemetry-api: pip install 'nats-jetstream-ext[otel]'") from _missing
+    raise ImportError(
+        "jetstream_ext.otel needs opentelemetry-api: pip install 'nats-jetstream-ext[otel]'"
+    ) from _missing
 
 __all__ = ["extract", "instrument", "uninstrument"]
 
