@@ -281,7 +281,7 @@ def package(session: nox.Session) -> None:
 
     The wheel alone, without extras, imports little and names the extras that it lacks. A user's type checker learns the
     type of everything in it. The tests nearest to a user pass with the installed wheel, and the tests of the imports with
-    the installed sdist, from which the wheel was built. The two examples that take longest run in `tests` only.
+    the installed sdist, from which the wheel was built. The two examples and the file of tests that take longest run in `tests` only.
     """
     sdist, wheel = build(session)
     python = install_alone(session, wheel)
@@ -292,7 +292,7 @@ def package(session: nox.Session) -> None:
     with session.chdir(session.create_tmp()):
         session.run("pyright", "--verifytypes", "jetstream_ext", "--ignoreexternal")
     nearest = [
-        *(f"tests/cli/test_{name}.py" for name in ("commands", "files", "fidelity", "terminal")),
+        *(f"tests/cli/test_{name}.py" for name in ("commands", "files", "terminal")),
         *(f"tests/testing/test_{name}.py" for name in ("find_server", "pytest_plugin", "server")),
         "tests/test_examples.py",
         "tests/test_imports.py",
