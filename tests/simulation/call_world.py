@@ -432,7 +432,7 @@ class World:
         seconds = 4 * self.timeout if patience is None else patience
         found = await self.end(batch.resolve(timeout=patience), seconds + ENDS, f"{name}: resolve")
         if isinstance(found, str):
-            return found, batch.ack
+            return found, batch.ack if found == "stored" else None
         return ("not_stored" if getattr(found, "outcome", "unknown") == "not_stored" else "unknown"), found
 
     @staticmethod
