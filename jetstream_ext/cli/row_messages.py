@@ -54,7 +54,7 @@ class RowMapping:
 
     @property
     def subject_filter(self) -> str | None:
-        """A filter that all subjects match; None if there is none but ``>``."""
+        """A filter that matches all subjects of the file; None if only ``>`` does."""
         if _PLACEHOLDER.search(self.subject) is None:
             return self.subject
         fixed, *_ = _PLACEHOLDER.split(self.subject, maxsplit=1)
@@ -62,7 +62,7 @@ class RowMapping:
         return f"{tokens}.>" if dot else None
 
     def message(self, row: Row, place: str) -> Message:
-        """Return the message of a row; raise RowError, which names the `place`, if there is none."""
+        """Return the message of a row; raise RowError, which names the `place`, if the row cannot be sent."""
         headers = None if self.headers_from is None else self._headers(row, self.headers_from, place)
         return Message(self._subject(row, place), self._payload(row, place), headers)
 

@@ -52,7 +52,7 @@ class RowIds:
         return f"{self.path}.{self.content}.{place}.{row}{self.token and f'.{self.token}'}"
 
     def parse(self, text: str) -> _Id | None:
-        """Return what an id says; None if it is none of a file with this path."""
+        """Return the parts of an id; None if the id does not belong to a file with this path."""
         path, *parts = text.split(".")
         if path != self.path or len(parts) not in (3, 4):
             return None

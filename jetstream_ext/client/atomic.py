@@ -103,7 +103,7 @@ class AtomicBatch:
         """The server's ack of the commit, which is there after a clean exit of the block.
 
         Raises:
-            BatchError: There is none: the batch is still open or was discarded, or this is the error that ended it.
+            BatchError: The batch is still open, was discarded, or ended with this error.
         """
         return self._session.machine.result()
 

@@ -158,8 +158,8 @@ class FastPublisher:
         Its ``batch_size`` is the highest batch sequence, not the number of messages stored.
 
         Raises:
-            BatchError: There is none: the batch is still open or was discarded, or this is the error that ended it.
-            UnsupportedFeatureError: There is none, because the server is older than 2.14.
+            BatchError: The batch is still open, was discarded, or ended with this error.
+            UnsupportedFeatureError: The server is older than 2.14.
         """
         return self._batch.result()
 

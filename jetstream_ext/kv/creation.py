@@ -215,7 +215,7 @@ async def _create(bucket: Bucket, api: Api, body: dict[str, Any], switches: Mapp
 
 
 def _check_same(bucket: Bucket, wanted: Mapping[str, Any], state: StreamState) -> None:
-    """Raise StreamConfigMismatchError for a bucket with another value of an option, BadBucketError if it is none."""
+    """Raise StreamConfigMismatchError if an option has another value, or BadBucketError if the stream is not a bucket."""
     bucket.check(state, direct=False)
     diff = {}
     for option, want in wanted.items():

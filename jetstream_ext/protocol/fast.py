@@ -311,7 +311,7 @@ class FastBatch:
         return max(self.window.acked, self.window.arrived) >= seq
 
     def result(self) -> BatchAck:
-        """Return the server's final ack; raise what ended the batch, or BatchError, if there is none."""
+        """Return the server's final ack; raise BatchError, or what ended the batch, if the server has sent no ack."""
         if self.ack is not None:
             return self.ack
         if self.state is ENDED and self.end_reason is not EndReason.DISCARDED:
