@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import signal
 from collections.abc import Generator, Iterator
@@ -166,7 +167,7 @@ class _Ingest:
         self._resume = resume
         self._again = again
         path = short_digest(str(file.resolve()).encode(errors="surrogateescape"))
-        self._ids = RowIds(path, _content(file, mapping), skip, NUID().next().decode() if again else "")
+        self._ids = RowIds(path, _content(file, mapping), skip, _new_token() if again else "")
         self._sent = _Sent(skip)
 
     async def run(self, where: Target, create: tuple[str, ...], *, show: bool) -> IngestReport:
@@ -176,6 +177,9 @@ class _Ingest:
                 await ensure_stream(js, name=self._stream, subjects=subjects, allow_direct=True, allow_batched=True)
             advice = "" if create else "; --create SUBJECT creates it"
             state = await existing_stream(js, self._stream, advice)
+            if not state.never_removed and not self._again:
+                # The server remembers the ids of messages that it has removed. It would take their rows for duplicates.
+                self._ids = dataclasses.replace(self._ids, token=_new_token())
             with stored_rows(self._ids, other_contents=True) as stored:
                 if state.messages and not self._again:
                     await self._look(js, state, stored, show=show)
@@ -334,6 +338,10 @@ def _warn_about_removed(state: StreamState) -> None:
             f"stream {state.name!r} has removed messages: if rows of this file were among them, they are sent again",
             err=True,
         )
+
+
+def _new_token() -> str:
+    return NUID().next().decode()
 
 
 def _content(path: Path, mapping: RowMapping) -> str:

@@ -1,8 +1,8 @@
 """Which rows of a file a stream has, by the message ids that ``ingest`` gave them.
 
 An id is ``<path>.<content>.<index>.<row>``: digests of the file's path, of its content with the options, and of the
-message, and the row's index. The index is ``<skip>-<index>`` in a run with ``--skip``; a run with ``--again`` adds
-``.<token>``. Each run sends the rows that are not stored in the order of the file. So when the stream has row `index` of
+message, and the row's index. The index is ``<skip>-<index>`` in a run with ``--skip``. A run adds ``.<token>`` if the
+server may not drop its rows as duplicates: with ``--again``, and if the stream has removed messages. Each run sends the rows that are not stored in the order of the file. So when the stream has row `index` of
 this content, it has stored every row from `skip` to `index`, even if it has removed some of them since.
 """
 
@@ -44,7 +44,7 @@ class RowIds:
     path: str
     content: str
     skip: int = 0
-    token: str = ""  # of a run that stores everything again
+    token: str = ""  # of a run whose rows are no duplicates, whatever the server remembers
 
     def make(self, index: int, row: str) -> str:
         """Return the id of the row at `index`, whose message has the digest `row`."""

@@ -199,6 +199,19 @@ def test_rows_that_the_stream_has_removed_since_are_not_sent_again(stream: Strea
     assert stream.rows == numbers(range(40, 100))
 
 
+def test_rows_are_stored_after_a_purge_although_the_server_remembers_their_ids(stream: Stream, ok: Json) -> None:
+    stream.create(duplicate_window=120)
+    stream.write(*range(50))
+    ok(*stream.how)
+    stream.js(lambda js: js.purge_stream(stream.name))
+    assert ok(*stream.how)["sent"] == 50
+    assert stream.rows == [str(n) for n in range(50)]
+    stream.js(lambda js: js.purge_stream(stream.name, keep=20))
+    stream.write(*range(50), "new")
+    assert ok(*stream.how, "--resume")["sent"] == 31  # those that were purged, and the new one
+    assert sorted(stream.rows) == sorted([*(str(n) for n in range(50)), "new"])
+
+
 def test_skipped_rows_are_not_taken_as_stored(stream: Stream) -> None:
     stream.create()
     stream.write(*range(100))
