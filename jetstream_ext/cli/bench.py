@@ -56,7 +56,6 @@ _THEIRS: Final = "#a0a0a0"
 
 
 @click.command("bench", short_help="Compare this library with plain nats-py.")
-@click.argument("url", envvar="NATS_URL", default="")
 @click.option(
     "--messages",
     type=click.IntRange(1),
@@ -72,9 +71,12 @@ _THEIRS: Final = "#a0a0a0"
     "--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Also draw a plot: *.png or *.svg."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and no progress bar.")
-@connection_options(server=False, selected=False)
+@connection_options(url_argument=True, own_server=True)
 def command(where: Target, messages: int, size: int, rounds: int, plot: Path | None, as_json: bool) -> None:
-    """Compare this library with plain nats-py, on a server that you name (URL, NATS_URL, context) or a temporary one.
+    """Compare this library with plain nats-py, on a server that you name or a temporary one.
+
+    URL is the same as --server URL. You can also name the server with NATS_URL or --context; the selected context is not
+    used.
 
     The command works on a scratch stream, which it deletes at the end and after Ctrl-C. It touches no other stream. It
     loads the server as much as it can. A temporary server needs nats-jetstream-ext[server].

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import click
 import orjson
+from click.core import ParameterSource
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
@@ -36,16 +37,16 @@ def _attributes(variable: str | None, metavar: str, help_text: str) -> dict[str,
     return {"envvar": variable, "show_envvar": variable is not None, "metavar": metavar, "help": help_text}
 
 
-def _option(flag: str, variable: str | None, metavar: str, help_text: str) -> str:
+def _option(flags: str, variable: str | None, metavar: str, help_text: str) -> str:
     """Return a field of `Settings` that is also an option of the command line, unset by default."""
-    return field(default="", metadata={"flag": flag, "attributes": _attributes(variable, metavar, help_text)})
+    return field(default="", metadata={"flags": flags.split(), "attributes": _attributes(variable, metavar, help_text)})
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # its repr would show the secrets
 class Settings:
     """Where and as which user to connect, with the field names of a context's file; an empty text is unset."""
 
-    url: str = _option("--server", "NATS_URL", "URL", f"Servers, comma-separated.  [default: {_DEFAULT_URL}]")
+    url: str = _option("--server -s", "NATS_URL", "URL", "Servers, comma-separated.")
     creds: str = _option("--creds", "NATS_CREDS", "FILE", "Credentials file of the user.")
     nkey: str = _option("--nkey", "NATS_NKEY", "FILE", "File with the user's nkey seed.")
     user: str = _option("--user", "NATS_USER", "NAME", "User name, or a token if there is no password.")
@@ -131,30 +132,40 @@ class Target:
         return dataclasses.replace(self, settings=dataclasses.replace(self.settings, url=url))
 
 
-def connection_options(*, server: bool = True, selected: bool = True) -> Callable[[_Command], _Command]:
+def connection_options(*, url_argument: bool = False, own_server: bool = False) -> Callable[[_Command], _Command]:
     """Return a decorator that adds the connection options to a command, which gets their `Target` as `where`.
 
     Args:
-        server: Whether ``--server`` is one of the options; a command without it has an argument ``url``.
-        selected: Whether to use the selected context if no server and no context is named. It is never used for a
-            named server, because its credentials are meant for its own server.
+        url_argument: Whether the server may also be given as an argument.
+        own_server: Whether the command starts a server if none is named. It then ignores the selected context. Other
+            commands use that context if no server and no context is named. It is never used for a named server, because
+            its credentials are meant for its own server.
     """
+    default = "a temporary server" if own_server else f"that of the selected context, or {_DEFAULT_URL}"
 
     def decorate(function: _Command) -> _Command:
         @functools.wraps(function)
-        def command(*, context: str, timeout: float, **arguments: Any) -> None:
+        def command(*, context: str, timeout: float, url_alias: str = "", **arguments: Any) -> None:
+            if url_alias:
+                arguments["url"] = _one_server(url_alias, arguments["url"])
             names = [each.name for each in fields(Settings) if each.name in arguments]
             settings = Settings(**{name: arguments.pop(name) for name in names})
-            if selected and not settings.url:
+            if not (own_server or settings.url):
                 context = context or _selected_context()
             if context:
                 settings = settings.over(_load_context(context))
             function(where=Target(settings, timeout), **arguments)
 
         options = [
-            click.option(each.metadata["flag"], each.name, default="", **each.metadata["attributes"])
+            click.option(
+                *each.metadata["flags"],
+                each.name,
+                default="",
+                show_default=default if each.name == "url" else None,
+                **each.metadata["attributes"],
+            )
             for each in fields(Settings)
-            if each.metadata and (server or each.name != "url")
+            if each.metadata
         ]
         wait = _attributes("NATS_TIMEOUT", "DURATION", "How long to wait for each answer.")
         options += [
@@ -162,11 +173,21 @@ def connection_options(*, server: bool = True, selected: bool = True) -> Callabl
             click.option("--context", default="", **_attributes("NATS_CONTEXT", "NAME", "Context of the nats tool.")),
             click.option("--timeout", type=_seconds, default="5s", show_default=True, **wait),
         ]
+        if url_argument:
+            options.append(click.argument("url_alias", metavar="[URL]", default=""))
         for option in reversed(options):
             command = option(command)
         return command
 
     return decorate
+
+
+def _one_server(argument: str, option: str) -> str:
+    """Return the server of the argument URL; the option may repeat it, and NATS_URL may name another one."""
+    given = click.get_current_context().get_parameter_source("url")
+    if given is ParameterSource.COMMANDLINE and option != argument:
+        raise click.UsageError("--server and the argument URL name different servers; give only one of them")
+    return argument
 
 
 @asynccontextmanager

@@ -92,14 +92,12 @@ def _quoted(name: str) -> str:
 
 
 @click.command("doctor", short_help="Show the features of a server and what its streams lack.")
-@click.argument("url", envvar="NATS_URL", default="")
 @click.option("--stream", metavar="NAME", help="Examine only this stream.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@connection_options(server=False)
+@connection_options(url_argument=True)
 def command(where: Target, stream: str | None, as_json: bool) -> None:
-    """Show the features of the server at URL, and the options that its streams lack.
+    """Show the features of a server, and the options that its streams lack. URL is the same as --server URL.
 
-    Without URL, the command uses NATS_URL, or else the server of the selected context, or else the one on this machine.
     For each stream it shows the Python call that enables the missing options. A missing option is not an error: the
     exit status is 0 if the server answers.
     """

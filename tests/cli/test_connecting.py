@@ -6,13 +6,15 @@ import importlib.util
 import json
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import click
 import pytest
 from cli_tools import Json, Run
 
 from jetstream_ext.cli import connection
+from jetstream_ext.cli.__main__ import cli
 from jetstream_ext.testing import NatsServer
 
 SECRET = "s3cret@w:ord"
@@ -53,6 +55,36 @@ def test_no_output_shows_a_password(run: Run, ok: Json) -> None:
         assert said["server"] == guarded.url
         shown = run("bench", f"nats://u:s3cret@{place}", "--messages", 100, "--rounds", 1)
         assert (shown.exit_code, guarded.url in shown.stdout, "s3cret" in shown.output) == (0, True, False)
+
+
+@pytest.mark.parametrize("place", [["URL"], ["--server", "URL"], ["-s", "URL"], ["-s", "URL", "URL"]], ids=" ".join)
+def test_a_named_server_precedes_the_environment(ok: Json, server: NatsServer, place: list[str]) -> None:
+    found = ok("doctor", *(each.replace("URL", server.url) for each in place), url="nats://127.0.0.1:1")
+    assert found["server_version"] == server.version
+
+
+def test_two_different_servers_are_wrong_usage(run: Run) -> None:
+    for command in ("doctor", "bench"):
+        done = run(command, "nats://u:s3cret@127.0.0.1:1", "--server", "nats://127.0.0.1:2")
+        assert (done.exit_code, done.stdout, "s3cret" in done.stderr) == (2, "", False)
+        assert "--server and the argument URL name different servers; give only one of them" in done.stderr
+
+
+def test_every_command_that_connects_takes_a_server() -> None:
+    def options(command: click.Command) -> set[str]:
+        return {flag for parameter in command.params for flag in parameter.opts}
+
+    def leaves(name: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
+        if isinstance(command, click.Group):
+            for part, each in command.commands.items():
+                yield from leaves(f"{name} {part}".strip(), each)
+        else:
+            yield name, command
+
+    assert {name for name, command in leaves("", cli) if not {"-s", "--server"} <= options(command)} == {
+        "demo",  # starts a server
+        "serve",  # is the server
+    }
 
 
 def test_a_password_precedes_credentials_as_in_the_nats_tool(ok: Json) -> None:

@@ -177,7 +177,7 @@ def test_help_shows_no_value_of_an_environment_variable(run: Run, monkeypatch: p
         assert (done.exit_code, "hunter2" in done.output, "127.0.0.1:4222" in done.output) == (
             0,
             False,
-            command in ("export", "snapshot", "ingest", "group list", "dlq list"),
+            command != "bench",  # which starts a server if none is named
         )
 
 
