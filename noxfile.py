@@ -5,6 +5,8 @@ import re
 import runpy
 import shlex
 import shutil
+import tarfile
+import zipfile
 from pathlib import Path
 
 import nox
@@ -215,7 +217,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure this library, nats-py and bare sockets, and write the figures that README and pages show.
+    """Measure this library, nats-py and bare sockets, and write the figures that the pages show.
 
     It takes a quarter of an hour on an idle machine and needs Java 17. Arguments after `--` go to tests/bench.
     """
@@ -230,6 +232,7 @@ def build(session: nox.Session) -> tuple[Path, Path]:
     session.install("build", "twine>=6.1")
     session.run("python", "-m", "build", "--outdir", str(out), silent=True)
     (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
+    check_contents(session, sdist, wheel)
     session.run("python", "-m", "twine", "check", "--strict", str(sdist), str(wheel))
     return sdist, wheel
 
@@ -243,6 +246,21 @@ def install_alone(session: nox.Session, built: Path) -> str:
     check = f"import jetstream_ext; assert jetstream_ext.__version__ == {PROJECT['project']['version']!r}"
     session.run(python, "-I", "-c", check, external=True)
     return python
+
+
+def check_contents(session: nox.Session, sdist: Path, wheel: Path) -> None:
+    """End the session if the sdist lacks a file of the root, or the wheel lacks the licence or the README."""
+    with tarfile.open(sdist) as archive:
+        root = {name.partition("/")[2] for name in archive.getnames()}
+    files = {"README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "pyproject.toml", "noxfile.py"}
+    if missing := files - root:
+        session.error(f"{sdist.name} lacks {', '.join(sorted(missing))}")
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        if metadata.replace("METADATA", "licenses/LICENSE") not in archive.namelist():
+            session.error(f"{wheel.name} lacks the licence")
+        if Path("README.md").read_text(encoding="utf-8") not in archive.read(metadata).decode():
+            session.error(f"the metadata of {wheel.name} lacks the README")
 
 
 @nox.session

@@ -103,14 +103,14 @@ def conditions(record: Record) -> str:
     )
 
 
-def _rates(record: Record, group: str, rows: Any, base: tuple[str, str], *, wide: bool) -> str:
+def _rates(record: Record, group: str, rows: Any, base: tuple[str, str]) -> str:
     def cells(title: str, case: str, limit: str, note: str) -> list[str]:
         found = figure(record, group, case, RATE)
         times = found["median"] / median(record, group, base[1])
         return [
             title,
             f"{found['median']:,.0f}",
-            *([spread(found)] if wide else []),
+            spread(found),
             f"{times:.1f}",
             f"{share(record, group, case, limit):.2f}{note}",
         ]
@@ -118,29 +118,26 @@ def _rates(record: Record, group: str, rows: Any, base: tuple[str, str], *, wide
     head = [
         group,
         "messages/s",
-        *(["min … max"] if wide else []),
+        "min … max",
         f"\N{MULTIPLICATION SIGN} {base[0]}",
         "share of the bare socket",
     ]
     return table(head, [cells(*row) for row in rows])
 
 
-def publish_table(record: Record, *, wide: bool = False) -> str:
-    return _rates(record, "publish", PUBLISHED, ("`publish_async`", publish.PUBLISH_ASYNC), wide=wide)
+def publish_table(record: Record) -> str:
+    return _rates(record, "publish", PUBLISHED, ("`publish_async`", publish.PUBLISH_ASYNC))
 
 
-def read_table(record: Record, *, wide: bool = False) -> str:
-    return _rates(record, "read", READ, ("the get by hand", publish.BY_HAND), wide=wide)
+def read_table(record: Record) -> str:
+    return _rates(record, "read", READ, ("the get by hand", publish.BY_HAND))
 
 
-def pictures(folder: str) -> Callable[[Record], str]:
-    def block(record: Record) -> str:
-        return (
-            f"![Messages published per second]({folder}bench-publish.svg)\n\n"
-            f"![Messages read per second]({folder}bench-read.svg)"
-        )
-
-    return block
+def pictures(record: Record) -> str:
+    return (
+        "![Messages published per second](images/bench-publish.svg)\n\n"
+        "![Messages read per second](images/bench-read.svg)"
+    )
 
 
 def cpu_table(record: Record) -> str:
@@ -356,17 +353,11 @@ def spark_tables(record: Record) -> str:
 
 
 PAGES: dict[str, dict[str, Callable[[Record], str]]] = {
-    "README.md": {
+    "docs/performance.md": {
         "conditions": conditions,
         "publish": publish_table,
         "read": read_table,
-        "pictures": pictures("docs/images/"),
-    },
-    "docs/performance.md": {
-        "conditions": conditions,
-        "publish": lambda record: publish_table(record, wide=True),
-        "read": lambda record: read_table(record, wide=True),
-        "pictures": pictures("images/"),
+        "pictures": pictures,
         "cpu": cpu_table,
         "shares": shares_table,
         "memory": memory_table,

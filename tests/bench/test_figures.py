@@ -19,6 +19,8 @@ sys.path.insert(0, str(BENCH))
 import render  # noqa: E402 - beside this file
 from record import Group, summary  # noqa: E402
 
+MAIN = "docs/performance.md"
+
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
@@ -92,14 +94,14 @@ def test_the_pages_show_the_record(record: dict[str, Any], pages: Path) -> None:
             line for line in text.splitlines() if line.startswith("#")
         ][:3]
     rate = record["groups"]["publish"]["figures"]["add_many"]["messages/s"]["median"]
-    assert f"| `FastPublisher.add_many` | {rate:,.0f} |" in (pages / "README.md").read_text()
+    assert f"| `FastPublisher.add_many` | {rate:,.0f} |" in (pages / MAIN).read_text()
     drawn = [path for path in written if path.suffix == ".svg"]
     assert len(drawn) == 2
     for path in drawn:
         assert ElementTree.parse(path).getroot().tag.endswith("svg")
-        assert f"(docs/images/{path.name})" in (pages / "README.md").read_text()
-    (pages / "README.md").write_text(before["README.md"])
-    assert render.stale(full, pages) == [pages / "README.md"]
+        assert f"(images/{path.name})" in (pages / MAIN).read_text()
+    (pages / MAIN).write_text(before[MAIN])
+    assert render.stale(full, pages) == [pages / MAIN]
 
 
 def test_a_page_without_its_comments_is_refused() -> None:

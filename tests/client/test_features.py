@@ -23,8 +23,7 @@ from jetstream_ext.protocol import feature_table
 from jetstream_ext.testing import NatsServer
 
 _SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "_ext" / "feature_table.py"))
-BEGIN, END = _SCRIPT["BEGIN"], _SCRIPT["END"]
-markdown_table, update = _SCRIPT["markdown_table"], _SCRIPT["update"]
+markdown_table = _SCRIPT["markdown_table"]
 
 
 async def test_the_newest_server_has_every_feature(js: JetStreamContext, server: NatsServer) -> None:
@@ -136,17 +135,6 @@ def test_the_markdown_table_has_a_row_for_every_feature() -> None:
         "| fast ingest | `FastPublisher` | no | no | no | yes | yes | 4 |"
         in rows[feature_table.FEATURES.index(feature_table.FAST_INGEST)]
     )
-
-
-def test_the_table_of_the_readme_is_updated_in_place() -> None:
-    text = f"# Title\n{BEGIN}old\n{END}The rest.\n"
-    assert update(text) == f"# Title\n{BEGIN}\n{markdown_table()}\n{END}The rest.\n"
-    assert update(update(text)) == update(text)
-    for broken in ("", BEGIN, END, f"{END}{BEGIN}", text + text):
-        with pytest.raises(ValueError, match="feature table"):
-            update(broken)
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    assert update(readme) == readme, "python docs/_ext/feature_table.py README.md"
 
 
 @pytest.mark.parametrize("limit", [-1, 0, "1048576", 1.5, True, None, [[]]], ids=str)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+import shlex
+import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import nats
 import pytest
 
+import jetstream_ext as jsx
 from jetstream_ext.testing import NatsServer
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +35,9 @@ if sys.version_info >= (3, 13):
 runpy.run_module("asyncio", run_name="__main__", alter_sys=True)
 """
 
+SAVED = re.compile(r"^Save this program as `(\S+)`.*?\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 OF_FILES = {"test-with-faults"}
+OF_PROGRAMS = [DOCS / "quick-start.md", DOCS / "web-service.md", ROOT / "README.md"]
 TYPED = [DOCS / "tutorial.md"] + [
     path for path in sorted((DOCS / "how-to").glob("*.md")) if path.stem not in {"index", *OF_FILES}
 ]
@@ -110,7 +118,7 @@ def test_a_page_of_files(name: str, tmp_path: Path) -> None:
 def test_pages_can_be_typed_one_after_the_other() -> None:
     """Into one server: no page uses a stream or bucket of another, or of the README."""
     made: dict[str, str] = {}
-    for page in [*TYPED, ROOT / "README.md"]:
+    for page in [*TYPED, *OF_PROGRAMS]:
         text = page.read_text(encoding="utf-8")
         for name in set(re.findall(r"""\b(?:name|bucket)="(\w+)\"""", text)):
             assert made.setdefault(name, page.name) == page.name, name
@@ -124,13 +132,105 @@ def test_every_page_is_run() -> None:
     assert all(f"\n{page}\n" in listed for page in pages)
 
 
+def saved(page: Path, folder: Path, url: str) -> list[Path]:
+    """Write the programs of a page into the files that it names."""
+    programs = []
+    for name, code in SAVED.findall(page.read_text(encoding="utf-8")):
+        programs.append(folder / name)
+        programs[-1].write_text(code.replace(URL, url), encoding="utf-8")
+    return programs
+
+
+def outputs(page: Path) -> list[str]:
+    return [text for language, text in BLOCK.findall(page.read_text(encoding="utf-8")) if language == "text"]
+
+
+def says(page: str, printed: str) -> bool:
+    """Return whether a program printed what a page says; … on the page is any text."""
+    return re.fullmatch(re.escape(page).replace("…", ".*"), printed) is not None
+
+
 def test_the_program_of_the_readme(empty_server: NatsServer, tmp_path: Path) -> None:
-    language, code = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))[0]
-    assert language == "python"
-    program = tmp_path / "readme.py"
-    program.write_text(code.replace(URL, empty_server.url), encoding="utf-8")
+    page = ROOT / "README.md"
+    (program,) = saved(page, tmp_path, empty_server.url)
     done = subprocess.run(
         [sys.executable, "-W", "error", program], capture_output=True, text=True, timeout=540, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "BatchAck(stream='ORDERS', seq=100000" in done.stdout
+    (output,) = outputs(page)
+    assert says(output, done.stdout), done.stdout
+
+
+def test_the_quick_start(empty_server: NatsServer, tmp_path: Path) -> None:
+    page = DOCS / "quick-start.md"
+    assert len(saved(page, tmp_path, empty_server.url)) == 2
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").touch()  # the tests run in an environment that is active
+    install, serve, *others = (
+        text for language, text in BLOCK.findall(page.read_text(encoding="utf-8")) if language == "bash"
+    )
+    assert "pip install 'nats-jetstream-ext[cli,server]'" in install
+    assert serve == "jetstream-ext serve\n"
+    done = subprocess.run(
+        ["bash", "-e", "-c", "".join(others)],
+        capture_output=True,
+        text=True,
+        timeout=540,
+        check=False,
+        cwd=tmp_path,
+        env=environment() | {"NATS_URL": empty_server.url},
+    )
+    assert done.returncode == 0, done.stderr
+    served, *wanted = outputs(page)
+    assert "127.0.0.1:4222" in served
+    where = 0
+    for output in wanted:
+        found = done.stdout.find(output, where)
+        assert found >= 0, f"the page says\n{output}\nprinted was\n{done.stdout[where:]}"
+        where = found + len(output)
+    assert "on ride 17" in done.stdout[where:]  # of the snapshot
+    assert len((tmp_path / "rides.csv").read_text(encoding="utf-8").splitlines()) == 10_003
+
+
+def test_the_web_service(empty_server: NatsServer, tmp_path: Path) -> None:
+    """It answers as the page says, and stores at its end what was still in memory."""
+    page = DOCS / "web-service.md"
+    (program,) = saved(page, tmp_path, empty_server.url)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    commands = [text for language, text in BLOCK.findall(page.read_text(encoding="utf-8")) if language == "bash"]
+    assert "uvicorn service:app" in commands[0]
+    server = subprocess.Popen(
+        [sys.executable, "-W", "error", "-m", "uvicorn", "service:app", "--port", str(port)],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=program.parent,
+        env=environment() | {"NATS_URL": empty_server.url},
+    )
+    assert server.stderr is not None
+    try:
+        assert any("running on" in line for line in server.stderr)
+        answers = "".join(answer(line, port) for line in commands[1].splitlines())
+        assert answers == outputs(page)[0]
+    finally:
+        server.terminate()
+        log = server.communicate(timeout=60)[1]
+    assert "Application shutdown complete" in log, log
+    assert asyncio.run(last_message(empty_server.url, "PAGEVIEWS")) == ("pageviews.3", b"from Lagos")
+
+
+def answer(command: str, port: int) -> str:
+    """Do what a line with curl does, which not every machine has; return the answer as a line."""
+    _, *words, url = shlex.split(command)
+    options = dict(zip(words[::2], words[1::2], strict=True))
+    data = options["-d"].encode() if "-d" in options else None
+    request = urllib.request.Request(url.replace("8000", str(port)), data, method=options.get("-X", "GET"))
+    with urllib.request.urlopen(request, timeout=60) as found:
+        return f"{found.read().decode()}\n"
+
+
+async def last_message(url: str, stream: str) -> tuple[str, bytes]:
+    async with await nats.connect(url) as nc:
+        message = await jsx.DirectGet(nc.jetstream(), stream).get_last(">")
+    return message.subject, message.data
