@@ -1,6 +1,6 @@
 """Test an application with injected faults, without a real server: ``python examples/08_test_with_faults.py``.
 
-With pytest, ``pytest_plugins = ["jetstream_ext.testing.pytest_plugin"]`` provides the fixture ``reference_server``.
+With pytest, the fixture ``reference_server`` provides such a server for each test.
 """
 
 import asyncio

@@ -98,7 +98,7 @@ def check_blank_lines(program: str) -> None:
 def test_a_page_of_files(name: str, tmp_path: Path) -> None:
     text = (DOCS / "how-to" / f"{name}.md").read_text(encoding="utf-8")
     files = dict(FILE.findall(text))
-    assert set(files) == {"app.py", "conftest.py", "test_app.py"}
+    assert set(files) == {"app.py", "test_app.py"}
     for file, code in files.items():
         (tmp_path / file).write_text(code, encoding="utf-8")
     done = subprocess.run(
