@@ -1,0 +1,51 @@
+"""The page on troubleshooting: an entry with cause and fix for every public error, under the words that users see."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from jetstream_ext import errors
+from jetstream_ext.testing.reference.wire.errors import api_error
+
+DOCS = Path(__file__).parents[2] / "docs"
+ENTRIES = dict(
+    entry.split("\n", 1)
+    for entry in re.split(r"^### ", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+)
+CLASSES = {
+    name: cls
+    for name, cls in vars(errors).items()
+    if inspect.isclass(cls) and issubclass(cls, errors.JetStreamExtError)
+}
+MESSAGES = " ".join((DOCS / "_generated" / "messages.txt").read_text(encoding="utf-8").split())
+
+
+def heading(name: str) -> str:
+    (found,) = (heading for heading in ENTRIES if f"`{name}`" in heading)
+    return found
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_error_has_one_entry_under_its_words(name: str) -> None:
+    title = heading(name)
+    codes = {code for code, cls in errors.SERVER_ERRORS.items() if cls.__name__ == name}
+    if name != "KeyConflictError":  # the code of its base
+        assert not codes or re.search(rf"`{name}` \((\d+)\)", title), title
+    said = MESSAGES + " ".join(api_error(code).description for code in errors.SERVER_ERRORS)
+    _, _, words = title.partition(": ")
+    assert all(part.strip() in said for part in re.split(r"…|, ", words) if part.strip() != "and others"), title
+
+
+@pytest.mark.parametrize("title", ENTRIES)
+def test_every_entry_has_a_cause_and_a_fix(title: str) -> None:
+    assert re.search(r"^Cause\n: \S.*^Fix\n: \S", ENTRIES[title], re.DOTALL | re.MULTILINE)
+
+
+def test_the_codes_are_those_of_the_classes() -> None:
+    named = {(name, int(code)) for title in ENTRIES for name, code in re.findall(r"`(\w+Error)` \((\d{5})\)", title)}
+    assert len(named) > 15
+    assert all(errors.SERVER_ERRORS[code].__name__ == name for name, code in named)
