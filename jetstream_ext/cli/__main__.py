@@ -16,7 +16,18 @@ try:
     import click
     import nats.errors
 
-    from jetstream_ext.cli import bench, dead_letters, doctor, export, groups, ingest, local, positions, snapshot
+    from jetstream_ext.cli import (
+        bench,
+        dead_letters,
+        doctor,
+        enabling,
+        export,
+        groups,
+        ingest,
+        local,
+        positions,
+        snapshot,
+    )
     from jetstream_ext.cli.output import Stopped, one_line, printable_errors
     from jetstream_ext.testing import NatsServerError
     from jetstream_ext.text import printable
@@ -67,6 +78,8 @@ def cli() -> None:
 
 for _module in (bench, dead_letters, doctor, export, groups, ingest, positions, snapshot):
     cli.add_command(_module.command)
+cli.add_command(enabling.stream_command)
+cli.add_command(enabling.bucket_command)
 cli.add_command(local.demo)
 cli.add_command(local.serve)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
@@ -18,6 +17,7 @@ from click.core import ParameterSource
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
+from jetstream_ext.cli.times import duration
 from jetstream_ext.client.api import stream_state
 from jetstream_ext.client.connection import Context, OwnClient, login, may_be_secret, tls_context
 from jetstream_ext.protocol.api import StreamState
@@ -26,8 +26,6 @@ from jetstream_ext.protocol.servers import Servers, parse_servers
 _Command = Callable[..., None]
 
 _DEFAULT_URL: Final = "nats://127.0.0.1:4222"
-_DURATION: Final = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s|m|h|$)")
-_SECONDS: Final = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
 # A Windows certificate asks for TLS, too.
 _UNSUPPORTED: Final = ("nsc", "user_jwt", "socks_proxy", "windows_cert_store", "windows_ca_certs_match")
 _CREDENTIALS: Final = ("user", "password", "token", "creds", "nkey")
@@ -171,7 +169,7 @@ def connection_options(*, url_argument: bool = False, own_server: bool = False) 
         options += [
             click.option("--tlsfirst", "tls_first", is_flag=True, help="Start TLS before the server sends its INFO."),
             click.option("--context", default="", **_attributes("NATS_CONTEXT", "NAME", "Context of the nats tool.")),
-            click.option("--timeout", type=_seconds, default="5s", show_default=True, **wait),
+            click.option("--timeout", type=duration, default="5s", show_default=True, **wait),
         ]
         if url_argument:
             options.append(click.argument("url_alias", metavar="[URL]", default=""))
@@ -211,14 +209,6 @@ async def existing_stream(js: JetStreamContext, name: str, advice: str = "") -> 
         return await stream_state(Context(js), name)
     except NotFoundError as error:
         raise click.ClickException(f"stream {name!r} does not exist{advice}") from error
-
-
-def _seconds(text: str) -> float:
-    """Return the seconds of a duration as the nats tool writes it: 5, 5s, 500ms, 1m30s."""
-    seconds = sum(float(number) * _SECONDS[unit] for number, unit in _DURATION.findall(text))
-    if not _DURATION.sub("", text) and 0 < seconds < float("inf"):
-        return seconds
-    raise click.BadParameter(f"{text!r} is not a duration, such as 5s or 500ms")
 
 
 def _arguments(settings: Settings, servers: Servers) -> dict[str, Any]:

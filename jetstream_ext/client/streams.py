@@ -252,6 +252,22 @@ async def _extend(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> Strea
     return _checked(api, wanted, await api.ask(f"STREAM.UPDATE.{wanted.name}", update))
 
 
+async def enable_options(api: Api, stream: str, options: Iterable[str]) -> StreamInfo:
+    """Turn on ``allow_*`` options of an existing stream, all or none; return it as it is now.
+
+    Raises as `ensure_stream` does, and NotFoundError if there is no such stream.
+    """
+    info = await api.stream(stream)
+    with malformed_as_error(f"stream {stream!r}"):
+        found = _stream_info(info)
+        version, level = answering_server(info["config"])
+    for feature in (feature_table.BY_OPTION.get(option) for option in options):
+        if feature is not None and not feature.at(level):  # the stream's leader would drop it and keep the others
+            server = version or api.context.connection.server_version
+            raise feature.unsupported(server_version=server, api_level=level, detail="nothing was changed")
+    return await _extend(api, found.config.evolve(**dict.fromkeys(options, True)), info)
+
+
 async def require_features(api: Api, features: Iterable[Feature], detail: str) -> None:
     """Raise UnsupportedFeatureError unless the server's API level has each of `features`."""
     needed = list(features)

@@ -86,10 +86,14 @@ def marker_subjects(stream: str) -> str:
     return f"_spark.{stream}.>"
 
 
+def stores_markers(state: StreamState) -> bool:
+    """Return whether a bucket's stream stores the markers of Spark's sink."""
+    return any(covers(one, marker_subjects(state.name)) for one in state.subjects)
+
+
 def _with_markers(state: StreamState) -> list[str]:
     """Return the subjects of a bucket's stream, with those of the markers of Spark's sink."""
-    markers = marker_subjects(state.name)
-    return [*state.subjects, *(() if any(covers(one, markers) for one in state.subjects) else (markers,))]
+    return [*state.subjects, *(() if stores_markers(state) else (marker_subjects(state.name),))]
 
 
 def check_supported(bucket: Bucket, config: Mapping[str, Any], options: Iterable[str], detail: str) -> None:

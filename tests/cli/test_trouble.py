@@ -24,6 +24,8 @@ def commands(folder: Path, rows: Path) -> list[list[object]]:
     return [
         ["doctor"],
         ["bench", "--messages", 100],
+        ["enable", "S", "--direct"],
+        ["enable-bucket", "B"],
         ["snapshot", "B"],
         ["positions", "B"],
         ["group", "list"],

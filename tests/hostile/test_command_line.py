@@ -46,6 +46,8 @@ def ingest(url: str, folder: Path) -> list[str]:
 COMMANDS: dict[str, Command] = {
     "doctor": lambda url, folder: ["doctor", url],
     "doctor-json": lambda url, folder: ["doctor", "--json", url],
+    "enable": lambda url, folder: ["enable", "R0", "--direct", "--ttl", "--server", url],
+    "enable-bucket": lambda url, folder: ["enable-bucket", "B0", "--spark", "--server", url],
     "snapshot": lambda url, folder: ["snapshot", "B0", "--server", url],
     "snapshot-at": lambda url, folder: ["snapshot", "B0", "--at", "2", "--partial", "--server", url],
     "positions": lambda url, folder: ["positions", "B0", "--server", url],
@@ -88,7 +90,7 @@ def parts() -> list[list[Case]]:
     return [
         [
             Case.parse(text)
-            for text in f"{sample} errors:0:doctor texts:1:group-status texts:2:dlq texts:3:dlq-show texts:10:positions errors:1:dlq-redrive refusal:1:snapshot texts:8:bench second-info:5:doctor status:5:doctor".split()
+            for text in f"{sample} errors:0:doctor texts:1:group-status texts:2:dlq texts:3:dlq-show texts:10:positions errors:1:dlq-redrive refusal:1:snapshot texts:8:bench second-info:5:doctor status:5:doctor texts:1:enable".split()
         ]
     ]
 
@@ -177,5 +179,5 @@ def _names() -> Iterator[str]:
     yield from cli.commands
 
 
-def test_every_command_that_connects_meets_the_campaign() -> None:
-    assert {name.partition("-")[0] for name in COMMANDS} | {"demo", "serve"} == set(_names())
+def test_every_command_that_connects_meets_the_campaign(tmp_path: Path) -> None:
+    assert {command("nats://host", tmp_path)[0] for command in COMMANDS.values()} | {"demo", "serve"} == set(_names())

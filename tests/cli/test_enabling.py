@@ -1,0 +1,126 @@
+"""enable and enable-bucket turn on what a stream or a bucket lacks, all or nothing, and say what was on already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from cli_tools import Json, Run, with_js
+from nats.js import JetStreamContext
+from nats.js.api import StreamConfig, StreamSource
+
+from jetstream_ext.testing import NatsServer
+
+
+def config_of(server: NatsServer, stream: str) -> StreamConfig:
+    return with_js(server.url, lambda js: js.stream_info(stream)).config
+
+
+def test_enable_turns_on_what_a_stream_lacks_and_can_be_repeated(
+    server: NatsServer, run: Run, ok: Json, stream_name: Callable[[], str]
+) -> None:
+    stream = stream_name()
+    with_js(server.url, lambda js: js.add_stream(name=stream, subjects=[stream], max_msgs=7, allow_direct=True))
+    arguments = ("enable", stream, "--direct", "--atomic", "--batched")
+    assert ok(*arguments) == {
+        "stream": stream,
+        "enabled": ["allow_atomic", "allow_batched"],
+        "already": ["allow_direct"],
+    }
+    before = config_of(server, stream)
+    assert (before.allow_atomic, before.allow_batched, before.allow_msg_ttl, before.max_msgs) == (True, True, False, 7)
+    assert run(*arguments).stdout == f"stream {stream}: allow_direct, allow_atomic, allow_batched were on already\n"
+    assert run("enable", stream, "--ttl", "--direct").stdout == (
+        f"stream {stream}: enabled allow_msg_ttl; allow_direct was on already\n"
+    )
+    assert config_of(server, stream) == before.evolve(allow_msg_ttl=True, metadata=config_of(server, stream).metadata)
+
+
+def test_enable_bucket_turns_on_what_a_bucket_lacks_and_can_be_repeated(
+    server: NatsServer, run: Run, ok: Json, stream_name: Callable[[], str]
+) -> None:
+    bucket = stream_name()
+    with_js(server.url, lambda js: js.create_key_value(bucket=bucket))
+    first = run("enable-bucket", bucket).stdout
+    assert first == f"bucket {bucket}: enabled allow_direct, allow_atomic; recorded since when its limits hold\n"
+    assert run("enable-bucket", bucket).stdout == f"bucket {bucket}: allow_direct, allow_atomic were on already\n"
+    markers = f"_spark.KV_{bucket}.>"
+    found = ok("enable-bucket", bucket, "--ttl", "--spark", "--marker-ttl", "1m")
+    assert found == {
+        "bucket": bucket,
+        "stream": f"KV_{bucket}",
+        "enabled": [f"subject {markers}", "subject_delete_marker_ttl"],
+        "already": ["allow_msg_ttl", "allow_atomic"],
+    }
+    config = config_of(server, f"KV_{bucket}")
+    assert (config.subject_delete_marker_ttl, config.subjects) == (60, [f"$KV.{bucket}.>", markers])
+    assert ok("enable-bucket", bucket, "--spark", "--marker-ttl", "60s")["enabled"] == []
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "words"),
+    [
+        ({"mirror": StreamSource(name="none")}, ["--batched"], "cannot have allow_batched: it is a mirror"),
+        ({"sealed": True}, ["--ttl"], "cannot have allow_msg_ttl: it is sealed, so it takes no messages"),
+        ({"allow_msg_counter": True}, ["--ttl"], "cannot have allow_msg_ttl: it holds counters"),
+        ({"persist_mode": "async"}, ["--atomic"], "cannot have allow_atomic: it persists asynchronously"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_a_stream_cannot_have_is_refused_and_nothing_is_changed(
+    server: NatsServer,
+    run: Run,
+    stream_name: Callable[[], str],
+    config: dict[str, object],
+    options: list[str],
+    words: str,
+) -> None:
+    stream = stream_name()
+
+    async def create(js: JetStreamContext) -> None:
+        await js.add_stream(name=stream, **{name: value for name, value in config.items() if name != "sealed"})
+        if "sealed" in config:
+            await js.update_stream((await js.stream_info(stream)).config.evolve(sealed=True))
+
+    with_js(server.url, create)
+    done = run("enable", stream, "--direct", *options)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == f"Error: stream '{stream}' {words}; nothing was changed\n"
+    assert not config_of(server, stream).allow_direct
+    assert run("enable", stream, "--direct").exit_code == 0
+    assert config_of(server, stream).allow_direct
+
+
+def test_an_old_server_refuses_all_of_the_options(run: Run) -> None:
+    with NatsServer(version="2.12.8") as old:
+
+        async def create(js: JetStreamContext) -> None:
+            await js.add_stream(name="S", subjects=["s"])
+            await js.create_key_value(bucket="B")
+
+        with_js(old.url, create)
+        done = run("enable", "S", "--direct", "--batched", "--atomic", url=old.url)
+        assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
+        assert "fast ingest needs nats-server 2.14" in done.stderr
+        assert "nothing was changed" in done.stderr
+        assert not config_of(old, "S").allow_atomic
+    with NatsServer(version="2.11.10") as old:
+        with_js(old.url, create)
+        done = run("enable-bucket", "B", url=old.url)
+        assert (done.exit_code, "atomic batch needs nats-server 2.12" in done.stderr) == (1, True), done.output
+        assert not config_of(old, "KV_B").allow_direct
+
+
+def test_wrong_usage_and_what_does_not_exist_are_reported(run: Run) -> None:
+    usage = run("enable", "S")
+    assert (usage.exit_code, "name what to enable: --direct, --atomic, --batched, --ttl" in usage.stderr) == (2, True)
+    for wrong in ("soon", "500ms", "1.5s"):
+        assert run("enable-bucket", "B", "--marker-ttl", wrong).exit_code == 2
+    for arguments, words in (
+        (("enable", "NONE", "--direct"), "stream 'NONE' does not exist"),
+        (("enable-bucket", "NONE"), "bucket 'NONE' does not exist"),
+        (("enable", "a.b", "--direct"), "stream name 'a.b'"),
+        (("enable-bucket", "a.b"), "bucket name 'a.b'"),
+    ):
+        done = run(*arguments)
+        assert (done.exit_code, done.stderr.count("\n"), words in done.stderr) == (1, 1, True), done.output
