@@ -18,7 +18,8 @@ import orjson
 from nats.js import JetStreamContext
 
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
-from jetstream_ext.cli.formats import FORMATS, PARQUET, SPREADSHEET, START_AGAIN, WRITERS, Parquet, format_of
+from jetstream_ext.cli.formats import FORMATS, delimiter_of, format_of
+from jetstream_ext.cli.message_files import START_AGAIN, Csv, JsonLines, Parquet, SpreadsheetCsv, UnwritableError
 from jetstream_ext.cli.output import Stopped, count, is_are, one_line, progress, say, write_json
 from jetstream_ext.client.direct import DirectGet, ScanOptions
 from jetstream_ext.protocol.direct import StoredMsg
@@ -36,11 +37,13 @@ _REPORT_EVERY: Final = 500
 @click.argument("stream")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--format", "given", type=click.Choice(FORMATS), help="Format of FILE (default: from its suffix).")
+@click.option("--delimiter", metavar="CHAR", help="What separates the fields of CSV: a character, or 'tab'.")
 @click.option(
     "--spreadsheet",
     is_flag=True,
     help="In CSV, put an apostrophe before all that a spreadsheet may run as a formula; ingest keeps it.",
 )
+@click.option("--lossy", is_flag=True, help="Write U+FFFD for bytes of subjects and headers that are not UTF-8.")
 @click.option("--subject", default="", metavar="FILTER", help="Export only messages of this subject or filter.")
 @click.option(
     "--start-seq", type=click.IntRange(1), default=1, metavar="SEQ", show_default=True, help="Start at this sequence."
@@ -54,7 +57,9 @@ def command(
     stream: str,
     file: Path,
     given: str | None,
+    delimiter: str | None,
     spreadsheet: bool,
+    lossy: bool,
     subject: str,
     start_seq: int,
     resume: bool,
@@ -69,10 +74,8 @@ def command(
     """
     check_name(stream, "stream name")  # servers do not answer requests with an invalid one
     form = format_of(file, given)
-    if spreadsheet and form != "csv":
-        raise click.UsageError(f"--spreadsheet is for CSV, not for {form}")
-    variant = PARQUET if form == "parquet" else SPREADSHEET if spreadsheet else form
-    part = _Part(file, _Journal(stream, "", subject, start_seq, variant))
+    writer = _writer(form, delimiter_of(file, delimiter, form), spreadsheet=spreadsheet, lossy=lossy)
+    part = _Part(file, _Journal(stream, "", subject, start_seq, writer.name), writer)
     if file.exists() and not overwrite:
         raise click.ClickException(f"{file} already exists; --overwrite replaces it")
     if part.path.exists() and not (resume or overwrite):
@@ -85,7 +88,7 @@ def command(
             part.load()  # outside the event loop, because the file may be large
         asyncio.run(_export(where, part, show=not as_json))
         part.finish()  # outside the event loop, which would delay a Ctrl-C
-    except _NotInParquet:
+    except UnwritableError:
         part.remove()  # continuing it would end in the same way
         raise
     except KeyboardInterrupt:
@@ -114,6 +117,18 @@ def command(
         )
     else:
         say(f"wrote {count(done.messages, 'message')} up to sequence {done.seq:,} to {file} ({seconds:.1f} s)")
+
+
+def _writer(form: str, delimiter: str, *, spreadsheet: bool, lossy: bool) -> JsonLines:
+    if spreadsheet and form != "csv":
+        raise click.UsageError(f"--spreadsheet is for CSV, not for {form}")
+    if form == "csv":
+        return (SpreadsheetCsv if spreadsheet else Csv)(lossy=lossy, delimiter=delimiter)
+    if form == "jsonl":
+        return JsonLines(lossy=lossy)
+    if lossy:
+        raise click.UsageError("--lossy is for CSV and JSON lines, not for parquet")
+    return Parquet()
 
 
 async def _export(where: Target, part: _Part, *, show: bool) -> None:
@@ -165,8 +180,8 @@ async def _copy_batches(
                 part.add_batch(batch)
                 yield part.last_seq, batch.num_rows
     except arrow.ConversionError as error:
-        other = "export to CSV or JSON lines, where U+FFFD stands for bytes that are not UTF-8"
-        raise _NotInParquet(f"{one_line(error)}; {other}") from error
+        other = "export to CSV or JSON lines with --lossy, which writes U+FFFD for bytes that are not UTF-8"
+        raise UnwritableError(f"{one_line(error)}; {other}") from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -198,19 +213,15 @@ class _Journal:
         return cls(**found)
 
 
-class _NotInParquet(click.ClickException):
-    """A value that the columns of a Parquet file cannot hold."""
-
-
 class _Part:
     """The unfinished file, and its journal `saved`, which counts only what is on the disk; resuming cuts off the rest."""
 
-    def __init__(self, file: Path, wanted: _Journal) -> None:
+    def __init__(self, file: Path, wanted: _Journal, writer: JsonLines) -> None:
         self.path: Path = file.with_name(f"{file.name}.part")
         self.saved: _Journal = wanted
         self._file = file
         self._journal: Path = file.with_name(f"{file.name}.part.json")
-        self._writer = WRITERS[wanted.format]
+        self._writer = writer
         self._pending: list[StoredMsg] = []
         self._written = wanted
         self._stream: IO[bytes] | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import signal
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
@@ -13,14 +12,15 @@ from pathlib import Path
 from typing import Final
 
 import click
-import orjson
 from nats.js import JetStreamContext
 from nats.js.errors import NoStreamResponseError
 from nats.nuid import NUID
 
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
-from jetstream_ext.cli.formats import FORMATS, RowError, Rows, format_of
+from jetstream_ext.cli.formats import FORMATS, STDIO, delimiter_of, format_of
+from jetstream_ext.cli.message_files import is_export
 from jetstream_ext.cli.output import ReportProgress, Stopped, count, is_are, one_line, progress, say, write_json
+from jetstream_ext.cli.row_files import RowError, Rows, Source, check_encoding, spooled
 from jetstream_ext.cli.row_messages import RowMapping, short_digest
 from jetstream_ext.cli.stored_rows import RowIds, StoredRows, stored_rows
 from jetstream_ext.client.ingest import ingest
@@ -36,13 +36,25 @@ _CORRECT: Final = "correct the row, then the same command with --resume sends th
 
 
 @click.command("ingest", short_help="Store a file's rows in a stream.")
-@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path))
 @click.option("--stream", required=True, metavar="NAME", help="The stream that stores the rows.")
 @click.option("--subject-from", metavar="COLUMN", help="The column with each row's subject; the default is 'subject'.")
 @click.option("--subject", metavar="SUBJECT", help="Each row's subject; {column} becomes the value of that column.")
 @click.option("--data-from", metavar="COLUMN", help="The column with the payload; the default is the row as JSON.")
 @click.option("--headers-from", metavar="COLUMN", help="The column with headers, as export writes them; not Nats-….")
+@click.option("--no-restore", is_flag=True, help="Take a file that export wrote as any other table.")
+@click.option(
+    "--non-finite",
+    type=click.Choice(["refuse", "null"]),
+    default="refuse",
+    show_default=True,
+    help="What to do with inf and NaN in Parquet, which JSON cannot express.",
+)
 @click.option("--format", "given", type=click.Choice(FORMATS), help="Format of FILE (default: from its suffix).")
+@click.option("--delimiter", metavar="CHAR", help="What separates the fields of CSV: a character, or 'tab'.")
+@click.option(
+    "--encoding", default="utf-8", show_default=True, metavar="NAME", help="Encoding of CSV and JSON lines: latin-1, …."
+)
 @click.option(
     "--create", multiple=True, metavar="SUBJECT", help="Create a missing stream with subject SUBJECT; repeatable."
 )
@@ -59,7 +71,11 @@ def command(
     subject: str | None,
     data_from: str | None,
     headers_from: str | None,
+    no_restore: bool,
+    non_finite: str,
     given: str | None,
+    delimiter: str | None,
+    encoding: str,
     create: tuple[str, ...],
     skip: int,
     resume: bool,
@@ -83,29 +99,40 @@ def command(
         raise click.UsageError("give --subject or --subject-from, not both")
     if resume and again:
         raise click.UsageError("give --resume or --again, not both")
-    pattern = subject if subject is not None else f"{{{subject_from or 'subject'}}}"
-    mapping = RowMapping(pattern, data_from, headers_from)
-    job = _Ingest(file, format_of(file, given), stream, mapping, skip, resume=resume, again=again)
+    form = format_of(file, given)
+    how = delimiter_of(file, delimiter, form), check_encoding(encoding)
+    with spooled(file) as path:
+        rows = Rows(Source(path, "stdin" if file == STDIO else str(file), form, *how))
+        if not no_restore and is_export(rows.columns()):
+            data_from, headers_from = data_from or "data", headers_from or "headers"
+        pattern = subject if subject is not None else f"{{{subject_from or 'subject'}}}"
+        mapping = RowMapping(pattern, data_from, headers_from, non_finite == "null")
+        job = _Ingest(file, rows, stream, mapping, skip, resume=resume, again=again)
+        _run(job, where, create, as_json=as_json)
+
+
+def _run(job: _Ingest, where: Target, create: tuple[str, ...], *, as_json: bool) -> None:
     try:
         report = asyncio.run(job.run(where, create, show=not as_json))
     except (KeyboardInterrupt, asyncio.CancelledError):
         if not job.sending:
             raise Stopped("stopped: nothing was sent") from None
-        text = f"{count(job.in_stream, 'row')} of {file} {is_are(job.in_stream)} in {stream}; {_CONTINUE}"
+        text = f"{count(job.in_stream, 'row')} of {job.name} {is_are(job.in_stream)} in {job.stream}; {_CONTINUE}"
         raise Stopped(f"stopped: at least {text}") from None
     except RowError as error:
-        before = job.taken - min(skip, job.taken)
+        before = job.taken - min(job.skipped, job.taken)
         hint = f"; {_CORRECT}" if before else ""
         raise click.ClickException(f"{error.message}; {_stored_before(before)}{hint}") from error
     if as_json:
         write_json(
             {
-                "file": str(file),
-                "stream": stream,
+                "file": str(job.file),
+                "stream": job.stream,
                 "rows": job.skipped + job.already_stored + report.stored,
                 "sent": report.stored,
                 "already_stored": job.already_stored,
                 "skipped": job.skipped,
+                "headers_left_out": job.headers_left_out,
                 "resent": report.resent,
                 "in_doubt": report.in_doubt,
                 "complete": not job.stopping,
@@ -114,15 +141,18 @@ def command(
         )
     if report.in_doubt:
         say(f"{count(report.in_doubt, 'row')} may be stored more than once, because of an outage", err=True)
+    if job.headers_left_out:
+        left_out = count(job.headers_left_out, "header")
+        say(f"left out {left_out} with 'Nats-…' names: instructions to the server for the exported messages", err=True)
     stored = job.already_stored + report.stored
     if job.stopping:
-        text = f"{count(stored, 'row')} of {file} {is_are(stored)} in {stream}"
+        text = f"{count(stored, 'row')} of {job.name} {is_are(stored)} in {job.stream}"
         raise Stopped(f"stopped: exactly {text}; {_CONTINUE}")
     if not as_json:
         parts = [f"{job.skipped:,} skipped"] if job.skipped else []
         parts += [f"{job.already_stored:,} already stored"] if job.already_stored else []
         parts += [f"{report.stored:,} sent"]
-        text = f"{count(stored, 'row')} of {file} {is_are(stored)} in {stream}"
+        text = f"{count(stored, 'row')} of {job.name} {is_are(stored)} in {job.stream}"
         say(f"{text}: {', '.join(parts)} ({report.seconds:.1f} s)")
 
 
@@ -146,41 +176,48 @@ class _Ingest:
     """One run.
 
     Attributes:
+        file: The file, as it was given.
+        name: What to call it in messages.
+        stream: The stream.
         sending: Whether the rows that are stored are known, and others are being sent.
         stopping: Whether Ctrl-C was pressed.
         skipped: How many rows were left out on request.
         already_stored: How many of the others the stream had.
         in_stream: How many rows are in the stream.
         taken: How many rows of the file were read without an error.
+        headers_left_out: How many headers of the rows that were sent begin with ``Nats-``.
     """
 
     def __init__(
-        self, file: Path, form: str, stream: str, mapping: RowMapping, skip: int, *, resume: bool, again: bool
+        self, file: Path, rows: Rows, stream: str, mapping: RowMapping, skip: int, *, resume: bool, again: bool
     ) -> None:
         self.sending = self.stopping = False
         self.skipped = skip
-        self.already_stored = self.in_stream = self.taken = 0
-        self._file = file
-        self._rows = Rows(file, form)
-        self._stream = stream
+        self.already_stored = self.in_stream = self.taken = self.headers_left_out = 0
+        self.file: Path = file
+        self.name: str = rows.name
+        self.stream: str = stream
+        self._rows = rows
         self._mapping = mapping
         self._resume = resume
         self._again = again
-        path = short_digest(str(file.resolve()).encode(errors="surrogateescape"))
-        self._ids = RowIds(path, _content(file, mapping), skip, _new_token() if again else "")
+        self._any_content = file == STDIO  # which may have anything the next time
+        path = "-" if file == STDIO else str(file.resolve())
+        digest = short_digest(path.encode(errors="surrogateescape"))
+        self._ids = RowIds(digest, short_digest(mapping.digest, rows.digest()), skip, _new_token() if again else "")
         self._sent = _Sent(skip)
 
     async def run(self, where: Target, create: tuple[str, ...], *, show: bool) -> IngestReport:
         async with connected(where) as js:
             if create:
                 subjects = list(create)
-                await ensure_stream(js, name=self._stream, subjects=subjects, allow_direct=True, allow_batched=True)
+                await ensure_stream(js, name=self.stream, subjects=subjects, allow_direct=True, allow_batched=True)
             advice = "" if create else "; --create SUBJECT creates it"
-            state = await existing_stream(js, self._stream, advice)
+            state = await existing_stream(js, self.stream, advice)
             if not state.never_removed and not self._again:
                 # The server remembers the ids of messages that it has removed. It would take their rows for duplicates.
                 self._ids = dataclasses.replace(self._ids, token=_new_token())
-            with stored_rows(self._ids, other_contents=True) as stored:
+            with stored_rows(self._ids, other_contents=self._resume or not self._any_content) as stored:
                 if state.messages and not self._again:
                     await self._look(js, state, stored, show=show)
                 return await self._send(js, show=show)
@@ -189,7 +226,7 @@ class _Ingest:
 
     async def _look(self, js: JetStreamContext, state: StreamState, stored: StoredRows, *, show: bool) -> None:
         """Find out which rows the stream has; raise ClickException if the file was changed since they were stored."""
-        name = self._stream
+        name = self.stream
         if not state.allows_direct:
             raise click.ClickException(
                 f"stream {name!r} does not allow direct get, so ingest cannot look for rows that are already stored; "
@@ -206,7 +243,7 @@ class _Ingest:
         if stored.stored and stored.missing and not (stored.same_content or self._resume):
             total = stored.stored + stored.missing
             raise click.ClickException(
-                f"{self._file} was changed since it was stored in {name}: {stored.stored:,} of its {count(total, 'row')} "
+                f"{self.name} was changed since it was stored in {name}: {stored.stored:,} of its {count(total, 'row')} "
                 f"{is_are(stored.stored)} stored; --resume sends the other {stored.missing:,}, --again sends all"
             )
         self.already_stored = stored.stored
@@ -238,7 +275,7 @@ class _Ingest:
         self.sending = True
         self.in_stream = self.already_stored
         with (
-            progress(self._stream, self._rows.total, show=show) as report,
+            progress(self.stream, self._rows.total, show=show) as report,
             self._stoppable(),
             closing(self._messages()) as messages,
         ):
@@ -260,18 +297,19 @@ class _Ingest:
                 if index >= self.skipped and (index >= known or (following is not None and index == following[0])):
                     message = self._mapping.message(row, self._place(index))
                     digest = message.digest
+                    self.headers_left_out += message.left_out
                     if index < known:
                         if following is not None and digest != following[1]:
-                            raise click.ClickException(f"{self._file} was changed while it was read; {_CONTINUE}")
+                            raise click.ClickException(f"{self.name} was changed while it was read; {_CONTINUE}")
                         following = next(wanted, None)
                     msg_id = self._ids.make(index, digest)
                     yield BatchMessage(
-                        message.subject, message.payload, message.headers, stream=self._stream, msg_id=msg_id
+                        message.subject, message.payload, message.headers, stream=self.stream, msg_id=msg_id
                     )
                 self.taken = index + 1
         if self.skipped > self.taken:
             raise click.ClickException(
-                f"{self._file} has only {count(self.taken, 'row')}; --skip {self.skipped} is more"
+                f"{self.name} has only {count(self.taken, 'row')}; --skip {self.skipped} is more"
             )
 
     def _describe(self, error: IngestError) -> str:
@@ -291,10 +329,10 @@ class _Ingest:
             code = getattr(cause, "err_code", None)
             of_the_row = isinstance(cause, _OF_THE_ROW) or code == ErrorCode.MESSAGE_TOO_LARGE
             stored += f"; {_CORRECT if of_the_row else _CONTINUE}"
-        return f"row {index + 1} of {self._file}: {reason}; {stored}"
+        return f"row {index + 1} of {self.name}: {reason}; {stored}"
 
     def _place(self, index: int) -> str:
-        return f"{self._file}, row {index + 1}"
+        return f"{self.name}, row {index + 1}"
 
     def _report(self, report: ReportProgress, now: IngestProgress) -> None:
         self.in_stream = self.already_stored + now.stored
@@ -342,10 +380,3 @@ def _warn_about_removed(state: StreamState) -> None:
 
 def _new_token() -> str:
     return NUID().next().decode()
-
-
-def _content(path: Path, mapping: RowMapping) -> str:
-    """Return a digest of the file's content and of how its rows become messages."""
-    how = orjson.dumps([mapping.subject, mapping.data_from, mapping.headers_from])
-    with path.open("rb") as file:
-        return short_digest(how, hashlib.file_digest(file, "sha256").digest())

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from hashlib import blake2b
-from typing import Final
+from typing import Any, Final
 
 import orjson
 
-from jetstream_ext.cli.formats import JsonRow, Row, RowError
+from jetstream_ext.cli.row_files import JsonRow, Row, RowError, duration_text
 from jetstream_ext.protocol.headers import is_reserved
 from jetstream_ext.types import own_headers
 
@@ -36,6 +39,7 @@ class Message:
     subject: str
     payload: bytes
     headers: Mapping[str, str] | None
+    left_out: int = 0  # headers that begin with ``Nats-``
 
     @property
     def digest(self) -> str:
@@ -51,6 +55,12 @@ class RowMapping:
     subject: str
     data_from: str | None = None
     headers_from: str | None = None
+    non_finite_as_null: bool = False
+
+    @property
+    def digest(self) -> bytes:
+        """Tells mappings apart that make other messages of the same rows."""
+        return orjson.dumps([self.subject, self.data_from, self.headers_from, self.non_finite_as_null])
 
     @property
     def subject_filter(self) -> str | None:
@@ -63,8 +73,10 @@ class RowMapping:
 
     def message(self, row: Row, place: str) -> Message:
         """Return the message of a row; raise RowError, which names the `place`, if the row cannot be sent."""
-        headers = None if self.headers_from is None else self._headers(row, self.headers_from, place)
-        return Message(self._subject(row, place), self._payload(row, place), headers)
+        pairs = [] if self.headers_from is None else self._header_pairs(row, self.headers_from, place)
+        own = [pair for pair in pairs if not is_reserved(pair[0])]
+        headers = own_headers(own) if own else None
+        return Message(self._subject(row, place), self._payload(row, place), headers, len(pairs) - len(own))
 
     def _subject(self, row: Row, place: str) -> str:
         def value(match: re.Match[str]) -> str:
@@ -80,7 +92,7 @@ class RowMapping:
         """Return the row as JSON, or the column `data_from`, whose binary values are base64 in its ``…_base64``."""
         name = self.data_from
         if name is None:
-            return row.text if isinstance(row, JsonRow) else orjson.dumps(row, default=_plain)
+            return row.text if isinstance(row, JsonRow) else self._json(row, row, place)
         found, coded = row.get(name), row.get(f"{name}_base64")
         if coded and not found:
             try:
@@ -93,27 +105,62 @@ class RowMapping:
             return found.encode()
         if found is None:
             raise RowError(f"{place}: column {name!r} has no value; the payload needs it")
-        return orjson.dumps(found, default=_plain)
+        if isinstance(row, JsonRow):
+            return orjson.dumps(exact_json(row.text)[name])
+        return self._json(found, {name: found}, place)
 
-    def _headers(self, row: Row, name: str, place: str) -> dict[str, str]:
+    def _json(self, value: object, columns: Row, place: str) -> bytes:
+        """Return a value as JSON; `columns` are those that it comes from."""
+        try:
+            text = orjson.dumps(value, default=_plain)
+        except (TypeError, ValueError) as error:
+            raise RowError(f"{place}: {error}") from error
+        if b"null" in text and not self.non_finite_as_null:  # orjson writes those that JSON lacks as null
+            for name, found in columns.items():
+                if (number := _non_finite(found)) is not None:
+                    raise RowError(
+                        f"{place}: column {name!r} has {number}, which JSON cannot express; --non-finite null stores null"
+                    )
+        return text
+
+    def _header_pairs(self, row: Row, name: str, place: str) -> list[tuple[str, str]]:
         """Return the headers in a column: a map, or a JSON object as text. A value may be a list of values.
 
-        Those that begin with ``Nats-`` are left out: they are instructions to the server, which were for another message.
+        Those that begin with ``Nats-`` are instructions to the server, which were for another message.
         """
         found = row.get(name)
         try:
             given = orjson.loads(found) if found and isinstance(found, str) else found
             entries = given.items() if isinstance(given, dict) else given or ()
             several = [(header, values if isinstance(values, list) else [values]) for header, values in entries]
-            pairs = [(header, value) for header, values in several for value in values if not is_reserved(header)]
         except (TypeError, ValueError, AttributeError) as error:
             raise RowError(f"{place}: column {name!r} is neither a map nor a JSON object") from error
+        pairs = [(header, value) for header, values in several for value in values]
         if not all(isinstance(text, str) for pair in pairs for text in pair):
             raise RowError(f"{place}: column {name!r} has a header that is not a string")
-        return own_headers(pairs)
+        return pairs
 
 
 def _plain(value: object) -> object:
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
-    return str(value)  # decimals, durations
+    if isinstance(value, timedelta):
+        micros = (value.days * 86_400 + value.seconds) * 1_000_000 + value.microseconds
+        return duration_text(micros * 1000 + getattr(value, "nanoseconds", 0), 9)  # those of pandas have nanoseconds
+    return str(value)  # decimals
+
+
+def exact_json(text: bytes) -> Any:
+    """Return a JSON document whose numbers are kept as they are written, for `orjson.dumps`."""
+    return json.loads(text, parse_int=orjson.Fragment, parse_float=orjson.Fragment)
+
+
+def _non_finite(value: object) -> float | None:
+    """Return a number that is infinite or not a number, from any depth of a value."""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else value
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return next((found for each in value if (found := _non_finite(each)) is not None), None)
+    return None

@@ -510,9 +510,8 @@ def test_parquet_of_a_subject_that_is_not_utf_8_is_refused(
     done = run("export", stream, out)
     assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
     assert f"message 1501 of stream '{stream}' does not fit column 'subject'" in done.stderr
-    assert "export to CSV or JSON lines, where U+FFFD stands" in done.stderr
+    assert "export to CSV or JSON lines with --lossy, which writes U+FFFD" in done.stderr
     assert list(tmp_path.iterdir()) == []
-    assert ok("export", stream, tmp_path / "out.jsonl")["messages"] == 1501
 
 
 def test_nanoseconds_and_maps_of_any_parquet_file_become_json(

@@ -1,0 +1,259 @@
+"""What export writes, ingest stores again as it was; what a file cannot hold is refused by name."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from collections.abc import Callable
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from cli_tools import Json, Run, with_js
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext.testing import NatsServer
+
+Stored = tuple[str, bytes, list[tuple[str, str]]]
+
+
+def create(url: str, stream: str, **options: Any) -> None:
+    options = {"subjects": [f"{stream}.>"], "allow_direct": True, "allow_batched": True} | options
+    with_js(url, lambda js: jsx.ensure_stream(js, name=stream, **options))
+
+
+def stored(url: str, stream: str) -> list[Stored]:
+    """Return the subject, the payload and the headers of each message, without those for the server."""
+
+    async def read(js: JetStreamContext) -> list[Stored]:
+        found = await jsx.DirectGet(js, stream).scan().to_list()
+        return [
+            (m.subject, m.data, [pair for pair in m.header_pairs if not pair[0].startswith("Nats-")]) for m in found
+        ]
+
+    messages: list[Stored] = with_js(url, read)
+    return messages
+
+
+def block(*lines: str) -> bytes:
+    return "".join(f"{line}\r\n" for line in ("NATS/1.0", *lines, "")).encode()
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl", "parquet"])
+def test_an_export_is_stored_again_as_it_was_without_options(
+    server: NatsServer,
+    run: Run,
+    ok: Json,
+    tmp_path: Path,
+    stream_name: Callable[[], str],
+    publish_raw: Callable[..., None],
+    suffix: str,
+) -> None:
+    stream, out = stream_name(), tmp_path / f"out.{suffix}"
+    create(server.url, stream)
+    a, b = f"{stream}.a".encode(), f"{stream}.b.\u00e9".encode()
+    publish_raw(
+        server, [(a, b"\xff"), (b, b'{"n": 1.10}')], block=block("X: 1", "Y: two, \u00e9", "X: 3", "Nats-Msg-Id: 7")
+    )
+    publish_raw(server, [(b, b""), (a, b'a,"b"\t\r\n')], block=block("empty:", 'q: "'))
+    before = stored(server.url, stream)
+    assert [len(headers) for _, _, headers in before] == [3, 2, 2]  # the server knows the id
+    ok("export", stream, out)
+    with_js(server.url, lambda js: js.delete_stream(stream))
+    how = ("ingest", out, "--stream", stream, "--create", f"{stream}.>")
+    done = run(*how)
+    assert done.exit_code == 0, done.output
+    assert "left out 1 header with 'Nats-…' names" in done.stderr
+    after = stored(server.url, stream)
+    assert [(subject, data, sorted(headers)) for subject, data, headers in after] == [
+        (subject, data, sorted(headers)) for subject, data, headers in before
+    ]
+    assert [value for name, value in after[0][2] if name == "X"] == ["1", "3"]
+    again = ok(*how)
+    assert (again["already_stored"], again["sent"], again["headers_left_out"]) == (3, 0, 0)
+
+
+def test_explicit_options_win_over_the_columns_of_an_export(
+    server: NatsServer, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
+) -> None:
+    one, two, out = stream_name(), stream_name(), tmp_path / "out.jsonl"
+    out.write_text(
+        json.dumps({"seq": 4, "time": "t", "subject": f"{one}.a", "headers": {"X": ["1", "2"]}, "data": "d"}) + "\n"
+    )
+    how = ("ingest", out, "--stream", two, "--create", f"{two}.>", "--again")
+    ok(*how, "--subject", f"{two}.{{seq}}")
+    ok(*how, "--subject", f"{two}.b", "--data-from", "time")
+    ok(*how, "--subject", f"{two}.c", "--no-restore")
+    assert stored(server.url, two) == [
+        (f"{two}.4", b"d", [("X", "1"), ("X", "2")]),
+        (f"{two}.b", b"t", [("X", "1"), ("X", "2")]),
+        (f"{two}.c", out.read_bytes().strip(), []),
+    ]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+@pytest.mark.parametrize("column", ["subject", "headers"])
+def test_bytes_that_are_not_utf_8_are_refused_unless_lossy(
+    server: NatsServer,
+    run: Run,
+    ok: Json,
+    tmp_path: Path,
+    stream_name: Callable[[], str],
+    publish_raw: Callable[..., None],
+    suffix: str,
+    column: str,
+) -> None:
+    stream, out = stream_name(), tmp_path / f"out.{suffix}"
+    create(server.url, stream)
+    subject = stream.encode() + b"."
+    publish_raw(server, [(subject + "\ufffd".encode(), b"fine")], block=block("X: \ufffd"))
+    if column == "subject":
+        publish_raw(server, [(subject + b"\xff", b"x")])
+    else:
+        publish_raw(server, [(subject + b"a", b"x")], block=block("X: 1").replace(b"1", b"\xff"))
+    done = run("export", stream, out)
+    assert (done.exit_code, done.stdout, list(tmp_path.iterdir())) == (1, "", [])
+    assert done.stderr == (
+        f"Error: message 2 of stream '{stream}': column '{column}' would lose bytes that are not UTF-8; --lossy writes "
+        "U+FFFD in their place\n"
+    )
+    assert ok("export", stream, out, "--lossy")["messages"] == 2
+    assert out.read_text().count("\ufffd") == 3
+    assert run("export", stream, tmp_path / "x.parquet", "--lossy").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (pa.array([1.5, float("inf")]), "inf"),
+        (pa.array([1.5, float("nan")], pa.float32()), "nan"),
+        (pa.array([[1.5], [float("-inf")]]), "-inf"),
+        (pa.array([{"a": None}, {"a": [float("nan")]}]), "nan"),
+    ],
+    ids=["inf", "nan", "list", "struct"],
+)
+def test_numbers_that_json_cannot_express_are_refused_by_row_and_column(
+    server: NatsServer, run: Run, ok: Json, tmp_path: Path, stream_name: Callable[[], str], value: pa.Array, shown: str
+) -> None:
+    stream, rows = stream_name(), tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"n": pa.array([None, 1]), "x": value}), rows)
+    for how in ((), ("--data-from", "x")):
+        done = run("ingest", rows, "--stream", stream, "--subject", f"{stream}.a", "--create", f"{stream}.>", *how)
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert (
+            f"row 2: column 'x' has {shown}, which JSON cannot express; --non-finite null stores null; " in done.stderr
+        )
+    ok("ingest", rows, "--stream", stream, "--subject", f"{stream}.a", "--non-finite", "null", "--again")
+    assert b"null" in stored(server.url, stream)[-1][1]
+
+
+def test_values_of_every_arrow_type_become_json_without_loss(
+    server: NatsServer, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
+) -> None:
+    stream, rows = stream_name(), tmp_path / "rows.parquet"
+    berlin = pa.timestamp("ms", tz="Europe/Berlin")
+    columns: dict[str, tuple[Any, object]] = {
+        "decimal": (pa.array([Decimal("1.10")]), "1.10"),
+        "uint64": (pa.array([2**64 - 1], pa.uint64()), 2**64 - 1),
+        "date": (pa.array([date(2020, 1, 2)]), "2020-01-02"),
+        "time": (pa.array([1], pa.time64("us")), "00:00:00.000001"),
+        "zone": (pa.array([datetime(2020, 7, 1, tzinfo=UTC)], berlin), "2020-07-01T02:00:00+02:00"),
+        "duration": (pa.array([timedelta(days=1, microseconds=-1)]), "PT86399.999999S"),
+        "nanos": (pa.array([-1_500_000_001], pa.duration("ns")), "-PT1.500000001S"),
+        "durations": (pa.array([[timedelta(seconds=90)]]), ["PT90S"]),
+        "struct": (pa.array([{"a": [b"\xff"], "b": None}]), {"a": ["/w=="], "b": None}),
+        "map": (pa.array([[(1, "x")]], pa.map_(pa.int64(), pa.string())), [[1, "x"]]),
+        "twice": (pa.array([[("a", 1), ("a", 2)]], pa.map_(pa.string(), pa.int64())), [["a", 1], ["a", 2]]),
+        "dictionary": (pa.array(["x"]).dictionary_encode(), "x"),
+        "large": (pa.array([b"\x00"], pa.large_binary()), "AA=="),
+        "view": (pa.array(["\u00e9"], pa.string_view()), "\u00e9"),
+        "null": (pa.nulls(1), None),
+        "float": (pa.array([0.1]), 0.1),
+    }
+    pq.write_table(pa.table({name: array for name, (array, _) in columns.items()}), rows)
+    ok("ingest", rows, "--stream", stream, "--subject", f"{stream}.a", "--create", f"{stream}.>")
+    [(_, data, _)] = stored(server.url, stream)
+    assert json.loads(data) == {name: value for name, (_, value) in columns.items()}
+
+
+def test_a_column_of_json_lines_is_stored_with_the_digits_of_its_numbers(
+    server: NatsServer, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
+) -> None:
+    stream, rows = stream_name(), tmp_path / "rows.jsonl"
+    rows.write_text('{"d": {"id": 12345678901234567890123, "price": 1.10}}\n{"d": 1.0e2}\n')
+    ok("ingest", rows, "--stream", stream, "--subject", f"{stream}.a", "--data-from", "d", "--create", f"{stream}.>")
+    assert [data for _, data, _ in stored(server.url, stream)] == [
+        b'{"id":12345678901234567890123,"price":1.10}',
+        b"1.0e2",
+    ]
+
+
+def test_every_field_of_a_csv_file_is_stored_as_it_is(
+    server: NatsServer, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
+) -> None:
+    stream, rows = stream_name(), tmp_path / "rows.csv"
+    fields = ["", " x ", "\r", "a\rb", "a\r\nb", '"', "\0", "null", "1.10", "\ufeff", "x" * 200_000, "=1"]
+    with rows.open("w", newline="", encoding="utf-8-sig") as file:
+        csv.writer(file, quoting=csv.QUOTE_ALL).writerows([["a", "\u00e9 b"], *([field, "y"] for field in fields)])
+    ok("ingest", rows, "--stream", stream, "--subject", f"{stream}.a", "--create", f"{stream}.>")
+    assert [json.loads(data) for _, data, _ in stored(server.url, stream)] == [
+        {"a": field, "\u00e9 b": "y"} for field in fields
+    ]
+
+
+@pytest.mark.parametrize("suffix", ["csv.gz", "jsonl.zst", "tsv.zst", "ndjson.gz"])
+def test_compressed_files_have_the_rows_of_the_others(
+    server: NatsServer, run: Run, ok: Json, tmp_path: Path, stream_name: Callable[[], str], suffix: str
+) -> None:
+    stream, out, plain = stream_name(), tmp_path / f"out.{suffix}", tmp_path / f"plain.{suffix.partition('.')[0]}"
+    payloads = [b"%d" % n for n in range(1_000)]
+    create(server.url, stream, allow_atomic=True)
+    messages = [(f"{stream}.a", payload) for payload in payloads]
+    with_js(server.url, lambda js: jsx.publish_atomic(js, messages))
+    ok("export", stream, out)
+    ok("export", stream, plain)
+    assert sorted(path.name for path in tmp_path.glob("*.*")) == sorted([out.name, plain.name])
+    if suffix.endswith("gz"):
+        assert gzip.decompress(out.read_bytes()) == plain.read_bytes()
+    with_js(server.url, lambda js: js.purge_stream(stream))
+    ok("ingest", out, "--stream", stream)
+    assert [data for _, data, _ in stored(server.url, stream)] == payloads
+    out.write_bytes(out.read_bytes()[:-20])
+    done = run("ingest", out, "--stream", stream)
+    assert (done.exit_code, done.stderr.count("\n"), f"{out} is damaged" in done.stderr) == (1, 1, True), done.output
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "utf-16-le", "cp037", "shift_jis"])
+def test_files_in_other_encodings_are_ingested(
+    server: NatsServer, run: Run, ok: Json, tmp_path: Path, stream_name: Callable[[], str], encoding: str
+) -> None:
+    stream, rows = stream_name(), tmp_path / "rows.csv"
+    texts = ["\u30a2\n\u30bd" if encoding == "shift_jis" else "\u00e9\u00fc\r\n", "a"]
+    with rows.open("w", encoding=encoding, newline="") as file:
+        csv.writer(file, delimiter=";").writerows([["n"], *([text] for text in texts)])
+    how = (
+        "ingest",
+        rows,
+        "--stream",
+        stream,
+        "--subject",
+        f"{stream}.a",
+        "--create",
+        f"{stream}.>",
+        "--delimiter",
+        ";",
+    )
+    done = run(*how)
+    assert done.exit_code == 1
+    if encoding != "utf-16-le":  # its NULs are characters of UTF-8
+        assert "line 2: the text is not UTF-8; give its --encoding" in done.stderr.replace("line 1", "line 2")
+    ok(*how, "--encoding", encoding)
+    assert [json.loads(data) for _, data, _ in stored(server.url, stream)] == [{"n": text} for text in texts]
+    done = run(*how, "--encoding", "latin-2000")
+    assert (done.exit_code, "--encoding 'latin-2000' is not known" in done.stderr) == (2, True)
