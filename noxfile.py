@@ -237,12 +237,12 @@ def build(session: nox.Session) -> tuple[Path, Path]:
     return sdist, wheel
 
 
-def install_alone(session: nox.Session, built: Path) -> str:
-    """Install `built` without extras in a new environment, check its version, and return the environment's Python."""
+def install_alone(session: nox.Session, built: Path, extras: str = "") -> str:
+    """Install `built` with `extras` in a new environment, check its version, and return the environment's Python."""
     environment = Path(session.create_tmp()) / "venv"
     session.run("python", "-m", "venv", "--clear", str(environment))
     python = str(environment / ("Scripts" if os.name == "nt" else "bin") / "python")
-    session.run(python, "-m", "pip", "install", "--quiet", str(built), external=True)
+    session.run(python, "-m", "pip", "install", "--quiet", f"{built}{extras and f'[{extras}]'}", external=True)
     check = f"import jetstream_ext; assert jetstream_ext.__version__ == {PROJECT['project']['version']!r}"
     session.run(python, "-I", "-c", check, external=True)
     return python
@@ -261,6 +261,14 @@ def check_contents(session: nox.Session, sdist: Path, wheel: Path) -> None:
             session.error(f"{wheel.name} lacks the licence")
         if Path("README.md").read_text(encoding="utf-8") not in archive.read(metadata).decode():
             session.error(f"the metadata of {wheel.name} lacks the README")
+
+
+@nox.session
+def newcomer(session: nox.Session) -> None:
+    """Type README and Quick start, and work with files on the command line, where only the wheel is installed."""
+    _, wheel = build(session)
+    python = install_alone(session, wheel, "cli,server,arrow")
+    session.run(python, "-I", "tests/newcomer", external=True)
 
 
 @nox.session
@@ -299,7 +307,8 @@ def package(session: nox.Session) -> None:
 
     The wheel alone, without extras, imports little and names the extras that it lacks. A user's type checker learns the
     type of everything in it. The tests nearest to a user pass with the installed wheel, and the tests of the imports with
-    the installed sdist, from which the wheel was built. The two examples and the file of tests that take longest run in `tests` only.
+    the installed sdist, from which the wheel was built. The two examples that take longest run in `tests` only, and the command
+    line is in the session newcomer.
     """
     sdist, wheel = build(session)
     python = install_alone(session, wheel)
@@ -310,7 +319,6 @@ def package(session: nox.Session) -> None:
     with session.chdir(session.create_tmp()):
         session.run("pyright", "--verifytypes", "jetstream_ext", "--ignoreexternal")
     nearest = [
-        *(f"tests/cli/test_{name}.py" for name in ("commands", "files", "terminal")),
         *(f"tests/testing/test_{name}.py" for name in ("find_server", "pytest_plugin", "server")),
         "tests/test_examples.py",
         "tests/test_imports.py",
