@@ -378,17 +378,20 @@ def _check_plot(path: Path) -> None:
 def _draw_plot(path: Path, title: str, outcome: _Outcome) -> None:
     from matplotlib import rc_context  # an extra, and slow to import
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color")
     settings: dict[Any, Any] = {"svg.fonttype": "none", **dict.fromkeys(ink, _INK)}
     groups = [(label, [case for case in outcome.cases if case.group == name]) for name, label in _GROUPS.items()]
     with rc_context(settings):
         heights = [len(cases) + 1.2 for _, cases in groups]
-        figure = Figure(figsize=(9, 0.36 * sum(heights) + 0.6), dpi=150, layout="constrained")
+        figure = Figure(figsize=(9, 0.36 * sum(heights) + 0.9), dpi=150, layout="constrained")
         figure.suptitle(printable(title), fontsize=10, parse_math=False)
         rows = figure.subplots(len(groups), squeeze=False, height_ratios=heights)[:, 0]
         for axes, (label, cases) in zip(rows, groups, strict=True):
             _draw_group(axes, label, cases)
+        legend = [Patch(color=_OURS, label="this library"), Patch(color=_THEIRS, label="nats-py")]
+        figure.legend(handles=legend, loc="outside lower left", ncols=2, fontsize=8, frameon=False)
         figure.savefig(path, transparent=True)
 
 

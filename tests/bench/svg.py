@@ -7,7 +7,8 @@ from xml.sax.saxutils import escape
 # Readable on white and on black, because the chart has no background and cannot know whether the page is dark: CSS in
 # an image knows only the setting of the system.
 INK, OURS, THEIRS, LIMIT = "#767c85", "#2f81f7", "#9aa0a8", "#c9772b"
-WIDTH, LEFT, RIGHT, ROW, TOP = 760, 250, 80, 26, 34
+LEGEND = {OURS: "this library", THEIRS: "nats-py", LIMIT: "bare socket (upper limit)"}
+WIDTH, LEFT, RIGHT, ROW, TOP, BOTTOM = 760, 250, 80, 26, 34, 36
 
 
 class Bar(NamedTuple):
@@ -21,8 +22,8 @@ class Bar(NamedTuple):
 
 
 def bars(title: str, rows: Sequence[Bar]) -> str:
-    """Return a chart of horizontal bars, each with its median, and its range as a whisker."""
-    height = TOP + ROW * len(rows) + 8
+    """Return a chart of horizontal bars, each with its median, its range as a whisker, and a legend below them."""
+    height = TOP + ROW * len(rows) + BOTTOM
     scale = (WIDTH - LEFT - RIGHT) / max(bar.most for bar in rows)
     size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
     out = [
@@ -40,4 +41,21 @@ def bars(title: str, rows: Sequence[Bar]) -> str:
             f'<path d="M{LEFT + low} {middle}H{LEFT + high}" stroke="{INK}" stroke-width="1.5"/>',
             f'<text x="{LEFT + max(high, length) + 6}" y="{middle + 4.5}">{bar.median:,.0f}</text>',
         ]
-    return "\n".join([*out, "</svg>", ""])
+    return "\n".join([*out, *_legend({bar.colour for bar in rows}, height - 12), "</svg>", ""])
+
+
+def _legend(colours: set[str], bottom: float) -> list[str]:
+    """Return the line that says what the colours and the whiskers mean."""
+    out, left = [], 8.0
+    for colour, text in LEGEND.items():
+        if colour in colours:
+            out += [
+                f'<rect x="{left}" y="{bottom - 11}" width="12" height="12" rx="2" fill="{colour}"/>',
+                f'<text x="{left + 18}" y="{bottom}">{text}</text>',
+            ]
+            left += 18 + 6.5 * len(text) + 20
+    return [
+        *out,
+        f'<path d="M{left} {bottom - 5}h24" stroke="{INK}" stroke-width="1.5"/>',
+        f'<text x="{left + 30}" y="{bottom}">slowest to fastest round (figure: median)</text>',
+    ]

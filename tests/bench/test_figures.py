@@ -98,7 +98,10 @@ def test_the_pages_show_the_record(record: dict[str, Any], pages: Path) -> None:
     drawn = [path for path in written if path.suffix == ".svg"]
     assert len(drawn) == 2
     for path in drawn:
-        assert ElementTree.parse(path).getroot().tag.endswith("svg")
+        root = ElementTree.parse(path).getroot()
+        assert root.tag.endswith("svg")
+        texts = {each.text for each in root.iter() if each.text}
+        assert {"this library", "nats-py", "bare socket (upper limit)"} <= texts, "the legend"
         assert f"(images/{path.name})" in (pages / MAIN).read_text()
     (pages / MAIN).write_text(before[MAIN])
     assert render.stale(full, pages) == [pages / MAIN]

@@ -64,6 +64,7 @@ def test_bench_without_a_url_starts_a_server_and_draws_a_plot(run: Run, tmp_path
         assert data.startswith(b"\x89PNG")
     else:
         assert b"DirectGet.scan" in data
+        assert b"this library" in data
         assert b"</svg>" in data
 
 
