@@ -26,6 +26,7 @@ from jetstream_ext.errors import (
 )
 from jetstream_ext.kv.entries import KeyValueEntry, Subjects, entry_of, row_of
 from jetstream_ext.kv.keyed_stream import KeyedStream
+from jetstream_ext.protocol import advice
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.subjects import anything
 
@@ -88,7 +89,7 @@ class Bucket(KeyedStream):
                 stream=self.stream,
             )
         if direct:
-            how = f"enable it with `await jetstream_ext.kv.enable(kv, direct=True)` or 'nats stream edit {self.stream} --allow-direct'"
+            how = advice.enable_bucket(self.name, "direct")
             state.check_direct_reads(self.context.connection.server_version, how=how)
 
     @contextmanager
@@ -111,11 +112,11 @@ class Bucket(KeyedStream):
         reasons: dict[int, tuple[str, str]] = {
             ErrorCode.ATOMIC_DISABLED: (
                 "atomic batches, which a transaction needs, are disabled",
-                "; enable them with `await jetstream_ext.kv.enable(kv, atomic=True)`",
+                f"; {advice.enable_bucket(self.name, 'atomic', what='them')}",
             ),
             ErrorCode.MESSAGE_TTL_DISABLED: (
                 f"TTLs are disabled (key {', '.join(map(repr, keys))})",
-                "; enable them with `await jetstream_ext.kv.enable(kv, ttl=True)`",
+                f"; {advice.enable_bucket(self.name, 'ttl', what='them')}",
             ),
             ErrorCode.ROLLUP_REFUSED: (
                 f"rollups are disabled, which purges and values with a TTL need to replace a key's history ({said})",

@@ -40,6 +40,7 @@ from jetstream_ext.kv.present import (
     read_under_the_same_limits,
     verified_reader,
 )
+from jetstream_ext.protocol import advice
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import Block, StoredMsg
 from jetstream_ext.protocol.gaps import Gaps
@@ -53,10 +54,6 @@ _SMALL_BYTES: Final = 64 << 20
 # So many messages of the log cost as much as looking up the last message of one key up to some revision.
 _ROWS_PER_LOOKUP: Final = 40
 _MICROSECOND: Final = timedelta(microseconds=1)
-_LIMITS_UNKNOWN: Final = (
-    ", and it is not known since when the bucket's limits hold (`await jetstream_ext.kv.enable(kv)` records that for later "
-    "reads)"
-)
 
 
 async def get_many(
@@ -301,9 +298,15 @@ async def _read_past(
             keys=keys,
         )
     if strict and verdict.lost:
+        unknown = ""
+        if known_since(state) is None:
+            unknown = (
+                ", and it is not known since when the bucket's limits hold (`await jetstream_ext.kv.enable(kv)` or "
+                f"'{advice.enable_bucket_command(bucket.name)}' records that for later reads)"
+            )
         raise HistoryUnavailableError(
             f"{what}: keys may be missing, because messages up to this revision may have expired or been purged"
-            f"{_LIMITS_UNKNOWN if known_since(state) is None else ''}; snapshot(strict=False) returns the rest"
+            f"{unknown}; snapshot(strict=False) returns the rest"
         )
     return verdict, point
 

@@ -29,6 +29,7 @@ from jetstream_ext.errors import StreamConfigMismatchError
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import DELETE_HEADERS, operation
 from jetstream_ext.log.lease import encode_key
+from jetstream_ext.protocol import advice
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.headers import MSG_TTL
 from jetstream_ext.protocol.numbers import json_number, json_text
@@ -180,7 +181,7 @@ class GroupStore:
         if lacks:
             raise StreamConfigMismatchError(
                 f"group {self.group!r}: bucket {self.bucket.name!r} lacks {' and '.join(lacks)}, which a group needs for its "
-                "members' keys; enable them with `await jetstream_ext.kv.enable(kv, direct=True, ttl=True)`",
+                f"members' keys; {advice.enable_bucket(self.bucket.name, 'direct', 'ttl', what='them')}",
                 diff=dict.fromkeys(lacks, (True, False)),
             )
 

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from jetstream_ext.client.retry import is_transient
 from jetstream_ext.errors import BatchServerError, ErrorCode, MessageTooLargeError, Status, StreamConfigMismatchError
+from jetstream_ext.protocol.advice import enable_stream
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.feature_table import ATOMIC, FENCED_BATCHES
 from jetstream_ext.protocol.subjects import covers
@@ -41,7 +42,7 @@ def check_output_stream(state: StreamState, subject: str, server_version: str, *
     advice: list[str] = []
     if not config.get("allow_atomic"):
         diff["allow_atomic"] = (True, False)
-        advice.append("enable allow_atomic (jetstream_ext.ensure_stream)")
+        advice.append(enable_stream(state.name, "atomic", what="atomic batches"))
     if not state.stores(subject):
         diff["subjects"] = ((*state.subjects, subject), state.subjects)
         advice.append(f"add {subject!r} (or a wildcard that matches it) to its subjects")

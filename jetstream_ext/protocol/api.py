@@ -20,6 +20,7 @@ from jetstream_ext.errors import (
     StreamRecreatedError,
     server_error,
 )
+from jetstream_ext.protocol import advice
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.feature_table import DIRECT_BATCH
@@ -262,10 +263,7 @@ class StreamState:
         Raises DirectGetDisabledError or UnsupportedFeatureError, or as `check_sequences` does.
         """
         if not self.allows_direct:
-            how = how or (
-                f"enable it with allow_direct=True (jetstream_ext.ensure_stream) or 'nats stream edit {self.name} "
-                "--allow-direct'"
-            )
+            how = how or advice.enable_stream(self.name, "direct")
             raise DirectGetDisabledError(f"stream {self.name!r}: direct get is disabled; {how}", stream=self.name)
         if not DIRECT_BATCH.at(self.api_level):
             raise DIRECT_BATCH.unsupported(

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from jetstream_ext import errors
 from jetstream_ext.errors import BadHeaderError, ErrorCode, JetStreamExtError, ServerError
+from jetstream_ext.protocol import advice
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import parse_batch_ack, parse_object, parse_refusal
 from jetstream_ext.protocol.frames import check_size
@@ -204,8 +205,8 @@ def refusal_error(
         return lost
     if isinstance(refusal, errors.AtomicPublishDisabledError):
         text = (
-            f"atomic batches are disabled on the stream of subject {subject!r}; nothing is stored; enable them with "
-            "allow_atomic=True (jetstream_ext.ensure_stream)"
+            f"atomic batches are disabled on the stream of subject {subject!r}; nothing is stored; "
+            + advice.enable_stream("STREAM", "atomic", what="them")
         )
     else:
         text = f"{what} was refused: {refusal.description}; nothing of the batch is stored"

@@ -23,7 +23,7 @@ import orjson
 
 from jetstream_ext import errors
 from jetstream_ext.errors import JetStreamExtError, MessageNotFoundError, MessagesLostError, ResponseError, Status
-from jetstream_ext.protocol import feature_table
+from jetstream_ext.protocol import advice, feature_table
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.frames import Frame, parts
 from jetstream_ext.protocol.options import rfc3339
@@ -621,7 +621,7 @@ def status_error(stream: str, header: bytes, server: str = "", asked: Request | 
     if code == Status.UNAVAILABLE:
         return errors.DirectGetDisabledError(
             f"stream {stream!r}: no server answers direct gets: the stream does not exist, lacks allow_direct, or none "
-            "of its replicas is available; enable direct gets with allow_direct=True (jetstream_ext.ensure_stream)",
+            f"of its replicas is available; {advice.enable_stream(stream, 'direct', what='direct gets')}",
             stream=stream,
         )
     if code == Status.INTERNAL_ERROR:

@@ -22,6 +22,7 @@ from typing import Any, Final, NoReturn
 
 from jetstream_ext import errors
 from jetstream_ext.errors import BatchError, ErrorCode, JetStreamExtError, Outcome, ServerError
+from jetstream_ext.protocol import advice
 from jetstream_ext.protocol import fast_wire as wire
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.fast_window import Window
@@ -797,7 +798,7 @@ class FastBatch:
             stored = "neither it nor any later message is stored; messages up to the error's `acked` are stored"
         text = f"message {seq} was refused: {error.description}; {stored}"
         if error.err_code == ErrorCode.FAST_DISABLED:
-            how = "enable it with allow_batched=True (jetstream_ext.ensure_stream)"
+            how = advice.enable_stream("STREAM", "batched")
             text = f"fast ingest is disabled on the stream of subject {self._wire.subject.decode()!r}; {stored}; {how}"
         elif error.err_code == ErrorCode.FAST_UNKNOWN_BATCH:
             text = f"the server no longer has the batch; {stored}"

@@ -36,6 +36,7 @@ from jetstream_ext.kv.parts import (
     whole_log,
 )
 from jetstream_ext.kv.reads import ResolvedRevision, read_present, resolve_revision
+from jetstream_ext.protocol.advice import enable_bucket_command
 from jetstream_ext.protocol.subjects import is_literal
 from jetstream_ext.spark.buckets import bucket_state, record_batches
 from jetstream_ext.spark.connection import ask, connected
@@ -180,8 +181,8 @@ async def _read(bucket: Bucket, options: KvOptions, part: BucketPart) -> AsyncGe
     if options.strict and vanished:
         raise HistoryUnavailableError(
             f"{_name(options, point)}: keys may be missing, because messages up to this revision may have expired or been "
-            "purged; let `jetstream_ext.kv.enable` record since when the bucket's limits hold and keep the delete markers of "
-            "expired keys, or use consistency=latest"
+            f"purged; let `jetstream_ext.kv.enable` or '{enable_bucket_command(options.bucket)} --marker-ttl 1h' record since "
+            "when the bucket's limits hold and keep the delete markers of expired keys, or use consistency=latest"
         )
 
 

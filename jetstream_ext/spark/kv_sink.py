@@ -21,8 +21,10 @@ from jetstream_ext.client.api import Api
 from jetstream_ext.client.connection import Context, open_bucket
 from jetstream_ext.errors import FencedError
 from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.kv.enabling import marker_subjects
 from jetstream_ext.kv.entries import ROLLUP_HEADERS
 from jetstream_ext.kv.limits import drops_oldest
+from jetstream_ext.protocol import advice
 from jetstream_ext.protocol import dead_letters as letters
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import StreamState
@@ -305,13 +307,16 @@ async def check_target(
     if not any(covers(subject, markers) for subject in state.subjects):
         missing.append(f"its stream does not store {markers!r}, where the sink keeps its markers")
     if missing:
-        raise PlanningError(
-            f"{name}: {', and '.join(missing)}; enable it with `await jetstream_ext.kv.enable(kv, spark=True)`, or with 'nats "
-            f"stream edit {state.name} --allow-atomic-publish --subjects {','.join((*state.subjects, markers))!r}'"
-        )
+        how = advice.enable_bucket(options.bucket, "spark")
+        if markers != marker_subjects(state.name):
+            how = (
+                f"enable it with 'nats stream edit {state.name} --allow-atomic-publish --subjects "
+                f"{','.join((*state.subjects, markers))!r}'"
+            )
+        raise PlanningError(f"{name}: {', and '.join(missing)}; {how}")
     if (columns.ttl is not None or options.ttl is not None) and not config.get("allow_msg_ttl"):
         raise PlanningError(
-            f"{name}: TTLs of single keys are off; enable them with `await jetstream_ext.kv.enable(kv, ttl=True)`"
+            f"{name}: TTLs of single keys are off; {advice.enable_bucket(options.bucket, 'ttl', what='them')}"
         )
     if config.get("sealed") or config.get("no_ack"):
         raise PlanningError(

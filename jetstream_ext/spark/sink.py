@@ -26,6 +26,7 @@ from jetstream_ext.client.connection import Context
 from jetstream_ext.client.fast import FastPublisher
 from jetstream_ext.client.ingest import ingest
 from jetstream_ext.errors import BadHeaderError, FencedError, IngestError, MaxPayloadError
+from jetstream_ext.protocol import advice
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.feature_table import ATOMIC, FAST_INGEST, MSG_TTL
@@ -208,9 +209,8 @@ async def check_sink(context: JetStreamContext, options: WriteOptions, *, ttl: b
         raise PlanningError(f"stream {name!r} holds counters (allow_msg_counter), which the sink cannot increment")
     if (ttl or options.msg_ttl is not None) and not state.config.get("allow_msg_ttl"):
         raise PlanningError(
-            f"stream {name!r}: allow_msg_ttl is off, and the {'column' if ttl else 'option'} 'msgTtl' needs it; enable it with "
-            f"allow_msg_ttl=True (jetstream_ext.ensure_stream) or 'nats stream edit {name} --allow-msg-ttl' "
-            f"(nats-server {MSG_TTL.since})"
+            f"stream {name!r}: allow_msg_ttl is off, and the {'column' if ttl else 'option'} 'msgTtl' needs it; "
+            f"{advice.enable_stream(name, 'ttl')} (nats-server {MSG_TTL.since})"
         )
     if options.semantics == "transactional":
         _check_transactional(context, options, state)
@@ -230,9 +230,8 @@ def _check_fast(options: WriteOptions, state: StreamState) -> None:
     stream = f"stream {state.name!r}"
     if not state.config.get("allow_batched"):
         raise PlanningError(
-            f"{stream}: allow_batched is off, and semantics={options.semantics} needs it; enable it with "
-            f"allow_batched=True (jetstream_ext.ensure_stream) or 'nats stream edit {state.name} --allow-batch-publish' "
-            f"(nats-server {FAST_INGEST.since}), or use semantics=transactional with allow_atomic"
+            f"{stream}: allow_batched is off, and semantics={options.semantics} needs it; "
+            f"{advice.enable_stream(state.name, 'batched')} (nats-server {FAST_INGEST.since}), or use semantics=transactional with allow_atomic"
         )
     if state.config.get("persist_mode") == "async":
         # Such a stream acknowledges messages before it writes them.
@@ -267,8 +266,8 @@ def _check_transactional(context: JetStreamContext, options: WriteOptions, state
     stream = f"stream {state.name!r}"
     if not state.config.get("allow_atomic"):
         raise PlanningError(
-            f"{stream}: allow_atomic is off, and semantics=transactional needs it; enable it with allow_atomic=True "
-            f"(jetstream_ext.ensure_stream) or 'nats stream edit {state.name} --allow-atomic-publish' (nats-server {ATOMIC.since})"
+            f"{stream}: allow_atomic is off, and semantics=transactional needs it; "
+            f"{advice.enable_stream(state.name, 'atomic')} (nats-server {ATOMIC.since})"
         )
     if state.config.get("subject_transform"):
         raise PlanningError(f"{stream} has a subject transform, which hides the sink's markers; use semantics=dedupe")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from cli_tools import Json, Run, with_js
@@ -89,6 +92,23 @@ def test_what_a_stream_cannot_have_is_refused_and_nothing_is_changed(
     assert not config_of(server, stream).allow_direct
     assert run("enable", stream, "--direct").exit_code == 0
     assert config_of(server, stream).allow_direct
+
+
+def test_the_command_that_an_error_names_enables_the_option(
+    server: NatsServer, run: Run, stream_name: Callable[[], str], tmp_path: Path
+) -> None:
+    stream = stream_name()
+
+    async def create(js: JetStreamContext) -> None:
+        await js.add_stream(name=stream, subjects=[stream])
+        await js.publish(stream)
+
+    with_js(server.url, create)
+    export = ("export", stream, tmp_path / "rows.csv")
+    advice = re.search(r"or '(jetstream-ext enable .*?)'", run(*export).stderr)
+    assert advice is not None
+    assert run(*shlex.split(advice[1])[1:]).exit_code == 0
+    assert run(*export).exit_code == 0
 
 
 def test_an_old_server_refuses_all_of_the_options(run: Run) -> None:

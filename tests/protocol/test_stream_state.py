@@ -123,7 +123,7 @@ def test_a_malformed_answer_is_a_response_error_that_names_the_stream(broken: di
 
 
 def test_a_stream_without_direct_gets_is_refused_with_what_to_do() -> None:
-    with pytest.raises(DirectGetDisabledError, match="nats stream edit S --allow-direct"):
+    with pytest.raises(DirectGetDisabledError, match="or 'jetstream-ext enable S --direct'"):
         StreamState("S", CREATED, {}, api_level=1).check_direct_reads("2.15.1")
     with pytest.raises(UnsupportedFeatureError, match=r"2\.10\.2"):
         StreamState("S", CREATED, {"allow_direct": True}).check_direct_reads("2.10.2")

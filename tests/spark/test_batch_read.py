@@ -239,7 +239,7 @@ def test_streams_are_checked_on_the_driver(
     assert "PYTHON_DATA_SOURCE_ERROR" in text  # at planning: no task has failed
     text = failure(lambda: read().load(closed).collect())
     assert f"stream '{closed}': direct get is disabled" in text
-    assert "nats stream edit" in text
+    assert f"jetstream-ext enable {closed} --direct" in text
 
 
 def test_limits_of_streaming_are_refused_at_planning(read: Callable[..., DataFrameReader]) -> None:

@@ -153,7 +153,7 @@ def test_a_bad_ttl_is_a_bad_row(make: Any, write: Any, stored: Any, semantics: s
 @pytest.mark.parametrize("semantics", SEMANTICS)
 def test_the_stream_must_allow_it(make: Any, write: Any, semantics: str) -> None:
     name = make(allow_msg_ttl=False)
-    advice = rf"needs it; enable it with allow_msg_ttl=True .*nats stream edit {name} --allow-msg-ttl"
+    advice = rf"needs it; enable it with allow_msg_ttl=True .*jetstream-ext enable {name} --ttl"
     with pytest.raises(PlanningError, match=f"allow_msg_ttl is off, and the option 'msgTtl' {advice}"):
         write(name, [], semantics, msgTtl="never")
     with pytest.raises(PlanningError, match=f"allow_msg_ttl is off, and the column 'msgTtl' {advice}"):

@@ -157,7 +157,7 @@ async def test_a_missing_stream_is_a_loss(
 
 async def test_a_stream_without_allow_direct_is_refused(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
     stream = await fill(js, stream_name(), allow_direct=False)
-    with pytest.raises(DirectGetDisabledError, match=f"'{stream}': .*nats stream edit {stream} --allow-direct"):
+    with pytest.raises(DirectGetDisabledError, match=f"'{stream}': .*jetstream-ext enable {stream} --direct"):
         await plan(js, stream)
 
 
