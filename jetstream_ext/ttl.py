@@ -10,7 +10,7 @@ from nats.js.api import KeyValueConfig, StreamConfig
 
 from jetstream_ext.errors import BadHeaderError
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.options import ttl_value
+from jetstream_ext.protocol.options import check_word, ttl_value
 from jetstream_ext.types import NEVER, TTL
 
 _MARKER_REASON: Final = "Nats-Marker-Reason"
@@ -47,8 +47,7 @@ def ttl_headers(
     Requires: nats-server 2.11 and ``allow_msg_ttl`` on the stream (else error 10166). A 2.10 server stores the header
         and never expires the message: see `features`.
     """
-    if dialect not in ("2.14", "draft"):
-        raise ValueError(f"dialect must be '2.14' or 'draft', not {dialect!r}")
+    check_word(dialect, ("2.14", "draft"), "dialect")
     result = dict(headers or {})
     for name, value in result.items():
         h.check_header(name, value)

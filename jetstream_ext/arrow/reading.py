@@ -22,6 +22,7 @@ from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import ScanOptions, scan_blocks
 from jetstream_ext.client.direct_reader import ExclusiveReader
 from jetstream_ext.client.pieces import pieces_of
+from jetstream_ext.client.stream_options import check_known_options
 from jetstream_ext.columns import SCHEMA, Columns
 from jetstream_ext.errors import ConversionError
 from jetstream_ext.protocol.direct import Block
@@ -33,6 +34,7 @@ _MOST_ROWS: Final = 1 << 31
 _BYTES: Final = 8 << 20
 _DATA: Final = pa.schema([SCHEMA.field("data")])
 _UNKNOWN: Final = "\ufffd".encode()
+_SYNONYMS: Final = {"columns": "schema", "subjects": "subject"}
 _BLOCKED_AFTER: Final = 10.0  # seconds in which the event loop runs nothing
 
 
@@ -81,6 +83,9 @@ def record_batches(
     Requires: nats-server 2.11 (ADR-31, Batched requests).
     """
     check_name(stream, "stream name")
+    check_known_options(
+        "record_batches", scan, [*ScanOptions.__annotations__, "schema", "payload", "batch_rows", "timeout"], _SYNONYMS
+    )
     if schema is not None:
         check_schema(schema, SCHEMA, optional=payload is not None)
     elif payload is None:

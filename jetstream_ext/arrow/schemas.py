@@ -9,6 +9,7 @@ import pyarrow as pa
 from pyarrow import types
 
 from jetstream_ext.errors import ConversionError
+from jetstream_ext.text import did_you_mean
 
 Array: TypeAlias = "pa.Array[Any]"
 Field: TypeAlias = "pa.Field[Any]"
@@ -33,7 +34,10 @@ def check_schema(schema: pa.Schema, columns: pa.Schema, *, optional: bool = Fals
         raise ValueError(f"schema: it has no columns; the columns are {', '.join(columns.names)}")
     for field in schema:
         if field.name not in columns.names:
-            raise ValueError(f"schema: there is no column {field.name!r}; the columns are {', '.join(columns.names)}")
+            raise ValueError(
+                f"schema: there is no column {field.name!r}; the columns are {', '.join(columns.names)}"
+                f"{did_you_mean(field.name, columns.names)}"
+            )
         if schema.names.count(field.name) > 1:
             raise ValueError(f"schema: it has the column {field.name!r} twice")
         kind = _kind(columns.field(field.name).type)

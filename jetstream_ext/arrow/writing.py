@@ -14,7 +14,9 @@ from jetstream_ext.arrow.schemas import Array
 from jetstream_ext.client.ingest import MsgId, ProgressHandler, ingest
 from jetstream_ext.errors import ConversionError
 from jetstream_ext.protocol.headers import MSG_ID, is_reserved
+from jetstream_ext.protocol.options import check_word
 from jetstream_ext.protocol.subjects import check_subject
+from jetstream_ext.text import did_you_mean
 from jetstream_ext.types import Entry, IngestReport, own_headers
 
 _ROWS: Final = 10_000  # turned into Python's values at a time, or
@@ -84,8 +86,7 @@ async def from_arrow(
     """
     if subject is not None:
         check_subject(subject)
-    if nats_headers not in ("error", "strip"):
-        raise ValueError(f"nats_headers must be 'error' or 'strip', not {nats_headers!r}")
+    check_word(nats_headers, ("error", "strip"), "nats_headers")
     messages = _Messages(subject, strip=nats_headers == "strip")
     return await ingest(
         js,
@@ -153,9 +154,9 @@ class _Messages:
             if name in _LEFT_OUT:
                 continue
             if name not in _COLUMNS:
+                advice = did_you_mean(name, _COLUMNS) or "; select those, and put other values into data or headers"
                 raise ValueError(
-                    f"column {name!r}: only the columns {', '.join((*_COLUMNS, *_LEFT_OUT))} can be stored; select those, and "
-                    "put other values into data or headers"
+                    f"column {name!r}: only the columns {', '.join((*_COLUMNS, *_LEFT_OUT))} can be stored{advice}"
                 )
             fits, kind = _COLUMNS[name]
             if not fits(field.type):

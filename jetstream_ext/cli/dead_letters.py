@@ -232,6 +232,6 @@ async def _session(where: Target, stream: str) -> AsyncIterator[JetStreamContext
         except NoStreamResponseError as error:
             raise click.ClickException("no stream stores the subject of a dead letter; it stays") from error
         except NotFoundError as error:
-            raise click.ClickException(f"stream {stream!r}, or that of an input, does not exist") from error
+            raise click.ClickException(str(error.description)) from error
         except ValueError as error:
             raise click.ClickException(str(error)) from error

@@ -253,7 +253,7 @@ async def _session(where: Target) -> AsyncIterator[JetStreamContext]:
         except BucketNotFoundError as error:
             raise click.ClickException(str(error.description)) from error
         except NotFoundError as error:
-            raise click.ClickException(f"a stream of the group does not exist ({error.description})") from error
+            raise click.ClickException(str(error.description)) from error
         except KeyError as error:
             raise click.ClickException(str(error.args[0])) from error
         except ValueError as error:

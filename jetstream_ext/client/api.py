@@ -111,7 +111,7 @@ class Api:
                 ) from error
             except ServerError as error:
                 if error.code == Status.NOT_FOUND:
-                    raise NotFoundError(error.code, error.description, error.err_code) from error
+                    raise NotFoundError(error.code, _missing(what, error), error.err_code) from error
                 refusal = error
                 raise
 
@@ -146,6 +146,17 @@ class Api:
         answer = await self.ask("INFO")
         with malformed_as_error("the account"):
             return json_number((answer.get("api") or {}).get("level") or 0, "level")
+
+
+def _missing(request: str, refusal: ServerError) -> str:
+    """Return the server's text, or a better one with the name that the subject of the request has, if that is missing."""
+    kind, *names = request.split(".")
+    if refusal.err_code == ErrorCode.STREAM_NOT_FOUND:
+        stream = names[-1] if kind == "STREAM" else names[1]  # CONSUMER.<verb>.<stream>.<consumer>
+        return f"stream {stream!r} does not exist"
+    if refusal.err_code == ErrorCode.CONSUMER_NOT_FOUND:
+        return f"stream {names[1]!r} has no consumer {names[2]!r}"
+    return refusal.description
 
 
 async def _first_answer(send: Callable[[], Coroutine[Any, Any, _T]]) -> _T:

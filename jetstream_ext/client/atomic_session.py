@@ -47,7 +47,7 @@ from jetstream_ext.protocol.atomic_wire import Block, Encoded
 from jetstream_ext.protocol.feature_table import ATOMIC
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.numbers import parse_number
-from jetstream_ext.protocol.options import as_message, check_seconds
+from jetstream_ext.protocol.options import as_message, check_messages, check_seconds
 from jetstream_ext.protocol.subjects import SubjectElsewhere
 from jetstream_ext.types import BatchAck, BatchMessage, Entry
 
@@ -183,6 +183,7 @@ class AtomicSession:
 
     async def fill(self, messages: Iterable[Entry] | AsyncIterable[Entry], patience: _Patience | None = None) -> int:
         """Send `messages` in blocks; return the highest sequence among them that asked for a reply, or 0."""
+        check_messages(messages)
         patience = patience or self._new_call()
         asked = 0
         if isinstance(messages, AsyncIterable):

@@ -16,7 +16,7 @@ from jetstream_ext.client.direct_reader import MessageBatch, read_blocks, read_o
 from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, StoredMsg
-from jetstream_ext.protocol.options import check_int, check_sequence, rfc3339
+from jetstream_ext.protocol.options import check_int, check_list, check_sequence, check_word, rfc3339
 from jetstream_ext.protocol.reads import MultiLast, OneReply, Plan, Scan
 from jetstream_ext.protocol.subjects import check_filter, check_name
 
@@ -249,7 +249,7 @@ class DirectGet:
 
         Raises:
             ValueError: No subjects, a number out of range, a datetime that is not timezone-aware, or both points in time.
-            TypeError: `up_to_time` is not a datetime.
+            TypeError: `subjects` is a single subject, or `up_to_time` is not a datetime.
             BadSubjectError: One of `subjects` is not a valid subject or filter.
             TooManySubjectsError: While iterating: the filters match too many subjects.
             RequestTimeoutError: While iterating: as for `scan`, and if no responder has reached the point in time.
@@ -259,10 +259,10 @@ class DirectGet:
 
         Requires: nats-server 2.11 (ADR-31, Multi-subject requests).
         """
-        filters = () if isinstance(subjects, str) else tuple(subjects)
+        check_list(subjects, "subjects", "subjects")
+        filters = tuple(subjects)
         if not filters:
-            hint = f"; give [{subjects!r}]" if subjects else ""
-            raise ValueError(f"subjects must be a list of at least one subject, not {subjects!r}{hint}")
+            raise ValueError("subjects must have at least one subject")
         for subject in filters:
             check_filter(subject)
         if up_to_seq is not None and up_to_time is not None:
@@ -410,8 +410,7 @@ def scan_blocks(
         max_bytes=check_int(max_bytes, "max_bytes", high=_INT64_MAX),
         prefetch=check_int(prefetch, "prefetch", high=4),
     )
-    if on_bad not in ("error", "skip"):
-        raise ValueError(f"on_bad must be 'error' or 'skip', not {on_bad!r}")
+    check_word(on_bad, ("error", "skip"), "on_bad")
     if min_seq is not None:
         check_sequence(min_seq, "min_seq")
     if confirm:

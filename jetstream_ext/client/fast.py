@@ -33,7 +33,7 @@ from jetstream_ext.protocol.fast import KEPT_REPORTS, Ended, Event, FastBatch, S
 from jetstream_ext.protocol.fast_wire import BatchFlowError, Encoded, UnrecognisedReply
 from jetstream_ext.protocol.feature_table import FAST_INGEST
 from jetstream_ext.protocol.frames import Frame
-from jetstream_ext.protocol.options import as_message
+from jetstream_ext.protocol.options import as_message, check_messages
 from jetstream_ext.protocol.subjects import SubjectElsewhere
 from jetstream_ext.protocol.trace_context import TraceContext
 from jetstream_ext.text import get_logger
@@ -305,6 +305,7 @@ class FastPublisher:
 
     async def _add_many(self, messages: Iterable[Entry] | AsyncIterable[Entry], bulk: _Bulk) -> FastPubAck:
         batch, session = self._batch, self._session
+        check_messages(messages)
         if isinstance(messages, AsyncIterable):
             source = aiter(messages)
             while True:

@@ -47,6 +47,7 @@ from jetstream_ext.protocol.fence import mark, marked_seq
 from jetstream_ext.protocol.id_search import IdSearch, Verdict
 from jetstream_ext.protocol.options import (
     as_message,
+    check_messages,
     check_seconds,
     given_headers,
     has_expectation,
@@ -167,6 +168,7 @@ class _Source:
         self.taken = 0  # how many messages were read
         self._msg_id = msg_id
         self.entries: Iterator[Entry] | AsyncGenerator[Entry, None]
+        check_messages(messages)
         if isinstance(messages, AsyncIterable):
             self.entries = self._read_async(aiter(messages))
         else:

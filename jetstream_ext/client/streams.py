@@ -198,6 +198,10 @@ def _check_lists(wanted: StreamConfig) -> None:
             wanted.subjects,
             f"[{wanted.subjects!r}]" if isinstance(wanted.subjects, str) else "[...]",
         )
+    subject: object
+    for subject in wanted.subjects or ():
+        if not isinstance(subject, str):
+            refuse("subjects", "a list of str", subject, "['...']")
     if wanted.sources is not None and not isinstance(wanted.sources, list | tuple):
         refuse("sources", "a list", wanted.sources, f"[{source(wanted.sources)}]")
     for entry in wanted.sources or ():

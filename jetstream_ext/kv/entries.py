@@ -26,6 +26,7 @@ from jetstream_ext.protocol.headers import (
     parse_time,
 )
 from jetstream_ext.protocol.numbers import parse_number
+from jetstream_ext.protocol.options import check_list
 from jetstream_ext.protocol.subjects import anything
 from jetstream_ext.protocol.table import FOREVER, Record, Update, Updates
 from jetstream_ext.ttl import marker_reason
@@ -385,8 +386,7 @@ def check_key(key: str) -> None:
 
 def check_keys(keys: Iterable[str]) -> dict[str, None]:
     """Return `keys` without repetitions, in order; raise as `check_key` does, and TypeError for a single key."""
-    if isinstance(keys, str | bytes):
-        raise TypeError(f"keys must be a collection of keys, not {type(keys).__name__}")
+    check_list(keys, "keys", "keys")
     wanted = dict.fromkeys(keys)
     for key in wanted:
         if not isinstance(key, str) or not _KEY.fullmatch(key):
@@ -398,8 +398,7 @@ def check_filters(filters: Sequence[str] | None) -> list[str]:
     """Return `filters` without repetitions (None is everything); raise as `check_keys` does, and ValueError for none."""
     if filters is None:
         return [EVERYTHING]
-    if isinstance(filters, str | bytes):
-        raise TypeError(f"filters must be a collection of filters, not {type(filters).__name__}")
+    check_list(filters, "filters", "keys or key patterns")
     wanted = list(dict.fromkeys(filters))
     if not wanted:
         raise ValueError("filters must not be empty; leave them out to read the whole bucket")

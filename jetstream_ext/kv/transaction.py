@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from inspect import isawaitable
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar
 
@@ -258,9 +259,10 @@ class Transaction:
                 conflict = await self._find_conflict()
                 if conflict is not None or retries == _MAX_COMMIT_RETRIES:
                     raise conflict or refusal from refusal
-            except NoStreamError:
+            except NoStreamError as error:
                 await bucket.check_known(fresh=True)
-                raise
+                text = f"bucket {bucket.name!r} does not exist, or has no leader; nothing was written"
+                raise NoStreamError(text, batch_id=error.batch_id, sent=error.sent, outcome="not_stored") from error
             except BatchServerError as refusal:
                 raise self._explain(refusal) from refusal.__cause__
             except MaxPayloadError as error:
@@ -539,7 +541,7 @@ async def retry_transaction(
             written.
         nats.js.errors.BadBucketError, MaxPayloadError, StreamConfigMismatchError: As for `Transaction.commit`, at once;
             nothing is written.
-        ValueError, TypeError: `give_up_after` or `timeout` is not over 0, or not a number.
+        ValueError, TypeError: `give_up_after` or `timeout` is not over 0, or not a number; `fn` is no async function.
         Exception: Whatever `fn` raises.
 
     Cancellation: Nothing is written, unless a commit was sent already.
@@ -547,6 +549,10 @@ async def retry_transaction(
     Requires: As for `transaction`.
     """
     give_up_after = check_seconds(give_up_after, "give_up_after")
+    given: object = fn
+    if not callable(given):
+        called = "; give the function itself, without calling it" if isawaitable(given) else ""
+        raise TypeError(f"fn must be an async function, not {type(given).__name__}{called}")
     bucket = Bucket(kv, timeout)
     retry = Retry(give_up_after, first_pause=_FIRST_PAUSE, jitter=True, transient=_may_run_again)
     retry.start()
@@ -555,7 +561,7 @@ async def retry_transaction(
         tx = _Run(bucket, with_id=True, errors=errors)
         returned = False
         try:
-            result = await fn(tx)
+            result: _Result = await _started(fn(tx), fn)
             returned = True
             if tx.state == "open":
                 await tx.commit_once(retry)
@@ -567,6 +573,17 @@ async def retry_transaction(
         finally:
             await tx.discard()
         await retry.pause_if_transient(failure)
+
+
+def _started(running: object, fn: object) -> Awaitable[Any]:
+    """Return what `fn` returned; raise TypeError unless it can be awaited."""
+    if not isawaitable(running):
+        name = getattr(fn, "__qualname__", type(fn).__name__).rpartition(".")[2]
+        raise TypeError(
+            f"fn must be an async function: {name}() returned {type(running).__name__}, which cannot be awaited; nothing was "
+            "written; define it with `async def`"
+        )
+    return running
 
 
 def _consists_of(error: Exception, errors: Iterable[Exception]) -> bool:

@@ -44,7 +44,7 @@ from jetstream_ext.protocol.direct import Request, StoredMsg
 from jetstream_ext.protocol.feature_table import START_TIME_LEVEL
 from jetstream_ext.protocol.gaps import Gaps
 from jetstream_ext.protocol.numbers import LARGEST
-from jetstream_ext.protocol.options import check_int, check_seconds
+from jetstream_ext.protocol.options import check_int, check_seconds, check_word
 from jetstream_ext.protocol.reads import Scan
 from jetstream_ext.protocol.subjects import can_be_asked_for, check_filter
 from jetstream_ext.text import get_logger
@@ -177,8 +177,7 @@ class LogReader:
     ) -> None:
         if subject is not None:
             check_filter(subject)
-        if on_lost not in ("error", "skip"):
-            raise ValueError(f"on_lost must be 'error' or 'skip', not {on_lost!r}")
+        check_word(on_lost, ("error", "skip"), "on_lost")
         self._patience = check_seconds(patience, "patience")
         self._poll = check_seconds(poll, "poll")
         self._skips = on_lost == "skip"

@@ -13,6 +13,7 @@ from jetstream_ext.kv.keyed_stream import KeyedStream
 from jetstream_ext.kv.live import Live, LiveMapping
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.headers import parse_time_ns
+from jetstream_ext.protocol.options import check_list
 from jetstream_ext.protocol.subjects import check_filter, check_name
 from jetstream_ext.protocol.table import Change, Record
 
@@ -78,9 +79,11 @@ class Table(LiveMapping[StoredMsg, MessageChange]):
         timeout: float | None = None,
     ) -> None:
         check_name(stream, "stream name")
+        if not isinstance(subject, str):
+            check_list(subject, "subject", "filters")
         filters = [subject] if isinstance(subject, str) else list(dict.fromkeys(subject))
         if not filters:
-            raise ValueError("subject must be a filter, or a list of at least one")
+            raise ValueError("subject must be a filter, or a list of at least one filter")
         for each in filters:
             check_filter(each)
         live = Live(

@@ -676,6 +676,8 @@ class AtomicBatchMachine:
             streams = f"{part} may not store all of its subjects"
         elif stores is not None and (elsewhere := [subject for subject in known if not stores(subject)]):
             streams = f"stream {own!r} does not store its subject {elsewhere[0]!r}"
+        elif self._unknown:
+            streams = f"it is not known which stream stores its subject {min(self._unknown)!r}, if any does"
         if streams:
             return f"{streams}, and all messages of an atomic batch must be of one stream"
         if self._fingerprints is not None and not self.staged:

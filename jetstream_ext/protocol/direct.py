@@ -575,8 +575,21 @@ def malformed(stream: str, what: str, problem: object, frame: bytes = b"") -> Re
 
 
 def not_found(stream: str, request: Request | None = None) -> MessageNotFoundError:
-    asked = "" if request is None else f" for the request {request.body()}"
-    return MessageNotFoundError(f"stream {stream!r}: no message found{asked}", stream=stream)
+    """Return the error for a single get that found nothing, with what was asked for."""
+    return MessageNotFoundError(
+        f"stream {stream!r} has no message{'' if request is None else _wanted(request)}", stream=stream
+    )
+
+
+def _wanted(request: Request) -> str:
+    if request.last_by_subj is not None:
+        return f" on {request.last_by_subj!r}"
+    on = f" on {request.next_by_subj!r}" if request.next_by_subj not in (None, ">") else ""
+    if request.start_time is not None:
+        return f"{on} stored at {request.start_time.isoformat()} or later"
+    if request.next_by_subj is not None:
+        return f"{on} from sequence {request.seq} on"
+    return f" with sequence {request.seq}"
 
 
 def _status(stream: str, header: bytes) -> tuple[int, str]:

@@ -29,7 +29,7 @@ from jetstream_ext.protocol.fast_window import Window
 from jetstream_ext.protocol.fast_wire import BatchFlowError, Encoded, FastWire, Reply, UnrecognisedReply
 from jetstream_ext.protocol.feature_table import FAST_INGEST
 from jetstream_ext.protocol.frames import Frame
-from jetstream_ext.protocol.options import check_batch_id, check_seconds
+from jetstream_ext.protocol.options import check_batch_id, check_choice, check_seconds
 from jetstream_ext.protocol.trace_context import TraceContext
 from jetstream_ext.text import get_logger
 from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowGap, BatchMessage, EndReason, Entry, GapMode, InDoubt
@@ -235,7 +235,7 @@ class FastBatch:
         inbox_size: int = 0,
     ) -> None:
         self.batch_id: str = check_batch_id(batch_id)
-        self.gap: GapMode = GapMode(gap)
+        self.gap: GapMode = check_choice(gap, GapMode, "gap")
         self.window: Window = Window(flow, max_outstanding_acks)
         self.ack_timeout: float = check_seconds(ack_timeout, "ack_timeout")
         self.state: State = NEW

@@ -151,10 +151,10 @@ def message_block(stored: bytes, appended: Iterable[bytes]) -> bytes:
 
 def check_header(name: str, value: str) -> None:
     """Raise BadHeaderError for a header that could end its line early or that the server would drop."""
-    if not isinstance(name, str) or not isinstance(value, str):
-        raise TypeError(
-            f"header {name!r}: name and value must be str, not {type(name).__name__}, {type(value).__name__}"
-        )
+    if not isinstance(name, str):
+        raise TypeError(f"a header's name must be str, not {type(name).__name__}")
+    if not isinstance(value, str):
+        raise TypeError(f"header {name!r}: the value must be str, not {type(value).__name__}")
     if not name or not _NAME_CHARS.issuperset(name):
         raise BadHeaderError(f"header name {name!r} is empty or has characters that are not allowed in a header name")
     if "\r" in value or "\n" in value or "\0" in value:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import AsyncIterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Final, TypeVar
 
 from jetstream_ext.errors import BadHeaderError
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.subjects import check_filter, check_name
-from jetstream_ext.text import did_you_mean
-from jetstream_ext.types import NEVER, TTL, BatchMessage, Entry
+from jetstream_ext.text import counted, did_you_mean
+from jetstream_ext.types import NEVER, TTL, BatchMessage
 
 _Choice = TypeVar("_Choice", bound=enum.Enum)
 
 _EXPECTATIONS: Final = {h.EXPECTED_LAST_SEQ, h.EXPECTED_LAST_SUBJECT_SEQ, h.EXPECTED_LAST_MSG_ID}
 _BATCH_ID_CHARS = frozenset("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz_-")
+
+_SHOWN: Final = 64  # characters of a value in an error
+_ENTRY: Final = "a BatchMessage, (subject, payload) or (subject, payload, headers)"
+_BARE: Final = (str, bytes, bytearray, memoryview)
 
 MAX_TTL = 36_525 * 86_400
 """A hundred years in seconds. Servers accept up to 2**63-1 s, but a message that expires after the year 2262 overflows
@@ -54,12 +58,34 @@ def check_int(value: int, name: str, *, low: int = 1, high: int | None = None) -
 
 def check_choice(value: object, kind: type[_Choice], name: str) -> _Choice:
     """Return `value`, or the text of one, as a member of `kind`; raise ValueError with what is allowed and the nearest."""
-    try:
-        return kind(value)
-    except ValueError:
-        allowed = [str(each.value) for each in kind]
+    if not isinstance(value, kind):
+        check_word(value, [each.value for each in kind], name)
+    return kind(value)
+
+
+def check_word(value: object, allowed: Sequence[str], name: str) -> None:
+    """Raise ValueError, with what is allowed and the nearest, unless `value` is one of the words `allowed`."""
+    if value not in allowed:
         choices = f"{', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}"
-        raise ValueError(f"{name} must be {choices}, not {value!r}{did_you_mean(value, allowed)}") from None
+        raise ValueError(f"{name} must be {choices}, not {value!r}{did_you_mean(value, allowed)}")
+
+
+def check_list(value: object, name: str, what: str) -> None:
+    """Raise TypeError unless `value` can be a list of `what`, which are str; the error shows how to give a single one."""
+    if isinstance(value, str | bytes) or not _can_be_iterated(value):
+        hint = f"; give [{value!r}]" if isinstance(value, str) and value else ""
+        raise TypeError(f"{name} must be a list of {what}, not {shown(value)}{hint}")
+
+
+def _can_be_iterated(value: object) -> bool:
+    return hasattr(type(value), "__iter__") or hasattr(type(value), "__getitem__")
+
+
+def shown(value: object) -> str:
+    """Return a text as it is, cut if it is long, and the type's name of any other value."""
+    if not isinstance(value, str):
+        return type(value).__name__
+    return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}…"
 
 
 def check_sequence(value: int, name: str, *, low: int = 1) -> int:
@@ -130,16 +156,32 @@ def check_message(message: object) -> None:
         raise TypeError(f"an atomic batch takes BatchMessage objects, not {type(message).__name__}")
 
 
-def as_message(entry: Entry) -> BatchMessage:
+def check_messages(messages: object) -> None:
+    """Raise TypeError, with the call that was probably meant, unless `messages` can be a bulk of messages."""
+    if isinstance(messages, BatchMessage):
+        given, hint = "one BatchMessage", "; give [message]"
+    elif isinstance(messages, _BARE):
+        given, hint = type(messages).__name__, "; give [(subject, payload)]"
+    elif isinstance(messages, tuple) and messages and isinstance(messages[0], str):
+        given, hint = "one message", f"; give [({messages[0]!r}, ...)]"
+    elif isinstance(messages, Mapping):
+        given, hint = type(messages).__name__, "; give its items()"
+    elif not (isinstance(messages, AsyncIterable) or _can_be_iterated(messages)):
+        given, hint = type(messages).__name__, ""
+    else:
+        return
+    raise TypeError(f"messages must be a list or another iterable of messages, each {_ENTRY}, not {given}{hint}")
+
+
+def as_message(entry: object) -> BatchMessage:
     """Return a `BatchMessage` or ``(subject, payload[, headers])`` as a `BatchMessage`; raise TypeError for others."""
     if isinstance(entry, BatchMessage):
         return entry
     if isinstance(entry, tuple) and 2 <= len(entry) <= 3:
         return BatchMessage(*entry)
-    raise TypeError(
-        "a message must be a BatchMessage, (subject, payload) or (subject, payload, headers), not "
-        + (f"a tuple of {len(entry)}" if isinstance(entry, tuple) else type(entry).__name__)
-    )
+    given = f"a tuple of {counted(len(entry), 'item')}" if isinstance(entry, tuple) else type(entry).__name__
+    hint = "; a payload needs its subject: (subject, payload)" if isinstance(entry, _BARE) else ""
+    raise TypeError(f"a message must be {_ENTRY}, not {given}{hint}")
 
 
 def payload_bytes(payload: object) -> bytes:
@@ -147,7 +189,8 @@ def payload_bytes(payload: object) -> bytes:
     if isinstance(payload, bytes):
         return payload
     if not isinstance(payload, bytearray | memoryview):
-        raise TypeError(f"a payload must be bytes, not {type(payload).__name__}")
+        hint = "; encode it, for example with .encode()" if isinstance(payload, str) else ""
+        raise TypeError(f"a payload must be bytes, not {type(payload).__name__}{hint}")
     return bytes(payload)
 
 

@@ -194,4 +194,4 @@ def test_a_stream_that_was_deleted_is_reported(server: NatsServer, run: Run, nam
     work(server.url, stream, bucket, 1)
     with_js(server.url, lambda js: js.delete_stream(stream))
     done = run("group", "status", stream, "g", "--bucket", bucket)
-    assert (done.exit_code, done.stderr) == (1, "Error: a stream of the group does not exist (stream not found)\n")
+    assert (done.exit_code, done.stderr) == (1, f"Error: stream '{stream}' does not exist\n")

@@ -333,7 +333,7 @@ class TestRefusals:
             (lambda d: d.scan(subject="a..b"), errors.BadSubjectError),
             (lambda d: d.scan(min_seq=0), ValueError),
             (lambda d: d.multi_last([]), ValueError),
-            (lambda d: d.multi_last("orders.>"), ValueError),
+            (lambda d: d.multi_last("orders.>"), TypeError),
             (lambda d: d.multi_last(iter(())), ValueError),
             (lambda d: d.multi_last(["a", "a b"]), errors.BadSubjectError),
             (lambda d: d.multi_last(["a"], batch=0), ValueError),

@@ -69,10 +69,10 @@ def test_collections_are_deduplicated_and_checked() -> None:
     assert list(check_keys(iter(["b", "a", "b"]))) == ["b", "a"]
     assert list(check_keys([])) == []
     assert check_filters(None) == [">"]
-    for wrong in ("abc", b"abc"):
-        with pytest.raises(TypeError, match=f"collection of keys, not {type(wrong).__name__}"):
+    for wrong, shown in (("abc", "'abc'; give"), (b"abc", "bytes")):
+        with pytest.raises(TypeError, match=f"keys must be a list of keys, not {shown}"):
             check_keys(wrong)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=f"collection of filters, not {type(wrong).__name__}"):
+        with pytest.raises(TypeError, match=f"filters must be a list of keys or key patterns, not {shown}"):
             check_filters(wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         check_keys([b"a"])  # type: ignore[list-item]

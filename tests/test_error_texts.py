@@ -1,0 +1,284 @@
+"""The texts of errors about common mistakes: they name what is wrong, where, and what to do."""
+
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+import pytest
+from nats.js import JetStreamContext
+from nats.js.kv import KeyValue
+
+import jetstream_ext as jsx
+import jetstream_ext.kv as kvx
+from jetstream_ext import errors, log
+from jetstream_ext.client.connection import open_bucket
+
+Call = Callable[..., Any]
+ENTRY = "a BatchMessage, (subject, payload) or (subject, payload, headers)"
+
+
+class Env(NamedTuple):
+    """What a call of a table needs; the subjects of stream ``<name>`` are ``<name>.>``."""
+
+    js: JetStreamContext
+    one: str
+    two: str
+    kv: KeyValue
+
+
+@pytest.fixture
+async def env(js: JetStreamContext, stream_name: Callable[[], str]) -> Env:
+    one, two, bucket = sorted(stream_name() for _ in range(3))
+    for name in (one, two):
+        await jsx.ensure_stream(
+            js, name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True, allow_batched=True
+        )
+    return Env(js, one, two, await kvx.ensure_bucket(js, bucket))
+
+
+async def text_of(call: Callable[[], Any], kind: type[BaseException]) -> str:
+    """Return the text of the error of a call, which may return an awaitable or an async iterator."""
+
+    async def run() -> None:
+        result = call()
+        if hasattr(result, "__await__"):
+            await result
+        else:
+            [each async for each in result]
+
+    with pytest.raises(kind) as caught:
+        await run()
+    return str(caught.value)
+
+
+# -- batches -------------------------------------------------------------------------------------------------------------
+
+
+PUBLISHERS: dict[str, Callable[[JetStreamContext, Any], Awaitable[Any]]] = {
+    "AtomicBatch.add_many": lambda js, messages: add_many(jsx.AtomicBatch(js), messages),
+    "FastPublisher.add_many": lambda js, messages: add_many(jsx.FastPublisher(js), messages),
+    "publish_atomic": jsx.publish_atomic,
+    "publish_atomic_many": lambda js, messages: jsx.publish_atomic_many(js, [messages]).to_list(),
+    "ingest": jsx.ingest,
+}
+
+
+async def add_many(batch: Any, messages: Any) -> None:
+    async with batch:
+        await batch.add_many(messages)
+
+
+@pytest.mark.parametrize("publisher", PUBLISHERS)
+async def test_a_batch_over_two_streams_names_both_and_their_subjects(publisher: str, env: Env) -> None:
+    first, second = f"{env.one}.a", f"{env.two}.b"
+    call = PUBLISHERS[publisher]
+    if publisher == "ingest":  # which publishes to any stream
+        assert (await jsx.ingest(env.js, [(first, b""), (second, b"")])).stored == 2
+        return
+    text = await text_of(lambda: call(env.js, [(first, b"1"), (second, b"2")]), errors.BadSubjectError)
+    kind = "a fast batch" if publisher.startswith("Fast") else "an atomic batch"
+    assert text.partition(": ")[2] == (
+        f"subject {second!r} is stored by stream {env.two!r}, but the batch is for stream {env.one!r}; "
+        f"all messages of {kind} must be of one stream; the message was not added"
+    )
+
+
+async def test_an_atomic_batch_with_a_subject_of_no_stream_names_the_subject(env: Env) -> None:
+    messages = [(f"{env.one}.a", b"1"), (f"{env.one}-other", b"2"), (f"{env.one}.a", b"3")]
+    text = await text_of(lambda: jsx.publish_atomic(env.js, messages), errors.AtomicPublishIncompleteError)
+    assert text.partition(": ")[2] == (
+        "the commit was refused: atomic publish batch is incomplete; nothing of the batch is stored; it is not known "
+        f"which stream stores its subject '{env.one}-other', if any does, and all messages of an atomic batch must be of "
+        "one stream (error 10176)"
+    )
+
+
+BULKS = {
+    "bytes": (b"x", "bytes; give [(subject, payload)]"),
+    "str": ("x", "str; give [(subject, payload)]"),
+    "one tuple": (("a", b"x"), "one message; give [('a', ...)]"),
+    "one message": (jsx.BatchMessage("a", b"x"), "one BatchMessage; give [message]"),
+    "dict": ({"a": b"x"}, "dict; give its items()"),
+    "None": (None, "NoneType"),
+    "int": (5, "int"),
+}
+
+
+@pytest.mark.parametrize("publisher", PUBLISHERS)
+async def test_a_bulk_that_is_no_list_of_messages_is_a_type_error(publisher: str, js: JetStreamContext) -> None:
+    for messages, given in BULKS.values():
+        text = await text_of(lambda: PUBLISHERS[publisher](js, messages), TypeError)  # noqa: B023 - called at once
+        assert text == f"messages must be a list or another iterable of messages, each {ENTRY}, not {given}"
+
+
+ENTRIES = {
+    "bytes": (b"x", f"a message must be {ENTRY}, not bytes; a payload needs its subject: (subject, payload)"),
+    "str": ("x", f"a message must be {ENTRY}, not str; a payload needs its subject: (subject, payload)"),
+    "short": (("a",), f"a message must be {ENTRY}, not a tuple of 1 item"),
+    "long": (("a", b"", {}, 4), f"a message must be {ENTRY}, not a tuple of 4 items"),
+    "text": (("a", "x"), "a payload must be bytes, not str; encode it, for example with .encode()"),
+    "header": (("a", b"x", {"n": 1}), "header 'n': the value must be str, not int"),
+    "name": (("a", b"x", {1: "v"}), "a header's name must be str, not int"),
+}
+
+
+@pytest.mark.parametrize("publisher", PUBLISHERS)
+async def test_an_entry_that_is_no_message_is_explained(publisher: str, js: JetStreamContext) -> None:
+    for entry, expected in ENTRIES.values():
+        kind = errors.IngestError if publisher == "ingest" else TypeError
+        text = await text_of(lambda: PUBLISHERS[publisher](js, [entry]), kind)  # noqa: B023 - called at once
+        assert expected in text
+
+
+# -- arguments -----------------------------------------------------------------------------------------------------------
+
+
+def plain(tx: kvx.Transaction) -> int:
+    tx.put("a", b"1")
+    return 5
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (
+            plain,
+            "fn must be an async function: plain() returned int, which cannot be awaited; nothing was written; define it with `async def`",
+        ),
+        (None, "fn must be an async function, not NoneType"),
+    ],
+)
+async def test_retry_transaction_needs_an_async_function(fn: Any, expected: str, env: Env) -> None:
+    assert await text_of(lambda: kvx.retry_transaction(env.kv, fn), TypeError) == expected
+    assert await kvx.get_many(env.kv, ["a"]) == {}
+
+
+async def test_retry_transaction_needs_the_function_and_not_its_call(env: Env) -> None:
+    async def work() -> None: ...
+
+    called: Any = work()
+    text = await text_of(lambda: kvx.retry_transaction(env.kv, called), TypeError)
+    assert text == "fn must be an async function, not coroutine; give the function itself, without calling it"
+    await called
+
+
+async def in_transaction(kv: KeyValue, keys: Any) -> None:
+    async with kvx.transaction(kv) as tx:
+        await tx.get_many(keys)
+
+
+LISTS: dict[str, tuple[Callable[[Env, Any], Any], str, str]] = {
+    "multi_last": (lambda env, given: jsx.DirectGet(env.js, env.one).multi_last(given), "subjects", "subjects"),
+    "get_many": (lambda env, given: kvx.get_many(env.kv, given), "keys", "keys"),
+    "transaction": (lambda env, given: in_transaction(env.kv, given), "keys", "keys"),
+    "snapshot": (lambda env, given: kvx.snapshot(env.kv, given), "filters", "keys or key patterns"),
+    "Table": (lambda env, given: kvx.Table(env.kv, given), "filters", "keys or key patterns"),
+}
+
+
+@pytest.mark.parametrize("call", LISTS)
+async def test_a_text_where_a_list_is_needed_is_shown_as_a_list(call: str, env: Env) -> None:
+    made, name, what = LISTS[call]
+    for given, shown in (("x.>", "'x.>'; give ['x.>']"), (b"x", "bytes"), (5, "int")):
+        text = await text_of(lambda: made(env, given), TypeError)  # noqa: B023 - called at once
+        assert text == f"{name} must be a list of {what}, not {shown}"
+
+
+async def test_the_subjects_of_a_stream_must_be_a_list_of_texts(env: Env) -> None:
+    for given, expected in (
+        ("x.>", "subjects must be a list, not 'x.>'; give subjects=['x.>']"),
+        ({"x.>"}, "subjects must be a list, not set; give subjects=[...]"),
+        ([5], "subjects must be a list of str, not int; give subjects=['...']"),
+    ):
+        options: Any = {"subjects": given}
+        text = await text_of(lambda: jsx.ensure_stream(env.js, name="NEW", **options), TypeError)  # noqa: B023
+        assert text == f"stream 'NEW': {expected}"
+
+
+WORDS: dict[str, tuple[Callable[[JetStreamContext, Any], Any], str]] = {
+    "gap": (lambda js, word: jsx.FastPublisher(js, gap=word), "gap must be 'ok' or 'fail'"),
+    "on_bad": (lambda js, word: jsx.DirectGet(js, "S").scan(on_bad=word), "on_bad must be 'error' or 'skip'"),
+    "on_lost": (lambda js, word: log.LogReader(js, "S", on_lost=word), "on_lost must be 'error' or 'skip'"),
+    "dialect": (lambda _, word: jsx.ttl_headers(5, dialect=word), "dialect must be '2.14' or 'draft'"),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+async def test_a_word_that_is_not_allowed_comes_with_those_that_are(name: str, js: JetStreamContext) -> None:
+    make, expected = WORDS[name]
+    nearest = {"gap": "ok", "dialect": "draft"}.get(name, "skip")
+    for word, hint in ((f"{nearest}p", f"; did you mean {nearest!r}?"), ("?", ""), (7, "")):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
+            make(js, word)
+        assert str(caught.value) == f"{expected}, not {word!r}{hint}"
+
+
+# -- what is missing -----------------------------------------------------------------------------------------------------
+
+
+async def read(reader: log.LogReader) -> None:
+    await reader.read(1, 0.1)
+
+
+async def enter(context: Any) -> None:
+    async with context:
+        pass
+
+
+async def work(js: JetStreamContext, stream: str, output: str) -> None:
+    async def handle(_: jsx.StoredMsg) -> list[jsx.BatchMessage]:
+        return []
+
+    await log.exactly_once(log.LogReader(js, stream), output, handle, name="w", prefix="p")
+
+
+MISSING_STREAMS: dict[str, Callable[[Env, str], Any]] = {
+    "LogReader": lambda env, name: read(log.LogReader(env.js, name)),
+    "Group": lambda env, name: enter(log.Group(env.js, name, "g", partitions=2).join()),
+    "log.Table": lambda env, name: enter(log.Table(env.js, name)),
+    "exactly_once": lambda env, name: work(env.js, env.one, name),
+    "dead_letters": lambda env, name: log.dead_letters(env.js, name, "dead"),
+    "redrive": lambda env, name: log.redrive(env.js, name, "dead"),
+    "reset_consumer": lambda env, name: jsx.reset_consumer(env.js, name, "c"),
+    "create_source_consumer": lambda env, name: jsx.create_source_consumer(env.js, name, "c", deliver_subject="d"),
+    "source_health": lambda env, name: jsx.source_health(env.js, name),
+    "scan": lambda env, name: jsx.DirectGet(env.js, name).scan(confirm=True),
+}
+
+
+@pytest.mark.parametrize("call", MISSING_STREAMS)
+async def test_every_error_about_a_missing_stream_names_it(call: str, env: Env) -> None:
+    text = await text_of(lambda: MISSING_STREAMS[call](env, "NOPE"), Exception)
+    assert "stream 'NOPE' does not exist" in text
+
+
+async def test_a_missing_consumer_is_named_with_its_stream(env: Env) -> None:
+    text = await text_of(lambda: jsx.reset_consumer(env.js, env.one, "c"), Exception)
+    assert f"stream {env.one!r} has no consumer 'c'" in text
+
+
+MISSING_MESSAGES: dict[str, tuple[Callable[[jsx.DirectGet], Any], str]] = {
+    "get": (lambda direct: direct.get(7), "with sequence 7"),
+    "get_last": (lambda direct: direct.get_last("a.b"), "on 'a.b'"),
+    "get_next": (lambda direct: direct.get_next("a.*", seq=3), "on 'a.*' from sequence 3 on"),
+    "get_at": (
+        lambda direct: direct.get_at(datetime(2026, 3, 1, tzinfo=UTC), subject="a.b"),
+        "on 'a.b' stored at 2026-03-01T00:00:00+00:00 or later",
+    ),
+}
+
+
+@pytest.mark.parametrize("call", MISSING_MESSAGES)
+async def test_a_missing_message_is_described(call: str, env: Env) -> None:
+    get, expected = MISSING_MESSAGES[call]
+    text = await text_of(lambda: get(jsx.DirectGet(env.js, env.one)), errors.MessageNotFoundError)
+    assert text == f"stream {env.one!r} has no message {expected}"
+
+
+async def test_a_transaction_in_a_missing_bucket_names_it(env: Env) -> None:
+    async def put() -> None:
+        async with kvx.transaction(open_bucket(env.js, "NOPE")) as tx:
+            tx.put("a", b"1")
+
+    text = await text_of(put, errors.NoStreamError)
+    assert text == "bucket 'NOPE' does not exist, or has no leader; nothing was written"
