@@ -21,6 +21,7 @@ from jetstream_ext.cli.connection import Target, connected, connection_options, 
 from jetstream_ext.cli.formats import FORMATS, delimiter_of, format_of
 from jetstream_ext.cli.message_files import START_AGAIN, Csv, JsonLines, Parquet, SpreadsheetCsv, UnwritableError
 from jetstream_ext.cli.output import Stopped, count, is_are, one_line, progress, say, write_json
+from jetstream_ext.cli.table_files import TableCsv, TableLines, TableParquet
 from jetstream_ext.client.direct import DirectGet, ScanOptions
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.subjects import check_name
@@ -37,6 +38,9 @@ _REPORT_EVERY: Final = 500
 @click.argument("stream")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--format", "given", type=click.Choice(FORMATS), help="Format of FILE (default: from its suffix).")
+@click.option(
+    "--rows", is_flag=True, help="Write the keys of the payloads, JSON objects, as columns: what ingest read."
+)
 @click.option("--delimiter", metavar="CHAR", help="What separates the fields of CSV: a character, or 'tab'.")
 @click.option(
     "--spreadsheet",
@@ -57,6 +61,7 @@ def command(
     stream: str,
     file: Path,
     given: str | None,
+    rows: bool,
     delimiter: str | None,
     spreadsheet: bool,
     lossy: bool,
@@ -74,7 +79,7 @@ def command(
     """
     check_name(stream, "stream name")  # servers do not answer requests with an invalid one
     form = format_of(file, given)
-    writer = _writer(form, delimiter_of(file, delimiter, form), spreadsheet=spreadsheet, lossy=lossy)
+    writer = _writer(form, delimiter_of(file, delimiter, form), rows=rows, spreadsheet=spreadsheet, lossy=lossy)
     part = _Part(file, _Journal(stream, "", subject, start_seq, writer.name), writer)
     if file.exists() and not overwrite:
         raise click.ClickException(f"{file} already exists; --overwrite replaces it")
@@ -101,6 +106,8 @@ def command(
         # pyarrow replaces the text of the operating system
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else one_line(error)
         raise click.ClickException(f"{reason}; {part.state()}") from error
+    if writer.headers_left_out:
+        say(f"left out {count(writer.headers_left_out, 'header')}: --rows writes only payloads", err=True)
     done = part.saved
     seconds = time.monotonic() - start
     if as_json:
@@ -111,6 +118,7 @@ def command(
                 "messages": done.messages,
                 "last_seq": done.seq,
                 "end": done.end,
+                "headers_left_out": writer.headers_left_out,
                 "bytes": file.stat().st_size,
                 "seconds": round(seconds, 3),
             }
@@ -119,16 +127,18 @@ def command(
         say(f"wrote {count(done.messages, 'message')} up to sequence {done.seq:,} to {file} ({seconds:.1f} s)")
 
 
-def _writer(form: str, delimiter: str, *, spreadsheet: bool, lossy: bool) -> JsonLines:
+def _writer(form: str, delimiter: str, *, rows: bool, spreadsheet: bool, lossy: bool) -> JsonLines:
     if spreadsheet and form != "csv":
         raise click.UsageError(f"--spreadsheet is for CSV, not for {form}")
+    if lossy and (rows or form == "parquet"):
+        raise click.UsageError(f"--lossy is for CSV and JSON lines of messages, not for {'--rows' if rows else form}")
     if form == "csv":
+        if rows:
+            return TableCsv(delimiter=delimiter, spreadsheet=spreadsheet)
         return (SpreadsheetCsv if spreadsheet else Csv)(lossy=lossy, delimiter=delimiter)
     if form == "jsonl":
-        return JsonLines(lossy=lossy)
-    if lossy:
-        raise click.UsageError("--lossy is for CSV and JSON lines, not for parquet")
-    return Parquet()
+        return TableLines() if rows else JsonLines(lossy=lossy)
+    return TableParquet() if rows else Parquet()
 
 
 async def _export(where: Target, part: _Part, *, show: bool) -> None:

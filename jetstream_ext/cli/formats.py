@@ -97,18 +97,27 @@ def conversion(part: Path, file: Path) -> Iterator[Path]:
 
 def compress(part: Path, file: Path) -> None:
     """Write the content of `part` to `file`, compressed by its name; then remove `part`."""
-    compression = compression_of(file)
-    if not compression:
+    if not compression_of(file):
         part.replace(file)
         return
-    with conversion(part, file) as fresh, part.open("rb") as content, fresh.open("wb") as raw:
-        packed: Any
+    with conversion(part, file) as fresh, part.open("rb") as content, compressed(fresh, file) as target:
+        while some := content.read(_BLOCK):
+            target.write(some)
+
+
+@contextmanager
+def compressed(path: Path, file: Path) -> Iterator[IO[bytes]]:
+    """Open `path` for writing; what is written is compressed as the name of `file` says."""
+    compression = compression_of(file)
+    target: Any
+    with path.open("wb") as raw:
         if compression == "gzip":
-            packed = gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0)
-        else:
+            target = gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0)
+        elif compression == "zstd":
             import pyarrow as pa  # an extra, and slow to import
 
-            packed = pa.CompressedOutputStream(pa.PythonFile(raw), "zstd")
-        with packed:
-            while some := content.read(_BLOCK):
-                packed.write(some)
+            target = io.BufferedWriter(pa.CompressedOutputStream(pa.PythonFile(raw), "zstd"))
+        else:
+            target = raw
+        with target:
+            yield target

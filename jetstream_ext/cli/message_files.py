@@ -46,11 +46,13 @@ class JsonLines:
 
     Attributes:
         name: What a journal calls files of this kind.
+        headers_left_out: How many headers of the messages the file lacks.
     """
 
     name: str = "jsonl"
 
     def __init__(self, *, lossy: bool = False) -> None:
+        self.headers_left_out: int = 0
         self._lossy = lossy  # write U+FFFD for bytes that are not UTF-8
 
     def head(self) -> bytes:
@@ -131,9 +133,12 @@ class SpreadsheetCsv(Csv):
     name = "csv for spreadsheets"
 
     def _cell(self, value: str | int) -> str | int:
-        if isinstance(value, int) or _NUMBER.fullmatch(value):
-            return value
-        return _FORMULA.sub(r"\1'", value)
+        return value if isinstance(value, int) else without_formulas(value)
+
+
+def without_formulas(text: str) -> str:
+    """Return a text of a cell with apostrophes before all that a spreadsheet may run as a formula."""
+    return text if _NUMBER.fullmatch(text) else _FORMULA.sub(r"\1'", text)
 
 
 class Parquet(JsonLines):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Final
 
 import orjson
 
+from jetstream_ext.cli.exact_json import decode_exact
 from jetstream_ext.cli.row_files import JsonRow, Row, RowError, duration_text
 from jetstream_ext.protocol.headers import is_reserved
 from jetstream_ext.types import own_headers
@@ -106,7 +106,10 @@ class RowMapping:
         if found is None:
             raise RowError(f"{place}: column {name!r} has no value; the payload needs it")
         if isinstance(row, JsonRow):
-            return orjson.dumps(exact_json(row.text)[name])
+            try:
+                return orjson.dumps(decode_exact(row.text)[name])
+            except ValueError as error:
+                raise RowError(f"{place}: {error}") from error
         return self._json(found, {name: found}, place)
 
     def _json(self, value: object, columns: Row, place: str) -> bytes:
@@ -148,11 +151,6 @@ def _plain(value: object) -> object:
         micros = (value.days * 86_400 + value.seconds) * 1_000_000 + value.microseconds
         return duration_text(micros * 1000 + getattr(value, "nanoseconds", 0), 9)  # those of pandas have nanoseconds
     return str(value)  # decimals
-
-
-def exact_json(text: bytes) -> Any:
-    """Return a JSON document whose numbers are kept as they are written, for `orjson.dumps`."""
-    return json.loads(text, parse_int=orjson.Fragment, parse_float=orjson.Fragment)
 
 
 def _non_finite(value: object) -> float | None:
