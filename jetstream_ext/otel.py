@@ -6,10 +6,12 @@ them.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Sequence
+from contextvars import Token
+from types import TracebackType
+from typing import Final, Self
+from urllib.parse import ParseResult
 
 from jetstream_ext.client import telemetry
 from jetstream_ext.client.base_connection import BaseConnection
@@ -20,8 +22,8 @@ from jetstream_ext.protocol.trace_context import TraceContext, trace_context
 
 try:
     from opentelemetry import metrics, propagate, trace
-    from opentelemetry.context import Context
-    from opentelemetry.trace import Span, SpanKind, StatusCode
+    from opentelemetry.context import Context, attach, detach
+    from opentelemetry.trace import Link, Span, SpanKind, StatusCode
 except ImportError as _missing:
     raise ImportError(
         "jetstream_ext.otel needs opentelemetry-api: pip install 'nats-jetstream-ext[otel]'"
@@ -34,17 +36,16 @@ _SCHEMA: Final = "https://opentelemetry.io/schemas/1.37.0"
 _KINDS: Final = {
     Kind.SEND: SpanKind.PRODUCER,
     Kind.COMMIT: SpanKind.CLIENT,
+    Kind.RECEIVE: SpanKind.CLIENT,
+    Kind.PROCESS: SpanKind.CONSUMER,
+    Kind.TRANSACTION: SpanKind.INTERNAL,
+    Kind.INGEST: SpanKind.INTERNAL,
 }
 # The operations that the conventions have a type for.
-_TYPES: Final = {Kind.SEND: "send"}
+_TYPES: Final = {Kind.SEND: "send", Kind.RECEIVE: "receive", Kind.PROCESS: "process"}
+_MAX_LINKS: Final = 128  # of a span; the default limit of OpenTelemetry's SDK
 # Seconds; the conventions' own.
 _DURATIONS: Final = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
-_DESCRIPTIONS: Final = {
-    Count.ACKNOWLEDGED: ("{message}", "Messages of fast ingest that the server has acknowledged."),
-    Count.LOST: ("{message}", "Messages of fast ingest that were lost on their way, as the server reported."),
-    Count.REFUSED: ("{message}", "Messages of fast ingest that the server refused while their batch continued."),
-    Count.GAPS: ("{gap}", "Reports of the server that messages of fast ingest were lost."),
-}
 
 
 def instrument(
@@ -53,7 +54,7 @@ def instrument(
     *,
     inject: bool = True,
 ) -> None:
-    """Report the fast ingest of this process (`FastPublisher`, `ingest`) as spans and metrics of OpenTelemetry.
+    """Report what this process does with this package as spans and metrics of OpenTelemetry.
 
     It counts for every connection, also for objects that exist already. A second call replaces the providers of the first
     one; nothing is reported twice.
@@ -99,25 +100,48 @@ def extract(message: StoredMsg) -> Context:
 class _Operation:
     """A span, and what its metrics need when it ends."""
 
+    __slots__ = (
+        "_attributes",
+        "_began",
+        "_context",
+        "_ended",
+        "_kind",
+        "_messages",
+        "_observer",
+        "_stream",
+        "_subject",
+        "_token",
+        "_trace",
+        "span",
+    )
+
     def __init__(
         self,
         observer: _Observer,
         kind: Kind,
         span: Span,
-        began: int,
         attributes: dict[str, str | int],
         subject: str | None,
+        stream: str | None,
     ) -> None:
         self.span = span
-        self.trace: TraceContext | None = None
         self._observer = observer
         self._kind = kind
-        self._began = began
+        self._began = time.perf_counter()
+        self._context = trace.set_span_in_context(span)
+        self._token: Token[Context] | None = None
+        self._trace: TraceContext | bool | None = True  # True: not looked at yet
         self._subject = subject  # of the single message that it is about
-        self._stream: str | None = None
+        self._stream = stream
         self._messages = 0
         self._attributes = attributes  # of the metrics
         self._ended = False
+
+    @property
+    def trace(self) -> TraceContext | None:
+        if isinstance(self._trace, bool):
+            self._trace = self._observer.trace_of(self._context)
+        return self._trace
 
     def describe(
         self,
@@ -134,22 +158,26 @@ class _Operation:
                 span.set_attribute("messaging.batch.message_count", messages)
         if attributes is not None:
             span.set_attributes(attributes)
-        if stream is None or stream == self._stream:
-            return
-        self._stream = stream
-        self._attributes["messaging.destination.name"] = stream
-        span.set_attribute("jetstream_ext.stream", stream)
-        if self._subject is None:
-            span.set_attribute("messaging.destination.name", stream)
-            span.update_name(f"{self._kind.value} {stream}")
-        elif (template := _template(self._subject, subjects)) is not None:
-            span.set_attribute("messaging.destination.template", template)
-            span.update_name(f"{self._kind.value} {template}")
+        if stream is not None and stream != self._stream:
+            self._stream = stream
+            self._attributes["messaging.destination.name"] = stream
+            name, where = _destination(self._kind, self._subject, stream, subjects)
+            span.update_name(name)
+            span.set_attributes(where)
 
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
-        with trace.use_span(self.span, end_on_exit=False, record_exception=False, set_status_on_exception=False):
-            yield
+    def exclude(self, seconds: float) -> None:
+        self._began += seconds
+
+    def __enter__(self) -> Self:
+        self._token = attach(self._context)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._token is not None:
+            detach(self._token)
+        self.end(error)
 
     def end(self, error: BaseException | None = None) -> None:
         if self._ended:
@@ -162,9 +190,9 @@ class _Operation:
             if isinstance(error, Exception):
                 self.span.record_exception(error)
             self.span.set_status(StatusCode.ERROR, str(error) or kind)
-        now = time.time_ns()
-        self._observer.ended(self._kind, (now - self._began) / 1e9, self._messages, self._attributes)
-        self.span.end(now)
+        seconds = time.perf_counter() - self._began
+        self.span.end()
+        self._observer.ended(self._kind, seconds, self._messages, self._attributes)
 
 
 class _Observer:
@@ -176,19 +204,56 @@ class _Observer:
         self._tracer = tracers.get_tracer("jetstream_ext", __version__, schema_url=_SCHEMA)
         meter = meters.get_meter("jetstream_ext", __version__, schema_url=_SCHEMA)
         self._inject = inject
-        self._sent = meter.create_counter(
-            "messaging.client.sent.messages", "{message}", "Messages that a producer sent to the server."
-        )
-        self._duration = meter.create_histogram(
+        self._kinds = _KINDS if inject else _KINDS | {Kind.SEND: SpanKind.CLIENT}
+        self._messages = {
+            Kind.SEND: meter.create_counter(
+                "messaging.client.sent.messages", "{message}", "Messages that a producer sent to the server."
+            ),
+            Kind.RECEIVE: meter.create_counter(
+                "messaging.client.consumed.messages", "{message}", "Messages that were read."
+            ),
+        }
+        duration = meter.create_histogram(
             "messaging.client.operation.duration",
             "s",
             "Duration of an operation of a producer or consumer.",
             explicit_bucket_boundaries_advisory=_DURATIONS,
         )
+        processing = meter.create_histogram(
+            "messaging.process.duration",
+            "s",
+            "Duration of a handler.",
+            explicit_bucket_boundaries_advisory=_DURATIONS,
+        )
+        self._durations = dict.fromkeys(Kind, duration) | {Kind.PROCESS: processing}
+        self._lag = meter.create_gauge(
+            "jetstream_ext.lag", "{message}", "Sequences of a stream that a reader has not read."
+        )
         self._counters = {
-            what: meter.create_counter(what.value, unit, text) for what, (unit, text) in _DESCRIPTIONS.items()
+            Count.ACKNOWLEDGED: meter.create_counter(
+                Count.ACKNOWLEDGED.value, "{message}", "Messages of fast ingest that the server has acknowledged."
+            ),
+            Count.LOST: meter.create_counter(
+                Count.LOST.value,
+                "{message}",
+                "Messages of fast ingest that were lost on their way, as the server reported.",
+            ),
+            Count.REFUSED: meter.create_counter(
+                Count.REFUSED.value,
+                "{message}",
+                "Messages of fast ingest that the server refused while their batch continued.",
+            ),
+            Count.GAPS: meter.create_counter(
+                Count.GAPS.value, "{gap}", "Reports of the server that messages of fast ingest were lost."
+            ),
+            Count.RETRIES: meter.create_counter(
+                Count.RETRIES.value,
+                "{retry}",
+                "Attempts that failed with a transient error and were followed by another one.",
+            ),
         }
-        self._servers: dict[str, dict[str, str | int]] = {}
+        # Of each kind of operation on each server; a call copies them.
+        self._common: dict[tuple[Kind, str | None], dict[str, str | int]] = {}
 
     def begin(
         self,
@@ -196,28 +261,44 @@ class _Observer:
         connection: BaseConnection,
         *,
         subject: str | None = None,
+        stream: str | None = None,
+        subjects: Sequence[str] = (),
+        sources: Sequence[StoredMsg] = (),
+        attributes: Attributes | None = None,
     ) -> _Operation:
-        common: dict[str, str | int] = {"messaging.system": _SYSTEM, "messaging.operation.name": kind.value}
-        if kind in _TYPES:
-            common["messaging.operation.type"] = _TYPES[kind]
-        common |= self._server_of(connection)
+        url = connection.nc.connected_url
+        common = self._common.get((kind, None if url is None else url.netloc))
+        if common is None:
+            common = self._common_of(kind, url)
         if not isinstance(subject, str):
             subject = None
-        began = time.time_ns()
+        name, where = _destination(kind, subject, stream, subjects)
+        of_span = common | where
+        if kind in _TYPES:
+            of_span["messaging.operation.type"] = _TYPES[kind]
+        if attributes is not None:
+            of_span |= attributes
+        links, parent = _origins(sources) if sources else ((), None)
         span = self._tracer.start_span(
-            kind.value if subject is None else f"{kind.value} {subject}",
-            kind=_KINDS[kind],
-            attributes=common if subject is None else common | {"messaging.destination.name": subject},
-            start_time=began,
+            name,
+            context=parent,
+            kind=self._kinds[kind],
+            attributes=of_span,
+            links=links,
             record_exception=False,
             set_status_on_exception=False,
         )
-        operation = _Operation(self, kind, span, began, common, subject)
-        if self._inject and kind is Kind.SEND:
-            carrier: dict[str, str] = {}
-            propagate.inject(carrier, context=trace.set_span_in_context(span))
-            operation.trace = trace_context(carrier.items())
-        return operation
+        of_metrics = common.copy()
+        if stream is not None:
+            of_metrics["messaging.destination.name"] = stream
+        return _Operation(self, kind, span, of_metrics, subject, stream)
+
+    def trace_of(self, context: Context) -> TraceContext | None:
+        if not self._inject:
+            return None
+        carrier: dict[str, str] = {}
+        propagate.inject(carrier, context=context)
+        return trace_context(carrier.items())
 
     def count(self, what: Count, amount: int, *, stream: str | None = None, error: str | None = None) -> None:
         attributes = {"messaging.system": _SYSTEM}
@@ -227,22 +308,54 @@ class _Observer:
             attributes["error.type"] = error
         self._counters[what].add(amount, attributes)
 
-    def ended(self, kind: Kind, seconds: float, messages: int, attributes: Attributes) -> None:
-        if kind is Kind.SEND and messages:
-            self._sent.add(messages, attributes)
-        self._duration.record(seconds, attributes)
+    def lag(self, behind: int, stream: str, name: str | None) -> None:
+        attributes = {"messaging.system": _SYSTEM, "messaging.destination.name": stream}
+        if name is not None:
+            attributes["messaging.consumer.group.name"] = name
+        self._lag.set(behind, attributes)
 
-    def _server_of(self, connection: BaseConnection) -> dict[str, str | int]:
-        url = connection.nc.connected_url
-        if url is None:
-            return {}
-        where = self._servers.get(url.netloc)
-        if where is None:
-            where = {"server.address": url.hostname or ""}
+    def ended(self, kind: Kind, seconds: float, messages: int, attributes: Attributes) -> None:
+        if messages and kind in self._messages:
+            self._messages[kind].add(messages, attributes)
+        self._durations[kind].record(seconds, attributes)
+
+    def _common_of(self, kind: Kind, url: ParseResult | None) -> dict[str, str | int]:
+        common: dict[str, str | int] = {"messaging.system": _SYSTEM, "messaging.operation.name": kind.value}
+        if url is not None:
+            common["server.address"] = url.hostname or ""
             if url.port is not None:
-                where["server.port"] = url.port
-            self._servers[url.netloc] = where
-        return where
+                common["server.port"] = url.port
+        self._common[kind, None if url is None else url.netloc] = common
+        return common
+
+
+def _destination(
+    kind: Kind, subject: str | None, stream: str | None, subjects: Sequence[str]
+) -> tuple[str, dict[str, str]]:
+    """Return the name of a span and the attributes of its destination, as far as it is known."""
+    where: dict[str, str] = {}
+    place = subject or stream
+    if place is not None:
+        where["messaging.destination.name"] = place
+    if stream is not None:
+        where["jetstream_ext.stream"] = stream
+        if subject is not None and (template := _template(subject, subjects)) is not None:
+            where["messaging.destination.template"] = place = template
+    return kind.value if place is None else f"{kind.value} {place}", where
+
+
+def _origins(sources: Sequence[StoredMsg]) -> tuple[list[Link], Context | None]:
+    """Return links to the contexts that messages carry, and the parent: that of a single message, if there is no other."""
+    found: dict[tuple[int, int], Link] = {}
+    for message in sources:
+        if len(found) == _MAX_LINKS:
+            break
+        if message.headers:
+            origin = trace.get_current_span(extract(message)).get_span_context()
+            if origin.is_valid:
+                found.setdefault((origin.trace_id, origin.span_id), Link(origin))
+    alone = len(sources) == 1 and found and not trace.get_current_span().get_span_context().is_valid
+    return list(found.values()), extract(sources[0]) if alone else None
 
 
 def _template(subject: str, subjects: Sequence[str]) -> str | None:

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import math
 from collections import deque
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import TracebackType
 from typing import Any, Final, Self, Unpack
@@ -243,14 +243,12 @@ class FastPublisher:
         if observer is None:
             return await self._add(message)
         session = self._session
-        operation = observer.begin(telemetry.Kind.SEND, session.connection, subject=message.subject)
-        with telemetry.observed(operation):
+        with session.begin(observer, telemetry.Kind.SEND, message.subject) as operation:
             alone = _Bulk(session, operation.trace)
             try:
                 return await self._add(message, alone)
             finally:
-                operation.describe(messages=alone.sent)
-                session.describe(operation)
+                session.describe(operation, alone.sent)
 
     async def _add(self, message: BatchMessage, bulk: _Bulk | None = None) -> FastPubAck:
         """As `add_message`; `bulk` counts the message once it has its sequence, even if the call then ends early."""
@@ -294,14 +292,12 @@ class FastPublisher:
         if observer is None:
             return await self._add_many(messages, _Bulk(self._session))
         session = self._session
-        operation = observer.begin(telemetry.Kind.SEND, session.connection)
-        bulk = _Bulk(session, operation.trace)
-        with telemetry.observed(operation):
+        with session.begin(observer, telemetry.Kind.SEND) as operation:
+            bulk = _Bulk(session, operation.trace)
             try:
                 return await self._add_many(messages, bulk)
             finally:
-                operation.describe(messages=bulk.sent)
-                session.describe(operation)
+                session.describe(operation, bulk.sent)
 
     async def _add_many(self, messages: Iterable[Entry] | AsyncIterable[Entry], bulk: _Bulk) -> FastPubAck:
         batch, session = self._batch, self._session
@@ -400,13 +396,11 @@ class FastPublisher:
         if observer is None:
             return await self._commit()
         session = self._session
-        operation = observer.begin(telemetry.Kind.COMMIT, session.connection)
-        with telemetry.observed(operation):
+        with session.begin(observer, telemetry.Kind.COMMIT) as operation:
             try:
                 return await self._commit()
             finally:
-                operation.describe(messages=self._batch.sent)
-                session.describe(operation)
+                session.describe(operation, self._batch.sent)
 
     async def _commit(self) -> BatchAck:
         batch, session = self._batch, self._session
@@ -513,14 +507,22 @@ class FastSession:
         """Return a message with a trace context, if there is one and the message has room for it."""
         return message if trace is None else trace.added_to(message, self.connection.max_payload)
 
-    def describe(self, operation: telemetry.Operation) -> None:
-        """Tell an operation what is known of the batch's stream."""
-        stream = self.leader.stream if self.leader is not None else None
-        operation.describe(
-            stream=None if stream is None else stream.name,
-            subjects=() if stream is None else stream.subjects,
-            attributes={"jetstream_ext.batch.id": self.batch.batch_id},
-        )
+    def begin(
+        self, observer: telemetry.Observer, kind: telemetry.Kind, subject: str | None = None
+    ) -> telemetry.Operation:
+        """Begin an operation on the batch, about one message of `subject` or any number of messages."""
+        name, subjects = self._stream_facts()
+        facts = {"jetstream_ext.batch.id": self.batch.batch_id}
+        return observer.begin(kind, self.connection, subject=subject, stream=name, subjects=subjects, attributes=facts)
+
+    def describe(self, operation: telemetry.Operation, messages: int) -> None:
+        """Tell an operation of how many messages it was, and the batch's stream, which is known once it is opened."""
+        name, subjects = self._stream_facts()
+        operation.describe(stream=name, subjects=subjects, messages=messages)
+
+    def _stream_facts(self) -> tuple[str | None, Sequence[str]]:
+        stream = None if self.leader is None else self.leader.stream
+        return (None, ()) if stream is None else (stream.name, stream.subjects)
 
     @property
     def opened(self) -> bool:
@@ -804,18 +806,18 @@ class FastSession:
         self._arm()
 
     def _count(self, observer: telemetry.Observer, events: list[Event]) -> None:
-        stream = self.leader.stream.name if self.leader is not None and self.leader.stream is not None else None
         acked = self.batch.acked
         # Not with each ack: a metric costs about as much as sending ten messages.
         if acked - self._counted >= _COUNTED_AT_ONCE or (acked > self._counted and isinstance(events[-1], Ended)):
-            observer.count(telemetry.Count.ACKNOWLEDGED, acked - self._counted, stream=stream)
+            observer.count(telemetry.Count.ACKNOWLEDGED, acked - self._counted, stream=self._stream_facts()[0])
             self._counted = acked
         for event in events:
             if isinstance(event, BatchFlowGap):
+                stream, _ = self._stream_facts()
                 observer.count(telemetry.Count.GAPS, 1, stream=stream)
                 observer.count(telemetry.Count.LOST, event.seq - event.first_lost, stream=stream)
             elif isinstance(event, BatchFlowError):
-                error = type(event.error).__qualname__
+                error, (stream, _) = type(event.error).__qualname__, self._stream_facts()
                 observer.count(telemetry.Count.REFUSED, 1, stream=stream, error=error)
 
     def _call(self, handler: Callable[[Any], object], event: Event) -> None:

@@ -5,23 +5,27 @@ Without an observer, a call costs one look at `observer`. An observer must not r
 
 from __future__ import annotations
 
-import contextlib
 import enum
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Protocol, Self
 
 from jetstream_ext.client.base_connection import BaseConnection
+from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.trace_context import TraceContext
 
 Attributes = Mapping[str, str | int]
 
 
 class Kind(enum.Enum):
-    """What an operation does, by the words of OpenTelemetry's messaging conventions."""
+    """What an operation does, by the words of OpenTelemetry's messaging conventions where they have one."""
 
     SEND = "send"
     COMMIT = "commit"
+    RECEIVE = "receive"
+    PROCESS = "process"
+    TRANSACTION = "transaction"
+    INGEST = "ingest"
 
 
 class Count(enum.Enum):
@@ -31,10 +35,14 @@ class Count(enum.Enum):
     LOST = "jetstream_ext.lost.messages"
     REFUSED = "jetstream_ext.refused.messages"
     GAPS = "jetstream_ext.gaps"
+    RETRIES = "jetstream_ext.retries"
 
 
 class Operation(Protocol):
-    """One call that is observed. It is over once `end` was called; later calls change nothing."""
+    """One call that is observed: a context manager inside which it is the current one, and which ends it.
+
+    Without ``with``, `end` ends it. Later calls change nothing.
+    """
 
     @property
     def trace(self) -> TraceContext | None:
@@ -50,11 +58,17 @@ class Operation(Protocol):
     ) -> None:
         """Add what became known: the stream, its subjects, how many messages are sent or read, other attributes."""
 
-    def current(self) -> AbstractContextManager[None]:
-        """Return a context manager inside which this is the current operation."""
+    def exclude(self, seconds: float) -> None:
+        """Leave out of its duration what the caller did meanwhile."""
 
     def end(self, error: BaseException | None = None) -> None:
         """End the operation, which has failed with `error` if there is one."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
 
 
 class Observer(Protocol):
@@ -66,14 +80,22 @@ class Observer(Protocol):
         connection: BaseConnection,
         *,
         subject: str | None = None,
+        stream: str | None = None,
+        subjects: Sequence[str] = (),
+        sources: Sequence[StoredMsg] = (),
+        attributes: Attributes | None = None,
     ) -> Operation:
         """Begin an operation in the caller's context.
 
-        `subject` is that of the single message that it is about, if it is about one.
+        `subject` is that of the single message that it is about, if it is about one; `stream` and its `subjects` are given
+        if they are known. `sources` are the messages that it handles.
         """
 
     def count(self, what: Count, amount: int, *, stream: str | None = None, error: str | None = None) -> None:
         """Add to a counter."""
+
+    def lag(self, behind: int, stream: str, name: str | None) -> None:
+        """Note how many sequences of a stream a reader has not read; `name` is that of its position, if it has one."""
 
 
 observer: Observer | None = None
@@ -84,15 +106,3 @@ def set_observer(new: Observer | None) -> None:
     """Let `new` be told from now on; None ends that."""
     global observer
     observer = new
-
-
-@contextlib.contextmanager
-def observed(operation: Operation) -> Iterator[None]:
-    """End an operation with the block, and with what the block raises; meanwhile it is the current one."""
-    try:
-        with operation.current():
-            yield
-    except BaseException as error:
-        operation.end(error)
-        raise
-    operation.end()
