@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import shlex
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
@@ -113,6 +114,8 @@ class Target:
 
     settings: Settings
     timeout: float
+    server_given: bool = False  # on the command line
+    context_given: str = ""
 
     @property
     def servers(self) -> Servers:
@@ -125,6 +128,12 @@ class Target:
     def shown(self) -> str:
         """The servers without passwords and tokens."""
         return ", ".join(self.servers.urls)
+
+    @property
+    def options(self) -> str:
+        """The options for another command to the same servers, as the command line gave them, without credentials."""
+        server = ["--server", ",".join(self.servers.urls)] if self.server_given else []
+        return shlex.join([*server, *(["--context", self.context_given] if self.context_given else [])])
 
     def at(self, url: str) -> Target:
         return dataclasses.replace(self, settings=dataclasses.replace(self.settings, url=url))
@@ -146,13 +155,16 @@ def connection_options(*, url_argument: bool = False, own_server: bool = False) 
         def command(*, context: str, timeout: float, url_alias: str = "", **arguments: Any) -> None:
             if url_alias:
                 arguments["url"] = _one_server(url_alias, arguments["url"])
+            source = click.get_current_context().get_parameter_source
+            server_given = bool(url_alias) or source("url") is ParameterSource.COMMANDLINE
+            context_given = context if source("context") is ParameterSource.COMMANDLINE else ""
             names = [each.name for each in fields(Settings) if each.name in arguments]
             settings = Settings(**{name: arguments.pop(name) for name in names})
             if not (own_server or settings.url):
                 context = context or _selected_context()
             if context:
                 settings = settings.over(_load_context(context))
-            function(where=Target(settings, timeout), **arguments)
+            function(where=Target(settings, timeout, server_given, context_given), **arguments)
 
         options = [
             click.option(

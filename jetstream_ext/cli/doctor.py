@@ -1,36 +1,75 @@
-"""``jetstream-ext doctor``: the features of a server, the options that its streams lack, and how to enable them."""
+"""``jetstream-ext doctor``: the features of a server, what its streams allow, and what they lack for a task."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import click
 from nats.js import JetStreamContext
 
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
+from jetstream_ext.cli.enabling import impossible
 from jetstream_ext.cli.output import console, count, say, styled, table, write_json
 from jetstream_ext.client.api import Api, malformed_as_error
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.consumers import source_health
 from jetstream_ext.client.streams import Features, features
+from jetstream_ext.kv.enabling import marker_subjects, stores_markers
+from jetstream_ext.protocol.advice import STREAM_OPTIONS, enable_bucket_command, enable_command
 from jetstream_ext.protocol.api import StreamState, parse_stream_state
-from jetstream_ext.protocol.feature_table import ATOMIC, DIRECT_GET, FAST_INGEST, FEATURES, MSG_TTL, Feature
+from jetstream_ext.protocol.feature_table import ATOMIC, DIRECT_GET, FAST_INGEST, FEATURES, MSG_TTL
 from jetstream_ext.protocol.numbers import json_number
 from jetstream_ext.protocol.subjects import check_name
+from jetstream_ext.text import did_you_mean
 
 _KV: Final = "KV_"
-_STREAM_FEATURES: Final = (DIRECT_GET, MSG_TTL, ATOMIC, FAST_INGEST)
-_BUCKET_OPTIONS: Final = {DIRECT_GET: "direct=True", MSG_TTL: "ttl=True", ATOMIC: "atomic=True"}
+_FEATURES: Final = {"direct": DIRECT_GET, "atomic": ATOMIC, "batched": FAST_INGEST, "ttl": MSG_TTL}
+_TASKS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
+    "read": (("direct",), ("direct",)),
+    "ingest": (("direct", "batched"), ()),
+    "exactly-once": (("direct", "atomic"), ()),
+    "kv": ((), ("direct", "atomic")),
+    "spark": (("direct", "batched"), ("direct", "atomic", "spark")),
+}
+"""What each task needs of a stream, and of a bucket's stream; nothing: it has no use for one."""
 
 
-async def _examine_all(where: Target, stream: str | None) -> tuple[Features, list[dict[str, Any]]]:
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """What is asked for."""
+
+    options: tuple[str, ...]
+    tasks: tuple[str, ...]
+    stream: str | None
+
+    def __bool__(self) -> bool:
+        return bool(self.options or self.tasks)
+
+    def of(self, stream: str) -> list[str]:
+        """Return the options that a stream needs."""
+        is_bucket = stream.startswith(_KV)
+        wanted = [*self.options, *(option for task in self.tasks for option in _TASKS[task][is_bucket])]
+        if is_bucket and self.stream is None:  # no call of this library uses fast ingest on a bucket
+            wanted = [option for option in wanted if option != "batched"]
+        return list(dict.fromkeys(wanted))
+
+    def check(self) -> None:
+        """Refuse a stream for which a task has no use."""
+        for task in self.tasks:
+            if self.stream is not None and not _TASKS[task][self.stream.startswith(_KV)]:
+                about = ("buckets", "no bucket") if _TASKS[task][True] else ("streams that are not buckets", "a bucket")
+                raise click.UsageError(f"--for {task} is about {about[0]}; {self.stream!r} is {about[1]}")
+
+
+async def _examine_all(where: Target, needs: _Needs) -> tuple[Features, list[dict[str, Any]]]:
     async with connected(where) as js:
         found = await features(js)
-        states = [await existing_stream(js, stream)] if stream is not None else await _all_streams(js)
+        states = [await existing_stream(js, needs.stream)] if needs.stream is not None else await _all_streams(js)
         states.sort(key=lambda state: state.name)
-        return found, [await _examine(js, state, found.api_level) for state in states]
+        return found, [await _examine(js, state, found.api_level, needs, where.options) for state in states]
 
 
 async def _all_streams(js: JetStreamContext) -> list[StreamState]:
@@ -45,65 +84,95 @@ async def _all_streams(js: JetStreamContext) -> list[StreamState]:
             return list(states.values())
 
 
-async def _examine(js: JetStreamContext, state: StreamState, api_level: int) -> dict[str, Any]:
+async def _examine(
+    js: JetStreamContext, state: StreamState, api_level: int, needs: _Needs, connection: str
+) -> dict[str, Any]:
     """Return the report on a stream, as it is in the JSON output."""
-    is_bucket = state.name.startswith(_KV)
-    has = [feature for feature in _STREAM_FEATURES if state.config.get(feature.option)]
-    never = {feature: why for feature, why in _never(state.config).items() if feature.at(api_level)}
-    lacks = [each for each in _STREAM_FEATURES if each.at(api_level) and each not in (*has, *never)]
-    if is_bucket:  # no call of this library uses fast ingest on a bucket
-        lacks = [each for each in lacks if each in _BUCKET_OPTIONS]
+    needed = needs.of(state.name)
+    never = {option: why for option, why in impossible(state.config).items() if _FEATURES[option].at(api_level)}
+    has = [option for option in _FEATURES if state.config.get(STREAM_OPTIONS[option])]
+    for option in needed:
+        if option in _FEATURES and not _FEATURES[option].at(api_level):
+            never[option] = f"it needs nats-server {_FEATURES[option].since}"
+    lacks = [option for option in needed if option in _FEATURES and option not in has]
+    if "spark" in needed and not stores_markers(state):
+        lacks.append("spark")
+    possible = [option for option in lacks if ("atomic" if option == "spark" else option) not in never]
     sourcing = state.config.get("mirror") or state.config.get("sources")
     rows = [row for row in await source_health(js, state.name) if not row.ok] if sourcing else []
     return {
         "name": state.name,
         "messages": state.messages,
-        "has": [feature.option for feature in has],
-        "lacks": [feature.option for feature in lacks],
-        "never": [f"{feature.option}: {why}" for feature, why in never.items()],
-        "fix": _fix(state.name, lacks, is_bucket=is_bucket),
+        "has": [STREAM_OPTIONS[option] for option in has],
+        "lacks": [_field(state.name, option) for option in lacks],
+        "never": [f"{STREAM_OPTIONS[option]}: {why}" for option, why in never.items() if option not in has],
+        "fix": _fix(state.name, possible, connection),
         "sources": [": ".join(filter(None, (row.name, row.state.replace("_", " "), row.detail))) for row in rows],
     }
 
 
-def _never(config: Mapping[str, Any]) -> dict[Feature, str]:
-    if config.get("sealed"):
-        return dict.fromkeys(_STREAM_FEATURES, "the stream is sealed")
-    if config.get("mirror"):
-        return dict.fromkeys((ATOMIC, FAST_INGEST), "the stream is a mirror")
-    if config.get("persist_mode") == "async":
-        return {ATOMIC: "the stream persists asynchronously"}
-    return {}
+def _field(stream: str, option: str) -> str:
+    return f"subject {marker_subjects(stream)}" if option == "spark" else STREAM_OPTIONS[option]
 
 
-def _fix(stream: str, lacks: list[Feature], *, is_bucket: bool) -> str:
-    if not lacks:
+def _fix(stream: str, options: list[str], connection: str) -> str:
+    """Return the command that enables `options`, or an empty text if there are none."""
+    if not options:
         return ""
-    if is_bucket:
-        options = ", ".join(_BUCKET_OPTIONS[feature] for feature in lacks)
-        return f"await jetstream_ext.kv.enable(await js.key_value({_quoted(stream.removeprefix(_KV))}), {options})"
-    options = ", ".join(f"{feature.option}=True" for feature in lacks)
-    return f"await jetstream_ext.ensure_stream(js, (await js.stream_info({_quoted(stream)})).config, {options})"
+    if stream.startswith(_KV) and "batched" not in options:
+        return enable_bucket_command(stream.removeprefix(_KV), *options, connection=connection)
+    return enable_command(stream, *options, connection=connection)
 
 
-def _quoted(name: str) -> str:
-    """Return a stream's name, which may contain quotes and escape sequences, as a Python literal."""
-    return repr(name) if '"' in name or "\\" in name or not name.isprintable() else f'"{name}"'
+def _words(known: Iterable[str]) -> Callable[[click.Context, click.Parameter, tuple[str, ...]], tuple[str, ...]]:
+    """Return a callback that splits the values of an option at commas and checks the words."""
+    names = list(known)
+
+    def split(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+        words = [word.strip() for value in values for word in value.split(",")]
+        for word in words:
+            if word not in names:
+                raise click.BadParameter(f"{word!r} is not one of {', '.join(names)}{did_you_mean(word, names)}")
+        return tuple(dict.fromkeys(words))
+
+    return split
 
 
-@click.command("doctor", short_help="Show the features of a server and what its streams lack.")
+@click.command("doctor", short_help="Show what a server supports and what its streams allow.")
 @click.option("--stream", metavar="NAME", help="Examine only this stream.")
+@click.option(
+    "--need",
+    "options",
+    multiple=True,
+    metavar="OPTION,…",
+    callback=_words(_FEATURES),
+    help=f"Options that the streams must have: {', '.join(_FEATURES)}.",
+)
+@click.option(
+    "--for",
+    "tasks",
+    multiple=True,
+    metavar="TASK,…",
+    callback=_words(_TASKS),
+    help=f"What the streams or buckets are for: {', '.join(_TASKS)}.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @connection_options(url_argument=True)
-def command(where: Target, stream: str | None, as_json: bool) -> None:
-    """Show the features of a server, and the options that its streams lack. URL is the same as --server URL.
+def command(where: Target, stream: str | None, options: tuple[str, ...], tasks: tuple[str, ...], as_json: bool) -> None:
+    """Show the features of a server, what its streams allow, and problems of mirrors and sources.
 
-    For each stream it shows the Python call that enables the missing options. A missing option is not an error: the
-    exit status is 0 if the server answers.
+    With --need or --for, the command also shows what each stream lacks, with the command that enables it, and fails if one
+    lacks something. URL is the same as --server URL.
+
+    Example: jetstream-ext doctor --stream ORDERS --for ingest
+
+    Example: jetstream-ext doctor --need direct,atomic
     """
     if stream is not None:
         check_name(stream, "stream name")  # servers do not answer requests with an invalid one
-    found, streams = asyncio.run(_examine_all(where, stream))
+    needs = _Needs(options, tasks, stream)
+    needs.check()
+    found, streams = asyncio.run(_examine_all(where, needs))
     if as_json:
         write_json(
             {
@@ -116,6 +185,9 @@ def command(where: Target, stream: str | None, as_json: bool) -> None:
         )
     else:
         _show(found, streams)
+    if lacking := [each["name"] for each in streams if each["lacks"]]:
+        what = f"stream {lacking[0]!r} lacks" if len(lacking) == 1 else f"{count(len(lacking), 'stream')} lack"
+        raise click.ClickException(f"{what} something that was asked for")
 
 
 def _show(found: Features, streams: list[dict[str, Any]]) -> None:
@@ -137,7 +209,8 @@ def _show(found: Features, streams: list[dict[str, Any]]) -> None:
             screen.print(f"  cannot have {reason}")
         if stream["lacks"]:
             screen.print(styled(f"  lacks {', '.join(stream['lacks'])}", "bold"))
-            screen.print("  enable the options with")
+        if stream["fix"]:
+            screen.print("  enable it with")
             say(f"    {stream['fix']}")  # not wrapped, so that it can be copied
         for problem in stream["sources"]:
             screen.print(styled(f"  {problem}", "bold red"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shlex
 from collections.abc import Callable
 from typing import Any
 
@@ -27,8 +29,16 @@ def with_js(url: str, function: Callable[[JetStreamContext], Any]) -> Any:
     return asyncio.run(connected())
 
 
-async def run_fix(js: JetStreamContext, call: str) -> None:
-    """Run the Python call that ``doctor`` shows."""
-    space: dict[str, Any] = {"js": js}
-    exec(f"import jetstream_ext, jetstream_ext.kv\nasync def fix():\n    {call}", space)
-    await space["fix"]()
+def lacking(run: Run, *arguments: object, **options: Any) -> list[dict[str, Any]]:
+    """Run ``doctor``, which must fail if and only if a stream lacks something; return its reports on the streams."""
+    done = run("doctor", *arguments, "--json", **options)
+    streams: list[dict[str, Any]] = json.loads(done.stdout)["streams"]
+    assert done.exit_code == any(stream["lacks"] for stream in streams), done.output
+    return streams
+
+
+def run_fix(run: Run, command: str, **options: Any) -> None:
+    """Run the command that ``doctor`` shows, as a shell would."""
+    program, *arguments = shlex.split(command)
+    done = run(*arguments, **options)
+    assert (program, done.exit_code) == ("jetstream-ext", 0), done.output

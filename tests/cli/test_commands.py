@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
-from cli_tools import Json, Run, run_fix, with_js
+from cli_tools import Json, Run, lacking, run_fix, with_js
 from nats.js import JetStreamContext
+from nats.js.api import StreamSource
 
 import jetstream_ext
 import jetstream_ext.kv
@@ -23,8 +23,8 @@ from jetstream_ext.client import api
 from jetstream_ext.testing import NatsServer, ReferenceServer
 
 
-def test_the_call_that_doctor_shows_enables_the_options(
-    server: NatsServer, ok: Json, stream_name: Callable[[], str]
+def test_doctor_says_what_was_asked_for_and_lacks(
+    server: NatsServer, run: Run, ok: Json, stream_name: Callable[[], str]
 ) -> None:
     stream, bucket = stream_name(), stream_name()
 
@@ -33,12 +33,91 @@ def test_the_call_that_doctor_shows_enables_the_options(
         await js.create_key_value(bucket=bucket)
 
     with_js(server.url, create)
-    for name in (stream, f"KV_{bucket}"):
-        [found] = ok("doctor", "--stream", name)["streams"]
-        assert "allow_atomic" in found["lacks"]
-        with_js(server.url, partial(run_fix, call=found["fix"]))
-        [found] = ok("doctor", "--stream", name)["streams"]
+    for name, asked, lacks, command in (
+        (stream, ("--need", "direct,atomic"), ["allow_direct", "allow_atomic"], f"enable {stream} --direct --atomic"),
+        (stream, ("--for", "ingest", "--need", "direct"), [], ""),
+        (
+            f"KV_{bucket}",
+            ("--for", "kv"),
+            ["allow_direct", "allow_atomic"],
+            f"enable-bucket {bucket} --direct --atomic",
+        ),
+        (f"KV_{bucket}", ("--for", "spark"), [f"subject _spark.KV_{bucket}.>"], f"enable-bucket {bucket} --spark"),
+        (f"KV_{bucket}", ("--need", "batched,ttl"), ["allow_batched"], f"enable KV_{bucket} --batched"),
+    ):
+        [quiet] = ok("doctor", "--stream", name)["streams"]
+        assert (quiet["lacks"], quiet["fix"]) == ([], "")
+        [found] = lacking(run, "--stream", name, *asked)
+        assert (found["lacks"], found["fix"]) == (lacks, f"jetstream-ext {command}" if command else "")
+        if command:
+            shown = run("doctor", "--stream", name, *asked)
+            assert f"    {found['fix']}\n" in shown.stdout
+            assert shown.stderr == f"Error: stream '{name}' lacks something that was asked for\n"
+            run_fix(run, found["fix"])
+        [found] = lacking(run, "--stream", name, *asked)
         assert (found["lacks"], found["fix"]) == ([], "")
+
+
+def test_doctor_asks_of_each_stream_what_its_kind_is_for(run: Run) -> None:
+    with NatsServer() as server:
+
+        async def create(js: JetStreamContext) -> None:
+            await js.add_stream(name="S", subjects=["s"])
+            await js.add_stream(name="M", mirror=StreamSource(name="S"))
+            await js.create_key_value(bucket="B")
+
+        with_js(server.url, create)
+
+        def asked(*words: str) -> dict[str, tuple[list[str], str]]:
+            found = lacking(run, *words, server.url)
+            return {each["name"]: (each["lacks"], each["fix"].partition(" --server ")[0]) for each in found}
+
+        direct, atomic, batched = "allow_direct", "allow_atomic", "allow_batched"
+        assert asked("--for", "ingest") == {
+            "KV_B": ([], ""),
+            "M": ([direct, batched], "jetstream-ext enable M --direct"),  # a mirror cannot have the other one
+            "S": ([direct, batched], "jetstream-ext enable S --direct --batched"),
+        }
+        assert asked("--for", "kv") == {
+            "KV_B": ([direct, atomic], "jetstream-ext enable-bucket B --direct --atomic"),
+            "M": ([], ""),
+            "S": ([], ""),
+        }
+        assert asked("--need", "batched")["KV_B"] == ([], "")
+        said = run("doctor", "--need", "direct", server.url)
+        assert said.stderr == "Error: 3 streams lack something that was asked for\n"
+        quiet = run("doctor", url=server.url).stdout
+        assert "lacks" not in quiet
+        assert "cannot have allow_batched: it is a mirror" in quiet
+
+
+def test_the_command_that_doctor_shows_goes_to_the_server_that_was_named(run: Run) -> None:
+    with NatsServer(config="authorization { token: a-token }") as server:
+        place = server.url.removeprefix("nats://")
+        with_js(f"nats://a-token@{place}", lambda js: js.add_stream(name="S", subjects=["s"]))
+        named = ("--server", f"nats://a-token@{place}", "--need", "direct")
+        [found] = lacking(run, *named)
+        assert found["fix"] == f"jetstream-ext enable S --direct --server {server.url}"
+        assert "a-token" not in run("doctor", *named).output
+        [found] = lacking(run, "--need", "direct", url=f"nats://a-token@{place}")
+        assert found["fix"] == "jetstream-ext enable S --direct"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--need", "direct,atomics"), "'atomics' is not one of direct, atomic, batched, ttl; did you mean 'atomic'?"),
+        (("--for", "storage"), "'storage' is not one of read, ingest, exactly-once, kv, spark"),
+        (("--for", "kv", "--stream", "S"), "--for kv is about buckets; 'S' is no bucket"),
+        (
+            ("--for", "ingest", "--stream", "KV_B"),
+            "--for ingest is about streams that are not buckets; 'KV_B' is a bucket",
+        ),
+    ],
+)
+def test_doctor_refuses_what_nobody_can_ask_for(run: Run, arguments: tuple[str, ...], words: str) -> None:
+    done = run("doctor", *arguments)
+    assert (done.exit_code, words in done.stderr) == (2, True), done.output
 
 
 @pytest.mark.parametrize(("dialect", "missing"), [("2.10", "batched direct get"), ("2.12", "fast ingest")])

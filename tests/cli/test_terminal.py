@@ -12,7 +12,7 @@ from pathlib import Path
 
 import nkeys
 import pytest
-from cli_tools import Json, Run, run_fix, with_js
+from cli_tools import Json, Run, lacking, run_fix, with_js
 from nats.js import JetStreamContext
 
 from jetstream_ext.cli import doctor, output
@@ -43,12 +43,18 @@ def test_a_narrow_terminal_gets_the_whole_text(
     bucket(server.url, name, {"k" * 90: b"", "b": b"v" * 250, "c": b"\xff" * 90})
     shown = {
         arguments: run(*arguments).stdout
-        for arguments in [("doctor",), ("snapshot", name), ("bench", "--messages", 500, "--rounds", 1)]
+        for arguments in [
+            ("doctor", "--need", "direct"),
+            ("snapshot", name),
+            ("bench", "--messages", 500, "--rounds", 1),
+        ]
     }
     for arguments, text in shown.items():
         assert "…" not in text
         for line in text.splitlines():
-            assert len(line) <= width or line.startswith("    await "), arguments  # a call to copy is not wrapped
+            assert len(line) <= width or line.startswith("    jetstream-ext "), (
+                arguments
+            )  # a command to copy is not wrapped
     table = shown["snapshot", name]
     for char, number in {"k": 90, "v": 250}.items():
         assert letters(table).count(char) >= number
@@ -60,14 +66,15 @@ def test_no_foreign_escape_sequence_reaches_the_terminal(ok: Json, run: Run) -> 
         with_js(server.url, lambda js: js.add_stream(name=stream, subjects=["x"]))
         with_js(server.url, lambda js: js.add_stream(name="X\x1b[31m", subjects=["y"]))
         bucket(server.url, "B", {"\x1b[31mred": b"[bold]1[/bold]", "[red]a[/red]": b"2"})
-        for arguments in (["doctor"], ["snapshot", "B"]):
+        for arguments in (["doctor"], ["doctor", "--need", "direct"], ["snapshot", "B"]):
             done = run(*arguments, url=server.url)
-            assert (done.exit_code, "\x1b" in done.output) == (0, False)
+            assert (done.exit_code, "\x1b" in done.output) == (int("--need" in arguments), False)
         assert "[bold]1[/bold]" in done.stdout
         assert "[red]a[/red]" in done.stdout
-        [found] = ok("doctor", "--stream", stream, url=server.url)["streams"]
-        with_js(server.url, lambda js: run_fix(js, found["fix"]))
-        assert ok("doctor", "--stream", stream, url=server.url)["streams"][0]["lacks"] == []
+        asked = ("--stream", stream, "--need", "direct")
+        [found] = lacking(run, *asked, url=server.url)
+        run_fix(run, found["fix"], url=server.url)
+        assert lacking(run, *asked, url=server.url)[0]["lacks"] == []
 
 
 EVIL = "\x1b]0;owned\x07\x1b[31mred\x9b2J\x7f\u202e[bold]"

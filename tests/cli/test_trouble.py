@@ -11,7 +11,7 @@ from pathlib import Path
 
 import nkeys
 import pytest
-from cli_tools import Json, Run, run_fix, with_js
+from cli_tools import Json, Run, lacking, run_fix, with_js
 from nats.js import JetStreamContext
 from nats.js.api import StreamSource
 
@@ -127,7 +127,7 @@ def test_a_full_disk_is_reported(
 
 
 @pytest.mark.parametrize(
-    ("version", "level", "missing", "lacks"),
+    ("version", "level", "missing", "fix"),
     [
         (
             "2.10.26",
@@ -144,19 +144,19 @@ def test_a_full_disk_is_reported(
                 "consumer reset",
                 "durable sourcing",
             },
-            ["allow_direct"],
+            "--direct",
         ),
         (
             "2.12.8",
             3,
             {"end-of-batch marker", "fast ingest", "consumer reset", "durable sourcing"},
-            ["allow_direct", "allow_msg_ttl", "allow_atomic"],
+            "--direct --atomic --ttl",
         ),
-        ("2.15.1", 5, set(), ["allow_direct", "allow_msg_ttl", "allow_atomic", "allow_batched"]),
+        ("2.15.1", 5, set(), "--direct --atomic --batched --ttl"),
     ],
 )
 def test_doctor_reports_the_features_of_every_release_line(
-    run: Run, ok: Json, version: str, level: int, missing: set[str], lacks: list[str]
+    run: Run, ok: Json, version: str, level: int, missing: set[str], fix: str
 ) -> None:
     with NatsServer(version=version) as server:
         with_js(server.url, lambda js: js.add_stream(name="S", subjects=["s.>"]))
@@ -164,14 +164,19 @@ def test_doctor_reports_the_features_of_every_release_line(
         assert (found["server_version"], found["api_level"]) == (version, level)
         assert set(found["missing"]) == missing
         assert missing.isdisjoint(found["works"])
-        [stream] = found["streams"]
-        assert stream["lacks"] == lacks
         shown = run("doctor", server.url)
         assert shown.exit_code == 0
         assert f"nats-server {version}, JetStream API level {level}" in shown.stdout
         assert shown.stdout.count("needs 2.") == len(missing)
-        with_js(server.url, lambda js: run_fix(js, stream["fix"]))
-        assert ok("doctor", server.url)["streams"][0]["lacks"] == []
+        everything = ("--need", "direct,atomic", "--need", "batched,ttl")
+        [stream] = lacking(run, *everything, url=server.url)
+        assert len(stream["lacks"]) == 4
+        assert stream["fix"] == f"jetstream-ext enable S {fix}"
+        run_fix(run, stream["fix"], url=server.url)
+        [stream] = lacking(run, *everything, url=server.url)
+        too_new = [f"{option}: it needs nats-server" for option in stream["lacks"]]
+        assert (stream["fix"], [reason[:-5] for reason in stream["never"]]) == ("", too_new)
+        assert len(too_new) == 4 - fix.count("--")
 
 
 def test_doctor_reports_a_mirror_of_a_missing_stream(
