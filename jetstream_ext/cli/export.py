@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
+import sys
+import tempfile
+import threading
 import time
 import zlib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
@@ -18,9 +22,9 @@ import orjson
 from nats.js import JetStreamContext
 
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
-from jetstream_ext.cli.formats import FORMATS, delimiter_of, format_of
+from jetstream_ext.cli.formats import FORMATS, STDIO, delimiter_of, format_of
 from jetstream_ext.cli.message_files import START_AGAIN, Csv, JsonLines, Parquet, SpreadsheetCsv, UnwritableError
-from jetstream_ext.cli.output import Stopped, count, is_are, one_line, progress, say, write_json
+from jetstream_ext.cli.output import Stopped, count, is_are, one_line, progress, say, write_json, write_stdout
 from jetstream_ext.cli.table_files import TableCsv, TableLines, TableParquet
 from jetstream_ext.client.direct import DirectGet, ScanOptions
 from jetstream_ext.protocol.direct import StoredMsg
@@ -36,7 +40,7 @@ _REPORT_EVERY: Final = 500
 
 @click.command("export", short_help="Write a stream to a file.")
 @click.argument("stream")
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("file", type=click.Path(dir_okay=False, allow_dash=True, path_type=Path))
 @click.option("--format", "given", type=click.Choice(FORMATS), help="Format of FILE (default: from its suffix).")
 @click.option(
     "--rows", is_flag=True, help="Write the keys of the payloads, JSON objects, as columns: what ingest read."
@@ -80,18 +84,51 @@ def command(
     check_name(stream, "stream name")  # servers do not answer requests with an invalid one
     form = format_of(file, given)
     writer = _writer(form, delimiter_of(file, delimiter, form), rows=rows, spreadsheet=spreadsheet, lossy=lossy)
-    part = _Part(file, _Journal(stream, "", subject, start_seq, writer.name), writer)
+    wanted = _Journal(stream, "", subject, start_seq, writer.name)
+    start = time.monotonic()
+    if file == STDIO:
+        if resume or overwrite:
+            raise click.UsageError("--resume and --overwrite are for files, not for -")
+        done = _to_stdout(where, wanted, writer, show=not as_json)
+    else:
+        done = _to_file(where, file, wanted, writer, resume=resume, overwrite=overwrite, show=not as_json)
+    seconds = time.monotonic() - start
+    if writer.headers_left_out:
+        say(f"left out {count(writer.headers_left_out, 'header')}: --rows writes only payloads", err=True)
+    if as_json:
+        write_json(
+            {
+                "file": str(file),
+                "stream": done.stream,
+                "messages": done.messages,
+                "last_seq": done.seq,
+                "end": done.end,
+                "headers_left_out": writer.headers_left_out,
+                "bytes": done.size if file == STDIO else file.stat().st_size,
+                "seconds": round(seconds, 3),
+            },
+            err=file == STDIO,
+        )
+    else:
+        name = "stdout" if file == STDIO else file
+        text = f"wrote {count(done.messages, 'message')} up to sequence {done.seq:,} to {name} ({seconds:.1f} s)"
+        say(text, err=file == STDIO)
+
+
+def _to_file(
+    where: Target, file: Path, wanted: _Journal, writer: JsonLines, *, resume: bool, overwrite: bool, show: bool
+) -> _Journal:
+    part = _Part(file, wanted, writer)
     if file.exists() and not overwrite:
         raise click.ClickException(f"{file} already exists; --overwrite replaces it")
     if part.path.exists() and not (resume or overwrite):
         raise click.ClickException(
             f"{part.path} has an unfinished export; --resume continues it, --overwrite starts again"
         )
-    start = time.monotonic()
     try:
         if resume:
             part.load()  # outside the event loop, because the file may be large
-        asyncio.run(_export(where, part, show=not as_json))
+        asyncio.run(_export(where, part, show=show))
         part.finish()  # outside the event loop, which would delay a Ctrl-C
     except UnwritableError:
         part.remove()  # continuing it would end in the same way
@@ -106,25 +143,26 @@ def command(
         # pyarrow replaces the text of the operating system
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else one_line(error)
         raise click.ClickException(f"{reason}; {part.state()}") from error
-    if writer.headers_left_out:
-        say(f"left out {count(writer.headers_left_out, 'header')}: --rows writes only payloads", err=True)
-    done = part.saved
-    seconds = time.monotonic() - start
-    if as_json:
-        write_json(
-            {
-                "file": str(file),
-                "stream": done.stream,
-                "messages": done.messages,
-                "last_seq": done.seq,
-                "end": done.end,
-                "headers_left_out": writer.headers_left_out,
-                "bytes": file.stat().st_size,
-                "seconds": round(seconds, 3),
-            }
-        )
-    else:
-        say(f"wrote {count(done.messages, 'message')} up to sequence {done.seq:,} to {file} ({seconds:.1f} s)")
+    return part.saved
+
+
+def _to_stdout(where: Target, wanted: _Journal, writer: JsonLines, *, show: bool) -> _Journal:
+    terminal = sys.stdout.isatty()
+    if writer.appends:
+        pipe = _Pipe(wanted, writer)
+        asyncio.run(_export(where, pipe, show=show and not terminal))
+        return pipe.saved
+    if terminal and not writer.is_text:
+        raise click.UsageError("Parquet is not text: let - go to a file or another program")
+    with tempfile.TemporaryDirectory(prefix="jetstream-ext-") as folder:
+        file = Path(folder) / "export"
+        part = _Part(file, wanted, writer)
+        asyncio.run(_export(where, part, show=show and not terminal))
+        part.finish()
+        with file.open("rb") as content:
+            while some := content.read(_SYNC_BYTES):
+                write_stdout(some)
+        return dataclasses.replace(part.saved, size=file.stat().st_size)
 
 
 def _writer(form: str, delimiter: str, *, rows: bool, spreadsheet: bool, lossy: bool) -> JsonLines:
@@ -141,7 +179,7 @@ def _writer(form: str, delimiter: str, *, rows: bool, spreadsheet: bool, lossy: 
     return TableParquet() if rows else Parquet()
 
 
-async def _export(where: Target, part: _Part, *, show: bool) -> None:
+async def _export(where: Target, part: _Part | _Pipe, *, show: bool) -> None:
     wanted = part.saved
     async with connected(where) as js:
         state = await existing_stream(js, wanted.stream)
@@ -154,7 +192,8 @@ async def _export(where: Target, part: _Part, *, show: bool) -> None:
                 return
             scan: ScanOptions = {"subject": wanted.subject or None, "seq": start, "up_to_seq": end, "confirm": True}
             with progress(wanted.stream, end - first + 1, before=moved, show=show) as report:
-                copy = _copy_messages if part.schema is None else _copy_batches
+                columns = isinstance(part, _Part) and part.schema is not None
+                copy = _copy_batches if columns else _copy_messages
                 async with aclosing(copy(js, wanted.stream, scan, part)) as steps:
                     async for seq, added in steps:
                         moved += added
@@ -163,27 +202,30 @@ async def _export(where: Target, part: _Part, *, show: bool) -> None:
 
 
 async def _copy_messages(
-    js: JetStreamContext, stream: str, scan: ScanOptions, part: _Part
+    js: JetStreamContext, stream: str, scan: ScanOptions, part: _Part | _Pipe
 ) -> AsyncGenerator[tuple[int, int], None]:
     """Add the messages to the file; yield now and then a sequence, and how many messages were added since."""
     seq = added = 0
     async with DirectGet(js, stream).scan(**scan) as messages:
         async for message in messages:
-            part.add(message)
+            if part.add(message):
+                await part.write()
             seq, added = message.seq, added + 1
             if added == _REPORT_EVERY:
                 yield seq, added
                 added = 0
+    await part.write()
     if added:
         yield seq, added
 
 
 async def _copy_batches(
-    js: JetStreamContext, stream: str, scan: ScanOptions, part: _Part
+    js: JetStreamContext, stream: str, scan: ScanOptions, part: _Part | _Pipe
 ) -> AsyncGenerator[tuple[int, int], None]:
     """As `_copy_messages`, for a file with columns."""
     from jetstream_ext import arrow  # an extra, and slow to import
 
+    assert isinstance(part, _Part)
     try:
         async with arrow.record_batches(js, stream, schema=part.schema, batch_rows=_BLOCK, **scan) as batches:
             async for batch in batches:
@@ -291,11 +333,15 @@ class _Part:
                 raise
             self._save()
 
-    def add(self, message: StoredMsg) -> None:
+    def add(self, message: StoredMsg) -> bool:
+        """Take a message; return whether it is time to write."""
         self._pending.append(message)
-        if len(self._pending) >= _BLOCK:
-            self._flush()
-            self._save_often()
+        return len(self._pending) >= _BLOCK
+
+    async def write(self) -> None:
+        """Write the messages that were taken."""
+        self._flush()
+        self._save_often()
 
     def _save_often(self) -> None:
         if self._written.size - self.saved.size >= _SYNC_BYTES:
@@ -364,6 +410,63 @@ class _Part:
         """Remove the unfinished file and its journal."""
         for path in (self.path, self._journal):
             path.unlink(missing_ok=True)
+
+
+class _Pipe:
+    """Stdout, for data that need no file in between; `saved` counts what was written."""
+
+    def __init__(self, wanted: _Journal, writer: JsonLines) -> None:
+        self.saved: _Journal = wanted
+        self._writer = writer
+        self._pending: list[StoredMsg] = []
+
+    @contextmanager
+    def open(self, begin: _Journal) -> Iterator[None]:
+        """Write the head; then the block adds the messages and writes them."""
+        head = self._writer.head()
+        self.saved = dataclasses.replace(begin, size=len(head))
+        write_stdout(head)
+        yield
+
+    def add(self, message: StoredMsg) -> bool:
+        """As `_Part.add`."""
+        self._pending.append(message)
+        return len(self._pending) >= _BLOCK
+
+    async def write(self) -> None:
+        """Write the messages that were taken; a program that reads slowly does not block the connection."""
+        messages, self._pending = self._pending, []
+        if messages:
+            data, done = self._writer.rows(messages), self.saved
+            await _in_thread(lambda: write_stdout(data))
+            total, size = done.messages + len(messages), done.size + len(data)
+            self.saved = dataclasses.replace(done, seq=messages[-1].seq, messages=total, size=size)
+
+
+async def _in_thread(function: Callable[[], None]) -> None:
+    """Call a function that may block forever in a thread, which does not delay the end of the process."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def finish(error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    def call() -> None:
+        failed = None
+        try:
+            function()
+        except BaseException as error:
+            failed = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(finish, failed)
+
+    threading.Thread(target=call, daemon=True).start()
+    await done
 
 
 def _checksum(path: Path, size: int) -> int | None:

@@ -46,10 +46,14 @@ class JsonLines:
 
     Attributes:
         name: What a journal calls files of this kind.
+        appends: Whether the finished file is what `head` and `rows` return.
+        is_text: Whether a terminal can show the finished file.
         headers_left_out: How many headers of the messages the file lacks.
     """
 
     name: str = "jsonl"
+    appends: bool = True
+    is_text: bool = True
 
     def __init__(self, *, lossy: bool = False) -> None:
         self.headers_left_out: int = 0
@@ -148,6 +152,8 @@ class Parquet(JsonLines):
     """
 
     name = "parquet from Arrow"  # unfinished files of older versions are JSON lines, and their name "parquet"
+    appends = False
+    is_text = False
 
     @property
     def schema(self) -> pa.Schema:

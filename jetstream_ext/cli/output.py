@@ -11,6 +11,8 @@ import json
 import os
 import re
 import signal
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import IO, Any, Final
@@ -30,6 +32,7 @@ from jetstream_ext.testing import NatsServerStartError
 from jetstream_ext.text import printable
 
 _FILE_WIDTH: Final = 200
+_PAUSE: Final = 0.01  # seconds
 _WIDTH_OF_A_BAR: Final = 70
 _USER_INFO: Final = re.compile(r"(\w\w:/+).*@")  # the Path of a URL has only one slash
 _EXTRA: Final = re.compile(r"(unexpected extra arguments?) \(.*\)", re.DOTALL)
@@ -144,12 +147,27 @@ def progress(what: str, total: int, *, before: int = 0, show: bool = True) -> It
         yield lambda position, messages: bar.update(task, completed=position, messages=messages)
 
 
-def write_json(value: Mapping[str, Any]) -> None:
+def write_json(value: Mapping[str, Any], *, err: bool = False) -> None:
     """Write a JSON object as one line of UTF-8, whatever the terminal's encoding."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     if not text.isprintable():  # JSON's escapes are the same characters to a program, but not to a terminal
         text = _NOT_ASCII.sub(_json_escape, text)
-    click.echo(text.encode())
+    click.echo(text.encode(), err=err)
+
+
+def write_stdout(data: bytes) -> None:
+    """Write data for another program to stdout, without a buffer; a terminal gets printable text."""
+    stdout: Any = sys.stdout.buffer
+    if sys.stdout.isatty():
+        data = printable(data.decode("utf-8", "replace"), keep_lines=True).encode()
+    unbuffered = getattr(stdout, "raw", stdout)
+    rest = memoryview(data)
+    while rest:
+        written = unbuffered.write(rest)
+        if written is None:  # whoever started this process has set the pipe to be non-blocking
+            time.sleep(_PAUSE)
+        else:
+            rest = rest[written:]
 
 
 def _json_escape(found: re.Match[str]) -> str:

@@ -54,6 +54,8 @@ class TableLines(JsonLines):
 class _Table(TableLines):
     """A file with columns, which are known at the end: the unfinished file has lines of a sequence and a payload."""
 
+    appends = False
+
     def _line(self, message: StoredMsg) -> bytes:
         return b"%d\t%b" % (message.seq, super()._line(message))
 
@@ -106,6 +108,7 @@ class TableParquet(_Table):
     """A column for each key, with the type that has room for all its values. A missing value is null."""
 
     name = "rows in parquet"
+    is_text = False
 
     def _check(self, data: bytes) -> None:
         decode_numbers(data)

@@ -34,9 +34,9 @@ def run(server: NatsServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it for its workers
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
-    def invoke(*arguments: object, url: str | None = server.url) -> Result:
+    def invoke(*arguments: object, url: str | None = server.url, stdin: bytes = b"") -> Result:
         environment = {} if url is None else {"NATS_URL": url}
-        return RUNNER.invoke(cli, [str(argument) for argument in arguments], env=environment)
+        return RUNNER.invoke(cli, [str(argument) for argument in arguments], input=stdin, env=environment)
 
     return invoke
 
