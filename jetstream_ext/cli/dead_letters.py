@@ -12,7 +12,7 @@ from nats.js import JetStreamContext
 from nats.js.errors import NoStreamResponseError, NotFoundError
 
 from jetstream_ext.cli.connection import Target, connected, connection_options
-from jetstream_ext.cli.output import console, count, say, table, text_or_base64, write_json
+from jetstream_ext.cli.output import console, count, say, shortened, table, text_or_base64, write_json
 from jetstream_ext.client.api import get_at_leader
 from jetstream_ext.client.connection import Context
 from jetstream_ext.log import DeadLetterMessage, OffsetStore, Redriven, dead_letters, drop, redrive
@@ -57,7 +57,7 @@ def list_command(where: Target, stream: str, subject: str, limit: int, as_json: 
             f"{letter.stream} {letter.seq}",
             printable(letter.subject),
             str(letter.attempts),
-            printable(letter.error[:_SHOWN]),
+            shortened(printable(letter.error), _SHOWN, count(len(letter.error), "character")),
         )
     screen = console()
     screen.print(rows)
@@ -78,9 +78,10 @@ async def _list(where: Target, stream: str, subject: str, limit: int) -> list[De
 @click.argument("stream")
 @click.argument("subject")
 @click.argument("sequence", type=click.IntRange(1))
+@click.option("--full", is_flag=True, help="Show the whole of a long payload.")
 @_JSON
 @connection_options()
-def show_command(where: Target, stream: str, subject: str, sequence: int, as_json: bool) -> None:
+def show_command(where: Target, stream: str, subject: str, sequence: int, full: bool, as_json: bool) -> None:
     """Show the dead letter with SEQUENCE of STREAM: where it comes from, why, its headers and its payload.
 
     Example: jetstream-ext dlq show TOTALS totals-dead 4711
@@ -103,7 +104,8 @@ def show_command(where: Target, stream: str, subject: str, sequence: int, as_jso
     ):
         say(f"{printable(name)}: {printable(value)}")
     text = letter.data.decode("utf-8", "replace")
-    say(f"payload, {count(len(letter.data), 'byte')}: {printable(text[: 10 * _SHOWN])}")
+    size = count(len(letter.data), "byte")
+    say(f"payload, {size}: {text if full else shortened(text, 10 * _SHOWN, '--full shows all of it')}")
 
 
 async def _find(where: Target, stream: str, subject: str, sequence: int) -> DeadLetterMessage | None:

@@ -6,7 +6,6 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import datetime
 from typing import Any, Final
 
 import click
@@ -15,6 +14,7 @@ from nats.js.errors import BucketNotFoundError, NotFoundError
 
 from jetstream_ext.cli.connection import Target, connected, connection_options
 from jetstream_ext.cli.output import console, count, say, table, write_json
+from jetstream_ext.cli.times import moment, shown
 from jetstream_ext.log import First, Group, GroupStatus, Last, New, Seq, Time, list_groups
 from jetstream_ext.protocol.subjects import check_name
 
@@ -30,14 +30,10 @@ def _start(text: str) -> _Start:
     if text.isascii() and text.isdecimal() and int(text):
         return Seq(int(text))
     try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        raise click.BadParameter(
-            f"{text!r} is not first, last, new, a sequence from 1, or a time such as 2026-03-01T12:00:00Z"
-        ) from None
-    if moment.tzinfo is None:
-        raise click.BadParameter(f"{text!r} has no time zone; add Z, or an offset such as +01:00")
-    return Time(moment)
+        return Time(moment(text))
+    except ValueError as error:
+        known = f" is not {', '.join(_STARTS)}, a sequence from 1, or "
+        raise click.BadParameter(str(error).replace(" is not ", known, 1)) from None
 
 
 def _key(text: str) -> tuple[int, ...]:
@@ -201,7 +197,7 @@ def reset_command(
 
     From the beginning: jetstream-ext group reset ORDERS billing --start first
 
-    From a time: jetstream-ext group reset ORDERS billing --start 2026-03-01T12:00:00Z
+    From a time: jetstream-ext group reset ORDERS billing --start 'yesterday 14:30'
     """
     _check(stream, name, bucket)
     group, seq = asyncio.run(_reset(where, stream, name, bucket, start, partitions, tokens))
@@ -209,7 +205,8 @@ def reset_command(
         write_json({"stream": stream, "group": name, "start": seq, "partitions": group.partitions})
     else:
         partitions_now = count(group.partitions, "partition")
-        say(f"group {name} of stream {stream} starts at sequence {seq:,}, with {partitions_now}")
+        since = f" (messages from {shown(start.when)} on)" if isinstance(start, Time) else ""
+        say(f"group {name} of stream {stream} starts at sequence {seq:,}{since}, with {partitions_now}")
 
 
 async def _reset(

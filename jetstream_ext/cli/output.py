@@ -185,6 +185,11 @@ def count(number: int, what: str) -> str:
     return f"{number:,} {what if number == 1 else f'{what}s'}"
 
 
+def shortened(text: str, most: int, size: str) -> str:
+    """Return a text of up to `most` characters as it is, and of a longer one the start and the `size` of the whole."""
+    return text if len(text) <= most else f"{text[:most]}… ({size})"
+
+
 def is_are(number: int) -> str:
     return "is" if number == 1 else "are"
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 import click
 from nats.js.errors import BucketNotFoundError
 
 from jetstream_ext.cli.connection import Target, connected, connection_options
-from jetstream_ext.cli.output import console, count, table, text_or_base64, write_json
+from jetstream_ext.cli.output import console, count, is_are, shortened, table, text_or_base64, write_json
+from jetstream_ext.cli.times import moment, shown
 from jetstream_ext.client.connection import open_bucket
 from jetstream_ext.errors import HistoryUnavailableError
 from jetstream_ext.kv import KeyValueSnapshot
@@ -18,32 +19,45 @@ from jetstream_ext.kv import snapshot as take_snapshot
 from jetstream_ext.kv.entries import key_text
 from jetstream_ext.protocol.subjects import check_name
 
+_MOST: Final = 200  # characters of a value in the table
 
-def _moment(text: str) -> int | datetime:
+
+def _revision_or_time(text: str) -> int | datetime:
     if text.isascii() and text.isdecimal():
         return int(text)
     try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is not a revision or a time such as 2026-03-01T12:00:00Z") from None
-    if moment.tzinfo is None:
-        raise click.BadParameter(f"{text!r} has no time zone; add Z, or an offset such as +01:00")
-    return moment
+        return moment(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error).replace(" is not ", " is not a revision or ", 1)) from None
 
 
 @click.command("snapshot", short_help="Show a bucket now, or at a revision or time.")
 @click.argument("bucket")
-@click.option("--at", type=_moment, metavar="REVISION|TIME", help="Show the bucket as it was then, instead of now.")
+@click.option(
+    "--at", type=_revision_or_time, metavar="REVISION|TIME", help="Show the bucket as it was then, instead of now."
+)
 @click.option("--key", "keys", multiple=True, metavar="PATTERN", help="Show only matching keys (* and >); repeatable.")
 @click.option("--partial", is_flag=True, help="Leave out keys whose history is no longer stored, instead of failing.")
+@click.option("--full", is_flag=True, help=f"Show the whole of values of more than {_MOST} characters.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @connection_options()
 def command(
-    where: Target, bucket: str, at: int | datetime | None, keys: tuple[str, ...], partial: bool, as_json: bool
+    where: Target,
+    bucket: str,
+    at: int | datetime | None,
+    keys: tuple[str, ...],
+    partial: bool,
+    full: bool,
+    as_json: bool,
 ) -> None:
     """Show BUCKET exactly as it is now, or as it was at a revision or a time.
 
-    If the bucket no longer stores the history that this needs, the command fails.
+    A time is RFC 3339, a local date or time, or relative to now; the output says which instant it is. If the bucket no
+    longer stores the history that this needs, the command fails.
+
+    Example: jetstream-ext snapshot prices --at '10 minutes ago'
+
+    Example: jetstream-ext snapshot prices --at '2026-11-25 14:30'
     """
     check_name(bucket, "bucket name")  # servers do not answer requests with an invalid one
     found = asyncio.run(_take(where, bucket, at, keys, partial=partial))
@@ -51,17 +65,26 @@ def command(
         write_json(_as_json(bucket, found))
         return
     entries = table("key", "value", "revision", "created")
+    cut = 0
     for key, entry in sorted(found.items()):
+        whole = _shown(entry.value)
+        value = whole if full else shortened(whole, _MOST, count(len(entry.value), "byte"))
+        cut += value != whole
         entries.add_row(
             key_text(key),
-            _shown(entry.value),
+            value,
             str(entry.revision),
             entry.created.isoformat(sep=" ", timespec="milliseconds"),
         )
     screen = console()
-    screen.print(f"{bucket} at revision {found.revision}, {found.time}")
+    if isinstance(at, datetime):
+        screen.print(f"{bucket} at {shown(at)}: revision {found.revision}")
+    else:
+        screen.print(f"{bucket} at revision {found.revision}, {shown(found.time)}")
     screen.print(entries)
     screen.print(count(len(found), "key"))
+    if cut:
+        screen.print(f"{count(cut, 'long value')} {is_are(cut)} shortened; --full shows all of it")
     if found.unavailable:
         left_out = ", ".join(map(key_text, found.unavailable))
         screen.print(f"left out, because their history is no longer stored: {left_out}")
@@ -84,7 +107,8 @@ async def _take(
             raise click.ClickException(str(error.description)) from error
         except HistoryUnavailableError as error:
             problem = str(error).partition(";")[0]  # the advice after it is for Python
-            raise click.ClickException(f"{problem}; --partial shows the rest") from error
+            when = f" ({shown(at)})" if isinstance(at, datetime) else ""
+            raise click.ClickException(f"{problem}{when}; --partial shows the rest") from error
         except ValueError as error:
             raise click.ClickException(str(error)) from error
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from nats.js.api import StreamSource
 
 import jetstream_ext
 import jetstream_ext.kv
-from jetstream_ext.cli import connection
+from jetstream_ext.cli import connection, times
 from jetstream_ext.client import api
 from jetstream_ext.testing import NatsServer, ReferenceServer
 
@@ -170,8 +171,52 @@ def test_snapshot_shows_a_bucket_now_and_at_a_revision(
     shown = run("snapshot", bucket).stdout
     assert "\x1b[31m" not in shown
     assert "base64 /w==" in shown
-    for at in ("yesterday", "2026-01-01T00:00:00"):
-        assert run("snapshot", bucket, "--at", at).exit_code == 2
+    refused = run("snapshot", bucket, "--at", "soon")
+    assert (refused.exit_code, "'soon' is not a revision or a time such as" in refused.stderr) == (2, True)
+
+
+def test_snapshot_says_which_instant_it_understood(
+    server: NatsServer, ok: Json, run: Run, stream_name: Callable[[], str]
+) -> None:
+    bucket = stream_name()
+
+    async def write(js: JetStreamContext) -> datetime:
+        kv = await js.create_key_value(bucket=bucket, history=5, direct=True)
+        await jetstream_ext.kv.enable(kv)
+        await kv.put("a", b"1")
+        entries = await jetstream_ext.kv.get_many(kv, ["a"])
+        await kv.put("a", b"2")
+        return entries["a"].created
+
+    created: datetime = with_js(server.url, write)
+    local = created.astimezone()
+    at = local.replace(tzinfo=None).isoformat(" ")
+    then = ok("snapshot", bucket, "--at", at)
+    assert (then["entries"]["a"]["value"], then["time"]) == ("1", created.isoformat())
+    assert run("snapshot", bucket, "--at", at).stdout.startswith(f"{bucket} at {times.shown(local)}: revision 1\n")
+    assert ok("snapshot", bucket, "--at", "now")["entries"]["a"]["value"] == "2"
+    assert run("snapshot", bucket).stdout.startswith(f"{bucket} at revision 2, ")
+    early = ok("snapshot", bucket, "--at", "10 minutes ago", "--partial")
+    assert (early["revision"], early["entries"]) == (0, {})
+
+
+def test_snapshot_shortens_long_values(server: NatsServer, ok: Json, run: Run, stream_name: Callable[[], str]) -> None:
+    bucket, text, data = stream_name(), "@" * 300, b"\xff" * 300
+
+    async def write(js: JetStreamContext) -> None:
+        kv = await js.create_key_value(bucket=bucket, direct=True)
+        await kv.put("a", text.encode())
+        await kv.put("b", data)
+        await kv.put("c", b"~" * 200)
+
+    with_js(server.url, write)
+    shown = run("snapshot", bucket).stdout
+    assert (shown.count("@"), shown.count("~")) == (200, 200)
+    assert shown.count("… (300 bytes)") == 2
+    assert "2 long values are shortened; --full shows all of it" in shown
+    assert ok("snapshot", bucket)["entries"]["a"]["value"] == text
+    whole = run("snapshot", bucket, "--full").stdout
+    assert (whole.count("@"), "shortened" in whole) == (300, False)
 
 
 def test_snapshot_shows_keys_that_are_not_utf8_escaped(

@@ -13,6 +13,8 @@ from jetstream_ext import DirectGet, StoredMsg
 from jetstream_ext.log import DeadLetter, LogReader, exactly_once
 from jetstream_ext.testing import NatsServer
 
+LONG = b"0" + b" " * 1999 + b"end"
+
 
 @pytest.fixture
 def names(server: NatsServer, stream_name: Callable[[], str]) -> tuple[str, str, str]:
@@ -24,7 +26,7 @@ def names(server: NatsServer, stream_name: Callable[[], str]) -> tuple[str, str,
             options: dict[str, Any] = {"allow_direct": True, "allow_atomic": True}
             await js.add_stream(name=name, subjects=[f"{name}.>"], **options)
         for number in range(3):
-            payload = b"\xff" if number == 2 else b"%d" % number
+            payload = (LONG, b"1", b"\xff")[number]
             await js.publish(f"{source}.{number}", payload, headers={"Kind": "a\x1b[31mb" if number else "test"})
 
         def fail(_: StoredMsg) -> None:
@@ -49,7 +51,10 @@ def test_letters_are_listed_and_shown(run: Run, ok: Json, names: tuple[str, str,
     assert "\x1b" not in shown
     seqs = [str(it["seq"]) for it in found["letters"]]
     one = ok("dlq", "show", stream, dead, seqs[0])
-    assert (one["data"], one["headers"]) == ("0", [["Kind", "test"]])
+    assert (one["data"], one["headers"]) == (LONG.decode(), [["Kind", "test"]])
+    assert "payload, 2,003 bytes: 0 " in run("dlq", "show", stream, dead, seqs[0]).stdout
+    for options, end in (([], "… (--full shows all of it)\n"), (["--full"], " end\n")):
+        assert run("dlq", "show", stream, dead, seqs[0], *options).stdout.endswith(end)
     assert ok("dlq", "show", stream, dead, seqs[2])["data_base64"] == "/w=="
     text = run("dlq", "show", stream, dead, seqs[1]).stdout
     assert f"subject: {source}.1" in text
@@ -74,7 +79,7 @@ def test_letters_are_handed_back_and_dropped(
     async def read(js: JetStreamContext) -> list[bytes]:
         return [it.data async for it in DirectGet(js, source).scan()]
 
-    assert with_js(server.url, read) == [b"0", b"1", b"\xff", b"1", b"0"]
+    assert with_js(server.url, read) == [LONG, b"1", b"\xff", b"1", LONG]
 
 
 def test_a_limit_and_another_stream(

@@ -45,17 +45,16 @@ def test_a_narrow_terminal_gets_the_whole_text(
         arguments: run(*arguments).stdout
         for arguments in [
             ("doctor", "--need", "direct"),
-            ("snapshot", name),
+            ("snapshot", name, "--full"),
             ("bench", "--messages", 500, "--rounds", 1),
         ]
     }
     for arguments, text in shown.items():
         assert "…" not in text
         for line in text.splitlines():
-            assert len(line) <= width or line.startswith("    jetstream-ext "), (
-                arguments
-            )  # a command to copy is not wrapped
-    table = shown["snapshot", name]
+            to_copy = line.startswith("    jetstream-ext ")  # such a command is not wrapped
+            assert len(line) <= width or to_copy, arguments
+    table = shown["snapshot", name, "--full"]
     for char, number in {"k": 90, "v": 250}.items():
         assert letters(table).count(char) >= number
 
