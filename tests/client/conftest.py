@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -16,6 +17,13 @@ from jetstream_ext.protocol.atomic_wire import Encoded
 from jetstream_ext.testing import NatsServer
 
 MakeStream = Callable[..., Awaitable[str]]
+
+
+@pytest.fixture
+def full_transport_pauses_the_writer() -> None:
+    """Skip the test on versions of Python whose `writelines` never pauses the writer."""
+    if (3, 12) <= sys.version_info < (3, 12, 9) or (3, 13) <= sys.version_info < (3, 13, 2):
+        pytest.skip("CVE-2024-12254 of asyncio: a full transport never pauses the writer")
 
 
 @pytest.fixture

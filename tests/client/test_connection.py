@@ -448,6 +448,7 @@ async def test_room_in_the_write_buffer_is_waited_for(nc: Client, kind: type[Con
     assert connection.has_room
 
 
+@pytest.mark.usefixtures("full_transport_pauses_the_writer")
 @pytest.mark.parametrize("kind", [Connection, FallbackConnection])
 async def test_a_wait_for_room_ends(own_server: NatsServer, kind: type[Connection | FallbackConnection]) -> None:
     async with await nats.connect(own_server.url) as nc:

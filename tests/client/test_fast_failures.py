@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
@@ -18,9 +17,6 @@ from jetstream_ext.protocol.fast import State
 from jetstream_ext.testing import NatsServer
 
 MakeStream = Callable[..., Awaitable[str]]
-
-# In these versions asyncio's `writelines` never pauses the writer (CVE-2024-12254); fixed in 3.12.9, 3.13.2 and 3.14.
-WRITES_NEVER_BLOCK = (3, 12) <= sys.version_info < (3, 12, 9) or (3, 13) <= sys.version_info < (3, 13, 2)
 
 
 @pytest.fixture
@@ -305,9 +301,7 @@ class TestConnections:
         with pytest.raises(nats.errors.ConnectionClosedError):
             await unused.add(f"{stream}.a", b"2")
 
-    @pytest.mark.skipif(
-        WRITES_NEVER_BLOCK, reason="CVE-2024-12254 of asyncio: a full transport never pauses the writer"
-    )
+    @pytest.mark.usefixtures("full_transport_pauses_the_writer")
     async def test_a_timeout_around_a_blocked_write_takes_effect(
         self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream
     ) -> None:
