@@ -13,24 +13,29 @@ from typing import Final
 
 import click
 from nats.js import JetStreamContext
-from nats.js.errors import NoStreamResponseError
+from nats.js.errors import NoStreamResponseError, NotFoundError
 from nats.nuid import NUID
 
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
 from jetstream_ext.cli.formats import FORMATS, STDIO, delimiter_of, format_of
 from jetstream_ext.cli.message_files import is_export
 from jetstream_ext.cli.output import ReportProgress, Stopped, count, is_are, one_line, progress, say, write_json
-from jetstream_ext.cli.row_files import RowError, Rows, Source, check_encoding, spooled
-from jetstream_ext.cli.row_messages import RowMapping, short_digest
+from jetstream_ext.cli.row_check import RowCheck
+from jetstream_ext.cli.row_files import Row, RowError, Rows, Source, check_encoding, spooled
+from jetstream_ext.cli.row_messages import Message, RowMapping, short_digest
 from jetstream_ext.cli.stored_rows import RowIds, StoredRows, stored_rows
+from jetstream_ext.client.api import stream_state
+from jetstream_ext.client.connection import Context
 from jetstream_ext.client.ingest import ingest
 from jetstream_ext.client.streams import ensure_stream
 from jetstream_ext.errors import BadHeaderError, BadSubjectError, ErrorCode, IngestError, MaxPayloadError
+from jetstream_ext.protocol.advice import enable_command, enable_stream
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.subjects import check_filter, check_name
 from jetstream_ext.types import BatchMessage, IngestProgress, IngestReport
 
 _OF_THE_ROW: Final = (NoStreamResponseError, MaxPayloadError, BadSubjectError, BadHeaderError)
+_SOME: Final = 1_000  # rows between two turns of the event loop
 _CONTINUE: Final = "the same command continues"
 _CORRECT: Final = "correct the row, then the same command with --resume sends the rest"
 
@@ -61,6 +66,7 @@ _CORRECT: Final = "correct the row, then the same command with --resume sends th
 @click.option("--skip", type=click.IntRange(0), default=0, metavar="ROWS", help="Skip the first ROWS rows.")
 @click.option("--resume", is_flag=True, help="Send the rows of a changed file that the stream does not have.")
 @click.option("--again", is_flag=True, help="Send all rows, also those that the stream has.")
+@click.option("--dry-run", is_flag=True, help="Check every row and show the first messages; send nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and no progress bar.")
 @connection_options()
 def command(
@@ -80,6 +86,7 @@ def command(
     skip: int,
     resume: bool,
     again: bool,
+    dry_run: bool,
     as_json: bool,
 ) -> None:
     """Store every row of FILE in a stream, in order and once each: CSV with a header, JSON lines or Parquet.
@@ -108,7 +115,26 @@ def command(
         pattern = subject if subject is not None else f"{{{subject_from or 'subject'}}}"
         mapping = RowMapping(pattern, data_from, headers_from, non_finite == "null")
         job = _Ingest(file, rows, stream, mapping, skip, resume=resume, again=again)
-        _run(job, where, create, as_json=as_json)
+        (_check if dry_run else _run)(job, where, create, as_json=as_json)
+
+
+def _check(job: _Ingest, where: Target, create: tuple[str, ...], *, as_json: bool) -> None:
+    """Say what the command would do, and which rows cannot be sent."""
+    try:
+        check = asyncio.run(job.check(where, create, show=not as_json))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise Stopped("stopped: nothing was sent") from None
+    if as_json:
+        found = {"already_stored": job.already_stored, "skipped": job.skipped, **check.summary}
+        write_json({"file": str(job.file), "stream": job.stream, "dry_run": True, **found})
+    else:
+        parts = [f"{job.skipped:,} skipped"] if job.skipped else []
+        parts += [f"{job.already_stored:,} already stored"] if job.already_stored else []
+        parts += [f"{check.rows:,} to send"]
+        say(f"{job.name} to {job.stream}: {', '.join(parts)}; nothing was sent")
+        check.show()
+    if check.problems:
+        raise click.ClickException(f"{count(check.problems, 'row')} of {job.name} cannot be sent; nothing was sent")
 
 
 def _run(job: _Ingest, where: Target, create: tuple[str, ...], *, as_json: bool) -> None:
@@ -222,6 +248,48 @@ class _Ingest:
                     await self._look(js, state, stored, show=show)
                 return await self._send(js, show=show)
 
+    async def check(self, where: Target, create: tuple[str, ...], *, show: bool) -> RowCheck:
+        """Check the rows that `run` would send; send nothing, and create no stream."""
+        async with connected(where) as js:
+            state = await self._state_if_any(js, create)
+            check = RowCheck(self.stream, state, create, Context(js).connection.max_payload)
+            with stored_rows(self._ids, other_contents=self._resume or not self._any_content) as stored:
+                if state is not None and state.messages and not self._again:
+                    await self._look(js, state, stored, show=show)
+                with progress("checking rows", self._rows.total, show=show) as report:
+                    await self._check_rows(check, report)
+            return check
+
+    async def _state_if_any(self, js: JetStreamContext, create: tuple[str, ...]) -> StreamState | None:
+        """Return the stream's state; None if the command would create the stream."""
+        if create:
+            try:
+                return await stream_state(Context(js), self.stream)
+            except NotFoundError:
+                return None
+        state = await existing_stream(js, self.stream, "; --create SUBJECT creates it")
+        if not state.config.get("allow_batched"):
+            text = f"stream {self.stream!r} does not allow fast ingest; {enable_stream(self.stream, 'batched')}"
+            raise click.ClickException(text)
+        return state
+
+    async def _check_rows(self, check: RowCheck, report: ReportProgress) -> None:
+        with closing(self._rows_to_send()) as rows:
+            try:
+                for index, row, _ in rows:
+                    place = f"row {index + 1}"
+                    try:
+                        message = self._mapping.message(row, place)
+                    except RowError as error:
+                        check.refuse(error.message)
+                    else:
+                        check.add(place, self._batch_message(index, message, message.digest))
+                    if check.rows % _SOME == 0:
+                        report(self._rows.position, check.rows)
+                        await asyncio.sleep(0)
+            except RowError as error:  # the rows after it cannot be read
+                check.refuse(error.message)
+
     # -- what is stored ------------------------------------------------------------------------------------------------
 
     async def _look(self, js: JetStreamContext, state: StreamState, stored: StoredRows, *, show: bool) -> None:
@@ -230,7 +298,7 @@ class _Ingest:
         if not state.allows_direct:
             raise click.ClickException(
                 f"stream {name!r} does not allow direct get, so ingest cannot look for rows that are already stored; "
-                f"'jetstream-ext enable {name} --direct' enables it, --again sends all rows"
+                f"'{enable_command(name, 'direct')}' enables it, --again sends all rows"
             )
         total = state.last_seq - state.first_seq + 1
         with progress("looking for rows that are already stored", total, show=show) as report:
@@ -285,6 +353,23 @@ class _Ingest:
                 raise click.ClickException(self._describe(error)) from error
 
     def _messages(self) -> Generator[BatchMessage, None, None]:
+        with closing(self._rows_to_send()) as rows:
+            for index, row, expected in rows:
+                if self.stopping:
+                    return
+                message = self._mapping.message(row, self._place(index))
+                digest = message.digest
+                if expected not in (None, digest):
+                    raise click.ClickException(f"{self.name} was changed while it was read; {_CONTINUE}")
+                self.headers_left_out += message.left_out
+                yield self._batch_message(index, message, digest)
+
+    def _batch_message(self, index: int, message: Message, digest: str) -> BatchMessage:
+        msg_id = self._ids.make(index, digest)
+        return BatchMessage(message.subject, message.payload, message.headers, stream=self.stream, msg_id=msg_id)
+
+    def _rows_to_send(self) -> Generator[tuple[int, Row, str | None], None, None]:
+        """Yield the index and the row of each that is not stored, and the digest of its message if it is known."""
         stored = self._sent.stored
         known = 0 if stored is None else stored.total or 0
         wanted = iter(()) if stored is None else stored.indexes_to_send()
@@ -292,20 +377,11 @@ class _Ingest:
         with closing(self._rows.read()) as rows:
             for index, row in enumerate(rows):
                 self.taken = index
-                if self.stopping:
-                    return
-                if index >= self.skipped and (index >= known or (following is not None and index == following[0])):
-                    message = self._mapping.message(row, self._place(index))
-                    digest = message.digest
-                    self.headers_left_out += message.left_out
-                    if index < known:
-                        if following is not None and digest != following[1]:
-                            raise click.ClickException(f"{self.name} was changed while it was read; {_CONTINUE}")
-                        following = next(wanted, None)
-                    msg_id = self._ids.make(index, digest)
-                    yield BatchMessage(
-                        message.subject, message.payload, message.headers, stream=self.stream, msg_id=msg_id
-                    )
+                if index >= known and index >= self.skipped:
+                    yield index, row, None
+                elif following is not None and index == following[0]:
+                    yield index, row, following[1]
+                    following = next(wanted, None)
                 self.taken = index + 1
         if self.skipped > self.taken:
             raise click.ClickException(

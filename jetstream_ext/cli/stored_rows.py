@@ -102,10 +102,12 @@ class StoredRows:
 
     def index_of_sent(self, number: int) -> int:
         """Return the index of the row that is sent after `number` others."""
-        found = self._database.execute(
+        if number >= self.missing:  # a row after the first one that cannot be sent, so that it is not in the database
+            return max(self.total or 0, self._ids.skip) + number - self.missing
+        (index,) = self._database.execute(
             "SELECT idx FROM rows WHERE NOT stored AND idx >= ? ORDER BY idx LIMIT 1 OFFSET ?", (self._ids.skip, number)
         ).fetchone()
-        return int(found[0]) if found else self.total or 0
+        return int(index)
 
     async def find(
         self,
