@@ -341,6 +341,8 @@ def _destination(
         where["jetstream_ext.stream"] = stream
         if subject is not None and (template := _template(subject, subjects)) is not None:
             where["messaging.destination.template"] = place = template
+        elif not subjects:
+            place = stream  # a span for each subject of a stream would have too many names
     return kind.value if place is None else f"{kind.value} {place}", where
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import sys
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Generator, Iterable
 from contextlib import aclosing
@@ -13,7 +14,8 @@ from typing import Any, Final, Literal, Self, Unpack, cast
 
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.atomic_session import AtomicSession
+from jetstream_ext.client import telemetry
+from jetstream_ext.client.atomic_session import Adding, AtomicSession
 from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription, weakly
 from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import (
@@ -63,6 +65,8 @@ class AtomicBatch:
 
     Requires: nats-server 2.12 and ``allow_atomic`` on the stream.
     """
+
+    _observed = True  # whether an observer is told about the calls of this batch
 
     def __init__(
         self,
@@ -142,11 +146,26 @@ class AtomicBatch:
         check_message(message)
         if ack is not None and not isinstance(ack, bool):
             raise TypeError(f"ack must be a bool or None, not {type(ack).__name__}")
+        observer = self._observer
+        if observer is None:
+            return await self._add(message, ack)
+        with self._session.begin(observer, telemetry.Kind.SEND, message.subject) as operation:
+            adding = Adding(operation.trace)
+            try:
+                await self._add(message, ack, adding)
+            finally:
+                self._session.describe(operation, adding.added)
+
+    async def _add(self, message: BatchMessage, ack: bool | None, adding: Adding | None = None) -> None:
         began = asyncio.get_running_loop().time()
         try:
-            await self._session.add(message, ack)
+            await self._session.add(message, ack, adding)
         except (AtomicPublishIncompleteError, MessageTooLargeError) as refusal:
             await self._session.raise_explained(refusal, began)
+
+    @property
+    def _observer(self) -> telemetry.Observer | None:
+        return telemetry.observer if self._observed else None
 
     async def add_many(self, messages: Iterable[Entry] | AsyncIterable[Entry]) -> None:
         """Add many messages, with one write for many of them; much faster than `add`.
@@ -165,7 +184,15 @@ class AtomicBatch:
 
         Cancellation: The batch stays usable. The messages that `size` counts are part of it.
         """
-        await self._session.explained(self._session.add_many(messages))
+        session, observer = self._session, self._observer
+        if observer is None:
+            return await session.explained(session.add_many(messages))
+        with session.begin(observer, telemetry.Kind.SEND) as operation:
+            adding = Adding(operation.trace)
+            try:
+                await session.explained(session.add_many(messages, adding))
+            finally:
+                session.describe(operation, adding.added)
 
     async def commit(self, subject: str, payload: bytes = b"", **options: Unpack[PublishOptions]) -> BatchAck:
         """Add a last message (arguments as for `add`), commit, and return the server's ack.
@@ -181,7 +208,7 @@ class AtomicBatch:
         Cancellation: `state` is ``"unknown"`` if the commit was sent, and ``"open"`` if it was not; then as after a
             RequestTimeoutError.
         """
-        return await self._session.explained(self._session.commit(BatchMessage(subject, payload, **options)))
+        return await self._commit(BatchMessage(subject, payload, **options))
 
     async def commit_eob(self) -> BatchAck:
         """Commit without another message, and return the server's ack.
@@ -194,7 +221,18 @@ class AtomicBatch:
 
         Cancellation: As for `commit`.
         """
-        return await self._session.explained(self._session.commit(None))
+        return await self._commit(None)
+
+    async def _commit(self, message: BatchMessage | None) -> BatchAck:
+        session, observer = self._session, self._observer
+        if observer is None:
+            return await session.explained(session.commit(message))
+        with session.begin(observer, telemetry.Kind.COMMIT) as operation:
+            try:
+                trace = operation.trace if message is not None else None
+                return await session.explained(session.commit(message, trace))
+            finally:
+                session.describe(operation, self.size)
 
     async def resolve(self, *, timeout: float | None = None) -> Literal["stored", "not_stored"]:
         """Find out, after a `BatchOutcomeUnknownError`, whether the batch is stored.
@@ -237,10 +275,15 @@ class AtomicBatch:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            await self._session.explained(self._session.finish())
+        session, observer = self._session, self._observer
+        if kind is not None:
+            session.discard()
+        elif observer is None or session.machine.ended or not self.size:
+            await session.explained(session.finish())
         else:
-            self._session.discard()
+            with session.begin(observer, telemetry.Kind.COMMIT) as operation:
+                session.describe(operation, self.size)
+                await session.explained(session.finish())
 
 
 async def publish_atomic(
@@ -280,11 +323,30 @@ async def publish_atomic(
     Requires: nats-server 2.12 and ``allow_atomic`` on the stream.
     """
     session = AtomicSession(Context(js), batch_id, timeout, in_one_go=True)
+    observer = telemetry.observer
+    if observer is None:
+        return await _publish_one(session, messages, Adding(), own_id=batch_id is not None)
+    with session.begin(observer, telemetry.Kind.SEND) as operation:
+        adding = Adding(operation.trace)
+        try:
+            return await _publish_one(session, messages, adding, own_id=batch_id is not None)
+        finally:
+            session.describe(operation, adding.added)
+
+
+async def publish_unobserved(js: JetStreamContext, messages: Messages, *, batch_id: str, timeout: float) -> BatchAck:
+    """As `publish_atomic`, as part of a call that tells the observer itself; the messages get no trace context."""
+    return await _publish_one(
+        AtomicSession(Context(js), batch_id, timeout, in_one_go=True), messages, Adding(), own_id=True
+    )
+
+
+async def _publish_one(session: AtomicSession, messages: Messages, adding: Adding, *, own_id: bool) -> BatchAck:
     try:
-        await session.explained(session.fill(messages))
+        await session.explained(session.fill(messages, adding))
         return await session.explained(session.commit(None))
     except AtomicPublishDuplicateMessageIDError as refusal:
-        if batch_id is None:
+        if not own_id:
             raise  # the id was generated: no other batch has it
         try:
             ack = await session.resolve(None)
@@ -383,43 +445,74 @@ def publish_atomic_many(
 async def _publish(
     context: Context, batches: Iterable[Messages] | AsyncIterable[Messages], in_flight: int, timeout: float
 ) -> AsyncGenerator[BatchAck, None]:
-    commits: deque[AtomicSession] = deque()
+    commits: deque[_Commit] = deque()
     try:
         async with aclosing(_each(batches)) as source:
             async for batch in source:
                 while len(commits) >= in_flight:
                     yield await _oldest_ack(commits)
-                session = AtomicSession(context, timeout=timeout, in_one_go=True)
-                try:
-                    await session.explained(session.fill(batch))
-                    await session.send_commit(None)  # few messages and their commit go out in one write
-                except BaseException:
-                    session.discard()
-                    raise
-                commits.append(session)
-                while commits and commits[0].answered:
+                commit = _Commit(AtomicSession(context, timeout=timeout, in_one_go=True))
+                await commit.send(batch)
+                commits.append(commit)
+                while commits and commits[0].session.answered:
                     yield await _oldest_ack(commits)
         while commits:
             yield await _oldest_ack(commits)
     except Exception as error:
         if commits:
-            fates = await asyncio.gather(
-                *(commit.explained(commit.committed()) for commit in commits), return_exceptions=True
-            )
+            fates = await asyncio.gather(*(commit.ack() for commit in commits), return_exceptions=True)
             notes = (f"{fate.batch_id} stored" if isinstance(fate, BatchAck) else repr(fate) for fate in fates)
             error.add_note("outcomes of the batches whose commits were in flight: " + ", ".join(notes))
         raise
     finally:
         for commit in commits:
-            commit.discard()
+            commit.end(sys.exception())
 
 
-async def _oldest_ack(commits: deque[AtomicSession]) -> BatchAck:
-    commit = commits.popleft()
-    try:
-        return await commit.explained(commit.committed())
-    finally:
-        commit.discard()
+async def _oldest_ack(commits: deque[_Commit]) -> BatchAck:
+    return await commits.popleft().ack()
+
+
+class _Commit:
+    """A batch of `publish_atomic_many`, from its first message to the ack of its commit."""
+
+    def __init__(self, session: AtomicSession) -> None:
+        self.session: AtomicSession = session
+        observer = telemetry.observer
+        self._operation = None if observer is None else session.begin(observer, telemetry.Kind.SEND)
+
+    async def send(self, messages: Messages) -> None:
+        """Send the messages and the commit: few messages and their commit go out in one write."""
+        session, operation = self.session, self._operation
+        adding = Adding(None if operation is None else operation.trace)
+        try:
+            await session.explained(session.fill(messages, adding))
+            await session.send_commit(None)
+        except BaseException as error:
+            self._describe(adding)
+            self.end(error)
+            raise
+        self._describe(adding)
+
+    def _describe(self, adding: Adding) -> None:
+        if self._operation is not None:
+            self.session.describe(self._operation, adding.added)
+
+    async def ack(self) -> BatchAck:
+        """Wait for the answer to the commit."""
+        try:
+            ack = await self.session.explained(self.session.committed())
+        except BaseException as error:
+            self.end(error)
+            raise
+        self.end()
+        return ack
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Discard the batch, unless it is committed."""
+        self.session.discard()
+        if self._operation is not None:
+            self._operation.end(error)
 
 
 async def _each(batches: Iterable[Messages] | AsyncIterable[Messages]) -> AsyncGenerator[Messages, None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -16,6 +16,7 @@ import nats.js.errors
 from nats.js import JetStreamContext
 from nats.nuid import NUID
 
+from jetstream_ext.client import telemetry
 from jetstream_ext.client.api import (
     ask_stream,
     get_at_leader,
@@ -49,6 +50,7 @@ from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.numbers import parse_number
 from jetstream_ext.protocol.options import as_message, check_messages, check_seconds
 from jetstream_ext.protocol.subjects import SubjectElsewhere
+from jetstream_ext.protocol.trace_context import TraceContext
 from jetstream_ext.types import BatchAck, BatchMessage, Entry
 
 # The part of a call's timeout that is kept for the reply, so that a message is not sent when its call is about to give up.
@@ -116,6 +118,16 @@ class _Patience:
         self._opening = self._spent = 0.0
 
 
+class Adding:
+    """The messages of one call: the trace context that they get, and how many are part of the batch."""
+
+    __slots__ = ("added", "trace")
+
+    def __init__(self, trace: TraceContext | None = None) -> None:
+        self.trace: TraceContext | None = trace
+        self.added: int = 0
+
+
 class AtomicSession:
     """One atomic batch on a connection; the arguments are those of `AtomicBatch` and `AtomicBatchMachine`."""
 
@@ -156,12 +168,30 @@ class AtomicSession:
 
     # -- operations -----------------------------------------------------------------------------------------------
 
-    async def add(self, message: BatchMessage, ack: bool | None) -> None:
+    def begin(
+        self, observer: telemetry.Observer, kind: telemetry.Kind, subject: str | None = None
+    ) -> telemetry.Operation:
+        """Begin an operation on the batch, about one message of `subject` or any number of messages."""
+        name, subjects = self._stream_facts()
+        facts = {"jetstream_ext.batch.id": self.machine.batch_id}
+        return observer.begin(kind, self._connection, subject=subject, stream=name, subjects=subjects, attributes=facts)
+
+    def describe(self, operation: telemetry.Operation, messages: int) -> None:
+        """Tell an operation of how many messages it was, and the batch's stream, which is known once it is opened."""
+        name, subjects = self._stream_facts()
+        operation.describe(stream=name, subjects=subjects, messages=messages)
+
+    def _stream_facts(self) -> tuple[str | None, Sequence[str]]:
+        stream = self._opened[0]
+        return (None, ()) if stream is None else (stream.name, stream.subjects)
+
+    async def add(self, message: BatchMessage, ack: bool | None, adding: Adding | None = None) -> None:
         """Send a message; wait for its reply if it requests one."""
-        patience = _Patience(self._timeout)
-        encoded = await self._prepared(message, patience, ack)
+        patience, adding = _Patience(self._timeout), adding or Adding()
+        encoded = await self._prepared(self._traced(message, adding), patience, ack)
         self._check_usable()
         block = self.machine.add(encoded)
+        adding.added += 1
         waiter = self._expect(block.awaited) if block.awaited else None
         if block.messages:
             try:
@@ -172,32 +202,40 @@ class AtomicSession:
             await self._reply(block.awaited, waiter, patience.deadline)
         self.machine.check_added()
 
-    async def add_many(self, messages: Iterable[Entry] | AsyncIterable[Entry]) -> None:
+    def _traced(self, message: BatchMessage, adding: Adding) -> BatchMessage:
+        return message if adding.trace is None else adding.trace.added_to(message, self._connection.max_payload)
+
+    async def add_many(self, messages: Iterable[Entry] | AsyncIterable[Entry], adding: Adding | None = None) -> None:
         """Send `messages`, and wait for the last reply that they request."""
         patience = _Patience(self._timeout)
-        seq = await self.fill(messages, patience)
+        seq = await self.fill(messages, adding, patience)
         if seq > self.machine.staged:
             self.machine.check_open()
             await self._reply(seq, self._expect(seq), patience.deadline)
             self.machine.check_added()
 
-    async def fill(self, messages: Iterable[Entry] | AsyncIterable[Entry], patience: _Patience | None = None) -> int:
+    async def fill(
+        self,
+        messages: Iterable[Entry] | AsyncIterable[Entry],
+        adding: Adding | None = None,
+        patience: _Patience | None = None,
+    ) -> int:
         """Send `messages` in blocks; return the highest sequence among them that asked for a reply, or 0."""
         check_messages(messages)
-        patience = patience or self._new_call()
+        patience, adding = patience or self._new_call(), adding or Adding()
         asked = 0
         if isinstance(messages, AsyncIterable):
             # One write each: nats-py's buffer joins them, and a slow source must not wait for a full block.
             async for entry in messages:
                 patience.next_message()
-                alone = await self._prepared(as_message(entry), patience)
-                asked = max(asked, (await self._send_block(None, alone, patience)).last_asked)
+                alone = await self._prepared(self._traced(as_message(entry), adding), patience)
+                asked = max(asked, (await self._send_block(None, alone, patience, adding)).last_asked)
             return asked
         source = iter(messages)
         for entry in source:
-            first: Encoded | None = await self._prepared(as_message(entry), patience)
+            first: Encoded | None = await self._prepared(self._traced(as_message(entry), adding), patience)
             while True:
-                block = await self._send_block(source, first, patience)
+                block = await self._send_block(source, first, patience, adding)
                 asked = max(asked, block.last_asked)
                 if block.stopped is not None and not isinstance(block.stopped, SubjectElsewhere):
                     break
@@ -206,18 +244,21 @@ class AtomicSession:
                 if block.stopped is None:
                     await asyncio.sleep(0)  # lets nats-py's flusher write
                 else:
-                    first = await self._prepared(as_message(block.stopped.entry), patience)
+                    message = as_message(block.stopped.entry)
+                    first = await self._prepared(self._traced(message, adding), patience)
             break
         return asked
 
-    async def commit(self, message: BatchMessage | None) -> BatchAck:
+    async def commit(self, message: BatchMessage | None, trace: TraceContext | None = None) -> BatchAck:
         """Commit, with or without a last message."""
-        await self.send_commit(message)
+        await self.send_commit(message, trace)
         return await self.committed()
 
-    async def send_commit(self, message: BatchMessage | None) -> None:
+    async def send_commit(self, message: BatchMessage | None, trace: TraceContext | None = None) -> None:
         """Send the commit; `committed` waits for the answer."""
         patience = self._new_call()
+        if message is not None:
+            message = self._traced(message, Adding(trace))
         last = await self._prepared_commit(message, patience)
         self._check_usable()
         block = self.machine.commit(last)
@@ -452,15 +493,19 @@ class AtomicSession:
             self.machine.check_open()
             raise
 
-    async def _send_block(self, source: Iterator[Entry] | None, first: Encoded | None, patience: _Patience) -> Block:
+    async def _send_block(
+        self, source: Iterator[Entry] | None, first: Encoded | None, patience: _Patience, adding: Adding
+    ) -> Block:
         """Send one block; raise the error that stopped it before the end of `source`, except a SubjectElsewhere."""
         self._check_usable()
         self.machine.limit_messages(self._connection.max_payload)
+        before = self.machine.size
         if source is None:
             block = self.machine.add_many(iter(()), _BLOCK, first)
         else:
             with self._turns.join():  # a call that the source makes, in an eager task, has its turn after the block
-                block = self.machine.add_many(source, _BLOCK, first)
+                block = self.machine.add_many(source, _BLOCK, first, adding.trace)
+        adding.added += self.machine.size - before
         if isinstance(block.stopped, SubjectElsewhere) and self._only_call is not None:
             # Before anything of the block is sent.
             await patience.spend(self._find_stream(block.stopped.subject, patience.left / 2))

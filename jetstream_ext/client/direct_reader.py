@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import nats.errors
 from nats.aio.client import Client
 
+from jetstream_ext.client import telemetry
 from jetstream_ext.client.api import (
     LAG_PAUSE,
     first_since,
@@ -113,7 +114,7 @@ def link_of(context: Context) -> Link:
     return known[1]
 
 
-async def read_blocks(
+def read_blocks(
     context: Context,
     stream: str,
     plan: Plan,
@@ -130,6 +131,40 @@ async def read_blocks(
     With `min_seq`, the read waits until the leader has this sequence, and a range is proved at least up to it. A
     `MultiLast` with `min_seq` must be `proved`.
     """
+    blocks = _read_blocks(context, stream, plan, timeout, confirm=confirm, min_seq=min_seq)
+    observer = telemetry.observer
+    return blocks if observer is None else _observed(observer, context, stream, blocks)
+
+
+async def _observed(
+    observer: telemetry.Observer, context: Context, stream: str, blocks: AsyncGenerator[Block, None]
+) -> AsyncGenerator[Block, None]:
+    """Yield `blocks`, as one operation that lasts as long as the read, without the time in which the caller has a block."""
+    operation = observer.begin(telemetry.Kind.RECEIVE, context.connection, stream=stream)
+    clock, messages = asyncio.get_running_loop().time, 0
+    failure: BaseException | None = None
+    try:
+        async with aclosing(blocks):
+            async for block in blocks:
+                messages += len(block.seqs)
+                given = clock()
+                try:
+                    yield block
+                finally:
+                    operation.exclude(clock() - given)
+    except GeneratorExit:  # the caller needs no more
+        raise
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        operation.describe(messages=messages)
+        operation.end(failure)
+
+
+async def _read_blocks(
+    context: Context, stream: str, plan: Plan, timeout: float, *, confirm: bool, min_seq: int | None
+) -> AsyncGenerator[Block, None]:
     loop, connection = asyncio.get_running_loop(), context.connection
     if min_seq is not None:
         up_to = plan.up_to_seq if isinstance(plan, RangePlan) else None
@@ -259,6 +294,16 @@ async def read_one(context: Context, stream: str, request: Request, timeout: flo
 
     A request that was lost with the connection is sent once more.
     """
+    observer = telemetry.observer
+    if observer is None or request.start_time is not None:  # that is a read of many
+        return await _read_one(context, stream, request, timeout)
+    with observer.begin(telemetry.Kind.RECEIVE, context.connection, stream=stream) as operation:
+        found = await _read_one(context, stream, request, timeout)
+        operation.describe(messages=1)
+        return found
+
+
+async def _read_one(context: Context, stream: str, request: Request, timeout: float) -> StoredMsg:
     loop, connection = asyncio.get_running_loop(), context.connection
     deadline = loop.time() + timeout
     if request.start_time is not None:

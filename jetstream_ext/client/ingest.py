@@ -16,6 +16,7 @@ from nats.js import JetStreamContext
 from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 from nats.nuid import NUID
 
+from jetstream_ext.client import telemetry
 from jetstream_ext.client.api import (
     LeaderInfo,
     ask_stream,
@@ -132,7 +133,9 @@ async def ingest(
     )
     source = _Source(messages, msg_id)
     try:
-        return await _Ingest(js, source, new_publisher, timeout, ack_timeout, on_progress, progress_every).run()
+        run = _Ingest(js, source, new_publisher, timeout, ack_timeout, on_progress, progress_every)
+        observer = telemetry.observer
+        return await run.run() if observer is None else await run.run_observed(observer)
     finally:
         await source.aclose()
 
@@ -281,6 +284,21 @@ class _Ingest:
         self._sent_to = ""  # or in another process than this one ("" is unknown)
         self._trusted_until = 0.0  # the end of the time in which ids are trusted, while
         self._trusted: str | int = ""  # the connected process or the session of the connection is this one
+
+    async def run_observed(self, observer: telemetry.Observer) -> IngestReport:
+        with observer.begin(telemetry.Kind.INGEST, self._context.connection) as operation:
+            try:
+                return await self.run()
+            finally:
+                stream = self._stream
+                counts = {
+                    "jetstream_ext.ingest.batches": self._batches,
+                    "jetstream_ext.ingest.duplicates": self._duplicates,
+                    "jetstream_ext.ingest.resent": self._resent,
+                }
+                operation.describe(
+                    stream=None if stream is None else stream.name, messages=self._stored, attributes=counts
+                )
 
     async def run(self) -> IngestReport:
         self._report_progress()

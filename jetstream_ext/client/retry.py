@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 import nats.errors
 from nats.js.errors import APIError, NoStreamResponseError, ServiceUnavailableError
 
+from jetstream_ext.client import telemetry
 from jetstream_ext.client.base_connection import NotPermittedError
 from jetstream_ext.errors import (
     TRANSIENT_CODES,
@@ -139,6 +140,8 @@ class Retry:
         pause = self._pause * random.random() if self.jitter else self._pause  # noqa: S311 - spreads load
         pause = min(pause, self._deadline - now)
         self._pause = min(self._pause * self.factor, self.longest_pause)
+        if telemetry.observer is not None:
+            telemetry.observer.count(telemetry.Count.RETRIES, 1, error=type(error).__qualname__)
         _log.debug("trying again in %.3g s after %s: %s", pause, type(error).__name__, error)
         await asyncio.sleep(pause)
         if self.over:

@@ -12,7 +12,8 @@ from typing import Any, Final, Literal, Self, TypeVar
 
 from nats.js.kv import KeyValue
 
-from jetstream_ext.client.atomic import AtomicBatch, BatchState, publish_atomic
+from jetstream_ext.client import telemetry
+from jetstream_ext.client.atomic import AtomicBatch, BatchState, publish_unobserved
 from jetstream_ext.client.retry import Retry, is_transient
 from jetstream_ext.errors import (
     AtomicPublishDuplicateMessageIDError,
@@ -45,6 +46,10 @@ _OUTCOMES: Final[dict[BatchState, Outcome]] = {"committed": "stored", "unknown":
 _MAX_COMMIT_RETRIES: Final = 3
 # Seconds. Conflicts are short, so the first pauses between two runs of a transaction are, too.
 _FIRST_PAUSE: Final = 0.004
+
+
+class _Batch(AtomicBatch):
+    _observed = False  # the transaction's commit is
 
 
 class Transaction:
@@ -220,6 +225,14 @@ class Transaction:
 
         Cancellation: Nothing is written, unless the commit was sent already (then `state` is ``"unknown"``).
         """
+        observer, bucket = telemetry.observer, self._bucket
+        if observer is None:
+            return await self._commit_and_settle()
+        with observer.begin(telemetry.Kind.COMMIT, bucket.context.connection, stream=bucket.stream) as operation:
+            operation.describe(messages=len(self._staging.writes))
+            return await self._commit_and_settle()
+
+    async def _commit_and_settle(self) -> dict[str, int]:
         self._check_open()
         self._state = "failed"
         try:
@@ -247,7 +260,7 @@ class Transaction:
                 fence = (await bucket.state(direct=False)).last_seq
                 await self._check_reads()  # raises unless everything was as it was read at the fence
             # Without an id of ours: no other batch can have a generated one, so a part of the batch proves all of it.
-            self._batch = batch = AtomicBatch(bucket.js, ack_first=not self._with_id, timeout=bucket.timeout)
+            self._batch = batch = _Batch(bucket.js, ack_first=not self._with_id, timeout=bucket.timeout)
             self._batch_id = batch.batch_id
             self._messages = staging.messages(fence=fence, msg_id=self._batch_id if self._with_id else None)
             self._session = bucket.context.connection.session
@@ -382,7 +395,7 @@ class Transaction:
         self._repeated = True
         bucket = self._bucket
         try:
-            ack = await publish_atomic(bucket.js, self._messages, batch_id=self._batch_id, timeout=bucket.timeout)
+            ack = await publish_unobserved(bucket.js, self._messages, batch_id=self._batch_id, timeout=bucket.timeout)
         except AtomicPublishDuplicateMessageIDError:
             pass  # it was written, because no other message has its id; other clients have written to its keys since
         except BatchOutcomeUnknownError as error:
@@ -553,7 +566,16 @@ async def retry_transaction(
     if not callable(given):
         called = "; give the function itself, without calling it" if isawaitable(given) else ""
         raise TypeError(f"fn must be an async function, not {type(given).__name__}{called}")
-    bucket = Bucket(kv, timeout)
+    bucket, observer = Bucket(kv, timeout), telemetry.observer
+    if observer is None:
+        return await _run_until_committed(bucket, fn, give_up_after)
+    with observer.begin(telemetry.Kind.TRANSACTION, bucket.context.connection, stream=bucket.stream):
+        return await _run_until_committed(bucket, fn, give_up_after)
+
+
+async def _run_until_committed(
+    bucket: Bucket, fn: Callable[[Transaction], Awaitable[_Result]], give_up_after: float
+) -> _Result:
     retry = Retry(give_up_after, first_pause=_FIRST_PAUSE, jitter=True, transient=_may_run_again)
     retry.start()
     while True:

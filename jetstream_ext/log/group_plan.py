@@ -126,6 +126,7 @@ class Plan:
         if number is not None:
             partitions_of = lambda messages: [number] * len(messages)  # noqa: E731
         reader = self.reader(number, First())
+        reader.name = self.name if number is None else f"{self.name}.{number}"  # for its lag
         return Lane(
             reader,
             partitions_of,

@@ -12,8 +12,10 @@ from typing import Final, Self
 
 from nats.js import JetStreamContext
 
+from jetstream_ext.client import telemetry
 from jetstream_ext.errors import StreamRecreatedError
 from jetstream_ext.log.held import BLOCK, Held
+from jetstream_ext.log.observed import observed_handling
 from jetstream_ext.log.offsets import OffsetStore, StoredOffset
 from jetstream_ext.log.session import Session
 from jetstream_ext.protocol.api import recreated
@@ -225,10 +227,21 @@ async def _handle_each(session: Session, handler: MessageHandler, held: Held) ->
     while (found := await source.read_for(_IDLE, BLOCK)) is not None:
         held.queue.extend(found)
         while held.queue:
-            result = handler(held.pick_up())
-            if inspect.isawaitable(result):
-                await result
+            await _handle(session, handler, held.pick_up())
             await session.put_down(held)
             await session.pauses.breathe()
             if not session.is_valid():
                 session.step()
+
+
+async def _handle(session: Session, handler: MessageHandler, message: StoredMsg) -> None:
+    observer = telemetry.observer
+    if observer is None:
+        result = handler(message)
+        if inspect.isawaitable(result):
+            await result
+        return
+    with observed_handling(observer, session.store.context.connection, session.group.name, message):
+        result = handler(message)
+        if inspect.isawaitable(result):
+            await result

@@ -16,6 +16,7 @@ from typing import Final, Literal, Self
 
 from nats.js import JetStreamContext
 
+from jetstream_ext.client import telemetry
 from jetstream_ext.client.api import (
     bisect_time,
     check_same_stream,
@@ -195,6 +196,7 @@ class LogReader:
         self.confirm: bool = confirm
         self.offsets: OffsetStore = OffsetStore(js, timeout=timeout) if offsets is None else offsets
         self.name: str | None = start.name if isinstance(start, Stored) else None
+        self._pending = 0  # how many messages the last answer of a responder had and announced
         self._reading = False
         self._state: StreamState | None = None
         self._start_at(check_start(start))
@@ -387,6 +389,8 @@ class LogReader:
                 await retry.pause_if_transient(error)
                 self._state = None
                 continue
+            if telemetry.observer is not None:
+                telemetry.observer.lag(self._known_lag, self.stream, self.name)
             if ended and not wait:
                 return False
             left = until - loop.time()
@@ -396,6 +400,13 @@ class LogReader:
             # Polled: a reader of a mirror, a stream with sources or another account does not see messages published.
             await asyncio.sleep(min(pause, left))
             pause = min(pause * 2, self._poll)
+
+    @property
+    def _known_lag(self) -> int:
+        """As `lag`, as far as the last answer says."""
+        if self.confirm and self._state is not None and self._position is not None:
+            return max(0, self._state.last_seq + 1 - self._position)
+        return self._pending
 
     def _retry(self) -> Retry:
         # Direct gets that the leader calls disabled stay disabled; once it allows them, the responders are only away.
@@ -421,6 +432,7 @@ class LogReader:
                 size = min(_REQUEST_BYTES, link_of(self._context).room(1))
                 batch = self._direct.batch(_GROUP, subject=self.subject, seq=position, max_bytes=size)
                 rows = await batch.to_list()
+                self._pending = len(rows) + (batch.num_pending or 0)
                 if not rows:
                     return True
                 self._checked = True

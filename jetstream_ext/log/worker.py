@@ -33,6 +33,7 @@ from typing import Any, Final, Protocol, cast
 
 from nats.nuid import NUID
 
+from jetstream_ext.client import telemetry
 from jetstream_ext.client.api import lookup_stream, stream_state
 from jetstream_ext.client.connection import Context, open_bucket
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
@@ -50,6 +51,7 @@ from jetstream_ext.errors import (
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.log.dead_letter import DeadLetter, check_dead_letter
 from jetstream_ext.log.lease import Lease, lease_key
+from jetstream_ext.log.observed import observed_handling
 from jetstream_ext.log.offsets import (
     OffsetStore,
     PositionedReader,
@@ -509,6 +511,15 @@ class Worker:
     async def _call(self, given: StoredMsg | list[StoredMsg]) -> list[BatchMessage]:
         if self.breathe is not None:
             await self.breathe()
+        observer = telemetry.observer
+        if observer is None:
+            return await self._run_handler(given)
+        with observed_handling(observer, self.context.connection, self.name, given) as operation:
+            outputs = await self._run_handler(given)
+            trace, limit = operation.trace if outputs else None, self.context.connection.max_payload
+            return outputs if trace is None else [trace.added_to(message, limit) for message in outputs]
+
+    async def _run_handler(self, given: StoredMsg | list[StoredMsg]) -> list[BatchMessage]:
         made = self.handler(given)
         if inspect.isawaitable(made):
             made = await made
@@ -757,6 +768,17 @@ class Worker:
         """Store outputs and a position, all or nothing, and with `attempts` those at the position."""
         if self.takeover is not None:
             await self.takeover.make_room()
+        observer = telemetry.observer
+        if observer is None:
+            await self._store_fenced(outputs, position, attempts)
+            return
+        facts: dict[str, str | int] = {"messaging.consumer.group.name": self.name, "jetstream_ext.position": position}
+        connection = self.context.connection
+        with observer.begin(telemetry.Kind.COMMIT, connection, stream=self.stream, attributes=facts) as operation:
+            operation.describe(messages=len(outputs))
+            await self._store_fenced(outputs, position, attempts)
+
+    async def _store_fenced(self, outputs: Sequence[BatchMessage], position: int, attempts: Attempts | None) -> None:
         try:
             await self._save(outputs, position, attempts)
         except RecordMovedError as moved:

@@ -21,6 +21,7 @@ from jetstream_ext.protocol.feature_table import ATOMIC, ATOMIC_EOB, FENCED_BATC
 from jetstream_ext.protocol.frames import pub
 from jetstream_ext.protocol.options import as_message, check_batch_id
 from jetstream_ext.protocol.subjects import SubjectElsewhere
+from jetstream_ext.protocol.trace_context import TraceContext
 from jetstream_ext.text import get_logger
 from jetstream_ext.types import BatchAck, BatchMessage, Entry
 
@@ -247,8 +248,16 @@ class AtomicBatchMachine:
             ready, self._held = self._held, message
         return self._block([ready] if ready is not None else [])
 
-    def add_many(self, messages: Iterator[Entry], limit: int, first: Encoded | None = None) -> Block:
+    def add_many(
+        self,
+        messages: Iterator[Entry],
+        limit: int,
+        first: Encoded | None = None,
+        trace: TraceContext | None = None,
+    ) -> Block:
         """Take `first` and then `messages`, until payloads and own headers have `limit` bytes or something stops it.
+
+        The `messages` get a trace context; `first` is encoded already.
 
         The message that reaches the limit is the last. The messages before the one that stopped it are in the block and
         part of the batch; a refused one is not.
@@ -264,6 +273,8 @@ class AtomicBatchMachine:
         fingerprints, largest = self._fingerprints, self._largest.size
         self._check_held()
         plain, room, known, end = encoder.plain, encoder.plain_room, encoder.subjects, wire.END
+        if trace is not None:
+            plain, room = encoder.plain_with(trace), room - len(trace.lines)
         source: Iterator[Any] = messages if first is None else chain((first,), messages)
         try:
             for message in source:
@@ -277,7 +288,7 @@ class AtomicBatchMachine:
                     encoded: Encoded = (name, known[name], plain, payload, None, None)
                 else:
                     is_first = first is not None and message is first
-                    encoded = message if is_first else encoder.encode(as_message(message), None)
+                    encoded = message if is_first else self._encode(as_message(message), trace)
                     self._count(names)
                     names = []
                     self._check_place(encoded)
@@ -322,6 +333,11 @@ class AtomicBatchMachine:
             stopped = error
         self._count(names)
         return Block(b"".join(out), count, size, awaited, last_asked, stopped)
+
+    def _encode(self, message: BatchMessage, trace: TraceContext | None) -> Encoded:
+        if trace is not None:
+            message = trace.added_to(message, self._encoder.max_payload)
+        return self._encoder.encode(message, None)
 
     def begin(self, last: Encoded | None) -> Block | None:
         """Return None if `commit` may follow at once; else what to send before, and then await that the batch has `begun`.

@@ -19,6 +19,7 @@ from jetstream_ext.protocol.api import parse_batch_ack, parse_object, parse_refu
 from jetstream_ext.protocol.frames import check_size
 from jetstream_ext.protocol.options import given_headers, message_headers, payload_bytes
 from jetstream_ext.protocol.subjects import SubjectCache
+from jetstream_ext.protocol.trace_context import TRACE_NAMES, TraceContext
 from jetstream_ext.types import BatchAck, BatchMessage
 
 _MANAGED: Final = frozenset({h.BATCH_ID, h.BATCH_SEQUENCE, h.BATCH_COMMIT})
@@ -64,13 +65,13 @@ class Block(NamedTuple):
 def fingerprint(subject: str, headers: Mapping[str, str], payload: bytes) -> int:
     """Return what tells a message from others, in this process: its subject, payload, and message id or headers.
 
-    A message with an id may be sent again with other headers, such as those of a trace. Other headers that begin with
-    ``Nats-`` do not count, because servers change some of them. A counter stream replaces the payload by the new total
+    A message with an id may be sent again with other headers. Otherwise they count, but not those of a trace, nor those that
+    begin with ``Nats-``, because servers change some of them. A counter stream replaces the payload by the new total
     (ADR-49); there the increment counts.
     """
     own: object = headers.get(h.MSG_ID)
     if not own:
-        own = tuple(sorted(pair for pair in headers.items() if not h.is_reserved(pair[0])))
+        own = tuple(sorted(it for it in headers.items() if not (h.is_reserved(it[0]) or it[0].lower() in TRACE_NAMES)))
     increment = headers.get(h.INCREMENT)
     return hash((subject, own, payload if increment is None else increment))
 
@@ -92,6 +93,10 @@ class Encoder:
     def plain_room(self) -> int:
         """How many bytes the payload of a message without headers can have."""
         return self.max_payload - len(self.plain) - _LONGEST
+
+    def plain_with(self, trace: TraceContext) -> bytes:
+        """Return `plain` for messages with a trace context."""
+        return h.VERSION + h.CRLF + trace.lines[: -len(h.CRLF)] + self._tail
 
     def encode(self, message: BatchMessage, ack: bool | None) -> Encoded:
         """Return a message that is ready for its sequence.

@@ -11,6 +11,11 @@ from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.options import given_headers, message_headers
 from jetstream_ext.types import BatchMessage, own_headers
 
+TRACE_NAMES: Final = frozenset(
+    {"traceparent", "tracestate", "baggage", "b3", "uber-trace-id", "x-b3-flags", "x-b3-parentspanid", "x-b3-sampled"}
+    | {"x-b3-spanid", "x-b3-traceid"}
+)
+"""The headers of OpenTelemetry's propagators, in lower case: they do not tell a message from others."""
 # Bytes of a message that its batch may add, in a header block that is measured before.
 _MARGIN: Final = 512
 

@@ -19,7 +19,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 import jetstream_ext as jsx
-from jetstream_ext import otel
+import jetstream_ext.kv as kvx
+from jetstream_ext import log, otel
 from jetstream_ext.client import telemetry
 from jetstream_ext.testing import NatsServer
 from jetstream_ext.types import Entry
@@ -261,3 +262,226 @@ def test_a_missing_opentelemetry_is_named_and_nothing_else_imports_it() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     words = "ImportError: jetstream_ext.otel needs opentelemetry-api: pip install 'nats-jetstream-ext[otel]'"
     assert done.stderr.splitlines()[-1] == words
+
+
+def named(recorded: Recorded, kind: SpanKind | None = None) -> list[str]:
+    return [span.name for span in recorded.spans if kind is None or span.kind is kind]
+
+
+async def test_atomic_batches_are_spans_and_their_messages_carry_the_context(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
+) -> None:
+    stream = await make_stream(allow_atomic=True)
+    async with jsx.AtomicBatch(js) as batch:
+        await batch.add(f"{stream}.1", b"1", headers={"a": "1"})
+        await batch.add_many([(f"{stream}.2", b"2"), jsx.BatchMessage(f"{stream}.3", b"3", msg_id="3")])
+    await jsx.publish_atomic(js, [(f"{stream}.4", b"4"), (f"{stream}.5", b"5", {"b": "1"}), (f"{stream}.6", b"6")])
+    many = await jsx.publish_atomic_many(js, [[(f"{stream}.7", b"7"), (f"{stream}.8", b"8")], [(f"{stream}.9", b"9")]])
+    last = jsx.AtomicBatch(js)
+    await last.commit(f"{stream}.10", b"10")
+    add, bulk, commit, whole, first, second, single = recorded.spans
+    names = [f"send {stream}.>", f"send {stream}", f"commit {stream}", *[f"send {stream}"] * 3, f"commit {stream}"]
+    assert named(recorded) == names
+    counts = [attributes(span).get("messaging.batch.message_count") for span in recorded.spans]
+    assert counts == [None, 2, 3, 3, 2, 1, 1]
+    assert attributes(whole)["jetstream_ext.stream"] == stream
+    assert [attributes(span)["jetstream_ext.batch.id"] for span in (first, second)] == [ack.batch_id for ack in many]
+    otel.uninstrument()
+    messages = await stored(js, stream)
+    assert [message.data for message in messages] == [b"%d" % i for i in range(1, 11)]
+    origins = [add, bulk, bulk, whole, whole, whole, first, first, second, single]
+    assert [parent_of(message.headers) for message in messages] == [ids_of(span) for span in origins]
+    assert [messages[0].headers["a"], messages[2].headers["Nats-Msg-Id"], messages[4].headers["b"]] == ["1", "3", "1"]
+    assert attributes(commit)["messaging.operation.name"] == "commit"
+    assert recorded.total("messaging.client.sent.messages") == 9  # the last one is part of its commit
+
+
+async def test_a_repeated_batch_is_recognised_although_its_trace_is_another_one(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
+) -> None:
+    stream = await make_stream(allow_atomic=True)
+    batch = [jsx.BatchMessage(f"{stream}.a", b"a", msg_id="a"), jsx.BatchMessage(f"{stream}.b", headers={"b": "1"})]
+    once = await jsx.publish_atomic(js, batch, batch_id="mine")
+    again = await jsx.publish_atomic(js, batch, batch_id="mine")
+    assert again.seq == once.seq
+    assert attributes(recorded.spans[-1])["messaging.batch.message_count"] == 2
+
+
+async def test_failed_batches_end_their_spans_as_errors(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
+) -> None:
+    stream = await make_stream(allow_atomic=False)
+    with pytest.raises(jsx.errors.AtomicPublishDisabledError):
+        await jsx.publish_atomic(js, [(f"{stream}.a", b"")])
+    with pytest.raises(jsx.errors.AtomicPublishDisabledError):
+        await jsx.publish_atomic_many(js, [[(f"{stream}.a", b"")], [(f"{stream}.a", b"")]])
+    async with jsx.AtomicBatch(js):
+        pass  # nothing to commit
+    assert {attributes(span)["error.type"] for span in recorded.spans} == {"AtomicPublishDisabledError"}
+    assert 2 <= len(recorded.spans) <= 3
+
+
+async def test_reads_are_spans_with_the_number_of_messages(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
+) -> None:
+    stream = await make_stream()
+    direct = jsx.DirectGet(js, stream)
+    async with jsx.FastPublisher(js) as publisher:
+        await publisher.add_many([(f"{stream}.a", b"")] * 20)
+    await direct.scan().to_list()
+    await direct.get(7)
+    with pytest.raises(jsx.errors.MessageNotFoundError):
+        await direct.get(21)
+    async with direct.scan(batch=5) as messages:
+        async for message in messages:
+            if message.seq == 3:
+                break
+        await asyncio.sleep(0.2)
+    scan, get, missing, early = recorded.spans[2:]
+    assert named(recorded)[2:] == [f"receive {stream}"] * 4
+    assert {span.kind for span in recorded.spans[2:]} == {SpanKind.CLIENT}
+    assert attributes(scan)["messaging.operation.type"] == "receive"
+    counts = [attributes(span).get("messaging.batch.message_count") for span in (scan, get, missing)]
+    assert counts == [20, 1, None]
+    assert attributes(missing)["error.type"] == "MessageNotFoundError"
+    assert early.status.status_code is StatusCode.UNSET
+    assert recorded.total("messaging.client.consumed.messages") >= 24
+    (received,) = [
+        point
+        for point in recorded.points("messaging.client.operation.duration")
+        if point.attributes["messaging.operation.name"] == "receive" and "error.type" not in point.attributes
+    ]
+    assert received.count == 3
+    assert received.sum < 0.2 + sum((span.end_time - span.start_time) / 1e9 for span in (scan, get))
+
+
+async def test_ingest_is_a_span_around_its_batches(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
+) -> None:
+    stream = await make_stream()
+    await jsx.ingest(js, [(f"{stream}.a", b"")] * 30)
+    send, commit, whole = recorded.spans
+    assert (whole.name, whole.kind) == (f"ingest {stream}", SpanKind.INTERNAL)
+    assert [span.parent for span in (send, commit)] == [whole.get_span_context()] * 2
+    found = {name: value for name, value in attributes(whole).items() if "ingest." in name or "count" in name}
+    assert found == {
+        "messaging.batch.message_count": 30,
+        "jetstream_ext.ingest.batches": 1,
+        "jetstream_ext.ingest.duplicates": 0,
+        "jetstream_ext.ingest.resent": 0,
+    }
+
+
+async def test_a_transaction_is_a_span_around_its_commits_and_its_keys_carry_nothing(
+    js: JetStreamContext, stream_name: Callable[[], str], recorded: Recorded
+) -> None:
+    kv = await kvx.enable(await js.create_key_value(bucket=stream_name()))
+    runs = 0
+
+    async def change(tx: kvx.Transaction) -> None:
+        nonlocal runs
+        runs += 1
+        await tx.get("c")
+        tx.put("a", b"1")
+        tx.put("b", b"2")
+        if runs == 1:
+            await kv.put("c", b"")  # another writer's: this run conflicts
+
+    await kvx.retry_transaction(kv, change)
+    first, second, whole = [span for span in recorded.spans if not span.name.startswith("receive")]
+    assert [first.name, second.name, whole.name] == [
+        f"{what} {kv._stream}" for what in ("commit", "commit", "transaction")
+    ]
+    assert [attributes(span).get("error.type") for span in (first, second, whole)] == ["KeyConflictError", None, None]
+    assert [span.parent for span in (first, second)] == [whole.get_span_context()] * 2
+    assert attributes(second)["messaging.batch.message_count"] == 2
+    (retries,) = recorded.points("jetstream_ext.retries")
+    assert (retries.value, retries.attributes["error.type"]) == (1, "KeyConflictError")
+    assert {"traceparent"} & {name for message in await stored(js, kv._stream) for name in message.headers} == set()
+
+
+async def test_a_worker_continues_the_trace_of_its_input_in_its_outputs(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
+) -> None:
+    stream, output = await make_stream(), await make_stream()
+    async with jsx.FastPublisher(js) as publisher:
+        await publisher.add(f"{stream}.a", b"a")
+        await publisher.add_many([(f"{stream}.b", b"b"), (f"{stream}.c", b"c")])
+    add, bulk, _ = recorded.spans
+
+    def handler(message: jsx.StoredMsg) -> jsx.BatchMessage:
+        if message.data == b"c":
+            raise RuntimeError("c")
+        return jsx.BatchMessage(f"{output}.out", message.data)
+
+    reader = log.LogReader(js, stream)
+    with pytest.raises(RuntimeError, match="c"):
+        await log.exactly_once(reader, output, handler, name="w", prefix=f"{output}.at", max_messages=2)
+    a, b, c = [span for span in recorded.spans if span.kind is SpanKind.CONSUMER]
+    assert {span.name for span in (a, b, c)} == {f"process {stream}"}
+    assert attributes(a) == attributes(a) | {
+        "messaging.operation.type": "process",
+        "messaging.operation.name": "process",
+        "messaging.destination.name": f"{stream}.a",
+        "messaging.message.id": "1",
+        "messaging.consumer.group.name": "w",
+        "jetstream_ext.stream": stream,
+    }
+    parents = [(span.parent.trace_id, span.parent.span_id) if span.parent else None for span in (a, b, c)]
+    assert parents == [ids_of(add), ids_of(bulk), ids_of(bulk)]
+    assert [[(link.context.trace_id, link.context.span_id) for link in span.links] for span in (a, b)] == [
+        [ids_of(add)],
+        [ids_of(bulk)],
+    ]
+    assert [attributes(span).get("error.type") for span in (a, b, c)] == [None, None, "RuntimeError"]
+    commits = [span for span in recorded.spans if span.name == f"commit {output}"]
+    assert [attributes(span)["messaging.batch.message_count"] for span in commits] == [2]
+    outputs = [message for message in await stored(js, output) if message.subject == f"{output}.out"]
+    assert [parent_of(message.headers) for message in outputs] == [ids_of(a), ids_of(b)]
+    processed = recorded.points("messaging.process.duration")
+    assert sum(point.count for point in processed) == 3
+    (lag,) = recorded.points("jetstream_ext.lag")
+    assert (lag.value, lag.attributes["messaging.destination.name"]) == (1, stream)
+
+
+async def test_a_list_of_inputs_is_linked_to_the_contexts_of_all(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
+) -> None:
+    stream, output = await make_stream(), await make_stream()
+    async with jsx.FastPublisher(js) as publisher:
+        await publisher.add(f"{stream}.a", b"a")
+        await publisher.add_many([(f"{stream}.b", b"b"), (f"{stream}.c", b"c")])
+    add, bulk, _ = recorded.spans
+    reader = log.LogReader(js, stream)
+    await log.exactly_once(reader, output, lambda _: None, name="w", prefix=f"{output}.at", grouped=True)
+    (process,) = [span for span in recorded.spans if span.kind is SpanKind.CONSUMER]
+    assert process.name == f"process {stream}"
+    assert attributes(process)["messaging.batch.message_count"] == 3
+    assert process.parent is None
+    assert [(link.context.trace_id, link.context.span_id) for link in process.links] == [ids_of(add), ids_of(bulk)]
+
+
+async def test_a_member_of_a_group_handles_each_message_in_a_span(
+    js: JetStreamContext, make_stream: Callable[..., Any], stream_name: Callable[[], str], recorded: Recorded
+) -> None:
+    stream = await make_stream()
+    async with jsx.FastPublisher(js) as publisher:
+        await publisher.add(f"{stream}.a", b"a")
+    group = log.Group(js, stream, "g", partitions=1, key=[1], bucket=stream_name())
+    seen: list[str] = []
+    async with group.join() as member:
+
+        async def handler(message: jsx.StoredMsg) -> None:
+            seen.append(message.subject)
+            member.stop()
+
+        await member.run(handler)
+    assert seen == [f"{stream}.a"]
+    (process,) = [span for span in recorded.spans if span.kind is SpanKind.CONSUMER]
+    assert attributes(process)["messaging.consumer.group.name"] == "g"
+    assert (
+        process.parent == recorded.spans[0].get_span_context() or process.parent.span_id == ids_of(recorded.spans[0])[1]
+    )
+    assert [point.attributes["messaging.consumer.group.name"] for point in recorded.points("jetstream_ext.lag")] == [
+        "g"
+    ]
