@@ -13,19 +13,24 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
+import nats.errors
 import orjson
 from click.core import ParameterSource
 from nats.js import JetStreamContext
-from nats.js.errors import NotFoundError
+from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
 from jetstream_ext.cli.times import duration
-from jetstream_ext.client.api import stream_state
+from jetstream_ext.client.api import Api, stream_state
 from jetstream_ext.client.connection import Context, OwnClient, login, may_be_secret, tls_context
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.servers import Servers, parse_servers
+from jetstream_ext.text import get_logger
 
 _Command = Callable[..., None]
 
+_log = get_logger()
+
+_FIRST_ANSWER: Final = 1.0  # seconds; a server without JetStream says so at once
 _DEFAULT_URL: Final = "nats://127.0.0.1:4222"
 # A Windows certificate asks for TLS, too.
 _UNSUPPORTED: Final = ("nsc", "user_jwt", "socks_proxy", "windows_cert_store", "windows_ca_certs_match")
@@ -213,6 +218,20 @@ async def connected(target: Target) -> AsyncIterator[JetStreamContext]:
         yield client.jetstream(timeout=target.timeout, **where)
     finally:
         await client.close_quickly()
+
+
+async def check_jetstream(js: JetStreamContext, stream: str) -> None:
+    """Raise ServiceUnavailableError if no server serves requests about a stream, for calls that would retry for a while.
+
+    That is so without JetStream, or if the domain differs, but not during an election: then servers answer, or do not, and
+    the call has its patience. The request is one that such a call sends as well, so it needs no other permission.
+    """
+    try:
+        await Api(Context(js), _FIRST_ANSWER, lookup=True).ask(f"STREAM.INFO.{stream}")
+    except ServiceUnavailableError:
+        raise
+    except (nats.errors.Error, APIError) as error:
+        _log.debug("stream %r: the call itself finds out: %s", stream, error)
 
 
 async def existing_stream(js: JetStreamContext, name: str, advice: str = "") -> StreamState:

@@ -11,7 +11,7 @@ import click
 from nats.js import JetStreamContext
 from nats.js.errors import NoStreamResponseError, NotFoundError
 
-from jetstream_ext.cli.connection import Target, connected, connection_options
+from jetstream_ext.cli.connection import Target, check_jetstream, connected, connection_options
 from jetstream_ext.cli.output import console, count, say, shortened, table, text_or_base64, write_json
 from jetstream_ext.client.api import get_at_leader
 from jetstream_ext.client.connection import Context
@@ -109,7 +109,7 @@ def show_command(where: Target, stream: str, subject: str, sequence: int, full: 
 
 
 async def _find(where: Target, stream: str, subject: str, sequence: int) -> DeadLetterMessage | None:
-    async with _session(where, stream) as js:
+    async with _session(where, stream, retries=False) as js:
         message = await get_at_leader(Context(js), stream, {"seq": sequence}, where.timeout)
     return None if message is None or not covers(subject, message.subject) else dead_letter_of(message)
 
@@ -227,8 +227,10 @@ def _check(stream: str, subject: str) -> None:
 
 
 @asynccontextmanager
-async def _session(where: Target, stream: str) -> AsyncIterator[JetStreamContext]:
+async def _session(where: Target, stream: str, *, retries: bool = True) -> AsyncIterator[JetStreamContext]:
     async with connected(where) as js:
+        if retries:
+            await check_jetstream(js, stream)
         try:
             yield js
         except NoStreamResponseError as error:

@@ -12,11 +12,11 @@ import click
 from nats.js import JetStreamContext
 from nats.js.errors import BucketNotFoundError, NotFoundError
 
-from jetstream_ext.cli.connection import Target, connected, connection_options
+from jetstream_ext.cli.connection import Target, check_jetstream, connected, connection_options
 from jetstream_ext.cli.output import console, count, say, table, write_json
 from jetstream_ext.cli.times import moment, shown
 from jetstream_ext.log import First, Group, GroupStatus, Last, New, Seq, Time, list_groups
-from jetstream_ext.protocol.subjects import check_name
+from jetstream_ext.protocol.subjects import bucket_stream, check_name
 
 _Start = First | Last | New | Seq | Time
 
@@ -80,7 +80,7 @@ def list_command(where: Target, bucket: str, as_json: bool) -> None:
 
 
 async def _list(where: Target, bucket: str) -> list[tuple[str, str]]:
-    async with _session(where) as js:
+    async with _session(where, bucket) as js:
         return await list_groups(js, bucket)
 
 
@@ -107,7 +107,7 @@ def status_command(where: Target, stream: str, name: str, bucket: str, as_json: 
 
 
 async def _status(where: Target, stream: str, name: str, bucket: str) -> GroupStatus:
-    async with _session(where) as js:
+    async with _session(where, bucket) as js:
         group = await Group.open(js, stream, name, bucket=bucket, patience=where.timeout)
         return await group.status()
 
@@ -218,7 +218,7 @@ async def _reset(
     partitions: int | None,
     tokens: tuple[int, ...] | None,
 ) -> tuple[Group, int]:
-    async with _session(where) as js:
+    async with _session(where, bucket) as js:
         known = await Group.open(js, stream, name, bucket=bucket, patience=where.timeout)
         group = Group(
             js,
@@ -242,9 +242,10 @@ def _check(stream: str, name: str, bucket: str) -> None:
 
 
 @asynccontextmanager
-async def _session(where: Target) -> AsyncIterator[JetStreamContext]:
+async def _session(where: Target, bucket: str) -> AsyncIterator[JetStreamContext]:
     """Connect for the duration of a block, and report what a group raises besides errors of NATS."""
     async with connected(where) as js:
+        await check_jetstream(js, bucket_stream(bucket))
         try:
             yield js
         except BucketNotFoundError as error:

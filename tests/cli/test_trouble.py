@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from nats.js import JetStreamContext
 from nats.js.api import StreamSource
 
 import jetstream_ext as jsx
-from jetstream_ext.testing import NatsServer
+from jetstream_ext.testing import NatsServer, ReferenceServer
+from jetstream_ext.testing.reference import Faults, Ignore, Unavailable
 
 
 def commands(folder: Path, rows: Path) -> list[list[object]]:
@@ -69,10 +71,12 @@ def test_a_wrong_url_and_a_stopped_server_are_reported(
 
 def test_a_server_without_jetstream_is_reported(run: Run, tmp_path: Path, rows: Path) -> None:
     with NatsServer(jetstream=False) as bare:
+        began = time.monotonic()
         for arguments in commands(tmp_path, rows):
-            done = run(*arguments, url=bare.url)
+            done = run(*arguments, "--timeout", "60s", url=bare.url)
             assert (done.exit_code, done.stderr.count("\n"), done.stdout) == (1, 1, ""), (arguments, done.output)
             assert "the server runs without JetStream" in done.stderr, arguments
+        assert time.monotonic() - began < 30  # none of them tries again until its timeout
 
 
 def test_an_account_without_jetstream_is_reported(run: Run, tmp_path: Path, rows: Path) -> None:
@@ -84,6 +88,17 @@ def test_an_account_without_jetstream_is_reported(run: Run, tmp_path: Path, rows
             done = run(*arguments, "--user", "a", "--password", "a-word", url=server.url)
             assert (done.exit_code, done.stderr.count("\n"), done.stdout) == (1, 1, ""), (arguments, done.output)
             assert "JetStream is not enabled for this account" in done.stderr, arguments
+
+
+def test_a_stream_without_a_leader_is_waited_for(run: Run, ok: Json) -> None:
+    election = Faults(
+        Unavailable("$JS.API.STREAM.INFO.S", nth=2, times=3), Ignore("$JS.API.STREAM.INFO.KV_groups", times=1)
+    )
+    with ReferenceServer(faults=election) as server:
+        with_js(server.url, lambda js: js.add_stream(name="S", subjects=["s"], allow_direct=True))
+        assert ok("dlq", "list", "S", "s", url=server.url)["letters"] == []
+        done = run("group", "status", "S", "g", url=server.url)
+        assert "bucket 'groups' does not exist" in done.stderr
 
 
 def tiny_disk(folder: Path, size: str, command: list[object]) -> subprocess.CompletedProcess[str]:
