@@ -441,7 +441,7 @@ async def test_a_worker_continues_the_trace_of_its_input_in_its_outputs(
     processed = recorded.points("messaging.process.duration")
     assert sum(point.count for point in processed) == 3
     (lag,) = recorded.points("jetstream_ext.lag")
-    assert (lag.value, lag.attributes["messaging.destination.name"]) == (1, stream)
+    assert (lag.value, lag.attributes["messaging.destination.name"]) == (3, stream)
 
 
 async def test_a_list_of_inputs_is_linked_to_the_contexts_of_all(
@@ -458,6 +458,7 @@ async def test_a_list_of_inputs_is_linked_to_the_contexts_of_all(
     assert process.name == f"process {stream}"
     assert attributes(process)["messaging.batch.message_count"] == 3
     assert process.parent is None
+    assert [point.value for point in recorded.points("jetstream_ext.lag")] == [0]
     assert [(link.context.trace_id, link.context.span_id) for link in process.links] == [ids_of(add), ids_of(bulk)]
 
 
