@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import signal
+from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from jetstream_ext.protocol.subjects import check_filter, check_name
 from jetstream_ext.types import BatchMessage, IngestProgress, IngestReport
 
 _OF_THE_ROW: Final = (NoStreamResponseError, MaxPayloadError, BadSubjectError, BadHeaderError)
+_NAMES_SHOWN: Final = 5
 _SOME: Final = 1_000  # rows between two turns of the event loop
 _CONTINUE: Final = "the same command continues"
 _CORRECT: Final = "correct the row, then the same command with --resume sends the rest"
@@ -158,7 +160,7 @@ def _run(job: _Ingest, where: Target, create: tuple[str, ...], *, as_json: bool)
                 "sent": report.stored,
                 "already_stored": job.already_stored,
                 "skipped": job.skipped,
-                "headers_left_out": job.headers_left_out,
+                "headers_left_out": job.headers_left_out.total(),
                 "resent": report.resent,
                 "in_doubt": report.in_doubt,
                 "complete": not job.stopping,
@@ -168,8 +170,10 @@ def _run(job: _Ingest, where: Target, create: tuple[str, ...], *, as_json: bool)
     if report.in_doubt:
         say(f"{count(report.in_doubt, 'row')} may be stored more than once, because of an outage", err=True)
     if job.headers_left_out:
-        left_out = count(job.headers_left_out, "header")
-        say(f"left out {left_out} with 'Nats-…' names: instructions to the server for the exported messages", err=True)
+        found = job.headers_left_out.most_common(_NAMES_SHOWN + 1)
+        names = ", ".join(f"{name} ({number:,})" for name, number in found[:_NAMES_SHOWN])
+        more = ", …" if len(found) > _NAMES_SHOWN else ""
+        say(f"left out headers that were instructions to the server: {names}{more}", err=True)
     stored = job.already_stored + report.stored
     if job.stopping:
         text = f"{count(stored, 'row')} of {job.name} {is_are(stored)} in {job.stream}"
@@ -211,7 +215,7 @@ class _Ingest:
         already_stored: How many of the others the stream had.
         in_stream: How many rows are in the stream.
         taken: How many rows of the file were read without an error.
-        headers_left_out: How many headers of the rows that were sent begin with ``Nats-``.
+        headers_left_out: The headers of the rows that were sent that begin with ``Nats-``.
     """
 
     def __init__(
@@ -219,7 +223,8 @@ class _Ingest:
     ) -> None:
         self.sending = self.stopping = False
         self.skipped = skip
-        self.already_stored = self.in_stream = self.taken = self.headers_left_out = 0
+        self.already_stored = self.in_stream = self.taken = 0
+        self.headers_left_out: Counter[str] = Counter()
         self.file: Path = file
         self.name: str = rows.name
         self.stream: str = stream
@@ -361,7 +366,7 @@ class _Ingest:
                 digest = message.digest
                 if expected not in (None, digest):
                     raise click.ClickException(f"{self.name} was changed while it was read; {_CONTINUE}")
-                self.headers_left_out += message.left_out
+                self.headers_left_out.update(message.left_out)
                 yield self._batch_message(index, message, digest)
 
     def _batch_message(self, index: int, message: Message, digest: str) -> BatchMessage:

@@ -74,6 +74,6 @@ class RowCheck:
             text = message.payload.decode("utf-8", "backslashreplace")
             say(f"  {message.subject}  {text if len(text) <= _WIDTH else f'{text[: _WIDTH - 1]}…'}")
         for problem in self._shown:
-            say(problem, err=True)
+            say(problem)
         if self.problems > len(self._shown):
-            say(f"… and {count(self.problems - len(self._shown), 'row')} more", err=True)
+            say(f"… and {count(self.problems - len(self._shown), 'row')} more")

@@ -39,7 +39,7 @@ class Message:
     subject: str
     payload: bytes
     headers: Mapping[str, str] | None
-    left_out: int = 0  # headers that begin with ``Nats-``
+    left_out: tuple[str, ...] = ()  # names of headers that begin with ``Nats-``
 
     @property
     def digest(self) -> str:
@@ -75,8 +75,9 @@ class RowMapping:
         """Return the message of a row; raise RowError, which names the `place`, if the row cannot be sent."""
         pairs = [] if self.headers_from is None else self._header_pairs(row, self.headers_from, place)
         own = [pair for pair in pairs if not is_reserved(pair[0])]
+        left_out = tuple(name for name, _ in pairs if is_reserved(name))
         headers = own_headers(own) if own else None
-        return Message(self._subject(row, place), self._payload(row, place), headers, len(pairs) - len(own))
+        return Message(self._subject(row, place), self._payload(row, place), headers, left_out)
 
     def _subject(self, row: Row, place: str) -> str:
         def value(match: re.Match[str]) -> str:

@@ -70,7 +70,7 @@ def test_a_dry_run_names_every_row_that_the_server_would_refuse(
     how = ("ingest", rows, "--stream", stream, "--subject", f"{stream}.{{to}}", "--headers-from", "h")
     done = run(*how, "--dry-run")
     assert done.exit_code == 1
-    problems = done.stderr.splitlines()
+    problems = [*done.stdout.splitlines()[4:], *done.stderr.splitlines()]
     for problem, words in zip(
         problems,
         [
@@ -100,7 +100,7 @@ def test_a_message_of_the_largest_size_is_no_problem_for_a_dry_run_or_the_server
     rows = tmp_path / "rows.jsonl"
     how = ("ingest", rows, "--stream", stream, "--subject", f"{stream}.a", "--again")
     rows.write_text(json.dumps({"n": "x" * 300}))
-    [problem, _] = run(*how, "--dry-run").stderr.splitlines()
+    [_, problem] = run(*how, "--dry-run").stdout.splitlines()
     size = int(problem.partition("has ")[2].split()[0])
     rows.write_text(json.dumps({"n": "x" * (600 - size)}))
     assert ok(*how, "--dry-run")["cannot_be_sent"] == 0
@@ -117,7 +117,7 @@ def test_a_dry_run_creates_no_stream_and_names_what_a_stream_lacks(
     rows.write_text("{}\n{}\n")
     how = ("ingest", rows, "--stream", stream, "--subject", f"{stream}.a", "--dry-run")
     assert ok(*how, "--create", f"{stream}.*")["to_send"] == 2
-    assert "does not store its subject" in run(*how, "--create", f"{stream}.b").stderr
+    assert "does not store its subject" in run(*how, "--create", f"{stream}.b").stdout
     assert f"stream '{stream}' does not exist; --create SUBJECT creates it" in run(*how).stderr
     with_js(server.url, lambda js: js.add_stream(name=stream, subjects=[f"{stream}.a"]))
     assert f"jetstream-ext enable {stream} --batched" in run(*how).stderr
