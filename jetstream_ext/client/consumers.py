@@ -432,7 +432,9 @@ async def _origin(api: Api, entry: Mapping[str, Any]) -> tuple[SourceState, str,
         if error.err_code == ErrorCode.STREAM_NOT_FOUND or consumer is None:
             return SourceState.STREAM_MISSING, f"{where} does not exist", None
         return SourceState.CONSUMER_MISSING, f"consumer {consumer['name']!r} on {where} does not exist", None
-    except (ServiceUnavailableError, RequestTimeoutError, ServerError) as error:
+    except ServiceUnavailableError as error:  # nats-py's own text is a list of fields
+        return SourceState.UNREACHABLE, f"{where} does not answer: {error.description}", None
+    except (RequestTimeoutError, ServerError) as error:
         return SourceState.UNREACHABLE, f"{where} does not answer: {error}", None
     config = info.get("config") or {}
     pending = sum(json_number(info.get(name, 0), name) for name in ("num_pending", "num_ack_pending"))

@@ -18,7 +18,7 @@ from jetstream_ext.client.connection import Context
 from jetstream_ext.client.stream_options import STREAM_SYNONYMS, StreamOptions, check_known_options, describe_diff
 from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ServerError, StreamConfigMismatchError
 from jetstream_ext.protocol import feature_table
-from jetstream_ext.protocol.api import answering_server, check_config
+from jetstream_ext.protocol.api import answering_server, check_config, parse_stream_state
 from jetstream_ext.protocol.feature_table import Feature
 from jetstream_ext.protocol.options import check_unicode
 from jetstream_ext.protocol.subjects import check_name
@@ -256,20 +256,35 @@ async def _extend(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> Strea
     return _checked(api, wanted, await api.ask(f"STREAM.UPDATE.{wanted.name}", update))
 
 
-async def enable_options(api: Api, stream: str, options: Iterable[str]) -> StreamInfo:
-    """Turn on ``allow_*`` options of an existing stream, all or none; return it as it is now.
+async def enable_options(api: Api, stream: str, options: Iterable[str]) -> None:
+    """Turn on ``allow_*`` options of an existing stream, all or none of them; raise an error if one is off afterwards.
 
     Raises as `ensure_stream` does, and NotFoundError if there is no such stream.
     """
-    info = await api.stream(stream)
-    with malformed_as_error(f"stream {stream!r}"):
-        found = _stream_info(info)
-        version, level = answering_server(info["config"])
+    config = parse_stream_state(await api.stream(stream), stream).config
+    missing = [option for option in options if not config.get(option)]
+    _check_leader(api, config, missing, "nothing was changed")  # an old leader would drop one and keep the others
+    if not missing:
+        return
+    answer = await api.ask(f"STREAM.UPDATE.{stream}", {**config, **dict.fromkeys(missing, True)})
+    with malformed_as_error(f"stream {stream!r} (which was updated)"):
+        found = answer["config"]
+        check_config(found)
+    if ignored := [option for option in missing if not found.get(option)]:
+        _check_leader(api, found, ignored, f"stream {stream!r} was updated without it")
+        diff = dict.fromkeys(ignored, (True, False))
+        raise StreamConfigMismatchError(
+            f"stream {stream!r} was updated, but the server stored other values: {describe_diff(diff)}", diff=diff
+        )
+
+
+def _check_leader(api: Api, config: Mapping[str, Any], options: Iterable[str], detail: str) -> None:
+    """Raise UnsupportedFeatureError if the leader that answered with `config` is too old for one of `options`."""
+    version, level = answering_server(config)
     for feature in (feature_table.BY_OPTION.get(option) for option in options):
-        if feature is not None and not feature.at(level):  # the stream's leader would drop it and keep the others
+        if feature is not None and not feature.at(level):
             server = version or api.context.connection.server_version
-            raise feature.unsupported(server_version=server, api_level=level, detail="nothing was changed")
-    return await _extend(api, found.config.evolve(**dict.fromkeys(options, True)), info)
+            raise feature.unsupported(server_version=server, api_level=level, detail=detail)
 
 
 async def require_features(api: Api, features: Iterable[Feature], detail: str) -> None:
@@ -351,7 +366,7 @@ def _read(config: Mapping[str, Any]) -> StreamConfig:
     copy = orjson.loads(orjson.dumps(config))  # nats-py reads it in place
     for name, value in copy.items():
         if isinstance(value, dict | list) and name != "metadata":
-            copy[name] = _pruned(value)
+            copy[name] = _pruned(value) or None  # an empty placement is none
     read: StreamConfig = StreamConfig.from_response(copy)
     return read
 

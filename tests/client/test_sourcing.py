@@ -376,6 +376,7 @@ async def test_an_origin_without_a_responder_is_unreachable(
     await js.add_stream(name=copy, sources=[entry])
     (health,) = await jsx.source_health(js, copy)
     assert health.state is jsx.SourceState.UNREACHABLE
+    assert "does not answer: no server answers on $JS." in health.detail
     assert "$JS.nowhere.API" in health.detail
 
 

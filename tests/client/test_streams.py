@@ -181,6 +181,14 @@ async def test_another_difference_is_an_error_and_changes_nothing(
     assert (await js.stream_info(name)).config == before
 
 
+async def test_an_empty_placement_is_none(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+    """The server stores one of a new stream, and drops it when the stream is updated."""
+    name = stream_name()
+    await js.add_stream(name=name, placement=Placement(cluster="", tags=[]))
+    await jsx.ensure_stream(js, (await js.stream_info(name)).config, allow_direct=True)
+    assert (await js.stream_info(name)).config.allow_direct
+
+
 async def test_nats_py_s_defaults_are_compared(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
     name = stream_name()
     await js.add_stream(name=name, max_msgs_per_subject=1, discard=DiscardPolicy.NEW, deny_purge=True, max_msgs=9)
