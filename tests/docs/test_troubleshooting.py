@@ -12,10 +12,10 @@ from jetstream_ext import errors
 from jetstream_ext.testing.reference.wire.errors import api_error
 
 DOCS = Path(__file__).parents[2] / "docs"
-ENTRIES = dict(
-    entry.split("\n", 1)
-    for entry in re.split(r"^### ", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
-)
+PAGE = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+ENTRIES = dict(entry.split("\n", 1) for entry in re.split(r"^### ", PAGE, flags=re.MULTILINE)[1:])
+# The sections whose headings quote only messages of this library.
+OWN_MESSAGES = PAGE[PAGE.index("\n## Command line\n") :]
 CLASSES = {
     name: cls
     for name, cls in vars(errors).items()
@@ -38,6 +38,12 @@ def test_every_error_has_one_entry_under_its_words(name: str) -> None:
     said = MESSAGES + " ".join(api_error(code).description for code in errors.SERVER_ERRORS)
     _, _, words = title.partition(": ")
     assert all(part.strip() in said for part in re.split(r"…|, ", words) if part.strip() != "and others"), title
+
+
+@pytest.mark.parametrize("title", re.findall(r"^### (.*)$", OWN_MESSAGES, re.MULTILINE))
+def test_a_heading_quotes_a_message(title: str) -> None:
+    quoted = [part.strip() for text in re.findall(r"`([^`]+)`", title) for part in text.split("…")]
+    assert all(part in MESSAGES for part in quoted), title
 
 
 @pytest.mark.parametrize("title", ENTRIES)
