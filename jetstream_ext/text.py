@@ -40,8 +40,13 @@ def numbered(first: int, last: int, noun: str = "message") -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return "1 message" or "2 messages"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    """Return "1 message", or "2,000 messages"."""
+    return f"{number:,} {plural(number, noun, f'{noun}s')}"
+
+
+def plural(number: int, one: str, many: str) -> str:
+    """Return the form of a word for a number: `one` for 1, and `many` for any other."""
+    return one if number == 1 else many
 
 
 def get_logger(area: str = "") -> logging.Logger:

@@ -1,17 +1,22 @@
 """The texts of errors about common mistakes: they name what is wrong, where, and what to do."""
 
+import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
+import nats.errors
 import pytest
+from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.kv import KeyValue
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext import errors, log
-from jetstream_ext.client.connection import open_bucket
+from jetstream_ext.client.api import LeaderInfo
+from jetstream_ext.client.connection import connection_of, open_bucket
 
 Call = Callable[..., Any]
 ENTRY = "a BatchMessage, (subject, payload) or (subject, payload, headers)"
@@ -282,3 +287,34 @@ async def test_a_transaction_in_a_missing_bucket_names_it(env: Env) -> None:
 
     text = await text_of(put, errors.NoStreamError)
     assert text == "bucket 'NOPE' does not exist, or has no leader; nothing was written"
+
+
+# -- times and numbers ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_timeout_of_nats_py_names_the_time_that_was_really_waited(nc: Client) -> None:
+    async def give_up() -> None:
+        raise nats.errors.TimeoutError
+
+    text = await text_of(lambda: connection_of(nc).bounded(give_up(), 50, "the answer"), errors.RequestTimeoutError)
+    found = re.fullmatch(r"timed out after (\S+) s while waiting for the answer", text)
+    assert found is not None
+    assert float(found[1]) < 40
+
+
+async def test_a_first_message_names_the_time_that_was_really_waited(
+    js: JetStreamContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quarter of `ack_timeout` is kept for the reply."""
+
+    async def lookup(*_: object) -> LeaderInfo:
+        await asyncio.sleep(0.3)
+        return LeaderInfo(4, "2.14.0")
+
+    monkeypatch.setattr("jetstream_ext.client.fast.lookup_leader", lookup)
+    async with jsx.FastPublisher(js, ack_timeout=0.4) as publisher:
+        text = await text_of(lambda: publisher.add("a", b""), errors.RequestTimeoutError)
+    found = re.search(r"the first message was not sent within (\S+) s: no answer to the lookups", text)
+    assert found is not None
+    assert float(found[1]) >= 0.3
+    assert float(found[1]) != 0.4

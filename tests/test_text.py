@@ -9,7 +9,7 @@ import pytest
 
 import jetstream_ext
 from jetstream_ext.errors import BatchServerError, JetStreamExtError, server_error
-from jetstream_ext.text import get_logger, printable
+from jetstream_ext.text import counted, did_you_mean, get_logger, numbered, plural, printable
 
 EVIL = "\x1b]0;owned\x07\x1b[31mred\x9b2J\x7f\u202e\u200b\u2028\ud800\r\n"
 ESCAPED = r"\x1b]0;owned\x07\x1b[31mred\x9b2J\x7f\u202e\u200b\u2028\ud800\r\n"
@@ -54,6 +54,17 @@ def test_a_log_record_is_printable(caplog: pytest.LogCaptureFixture, argument: o
 def test_a_log_record_that_is_printable_keeps_its_arguments(caplog: pytest.LogCaptureFixture) -> None:
     get_logger("fast").warning("batch %s", "b")
     assert (caplog.records[0].msg, caplog.records[0].args) == ("batch %s", ("b",))
+
+
+def test_numbers_agree_with_their_nouns() -> None:
+    assert [counted(number, "row") for number in (0, 1, 2, 12_345)] == ["0 rows", "1 row", "2 rows", "12,345 rows"]
+    assert (numbered(7, 7), numbered(7, 9, "sequence")) == ("message 7", "sequences 7 to 9")
+    assert [plural(number, "is", "are") for number in (0, 1, 2)] == ["are", "is", "are"]
+
+
+def test_the_nearest_name_is_suggested_and_a_distant_one_is_not() -> None:
+    assert did_you_mean("MaxAge", ["max_msgs", "max_age"]) == "; did you mean 'max_age'?"
+    assert did_you_mean("zzz", ["max_msgs", "max_age"]) == did_you_mean("x", []) == ""
 
 
 def calls(module: Path) -> list[str]:

@@ -16,6 +16,7 @@ from pyarrow import types
 from jetstream_ext.arrow.ipc import expanded_size
 from jetstream_ext.arrow.schemas import Array, Field, first_bad
 from jetstream_ext.errors import ConversionError
+from jetstream_ext.text import counted, plural
 
 pc: Final[Any] = pyarrow.compute
 
@@ -133,7 +134,7 @@ def _parse(texts: list[Any], schema: pa.Schema) -> pa.Table:
     )
     table.validate(full=True)  # pyarrow does not look whether decimals in texts and times of day are in their range
     if table.num_rows != len(texts):
-        raise pa.ArrowInvalid(f"pyarrow found {table.num_rows} objects in {len(texts)} payloads")
+        raise pa.ArrowInvalid(f"pyarrow found {counted(table.num_rows, 'object')} in {counted(len(texts), 'payload')}")
     if any(_has_infinity(chunk) for column in table.columns for chunk in column.chunks):
         raise pa.ArrowInvalid("a number is beyond the range of its type float")
     return pa.Table.from_arrays([table.column(name) for name in schema.names], schema=schema)
@@ -204,7 +205,7 @@ def _table(content: pa.Buffer) -> pa.Table:
     with pa.ipc.open_stream(source) as stream:
         table = stream.read_all()
     if left := source.size() - source.tell():
-        raise pa.ArrowInvalid(f"{left} bytes follow its end")
+        raise pa.ArrowInvalid(f"{counted(left, 'byte')} {plural(left, 'follows', 'follow')} its end")
     table.validate(full=True)  # anyone may have written it
     return table
 
@@ -232,7 +233,7 @@ class _Function:
             what = type(given).__name__
             raise TypeError(f"the payload function must return an Array, a StructArray or a RecordBatch, not {what}")
         if given.num_rows != len(payloads):
-            counts = f"{given.num_rows} values for {len(payloads)} payloads"
+            counts = f"{counted(given.num_rows, 'value')} for {counted(len(payloads), 'payload')}"
             raise ConversionError(f"the payload function returned {counts}, at {place(0)}")
         self.schema = _same(self.schema, given.schema, f"what the payload function returned at {place(0)}")
         return given

@@ -29,7 +29,7 @@ from rich.theme import Theme
 from jetstream_ext.client.api import NO_JETSTREAM
 from jetstream_ext.errors import ErrorCode, IngestError, JetStreamExtError, RequestTimeoutError
 from jetstream_ext.testing import NatsServerStartError
-from jetstream_ext.text import printable
+from jetstream_ext.text import counted, plural, printable
 
 _FILE_WIDTH: Final = 200
 _PAUSE: Final = 0.01  # seconds
@@ -180,9 +180,7 @@ def table(*headings: str) -> Table:
     return Table(*(Column(heading, overflow="fold") for heading in headings))
 
 
-def count(number: int, what: str) -> str:
-    """Return a number with its noun: ``1 row``, ``2 rows``."""
-    return f"{number:,} {what if number == 1 else f'{what}s'}"
+count = counted
 
 
 def shortened(text: str, most: int, size: str) -> str:
@@ -191,7 +189,7 @@ def shortened(text: str, most: int, size: str) -> str:
 
 
 def is_are(number: int) -> str:
-    return "is" if number == 1 else "are"
+    return plural(number, "is", "are")
 
 
 def text_or_base64(name: str, data: bytes) -> dict[str, str]:

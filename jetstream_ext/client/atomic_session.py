@@ -51,6 +51,7 @@ from jetstream_ext.protocol.numbers import parse_number
 from jetstream_ext.protocol.options import as_message, check_messages, check_seconds
 from jetstream_ext.protocol.subjects import SubjectElsewhere
 from jetstream_ext.protocol.trace_context import TraceContext
+from jetstream_ext.text import counted
 from jetstream_ext.types import BatchAck, BatchMessage, Entry
 
 # The part of a call's timeout that is kept for the reply, so that a message is not sent when its call is about to give up.
@@ -79,6 +80,11 @@ class _Patience:
     def __init__(self, timeout: float) -> None:
         self.timeout: float = timeout
         self._opening = self._spent = 0.0
+
+    @property
+    def spent(self) -> float:
+        """How long the waits have taken."""
+        return self._spent
 
     @property
     def left(self) -> float:
@@ -395,7 +401,7 @@ class AtomicSession:
                 else:
                     return encoded
             except RequestTimeoutError as late:
-                raise self._not_sent("a message was not added", late) from late
+                raise self._not_sent("a message was not added", patience, late) from late
 
     async def _prepared_commit(self, message: BatchMessage | None, patience: _Patience) -> Encoded | None:
         """Return when the commit can be sent at once, with or without a last message; raise as `_prepared` does."""
@@ -417,7 +423,7 @@ class AtomicSession:
                     else:
                         return last
                 except RequestTimeoutError as late:
-                    raise self._not_sent("the commit was not sent", late) from late
+                    raise self._not_sent("the commit was not sent", patience, late) from late
 
     async def _begin(self, first: Block, patience: _Patience) -> None:
         """Send what must come before the commit, and wait until the server has begun the batch, or it has ended."""
@@ -436,8 +442,8 @@ class AtomicSession:
         if self._only_call is not None:
             patience.replied()  # as after the reply to any other write
 
-    def _not_sent(self, what: str, why: RequestTimeoutError) -> RequestTimeoutError:
-        return RequestTimeoutError(f"batch {self.machine.batch_id}: {what} within {self._timeout:g} s: {why}")
+    def _not_sent(self, what: str, patience: _Patience, why: RequestTimeoutError) -> RequestTimeoutError:
+        return RequestTimeoutError(f"batch {self.machine.batch_id}: {what} within {patience.spent:.3g} s: {why}")
 
     async def _find_stream(self, subject: str, timeout: float) -> None:
         """Ask which stream stores `subject`; raise BadSubjectError if it is another one than the batch's."""
@@ -629,7 +635,7 @@ async def _find_out(
         if isinstance(error, TimeoutError) or _may_be_known_later(error):
             why += f" (tried for {timeout:g} s)"
     raise BatchOutcomeUnknownError(
-        f"batch {commit.batch_id}: the outcome is unknown: {why}; its {commit.size} messages may be stored",
+        f"batch {commit.batch_id}: the outcome is unknown: {why}; its {counted(commit.size, 'message')} may be stored",
         batch_id=commit.batch_id,
         sent=commit.size,
         acked=commit.staged,

@@ -276,7 +276,8 @@ class BaseConnection(ABC):
         code meets, from KeyError to RecursionError; that is a ResponseError.
         """
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout
+        began = loop.time()
+        deadline = began + timeout
         task = asyncio.ensure_future(operation)
         task.add_done_callback(mark_retrieved)
         try:
@@ -294,7 +295,8 @@ class BaseConnection(ABC):
         except (Over, RequestTimeoutError):
             raise
         except nats.errors.TimeoutError:  # before OSError, which it is, too
-            raise RequestTimeoutError(f"timed out after {timeout:.4g} s while waiting for {what}") from None
+            waited = min(timeout, loop.time() - began)
+            raise RequestTimeoutError(f"timed out after {waited:.4g} s while waiting for {what}") from None
         except (OSError, nats.errors.OutboundBufferLimitError) as error:
             raise nats.errors.ConnectionReconnectingError from error
         except nats.errors.Error:

@@ -557,7 +557,7 @@ class FastSession:
                 try:
                     await turn.wait(None if opened else self._must_open_by(began))
                 except RequestTimeoutError as late:
-                    raise self._not_sent(str(late)) from late
+                    raise self._not_sent(began, str(late)) from late
 
     async def wait_room(self, bulk: _Bulk | None = None) -> None:
         """Wait as `wait_turn` until a message of an open batch can be sent, or `bulk` is stopped."""
@@ -638,7 +638,7 @@ class FastSession:
             await connection.wait_room(timeout, over=lambda: batch.state is not state)
         except RequestTimeoutError:
             if not batch.sent:
-                raise self._not_sent(f"no {ROOM}") from None
+                raise self._not_sent(began, f"no {ROOM}") from None
             self.deliver(batch.write_timed_out(self.now()))
         except nats.errors.Error:
             self._disconnected()
@@ -723,9 +723,11 @@ class FastSession:
 
     # -- the connection -------------------------------------------------------------------------------------------
 
-    def _not_sent(self, why: str) -> RequestTimeoutError:
-        text = f"batch {self.batch.batch_id}: the first message was not sent within {self.batch.ack_timeout:g} s: {why}"
-        return RequestTimeoutError(text)
+    def _not_sent(self, began: float, why: str) -> RequestTimeoutError:
+        waited = self.now() - began
+        return RequestTimeoutError(
+            f"batch {self.batch.batch_id}: the first message was not sent within {waited:.3g} s: {why}"
+        )
 
     def _must_open_by(self, began: float) -> float:
         """Return when the first message, which was added at `began`, must be sent: the rest is for the first reply."""
@@ -735,7 +737,7 @@ class FastSession:
         connection, deadline = self.connection, self._must_open_by(began)
         connection.check_usable()
         if self.now() >= deadline:
-            raise self._not_sent("the calls before it have not ended")
+            raise self._not_sent(began, "the calls before it have not ended")
         leader = self.leader = await lookup_leader(
             self._context, first.subject, first.stream, max(0.0, deadline - self.now()), FAST_INGEST
         )
@@ -748,12 +750,12 @@ class FastSession:
         inbox = await connection.inbox(handler, tail=tail, timeout=deadline - self.now())
         try:
             if self.now() >= deadline:
-                raise self._not_sent("no answer to the lookups")
+                raise self._not_sent(began, "no answer to the lookups")
             while not connection.has_room and not self._ended.is_set():
                 try:
                     await connection.wait_room(deadline - self.now(), over=self._ended.is_set)
                 except RequestTimeoutError:
-                    raise self._not_sent(f"no {ROOM}") from None
+                    raise self._not_sent(began, f"no {ROOM}") from None
             # A stream that does not store the subject was named by the caller: perhaps accounts map subjects.
             stream = leader.stream if leader.stream is not None and leader.stream.stores(first.subject) else None
             self.batch.open(inbox.subject, self.now() - began, stream if self._one_stream else None)

@@ -43,6 +43,7 @@ from jetstream_ext.protocol.numbers import json_number
 from jetstream_ext.protocol.range_read import MAX_LEADER_REQUESTS, MAX_MIRROR_ANSWERS
 from jetstream_ext.protocol.reads import OneReply, Scan, reached_now
 from jetstream_ext.protocol.subjects import can_be_asked_for
+from jetstream_ext.text import counted
 
 _CATCH_UP_BATCH: Final = 16_000
 # So few messages are read one by one: the server counts what follows a batch, which takes it milliseconds in large streams.
@@ -302,8 +303,8 @@ class VerifiedReader:
                 leader = self.end.last_seq
                 if start is not None and (position - start[0]) * _SLOWER < leader - start[1]:
                     raise RequestTimeoutError(
-                        f"{self._what}: {leader - position} messages are still unread, because they are stored faster than "
-                        f"this read returns them (for {self._timeout / 2:g} s); repeat the call when fewer are stored, or read "
+                        f"{self._what}: {counted(leader - position, 'message')} still unread, because messages are stored "
+                        f"faster than this read returns them (for {self._timeout / 2:g} s); repeat the call when fewer are stored, or read "
                         "fewer keys with get_many"
                     )
                 start, until = (position, leader), loop.time() + self._timeout / 2

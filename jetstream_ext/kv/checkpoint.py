@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar
 import orjson
 
 from jetstream_ext.protocol.table import Record
-from jetstream_ext.text import get_logger
+from jetstream_ext.text import counted, get_logger
 
 _T = TypeVar("_T")
 _log = get_logger()
@@ -165,7 +165,7 @@ class Checkpoint:
                 raise _UnusableError(f"the message {seq} is damaged")
             rows.append((key.decode("utf-8", "surrogateescape"), record, bool(deletes)))
         if len(rows) != count:
-            raise _UnusableError(f"it has {len(rows)} messages, and should have {count}")
+            raise _UnusableError(f"it has {counted(len(rows), 'message')}, and should have {count:,}")
         return Saved(rows, note)
 
     def _save(

@@ -37,6 +37,7 @@ from jetstream_ext.kv.entries import KeyValueEntry, check_key, check_keys
 from jetstream_ext.kv.staging import Staging
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.options import check_seconds, check_sequence
+from jetstream_ext.text import counted
 from jetstream_ext.types import TTL, BatchAck, BatchMessage
 
 _Result = TypeVar("_Result")
@@ -331,7 +332,7 @@ class Transaction:
         facts: dict[str, Any] = {}
         if isinstance(refusal, AtomicPublishTooLargeError):
             message = (
-                f"bucket {self._bucket.name!r}: the transaction has {len(writes)} keys, more than the server accepts in one batch; nothing was "
+                f"bucket {self._bucket.name!r}: the transaction has {counted(len(writes), 'key')}, more than the server accepts in one batch; nothing was "
                 f"written ({refusal.description})"
             )
         elif isinstance(refusal, MessageTooLargeError) and refusal.subject:

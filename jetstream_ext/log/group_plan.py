@@ -22,6 +22,7 @@ from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.feature_table import MSG_TTL
 from jetstream_ext.protocol.partitions import Partitioner
 from jetstream_ext.protocol.subjects import overlap
+from jetstream_ext.text import counted
 
 Start = First | Seq | Time | Last | New
 
@@ -94,7 +95,7 @@ class Plan:
         found = _PARTITION.search(destination)
         if found is not None and int(found[1]) != self.partitions:
             raise StreamConfigMismatchError(
-                f"group {self.name!r} has {self.partitions} partitions, and stream {self.stream!r} stores its messages in {found[1]} "
+                f"group {self.name!r} has {counted(self.partitions, 'partition')}, and stream {self.stream!r} stores its messages in {found[1]} "
                 f"({destination}); create the group with partitions={found[1]}",
                 diff={"partitions": (self.partitions, int(found[1]))},
             )

@@ -48,7 +48,7 @@ from jetstream_ext.protocol.numbers import LARGEST
 from jetstream_ext.protocol.options import check_int, check_seconds, check_word
 from jetstream_ext.protocol.reads import Scan
 from jetstream_ext.protocol.subjects import can_be_asked_for, check_filter
-from jetstream_ext.text import get_logger
+from jetstream_ext.text import get_logger, numbered, plural
 
 _log = get_logger()
 
@@ -552,9 +552,11 @@ class LogReader:
 
     def _report_loss(self, position: int, first: int) -> int:
         """Raise an error for the removed messages, or log a warning and return where to continue."""
-        what = f"stream {self.stream!r}: sequences {position} to {first - 1} were removed before they were read"
+        count = first - position
+        removed = plural(count, "was removed before it was read", "were removed before they were read")
+        what = f"stream {self.stream!r}: {numbered(position, first - 1, 'sequence')} {removed}"
         if self.subject is not None:
-            what += f" (it is unknown how many of them matched {self.subject!r})"
+            what += f" (it is unknown {plural(count, 'whether it', 'how many of them')} matched {self.subject!r})"
         if not self._skips:
             raise PositionLostError(
                 f"{what}; seek to {first} to continue after them", stream=self.stream, expected=position, got=first

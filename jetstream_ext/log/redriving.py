@@ -70,7 +70,7 @@ from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ, EXPECTED_STREAM, MSG_ID
 from jetstream_ext.protocol.options import check_int, check_seconds, check_sequence
 from jetstream_ext.protocol.subjects import check_filter, check_name, covers
-from jetstream_ext.text import get_logger
+from jetstream_ext.text import counted, get_logger
 
 _log = get_logger()
 
@@ -493,7 +493,7 @@ class _Redriving:
                 reasons.append(f"{sorted(seq for seq, _ in keys)}: stream {', '.join(map(repr, targets))} {why}")
         raise HistoryUnavailableError(
             f"stream {self._stream!r}: it is not known whether an earlier redrive has handed back these dead letters, which stay: "
-            f"{'; '.join(reasons)}; this call has handed back {self.sent} others",
+            f"{'; '.join(reasons)}; this call has handed back {counted(self.sent, 'other')}",
             keys=tuple(dict.fromkeys(letter.subject for letter in self._wanted.values())),
         )
 

@@ -41,7 +41,7 @@ from jetstream_ext.log.lane import Lane
 from jetstream_ext.log.pauses import Pauses
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.membership import Claim, Lose, Membership, Owner, Release, Revoke
-from jetstream_ext.text import get_logger
+from jetstream_ext.text import get_logger, plural
 
 _log = get_logger()
 
@@ -734,8 +734,9 @@ class Session:
                 lost = sorted({*lost, current.number})
         if lost:
             error = FencedError(
-                f"{self.what}: the positions of partitions {lost} were not stored, because this member has lost them: another one may "
-                "own them and handle the messages since their last commits again; the positions of the others are stored",
+                f"{self.what}: the positions of {plural(len(lost), 'partition', 'partitions')} {', '.join(map(str, lost))} were not stored, "
+                "because this member has lost them: another one may own them and handle the messages since their last commits "
+                "again; the positions of the others are stored",
                 name=self.group.name,
             )
             if calling is not None:

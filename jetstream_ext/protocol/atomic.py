@@ -22,7 +22,7 @@ from jetstream_ext.protocol.frames import pub
 from jetstream_ext.protocol.options import as_message, check_batch_id
 from jetstream_ext.protocol.subjects import SubjectElsewhere
 from jetstream_ext.protocol.trace_context import TraceContext
-from jetstream_ext.text import get_logger
+from jetstream_ext.text import counted, get_logger
 from jetstream_ext.types import BatchAck, BatchMessage, Entry
 
 _log: Final = get_logger("atomic")
@@ -651,7 +651,7 @@ class AtomicBatchMachine:
         elif isinstance(reply, BatchAck):
             if reply.batch_id != self.batch_id or (self.state is COMMITTING and reply.batch_size != self.size):
                 raise ResponseError(
-                    f"the ack is for batch {reply.batch_id!r} with {reply.batch_size} messages, "
+                    f"the ack is for batch {reply.batch_id!r} with {counted(reply.batch_size or 0, 'message')}, "
                     f"not for {self.batch_id!r} with {self.size}",
                     frame=payload,
                 )
@@ -661,7 +661,7 @@ class AtomicBatchMachine:
             else:
                 self._apply(Input.ACKNOWLEDGED, "the server acknowledged a commit that was not sent", ack=reply)
         elif reply is wire.Reply.ORDINARY:
-            detail = f"{self.sent} messages of batch {self.batch_id} may be stored as separate messages"
+            detail = f"{counted(self.sent, 'message')} of batch {self.batch_id} may be stored separately"
             self._apply(Input.STORED_SEPARATELY, error=ATOMIC.unsupported(detail=detail))
         elif answers_commit:
             raise ResponseError("the answer to the commit is empty", frame=header)
@@ -755,7 +755,8 @@ class AtomicBatchMachine:
         error: JetStreamExtError
         text = f"batch {self.batch_id}: {why}; "
         if self.state is UNKNOWN:
-            text += f"either all of its {self.size} messages are stored or none (see AtomicBatch.resolve)"
+            whole = f"all of its {self.size:,} messages are stored or none"
+            text += f"either {'its message is stored or not' if self.size == 1 else whole} (see AtomicBatch.resolve)"
             error = errors.BatchOutcomeUnknownError(text, **self._facts("unknown"))
         else:
             text += "nothing of the batch is stored"

@@ -31,7 +31,7 @@ from jetstream_ext.protocol.feature_table import FAST_INGEST
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import check_batch_id, check_choice, check_seconds
 from jetstream_ext.protocol.trace_context import TraceContext
-from jetstream_ext.text import get_logger
+from jetstream_ext.text import counted, get_logger, numbered, plural
 from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowGap, BatchMessage, EndReason, Entry, GapMode, InDoubt
 
 _OTHERS: Final = "another publisher, or an earlier one of up to 10 s ago"
@@ -117,20 +117,20 @@ GONE: Final = Ending(
 NO_START: Final = Ending(
     EndReason.TIMEOUT, _UNKNOWN,
     "no answer to the first message within {wait:g} s: the server may be older than {since}, "
-    "or the stream may have no_ack set; messages up to {sent} may be stored")
+    "or the stream may have no_ack set; {rest}")
 SILENCE: Final = Ending(
     EndReason.TIMEOUT, _UNKNOWN,
-    "the server acknowledged {acked} of {sent} messages and then nothing for {wait:g} s; later messages may be stored")
+    "the server acknowledged {acked:,} of {messages} and then nothing for {wait:g} s; {rest}")
 NO_COMMIT: Final = Ending(
-    EndReason.TIMEOUT, _UNKNOWN, "no answer to the commit within {wait:g} s; messages up to {sent} may be stored")
+    EndReason.TIMEOUT, _UNKNOWN, "no answer to the commit within {wait:g} s; {rest}")
 FORGOTTEN: Final = Ending(  # perhaps because it has committed the batch, and the final ack was lost
-    EndReason.ERROR, _UNKNOWN, "the server no longer knows the batch; messages up to {sent} may be stored")
+    EndReason.ERROR, _UNKNOWN, "the server no longer knows the batch; {rest}")
 STOPPED: Final = Ending(
     EndReason.ERROR, _ABANDONED,
     "the server ended the batch after message {acked} of {sent}; later messages are not stored", "partial")
 CLASH: Final = Ending(
     EndReason.ERROR, _ABANDONED,
-    "the server ended another batch with the same batch id, of {others}; messages {after} to {sent} may be stored; {advice}")
+    "the server ended another batch with the same batch id, of {others}; {rest}; {advice}")
 CLASH_FIRST: Final = Ending(
     EndReason.ERROR, _ABANDONED,
     "the server ended another batch with the same batch id, of {others}; nothing is stored; {advice}", "not_stored")
@@ -318,7 +318,7 @@ class FastBatch:
         if self.state is ENDED and self.end_reason is not EndReason.DISCARDED:
             self._raise()
         if self.state is ENDED:
-            text = f"it was discarded, so it has no final ack; {self.acked} of {self.sent} messages are acknowledged"
+            text = f"it was discarded, so it has no final ack; {self._rest()}"
             raise self._error(errors.BatchClosedError, text)
         raise self._error(BatchError, "it is still open; its final ack comes with the commit or the end of its block")
 
@@ -742,10 +742,8 @@ class FastBatch:
             error = FAST_INGEST.unsupported(detail=f"message {reply.seq} is stored, as a separate message")
         elif ending.error is not None:
             text = ending.text.format(
-                acked=self.acked, after=self.acked + 1, sent=self.sent, wait=self.ack_timeout, since=FAST_INGEST.since,
-                cut=self._cut, others=_OTHERS, advice=_ADVICE,
-                rest=f"messages {self.acked + 1} to {self.sent} are not acknowledged and may be stored"
-                if self.sent > self.acked else "every message was acknowledged",
+                acked=self.acked, sent=self.sent, messages=counted(self.sent, "message"), wait=self.ack_timeout,
+                since=FAST_INGEST.since, cut=self._cut, others=_OTHERS, advice=_ADVICE, rest=self._rest(),
             )  # fmt: skip
             refusal = self._refusal if ending.reason is EndReason.TIMEOUT else None
             if refusal is not None:
@@ -753,6 +751,13 @@ class FastBatch:
             error = self._error(ending.error, text, ending.outcome)
             error.__cause__ = refusal
         return EndReason.GAP if isinstance(error, errors.BatchGapError) else ending.reason, error
+
+    def _rest(self) -> str:
+        """Return which messages may be stored besides those that are acknowledged."""
+        if self.sent == self.acked:
+            return "every message was acknowledged"
+        messages, are = numbered(self.acked + 1, self.sent), plural(self.sent - self.acked, "is", "are")
+        return f"{messages} {are} not acknowledged and may be stored"
 
     def _loss(self, reply: Reply) -> BatchError:
         """Return the error of a batch that the server ends because of `reply`."""
@@ -765,7 +770,7 @@ class FastBatch:
         if said.seq > said.first_lost:
             return self._lost(said.first_lost, said.last_lost)
         first = self.state is STARTING
-        stored = "nothing is stored" if first else f"messages {self.acked + 1} to {self.sent} may be stored"
+        stored = "nothing is stored" if first else self._rest()
         text = (
             f"the server received message {said.seq} after message {said.first_lost - 1}, because {_OTHERS}, used the"
         )
@@ -776,7 +781,9 @@ class FastBatch:
         for report in self.errors:
             if report.seq == first:  # not lost on its way: it was refused after the commit was sent
                 return self._refused_message(report.error, first, "partial")
-        text = f"messages {first} to {last} were lost; the messages before them are stored, later ones are not"
+        before = f"{numbered(1, first - 1)} {plural(first - 1, 'is', 'are')} stored, later ones are not"
+        lost = f"{numbered(first, last)} {plural(last - first + 1, 'was', 'were')} lost"
+        text = f"{lost}; {'nothing is stored' if first == 1 else before}"
         return self._error(errors.BatchGapError, text, "partial", first_lost=first, last_lost=last)
 
     def _refused_batch(self, reply: Reply) -> BatchError:
@@ -791,7 +798,7 @@ class FastBatch:
         return self._refused_message(error, reply.seq, "not_stored" if first else "unknown")
 
     def _refused_message(self, error: ServerError, seq: int, outcome: Outcome) -> BatchError:
-        stored = f"{self.acked} of {self.sent} messages are acknowledged, the others may be stored"
+        stored = self._rest()
         if outcome == "not_stored" or (outcome == "partial" and seq == 1):
             stored = "nothing is stored"
         elif outcome == "partial":

@@ -16,6 +16,7 @@ from typing import Final
 
 from jetstream_ext.errors import BadSubjectError
 from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.text import counted, plural
 
 _FNV_OFFSET: Final = 0x811C9DC5
 _FNV_PRIME: Final = 0x01000193
@@ -79,7 +80,7 @@ def _key_of(subject: bytes, key: Sequence[int]) -> bytes:
 
 def _too_short(subject: str, tokens: int, key: Sequence[int]) -> BadSubjectError:
     return BadSubjectError(
-        f"subject {subject!r} has {tokens} token{'s' if tokens > 1 else ''}, but the partition key is the tokens "
+        f"subject {subject!r} has {counted(tokens, 'token')}, but the partition key is the {plural(len(key), 'token', 'tokens')} "
         f"{', '.join(map(str, key))}, counted from 0; read only subjects that have them, with a filter such as "
         f"{'.'.join(['*'] * max(key) + ['>'])!r}, or take another key"
     )

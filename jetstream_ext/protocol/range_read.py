@@ -38,7 +38,7 @@ from jetstream_ext.protocol.direct import (
 )
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.reads import Group, Link, MultiLast, Plan, RangePlan, Scan, SentRequest, Stopwatch
-from jetstream_ext.text import get_logger
+from jetstream_ext.text import counted, get_logger
 
 _log = get_logger("direct")
 
@@ -657,6 +657,6 @@ class RangeRead(_Read):
         if not messages:
             return no_answer(self._stream, self._timeout)
         return RequestTimeoutError(
-            f"stream {self._stream!r}: the answer to a direct get stopped after {messages} messages, with nothing more for "
+            f"stream {self._stream!r}: the answer to a direct get stopped after {counted(messages, 'message')}, with nothing more for "
             f"{self._timeout:.4g} s (if the API is imported from another account, its export needs response_type stream)"
         )

@@ -43,7 +43,7 @@ from jetstream_ext.spark.connection import ask, connected
 from jetstream_ext.spark.options import KvOptions
 from jetstream_ext.spark.planning import PlanningError, cut, measure
 from jetstream_ext.spark.ranges import SequenceRange
-from jetstream_ext.text import get_logger
+from jetstream_ext.text import counted, get_logger
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -109,7 +109,7 @@ async def _cut(
     behind, small = state.last_seq - point.revision, state.messages <= _SMALL_LOG and state.size <= _SMALL_BYTES
     if behind > _MOST_CHANGES and not small:
         raise PlanningError(
-            f"option 'asOf': bucket {options.bucket!r} has been written {behind} times since revision {point.revision}; a "
+            f"option 'asOf': bucket {options.bucket!r} has been written {behind:,} times since revision {point.revision}; a "
             f"read of so many keys can go back at most {_MOST_CHANGES} revisions; give a later one, or read fewer keys with "
             "the option 'keys'"
         )
@@ -196,7 +196,7 @@ def _check_class(options: KvOptions, point: ResolvedRevision, gone: tuple[str, .
     """Raise HistoryUnavailableError for a strict read; otherwise keys have their present values."""
     if options.strict:
         raise HistoryUnavailableError(
-            f"{_name(options, point)}: the history needed for {len(gone)} of {count} keys (such as {gone[0]!r}) is no longer "
+            f"{_name(options, point)}: the history needed for {len(gone):,} of {counted(count, 'key')} (such as {gone[0]!r}) is no longer "
             "stored; keep more history, or use consistency=latest",
             keys=gone,
         )

@@ -42,7 +42,7 @@ from jetstream_ext.spark.row_sizes import RowSizes, batch_headers
 from jetstream_ext.spark.sink import HAS_STREAM_ARROW, StreamWriter
 from jetstream_ext.spark.tasks import current_task, micro_batch_of, run_of
 from jetstream_ext.spark.transactional import SinkError, most_rows
-from jetstream_ext.text import get_logger
+from jetstream_ext.text import counted, get_logger, plural
 
 _log = get_logger("spark")
 
@@ -275,8 +275,8 @@ def _check_partitions(bucket: str, found: Sequence[Partition]) -> None:
     again = np.isin(np.frombuffer(handed, kind), stored)
     if repeated := int((counts > 1).sum() + again.sum()):
         raise SinkError(
-            f"bucket {bucket!r}: {repeated} keys of micro-batch {found[0].batch} are in several of its partitions, which are too "
-            "large to be compared, so it is not known which row is the last one. Each of these keys has the value of one of "
+            f"bucket {bucket!r}: {counted(repeated, 'key')} of micro-batch {found[0].batch} {plural(repeated, 'is', 'are')} in several of its partitions, which are too "
+            "large to be compared, so it is not known which row is the last one. Each such key has the value of one of "
             "its rows. Put the rows of a key into one partition with df.repartition(n, 'key'), and restart"
         )
 

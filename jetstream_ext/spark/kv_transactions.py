@@ -52,7 +52,7 @@ from jetstream_ext.protocol.numbers import json_number, json_text
 from jetstream_ext.spark.kv_rows import DIGEST_SIZE, KeyWrite, digest_of
 from jetstream_ext.spark.options import KvWriteOptions
 from jetstream_ext.spark.transactional import PATIENCE, SinkError, StoredRecord, most_rows
-from jetstream_ext.text import get_logger
+from jetstream_ext.text import counted, get_logger
 from jetstream_ext.types import NEVER, TTL, BatchMessage, Entry
 
 _log = get_logger("spark")
@@ -417,6 +417,6 @@ class KeyTransactions:
 
     def _too_many(self, messages: int, error: Exception) -> SinkError:
         return SinkError(
-            f"{self._position.what}: the server accepts fewer than {messages} messages per batch ({error}); set "
+            f"{self._position.what}: the server accepts fewer than {counted(messages, 'message')} per batch ({error}); set "
             "transactionRows to less than that"
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jetstream_ext.spark.offsets import lag, sequences_read
-from jetstream_ext.text import get_logger
+from jetstream_ext.text import counted, get_logger
 
 if TYPE_CHECKING:
     from pyspark.sql.streaming.listener import StreamingQueryListener
@@ -77,7 +77,7 @@ class ProgressListener(StreamingQueryListener):
                 "query %r: micro-batch %d read %s of stream %r up to sequence %d%s",
                 one.query,
                 one.batch,
-                f"{one.read} sequences" if one.rows is None else f"{one.rows} rows",
+                counted(one.read, "sequence") if one.rows is None else counted(one.rows, "row"),
                 one.stream,
                 one.last_read,
                 "" if one.lag is None else f", which is {one.lag} behind its end",

@@ -26,6 +26,7 @@ from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.numbers import json_number, json_text
 from jetstream_ext.spark.digests import DigestCounts
 from jetstream_ext.spark.rows import DIGEST_SIZE, Rows, content
+from jetstream_ext.text import plural
 
 # The whole digest is compared, because a row that is taken for another one is lost.
 _DIGEST: Final = np.dtype(f"S{DIGEST_SIZE}")
@@ -228,7 +229,7 @@ class StoredRows:
 
     def _differ(self) -> ReplayError:
         return ReplayError(
-            f"{self._what}: {self.rows} of its rows are already stored, but some of their markers were removed from the stream (or "
+            f"{self._what}: {self.rows:,} of its rows {plural(self.rows, 'is', 'are')} already stored, but some of their markers were removed from the stream (or "
             "were written by an older version of this library), and the rows of this attempt are not the same in the same order. "
             "Nothing more was stored. Keep limits and purges of the stream from removing the markers of a micro-batch. To store "
             f"all rows of this attempt, also those that are stored, purge the subject {self._subject!r}"

@@ -25,7 +25,7 @@ from jetstream_ext.spark.offsets import Position, held_by, identity
 from jetstream_ext.spark.options import MOST_PARTITIONS, Bound, ReadOptions
 from jetstream_ext.spark.pushed import PushedFilters
 from jetstream_ext.spark.ranges import Search, SequenceRange, balanced_cuts, even_cuts, shares
-from jetstream_ext.text import get_logger
+from jetstream_ext.text import get_logger, numbered, plural
 
 _log = get_logger("spark")
 
@@ -78,9 +78,11 @@ async def report_lost_head(
     Those that newer messages replaced are not: `before` and `since` are as for `were_replaced`.
     """
     if first < state.first_seq and not await were_replaced(context, state, before, since):
-        missing = f"sequences {first} to {min(last, state.first_seq - 1)} of stream {state.name!r}"
+        until = min(last, state.first_seq - 1)
+        missing = f"{numbered(first, until, 'sequence')} of stream {state.name!r}"
+        gone = plural(until - first + 1, "is gone", "are gone")
         report_data_loss(
-            options, f"{missing} are gone (expired, purged or deleted); the stream now starts at {state.first_seq}"
+            options, f"{missing} {gone} (expired, purged or deleted); the stream now starts at {state.first_seq}"
         )
 
 
@@ -278,7 +280,7 @@ async def cut(
     needed = parts if max_records is None else max(parts, -(-found.rows // max_records))
     if needed > MOST_PARTITIONS:
         raise PlanningError(
-            f"stream {span.stream!r}: its {found.rows} messages would make {needed} partitions, and a read has {MOST_PARTITIONS} at "
+            f"stream {span.stream!r}: its {found.rows:,} messages would make {needed:,} partitions, and a read has {MOST_PARTITIONS:,} at "
             "most; raise maxRecordsPerPartition or maxBytesPerPartition, or read less at once (maxRowsPerTrigger, endingOffsets)"
         )
     if found.even:

@@ -28,6 +28,7 @@ from jetstream_ext.spark.loss import HeadWatch
 from jetstream_ext.spark.options import ReadOptions
 from jetstream_ext.spark.planning import DataLossError, is_same, known_of, report_data_loss, state_of, were_replaced
 from jetstream_ext.spark.ranges import SequenceRange
+from jetstream_ext.text import numbered, plural
 
 # The size of a record batch: large enough to hide Spark's cost per batch, small enough for limit() to stop early.
 _ROWS: Final = 10_000
@@ -82,8 +83,8 @@ async def _rows(context: JetStreamContext, options: ReadOptions, part: SequenceR
             return False
         lost = None if part.snapshot else watch.answered(state.first_seq, loop.time())
         if lost and not await were_replaced(context, state, known_of(part, state), since):
-            what = f"sequences {lost.start} to {lost.stop - 1} of stream {part.stream!r}"
-            report_data_loss(options, f"{what} expired before they were read")
+            what = f"{numbered(lost.start, lost.stop - 1, 'sequence')} of stream {part.stream!r}"
+            report_data_loss(options, f"{what} expired before {plural(len(lost), 'it was', 'they were')} read")
         return True
 
     newest = part.ends[0][1] if part.ends else None

@@ -13,7 +13,7 @@ from jetstream_ext.spark.offsets import Position
 from jetstream_ext.spark.options import ReadOptions
 from jetstream_ext.spark.planning import DataLossError, is_same, readable_state, report_data_loss
 from jetstream_ext.spark.ranges import SequenceRange
-from jetstream_ext.text import get_logger
+from jetstream_ext.text import get_logger, numbered, plural
 
 _log = get_logger("spark")
 
@@ -113,14 +113,15 @@ async def still_there(
     None: it was deleted or re-created since, and that is reported.
     """
     found: StreamState | None = state
-    what = f"sequences {span.first} to {span.last} of stream {span.stream!r}"
+    what = f"{numbered(span.first, span.last, 'sequence')} of stream {span.stream!r}"
+    are = plural(len(span), "is", "are")
     if state.last_seq < span.last and not recreated(at.created, state.created):
         found = await settled(context, options, state, span.last)
     if found is None:
         return None
     choice = _choice(options)
     if choice != "keep" and not await is_same(context, at, found):
-        lost = f"{what} are lost: the stream was deleted and re-created at {found.created}"
+        lost = f"{what} {are} lost: the stream was deleted and re-created at {found.created}"
         if choice == "fail":
             raise DataLossError(f"{lost}. {_ADVICE}")
         _log.warning("%s", lost)

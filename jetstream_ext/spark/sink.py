@@ -41,7 +41,7 @@ from jetstream_ext.spark.row_sizes import RowSizes, batch_headers
 from jetstream_ext.spark.rows import DIGEST_TEXT, Columns, MessageIds, RowReader, Rows
 from jetstream_ext.spark.tasks import current_task, micro_batch_of
 from jetstream_ext.spark.transactional import PATIENCE, MicroBatch, SinkError, Transactions, most_rows
-from jetstream_ext.text import get_logger
+from jetstream_ext.text import counted, get_logger, numbered, plural
 from jetstream_ext.types import Entry
 
 _log = get_logger("spark")
@@ -142,8 +142,8 @@ class _Writer:
                 else "every row is stored; rows that an earlier attempt stored in other partitions may be stored twice"
             )
             raise ReplayError(
-                f"stream {options.stream!r}: the option sinkPartitions is {count}, but the rows had {len(messages)} "
-                f"partitions; set it to {len(messages)} and restart ({outcome})"
+                f"stream {options.stream!r}: the option sinkPartitions is {count}, but the rows had {counted(len(messages), 'partition')}; "
+                f"set it to {len(messages)} and restart ({outcome})"
             )
         if options.txn_app_id is not None:
             with contextlib.suppress(FencedError):  # a later version is stored, so the tasks have stored nothing
@@ -419,7 +419,7 @@ async def _publish(
         if isinstance(error.__cause__, NoStreamResponseError):
             why = f"no stream stores subject {error.subject!r}, or the stream has no leader"
         refusal = f"; the server said: {lease.connection.client.refusal}" if lease.connection.client.refusal else ""
-        stored = [f"rows 0 to {row - 1} are stored"] if row else []
+        stored = [f"{numbered(0, row - 1, 'row')} {plural(row, 'is', 'are')} stored"] if row else []
         if error.in_doubt:
             stored.append(f"{error.in_doubt} of the rows from {row} on may be stored")
         place = f"row {row} of partition {task.partition}" + (" (bad rows not counted)" if bad.count else "")

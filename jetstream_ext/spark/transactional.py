@@ -45,7 +45,7 @@ from jetstream_ext.protocol.direct import Request, StoredMsg
 from jetstream_ext.spark.markers import Layout, Marker, Record, ReplayError, StoredRows, decode, rows_per_marker
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.rows import Rows, digests_of
-from jetstream_ext.text import get_logger
+from jetstream_ext.text import counted, get_logger, numbered
 from jetstream_ext.ttl import marker_reason
 from jetstream_ext.types import TTL
 
@@ -131,11 +131,11 @@ class MicroBatch:
     def _other_number(self, what: str, layout: Layout) -> ReplayError:
         if not layout.known:
             return ReplayError(
-                f"{what} has at least {layout.minimum} partitions, but the option sinkPartitions is {self.partitions}. Nothing "
+                f"{what} has at least {counted(layout.minimum, 'partition')}, but the option sinkPartitions is {self.partitions}. Nothing "
                 "more was stored; set sinkPartitions to the number of partitions, and do not change the partitioning"
             )
         return ReplayError(
-            f"{what} was first stored with {layout.partitions} partitions and now has {self.partitions}, so its stored "
+            f"{what} was first stored with {counted(layout.partitions, 'partition')} and now has {self.partitions:,}, so its stored "
             f"rows cannot be recognised. Nothing was stored; set sinkPartitions to {layout.partitions} again, "
             "together with df.repartition(n) or the source's minPartitions"
         )
@@ -149,7 +149,7 @@ class MicroBatch:
                 "of the partitioning (no stored row will be repeated)"
             )
         return ReplayError(
-            f"{found}, as in an earlier attempt. Nothing of this partition was stored. If the rows had {number} partitions "
+            f"{found}, as in an earlier attempt. Nothing of this partition was stored. If the rows had {counted(number, 'partition')} "
             f"in that attempt, restore its partitioning, for example with df.repartition({number}, columns). Otherwise set "
             f"the right number and purge the subjects {self.subject('>')!r}; all rows are then stored again, also those "
             "that are stored already"
@@ -348,7 +348,7 @@ class Transactions:
         if newest.batch != self._of.batch:
             if self._stored.rows:
                 raise ReplayError(
-                    f"{self._record.what}: the markers of its first {self._stored.rows} rows were removed from "
+                    f"{self._record.what}: the markers of its first {counted(self._stored.rows, 'row')} were removed from "
                     f"{self._record.subject!r}; nothing more was stored; keep limits and purges of the stream from removing markers"
                 )
             return
@@ -369,9 +369,10 @@ class Transactions:
             return await self._record.store(rows.entries(), marker, keep=marker.previous > 0)
         except AtomicPublishTooLargeError as error:
             raise SinkError(
-                f"{what}: the server accepts fewer than {len(rows) + 1} messages per batch ({error}); set "
+                f"{what}: the server accepts fewer than {counted(len(rows) + 1, 'message')} per batch ({error}); set "
                 "transactionRows to less than that"
             ) from error
         except (BadHeaderError, MaxPayloadError) as error:
             last = transaction.start + len(transaction.rows) - 1
-            raise SinkError(f"{what}: one of its rows {transaction.start} to {last} was refused: {error}") from error
+            row = f"{'' if last == transaction.start else 'one of its '}{numbered(transaction.start, last, 'row')}"
+            raise SinkError(f"{what}: {row} was refused: {error}") from error

@@ -317,7 +317,7 @@ async def test_ipc_streams_become_as_many_rows_as_they_have(js: JetStreamContext
         ),
         (
             ipc(pa.table({"n": [1]})) + b"\0",
-            "the payload of message 2 of .* is not an Arrow IPC stream: 1 bytes follow",
+            "the payload of message 2 of .* is not an Arrow IPC stream: 1 byte follows its end",
         ),
     ],
 )
@@ -409,7 +409,7 @@ async def test_a_function_that_returns_something_else_is_an_error(
     await store(js, stream, b"1", b"2", b"x")
     with pytest.raises(TypeError, match="must return an Array, a StructArray or a RecordBatch, not list"):
         await arrow.to_arrow(js, stream, payload=lambda payloads: payloads.to_pylist())
-    with pytest.raises(arrow.ConversionError, match="returned 1 values for 3 payloads, at message 1 of"):
+    with pytest.raises(arrow.ConversionError, match="returned 1 value for 3 payloads, at message 1 of"):
         await arrow.to_arrow(js, stream, payload=lambda payloads: payloads[:1])
     with pytest.raises(ZeroDivisionError):
         await arrow.to_arrow(js, stream, payload=lambda _: 1 // 0)

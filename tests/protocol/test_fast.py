@@ -298,7 +298,8 @@ def test_lost_connection_in_every_state(state: State, acked: int) -> None:
         assert isinstance(error, errors.BatchGapError)
         return
     assert isinstance(error, errors.BatchOutcomeUnknownError if state is C else errors.BatchAbandonedError)
-    rest = f"messages {acked + 1} to {machine.sent} are not acknowledged and may be stored"
+    of = f"messages {acked + 1} to {machine.sent} are" if machine.sent - acked > 1 else f"message {machine.sent} is"
+    rest = f"{of} not acknowledged and may be stored"
     assert (rest if acked < machine.sent else "every message was acknowledged") in str(error)
     assert error.outcome == ("unknown" if acked < machine.sent or state is C else "stored")
 
@@ -569,6 +570,20 @@ def test_a_batch_without_messages_has_nothing_to_ping_or_commit(operation: str) 
         getattr(machine, operation)(0.0)
     assert caught.value.outcome == "not_stored"
     assert machine.state is State.NEW
+
+
+@pytest.mark.parametrize(
+    ("first", "seq", "text"),
+    [
+        (1, 2, "message 1 was lost; nothing is stored"),
+        (2, 3, "message 2 was lost; message 1 is stored, later ones are not"),
+        (3, 5, "messages 3 to 4 were lost; messages 1 to 2 are stored, later ones are not"),
+    ],
+)
+def test_a_gap_names_what_is_lost_and_what_is_stored(first: int, seq: int, text: str) -> None:
+    machine = in_state(O)
+    machine.receive([gap(first, seq), final(first - 1, seq=seq)], 0.0)
+    assert str(machine.error) == f"batch b1: {text}"
 
 
 def test_an_error_that_is_raised_before_the_final_ack_states_no_number_that_changes() -> None:

@@ -444,7 +444,7 @@ class TestSilence:
         script.expire()
         error = failure(script.expire())
         assert isinstance(error, errors.RequestTimeoutError)
-        assert "stopped after 1 messages, with nothing more for 5 s" in str(error)
+        assert "stopped after 1 message, with nothing more for 5 s" in str(error)
         assert script.delivered == [1, 2]
         assert len(script.sent) == 2
         assert script.now == 1.5 * TIMEOUT, "the whole time after the last message"

@@ -612,7 +612,7 @@ class TestWholeLog:
         assert read.values() == NEWEST | written(range(50), 5)
         strict = Read(read.options.connection.servers[0], read.options.bucket, consistency="strict", minPartitions="1")
         strict.plan().change(writes(range(50), 6))
-        with pytest.raises(HistoryUnavailableError, match="the history needed for 50 of 3000 keys"):
+        with pytest.raises(HistoryUnavailableError, match="the history needed for 50 of 3,000 keys"):
             strict.rows()
 
 

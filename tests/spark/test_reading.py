@@ -114,7 +114,8 @@ class TestHeadThatExpires:
 
     @pytest.mark.parametrize(("first", "last"), [(1, 50), (11, 50), (11, 20), (25, 30)])
     def test_an_expired_head_is_a_loss(self, stream: str, seqs: Any, first: int, last: int) -> None:
-        message = f"sequences {first} to {min(last, 25)} of stream '{stream}' expired before they were read"
+        lost = "sequence 25" if first == 25 else f"sequences {first} to {min(last, 25)}"
+        message = f"{lost} of stream '{stream}' expired before {'it was' if first == 25 else 'they were'} read"
         with pytest.raises(DataLossError, match=message):
             seqs(SequenceRange(stream, first, last))
 

@@ -431,7 +431,7 @@ class TestRemovedMarkers:
         remove(1)
         with pytest.raises(
             ReplayError,
-            match=r"partition 0 of micro-batch 0: 2500 of its rows .* their markers were removed from the stream",
+            match=r"partition 0 of micro-batch 0: 2,500 of its rows .* their markers were removed from the stream",
         ):
             write(rows)
         assert stored() == list(range(2500))
@@ -457,7 +457,7 @@ class TestRemovedMarkers:
             return await publish(js, messages, **options)
 
         monkeypatch.setattr(fenced_write, "publish_atomic", removing)
-        with pytest.raises(ReplayError, match="the markers of its first 1998 rows were removed"):
+        with pytest.raises(ReplayError, match="the markers of its first 1,998 rows were removed"):
             write(range(2500))
         assert stored() == list(range(1998))
 
