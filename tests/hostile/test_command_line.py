@@ -44,7 +44,7 @@ def ingest(url: str, folder: Path) -> list[str]:
 
 
 COMMANDS: dict[str, Command] = {
-    "doctor": lambda url, folder: ["doctor", url],
+    "doctor": lambda url, folder: ["doctor", "--need", "direct,atomic", url],
     "doctor-json": lambda url, folder: ["doctor", "--json", url],
     "enable": lambda url, folder: ["enable", "R0", "--direct", "--ttl", "--server", url],
     "enable-bucket": lambda url, folder: ["enable-bucket", "B0", "--spark", "--server", url],
