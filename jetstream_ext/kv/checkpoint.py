@@ -2,7 +2,7 @@
 
 A file is of one table: a stream, its creation, and the keys that are wanted. SQLite keeps it whole if the process or the
 machine ends at any moment; a checksum of each row shows what SQLite does not, a page that was damaged. A file that is not
-usable is set aside by writing it anew, with a warning; only a file that is not a checkpoint at all is an error, because it
+usable is rebuilt, with a warning; only a file that is not a checkpoint at all is an error, because it
 may be somebody's data.
 """
 
@@ -33,7 +33,7 @@ _LOCKED: Final = 0.5  # seconds to wait for another process to let go of the fil
 
 
 class _UnusableError(Exception):
-    """The file cannot be used, and may be written anew; the text says why."""
+    """The file cannot be used, and may be rebuilt; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +99,14 @@ class Checkpoint:
             self._database = self._connect()
             return self._read(self._database)
         except _UnusableError as why:
-            _log.warning("checkpoint %s is written anew, because %s", self.path, why)
+            _log.warning("checkpoint %s is rebuilt, because %s", self.path, why)
         except sqlite3.DatabaseError as error:
             kind = getattr(error, "sqlite_errorname", "").split("_")[1:2]
             if kind in (["BUSY"], ["LOCKED"]):
                 raise BlockingIOError(f"checkpoint {self.path} is in use by another table") from None
             if kind not in (["CORRUPT"], ["NOTADB"], ["ERROR"]):  # the last one: it lacks a table or a column
                 raise OSError(f"checkpoint {self.path} cannot be opened: {error}") from error
-            _log.warning("checkpoint %s is written anew, because it is damaged: %s", self.path, error)
+            _log.warning("checkpoint %s is rebuilt, because it is damaged: %s", self.path, error)
         self._close()
         for suffix in ("", "-wal", "-shm"):
             self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)

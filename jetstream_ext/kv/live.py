@@ -554,7 +554,7 @@ class Live:
                 if self._doubtful:
                     await self._step()
         except (StreamRecreatedError, ResponseError, _VanishedError) as why:
-            _log.warning("checkpoint of %s is written anew, because %s", self.source.what, why)
+            _log.warning("checkpoint of %s is rebuilt, because %s", self.source.what, why)
             self.content, self._state = Content(), None
             return False
         self._anew = False
@@ -739,7 +739,7 @@ class LiveMapping(Mapping[str, _E], Generic[_E, _C]):
         Several may be used at once. Each gets the changes in order. One that does not keep up (65,536 changes, or 64 MiB of
         values) gets the newest state of each key instead. `skipped` says how many changes are missing before a change: those,
         and in a table of everything also those whose messages the stream had replaced before the table read them. An iterator
-        never holds up the table. It ends when the table is closed, after what it has yet to return, and raises the error of a
+        never delays the table. It ends when the table is closed, after what it has yet to return, and raises the error of a
         table that fails.
 
         Raises:
@@ -754,7 +754,7 @@ class LiveMapping(Mapping[str, _E], Generic[_E, _C]):
         """Call `function` with every change from now on, on the event loop; return a function that ends this.
 
         The table already has the revision of the change, or a later one. `function` must not block. An exception that it
-        raises goes to the loop's exception handler, and the table goes on. Raises as `changes` does.
+        raises goes to the loop's exception handler, and the table continues. Raises as `changes` does.
         """
         convert = self._change
         return self._live.call(lambda change: function(convert(change)))

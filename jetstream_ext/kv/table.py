@@ -54,7 +54,7 @@ class Table(LiveMapping[KeyValueEntry, KeyValueChange]):
     the bucket's messages can have TTLs).
 
     While the servers do not answer, the table keeps what it has, logs a warning to the logger ``jetstream_ext``, and tries
-    again without end. It fails, with an error for all who wait and for every later read, if the bucket is deleted or created
+    again indefinitely. It fails, with an error for every call that waits and every later read, if the bucket is deleted or created
     again, or the connection is closed. If the servers have lost messages (a stream that was restored from an older copy), it
     waits until they have its revision again, and loads what is stored then.
 
@@ -72,9 +72,9 @@ class Table(LiveMapping[KeyValueEntry, KeyValueChange]):
         kv: nats-py's bucket; also one that is a mirror, which then is read alone.
         keys: Keys and patterns of keys (``*`` for a token, ``>`` for the rest); None is the whole bucket. With several, the
             server sends what matches their common prefix.
-        checkpoint: A file that keeps the table (SQLite), so that another start reads only what came since. It is of one
+        checkpoint: A file that keeps the table (SQLite), so that another start reads only later messages. It is of one
             table and one process at a time, is at most a second old, and is written by a thread. A file that is damaged, of
-            another table or written by a newer version is written anew, with a warning.
+            another table or written by a newer version is rebuilt, with a warning.
         timeout: Seconds to wait for each answer, and for `wait_for`; None is the context's own.
 
     Raises:

@@ -127,11 +127,11 @@ class Group:
         start: Where a new group starts: `First()`, `Seq(n)`, `Time(t)`, `Last()` or `New()`. The first member looks it up; a
             time in the future counts as `New()`.
         bucket: The bucket that holds the group. `join` creates it if it does not exist, with as many replicas as the stream.
-        heartbeat: Seconds between two renewals of a member's key, from 0.1 to 86,400. The key has a TTL of three times as long (whole seconds,
-            at least 2): after that, other members take over from one that died.
-        buffer: Messages that a member reads ahead for each partition, at most; 4 MiB at most, too. A partition with a full
-            buffer does not hold up the others: what it could not take is read again. So a small buffer, of tens of messages,
-            lets the member read most of the stream many times.
+        heartbeat: Seconds between two renewals of a member's key, from 0.1 to 86,400. The key has a TTL of three times as
+            long (whole seconds, at least 2): after that, other members take over from one that died.
+        buffer: The most messages that a member reads ahead for each partition, within 4 MiB. A partition with a full buffer
+            does not delay the others: messages that it could not take are read again. So with a small buffer, of tens of
+            messages, the member reads most of the stream many times.
         on_lost: As for `LogReader`.
         timeout: Seconds to wait for an answer; None is the context's own.
         patience: Seconds that transient errors may last.
@@ -311,7 +311,7 @@ class Group:
             seconds: Commit the positions that have moved after so many seconds; those of partitions without messages 64 at a time.
             revoke_timeout: Seconds that a hand-over to another member may take: for the messages in hand, and for `on_revoked`.
                 Then the partitions count as lost: `run` cancels their handlers, `on_partitions_lost` is called, and their next
-                owners go on behind the last commit. `math.inf` waits without end.
+                owners continue after the last commit. `math.inf` waits indefinitely.
 
         Raises:
             ValueError, TypeError: A number is out of range.
@@ -325,9 +325,9 @@ class Group:
             Exception: What a callback raised (except the `FencedError` of its own `commit`), or an error of the connection; also
                 on leaving, if the caller does not know it yet. On entering, in a commit, and when the member takes
                 or gives back a partition, also transient errors that lasted longer than the group's `patience`; a permission
-                that is missing may show as such. Enter a new member to go on.
+                that is missing may show as such. Enter a new member to continue.
 
-        While the servers do not answer, an iteration waits without end; the member logs warnings to the logger
+        While the servers do not answer, an iteration waits indefinitely; the member logs warnings to the logger
         ``jetstream_ext``, and tries again.
 
         Cancellation: Entering and leaving may be cancelled. Nothing is left behind, except the member's key if no server

@@ -273,7 +273,7 @@ async def redrive(
             is gone, it was deleted, or it cannot be read. The others are handed back, and these stay; `keys` are their
             subjects. Repeat the call if the target could not be read; otherwise hand them back with ``again=True``, or
             `drop` them.
-        FencedError: Another call for this stream has begun since; it goes on.
+        FencedError: Another call for this stream has begun since; that one continues.
         nats.js.errors.NoStreamResponseError, ServerError: No stream, or another one than the letter's, stores its subject, or it refuses the
             letter. This letter and those behind it stay.
         StreamConfigMismatchError: The stream has ``deny_delete`` or is a mirror, or the bucket has a TTL or is in memory;

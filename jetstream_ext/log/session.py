@@ -158,7 +158,7 @@ class Session:
             elif self.held and clean:
                 _log.warning(
                     "%s: the connection was closed before the member left: partitions %s were not handed over; their next owners "
-                    "go on behind the last commits",
+                    "continue after the last commits",
                     self.what,
                     self.partitions,
                 )
@@ -189,7 +189,7 @@ class Session:
             await self._hand_over_in_a_hurry()
         if not self._idle.is_set():
             _log.warning(
-                "%s could not hand over all its partitions; their next owners go on behind the last commits, once the member's key "
+                "%s could not hand over all its partitions; their next owners continue after the last commits, once the member's key "
                 "has ended",
                 self.what,
             )
@@ -601,7 +601,7 @@ class Session:
             if self.held.get(held.number) is held:
                 _log.warning(
                     "%s: partition %d was to be handed over %g s ago, and a message is still being handled, or a callback has not "
-                    "returned; it is given up, and its next owner goes on behind the last commit",
+                    "returned; it is lost, and its next owner continues after the last commit",
                     self.what,
                     held.number,
                     self._options.revoke_timeout,

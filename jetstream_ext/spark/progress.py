@@ -174,7 +174,7 @@ def store_sink_progress(options: WriteOptions | KvWriteOptions, record: SinkReco
     try:
         run_on_driver(options.connection, lambda context: store_record(context, bucket, key, record))
     except Exception as error:  # no connection
-        _log.warning("the progress %r was not stored in bucket %r: %s; the query goes on", key, bucket, error)
+        _log.warning("the progress %r was not stored in bucket %r: %s; the query continues", key, bucket, error)
 
 
 async def store_record(context: JetStreamContext, bucket: str, key: str, record: SourceRecord | SinkRecord) -> bool:
@@ -184,10 +184,10 @@ async def store_record(context: JetStreamContext, bucket: str, key: str, record:
         what = f"the ack of {subject} (without the permission to publish there, none comes)"
         await Context(context).publish(subject, record.encode(datetime.now(UTC)), {}, _TIMEOUT, what)
     except NoStreamResponseError:
-        what = "the progress %r was not stored: bucket %r does not exist; create it with 'nats kv add %s'; the query goes on"
+        what = "the progress %r was not stored: bucket %r does not exist; create it with 'nats kv add %s'; the query continues"
         _log.warning(what, key, bucket, bucket)
     except Exception as error:
-        _log.warning("the progress %r was not stored in bucket %r: %s; the query goes on", key, bucket, error)
+        _log.warning("the progress %r was not stored in bucket %r: %s; the query continues", key, bucket, error)
     else:
         return True
     return False

@@ -53,7 +53,7 @@ async def resume(
 
 
 _ADVICE: Final = (
-    "Set the option onRecreate to 'earliest' to read all of the new stream, or to 'keep' to go on at the same sequence, as "
+    "Set the option onRecreate to 'earliest' to read all of the new stream, or to 'keep' to continue at the same sequence, as "
     "in a stream that was restored from a backup"
 )
 

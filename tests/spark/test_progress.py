@@ -199,10 +199,10 @@ class TestMirror:
         assert len(caplog.records) == 2
         wanted = (
             f"the progress 'q' was not stored in bucket '{bucket}': timed out after 0.2 s while waiting for the ack of "
-            f"$KV.{bucket}.q (without the permission to publish there, none comes); the query goes on"
+            f"$KV.{bucket}.q (without the permission to publish there, none comes); the query continues"
             if silent
             else f"the progress 'q' was not stored: bucket '{bucket}' does not exist; create it with 'nats kv add {bucket}'; "
-            "the query goes on"
+            "the query continues"
         )
         assert {record.getMessage() for record in caplog.records} == {wanted}
 
