@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from typing import Literal
+
+Area = Literal["atomic", "cli", "client", "direct", "fast", "ingest", "kv", "log", "spark"]
+"""The part of the package that a logger is for."""
 
 
 def printable(text: str, *, keep_lines: bool = False) -> str:
@@ -49,11 +53,42 @@ def plural(number: int, one: str, many: str) -> str:
     return one if number == 1 else many
 
 
-def get_logger(area: str = "") -> logging.Logger:
-    """Return the logger ``jetstream_ext``, or the one of an area of it; the text of every record is printable."""
-    logger = logging.getLogger(f"jetstream_ext.{area}" if area else "jetstream_ext")
+def get_logger(area: Area) -> logging.Logger:
+    """Return the logger ``jetstream_ext.<area>``; the text of every record is printable."""
+    logger = logging.getLogger(f"jetstream_ext.{area}")
     logger.addFilter(_make_printable)
     return logger
+
+
+def log_state(logger: logging.Logger, source: str, event: str, why: object = "", /, **fields: object) -> None:
+    """Log a change of state as one DEBUG record: ``batch b1: NEW -> STARTING (a message is sent); sent=1``.
+
+    A formatter finds the parts in attributes of the record, each named ``jetstream_`` and its key. Never pass payloads, values
+    of headers or credentials. Nothing is formatted while the logger is off.
+
+    Args:
+        logger: The logger of the area.
+        source: What has changed: its kind and its name, such as ``batch b1`` or ``stream 'ORDERS'``.
+        event: ``BEFORE -> AFTER``, or what happened while the state stays.
+        why: What has caused it; of an exception, its text.
+        fields: What belongs to it: numbers, names, durations; of an exception, its class. None and "" are left out.
+    """
+    if not logger.isEnabledFor(logging.DEBUG):
+        return
+    known = {name: _plain(value) for name, value in fields.items() if value is not None and value != ""}
+    reason = printable(str(why) or type(why).__name__) if isinstance(why, BaseException) else printable(str(why))
+    text = f"{source}: {event}" + (f" ({reason})" if reason else "")
+    if known:
+        text += "; " + ", ".join(f"{name}={value}" for name, value in known.items())
+    parts = {"source": printable(source), "event": event, **({"why": reason} if reason else {}), **known}
+    logger.debug("%s", text, extra={f"jetstream_{name}": value for name, value in parts.items()}, stacklevel=2)
+
+
+def _plain(value: object) -> str | int | float:
+    """Return a value that every formatter and exporter of log records takes."""
+    if isinstance(value, int | float):
+        return value
+    return type(value).__name__ if isinstance(value, BaseException) else printable(str(value))
 
 
 def _make_printable(record: logging.LogRecord) -> bool:

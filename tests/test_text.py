@@ -45,7 +45,7 @@ def test_every_error_class_shows_a_printable_text() -> None:
 @pytest.mark.parametrize("argument", [EVIL, ValueError(EVIL), [EVIL], EVIL.encode(errors="surrogatepass")])
 def test_a_log_record_is_printable(caplog: pytest.LogCaptureFixture, argument: object) -> None:
     caplog.set_level(logging.DEBUG, "jetstream_ext")
-    get_logger().warning("%s", argument)
+    get_logger("client").warning("%s", argument)
     get_logger("fast").warning("%s and %r", EVIL, argument)
     assert len(caplog.messages) == 2
     assert all(message.isprintable() for message in caplog.messages)

@@ -28,7 +28,7 @@ from jetstream_ext.text import get_logger
 
 _Command = Callable[..., None]
 
-_log = get_logger()
+_log = get_logger("cli")
 
 _FIRST_ANSWER: Final = 1.0  # seconds; a server without JetStream says so at once
 _DEFAULT_URL: Final = "nats://127.0.0.1:4222"

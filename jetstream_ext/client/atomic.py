@@ -29,13 +29,13 @@ from jetstream_ext.protocol.api import ABANDONED, parse_abandoned
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import check_int, check_message
 from jetstream_ext.protocol.subjects import check_name
-from jetstream_ext.text import get_logger
+from jetstream_ext.text import get_logger, log_state
 from jetstream_ext.types import AbandonedBatch, BatchAck, BatchMessage, Entry, PublishOptions
 
 Messages = Iterable[Entry] | AsyncIterable[Entry]
 BatchState = Literal["open", "committed", "discarded", "failed", "unknown"]
 
-_log = get_logger()
+_log = get_logger("atomic")
 _DOMAIN: Final = re.compile(r"\$JS\.([^.]+)\.API\Z")
 _PENDING_LIMIT: Final = 65_536
 
@@ -557,6 +557,7 @@ class AbandonedBatches:
         except BaseException:
             await self.aclose()
             raise
+        log_state(_log, f"watch {self._subject}", "opened")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -571,6 +572,7 @@ class AbandonedBatches:
         self._changed.set()
         if inbox is not None:
             inbox.close()
+            log_state(_log, f"watch {self._subject}", "closed")
 
     def _receive(self, received: list[Frame]) -> None:
         for _, body, header_size in received:
@@ -587,6 +589,7 @@ class AbandonedBatches:
                 return
             self._pending.append(abandoned)
             self._changed.set()
+            log_state(_log, f"watch {self._subject}", "batch abandoned", abandoned.reason, batch=abandoned.batch_id)
 
     def __del__(self) -> None:
         if self._inbox is not None:

@@ -51,8 +51,10 @@ from jetstream_ext.protocol.numbers import parse_number
 from jetstream_ext.protocol.options import as_message, check_messages, check_seconds
 from jetstream_ext.protocol.subjects import SubjectElsewhere
 from jetstream_ext.protocol.trace_context import TraceContext
-from jetstream_ext.text import counted
+from jetstream_ext.text import counted, get_logger, log_state
 from jetstream_ext.types import BatchAck, BatchMessage, Entry
+
+_log: Final = get_logger("atomic")
 
 # The part of a call's timeout that is kept for the reply, so that a message is not sent when its call is about to give up.
 _REPLY_SHARE: Final = 0.25
@@ -620,6 +622,7 @@ async def _find_out(
     `plan` starts an attempt. `cause` is the error that left the outcome unknown; a BatchOutcomeUnknownError of this call
     is raised from it.
     """
+    source = f"batch {commit.batch_id}"  # for the log
     retry = Retry(timeout, transient=_may_be_known_later)
     retry.start()
     why = "the stream's leader did not answer"
@@ -627,9 +630,10 @@ async def _find_out(
         async with asyncio.timeout(timeout):
             while True:
                 try:
-                    return await _follow(context, plan(), _ANSWER_TIMEOUT)
+                    return await _follow(context, plan(), _ANSWER_TIMEOUT, source)
                 except Exception as error:
                     why, cause = str(error) or why, error
+                    log_state(_log, source, "outcome not found", error, error=error)
                     await retry.pause_if_transient(error)
     except (TimeoutError, NotYetKnown, NeverKnown, nats.errors.Error) as error:
         if isinstance(error, TimeoutError) or _may_be_known_later(error):
@@ -647,12 +651,14 @@ def _may_be_known_later(error: Exception) -> bool:
     return isinstance(error, NotYetKnown) or is_transient_read(error)
 
 
-async def _follow(context: Context, plan: Plan, timeout: float) -> BatchAck | None:
+async def _follow(context: Context, plan: Plan, timeout: float, source: str) -> BatchAck | None:
     """Answer the questions of a plan; return its verdict."""
     answer: object = None
     try:
         while True:
-            answer = await _ask(context, plan.send(answer), timeout)
+            query = plan.send(answer)
+            log_state(_log, source, "outcome searched", query=type(query).__name__)
+            answer = await _ask(context, query, timeout)
     except StopIteration as verdict:
         ack: BatchAck | None = verdict.value
         return ack

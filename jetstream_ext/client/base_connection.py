@@ -26,7 +26,10 @@ from jetstream_ext.errors import RequestTimeoutError, ResponseError
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.text import get_logger, log_state
 from jetstream_ext.types import own_headers
+
+_log: Final = get_logger("client")
 
 # Seconds between two looks at the connection, during a wait and while inboxes are open: nats-py has no event for one that
 # is closed while it reconnects or while its server reads nothing.
@@ -143,6 +146,7 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 def notify(handlers: Iterable[InboxHandler | None], *, connected: bool) -> None:
     """Tell every handler that the connection is lost or back; the callbacks may add and remove handlers."""
+    log_state(_log, "connection", "reconnected" if connected else "disconnected")
     for handler in list(handlers):
         callback = None if handler is None else handler.reconnected if connected else handler.disconnected
         if callback is not None:

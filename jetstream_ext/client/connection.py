@@ -68,7 +68,7 @@ _LARGEST_MESSAGE = 64 << 20
 _LARGEST_LIMIT = (1 << 31) - 1
 _MESSAGE_HEADERS = 1 << 20  # more than the header lines that a server adds
 
-_log = get_logger()
+_log = get_logger("client")
 _CLOSE_TIMEOUT: Final = 2.0
 # Short enough for a read to survive a server's restart within its own timeout.
 _RECONNECT_WAIT: Final = 0.25

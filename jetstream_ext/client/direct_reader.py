@@ -276,6 +276,7 @@ async def _read_blocks(
                     except Exception as error:
                         machine.failed(error)
     finally:
+        machine.closed()
         inboxes.close_all()
 
 

@@ -55,10 +55,13 @@ from jetstream_ext.protocol.options import (
     message_headers,
     payload_bytes,
 )
+from jetstream_ext.text import get_logger, log_state
 from jetstream_ext.types import BatchAck, BatchFlowAck, BatchMessage, Entry, IngestProgress, IngestReport, own_headers
 
 MsgId = Callable[[Entry], str]
 ProgressHandler = Callable[[IngestProgress], None]
+
+_log: Final = get_logger("ingest")
 
 _NO_FAST_INGEST: Final = (FastPublishDisabledError, FastPublishMirrorError, RequiredApiLevelError)
 # The share of the duplicate window for which ids are trusted: servers measure it with a clock that may be set.
@@ -270,6 +273,7 @@ class _Ingest:
         self._retry = Retry(timeout, transient=is_not_closed)
         self._stored = self._duplicates = self._resent = self._batches = self._in_doubt = 0
         self._refused: tuple[Entry, Exception] | None = None
+        self._name = f"run {source.run_id}"  # for the log
         self._began = asyncio.get_running_loop().time()
 
         self._stream: StreamState | None = None  # as it was when it was last looked up
@@ -308,12 +312,16 @@ class _Ingest:
             else:
                 await self._send_batch()
         self._report_progress(final=True)
+        self._log_state("source ended", error=self._source.error or (self._refused and self._refused[1]))
         if self._refused is not None:
             entry, error = self._refused
             raise self._failure(f"was refused: {error}", entry) from error
         if self._source.error is not None:
             raise self._source.error
         return self._report()
+
+    def _log_state(self, event: str, **fields: object) -> None:
+        log_state(_log, self._name, event, stored=self._stored, waiting=len(self._window), **fields)
 
     def _report(self) -> IngestReport:
         seconds = asyncio.get_running_loop().time() - self._began
@@ -424,6 +432,7 @@ class _Ingest:
                 older, newer = newer, (self._source.taken, elapsed())
 
         publisher = self._new_publisher(on_flow=acked)
+        self._log_state("batch begun", batch=publisher.batch_id)
         try:
             await self._send(publisher)
             if publisher.batch_seq:
@@ -445,6 +454,7 @@ class _Ingest:
             self._unanswered = publisher.batch_seq - publisher.ack_seq
             self._sent_at, self._trusted_until = older[1], 0.0
             self._sent_to = process if self._stream is not None and self._is_connected_to(self._stream) else ""
+        self._log_state("batch ended", batch=publisher.batch_id, unanswered=self._unanswered, error=trouble)
         if trouble is None:
             return
         if isinstance(trouble, (UnsupportedFeatureError, *_NO_FAST_INGEST)):
@@ -484,6 +494,8 @@ class _Ingest:
 
         That keeps the order, and if one is refused nothing after it is stored.
         """
+        self._log_state("single publishes begun", unanswered=self._unanswered)
+        resent = self._resent
         while self._window:
             await self._connected()
             if self._answered or (self._unanswered and not self._ids_are_trusted()):
@@ -496,6 +508,7 @@ class _Ingest:
                 self._confirm(1, in_doubt=self._verdicts[0] is Verdict.DOUBTFUL)
             if self._window:
                 await self._publish_oldest(in_doubt=bool(self._verdicts) and self._verdicts[0] is Verdict.UNKNOWN)
+        self._log_state("single publishes ended", published=self._resent - resent, in_doubt=self._in_doubt)
 
     async def _publish_oldest(self, *, in_doubt: bool) -> None:
         """Publish the oldest message of the window, once; `in_doubt`: an earlier copy may be stored and unknown."""
@@ -618,6 +631,7 @@ class _Ingest:
             trusted = _TRUSTED_SHARE * window.total_seconds() if window else 0.0
             same = self._stream is not None and not recreated(self._stream.created, state.created)
             if same and process and process == self._sent_to and not self._answered and now < self._sent_at + trusted:
+                self._log_state("ids trusted")
                 self._trusted_until, self._trusted = self._sent_at + trusted, process
                 return
         verdicts = await self._search(state, process)
@@ -631,6 +645,7 @@ class _Ingest:
         self._verdicts = deque(
             worse.get(new, new) if old is Verdict.UNKNOWN else new for old, new in zip(known, verdicts, strict=True)
         )
+        self._log_state("stream searched", **{each.name.lower(): self._verdicts.count(each) for each in Verdict})
         self._answered = False
         self._sent_at, self._sent_to = now, process
         self._trusted_until, self._trusted = now + trusted, process or session

@@ -26,10 +26,10 @@ from jetstream_ext.errors import (
     ServerError,
     Status,
 )
-from jetstream_ext.text import get_logger
+from jetstream_ext.text import get_logger, log_state
 
 _T = TypeVar("_T")
-_log = get_logger()
+_log = get_logger("client")
 
 _NO_TIME: Final = 0.001
 # Seconds after the deadline for an attempt that ends in time by itself: its error says better what it waited for.
@@ -142,7 +142,7 @@ class Retry:
         self._pause = min(self._pause * self.factor, self.longest_pause)
         if telemetry.observer is not None:
             telemetry.observer.count(telemetry.Count.RETRIES, 1, error=type(error).__qualname__)
-        _log.debug("trying again in %.3g s after %s: %s", pause, type(error).__name__, error)
+        log_state(_log, "retry", "pause", error, seconds=round(pause, 3), error=error)
         await asyncio.sleep(pause)
         if self.over:
             raise error

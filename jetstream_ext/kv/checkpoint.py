@@ -25,7 +25,7 @@ from jetstream_ext.protocol.table import Record
 from jetstream_ext.text import counted, get_logger
 
 _T = TypeVar("_T")
-_log = get_logger()
+_log = get_logger("kv")
 
 _APPLICATION: Final = 0x4A53_5854  # "JSXT"
 _VERSION: Final = 1

@@ -18,7 +18,7 @@ from jetstream_ext.protocol.feature_table import BY_OPTION
 from jetstream_ext.protocol.subjects import covers
 from jetstream_ext.text import get_logger
 
-_log = get_logger()
+_log = get_logger("kv")
 
 # Each update is followed by a look at the result. Two are the most that a bucket needs: its options, then the record.
 _MAX_UPDATES: Final = 6

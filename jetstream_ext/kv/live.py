@@ -60,7 +60,7 @@ from jetstream_ext.text import get_logger
 _E = TypeVar("_E")
 _C = TypeVar("_C")
 
-_log = get_logger()
+_log = get_logger("kv")
 
 LONGEST_PAUSE: Final = 1.0
 """The longest pause between two steps, in seconds, with a subscription that ends it."""

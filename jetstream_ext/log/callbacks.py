@@ -17,7 +17,7 @@ from jetstream_ext.text import get_logger
 
 Callback = Callable[[tuple[int, ...]], Awaitable[None] | None]
 
-_log = get_logger()
+_log = get_logger("log")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from jetstream_ext.log.group_store import MemberRecord, PartitionRecord, Setting
 from jetstream_ext.protocol.membership import Owner
 from jetstream_ext.text import get_logger
 
-_log = get_logger()
+_log = get_logger("log")
 
 _Seen = TypeVar("_Seen", MemberRecord, PartitionRecord)
 

@@ -40,7 +40,7 @@ from jetstream_ext.protocol.numbers import json_number, json_text
 from jetstream_ext.protocol.options import MAX_TTL
 from jetstream_ext.text import get_logger
 
-_log = get_logger()
+_log = get_logger("log")
 
 SECONDS: Final = 10
 """Seconds after which the lease of a worker that died ends."""

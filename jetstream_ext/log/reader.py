@@ -50,7 +50,7 @@ from jetstream_ext.protocol.reads import Scan
 from jetstream_ext.protocol.subjects import can_be_asked_for, check_filter
 from jetstream_ext.text import get_logger, numbered, plural
 
-_log = get_logger()
+_log = get_logger("log")
 
 _FIRST: Final = First()
 # Messages and bytes of a group, about. A group costs two requests, which should be few compared with its messages.

@@ -72,7 +72,7 @@ from jetstream_ext.protocol.options import check_int, check_seconds, check_seque
 from jetstream_ext.protocol.subjects import check_filter, check_name, covers
 from jetstream_ext.text import counted, get_logger
 
-_log = get_logger()
+_log = get_logger("log")
 
 _GROUP: Final = 100  # letters under one note
 _REFUSALS_IN_A_ROW: Final = 10  # of a letter by its fence: then other producers store on its subject all the time

@@ -43,7 +43,7 @@ from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.membership import Claim, Lose, Membership, Owner, Release, Revoke
 from jetstream_ext.text import get_logger, plural
 
-_log = get_logger()
+_log = get_logger("log")
 
 
 _RETRY: Final = 0.1

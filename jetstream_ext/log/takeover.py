@@ -31,7 +31,7 @@ from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.protocol import frames
 from jetstream_ext.text import get_logger
 
-_log = get_logger()
+_log = get_logger("log")
 
 TAKEOVER_PAUSE: Final = 30.0
 """Seconds after a take-over from a live worker in which the next worker waits, if the one that took over is alive."""

@@ -76,7 +76,7 @@ Outputs = BatchMessage | Iterable[BatchMessage] | AsyncIterable[BatchMessage] | 
 Handler = Callable[[StoredMsg], Outputs | Awaitable[Outputs]]
 GroupHandler = Callable[[list[StoredMsg]], Outputs | Awaitable[Outputs]]
 
-_log = get_logger()
+_log = get_logger("log")
 
 # Seconds that a worker with dead letters may take to store that it ends.
 _END_TIMEOUT: Final = 2.0

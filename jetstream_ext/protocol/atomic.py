@@ -22,7 +22,7 @@ from jetstream_ext.protocol.frames import pub
 from jetstream_ext.protocol.options import as_message, check_batch_id
 from jetstream_ext.protocol.subjects import SubjectElsewhere
 from jetstream_ext.protocol.trace_context import TraceContext
-from jetstream_ext.text import counted, get_logger
+from jetstream_ext.text import counted, get_logger, log_state
 from jetstream_ext.types import BatchAck, BatchMessage, Entry
 
 _log: Final = get_logger("atomic")
@@ -137,6 +137,7 @@ class AtomicBatchMachine:
         self.staged: int = 0  # the highest batch sequence that the server said it has
         self.ack: BatchAck | None = None
         self.error: JetStreamExtError | None = None
+        self._source = f"batch {batch_id}"  # for the log
         self._encoder = Encoder(self.batch_id, max_payload, inbox_size)
         self._ack_first = ack_first
         self._ack_every = ack_every or _ASK_AT_LEAST_EVERY
@@ -724,6 +725,8 @@ class AtomicBatchMachine:
         elif event is Input.DISCONNECTED:
             self._doubt_from = self.sent + 1 if self.sent else 0
         if after is before:
+            if event is not Input.STAGED:
+                log_state(_log, self._source, event.name.lower().replace("_", " "), event.value, sent=self.sent)
             return
         self.state = after
         if after is COMMITTED:
@@ -732,9 +735,9 @@ class AtomicBatchMachine:
             self.error = error or self._ending(why, cause)
         if after in (FAILED, DISCARDED):
             self._held = None
-        _log.debug(
-            "batch %s: %s -> %s (%s); %d messages, %d sent, %d acknowledged",
-            self.batch_id, before.name, after.name, event.value, self.size, self.sent, self.staged,
+        log_state(
+            _log, self._source, f"{before.name} -> {after.name}", event.value,
+            messages=self.size, sent=self.sent, acked=self.staged, error=self.error,
         )  # fmt: skip
 
     def _take_back(self) -> None:

@@ -62,6 +62,12 @@ class Request:
                 body[name] = rfc3339(value, name) if name in ("start_time", "up_to_time") else value
         return body
 
+    def __str__(self) -> str:
+        parts = self.body()
+        if self.multi_last is not None:  # perhaps thousands
+            parts["multi_last"] = f"{len(self.multi_last)} filters"
+        return " ".join(f"{name} {value}" for name, value in parts.items())
+
 
 @final
 class StoredMsg:

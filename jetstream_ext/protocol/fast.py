@@ -31,7 +31,7 @@ from jetstream_ext.protocol.feature_table import FAST_INGEST
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import check_batch_id, check_choice, check_seconds
 from jetstream_ext.protocol.trace_context import TraceContext
-from jetstream_ext.text import counted, get_logger, numbered, plural
+from jetstream_ext.text import counted, get_logger, log_state, numbered, plural
 from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowGap, BatchMessage, EndReason, Entry, GapMode, InDoubt
 
 _OTHERS: Final = "another publisher, or an earlier one of up to 10 s ago"
@@ -251,6 +251,7 @@ class FastBatch:
         self.error_count: int = 0
         self.in_doubt: deque[InDoubt] = deque(maxlen=KEPT_REPORTS)
 
+        self._source = f"batch {batch_id}"  # for the log
         self._table = _TABLES[self.gap]
         self._wire = FastWire(
             batch_id=batch_id, flow=flow, gap=self.gap, max_payload=max_payload, inbox_size=inbox_size
@@ -403,6 +404,10 @@ class FastBatch:
         self._check(Input.PING)
         self._asked_at = self._wrote_at = now
         self._unanswered_since = min(self._unanswered_since, now)
+        return self._ping_command()
+
+    def _ping_command(self) -> bytes:
+        log_state(_log, self._source, "ping sent", sent=self.sent, acked=self.acked)
         return self._wire.ping(self.sent)
 
     def commit(self, now: float) -> bytes:
@@ -434,7 +439,7 @@ class FastBatch:
             self._probed = True
             self._wait(now)  # only once: a connection that comes and goes must not move the deadline every time
         self._asked_at = self._wrote_at = now
-        return self._wire.ping(self.sent)
+        return self._ping_command()
 
     def write_timed_out(self, now: float) -> list[Event]:
         """Note that the connection has written nothing of its buffer for `ack_timeout` seconds."""
@@ -466,8 +471,9 @@ class FastBatch:
         self._asked_at = self._wrote_at = now
         if self.state is COMMITTING:
             self._asks_again = False
+            log_state(_log, self._source, "commit sent again", self._refusal or "", sent=self.sent)
             return [], self._wire.end(self.sent)
-        return [], self._wire.ping(self.sent)
+        return [], self._ping_command()
 
     @property
     def _deadline(self) -> float:
@@ -582,8 +588,11 @@ class FastBatch:
 
     def _flow_ack(self, reply: Reply, ack: BatchFlowAck, now: float, events: list[Event]) -> None:
         events += self._happen(Input.ACK, now, reply)
+        flow = self.window.flow
         if self.window.acknowledge(ack, self.sent, pong=reply.op == wire.PING):
             events.append(ack)
+        if self.window.flow != flow:
+            log_state(_log, self._source, "flow changed", flow=self.window.flow, before=flow, acked=self.acked)
         if reply.op != wire.PING:
             return
         seq = min(reply.seq, self.sent)
@@ -606,6 +615,7 @@ class FastBatch:
             self.gaps.append(gap)
             self.gap_count += 1
             events.append(gap)
+            log_state(_log, self._source, "gap", first_lost=gap.first_lost, last_lost=gap.last_lost)
             events += self._happen(Input.GAP, now, reply)
 
     def _refused(self, reply: Reply, error: ServerError, now: float, events: list[Event]) -> bytes:
@@ -634,7 +644,7 @@ class FastBatch:
         # The server ends the batch as soon as it sees what follows the hole. A ping makes it see that now.
         self._asks_again = True
         self._wrote_at = now
-        return self._wire.ping(self.sent)
+        return self._ping_command()
 
     def _note_error(self, report: BatchFlowError, events: list[Event], *, refused: bool) -> None:
         if refused:
@@ -642,6 +652,7 @@ class FastBatch:
         self.errors.append(report)
         self.error_count += 1
         events.append(report)
+        log_state(_log, self._source, "message refused", report.error, seq=report.seq)
 
     # -- changes of state -----------------------------------------------------------------------------------------
 
@@ -679,7 +690,11 @@ class FastBatch:
             self._wait(now)
         if new is STARTING:
             self._waiting_since -= self._opening_took
-        _log.debug("batch %s: %s -> %s (%s)", self.batch_id, old.name, new.name, event.value)
+        log_state(
+            _log, self._source, f"{old.name} -> {new.name}", event.value,
+            sent=self.sent, acked=self.acked,
+            end_reason=self.end_reason and self.end_reason.value, error=self.error or self.cause,
+        )  # fmt: skip
         return events
 
     def _doubts(self, new: State) -> list[Event]:
@@ -692,6 +707,7 @@ class FastBatch:
             return []
         doubt = InDoubt(self._doubtful, tail - 1)
         self.in_doubt.append(doubt)
+        log_state(_log, self._source, "messages in doubt", first=self._doubtful, last=tail - 1)
         return [doubt]
 
     # -- errors ---------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from jetstream_ext.protocol.direct import (
 )
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.reads import Group, Link, MultiLast, Plan, RangePlan, Scan, SentRequest, Stopwatch
-from jetstream_ext.text import counted, get_logger
+from jetstream_ext.text import counted, get_logger, log_state
 
 _log = get_logger("direct")
 
@@ -194,6 +194,7 @@ class _Read:
         self.state: State = READING
         self.error: Exception | None = None  # of a read that has ENDED; None if it is complete
         self._stream = stream
+        self._source = f"stream {stream!r}"  # for the log
         self._timeout = timeout
         self._timer: float | None = None
 
@@ -215,7 +216,7 @@ class _Read:
         self.state, self._timer = after, None
         if self.state is ENDED:
             self.error = error
-        _log.debug("stream %r: %s -> %s: %s", self._stream, before.value, self.state.value, why or error or event.value)
+        log_state(_log, self._source, f"{before.name} -> {after.name}", why or error or event.value, error=self.error)
 
 
 class SingleRead(_Read):
@@ -328,7 +329,7 @@ class RangeRead(_Read):
                 if all(reply.whole for reply in self._replies.values()):
                     self._stopwatch.start(now)
                 self._replies[sent] = _Reply(decoder)
-                _log.debug("stream %r: request sent: %s", self._stream, sent.request)
+                log_state(_log, self._source, "request sent", request=sent.request)
                 self._sending_since = now
                 until = self._deadline if self._late else now + self._timeout - self._sending
                 return SendRequest(sent, until)
@@ -385,6 +386,11 @@ class RangeRead(_Read):
         else:
             reply.frames = frames
 
+    def closed(self) -> None:
+        """Note that the reader leaves: no call follows."""
+        if self.state is not ENDED:
+            log_state(_log, self._source, "closed", "its reader has left", before=self.state.name)
+
     def _exceeds(self, sent: SentRequest, reply: _Reply) -> bool:
         """Return whether a reply is longer than a server makes it, so that it may never end.
 
@@ -438,7 +444,7 @@ class RangeRead(_Read):
             self._drop_replies()
         else:
             self._late = late
-            _log.debug("stream %r: no answer for %.4g s, asking once more", self._stream, self._timeout / 2)
+            log_state(_log, self._source, "request repeated", "no answer", seconds=self._timeout / 2)
 
     def others_answered(self, since: float) -> bool:
         """Return whether another read of the group was answered since then: a server answers one request after the other."""
@@ -578,6 +584,7 @@ class RangeRead(_Read):
     def _finish(self, sent: SentRequest, end: EndOfBatch, now: float) -> None:
         plan = self._plan
         reply = self._replies[sent]
+        log_state(_log, self._source, "reply ended", rows=reply.decoder.count, pending=end.num_pending)
         if reply.decoder.count:
             size, seconds, at_least = reply.lap
             self._link.adapt(size, seconds, at_least=at_least)

@@ -129,32 +129,45 @@ class TestDebugRecords:
         caplog.set_level("DEBUG", logger="jetstream_ext.atomic")
         batch = jsx.AtomicBatch(js)
         await batch.add(f"{stream}.secret", b"hidden", headers={"Token": "hidden"})
-        changes = ["NEW -> OPEN (the server that takes the batch is known); 0 messages, 0 sent, 0 acknowledged"]
+        changes = ["NEW -> OPEN (the server that takes the batch is known); messages=0, sent=0, acked=0"]
         if end == "commit":
             await batch.commit_eob()
             changes += [
-                "OPEN -> COMMITTING (the commit was sent); 1 messages, 2 sent, 1 acknowledged",
-                "COMMITTING -> COMMITTED (the ack of the batch); 1 messages, 2 sent, 1 acknowledged",
+                "OPEN -> COMMITTING (the commit was sent); messages=1, sent=2, acked=1",
+                "COMMITTING -> COMMITTED (the ack of the batch); messages=1, sent=2, acked=1",
             ]
         elif end == "refused":
             with pytest.raises(errors.WrongLastSequenceError):
                 await batch.commit(f"{stream}.a", b"hidden", expected_last_subject_seq=9)
             changes += [
-                "OPEN -> COMMITTING (the commit was sent); 2 messages, 2 sent, 1 acknowledged",
-                "COMMITTING -> FAILED (any other refusal: the server has dropped the batch); 2 messages, 2 sent, 1 acknowledged",
+                "OPEN -> COMMITTING (the commit was sent); messages=2, sent=2, acked=1",
+                (
+                    "COMMITTING -> FAILED (any other refusal: the server has dropped the batch); messages=2, sent=2, acked=1, "
+                    "error=WrongLastSequenceError"
+                ),
             ]
         elif end == "lost":
             batch._session.machine.commit(None)
             batch._session.machine.lost("no answer")
             assert await batch.resolve() == "not_stored"
             changes += [
-                "OPEN -> COMMITTING (the commit was sent); 1 messages, 2 sent, 1 acknowledged",
-                "COMMITTING -> UNKNOWN (no reply in time, or the connection was lost while a reply was awaited); 1 messages, 2 sent, 1 acknowledged",
-                "UNKNOWN -> FAILED (`resolve` proved that nothing of the batch is stored); 1 messages, 2 sent, 1 acknowledged",
+                "OPEN -> COMMITTING (the commit was sent); messages=1, sent=2, acked=1",
+                (
+                    "COMMITTING -> UNKNOWN (no reply in time, or the connection was lost while a reply was awaited); messages=1, sent=2, "
+                    "acked=1, error=BatchOutcomeUnknownError"
+                ),
+                *(
+                    f"outcome searched; query={each}"
+                    for each in ("AskState", "AskMessage", "AskFence", "AskState", "AskState")
+                ),
+                (
+                    "UNKNOWN -> FAILED (`resolve` proved that nothing of the batch is stored); messages=1, sent=2, acked=1, "
+                    "error=BatchAbandonedError"
+                ),
             ]
             batch._session._settle()
         else:
-            changes += ["OPEN -> DISCARDED (the caller discarded the batch); 1 messages, 1 sent, 1 acknowledged"]
+            changes += ["OPEN -> DISCARDED (the caller discarded the batch); messages=1, sent=1, acked=1"]
         await batch.discard()
         await batch.discard()
         assert [record.getMessage() for record in caplog.records if record.name == "jetstream_ext.atomic"] == [

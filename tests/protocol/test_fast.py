@@ -201,11 +201,18 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("state", "mode", "frame", "after", "ending"), CELLS)
-def test_every_state_and_reply(state: State, mode: GapMode, frame: Frame, after: State, ending: Any) -> None:
+def test_every_state_and_reply(
+    state: State, mode: GapMode, frame: Frame, after: State, ending: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     machine = in_state(state, mode)
     sent, acked = machine.sent, machine.acked
-    events, _ = machine.receive([frame], 1.0)
+    with caplog.at_level(logging.DEBUG, logger="jetstream_ext.fast"):
+        events, _ = machine.receive([frame], 1.0)
     assert machine.state is after
+    changes = [text for text in caplog.messages if " -> " in text]
+    assert [text.partition(" (")[0] for text in changes] == (
+        [] if after is state else [f"batch b1: {state.name} -> {after.name}"]
+    )
     assert machine.sent == sent
     assert acked <= machine.acked <= sent
     if after is not E:
@@ -537,11 +544,12 @@ def test_every_change_of_state_is_one_debug_record(caplog: pytest.LogCaptureFixt
     machine.receive([ack(2), gap(2, 2), ack(2)], 0.0)
     machine.receive([final(2), final(2)], 0.0)
     machine.discard()
+    abandoned = "error=BatchAbandonedError"
     assert [record.getMessage() for record in caplog.records] == [
-        "batch b1: NEW -> STARTING (a message is sent)",
-        "batch b1: STARTING -> OPEN (an ack frame)",
-        "batch b1: OPEN -> DRAINING (the server received a sequence of the batch twice)",
-        "batch b1: DRAINING -> ENDED (the final ack covers every message)",
+        "batch b1: NEW -> STARTING (a message is sent); sent=1, acked=0",
+        "batch b1: STARTING -> OPEN (an ack frame); sent=1, acked=0",
+        f"batch b1: OPEN -> DRAINING (the server received a sequence of the batch twice); sent=2, acked=2, {abandoned}",
+        f"batch b1: DRAINING -> ENDED (the final ack covers every message); sent=2, acked=2, end_reason=error, {abandoned}",
     ]
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -173,7 +174,7 @@ class TestTable:
             machine._happen(event, give_up=give_up)
         after = cell[give_up] if isinstance(cell, tuple) else cell or state
         assert machine.state is after
-        said = [f"stream 'S': {state.value} -> {after.value}: {event.value}"]
+        said = [f"stream 'S': {state.name} -> {after.name} ({event.value})"]
         assert caplog.messages == ([] if after is state else said)
 
     def test_an_ended_read_takes_late_inputs(self) -> None:
@@ -1036,26 +1037,28 @@ def test_every_change_is_one_debug_record(caplog: pytest.LogCaptureFixture) -> N
         script.reconnect()
         script.answer(reply([]))
         script.leader_with()
-    said = [(*record.message.removeprefix("stream 'S': ").split(": ", 1), "")[:2] for record in caplog.records]
+    said = [re.split(r" \(|; ", record.message.removeprefix("stream 'S': "), maxsplit=1) for record in caplog.records]
     assert all(record.name == "jetstream_ext.direct" for record in caplog.records)
     expected = [
-        ("request sent", "seq=1"),
-        ("no answer for 2.5 s, asking once more", ""),
-        ("request sent", "seq=2"),
-        ("reading -> paused", "no server answers direct gets"),
-        ("paused -> resuming", "the pause is over"),
-        ("resuming -> reading", "usable"),
-        ("request sent", "seq=2"),
-        ("reading -> proving", "nothing came after sequence 2"),
-        ("proving -> paused", "the leader has sequence 3, which no responder delivered"),
-        ("paused -> resuming", "over"),
-        ("resuming -> reading", "usable"),
-        ("request sent", "seq=4"),
-        ("reading -> resuming", "mirror 'M' answers"),
-        ("resuming -> reading", "usable"),
-        ("request sent", "seq=4"),
-        ("reading -> proving", "nothing came after sequence 3"),
-        ("proving -> ended", "the leader has nothing else in the range after sequence 3"),
+        ("request sent", "request=seq 1"),
+        ("request repeated", "no answer); seconds=2.5"),
+        ("request sent", "request=seq 2"),
+        ("READING -> PAUSED", "no server answers direct gets"),
+        ("PAUSED -> RESUMING", "the pause is over"),
+        ("RESUMING -> READING", "usable"),
+        ("request sent", "request=seq 2"),
+        ("reply ended", "rows=1, pending=0"),
+        ("READING -> PROVING", "nothing came after sequence 2"),
+        ("PROVING -> PAUSED", "the leader has sequence 3, which no responder delivered"),
+        ("PAUSED -> RESUMING", "over"),
+        ("RESUMING -> READING", "usable"),
+        ("request sent", "request=seq 4"),
+        ("READING -> RESUMING", "mirror 'M' answers"),
+        ("RESUMING -> READING", "usable"),
+        ("request sent", "request=seq 4"),
+        ("reply ended", "rows=0, pending=0"),
+        ("READING -> PROVING", "nothing came after sequence 3"),
+        ("PROVING -> ENDED", "the leader has nothing else in the range after sequence 3"),
     ]
     assert [what for what, _ in said] == [what for what, _ in expected]
     assert all(why in detail for (_, detail), (_, why) in zip(said, expected, strict=True))
@@ -1064,7 +1067,11 @@ def test_every_change_is_one_debug_record(caplog: pytest.LogCaptureFixture) -> N
 def test_nothing_is_logged_for_a_row(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="jetstream_ext.direct"):
         Script(scan(batch=1000)).answer(reply(range(1, 1001)))
-    assert len(caplog.records) == 2
+    assert [record.message.partition(": ")[2].split("; ")[0] for record in caplog.records] == [
+        "request sent",
+        "reply ended",
+        "READING -> ENDED (everything was delivered, and nothing is left to prove)",
+    ]
 
 
 # -- a model cluster ----------------------------------------------------------------------------------------------------
