@@ -77,10 +77,19 @@ def command(
 ) -> None:
     """Write the messages of STREAM, up to its current last one, to FILE: CSV, JSON lines or Parquet.
 
+    FILE may end with .gz or .zst; - is stdout. ingest stores the messages of such a file again as they were. With --rows,
+    the file has the table that ingest read.
+
     The unfinished file is FILE.part. After Ctrl-C, a lost connection or a full disk, the same command with --resume
     continues it. The stream's leader confirms that no message is missing. The stream needs allow_direct, and the server
     must be 2.11 or newer.
-    """
+
+    \b
+    Examples:
+      jetstream-ext export ORDERS orders.parquet
+      jetstream-ext export ORDERS orders.csv.gz --rows
+      jetstream-ext export ORDERS - --format jsonl --subject orders.de
+    """  # noqa: D301 - click's own mark
     check_name(stream, "stream name")  # servers do not answer requests with an invalid one
     form = format_of(file, given)
     writer = _writer(form, delimiter_of(file, delimiter, form), rows=rows, spreadsheet=spreadsheet, lossy=lossy)

@@ -22,7 +22,7 @@ from jetstream_ext.cli.formats import FORMATS, STDIO, delimiter_of, format_of
 from jetstream_ext.cli.message_files import is_export
 from jetstream_ext.cli.output import ReportProgress, Stopped, count, is_are, one_line, progress, say, write_json
 from jetstream_ext.cli.row_check import RowCheck
-from jetstream_ext.cli.row_files import Row, RowError, Rows, Source, check_encoding, spooled
+from jetstream_ext.cli.row_files import Row, RowError, Rows, Source, encoding_of, spooled
 from jetstream_ext.cli.row_messages import Message, RowMapping, short_digest
 from jetstream_ext.cli.stored_rows import RowIds, StoredRows, stored_rows
 from jetstream_ext.client.api import stream_state
@@ -59,9 +59,7 @@ _CORRECT: Final = "correct the row, then the same command with --resume sends th
 )
 @click.option("--format", "given", type=click.Choice(FORMATS), help="Format of FILE (default: from its suffix).")
 @click.option("--delimiter", metavar="CHAR", help="What separates the fields of CSV: a character, or 'tab'.")
-@click.option(
-    "--encoding", default="utf-8", show_default=True, metavar="NAME", help="Encoding of CSV and JSON lines: latin-1, …."
-)
+@click.option("--encoding", metavar="NAME", help="Encoding of CSV and JSON lines, such as latin-1 (default: utf-8).")
 @click.option(
     "--create", multiple=True, metavar="SUBJECT", help="Create a missing stream with subject SUBJECT; repeatable."
 )
@@ -83,7 +81,7 @@ def command(
     non_finite: str,
     given: str | None,
     delimiter: str | None,
-    encoding: str,
+    encoding: str | None,
     create: tuple[str, ...],
     skip: int,
     resume: bool,
@@ -93,6 +91,8 @@ def command(
 ) -> None:
     """Store every row of FILE in a stream, in order and once each: CSV with a header, JSON lines or Parquet.
 
+    FILE may end with .gz or .zst; - is stdin. A file of messages that export wrote is stored as the messages were.
+
     The same command again sends only the rows that the stream does not have, whenever that is, also after Ctrl-C, an
     error or a crash. If FILE was changed since, --resume sends its new and corrected rows, and --again sends all rows.
     To look for stored rows, the command needs allow_direct on the stream. The stream needs allow_batched as well, and
@@ -101,7 +101,9 @@ def command(
     \b
     Examples:
       jetstream-ext ingest orders.csv --stream ORDERS --create 'orders.>' --subject 'orders.{country}'
+      jetstream-ext ingest orders.csv --stream ORDERS --subject 'orders.{country}' --dry-run
       jetstream-ext ingest orders.csv --stream ORDERS --subject 'orders.{country}' --resume
+      zcat orders.gz | jetstream-ext ingest - --format jsonl --stream ORDERS --subject orders.new
     """  # noqa: D301 - click's own mark
     check_name(stream, "stream name")  # servers do not answer requests with an invalid one
     if subject is not None and subject_from is not None:
@@ -109,7 +111,7 @@ def command(
     if resume and again:
         raise click.UsageError("give --resume or --again, not both")
     form = format_of(file, given)
-    how = delimiter_of(file, delimiter, form), check_encoding(encoding)
+    how = delimiter_of(file, delimiter, form), encoding_of(encoding, form)
     with spooled(file) as path:
         rows = Rows(Source(path, "stdin" if file == STDIO else str(file), form, *how))
         if not no_restore and is_export(rows.columns()):

@@ -16,6 +16,7 @@ import orjson
 from jetstream_ext.cli.formats import compress, conversion
 from jetstream_ext.cli.output import one_line, text_or_base64
 from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.protocol.headers import format_time_ns
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -83,7 +84,7 @@ class JsonLines:
             headers = {name: found if len(found) > 1 else found[0] for name, found in values.items()}
         return {
             "seq": message.seq,
-            "time": message.time.isoformat(),
+            "time": format_time_ns(message.time_ns),
             "subject": subject,
             "headers": headers,
             **text_or_base64("data", message.data),

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _LARGEST_FIELD: Final = 1 << 30  # the csv module's own limit is lower than a server's max_payload
 _BLOCK: Final = 1 << 20
+_SOME: Final = 100  # lines between two looks at the position
 _UNITS: Final = {"s": 0, "ms": 3, "us": 6, "ns": 9}  # digits after the point of a second
 
 Row = Mapping[str, Any]
@@ -66,8 +67,11 @@ def spooled(file: Path) -> Iterator[Path]:
         yield copy
 
 
-def check_encoding(encoding: str) -> str:
-    """Return the name of an encoding of texts; raise UsageError if Python has none of this name."""
+def encoding_of(given: str | None, form: str) -> str:
+    """Return Python's name of the given encoding; raise UsageError if it has none of this name, or if it is of no use."""
+    if given is not None and form == "parquet":
+        raise click.UsageError("--encoding is for CSV and JSON lines, not for parquet")
+    encoding = given or "utf-8"
     try:
         "".encode(encoding)
         return codecs.lookup(encoding).name
@@ -99,6 +103,9 @@ class Rows:
 
     def columns(self) -> tuple[str, ...]:
         """Return the names of the first row's columns; none if there is no row that can be read."""
+        if self._source.form == "parquet":
+            with self._parquet_file() as file:
+                return tuple(file.schema_arrow.names)
         with closing(self.read()) as rows:
             try:
                 return tuple(next(rows, ()))
@@ -165,7 +172,8 @@ class Rows:
             lines = _decoded_lines(content, encoding) if by_line else iter(_text_file(content, encoding))
             try:
                 for number, text in enumerate(lines, 1):
-                    self.position = raw.tell()
+                    if number % _SOME == 0:
+                        self.position = raw.tell()
                     yield text.removeprefix("\ufeff") if number == 1 else text
             except UnicodeDecodeError as error:
                 place = f"line {number + 1}" if by_line else f"after line {number}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -76,6 +76,7 @@ class TableCsv(_Table):
         names: dict[str, None] = {}
         for _, row in _payloads(part, orjson.loads):
             names.update(row)
+        _check_names(part, names)
         with conversion(part, file) as fresh, compressed(fresh, file) as target:
             if names:
                 target.write(self._joined(self._name(name) for name in names))
@@ -83,7 +84,8 @@ class TableCsv(_Table):
                 target.write(self._joined(self._cell(row.get(name)) for name in names))
 
     def _joined(self, cells: Iterable[str]) -> bytes:
-        return f"{self._delimiter.join(cells)}\n".encode()
+        line = self._delimiter.join(cells) or '""'  # readers leave out empty lines
+        return f"{line}\n".encode()
 
     def _name(self, name: str) -> str:
         bare = _BARE.fullmatch(name) and self._delimiter not in name
@@ -120,6 +122,7 @@ class TableParquet(_Table):
         schema = pa.schema([])
         for sequences, rows in _blocks(part):
             schema = _unified(schema, sequences, rows)
+        _check_names(part, schema.names)
         for field in schema:
             if any(kind.num_fields == 0 for kind in _types(field.type) if pa.types.is_struct(kind)):
                 raise UnwritableError(
@@ -129,6 +132,11 @@ class TableParquet(_Table):
             for sequences, rows in _blocks(part):
                 columns = [_array(field.name, field.type, sequences, rows) for field in schema]
                 writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
+
+
+def _check_names(part: Path, names: Collection[str]) -> None:
+    if not names and part.stat().st_size:
+        raise UnwritableError("the payloads are empty objects, so that there are no columns; export to JSON lines")
 
 
 def _refused(message: StoredMsg, text: str) -> UnwritableError:

@@ -128,6 +128,21 @@ def test_bytes_that_are_not_utf_8_are_refused_unless_lossy(
     assert run("export", stream, tmp_path / "x.parquet", "--lossy").exit_code == 2
 
 
+def test_times_are_exported_with_nanoseconds(
+    server: NatsServer, ok: Json, tmp_path: Path, stream_name: Callable[[], str], publish_raw: Callable[..., None]
+) -> None:
+    stream, out = stream_name(), tmp_path / "out.jsonl"
+    create(server.url, stream)
+    publish_raw(server, [(f"{stream}.a".encode(), b"")])
+    ok("export", stream, out)
+
+    async def stored_at(js: JetStreamContext) -> int:
+        return (await jsx.DirectGet(js, stream).get(1)).time_ns
+
+    time = json.loads(out.read_text())["time"]
+    assert pa.scalar(time).cast(pa.timestamp("ns", tz="UTC")).value == with_js(server.url, stored_at)
+
+
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
@@ -257,3 +272,39 @@ def test_files_in_other_encodings_are_ingested(
     assert [json.loads(data) for _, data, _ in stored(server.url, stream)] == [{"n": text} for text in texts]
     done = run(*how, "--encoding", "latin-2000")
     assert (done.exit_code, "--encoding 'latin-2000' is not known" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "status", "words"),
+    [
+        ("x.parquet", ("--encoding", "latin-1"), 2, "--encoding is for CSV and JSON lines, not for parquet"),
+        ("x.parquet", ("--delimiter", ";"), 2, "--delimiter is for CSV, not for parquet"),
+        ("x.csv", ("--delimiter", "ab"), 2, "--delimiter is 'tab' or one ASCII character, no letter, digit or quote"),
+        ("x.csv", ("--delimiter", "a"), 2, "--delimiter is 'tab' or one ASCII character, no letter, digit or quote"),
+        ("x.parquet.gz", (), 1, "Parquet files are compressed inside; leave out .gz"),
+        ("x.csv.gz", (), 1, "x.csv.gz is damaged: "),
+        ("x.csv.zst", (), 1, "x.csv.zst is damaged: "),
+        ("x.gz", (), 1, "the name has no known suffix"),
+        ("x.parquet", (), 1, "x.parquet: there are two columns 'a'"),
+    ],
+)
+def test_files_and_options_that_do_not_fit_are_refused(
+    run: Run,
+    tmp_path: Path,
+    stream_name: Callable[[], str],
+    name: str,
+    options: tuple[str, ...],
+    status: int,
+    words: str,
+) -> None:
+    stream, rows = stream_name(), tmp_path / name
+    pq.write_table(pa.table([[1], [2]], names=["a", "a"]), rows)
+    done = run("ingest", rows, "--stream", stream, "--subject", stream, "--create", stream, *options)
+    assert (done.exit_code, words in done.stderr) == (status, True), done.output
+
+
+def test_what_zstd_and_parquet_need_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jetstream_ext.cli.formats.importlib.util.find_spec", lambda _: None)
+    for name, what in (("x.csv.zst", "zstd"), ("x.parquet", "Parquet")):
+        done = run("export", "S", tmp_path / name)
+        assert done.stderr == f"Error: {what} needs pyarrow: pip install 'nats-jetstream-ext[arrow]'\n"

@@ -53,6 +53,7 @@ COMMANDS: dict[str, Command] = {
     "positions": lambda url, folder: ["positions", "B0", "--server", url],
     "export": to_file,
     "export-lines": lambda url, folder: ["export", "R0", str(folder / "rows.jsonl"), "--json", "--server", url],
+    "export-stdout": lambda url, folder: ["export", "R0", "-", "--format", "csv", "--server", url],
     "ingest": ingest,
     "group": lambda url, folder: ["group", "list", "--bucket", "B0", "--server", url],
     "group-status": lambda url, folder: ["group", "status", "R0", "g", "--bucket", "B0", "--server", url],
@@ -86,7 +87,7 @@ def parts() -> list[list[Case]]:
         # `ingest` may take a minute each time.
         calls = {0: COMMANDS, **dict.fromkeys(range(1, 6), COMMANDS.keys() - {"ingest"})}
         return [[Case(name, seed, call) for seed in calls for call in sorted(calls[seed])] for name in ATTACKS]
-    sample = "refusal:0:bench same-answer:0:doctor texts:4:doctor texts:5:snapshot texts:6:export texts:9:export-lines"
+    sample = "refusal:0:bench same-answer:0:doctor texts:4:doctor texts:5:snapshot texts:6:export texts:9:export-lines texts:7:export-stdout"
     return [
         [
             Case.parse(text)
