@@ -11,13 +11,22 @@ author = "the jetstream-ext authors"
 copyright = "2026, the jetstream-ext authors"
 release = version = _version("nats-jetstream-ext")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "feature_table", "state_tables"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "feature_table",
+    "state_tables",
+]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "nats-jetstream-ext"
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
+# What the reader types has a button; what a program prints has none.
+copybutton_selector = "div:not(.highlight-text) > div.highlight > pre"
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3

@@ -132,6 +132,21 @@ def test_every_page_is_run() -> None:
     assert all(f"\n{page}\n" in listed for page in pages)
 
 
+@pytest.mark.parametrize(
+    ("word", "page"),
+    [
+        ("snapshot", "how-to/key-value-at-a-point-in-time.md"),
+        ("transaction", "how-to/transactions.md"),
+        ("publish", "fast-ingest.md"),
+        ("exactly once", "log.md"),
+    ],
+)
+def test_a_search_finds_the_page_about_it_first(word: str, page: str) -> None:
+    """Sphinx's search puts the main index entry before every title and text."""
+    entry = re.compile(rf"^```{{index}}.* ! {word}(,|$)", re.MULTILINE)
+    assert [path for path in DOCS.glob("**/*.md") if entry.search(path.read_text(encoding="utf-8"))] == [DOCS / page]
+
+
 def saved(page: Path, folder: Path, url: str) -> list[Path]:
     """Write the programs of a page into the files that it names."""
     programs = []
