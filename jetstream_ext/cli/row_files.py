@@ -177,8 +177,8 @@ class Rows:
                     yield text.removeprefix("\ufeff") if number == 1 else text
             except UnicodeDecodeError as error:
                 place = f"line {number + 1}" if by_line else f"after line {number}"
-                what = "not UTF-8; give its --encoding" if encoding == "utf-8" else f"not in the encoding {encoding}"
-                raise RowError(f"{self.name}, {place}: the text is {what}") from error
+                what = "UTF-8; give its --encoding" if encoding == "utf-8" else f"in the encoding {encoding}"
+                raise RowError(f"{self.name}, {place}: the text is not {what}") from error
 
     # -- Parquet -------------------------------------------------------------------------------------------------------
 

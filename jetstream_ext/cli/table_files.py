@@ -32,9 +32,10 @@ class TableLines(JsonLines):
     name = "rows in jsonl"
 
     def rows(self, messages: Iterable[StoredMsg]) -> bytes:
-        return b"".join(self._line(message) for message in messages)
+        return b"".join(self.line(message) for message in messages)
 
-    def _line(self, message: StoredMsg) -> bytes:
+    def line(self, message: StoredMsg) -> bytes:
+        """Return a message as a line of the unfinished file; raise UnwritableError if the file cannot hold it."""
         self.headers_left_out += sum(not is_reserved(name) for name, _ in message.header_pairs)
         try:
             found = orjson.loads(message.data)
@@ -56,8 +57,8 @@ class _Table(TableLines):
 
     appends = False
 
-    def _line(self, message: StoredMsg) -> bytes:
-        return b"%d\t%b" % (message.seq, super()._line(message))
+    def line(self, message: StoredMsg) -> bytes:
+        return b"%d\t%b" % (message.seq, super().line(message))
 
 
 class TableCsv(_Table):
