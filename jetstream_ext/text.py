@@ -6,7 +6,7 @@ A server, a file or a message may hold escape sequences, which a terminal obeys,
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 Area = Literal["atomic", "cli", "client", "direct", "fast", "ingest", "kv", "log", "spark"]
@@ -29,13 +29,16 @@ def printable(text: str, *, keep_lines: bool = False) -> str:
     )
 
 
-def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Return "; did you mean 'max_age'?" for the known name that is most like `name`, or "" if none is like it."""
+def did_you_mean(name: object, known: Iterable[str], synonyms: Mapping[str, str] | None = None) -> str:
+    """Return "; did you mean 'max_age'?" for the known name that is most like `name`, or "" if none is like it.
+
+    `synonyms` are the known names of what others call differently.
+    """
     from difflib import get_close_matches  # only errors need it
 
-    names = {each.casefold(): each for each in reversed(list(known))}
-    found = get_close_matches(str(name).casefold(), names, n=1, cutoff=0.6)
-    return f"; did you mean {names[found[0]]!r}?" if found else ""
+    given, names = str(name).casefold(), {each.casefold(): each for each in reversed(list(known))}
+    found = [(synonyms or {}).get(given, "").casefold(), *get_close_matches(given, names, n=1, cutoff=0.6)]
+    return next((f"; did you mean {names[each]!r}?" for each in found if each in names), "")
 
 
 def numbered(first: int, last: int, noun: str = "message") -> str:

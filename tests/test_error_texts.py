@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 import nats.errors
+import pyarrow as pa
 import pytest
 from nats.aio.client import Client
 from nats.js import JetStreamContext
@@ -14,7 +15,7 @@ from nats.js.kv import KeyValue
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
-from jetstream_ext import errors, log
+from jetstream_ext import arrow, errors, log
 from jetstream_ext.client.api import LeaderInfo
 from jetstream_ext.client.connection import connection_of, open_bucket
 
@@ -216,6 +217,39 @@ async def test_a_word_that_is_not_allowed_comes_with_those_that_are(name: str, j
         with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
             make(js, word)
         assert str(caught.value) == f"{expected}, not {word!r}{hint}"
+
+
+COLUMNS = {
+    "subjct": "subject",
+    "Payload": "data",
+    "value": "data",
+    "topic": "subject",
+    "msgid": "msg_id",
+}
+
+
+@pytest.mark.parametrize("name", [*COLUMNS, "zzz"])
+async def test_a_column_that_cannot_be_stored_comes_with_those_that_can(name: str, js: JetStreamContext) -> None:
+    table = pa.table({"subject": ["a"], "data": [b""], name: ["x"]})
+    text = await text_of(lambda: arrow.from_arrow(js, table), ValueError)
+    hint = (
+        f"did you mean {COLUMNS[name]!r}?"
+        if name in COLUMNS
+        else "select those, and put other values into data or headers"
+    )
+    columns = "subject, data, headers, msg_id, stream, seq, time"
+    assert text == f"column {name!r}: only the columns {columns} can be stored; {hint}"
+
+
+async def test_a_column_or_option_of_a_read_that_does_not_exist_comes_with_the_nearest(js: JetStreamContext) -> None:
+    for name, hint in (("subjekt", "; did you mean 'subject'?"), ("payload", "; did you mean 'data'?"), ("zzz", "")):
+        schema = pa.schema([(name, pa.string())])
+        text = await text_of(lambda: arrow.to_arrow(js, "S", schema=schema), ValueError)  # noqa: B023 - called at once
+        columns = "stream, seq, subject, time, data, headers"
+        assert text == f"schema: there is no column {name!r}; the columns are {columns}{hint}"
+    options: dict[str, Any] = {"subjects": "a.>"}
+    text = await text_of(lambda: arrow.to_arrow(js, "S", **options), TypeError)
+    assert text == "record_batches() has no option 'subjects'; did you mean 'subject'?"
 
 
 # -- what is missing -----------------------------------------------------------------------------------------------------

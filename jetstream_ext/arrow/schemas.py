@@ -9,6 +9,7 @@ import pyarrow as pa
 from pyarrow import types
 
 from jetstream_ext.errors import ConversionError
+from jetstream_ext.protocol.options import COLUMN_SYNONYMS
 from jetstream_ext.text import did_you_mean
 
 Array: TypeAlias = "pa.Array[Any]"
@@ -36,7 +37,7 @@ def check_schema(schema: pa.Schema, columns: pa.Schema, *, optional: bool = Fals
         if field.name not in columns.names:
             raise ValueError(
                 f"schema: there is no column {field.name!r}; the columns are {', '.join(columns.names)}"
-                f"{did_you_mean(field.name, columns.names)}"
+                f"{did_you_mean(field.name, columns.names, COLUMN_SYNONYMS)}"
             )
         if schema.names.count(field.name) > 1:
             raise ValueError(f"schema: it has the column {field.name!r} twice")

@@ -14,7 +14,7 @@ from jetstream_ext.arrow.schemas import Array
 from jetstream_ext.client.ingest import MsgId, ProgressHandler, ingest
 from jetstream_ext.errors import ConversionError
 from jetstream_ext.protocol.headers import MSG_ID, is_reserved
-from jetstream_ext.protocol.options import check_word
+from jetstream_ext.protocol.options import COLUMN_SYNONYMS, check_word
 from jetstream_ext.protocol.subjects import check_subject
 from jetstream_ext.text import did_you_mean
 from jetstream_ext.types import Entry, IngestReport, own_headers
@@ -154,7 +154,10 @@ class _Messages:
             if name in _LEFT_OUT:
                 continue
             if name not in _COLUMNS:
-                advice = did_you_mean(name, _COLUMNS) or "; select those, and put other values into data or headers"
+                advice = (
+                    did_you_mean(name, _COLUMNS, COLUMN_SYNONYMS)
+                    or "; select those, and put other values into data or headers"
+                )
                 raise ValueError(
                     f"column {name!r}: only the columns {', '.join((*_COLUMNS, *_LEFT_OUT))} can be stored{advice}"
                 )

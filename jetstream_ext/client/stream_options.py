@@ -88,8 +88,7 @@ def check_known_options(
     known = list(known)
     for name in options:
         if name not in known:
-            meant = (synonyms or {}).get(name)
-            hint = f"; did you mean {meant!r}?" if meant else did_you_mean(name, known)
+            hint = did_you_mean(name, known, synonyms)
             raise TypeError(f"{call}() has no option {name!r}{hint or '; its options are ' + ', '.join(sorted(known))}")
 
 

@@ -23,6 +23,18 @@ _SHOWN: Final = 64  # characters of a value in an error
 _ENTRY: Final = "a BatchMessage, (subject, payload) or (subject, payload, headers)"
 _BARE: Final = (str, bytes, bytearray, memoryview)
 
+COLUMN_SYNONYMS: Final = {
+    "body": "data",
+    "message": "data",
+    "offset": "seq",
+    "payload": "data",
+    "sequence": "seq",
+    "timestamp": "time",
+    "topic": "subject",
+    "value": "data",
+}
+"""What tables of other systems call a column of a message."""
+
 MAX_TTL = 36_525 * 86_400
 """A hundred years in seconds. Servers accept up to 2**63-1 s, but a message that expires after the year 2262 overflows
 their nanosecond clock and is removed at once (2.11 to 2.15.1)."""

@@ -23,6 +23,7 @@ from jetstream_ext.spark.options import KvWriteOptions, OptionError
 from jetstream_ext.spark.row_sizes import RowSizes
 from jetstream_ext.spark.rows import find_columns
 from jetstream_ext.spark.ttls import parse_ttl
+from jetstream_ext.text import did_you_mean
 from jetstream_ext.types import TTL, Entry
 
 if TYPE_CHECKING:
@@ -36,7 +37,15 @@ _TYPES: Final = {
     "ttl": (*_INTEGERS, "string"),
     "expectedRevision": _INTEGERS,
 }
+_SYNONYMS: Final = {
+    "data": "value",
+    "op": "operation",
+    "payload": "value",
+    "revision": "expectedRevision",
+    "subject": "key",
+}
 _OPERATIONS: Final = ("PUT", "DEL", "PURGE")
+_OTHER_WORDS: Final = {"delete": "DEL", "remove": "DEL", "update": "PUT", "upsert": "PUT"}
 _MEMORY: Final = 64 << 20  # bytes of values, the replaced ones included
 _LONGEST_KEY: Final = 3800  # a server closes the connection after a line of more than 4096 bytes
 DIGEST_SIZE: Final = 12
@@ -86,7 +95,7 @@ class KvColumns:
     def of(cls, schema: StructType, options: KvWriteOptions) -> KvColumns:
         """Find the columns; raise OptionError if one is missing, unknown, of another type or in conflict with an option."""
         advice = "select those (df.select('key', 'value')), and put other values into value, for example with to_json(struct(...))"
-        where = find_columns(schema, _TYPES, advice)
+        where = find_columns(schema, _TYPES, advice, _SYNONYMS)
         if "key" not in where:
             raise OptionError("column 'key': it is missing; it names the key that a row writes")
         if "value" not in where and "operation" not in where:
@@ -154,7 +163,9 @@ class KvRowReader:
         if operation is None:
             operation = "PUT"
         elif operation not in _OPERATIONS:
-            raise ValueError(f"its operation {operation!r} is not one of {', '.join(_OPERATIONS)}")
+            raise ValueError(
+                f"its operation {operation!r} is not one of {', '.join(_OPERATIONS)}{did_you_mean(operation, _OPERATIONS, _OTHER_WORDS)}"
+            )
         if operation != "PUT" and value:
             raise ValueError(f"its operation is {operation}, which has no value; set the value to null")
         if len(key) > _LONGEST_KEY:

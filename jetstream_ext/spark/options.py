@@ -10,7 +10,6 @@ from ``startingTime`` on and before ``endingTime``, so that ``[t0, t1)`` and ``[
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,6 +29,7 @@ from jetstream_ext.protocol.subjects import (
     covers,
 )
 from jetstream_ext.spark.ttls import parse_ttl, ttl_text
+from jetstream_ext.text import did_you_mean
 from jetstream_ext.types import TTL
 
 Bound: TypeAlias = Literal["earliest", "latest"] | int | datetime
@@ -77,8 +77,7 @@ class OptionReader:
                 self.fail(name, reasons[name])
             if name in _INLINE_SECRETS:
                 self.fail(name, f"secrets are given by reference; use {_INLINE_SECRETS[name]!r}")
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {names[close[0]]!r}?" if close else f"the options are: {', '.join(known)}"
+            hint = did_you_mean(name, known).removeprefix("; ") or f"the options are: {', '.join(known)}"
             self.fail(name, f"unknown option; {hint}")
 
     def __contains__(self, name: str) -> bool:
@@ -281,7 +280,7 @@ def _choice(**values: _Value) -> Callable[[str], _Value]:
     def parse(text: str) -> _Value:
         word = text.strip().lower()
         if word not in values:
-            raise ValueError(f"{text!r} is not one of {', '.join(values)}")
+            raise ValueError(f"{text!r} is not one of {', '.join(values)}{did_you_mean(text.strip(), values)}")
         return values[word]
 
     return parse

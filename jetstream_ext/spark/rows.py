@@ -32,12 +32,14 @@ from jetstream_ext.protocol.headers import (
     encode,
     is_reserved,
 )
+from jetstream_ext.protocol.options import COLUMN_SYNONYMS
 from jetstream_ext.protocol.subjects import check_subject, covers
 from jetstream_ext.spark.bad_rows import BadRow, BadRows, raw_bytes
 from jetstream_ext.spark.digests import DigestCounts
 from jetstream_ext.spark.options import OptionError, WriteOptions
 from jetstream_ext.spark.row_sizes import RowSizes
 from jetstream_ext.spark.ttls import ttl_text
+from jetstream_ext.text import did_you_mean
 from jetstream_ext.types import Entry, own_headers
 
 if TYPE_CHECKING:
@@ -150,10 +152,13 @@ class _UnstorableError(Exception):
     """A row cannot become a message; the text says why."""
 
 
-def find_columns(schema: StructType, types: Mapping[str, Sequence[str]], advice: str) -> dict[str, int]:
+def find_columns(
+    schema: StructType, types: Mapping[str, Sequence[str]], advice: str, synonyms: Mapping[str, str] = COLUMN_SYNONYMS
+) -> dict[str, int]:
     """Return where a sink's columns are, each of one of its `types`, whatever the case of their names.
 
-    Raises OptionError if one is unknown (then `advice` says what to do), there twice or of another type.
+    Raises OptionError if one is unknown (then `advice` says what to do, unless another name was probably meant), there
+    twice or of another type.
     """
     where: dict[str, int] = {}
     known = {name.lower(): name for name in types}
@@ -162,7 +167,8 @@ def find_columns(schema: StructType, types: Mapping[str, Sequence[str]], advice:
         if name is None:
             *others, last = types
             names = f"{', '.join(others)} and {last}"
-            raise OptionError(f"column {field.name!r}: the sink writes only the columns {names}; {advice}")
+            hint = did_you_mean(field.name, types, synonyms) or f"; {advice}"
+            raise OptionError(f"column {field.name!r}: the sink writes only the columns {names}{hint}")
         if name in where:
             raise OptionError(f"column {field.name!r}: the schema has it twice")
         kind = field.dataType.simpleString()

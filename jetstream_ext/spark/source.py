@@ -16,8 +16,10 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import ArrayType, BinaryType, DataType, LongType, MapType, StringType, StructType, TimestampType
 
+from jetstream_ext.protocol.options import COLUMN_SYNONYMS
 from jetstream_ext.spark.options import OptionError, ReadOptions, WriteOptions
 from jetstream_ext.spark.pushed import PushedFilters, parse_pushed_filters
+from jetstream_ext.text import did_you_mean
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -149,7 +151,10 @@ def check_schema(schema: StructType, columns: Mapping[str, DataType]) -> None:
     for field in schema.fields:
         kind = columns.get(field.name)
         if kind is None:
-            raise SchemaError(f"column {field.name!r} does not exist; the format has: {declared}")
+            raise SchemaError(
+                f"column {field.name!r} does not exist; the format has: {declared}"
+                f"{did_you_mean(field.name, columns, COLUMN_SYNONYMS)}"
+            )
         if field.dataType != kind:
             raise SchemaError(
                 f"column {field.name!r} is {kind.simpleString()}, not {field.dataType.simpleString()}; "

@@ -144,7 +144,9 @@ def test_a_schema_selects_the_columns(read: Callable[..., DataFrameReader], make
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ("value binary", f"column 'value' does not exist; the format has: {DDL}"),
+        ("nope binary", f"column 'nope' does not exist; the format has: {DDL}"),
+        ("value binary", "column 'value' does not exist; the format has: stream string"),
+        ("Seq long", "; did you mean 'seq'?"),
         ("data string", "column 'data' is binary, not string; declare that type and cast the column"),
         ("seq int", "column 'seq' is bigint, not int"),
         ("time timestamp_ntz", "column 'time' is timestamp, not timestamp_ntz"),

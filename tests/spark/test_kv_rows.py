@@ -155,6 +155,8 @@ def test_a_row_becomes_a_message_as_a_transaction_would_write_it() -> None:
         ("key string", "column 'value': it is missing"),
         ("key string, value int", "column 'value': it is int, but must be binary or string"),
         ("key string, value binary, other int", "column 'other': the sink writes only the columns key, value"),
+        ("key string, vlaue binary", "operation, ttl and expectedRevision; did you mean 'value'\\?"),
+        ("subject string, data binary", "column 'subject': .* expectedRevision; did you mean 'key'\\?"),
         ("key string, KEY string, value binary", "the schema has it twice"),
         ("key string, value binary, ttl double", "column 'ttl': it is double, but must be"),
     ],

@@ -142,6 +142,7 @@ def test_load_names_the_streams(loaded: dict[str, str]) -> None:
         ({"tlsKey": "k"}, "'tlsKey'.*needs 'tlsCert'"),
         ({"credsFile": "c", "tokenEnv": "T"}, "'credsFile'.*cannot be combined with 'tokenEnv'"),
         ({"startingOffset": "latest"}, "unknown option; did you mean 'startingOffsets'"),
+        ({"failOnDataLoss": "flase"}, "'flase' is not one of true, false; did you mean 'false'"),
         ({"zzz": "1"}, "unknown option; the options are: stream, subjects, .*tlsKey"),
         ({"maxOffsetsPerTrigger": "5"}, "streaming reads"),
         ({"subject": "a"}, "applies only to writes; to read some subjects only, use 'subjects'"),
