@@ -28,6 +28,7 @@ try:
         positions,
         snapshot,
     )
+    from jetstream_ext.cli.options import CommandGroup
     from jetstream_ext.cli.output import Stopped, one_line, printable_errors
     from jetstream_ext.testing import NatsServerError
     from jetstream_ext.text import printable
@@ -35,7 +36,7 @@ except KeyboardInterrupt:  # the imports take a moment
     sys.exit(130)
 
 
-class _Commands(click.Group):
+class _Commands(CommandGroup):
     """Reports the errors of a command in one line."""
 
     def make_context(self, *args: Any, **options: Any) -> click.Context:
@@ -70,6 +71,13 @@ def cli() -> None:
     """Examine NATS JetStream servers, ingest and export files, read buckets, show positions, and manage groups and dead letters.
 
     The exit status is 0 for success, 1 for a failure, 2 for wrong usage, and 130 after Ctrl-C.
+
+    Examples:
+        jetstream-ext serve
+        jetstream-ext doctor -s nats://127.0.0.1:4222
+        jetstream-ext ingest orders.csv --stream ORDERS --create 'orders.>' --subject 'orders.{country}'
+        jetstream-ext export ORDERS orders.parquet
+        jetstream-ext snapshot prices --at '10 minutes ago'
     """
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # nats-py causes a warning for every TLS connection
     if logging.lastResort is not None:

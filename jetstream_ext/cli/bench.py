@@ -22,6 +22,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, PubAck
 from nats.nuid import NUID
 
 from jetstream_ext.cli.connection import Target, connected, connection_options
+from jetstream_ext.cli.options import OUTPUT, Command, cli_option, json_option
 from jetstream_ext.cli.output import Stopped, console, on_signal, progress, say, styled, table, write_json
 from jetstream_ext.client.api import stream_state
 from jetstream_ext.client.atomic import publish_atomic
@@ -55,22 +56,24 @@ _OURS: Final = "#2f81f7"
 _THEIRS: Final = "#a0a0a0"
 
 
-@click.command("bench", short_help="Compare this library with plain nats-py.")
-@click.option(
+@click.command("bench", cls=Command, short_help="Compare this library with plain nats-py.")
+@cli_option(
     "--messages",
     type=click.IntRange(1),
     default=100_000,
     help="Number of messages for the fastest calls; slower calls use a fraction of it.",
     **_NUMBER,
 )
-@click.option("--size", type=click.IntRange(0), default=128, help="Bytes per payload.", **_NUMBER)
-@click.option(
-    "--rounds", type=click.IntRange(1), default=3, help="Measured rounds, after one warm-up round.", **_NUMBER
+@cli_option("--size", type=click.IntRange(0), default=128, help="Bytes per payload.", **_NUMBER)
+@cli_option("--rounds", type=click.IntRange(1), default=3, help="Measured rounds, after one warm-up round.", **_NUMBER)
+@cli_option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    group=OUTPUT,
+    help="Also draw a plot: *.png or *.svg.",
 )
-@click.option(
-    "--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Also draw a plot: *.png or *.svg."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and no progress bar.")
+@json_option("Print one JSON object, and no progress bar.")
 @connection_options(url_argument=True, own_server=True)
 def command(where: Target, messages: int, size: int, rounds: int, plot: Path | None, as_json: bool) -> None:
     """Compare this library with plain nats-py, on a server that you name or a temporary one.
@@ -80,6 +83,10 @@ def command(where: Target, messages: int, size: int, rounds: int, plot: Path | N
 
     The command works on a scratch stream, which it deletes at the end and after Ctrl-C. It touches no other stream. It
     loads the server as much as it can. A temporary server needs nats-jetstream-ext[server].
+
+    Examples:
+        jetstream-ext bench
+        jetstream-ext bench -s nats://localhost:4222 --messages 200000 --plot bench.svg
     """
     if plot is not None:
         _check_plot(plot)

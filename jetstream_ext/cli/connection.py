@@ -19,6 +19,7 @@ from click.core import ParameterSource
 from nats.js import JetStreamContext
 from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
+from jetstream_ext.cli.options import CONNECTION, cli_option
 from jetstream_ext.cli.times import duration
 from jetstream_ext.client.api import Api, stream_state
 from jetstream_ext.client.connection import Context, OwnClient, login, may_be_secret, tls_context
@@ -172,9 +173,10 @@ def connection_options(*, url_argument: bool = False, own_server: bool = False) 
             function(where=Target(settings, timeout, server_given, context_given), **arguments)
 
         options = [
-            click.option(
+            cli_option(
                 *each.metadata["flags"],
                 each.name,
+                group=CONNECTION,
                 default="",
                 show_default=default if each.name == "url" else None,
                 **each.metadata["attributes"],
@@ -184,14 +186,25 @@ def connection_options(*, url_argument: bool = False, own_server: bool = False) 
         ]
         wait = _attributes("NATS_TIMEOUT", "DURATION", "How long to wait for each answer.")
         options += [
-            click.option("--tlsfirst", "tls_first", is_flag=True, help="Start TLS before the server sends its INFO."),
-            click.option("--context", default="", **_attributes("NATS_CONTEXT", "NAME", "Context of the nats tool.")),
-            click.option("--timeout", type=duration, default="5s", show_default=True, **wait),
+            cli_option(
+                "--tlsfirst",
+                "tls_first",
+                is_flag=True,
+                group=CONNECTION,
+                help="Start TLS before the server sends its INFO.",
+            ),
+            cli_option(
+                "--context",
+                group=CONNECTION,
+                default="",
+                **_attributes("NATS_CONTEXT", "NAME", "Context of the nats tool."),
+            ),
+            cli_option("--timeout", group=CONNECTION, type=duration, default="5s", show_default=True, **wait),
         ]
         if url_argument:
             options.append(click.argument("url_alias", metavar="[URL]", default=""))
-        for option in reversed(options):
-            command = option(command)
+        for add in reversed(options):
+            command = add(command)
         return command
 
     return decorate

@@ -12,6 +12,7 @@ from nats.js import JetStreamContext
 from nats.js.errors import NoStreamResponseError, NotFoundError
 
 from jetstream_ext.cli.connection import Target, check_jetstream, connected, connection_options
+from jetstream_ext.cli.options import CommandGroup, cli_option, json_option
 from jetstream_ext.cli.output import console, count, say, shortened, table, text_or_base64, write_json
 from jetstream_ext.client.api import get_at_leader
 from jetstream_ext.client.connection import Context
@@ -21,27 +22,29 @@ from jetstream_ext.protocol.subjects import check_filter, check_name, covers
 from jetstream_ext.text import printable
 
 _SHOWN: Final = 200  # characters of a payload or an error in a table
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
-@click.group("dlq", short_help="List dead letters, hand them back, or drop them.")
+@click.group("dlq", cls=CommandGroup, short_help="List dead letters, hand them back, or drop them.")
 def command() -> None:
     """Show the inputs that a worker could not handle, hand them back to their streams, or drop them.
 
-    Example: jetstream-ext dlq list TOTALS totals-dead
+    Examples:
+        jetstream-ext dlq list TOTALS totals-dead
+        jetstream-ext dlq redrive TOTALS totals-dead
     """
 
 
 @command.command("list", short_help="List dead letters.")
 @click.argument("stream")
 @click.argument("subject")
-@click.option("--limit", type=click.IntRange(1), default=100, show_default=True, help="The most letters to list.")
-@_JSON
+@cli_option("--limit", type=click.IntRange(1), default=100, show_default=True, help="The most letters to list.")
+@json_option()
 @connection_options()
 def list_command(where: Target, stream: str, subject: str, limit: int, as_json: bool) -> None:
     """List the dead letters of STREAM on SUBJECT, the oldest first.
 
-    Example: jetstream-ext dlq list TOTALS totals-dead
+    Examples:
+        jetstream-ext dlq list TOTALS totals-dead
     """
     _check(stream, subject)
     found = asyncio.run(_list(where, stream, subject, limit + 1))
@@ -78,13 +81,14 @@ async def _list(where: Target, stream: str, subject: str, limit: int) -> list[De
 @click.argument("stream")
 @click.argument("subject")
 @click.argument("sequence", type=click.IntRange(1))
-@click.option("--full", is_flag=True, help="Show the whole of a long payload.")
-@_JSON
+@cli_option("--full", is_flag=True, help="Show the whole of a long payload.")
+@json_option()
 @connection_options()
 def show_command(where: Target, stream: str, subject: str, sequence: int, full: bool, as_json: bool) -> None:
     """Show the dead letter with SEQUENCE of STREAM: where it comes from, why, its headers and its payload.
 
-    Example: jetstream-ext dlq show TOTALS totals-dead 4711
+    Examples:
+        jetstream-ext dlq show TOTALS totals-dead 4711
     """
     _check(stream, subject)
     letter = asyncio.run(_find(where, stream, subject, sequence))
@@ -118,13 +122,13 @@ async def _find(where: Target, stream: str, subject: str, sequence: int) -> Dead
 @click.argument("stream")
 @click.argument("subject")
 @click.argument("sequences", type=click.IntRange(1), nargs=-1)
-@click.option("--to-stream", metavar="NAME", help="The stream that must store them.  [default: that of the input]")
-@click.option("--limit", type=click.IntRange(1), help="The most letters to hand back.")
-@click.option("--again", is_flag=True, help="Also letters of which it is not known whether they were handed back.")
-@click.option(
+@cli_option("--to-stream", metavar="NAME", show_default="that of the input", help="The stream that must store them.")
+@cli_option("--limit", type=click.IntRange(1), help="The most letters to hand back.")
+@cli_option("--again", is_flag=True, help="Also letters of which it is not known whether they were handed back.")
+@cli_option(
     "--bucket", default="offsets", show_default=True, metavar="NAME", help="Bucket that notes what is on its way."
 )
-@_JSON
+@json_option()
 @connection_options()
 def redrive_command(
     where: Target,
@@ -141,7 +145,9 @@ def redrive_command(
 
     With SEQUENCES, only those. The command can be repeated after any failure.
 
-    Example: jetstream-ext dlq redrive TOTALS totals-dead
+    Examples:
+        jetstream-ext dlq redrive TOTALS totals-dead
+        jetstream-ext dlq redrive TOTALS totals-dead 4711 4712
     """
     _check(stream, subject)
     check_name(bucket, "bucket name")
@@ -184,12 +190,13 @@ async def _redrive(
 @command.command("drop", short_help="Delete dead letters.")
 @click.argument("stream")
 @click.argument("sequences", type=click.IntRange(1), nargs=-1, required=True)
-@_JSON
+@json_option()
 @connection_options()
 def drop_command(where: Target, stream: str, sequences: tuple[int, ...], as_json: bool) -> None:
     """Delete the dead letters with SEQUENCES from STREAM, for good.
 
-    Example: jetstream-ext dlq drop TOTALS 4711 4712
+    Examples:
+        jetstream-ext dlq drop TOTALS 4711 4712
     """
     check_name(stream, "stream name")
     dropped = asyncio.run(_drop(where, stream, sequences))

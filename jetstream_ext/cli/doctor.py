@@ -12,6 +12,7 @@ from nats.js import JetStreamContext
 
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
 from jetstream_ext.cli.enabling import impossible
+from jetstream_ext.cli.options import Command, cli_option, json_option
 from jetstream_ext.cli.output import console, count, say, styled, table, write_json
 from jetstream_ext.client.api import Api, malformed_as_error
 from jetstream_ext.client.connection import Context
@@ -138,9 +139,9 @@ def _words(known: Iterable[str]) -> Callable[[click.Context, click.Parameter, tu
     return split
 
 
-@click.command("doctor", short_help="Show what a server supports and what its streams allow.")
-@click.option("--stream", metavar="NAME", help="Examine only this stream.")
-@click.option(
+@click.command("doctor", cls=Command, short_help="Show what a server supports and what its streams allow.")
+@cli_option("--stream", metavar="NAME", help="Examine only this stream.")
+@cli_option(
     "--need",
     "options",
     multiple=True,
@@ -148,7 +149,7 @@ def _words(known: Iterable[str]) -> Callable[[click.Context, click.Parameter, tu
     callback=_words(_FEATURES),
     help=f"Options that the streams must have: {', '.join(_FEATURES)}.",
 )
-@click.option(
+@cli_option(
     "--for",
     "tasks",
     multiple=True,
@@ -156,7 +157,7 @@ def _words(known: Iterable[str]) -> Callable[[click.Context, click.Parameter, tu
     callback=_words(_TASKS),
     help=f"What the streams or buckets are for: {', '.join(_TASKS)}.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option()
 @connection_options(url_argument=True)
 def command(where: Target, stream: str | None, options: tuple[str, ...], tasks: tuple[str, ...], as_json: bool) -> None:
     """Show the features of a server, what its streams allow, and problems of mirrors and sources.
@@ -164,9 +165,10 @@ def command(where: Target, stream: str | None, options: tuple[str, ...], tasks: 
     With --need or --for, the command also shows what each stream lacks, with the command that enables it, and fails if one
     lacks something. URL is the same as --server URL.
 
-    Example: jetstream-ext doctor --stream ORDERS --for ingest
-
-    Example: jetstream-ext doctor --need direct,atomic
+    Examples:
+        jetstream-ext doctor -s nats://127.0.0.1:4222
+        jetstream-ext doctor --stream ORDERS --for ingest
+        jetstream-ext doctor --need direct,atomic
     """
     if stream is not None:
         check_name(stream, "stream name")  # servers do not answer requests with an invalid one

@@ -10,6 +10,7 @@ import click
 from nats.js.errors import BucketNotFoundError, NotFoundError
 
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
+from jetstream_ext.cli.options import Command, cli_option, json_option
 from jetstream_ext.cli.output import say, write_json
 from jetstream_ext.cli.times import duration
 from jetstream_ext.client.api import Api
@@ -48,23 +49,21 @@ def _marker_ttl(text: str) -> int:
         raise click.BadParameter(str(error)) from None
 
 
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-
-
-@click.command("enable", short_help="Turn on options of a stream.")
+@click.command("enable", cls=Command, short_help="Turn on options of a stream.")
 @click.argument("stream")
-@click.option("--direct", is_flag=True, help="Direct gets, which DirectGet, log readers, tables and export need.")
-@click.option("--atomic", is_flag=True, help="Atomic batches (AtomicBatch, exactly_once); nats-server 2.12.")
-@click.option("--batched", is_flag=True, help="Fast ingest (FastPublisher, ingest, Spark's sink); nats-server 2.14.")
-@click.option("--ttl", is_flag=True, help="TTLs of single messages; nats-server 2.11.")
-@_JSON
+@cli_option("--direct", is_flag=True, help="Direct gets, which DirectGet, log readers, tables and export need.")
+@cli_option("--atomic", is_flag=True, help="Atomic batches (AtomicBatch, exactly_once); nats-server 2.12.")
+@cli_option("--batched", is_flag=True, help="Fast ingest (FastPublisher, ingest, Spark's sink); nats-server 2.14.")
+@cli_option("--ttl", is_flag=True, help="TTLs of single messages; nats-server 2.11.")
+@json_option()
 @connection_options()
 def stream_command(where: Target, stream: str, as_json: bool, **flags: bool) -> None:
     """Turn on options that STREAM lacks, all or none of them. No option is turned off, and nothing else is changed.
 
     The command can be repeated: it does not touch a stream that has the options.
 
-    Example: jetstream-ext enable ORDERS --direct --atomic
+    Examples:
+        jetstream-ext enable ORDERS --direct --atomic
     """
     check_name(stream, "stream name")  # servers do not answer requests with an invalid one
     options = [option for option, given in flags.items() if given]
@@ -92,21 +91,21 @@ async def _enable(where: Target, stream: str, options: list[str]) -> StreamState
         return before
 
 
-@click.command("enable-bucket", short_help="Turn on options of a key-value bucket.")
+@click.command("enable-bucket", cls=Command, short_help="Turn on options of a key-value bucket.")
 @click.argument("bucket")
-@click.option("--direct", is_flag=True, help="Direct gets, which get_many, snapshot and Table need.")
-@click.option("--atomic", is_flag=True, help="Atomic batches, which transactions need; nats-server 2.12.")
-@click.option("--ttl", is_flag=True, help="TTLs of single keys; nats-server 2.11.")
-@click.option(
+@cli_option("--direct", is_flag=True, help="Direct gets, which get_many, snapshot and Table need.")
+@cli_option("--atomic", is_flag=True, help="Atomic batches, which transactions need; nats-server 2.12.")
+@cli_option("--ttl", is_flag=True, help="TTLs of single keys; nats-server 2.11.")
+@cli_option(
     "--marker-ttl",
     type=_marker_ttl,
     metavar="DURATION",
     help="Also delete markers, which stay for that long when a key expires.",
 )
-@click.option(
+@cli_option(
     "--spark", is_flag=True, help="What Spark's sink jetstream_kv needs: --atomic, and a place for its markers."
 )
-@_JSON
+@json_option()
 @connection_options()
 def bucket_command(where: Target, bucket: str, as_json: bool, marker_ttl: int | None, **flags: bool) -> None:
     """Turn on options that BUCKET lacks. No option is turned off.
@@ -115,9 +114,9 @@ def bucket_command(where: Target, bucket: str, as_json: bool, marker_ttl: int | 
     when the bucket's limits hold, which reads of the past need to know. It can be repeated: it does not touch a bucket
     that lacks nothing.
 
-    Example: jetstream-ext enable-bucket prices --direct --ttl
-
-    Example: jetstream-ext enable-bucket sessions --marker-ttl 1h
+    Examples:
+        jetstream-ext enable-bucket prices --direct --ttl
+        jetstream-ext enable-bucket sessions --marker-ttl 1h
     """
     check_name(bucket, "bucket name")
     options = [option for option, given in flags.items() if given]

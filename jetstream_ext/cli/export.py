@@ -24,6 +24,7 @@ from nats.js import JetStreamContext
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
 from jetstream_ext.cli.formats import FORMATS, STDIO, delimiter_of, format_of
 from jetstream_ext.cli.message_files import START_AGAIN, Csv, JsonLines, Parquet, SpreadsheetCsv, UnwritableError
+from jetstream_ext.cli.options import Command, cli_option, json_option
 from jetstream_ext.cli.output import Stopped, count, is_are, one_line, progress, say, write_json, write_stdout
 from jetstream_ext.cli.table_files import TableCsv, TableLines, TableParquet
 from jetstream_ext.client.direct import DirectGet, ScanOptions
@@ -33,32 +34,50 @@ from jetstream_ext.protocol.subjects import check_name
 if TYPE_CHECKING:
     import pyarrow as pa
 
+_MESSAGES: Final = "Which messages"
+_FILE: Final = "File"
 _BLOCK: Final = 1_000
 _SYNC_BYTES: Final = 8 << 20
 _REPORT_EVERY: Final = 500
 
 
-@click.command("export", short_help="Write a stream to a file.")
+@click.command("export", cls=Command, short_help="Write a stream to a file.")
 @click.argument("stream")
 @click.argument("file", type=click.Path(dir_okay=False, allow_dash=True, path_type=Path))
-@click.option("--format", "given", type=click.Choice(FORMATS), help="Format of FILE (default: from its suffix).")
-@click.option(
-    "--rows", is_flag=True, help="Write the keys of the payloads, JSON objects, as columns: what ingest read."
+@cli_option(
+    "--format", "given", type=click.Choice(FORMATS), show_default="from its suffix", group=_FILE, help="Format of FILE."
 )
-@click.option("--delimiter", metavar="CHAR", help="What separates the fields of CSV: a character, or 'tab'.")
-@click.option(
+@cli_option(
+    "--rows",
+    is_flag=True,
+    group=_FILE,
+    help="Write the keys of the payloads, JSON objects, as columns: what ingest read.",
+)
+@cli_option("--delimiter", metavar="CHAR", group=_FILE, help="What separates the fields of CSV: a character, or 'tab'.")
+@cli_option(
     "--spreadsheet",
     is_flag=True,
+    group=_FILE,
     help="In CSV, put an apostrophe before all that a spreadsheet may run as a formula; ingest keeps it.",
 )
-@click.option("--lossy", is_flag=True, help="Write U+FFFD for bytes of subjects and headers that are not UTF-8.")
-@click.option("--subject", default="", metavar="FILTER", help="Export only messages of this subject or filter.")
-@click.option(
-    "--start-seq", type=click.IntRange(1), default=1, metavar="SEQ", show_default=True, help="Start at this sequence."
+@cli_option(
+    "--lossy", is_flag=True, group=_FILE, help="Write U+FFFD for bytes of subjects and headers that are not UTF-8."
 )
-@click.option("--resume", is_flag=True, help="Continue an earlier export to FILE.")
-@click.option("--overwrite", is_flag=True, help="Replace FILE and an unfinished export to it.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and no progress bar.")
+@cli_option(
+    "--subject", default="", metavar="FILTER", group=_MESSAGES, help="Export only messages of this subject or filter."
+)
+@cli_option(
+    "--start-seq",
+    type=click.IntRange(1),
+    default=1,
+    metavar="SEQ",
+    show_default=True,
+    group=_MESSAGES,
+    help="Start at this sequence.",
+)
+@cli_option("--resume", is_flag=True, help="Continue an earlier export to FILE.")
+@cli_option("--overwrite", is_flag=True, help="Replace FILE and an unfinished export to it.")
+@json_option("Print one JSON object, and no progress bar.")
 @connection_options()
 def command(
     where: Target,
@@ -84,12 +103,12 @@ def command(
     continues it. The stream's leader confirms that no message is missing. The stream needs allow_direct, and the server
     must be 2.11 or newer.
 
-    \b
     Examples:
-      jetstream-ext export ORDERS orders.parquet
-      jetstream-ext export ORDERS orders.csv.gz --rows
-      jetstream-ext export ORDERS - --format jsonl --subject orders.de
-    """  # noqa: D301 - click's own mark
+        jetstream-ext export ORDERS orders.parquet
+        jetstream-ext export ORDERS orders.csv.gz --rows
+        jetstream-ext export ORDERS orders.csv.gz --rows --resume
+        jetstream-ext export ORDERS - --format jsonl --subject orders.de | grep refund
+    """
     check_name(stream, "stream name")  # servers do not answer requests with an invalid one
     form = format_of(file, given)
     writer = _writer(form, delimiter_of(file, delimiter, form), rows=rows, spreadsheet=spreadsheet, lossy=lossy)

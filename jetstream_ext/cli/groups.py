@@ -13,6 +13,7 @@ from nats.js import JetStreamContext
 from nats.js.errors import BucketNotFoundError, NotFoundError
 
 from jetstream_ext.cli.connection import Target, check_jetstream, connected, connection_options
+from jetstream_ext.cli.options import CommandGroup, cli_option, json_option
 from jetstream_ext.cli.output import console, count, say, table, write_json
 from jetstream_ext.cli.times import moment, shown
 from jetstream_ext.log import First, Group, GroupStatus, Last, New, Seq, Time, list_groups
@@ -46,26 +47,33 @@ def _key(text: str) -> tuple[int, ...]:
     return tuple(map(int, numbers))
 
 
-_BUCKET = click.option(
+_BUCKET = cli_option(
     "--bucket", default="groups", show_default=True, metavar="NAME", help="Bucket that holds the groups."
 )
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
-@click.group("group", short_help="List, show and reset partitioned groups.")
+@click.group("group", cls=CommandGroup, short_help="List, show and reset partitioned groups.")
 def command() -> None:
     """Show the workers that share a stream in a partitioned group, and let a group start again.
 
-    Example: jetstream-ext group status ORDERS billing
+    Examples:
+        jetstream-ext group list
+        jetstream-ext group status ORDERS billing
+        jetstream-ext group reset ORDERS billing --start first
     """
 
 
 @command.command("list", short_help="List the groups of a bucket.")
 @_BUCKET
-@_JSON
+@json_option()
 @connection_options()
 def list_command(where: Target, bucket: str, as_json: bool) -> None:
-    """List the groups of a bucket, and their streams."""
+    """List the groups of a bucket, and their streams.
+
+    Examples:
+        jetstream-ext group list
+        jetstream-ext group list --bucket groups-eu --json
+    """
     check_name(bucket, "bucket name")  # servers do not answer requests with an invalid one
     found = asyncio.run(_list(where, bucket))
     if as_json:
@@ -88,7 +96,7 @@ async def _list(where: Target, bucket: str) -> list[tuple[str, str]]:
 @click.argument("stream")
 @click.argument("name")
 @_BUCKET
-@_JSON
+@json_option()
 @connection_options()
 def status_command(where: Target, stream: str, name: str, bucket: str, as_json: bool) -> None:
     """Show the members of the group NAME of STREAM that are alive, and the owner and position of each partition.
@@ -96,7 +104,8 @@ def status_command(where: Target, stream: str, name: str, bucket: str, as_json: 
     The lag of a partition is the number of sequences from its position to the end of the stream, and includes the
     messages of other partitions.
 
-    Example: jetstream-ext group status ORDERS billing
+    Examples:
+        jetstream-ext group status ORDERS billing
     """
     _check(stream, name, bucket)
     status = asyncio.run(_status(where, stream, name, bucket))
@@ -161,14 +170,15 @@ def _show(status: GroupStatus) -> None:
 @command.command("reset", short_help="Let a group start again, or change its partitions or key.")
 @click.argument("stream")
 @click.argument("name")
-@click.option(
+@cli_option(
     "--start",
     type=_start,
     metavar="first|last|new|SEQ|TIME",
-    help="Where all partitions start.  [default: the lowest position of the group]",
+    show_default="the lowest position of the group",
+    help="Where all partitions start.",
 )
-@click.option("--partitions", type=click.IntRange(1), metavar="N", help="Change the number of partitions.")
-@click.option(
+@cli_option("--partitions", type=click.IntRange(1), metavar="N", help="Change the number of partitions.")
+@cli_option(
     "--key",
     "tokens",  # the connection has an option `key`
     type=_key,
@@ -176,7 +186,7 @@ def _show(status: GroupStatus) -> None:
     help=f"Change the key: positions of the subject's tokens, from 0, or {_WHOLE_SUBJECT} for the whole subject.",
 )
 @_BUCKET
-@_JSON
+@json_option()
 @connection_options()
 def reset_command(
     where: Target,
@@ -193,11 +203,10 @@ def reset_command(
     Stop all members first: if one is alive, the command fails and changes nothing. Without --start, messages of the
     partitions that were further than others are handled again. A group that stores outputs exactly once needs --start.
 
-    Another number of partitions: jetstream-ext group reset ORDERS billing --partitions 32
-
-    From the beginning: jetstream-ext group reset ORDERS billing --start first
-
-    From a time: jetstream-ext group reset ORDERS billing --start 'yesterday 14:30'
+    Examples:
+        jetstream-ext group reset ORDERS billing --partitions 32
+        jetstream-ext group reset ORDERS billing --start first
+        jetstream-ext group reset ORDERS billing --start 'yesterday 14:30'
     """
     _check(stream, name, bucket)
     group, seq = asyncio.run(_reset(where, stream, name, bucket, start, partitions, tokens))

@@ -20,6 +20,7 @@ from nats.nuid import NUID
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
 from jetstream_ext.cli.formats import FORMATS, STDIO, delimiter_of, format_of
 from jetstream_ext.cli.message_files import is_export
+from jetstream_ext.cli.options import Command, cli_option, json_option
 from jetstream_ext.cli.output import ReportProgress, Stopped, count, is_are, one_line, progress, say, write_json
 from jetstream_ext.cli.row_check import RowCheck
 from jetstream_ext.cli.row_files import Row, RowError, Rows, Source, encoding_of, spooled
@@ -37,37 +38,73 @@ from jetstream_ext.types import BatchMessage, IngestProgress, IngestReport
 
 _OF_THE_ROW: Final = (NoStreamResponseError, MaxPayloadError, BadSubjectError, BadHeaderError)
 _NAMES_SHOWN: Final = 5
+_MESSAGES: Final = "Messages"
+_FILE: Final = "File"
+_ROWS: Final = "Which rows"
 _SOME: Final = 1_000  # rows between two turns of the event loop
 _CONTINUE: Final = "the same command continues"
 _CORRECT: Final = "correct the row, then the same command with --resume sends the rest"
 
 
-@click.command("ingest", short_help="Store a file's rows in a stream.")
+@click.command("ingest", cls=Command, short_help="Store a file's rows in a stream.")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path))
-@click.option("--stream", required=True, metavar="NAME", help="The stream that stores the rows.")
-@click.option("--subject-from", metavar="COLUMN", help="The column with each row's subject; the default is 'subject'.")
-@click.option("--subject", metavar="SUBJECT", help="Each row's subject; {column} becomes the value of that column.")
-@click.option("--data-from", metavar="COLUMN", help="The column with the payload; the default is the row as JSON.")
-@click.option("--headers-from", metavar="COLUMN", help="The column with headers, as export writes them; not Nats-….")
-@click.option("--no-restore", is_flag=True, help="Take a file that export wrote as any other table.")
-@click.option(
+@cli_option("--stream", required=True, metavar="NAME", help="The stream that stores the rows.")
+@cli_option(
+    "--subject-from",
+    metavar="COLUMN",
+    group=_MESSAGES,
+    show_default="subject",
+    help="The column with each row's subject.",
+)
+@cli_option(
+    "--subject",
+    metavar="SUBJECT",
+    group=_MESSAGES,
+    help="Each row's subject; {column} becomes the value of that column.",
+)
+@cli_option(
+    "--data-from",
+    metavar="COLUMN",
+    group=_MESSAGES,
+    show_default="the row as JSON",
+    help="The column with the payload.",
+)
+@cli_option(
+    "--headers-from",
+    metavar="COLUMN",
+    group=_MESSAGES,
+    help="The column with headers, as export writes them; not Nats-….",
+)
+@cli_option("--no-restore", is_flag=True, group=_MESSAGES, help="Take a file that export wrote as any other table.")
+@cli_option(
     "--non-finite",
     type=click.Choice(["refuse", "null"]),
     default="refuse",
     show_default=True,
+    group=_MESSAGES,
     help="What to do with inf and NaN in Parquet, which JSON cannot express.",
 )
-@click.option("--format", "given", type=click.Choice(FORMATS), help="Format of FILE (default: from its suffix).")
-@click.option("--delimiter", metavar="CHAR", help="What separates the fields of CSV: a character, or 'tab'.")
-@click.option("--encoding", metavar="NAME", help="Encoding of CSV and JSON lines, such as latin-1 (default: utf-8).")
-@click.option(
+@cli_option(
+    "--format", "given", type=click.Choice(FORMATS), show_default="from its suffix", group=_FILE, help="Format of FILE."
+)
+@cli_option("--delimiter", metavar="CHAR", group=_FILE, help="What separates the fields of CSV: a character, or 'tab'.")
+@cli_option(
+    "--encoding",
+    metavar="NAME",
+    show_default="utf-8",
+    group=_FILE,
+    help="Encoding of CSV and JSON lines, such as latin-1.",
+)
+@cli_option(
     "--create", multiple=True, metavar="SUBJECT", help="Create a missing stream with subject SUBJECT; repeatable."
 )
-@click.option("--skip", type=click.IntRange(0), default=0, metavar="ROWS", help="Skip the first ROWS rows.")
-@click.option("--resume", is_flag=True, help="Send the rows of a changed file that the stream does not have.")
-@click.option("--again", is_flag=True, help="Send all rows, also those that the stream has.")
-@click.option("--dry-run", is_flag=True, help="Check every row and show the first messages; send nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and no progress bar.")
+@cli_option("--skip", type=click.IntRange(0), default=0, metavar="ROWS", group=_ROWS, help="Skip the first ROWS rows.")
+@cli_option(
+    "--resume", is_flag=True, group=_ROWS, help="Send the rows of a changed file that the stream does not have."
+)
+@cli_option("--again", is_flag=True, group=_ROWS, help="Send all rows, also those that the stream has.")
+@cli_option("--dry-run", is_flag=True, group=_ROWS, help="Check every row and show the first messages; send nothing.")
+@json_option("Print one JSON object, and no progress bar.")
 @connection_options()
 def command(
     where: Target,
@@ -98,13 +135,12 @@ def command(
     To look for stored rows, the command needs allow_direct on the stream. The stream needs allow_batched as well, and
     the server must be 2.14 or newer.
 
-    \b
     Examples:
-      jetstream-ext ingest orders.csv --stream ORDERS --create 'orders.>' --subject 'orders.{country}'
-      jetstream-ext ingest orders.csv --stream ORDERS --subject 'orders.{country}' --dry-run
-      jetstream-ext ingest orders.csv --stream ORDERS --subject 'orders.{country}' --resume
-      zcat orders.gz | jetstream-ext ingest - --format jsonl --stream ORDERS --subject orders.new
-    """  # noqa: D301 - click's own mark
+        jetstream-ext ingest orders.csv --stream ORDERS --create 'orders.>' --subject 'orders.{country}'
+        jetstream-ext ingest orders.csv --stream ORDERS --subject 'orders.{country}' --resume
+        jetstream-ext ingest orders.csv --stream ORDERS --subject 'orders.{country}' --dry-run
+        zcat orders.gz | jetstream-ext ingest - --format jsonl --stream ORDERS --subject orders.new
+    """
     check_name(stream, "stream name")  # servers do not answer requests with an invalid one
     if subject is not None and subject_from is not None:
         raise click.UsageError("give --subject or --subject-from, not both")

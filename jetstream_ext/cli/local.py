@@ -12,6 +12,7 @@ from typing import Final
 
 import click
 
+from jetstream_ext.cli.options import Command, cli_option, json_option
 from jetstream_ext.cli.output import on_signal, say, write_json
 from jetstream_ext.spark.java import JavaError, require_java
 from jetstream_ext.testing import NatsServer
@@ -22,8 +23,8 @@ _PACKAGED: Final = Path(__file__).with_name("flights.py")  # in a wheel
 _SOURCE: Final = Path(__file__).parents[2] / "examples" / "flights.py"  # in a clone
 
 
-@click.command("serve", short_help="Run a nats-server until Ctrl-C.")
-@click.option(
+@click.command("serve", cls=Command, short_help="Run a nats-server until Ctrl-C.")
+@cli_option(
     "--port",
     type=click.IntRange(0, 65535),
     default=4222,
@@ -31,21 +32,25 @@ _SOURCE: Final = Path(__file__).parents[2] / "examples" / "flights.py"  # in a c
     show_default=True,
     help="Port to listen on; 0 is any free port.",
 )
-@click.option(
+@cli_option(
     "--store",
     type=click.Path(file_okay=False, path_type=Path),
     help="Keep the data in this folder; without it, the data is deleted at the end.",
 )
-@click.option(
+@cli_option(
     "--config",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="File with further nats-server configuration.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the URL, version and folder as one JSON object.")
+@json_option("Print the URL, version and folder as one JSON object.")
 def serve(port: int, store: Path | None, config: Path | None, as_json: bool) -> None:
     """Run a nats-server with JetStream on this machine until Ctrl-C.
 
     The server listens on 127.0.0.1 only. Its binary comes from nats-jetstream-ext[server], or else from the PATH.
+
+    Examples:
+        jetstream-ext serve
+        jetstream-ext serve --store ./data --port 4333
     """
     folder = None if store is None else str(store.absolute())
     kept = () if folder is None else ("--jetstream", "--store_dir", folder)
@@ -67,13 +72,17 @@ def serve(port: int, store: Path | None, config: Path | None, as_json: bool) -> 
         raise click.ClickException(f"the server ended; the last line of its log: {last}")
 
 
-@click.command("demo", short_help="Send flights through JetStream and Spark.")
-@click.option("--flights", type=click.IntRange(1), metavar="N", help="Send only the first N flights.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.command("demo", cls=Command, short_help="Send flights through JetStream and Spark.")
+@cli_option("--flights", type=click.IntRange(1), metavar="N", help="Send only the first N flights.")
+@json_option()
 def demo(flights: int | None, as_json: bool) -> None:
     """Send the flights of New York 2013 through JetStream and Spark, and check the result.
 
     Starts a temporary nats-server. Needs nats-jetstream-ext[demo], and Java 17 or newer.
+
+    Examples:
+        jetstream-ext demo
+        jetstream-ext demo --flights 5000
     """
     if problems := _demo_problems():
         raise click.ClickException("; ".join(problems))

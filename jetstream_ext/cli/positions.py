@@ -12,6 +12,7 @@ from nats.js import JetStreamContext
 from nats.js.errors import BucketNotFoundError, NotFoundError
 
 from jetstream_ext.cli.connection import Target, connected, connection_options
+from jetstream_ext.cli.options import Command, json_option
 from jetstream_ext.cli.output import console, count, table, write_json
 from jetstream_ext.client.api import gather_bounded, stream_state
 from jetstream_ext.client.connection import Context, open_bucket
@@ -61,9 +62,9 @@ class _Found:
         return state.last_seq - at.last_read, ""
 
 
-@click.command("positions", short_help="Show how far readers and Spark queries are.")
+@click.command("positions", cls=Command, short_help="Show how far readers and Spark queries are.")
 @click.argument("bucket")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option()
 @connection_options()
 def command(where: Target, bucket: str, as_json: bool) -> None:
     """Show the positions in BUCKET: of log readers, and of Spark queries that have it as their progressBucket.
@@ -71,7 +72,8 @@ def command(where: Target, bucket: str, as_json: bool) -> None:
     The position is the next sequence to read; the lag is the number of sequences from there to the end of the stream now,
     whatever filter the reader has.
 
-    Example: jetstream-ext positions offsets
+    Examples:
+        jetstream-ext positions offsets
     """
     check_name(bucket, "bucket name")  # servers do not answer requests with an invalid one
     found = asyncio.run(_look(where, bucket))

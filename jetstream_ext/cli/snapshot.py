@@ -10,6 +10,7 @@ import click
 from nats.js.errors import BucketNotFoundError
 
 from jetstream_ext.cli.connection import Target, connected, connection_options
+from jetstream_ext.cli.options import OUTPUT, Command, cli_option, json_option
 from jetstream_ext.cli.output import console, count, is_are, shortened, table, text_or_base64, write_json
 from jetstream_ext.cli.times import moment, shown
 from jetstream_ext.client.connection import open_bucket
@@ -31,15 +32,15 @@ def _revision_or_time(text: str) -> int | datetime:
         raise click.BadParameter(str(error).replace(" is not ", " is not a revision or ", 1)) from None
 
 
-@click.command("snapshot", short_help="Show a bucket now, or at a revision or time.")
+@click.command("snapshot", cls=Command, short_help="Show a bucket now, or at a revision or time.")
 @click.argument("bucket")
-@click.option(
+@cli_option(
     "--at", type=_revision_or_time, metavar="REVISION|TIME", help="Show the bucket as it was then, instead of now."
 )
-@click.option("--key", "keys", multiple=True, metavar="PATTERN", help="Show only matching keys (* and >); repeatable.")
-@click.option("--partial", is_flag=True, help="Leave out keys whose history is no longer stored, instead of failing.")
-@click.option("--full", is_flag=True, help=f"Show the whole of values of more than {_MOST} characters.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@cli_option("--key", "keys", multiple=True, metavar="PATTERN", help="Show only matching keys (* and >); repeatable.")
+@cli_option("--partial", is_flag=True, help="Leave out keys whose history is no longer stored, instead of failing.")
+@cli_option("--full", is_flag=True, group=OUTPUT, help=f"Show the whole of values of more than {_MOST} characters.")
+@json_option()
 @connection_options()
 def command(
     where: Target,
@@ -55,9 +56,11 @@ def command(
     A time is RFC 3339, a local date or time, or relative to now; the output says which instant it is. If the bucket no
     longer stores the history that this needs, the command fails.
 
-    Example: jetstream-ext snapshot prices --at '10 minutes ago'
-
-    Example: jetstream-ext snapshot prices --at '2026-11-25 14:30'
+    Examples:
+        jetstream-ext snapshot prices
+        jetstream-ext snapshot prices --key 'eu.*' --full
+        jetstream-ext snapshot prices --at '10 minutes ago'
+        jetstream-ext snapshot prices --at '2026-11-25 14:30'
     """
     check_name(bucket, "bucket name")  # servers do not answer requests with an invalid one
     found = asyncio.run(_take(where, bucket, at, keys, partial=partial))
