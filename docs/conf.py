@@ -34,7 +34,7 @@ default_role = "code"
 nitpicky = True
 # Other projects' names; there is no network while the documentation is built, so nothing to link them to.
 nitpick_ignore_regex = [
-    (r"py:.*", r"(nats|asyncio|pyspark|pyarrow|collections|typing|datetime|enum|types|os|pathlib)\..*"),
+    (r"py:.*", r"(nats|asyncio|opentelemetry|pyspark|pyarrow|collections|typing|datetime|enum|types|os|pathlib)\..*"),
     (
         r"py:.*",
         r"(JetStreamContext|KeyValue|SparkSession|DataFrame|TracebackType|StreamInfo|datetime|timedelta|Mapping|Iterable|AsyncIterable)",

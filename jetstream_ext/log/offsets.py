@@ -23,6 +23,7 @@ from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import FencedError, StreamRecreatedError
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import check_key, operation
+from jetstream_ext.log.observed import store_position
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.numbers import json_number, json_text
@@ -334,7 +335,7 @@ class OffsetStore:
                 not fetched and name in self._fetched_in
             ):  # there was no position: no record shows that the bucket is the same
                 await Retry(self._patience).call(lambda: self._check_same(self._fetched_in[name]))
-            ack = await writer.store([], offset.encode())
+            ack = await store_position(writer, offset.encode(), name, seq)
         except StreamRecreatedError as error:
             raise StreamRecreatedError(
                 f"reader {name!r}: the position was not stored, because bucket {self.bucket!r} is not known to be the one in which "

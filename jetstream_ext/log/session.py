@@ -38,6 +38,7 @@ from jetstream_ext.log.group_store import GroupStore, MemberRecord, PartitionRec
 from jetstream_ext.log.group_view import GroupView
 from jetstream_ext.log.held import BLOCK, Held
 from jetstream_ext.log.lane import Lane
+from jetstream_ext.log.observed import store_position
 from jetstream_ext.log.pauses import Pauses
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.membership import Claim, Lose, Membership, Owner, Release, Revoke
@@ -770,7 +771,8 @@ class Session:
                 return True
             uncommitted = held.uncommitted
             try:
-                ack = await held.writer.store([], self._record(self.id, position))
+                record = self._record(self.id, position)
+                ack = await store_position(held.writer, record, self.group.name, position)
             except RecordMovedError:
                 self._fenced(held)
                 return False

@@ -51,7 +51,7 @@ from jetstream_ext.errors import (
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.log.dead_letter import DeadLetter, check_dead_letter
 from jetstream_ext.log.lease import Lease, lease_key
-from jetstream_ext.log.observed import observed_handling
+from jetstream_ext.log.observed import observed_commit, observed_handling
 from jetstream_ext.log.offsets import (
     OffsetStore,
     PositionedReader,
@@ -772,9 +772,7 @@ class Worker:
         if observer is None:
             await self._store_fenced(outputs, position, attempts)
             return
-        facts: dict[str, str | int] = {"messaging.consumer.group.name": self.name, "jetstream_ext.position": position}
-        connection = self.context.connection
-        with observer.begin(telemetry.Kind.COMMIT, connection, stream=self.stream, attributes=facts) as operation:
+        with observed_commit(observer, self.context.connection, self.stream, self.name, position) as operation:
             operation.describe(messages=len(outputs))
             await self._store_fenced(outputs, position, attempts)
 

@@ -95,19 +95,30 @@ class FastWire:
         size, last, largest = 0, sent, _BLOCK_BYTES
         known, top, reply, cached = self.subjects, self.max_payload, b" " + self._reply, self._headers.encode
         bulk = tuple if sent else None  # the first message is not appended: it opens the batch
-        verb, tail, added, room = b"PUB ", b"%d.1.$FI %d\r\n", 0, top
+        added, traced = 0, b""
         if trace is not None:  # a message without headers gets a constant block of them
             added = len(trace.block)
-            verb, room = b"HPUB ", top - added
-            tail = b"%%d.1.$FI %d %%d\r\n%b" % (added, trace.block.replace(b"%", b"%%"))
+            traced = b"%%d.1.$FI %d %%d\r\n%b" % (added, trace.block.replace(b"%", b"%%"))
             limit = min(limit, max(1, _BLOCK_BYTES // added))
+        room = top - added
         stopped: BaseException | None = None
         try:
             for seq, entry in zip(range(sent + 1, sent + limit + 1), entries):  # noqa: B905 - `entries` may be longer
                 if type(entry) is bulk and len(entry) == 2 and type(entry[1]) is bytes and len(entry[1]) <= room:
                     # Nearly every message of a bulk is this or the next one. Their parts are joined only once.
                     subject, payload = entry
-                    out += verb, known[subject], reply, tail % (seq, len(payload) + added), payload, b"\r\n"
+                    if trace is None:
+                        out += (
+                            b"PUB ",
+                            known[subject],
+                            reply,
+                            b"%d.1.$FI %d\r\n" % (seq, len(payload)),
+                            payload,
+                            b"\r\n",
+                        )
+                    else:
+                        sizes = traced % (seq, len(payload) + added)
+                        out += b"HPUB ", known[subject], reply, sizes, payload, b"\r\n"
                 elif (
                     type(entry) is bulk
                     and len(entry) == 3

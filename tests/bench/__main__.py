@@ -35,6 +35,7 @@ MODULES = {
     "sharing": "sharing",
     **{f"memory-{case}-{count}": "memory" for case in memory.CASES for count in memory.LONG},
     "kv": "kv",
+    "otel": "tracing",
     "tables": "tables",
     "groups": "groups",
     "spark_read": "spark_read",

@@ -486,3 +486,22 @@ async def test_a_member_of_a_group_handles_each_message_in_a_span(
     assert [point.attributes["messaging.consumer.group.name"] for point in recorded.points("jetstream_ext.lag")] == [
         "g"
     ]
+
+
+async def test_the_commit_of_a_reader_is_a_span_with_its_position(
+    js: JetStreamContext, make_stream: Callable[..., Any], stream_name: Callable[[], str], recorded: Recorded
+) -> None:
+    stream, offsets = await make_stream(), await log.OffsetStore(js, stream_name()).create()
+    async with jsx.FastPublisher(js) as publisher:
+        await publisher.add_many([(f"{stream}.a", b"")] * 5)
+    reader = log.LogReader(js, stream, start=log.Stored("r"), offsets=offsets)
+    await reader.read(3)
+    await offsets.commit(reader)
+    commit = recorded.spans[-1]
+    assert commit.name == f"commit KV_{offsets.bucket}"
+    assert attributes(commit) == attributes(commit) | {
+        "messaging.consumer.group.name": "r",
+        "jetstream_ext.position": 4,
+    }
+    (lag,) = recorded.points("jetstream_ext.lag")
+    assert (lag.value, lag.attributes["messaging.consumer.group.name"]) == (5, "r")
