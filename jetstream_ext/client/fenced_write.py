@@ -47,7 +47,10 @@ from jetstream_ext.errors import (
 )
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.options import as_message, has_expectation, message_headers
+from jetstream_ext.text import get_logger, log_state
 from jetstream_ext.types import TTL, BatchAck, BatchMessage, Entry
+
+_log: Final = get_logger("client")
 
 _WRONG_LAST_SEQUENCE: Final = frozenset({ErrorCode.WRONG_LAST_SEQUENCE, ErrorCode.WRONG_LAST_SEQUENCE_CONSTANT})
 _ROLLUP: Final = {"Nats-Rollup": "sub"}
@@ -140,6 +143,7 @@ class FencedWriter:
                 break
             except Exception as error:
                 problem = error
+                log_state(_log, self.name, "store failed", error, fence=self.fence, error=error)
                 if on_its_way and not is_transient(error) and getattr(error, "outcome", None) == "not_stored":
                     problem = RequestTimeoutError(
                         f"{self.name}: an attempt to store on {self.subject!r} was not answered, and the next one was refused, "

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import heapq
 import itertools
 import sqlite3
@@ -55,7 +56,7 @@ from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import check_seconds, check_sequence
 from jetstream_ext.protocol.subjects import covering, matcher
 from jetstream_ext.protocol.table import Change, Content, Record, Watcher
-from jetstream_ext.text import get_logger
+from jetstream_ext.text import get_logger, log_state
 
 _E = TypeVar("_E")
 _C = TypeVar("_C")
@@ -99,6 +100,15 @@ class _Stored:
     up_to: int  # … at this sequence
 
 
+class Phase(enum.Enum):
+    """Where a table is; see the module."""
+
+    OPENING = "opening"
+    FOLLOWING = "following"
+    RELOADING = "reloading"
+    ENDED = "ended"
+
+
 class Live:
     """The content of a table, kept current by a task from `open` to `close`."""
 
@@ -117,6 +127,8 @@ class Live:
         self.closed: bool = False
         self.leader_seq: int = 0
         """The leader's last sequence, when it was asked last."""
+        self._phase = Phase.OPENING
+        self._log_source = f"table of {source.what}"
         self._patterns = patterns
         self._whole = patterns == [EVERYTHING]
         self._task: asyncio.Task[None] | None = None
@@ -131,7 +143,6 @@ class Live:
         self._heard = 0.0  # when the leader's state was received
         self._position = 0  # what is staged or committed
         self._dense = True  # and nothing is missing between the two
-        self._stale = False  # another load is needed
         self._doubtful = (
             False  # what it has must be compared with what is stored, because something may have been missed
         )
@@ -157,11 +168,13 @@ class Live:
             with self.source.not_found():
                 if self._checkpoint is None or not await self._restore(await self._checkpoint.open()):
                     await self._load()
-        except BaseException:
+        except BaseException as error:
             self.closed = True
+            self._enter(Phase.ENDED, error)
             if self._checkpoint is not None:
                 self._checkpoint.abandon()
             raise
+        self._enter(Phase.FOLLOWING)
         what = self.source.what
         self._task = asyncio.create_task(self._run(), name=f"jetstream_ext table of {what}")
         if self._checkpoint is not None:
@@ -210,7 +223,16 @@ class Live:
         text = f"a {what} of {self.source.what} was dropped while it was open; use `async with`"
         warnings.warn(text, ResourceWarning, stacklevel=3)
 
+    def _enter(self, phase: Phase, why: object = "") -> None:
+        before, self._phase = self._phase, phase
+        if phase is not before:
+            change = f"{before.name} -> {phase.name}"
+            log_state(
+                _log, self._log_source, change, why, revision=self.content.revision, keys=len(self.content.values)
+            )
+
     def _end(self) -> None:
+        self._enter(Phase.ENDED, self.error or "")
         self._disarm()
         for _, _, future in self._waiting:
             if not future.done():
@@ -297,7 +319,7 @@ class Live:
         failures = loads = 0  # one after the other
         try:
             while True:
-                was_stale = self._stale
+                was_stale = self._phase is Phase.RELOADING
                 published, self._published = self._published, 0
                 self._kick.clear()
                 self._urgent.clear()
@@ -306,7 +328,7 @@ class Live:
                         read = await self._go_on()
                 except _VanishedError as why:
                     _log.warning("%s: the table is loaded again, because %s", self.source.what, why)
-                    self._stale = True
+                    self._enter(Phase.RELOADING, why)
                     await asyncio.sleep(min(_FIRST_RETRY * 2**loads, _LONGEST_RETRY) if loads else 0)
                     loads = min(loads + 1, 16)
                     continue
@@ -330,9 +352,9 @@ class Live:
 
     async def _go_on(self) -> int:
         """Make the table current; return how many messages were read."""
-        if self._stale:
+        if self._phase is Phase.RELOADING:
             await self._load()
-            self._stale = False
+            self._enter(Phase.FOLLOWING)
             return 1
         read = await self._step()
         if self._watched and not self._inboxes and not read:
@@ -503,6 +525,7 @@ class Live:
         state = await self.source.check_same(self._state, await self.source.readable_state())
         if state.last_seq < revision:
             raise self._behind(state)
+        log_state(_log, self._log_source, "compared", revision=revision, last_seq=state.last_seq)
         reader = verified_reader(self.source, state)
         newest = await reader.newest_up_to(revision, state.first_seq)
         if newest is not None and newest.time > self._committed_at:
@@ -558,6 +581,7 @@ class Live:
             self.content, self._state = Content(), None
             return False
         self._anew = False
+        log_state(_log, self._log_source, "checkpoint restored", revision=revision, keys=len(saved.rows))
         return True
 
     async def _save(self) -> None:
@@ -583,6 +607,7 @@ class Live:
                 content.dirty |= dirty
             raise
         self._saved_revision, self._anew = revision, self._anew and content is not self.content
+        log_state(_log, self._log_source, "checkpoint saved", revision=revision, keys=len(values), anew=anew)
 
     async def _save_often(self) -> None:
         failed = False
@@ -615,6 +640,7 @@ class Live:
         handler = InboxHandler(self._noticed, self._lost, self._kick.set)
         for subject in self._watched:
             self._inboxes.append(await connection.inbox(handler, subject=subject, timeout=self.source.timeout))
+        log_state(_log, self._log_source, "subscribed", subjects=len(self._watched))
 
     def _noticed(self, frames: list[Frame]) -> None:
         self._published += len(frames)
@@ -629,6 +655,8 @@ class Live:
 
     def _disarm(self) -> None:
         inboxes, self._inboxes = self._inboxes, []
+        if inboxes:
+            log_state(_log, self._log_source, "unsubscribed", published=self._published)
         for inbox in inboxes:
             inbox.close()
 

@@ -37,10 +37,12 @@ from jetstream_ext.kv.entries import KeyValueEntry, check_key, check_keys
 from jetstream_ext.kv.staging import Staging
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.options import check_seconds, check_sequence
-from jetstream_ext.text import counted
+from jetstream_ext.text import counted, get_logger, log_state
 from jetstream_ext.types import TTL, BatchAck, BatchMessage
 
 _Result = TypeVar("_Result")
+
+_log: Final = get_logger("kv")
 
 _OUTCOMES: Final[dict[BatchState, Outcome]] = {"committed": "stored", "unknown": "unknown"}
 # How often a commit is sent again because a key to be created turned out to have a delete marker.
@@ -236,21 +238,32 @@ class Transaction:
     async def _commit_and_settle(self) -> dict[str, int]:
         self._check_open()
         self._state = "failed"
+        writes, reads = self._staging.writes, self._staging.reads
+        log_state(_log, self._source, "commit begun", writes=len(writes), reads=len(reads))
         try:
             with self._remembering_errors():
-                if self._staging.writes:
+                if writes:
                     await self._commit()
-                elif reads := self._staging.reads:
+                elif reads:
                     state = await self._certain_state()  # raises for a mirror, where keys have another prefix
                     if (
                         len(reads) > 1 or state.replicated
                     ):  # else a single read was of one moment, and of the only server
                         await self._check_reads()
-        finally:
-            if self._state == "failed" and self._batch is not None and self._batch.state == "unknown":
-                self._state = "unknown"
-        self._state = "committed"
+        except BaseException as error:
+            unknown = self._batch is not None and self._batch.state == "unknown"
+            self._enter("unknown" if unknown else "failed", before="open", error=error)
+            raise
+        self._enter("committed", before="open")
         return self.revisions
+
+    @property
+    def _source(self) -> str:
+        return f"transaction on {self._bucket.name!r}"
+
+    def _enter(self, state: BatchState, *, before: BatchState, error: BaseException | None = None) -> None:
+        self._state = state
+        log_state(_log, self._source, f"{before.upper()} -> {state.upper()}", batch=self._batch_id, error=error)
 
     async def _commit(self) -> None:
         staging, bucket = self._staging, self._bucket
@@ -265,12 +278,14 @@ class Transaction:
             self._batch_id = batch.batch_id
             self._messages = staging.messages(fence=fence, msg_id=self._batch_id if self._with_id else None)
             self._session = bucket.context.connection.session
+            log_state(_log, self._source, "attempt", batch=self._batch_id, number=retries + 1, fence=fence)
             try:
                 await batch.add_many(self._messages)
                 self._accept(await batch.commit_eob())
                 return
             except WrongLastSequenceError as refusal:
                 conflict = await self._find_conflict()
+                log_state(_log, self._source, "conflict", batch=self._batch_id, error=conflict or refusal)
                 if conflict is not None or retries == _MAX_COMMIT_RETRIES:
                     raise conflict or refusal from refusal
             except NoStreamError as error:
@@ -365,7 +380,7 @@ class Transaction:
             )
         if outcome == "stored":
             self._accept(self._batch.ack)
-        self._state = "committed" if outcome == "stored" else "failed"
+        self._enter("committed" if outcome == "stored" else "failed", before="unknown")
         return outcome
 
     @contextmanager
@@ -395,6 +410,7 @@ class Transaction:
         assert self.can_repeat
         self._repeated = True
         bucket = self._bucket
+        log_state(_log, self._source, "commit sent again", batch=self._batch_id)
         try:
             ack = await publish_unobserved(bucket.js, self._messages, batch_id=self._batch_id, timeout=bucket.timeout)
         except AtomicPublishDuplicateMessageIDError:
@@ -403,14 +419,14 @@ class Transaction:
             if not isinstance(error.__cause__, AtomicPublishDuplicateMessageIDError):
                 raise
         except WrongLastSequenceError as refusal:
-            self._state = "failed"  # the server compares ids before revisions
+            self._enter("failed", before="unknown", error=refusal)  # the server compares ids before revisions
             raise await self._find_conflict() or refusal from refusal
         except Exception as error:
             unknown = _unknown(bucket, self._batch_id, error)
             raise unknown from unknown.__cause__
         else:
             self._accept(ack)
-        self._state = "committed"
+        self._enter("committed", before="unknown")
 
     async def discard(self) -> None:
         """End the transaction without a commit; nothing is written.
@@ -418,7 +434,7 @@ class Transaction:
         Cancellation: Sends nothing and waits for nothing.
         """
         if self._state == "open":
-            self._state = "discarded"
+            self._enter("discarded", before="open")
 
     async def __aenter__(self) -> Self:
         return self
@@ -579,7 +595,10 @@ async def _run_until_committed(
 ) -> _Result:
     retry = Retry(give_up_after, first_pause=_FIRST_PAUSE, jitter=True, transient=_may_run_again)
     retry.start()
+    source, run = f"bucket {bucket.name!r}", 0
     while True:
+        run += 1
+        log_state(_log, source, "run begun", number=run)
         errors: list[Exception] = []
         tx = _Run(bucket, with_id=True, errors=errors)
         returned = False
@@ -593,6 +612,7 @@ async def _run_until_committed(
             if tx.state in ("committed", "unknown") or not (returned or _consists_of(error, errors)):
                 raise
             failure = error
+            log_state(_log, source, "run failed", number=run, error=error)
         finally:
             await tx.discard()
         await retry.pause_if_transient(failure)

@@ -13,7 +13,7 @@ from typing import Any
 
 from jetstream_ext.errors import FencedError
 from jetstream_ext.protocol.options import check_int, check_seconds
-from jetstream_ext.text import get_logger
+from jetstream_ext.text import get_logger, log_state
 
 Callback = Callable[[tuple[int, ...]], Awaitable[None] | None]
 
@@ -123,7 +123,7 @@ class Callbacks:
         except FencedError as error:
             if error is not calling.refused:
                 raise
-            _log.debug("%s", error)
+            log_state(_log, self._member, "commit refused in a callback", error)
         finally:
             calling.running = False
             _calling.reset(token)

@@ -38,7 +38,7 @@ from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ, MSG_TTL
 from jetstream_ext.protocol.numbers import json_number, json_text
 from jetstream_ext.protocol.options import MAX_TTL
-from jetstream_ext.text import get_logger
+from jetstream_ext.text import get_logger, log_state
 
 _log = get_logger("log")
 
@@ -108,10 +108,10 @@ class Lease:
         waiting = False
         while not await self._take(self._writer):
             if not waiting:
-                _log.debug("%s stands by: another worker of its name is alive", self._name)
+                log_state(_log, self._name, "stands by", "another worker of its name is alive")
                 waiting = True
             await asyncio.sleep(_POLL)
-        _log.debug("%s holds the lease", self._name)
+        log_state(_log, self._name, "lease held", seconds=self._seconds)
         self._renewing = asyncio.create_task(self._renew(self._writer))
 
     async def release(self) -> None:
@@ -128,8 +128,9 @@ class Lease:
                     await cancel(renewing, _RELEASE_TIMEOUT)
                 if self._writer is not None and self._may_hold and self._bucket.context.connection.usable:
                     await self._delete(self._writer)
+                    log_state(_log, self._name, "lease released")
         except Exception as error:
-            _log.debug("%s: the lease could not be deleted: %r", self._name, error)
+            log_state(_log, self._name, "lease not deleted", error, error=error)
         finally:
             if renewing is not None:
                 renewing.cancel()
@@ -182,6 +183,7 @@ class Lease:
                     continue
                 # It has ended before it was renewed, or it was deleted. Another worker may have one now.
                 self.lost = not await self._take(writer)
+                log_state(_log, self._name, "lease lost" if self.lost else "lease taken again")
             except Exception as error:  # the worker goes on: the lease is not what makes it safe
                 _log.warning("%s: its lease could not be renewed: %r", self._name, error)
 

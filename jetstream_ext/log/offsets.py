@@ -29,6 +29,9 @@ from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.numbers import json_number, json_text
 from jetstream_ext.protocol.options import check_int, check_seconds, check_sequence, rfc3339
 from jetstream_ext.protocol.subjects import check_name, overlap
+from jetstream_ext.text import get_logger, log_state
+
+_log: Final = get_logger("log")
 
 _VERSION: Final = 1
 
@@ -336,6 +339,7 @@ class OffsetStore:
             ):  # there was no position: no record shows that the bucket is the same
                 await Retry(self._patience).call(lambda: self._check_same(self._fetched_in[name]))
             ack = await store_position(writer, offset.encode(), name, seq)
+            log_state(_log, f"reader {name!r}", "position committed", position=seq)
         except StreamRecreatedError as error:
             raise StreamRecreatedError(
                 f"reader {name!r}: the position was not stored, because bucket {self.bucket!r} is not known to be the one in which "

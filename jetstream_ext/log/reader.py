@@ -48,7 +48,7 @@ from jetstream_ext.protocol.numbers import LARGEST
 from jetstream_ext.protocol.options import check_int, check_seconds, check_word
 from jetstream_ext.protocol.reads import Scan
 from jetstream_ext.protocol.subjects import can_be_asked_for, check_filter
-from jetstream_ext.text import get_logger, numbered, plural
+from jetstream_ext.text import get_logger, log_state, numbered, plural
 
 _log = get_logger("log")
 
@@ -191,6 +191,7 @@ class LogReader:
         self._checked = False  # the leader has said that the stream can be read
         self.context: JetStreamContext = js
         self.stream: str = stream
+        self._source = f"reader of {stream!r}"  # for the log
         self.subject: str | None = subject
         self.tail: bool = tail
         self.confirm: bool = confirm
@@ -236,6 +237,7 @@ class LogReader:
             if isinstance(start, int):
                 start = Seq(start)
             self._start_at(start if isinstance(start, StoredOffset) else check_start(start))
+            log_state(_log, self._source, "seek", start=self._start)
 
     def _start_at(self, start: Start | StoredOffset) -> None:
         self._start = start
@@ -503,6 +505,7 @@ class LogReader:
                 self._not_before = None
         self._ready.extend(rows)
         self._after_ready = after
+        log_state(_log, self._source, "messages ready", messages=len(rows), position=after)
         if not rows:
             self._position = after
 
@@ -582,11 +585,13 @@ class LogReader:
             if isinstance(start, StoredOffset):
                 self._created = start.created or None
             self._position = await self._find_unconfirmed(start)
+            log_state(_log, self._source, "start found", position=self._position)
             return self._position
         state = await self._look()
         if isinstance(start, StoredOffset):
             state.check_created(start.created)
         self._position = await self._find(start, state)
+        log_state(_log, self._source, "start found", position=self._position, last_seq=state.last_seq)
         self._at_head = isinstance(start, First)
         if isinstance(start, Time):
             self._since = min(start.when, state.now)

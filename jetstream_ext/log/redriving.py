@@ -70,7 +70,7 @@ from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ, EXPECTED_STREAM, MSG_ID
 from jetstream_ext.protocol.options import check_int, check_seconds, check_sequence
 from jetstream_ext.protocol.subjects import check_filter, check_name, covers
-from jetstream_ext.text import counted, get_logger
+from jetstream_ext.text import counted, get_logger, log_state
 
 _log = get_logger("log")
 
@@ -375,6 +375,7 @@ class _Redriving:
             return
         noted = [letter for letter in self._decode(stored) if await self._letters.find(letter.key) is not None]
         self._suspect = {letter.key: letter for letter in noted}  # the others were sent and deleted, or dropped
+        log_state(_log, f"redrive of stream {self._stream!r}", "resumed", in_doubt=len(noted))
         await self._store_note([])  # the other call, if it runs, sends nothing after what it is sending
         await self._look_patiently(noted)
         await self._store_note([])
@@ -538,6 +539,7 @@ class _Redriving:
             await self._read_fences(letters, states)
             await self._store_note(letters)
             await self._send(letters)
+            log_state(_log, f"redrive of stream {self._stream!r}", "letters sent", letters=len(letters), sent=self.sent)
         if failure is not None:
             raise failure
 

@@ -42,7 +42,7 @@ from jetstream_ext.log.observed import store_position
 from jetstream_ext.log.pauses import Pauses
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.membership import Claim, Lose, Membership, Owner, Release, Revoke
-from jetstream_ext.text import get_logger, plural
+from jetstream_ext.text import get_logger, log_state, plural
 
 _log = get_logger("log")
 
@@ -119,6 +119,7 @@ class Session:
             self.closed = True
             await self._end()
             raise
+        log_state(_log, self.what, "joined", member=self.id)
         changes = table.changes()
         for key, entry in table.items():
             self._view.note(key, entry)
@@ -179,6 +180,7 @@ class Session:
         self._changed.set()
         if not self._leaving and self._main:
             self._leaving = True
+            log_state(_log, self.what, "leaves", partitions=len(self.held))
             self._spawn(self._renew_soon(), "renewal")  # the others share its partitions from now on
             self._departure = self._spawn(self._hand_over_all(), "departure")
 
@@ -253,6 +255,7 @@ class Session:
             self.ready.set()
             if self._table is not None:
                 await self._table.__aexit__(None, None, None)
+            log_state(_log, self.what, "left")
 
     async def _delete_key(self) -> None:
         if not self.store.context.connection.usable:
@@ -261,7 +264,7 @@ class Session:
             async with asyncio.timeout(_LEAVE_TIMEOUT):
                 await self.store.delete_member(self.id, self.group.ttl, self.store.timeout)
         except Exception as error:
-            _log.debug("%s: its key could not be deleted: %r", self.what, error)
+            log_state(_log, self.what, "key not deleted", error, error=error)
 
     def dropped(self) -> None:
         """Close, from the owner's ``__del__`` and so perhaps from another thread, if it was left open; warn if so."""
@@ -309,7 +312,7 @@ class Session:
     def fail(self, error: Exception) -> None:
         """End the member: the caller gets this error."""
         if self.error is None or (self._told and type(error) is not type(self.error)):
-            _log.debug("%s ends: %r", self.what, error)
+            log_state(_log, self.what, "failed", error=error)
             self.error, self._told = error, False
         self._failed.set()
         self.ready.set()
@@ -413,7 +416,7 @@ class Session:
             owned = tuple(
                 sorted(it.partition for it, writer, _ in claimed if self._machine.holds(it.partition, writer.fence))
             )
-            _log.debug("%s owns partitions %s", self.what, owned)
+            log_state(_log, self.what, "partitions assigned", partitions=", ".join(map(str, owned)))
             await self._callbacks.assigned(owned)
             for claim, writer, position in claimed:
                 if self._machine.holds(claim.partition, writer.fence):
@@ -528,7 +531,7 @@ class Session:
         except FencedError as error:
             if error.seq is None:  # its position was removed: it would start again
                 raise
-            _log.debug("%s: %s", self.what, error)
+            log_state(_log, self.what, "fenced", error, partition=held.number)
             self._fenced(held)
         except Exception as error:
             if self.held.get(held.number) is held:
@@ -668,7 +671,7 @@ class Session:
             self._note_failure(release, error)
             return
         self._final.pop(number, None)
-        _log.debug("%s has released partition %d at %d", self.what, number, position)
+        log_state(_log, self.what, "partition released", partition=number, position=position)
         self._machine.released(number, attempt, ack.seq)
 
     def _lose(self, numbers: Iterable[int]) -> None:
@@ -778,6 +781,7 @@ class Session:
                 return False
             held.committed = position
             held.uncommitted -= uncommitted
+            log_state(_log, self.what, "position committed", partition=held.number, position=position)
             self._machine.stored(held.number, ack.seq)
             return True
 

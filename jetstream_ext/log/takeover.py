@@ -29,7 +29,7 @@ from jetstream_ext.client.connection import Context
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.protocol import frames
-from jetstream_ext.text import get_logger
+from jetstream_ext.text import get_logger, log_state
 
 _log = get_logger("log")
 
@@ -57,7 +57,7 @@ class Takeover:
         self.took_over: int = 0
         self._context = context
         self._stream = stream
-        self._name = name
+        self._source = f"worker {name!r}"  # for the log
         self._timeout = timeout
         self._patience = patience
         self._subscription: InboxSubscription | None = None
@@ -117,8 +117,9 @@ class Takeover:
         look = partial(stream_state, self._context, self._stream, self._timeout)
         self.took_over = int((await Retry(self._patience).call(look)).now.timestamp())
         if self.took_over - took_over >= TAKEOVER_PAUSE:
+            log_state(_log, self._source, "takes over", "from a worker that is alive")
             return True
-        _log.debug("worker %r waits: another worker of its name has just taken over", self._name)
+        log_state(_log, self._source, "waits", "another worker of its name has just taken over")
         return False
 
     async def _is_alive(self, inbox: str) -> bool:
@@ -135,6 +136,9 @@ class Takeover:
     def _asked(self, given: list[frames.Frame]) -> None:
         if any(len(data) > header_size for _, data, header_size in given):  # only `_YIELD` is not empty
             self._yield_until = asyncio.get_running_loop().time() + _YIELD_SECONDS
+            log_state(
+                _log, self._source, "makes room", "another worker of its name asks for it", seconds=_YIELD_SECONDS
+            )
 
 
 def _is_inbox(subject: str, own: str) -> bool:

@@ -69,7 +69,7 @@ from jetstream_ext.protocol.dead_letters import Attempts, describe, letter_heade
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.options import check_int, check_message, check_seconds
 from jetstream_ext.protocol.subjects import check_name, check_subject
-from jetstream_ext.text import get_logger
+from jetstream_ext.text import get_logger, log_state
 from jetstream_ext.types import NEVER, BatchMessage
 
 Outputs = BatchMessage | Iterable[BatchMessage] | AsyncIterable[BatchMessage] | None
@@ -301,6 +301,10 @@ class Worker:
     lease: Lease | None = None
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def _source(self) -> str:
+        return f"worker {self.name!r}"  # for the log
+
     def stop(self) -> None:
         """Let `run` return behind the current commit, or at once from a pause after a failed attempt.
 
@@ -316,6 +320,7 @@ class Worker:
         task = asyncio.current_task()
         self.cancelled = task.cancelling() if task is not None else 0
         await self._prepare()
+        log_state(_log, self._source, "started", stream=self.reader.stream, output=self.stream, id=self.id)
         try:
             if self.takeover is not None:
                 await self.takeover.open()
@@ -326,8 +331,13 @@ class Worker:
                 await self.lease.acquire()
                 await self._prepare()  # that may have taken weeks
             await self._claim()
-            return await self._work()
+            log_state(_log, self._source, "position claimed", position=self.committed)
+            processed = await self._work()
+            log_state(_log, self._source, "ended", position=processed.position, inputs=processed.inputs)
+            return processed
         except (Exception, asyncio.CancelledError) as error:
+            fenced = isinstance(error, FencedError)
+            log_state(_log, self._source, "fenced" if fenced else "ended", error=error, position=self.committed)
             await self._store_end(error)
             raise
         finally:
@@ -343,6 +353,7 @@ class Worker:
             messages = None if self.stopping.is_set() else await reader.read_for(_IDLE, self.max_messages)
             position = await reader.open()
             if messages:
+                log_state(_log, self._source, "inputs read", inputs=len(messages), position=position)
                 if self.attempts is None:
                     await self._store(await self._handle(messages, position))
                     self.inputs += len(messages)
@@ -369,7 +380,7 @@ class Worker:
                 if self.context.connection.usable:
                     await self._save_end(self.attempts, self.in_doubt)
         except Exception as failure:
-            _log.debug("worker %r: its end could not be stored: %s", self.name, describe(failure))
+            log_state(_log, self._source, "end not stored", error=failure)
 
     async def _save_end(self, attempts: Attempts, pending: tuple[int, Attempts] | None) -> None:
         """Store the end behind the newest record of this start, which may be that of a pending commit."""
@@ -671,8 +682,7 @@ class Worker:
         if failure is None:
             return done
         if self.grouped and len(group) > 1:
-            text = one_line(describe(failure), _LONGEST_LOGGED)
-            _log.debug("worker %r: the handler failed for %d inputs: %s", self.name, len(group), text)
+            log_state(_log, self._source, "inputs failed", inputs=len(group), error=failure)
             self.attempts = self.attempts.split(len(group))
             return done
         return done + await self._fail(messages[done:], after, failure, noted=noted)
@@ -701,15 +711,7 @@ class Worker:
         if not noted:
             await self._commit([], seq, attempts)
         self.pause = self.dead_letter.pause_after(count)
-        text = one_line(text, _LONGEST_LOGGED)
-        _log.debug(
-            "worker %r: input %d failed, attempt %d: %s; the next follows in %.4g s",
-            self.name,
-            seq,
-            count,
-            text,
-            self.pause,
-        )
+        log_state(_log, self._source, "input failed", seq=seq, attempts=count, seconds=self.pause, error=failure)
         return 0
 
     async def _bury(self, messages: Sequence[StoredMsg], after: int, attempts: int, error: str) -> None:
@@ -822,6 +824,7 @@ class Worker:
         self.in_doubt, self.attempts = None, attempts
         self.committed = position
         self.commits += 1
+        log_state(_log, self._source, "committed", position=position, outputs=len(outputs))
 
     def _decode(self, stored: StoredMsg) -> StoredOffset:
         try:

@@ -29,6 +29,9 @@ from enum import Enum
 from typing import Final
 
 from jetstream_ext.protocol.partitions import assign
+from jetstream_ext.text import get_logger, log_state
+
+_log: Final = get_logger("log")
 
 RETRY: Final = 0.25
 """Seconds after which a claim or a release that failed is tried again."""
@@ -96,6 +99,7 @@ class Membership:
 
     def __init__(self, me: str, partitions: int, *, ttl: float, margin: float) -> None:
         self.me: str = me
+        self._source = f"member {me}"  # for the log
         self.valid_until: float = -math.inf
         """Until when the member's key is stored for sure."""
         self._count = partitions
@@ -161,10 +165,13 @@ class Membership:
             self._target = frozenset()
         elif staying != self._staying:
             self._target = frozenset(assign(staying, self._count)[self.me])
+            log_state(_log, self._source, "assigned", members=len(staying), partitions=len(self._target))
         self._staying = staying
 
     def leave(self) -> None:
         """Give every partition back."""
+        if not self._leaving:
+            log_state(_log, self._source, "leaving", partitions=len(self._phases))
         self._leaving, self._target = True, frozenset()
 
     def claimed(self, partition: int, attempt: int, revision: int, now: float) -> bool:
@@ -173,9 +180,9 @@ class Membership:
         if not self._is_current(partition, attempt, Phase.CLAIMING):
             return False  # it was lost meanwhile
         if not self.is_valid(now) or partition in self._lapsed:
-            del self._phases[partition]
+            self._enter(partition, None, "the member's key may have ended")
             return False
-        self._phases[partition] = Phase.OWNED
+        self._enter(partition, Phase.OWNED, "the claim is stored")
         return True
 
     def stored(self, partition: int, revision: int) -> None:
@@ -185,13 +192,13 @@ class Membership:
     def revoked(self, partition: int, attempt: int) -> None:
         """Note that the member works no more on a partition that this attempt has claimed, and has committed its work."""
         if self._is_current(partition, attempt, Phase.REVOKING):
-            del self._phases[partition]  # `due` releases what is not assigned here
+            self._enter(partition, None, "the work is committed")  # `due` releases what is not assigned here
 
     def released(self, partition: int, attempt: int, revision: int) -> None:
         """Note that the partition has no owner, or another one, by the record of this revision (0: there is none)."""
         self._note_stored(partition, Owner("", revision))
         if self._is_current(partition, attempt, Phase.RELEASING):
-            del self._phases[partition]
+            self._enter(partition, None, "the release is stored")
 
     def failed(self, partition: int, attempt: int, now: float) -> bool:
         """Note that a claim or a release could not be stored; return whether it is of use to try again.
@@ -200,7 +207,7 @@ class Membership:
         """
         current = self._is_current(partition, attempt, Phase.CLAIMING)
         if current or self._is_current(partition, attempt, Phase.RELEASING):
-            del self._phases[partition]
+            self._enter(partition, None, "the record was not stored")
             self._not_before[partition] = now + RETRY
         return not current or not self.is_valid(now) or partition in self._lapsed
 
@@ -208,7 +215,7 @@ class Membership:
         """Note that a commit behind this member's record of `revision` found another one; return whether it was the owner."""
         if not self.holds(partition, revision):
             return False
-        del self._phases[partition]
+        self._enter(partition, None, "another member has stored a record")
         self._not_before[partition] = now + RETRY
         return True
 
@@ -239,11 +246,11 @@ class Membership:
         lost = [number for number in self._phases if self._is_lost(number, now)]
         self._lapsed.clear()
         for number in lost:
-            del self._phases[number]
+            self._enter(number, None, "another member may own it")
         actions: list[Action] = [Lose(tuple(sorted(lost)))] if lost else []
         revoked = tuple(number for number in self.owned if number not in self._target)
         for number in revoked:
-            self._phases[number] = Phase.REVOKING
+            self._enter(number, Phase.REVOKING, "it is assigned to another member")
         if revoked:
             actions.append(Revoke({number: self._attempts[number] for number in revoked}))
         if not self.is_valid(now):
@@ -260,8 +267,19 @@ class Membership:
 
     def _begin(self, partition: int, phase: Phase) -> int:
         self._count_attempts += 1
-        self._phases[partition], self._attempts[partition] = phase, self._count_attempts
+        self._attempts[partition] = self._count_attempts
+        self._enter(partition, phase, "it is assigned here" if phase is Phase.CLAIMING else "it is not assigned here")
         return self._count_attempts
+
+    def _enter(self, partition: int, phase: Phase | None, why: str) -> None:
+        """Let a partition enter a phase; None: the member does nothing with it."""
+        before = self._phases.pop(partition, None)
+        if phase is not None:
+            self._phases[partition] = phase
+        log_state(
+            _log, self._source, f"{before.name if before else 'FREE'} -> {phase.name if phase else 'FREE'}", why,
+            partition=partition,
+        )  # fmt: skip
 
     def wake_at(self, now: float) -> float:
         """Return when `due` has something to do although nothing happens; infinity if never."""
