@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import re
 from collections.abc import Iterable, Iterator
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 START_AGAIN: Final = "--overwrite discards the export and starts again"
 COLUMNS: Final = ("seq", "time", "subject", "headers", "data", "data_base64")
-_REPLACEMENT: Final = "\ufffd"
 _PARQUET_ROWS: Final = 10_000  # converted at a time, or
 _PARQUET_BYTES: Final = 8 << 20
 # Spreadsheets take a cell with such a start as a formula, the last four in East Asian versions. Where a comma is the
@@ -74,7 +74,7 @@ class JsonLines:
 
     def _row(self, message: StoredMsg) -> dict[str, Any]:
         subject, pairs = message.subject, message.header_pairs
-        if not self._lossy and any(_REPLACEMENT in text for text in (subject, *chain(*pairs))):
+        if not (self._lossy or (message.raw_subject.isascii() and message.stored_lines.isascii())):
             _check_utf_8(message)
         headers: dict[str, str | list[str]] = dict(pairs)
         if len(headers) < len(pairs):
@@ -84,11 +84,21 @@ class JsonLines:
             headers = {name: found if len(found) > 1 else found[0] for name, found in values.items()}
         return {
             "seq": message.seq,
-            "time": format_time_ns(message.time_ns),
+            "time": _time_text(message.time_ns),
             "subject": subject,
             "headers": headers,
             **text_or_base64("data", message.data),
         }
+
+
+def _time_text(time_ns: int) -> str:
+    seconds, fraction = divmod(time_ns, 1_000_000_000)
+    return f"{_second_text(seconds)}.{fraction:09d}Z"
+
+
+@functools.lru_cache(maxsize=16)  # neighbours have the same second
+def _second_text(seconds: int) -> str:
+    return format_time_ns(seconds * 1_000_000_000).partition(".")[0]
 
 
 def _check_utf_8(message: StoredMsg) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import closing
-from itertools import islice
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,7 +19,8 @@ from jetstream_ext.protocol.headers import is_reserved
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_BLOCK: Final = 10_000  # rows of a Parquet file that are converted at a time
+_BLOCK: Final = 10_000  # rows of a Parquet file that are converted at a time, or
+_BLOCK_BYTES: Final = 8 << 20
 _BARE: Final = re.compile(r"\w[\w. -]*")  # a column name that needs no quotes
 _INSTEAD: Final = "export to JSON lines, or without --rows"
 
@@ -75,13 +74,14 @@ class TableCsv(_Table):
 
     def finish(self, part: Path, file: Path) -> None:
         names: dict[str, None] = {}
-        for _, row in _payloads(part, orjson.loads):
-            names.update(row)
+        for _, payload in _lines(part):
+            names.update(orjson.loads(payload))
         _check_names(part, names)
         with conversion(part, file) as fresh, compressed(fresh, file) as target:
             if names:
                 target.write(self._joined(self._name(name) for name in names))
-            for _, row in _payloads(part, decode_exact):
+            for _, payload in _lines(part):
+                row = decode_exact(payload)
                 target.write(self._joined(self._cell(row.get(name)) for name in names))
 
     def _joined(self, cells: Iterable[str]) -> bytes:
@@ -144,17 +144,26 @@ def _refused(message: StoredMsg, text: str) -> UnwritableError:
     return UnwritableError(f"message {message.seq} of stream {message.stream!r}: {text}")
 
 
-def _payloads(part: Path, decode: Callable[[bytes], Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _lines(part: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the sequence and the payload of each line of an unfinished file."""
     with part.open("rb") as lines:
         for line in lines:
             seq, _, payload = line.partition(b"\t")
-            yield int(seq), decode(payload)
+            yield int(seq), payload
 
 
 def _blocks(part: Path) -> Iterator[tuple[list[int], list[dict[str, Any]]]]:
-    with closing(_payloads(part, decode_numbers)) as payloads:  # type: ignore[type-var]
-        while block := list(islice(payloads, _BLOCK)):
-            yield [seq for seq, _ in block], [row for _, row in block]
+    """Yield the sequences and the payloads of about `_BLOCK` rows, or `_BLOCK_BYTES`."""
+    sequences, rows, size = list[int](), list[dict[str, Any]](), 0
+    for seq, payload in _lines(part):
+        sequences.append(seq)
+        rows.append(decode_numbers(payload))
+        size += len(payload)
+        if len(rows) >= _BLOCK or size >= _BLOCK_BYTES:
+            yield sequences, rows
+            sequences, rows, size = [], [], 0
+    if rows:
+        yield sequences, rows
 
 
 def _unified(schema: pa.Schema, sequences: list[int], rows: list[dict[str, Any]]) -> pa.Schema:
