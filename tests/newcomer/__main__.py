@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import csv
+import gzip
 import json
 import os
 import re
@@ -23,13 +24,17 @@ from pathlib import Path
 from typing import Any
 
 import nats
+import pyarrow as pa
+import pyarrow.parquet as pq
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
+import jetstream_ext.kv as kvx
 
 ROOT = Path(__file__).parents[2]
 PORT = 4222  # of the pages
 ROWS = 20_000
+SHOWN = 30  # lines of an output
 BIN = Path(sys.executable).parent
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PROGRAM = re.compile(r"`(\w+\.py)`")
@@ -62,7 +67,13 @@ class Newcomer:
             check=False,
         )
         text = done.stdout.decode(errors="replace")
-        print(text, end="", flush=True)
+        lines = text.splitlines()
+        print(
+            *lines[:SHOWN],
+            *([f"… {len(lines) - SHOWN} more lines"] if len(lines) > SHOWN else []),
+            sep="\n",
+            flush=True,
+        )
         assert done.returncode == status, f"the line ended with status {done.returncode} instead of {status}"
         return text
 
@@ -231,6 +242,111 @@ def a_bad_row_is_corrected(newcomer: Newcomer) -> None:
     newcomer.write("bad.csv", HEADER, TABLE[:500])
     newcomer.types(f"{command} --resume")
     expect(messages("BAD"), as_messages(TABLE[:500], "bad"))
+
+
+def odd_messages() -> list[tuple[str, bytes, dict[str, str]]]:
+    return [
+        ("odd.text", "größer, “quoted”\r\nsecond line".encode(), {"Content-Type": "text/plain", "Kind": "a, b"}),
+        ("odd.bytes", bytes(range(256)), {"Kind": "bytes"}),
+        ("odd.empty", b"", {}),
+        ("odd.json", b'{"a": [1, 2], "b": null}', {"Empty": ""}),
+        ("odd.formula", b"=1+1", {}),
+    ]
+
+
+@story
+def an_exported_stream_comes_back_whole(newcomer: Newcomer) -> None:
+    async def publish(js: JetStreamContext) -> None:
+        await jsx.ensure_stream(js, name="ODD", subjects=["odd.>"], allow_direct=True, allow_batched=True)
+        for subject, data, headers in odd_messages():
+            await js.publish(subject, data, headers=headers or None)
+
+    with_js(publish)
+    expect(messages("ODD"), odd_messages())
+    for n, name in enumerate(("odd.csv", "odd.jsonl", "odd.parquet", "odd.jsonl.gz", "odd.csv.zst")):
+        newcomer.types(f"jetstream-ext export ODD {name}")
+        # The same subjects, in a server of their own.
+        newcomer.types(
+            f"jetstream-ext ingest {name} --stream BACK{n} --create 'back{n}.>' --subject 'back{n}.{{subject}}'"
+        )
+        expect(messages(f"BACK{n}"), [(f"back{n}.{subject}", *rest) for subject, *rest in odd_messages()])
+
+
+@story
+def a_table_comes_back_as_the_same_table(newcomer: Newcomer) -> None:
+    newcomer.write("table.csv", HEADER, TABLE)
+    newcomer.types("jetstream-ext ingest table.csv --stream TABLE --create 'table.>' --subject 'table.{region}'")
+    newcomer.types("jetstream-ext export TABLE again.csv --rows")
+    expect(newcomer.table("again.csv"), [HEADER, *TABLE])
+
+
+@story
+def nothing_is_lost_silently(newcomer: Newcomer) -> None:
+    table = pa.table({"subject": ["inf.a", "inf.b"], "value": [1.5, float("inf")]})
+    pq.write_table(table, newcomer.folder / "inf.parquet")
+    command = "jetstream-ext ingest inf.parquet --stream INF"
+    says(newcomer.types(f"{command} --create 'inf.>'", status=1), "value", "--non-finite")
+    newcomer.types(f"{command} --non-finite null --resume")
+    expect([json.loads(data)["value"] for _, data, _ in messages("INF")], [1.5, None])
+
+
+@story
+def files_in_every_form(newcomer: Newcomer) -> None:
+    rows = TABLE[:2_000]
+    plain = newcomer.write("plain.csv", HEADER, rows).read_bytes()
+    (newcomer.folder / "plain.csv.gz").write_bytes(gzip.compress(plain))
+    newcomer.write("semicolons.csv", HEADER, rows, delimiter=";", encoding="utf-16")
+    forms = {
+        "GZ": "ingest plain.csv.gz",
+        "PIPE": "ingest - --format csv",
+        "SEMI": "ingest semicolons.csv --delimiter ';' --encoding utf-16",
+        "SERVER": "ingest plain.csv -s nats://127.0.0.1:4222",
+    }
+    for stream, what in forms.items():
+        name = stream.lower()
+        options = f"--stream {stream} --create '{name}.>' --subject '{name}.{{region}}'"
+        given = plain if " - " in what else b""
+        says(newcomer.types(f"jetstream-ext {what} {options} --dry-run", given=given), "2,000 to send")
+        newcomer.types(f"jetstream-ext {what} {options}", given=given)
+        expect(messages(stream), as_messages(rows, name))
+    newcomer.types("jetstream-ext export GZ - --format jsonl | cut -d , -f 1 > sequences.txt")
+    sequences = (newcomer.folder / "sequences.txt").read_text(encoding="utf-8").split()
+    expect(sequences, [f'{{"seq":{n}' for n in range(1, 2_001)])
+
+
+def advised(text: str, command: str) -> str:
+    """Return the line that a text advises to type."""
+    found = re.search(rf"jetstream-ext {command} [^\n`';]*", text)
+    assert found, f"the output names no command {command!r}"
+    return found[0].strip().rstrip(".,")
+
+
+@story
+def the_advice_is_typed_as_it_stands(newcomer: Newcomer) -> None:
+    async def plain(js: JetStreamContext) -> None:
+        await js.add_stream(name="PLAIN", subjects=["plain.>"])
+        await js.publish("plain.a", b"1")
+        await js.create_key_value(bucket="PRICES", history=5)
+
+    with_js(plain)
+    text = newcomer.types("jetstream-ext export PLAIN advice.csv", status=1)
+    newcomer.types(advised(text, "enable"))
+    newcomer.types("jetstream-ext export PLAIN advice.csv")
+    text = newcomer.types("jetstream-ext enable-bucket PRICES --direct --atomic")
+    newcomer.types("jetstream-ext doctor")
+
+    async def transact(js: JetStreamContext) -> None:
+        kv = await js.key_value("PRICES")
+        async with kvx.transaction(kv) as transaction:
+            transaction.put("apple", b"1")
+            transaction.put("pear", b"x" * 5_000)
+
+    with_js(transact)
+    for at in ("'10 minutes ago'", "2020-01-01", "'2020-01-01 14:30'"):
+        expect("apple" in newcomer.types(f"jetstream-ext snapshot PRICES --at {at}"), False)
+    text = newcomer.types("jetstream-ext snapshot PRICES")
+    says(text, "apple", "pear")
+    assert text.count("x") < 500, "a long value is not shortened"
 
 
 def main() -> None:
