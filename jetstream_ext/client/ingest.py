@@ -645,7 +645,9 @@ class _Ingest:
         self._verdicts = deque(
             worse.get(new, new) if old is Verdict.UNKNOWN else new for old, new in zip(known, verdicts, strict=True)
         )
-        self._log_state("stream searched", **{each.name.lower(): self._verdicts.count(each) for each in Verdict})
+        self._log_state(
+            "stream searched", **{f"found_{each.name.lower()}": self._verdicts.count(each) for each in Verdict}
+        )
         self._answered = False
         self._sent_at, self._sent_to = now, process
         self._trusted_until, self._trusted = now + trusted, process or session
