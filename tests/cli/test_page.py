@@ -12,7 +12,7 @@ from cli_tools import Run
 from jetstream_ext.testing import NatsServer
 
 PAGE = Path(__file__).parents[2] / "docs" / "csv-and-parquet.md"
-BLOCK = re.compile(r"^```(bash|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(bash|text|none)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def test_the_commands_of_the_page_print_what_it_shows(
