@@ -105,6 +105,7 @@ ELSEWHERE = {
     "tutorial": "test_pages.py types it",
     "quick-start": "test_pages.py runs it",
     "web-service": "test_pages.py runs it",
+    "observability": "docs/test_observability.py runs it",
     "key-value": "its code is an example, which kv/test_example.py runs",
     "spark": "the tests of the connector",
     "log": "log/test_page.py runs it",
