@@ -94,7 +94,8 @@ def extract(message: StoredMsg) -> Context:
     Returns:
         A context of its own, as the global propagator reads it; without a span if the message carries none.
     """
-    return propagate.extract(message.headers, context=Context())
+    # Publishers in Go write "Traceparent".
+    return propagate.extract({name.lower(): value for name, value in message.headers.items()}, context=Context())
 
 
 class _Operation:
@@ -120,6 +121,7 @@ class _Operation:
         observer: _Observer,
         kind: Kind,
         span: Span,
+        parent: Context | None,
         attributes: dict[str, str | int],
         subject: str | None,
         stream: str | None,
@@ -128,7 +130,7 @@ class _Operation:
         self._observer = observer
         self._kind = kind
         self._began = time.perf_counter()
-        self._context = trace.set_span_in_context(span)
+        self._context = trace.set_span_in_context(span, parent)
         self._token: Token[Context] | None = None
         self._trace: TraceContext | bool | None = True  # True: not looked at yet
         self._subject = subject  # of the single message that it is about
@@ -291,7 +293,7 @@ class _Observer:
         of_metrics = common.copy()
         if stream is not None:
             of_metrics["messaging.destination.name"] = stream
-        return _Operation(self, kind, span, of_metrics, subject, stream)
+        return _Operation(self, kind, span, parent, of_metrics, subject, stream)
 
     def trace_of(self, context: Context) -> TraceContext | None:
         if not self._inject:

@@ -35,14 +35,14 @@ class TraceContext:
         block = h.encode(self.pairs)
         object.__setattr__(self, "block", block)
         object.__setattr__(self, "lines", block[len(h.VERSION) + len(h.CRLF) : -len(h.CRLF)])
-        object.__setattr__(self, "_mark", b"\r\n%b:" % self.pairs[0][0].encode())
+        object.__setattr__(self, "_mark", b"\r\n%b:" % self.pairs[0][0].lower().encode())
 
     def extend(self, block: bytes, room: int) -> bytes:
         """Return a header block with the context, which may have `room` bytes; unchanged if it has a context or no room."""
         if not block:
             return self.block if len(self.block) <= room else block
         longer = len(block) + len(self.lines)
-        if longer > room or longer > h.MAX_BLOCK or self._mark in block:
+        if longer > room or longer > h.MAX_BLOCK or self._mark in block.lower():
             return block
         return block[: -len(h.CRLF)] + self.lines + h.CRLF
 
@@ -53,7 +53,8 @@ class TraceContext:
             size = sum(len(name) + 3 * len(value) + 4 for name, value in message_headers(message))
         except (TypeError, ValueError):
             return message  # it is refused where it is sent
-        if self.pairs[0][0] in headers:
+        own = self.pairs[0][0].lower()
+        if any(name.lower() == own for name in headers):
             return message
         size += len(self.block) + _MARGIN
         if size > h.MAX_BLOCK or size + len(message.payload) > max_payload:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 from nats.aio.client import Client
 from nats.js import JetStreamContext
-from opentelemetry import trace
+from opentelemetry import baggage, context, trace
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -143,14 +143,17 @@ async def one_by_one(*entries: Entry) -> Any:
         yield entry
 
 
+@pytest.mark.parametrize("name", ["traceparent", "Traceparent"], ids=["lower case", "as publishers in Go write it"])
 async def test_a_context_of_the_users_own_stays(
-    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded, name: str
 ) -> None:
-    stream, own = await make_stream(), {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
+    stream, own = await make_stream(), {name: f"00-{'a' * 32}-{'b' * 16}-01"}
     async with jsx.FastPublisher(js) as publisher:
         await publisher.add(f"{stream}.a", b"", headers=own)
         await publisher.add_many([(f"{stream}.a", b"", own), jsx.BatchMessage(f"{stream}.a", headers=own)])
-    assert [message.headers for message in await stored(js, stream)] == [own] * 3
+    messages = await stored(js, stream)
+    assert [message.headers for message in messages] == [own] * 3
+    assert ids_of_parent(otel.extract(messages[0])) == (int("a" * 32, 16), int("b" * 16, 16))
 
 
 async def test_a_message_that_just_fits_is_stored_without_a_context(
@@ -505,3 +508,38 @@ async def test_the_commit_of_a_reader_is_a_span_with_its_position(
     }
     (lag,) = recorded.points("jetstream_ext.lag")
     assert (lag.value, lag.attributes["messaging.consumer.group.name"]) == (5, "r")
+
+
+async def test_a_handler_has_the_baggage_of_its_message_and_its_outputs_pass_it_on(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
+) -> None:
+    stream, output = await make_stream(), await make_stream()
+    token = context.attach(baggage.set_baggage("order", "7"))
+    try:
+        async with jsx.FastPublisher(js) as publisher:
+            await publisher.add(f"{stream}.a")
+    finally:
+        context.detach(token)
+    seen: list[object] = []
+
+    def handler(message: jsx.StoredMsg) -> jsx.BatchMessage:
+        seen.append(baggage.get_baggage("order"))
+        return jsx.BatchMessage(f"{output}.out")
+
+    await log.exactly_once(log.LogReader(js, stream), output, handler, name="w", prefix=f"{output}.at")
+    assert seen == ["7"]
+    assert (await jsx.DirectGet(js, output).get_last(f"{output}.out")).headers["baggage"] == "order=7"
+
+
+async def test_a_cancelled_read_ends_its_span(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
+) -> None:
+    stream = await make_stream()
+    reading = asyncio.ensure_future(jsx.DirectGet(js, stream).scan(min_seq=9).to_list())
+    await asyncio.sleep(0.01)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert [(span.name, attributes(span)["error.type"]) for span in recorded.spans] == [
+        (f"receive {stream}", "CancelledError")
+    ]
