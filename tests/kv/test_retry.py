@@ -297,7 +297,7 @@ class TestLostAnswers:
         with monkeypatch.context() as patch:
             patch.setattr(AtomicBatch, "commit_eob", lost)
             patch.setattr(AtomicBatch, "state", "unknown")
-            patch.setattr(sys.modules[Transaction.__module__], "publish_atomic", lost)
+            patch.setattr(sys.modules[Transaction.__module__], "publish_unobserved", lost)
             patch.setattr(AtomicBatch, "resolve", not_stored)
             with pytest.raises(BatchOutcomeUnknownError):
                 await tx.commit()
