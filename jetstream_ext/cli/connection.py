@@ -19,7 +19,7 @@ from click.core import ParameterSource
 from nats.js import JetStreamContext
 from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
-from jetstream_ext.cli.options import CONNECTION, cli_option
+from jetstream_ext.cli.options import CONNECTION, cli_option, complete_files
 from jetstream_ext.cli.times import duration
 from jetstream_ext.client.api import Api, stream_state
 from jetstream_ext.client.connection import Context, OwnClient, login, may_be_secret, tls_context
@@ -39,7 +39,8 @@ _CREDENTIALS: Final = ("user", "password", "token", "creds", "nkey")
 
 
 def _attributes(variable: str | None, metavar: str, help_text: str) -> dict[str, Any]:
-    return {"envvar": variable, "show_envvar": variable is not None, "metavar": metavar, "help": help_text}
+    found = {"envvar": variable, "show_envvar": variable is not None, "metavar": metavar, "help": help_text}
+    return found | ({"shell_complete": complete_files} if metavar == "FILE" else {})
 
 
 def _option(flags: str, variable: str | None, metavar: str, help_text: str) -> str:
@@ -165,11 +166,8 @@ def connection_options(*, url_argument: bool = False, own_server: bool = False) 
             server_given = bool(url_alias) or source("url") is ParameterSource.COMMANDLINE
             context_given = context if source("context") is ParameterSource.COMMANDLINE else ""
             names = [each.name for each in fields(Settings) if each.name in arguments]
-            settings = Settings(**{name: arguments.pop(name) for name in names})
-            if not (own_server or settings.url):
-                context = context or _selected_context()
-            if context:
-                settings = settings.over(_load_context(context))
+            given = Settings(**{name: arguments.pop(name) for name in names})
+            settings = _in_context(given, context, selected=not own_server)
             function(where=Target(settings, timeout, server_given, context_given), **arguments)
 
         options = [
@@ -197,6 +195,7 @@ def connection_options(*, url_argument: bool = False, own_server: bool = False) 
                 "--context",
                 group=CONNECTION,
                 default="",
+                shell_complete=_complete_contexts,
                 **_attributes("NATS_CONTEXT", "NAME", "Context of the nats tool."),
             ),
             cli_option("--timeout", group=CONNECTION, type=duration, default="5s", show_default=True, **wait),
@@ -208,6 +207,29 @@ def connection_options(*, url_argument: bool = False, own_server: bool = False) 
         return command
 
     return decorate
+
+
+def target_of(ctx: click.Context) -> Target:
+    """Return what `connection_options` would pass to the command, from a command line that may be incomplete.
+
+    Raises:
+        click.ClickException: The context cannot be read.
+    """
+    given = {each.name: ctx.params[each.name] for each in fields(Settings) if ctx.params.get(each.name)}
+    settings = _in_context(Settings(**given), ctx.params.get("context") or "", selected=True)
+    return Target(settings, ctx.params.get("timeout") or _FIRST_ANSWER)
+
+
+def _in_context(given: Settings, context: str, *, selected: bool) -> Settings:
+    """Return the settings with those of the context, or if `selected` of the selected one, where they are unset."""
+    if selected and not given.url:
+        context = context or _selected_context()
+    return given.over(_load_context(context)) if context else given
+
+
+def _complete_contexts(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    found = (path.stem for path in (context_folder() / "context").glob("*.json"))
+    return sorted(name for name in found if name.startswith(incomplete))
 
 
 def _one_server(argument: str, option: str) -> str:

@@ -11,6 +11,7 @@ import click
 from nats.js import JetStreamContext
 from nats.js.errors import NoStreamResponseError, NotFoundError
 
+from jetstream_ext.cli.completion import complete_buckets, complete_streams
 from jetstream_ext.cli.connection import Target, check_jetstream, connected, connection_options
 from jetstream_ext.cli.options import CommandGroup, cli_option, json_option
 from jetstream_ext.cli.output import console, count, say, shortened, table, text_or_base64, write_json
@@ -35,7 +36,7 @@ def command() -> None:
 
 
 @command.command("list", short_help="List dead letters.")
-@click.argument("stream")
+@click.argument("stream", shell_complete=complete_streams)
 @click.argument("subject")
 @cli_option("--limit", type=click.IntRange(1), default=100, show_default=True, help="The most letters to list.")
 @json_option()
@@ -78,7 +79,7 @@ async def _list(where: Target, stream: str, subject: str, limit: int) -> list[De
 
 
 @command.command("show", short_help="Show one dead letter.")
-@click.argument("stream")
+@click.argument("stream", shell_complete=complete_streams)
 @click.argument("subject")
 @click.argument("sequence", type=click.IntRange(1))
 @cli_option("--full", is_flag=True, help="Show the whole of a long payload.")
@@ -119,14 +120,25 @@ async def _find(where: Target, stream: str, subject: str, sequence: int) -> Dead
 
 
 @command.command("redrive", short_help="Hand dead letters back to their streams.")
-@click.argument("stream")
+@click.argument("stream", shell_complete=complete_streams)
 @click.argument("subject")
 @click.argument("sequences", type=click.IntRange(1), nargs=-1)
-@cli_option("--to-stream", metavar="NAME", show_default="that of the input", help="The stream that must store them.")
+@cli_option(
+    "--to-stream",
+    shell_complete=complete_streams,
+    metavar="NAME",
+    show_default="that of the input",
+    help="The stream that must store them.",
+)
 @cli_option("--limit", type=click.IntRange(1), help="The most letters to hand back.")
 @cli_option("--again", is_flag=True, help="Also letters of which it is not known whether they were handed back.")
 @cli_option(
-    "--bucket", default="offsets", show_default=True, metavar="NAME", help="Bucket that notes what is on its way."
+    "--bucket",
+    shell_complete=complete_buckets,
+    default="offsets",
+    show_default=True,
+    metavar="NAME",
+    help="Bucket that notes what is on its way.",
 )
 @json_option()
 @connection_options()
@@ -188,7 +200,7 @@ async def _redrive(
 
 
 @command.command("drop", short_help="Delete dead letters.")
-@click.argument("stream")
+@click.argument("stream", shell_complete=complete_streams)
 @click.argument("sequences", type=click.IntRange(1), nargs=-1, required=True)
 @json_option()
 @connection_options()

@@ -10,6 +10,7 @@ from typing import Any, Final
 import click
 from nats.js import JetStreamContext
 
+from jetstream_ext.cli.completion import complete_streams
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
 from jetstream_ext.cli.enabling import impossible
 from jetstream_ext.cli.options import Command, cli_option, json_option
@@ -140,7 +141,7 @@ def _words(known: Iterable[str]) -> Callable[[click.Context, click.Parameter, tu
 
 
 @click.command("doctor", cls=Command, short_help="Show what a server supports and what its streams allow.")
-@cli_option("--stream", metavar="NAME", help="Examine only this stream.")
+@cli_option("--stream", shell_complete=complete_streams, metavar="NAME", help="Examine only this stream.")
 @cli_option(
     "--need",
     "options",

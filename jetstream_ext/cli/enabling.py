@@ -9,6 +9,7 @@ from typing import Any, Final
 import click
 from nats.js.errors import BucketNotFoundError, NotFoundError
 
+from jetstream_ext.cli.completion import complete_buckets, complete_streams
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
 from jetstream_ext.cli.options import Command, cli_option, json_option
 from jetstream_ext.cli.output import say, write_json
@@ -50,7 +51,7 @@ def _marker_ttl(text: str) -> int:
 
 
 @click.command("enable", cls=Command, short_help="Turn on options of a stream.")
-@click.argument("stream")
+@click.argument("stream", shell_complete=complete_streams)
 @cli_option("--direct", is_flag=True, help="Direct gets, which DirectGet, log readers, tables and export need.")
 @cli_option("--atomic", is_flag=True, help="Atomic batches (AtomicBatch, exactly_once); nats-server 2.12.")
 @cli_option("--batched", is_flag=True, help="Fast ingest (FastPublisher, ingest, Spark's sink); nats-server 2.14.")
@@ -92,7 +93,7 @@ async def _enable(where: Target, stream: str, options: list[str]) -> StreamState
 
 
 @click.command("enable-bucket", cls=Command, short_help="Turn on options of a key-value bucket.")
-@click.argument("bucket")
+@click.argument("bucket", shell_complete=complete_buckets)
 @cli_option("--direct", is_flag=True, help="Direct gets, which get_many, snapshot and Table need.")
 @cli_option("--atomic", is_flag=True, help="Atomic batches, which transactions need; nats-server 2.12.")
 @cli_option("--ttl", is_flag=True, help="TTLs of single keys; nats-server 2.11.")

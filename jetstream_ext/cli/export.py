@@ -21,6 +21,7 @@ import nats.errors
 import orjson
 from nats.js import JetStreamContext
 
+from jetstream_ext.cli.completion import complete_streams
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
 from jetstream_ext.cli.formats import FORMATS, STDIO, delimiter_of, format_of
 from jetstream_ext.cli.message_files import START_AGAIN, Csv, JsonLines, Parquet, SpreadsheetCsv, UnwritableError
@@ -42,7 +43,7 @@ _REPORT_EVERY: Final = 500
 
 
 @click.command("export", cls=Command, short_help="Write a stream to a file.")
-@click.argument("stream")
+@click.argument("stream", shell_complete=complete_streams)
 @click.argument("file", type=click.Path(dir_okay=False, allow_dash=True, path_type=Path))
 @cli_option(
     "--format", "given", type=click.Choice(FORMATS), show_default="from its suffix", group=_FILE, help="Format of FILE."

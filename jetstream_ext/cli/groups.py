@@ -12,6 +12,7 @@ import click
 from nats.js import JetStreamContext
 from nats.js.errors import BucketNotFoundError, NotFoundError
 
+from jetstream_ext.cli.completion import complete_buckets, complete_streams
 from jetstream_ext.cli.connection import Target, check_jetstream, connected, connection_options
 from jetstream_ext.cli.options import CommandGroup, cli_option, json_option
 from jetstream_ext.cli.output import console, count, say, table, write_json
@@ -48,7 +49,12 @@ def _key(text: str) -> tuple[int, ...]:
 
 
 _BUCKET = cli_option(
-    "--bucket", default="groups", show_default=True, metavar="NAME", help="Bucket that holds the groups."
+    "--bucket",
+    shell_complete=complete_buckets,
+    default="groups",
+    show_default=True,
+    metavar="NAME",
+    help="Bucket that holds the groups.",
 )
 
 
@@ -93,7 +99,7 @@ async def _list(where: Target, bucket: str) -> list[tuple[str, str]]:
 
 
 @command.command("status", short_help="Show the members and partitions of a group.")
-@click.argument("stream")
+@click.argument("stream", shell_complete=complete_streams)
 @click.argument("name")
 @_BUCKET
 @json_option()
@@ -168,7 +174,7 @@ def _show(status: GroupStatus) -> None:
 
 
 @command.command("reset", short_help="Let a group start again, or change its partitions or key.")
-@click.argument("stream")
+@click.argument("stream", shell_complete=complete_streams)
 @click.argument("name")
 @cli_option(
     "--start",

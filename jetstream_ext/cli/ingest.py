@@ -17,6 +17,7 @@ from nats.js import JetStreamContext
 from nats.js.errors import NoStreamResponseError, NotFoundError
 from nats.nuid import NUID
 
+from jetstream_ext.cli.completion import complete_streams
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
 from jetstream_ext.cli.formats import FORMATS, STDIO, delimiter_of, format_of
 from jetstream_ext.cli.message_files import is_export
@@ -48,7 +49,9 @@ _CORRECT: Final = "correct the row, then the same command with --resume sends th
 
 @click.command("ingest", cls=Command, short_help="Store a file's rows in a stream.")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path))
-@cli_option("--stream", required=True, metavar="NAME", help="The stream that stores the rows.")
+@cli_option(
+    "--stream", shell_complete=complete_streams, required=True, metavar="NAME", help="The stream that stores the rows."
+)
 @cli_option(
     "--subject-from",
     metavar="COLUMN",

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -37,6 +38,11 @@ def cli_option(*flags: str, group: str = _OPTIONS, **attributes: Any) -> Callabl
 def json_option(text: str = "Print one JSON object.") -> Callable[[_F], _F]:
     """Return a decorator that adds ``--json`` to a command, which gets it as `as_json`."""
     return cli_option("--json", "as_json", is_flag=True, group=OUTPUT, help=text)
+
+
+def complete_files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Let the shell complete the name of a file."""
+    return [CompletionItem(incomplete, type="file")]
 
 
 class Command(click.Command):

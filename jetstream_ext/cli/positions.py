@@ -11,6 +11,7 @@ import click
 from nats.js import JetStreamContext
 from nats.js.errors import BucketNotFoundError, NotFoundError
 
+from jetstream_ext.cli.completion import complete_buckets
 from jetstream_ext.cli.connection import Target, connected, connection_options
 from jetstream_ext.cli.options import Command, json_option
 from jetstream_ext.cli.output import console, count, table, write_json
@@ -63,7 +64,7 @@ class _Found:
 
 
 @click.command("positions", cls=Command, short_help="Show how far readers and Spark queries are.")
-@click.argument("bucket")
+@click.argument("bucket", shell_complete=complete_buckets)
 @json_option()
 @connection_options()
 def command(where: Target, bucket: str, as_json: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Final
 import click
 from nats.js.errors import BucketNotFoundError
 
+from jetstream_ext.cli.completion import complete_buckets
 from jetstream_ext.cli.connection import Target, connected, connection_options
 from jetstream_ext.cli.options import OUTPUT, Command, cli_option, json_option
 from jetstream_ext.cli.output import console, count, is_are, shortened, table, text_or_base64, write_json
@@ -33,7 +34,7 @@ def _revision_or_time(text: str) -> int | datetime:
 
 
 @click.command("snapshot", cls=Command, short_help="Show a bucket now, or at a revision or time.")
-@click.argument("bucket")
+@click.argument("bucket", shell_complete=complete_buckets)
 @cli_option(
     "--at", type=_revision_or_time, metavar="REVISION|TIME", help="Show the bucket as it was then, instead of now."
 )
