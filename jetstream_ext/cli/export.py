@@ -52,7 +52,7 @@ _REPORT_EVERY: Final = 500
     "--rows",
     is_flag=True,
     group=_FILE,
-    help="Write the keys of the payloads, JSON objects, as columns: what ingest read.",
+    help="Write the table that ingest read: the keys of JSON payloads become columns.",
 )
 @cli_option("--delimiter", metavar="CHAR", group=_FILE, help="What separates the fields of CSV: a character, or 'tab'.")
 @cli_option(

@@ -78,7 +78,9 @@ _CORRECT: Final = "correct the row, then the same command with --resume sends th
     group=_MESSAGES,
     help="The column with headers, as export writes them; not Nats-….",
 )
-@cli_option("--no-restore", is_flag=True, group=_MESSAGES, help="Take a file that export wrote as any other table.")
+@cli_option(
+    "--no-restore", is_flag=True, group=_MESSAGES, help="Store the rows of an exported file as those of any other file."
+)
 @cli_option(
     "--non-finite",
     type=click.Choice(["refuse", "null"]),
