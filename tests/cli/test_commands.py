@@ -250,11 +250,25 @@ def test_serve_runs_until_sigint() -> None:
     command = [sys.executable, "-m", "jetstream_ext.cli", "serve", "--port", "0", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
         assert serving.stdout is not None
-        url = json.loads(serving.stdout.readline())["url"]
+        shown = json.loads(serving.stdout.readline())
+        url, data = shown["url"], Path(shown["data"])
+        assert (shown["store"], data.is_dir()) == (None, True)
         assert with_js(url, lambda js: js.account_info()).streams == 0
         serving.send_signal(signal.SIGINT)
         _, said = serving.communicate(timeout=60)
-    assert (serving.returncode, said) == (0, "stopping\n")
+    assert (serving.returncode, said, data.exists()) == (0, "stopping\n", False)
+
+
+def test_serve_says_where_it_is_and_keeps_its_data(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "jetstream_ext.cli", "serve", "--port", "0", "--store", "data"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as serving:
+        assert serving.stdout is not None
+        at, data, end = (serving.stdout.readline() for _ in range(3))
+        serving.send_signal(signal.SIGTERM)
+    assert re.fullmatch(r"nats-server [\d.]+ at nats://127\.0\.0\.1:\d+\n", at)
+    assert (data, end) == (f"data in {tmp_path / 'data'}\n", "Ctrl-C stops the server\n")
+    assert (tmp_path / "data" / "jetstream").is_dir()
+    assert serving.returncode == 0
 
 
 def test_every_error_is_one_line(run: Run, tmp_path: Path) -> None:
