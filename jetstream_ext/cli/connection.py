@@ -25,7 +25,7 @@ from jetstream_ext.client.api import Api, stream_state
 from jetstream_ext.client.connection import Context, OwnClient, login, may_be_secret, tls_context
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.servers import Servers, parse_servers
-from jetstream_ext.text import get_logger
+from jetstream_ext.text import get_logger, log_state
 
 _Command = Callable[..., None]
 
@@ -266,7 +266,7 @@ async def check_jetstream(js: JetStreamContext, stream: str) -> None:
     except ServiceUnavailableError:
         raise
     except (nats.errors.Error, APIError) as error:
-        _log.debug("stream %r: the call itself finds out: %s", stream, error)
+        log_state(_log, f"stream {stream!r}", "not looked up", error, error=error)
 
 
 async def existing_stream(js: JetStreamContext, name: str, advice: str = "") -> StreamState:

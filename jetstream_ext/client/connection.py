@@ -55,7 +55,7 @@ from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import check_seconds
 from jetstream_ext.protocol.subjects import bucket_prefix, bucket_stream, check_subject
-from jetstream_ext.text import get_logger
+from jetstream_ext.text import get_logger, log_state
 from jetstream_ext.types import own_headers
 
 # States of nats-py's parser (nats.protocol.parser).
@@ -598,7 +598,7 @@ class OwnClient(Client):
         try:
             await asyncio.wait({closing}, timeout=_CLOSE_TIMEOUT)
             if closing.done() and not closing.cancelled() and closing.exception() is not None:
-                _log.debug("closing the connection failed: %r", closing.exception())
+                log_state(_log, "connection", "not closed", closing.exception() or "")
             await cancel(closing, _CLOSE_TIMEOUT)
             reconnecting = getattr(self, "_reconnection_task", None)
             if reconnecting is not None:  # it may have lost the cancellation of nats-py's close()

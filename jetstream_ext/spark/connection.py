@@ -25,7 +25,7 @@ from jetstream_ext.client.retry import Retry, is_transient_read
 from jetstream_ext.errors import JetStreamExtError
 from jetstream_ext.spark.application import connection_name
 from jetstream_ext.spark.options import ConnectionOptions, OptionError
-from jetstream_ext.text import get_logger, printable
+from jetstream_ext.text import get_logger, log_state, printable
 
 _log = get_logger("spark")
 
@@ -172,7 +172,7 @@ class Connections:
         if connection is not None and connection.client.opened and not connection.client.is_connected:
             self._forget(connection)
             connection = None
-            _log.debug("the connection to %s is lost; opening another", ",".join(options.servers))
+            log_state(_log, "connection", "lost", servers=",".join(options.servers))
         if connection is None:
             connection = self._shared[options] = WorkerConnection(options)
         if connection.expiry is not None:
@@ -183,7 +183,7 @@ class Connections:
             async with connection.opening:
                 if not connection.client.opened:
                     await connection.open(name)
-                    _log.debug("connected to %s", ",".join(options.servers))
+                    log_state(_log, "connection", "opened", servers=",".join(options.servers))
         except BaseException:
             await self._give_back(connection, finished=False)
             raise
@@ -206,7 +206,7 @@ class Connections:
 
     def _close_unused(self, connection: WorkerConnection) -> None:
         if connection.users == 0 and self._shared.get(connection.options) is not connection:
-            _log.debug("closing the connection to %s", ",".join(connection.options.servers))
+            log_state(_log, "connection", "closed", servers=",".join(connection.options.servers))
             task = self._loop.create_task(connection.client.close_quickly())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)

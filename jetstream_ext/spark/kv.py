@@ -43,7 +43,7 @@ from jetstream_ext.spark.connection import ask, connected
 from jetstream_ext.spark.options import KvOptions
 from jetstream_ext.spark.planning import PlanningError, cut, measure
 from jetstream_ext.spark.ranges import SequenceRange
-from jetstream_ext.text import counted, get_logger
+from jetstream_ext.text import counted, get_logger, log_state
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -89,10 +89,10 @@ async def plan_kv(context: JetStreamContext, options: KvOptions) -> list[BucketP
     if not point.revision:
         return []
     parts = await _cut(context, bucket, options, point)
-    _log.debug(
-        "planned %d partitions of bucket %r at revision %d: %d messages, %d keys",
-        *(len(parts), options.bucket, point.revision, state.messages, state.num_subjects),
-    )
+    log_state(
+        _log, f"bucket {options.bucket!r}", "read planned",
+        partitions=len(parts), revision=point.revision, messages=state.messages, keys=state.num_subjects,
+    )  # fmt: skip
     return [BucketPart(point, part) for part in parts]
 
 

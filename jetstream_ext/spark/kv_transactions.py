@@ -52,7 +52,7 @@ from jetstream_ext.protocol.numbers import json_number, json_text
 from jetstream_ext.spark.kv_rows import DIGEST_SIZE, KeyWrite, digest_of
 from jetstream_ext.spark.options import KvWriteOptions
 from jetstream_ext.spark.transactional import PATIENCE, SinkError, StoredRecord, most_rows
-from jetstream_ext.text import counted, get_logger
+from jetstream_ext.text import counted, get_logger, log_state
 from jetstream_ext.types import NEVER, TTL, BatchMessage, Entry
 
 _log = get_logger("spark")
@@ -372,7 +372,7 @@ class KeyTransactions:
 
         markers = [name for name in names if name != "_position" and not name.endswith("._guard")]
         await gather_bounded(read, markers, limit=_MARKERS_AT_ONCE)
-        _log.debug("%s: earlier attempts have stored %d keys", self._position.what, len(self._stored))
+        log_state(_log, self._position.what, "earlier attempts read", keys=len(self._stored))
 
     async def _conflicts_of(self, writes: Sequence[KeyWrite]) -> tuple[list[KeyWrite], list[Conflict]]:
         """Return the writes that can be stored after the server has refused an expectation, and the others."""

@@ -25,7 +25,7 @@ from jetstream_ext.spark.offsets import Position, held_by, identity
 from jetstream_ext.spark.options import MOST_PARTITIONS, Bound, ReadOptions
 from jetstream_ext.spark.pushed import PushedFilters
 from jetstream_ext.spark.ranges import Search, SequenceRange, balanced_cuts, even_cuts, shares
-from jetstream_ext.text import get_logger, numbered, plural
+from jetstream_ext.text import get_logger, log_state, numbered, plural
 
 _log = get_logger("spark")
 
@@ -343,7 +343,7 @@ async def plan_read(
         limit=STREAMS_AT_ONCE,
     )
     planned = [part for one, where in zip(ranges, cuts, strict=True) for part in one.span.cut(where)]
-    _log.debug("planned %d partitions of %s", len(planned), ", ".join(streams))
+    log_state(_log, "read", "planned", partitions=len(planned), streams=", ".join(streams))
     return planned
 
 

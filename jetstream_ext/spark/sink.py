@@ -41,7 +41,7 @@ from jetstream_ext.spark.row_sizes import RowSizes, batch_headers
 from jetstream_ext.spark.rows import DIGEST_TEXT, Columns, MessageIds, RowReader, Rows
 from jetstream_ext.spark.tasks import current_task, micro_batch_of
 from jetstream_ext.spark.transactional import PATIENCE, MicroBatch, SinkError, Transactions, most_rows
-from jetstream_ext.text import counted, get_logger, numbered, plural
+from jetstream_ext.text import counted, get_logger, log_state, numbered, plural
 from jetstream_ext.types import Entry
 
 _log = get_logger("spark")
@@ -344,7 +344,11 @@ def write_partition(options: WriteOptions, state: StreamState, task: Task, read:
         else:
             done = _fast(lease, context, options, task, chunks, bad)
     done.dropped, done.diverted, done.example = bad.dropped, bad.diverted, bad.example
-    _log.debug("stream %r: stored %s of %s", options.stream, done, task)
+    log_state(
+        _log, f"stream {options.stream!r}", "task stored",
+        writer=task.writer, batch=task.batch, partition=task.partition,
+        rows=done.rows, skipped=done.skipped, dropped=done.dropped, diverted=done.diverted,
+    )  # fmt: skip
     return done
 
 

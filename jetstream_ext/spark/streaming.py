@@ -49,7 +49,7 @@ from jetstream_ext.spark.planning import (
 from jetstream_ext.spark.progress import PositionMirror
 from jetstream_ext.spark.ranges import SequenceRange, end_of_rows, even_cuts, shares
 from jetstream_ext.spark.resume import go_on_in, not_behind, resume, still_there
-from jetstream_ext.text import get_logger
+from jetstream_ext.text import get_logger, log_state
 
 try:
     from pyspark.sql.streaming.datasource import (
@@ -219,7 +219,7 @@ class Follower:
             lambda name: readable_state(context, self._options, name), streams, limit=STREAMS_AT_ONCE
         )
         self._target = {state.name: Position.at(state, state.last_seq) for state in states if state}
-        _log.debug("the query ends at %s", self._target)
+        log_state(_log, "query", "end found", end=self._target)
 
     async def latest(
         self,
@@ -253,7 +253,7 @@ class Follower:
         self._pause, self._next_ask, self._waiting_since = 0.0, 0.0, None
         end = await self._end_of(context, found, rows, size)
         self._returned = encode(end)
-        _log.debug("the next micro-batch ends at %s", end.streams)
+        log_state(_log, "query", "end of micro-batch", end=end.streams)
         return dict(self._returned)
 
     def reported(self) -> dict[str, Any] | None:
@@ -274,7 +274,7 @@ class Follower:
         found = await gather_bounded(look, ended.streams, limit=STREAMS_AT_ONCE)
         least = ended.partitions or max(self._options.min_partitions, len(ended.streams))
         parts = _partitions([one for one in found if one is not None], least, ended.most)
-        _log.debug("planned %d partitions from %s to %s", len(parts), begun.streams, ended.streams)
+        log_state(_log, "query", "planned", partitions=len(parts), start=begun.streams, end=ended.streams)
         return parts
 
     def _report_removed(self, begun: Offset, streams: Iterable[str]) -> None:
@@ -299,11 +299,7 @@ class Follower:
                 found = {stream: at for stream, at in found.items() if at.created}
             self._initial = Offset(found)
             self._fresh = True
-            _log.debug(
-                "the query starts at %s%s",
-                self._initial.streams,
-                f" (pinned: {', '.join(sorted(self._pinned))})" if self._pinned else "",
-            )
+            log_state(_log, "query", "start found", start=self._initial.streams, pinned=", ".join(sorted(self._pinned)))
         return self._initial
 
     def _start_if_added(self, stream: str) -> Bound:

@@ -45,7 +45,7 @@ from jetstream_ext.protocol.direct import Request, StoredMsg
 from jetstream_ext.spark.markers import Layout, Marker, Record, ReplayError, StoredRows, decode, rows_per_marker
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.rows import Rows, digests_of
-from jetstream_ext.text import counted, get_logger, numbered
+from jetstream_ext.text import counted, get_logger, log_state, numbered
 from jetstream_ext.ttl import marker_reason
 from jetstream_ext.types import TTL
 
@@ -256,12 +256,12 @@ class StoredRecord(Generic[Record]):
         try:
             await self._fence.store(messages, record.encode())
         except RecordMovedError:
-            _log.debug("%s: another attempt has stored a marker on %r", self.what, self.subject)
+            log_state(_log, self.what, "marker moved", "another attempt has stored one", subject=self.subject)
             await self.read()
             return False
         except Exception as error:
             raise self._explained(error) from error
-        _log.debug("%s: stored %d messages and %s", self.what, len(messages), record)
+        log_state(_log, self.what, "committed", messages=len(messages))
         self.last = record
         return True
 
@@ -335,7 +335,7 @@ class Transactions:
             await self._learn()
             rows, digests = self._stored.select(rows, digests)
         if known := len(transaction.rows) - len(rows):
-            _log.debug("%s: %d rows from row %d on are already stored", self._record.what, known, transaction.start)
+            log_state(_log, self._record.what, "rows already stored", rows=known, start=transaction.start)
             self.skipped += known
 
     def check_end(self) -> None:

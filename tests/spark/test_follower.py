@@ -455,7 +455,8 @@ async def test_every_decision_is_a_debug_record(
     await query.plan(js, start, end)
     await query.freeze(js)
     records = [one.getMessage() for one in caplog.records if one.name == "jetstream_ext.spark"]
-    starts = ["the query starts", "the next micro-batch ends", "planned 2 partitions", "the query ends"]
+    events = "start found", "end of micro-batch", "planned; partitions=2", "end found"
+    starts = [f"query: {event}" for event in events]
     assert [text for text, start in zip(records, starts, strict=True) if not text.startswith(start)] == []
     assert all(f"'{name}'" in text for text in records)
 
