@@ -109,7 +109,7 @@ class RowMapping:
         if isinstance(row, JsonRow):
             try:
                 return orjson.dumps(decode_exact(row.text)[name])
-            except ValueError as error:
+            except (TypeError, ValueError) as error:  # nested too deeply; a key is there twice
                 raise RowError(f"{place}: {error}") from error
         return self._json(found, {name: found}, place)
 

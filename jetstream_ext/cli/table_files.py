@@ -80,9 +80,12 @@ class TableCsv(_Table):
         with conversion(part, file) as fresh, compressed(fresh, file) as target:
             if names:
                 target.write(self._joined(self._name(name) for name in names))
-            for _, payload in _lines(part):
+            for seq, payload in _lines(part):
                 row = decode_exact(payload)
-                target.write(self._joined(self._cell(row.get(name)) for name in names))
+                try:
+                    target.write(self._joined(self._cell(row.get(name)) for name in names))
+                except TypeError as error:  # orjson writes less depth than it reads
+                    raise UnwritableError(f"message {seq}: its payload is nested too deeply; {_INSTEAD}") from error
 
     def _joined(self, cells: Iterable[str]) -> bytes:
         line = self._delimiter.join(cells) or '""'  # readers leave out empty lines

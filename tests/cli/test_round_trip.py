@@ -198,7 +198,7 @@ def test_values_of_every_arrow_type_become_json_without_loss(
 
 
 def test_a_column_of_json_lines_is_stored_with_the_digits_of_its_numbers(
-    server: NatsServer, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
+    server: NatsServer, run: Run, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
 ) -> None:
     stream, rows = stream_name(), tmp_path / "rows.jsonl"
     rows.write_text('{"d": {"id": 12345678901234567890123, "price": 1.10}}\n{"d": 1.0e2}\n')
@@ -207,6 +207,10 @@ def test_a_column_of_json_lines_is_stored_with_the_digits_of_its_numbers(
         b'{"id":12345678901234567890123,"price":1.10}',
         b"1.0e2",
     ]
+    for value, words in (('{"a":1,"a":2}', "the key 'a' is there twice"), ("[" * 300 + "]" * 300, "ecursion limit")):
+        rows.write_text(f'{{"d": {value}}}\n')
+        done = run("ingest", rows, "--stream", stream, "--subject", f"{stream}.a", "--data-from", "d", "--again")
+        assert (done.exit_code, done.stderr.count("\n"), words in done.stderr) == (1, 1, True), done.output
 
 
 def test_every_field_of_a_csv_file_is_stored_as_it_is(

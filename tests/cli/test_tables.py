@@ -116,6 +116,7 @@ def test_a_csv_file_of_rows_has_every_key_and_the_digits_of_numbers(
         ("parquet", [b'{"a":1}', b"{}", b'{"a":"x"}'], "message 3: column 'a' cannot have its value (Could not convert 'x'"),
         ("parquet", [b'{"a":1}', b'{"a":18446744073709551616}'], "message 2: column 'a' cannot have its value"),
         ("parquet", [b'{"a":0.5}', b'{"a":9007199254740993}'], "message 2: column 'a' cannot have its value"),
+        ("csv", [b'{"a":' + b"[" * 300 + b"]" * 300 + b"}"], "message 1: its payload is nested too deeply"),
         ("parquet", [b"{}"], "the payloads are empty objects, so that there are no columns"),
         ("csv", [b"{}"], "the payloads are empty objects, so that there are no columns"),
         ("parquet", [b'{"b":1,"a":[{}]}'], "column 'a' has empty objects, which Parquet cannot store"),
