@@ -2,10 +2,14 @@
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import nats
 import nats.errors
 import pyarrow as pa
 import pytest
@@ -17,7 +21,8 @@ import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext import arrow, errors, log
 from jetstream_ext.client.api import LeaderInfo
-from jetstream_ext.client.connection import connection_of, open_bucket
+from jetstream_ext.client.connection import OwnClient, connection_of, open_bucket
+from jetstream_ext.testing import NatsServer
 
 Call = Callable[..., Any]
 ENTRY = "a BatchMessage, (subject, payload) or (subject, payload, headers)"
@@ -352,3 +357,95 @@ async def test_a_first_message_names_the_time_that_was_really_waited(
     assert found is not None
     assert float(found[1]) >= 0.3
     assert float(found[1]) != 0.4
+
+
+# -- permissions and logins ----------------------------------------------------------------------------------------------
+
+USERS = """
+authorization { users = [
+  {user: admin, password: secret}
+  {user: reader, password: secret, permissions: {publish: ["$JS.API.>", "$JS.ACK.>"], subscribe: ["_INBOX.>"]}}
+  {user: writer, password: secret, permissions: {publish: ["a.>"], subscribe: ["_INBOX.>"]}}
+  {user: deaf, password: secret, permissions: {publish: [">"], subscribe: ["a.>"]}}
+] }
+"""
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[NatsServer]:
+    with NatsServer(config=USERS) as server:
+        yield server
+
+
+async def ignore(_: Exception) -> None: ...
+
+
+@asynccontextmanager
+async def connected(server: NatsServer, user: str, timeout: float) -> AsyncIterator[JetStreamContext]:
+    nc = await nats.connect(server.url, user=user, password="secret", error_cb=ignore, connect_timeout=10)
+    try:
+        yield nc.jetstream(timeout=timeout)
+    finally:
+        await nc.close()
+
+
+SILENT: dict[str, Callable[[JetStreamContext], Any]] = {
+    "AtomicBatch": lambda js: add_many(jsx.AtomicBatch(js), [("a.1", b"")]),
+    "publish_atomic": lambda js: jsx.publish_atomic(js, [("a.1", b"")]),
+    "FastPublisher": lambda js: add_many(jsx.FastPublisher(js, ack_timeout=0.5), [("a.1", b"")]),
+    "ingest": lambda js: jsx.ingest(js, [("a.1", b"")], timeout=0.5),
+    "get": lambda js: jsx.DirectGet(js, "A").get(1),
+    "scan": lambda js: jsx.DirectGet(js, "A").scan(),
+    "source_health": lambda js: jsx.source_health(js, "A"),
+}
+NO_PUBLISH = "; the server refused a message to {!r}: the user has no permission to publish to it"
+REFUSED = {
+    "reader": (("AtomicBatch", "publish_atomic", "FastPublisher", "ingest"), NO_PUBLISH.format("a.1")),
+    "writer": (("get", "scan"), NO_PUBLISH.format("$JS.API.DIRECT.GET.A")),
+    "deaf": (
+        tuple(SILENT),
+        "; the server refused a subscription: the user has no permission to subscribe to _INBOX.>, where answers come",
+    ),
+}
+
+
+@pytest.mark.parametrize("user", REFUSED)
+async def test_an_answer_that_does_not_come_for_lack_of_a_permission_names_it(user: str, guarded: NatsServer) -> None:
+    async with connected(guarded, "admin", 30) as js:
+        await jsx.ensure_stream(
+            js, name="A", subjects=["a.>"], allow_direct=True, allow_atomic=True, allow_batched=True
+        )
+    calls, why = REFUSED[user]
+    async with connected(guarded, user, 0.5) as js:
+        texts = await asyncio.gather(*(text_of(partial(SILENT[call], js), nats.errors.Error) for call in calls))
+    assert [call for call, text in zip(calls, texts, strict=True) if why not in text] == [], texts
+
+
+async def test_an_answer_that_does_not_come_for_another_reason_names_no_permission(guarded: NatsServer) -> None:
+    async with connected(guarded, "writer", 0.5) as js:
+        await text_of(lambda: jsx.DirectGet(js, "A").get(1), errors.RequestTimeoutError)
+        connection = connection_of(js._nc)
+        assert connection.why_silent(["$JS.API.DIRECT.GET.B", "a.1"]) == ""
+
+
+LOGINS: dict[str, tuple[dict[str, Any], str]] = {
+    "none": ({}, "a login without credentials"),
+    "password": ({"user": "bob", "password": "hunter2"}, "the user and password"),
+    "token": ({"token": "hunter2"}, "the token"),
+    "user": ({"user": "hunter2"}, "the user, which has no password"),
+    "nkey": ({"nkeys_seed": None}, "the nkey of {}"),
+}
+
+
+@pytest.mark.parametrize("kind", LOGINS)
+async def test_a_refused_login_names_the_kind_of_credentials_and_no_secret(
+    kind: str, guarded: NatsServer, tmp_path: Path
+) -> None:
+    arguments, expected = LOGINS[kind]
+    if kind == "nkey":
+        path = tmp_path / "user.nk"
+        path.write_text("SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY")
+        arguments, expected = {"nkeys_seed": str(path)}, expected.format(path)
+    call = OwnClient().open([guarded.url], shown=guarded.url, timeout=30, tries=1, **arguments)
+    text = await text_of(lambda: call, errors.JetStreamExtError)
+    assert text == f"no connection to {guarded.url}: nats: 'Authorization Violation'; the server refused {expected}"

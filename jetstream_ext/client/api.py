@@ -104,7 +104,9 @@ class Api:
             except NotPermittedError:
                 raise
             except RequestTimeoutError:
-                raise RequestTimeoutError(f"no answer on {subject} within {self.timeout:.4g} s") from refusal
+                raise RequestTimeoutError(
+                    f"no answer on {subject} within {self.timeout:.4g} s{self.context.connection.why_silent(())}"
+                ) from refusal
             except nats.errors.NoRespondersError as error:
                 raise ServiceUnavailableError(
                     Status.UNAVAILABLE, f"no server answers on {subject}: {NO_JETSTREAM}"

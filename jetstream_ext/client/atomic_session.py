@@ -566,7 +566,9 @@ class AtomicSession:
             async with asyncio.timeout_at(deadline):
                 refusal = await waiter
         except TimeoutError:
-            self.machine.lost(f"no answer within {self._timeout:g} s")
+            self.machine.lost(
+                f"no answer within {self._timeout:g} s{self._connection.why_silent(self.machine.subjects)}"
+            )
         finally:
             self._forget(seq, waiter)
             self._settle()

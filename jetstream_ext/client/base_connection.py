@@ -346,8 +346,30 @@ class BaseConnection(ABC):
 
     def is_refused(self, inbox: InboxSubscription) -> bool:
         """Return whether the server has refused a subscription, as far as is known: it does not answer otherwise."""
+        return inbox.subject.lower() in self._refused_subscriptions()
+
+    def _refused_subscriptions(self) -> Collection[str]:
+        """Return the subjects in lower case of the subscriptions that the server has refused, as far as they are known."""
         found = REFUSED_SUBSCRIPTION.search(str(self.nc.last_error))
-        return found is not None and found[1].lower() == inbox.subject.lower()
+        return () if found is None else (found[1].lower(),)
+
+    def why_silent(self, subjects: Iterable[str]) -> str:
+        """Return the permission whose lack may be why a message to one of `subjects` has no answer, for an error; or ""."""
+        for subject in subjects:
+            if self._newest_refusal({subject.lower()}) is not None:
+                return f"; the server refused a message to {subject!r}: the user has no permission to publish to it"
+        prefix = self.nc.new_inbox().rpartition(".")[0]
+        if any(each.startswith(f"{prefix.lower()}.") for each in self._refused_subscriptions()):
+            return f"; the server refused a subscription: the user has no permission to subscribe to {prefix}.>, where answers come"
+        return ""
+
+    def explained(self, late: RequestTimeoutError, subjects: Iterable[str]) -> RequestTimeoutError:
+        """Return the error about an answer that did not come to one of `subjects`, with what `why_silent` says."""
+        if not (why := "" if isinstance(late, NotPermittedError) else self.why_silent(subjects)):
+            return late
+        explained = RequestTimeoutError(f"{late}{why}")
+        explained.__cause__ = late.__cause__
+        return explained
 
     async def ping(self, timeout: float) -> None:
         """Wait until the server has read everything that was written, or raise RequestTimeoutError."""

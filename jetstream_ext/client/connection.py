@@ -49,7 +49,7 @@ from jetstream_ext.client.base_connection import (
     cancel,
     notify,
 )
-from jetstream_ext.errors import JetStreamExtError
+from jetstream_ext.errors import JetStreamExtError, RequestTimeoutError
 from jetstream_ext.protocol import feature_table, frames
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.frames import Frame
@@ -105,7 +105,7 @@ class Connection(BaseConnection):
         self._process_err = nc._process_err
         self._refused: dict[str, int] = {}  # when a message was refused, by its subject in lower case, oldest first
         self._refusals = itertools.count()
-        self._refused_subscriptions: set[str] = set()  # of the subjects of this library's own subscriptions, few
+        self._refused_inboxes: set[str] = set()  # of the subjects of this library's own subscriptions, few
 
     @property
     def usable(self) -> bool:
@@ -222,11 +222,11 @@ class Connection(BaseConnection):
             if len(self._refused) > _REFUSED_KEPT:
                 del self._refused[next(iter(self._refused))]
         if (found := REFUSED_SUBSCRIPTION.search(text)) is not None:
-            self._refused_subscriptions.add(found[1].lower())
+            self._refused_inboxes.add(found[1].lower())
         await self._process_err(text)
 
-    def is_refused(self, inbox: InboxSubscription) -> bool:
-        return inbox.subject.lower() in self._refused_subscriptions
+    def _refused_subscriptions(self) -> Collection[str]:
+        return self._refused_inboxes
 
     def _newest_refusal(self, subjects: Collection[str]) -> object:
         return max((self._refused[subject] for subject in subjects if subject in self._refused), default=None)
@@ -511,7 +511,10 @@ class Context:
         self.connection.check_request(subject)
         frames.check_size(len(h.encode(headers.items())) + len(payload), self.connection.max_payload, subject)
         publishing = self.js.publish(subject, payload, timeout=timeout, headers=own_headers(headers.items()))
-        return await self.connection.bounded(publishing, timeout, what)
+        try:
+            return await self.connection.bounded(publishing, timeout, what)
+        except RequestTimeoutError as late:
+            raise self.connection.explained(late, [subject]) from late.__cause__
 
 
 def bucket_parts(kv: KeyValue) -> tuple[JetStreamContext, str, str, str]:
@@ -580,6 +583,8 @@ class OwnClient(Client):
             if limit.expired():
                 within, last = f" within {timeout:g} s", self._failures[-1] if self._failures else error
             why = str(last) or ("no answer" if isinstance(last, TimeoutError) else type(last).__name__)
+            if _is_refused_login(last):
+                why += f"; the server refused {_login_of(arguments)}"
             raise JetStreamExtError(f"no connection to {shown}{within}: {why}") from error
         finally:
             if not self.opened:
@@ -627,7 +632,7 @@ class OwnClient(Client):
         if self.opened:
             return
         self._failures.append(error)
-        refused = "authorization" in text or "authentication" in text or isinstance(error, JetStreamExtError)
+        refused = _is_refused_login(error) or isinstance(error, JetStreamExtError)
         if refused or len(self._failures) >= self._tries:
             raise error  # through nats-py's connect(), which would retry for minutes
 
@@ -665,6 +670,25 @@ class OwnClient(Client):
         if self._needs_tls and not self._encrypted:
             raise JetStreamExtError("the server does not require TLS, but TLS was requested; nothing was sent")
         return super()._connect_command()
+
+
+def _is_refused_login(error: Exception) -> bool:
+    text = str(error).lower()
+    return "authorization" in text or "authentication" in text
+
+
+def _login_of(arguments: Mapping[str, Any]) -> str:
+    """Return by what nats-py logs in with the arguments of its ``connect``, without any secret."""
+    # A user name may be a token.
+    kinds = {
+        "user_credentials": "the credentials of {}",
+        "nkeys_seed": "the nkey of {}",
+        "password": "the user and password",
+        "token": "the token",
+        "user": "the user, which has no password",
+    }
+    found = next((name for name in kinds if arguments.get(name)), None)
+    return "a login without credentials" if found is None else kinds[found].format(arguments[found])
 
 
 def _reconnecting(parse: Callable[[bytes], Awaitable[None]]) -> Callable[[bytes], Awaitable[None]]:

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import nats.errors
 from nats.aio.client import Client
+from nats.js.api import DEFAULT_PREFIX
 
 from jetstream_ext.client import telemetry
 from jetstream_ext.client.api import (
@@ -190,6 +191,7 @@ async def _read_blocks(
         server_version=connection.server_version,
     )
     api = f"{context.prefix}.DIRECT.GET.{stream}"
+    addresses = {api, f"{DEFAULT_PREFIX}.DIRECT.GET.{stream}"}
 
     async def at_leader(request: Request) -> StoredMsg | None:
         return await get_at_leader(context, stream, request.body(), timeout)
@@ -240,6 +242,7 @@ async def _read_blocks(
                 machine.handle_timer(loop.time())
             case range_read.SendRequest(sent, until):
                 subject, payload = sent.request.address(api)
+                addresses.add(subject)
                 left = max(0.001, until - loop.time())
                 try:
                     await inboxes.send(subject, payload, partial(receive, sent), left, sent)
@@ -267,6 +270,8 @@ async def _read_blocks(
                 case range_read.Deliver(block):
                     yield block
                 case range_read.Done(failure):
+                    if isinstance(failure, RequestTimeoutError):
+                        raise connection.explained(failure, addresses) from failure.__cause__
                     if failure is not None:
                         raise failure
                     return
@@ -345,7 +350,10 @@ async def _read_one(context: Context, stream: str, request: Request, timeout: fl
             read.failed(error)
         finally:
             inboxes.close_all()
-    return read.result(connection.server_version, request)
+    try:
+        return read.result(connection.server_version, request)
+    except RequestTimeoutError as late:
+        raise connection.explained(late, [subject]) from late.__cause__
 
 
 _T = TypeVar("_T")

@@ -854,6 +854,7 @@ class FastSession:
 
     def _timer_fired(self) -> None:
         self._timer = None
+        self.batch.silence = self.connection.why_silent([self.batch.first_subject])
         events, out = self.batch.handle_timer(self.now())
         if events or out:
             self.deliver(events, out)

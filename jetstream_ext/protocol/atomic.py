@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
@@ -171,6 +171,11 @@ class AtomicBatchMachine:
     def size(self) -> int:
         """How many messages the batch will store."""
         return len(self._subjects)
+
+    @property
+    def subjects(self) -> Collection[str]:
+        """The subjects of the messages that were added."""
+        return self._written
 
     @property
     def last_subject(self) -> str:

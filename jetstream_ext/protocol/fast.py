@@ -36,6 +36,7 @@ from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowGap, BatchMessa
 
 _OTHERS: Final = "another publisher, or an earlier one of up to 10 s ago"
 _ADVICE: Final = "give each publisher its own batch_id"
+_OLDER: Final = f": the server may be older than {FAST_INGEST.since}, or the stream may have no_ack set"
 KEPT_REPORTS: Final = 1000  # how many of the newest gap and error reports a batch keeps
 
 _log: Final = get_logger("fast")
@@ -116,13 +117,12 @@ GONE: Final = Ending(
     "the connection was lost, and the server no longer knows the batch; {rest}", None)
 NO_START: Final = Ending(
     EndReason.TIMEOUT, _UNKNOWN,
-    "no answer to the first message within {wait:g} s: the server may be older than {since}, "
-    "or the stream may have no_ack set; {rest}")
+    "no answer to the first message within {wait:g} s{start}; {rest}")
 SILENCE: Final = Ending(
     EndReason.TIMEOUT, _UNKNOWN,
-    "the server acknowledged {acked:,} of {messages} and then nothing for {wait:g} s; {rest}")
+    "the server acknowledged {acked:,} of {messages} and then nothing for {wait:g} s{silence}; {rest}")
 NO_COMMIT: Final = Ending(
-    EndReason.TIMEOUT, _UNKNOWN, "no answer to the commit within {wait:g} s; {rest}")
+    EndReason.TIMEOUT, _UNKNOWN, "no answer to the commit within {wait:g} s{silence}; {rest}")
 FORGOTTEN: Final = Ending(  # perhaps because it has committed the batch, and the final ack was lost
     EndReason.ERROR, _UNKNOWN, "the server no longer knows the batch; {rest}")
 STOPPED: Final = Ending(
@@ -250,6 +250,7 @@ class FastBatch:
         self.errors: deque[BatchFlowError] = deque(maxlen=KEPT_REPORTS)
         self.error_count: int = 0
         self.in_doubt: deque[InDoubt] = deque(maxlen=KEPT_REPORTS)
+        self.silence: str = ""  # why the server may not answer, for the error of a deadline
 
         self._source = f"batch {batch_id}"  # for the log
         self._table = _TABLES[self.gap]
@@ -311,6 +312,10 @@ class FastBatch:
         sends it after it has taken everything before the ping, and after it has reported any gap.
         """
         return max(self.window.acked, self.window.arrived) >= seq
+
+    @property
+    def first_subject(self) -> str:
+        return self._wire.subject.decode()
 
     def result(self) -> BatchAck:
         """Return the server's final ack; raise BatchError, or what ended the batch, if the server has sent no ack."""
@@ -759,7 +764,7 @@ class FastBatch:
         elif ending.error is not None:
             text = ending.text.format(
                 acked=self.acked, sent=self.sent, messages=counted(self.sent, "message"), wait=self.ack_timeout,
-                since=FAST_INGEST.since, cut=self._cut, others=_OTHERS, advice=_ADVICE, rest=self._rest(),
+                cut=self._cut, silence=self.silence, start=self.silence or _OLDER, others=_OTHERS, advice=_ADVICE, rest=self._rest(),
             )  # fmt: skip
             refusal = self._refusal if ending.reason is EndReason.TIMEOUT else None
             if refusal is not None:
@@ -808,8 +813,7 @@ class FastBatch:
         if not isinstance(error, ServerError):  # a gap of message 1, which only another batch can have
             error = errors.server_error(code=errors.Status.INVALID_REQUEST, err_code=ErrorCode.FAST_UNKNOWN_BATCH)
         if first and errors.reached_no_stream(error):
-            subject = self._wire.subject.decode()
-            text = f"no stream stores subject {subject!r}, or the stream has no leader; nothing is stored"
+            text = f"no stream stores subject {self.first_subject!r}, or the stream has no leader; nothing is stored"
             return self._error(errors.NoStreamError, text, "not_stored")
         return self._refused_message(error, reply.seq, "not_stored" if first else "unknown")
 
@@ -822,7 +826,7 @@ class FastBatch:
         text = f"message {seq} was refused: {error.description}; {stored}"
         if error.err_code == ErrorCode.FAST_DISABLED:
             how = advice.enable_stream("STREAM", "batched")
-            text = f"fast ingest is disabled on the stream of subject {self._wire.subject.decode()!r}; {stored}; {how}"
+            text = f"fast ingest is disabled on the stream of subject {self.first_subject!r}; {stored}; {how}"
         elif error.err_code == ErrorCode.FAST_UNKNOWN_BATCH:
             text = f"the server no longer has the batch; {stored}"
         elif error.err_code == ErrorCode.MESSAGE_TTL_DISABLED:

@@ -139,7 +139,7 @@ class TestSilence:
         fake.answers = [lambda request: from_(request["seq"], request["seq"], 9)]
         fake.silent = range(1, 100)
         read: list[int] = []
-        with pytest.raises(errors.RequestTimeoutError, match=r"stopped after 1 messages.*20 s"):
+        with pytest.raises(errors.RequestTimeoutError, match=r"stopped after 1 message, .*20 s"):
             await read_until_error(direct.scan(batch=5), read)
         assert read == [1, 2]
 
