@@ -204,7 +204,7 @@ class TestEnding:
         await pub.discard()
         assert pub.end_reason is jsx.EndReason.DISCARDED
         with pytest.raises(
-            errors.BatchClosedError, match=r"it was discarded, so it has no final ack; [01] of 1 messages"
+            errors.BatchClosedError, match=r"it was discarded, so it has no final ack; (message 1 is not|every message was) acknowledged"
         ):
             _ = pub.ack
         assert await payloads(js, stream) == [b"1"]
@@ -240,7 +240,7 @@ class TestEnding:
             await fail()
         assert pub.end_reason is jsx.EndReason.DISCARDED
         with pytest.raises(
-            errors.BatchClosedError, match=r"it was discarded, so it has no final ack; [01] of 1 messages"
+            errors.BatchClosedError, match=r"it was discarded, so it has no final ack; (message 1 is not|every message was) acknowledged"
         ):
             _ = pub.ack
         await leak_check.assert_clean()
