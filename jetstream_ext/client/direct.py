@@ -9,6 +9,7 @@ from typing import Final, Literal, TypedDict
 
 from nats.js import JetStreamContext
 
+from jetstream_ext.client import telemetry
 from jetstream_ext.client.api import Api, check_same_stream, stream_state, wait_for_sequence
 from jetstream_ext.client.base_connection import NotPermittedError
 from jetstream_ext.client.connection import Context
@@ -160,6 +161,15 @@ class DirectGet:
         return await self._single(Request(start_time=when, next_by_subj=subject or ">"), min_seq=min_seq)
 
     async def _single(self, request: Request, *, min_seq: int | None) -> StoredMsg:
+        observer = telemetry.observer
+        if observer is None:
+            return await self._read_one(request, min_seq)
+        with observer.begin(telemetry.Kind.RECEIVE, self._js.connection, stream=self._stream) as operation:
+            found = await self._read_one(request, min_seq)
+            operation.describe(messages=1)
+            return found
+
+    async def _read_one(self, request: Request, min_seq: int | None) -> StoredMsg:
         if min_seq is None:
             return await read_one(self._js, self._stream, request, self._timeout)
         need = check_sequence(min_seq, "min_seq")

@@ -164,7 +164,7 @@ async def _observed(
 
 
 async def _read_blocks(
-    context: Context, stream: str, plan: Plan, timeout: float, *, confirm: bool, min_seq: int | None
+    context: Context, stream: str, plan: Plan, timeout: float, *, confirm: bool = False, min_seq: int | None = None
 ) -> AsyncGenerator[Block, None]:
     loop, connection = asyncio.get_running_loop(), context.connection
     if min_seq is not None:
@@ -300,23 +300,14 @@ async def read_one(context: Context, stream: str, request: Request, timeout: flo
 
     A request that was lost with the connection is sent once more.
     """
-    observer = telemetry.observer
-    if observer is None or request.start_time is not None:  # that is a read of many
-        return await _read_one(context, stream, request, timeout)
-    with observer.begin(telemetry.Kind.RECEIVE, context.connection, stream=stream) as operation:
-        found = await _read_one(context, stream, request, timeout)
-        operation.describe(messages=1)
-        return found
-
-
-async def _read_one(context: Context, stream: str, request: Request, timeout: float) -> StoredMsg:
     loop, connection = asyncio.get_running_loop(), context.connection
     deadline = loop.time() + timeout
     if request.start_time is not None:
         # A batch of one message: an older server would ignore start_time in a single get and answer another message.
         plan = OneReply(replace(request, batch=1))
         try:
-            async with asyncio.timeout_at(deadline), aclosing(read_blocks(context, stream, plan, timeout)) as blocks:
+            reading = _read_blocks(context, stream, plan, timeout)  # the caller's read is the one that is observed
+            async with asyncio.timeout_at(deadline), aclosing(reading) as blocks:
                 async for block in blocks:
                     return next(block.messages())
             raise not_found(stream, request)

@@ -332,7 +332,7 @@ async def test_reads_are_spans_with_the_number_of_messages(
     async with jsx.FastPublisher(js) as publisher:
         await publisher.add_many([(f"{stream}.a", b"")] * 20)
     await direct.scan().to_list()
-    await direct.get(7)
+    await direct.get_at((await direct.get(7, min_seq=20)).time)
     with pytest.raises(jsx.errors.MessageNotFoundError):
         await direct.get(21)
     async with direct.scan(batch=5) as messages:
@@ -340,12 +340,12 @@ async def test_reads_are_spans_with_the_number_of_messages(
             if message.seq == 3:
                 break
         await asyncio.sleep(0.2)
-    scan, get, missing, early = recorded.spans[2:]
-    assert named(recorded)[2:] == [f"receive {stream}"] * 4
+    scan, get, found, missing, early = recorded.spans[2:]
+    assert named(recorded)[2:] == [f"receive {stream}"] * 5
     assert {span.kind for span in recorded.spans[2:]} == {SpanKind.CLIENT}
     assert attributes(scan)["messaging.operation.type"] == "receive"
-    counts = [attributes(span).get("messaging.batch.message_count") for span in (scan, get, missing)]
-    assert counts == [20, 1, None]
+    counts = [attributes(span).get("messaging.batch.message_count") for span in (scan, get, found, missing)]
+    assert counts == [20, 1, 1, None]
     assert attributes(missing)["error.type"] == "MessageNotFoundError"
     assert early.status.status_code is StatusCode.UNSET
     assert recorded.total("messaging.client.consumed.messages") >= 24
@@ -354,8 +354,8 @@ async def test_reads_are_spans_with_the_number_of_messages(
         for point in recorded.points("messaging.client.operation.duration")
         if point.attributes["messaging.operation.name"] == "receive" and "error.type" not in point.attributes
     ]
-    assert received.count == 3
-    assert received.sum < 0.2 + sum((span.end_time - span.start_time) / 1e9 for span in (scan, get))
+    assert received.count == 4
+    assert received.sum < 0.2 + sum((span.end_time - span.start_time) / 1e9 for span in (scan, get, found))
 
 
 async def test_ingest_is_a_span_around_its_batches(
