@@ -83,3 +83,12 @@ class CommandGroup(click.Group, Command):
     """A group of such commands, with examples of its own."""
 
     command_class = Command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Refuse an unknown command that begins like an option, for which click shows the help, 8.1 as a success."""
+        name = args[0]
+        if not (name[:1].isalnum() or ctx.resilient_parsing) and self.get_command(ctx, name) is None:
+            ctx.fail(f"No such command {name!r}.")
+        return super().resolve_command(ctx, args)

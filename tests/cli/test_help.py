@@ -108,6 +108,30 @@ def test_options_are_in_groups_and_all_commands_have_json(name: str) -> None:
             assert re.match(r"[A-Z].*[.…]", parameter.help), f"{parameter.opts}: {parameter.help!r} is no sentence"
 
 
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^```(?:bash|sh)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def test_every_command_line_of_the_pages_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        (page.relative_to(ROOT), line)
+        for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+        for block in BLOCK.findall(page.read_text(encoding="utf-8"))
+        for line in block.replace("\\\n", " ").splitlines()
+        if line.startswith("jetstream-ext ")
+    ]
+    assert len(lines) > 20
+    monkeypatch.chdir(tmp_path)
+    for page, line in lines:
+        for file in FILES.findall(line):
+            Path(file).touch()
+        for arguments in calls(line):
+            try:
+                parse(arguments)
+            except click.UsageError as error:
+                pytest.fail(f"{page}: {line!r} is wrong usage: {error.format_message()}")
+
+
 def test_a_command_line_with_a_typo_is_not_parsed() -> None:
     for line in ("jetstream-ext export S -", "jetstream-ext group status S g | cat"):
         assert [parse(arguments) for arguments in calls(line)]
