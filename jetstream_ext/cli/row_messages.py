@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from hashlib import blake2b
 from typing import Final
 
@@ -151,6 +151,8 @@ def _plain(value: object) -> object:
     if isinstance(value, timedelta):
         micros = (value.days * 86_400 + value.seconds) * 1_000_000 + value.microseconds
         return duration_text(micros * 1000 + getattr(value, "nanoseconds", 0), 9)  # those of pandas have nanoseconds
+    if isinstance(value, datetime):  # one of pandas, with nanoseconds
+        return value.isoformat()
     return str(value)  # decimals
 
 

@@ -182,6 +182,7 @@ def test_values_of_every_arrow_type_become_json_without_loss(
         "duration": (pa.array([timedelta(days=1, microseconds=-1)]), "PT86399.999999S"),
         "nanos": (pa.array([-1_500_000_001], pa.duration("ns")), "-PT1.500000001S"),
         "durations": (pa.array([[timedelta(seconds=90)]]), ["PT90S"]),
+        "times": (pa.array([[1]], pa.list_(pa.timestamp("ns"))), ["1970-01-01T00:00:00.000000001"]),
         "struct": (pa.array([{"a": [b"\xff"], "b": None}]), {"a": ["/w=="], "b": None}),
         "map": (pa.array([[(1, "x")]], pa.map_(pa.int64(), pa.string())), [[1, "x"]]),
         "twice": (pa.array([[("a", 1), ("a", 2)]], pa.map_(pa.string(), pa.int64())), [["a", 1], ["a", 2]]),
