@@ -521,7 +521,7 @@ class TestHandOversThatTakeTooLong:
                 assert len(cancelled) == 1
                 assert (await anext(other)).seq == cancelled[0]
             assert not revoked
-            assert "is given up" in caplog.text
+            assert "it is lost" in caplog.text
             assert not running.done()
             running.cancel()
             await asyncio.wait({running})
@@ -799,7 +799,7 @@ class TestSeveralMembers:
             await (await js.key_value(group.bucket)).put(
                 key, json.dumps({"v": 1, "owner": "x", "seq": 3, "epoch": member._session.settings.epoch}).encode()
             )
-            with pytest.raises(errors.FencedError, match=r"partitions \[0\] were not stored"):
+            with pytest.raises(errors.FencedError, match=r"the positions of partition 0 were not stored"):
                 await member.commit()
             # "x" is no member, so that it is claimed back, from where "x" has stored it.
             assert [message.seq for message in await take(member, 2)] == [3, 4]
