@@ -103,7 +103,7 @@ async def test_every_piece_runs(page: str) -> None:
 
 ELSEWHERE = {
     "tutorial": "test_pages.py types it",
-    "quick-start": "test_pages.py runs it",
+    "quick-start": "tests/newcomer types it",
     "web-service": "test_pages.py runs it",
     "observability": "docs/test_observability.py runs it",
     "key-value": "its code is an example, which kv/test_example.py runs",

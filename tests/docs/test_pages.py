@@ -176,37 +176,6 @@ def test_the_program_of_the_readme(empty_server: NatsServer, tmp_path: Path) -> 
     assert says(output, done.stdout), done.stdout
 
 
-def test_the_quick_start(empty_server: NatsServer, tmp_path: Path) -> None:
-    page = DOCS / "quick-start.md"
-    assert len(saved(page, tmp_path, empty_server.url)) == 2
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / "bin" / "activate").touch()  # the tests run in an environment that is active
-    install, serve, *others = (
-        text for language, text in BLOCK.findall(page.read_text(encoding="utf-8")) if language == "bash"
-    )
-    assert "pip install 'nats-jetstream-ext[cli,server]'" in install
-    assert serve == "jetstream-ext serve\n"
-    done = subprocess.run(
-        ["bash", "-e", "-c", "".join(others)],
-        capture_output=True,
-        text=True,
-        timeout=540,
-        check=False,
-        cwd=tmp_path,
-        env=environment() | {"NATS_URL": empty_server.url},
-    )
-    assert done.returncode == 0, done.stderr
-    served, *wanted = outputs(page)
-    assert "127.0.0.1:4222" in served
-    where = 0
-    for output in wanted:
-        found = done.stdout.find(output, where)
-        assert found >= 0, f"the page says\n{output}\nprinted was\n{done.stdout[where:]}"
-        where = found + len(output)
-    assert "on ride 17" in done.stdout[where:]  # of the snapshot
-    assert len((tmp_path / "rides.csv").read_text(encoding="utf-8").splitlines()) == 10_003
-
-
 def test_the_web_service(empty_server: NatsServer, tmp_path: Path) -> None:
     """It answers as the page says, and stores at its end what was still in memory."""
     page = DOCS / "web-service.md"
