@@ -38,7 +38,9 @@ def command() -> None:
 @command.command("list", short_help="List dead letters.")
 @click.argument("stream", shell_complete=complete_streams)
 @click.argument("subject")
-@cli_option("--limit", type=click.IntRange(1), default=100, show_default=True, help="The most letters to list.")
+@cli_option(
+    "--limit", type=click.IntRange(1), metavar="N", default=100, show_default=True, help="The most letters to list."
+)
 @json_option()
 @connection_options()
 def list_command(where: Target, stream: str, subject: str, limit: int, as_json: bool) -> None:
@@ -130,7 +132,7 @@ async def _find(where: Target, stream: str, subject: str, sequence: int) -> Dead
     show_default="that of the input",
     help="The stream that must store them.",
 )
-@cli_option("--limit", type=click.IntRange(1), help="The most letters to hand back.")
+@cli_option("--limit", type=click.IntRange(1), metavar="N", help="The most letters to hand back.")
 @cli_option("--again", is_flag=True, help="Also letters of which it is not known whether they were handed back.")
 @cli_option(
     "--bucket",

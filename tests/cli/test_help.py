@@ -105,6 +105,8 @@ def test_options_are_in_groups_and_all_commands_have_json(name: str) -> None:
     for parameter in LEAVES[name].params:
         if isinstance(parameter, click.Option):
             assert parameter.help, f"{parameter.opts} has no description"
+            named = parameter.metavar or parameter.is_flag or not isinstance(parameter.type, click.IntRange)
+            assert named, f"{parameter.opts}: name the value with metavar"
             assert re.match(r"[A-Z].*[.…]", parameter.help), f"{parameter.opts}: {parameter.help!r} is no sentence"
 
 
