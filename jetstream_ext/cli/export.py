@@ -30,6 +30,7 @@ from jetstream_ext.cli.output import Stopped, count, is_are, one_line, progress,
 from jetstream_ext.cli.table_files import TableCsv, TableLines, TableParquet
 from jetstream_ext.client.direct import DirectGet, ScanOptions
 from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.protocol.numbers import LARGEST
 from jetstream_ext.protocol.subjects import check_name
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ _REPORT_EVERY: Final = 500
 )
 @cli_option(
     "--start-seq",
-    type=click.IntRange(1),
+    type=click.IntRange(1, LARGEST),
     default=1,
     metavar="SEQ",
     show_default=True,

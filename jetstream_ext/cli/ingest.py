@@ -7,7 +7,7 @@ import dataclasses
 import signal
 from collections import Counter
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,13 +20,13 @@ from nats.nuid import NUID
 from jetstream_ext.cli.completion import complete_streams
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
 from jetstream_ext.cli.formats import FORMATS, STDIO, delimiter_of, format_of
-from jetstream_ext.cli.message_files import is_export
+from jetstream_ext.cli.message_files import COLUMNS, is_export
 from jetstream_ext.cli.options import Command, cli_option, json_option
 from jetstream_ext.cli.output import ReportProgress, Stopped, count, is_are, one_line, progress, say, write_json
 from jetstream_ext.cli.row_check import RowCheck
 from jetstream_ext.cli.row_files import Row, RowError, Rows, Source, encoding_of, spooled
 from jetstream_ext.cli.row_messages import Message, RowMapping, short_digest
-from jetstream_ext.cli.stored_rows import RowIds, StoredRows, stored_rows
+from jetstream_ext.cli.stored_rows import MOST_ROWS, RowIds, StoredRows, stored_rows
 from jetstream_ext.client.api import stream_state
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.ingest import ingest
@@ -34,7 +34,7 @@ from jetstream_ext.client.streams import ensure_stream
 from jetstream_ext.errors import BadHeaderError, BadSubjectError, ErrorCode, IngestError, MaxPayloadError
 from jetstream_ext.protocol.advice import enable_command, enable_stream
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.subjects import check_filter, check_name
+from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject, covers
 from jetstream_ext.types import BatchMessage, IngestProgress, IngestReport
 
 _OF_THE_ROW: Final = (NoStreamResponseError, MaxPayloadError, BadSubjectError, BadHeaderError)
@@ -103,7 +103,14 @@ _CORRECT: Final = "correct the row, then the same command with --resume sends th
 @cli_option(
     "--create", multiple=True, metavar="SUBJECT", help="Create a missing stream with subject SUBJECT; repeatable."
 )
-@cli_option("--skip", type=click.IntRange(0), default=0, metavar="ROWS", group=_ROWS, help="Skip the first ROWS rows.")
+@cli_option(
+    "--skip",
+    type=click.IntRange(0, MOST_ROWS),
+    default=0,
+    metavar="ROWS",
+    group=_ROWS,
+    help="Skip the first ROWS rows.",
+)
 @cli_option(
     "--resume", is_flag=True, group=_ROWS, help="Send the rows of a changed file that the stream does not have."
 )
@@ -155,10 +162,16 @@ def command(
     how = delimiter_of(file, delimiter, form), encoding_of(encoding, form)
     with spooled(file) as path:
         rows = Rows(Source(path, "stdin" if file == STDIO else str(file), form, *how))
-        if not no_restore and is_export(rows.columns()):
+        columns = rows.columns()
+        if form != "jsonl" and columns and headers_from is not None and headers_from not in columns:
+            known = ", ".join(map(repr, columns[:_NAMES_SHOWN]))
+            raise click.ClickException(f"{rows.name} has no column {headers_from!r} for --headers-from, but {known}")
+        restored = not no_restore and is_export(columns)
+        only = COLUMNS if restored and data_from is None else ()
+        if restored:
             data_from, headers_from = data_from or "data", headers_from or "headers"
         pattern = subject if subject is not None else f"{{{subject_from or 'subject'}}}"
-        mapping = RowMapping(pattern, data_from, headers_from, non_finite == "null")
+        mapping = RowMapping(pattern, data_from, headers_from, non_finite == "null", only)
         job = _Ingest(file, rows, stream, mapping, skip, resume=resume, again=again)
         (_check if dry_run else _run)(job, where, create, as_json=as_json)
 
@@ -280,6 +293,8 @@ class _Ingest:
         digest = short_digest(path.encode(errors="surrogateescape"))
         self._ids = RowIds(digest, short_digest(mapping.digest, rows.digest()), skip, _new_token() if again else "")
         self._sent = _Sent(skip)
+        self._subjects: tuple[str, ...] = ()
+        self._stored_subject = ""  # the last one that was looked at
 
     async def run(self, where: Target, create: tuple[str, ...], *, show: bool) -> IngestReport:
         async with connected(where) as js:
@@ -288,11 +303,12 @@ class _Ingest:
                 await ensure_stream(js, name=self.stream, subjects=subjects, allow_direct=True, allow_batched=True)
             advice = "" if create else "; --create SUBJECT creates it"
             state = await existing_stream(js, self.stream, advice)
+            self._subjects = state.subjects
             if not state.never_removed and not self._again:
                 # The server remembers the ids of messages that it has removed. It would take their rows for duplicates.
                 self._ids = dataclasses.replace(self._ids, token=_new_token())
             with stored_rows(self._ids, other_contents=self._resume or not self._any_content) as stored:
-                if state.messages and not self._again:
+                if not self._again:
                     await self._look(js, state, stored, show=show)
                 return await self._send(js, show=show)
 
@@ -302,7 +318,7 @@ class _Ingest:
             state = await self._state_if_any(js, create)
             check = RowCheck(self.stream, state, create, Context(js).connection.max_payload)
             with stored_rows(self._ids, other_contents=self._resume or not self._any_content) as stored:
-                if state is not None and state.messages and not self._again:
+                if state is not None and not self._again:
                     await self._look(js, state, stored, show=show)
                 with progress("checking rows", self._rows.total, show=show) as report:
                     await self._check_rows(check, report)
@@ -343,6 +359,9 @@ class _Ingest:
     async def _look(self, js: JetStreamContext, state: StreamState, stored: StoredRows, *, show: bool) -> None:
         """Find out which rows the stream has; raise ClickException if the file was changed since they were stored."""
         name = self.stream
+        if not state.messages:
+            _warn_about_removed(state, all_stored=False)
+            return
         if not state.allows_direct:
             raise click.ClickException(
                 f"stream {name!r} does not allow direct get, so ingest cannot look for rows that are already stored; "
@@ -354,7 +373,7 @@ class _Ingest:
                 js, state, self._filter(state), self._digests, lambda position: report(position, position)
             )
         if stored.total is None:
-            _warn_about_removed(state)
+            _warn_about_removed(state, all_stored=False)
             return
         if stored.stored and stored.missing and not (stored.same_content or self._resume):
             total = stored.stored + stored.missing
@@ -362,6 +381,7 @@ class _Ingest:
                 f"{self.name} was changed since it was stored in {name}: {stored.stored:,} of its {count(total, 'row')} "
                 f"{is_are(stored.stored)} stored; --resume sends the other {stored.missing:,}, --again sends all"
             )
+        _warn_about_removed(state, all_stored=not stored.missing)
         self.already_stored = stored.stored
         self._sent = _Sent(self.skipped, stored)
 
@@ -409,8 +429,21 @@ class _Ingest:
                 digest = message.digest
                 if expected not in (None, digest):
                     raise click.ClickException(f"{self.name} was changed while it was read; {_CONTINUE}")
+                if message.subject != self._stored_subject:
+                    self._check_subject(message.subject, self._place(index))
                 self.headers_left_out.update(message.left_out)
                 yield self._batch_message(index, message, digest)
+
+    def _check_subject(self, subject: str, place: str) -> None:
+        """Raise RowError if the stream does not store a subject, so that no row is a request to another program.
+
+        With a subject such as ``$JS.API.STREAM.PURGE.ORDERS``, a row would be a request to the server.
+        """
+        if not any(covers(pattern, subject) for pattern in self._subjects):
+            with suppress(BadSubjectError):  # `ingest` says what is wrong with an invalid one
+                check_subject(subject)
+                raise RowError(f"{place}: stream {self.stream!r} does not store its subject {subject!r}")
+        self._stored_subject = subject
 
     def _batch_message(self, index: int, message: Message, digest: str) -> BatchMessage:
         msg_id = self._ids.make(index, digest)
@@ -487,19 +520,20 @@ class _Ingest:
             loop.remove_signal_handler(signal.SIGINT)
 
 
-def _warn_about_removed(state: StreamState) -> None:
-    """Say if the stream may have removed rows of the file, so that they are sent again."""
-    if state.retention != "limits":
-        say(
-            f"stream {state.name!r} deletes messages that were consumed (retention {state.retention}): rows of an earlier "
-            "run that were consumed are sent again",
-            err=True,
+def _warn_about_removed(state: StreamState, *, all_stored: bool) -> None:
+    """Say if the stream may have removed rows of the file, and whether such rows are sent again."""
+    if state.never_removed:
+        return
+    if all_stored:
+        text = "has removed messages: rows of this file that were among them count as stored; --again sends all rows"
+    elif state.retention != "limits":
+        text = (
+            f"deletes messages that were consumed (retention {state.retention}): rows of an earlier run that were "
+            "consumed may be sent again"
         )
-    elif not state.never_removed:
-        say(
-            f"stream {state.name!r} has removed messages: if rows of this file were among them, they are sent again",
-            err=True,
-        )
+    else:
+        text = "has removed messages: if rows of this file were among them, they may be sent again"
+    say(f"stream {state.name!r} {text}", err=True)
 
 
 def _new_token() -> str:

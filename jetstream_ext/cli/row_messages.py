@@ -50,12 +50,16 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class RowMapping:
-    """The options. In `subject`, ``{column}`` is replaced by the row's value in that column."""
+    """The options. In `subject`, ``{column}`` is replaced by the row's value in that column.
+
+    A row of JSON may have no other column than `only`, if that is not empty.
+    """
 
     subject: str
     data_from: str | None = None
     headers_from: str | None = None
     non_finite_as_null: bool = False
+    only: tuple[str, ...] = ()
 
     @property
     def digest(self) -> bytes:
@@ -73,6 +77,10 @@ class RowMapping:
 
     def message(self, row: Row, place: str) -> Message:
         """Return the message of a row; raise RowError, which names the `place`, if the row cannot be sent."""
+        if self.only and (others := row.keys() - self.only):
+            raise RowError(
+                f"{place}: column {min(others)!r} is none of an export, as the first row is; --no-restore stores each row as JSON"
+            )
         pairs = [] if self.headers_from is None else self._header_pairs(row, self.headers_from, place)
         own = [pair for pair in pairs if not is_reserved(pair[0])]
         left_out = tuple(name for name, _ in pairs if is_reserved(name))
@@ -139,6 +147,11 @@ class RowMapping:
             several = [(header, values if isinstance(values, list) else [values]) for header, values in entries]
         except (TypeError, ValueError, AttributeError) as error:
             raise RowError(f"{place}: column {name!r} is neither a map nor a JSON object") from error
+        if isinstance(found, str) and isinstance(given, dict):
+            try:
+                decode_exact(found.encode())
+            except ValueError as error:  # a header that is there twice
+                raise RowError(f"{place}: column {name!r}: {error}") from error
         pairs = [(header, value) for header, values in several for value in values]
         if not all(isinstance(text, str) for pair in pairs for text in pair):
             raise RowError(f"{place}: column {name!r} has a header that is not a string")

@@ -22,6 +22,7 @@ from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.headers import MSG_ID
 from jetstream_ext.protocol.numbers import parse_number
 
+MOST_ROWS: Final = (1 << 63) - 1  # what SQLite's integers hold
 _FIRST_BLOCK: Final = 5_000  # sequences of the first read; the next ones are longer
 _LONGEST_BLOCK: Final = 100_000
 _SOME: Final = 1_000  # rows between two turns of the event loop
@@ -57,7 +58,7 @@ class RowIds:
         if path != self.path or len(parts) not in (3, 4):
             return None
         skip, _, index = parts[1].rpartition("-")
-        numbers = parse_number(skip or "0"), parse_number(index)  # anyone may publish such an id
+        numbers = parse_number(skip or "0", MOST_ROWS), parse_number(index, MOST_ROWS)  # anyone may publish such an id
         if numbers[0] is None or numbers[1] is None:
             return None
         return _Id(parts[0], numbers[0], numbers[1], parts[2])

@@ -153,13 +153,18 @@ def test_ingest_reports_the_refused_row_and_the_server_s_reason(
     options = {"allow_direct": True, "allow_batched": True, "max_msg_size": 200}
     with_js(server.url, lambda js: js.add_stream(name=stream, subjects=[stream], **options))
     advice = "correct the row, then the same command with --resume sends the rest"
-    for subject, row, words in (
-        (stream, 3, f"message size exceeds maximum allowed; the 2 rows before it are stored; {advice}"),
-        ("nowhere.at.all", 1, "no stream stores its subject 'nowhere.at.all'; nothing is stored"),
+    not_stored = f"stream '{stream}' does not store its subject 'nowhere.at.all'; nothing is stored"
+    for subject, place, words in (
+        (
+            stream,
+            f"row 3 of {rows}",
+            f"message size exceeds maximum allowed; the 2 rows before it are stored; {advice}",
+        ),
+        ("nowhere.at.all", f"{rows}, row 1", not_stored),
     ):
         done = run("ingest", rows, "--stream", stream, "--subject", subject)
         assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
-        assert done.stderr.startswith(f"Error: row {row} of {rows}: ")
+        assert done.stderr.startswith(f"Error: {place}: ")
         assert done.stderr.endswith(f"{words}\n")
         assert "code=" not in done.stderr
 
@@ -481,6 +486,8 @@ def test_headers_of_an_exported_file_are_stored_again_without_instructions_to_th
     [
         ("[1]", "is neither a map nor a JSON object"),
         ("x", "is neither a map nor a JSON object"),
+        ('{"X": "\\ud800"}', "is neither a map nor a JSON object"),
+        ('{"X": "1", "X": "2"}', "the key 'X' is there twice"),
         ('{"X": 1}', "has a header that is not a string"),
         ('{"X": [null]}', "has a header that is not a string"),
     ],
@@ -492,7 +499,8 @@ def test_headers_that_are_none_are_refused(
     rows.write_text(json.dumps({"h": value}) + "\n")
     done = run("ingest", rows, "--stream", stream, "--subject", stream, "--headers-from", "h", "--create", stream)
     assert done.exit_code == 1
-    assert f"row 1: column 'h' {words}; nothing is stored" in done.stderr
+    assert "row 1: column 'h'" in done.stderr
+    assert f"{words}; nothing is stored" in done.stderr
 
 
 def test_parquet_of_a_subject_that_is_not_utf_8_is_refused(

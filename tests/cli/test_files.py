@@ -126,7 +126,7 @@ def test_a_malformed_row_is_reported_and_all_rows_before_it_are_stored(
     rows.write_text(f'{{"to": "{stream}.a"}}\n{{"to": "elsewhere"}}\n')
     done = run(*how, "--again")
     assert done.exit_code == 1
-    assert f"row 2 of {rows}" in done.stderr
+    assert f"{rows}, row 2: stream '{stream}' does not store its subject 'elsewhere'" in done.stderr
     assert ok("export", stream, tmp_path / "out.csv")["messages"] == 3
 
 

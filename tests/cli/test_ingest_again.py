@@ -227,7 +227,8 @@ def test_skip_past_the_end_is_an_error(stream: Stream) -> None:
     stream.create()
     stream.write(*range(3))
     assert stream.ingest("--skip", 3) == (0, 0)
-    assert f"{stream.path} has only 3 rows; --skip 4 is more" in stream.refused("--skip", 4)
+    for more in (4, 2**63 - 1):
+        assert f"{stream.path} has only 3 rows; --skip {more} is more" in stream.refused("--skip", more)
     assert stream.rows == []
 
 
@@ -302,11 +303,79 @@ def test_an_id_that_someone_else_made_up_hides_no_row(stream: Stream) -> None:
     assert stream.rows == ["5", "6", *["forged"] * 4, "7", "8", "9"]
 
 
+def test_a_forged_id_with_a_large_number_is_ignored(stream: Stream, run: Run) -> None:
+    stream.create()
+    stream.write(1)
+    stream.ingest()
+
+    async def forge(js: JetStreamContext) -> None:
+        message = await js.get_last_msg(stream.name, f"{stream.name}.a")
+        path, content, _, row = (message.headers or {})["Nats-Msg-Id"].split(".")
+        for forged in (f"{content}.{2**63}", f"other.{2**63}", f"{content}.{2**64}-1"):
+            await js.publish(f"{stream.name}.a", b"x", headers={"Nats-Msg-Id": f"{path}.{forged}.{row}"})
+
+    stream.js(forge)
+    stream.write(1, 2)
+    assert stream.ingest("--resume") == (1, 1)
+
+
+REMOVED = "has removed messages: "
+MAYBE_AGAIN = f"{REMOVED}if rows of this file were among them, they may be sent again"
+
+
+@pytest.mark.parametrize(
+    ("options", "sent", "words"),
+    [
+        ({"retention": "workqueue"}, 2, "deletes messages that were consumed (retention workqueue)"),
+        ({"max_age": 3600}, 2, MAYBE_AGAIN),
+        ({"max_msgs_per_subject": 1}, 1, MAYBE_AGAIN),
+        ({}, 0, f"{REMOVED}rows of this file that were among them count as stored; --again sends all rows"),
+    ],
+    ids=["all consumed", "all removed", "last row replaced", "one deleted"],
+)
+def test_what_a_stream_has_removed_is_said(
+    stream: Stream, run: Run, options: dict[str, Any], sent: int, words: str
+) -> None:
+    stream.create(**options)
+    stream.path.write_text("to,n\na,1\nb,2\n")
+    stream.ingest()
+
+    async def remove(js: JetStreamContext) -> None:
+        if "max_msgs_per_subject" in options:
+            await js.publish(f"{stream.name}.b", b"newer")
+        elif options:
+            await js.purge_stream(stream.name)
+        else:
+            await js.delete_msg(stream.name, 1)
+
+    stream.js(remove)
+    time.sleep(1.2 * WINDOW)
+    for dry in (True, False):
+        done = run(*stream.how, *(["--dry-run"] if dry else []))
+        assert (done.exit_code, done.stderr.count("\n")) == (0, 1)
+        assert f"stream '{stream.name}' {words}" in done.stderr
+        assert f"{sent} to send" in done.stdout if dry else f"{sent} sent" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("how", "subject"), [("row", "$JS.API.STREAM.PURGE.{}"), ("file", "$JS.API.STREAM.PURGE.{}"), ("row", "elsewhere")]
+)
+def test_a_row_is_no_request_to_another_program(stream: Stream, how: str, subject: str) -> None:
+    stream.create()
+    stream.write(1)
+    stream.ingest()
+    foreign = subject.format(stream.name)
+    stream.path.write_text(f'to,n\n{foreign},""\n')
+    stream.how = (*stream.how[:5], foreign if how == "file" else "{to}", *stream.how[6:])
+    assert f"row 1: stream '{stream.name}' does not store its subject '{foreign}'; nothing is" in stream.refused()
+    assert stream.rows == ["1"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"retention": "workqueue"}, "deletes messages that were consumed (retention workqueue)"),
-        ({"max_msgs": 1}, "has removed messages: if rows of this file were among them, they are sent again"),
+        ({"max_msgs": 1}, MAYBE_AGAIN),
     ],
 )
 def test_what_cannot_be_known_is_said(stream: Stream, run: Run, options: dict[str, Any], words: str) -> None:
@@ -315,6 +384,8 @@ def test_what_cannot_be_known_is_said(stream: Stream, run: Run, options: dict[st
     async def other(js: JetStreamContext) -> None:
         for _ in range(2):
             await js.publish(f"{stream.name}.other", b"x")
+        if "retention" in options:
+            await js.delete_msg(stream.name, 1)
 
     stream.js(other)
     stream.write(1)

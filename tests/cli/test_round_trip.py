@@ -79,6 +79,19 @@ def test_an_export_is_stored_again_as_it_was_without_options(
     assert (again["already_stored"], again["sent"], again["headers_left_out"]) == (3, 0, 0)
 
 
+def test_a_line_that_is_none_of_the_export_that_the_file_seems_to_be_is_refused(
+    run: Run, tmp_path: Path, stream_name: Callable[[], str]
+) -> None:
+    stream, out = stream_name(), tmp_path / "out.jsonl"
+    line = {"seq": 4, "time": "t", "subject": stream, "headers": {}, "data": "d"}
+    out.write_text(json.dumps(line) + "\n" + json.dumps(line | {"amount": 5}) + "\n")
+    how = ("ingest", out, "--stream", stream, "--create", stream)
+    done = run(*how)
+    assert (done.exit_code, "row 2: column 'amount' is none of an export" in done.stderr) == (1, True)
+    assert "the 1 row before it is stored" in done.stderr
+    assert run(*how, "--data-from", "data", "--again").exit_code == 0
+
+
 def test_explicit_options_win_over_the_columns_of_an_export(
     server: NatsServer, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
 ) -> None:
@@ -291,6 +304,8 @@ def test_files_in_other_encodings_are_ingested(
         ("x.csv.zst", (), 1, "x.csv.zst is damaged: "),
         ("x.gz", (), 1, "the name has no known suffix"),
         ("x.parquet", (), 1, "x.parquet: there are two columns 'a'"),
+        ("x.parquet", ("--headers-from", "h"), 1, "x.parquet has no column 'h' for --headers-from, but 'a', 'a'"),
+        ("x.csv", ("--skip", str(2**63)), 2, "'--skip'"),
     ],
 )
 def test_files_and_options_that_do_not_fit_are_refused(

@@ -75,6 +75,7 @@ def test_other_content_of_stdin_is_sent_and_with_resume_without_its_stored_rows(
         (["export", "S", "-"], "- needs --format csv|jsonl|parquet"),
         (["ingest", "-", "--stream", "S"], "- needs --format csv|jsonl|parquet"),
         (["export", "S", "-", "--format", "csv", "--resume"], "--resume and --overwrite are for files, not for -"),
+        (["export", "S", "-", "--format", "csv", "--start-seq", str(2**64)], "'--start-seq'"),
     ],
 )
 def test_wrong_usage_of_stdin_and_stdout(run: Run, arguments: list[str], words: str) -> None:
