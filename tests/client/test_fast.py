@@ -204,7 +204,8 @@ class TestEnding:
         await pub.discard()
         assert pub.end_reason is jsx.EndReason.DISCARDED
         with pytest.raises(
-            errors.BatchClosedError, match=r"it was discarded, so it has no final ack; (message 1 is not|every message was) acknowledged"
+            errors.BatchClosedError,
+            match=r"it was discarded, so it has no final ack; (message 1 is not|every message was) acknowledged",
         ):
             _ = pub.ack
         assert await payloads(js, stream) == [b"1"]
@@ -240,7 +241,8 @@ class TestEnding:
             await fail()
         assert pub.end_reason is jsx.EndReason.DISCARDED
         with pytest.raises(
-            errors.BatchClosedError, match=r"it was discarded, so it has no final ack; (message 1 is not|every message was) acknowledged"
+            errors.BatchClosedError,
+            match=r"it was discarded, so it has no final ack; (message 1 is not|every message was) acknowledged",
         ):
             _ = pub.ack
         await leak_check.assert_clean()
