@@ -328,7 +328,7 @@ class TestCommitsInCallbacks:
         async with group.join(auto_commit=False) as member:
             await take(member, 2)
             lose_all(member)
-            with pytest.raises(errors.FencedError, match=r"partitions \[0\] were not stored"):
+            with pytest.raises(errors.FencedError, match=r"the positions of partition 0 were not stored"):
                 await member.commit()
             assert await positions(group) == [1]
             assert [it.seq for it in await take(member, 5)] == [1, 2, 3, 4, 5]
