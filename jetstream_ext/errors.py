@@ -4,10 +4,10 @@
 
     JetStreamExtError
     ├─ UnsupportedFeatureError      the server is too old
-    ├─ DirectGetDisabledError       no ``allow_direct``, or no such stream
+    ├─ DirectGetDisabledError       no allow_direct, or no such stream
     ├─ MessageNotFoundError         a single get found nothing
     ├─ BadRequestError              the server refused a direct-get request
-    ├─ TooManySubjectsError         ``multi_last`` matched too many subjects
+    ├─ TooManySubjectsError         multi_last matched too many subjects
     ├─ ResponseError                a reply breaks the protocol
     ├─ MessagesLostError            a direct-get reply has a gap
     │  └─ PositionLostError         the next message of a log reader is no longer stored
@@ -19,7 +19,7 @@
     ├─ HistoryUnavailableError      the requested history is no longer stored
     ├─ ConversionError              a message does not fit an Arrow table, or a row cannot be a message
     ├─ BadSubjectError, BadHeaderError, MaxPayloadError   refused before anything was sent
-    ├─ IngestError                  `ingest` stopped; says where, and what is stored
+    ├─ IngestError                  ingest stopped; says where, and what is stored
     ├─ BatchError                   a batch has failed; says what is stored
     │  ├─ BatchClosedError          the batch was used after its end
     │  ├─ EmptyBatchError           there is nothing to commit
