@@ -434,6 +434,27 @@ async def test_every_machine_logs_its_states_and_what_happens_in_them(
     assert not any(SECRET in text for text in records.texts), "a payload, a header or a handler's error"
 
 
+async def test_messages_cost_no_check_of_a_level_while_the_loggers_are_off(
+    js: JetStreamContext, stream_name: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = 0
+
+    def count(logger: logging.Logger, level: int) -> bool:
+        nonlocal checks
+        checks += logger.name.startswith("jetstream_ext")
+        return False
+
+    name = await make(js, stream_name())
+    monkeypatch.setattr(logging.Logger, "isEnabledFor", count)
+    async with jsx.FastPublisher(js) as publisher:
+        await publisher.add_many((f"{name}.a", b"") for _ in range(3000))
+        for _ in range(300):
+            await publisher.add(f"{name}.a", b"")
+    async with jsx.DirectGet(js, name).scan() as messages:
+        assert len(await messages.to_list()) == 3300
+    assert 4 < checks < 50
+
+
 def test_the_table_has_every_record_of_the_package() -> None:
     found: defaultdict[str, set[str]] = defaultdict(set)
     for path in PACKAGE.rglob("*.py"):
