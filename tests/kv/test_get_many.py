@@ -147,7 +147,7 @@ async def test_invalid_arguments_are_refused(make_bucket) -> None:
     await kv.put("a", b"1")
     with pytest.raises(TypeError, match="nats-py bucket"):
         await kvx.get_many("bucket", ["a"])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="collection of keys"):
+    with pytest.raises(TypeError, match="must be a list of keys"):
         await kvx.get_many(kv, "a")
     with pytest.raises(ValueError, match="stream sequence from 1"):
         await kvx.get_many(kv, ["a"], at=0)
