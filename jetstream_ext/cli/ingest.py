@@ -19,6 +19,7 @@ from nats.nuid import NUID
 
 from jetstream_ext.cli.completion import complete_streams
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
+from jetstream_ext.cli.enabling import impossible
 from jetstream_ext.cli.formats import FORMATS, STDIO, delimiter_of, format_of
 from jetstream_ext.cli.message_files import COLUMNS, is_export
 from jetstream_ext.cli.options import Command, cli_option, json_option
@@ -27,16 +28,17 @@ from jetstream_ext.cli.row_check import RowCheck
 from jetstream_ext.cli.row_files import Row, RowError, Rows, Source, encoding_of, spooled
 from jetstream_ext.cli.row_messages import Message, RowMapping, short_digest
 from jetstream_ext.cli.stored_rows import MOST_ROWS, RowIds, StoredRows, stored_rows
-from jetstream_ext.client.api import stream_state
+from jetstream_ext.client.api import Api
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.ingest import ingest
-from jetstream_ext.client.streams import ensure_stream
+from jetstream_ext.client.streams import enable_options, ensure_stream
 from jetstream_ext.errors import BadHeaderError, BadSubjectError, ErrorCode, IngestError, MaxPayloadError
 from jetstream_ext.protocol.advice import enable_command, enable_stream
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject, covers
 from jetstream_ext.types import BatchMessage, IngestProgress, IngestReport
 
+_CREATES: Final = "; --create SUBJECT creates it"
 _OF_THE_ROW: Final = (NoStreamResponseError, MaxPayloadError, BadSubjectError, BadHeaderError)
 _NAMES_SHOWN: Final = 5
 _MESSAGES: Final = "Messages"
@@ -299,18 +301,24 @@ class _Ingest:
     async def run(self, where: Target, create: tuple[str, ...], *, show: bool) -> IngestReport:
         async with connected(where) as js:
             if create:
-                subjects = list(create)
-                await ensure_stream(js, name=self.stream, subjects=subjects, allow_direct=True, allow_batched=True)
-            advice = "" if create else "; --create SUBJECT creates it"
-            state = await existing_stream(js, self.stream, advice)
+                await self._create_if_missing(js, create)
+            state = await existing_stream(js, self.stream, _CREATES)
             self._subjects = state.subjects
             if not state.never_removed and not self._again:
                 # The server remembers the ids of messages that it has removed. It would take their rows for duplicates.
-                self._ids = dataclasses.replace(self._ids, token=_new_token())
+                # Two runs at the same time have the same ids, if no message is removed between their starts.
+                self._ids = dataclasses.replace(self._ids, token=str(state.removed))
             with stored_rows(self._ids, other_contents=self._resume or not self._any_content) as stored:
                 if not self._again:
                     await self._look(js, state, stored, show=show)
                 return await self._send(js, show=show)
+
+    async def _create_if_missing(self, js: JetStreamContext, subjects: tuple[str, ...]) -> None:
+        """Create the stream, or turn on what ingest needs; an existing stream keeps its subjects and limits."""
+        try:
+            await enable_options(Api(Context(js)), self.stream, ("allow_direct", "allow_batched"))
+        except NotFoundError:
+            await ensure_stream(js, name=self.stream, subjects=subjects, allow_direct=True, allow_batched=True)
 
     async def check(self, where: Target, create: tuple[str, ...], *, show: bool) -> RowCheck:
         """Check the rows that `run` would send; send nothing, and create no stream."""
@@ -326,13 +334,15 @@ class _Ingest:
 
     async def _state_if_any(self, js: JetStreamContext, create: tuple[str, ...]) -> StreamState | None:
         """Return the stream's state; None if the command would create the stream."""
-        if create:
-            try:
-                return await stream_state(Context(js), self.stream)
-            except NotFoundError:
+        try:
+            state = await existing_stream(js, self.stream, _CREATES)
+        except click.ClickException:
+            if create:
                 return None
-        state = await existing_stream(js, self.stream, "; --create SUBJECT creates it")
-        if not state.config.get("allow_batched"):
+            raise
+        if never := impossible(state.config).get("batched"):
+            raise click.ClickException(f"stream {self.stream!r} takes no rows: {never}")
+        if not (create or state.config.get("allow_batched")):
             text = f"stream {self.stream!r} does not allow fast ingest; {enable_stream(self.stream, 'batched')}"
             raise click.ClickException(text)
         return state

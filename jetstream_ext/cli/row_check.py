@@ -30,7 +30,7 @@ class RowCheck:
         self.rows: int = 0
         self.problems: int = 0
         self._stream = stream
-        self._subjects = (*create, *(() if state is None else state.subjects))
+        self._subjects = create if state is None else state.subjects
         self._max_msg_size = None if state is None else state.max_msg_size
         self._max_payload = max_payload
         self._shown: list[str] = []

@@ -165,9 +165,14 @@ class StreamState:
         return self.messages == self.last_seq - self.first_seq + 1
 
     @property
+    def removed(self) -> int:
+        """How many messages it has removed, by a limit, a deletion or a purge: the number only grows."""
+        return self.last_seq - self.lowest_seq + 1 - self.messages
+
+    @property
     def never_removed(self) -> bool:
         """Whether it still holds every message that it ever stored."""
-        return self.messages == self.last_seq - self.lowest_seq + 1
+        return self.removed == 0
 
     @property
     def max_msgs_per_subject(self) -> int:

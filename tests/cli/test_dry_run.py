@@ -121,3 +121,22 @@ def test_a_dry_run_creates_no_stream_and_names_what_a_stream_lacks(
     assert f"stream '{stream}' does not exist; --create SUBJECT creates it" in run(*how).stderr
     with_js(server.url, lambda js: js.add_stream(name=stream, subjects=[f"{stream}.a"]))
     assert f"jetstream-ext enable {stream} --batched" in run(*how).stderr
+
+
+def test_create_leaves_the_subjects_and_limits_of_an_existing_stream(
+    server: NatsServer, run: Run, ok: Json, tmp_path: Path, stream: str
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}\n")
+    how = ("ingest", rows, "--stream", stream, "--create", f"{stream}.new", "--subject")
+    for dry in (("--dry-run",), ()):
+        done = run(*how, f"{stream}.new", *dry)
+        assert (done.exit_code, f"'{stream}' does not store its subject '{stream}.new'" in done.output) == (1, True)
+    assert ok(*how, f"{stream}.a")["sent"] == 1
+
+    async def seal(js: JetStreamContext) -> None:
+        config = (await js.stream_info(stream)).config.as_dict()
+        await js._api_request(f"$JS.API.STREAM.UPDATE.{stream}", json.dumps(config | {"sealed": True}).encode())
+
+    with_js(server.url, seal)
+    assert f"stream '{stream}' takes no rows: it is sealed" in run(*how, f"{stream}.a", "--dry-run").stderr

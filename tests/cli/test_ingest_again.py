@@ -15,6 +15,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext.cli import stored_rows
+from jetstream_ext.cli.ingest import _Ingest
 from jetstream_ext.testing import NatsServer
 
 WINDOW = 0.1  # seconds, the shortest that servers take: afterwards they know no id
@@ -210,6 +211,30 @@ def test_rows_are_stored_after_a_purge_although_the_server_remembers_their_ids(s
     stream.write(*range(50), "new")
     assert ok(*stream.how, "--resume")["sent"] == 31  # those that were purged, and the new one
     assert sorted(stream.rows) == sorted([*(str(n) for n in range(50)), "new"])
+
+
+@pytest.mark.parametrize("removed", [0, 1])
+def test_two_runs_at_the_same_time_store_each_row_once(
+    stream: Stream, ok: Json, monkeypatch: pytest.MonkeyPatch, removed: int
+) -> None:
+    stream.create(duplicate_window=120)
+    stream.write(*range(20))
+
+    async def remove(js: JetStreamContext) -> None:
+        for seq in range(1, removed + 1):
+            await js.publish(f"{stream.name}.other", b"x")
+            await js.delete_msg(stream.name, seq)
+
+    stream.js(remove)
+    with monkeypatch.context() as patch:
+        # Another run ends while this one sends: what it has stored was not there when this one looked.
+        patch.setattr(_Ingest, "_look", _nothing_found)
+        assert ok(*stream.how)["sent"] == 20
+        assert ok(*stream.how)["sent"] == 20
+    assert stream.rows == numbers(range(20))
+
+
+async def _nothing_found(*_: object, **__: object) -> None: ...
 
 
 def test_skipped_rows_are_not_taken_as_stored(stream: Stream) -> None:
