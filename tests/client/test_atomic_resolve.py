@@ -92,7 +92,7 @@ async def test_a_commit_that_never_arrived_is_not_stored(
     batch = jsx.AtomicBatch(js)
     await batch.add_many(messages(name, count))
     await js.publish(f"{name}.0", b"another publisher's")
-    with pytest.raises(errors.BatchOutcomeUnknownError, match="stored or none"):
+    with pytest.raises(errors.BatchOutcomeUnknownError, match="stored or no"):
         await commit_unanswered(batch)
     assert await batch.resolve() == "not_stored"
     assert batch.state == "failed"

@@ -340,7 +340,7 @@ class TestRefusals:
 
     async def test_more_keys_than_the_server_accepts_write_nothing(self, make_bucket) -> None:
         kv = await make_bucket()
-        with pytest.raises(AtomicPublishTooLargeError, match="1001 keys"):
+        with pytest.raises(AtomicPublishTooLargeError, match="1,001 keys"):
             async with kvx.transaction(kv) as tx:
                 for n in range(1001):
                     tx.put(f"k.{n}", b"")
