@@ -336,7 +336,7 @@ async def test_letters_in_doubt_do_not_count_for_the_maximum(
     reader = LogReader(js, source, start=Last())
     await exactly_once(reader, stream, lambda _: 1 / 0, name="m", prefix=f"{stream}.at", dead_letter=letters)  # type: ignore[arg-type,return-value]
     seqs = await list_sequences(js, stream, dead)
-    with pytest.raises(errors.HistoryUnavailableError, match="has handed back 1 other$"):
+    with pytest.raises(errors.HistoryUnavailableError, match=r"has handed back 1 other$"):
         await redrive(js, stream, dead, offsets=offsets, seqs=seqs, max_messages=1)
     assert await payloads(js, source) == [b"more", b"more"]
 
@@ -469,7 +469,7 @@ async def test_the_target_was_deleted(
     letters = DeadLetter(dead, attempts=1, backoff=0)
     reader = LogReader(js, other)
     await exactly_once(reader, stream, lambda _: 1 / 0, name="o", prefix=f"{stream}.at", dead_letter=letters)  # type: ignore[arg-type,return-value]
-    with pytest.raises(errors.HistoryUnavailableError, match="has handed back 1 other$"):
+    with pytest.raises(errors.HistoryUnavailableError, match=r"has handed back 1 other$"):
         await redrive(js, stream, dead, offsets=offsets)
     assert await payloads(js, other) == [b"other", b"other"]
     undecided = [it.message.seq async for it in dead_letters(js, stream, dead)]
