@@ -36,7 +36,8 @@ def _double(text: str) -> float:
     number = float(text)
     digits = text.lower().partition("e")[0].replace(".", "").strip("-0")
     # A double has up to 17 significant digits; those of `repr` are enough to tell it from others.
-    if number in (float("inf"), float("-inf")) or (len(digits) > _DIGITS and digits != _digits_of(number)):
+    too_large, too_small = number in (float("inf"), float("-inf")), digits and not number
+    if too_large or too_small or (len(digits) > _DIGITS and digits != _digits_of(number)):
         raise ValueError(f"the number {text} does not fit a double")
     return number
 

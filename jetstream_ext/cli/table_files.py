@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -189,18 +190,40 @@ def _array(name: str, kind: pa.DataType | None, sequences: list[int], rows: list
 
     values = [row.get(name) for row in rows]
     try:
-        return pa.array(values, kind)
+        return _converted(values, kind)
     except (pa.ArrowException, OverflowError) as error:
         reason, fits, too_many = error, 0, len(values)
         while too_many - fits > 1:
             middle = (fits + too_many) // 2
             try:
-                pa.array(values[:middle], kind)
+                _converted(values[:middle], kind)
                 fits = middle
             except (pa.ArrowException, OverflowError) as earlier:
                 reason, too_many = earlier, middle
         text = f"message {sequences[fits]}: column {name!r} cannot have its value ({one_line(reason)}); {_INSTEAD}"
         raise UnwritableError(text) from error
+
+
+def _converted(values: list[Any], kind: pa.DataType | None) -> Any:
+    import pyarrow as pa
+
+    array = pa.array(values, kind)
+    if _has_bool_as_number(array.type, values):  # pyarrow makes true 1.0
+        raise pa.ArrowTypeError("Expected number, got bool")
+    return array
+
+
+def _has_bool_as_number(kind: pa.DataType, values: Iterable[Any]) -> bool:
+    import pyarrow as pa
+
+    if pa.types.is_floating(kind):
+        return any(isinstance(value, bool) for value in values)
+    present = [value for value in values if value is not None]
+    if pa.types.is_list(kind):
+        return _has_bool_as_number(kind.value_type, chain.from_iterable(present))
+    return pa.types.is_struct(kind) and any(
+        _has_bool_as_number(field.type, [value.get(field.name) for value in present]) for field in kind
+    )
 
 
 def _types(kind: pa.DataType) -> Iterator[pa.DataType]:
