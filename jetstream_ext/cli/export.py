@@ -23,7 +23,7 @@ from nats.js import JetStreamContext
 
 from jetstream_ext.cli.completion import complete_streams
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
-from jetstream_ext.cli.formats import FORMATS, STDIO, delimiter_of, format_of
+from jetstream_ext.cli.formats import FORMATS, STDIO, check_open, delimiter_of, format_of
 from jetstream_ext.cli.message_files import START_AGAIN, Csv, JsonLines, Parquet, SpreadsheetCsv, UnwritableError
 from jetstream_ext.cli.options import Command, cli_option, json_option
 from jetstream_ext.cli.output import Stopped, count, is_are, one_line, progress, say, write_json, write_stdout
@@ -149,6 +149,8 @@ def _to_file(
     where: Target, file: Path, wanted: _Journal, writer: JsonLines, *, resume: bool, overwrite: bool, show: bool
 ) -> _Journal:
     part = _Part(file, wanted, writer)
+    if file.exists() and not file.is_file():  # a device or pipe, which the finished file would replace
+        raise click.ClickException(f"{file} is not a regular file; - with --format writes to stdout")
     if file.exists() and not overwrite:
         raise click.ClickException(f"{file} already exists; --overwrite replaces it")
     if part.path.exists() and not (resume or overwrite):
@@ -177,6 +179,7 @@ def _to_file(
 
 
 def _to_stdout(where: Target, wanted: _Journal, writer: JsonLines, *, show: bool) -> _Journal:
+    check_open(sys.stdout, "stdout")
     terminal = sys.stdout.isatty()
     if writer.appends:
         pipe = _Pipe(wanted, writer)

@@ -21,6 +21,12 @@ _COMPRESSIONS: Final = {".gz": "gzip", ".gzip": "gzip", ".zst": "zstd", ".zstd":
 _BLOCK: Final = 1 << 20
 
 
+def check_open(stream: IO[str] | None, name: str) -> None:
+    """Raise ClickException if the shell closed stdin or stdout; Python then has None for it."""
+    if stream is None:
+        raise click.ClickException(f"{name} is closed")
+
+
 def compression_of(path: Path) -> str:
     """Return ``"gzip"``, ``"zstd"`` or an empty text, by the end of the file's name."""
     return _COMPRESSIONS.get(path.suffix.lower(), "")

@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 import click
 import orjson
 
-from jetstream_ext.cli.formats import STDIO, open_compressed
+from jetstream_ext.cli.formats import STDIO, check_open, open_compressed
 from jetstream_ext.cli.output import one_line
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def spooled(file: Path) -> Iterator[Path]:
     if file != STDIO:
         yield file
         return
+    check_open(sys.stdin, "stdin")
     with tempfile.TemporaryDirectory(prefix="jetstream-ext-") as folder:
         copy = Path(folder) / "stdin"
         with copy.open("wb") as target:

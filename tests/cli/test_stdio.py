@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,6 +18,7 @@ from cli_tools import Json, Run, with_js
 
 import jetstream_ext as jsx
 from jetstream_ext.cli import export
+from jetstream_ext.cli.__main__ import cli
 from jetstream_ext.testing import NatsServer
 
 
@@ -108,3 +112,18 @@ def test_a_parquet_file_from_stdin_may_not_be_one(run: Run, tmp_path: Path) -> N
     pq.write_table(pa.table({"a": [1]}), table)
     done = run("ingest", "-", "--format", "parquet", "--stream", "S", "--subject", "S", stdin=table.read_bytes()[:-9])
     assert (done.exit_code, done.stderr.count("\n"), "stdin is not a valid Parquet file" in done.stderr) == (1, 1, True)
+
+
+@pytest.mark.parametrize("name", ["stdin", "stdout"])
+def test_a_closed_stdin_or_stdout_is_reported(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = {"stdin": ["ingest", "-", "--stream", "S"], "stdout": ["export", "S", "-"]}[name]
+    monkeypatch.setattr(sys, name, None)
+    with pytest.raises(click.ClickException, match=f"{name} is closed"):
+        cli.main([*command, "--format", "csv"], standalone_mode=False)
+
+
+def test_an_export_replaces_no_pipe_or_device(run: Run, tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe.csv")
+    done = run("export", "S", pipe, "--overwrite")
+    assert (done.exit_code, "pipe.csv is not a regular file; - with --format" in done.stderr) == (1, True)
+    assert pipe.is_fifo()
