@@ -350,14 +350,14 @@ class _Ingest:
     async def _check_rows(self, check: RowCheck, report: ReportProgress) -> None:
         with closing(self._rows_to_send()) as rows:
             try:
-                for index, row, _ in rows:
+                for index, row, _, last in rows:
                     place = f"row {index + 1}"
                     try:
                         message = self._mapping.message(row, place)
                     except RowError as error:
                         check.refuse(error.message)
                     else:
-                        check.add(place, self._batch_message(index, message, message.digest))
+                        check.add(place, self._batch_message(index, message, message.digest, last))
                     if check.rows % _SOME == 0:
                         report(self._rows.position, check.rows)
                         await asyncio.sleep(0)
@@ -432,7 +432,7 @@ class _Ingest:
 
     def _messages(self) -> Generator[BatchMessage, None, None]:
         with closing(self._rows_to_send()) as rows:
-            for index, row, expected in rows:
+            for index, row, expected, last in rows:
                 if self.stopping:
                     return
                 message = self._mapping.message(row, self._place(index))
@@ -442,7 +442,7 @@ class _Ingest:
                 if message.subject != self._stored_subject:
                     self._check_subject(message.subject, self._place(index))
                 self.headers_left_out.update(message.left_out)
-                yield self._batch_message(index, message, digest)
+                yield self._batch_message(index, message, digest, last)
 
     def _check_subject(self, subject: str, place: str) -> None:
         """Raise RowError if the stream does not store a subject, so that no row is a request to another program.
@@ -455,12 +455,12 @@ class _Ingest:
                 raise RowError(f"{place}: stream {self.stream!r} does not store its subject {subject!r}")
         self._stored_subject = subject
 
-    def _batch_message(self, index: int, message: Message, digest: str) -> BatchMessage:
-        msg_id = self._ids.make(index, digest)
+    def _batch_message(self, index: int, message: Message, digest: str, last: int) -> BatchMessage:
+        msg_id = self._ids.make(index, digest, last)
         return BatchMessage(message.subject, message.payload, message.headers, stream=self.stream, msg_id=msg_id)
 
-    def _rows_to_send(self) -> Generator[tuple[int, Row, str | None], None, None]:
-        """Yield the index and the row of each that is not stored, and the digest of its message if it is known."""
+    def _rows_to_send(self) -> Generator[tuple[int, Row, str | None, int], None, None]:
+        """Yield the index, the row, the digest if it is known, and the last of the stored rows after it, of each to send."""
         stored = self._sent.stored
         known = 0 if stored is None else stored.total or 0
         wanted = iter(()) if stored is None else stored.indexes_to_send()
@@ -469,10 +469,10 @@ class _Ingest:
             for index, row in enumerate(rows):
                 self.taken = index
                 if index >= known and index >= self.skipped:
-                    yield index, row, None
+                    yield index, row, None, index
                 elif following is not None and index == following[0]:
-                    yield index, row, following[1]
-                    following = next(wanted, None)
+                    digest, following = following[1], next(wanted, None)
+                    yield index, row, digest, (known if following is None else following[0]) - 1
                 self.taken = index + 1
         if self.skipped > self.taken:
             raise click.ClickException(

@@ -1,9 +1,11 @@
 """Which rows of a file a stream has, by the message ids that ``ingest`` gave them.
 
 An id is ``<path>.<content>.<index>.<row>``: digests of the file's path, of its content with the options, and of the
-message, and the row's index. The index is ``<skip>-<index>`` in a run with ``--skip``. A run adds ``.<token>`` if the
-server may not drop its rows as duplicates: with ``--again``, and if the stream has removed messages. Each run sends the rows that are not stored in the order of the file. So when the stream has row `index` of
-this content, it has stored every row from `skip` to `index`, even if it has removed some of them since.
+message, and the row's index. The index is ``<skip>-<index>`` in a run with ``--skip``, and ``<index>~<last>`` if the
+rows after it, up to `last`, were stored already. A run adds ``.<token>`` if the server may not drop its rows as
+duplicates: with ``--again``, and if the stream has removed messages. Each run sends the rows that are not stored in the
+order of the file. So when the stream has row `index` of this content, it has stored every row from `skip` to `index`, or
+to `last`, even if it has removed some of them since.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ class _Id:
     content: str
     skip: int
     index: int
+    last: int
     row: str
 
 
@@ -47,9 +50,11 @@ class RowIds:
     skip: int = 0
     token: str = ""  # of a run whose rows are no duplicates, whatever the server remembers
 
-    def make(self, index: int, row: str) -> str:
-        """Return the id of the row at `index`, whose message has the digest `row`."""
-        place = f"{self.skip}-{index}" if self.skip else index
+    def make(self, index: int, row: str, last: int) -> str:
+        """Return the id of the row at `index`, whose message has the digest `row`; the rows up to `last` are stored."""
+        place = f"{self.skip}-{index}" if self.skip else f"{index}"
+        if last > index:
+            place += f"~{last}"
         return f"{self.path}.{self.content}.{place}.{row}{self.token and f'.{self.token}'}"
 
     def parse(self, text: str) -> _Id | None:
@@ -57,11 +62,12 @@ class RowIds:
         path, *parts = text.split(".")
         if path != self.path or len(parts) not in (3, 4):
             return None
-        skip, _, index = parts[1].rpartition("-")
-        numbers = parse_number(skip or "0", MOST_ROWS), parse_number(index, MOST_ROWS)  # anyone may publish such an id
-        if numbers[0] is None or numbers[1] is None:
+        skip, _, place = parts[1].rpartition("-")
+        index, _, last = place.partition("~")
+        first, number, end = (parse_number(each, MOST_ROWS) for each in (skip or "0", index, last or index))
+        if first is None or number is None or end is None:  # anyone may publish such an id
             return None
-        return _Id(parts[0], numbers[0], numbers[1], parts[2])
+        return _Id(parts[0], first, number, end, parts[2])
 
 
 class StoredRows:
@@ -131,7 +137,7 @@ class StoredRows:
         reader = DirectGet(js, state.name)
         while last >= state.first_seq:
             start = max(state.first_seq, last - size + 1)
-            same: dict[int, dict[int, str]] = {}
+            same: dict[int, dict[int, _Id]] = {}
             others: list[_Id] = []
             async with reader.scan(subject=subject, seq=start, up_to_seq=last, confirm=True) as messages:
                 async for message in messages:
@@ -139,7 +145,7 @@ class StoredRows:
                     if found is None:
                         continue
                     if found.content == self._ids.content:
-                        same.setdefault(found.skip, {})[found.index] = found.row
+                        same.setdefault(found.skip, {})[found.index] = found
                     if self._other_contents:
                         others.append(found)
                         self._others_found |= found.content != self._ids.content
@@ -179,13 +185,13 @@ class StoredRows:
                 self.total += len(chunk)
                 await asyncio.sleep(0)
 
-    def _note_same(self, same: dict[int, dict[int, str]]) -> None:
+    def _note_same(self, same: dict[int, dict[int, _Id]]) -> None:
         for skip, rows in same.items():
             for index in sorted(rows, reverse=True):
                 known = self._database.execute("SELECT row FROM rows WHERE idx = ?", (index,)).fetchone()
-                if known == (rows[index],):
+                if known == (rows[index].row,):
                     self.same_content = True
-                    self._certain.append((skip, index))
+                    self._certain.append((skip, rows[index].last))
                     break
 
     def _complete(self) -> bool:

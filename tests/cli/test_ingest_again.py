@@ -200,6 +200,19 @@ def test_rows_that_the_stream_has_removed_since_are_not_sent_again(stream: Strea
     assert stream.rows == numbers(range(40, 100))
 
 
+def test_a_resumed_run_shows_that_the_rows_after_its_own_are_stored(stream: Stream) -> None:
+    stream.create()
+    stream.write(*range(10))
+    stream.ingest()
+    stream.write(0, "corrected", 2, 3, "too", *range(5, 10))
+    assert stream.ingest("--resume") == (8, 2)
+    stream.js(lambda js: js.purge_stream(stream.name, keep=2))
+    assert stream.ingest() == (10, 0)
+    stream.js(lambda js: js.delete_msg(stream.name, 12))
+    assert stream.ingest() == (4, 6)  # nothing shows them any more
+    assert stream.rows == ["corrected", "too", *numbers(range(5, 10))]
+
+
 def test_rows_are_stored_after_a_purge_although_the_server_remembers_their_ids(stream: Stream, ok: Json) -> None:
     stream.create(duplicate_window=120)
     stream.write(*range(50))
