@@ -3,12 +3,24 @@
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+# The pages that tests/docs/test_pages.py types at a prompt. Spark's own stubs lack some of what its pages use.
+PAGES = [
+    ROOT / "docs" / "tutorial.md",
+    *(page for page in sorted((ROOT / "docs" / "how-to").glob("*.md")) if "spark" not in page.stem),
+]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# What is typed at a prompt has few annotations, and may define a function again.
+OF_A_PAGE = """\
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-redefinition, disable-error-code="no-redef"
+async def page() -> None:
+"""
 
 # Each line with a comment has that error, and no other line has one.
 PROGRAM = """
@@ -63,8 +75,13 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, str]]:
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)):
         if "import jetstream_ext" in block:  # a whole program; others continue one, or are for Spark's own `spark`
             (folder / f"readme_{number}.py").write_text(block, encoding="utf-8")
+    for page in PAGES:
+        blocks = [block for block in BLOCK.findall(page.read_text(encoding="utf-8")) if "spark" not in block]
+        if blocks:
+            code = textwrap.indent("\n".join(blocks), "    ")
+            (folder / f"page_{page.stem.replace('-', '_')}.py").write_text(OF_A_PAGE + code, encoding="utf-8")
     programs = sorted(folder.glob("*.py"))
-    assert len(programs) >= 2
+    assert len(programs) >= 14
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--hide-error-context", "--no-error-summary"]
     done = subprocess.run(
         [*command, "--cache-dir", str(folder / "cache"), *map(str, programs)],
@@ -84,5 +101,5 @@ def test_a_type_checker_finds_misspelt_options_and_wrong_values(said: dict[str, 
     assert len(wanted) == 10
 
 
-def test_the_programs_of_the_readme_are_typed(said: dict[str, dict[int, str]]) -> None:
+def test_the_programs_of_the_readme_and_of_the_pages_are_typed(said: dict[str, dict[int, str]]) -> None:
     assert {name: errors for name, errors in said.items() if name != "program" and errors} == {}
