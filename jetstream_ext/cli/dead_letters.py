@@ -19,6 +19,7 @@ from jetstream_ext.client.api import get_at_leader
 from jetstream_ext.client.connection import Context
 from jetstream_ext.log import DeadLetterMessage, OffsetStore, Redriven, dead_letters, drop, redrive
 from jetstream_ext.log.redriving import dead_letter_of
+from jetstream_ext.protocol.numbers import LARGEST
 from jetstream_ext.protocol.subjects import check_filter, check_name, covers
 from jetstream_ext.text import printable
 
@@ -83,7 +84,7 @@ async def _list(where: Target, stream: str, subject: str, limit: int) -> list[De
 @command.command("show", short_help="Show one dead letter.")
 @click.argument("stream", shell_complete=complete_streams)
 @click.argument("subject")
-@click.argument("sequence", type=click.IntRange(1))
+@click.argument("sequence", type=click.IntRange(1, LARGEST))
 @cli_option("--full", is_flag=True, help="Show the whole of a long payload.")
 @json_option()
 @connection_options()
@@ -124,7 +125,7 @@ async def _find(where: Target, stream: str, subject: str, sequence: int) -> Dead
 @command.command("redrive", short_help="Hand dead letters back to their streams.")
 @click.argument("stream", shell_complete=complete_streams)
 @click.argument("subject")
-@click.argument("sequences", type=click.IntRange(1), nargs=-1)
+@click.argument("sequences", type=click.IntRange(1, LARGEST), nargs=-1)
 @cli_option(
     "--to-stream",
     shell_complete=complete_streams,
@@ -203,7 +204,7 @@ async def _redrive(
 
 @command.command("drop", short_help="Delete dead letters.")
 @click.argument("stream", shell_complete=complete_streams)
-@click.argument("sequences", type=click.IntRange(1), nargs=-1, required=True)
+@click.argument("sequences", type=click.IntRange(1, LARGEST), nargs=-1, required=True)
 @json_option()
 @connection_options()
 def drop_command(where: Target, stream: str, sequences: tuple[int, ...], as_json: bool) -> None:

@@ -45,6 +45,14 @@ def complete_files(ctx: click.Context, parameter: click.Parameter, incomplete: s
     return [CompletionItem(incomplete, type="file")]
 
 
+def _is_utf_8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 class Command(click.Command):
     """A command whose docstring ends with ``Examples:`` and one command line per line.
 
@@ -57,6 +65,17 @@ class Command(click.Command):
         text, *examples = _EXAMPLES.split(inspect.cleandoc(self.help or ""), maxsplit=1)
         self.help = text.strip()
         self.examples: list[str] = [line.strip() for part in examples for line in part.splitlines() if line.strip()]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Refuse text that is not UTF-8; paths and credentials may be any bytes."""
+        rest = super().parse_args(ctx, args)
+        for parameter in self.params:
+            if isinstance(parameter, Option) and parameter.group != CONNECTION:
+                given = ctx.params.get(parameter.name or "")
+                texts = given if isinstance(given, tuple) else (given,)
+                if any(isinstance(text, str) and not _is_utf_8(text) for text in texts):
+                    raise click.BadParameter("it is not UTF-8", ctx, parameter)
+        return rest
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the text, then the examples as they are."""

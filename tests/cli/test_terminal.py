@@ -155,6 +155,20 @@ def test_an_extra_argument_is_not_repeated(run: Run, arguments: list[str]) -> No
     assert "hunter2" not in done.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["export", "S", "x.csv", "--subject", "\udcff"], "Invalid value for '--subject': it is not UTF-8"),
+        (["ingest", __file__, "--stream", "S", "--create", "a", "--create", "\udcff"], "'--create': it is not UTF-8"),
+        (["dlq", "show", "S", "D", str(2**64)], "is not in the range"),
+        (["dlq", "redrive", "S", "D", "1", str(2**64), "--bucket", "B"], "is not in the range"),
+    ],
+)
+def test_values_that_no_server_has_are_wrong_usage(run: Run, arguments: list[str], words: str) -> None:
+    done = run(*arguments)
+    assert (done.exit_code, words in done.stderr) == (2, True), done.output
+
+
 @pytest.mark.parametrize("option", ["--creds", "--nkey", "--tlsca", "NATS_CREDS", "NATS_NKEY", "NATS_CA"])
 @pytest.mark.parametrize("secret", ["seed", "file", "line"])
 def test_a_secret_in_place_of_its_file_is_not_repeated(
