@@ -6,6 +6,7 @@ import codecs
 import csv
 import hashlib
 import io
+import re
 import shutil
 import sys
 import tempfile
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 _LARGEST_FIELD: Final = 1 << 30  # the csv module's own limit is lower than a server's max_payload
 _BLOCK: Final = 1 << 20
 _SOME: Final = 100  # lines between two looks at the position
+_OFFSET: Final = re.compile(r"([+-]\d\d)(\d\d)$")
 _UNITS: Final = {"s": 0, "ms": 3, "us": 6, "ns": 9}  # digits after the point of a second
 
 Row = Mapping[str, Any]
@@ -176,7 +178,7 @@ class Rows:
                     if number % _SOME == 0:
                         self.position = raw.tell()
                     yield text.removeprefix("\ufeff") if number == 1 else text
-            except UnicodeDecodeError as error:
+            except UnicodeError as error:
                 place = f"line {number + 1}" if by_line else f"after line {number}"
                 what = "UTF-8; give its --encoding" if encoding == "utf-8" else f"in the encoding {encoding}"
                 raise RowError(f"{self.name}, {place}: the text is not {what}") from error
@@ -237,7 +239,7 @@ def _parquet_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
     for field, column in zip(batch.schema, batch.columns, strict=True):
         if isinstance(field.type, pa.TimestampType | pa.Time64Type) and field.type.unit == "ns":
             times = column.cast(pa.string()).to_pylist()  # Python's own times have microseconds
-            values: list[Any] = [time and time.replace(" ", "T", 1) for time in times]
+            values: list[Any] = [time and _OFFSET.sub(r"\1:\2", time.replace(" ", "T", 1)) for time in times]
         elif isinstance(field.type, pa.DurationType):
             digits = _UNITS[field.type.unit]
             numbers = column.cast(pa.int64()).to_pylist()

@@ -529,14 +529,15 @@ def test_nanoseconds_and_maps_of_any_parquet_file_become_json(
     table = pa.table(
         {
             "time": pa.array([1_600_000_000_123_456_789, None], pa.timestamp("ns", tz="UTC")),
+            "here": pa.array([1_600_000_000_123_456_789, None], pa.timestamp("ns", tz="-05:30")),
             "map": pa.array([[("a", 1)], None], pa.map_(pa.string(), pa.int64())),
         }
     )
     pq.write_table(table, rows)
     ok("ingest", rows, "--stream", stream, "--subject", stream, "--create", stream)
     assert [json.loads(payload) for payload in payloads(server.url, stream)] == [
-        {"time": "2020-09-13T12:26:40.123456789Z", "map": {"a": 1}},
-        {"time": None, "map": None},
+        {"time": "2020-09-13T12:26:40.123456789Z", "here": "2020-09-13T06:56:40.123456789-05:30", "map": {"a": 1}},
+        {"time": None, "here": None, "map": None},
     ]
 
 
