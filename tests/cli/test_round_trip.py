@@ -297,7 +297,7 @@ def test_files_in_other_encodings_are_ingested(
     [
         ("x.parquet", ("--encoding", "latin-1"), 2, "--encoding is for CSV and JSON lines, not for parquet"),
         ("x.parquet", ("--delimiter", ";"), 2, "--delimiter is for CSV, not for parquet"),
-        ("x.csv", ("--encoding", "punycode"), 1, "x.csv, line 1: the text is not in the encoding punycode"),
+        ("x.csv", ("--encoding", "punycode"), 1, "the text is not in the encoding punycode"),
         ("x.csv", ("--delimiter", "ab"), 2, "--delimiter is 'tab' or one ASCII character, no letter, digit or quote"),
         ("x.csv", ("--delimiter", "a"), 2, "--delimiter is 'tab' or one ASCII character, no letter, digit or quote"),
         ("x.parquet.gz", (), 1, "Parquet files are compressed inside; leave out .gz"),
