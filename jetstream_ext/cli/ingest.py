@@ -407,11 +407,17 @@ class _Ingest:
         return subject
 
     def _digests(self) -> Generator[str, None, None]:
-        """Yield the digest of each row, up to the first one that cannot be read or sent."""
+        """Yield the digest of each row, up to the first one that cannot be read or sent; "" for one that is skipped."""
         with closing(self._rows.read()) as rows:
             try:
                 for index, row in enumerate(rows):
-                    yield self._mapping.message(row, self._place(index)).digest
+                    try:
+                        digest = self._mapping.message(row, self._place(index)).digest
+                    except RowError:
+                        if index >= self.skipped:
+                            raise
+                        digest = ""
+                    yield digest
             except RowError:
                 return  # sending the rows raises it again
 

@@ -261,6 +261,18 @@ def test_skipped_rows_are_not_taken_as_stored(stream: Stream) -> None:
     assert stream.rows == numbers(range(40, 100), range(30, 40), range(30))
 
 
+def test_rows_after_a_skipped_row_that_cannot_be_sent_are_stored_once(stream: Stream) -> None:
+    stream.create()
+    stream.path = stream.path.with_suffix(".jsonl")
+    stream.how = ("ingest", stream.path, *stream.how[2:])
+    stream.path.write_text("".join(f'{{"{to}": "a", "n": "{n}"}}\n' for n, to in enumerate(["to", "ot", "to", "to"])))
+    assert "the 1 row before it is stored" in stream.refused()
+    assert stream.ingest("--skip", 2) == (0, 2)
+    assert stream.ingest("--skip", 2) == (2, 0)
+    assert stream.ingest("--skip", 2, "--resume") == (2, 0)
+    assert stream.rows == ["0", "2", "3"]
+
+
 def test_skip_past_the_end_is_an_error(stream: Stream) -> None:
     stream.create()
     stream.write(*range(3))
