@@ -207,8 +207,8 @@ def _run(job: _Ingest, where: Target, create: tuple[str, ...], *, as_json: bool)
         raise Stopped(f"stopped: at least {text}") from None
     except RowError as error:
         before = job.taken - min(job.skipped, job.taken)
-        hint = f"; {_CORRECT}" if before else ""
-        raise click.ClickException(f"{error.message}; {_stored_before(before)}{hint}") from error
+        hint = f"; {_CORRECT}" if before or job.has_earlier else ""
+        raise click.ClickException(f"{error.message}; {job.stored_before(before)}{hint}") from error
     if as_json:
         write_json(
             {
@@ -244,10 +244,6 @@ def _run(job: _Ingest, where: Target, create: tuple[str, ...], *, as_json: bool)
         say(f"{text}: {', '.join(parts)} ({report.seconds:.1f} s)")
 
 
-def _stored_before(rows: int) -> str:
-    return f"the {count(rows, 'row')} before it {is_are(rows)} stored" if rows else "nothing is stored"
-
-
 @dataclass(frozen=True, slots=True)
 class _Sent:
     """Which rows a run sends: from `first` on all, or those that `stored` lacks."""
@@ -272,6 +268,7 @@ class _Ingest:
         skipped: How many rows were left out on request.
         already_stored: How many of the others the stream had.
         in_stream: How many rows are in the stream.
+        has_earlier: Whether the stream may have rows of this file that this run does not count.
         taken: How many rows of the file were read without an error.
         headers_left_out: The headers of the rows that were sent that begin with ``Nats-``.
     """
@@ -279,6 +276,7 @@ class _Ingest:
     def __init__(
         self, file: Path, rows: Rows, stream: str, mapping: RowMapping, skip: int, *, resume: bool, again: bool
     ) -> None:
+        self.has_earlier: bool = skip > 0
         self.sending = self.stopping = False
         self.skipped = skip
         self.already_stored = self.in_stream = self.taken = 0
@@ -385,6 +383,7 @@ class _Ingest:
         if stored.total is None:
             _warn_about_removed(state, all_stored=False)
             return
+        self.has_earlier = True
         if stored.stored and stored.missing and not (stored.same_content or self._resume):
             total = stored.stored + stored.missing
             raise click.ClickException(
@@ -485,11 +484,21 @@ class _Ingest:
                 f"{self.name} has only {count(self.taken, 'row')}; --skip {self.skipped} is more"
             )
 
+    def stored_before(self, rows: int) -> str:
+        """Return what is stored, for the error of the row that comes after `rows` others, without the skipped ones."""
+        if rows:
+            return f"the {count(rows, 'row')} before it {is_are(rows)} stored"
+        return (
+            f"rows of earlier runs stay in {self.stream}, nothing else is stored"
+            if self.has_earlier
+            else "nothing is stored"
+        )
+
     def _describe(self, error: IngestError) -> str:
         """Return what happened to which row, what is stored, and how to go on: `ingest` counts only what it sent."""
         index = self._sent.index(error.index)
         before = index - min(self.skipped, index)
-        stored = _stored_before(before)
+        stored = self.stored_before(before)
         cause = error.__cause__
         reason = one_line(cause or error)
         if isinstance(cause, NoStreamResponseError):

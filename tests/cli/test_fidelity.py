@@ -134,7 +134,7 @@ def test_ingest_refuses_repeated_columns_and_pipes(run: Run, tmp_path: Path, str
 
 
 def test_reports_count_one_row_in_the_singular_and_say_if_nothing_is_stored(
-    run: Run, tmp_path: Path, stream_name: Callable[[], str]
+    server: NatsServer, run: Run, tmp_path: Path, stream_name: Callable[[], str]
 ) -> None:
     stream, rows, out = stream_name(), tmp_path / "rows.csv", tmp_path / "out.csv"
     rows.write_text("a\n1\n")
@@ -142,6 +142,8 @@ def test_reports_count_one_row_in_the_singular_and_say_if_nothing_is_stored(
     assert f"1 row of {rows} is in {stream}" in run(*how).stdout
     assert "1 message up to sequence 1" in run("export", stream, out).stdout
     rows.write_text("a,b\n1\n")
+    assert f"; rows of earlier runs stay in {stream}, nothing else is stored; " in run(*how).stderr
+    with_js(server.url, lambda js: js.purge_stream(stream))
     assert run(*how).stderr.endswith("; nothing is stored\n")
 
 

@@ -273,6 +273,17 @@ def test_rows_after_a_skipped_row_that_cannot_be_sent_are_stored_once(stream: St
     assert stream.rows == ["0", "2", "3"]
 
 
+def test_the_error_of_the_first_row_does_not_deny_the_rows_of_earlier_runs(stream: Stream) -> None:
+    stream.create()
+    stream.write(1, 2)
+    stream.ingest()
+    stream.path.write_text("to,n\nb c,1\na,2\n")
+    earlier = f"; rows of earlier runs stay in {stream.name}, nothing else is stored"
+    assert earlier in stream.refused("--resume")
+    stream.path.write_text("to,n\na,1\na,2,3\n")
+    assert f"{earlier}; correct the row" in stream.refused("--skip", 1)
+
+
 def test_skip_past_the_end_is_an_error(stream: Stream) -> None:
     stream.create()
     stream.write(*range(3))
@@ -417,7 +428,7 @@ def test_a_row_is_no_request_to_another_program(stream: Stream, how: str, subjec
     foreign = subject.format(stream.name)
     stream.path.write_text(f'to,n\n{foreign},""\n')
     stream.how = (*stream.how[:5], foreign if how == "file" else "{to}", *stream.how[6:])
-    assert f"row 1: stream '{stream.name}' does not store its subject '{foreign}'; nothing is" in stream.refused()
+    assert f"row 1: stream '{stream.name}' does not store its subject '{foreign}'; " in stream.refused()
     assert stream.rows == ["1"]
 
 
