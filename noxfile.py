@@ -211,7 +211,7 @@ def demo(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation into docs/_build/html; a warning is an error."""
     # Most modules import without the extras. One is a plugin for pytest.
-    session.install("-e", ".[arrow]", *group("docs"), "pytest")
+    session.install("-e", ".[arrow,otel]", *group("docs"), "pytest")
     # From scratch: the search index of a build that continues another one lacks the entries of unchanged pages.
     session.run(
         "sphinx-build", "--fresh-env", "--nitpicky", "--fail-on-warning", "--keep-going", "docs", "docs/_build/html"
