@@ -163,7 +163,11 @@ async def test_get_many_has_each_value(js: JetStreamContext, corpus: Corpus) -> 
 @versions
 def test_export_has_each_message(corpus: Corpus, tmp_path: Path) -> None:
     for name in ("messages.jsonl", "messages.csv"):
-        done = run_cli("export", STREAM, str(tmp_path / name), "--server", corpus.url, home=tmp_path)
+        command = ("export", STREAM, str(tmp_path / name), "--server", corpus.url)
+        refused = run_cli(*command, home=tmp_path)
+        assert refused.status == 1, refused.output
+        assert "bytes that are not UTF-8; --lossy" in refused.output
+        done = run_cli(*command, "--lossy", home=tmp_path)
         assert done.status == 0, done.output
     lines = [json.loads(line) for line in (tmp_path / "messages.jsonl").read_text().splitlines()]
     assert [line["seq"] for line in lines] == [message.seq for message in corpus.messages]
