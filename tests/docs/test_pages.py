@@ -139,6 +139,11 @@ def test_every_page_is_run() -> None:
         ("transaction", "how-to/transactions.md"),
         ("publish", "fast-ingest.md"),
         ("exactly once", "log.md"),
+        ("dead letter", "how-to/dead-letters.md"),
+        ("ttl", "ttl-consumers-sources.md"),
+        ("csv", "csv-and-parquet.md"),
+        ("export", "csv-and-parquet.md"),
+        ("group", "groups.md"),
     ],
 )
 def test_a_search_finds_the_page_about_it_first(word: str, page: str) -> None:

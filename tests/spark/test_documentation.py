@@ -9,7 +9,7 @@ from jetstream_ext.spark import options
 
 PAGE = Path(__file__).parents[2] / "docs" / "spark.md"
 STREAMS = {*options.CONNECTION_OPTIONS, *options.READ_OPTIONS, *options.WRITE_OPTIONS}
-BUCKETS = {*options.KV_OPTIONS, *options.FEED_OPTIONS}
+BUCKETS = {*options.KV_OPTIONS, *options.FEED_OPTIONS, *options.KV_WRITE_OPTIONS}
 
 
 def named(rows: list[str]) -> set[str]:
