@@ -189,9 +189,13 @@ class _Operation:
             kind = type(error).__qualname__
             self._attributes["error.type"] = kind
             self.span.set_attribute("error.type", kind)
-            if isinstance(error, Exception):
-                self.span.record_exception(error)
-            self.span.set_status(StatusCode.ERROR, str(error) or kind)
+            try:
+                text = str(error)
+                if isinstance(error, Exception):
+                    self.span.record_exception(error)
+            except Exception:
+                text = ""  # the class of an exception of the user's own may fail to make a text
+            self.span.set_status(StatusCode.ERROR, text or kind)
         seconds = time.perf_counter() - self._began
         self.span.end()
         self._observer.ended(self._kind, seconds, self._messages, self._attributes)

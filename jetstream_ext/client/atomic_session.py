@@ -196,7 +196,7 @@ class AtomicSession:
     async def add(self, message: BatchMessage, ack: bool | None, adding: Adding | None = None) -> None:
         """Send a message; wait for its reply if it requests one."""
         patience, adding = _Patience(self._timeout), adding or Adding()
-        encoded = await self._prepared(self._traced(message, adding), patience, ack)
+        encoded = await self._prepared(message, patience, ack, adding.trace)
         self._check_usable()
         block = self.machine.add(encoded)
         adding.added += 1
@@ -209,9 +209,6 @@ class AtomicSession:
         if waiter is not None:
             await self._reply(block.awaited, waiter, patience.deadline)
         self.machine.check_added()
-
-    def _traced(self, message: BatchMessage, adding: Adding) -> BatchMessage:
-        return message if adding.trace is None else adding.trace.added_to(message, self._connection.max_payload)
 
     async def add_many(self, messages: Iterable[Entry] | AsyncIterable[Entry], adding: Adding | None = None) -> None:
         """Send `messages`, and wait for the last reply that they request."""
@@ -236,12 +233,12 @@ class AtomicSession:
             # One write each: nats-py's buffer joins them, and a slow source must not wait for a full block.
             async for entry in messages:
                 patience.next_message()
-                alone = await self._prepared(self._traced(as_message(entry), adding), patience)
+                alone = await self._prepared(as_message(entry), patience, None, adding.trace)
                 asked = max(asked, (await self._send_block(None, alone, patience, adding)).last_asked)
             return asked
         source = iter(messages)
         for entry in source:
-            first: Encoded | None = await self._prepared(self._traced(as_message(entry), adding), patience)
+            first: Encoded | None = await self._prepared(as_message(entry), patience, None, adding.trace)
             while True:
                 block = await self._send_block(source, first, patience, adding)
                 asked = max(asked, block.last_asked)
@@ -252,8 +249,7 @@ class AtomicSession:
                 if block.stopped is None:
                     await asyncio.sleep(0)  # lets nats-py's flusher write
                 else:
-                    message = as_message(block.stopped.entry)
-                    first = await self._prepared(self._traced(message, adding), patience)
+                    first = await self._prepared(as_message(block.stopped.entry), patience, None, adding.trace)
             break
         return asked
 
@@ -265,9 +261,7 @@ class AtomicSession:
     async def send_commit(self, message: BatchMessage | None, trace: TraceContext | None = None) -> None:
         """Send the commit; `committed` waits for the answer."""
         patience = self._new_call()
-        if message is not None:
-            message = self._traced(message, Adding(trace))
-        last = await self._prepared_commit(message, patience)
+        last = await self._prepared_commit(message, patience, trace)
         self._check_usable()
         block = self.machine.commit(last)
         self._session = self._connection.session
@@ -359,36 +353,41 @@ class AtomicSession:
     def _new_call(self) -> _Patience:
         return self._only_call or _Patience(self._timeout)
 
-    def _prepared_now(self, message: BatchMessage, ack: bool | None = None) -> Encoded | None:
+    def _encoded(self, message: BatchMessage, ack: bool | None, trace: TraceContext | None) -> Encoded:
+        machine = self.machine
+        machine.limit_messages(self._connection.max_payload)
+        return machine.prepare(message if trace is None else trace.added_to(message, machine.max_traced), ack)
+
+    def _prepared_now(self, message: BatchMessage, ack: bool | None, trace: TraceContext | None) -> Encoded | None:
         """Check and encode a message; return None if it must wait before it can be added."""
         machine, connection = self.machine, self._connection
-        machine.limit_messages(connection.max_payload)
         try:
-            encoded = machine.prepare(message, ack)
+            encoded = self._encoded(message, ack, trace)
         except SubjectElsewhere:
             return None
         return encoded if machine.state is not State.NEW and connection.has_room and not self._turns.queue else None
 
-    async def _prepared(self, message: BatchMessage, patience: _Patience, ack: bool | None = None) -> Encoded:
+    async def _prepared(
+        self, message: BatchMessage, patience: _Patience, ack: bool | None = None, trace: TraceContext | None = None
+    ) -> Encoded:
         """Check and encode a message; return when it can be added at once, or raise RequestTimeoutError.
 
         It then is its turn, the connection has room, and the batch is open and has its subject. A message that gives up
         before is not part of the batch, and a batch that it was the first of can still be one of any stream.
         """
-        if (ready := self._prepared_now(message, ack)) is not None:
+        if (ready := self._prepared_now(message, ack, trace)) is not None:
             return ready
         with self._turns.join() as turn:
-            return await self._in_turn(turn, message, patience, ack)
+            return await self._in_turn(turn, message, patience, ack, trace)
 
     async def _in_turn(
-        self, turn: Turn, message: BatchMessage, patience: _Patience, ack: bool | None = None
+        self, turn: Turn, message: BatchMessage, patience: _Patience, ack: bool | None, trace: TraceContext | None
     ) -> Encoded:
         """Do what `_prepared` says, with a turn that the caller keeps."""
         machine, connection = self.machine, self._connection
         while True:
-            machine.limit_messages(connection.max_payload)
             try:
-                encoded = machine.prepare(message, ack)
+                encoded = self._encoded(message, ack, trace)
             except SubjectElsewhere as question:
                 await patience.spend(self._find_stream(question.subject, patience.left / 2))
                 continue
@@ -405,13 +404,15 @@ class AtomicSession:
             except RequestTimeoutError as late:
                 raise self._not_sent("a message was not added", patience, late) from late
 
-    async def _prepared_commit(self, message: BatchMessage | None, patience: _Patience) -> Encoded | None:
+    async def _prepared_commit(
+        self, message: BatchMessage | None, patience: _Patience, trace: TraceContext | None
+    ) -> Encoded | None:
         """Return when the commit can be sent at once, with or without a last message; raise as `_prepared` does."""
         machine = self.machine
         with self._turns.join() as turn:
             while True:
                 machine.check_open()
-                last = None if message is None else await self._in_turn(turn, message, patience)
+                last = None if message is None else await self._in_turn(turn, message, patience, None, trace)
                 if turn.has_come:
                     machine.check_commit(last)
                 self._check_usable()

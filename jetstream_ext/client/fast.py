@@ -253,8 +253,6 @@ class FastPublisher:
     async def _add(self, message: BatchMessage, bulk: _Bulk | None = None) -> FastPubAck:
         """As `add_message`; `bulk` counts the message once it has its sequence, even if the call then ends early."""
         session, batch = self._session, self._batch
-        if bulk is not None:
-            message = session.traced(message, bulk.trace)
         try:
             encoded = batch.encode(message)
             ready = session.can_send
@@ -262,6 +260,8 @@ class FastPublisher:
             ready = False
         if not ready:
             encoded = await session.wait_turn(message)
+        if bulk is not None and bulk.trace is not None:  # not before the batch is open, and the stream's limit known
+            encoded = batch.encode(session.traced(message, bulk.trace))
         command = batch.add(encoded, session.now())
         if bulk is not None:
             bulk.sent += 1
@@ -503,9 +503,11 @@ class FastSession:
         """As `can_send`, for a bulk, which has a turn: it goes on unless another caller waits for one."""
         return len(self._turns.queue) == 1 and self.connection.ready and self.batch.has_room
 
-    def traced(self, message: BatchMessage, trace: TraceContext | None) -> BatchMessage:
-        """Return a message with a trace context, if there is one and the message has room for it."""
-        return message if trace is None else trace.added_to(message, self.connection.max_payload)
+    def traced(self, message: BatchMessage, trace: TraceContext) -> BatchMessage:
+        """Return a message with a trace context, if the message has room for it."""
+        stream, room = None if self.leader is None else self.leader.stream, self.connection.max_payload
+        limit = None if stream is None else stream.max_msg_size
+        return trace.added_to(message, room if limit is None else min(room, limit))
 
     def begin(
         self, observer: telemetry.Observer, kind: telemetry.Kind, subject: str | None = None
@@ -763,6 +765,7 @@ class FastSession:
             inbox.close()
             raise
         self.batch.set_max_payload(connection.max_payload)
+        self.batch.set_max_msg_size(None if leader.stream is None else leader.stream.max_msg_size)
         self.now = asyncio.get_running_loop().time
         self._inbox = inbox
         self._turns.wake()

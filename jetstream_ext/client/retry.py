@@ -140,12 +140,12 @@ class Retry:
         pause = self._pause * random.random() if self.jitter else self._pause  # noqa: S311 - spreads load
         pause = min(pause, self._deadline - now)
         self._pause = min(self._pause * self.factor, self.longest_pause)
-        if telemetry.observer is not None:
-            telemetry.observer.count(telemetry.Count.RETRIES, 1, error=type(error).__qualname__)
         log_state(_log, "retry", "pause", error, seconds=round(pause, 3), error=error)
         await asyncio.sleep(pause)
         if self.over:
             raise error
+        if telemetry.observer is not None:
+            telemetry.observer.count(telemetry.Count.RETRIES, 1, error=type(error).__qualname__)
 
     async def attempt(self, work: Callable[[], Awaitable[_T]]) -> _T:
         """Return what `work` returns.

@@ -527,8 +527,12 @@ class Worker:
             return await self._run_handler(given)
         with observed_handling(observer, self.context.connection, self.name, given) as operation:
             outputs = await self._run_handler(given)
-            trace, limit = operation.trace if outputs else None, self.context.connection.max_payload
-            return outputs if trace is None else [trace.added_to(message, limit) for message in outputs]
+            trace = operation.trace if outputs else None
+            if trace is None:
+                return outputs
+            room, own = self.context.connection.max_payload, None if self.state is None else self.state.max_msg_size
+            room = room if own is None else min(room, own)
+            return [trace.added_to(message, room) for message in outputs]
 
     async def _run_handler(self, given: StoredMsg | list[StoredMsg]) -> list[BatchMessage]:
         made = self.handler(given)

@@ -197,6 +197,11 @@ class AtomicBatchMachine:
         """Set the server's limit for headers and payload together, in bytes, of the messages to come."""
         self._encoder.max_payload = max_payload
 
+    @property
+    def max_traced(self) -> int:
+        """As `limit_messages` says, for messages with a trace context."""
+        return self._encoder.max_traced
+
     def prepare(self, message: BatchMessage, ack: bool | None = None) -> Encoded:
         """Check and encode a message for `open`, `add` or `commit`; raise as `Encoder.encode` does.
 
@@ -223,6 +228,7 @@ class AtomicBatchMachine:
         self._has_marker = ATOMIC_EOB.at(api_level)
         self._holds_back = self._in_one_go or not self._has_marker
         self._stream = stream
+        self._encoder.max_msg_size = None if stream is None else stream.max_msg_size
         if stream is not None and stream.stores(first[0]):  # otherwise accounts may map subjects: the server decides
             self._encoder.subjects.limit_to(stream.stores)
         self._apply(Input.OPENED)
@@ -280,7 +286,8 @@ class AtomicBatchMachine:
         self._check_held()
         plain, room, known, end = encoder.plain, encoder.plain_room, encoder.subjects, wire.END
         if trace is not None:
-            plain, room = encoder.plain_with(trace), room - len(trace.lines)
+            plain = encoder.plain_with(trace)
+            room -= len(trace.lines) + encoder.max_payload - encoder.max_traced
         source: Iterator[Any] = messages if first is None else chain((first,), messages)
         try:
             for message in source:
@@ -342,7 +349,7 @@ class AtomicBatchMachine:
 
     def _encode(self, message: BatchMessage, trace: TraceContext | None) -> Encoded:
         if trace is not None:
-            message = trace.added_to(message, self._encoder.max_payload)
+            message = trace.added_to(message, self._encoder.max_traced)
         return self._encoder.encode(message, None)
 
     def begin(self, last: Encoded | None) -> Block | None:

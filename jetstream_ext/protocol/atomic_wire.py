@@ -87,12 +87,18 @@ class Encoder:
         self._tail = own[len(h.VERSION) :] + f"{h.BATCH_SEQUENCE}: ".encode()
         self.plain: bytes = h.VERSION + self._tail  # the header block of a message without headers, up to the sequence
         self.max_payload: int = max_payload
+        self.max_msg_size: int | None = None  # of the stream, if it is known
         self.subjects: SubjectCache = SubjectCache(inbox_size + _REPLY_TAIL)
 
     @property
     def plain_room(self) -> int:
         """How many bytes the payload of a message without headers can have."""
         return self.max_payload - len(self.plain) - _LONGEST
+
+    @property
+    def max_traced(self) -> int:
+        """How many bytes a message with a trace context can have: the stream must not refuse it because of the context."""
+        return self.max_payload if self.max_msg_size is None else min(self.max_payload, self.max_msg_size)
 
     def plain_with(self, trace: TraceContext) -> bytes:
         """Return `plain` for messages with a trace context."""

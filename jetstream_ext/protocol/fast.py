@@ -361,6 +361,10 @@ class FastBatch:
     def set_max_payload(self, max_payload: int) -> None:
         self._wire.max_payload = max_payload
 
+    def set_max_msg_size(self, max_msg_size: int | None) -> None:
+        """Set the limit of the stream, which no message exceeds only because of its trace context."""
+        self._wire.max_msg_size = max_msg_size
+
     def encode(self, message: BatchMessage) -> Encoded:
         """As `FastWire.encode`, for `add`; the batch does not change."""
         return self._wire.encode(message)

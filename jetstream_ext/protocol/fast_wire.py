@@ -51,6 +51,7 @@ class FastWire:
 
     def __init__(self, *, batch_id: str, flow: int, gap: GapMode, max_payload: int, inbox_size: int) -> None:
         self.max_payload: int = max_payload  # the server's limit for headers and payload together, in bytes
+        self.max_msg_size: int | None = None  # the stream's own
         self._tokens = f".{batch_id}.{flow}.{gap.value}."
         self._reply = b""
         self._headers = h.HeaderCache()
@@ -100,7 +101,8 @@ class FastWire:
             added = len(trace.block)
             traced = b"%%d.1.$FI %d %%d\r\n%b" % (added, trace.block.replace(b"%", b"%%"))
             limit = min(limit, max(1, _BLOCK_BYTES // added))
-        room = top - added
+        fits = top if trace is None or self.max_msg_size is None else min(top, self.max_msg_size)
+        room = fits - added
         stopped: BaseException | None = None
         try:
             for seq, entry in zip(range(sent + 1, sent + limit + 1), entries):  # noqa: B905 - `entries` may be longer
@@ -129,7 +131,7 @@ class FastWire:
                     raw = known[subject]
                     header = headers.block if type(headers) is h.EncodedHeaders else cached(headers)
                     if trace is not None:
-                        header = trace.extend(header, top - len(payload))
+                        header = trace.extend(header, fits - len(payload))
                     header_size = len(header)
                     total = header_size + len(payload)
                     check_size(total, top)
@@ -139,7 +141,7 @@ class FastWire:
                 else:
                     encoded = self.encode(as_message(entry))
                     if trace is not None:
-                        header = trace.extend(encoded.header, top - len(encoded.payload))
+                        header = trace.extend(encoded.header, fits - len(encoded.payload))
                         encoded = encoded._replace(header=header)
                     out.append(self.message(encoded, seq))
                     largest -= len(encoded.header)

@@ -176,7 +176,7 @@ def check_messages(messages: object) -> None:
         given, hint = type(messages).__name__, "; give [(subject, payload)]"
     elif isinstance(messages, tuple) and messages and isinstance(messages[0], str):
         given, hint = "one message", f"; give [({messages[0]!r}, ...)]"
-    elif isinstance(messages, Mapping):
+    elif isinstance(messages, Mapping) and isinstance(next(iter(messages), None), str):
         given, hint = type(messages).__name__, "; give its items()"
     elif not (isinstance(messages, AsyncIterable) or _can_be_iterated(messages)):
         given, hint = type(messages).__name__, ""

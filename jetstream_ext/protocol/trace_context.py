@@ -29,35 +29,42 @@ class TraceContext:
     """The pairs as lines of a header block."""
     block: bytes = field(init=False)
     """A header block of nothing else."""
-    _mark: bytes = field(init=False)
+    _names: frozenset[str] = field(init=False)  # in lower case
+    _marks: tuple[bytes, ...] = field(init=False)  # where a header block in lower case has one of them
 
     def __post_init__(self) -> None:
         block = h.encode(self.pairs)
         object.__setattr__(self, "block", block)
         object.__setattr__(self, "lines", block[len(h.VERSION) + len(h.CRLF) : -len(h.CRLF)])
-        object.__setattr__(self, "_mark", b"\r\n%b:" % self.pairs[0][0].lower().encode())
+        names = frozenset(name.lower() for name, _ in self.pairs)
+        object.__setattr__(self, "_names", names)
+        object.__setattr__(self, "_marks", tuple(b"\r\n%b:" % name.encode() for name in names))
 
     def extend(self, block: bytes, room: int) -> bytes:
         """Return a header block with the context, which may have `room` bytes; unchanged if it has a context or no room."""
         if not block:
             return self.block if len(self.block) <= room else block
         longer = len(block) + len(self.lines)
-        if longer > room or longer > h.MAX_BLOCK or self._mark in block.lower():
+        if longer > room or longer > h.MAX_BLOCK:
+            return block
+        lower = block.lower()
+        if any(mark in lower for mark in self._marks):
             return block
         return block[: -len(h.CRLF)] + self.lines + h.CRLF
 
-    def added_to(self, message: BatchMessage, max_payload: int) -> BatchMessage:
-        """Return a message with the context; unchanged if it has one, is invalid, or might become too large."""
+    def added_to(self, message: BatchMessage, room: int) -> BatchMessage:
+        """Return a message with the context, which may have `room` bytes with its headers.
+
+        It is unchanged if it has a context, is invalid, or might become too large.
+        """
         try:
             headers = given_headers(message)
             size = sum(len(name) + 3 * len(value) + 4 for name, value in message_headers(message))
+            size += len(self.block) + _MARGIN
+            too_large = size > h.MAX_BLOCK or size + len(message.payload) > room
         except (TypeError, ValueError):
             return message  # it is refused where it is sent
-        own = self.pairs[0][0].lower()
-        if any(name.lower() == own for name in headers):
-            return message
-        size += len(self.block) + _MARGIN
-        if size > h.MAX_BLOCK or size + len(message.payload) > max_payload:
+        if too_large or any(name.lower() in self._names for name in headers):
             return message
         return dataclasses.replace(message, headers=own_headers([*headers.items(), *self.pairs]))
 

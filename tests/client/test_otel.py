@@ -22,6 +22,9 @@ import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext import log, otel
 from jetstream_ext.client import telemetry
+from jetstream_ext.client.retry import Retry
+from jetstream_ext.protocol import headers as h
+from jetstream_ext.protocol.trace_context import trace_context
 from jetstream_ext.testing import NatsServer
 from jetstream_ext.types import Entry
 
@@ -166,6 +169,74 @@ async def test_a_message_that_just_fits_is_stored_without_a_context(
     messages = await stored(js, stream)
     assert [len(message.data) for message in messages] == [len(largest), len(largest), 5]
     assert [list(message.headers) for message in messages] == [[], [], ["traceparent"]]
+
+
+async def test_a_message_that_just_fits_into_its_stream_is_stored_without_a_context(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
+) -> None:
+    stream = await make_stream(max_msg_size=1000)
+    own = {"a": "1"}
+    fits: list[Entry] = [(f"{stream}.a", bytes(960)), (f"{stream}.a", bytes(960), own)]
+    async with jsx.FastPublisher(js) as publisher:
+        await publisher.add(f"{stream}.a", bytes(960))
+        await publisher.add_many([*fits, jsx.BatchMessage(*fits[1]), (f"{stream}.a", b"")])
+    async with jsx.AtomicBatch(js) as batch:
+        await batch.add(f"{stream}.a", bytes(860))
+        await batch.add_many([(f"{stream}.a", bytes(860)), (f"{stream}.a", bytes(830), own), (f"{stream}.a", b"")])
+        await batch.commit(f"{stream}.a", bytes(830))
+    traced = ["traceparent" in message.headers for message in await stored(js, stream)]
+    assert traced == [False, False, False, False, True, False, False, False, True, False]
+
+
+@pytest.mark.parametrize("own", ["traceparent", "Baggage"])
+def test_a_message_gets_no_second_header_of_a_name(own: str) -> None:
+    given = trace_context([("baggage", "a=1"), ("traceparent", "00-1-2-01")])
+    assert given is not None
+    message = jsx.BatchMessage("a", headers={own: "mine"})
+    assert given.added_to(message, 10_000) is message
+    block = h.encode([(own, "mine")])
+    assert given.extend(block, 10_000) is block
+
+
+async def test_a_payload_that_is_refused_has_the_same_error_with_and_without_traces(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
+) -> None:
+    stream: str = await make_stream()
+    entry: Any = (f"{stream}.a", None)
+    for call in (jsx.publish_atomic, jsx.ingest):
+        with pytest.raises((TypeError, jsx.errors.IngestError), match="a payload must be bytes, not NoneType"):
+            await call(js, [entry])
+
+
+async def test_an_error_without_a_text_ends_its_span(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
+) -> None:
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise ZeroDivisionError
+
+    def fail() -> Iterator[Entry]:
+        yield f"{stream}.a", b""
+        raise MuteError
+
+    stream = await make_stream()
+    with pytest.raises(MuteError):
+        await jsx.publish_atomic(js, fail())
+    (span,) = recorded.spans
+    assert (span.status.description, attributes(span)["error.type"]) == (MuteError.__qualname__, MuteError.__qualname__)
+
+
+async def test_an_attempt_that_no_other_follows_is_no_retry(recorded: Recorded) -> None:
+    retry, attempts = Retry(0.05, first_pause=0.01, transient=lambda error: True), 0
+
+    async def fail() -> None:
+        nonlocal attempts
+        attempts += 1
+        raise jsx.errors.RequestTimeoutError("late")
+
+    with pytest.raises(jsx.errors.RequestTimeoutError):
+        await retry.call(fail)
+    assert recorded.total("jetstream_ext.retries") == attempts - 1 > 0
 
 
 async def test_no_context_is_added_without_inject(js: JetStreamContext, make_stream: Callable[..., Any]) -> None:

@@ -187,3 +187,8 @@ def test_an_instruction_to_the_server_has_one_value() -> None:
         options.message_headers(BatchMessage("a", b"", RepeatedHeaders([("Nats-Msg-Id", "1"), ("Nats-Msg-Id", "2")])))
     pairs = [("A", "1"), ("Nats-Msg-Id", "1"), ("A", "2")]
     assert options.message_headers(BatchMessage("a", b"", RepeatedHeaders(pairs))) == pairs
+
+
+@pytest.mark.parametrize("messages", [dict.fromkeys([("a", b"x")]), {}, iter(()), [("a", b"x")], {("a", b"x")}])
+def test_every_iterable_of_messages_is_a_bulk(messages: object) -> None:
+    options.check_messages(messages)
