@@ -165,15 +165,14 @@ def command(
     with spooled(file) as path:
         rows = Rows(Source(path, "stdin" if file == STDIO else str(file), form, *how))
         columns = rows.columns()
-        if form != "jsonl" and columns and headers_from is not None and headers_from not in columns:
-            known = ", ".join(map(repr, columns[:_NAMES_SHOWN]))
-            raise click.ClickException(f"{rows.name} has no column {headers_from!r} for --headers-from, but {known}")
         restored = not no_restore and is_export(columns)
         only = COLUMNS if restored and data_from is None else ()
         if restored:
             data_from, headers_from = data_from or "data", headers_from or "headers"
         pattern = subject if subject is not None else f"{{{subject_from or 'subject'}}}"
         mapping = RowMapping(pattern, data_from, headers_from, non_finite == "null", only)
+        if form != "jsonl" and columns:  # each line of JSON has its own
+            mapping.check_columns(columns, rows.name)
         job = _Ingest(file, rows, stream, mapping, skip, resume=resume, again=again)
         (_check if dry_run else _run)(job, where, create, as_json=as_json)
 

@@ -6,7 +6,7 @@ import base64
 import binascii
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from hashlib import blake2b
@@ -17,10 +17,16 @@ import orjson
 from jetstream_ext.cli.exact_json import decode_exact
 from jetstream_ext.cli.row_files import JsonRow, Row, RowError, duration_text
 from jetstream_ext.protocol.headers import is_reserved
+from jetstream_ext.text import did_you_mean
 from jetstream_ext.types import own_headers
 
 _PLACEHOLDER: Final = re.compile(r"\{([^{}]+)\}")
 _DIGEST_SIZE: Final = 9  # bytes: 12 characters
+_COLUMNS_SHOWN: Final = 20
+_DELIMITERS: Final = ";\t|,"
+_SUBJECT: Final = "the subject (--subject or --subject-from)"
+_PAYLOAD: Final = "the payload (--data-from)"
+_HEADERS: Final = "the headers (--headers-from)"
 
 
 def short_digest(*parts: bytes) -> str:
@@ -75,6 +81,21 @@ class RowMapping:
         tokens, dot, _ = fixed.rpartition(".")
         return f"{tokens}.>" if dot else None
 
+    def check_columns(self, columns: Collection[str], place: str) -> None:
+        """Raise RowError, which names the `place`, if a row with these columns lacks one that the options name."""
+        for name, purpose in self._needed():
+            if not (name in columns or (purpose == _PAYLOAD and f"{name}_base64" in columns)):
+                raise RowError(f"{place}: there is no column {name!r} for {purpose}; {_described(columns, name)}")
+
+    def _needed(self) -> Iterator[tuple[str, str]]:
+        """Yield each column that the options name, and what it is for."""
+        for name in _PLACEHOLDER.findall(self.subject):
+            yield name, _SUBJECT
+        if self.data_from is not None:
+            yield self.data_from, _PAYLOAD
+        if self.headers_from is not None:
+            yield self.headers_from, _HEADERS
+
     def message(self, row: Row, place: str) -> Message:
         """Return the message of a row; raise RowError, which names the `place`, if the row cannot be sent."""
         if self.only and (others := row.keys() - self.only):
@@ -90,6 +111,8 @@ class RowMapping:
     def _subject(self, row: Row, place: str) -> str:
         def value(match: re.Match[str]) -> str:
             found = row.get(match[1])
+            if found is None:
+                self.check_columns(row, place)
             if isinstance(found, bool) or not isinstance(found, str | int):
                 what = "has no value" if found is None else "is neither a string nor an integer"
                 raise RowError(f"{place}: column {match[1]!r} {what}; the subject needs it")
@@ -113,6 +136,7 @@ class RowMapping:
         if isinstance(found, str):
             return found.encode()
         if found is None:
+            self.check_columns(row, place)
             raise RowError(f"{place}: column {name!r} has no value; the payload needs it")
         if isinstance(row, JsonRow):
             try:
@@ -141,6 +165,8 @@ class RowMapping:
         Those that begin with ``Nats-`` are instructions to the server, which were for another message.
         """
         found = row.get(name)
+        if found is None:
+            self.check_columns(row, place)
         try:
             given = orjson.loads(found) if found and isinstance(found, str) else found
             entries = given.items() if isinstance(given, dict) else given or ()
@@ -156,6 +182,21 @@ class RowMapping:
         if not all(isinstance(text, str) for pair in pairs for text in pair):
             raise RowError(f"{place}: column {name!r} has a header that is not a string")
         return pairs
+
+
+def _described(columns: Collection[str], missing: str) -> str:
+    """Return which columns there are, and what may be wrong with the `missing` one."""
+    names = list(columns)
+    if not names:
+        return "the row is empty"
+    shown = ", ".join(map(repr, names[:_COLUMNS_SHOWN])) + (", …" if len(names) > _COLUMNS_SHOWN else "")
+    if len(names) > 1:
+        return f"the columns are {shown}{did_you_mean(missing, names)}"
+    separator = next((char for char in _DELIMITERS if char in names[0]), None)
+    if separator is None or isinstance(columns, JsonRow):
+        return f"the only column is {shown}{did_you_mean(missing, names)}"
+    text, option = ("a tab", "tab") if separator == "\t" else (repr(separator), repr(separator))
+    return f"the only column is {shown}; if {text} separates the columns, give --delimiter {option}"
 
 
 def _plain(value: object) -> object:

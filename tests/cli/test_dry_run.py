@@ -57,14 +57,14 @@ def test_a_dry_run_names_every_row_that_the_server_would_refuse(
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     lines: list[dict[str, object]] = [
-        {"to": "a", "n": 1},
-        {"to": "b", "n": 2},
-        {"n": 3},
-        {"to": "a", "n": "x" * 300},
-        {"to": "b.*"},
+        {"to": "a", "h": None, "n": 1},
+        {"to": "b", "h": {}, "n": 2},
+        {"to": None, "h": {}},
+        {"to": "a", "h": {}, "n": "x" * 300},
+        {"to": "b.*", "h": {}},
         {"to": "a", "h": {"X": "a\nb"}},
-        {"to": "a", "n": "x" * 2_000_000},
-        *({"to": f"b.{n}"} for n in range(3)),
+        {"to": "a", "h": {}, "n": "x" * 2_000_000},
+        *({"to": f"b.{n}", "h": {}} for n in range(3)),
     ]
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines) + "{")
     how = ("ingest", rows, "--stream", stream, "--subject", f"{stream}.{{to}}", "--headers-from", "h")

@@ -121,7 +121,7 @@ def test_a_malformed_row_is_reported_and_all_rows_before_it_are_stored(
     how = ("ingest", rows, "--stream", stream, "--subject-from", "to")
     done = run(*how, "--create", f"{stream}.>")
     assert done.exit_code == 1
-    assert "row 3: column 'to' has no value" in done.stderr
+    assert "row 3: there is no column 'to' for the subject" in done.stderr
     assert "2 rows before it are stored" in done.stderr
     rows.write_text(f'{{"to": "{stream}.a"}}\n{{"to": "elsewhere"}}\n')
     done = run(*how, "--again")

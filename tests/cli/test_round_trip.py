@@ -305,7 +305,12 @@ def test_files_in_other_encodings_are_ingested(
         ("x.csv.zst", (), 1, "x.csv.zst is damaged: "),
         ("x.gz", (), 1, "the name has no known suffix"),
         ("x.parquet", (), 1, "x.parquet: there are two columns 'a'"),
-        ("x.parquet", ("--headers-from", "h"), 1, "x.parquet has no column 'h' for --headers-from, but 'a', 'a'"),
+        (
+            "x.parquet",
+            ("--headers-from", "h"),
+            1,
+            "x.parquet: there is no column 'h' for the headers (--headers-from); the columns are 'a', 'a'",
+        ),
         ("x.csv", ("--skip", str(2**63)), 2, "'--skip'"),
     ],
 )

@@ -1,0 +1,62 @@
+"""Columns that the options of ingest name: what a row lacks is an error that says what it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_tools import Run
+
+from jetstream_ext.cli.row_files import JsonRow, RowError
+from jetstream_ext.cli.row_messages import RowMapping
+
+SUBJECT = "the subject (--subject or --subject-from)"
+HEADERS = "the headers (--headers-from)"
+MANY = [f"c{n}" for n in range(30)]
+
+
+def refusal(mapping: RowMapping, row: dict[str, Any]) -> str:
+    with pytest.raises(RowError) as caught:
+        mapping.message(row, "row 1")
+    return caught.value.message.removeprefix("row 1: ")
+
+
+@pytest.mark.parametrize(
+    ("mapping", "row", "words"),
+    [
+        (RowMapping("s", headers_from="heders"), {"id": 1, "headers": {}}, f"'heders' for {HEADERS}; the columns are 'id', 'headers'; did you mean 'headers'?"),
+        (RowMapping("s", headers_from="h"), dict.fromkeys(MANY), f"'h' for {HEADERS}; the columns are {str(MANY[:20])[1:-1]}, …"),
+        (RowMapping("s", "daat"), {"data": "x", "n": 1}, "'daat' for the payload (--data-from); the columns are 'data', 'n'; did you mean 'data'?"),
+        (RowMapping("a.{contry}"), {"country": "de"}, f"'contry' for {SUBJECT}; the only column is 'country'; did you mean 'country'?"),
+        (RowMapping("{to}"), {"to;n": "a;1"}, f"'to' for {SUBJECT}; the only column is 'to;n'; if ';' separates the columns, give --delimiter ';'"),
+        (RowMapping("{to}"), {"to\tn": "a\t1"}, f"'to' for {SUBJECT}; the only column is 'to\\tn'; if a tab separates the columns, give --delimiter tab"),
+        (RowMapping("{to}"), JsonRow({"a;b;c": 1}), f"'to' for {SUBJECT}; the only column is 'a;b;c'"),
+        (RowMapping("s", "n"), {}, "'n' for the payload (--data-from); the row is empty"),
+    ],
+)  # fmt: skip
+def test_a_missing_column_is_named_with_the_columns_that_there_are(
+    mapping: RowMapping, row: dict[str, Any], words: str
+) -> None:
+    assert refusal(mapping, row) == f"there is no column {words}"
+
+
+def test_an_empty_value_is_no_missing_column() -> None:
+    assert refusal(RowMapping("{to}"), {"to": None}) == "column 'to' has no value; the subject needs it"
+    assert refusal(RowMapping("s", "n"), {"n": None}) == "column 'n' has no value; the payload needs it"
+    for empty in (None, "", {}):
+        assert RowMapping("s", headers_from="h").message({"h": empty}, "row 1").headers is None
+    assert RowMapping("s", "data").message({"data_base64": "/w=="}, "row 1").payload == b"\xff"
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_a_misspelt_column_stores_nothing(
+    run: Run, tmp_path: Path, stream_name: Callable[[], str], suffix: str
+) -> None:
+    stream, rows = stream_name(), tmp_path / f"rows.{suffix}"
+    rows.write_text('n,h\n1,"{}"\n' if suffix == "csv" else '{"n": 1, "h": {"X": "1"}}\n')
+    done = run("ingest", rows, "--stream", stream, "--subject", stream, "--headers-from", "hh", "--create", stream)
+    place = rows if suffix == "csv" else f"{rows}, row 1"
+    assert done.exit_code == 1
+    assert f"Error: {place}: there is no column 'hh' for {HEADERS}; the columns are 'n', 'h'" in done.stderr
