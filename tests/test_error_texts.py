@@ -382,7 +382,9 @@ async def ignore(_: Exception) -> None: ...
 
 @asynccontextmanager
 async def connected(server: NatsServer, user: str, timeout: float) -> AsyncIterator[JetStreamContext]:
-    nc = await nats.connect(server.url, user=user, password="secret", error_cb=ignore, connect_timeout=10)
+    nc = await nats.connect(
+        server.url, user=user, password="secret", error_cb=ignore, connect_timeout=10, reconnect_time_wait=0.01
+    )
     try:
         yield nc.jetstream(timeout=timeout)
     finally:
@@ -426,6 +428,15 @@ async def test_an_answer_that_does_not_come_for_another_reason_names_no_permissi
         await text_of(lambda: jsx.DirectGet(js, "A").get(1), errors.RequestTimeoutError)
         connection = connection_of(js._nc)
         assert connection.why_silent(["$JS.API.DIRECT.GET.B", "a.1"]) == ""
+        # The next connection may have the permission.
+        assert connection.why_silent(["$JS.API.DIRECT.GET.A"])
+        reconnects = js._nc.stats["reconnects"]
+        js._nc._transport.close()
+        async with asyncio.timeout(5):
+            while js._nc.stats["reconnects"] == reconnects or not js._nc.is_connected:
+                await asyncio.sleep(0.01)
+        await js._nc.flush()
+        assert connection.why_silent(["$JS.API.DIRECT.GET.A"]) == ""
 
 
 LOGINS: dict[str, tuple[dict[str, Any], str]] = {

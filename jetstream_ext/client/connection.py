@@ -238,6 +238,9 @@ class Connection(BaseConnection):
         if buffer is not self._buffer:  # the parser was reset: a new connection
             self._buffer = buffer
             self._needed = 0
+            # It may have other permissions. What the server refuses again is in the data.
+            self._refused.clear()
+            self._refused_inboxes.clear()
             self._watch_reader()
         if self._connection_lost and self.nc.is_connected:
             # The first data is the answer to a ping, which nats-py sends after the subscriptions and its buffer.
