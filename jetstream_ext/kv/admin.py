@@ -179,8 +179,8 @@ async def enable(
     Cancellation: The bucket may have been changed.
 
     Requires: Permission for ``STREAM.INFO`` and ``STREAM.UPDATE`` (without the latter, a bucket that lacks only the record
-        is returned as it is, with a warning to the logger ``jetstream_ext``). Servers have no conditional update: two programs
-        that turn on different options at the same moment can undo each other's change.
+        is returned as it is, with a warning to the logger ``jetstream_ext.kv``). Servers have no conditional update: two
+        programs that turn on different options at the same moment can undo each other's change.
     """
     wanted: dict[str, Any] = {}
     if direct:

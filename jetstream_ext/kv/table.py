@@ -53,8 +53,8 @@ class Table(LiveMapping[KeyValueEntry, KeyValueChange]):
     seen after 1 s at most, and `wait_for` asks at once. An idle table sends one request per second (two, if it has `keys` and
     the bucket's messages can have TTLs).
 
-    While the servers do not answer, the table keeps what it has, logs a warning to the logger ``jetstream_ext``, and tries
-    again indefinitely. It fails, with an error for every call that waits and every later read, if the bucket is deleted or created
+    While the servers do not answer, the table keeps what it has, logs a warning to the logger ``jetstream_ext.kv``,
+    and tries again indefinitely. It fails, with an error for every call that waits and every later read, if the bucket is deleted or created
     again, or the connection is closed. If the servers have lost messages (a stream that was restored from an older copy), it
     waits until they have its revision again, and loads what is stored then.
 

@@ -110,7 +110,7 @@ class LogReader:
         tail: At the end of the stream, ``async for`` waits for more instead of ending. The reader asks the leader again
             after 5 ms, then after twice as long each time, up to `poll`.
         on_lost: What happens where messages were lost that the reader has not read: ``"error"`` raises
-            `PositionLostError`, ``"skip"`` continues after them and logs a warning to the logger ``jetstream_ext``. A
+            `PositionLostError`, ``"skip"`` continues after them and logs a warning to the logger ``jetstream_ext.log``. A
             filtered reader cannot know whether the removed messages would have matched; it assumes so.
         offsets: Where `Stored` is looked up and `OffsetStore.commit` stores; None is ``OffsetStore(js)``.
         timeout: Seconds to wait for an answer; None is the context's own.

@@ -139,7 +139,7 @@ SCHEDULES: Final = Feature(
 )
 FAST_INGEST: Final = Feature(
     title="fast ingest",
-    calls="`FastPublisher`",
+    calls="`FastPublisher`, `ingest`",
     since="2.14",
     api_level=4,
     option="allow_batched",
