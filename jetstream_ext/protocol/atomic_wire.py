@@ -19,7 +19,7 @@ from jetstream_ext.protocol.api import parse_batch_ack, parse_object, parse_refu
 from jetstream_ext.protocol.frames import check_size
 from jetstream_ext.protocol.options import given_headers, message_headers, payload_bytes
 from jetstream_ext.protocol.subjects import SubjectCache
-from jetstream_ext.protocol.trace_context import TRACE_NAMES, TraceContext
+from jetstream_ext.protocol.trace_context import TraceContext, is_of_trace
 from jetstream_ext.types import BatchAck, BatchMessage
 
 _MANAGED: Final = frozenset({h.BATCH_ID, h.BATCH_SEQUENCE, h.BATCH_COMMIT})
@@ -71,7 +71,7 @@ def fingerprint(subject: str, headers: Mapping[str, str], payload: bytes) -> int
     """
     own: object = headers.get(h.MSG_ID)
     if not own:
-        own = tuple(sorted(it for it in headers.items() if not (h.is_reserved(it[0]) or it[0].lower() in TRACE_NAMES)))
+        own = tuple(sorted(it for it in headers.items() if not (h.is_reserved(it[0]) or is_of_trace(it[0]))))
     increment = headers.get(h.INCREMENT)
     return hash((subject, own, payload if increment is None else increment))
 

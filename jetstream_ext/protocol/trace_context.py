@@ -11,11 +11,11 @@ from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.options import given_headers, message_headers
 from jetstream_ext.types import BatchMessage, own_headers
 
-TRACE_NAMES: Final = frozenset(
-    {"traceparent", "tracestate", "baggage", "b3", "uber-trace-id", "x-b3-flags", "x-b3-parentspanid", "x-b3-sampled"}
-    | {"x-b3-spanid", "x-b3-traceid"}
+# The headers of OpenTelemetry's propagators, in lower case: W3C, B3, Jaeger, OpenTracing, AWS X-Ray and Google Cloud.
+_NAMES: Final = frozenset(
+    {"traceparent", "tracestate", "baggage", "b3", "uber-trace-id", "x-amzn-trace-id", "x-cloud-trace-context"}
 )
-"""The headers of OpenTelemetry's propagators, in lower case: they do not tell a message from others."""
+_PREFIXES: Final = ("x-b3-", "uberctx-", "ot-tracer-", "ot-baggage-")
 # Bytes of a message that its batch may add, in a header block that is measured before.
 _MARGIN: Final = 512
 
@@ -76,3 +76,9 @@ def trace_context(pairs: Iterable[tuple[str, str]]) -> TraceContext | None:
         return TraceContext(pairs) if pairs else None
     except (TypeError, ValueError):
         return None
+
+
+def is_of_trace(name: str) -> bool:
+    """Return whether a header carries a trace context, so that it does not tell a message from others."""
+    name = name.lower()
+    return name in _NAMES or name.startswith(_PREFIXES)

@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 import pytest
 from nats.aio.client import Client
 from nats.js import JetStreamContext
-from opentelemetry import baggage, context, trace
+from opentelemetry import baggage, context, propagate, trace
+from opentelemetry.propagators.textmap import TextMapPropagator
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -370,13 +371,45 @@ async def test_atomic_batches_are_spans_and_their_messages_carry_the_context(
     assert recorded.total("messaging.client.sent.messages") == 9  # the last one is part of its commit
 
 
+class Propagator(TextMapPropagator):
+    """Writes the id of the span into headers of these names."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = set(names)
+
+    @property
+    def fields(self) -> set[str]:
+        return self._names
+
+    def inject(self, carrier: Any, context: Any = None, setter: Any = None) -> None:
+        carrier |= dict.fromkeys(self.fields, f"{ids_of_parent(context)[1]:x}")
+
+    def extract(self, carrier: Any, context: Any = None, getter: Any = None) -> Any:
+        return context
+
+
+@pytest.mark.parametrize(
+    "names",
+    [[], ["X-Amzn-Trace-Id"], ["uber-trace-id", "uberctx-a"], ["ot-tracer-spanid", "ot-baggage-a"]],
+    ids=["W3C", "AWS X-Ray", "Jaeger", "OpenTracing"],
+)
 async def test_a_repeated_batch_is_recognised_although_its_trace_is_another_one(
-    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
+    js: JetStreamContext,
+    make_stream: Callable[..., Any],
+    recorded: Recorded,
+    names: list[str],
 ) -> None:
+    before = propagate.get_global_textmap()
+    if names:
+        propagate.set_global_textmap(Propagator(*names))
     stream = await make_stream(allow_atomic=True)
     batch = [jsx.BatchMessage(f"{stream}.a", b"a", msg_id="a"), jsx.BatchMessage(f"{stream}.b", headers={"b": "1"})]
-    once = await jsx.publish_atomic(js, batch, batch_id="mine")
-    again = await jsx.publish_atomic(js, batch, batch_id="mine")
+    try:
+        once = await jsx.publish_atomic(js, batch, batch_id="mine")
+        again = await jsx.publish_atomic(js, batch, batch_id="mine")
+    finally:
+        propagate.set_global_textmap(before)
+    assert set(names or ["traceparent"]) <= set((await stored(js, stream))[0].headers)
     assert again.seq == once.seq
     assert attributes(recorded.spans[-1])["messaging.batch.message_count"] == 2
 
