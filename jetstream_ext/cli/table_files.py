@@ -78,6 +78,7 @@ class TableCsv(_Table):
         for _, payload in _lines(part):
             names.update(orjson.loads(payload))
         _check_names(part, names)
+        self._check_headings(names)
         with conversion(part, file) as fresh, compressed(fresh, file) as target:
             if names:
                 target.write(self._joined(self._name(name) for name in names))
@@ -87,6 +88,16 @@ class TableCsv(_Table):
                     target.write(self._joined(self._cell(row.get(name)) for name in names))
                 except TypeError as error:  # orjson writes less depth than it reads
                     raise UnwritableError(f"message {seq}: its payload is nested too deeply; {_INSTEAD}") from error
+
+    def _check_headings(self, names: Iterable[str]) -> None:
+        """Raise UnwritableError if apostrophes make the headings of two columns equal."""
+        headings: dict[str, str] = {}
+        for name in names:
+            heading = without_formulas(name) if self._spreadsheet else name
+            if (other := headings.setdefault(heading, name)) != name:
+                raise UnwritableError(
+                    f"columns {other!r} and {name!r} would both have the heading {heading!r}; export without --spreadsheet"
+                )
 
     def _joined(self, cells: Iterable[str]) -> bytes:
         line = self._delimiter.join(cells) or '""'  # readers leave out empty lines

@@ -136,6 +136,16 @@ def test_what_a_table_cannot_hold_is_refused_by_name(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_headings_that_apostrophes_would_make_equal_are_refused(
+    run: Run, ok: Json, tmp_path: Path, fill: Callable[..., str]
+) -> None:
+    stream, out = fill(b'{"=a":1}', b'{"\'=a":2}'), tmp_path / "out.csv"
+    done = run("export", stream, out, "--rows", "--spreadsheet")
+    words = """columns '=a' and "'=a" would both have the heading "'=a"; export without --spreadsheet"""
+    assert (done.exit_code, done.stderr, list(tmp_path.iterdir())) == (1, f"Error: {words}\n", [])
+    assert ok("export", stream, out, "--rows")["messages"] == 2
+
+
 def test_types_that_change_far_into_a_stream_are_unified_or_refused(
     run: Run, ok: Json, tmp_path: Path, fill: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
