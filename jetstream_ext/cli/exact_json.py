@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 import orjson
@@ -30,6 +30,24 @@ def decode_exact(text: bytes) -> Any:
     Raises ValueError if an object has a key twice, or if the document is nested too deeply.
     """
     return _decode(_AS_WRITTEN, text)
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """An object with all its keys, also equal ones."""
+
+
+_ALL_KEYS: Final = json.JSONDecoder(parse_float=str, parse_int=str, object_pairs_hook=_Pairs)
+
+
+def repeated_key(text: bytes, names: Collection[str], within: str | None = None) -> str | None:
+    """Return one of the `names` that a valid JSON object has more than once, or a repeated key of the object at `within`.
+
+    Raises ValueError if the object is nested too deeply.
+    """
+    pairs = _decode(_ALL_KEYS, text)
+    keys = [key for key, _ in pairs if key in names]
+    inside = [key for at, value in pairs if at == within and isinstance(value, _Pairs) for key, _ in value]
+    return next((key for each in (keys, inside) for key in each if each.count(key) > 1), None)
 
 
 def _double(text: str) -> float:

@@ -14,7 +14,7 @@ from typing import Final
 
 import orjson
 
-from jetstream_ext.cli.exact_json import decode_exact
+from jetstream_ext.cli.exact_json import decode_exact, repeated_key
 from jetstream_ext.cli.row_files import JsonRow, Row, RowError, duration_text
 from jetstream_ext.protocol.headers import is_reserved
 from jetstream_ext.text import did_you_mean
@@ -22,6 +22,7 @@ from jetstream_ext.types import own_headers
 
 _PLACEHOLDER: Final = re.compile(r"\{([^{}]+)\}")
 _DIGEST_SIZE: Final = 9  # bytes: 12 characters
+_ESCAPES: Final = (b"\\u", b"\\/")
 _COLUMNS_SHOWN: Final = 20
 _DELIMITERS: Final = ";\t|,"
 _SUBJECT: Final = "the subject (--subject or --subject-from)"
@@ -102,11 +103,31 @@ class RowMapping:
             raise RowError(
                 f"{place}: column {min(others)!r} is none of an export, as the first row is; --no-restore stores each row as JSON"
             )
+        if isinstance(row, JsonRow):
+            self._check_keys(row, place)
         pairs = [] if self.headers_from is None else self._header_pairs(row, self.headers_from, place)
         own = [pair for pair in pairs if not is_reserved(pair[0])]
         left_out = tuple(name for name, _ in pairs if is_reserved(name))
         headers = own_headers(own) if own else None
         return Message(self._subject(row, place), self._payload(row, place), headers, left_out)
+
+    def _check_keys(self, row: JsonRow, place: str) -> None:
+        """Raise RowError if the line has a key twice that the message needs: the first value would be lost."""
+        names = {name for name, _ in self._needed() if name in row}
+        if self.data_from is not None and (coded := f"{self.data_from}_base64") in row:
+            names.add(coded)
+        headers = None if self.headers_from is None else row.get(self.headers_from)
+        texts = [orjson.dumps(name) for name in (*names, *(headers if isinstance(headers, dict) else ()))]
+        # Escapes can write the same key in another way.
+        if texts and (
+            any(escape in row.text for escape in _ESCAPES) or any(row.text.count(text) > 1 for text in texts)
+        ):
+            try:
+                found = repeated_key(row.text, names, self.headers_from)
+            except ValueError as error:  # nested too deeply
+                raise RowError(f"{place}: {error}") from error
+            if found is not None:
+                raise RowError(f"{place}: the key {found!r} is there twice")
 
     def _subject(self, row: Row, place: str) -> str:
         def value(match: re.Match[str]) -> str:
@@ -178,6 +199,9 @@ class RowMapping:
                 decode_exact(found.encode())
             except ValueError as error:  # a header that is there twice
                 raise RowError(f"{place}: column {name!r}: {error}") from error
+        for header, values in several:
+            if not values:
+                raise RowError(f"{place}: column {name!r}: header {header!r} has an empty list of values")
         pairs = [(header, value) for header, values in several for value in values]
         if not all(isinstance(text, str) for pair in pairs for text in pair):
             raise RowError(f"{place}: column {name!r} has a header that is not a string")

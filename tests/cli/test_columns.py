@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from cli_tools import Run
 
@@ -60,3 +61,35 @@ def test_a_misspelt_column_stores_nothing(
     place = rows if suffix == "csv" else f"{rows}, row 1"
     assert done.exit_code == 1
     assert f"Error: {place}: there is no column 'hh' for {HEADERS}; the columns are 'n', 'h'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        (rb'{"data":"1","data":"2"}', "data"),
+        (rb'{"data":"1","d\u0061ta":"2"}', "data"),
+        (rb'{"data":{"a":1},"data":"2"}', "data"),
+        (rb'{"data_base64":"MQ==","data_base64":"Mg=="}', "data_base64"),
+        (rb'{"to":"a","data":"1","to":"b"}', "to"),
+        (rb'{"data":"1","h":{},"h":null}', "h"),
+        (rb'{"data":"1","h":{"X":"1","Y":"2","X":"1"}}', "X"),
+        (rb'{"data":"1","h":{"X":"1","\u0058":"1"}}', "X"),
+        (rb'{"data":"1","n":{"X":1,"X":2},"n":"\u0058","h":{"X":"data"}}', None),
+        (rb'{"data":"\"data\":1,\"data\":2","h":{"X":"X"}}', None),
+    ],
+)
+def test_a_key_that_a_message_needs_is_in_a_line_once(text: bytes, key: str | None) -> None:
+    row = JsonRow({"to": "a", "h": {}} | orjson.loads(text))
+    row.text = text
+    mapping = RowMapping("{to}", "data", "h")
+    if key is None:
+        assert mapping.message(row, "row 1").headers == {"X": row["h"]["X"]}
+    else:
+        assert refusal(mapping, row) == f"the key {key!r} is there twice"
+
+
+def test_a_line_that_is_the_payload_keeps_equal_keys() -> None:
+    row = JsonRow({"id": 2})
+    row.text = b'{"id":1,"id":2}'
+    assert RowMapping("s").message(row, "row 1").payload == row.text
+    assert refusal(RowMapping("s.{id}"), row) == "the key 'id' is there twice"

@@ -490,6 +490,7 @@ def test_headers_of_an_exported_file_are_stored_again_without_instructions_to_th
         ("x", "is neither a map nor a JSON object"),
         ('{"X": "\\ud800"}', "is neither a map nor a JSON object"),
         ('{"X": "1", "X": "2"}', "the key 'X' is there twice"),
+        ('{"Y": "1", "X": []}', ": header 'X' has an empty list of values"),
         ('{"X": 1}', "has a header that is not a string"),
         ('{"X": [null]}', "has a header that is not a string"),
     ],
