@@ -389,6 +389,12 @@ class _Ingest:
                 f"{self.name} was changed since it was stored in {name}: {stored.stored:,} of its {count(total, 'row')} "
                 f"{is_are(stored.stored)} stored; --resume sends the other {stored.missing:,}, --again sends all"
             )
+        if earlier := stored.unrelated:
+            say(
+                f"{name} has {count(earlier, 'row')} of an earlier content of {self.name}, or stored with other options, "
+                "none of which is in it now: all its rows count as new",
+                err=True,
+            )
         _warn_about_removed(state, all_stored=not stored.missing)
         self.already_stored = stored.stored
         self._sent = _Sent(self.skipped, stored)

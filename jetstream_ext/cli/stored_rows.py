@@ -79,12 +79,14 @@ class StoredRows:
         total: The number of rows, up to the first one that cannot be read.
         stored: How many of them, without the skipped ones, the stream has.
         same_content: Whether the stream has rows of a file with this path and content.
+        unrelated: How many rows of other contents of the file the stream has, if none of them is a row of the file now.
     """
 
     def __init__(self, database: sqlite3.Connection, ids: RowIds, *, other_contents: bool) -> None:
         self.total: int | None = None
         self.stored: int = 0
         self.same_content: bool = False
+        self.unrelated: int = 0
         self._database = database
         self._ids = ids
         self._other_contents = other_contents
@@ -168,6 +170,8 @@ class StoredRows:
         (self.stored,) = self._database.execute(
             "SELECT count(*) FROM rows WHERE stored AND idx >= ?", (self._ids.skip,)
         ).fetchone()
+        if self._others_found and not self._database.execute("SELECT 1 FROM rows WHERE stored LIMIT 1").fetchone():
+            (self.unrelated,) = self._database.execute("SELECT count(*) FROM found").fetchone()
 
     def _keep(self, others: list[_Id]) -> None:
         rows = [(found.content, found.index, found.row) for found in others]

@@ -146,6 +146,26 @@ def test_another_file_and_other_content_at_the_same_place_are_sent_whole(stream:
     assert stream.rows == numbers(range(20), range(10, 20))
 
 
+def test_earlier_rows_of_which_the_file_has_none_any_more_are_said(stream: Stream, run: Run) -> None:
+    stream.create()
+    stream.write(*range(3))
+    stream.ingest()
+    words = f"{stream.name} has {{}} of an earlier content of {stream.path}, or stored with other options, "
+    stream.how = (*stream.how[:-2], "--data-from", "to")  # another option
+    for options in (("--dry-run",), ()):
+        done = run(*stream.how, *options)
+        assert (done.exit_code, done.stderr.count("\n")) == (0, 1)
+        assert done.stderr.startswith(
+            f"{words.format('3 rows')}none of which is in it now: all its rows count as new\n"
+        )
+    assert run(*stream.how).stderr == ""
+    stream.path.write_text("to,n,new\na,1,x\n")
+    stream.how = stream.how[:-2]
+    assert words.format("6 rows") in run(*stream.how).stderr
+    stream.path.write_text("to,n,new\na,1,x\na,2,x\n")
+    assert run(*stream.how, "--skip", 1).stderr == ""  # the skipped row is stored
+
+
 def test_the_same_rows_on_another_subject_are_other_messages(stream: Stream) -> None:
     stream.create()
     stream.write(*range(3))
@@ -428,7 +448,7 @@ def test_a_row_is_no_request_to_another_program(stream: Stream, how: str, subjec
     foreign = subject.format(stream.name)
     stream.path.write_text(f'to,n\n{foreign},""\n')
     stream.how = (*stream.how[:5], foreign if how == "file" else "{to}", *stream.how[6:])
-    assert f"row 1: stream '{stream.name}' does not store its subject '{foreign}'; " in stream.refused()
+    assert f"row 1: stream '{stream.name}' does not store its subject '{foreign}'; " in stream.refused("--again")
     assert stream.rows == ["1"]
 
 
