@@ -316,7 +316,7 @@ MISSING_MESSAGES: dict[str, tuple[Callable[[jsx.DirectGet], Any], str]] = {
 async def test_a_missing_message_is_described(call: str, env: Env) -> None:
     get, expected = MISSING_MESSAGES[call]
     text = await text_of(lambda: get(jsx.DirectGet(env.js, env.one)), errors.MessageNotFoundError)
-    assert text == f"stream {env.one!r} has no message {expected}"
+    assert text == f"stream {env.one!r}: no message {expected} was found"
 
 
 async def test_a_transaction_in_a_missing_bucket_names_it(env: Env) -> None:

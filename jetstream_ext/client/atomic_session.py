@@ -195,11 +195,12 @@ class AtomicSession:
 
     async def add(self, message: BatchMessage, ack: bool | None, adding: Adding | None = None) -> None:
         """Send a message; wait for its reply if it requests one."""
-        patience, adding = _Patience(self._timeout), adding or Adding()
-        encoded = await self._prepared(message, patience, ack, adding.trace)
+        patience = _Patience(self._timeout)
+        encoded = await self._prepared(message, patience, ack, None if adding is None else adding.trace)
         self._check_usable()
         block = self.machine.add(encoded)
-        adding.added += 1
+        if adding is not None:
+            adding.added += 1
         waiter = self._expect(block.awaited) if block.awaited else None
         if block.messages:
             try:

@@ -582,8 +582,9 @@ def malformed(stream: str, what: str, problem: object, frame: bytes = b"") -> Re
 
 def not_found(stream: str, request: Request | None = None) -> MessageNotFoundError:
     """Return the error for a single get that found nothing, with what was asked for."""
+    # Not "the stream has none": the replica that answered may lag behind.
     return MessageNotFoundError(
-        f"stream {stream!r} has no message{'' if request is None else _wanted(request)}", stream=stream
+        f"stream {stream!r}: no message{'' if request is None else _wanted(request)} was found", stream=stream
     )
 
 

@@ -780,7 +780,7 @@ class FastBatch:
     def _rest(self) -> str:
         """Return which messages may be stored besides those that are acknowledged."""
         if self.sent == self.acked:
-            return "every message was acknowledged"
+            return "every message was acknowledged" if self.sent else "nothing was sent"
         messages, are = numbered(self.acked + 1, self.sent), plural(self.sent - self.acked, "is", "are")
         return f"{messages} {are} not acknowledged and may be stored"
 

@@ -535,6 +535,13 @@ def test_replies_after_the_end_are_ignored() -> None:
     assert machine.gap_count == 0
 
 
+def test_the_error_of_a_batch_that_was_discarded_unused_says_that_nothing_was_sent() -> None:
+    machine = batch()
+    machine.discard()
+    with pytest.raises(errors.BatchClosedError, match="discarded, so it has no final ack; nothing was sent"):
+        machine.result()
+
+
 def test_every_change_of_state_is_one_debug_record(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="jetstream_ext.fast")
     machine = batch()
