@@ -23,7 +23,7 @@ from nats.js import JetStreamContext
 
 from jetstream_ext.cli.completion import complete_streams
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
-from jetstream_ext.cli.formats import FORMATS, STDIO, check_open, delimiter_of, format_of
+from jetstream_ext.cli.formats import FORMATS, STDIO, check_open, delimiter_of, exclusive, format_of
 from jetstream_ext.cli.message_files import START_AGAIN, Csv, JsonLines, Parquet, SpreadsheetCsv, UnwritableError
 from jetstream_ext.cli.options import Command, cli_option, json_option
 from jetstream_ext.cli.output import Stopped, count, is_are, one_line, progress, say, write_json, write_stdout
@@ -148,15 +148,24 @@ def command(
 def _to_file(
     where: Target, file: Path, wanted: _Journal, writer: JsonLines, *, resume: bool, overwrite: bool, show: bool
 ) -> _Journal:
-    part = _Part(file, wanted, writer)
     if file.exists() and not file.is_file():  # a device or pipe, which the finished file would replace
         raise click.ClickException(f"{file} is not a regular file; - with --format writes to stdout")
-    if file.exists() and not overwrite:
-        raise click.ClickException(f"{file} already exists; --overwrite replaces it")
-    if part.path.exists() and not (resume or overwrite):
-        raise click.ClickException(
-            f"{part.path} has an unfinished export; --resume continues it, --overwrite starts again"
-        )
+    if file.is_symlink():  # the finished file would replace the link, not its target
+        raise click.ClickException(f"{file} is a symbolic link; give the path of its target, {os.path.realpath(file)}")
+    part = _Part(file, wanted, writer)
+    with part.locked() as unfinished:
+        if file.exists() and not overwrite:
+            raise click.ClickException(f"{file} already exists; --overwrite replaces it")
+        if unfinished and not (resume or overwrite):
+            raise click.ClickException(
+                f"{part.path} has an unfinished export; --resume continues it, --overwrite starts again"
+            )
+        _complete(where, part, resume=resume, show=show)
+    return part.saved
+
+
+def _complete(where: Target, part: _Part, *, resume: bool, show: bool) -> None:
+    """Write the file; if that fails, say what the unfinished file has."""
     try:
         if resume:
             part.load()  # outside the event loop, because the file may be large
@@ -175,7 +184,6 @@ def _to_file(
         # pyarrow replaces the text of the operating system
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else one_line(error)
         raise click.ClickException(f"{reason}; {part.state()}") from error
-    return part.saved
 
 
 def _to_stdout(where: Target, wanted: _Journal, writer: JsonLines, *, show: bool) -> _Journal:
@@ -312,6 +320,16 @@ class _Part:
         self._stream: IO[bytes] | None = None
         self._found: _Journal | None = None
 
+    @contextmanager
+    def locked(self) -> Iterator[bool]:
+        """Keep other exports from the file for the duration of a block; yield whether there is an unfinished one."""
+        with exclusive(self.path) as existed:
+            try:
+                yield existed
+            finally:
+                if not existed and self._stream is None:  # this export did not begin
+                    self.path.unlink(missing_ok=True)
+
     def load(self) -> None:
         """Find the export to continue, if there is one; raise ClickException if it is damaged."""
         try:
@@ -341,7 +359,7 @@ class _Part:
     def open(self, begin: _Journal) -> Iterator[None]:
         """Append to the file for the duration of a block; afterwards everything is on the disk."""
         if (found := self._found) is None:
-            self.remove()
+            self._journal.unlink(missing_ok=True)
         else:
             same = {name: getattr(found, name) for name in ("end", "seq", "messages", "size", "crc")}
             if dataclasses.replace(begin, **same) != found:

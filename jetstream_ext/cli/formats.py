@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import importlib.util
 import io
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Final
 
 import click
+
+if sys.platform != "win32":
+    import fcntl
 
 STDIO: Final = Path("-")  # stdin or stdout
 FORMATS: Final = ("csv", "jsonl", "parquet")
@@ -84,6 +89,52 @@ def open_compressed(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
                 yield raw, lines
         else:
             yield raw, raw
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[bool]:
+    """Keep other exports from an unfinished file, which is created if it is missing; yield whether it was there.
+
+    Raises ClickException if another export has the file.
+    """
+    if sys.platform == "win32":  # which has no such locks, and renames no file that is open
+        yield path.exists()
+        return
+    while True:
+        descriptor, existed = _opened(path)
+        try:
+            if not _locked(descriptor):
+                raise click.ClickException(f"another export writes {path}; wait for it, or export to another file")
+            if _is_at(descriptor, path):  # else another export has just finished with it
+                yield existed
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _opened(path: Path) -> tuple[int, bool]:
+    while True:
+        with contextlib.suppress(FileExistsError):
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), False
+        with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
+            return os.open(path, os.O_RDWR), True
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # some network file systems have no locks
+    return True
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager

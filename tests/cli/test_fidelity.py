@@ -369,6 +369,51 @@ def test_an_unfinished_export_is_continued_without_what_follows_its_journal(
     assert b"\xff" * 1000 not in out.read_bytes()
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "csv.gz"])
+def test_a_second_export_to_the_same_file_is_refused_and_changes_nothing(
+    server: NatsServer,
+    run: Run,
+    tmp_path: Path,
+    stream_name: Callable[[], str],
+    monkeypatch: pytest.MonkeyPatch,
+    suffix: str,
+) -> None:
+    stream, out = stream_name(), tmp_path / f"out.{suffix}"
+    fill(server.url, stream, [b"1", b"2"])
+    finish = export._Part.finish
+
+    def second_export(self: Any) -> None:
+        before = {path: path.read_bytes() for path in tmp_path.glob("out*")}
+        for options in ((), ("--resume",), ("--overwrite",)):
+            done = run("export", stream, out, *options)
+            words = f"another export writes {out}.part; wait for it, or export to another file"
+            assert (done.exit_code, done.stderr) == (1, f"Error: {words}\n")
+        assert {path: path.read_bytes() for path in tmp_path.glob("out*")} == before
+        finish(self)
+
+    monkeypatch.setattr(export._Part, "finish", second_export)
+    assert "wrote 2 messages" in run("export", stream, out).stdout
+    assert list(tmp_path.glob("out*")) == [out]
+
+
+def test_an_export_writes_no_symbolic_link(
+    server: NatsServer, run: Run, tmp_path: Path, stream_name: Callable[[], str]
+) -> None:
+    stream, target = stream_name(), tmp_path / "target.csv"
+    fill(server.url, stream, [b"1"])
+    (tmp_path / "out.csv").symlink_to("target.csv")
+    for options in ((), ("--overwrite",)):
+        done = run("export", stream, tmp_path / "out.csv", *options)
+        assert (done.exit_code, done.stderr) == (
+            1,
+            f"Error: {tmp_path / 'out.csv'} is a symbolic link; give the path of its target, {target}\n",
+        )
+        assert list(tmp_path.iterdir()) == [tmp_path / "out.csv"]
+    target.write_text("kept")
+    assert run("export", stream, tmp_path / "out.csv", "--overwrite").exit_code == 1
+    assert target.read_text() == "kept"
+
+
 def test_a_file_that_is_damaged_while_it_is_converted_is_reported(
     unfinished: tuple[str, Path, Path], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
