@@ -324,7 +324,14 @@ class _Ingest:
             check = RowCheck(self.stream, state, create, Context(js).connection.max_payload)
             with stored_rows(self._ids, other_contents=self._resume or not self._any_content) as stored:
                 if state is not None and not self._again:
-                    await self._look(js, state, stored, show=show)
+                    if create and state.messages and not state.allows_direct:  # the command would allow it first
+                        say(
+                            f"stream {self.stream!r} does not allow direct get, which --create turns on; until then, --dry-run "
+                            "cannot look for rows that are already stored, and counts all rows as those to send",
+                            err=True,
+                        )
+                    else:
+                        await self._look(js, state, stored, show=show)
                 with progress("checking rows", self._rows.total, show=show) as report:
                     await self._check_rows(check, report)
             return check

@@ -323,6 +323,18 @@ def test_a_stream_without_direct_get_is_refused_unless_again(stream: Stream) -> 
     assert stream.ingest("--again") == (0, 1)
 
 
+def test_create_allows_direct_get_and_a_dry_run_says_that_it_cannot_look_before(stream: Stream, run: Run) -> None:
+    stream.create(allow_direct=False)
+    stream.write(1, 2)
+    stream.ingest()
+    assert "does not allow direct get" in stream.refused("--dry-run")
+    done = run(*stream.how, "--create", stream.name, "--dry-run")
+    assert (done.exit_code, done.stderr.count("\n"), "2 to send" in done.stdout) == (0, 1, True)
+    assert f"stream '{stream.name}' does not allow direct get, which --create turns on; " in done.stderr
+    assert stream.ingest("--create", stream.name) == (2, 0)
+    assert "2 already stored, 0 to send" in run(*stream.how, "--create", stream.name, "--dry-run").stdout
+
+
 def test_the_end_of_the_stream_shows_that_all_rows_are_stored(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     stream.create()
     stream.write(*range(100))
