@@ -460,3 +460,17 @@ async def test_a_refused_login_names_the_kind_of_credentials_and_no_secret(
     call = OwnClient().open([guarded.url], shown=guarded.url, timeout=30, tries=1, **arguments)
     text = await text_of(lambda: call, errors.JetStreamExtError)
     assert text == f"no connection to {guarded.url}: nats: 'Authorization Violation'; the server refused {expected}"
+
+
+async def test_a_login_that_took_too_long_is_not_called_refused() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"auth_required":true,"max_payload":1048576}\r\n')
+        await reader.readuntil(b"PING\r\n")
+        writer.write(b"-ERR 'Authentication Timeout'\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1") as server:
+        url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        call = OwnClient().open([url], shown=url, timeout=5, tries=1, token="hunter2")
+        text = await text_of(lambda: call, errors.JetStreamExtError)
+    assert text == f"no connection to {url}: nats: 'Authentication Timeout'"

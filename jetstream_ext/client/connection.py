@@ -586,7 +586,7 @@ class OwnClient(Client):
             if limit.expired():
                 within, last = f" within {timeout:g} s", self._failures[-1] if self._failures else error
             why = str(last) or ("no answer" if isinstance(last, TimeoutError) else type(last).__name__)
-            if _is_refused_login(last):
+            if _is_refused_login(last) and "timeout" not in str(last).lower():  # it may only have been too slow
                 why += f"; the server refused {_login_of(arguments)}"
             raise JetStreamExtError(f"no connection to {shown}{within}: {why}") from error
         finally:
