@@ -85,7 +85,7 @@ def check_word(value: object, allowed: Sequence[str], name: str) -> None:
 def check_list(value: object, name: str, what: str) -> None:
     """Raise TypeError unless `value` can be a list of `what`, which are str; the error shows how to give a single one."""
     if isinstance(value, str | bytes) or not _can_be_iterated(value):
-        hint = f"; give [{value!r}]" if isinstance(value, str) and value else ""
+        hint = f"; give [{str(value)!r}]" if isinstance(value, str) and value else ""
         raise TypeError(f"{name} must be a list of {what}, not {shown(value)}{hint}")
 
 
@@ -97,7 +97,8 @@ def shown(value: object) -> str:
     """Return a text as it is, cut if it is long, and the type's name of any other value."""
     if not isinstance(value, str):
         return type(value).__name__
-    return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}…"
+    text = str(value)  # a class such as NumPy's has a repr of its own
+    return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}…"
 
 
 def check_sequence(value: int, name: str, *, low: int = 1) -> int:

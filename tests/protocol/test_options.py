@@ -192,3 +192,12 @@ def test_an_instruction_to_the_server_has_one_value() -> None:
 @pytest.mark.parametrize("messages", [dict.fromkeys([("a", b"x")]), {}, iter(()), [("a", b"x")], {("a", b"x")}])
 def test_every_iterable_of_messages_is_a_bulk(messages: object) -> None:
     options.check_messages(messages)
+
+
+def test_a_single_text_of_any_class_is_shown_as_a_list() -> None:
+    class Text(str):
+        def __repr__(self) -> str:
+            return f"np.str_({str(self)!r})"
+
+    with pytest.raises(TypeError, match=r"keys must be a list of keys, not 'a'; give \['a'\]$"):
+        options.check_list(Text("a"), "keys", "keys")
