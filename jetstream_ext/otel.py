@@ -22,7 +22,7 @@ from jetstream_ext.protocol.trace_context import TraceContext, trace_context
 
 try:
     from opentelemetry import metrics, propagate, trace
-    from opentelemetry.context import Context, attach, detach
+    from opentelemetry.context import Context, attach, detach, get_current
     from opentelemetry.trace import Link, Span, SpanKind, StatusCode
 except ImportError as _missing:
     raise ImportError(
@@ -94,8 +94,12 @@ def extract(message: StoredMsg) -> Context:
     Returns:
         A context of its own, as the global propagator reads it; without a span if the message carries none.
     """
+    return _extracted(message, Context())
+
+
+def _extracted(message: StoredMsg, into: Context) -> Context:
     # Publishers in Go write "Traceparent".
-    return propagate.extract({name.lower(): value for name, value in message.headers.items()}, context=Context())
+    return propagate.extract({name.lower(): value for name, value in message.headers.items()}, context=into)
 
 
 class _Operation:
@@ -363,7 +367,7 @@ def _origins(sources: Sequence[StoredMsg]) -> tuple[list[Link], Context | None]:
             if origin.is_valid:
                 found.setdefault((origin.trace_id, origin.span_id), Link(origin))
     alone = len(sources) == 1 and found and not trace.get_current_span().get_span_context().is_valid
-    return list(found.values()), extract(sources[0]) if alone else None
+    return list(found.values()), _extracted(sources[0], get_current()) if alone else None
 
 
 def _template(subject: str, subjects: Sequence[str]) -> str | None:

@@ -627,11 +627,15 @@ async def test_a_handler_has_the_baggage_of_its_message_and_its_outputs_pass_it_
     seen: list[object] = []
 
     def handler(message: jsx.StoredMsg) -> jsx.BatchMessage:
-        seen.append(baggage.get_baggage("order"))
+        seen.extend([baggage.get_baggage("order"), context.get_value("caller")])
         return jsx.BatchMessage(f"{output}.out")
 
-    await log.exactly_once(log.LogReader(js, stream), output, handler, name="w", prefix=f"{output}.at")
-    assert seen == ["7"]
+    token = context.attach(context.set_value("caller", "c"))
+    try:
+        await log.exactly_once(log.LogReader(js, stream), output, handler, name="w", prefix=f"{output}.at")
+    finally:
+        context.detach(token)
+    assert seen == ["7", "c"]
     assert (await jsx.DirectGet(js, output).get_last(f"{output}.out")).headers["baggage"] == "order=7"
 
 
