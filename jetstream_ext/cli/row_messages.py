@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Final
 
@@ -22,7 +24,6 @@ from jetstream_ext.types import own_headers
 
 _PLACEHOLDER: Final = re.compile(r"\{([^{}]+)\}")
 _DIGEST_SIZE: Final = 9  # bytes: 12 characters
-_ESCAPES: Final = (b"\\u", b"\\/")
 _COLUMNS_SHOWN: Final = 20
 _DELIMITERS: Final = ";\t|,"
 _SUBJECT: Final = "the subject (--subject or --subject-from)"
@@ -113,21 +114,21 @@ class RowMapping:
 
     def _check_keys(self, row: JsonRow, place: str) -> None:
         """Raise RowError if the line has a key twice that the message needs: the first value would be lost."""
-        names = {name for name, _ in self._needed() if name in row}
-        if self.data_from is not None and (coded := f"{self.data_from}_base64") in row:
-            names.add(coded)
-        headers = None if self.headers_from is None else row.get(self.headers_from)
-        texts = [orjson.dumps(name) for name in (*names, *(headers if isinstance(headers, dict) else ()))]
-        # Escapes can write the same key in another way.
-        if texts and (
-            any(escape in row.text for escape in _ESCAPES) or any(row.text.count(text) > 1 for text in texts)
-        ):
-            try:
-                found = repeated_key(row.text, names, self.headers_from)
-            except ValueError as error:  # nested too deeply
-                raise RowError(f"{place}: {error}") from error
-            if found is not None:
-                raise RowError(f"{place}: the key {found!r} is there twice")
+        keys, text = _keys(self.subject, self.data_from, self.headers_from), row.text
+        written = list(keys.values())
+        if self.headers_from is not None and isinstance(headers := row.get(self.headers_from), dict):
+            written += map(orjson.dumps, headers)
+        if not written:
+            return
+        escaped = b"\\u" in text or b"\\/" in text  # another way to write the same key
+        if not escaped and all(text.count(key) < 2 for key in written):
+            return
+        try:
+            found = repeated_key(text, keys, self.headers_from)
+        except ValueError as error:  # nested too deeply
+            raise RowError(f"{place}: {error}") from error
+        if found is not None:
+            raise RowError(f"{place}: the key {found!r} is there twice")
 
     def _subject(self, row: Row, place: str) -> str:
         def value(match: re.Match[str]) -> str:
@@ -221,6 +222,14 @@ def _described(columns: Collection[str], missing: str) -> str:
         return f"the only column is {shown}{did_you_mean(missing, names)}"
     text, option = ("a tab", "tab") if separator == "\t" else (repr(separator), repr(separator))
     return f"the only column is {shown}; if {text} separates the columns, give --delimiter {option}"
+
+
+@lru_cache(maxsize=8)
+def _keys(subject: str, data_from: str | None, headers_from: str | None) -> dict[str, bytes]:
+    """Return the keys of a JSON line that the options need, each with its JSON text."""
+    data = () if data_from is None else (data_from, f"{data_from}_base64")
+    names = (*_PLACEHOLDER.findall(subject), *data, *(() if headers_from is None else (headers_from,)))
+    return {name: json.dumps(name, ensure_ascii=False).encode(errors="surrogatepass") for name in names}
 
 
 def _plain(value: object) -> object:
