@@ -293,6 +293,7 @@ class _Ingest:
         self._ids = RowIds(digest, short_digest(mapping.digest, rows.digest()), skip, _new_token() if again else "")
         self._sent = _Sent(skip)
         self._subjects: tuple[str, ...] = ()
+        self._compared_all = True  # false if the stream may have rows after one that cannot be sent
         self._stored_subject = ""  # the last one that was looked at
 
     async def run(self, where: Target, create: tuple[str, ...], *, show: bool) -> IngestReport:
@@ -396,7 +397,7 @@ class _Ingest:
                 f"{self.name} was changed since it was stored in {name}: {stored.stored:,} of its {count(total, 'row')} "
                 f"{is_are(stored.stored)} stored; --resume sends the other {stored.missing:,}, --again sends all"
             )
-        if earlier := stored.unrelated:
+        if (earlier := stored.unrelated) and self._compared_all:
             say(
                 f"{name} has {count(earlier, 'row')} of an earlier content of {self.name}, or stored with other options, "
                 "none of which is in it now: all its rows count as new",
@@ -430,6 +431,7 @@ class _Ingest:
                         digest = ""
                     yield digest
             except RowError:
+                self._compared_all = False
                 return  # sending the rows raises it again
 
     # -- sending -------------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ class RowMapping:
         """Raise RowError, which names the `place`, if a row with these columns lacks one that the options name."""
         for name, purpose in self._needed():
             if not (name in columns or (purpose == _PAYLOAD and f"{name}_base64" in columns)):
-                raise RowError(f"{place}: there is no column {name!r} for {purpose}; {_described(columns, name)}")
+                raise RowError(f"{place}: there is no column {name!r} for {purpose}{_described(columns, name)}")
 
     def _needed(self) -> Iterator[tuple[str, str]]:
         """Yield each column that the options name, and what it is for."""
@@ -213,15 +213,15 @@ def _described(columns: Collection[str], missing: str) -> str:
     """Return which columns there are, and what may be wrong with the `missing` one."""
     names = list(columns)
     if not names:
-        return "the row is empty"
+        return "; the row is empty"
     shown = ", ".join(map(repr, names[:_COLUMNS_SHOWN])) + (", …" if len(names) > _COLUMNS_SHOWN else "")
-    if len(names) > 1:
-        return f"the columns are {shown}{did_you_mean(missing, names)}"
+    text = f"the columns are {shown}" if len(names) > 1 else f"the only column is {shown}"
     separator = next((char for char in _DELIMITERS if char in names[0]), None)
-    if separator is None or isinstance(columns, JsonRow):
-        return f"the only column is {shown}{did_you_mean(missing, names)}"
-    text, option = ("a tab", "tab") if separator == "\t" else (repr(separator), repr(separator))
-    return f"the only column is {shown}; if {text} separates the columns, give --delimiter {option}"
+    if len(names) == 1 and separator is not None and not isinstance(columns, JsonRow):
+        mark, option = ("a tab", "tab") if separator == "\t" else (repr(separator), repr(separator))
+        return f"; {text}; if {mark} separates the columns, give --delimiter {option}"
+    hint = did_you_mean(missing, names)
+    return f"{hint} {text[0].upper()}{text[1:]}" if hint else f"; {text}"
 
 
 @lru_cache(maxsize=8)

@@ -27,10 +27,10 @@ def refusal(mapping: RowMapping, row: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("mapping", "row", "words"),
     [
-        (RowMapping("s", headers_from="heders"), {"id": 1, "headers": {}}, f"'heders' for {HEADERS}; the columns are 'id', 'headers'; did you mean 'headers'?"),
+        (RowMapping("s", headers_from="heders"), {"id": 1, "headers": {}}, f"'heders' for {HEADERS}; did you mean 'headers'? The columns are 'id', 'headers'"),
         (RowMapping("s", headers_from="h"), dict.fromkeys(MANY), f"'h' for {HEADERS}; the columns are {str(MANY[:20])[1:-1]}, …"),
-        (RowMapping("s", "daat"), {"data": "x", "n": 1}, "'daat' for the payload (--data-from); the columns are 'data', 'n'; did you mean 'data'?"),
-        (RowMapping("a.{contry}"), {"country": "de"}, f"'contry' for {SUBJECT}; the only column is 'country'; did you mean 'country'?"),
+        (RowMapping("s", "daat"), {"data": "x", "n": 1}, "'daat' for the payload (--data-from); did you mean 'data'? The columns are 'data', 'n'"),
+        (RowMapping("a.{contry}"), {"country": "de"}, f"'contry' for {SUBJECT}; did you mean 'country'? The only column is 'country'"),
         (RowMapping("{to}"), {"to;n": "a;1"}, f"'to' for {SUBJECT}; the only column is 'to;n'; if ';' separates the columns, give --delimiter ';'"),
         (RowMapping("{to}"), {"to\tn": "a\t1"}, f"'to' for {SUBJECT}; the only column is 'to\\tn'; if a tab separates the columns, give --delimiter tab"),
         (RowMapping("{to}"), JsonRow({"a;b;c": 1}), f"'to' for {SUBJECT}; the only column is 'a;b;c'"),
@@ -60,7 +60,10 @@ def test_a_misspelt_column_stores_nothing(
     done = run("ingest", rows, "--stream", stream, "--subject", stream, "--headers-from", "hh", "--create", stream)
     place = rows if suffix == "csv" else f"{rows}, row 1"
     assert done.exit_code == 1
-    assert f"Error: {place}: there is no column 'hh' for {HEADERS}; the columns are 'n', 'h'" in done.stderr
+    assert (
+        f"Error: {place}: there is no column 'hh' for {HEADERS}; did you mean 'h'? The columns are 'n', 'h'"
+        in done.stderr
+    )
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,8 @@ def test_earlier_rows_of_which_the_file_has_none_any_more_are_said(stream: Strea
     assert words.format("6 rows") in run(*stream.how).stderr
     stream.path.write_text("to,n,new\na,1,x\na,2,x\n")
     assert run(*stream.how, "--skip", 1).stderr == ""  # the skipped row is stored
+    stream.path.write_text("to,n,new\nb c,1,x\na,1,x\n")
+    assert "earlier content" not in stream.refused()  # the row after the refused one is stored
 
 
 def test_the_same_rows_on_another_subject_are_other_messages(stream: Stream) -> None:
