@@ -34,6 +34,7 @@ from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.headers import MSG_TTL
 from jetstream_ext.protocol.numbers import json_number, json_text
 from jetstream_ext.protocol.options import MAX_TTL
+from jetstream_ext.text import plural
 
 _VERSION: Final = 1
 MOST_PARTITIONS: Final = 4096
@@ -179,9 +180,11 @@ class GroupStore:
             )
         lacks = [name for name in ("allow_direct", "allow_msg_ttl") if not state.config.get(name)]
         if lacks:
+            options = [option for option, name in advice.STREAM_OPTIONS.items() if name in lacks]
+            what = plural(len(lacks), "it", "them")
             raise StreamConfigMismatchError(
                 f"group {self.group!r}: bucket {self.bucket.name!r} lacks {' and '.join(lacks)}, which a group needs for its "
-                f"members' keys; {advice.enable_bucket(self.bucket.name, 'direct', 'ttl', what='them')}",
+                f"members' keys; {advice.enable_bucket(self.bucket.name, *options, what=what)}",
                 diff=dict.fromkeys(lacks, (True, False)),
             )
 

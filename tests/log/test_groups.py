@@ -1146,6 +1146,9 @@ class TestSettings:
             async with group.join():
                 pass
         assert set(caught.value.diff) == set(lacks)
+        (option,) = lacks
+        advice = {"allow_direct": "enable it with `await jetstream_ext.kv.enable(kv, direct=True)`", "max_age": "use a"}
+        assert advice.get(option, "enable it with `await jetstream_ext.kv.enable(kv, ttl=True)`") in str(caught.value)
 
     async def test_subjects_that_are_too_short_for_the_key(self, make_stream: Make, make_group: MakeGroup) -> None:
         with pytest.raises(errors.BadSubjectError, match="has 2 tokens"):
