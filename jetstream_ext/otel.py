@@ -19,6 +19,7 @@ from jetstream_ext.client.telemetry import Attributes, Count, Kind
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.subjects import covers, is_literal
 from jetstream_ext.protocol.trace_context import TraceContext, trace_context
+from jetstream_ext.text import get_logger
 
 try:
     from opentelemetry import metrics, propagate, trace
@@ -30,6 +31,8 @@ except ImportError as _missing:
     ) from _missing
 
 __all__ = ["extract", "instrument", "uninstrument"]
+
+_log: Final = get_logger("client")
 
 _SYSTEM: Final = "nats"
 _SCHEMA: Final = "https://opentelemetry.io/schemas/1.37.0"
@@ -307,7 +310,11 @@ class _Observer:
         if not self._inject:
             return None
         carrier: dict[str, str] = {}
-        propagate.inject(carrier, context=context)
+        try:
+            propagate.inject(carrier, context=context)
+        except Exception as error:
+            _log.warning("messages get no trace context: the propagator raised %s", type(error).__name__)
+            return None
         return trace_context(carrier.items())
 
     def count(self, what: Count, amount: int, *, stream: str | None = None, error: str | None = None) -> None:
@@ -363,11 +370,21 @@ def _origins(sources: Sequence[StoredMsg]) -> tuple[list[Link], Context | None]:
         if len(found) == _MAX_LINKS:
             break
         if message.headers:
-            origin = trace.get_current_span(extract(message)).get_span_context()
+            origin = trace.get_current_span(_safely_extracted(message, Context())).get_span_context()
             if origin.is_valid:
                 found.setdefault((origin.trace_id, origin.span_id), Link(origin))
     alone = len(sources) == 1 and found and not trace.get_current_span().get_span_context().is_valid
-    return list(found.values()), _extracted(sources[0], get_current()) if alone else None
+    return list(found.values()), _safely_extracted(sources[0], get_current()) if alone else None
+
+
+def _safely_extracted(message: StoredMsg, into: Context) -> Context:
+    """As `_extracted`, for a handler's input: no header of a message may keep the handler from it."""
+    try:
+        return _extracted(message, into)
+    except Exception as error:
+        where = f"message {message.seq} of stream {message.stream!r}"
+        _log.warning("%s counts as one without trace context: the propagator raised %s", where, type(error).__name__)
+        return into
 
 
 def _template(subject: str, subjects: Sequence[str]) -> str | None:

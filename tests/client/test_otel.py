@@ -651,3 +651,31 @@ async def test_a_cancelled_read_ends_its_span(
     assert [(span.name, attributes(span)["error.type"]) for span in recorded.spans] == [
         (f"receive {stream}", "CancelledError")
     ]
+
+
+async def test_a_propagator_that_raises_breaks_no_call(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(Propagator):
+        def inject(self, carrier: Any, context: Any = None, setter: Any = None) -> None:
+            raise KeyError("secret")
+
+        def extract(self, carrier: Any, context: Any = None, getter: Any = None) -> Any:
+            raise KeyError("secret")
+
+    stream, output = await make_stream(), await make_stream(allow_atomic=True)
+    before = propagate.get_global_textmap()
+    propagate.set_global_textmap(Broken())
+    try:
+        async with jsx.FastPublisher(js) as publisher:
+            await publisher.add_many([(f"{stream}.a", b"", {"a": "1"})])
+        reader = log.LogReader(js, stream)
+        done = await log.exactly_once(
+            reader, output, lambda _: jsx.BatchMessage(f"{output}.out"), name="w", prefix=f"{output}.at"
+        )
+    finally:
+        propagate.set_global_textmap(before)
+    assert (done.inputs, done.outputs) == (1, 1)
+    assert "get no trace context: the propagator raised KeyError" in caplog.text
+    assert f"message 1 of stream {stream!r} counts as one without trace context" in caplog.text
+    assert "secret" not in caplog.text
