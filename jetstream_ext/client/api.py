@@ -152,12 +152,11 @@ class Api:
 
 def _missing(request: str, refusal: ServerError) -> str:
     """Return the server's text, or a better one with the name that the subject of the request has, if that is missing."""
-    kind, *names = request.split(".")
-    if refusal.err_code == ErrorCode.STREAM_NOT_FOUND:
-        stream = names[-1] if kind == "STREAM" else names[1]  # CONSUMER.<verb>.<stream>.<consumer>
-        return f"stream {stream!r} does not exist"
-    if refusal.err_code == ErrorCode.CONSUMER_NOT_FOUND:
-        return f"stream {names[1]!r} has no consumer {names[2]!r}"
+    match refusal.err_code, request.split("."):
+        case ErrorCode.STREAM_NOT_FOUND, ["STREAM", *_, stream] | ["CONSUMER", _, stream, *_]:
+            return f"stream {stream!r} does not exist"
+        case ErrorCode.CONSUMER_NOT_FOUND, ["CONSUMER", _, stream, consumer, *_]:
+            return f"stream {stream!r} has no consumer {consumer!r}"
     return refusal.description
 
 

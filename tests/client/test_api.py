@@ -91,6 +91,22 @@ async def test_a_malformed_answer_is_a_response_error(
     await leak_check.assert_clean()
 
 
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("code", [10014, 10059])  # a consumer, a stream
+async def test_not_found_is_that_error_whatever_the_request_was(
+    nc: Client, stream_name: Callable[[], str], call: Callable[[JetStreamContext], Awaitable[Any]], code: int
+) -> None:
+    prefix = stream_name()
+
+    async def reply(msg: Msg) -> None:
+        await msg.respond(b'{"error":{"code":404,"err_code":%d,"description":"odd"}}' % code)
+
+    sub = await nc.subscribe(f"{prefix}.>", cb=reply)
+    with pytest.raises(nats.js.errors.NotFoundError):
+        await call(nc.jetstream(prefix=prefix, timeout=20))
+    await sub.unsubscribe()
+
+
 @pytest.mark.parametrize("call", (CALLS | OTHERS).values(), ids=CALLS | OTHERS)
 async def test_closing_the_connection_ends_the_wait(
     nc: Client, server: NatsServer, stream_name: Callable[[], str], call: Callable[[JetStreamContext], Awaitable[Any]]
