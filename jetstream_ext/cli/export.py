@@ -23,11 +23,11 @@ from nats.js import JetStreamContext
 
 from jetstream_ext.cli.completion import complete_streams
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
-from jetstream_ext.cli.formats import FORMATS, STDIO, check_open, delimiter_of, exclusive, format_of
-from jetstream_ext.cli.message_files import START_AGAIN, Csv, JsonLines, Parquet, SpreadsheetCsv, UnwritableError
+from jetstream_ext.cli.files.formats import FORMATS, STDIO, check_open, delimiter_of, exclusive, format_of
+from jetstream_ext.cli.files.message_files import START_AGAIN, Csv, JsonLines, Parquet, SpreadsheetCsv, UnwritableError
+from jetstream_ext.cli.files.table_files import TableCsv, TableLines, TableParquet
 from jetstream_ext.cli.options import Command, cli_option, json_option
 from jetstream_ext.cli.output import Stopped, count, is_are, one_line, progress, say, write_json, write_stdout
-from jetstream_ext.cli.table_files import TableCsv, TableLines, TableParquet
 from jetstream_ext.client.direct import DirectGet, ScanOptions
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.numbers import LARGEST

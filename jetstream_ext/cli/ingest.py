@@ -20,14 +20,14 @@ from nats.nuid import NUID
 from jetstream_ext.cli.completion import complete_streams
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
 from jetstream_ext.cli.enabling import impossible
-from jetstream_ext.cli.formats import FORMATS, STDIO, delimiter_of, format_of
-from jetstream_ext.cli.message_files import COLUMNS, is_export
+from jetstream_ext.cli.files.formats import FORMATS, STDIO, delimiter_of, format_of
+from jetstream_ext.cli.files.message_files import COLUMNS, is_export
+from jetstream_ext.cli.files.row_check import RowCheck
+from jetstream_ext.cli.files.row_files import Row, RowError, Rows, Source, encoding_of, spooled
+from jetstream_ext.cli.files.row_messages import Message, RowMapping, short_digest
+from jetstream_ext.cli.files.stored_rows import MOST_ROWS, RowIds, StoredRows, stored_rows
 from jetstream_ext.cli.options import Command, cli_option, json_option
 from jetstream_ext.cli.output import ReportProgress, Stopped, count, is_are, one_line, progress, say, write_json
-from jetstream_ext.cli.row_check import RowCheck
-from jetstream_ext.cli.row_files import Row, RowError, Rows, Source, encoding_of, spooled
-from jetstream_ext.cli.row_messages import Message, RowMapping, short_digest
-from jetstream_ext.cli.stored_rows import MOST_ROWS, RowIds, StoredRows, stored_rows
 from jetstream_ext.client.api import Api
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.ingest import ingest

@@ -10,8 +10,8 @@ import orjson
 import pytest
 from cli_tools import Run
 
-from jetstream_ext.cli.row_files import JsonRow, RowError
-from jetstream_ext.cli.row_messages import RowMapping
+from jetstream_ext.cli.files.row_files import JsonRow, RowError
+from jetstream_ext.cli.files.row_messages import RowMapping
 
 SUBJECT = "the subject (--subject or --subject-from)"
 HEADERS = "the headers (--headers-from)"

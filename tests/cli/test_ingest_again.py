@@ -14,7 +14,7 @@ from cli_tools import Json, Run, with_js
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
-from jetstream_ext.cli import stored_rows
+from jetstream_ext.cli.files import stored_rows
 from jetstream_ext.cli.ingest import _Ingest
 from jetstream_ext.testing import NatsServer
 

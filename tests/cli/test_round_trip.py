@@ -330,7 +330,7 @@ def test_files_and_options_that_do_not_fit_are_refused(
 
 
 def test_what_zstd_and_parquet_need_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jetstream_ext.cli.formats.importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr("jetstream_ext.cli.files.formats.importlib.util.find_spec", lambda _: None)
     for name, what in (("x.csv.zst", "zstd"), ("x.parquet", "Parquet")):
         done = run("export", "S", tmp_path / name)
         assert done.stderr == f"Error: {what} needs pyarrow: pip install 'nats-jetstream-ext[arrow]'\n"

@@ -15,7 +15,8 @@ import pytest
 from cli_tools import Json, Run, with_js
 
 import jetstream_ext as jsx
-from jetstream_ext.cli import export, table_files
+from jetstream_ext.cli import export
+from jetstream_ext.cli.files import table_files
 from jetstream_ext.testing import NatsServer
 
 FIELDS = ("", " x ", "\r", "a\rb", "a\r\nb", '"', "\0", "null", "1.10", "\ufeff", "=1", "\u00e9", "a,b\t;", "[1]")

@@ -16,8 +16,8 @@ from typing import Final
 
 import orjson
 
-from jetstream_ext.cli.exact_json import decode_exact, repeated_key
-from jetstream_ext.cli.row_files import JsonRow, Row, RowError, duration_text
+from jetstream_ext.cli.files.exact_json import decode_exact, repeated_key
+from jetstream_ext.cli.files.row_files import JsonRow, Row, RowError, duration_text
 from jetstream_ext.protocol.headers import is_reserved
 from jetstream_ext.text import did_you_mean
 from jetstream_ext.types import own_headers

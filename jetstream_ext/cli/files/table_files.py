@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from jetstream_ext.cli.exact_json import decode_exact, decode_numbers
-from jetstream_ext.cli.formats import compressed, conversion
-from jetstream_ext.cli.message_files import JsonLines, UnwritableError, without_formulas
+from jetstream_ext.cli.files.exact_json import decode_exact, decode_numbers
+from jetstream_ext.cli.files.formats import compressed, conversion
+from jetstream_ext.cli.files.message_files import JsonLines, UnwritableError, without_formulas
 from jetstream_ext.cli.output import one_line
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.headers import is_reserved

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import orjson
 
-from jetstream_ext.cli.formats import compress, conversion
+from jetstream_ext.cli.files.formats import compress, conversion
 from jetstream_ext.cli.output import one_line, text_or_base64
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.headers import format_time_ns

@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 import click
 import orjson
 
-from jetstream_ext.cli.formats import STDIO, check_open, open_compressed
+from jetstream_ext.cli.files.formats import STDIO, check_open, open_compressed
 from jetstream_ext.cli.output import one_line
 
 if TYPE_CHECKING:
