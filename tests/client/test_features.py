@@ -132,7 +132,7 @@ def test_the_markdown_table_has_a_row_for_every_feature() -> None:
     assert len(rows) == len(feature_table.FEATURES) + len(feature_table.QUIRKS)
     assert all(row.count("|") == head.count("|") for row in rows)
     assert (
-        "| fast ingest | `FastPublisher` | no | no | no | yes | yes | 4 |"
+        "| fast ingest | `FastPublisher`, `ingest` | no | no | no | yes | yes | 4 |"
         in rows[feature_table.FEATURES.index(feature_table.FAST_INGEST)]
     )
 
