@@ -63,7 +63,7 @@ class Command(click.Command):
     def __init__(self, *arguments: Any, **attributes: Any) -> None:
         super().__init__(*arguments, **attributes)
         text, *examples = _EXAMPLES.split(inspect.cleandoc(self.help or ""), maxsplit=1)
-        self.help = text.strip()
+        self.help: str | None = text.strip()
         self.examples: list[str] = [line.strip() for part in examples for line in part.splitlines() if line.strip()]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -101,7 +101,7 @@ class Command(click.Command):
 class CommandGroup(click.Group, Command):
     """A group of such commands, with examples of its own."""
 
-    command_class = Command
+    command_class: type[click.Command] | None = Command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

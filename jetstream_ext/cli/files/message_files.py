@@ -116,7 +116,7 @@ def _check_utf_8(message: StoredMsg) -> None:
 class Csv(JsonLines):
     """One row per message; headers are a JSON object, and a binary payload is in ``data_base64``."""
 
-    name = "csv"
+    name: str = "csv"
 
     def __init__(self, *, lossy: bool = False, delimiter: str = ",") -> None:
         super().__init__(lossy=lossy)

@@ -36,7 +36,8 @@ class TableLines(JsonLines):
 
     def line(self, message: StoredMsg) -> bytes:
         """Return a message as a line of the unfinished file; raise UnwritableError if the file cannot hold it."""
-        self.headers_left_out += sum(not is_reserved(name) for name, _ in message.header_pairs)
+        left_out = sum(not is_reserved(name) for name, _ in message.header_pairs)
+        self.headers_left_out: int = self.headers_left_out + left_out
         try:
             found = orjson.loads(message.data)
             self._check(message.data)
@@ -68,7 +69,7 @@ class TableCsv(_Table):
         super().__init__()
         self._delimiter = delimiter
         self._spreadsheet = spreadsheet
-        self.name = f"rows in csv with {delimiter!r}{' for spreadsheets' if spreadsheet else ''}"
+        self.name: str = f"rows in csv with {delimiter!r}{' for spreadsheets' if spreadsheet else ''}"
 
     def _check(self, data: bytes) -> None:
         decode_exact(data)
