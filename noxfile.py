@@ -48,8 +48,8 @@ def tests(session: nox.Session) -> None:
         session.log(f"Install the package with all extras, then run: pytest {shlex.join(session.posargs)}")
     else:
         session.log(
-            "Install the package with all extras (Spark alone is a download of half a gigabyte the first time), then run about 13,500 tests against real "
-            "nats-servers and Spark. With two processors, the tests take about 14 minutes."
+            "Install the package with all extras (Spark alone is a download of half a gigabyte the first time), then run about 14,000 tests against real "
+            "nats-servers and Spark. With two processors, the tests take about 15 minutes."
         )
     # The tests import, and so compile, a small part of what pip would compile.
     session.install("--no-compile", "-e", ".[spark,arrow,server,cli,plot]", *group("test"))
@@ -189,10 +189,13 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Check the package's types."""
+    """Check the package's types, and that a user's type checker learns the type of everything in it."""
     # With the test tools, because one module of the package is a pytest plugin.
-    session.install("--no-compile", "-e", ".[spark,arrow,server,cli]", *group("types"), *group("test"))
+    extras = "spark,arrow,server,cli,plot,otel"
+    session.install("--no-compile", "-e", f".[{extras}]", *group("types"), *group("test"))
     session.run("mypy", "--strict", "-p", "jetstream_ext")
+    with session.chdir(session.create_tmp()):
+        session.run("pyright", "--verifytypes", "jetstream_ext", "--ignoreexternal")
 
 
 @nox.session
@@ -308,19 +311,16 @@ def run_built(session: nox.Session, built: Path, sdist: Path, tests: list[str]) 
 def package(session: nox.Session) -> None:
     """Build wheel and sdist, and check them as a user installs them; arguments after `--` go to pytest.
 
-    The wheel alone, without extras, imports little and names the extras that it lacks. A user's type checker learns the
-    type of everything in it. The tests nearest to a user pass with the installed wheel, and the tests of the imports with
-    the installed sdist, from which the wheel was built. The two examples that take longest run in `tests` only, and the command
-    line is in the session newcomer.
+    The wheel alone, without extras, imports little and names the extras that it lacks. The tests nearest to a user pass
+    with the installed wheel, and the tests of the imports with the installed sdist, from which the wheel was built. The
+    two examples that take longest run in `tests` only, and the command line is in the session newcomer.
     """
     sdist, wheel = build(session)
     python = install_alone(session, wheel)
     for script in (_IMPORTS_LIGHT, _NEEDS_EXTRAS):
         session.run(python, "-I", "-c", script, external=True)
 
-    session.install("--no-compile", f"{wheel}[spark,arrow,server,cli,plot]", "pyright[nodejs]", *group("test"))
-    with session.chdir(session.create_tmp()):
-        session.run("pyright", "--verifytypes", "jetstream_ext", "--ignoreexternal")
+    session.install("--no-compile", f"{wheel}[spark,arrow,server,cli,plot]", *group("test"))
     nearest = [
         *(f"tests/testing/test_{name}.py" for name in ("find_server", "pytest_plugin", "server")),
         "tests/test_examples.py",
