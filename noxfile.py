@@ -48,8 +48,8 @@ def tests(session: nox.Session) -> None:
         session.log(f"Install the package with all extras, then run: pytest {shlex.join(session.posargs)}")
     else:
         session.log(
-            "Install the package with all extras (Spark alone is a download of half a gigabyte the first time), then run about 14,000 tests against real "
-            "nats-servers and Spark. With two processors, the tests take about 15 minutes."
+            "Install the package with all extras (Spark alone is a download of half a gigabyte the first time), then run "
+            "about 14,000 tests against real nats-servers and Spark. With two processors, the tests take about 15 minutes."
         )
     # The tests import, and so compile, a small part of what pip would compile.
     session.install("--no-compile", "-e", ".[spark,arrow,server,cli,plot]", *group("test"))
