@@ -678,11 +678,11 @@ class _Ingest:
         except NotPermittedError:
             return unknown
         except RequestTimeoutError as late:
-            if await self._never_answers():
-                return unknown
             if self._retry.over:
                 what = f"searching it did not end within {self._retry.give_up_after:g} s of the first error"
                 raise RequestTimeoutError(f"stream {state.name!r}: {what}") from late
+            if await self._never_answers():
+                return unknown
             raise
         self._silences = 0
         if state.replicated:
@@ -714,12 +714,14 @@ class _Ingest:
 
     async def _read(self, state: StreamState, first: int, last: int) -> list[tuple[int, str]]:
         """Return the sequences and ids of the stream's messages from `first` to `last`, proved by its leader."""
+        self._check_time(state, first)
         if state.allows_direct:
             direct = DirectGet(self._js, state.name, timeout=self._ack_timeout)
             async with direct.scan(seq=first, up_to_seq=last, confirm=True) as messages:
                 return [(message.seq, message.headers.get(h.MSG_ID, "").strip()) async for message in messages]
         found: list[tuple[int, str]] = []
         while first <= last:
+            self._check_time(state, first)
             request = {"seq": first, "next_by_subj": ">"}
             next_one = await get_at_leader(self._context, state.name, request, self._ack_timeout)
             if next_one is None or next_one.seq > last:
@@ -727,6 +729,11 @@ class _Ingest:
             found.append((next_one.seq, next_one.headers.get(h.MSG_ID, "").strip()))
             first = next_one.seq + 1
         return found
+
+    def _check_time(self, state: StreamState, seq: int) -> None:
+        """Raise RequestTimeoutError after the deadline: each of many reads may be answered in the last millisecond."""
+        if self._retry.over:
+            raise RequestTimeoutError(f"stream {state.name!r}: no time is left to read from sequence {seq}")
 
 
 def _subject(entry: Entry) -> str:
