@@ -4,19 +4,9 @@ import asyncio
 import sys
 
 import nats
-from nats.js import JetStreamContext
-from nats.js.errors import BucketNotFoundError
-from nats.js.kv import KeyValue
 
 import jetstream_ext as jsx
 from jetstream_ext import kv as kvx
-
-
-async def bucket(js: JetStreamContext, name: str, history: int = 1) -> KeyValue:
-    try:
-        return await js.key_value(name)
-    except BucketNotFoundError:
-        return await kvx.enable(await js.create_key_value(bucket=name, history=history), direct=True)
 
 
 def show(when: str, entries: kvx.KeyValueSnapshot) -> None:
@@ -26,7 +16,7 @@ def show(when: str, entries: kvx.KeyValueSnapshot) -> None:
 async def main(url: str) -> None:
     async with await nats.connect(url) as nc:
         js = nc.jetstream()
-        users = await bucket(js, "users", history=10)
+        users = await kvx.ensure_bucket(js, "users", history=10)
         await users.put("1234.name", b"Ann")
         await users.put("1234.address", b"Alder Street 1")
         before = await users.put("1234.email", b"ann@example.org")
@@ -40,7 +30,7 @@ async def main(url: str) -> None:
         show("then:", await kvx.snapshot(users, ["1234.>"], at=before))
 
         # A bucket with history 1 does not keep the old value, so the read raises an error.
-        short = await bucket(js, "users_short")
+        short = await kvx.ensure_bucket(js, "users_short")
         then = await short.put("1234.name", b"Ann")
         await short.put("1234.name", b"Anna")
         try:

@@ -5,7 +5,6 @@ import random
 import sys
 
 import nats
-from nats.js.errors import BucketNotFoundError
 from nats.js.kv import KeyValue
 
 from jetstream_ext import kv as kvx
@@ -32,10 +31,7 @@ async def transfer(bank: KeyValue, source: str, target: str, amount: int) -> boo
 async def main(url: str) -> None:
     async with await nats.connect(url) as nc:
         js = nc.jetstream()
-        try:
-            bank = await js.key_value("bank")
-        except BucketNotFoundError:
-            bank = await kvx.enable(await js.create_key_value(bucket="bank"), direct=True, atomic=True)
+        bank = await kvx.ensure_bucket(js, "bank")
         for name in ACCOUNTS:
             await bank.put(name, b"%d" % START)
 

@@ -24,7 +24,7 @@ class Service:
 @contextlib.asynccontextmanager
 async def lifespan(url: str) -> AsyncIterator[Service]:
     async with await nats.connect(url) as nc:
-        bucket = await nc.jetstream().create_key_value(bucket="flags", direct=True)
+        bucket = await kvx.ensure_bucket(nc.jetstream(), "flags")
         async with kvx.Table(bucket, ["shop.>"]) as flags:
             yield Service(bucket, flags)
 

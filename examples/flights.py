@@ -134,7 +134,7 @@ async def make_bucket(url: str) -> None:
     import jetstream_ext.kv as kvx
 
     async with await nats.connect(url) as nc:
-        await kvx.enable(await nc.jetstream().create_key_value(bucket=BUCKET), spark=True)
+        await kvx.ensure_bucket(nc.jetstream(), BUCKET, spark=True)
 
 
 async def read_bucket(url: str, stages: Stages) -> Result:

@@ -21,8 +21,7 @@ def show(entries: dict[str, kvx.KeyValueEntry] | kvx.KeyValueSnapshot) -> None:
 
 async def points_in_time(js: JetStreamContext) -> None:
     # [bucket]
-    kv = await js.create_key_value(bucket="USERS", history=2)
-    kv = await kvx.enable(kv)  # turn on direct gets and atomic batches
+    kv = await kvx.ensure_bucket(js, "USERS", history=2)  # with direct gets and atomic batches
     await kv.put("1234.name", b"Bob")  # revision 1
     await kv.put("1234.surname", b"Smith")  # revision 2
     await kv.put("1234.address", b"1 Main Street")  # revision 3
@@ -52,7 +51,7 @@ async def points_in_time(js: JetStreamContext) -> None:
 
 async def transactions(js: JetStreamContext) -> None:
     # [transaction]
-    kv = await kvx.enable(await js.create_key_value(bucket="SHOP"))
+    kv = await kvx.ensure_bucket(js, "SHOP")
     async with kvx.transaction(kv) as tx:
         tx.put("stock.tea", b"7")
         tx.create("order.1", b"open")

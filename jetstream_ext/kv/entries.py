@@ -29,6 +29,7 @@ from jetstream_ext.protocol.numbers import parse_number
 from jetstream_ext.protocol.options import check_list
 from jetstream_ext.protocol.subjects import anything
 from jetstream_ext.protocol.table import FOREVER, Record, Update, Updates
+from jetstream_ext.text import counted
 from jetstream_ext.ttl import marker_reason
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class KeyValueSnapshot(Mapping[str, KeyValueEntry]):
 
     def __repr__(self) -> str:
         more = f", {len(self.unavailable)} unavailable" if self.unavailable else ""
-        return f"<KeyValueSnapshot of {len(self)} keys at revision {self.revision} ({self.time.isoformat()}){more}>"
+        return f"<KeyValueSnapshot of {counted(len(self), 'key')} at revision {self.revision} ({self.time.isoformat()}){more}>"
 
 
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})

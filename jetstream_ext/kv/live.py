@@ -56,7 +56,7 @@ from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import check_seconds, check_sequence
 from jetstream_ext.protocol.subjects import covering, matcher
 from jetstream_ext.protocol.table import Change, Content, Record, Watcher
-from jetstream_ext.text import get_logger, log_state
+from jetstream_ext.text import counted, get_logger, log_state
 
 _E = TypeVar("_E")
 _C = TypeVar("_C")
@@ -716,7 +716,7 @@ class LiveMapping(Mapping[str, _E], Generic[_E, _C]):
 
     def __repr__(self) -> str:
         live = self._live
-        state = "closed" if live.closed else "failed" if live.error else f"{len(live.content.values)} keys"
+        state = "closed" if live.closed else "failed" if live.error else counted(len(live.content.values), "key")
         return f"<{type(self).__name__} of {live.source.what}: {state} at revision {self.revision}>"
 
     def __getitem__(self, key: str) -> _E:

@@ -81,7 +81,7 @@ class Transaction:
         self._revisions: dict[str, int] = {}
 
     def __repr__(self) -> str:
-        return f"<Transaction on {self._bucket.name!r} of {len(self._staging.writes)} keys, {self._state}>"
+        return f"<Transaction on {self._bucket.name!r} of {counted(len(self._staging.writes), 'key')}, {self._state}>"
 
     @property
     def state(self) -> BatchState:

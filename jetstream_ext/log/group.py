@@ -25,6 +25,7 @@ from jetstream_ext.log.offsets import First, Last, New, Seq, StoredOffset, Time,
 from jetstream_ext.log.session import Session
 from jetstream_ext.protocol.options import check_int, check_seconds
 from jetstream_ext.protocol.subjects import check_filter, check_name
+from jetstream_ext.text import counted
 
 _FIRST: Final = First()
 _LOOKUPS_IN_FLIGHT: Final = 64
@@ -225,7 +226,7 @@ class Group:
         _plans[self] = self._plan
 
     def __repr__(self) -> str:
-        return f"<Group {self.name!r} of stream {self.stream!r}: {self.partitions} partitions>"
+        return f"<Group {self.name!r} of stream {self.stream!r}: {counted(self.partitions, 'partition')}>"
 
     @classmethod
     async def open(

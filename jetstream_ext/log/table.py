@@ -80,7 +80,7 @@ class Table(LiveMapping[StoredMsg, MessageChange]):
     ) -> None:
         check_name(stream, "stream name")
         if not isinstance(subject, str):
-            check_list(subject, "subject", "filters")
+            check_list(subject, "subject", "filters", or_one="a filter")
         filters = [subject] if isinstance(subject, str) else list(dict.fromkeys(subject))
         if not filters:
             raise ValueError("subject must be a filter, or a list of at least one filter")

@@ -69,7 +69,7 @@ from jetstream_ext.protocol.dead_letters import Attempts, describe, letter_heade
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.options import check_int, check_message, check_seconds
 from jetstream_ext.protocol.subjects import check_name, check_subject
-from jetstream_ext.text import get_logger, log_state
+from jetstream_ext.text import counted, get_logger, log_state
 from jetstream_ext.types import NEVER, BatchMessage
 
 Outputs = BatchMessage | Iterable[BatchMessage] | AsyncIterable[BatchMessage] | None
@@ -595,7 +595,10 @@ class Worker:
             if attempts.worker_died and attempts.failed is not None:
                 count = attempts.failed.attempts
                 await self._bury(
-                    messages, after, count, f"the worker ended while it handled this input ({count} attempts)"
+                    messages,
+                    after,
+                    count,
+                    f"the worker ended while it handled this input ({counted(count, 'attempt')})",
                 )
                 handled = 1
             else:
@@ -734,7 +737,7 @@ class Worker:
             await self._commit([letter], *self._behind(messages, 1, after, 1))
         except _OutputsRefusedError as refused:
             text = (
-                f"{what} failed {attempts} times ({one_line(error, 200)}), and cannot be stored as a dead letter on {subject!r}: "
+                f"{what} failed {counted(attempts, 'time')} ({one_line(error, 200)}), and cannot be stored as a dead letter on {subject!r}: "
                 f"{refused.error}; nothing was stored, and the input stays at the position"
             )
             if isinstance(refused.error, BatchServerError):
@@ -744,7 +747,8 @@ class Worker:
             raise refused.error from None
         self.buried += 1
         text = one_line(error, _LONGEST_LOGGED)
-        _log.warning("%s was stored as a dead letter on %r after %d attempts: %s", what, subject, attempts, text)
+        tried = counted(attempts, "attempt")
+        _log.warning("%s was stored as a dead letter on %r after %s: %s", what, subject, tried, text)
 
     async def _check_output(self, subject: str) -> None:
         if subject == self.subject:

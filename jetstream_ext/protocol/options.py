@@ -82,11 +82,15 @@ def check_word(value: object, allowed: Sequence[str], name: str) -> None:
         raise ValueError(f"{name} must be {choices}, not {value!r}{did_you_mean(value, allowed)}")
 
 
-def check_list(value: object, name: str, what: str) -> None:
-    """Raise TypeError unless `value` can be a list of `what`, which are str; the error shows how to give a single one."""
+def check_list(value: object, name: str, what: str, *, or_one: str = "") -> None:
+    """Raise TypeError unless `value` can be a list of `what`, which are str; the error shows how to give a single one.
+
+    `or_one` names what the caller accepts as well.
+    """
     if isinstance(value, str | bytes) or not _can_be_iterated(value):
         hint = f"; give [{str(value)!r}]" if isinstance(value, str) and value else ""
-        raise TypeError(f"{name} must be a list of {what}, not {shown(value)}{hint}")
+        alternative = f"{or_one}, or " if or_one else ""
+        raise TypeError(f"{name} must be {alternative}a list of {what}, not {shown(value)}{hint}")
 
 
 def _can_be_iterated(value: object) -> bool:

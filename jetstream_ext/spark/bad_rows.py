@@ -79,7 +79,7 @@ def log_bad_rows(where: str, batch: int, counts: Sequence[BadRowCounts]) -> None
     dropped, diverted = sum(one.dropped for one in counts), sum(one.diverted for one in counts)
     if dropped or diverted:
         example = next(one.example for one in counts if one.example)
-        what = "%s: bad rows of micro-batch %d: %d were dropped, %d are stored as dead letters; for example %s"
+        what = "%s: bad rows of micro-batch %d: dropped: %d, stored as dead letters: %d; for example %s"
         _log.warning(what, where, batch, dropped, diverted, example)
 
 

@@ -157,8 +157,8 @@ class _KvWriter:
             others, bad = run_on_driver(self._options.connection, lambda context: self._finish(context, of, left))
             skipped += others
         writer, batch, where = found[0].writer, found[0].batch, f"bucket {self._options.bucket!r}"
-        what = "%s: micro-batch %d writes %d keys; %d of them were already stored, or have their values already"
-        _log.info(what, where, batch, rows, skipped)
+        what = "%s: micro-batch %d writes %s; already stored, or with that value: %d"
+        _log.info(what, where, batch, counted(rows, "key"), skipped)
         counts = [*found, *bad]
         log_bad_rows(where, batch, counts)
         record = SinkRecord(
@@ -207,7 +207,7 @@ class _KvWriter:
     def abort(self, messages: list[Any], batchId: int | None = None) -> None:  # noqa: N803
         # Stored keys stay; they are recognised when the micro-batch is replayed.
         ended = sum(one is not None for one in messages)
-        what = "bucket %r: the write failed after %d of %d tasks had ended; some of its keys may be stored"
+        what = "bucket %r: the write failed; tasks that had ended: %d of %d; some of its keys may be stored"
         _log.warning(what, self._options.bucket, ended, len(messages))
 
 

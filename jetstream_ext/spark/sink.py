@@ -119,8 +119,8 @@ class _Writer:
         options, batch = self._options, self._batch if batchId is None else batchId
         written = [message for message in messages if message is not None]
         rows, skipped = sum(task.rows for task in written), sum(task.skipped for task in written)
-        what = "stream %r: micro-batch %d has %d rows; %d of them were already stored"
-        _log.info(what, options.stream, batch, rows, skipped)
+        what = "stream %r: micro-batch %d has %s; already stored: %d"
+        _log.info(what, options.stream, batch, counted(rows, "row"), skipped)
         log_bad_rows(f"stream {options.stream!r}", batch, written)
         if written:
             number = options.txn_version if batchId is None else batchId
@@ -159,10 +159,11 @@ class _Writer:
         # Stored rows stay; they are recognised when the micro-batch is replayed.
         options, batch = self._options, self._batch if batchId is None else batchId
         written = [message for message in messages if message is not None]
-        _log.warning("stream %r: micro-batch %d failed after %d tasks were stored", options.stream, batch, len(written))
+        _log.warning("stream %r: micro-batch %d failed; tasks that had ended: %d", options.stream, batch, len(written))
         if written and options.sink_partitions not in (None, len(messages)):
-            what = "stream %r: the option sinkPartitions is %d, but the rows have %d partitions; set it to %d"
-            _log.warning(what, options.stream, options.sink_partitions, len(messages), len(messages))
+            what = "stream %r: the option sinkPartitions is %d, but the rows have %s; set it to %d"
+            count = counted(len(messages), "partition")
+            _log.warning(what, options.stream, options.sink_partitions, count, len(messages))
             try:
                 self._run(written[0].writer, batch, lambda of: of.correct_layout(len(messages)))
             except Exception as error:  # the tasks' error is the one to report
@@ -406,9 +407,9 @@ async def _publish(
             report = await ingest(context, entries, flow=_FLOW, timeout=PATIENCE)
             if report.in_doubt:
                 _log.warning(
-                    "stream %r: after an outage, %d rows of partition %d may be stored more than once",
+                    "stream %r: after an outage, %s of partition %d may be stored more than once",
                     options.stream,
-                    report.in_doubt,
+                    counted(report.in_doubt, "row"),
                     task.partition,
                 )
             return

@@ -3,7 +3,8 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -426,6 +427,23 @@ async def test_failed_batches_end_their_spans_as_errors(
         pass  # nothing to commit
     assert {attributes(span)["error.type"] for span in recorded.spans} == {"AtomicPublishDisabledError"}
     assert 2 <= len(recorded.spans) <= 3
+
+
+async def test_batches_whose_acks_the_program_does_not_wait_for_end_as_errors(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
+) -> None:
+    stream = await make_stream(allow_atomic=True)
+
+    async def batches() -> AsyncIterator[list[Entry]]:
+        yield [(f"{stream}.a", b"")]
+        await asyncio.sleep(0.5)  # the first ack comes meanwhile
+        yield [(f"{stream}.a", b"")]
+
+    async with aclosing(jsx.publish_atomic_many(js, batches(), in_flight=2)) as acks:
+        async for _ in acks:
+            break
+    assert [span.status.status_code for span in recorded.spans] == [StatusCode.UNSET, StatusCode.ERROR]
+    assert attributes(recorded.spans[1])["error.type"] == "GeneratorExit"
 
 
 async def test_reads_are_spans_with_the_number_of_messages(

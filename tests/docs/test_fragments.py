@@ -17,7 +17,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 COMMON = """
 import asyncio, datetime, nats, jetstream_ext as jsx
-from nats.js.api import KeyValueConfig, StreamConfig
+from nats.js.api import StreamConfig
 from jetstream_ext.testing import NatsServer, ReferenceServer, VirtualClock
 
 nc = await nats.connect(url, connect_timeout=10)

@@ -132,6 +132,9 @@ async def test_bad_arguments(js: JetStreamContext) -> None:
             log.Table(js, stream, subject)
     with pytest.raises(ValueError, match="at least one"):
         log.Table(js, "S", [])
+    for value, shown in ((5, "int"), (None, "NoneType"), (b"a", "bytes")):
+        with pytest.raises(TypeError, match=f"^subject must be a filter, or a list of filters, not {shown}$"):
+            log.Table(js, "S", value)  # type: ignore[arg-type]
     with pytest.raises(NotFoundError):
         async with log.Table(js, "NONE"):
             pass

@@ -390,7 +390,7 @@ class TestOnTheDriver:
         writer.commit([Written("q", 5)], *[7] * streaming)
         assert not caplog.text
         writer.commit(messages, *[7] * streaming)
-        numbers = f"bad rows of micro-batch {7 * streaming}: 3 were dropped, 4 are stored as dead letters"
+        numbers = f"bad rows of micro-batch {7 * streaming}: dropped: 3, stored as dead letters: 4"
         assert caplog.messages == [f"stream '{stream}': {numbers}; for example row 3 of partition 2: why"]
 
     @pytest.mark.parametrize("value", ["DROP", " fail ", "Drop"])
