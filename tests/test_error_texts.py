@@ -400,13 +400,13 @@ SILENT: dict[str, Callable[[JetStreamContext], Any]] = {
     "scan": lambda js: jsx.DirectGet(js, "A").scan(),
     "source_health": lambda js: jsx.source_health(js, "A"),
 }
-NO_PUBLISH = "; the server refused a message to {!r}: the user has no permission to publish to it"
+NO_PUBLISH = "; the server has refused a message to {!r}: the user had no permission to publish to it"
 REFUSED = {
     "reader": (("AtomicBatch", "publish_atomic", "FastPublisher", "ingest"), NO_PUBLISH.format("a.1")),
     "writer": (("get", "scan"), NO_PUBLISH.format("$JS.API.DIRECT.GET.A")),
     "deaf": (
         tuple(SILENT),
-        "; the server refused a subscription: the user has no permission to subscribe to _INBOX.>, where answers come",
+        "; the server has refused a subscription: the user had no permission to subscribe to _INBOX.>, where answers come",
     ),
 }
 

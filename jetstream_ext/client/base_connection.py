@@ -357,10 +357,10 @@ class BaseConnection(ABC):
         """Return the permission whose lack may be why a message to one of `subjects` has no answer, for an error; or ""."""
         for subject in subjects:
             if self._newest_refusal({subject.lower()}) is not None:
-                return f"; the server refused a message to {subject!r}: the user has no permission to publish to it"
+                return f"; the server has refused a message to {subject!r}: the user had no permission to publish to it"
         prefix = self.nc.new_inbox().rpartition(".")[0]
         if any(each.startswith(f"{prefix.lower()}.") for each in self._refused_subscriptions()):
-            return f"; the server refused a subscription: the user has no permission to subscribe to {prefix}.>, where answers come"
+            return f"; the server has refused a subscription: the user had no permission to subscribe to {prefix}.>, where answers come"
         return ""
 
     def explained(self, late: RequestTimeoutError, subjects: Iterable[str]) -> RequestTimeoutError:
