@@ -437,7 +437,8 @@ async def test_batches_whose_acks_the_program_does_not_wait_for_end_as_errors(
 
     def batches() -> Iterator[list[Entry]]:
         nonlocal taken
-        for taken in range(1, 50):
+        while taken < 50:
+            taken += 1
             yield [(f"{stream}.a", b"")]
 
     async with aclosing(jsx.publish_atomic_many(js, batches(), in_flight=2)) as acks:
