@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import nats
 import nats.errors
@@ -21,6 +22,7 @@ import jetstream_ext as jsx
 from jetstream_ext import errors, log
 from jetstream_ext import kv as kvx
 from jetstream_ext.log.redriving import _Redriving
+from jetstream_ext.spark import progress
 from jetstream_ext.spark.progress import SinkRecord, store_record
 from jetstream_ext.testing import NatsServer
 
@@ -239,8 +241,9 @@ async def list_groups(js: JetStreamContext) -> None:
 
 async def mirror_progress(js: JetStreamContext) -> None:
     record = SinkRecord("S", "id", batch=1, rows=1)
-    assert await store_record(js, "B", "q", record)
-    assert await store_record(js, "B", "q.sink", record)
+    with mock.patch.object(progress, "_TIMEOUT", js._timeout):  # a query waits 2 s at most, too few on a busy machine
+        assert await store_record(js, "B", "q", record)
+        assert await store_record(js, "B", "q.sink", record)
 
 
 async def health(js: JetStreamContext) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from cli_tools import Json, Run, with_js
@@ -14,6 +15,7 @@ from nats.js import JetStreamContext
 
 from jetstream_ext.cli.positions import _ago
 from jetstream_ext.log import LogReader, OffsetStore, Stored
+from jetstream_ext.spark import progress
 from jetstream_ext.spark.offsets import Position
 from jetstream_ext.spark.progress import PositionMirror, SinkRecord, store_record
 from jetstream_ext.testing import NatsServer
@@ -34,8 +36,9 @@ def names(server: NatsServer, stream_name: Callable[[], str]) -> tuple[str, str]
         await offsets.commit(reader)
         created = reader.created or ""
         positions = {stream: Position(created, 7), f"{stream}-gone": Position("2026-01-31T08:00:00Z", 3)}
-        await PositionMirror(bucket, "copy", "app-1").store(js, positions, {stream: 3}, last=True)
-        await store_record(js, bucket, "copy.sink", SinkRecord(stream, "q", 17, 500, 4, 2, 1))
+        with mock.patch.object(progress, "_TIMEOUT", 30):  # a query waits 2 s at most, too few on a busy machine
+            await PositionMirror(bucket, "copy", "app-1").store(js, positions, {stream: 3}, last=True)
+            assert await store_record(js, bucket, "copy.sink", SinkRecord(stream, "q", 17, 500, 4, 2, 1))
         await js.publish(f"$KV.{bucket}.note", b"something else")
         await js.publish(f"$KV.{bucket}.deleted", b"", headers={"KV-Operation": "DEL"})
 

@@ -32,6 +32,12 @@ CREATED = "2026-01-31T08:00:00Z"
 NOW = datetime(2026, 1, 31, 13, 45, tzinfo=UTC)
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, wait longer for an ack than a query does: a busy machine may need it."""
+    monkeypatch.setattr(progress, "_TIMEOUT", 30)
+
+
 @pytest.fixture
 def bucket(with_js: Any, stream_name: Callable[[], str]) -> str:
     name = stream_name()
