@@ -36,6 +36,7 @@ from jetstream_ext.errors import BadHeaderError, BadSubjectError, ErrorCode, Ing
 from jetstream_ext.protocol.advice import enable_command, enable_stream
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject, covers
+from jetstream_ext.text import plural
 from jetstream_ext.types import BatchMessage, IngestProgress, IngestReport
 
 _CREATES: Final = "; --create SUBJECT creates it"
@@ -391,11 +392,25 @@ class _Ingest:
             _warn_about_removed(state, all_stored=False)
             return
         self.has_earlier = True
+        if stored.unclear:
+            removed = (
+                f"{count(stored.unclear, 'row')} before row {stored.after_unclear:,} of it {is_are(stored.unclear)}"
+            )
+            raise click.ClickException(
+                f"{self.name} was changed since it was stored in {name}, and the stream has removed messages since: it is "
+                f"not known whether {removed} new, or stored and removed; --resume --skip {stored.after_unclear} sends only "
+                "the rows after that one, --again sends all"
+            )
         if stored.stored and stored.missing and not (stored.same_content or self._resume):
             total = stored.stored + stored.missing
+            removed = (
+                f" ({stored.presumed:,} of them and removed since, to judge by the rows around)"
+                if stored.presumed
+                else ""
+            )
             raise click.ClickException(
                 f"{self.name} was changed since it was stored in {name}: {stored.stored:,} of its {count(total, 'row')} "
-                f"{is_are(stored.stored)} stored; --resume sends the other {stored.missing:,}, --again sends all"
+                f"{is_are(stored.stored)} stored{removed}; --resume sends the other {stored.missing:,}, --again sends all"
             )
         if (earlier := stored.unrelated) and self._compared_all:
             say(
@@ -403,7 +418,7 @@ class _Ingest:
                 "none of which is in it now: all its rows count as new",
                 err=True,
             )
-        _warn_about_removed(state, all_stored=not stored.missing)
+        _warn_about_removed(state, all_stored=not stored.missing, presumed=stored.presumed)
         self.already_stored = stored.stored
         self._sent = _Sent(self.skipped, stored)
 
@@ -559,11 +574,16 @@ class _Ingest:
             loop.remove_signal_handler(signal.SIGINT)
 
 
-def _warn_about_removed(state: StreamState, *, all_stored: bool) -> None:
+def _warn_about_removed(state: StreamState, *, all_stored: bool, presumed: int = 0) -> None:
     """Say if the stream may have removed rows of the file, and whether such rows are sent again."""
     if state.never_removed:
         return
-    if all_stored:
+    if presumed:
+        text = (
+            f"has removed messages: {count(presumed, 'row')} that it does not have {plural(presumed, 'counts', 'count')} as "
+            "stored, to judge by the rows around; if you have changed such a row, it is not sent; --again sends all rows"
+        )
+    elif all_stored:
         text = "has removed messages: rows of this file that were among them count as stored; --again sends all rows"
     elif state.retention != "limits":
         text = (

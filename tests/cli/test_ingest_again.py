@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import orjson
@@ -244,8 +246,10 @@ def test_rows_are_stored_after_a_purge_although_the_server_remembers_their_ids(s
     assert stream.rows == [str(n) for n in range(50)]
     stream.js(lambda js: js.purge_stream(stream.name, keep=20))
     stream.write(*range(50), "new")
-    assert ok(*stream.how, "--resume")["sent"] == 31  # those that were purged, and the new one
-    assert sorted(stream.rows) == sorted([*(str(n) for n in range(50)), "new"])
+    assert ok(*stream.how, "--resume")["sent"] == 1
+    assert stream.rows == [*numbers(range(30, 50)), "new"]
+    assert ok(*stream.how, "--again")["sent"] == 51
+    assert len(stream.rows) == 21 + 51
 
 
 @pytest.mark.parametrize("removed", [0, 1])
@@ -412,6 +416,105 @@ def test_a_forged_id_with_a_large_number_is_ignored(stream: Stream, run: Run) ->
     stream.js(forge)
     stream.write(1, 2)
     assert stream.ingest("--resume") == (1, 1)
+
+
+def test_rows_that_are_stored_for_certain_use_up_their_own_messages(stream: Stream) -> None:
+    stream.create()
+    stream.write("k")
+    stream.ingest()
+    stream.write("x", "x", "y")
+    assert stream.ingest("--skip", 1) == (0, 2)
+    assert stream.ingest() == (2, 1)
+    assert sorted(stream.rows) == ["k", "x", "x", "y"]
+
+
+@pytest.mark.parametrize(("skip", "before"), [(0, 10), (5, 5)])
+def test_a_message_of_a_skipped_row_does_not_stand_for_an_equal_row(stream: Stream, skip: int, before: int) -> None:
+    stream.create()
+    stream.write(*["x"] * 10)
+    assert stream.ingest("--skip", skip) == (0, before)
+    stream.write(*["x"] * 11)
+    assert "5 of its 6 rows are stored; --resume sends the other 1" in stream.refused("--skip", 5)
+    assert stream.ingest("--resume", "--skip", 5) == (5, 1)
+    assert len(stream.rows) == before + 1
+
+
+def test_equal_rows_with_skip_and_resume_in_any_order_are_stored_as_often_as_the_file_has_them(
+    stream: Stream,
+) -> None:
+    stream.create()
+    random = Random(7)
+    rows: list[str] = []
+    sent: set[int] = set()
+    for _ in range(25):
+        rows += random.choices("xy", k=random.randrange(3))
+        skip = random.randrange(len(rows) + 1) if random.random() < 0.5 else 0
+        if not rows:
+            continue
+        stream.write(*rows)
+        stream.ingest("--resume", *(["--skip", skip] if skip else []))
+        sent |= set(range(skip, len(rows)))
+        assert Counter(stream.rows) == Counter(rows[at] for at in sent)
+
+
+def test_old_rows_that_the_stream_has_removed_are_not_sent_again_after_newer_ones(stream: Stream) -> None:
+    stream.create(max_msgs=5)
+    stream.write(*range(20))
+    stream.ingest()
+    stream.write(*range(21))
+    said = "20 of its 21 rows are stored (15 of them and removed since, to judge by the rows around); --resume sends the other 1"
+    assert said in stream.refused()
+    stream.write(*range(17), "corrected", *range(18, 21))
+    assert stream.ingest("--resume") == (19, 2)
+    assert stream.rows == ["17", "18", "19", "corrected", "20"]
+    assert stream.ingest() == (21, 0)
+
+
+def test_a_value_that_was_replaced_does_not_come_back(stream: Stream) -> None:
+    stream.create(max_msgs_per_subject=1)
+    stream.path.write_text("to,n\nde,1\nfr,2\nde,4\n")
+    stream.ingest()
+    stream.path.write_text("to,n\nde,1\nfr,2\nde,4\nes,5\n")
+    assert stream.ingest("--resume") == (3, 1)
+    assert stream.rows == ["2", "4", "5"]
+
+
+def test_equal_rows_of_which_the_stream_has_removed_some_are_not_sent_again(stream: Stream) -> None:
+    stream.create(max_msgs=2)
+    stream.write("x", "y", "x", "x")
+    stream.ingest()
+    stream.write("x", "y", "x", "x", "z")
+    assert stream.ingest("--resume") == (4, 1)
+    assert stream.rows == ["x", "z"]
+
+
+def test_rows_that_may_be_new_or_may_have_been_removed_are_refused(stream: Stream) -> None:
+    stream.create(max_msgs=5)
+    stream.write(*range(20))
+    stream.ingest()
+    stream.write("new", *range(21))  # all indexes have moved
+    for options in ((), ("--resume",)):
+        said = stream.refused(*options)
+        assert said == (
+            f"Error: {stream.path} was changed since it was stored in {stream.name}, and the stream has removed messages since: "
+            "it is not known whether 16 rows before row 21 of it are new, or stored and removed; --resume --skip 21 sends only "
+            "the rows after that one, --again sends all\n"
+        )
+    assert stream.ingest("--resume", "--skip", 21) == (0, 1)
+    assert stream.rows == numbers(range(16, 21))
+
+
+def test_rows_inserted_among_others_that_are_all_there_are_new_whatever_else_the_stream_has_removed(
+    stream: Stream,
+) -> None:
+    stream.create()
+    stream.js(lambda js: js.publish(f"{stream.name}.other", b"x"))
+    stream.js(lambda js: js.delete_msg(stream.name, 1))
+    stream.write(*range(5))
+    stream.ingest()
+    stream.write("new", *range(5))
+    assert stream.ingest("--resume") == (5, 1)
+    assert stream.rows == [*numbers(range(5)), "new"]
 
 
 REMOVED = "has removed messages: "

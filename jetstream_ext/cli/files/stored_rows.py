@@ -4,8 +4,8 @@ An id is ``<path>.<content>.<index>.<row>``: digests of the file's path, of its 
 message, and the row's index. The index is ``<skip>-<index>`` in a run with ``--skip``, and ``<index>~<last>`` if the
 rows after it, up to `last`, were stored already. A run adds ``.<token>`` if the server may not drop its rows as
 duplicates: with ``--again``, and if the stream has removed messages. Each run sends the rows that are not stored in the
-order of the file. So when the stream has row `index` of this content, it has stored every row from `skip` to `index`, or
-to `last`, even if it has removed some of them since.
+order of the file. So when the stream has row `index` of a content, it has stored every row of it from `skip` to `index`,
+or to `last`, even if it has removed some of them since.
 """
 
 from __future__ import annotations
@@ -80,6 +80,9 @@ class StoredRows:
         stored: How many of them, without the skipped ones, the stream has.
         same_content: Whether the stream has rows of a file with this path and content.
         unrelated: How many rows of other contents of the file the stream has, if none of them is a row of the file now.
+        presumed: How many of the stored rows the stream has removed since, to judge by the rows around them.
+        unclear: How many rows may be new, or may have been stored and removed.
+        after_unclear: The index of the first row after those, of which it is known.
     """
 
     def __init__(self, database: sqlite3.Connection, ids: RowIds, *, other_contents: bool) -> None:
@@ -87,15 +90,19 @@ class StoredRows:
         self.stored: int = 0
         self.same_content: bool = False
         self.unrelated: int = 0
+        self.presumed: int = 0
+        self.unclear: int = 0
+        self.after_unclear: int = 0
         self._database = database
         self._ids = ids
         self._other_contents = other_contents
         self._others_found = False
         self._certain: list[tuple[int, int]] = []  # first and last index of rows that were stored
         database.executescript(
-            "CREATE TABLE rows (idx INTEGER PRIMARY KEY, row TEXT, stored INTEGER DEFAULT 0);"
-            "CREATE TABLE found (content TEXT, idx INTEGER, row TEXT, PRIMARY KEY (content, idx)) WITHOUT ROWID;"
-            "CREATE TABLE counts (row TEXT PRIMARY KEY, number INTEGER) WITHOUT ROWID;"
+            "CREATE TABLE rows (idx INTEGER PRIMARY KEY, row TEXT, stored INTEGER DEFAULT 0, exact INTEGER DEFAULT 0);"
+            "CREATE TABLE found (content TEXT, idx INTEGER, row TEXT, skip INTEGER, last INTEGER, PRIMARY KEY (content, idx)) "
+            "WITHOUT ROWID;"
+            "CREATE TABLE copies (row TEXT PRIMARY KEY, skipped INTEGER, sent INTEGER) WITHOUT ROWID;"
         )
 
     @property
@@ -163,10 +170,12 @@ class StoredRows:
             last, size = start - 1, min(2 * size, _LONGEST_BLOCK)
         if self._others_found and not self._complete():
             await self._read(digests)
+            self._mark_certain()
             await self._compare()
+            if not state.never_removed:
+                self._judge_removed()
         else:
-            for first, end in self._certain:
-                self._database.execute("UPDATE rows SET stored = 1 WHERE idx BETWEEN ? AND ?", (first, end))
+            self._mark_certain()
         (self.stored,) = self._database.execute(
             "SELECT count(*) FROM rows WHERE stored AND idx >= ?", (self._ids.skip,)
         ).fetchone()
@@ -174,8 +183,8 @@ class StoredRows:
             (self.unrelated,) = self._database.execute("SELECT count(*) FROM found").fetchone()
 
     def _keep(self, others: list[_Id]) -> None:
-        rows = [(found.content, found.index, found.row) for found in others]
-        self._database.executemany("INSERT OR IGNORE INTO found VALUES (?, ?, ?)", rows)
+        rows = [(found.content, found.index, found.row, found.skip, found.last) for found in others]
+        self._database.executemany("INSERT OR IGNORE INTO found VALUES (?, ?, ?, ?, ?)", rows)
         others.clear()
 
     async def _read(self, digests: Callable[[], Generator[str, None, None]]) -> None:
@@ -208,21 +217,68 @@ class StoredRows:
                 reached = max(reached, last + 1)
         return reached >= self.total and self.same_content
 
+    def _mark_certain(self) -> None:
+        for first, last in self._certain:
+            self._database.execute("UPDATE rows SET stored = 1 WHERE idx BETWEEN ? AND ?", (first, last))
+
     async def _compare(self) -> None:
-        """Mark the rows whose messages the stream has: as often as it has them, because rows can be equal."""
-        self._database.execute("INSERT INTO counts SELECT row, count(*) FROM found GROUP BY row")
+        """Mark the rows whose messages the stream has: as often as it has them, because rows can be equal.
+
+        First, the rows with a copy of their own index take it, and then those that are stored for certain take one. Of the
+        other copies, those with indexes that this run skips belong to skipped rows, unless there are more than such rows.
+        """
+        skip = self._ids.skip
+        count = "INSERT INTO copies SELECT row, sum(idx < ?), sum(idx >= ?) FROM found GROUP BY row"
+        self._database.execute(count, (skip, skip))
+        self._database.execute(
+            "UPDATE rows SET exact = 1 WHERE idx IN (SELECT idx FROM found JOIN rows USING (idx) WHERE found.row = rows.row)"
+        )
+        if skip:
+            await self._take(f"exact AND idx < {skip}", "skipped")
+        await self._take(f"exact AND idx >= {skip}", "sent")
+        if skip:
+            await self._take(f"NOT exact AND stored AND idx < {skip}", "skipped", "sent")
+        await self._take(f"NOT exact AND stored AND idx >= {skip}", "sent", "skipped")
+        if skip:
+            await self._take(f"NOT stored AND idx < {skip}", "skipped")
+        await self._take(f"NOT stored AND idx >= {skip}", "sent", "skipped")
+
+    async def _take(self, which: str, *columns: str) -> None:
+        """Let each of some rows take one of its copies, of the first kind that is left, and mark those that have."""
+        query = f"SELECT idx, row FROM rows WHERE idx >= ? AND {which} ORDER BY idx LIMIT {_SOME}"  # noqa: S608 - our own words
+        takes = [f"UPDATE copies SET {each} = {each} - 1 WHERE row = ? AND {each} > 0" for each in columns]  # noqa: S608 - our own words
         start = 0
-        query = "SELECT idx, row FROM rows WHERE idx >= ? ORDER BY idx LIMIT ?"
-        while rows := self._database.execute(query, (start, _SOME)).fetchall():
-            stored: list[tuple[int]] = []
-            for index, row in rows:
-                take = "UPDATE counts SET number = number - 1 WHERE row = ? AND number > 0"
-                found = self._database.execute(take, (row,)).rowcount
-                if found or any(first <= index <= last for first, last in self._certain):
-                    stored.append((index,))
-            self._database.executemany("UPDATE rows SET stored = 1 WHERE idx = ?", stored)
-            start += len(rows)
+        while rows := self._database.execute(query, (start,)).fetchall():
+            found = [(at,) for at, row in rows if any(self._database.execute(take, (row,)).rowcount for take in takes)]
+            self._database.executemany("UPDATE rows SET stored = 1 WHERE idx = ?", found)
+            start = rows[-1][0] + 1
             await asyncio.sleep(0)
+
+    def _judge_removed(self) -> None:
+        """Mark the rows that the stream has stored and removed, and count those of which that is not known.
+
+        A content whose messages are, by most of their indexes, rows of the file now has the file's rows at the indexes of
+        its removed messages, too. If the rows have moved, nobody knows which ones were removed.
+        """
+        self._database.execute(
+            "CREATE TABLE contents AS SELECT content, skip, max(CASE WHEN rows.row = found.row THEN last END) AS last, "
+            "2 * total(rows.row = found.row) >= count(*) AS in_place, count(*) > max(found.idx) - skip AS whole "
+            "FROM found LEFT JOIN rows USING (idx) WHERE content != ? GROUP BY content, skip",
+            (self._ids.content,),
+        )
+        # A row that has replaced another one, whose message the stream still has, was never stored.
+        self._database.execute(
+            "CREATE TABLE changed AS SELECT idx FROM found JOIN rows USING (idx) JOIN contents USING (content, skip) "
+            "WHERE in_place AND rows.row != found.row AND NOT stored"
+        )
+        for first, last in self._database.execute("SELECT skip, last FROM contents WHERE in_place").fetchall():
+            mark = "UPDATE rows SET stored = 1 WHERE NOT stored AND idx BETWEEN ? AND ? AND idx NOT IN changed"
+            self.presumed += self._database.execute(mark, (max(first, self._ids.skip), last)).rowcount
+        if self._database.execute("SELECT 1 FROM contents WHERE NOT in_place AND NOT whole LIMIT 1").fetchone():
+            (last,) = self._database.execute("SELECT max(idx) FROM rows WHERE stored").fetchone()
+            unclear = "SELECT count(*) FROM rows WHERE NOT stored AND idx BETWEEN ? AND ? AND idx NOT IN changed"
+            (self.unclear,) = self._database.execute(unclear, (self._ids.skip, last)).fetchone()
+            self.after_unclear = (last or 0) + 1
 
 
 @contextmanager
