@@ -2,8 +2,7 @@
 
 A file is of one table: a stream, its creation, and the keys that are wanted. SQLite keeps it whole if the process or the
 machine ends at any moment; a checksum of each row shows what SQLite does not, a page that was damaged. A file that is not
-usable is rebuilt, with a warning; only a file that is not a checkpoint at all is an error, because it
-may be somebody's data.
+usable is rebuilt, with a warning; only a file with something else in it is an error, because it may be somebody's data.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ _log = get_logger("kv")
 
 _APPLICATION: Final = 0x4A53_5854  # "JSXT"
 _VERSION: Final = 1
+_SQLITE: Final = b"SQLite format 3\x00"  # how each file of SQLite begins
 _LOCKED: Final = 0.5  # seconds to wait for another process to let go of the file
 
 
@@ -115,7 +115,10 @@ class Checkpoint:
 
     def _connect(self) -> sqlite3.Connection:
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
-            if (head := file.read(16)) and head != b"SQLite format 3\x00":
+            head = file.read(len(_SQLITE))
+            if head and not any(head) or len(head) < len(_SQLITE) and _SQLITE.startswith(head):
+                raise _UnusableError("its beginning is lost, as after a power failure")
+            if head and head != _SQLITE:
                 raise ValueError(f"{self.path} is not a checkpoint of a table, and is left as it is; give another path")
         database = sqlite3.connect(self.path, timeout=_LOCKED, isolation_level=None, check_same_thread=False)
         try:

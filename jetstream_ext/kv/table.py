@@ -74,7 +74,7 @@ class Table(LiveMapping[KeyValueEntry, KeyValueChange]):
             server sends what matches their common prefix.
         checkpoint: A file that keeps the table (SQLite), so that another start reads only later messages. It is of one
             table and one process at a time, is at most a second old, and is written by a thread. A file that is damaged, of
-            another table or written by a newer version is rebuilt, with a warning.
+            another table or written by a newer version is rebuilt, with a warning; one that is no checkpoint is an error.
         timeout: Seconds to wait for each answer, and for `wait_for`; None is the context's own.
 
     Raises:

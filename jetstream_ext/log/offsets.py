@@ -426,7 +426,11 @@ class OffsetStore:
     async def _open(self) -> Bucket:
         if self._opened is None:
             bucket = Bucket(open_bucket(self.context, self.bucket), self._timeout)
-            (await bucket.state(direct=False)).check_sequences()
+            try:
+                (await bucket.state(direct=False)).check_sequences()
+            except BucketNotFoundError as error:
+                error.description = f"{error.description}; OffsetStore(js, {self.bucket!r}).create() creates it"
+                raise
             self._opened = bucket
         return self._opened
 

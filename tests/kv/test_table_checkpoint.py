@@ -84,6 +84,9 @@ async def test_it_is_written_while_the_table_is_open(make_bucket: MakeBucket, pa
     ("change", "why"),
     [
         (lambda path: path.write_bytes(path.read_bytes()[:6000]), "damaged|malformed"),
+        (lambda path: path.write_bytes(path.read_bytes()[:10]), "its beginning is lost"),
+        (lambda path: path.write_bytes(bytes(512) + path.read_bytes()[512:]), "its beginning is lost"),
+        (lambda path: path.write_bytes(bytes(path.stat().st_size)), "its beginning is lost"),
         (lambda path: spoil(path, b"value-7", b"value-8"), "is damaged"),
         (lambda path: execute(path, "PRAGMA user_version = 9"), "newer version"),
         (lambda path: execute(path, "DELETE FROM messages WHERE key = CAST('k.3' AS BLOB)"), "should have"),

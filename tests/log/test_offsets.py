@@ -377,3 +377,14 @@ def test_committing_checks_its_arguments(js: JetStreamContext, bad: dict[str, An
 def test_an_encoded_position_is_decoded_again() -> None:
     offset = StoredOffset("r", "S", "2026-01-01T00:00:00Z", 7, 3, "w")
     assert StoredOffset.decode("r", offset.encode(), 3) == offset
+
+
+async def test_a_missing_bucket_is_an_error_that_says_how_to_create_it(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    bucket = stream_name()
+    with pytest.raises(
+        nats.js.errors.BucketNotFoundError,
+        match=rf"bucket '{bucket}' does not exist; OffsetStore\(js, '{bucket}'\)\.create\(\)",
+    ):
+        await OffsetStore(js, bucket).fetch("a")
