@@ -115,10 +115,9 @@ class Checkpoint:
 
     def _connect(self) -> sqlite3.Connection:
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
-            head = file.read(len(_SQLITE))
-            if head and not any(head) or len(head) < len(_SQLITE) and _SQLITE.startswith(head):
-                raise _UnusableError("its beginning is lost, as after a power failure")
-            if head and head != _SQLITE:
+            if (head := file.read(len(_SQLITE))) and head != _SQLITE:
+                if not any(head) or _SQLITE.startswith(head):
+                    raise _UnusableError("its beginning is lost, as after a power failure")
                 raise ValueError(f"{self.path} is not a checkpoint of a table, and is left as it is; give another path")
         database = sqlite3.connect(self.path, timeout=_LOCKED, isolation_level=None, check_same_thread=False)
         try:

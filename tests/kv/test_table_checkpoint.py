@@ -145,6 +145,18 @@ async def test_other_files_are_left_alone(make_bucket: MakeBucket, path: Path, c
     assert path.read_bytes() == before
 
 
+async def test_an_empty_file_is_a_new_one(
+    make_bucket: MakeBucket, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kv = await make_bucket()
+    path.touch()
+    with caplog.at_level(logging.WARNING, "jetstream_ext"):
+        async with kvx.Table(kv, checkpoint=path):
+            pass
+    assert not caplog.records
+    assert path.stat().st_size
+
+
 async def test_a_file_is_of_one_table_at_a_time(make_bucket: MakeBucket, path: Path) -> None:
     kv = await make_bucket()
     async with kvx.Table(kv, checkpoint=path):
