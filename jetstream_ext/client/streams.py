@@ -156,7 +156,13 @@ async def ensure_stream(
             return _checked(api, wanted, await api.ask(f"STREAM.CREATE.{wanted.name}", wanted.as_dict()))
         except ServerError as refusal:
             if refusal.err_code == ErrorCode.STREAM_SUBJECTS_OVERLAP:
-                raise await _overlap(api, wanted, refusal) from refusal
+                raise await overlap_error(
+                    api,
+                    f"stream {wanted.name!r}",
+                    wanted.subjects or [str(wanted.name)],  # the server's default
+                    refusal,
+                    "give other subjects, or none and sources=[StreamSource(name={!r})] for a stream that copies its messages",
+                ) from refusal
             # Another client may have created it in the meantime.
             if refusal.err_code != ErrorCode.STREAM_NAME_EXISTS or retried:
                 raise
@@ -211,19 +217,19 @@ def _check_lists(wanted: StreamConfig) -> None:
         refuse("mirror", "a StreamSource", wanted.mirror, source(wanted.mirror))
 
 
-async def _overlap(api: Api, wanted: StreamConfig, refusal: ServerError) -> ServerError:
-    """Return the refusal (10065) of a stream whose subjects others store, with the streams that do."""
+async def overlap_error(api: Api, what: str, subjects: Iterable[str], refusal: ServerError, remedy: str) -> ServerError:
+    """Return the refusal (10065) to create `what`, whose subjects other streams store, with the streams that do.
+
+    `remedy` is what to do; "{!r}" in it stands for the first of these streams.
+    """
     holders: dict[str, str] = {}
-    for subject in wanted.subjects or [str(wanted.name)]:  # the server's default
+    for subject in subjects:
         with suppress(nats.errors.Error, APIError):  # the refusal alone is better than another error
             names = (await api.ask("STREAM.NAMES", {"subject": subject})).get("streams")
             holders |= {str(name): subject for name in names or ()}
     found = ", ".join(f"stream {name!r} stores messages on {subject!r}" for name, subject in sorted(holders.items()))
-    advice = (
-        "a subject belongs to one stream, so that a message is stored once: give other subjects, or none and "
-        f"sources=[StreamSource(name={min(holders, default='...')!r})] for a stream that copies its messages"
-    )
-    text = f"stream {wanted.name!r}: nothing was created: {found or refusal.description}; {advice}"
+    advice = f"a subject belongs to one stream, so that a message is stored once: {remedy.format(min(holders, default='...'))}"
+    text = f"{what}: nothing was created: {found or refusal.description}; {advice}"
     return ServerError(code=refusal.code, err_code=refusal.err_code, description=text)
 
 

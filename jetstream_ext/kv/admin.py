@@ -196,4 +196,4 @@ async def enable(
         marker_ttl = int(ttl_value(ttl)) * 1_000_000_000
         wanted |= {"subject_delete_marker_ttl": marker_ttl, "allow_rollup_hdrs": True, "deny_purge": False}
     bucket = Bucket(kv, timeout)
-    return await turn_on(bucket, Api(bucket.context, bucket.timeout), wanted, spark=spark)
+    return await turn_on(bucket, Api(bucket.context, bucket.timeout, what=bucket.what), wanted, spark=spark)

@@ -15,7 +15,7 @@ from nats.js.kv import KeyValue
 
 from jetstream_ext.client.api import Api, malformed_as_error
 from jetstream_ext.client.stream_options import check_known_options, describe_diff
-from jetstream_ext.client.streams import require_features
+from jetstream_ext.client.streams import overlap_error, require_features
 from jetstream_ext.errors import ErrorCode, ServerError, StreamConfigMismatchError
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.enabling import check_supported, marker_subjects, turn_on
@@ -124,7 +124,7 @@ async def ensure_bucket(
     body = config.as_dict()
     check_unicode(body, f"the configuration of bucket {name!r}")
     bucket = Bucket(KeyValue(name, bucket_stream(name), bucket_prefix(name), js, direct=direct), timeout)
-    api = Api(bucket.context, bucket.timeout)
+    api = Api(bucket.context, bucket.timeout, what=bucket.what)
     switches: dict[str, Any] = {}
     if direct:
         switches["allow_direct"] = True
@@ -199,12 +199,24 @@ def _new_config(name: str, wanted: Mapping[str, Any], *, direct: bool, atomic: b
     )
 
 
+async def create_bucket(bucket: Bucket, *, replicas: int, direct: bool = False) -> None:
+    """Create a bucket that keeps one value of each key, unless another client has created it; raise as `ensure_bucket` does."""
+    _check_bucket_name(bucket.name)
+    config = _new_config(
+        bucket.name, _given({"history": 1, "replicas": replicas}), direct=direct, atomic=False, spark=False
+    )
+    await _create(bucket, Api(bucket.context, bucket.timeout, what=bucket.what), config.as_dict(), {})
+
+
 async def _create(bucket: Bucket, api: Api, body: dict[str, Any], switches: Mapping[str, Any]) -> None:
     """Create the bucket's stream, unless another client has created it meanwhile."""
     await require_features(api, [BY_OPTION[name] for name in switches if name in BY_OPTION], "nothing was created")
     try:
         answer = await api.ask(f"STREAM.CREATE.{bucket.stream}", body)
     except ServerError as refusal:
+        if refusal.err_code == ErrorCode.STREAM_SUBJECTS_OVERLAP:
+            remedy = "give the bucket another name, or remove the subject from the stream"
+            raise await overlap_error(api, bucket.what, body["subjects"], refusal, remedy) from refusal
         if refusal.err_code != ErrorCode.STREAM_NAME_EXISTS:
             raise
         return

@@ -195,6 +195,21 @@ async def test_a_stream_of_the_name_that_is_no_bucket_is_refused(
         await kvx.ensure_bucket(js, name)
 
 
+async def test_the_stream_that_stores_the_subjects_of_a_bucket_is_named(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    name, holder = stream_name(), stream_name()
+    await js.add_stream(name=holder, subjects=[f"$KV.{name}.>"])
+    with pytest.raises(jsx.errors.ServerError) as caught:
+        await kvx.ensure_bucket(js, name)
+    assert (caught.value.code, caught.value.err_code) == (400, 10065)
+    assert str(caught.value) == (
+        f"bucket '{name}': nothing was created: stream '{holder}' stores messages on '$KV.{name}.>'; a subject belongs to one "
+        "stream, so that a message is stored once: give the bucket another name, or remove the subject from the stream "
+        "(error 10065)"
+    )
+
+
 async def test_a_mirror_of_a_bucket_is_refused(make_bucket: Any, js: JetStreamContext) -> None:
     kv = await make_bucket()
     await js.add_stream(name=f"KV_{kv._name}x", mirror=StreamSource(name=kv._stream), max_msgs_per_subject=1)
