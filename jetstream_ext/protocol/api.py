@@ -85,7 +85,8 @@ def parse_batch_ack(reply: dict[str, Any], payload: bytes) -> BatchAck:
 def parse_refusal(error: object, payload: bytes = b"", what: str = "") -> ServerError:
     """Return the error in a server's reply, whose text names `what`; raise ResponseError if it is malformed."""
     if not isinstance(error, dict):
-        raise ResponseError("the reply's error is not a JSON object", frame=payload)
+        about = f" about {what}" if what else ""
+        raise ResponseError(f"the reply's error{about} is not a JSON object", frame=payload)
     code, err_code = error.get("code"), error.get("err_code")
     description = (_text(error.get("description")) or "")[:1024]
     return server_error(
