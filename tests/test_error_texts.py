@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 from nats.aio.client import Client
 from nats.js import JetStreamContext
+from nats.js.api import ConsumerConfig, DeliverPolicy, StreamSource
 from nats.js.kv import KeyValue
 
 import jetstream_ext as jsx
@@ -326,6 +327,83 @@ async def test_a_transaction_in_a_missing_bucket_names_it(env: Env) -> None:
 
     text = await text_of(put, errors.NoStreamError)
     assert text == "bucket 'NOPE' does not exist, or has no leader; nothing was written"
+
+
+# -- what the JetStream API refuses -------------------------------------------------------------------------------------
+
+
+async def add_options_to_a_mirror(env: Env, name: str) -> None:
+    await env.js.add_stream(name=name, mirror=StreamSource(name=env.one))
+    await jsx.ensure_stream(env.js, name=name, allow_atomic=True)
+
+
+async def add_markers_to_a_mirror(env: Env, name: str) -> None:
+    await env.js.add_stream(name=f"KV_{name}", mirror=StreamSource(name=env.one), max_msgs_per_subject=1)
+    await kvx.enable(open_bucket(env.js, name))
+
+
+async def reset(env: Env, name: str) -> None:
+    config = ConsumerConfig(durable_name=name, deliver_policy=DeliverPolicy.NEW)
+    await env.js.add_consumer(env.one, config)
+    await jsx.reset_consumer(env.js, env.one, name, seq=3)
+
+
+async def create_another_consumer(env: Env, name: str) -> None:
+    for subject in ("d.1", "d.2"):
+        await jsx.create_source_consumer(env.js, env.one, name, deliver_subject=subject)
+
+
+async def join_without_a_bucket(env: Env, name: str) -> None:
+    await env.js.add_stream(name=f"H{name}", subjects=[f"$KV.{name}.>"])
+    await enter(log.Group(env.js, env.one, "g", partitions=2, bucket=name).join())
+
+
+REPLICAS = "replicas > 1 not supported in non-clustered mode (error 10074)"
+REFUSED_BY_THE_API: dict[str, tuple[Callable[[Env, str], Any], str]] = {
+    "new stream": (
+        lambda env, name: jsx.ensure_stream(env.js, name=name, num_replicas=3),
+        f"stream '{{name}}': {REPLICAS}",
+    ),
+    "subject": (
+        lambda env, name: jsx.ensure_stream(env.js, name=name, subjects=["a b"]),
+        "stream '{name}': invalid subject (error 10052)",
+    ),
+    "update": (
+        add_options_to_a_mirror,
+        "stream '{name}': stream mirrors can not also use atomic publishing (error 10198)",
+    ),
+    "new bucket": (lambda env, name: kvx.ensure_bucket(env.js, name, replicas=3), f"bucket '{{name}}': {REPLICAS}"),
+    "enable": (
+        add_markers_to_a_mirror,
+        "bucket '{name}': stream mirrors can not also use atomic publishing (error 10198)",
+    ),
+    "positions": (lambda env, name: log.OffsetStore(env.js, name).create(replicas=3), f"bucket '{{name}}': {REPLICAS}"),
+    "group": (
+        join_without_a_bucket,
+        "bucket '{name}': nothing was created: stream 'H{name}' stores messages on '$KV.{name}.>'; a subject belongs to",
+    ),
+    "reset": (reset, "consumer '{name}' of stream '{one}': invalid reset: "),
+    "source consumer": (
+        create_another_consumer,
+        "consumer '{name}' of stream '{one}': consumer already exists (error 10148)",
+    ),
+}
+
+
+@pytest.mark.parametrize("call", REFUSED_BY_THE_API)
+async def test_a_refusal_names_the_stream_the_bucket_or_the_consumer(
+    call: str, env: Env, stream_name: Callable[[], str]
+) -> None:
+    name = stream_name()
+    refused, expected = REFUSED_BY_THE_API[call]
+    text = await text_of(lambda: refused(env, name), errors.ServerError)
+    assert text.startswith(expected.format(name=name, one=env.one))
+
+
+async def test_a_refusal_keeps_the_words_of_the_server(js: JetStreamContext) -> None:
+    with pytest.raises(errors.ServerError) as caught:
+        await jsx.ensure_stream(js, name="NEW", subjects=["a b"])
+    assert caught.value.description == "invalid subject"
 
 
 # -- times and numbers ---------------------------------------------------------------------------------------------------

@@ -59,12 +59,20 @@ class Api:
 
     A `lookup` asks what the call can do without, for at most two seconds. The server logs every request that it refuses,
     so a lookup does not send one again for a while. An `optional` request is a lookup that has all of `timeout`.
+    `what` is the stream as refusals call it; without it they have the names in the subject of the request.
     """
 
     def __init__(
-        self, context: Context, timeout: float | None = None, *, lookup: bool = False, optional: bool = False
+        self,
+        context: Context,
+        timeout: float | None = None,
+        *,
+        lookup: bool = False,
+        optional: bool = False,
+        what: str = "",
     ) -> None:
         self.context = context
+        self._what = what
         self._lookup = lookup or optional
         if lookup and timeout is not None:
             timeout = max(_NO_TIME, min(timeout, _LOOKUP_TIMEOUT))
@@ -100,7 +108,7 @@ class Api:
             try:
                 left = max(0.0, self.remaining)
                 reply = await self.context.connection.request(subject, payload, left, mapped=f"{DEFAULT_PREFIX}.{what}")
-                return parse_answer(subject, reply.data)
+                return parse_answer(subject, reply.data, self._what or _object_of(what))
             except NotPermittedError:
                 raise
             except RequestTimeoutError:
@@ -150,14 +158,24 @@ class Api:
             return json_number((answer.get("api") or {}).get("level") or 0, "level")
 
 
+def _object_of(request: str) -> str:
+    """Return the consumer or stream that the subject of a request names, or ""."""
+    match request.split("."):
+        case ["CONSUMER", _, stream, consumer, *_]:
+            return f"consumer {consumer!r} of stream {stream!r}"
+        case ["STREAM", _, *_, stream]:
+            return f"stream {stream!r}"
+    return ""
+
+
 def _missing(request: str, refusal: ServerError) -> str:
-    """Return the server's text, or a better one with the name that the subject of the request has, if that is missing."""
+    """Return the refusal's text, or a better one with the name that the subject of the request has, if that is missing."""
     match refusal.err_code, request.split("."):
         case ErrorCode.STREAM_NOT_FOUND, ["STREAM", *_, stream] | ["CONSUMER", _, stream, *_]:
             return f"stream {stream!r} does not exist"
         case ErrorCode.CONSUMER_NOT_FOUND, ["CONSUMER", _, stream, consumer, *_]:
             return f"stream {stream!r} has no consumer {consumer!r}"
-    return refusal.description
+    return refusal.message
 
 
 async def _first_answer(send: Callable[[], Coroutine[Any, Any, _T]]) -> _T:

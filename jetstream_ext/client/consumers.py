@@ -434,7 +434,13 @@ async def _origin(api: Api, entry: Mapping[str, Any]) -> tuple[SourceState, str,
         return SourceState.CONSUMER_MISSING, f"consumer {consumer['name']!r} on {where} does not exist", None
     except ServiceUnavailableError as error:  # nats-py's own text is a list of fields
         return SourceState.UNREACHABLE, f"{where} does not answer: {error.description}", None
-    except (RequestTimeoutError, ServerError) as error:
+    except ServerError as refusal:
+        return (
+            SourceState.UNREACHABLE,
+            f"{where} does not answer: {refusal.description} (error {refusal.err_code})",
+            None,
+        )
+    except RequestTimeoutError as error:
         return SourceState.UNREACHABLE, f"{where} does not answer: {error}", None
     config = info.get("config") or {}
     pending = sum(json_number(info.get(name, 0), name) for name in ("num_pending", "num_ack_pending"))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, Literal, TypedDict
+from datetime import timedelta
+from functools import cache
+from typing import Any, Final, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 from nats.js.api import (
     Base,
@@ -20,7 +22,11 @@ from nats.js.api import (
     SubjectTransform,
 )
 
+from jetstream_ext.protocol.options import check_bool, check_choice, check_duration, check_int
 from jetstream_ext.text import did_you_mean
+
+_INT32: Final = (1 << 31) - 1
+_INT64: Final = (1 << 63) - 1
 
 
 class StreamOptions(TypedDict, total=False):
@@ -34,14 +40,14 @@ class StreamOptions(TypedDict, total=False):
     max_bytes: int | None
     discard: DiscardPolicy | Literal["old", "new"] | None
     discard_new_per_subject: bool
-    max_age: float | None
+    max_age: float | timedelta | None
     max_msgs_per_subject: int
     max_msg_size: int | None
     storage: StorageType | Literal["file", "memory"] | None
     num_replicas: int | None
     no_ack: bool
     template_owner: str | None
-    duplicate_window: float
+    duplicate_window: float | timedelta
     placement: Placement | None
     mirror: StreamSource | None
     sources: list[StreamSource] | tuple[StreamSource, ...] | None
@@ -63,8 +69,15 @@ class StreamOptions(TypedDict, total=False):
     persist_mode: PersistMode | Literal["default", "async"] | None
     metadata: dict[str, str] | None
     consumer_limits: StreamConsumerLimits | None
-    subject_delete_marker_ttl: float | None
+    subject_delete_marker_ttl: float | timedelta | None
 
+
+STREAM_RANGES: Final[Mapping[str, tuple[int, int | None]]] = {
+    "first_seq": (0, (1 << 64) - 1),
+    "max_msg_size": (-1, _INT32),
+    "num_replicas": (0, None),
+}
+"""The least and the most of an option that is an integer; others are at least -1."""
 
 STREAM_SYNONYMS: Final = {
     "allow_batch_publish": "allow_batched",
@@ -90,6 +103,64 @@ def check_known_options(
         if name not in known:
             hint = did_you_mean(name, known, synonyms)
             raise TypeError(f"{call}() has no option {name!r}{hint or '; its options are ' + ', '.join(sorted(known))}")
+
+
+def check_options(
+    what: str, options: Mapping[str, Any], kinds: type, ranges: Mapping[str, tuple[int, int | None]]
+) -> dict[str, Any]:
+    """Return the options of `what` that are not None, with times in seconds; raise TypeError or ValueError for an invalid one.
+
+    Args:
+        what: The stream or bucket, as errors call it.
+        options: The options; those that `kinds` does not have are left out.
+        kinds: A ``TypedDict``: its annotations are what the options are checked against. Lists are not checked.
+        ranges: The least and the most of an option that is an integer; others are at least -1.
+    """
+    return {
+        option: _checked(options[option], kind, f"{what}: {option}", *ranges.get(option, (-1, None)))
+        for option, kind in _kinds(kinds).items()
+        if options.get(option) is not None
+    }
+
+
+@cache
+def _kinds(options: type) -> dict[str, tuple[Any, ...]]:
+    """Return the types that each option of a ``TypedDict`` can have."""
+    return {option: get_args(hint) or (hint,) for option, hint in get_type_hints(options).items()}
+
+
+def _checked(value: Any, kinds: tuple[Any, ...], name: str, low: int, high: int | None) -> Any:
+    kind = kinds[0]
+    if get_origin(kind) is dict:
+        _check_texts(value, name)
+    elif get_origin(kind) is not None:
+        return value
+    elif timedelta in kinds:
+        return check_duration(value, name)
+    elif kind is bool:
+        check_bool(value, name)
+    elif kind is int:
+        check_int(value, name, low=low, high=high)
+        if high is None:
+            check_int(value, name, low=low, high=_INT64)
+    elif issubclass(kind, enum.Enum):
+        return check_choice(value, kind, name)
+    elif not isinstance(value, kind):
+        described = f"a nats-py {kind.__name__}" if issubclass(kind, Base) else kind.__name__
+        raise TypeError(f"{name} must be {described}, not {type(value).__name__}")
+    elif isinstance(value, StreamConsumerLimits) and value.inactive_threshold is not None:
+        return value.evolve(inactive_threshold=check_duration(value.inactive_threshold, f"{name}.inactive_threshold"))
+    return value
+
+
+def _check_texts(value: object, name: str) -> None:
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} must be a dict of str to str, not {type(value).__name__}")
+    for key, text in value.items():
+        if not isinstance(key, str):
+            raise TypeError(f"{name} must have keys of str, not {type(key).__name__}")
+        if not isinstance(text, str):
+            raise TypeError(f"{name}[{key!r}] must be str, not {type(text).__name__}")
 
 
 def describe_diff(diff: Mapping[str, tuple[Any, Any]]) -> str:

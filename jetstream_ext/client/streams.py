@@ -15,7 +15,14 @@ from nats.js.errors import APIError, NotFoundError
 
 from jetstream_ext.client.api import Api, malformed_as_error
 from jetstream_ext.client.connection import Context
-from jetstream_ext.client.stream_options import STREAM_SYNONYMS, StreamOptions, check_known_options, describe_diff
+from jetstream_ext.client.stream_options import (
+    STREAM_RANGES,
+    STREAM_SYNONYMS,
+    StreamOptions,
+    check_known_options,
+    check_options,
+    describe_diff,
+)
 from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ServerError, StreamConfigMismatchError
 from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol.api import answering_server, check_config, parse_stream_state
@@ -101,28 +108,30 @@ async def ensure_stream(
     A service can call it at every start: a stream that is as wanted is not changed, and of several processes that call
     it at once, one creates the stream and the others find it.
 
-    Options are never disabled. Any other difference between `config` and an existing stream is an error, and nothing is
-    changed. Servers before 2.12 silently drop options that they do not know. This call reports that as an error: if the
-    API level shows it, before anything is created, or else from the configuration that the server returns.
+    Options are never disabled. Any other difference between what is given and an existing stream is an error, and
+    nothing is changed. What is left out matches any value of an existing stream; a new one gets the server's default,
+    which is nats-py's as well. Servers before 2.12 silently drop options that they do not know. This call reports that
+    as an error: if the API level shows it, before anything is created, or else from the configuration that the server
+    returns.
 
     Args:
         js: nats-py's JetStream context; its prefix and domain are honoured.
-        config: nats-py's ``StreamConfig``. Fields that are None here, ``allow_*`` options that are not set, and a
-            ``duplicate_window`` of 0 match any value of an existing stream, which may also have further metadata. All
-            other fields must be equal, including nats-py's defaults (``discard``, the limits of -1, ``deny_*``). A
-            source or mirror with the domain of `js` (or else of the connected server) as ``external`` is made local,
-            because a server cannot reach itself by its own domain.
+        config: nats-py's ``StreamConfig``, if the program has one. Every field that is not None counts as given,
+            including nats-py's defaults (``discard``, the limits of -1, ``deny_*``); keywords alone leave them out.
         name: The stream's name, unless `config` has it.
         timeout: Seconds for the whole call; None is the context's timeout.
-        options: Fields of the configuration, as for ``js.add_stream``; they override those of `config`.
+        options: Fields of the configuration, as for ``js.add_stream``; they override those of `config`. Each time is in
+            seconds or a timedelta. None, an empty list of subjects, an ``allow_*`` option that is False, and a
+            ``duplicate_window`` or ``num_replicas`` of 0 count as left out. An existing stream may have further metadata. A source or mirror
+            with the domain of `js` (or else of the connected server) as ``external`` is made local, because a server
+            cannot reach itself by its own domain.
 
     Returns:
         nats-py's ``StreamInfo`` of the stream as it is now.
 
     Raises:
-        ValueError: The name is missing or invalid, or UTF-8 cannot encode a text of the configuration.
-        TypeError: There is no such option, `config` is not a ``StreamConfig``, or ``subjects`` or ``sources`` is not a
-            list.
+        ValueError, TypeError: The name is missing or invalid, there is no such option, or its value is invalid; nothing
+            was sent.
         StreamConfigMismatchError: The stream exists with another configuration, or the server changed the
             configuration; ``diff`` maps each field to (wanted, found).
         UnsupportedFeatureError: The server is too old for an option; ``required_api_level`` is the level it needs.
@@ -156,7 +165,13 @@ async def ensure_stream(
             return _checked(api, wanted, await api.ask(f"STREAM.CREATE.{wanted.name}", wanted.as_dict()))
         except ServerError as refusal:
             if refusal.err_code == ErrorCode.STREAM_SUBJECTS_OVERLAP:
-                raise await _overlap(api, wanted, refusal) from refusal
+                raise await overlap_error(
+                    api,
+                    f"stream {wanted.name!r}",
+                    wanted.subjects or [str(wanted.name)],  # the server's default
+                    refusal,
+                    "give other subjects, or none and sources=[StreamSource(name={!r})] for a stream that copies its messages",
+                ) from refusal
             # Another client may have created it in the meantime.
             if refusal.err_code != ErrorCode.STREAM_NAME_EXISTS or retried:
                 raise
@@ -171,14 +186,16 @@ def _wanted(config: StreamConfig | None, name: str | None, options: StreamOption
         raise TypeError(f"config must be a nats-py StreamConfig, not {type(config).__name__}")
     known = [each.name for each in fields(StreamConfig)]
     check_known_options("ensure_stream", options, [*known, "timeout"], STREAM_SYNONYMS)
-    wanted: StreamConfig = (config or StreamConfig()).evolve(**options)
+    left_out: dict[str, Any] = dict.fromkeys(known)  # None is not sent, and matches any value
+    wanted: StreamConfig = (config or StreamConfig(**left_out)).evolve(**options)
     if name is not None:
         wanted = wanted.evolve(name=name)
     if wanted.name is None:
         raise ValueError("ensure_stream() needs a stream name: give name='...', or a StreamConfig with one")
     check_name(wanted.name, "stream name")
     _check_lists(wanted)
-    return wanted
+    checked = check_options(f"stream {wanted.name!r}", vars(wanted), StreamOptions, STREAM_RANGES)
+    return wanted.evolve(**checked | {"subjects": wanted.subjects or None})
 
 
 def _check_lists(wanted: StreamConfig) -> None:
@@ -211,19 +228,19 @@ def _check_lists(wanted: StreamConfig) -> None:
         refuse("mirror", "a StreamSource", wanted.mirror, source(wanted.mirror))
 
 
-async def _overlap(api: Api, wanted: StreamConfig, refusal: ServerError) -> ServerError:
-    """Return the refusal (10065) of a stream whose subjects others store, with the streams that do."""
+async def overlap_error(api: Api, what: str, subjects: Iterable[str], refusal: ServerError, remedy: str) -> ServerError:
+    """Return the refusal (10065) to create `what`, whose subjects other streams store, with the streams that do.
+
+    `remedy` is what to do; "{!r}" in it stands for the first of these streams.
+    """
     holders: dict[str, str] = {}
-    for subject in wanted.subjects or [str(wanted.name)]:  # the server's default
+    for subject in subjects:
         with suppress(nats.errors.Error, APIError):  # the refusal alone is better than another error
             names = (await api.ask("STREAM.NAMES", {"subject": subject})).get("streams")
             holders |= {str(name): subject for name in names or ()}
     found = ", ".join(f"stream {name!r} stores messages on {subject!r}" for name, subject in sorted(holders.items()))
-    advice = (
-        "a subject belongs to one stream, so that a message is stored once: give other subjects, or none and "
-        f"sources=[StreamSource(name={min(holders, default='...')!r})] for a stream that copies its messages"
-    )
-    text = f"stream {wanted.name!r}: nothing was created: {found or refusal.description}; {advice}"
+    advice = f"a subject belongs to one stream, so that a message is stored once: {remedy.format(min(holders, default='...'))}"
+    text = f"{what}: nothing was created: {found or refusal.description}; {advice}"
     return ServerError(code=refusal.code, err_code=refusal.err_code, description=text)
 
 
@@ -244,7 +261,10 @@ async def _extend(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> Strea
     if diff := _diff(wanted, found.config):
         raise StreamConfigMismatchError(
             f"stream {wanted.name!r} exists with another configuration: {describe_diff(diff)}; nothing was changed; "
-            + (_made_durable(diff) or "pass the existing values, or change the stream with js.update_stream"),
+            + (
+                _made_durable(diff)
+                or "give the existing values, or only the options that matter (as keywords), or change the stream with js.update_stream"
+            ),
             diff=diff,
         )
     missing = _missing(wanted, found.config)

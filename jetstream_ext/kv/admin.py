@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from datetime import timedelta
-from typing import Any
 
 import nats.errors
 import nats.js.errors
@@ -24,7 +23,7 @@ from jetstream_ext.errors import (
     server_error,
 )
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.enabling import check_supported, turn_on
+from jetstream_ext.kv.enabling import check_supported, switches, turn_on
 from jetstream_ext.kv.entries import ROLLUP_HEADERS, check_key, operation
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.feature_table import BY_OPTION
@@ -174,7 +173,7 @@ async def enable(
         nats.js.errors.BucketNotFoundError: There is no such bucket.
         StreamConfigMismatchError: The server stored another value of an option.
         ServerError: The server refused.
-        ValueError, TypeError: `ttl` or `timeout` is invalid.
+        ValueError, TypeError: An argument is invalid; nothing was sent.
 
     Cancellation: The bucket may have been changed.
 
@@ -182,11 +181,8 @@ async def enable(
         is returned as it is, with a warning to the logger ``jetstream_ext.kv``). Servers have no conditional update: two
         programs that turn on different options at the same moment can undo each other's change.
     """
-    wanted: dict[str, Any] = {}
-    if direct:
-        wanted["allow_direct"] = True
-    if atomic or spark:
-        wanted["allow_atomic"] = True
+    bucket = Bucket(kv, timeout)
+    wanted = switches(bucket.name, direct=direct, atomic=atomic, spark=spark)
     if ttl is False:
         raise ValueError("TTLs cannot be turned off; leave `ttl` out to keep the setting")
     if ttl is not None:
@@ -195,5 +191,4 @@ async def enable(
         # Servers turn on the other two themselves together with markers.
         marker_ttl = int(ttl_value(ttl)) * 1_000_000_000
         wanted |= {"subject_delete_marker_ttl": marker_ttl, "allow_rollup_hdrs": True, "deny_purge": False}
-    bucket = Bucket(kv, timeout)
-    return await turn_on(bucket, Api(bucket.context, bucket.timeout), wanted, spark=spark)
+    return await turn_on(bucket, Api(bucket.context, bucket.timeout, what=bucket.what), wanted, spark=spark)

@@ -14,18 +14,22 @@ from nats.js.errors import BucketNotFoundError
 from nats.js.kv import KeyValue
 
 from jetstream_ext.client.api import Api, malformed_as_error
-from jetstream_ext.client.stream_options import check_known_options, describe_diff
-from jetstream_ext.client.streams import require_features
+from jetstream_ext.client.stream_options import STREAM_RANGES, check_known_options, check_options, describe_diff
+from jetstream_ext.client.streams import overlap_error, require_features
 from jetstream_ext.errors import ErrorCode, ServerError, StreamConfigMismatchError
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.enabling import check_supported, marker_subjects, turn_on
+from jetstream_ext.kv.enabling import check_supported, marker_subjects, switches, turn_on
 from jetstream_ext.protocol.api import StreamState, check_config
 from jetstream_ext.protocol.feature_table import BY_OPTION
-from jetstream_ext.protocol.options import check_choice, check_int, check_seconds, check_unicode, ttl_value
+from jetstream_ext.protocol.options import check_unicode, ttl_value
 from jetstream_ext.protocol.subjects import bucket_prefix, bucket_stream, is_bucket_name
 from jetstream_ext.types import NEVER
 
-_MAX_HISTORY: Final = 64  # ADR-8: clients refuse more
+_RANGES: Final = {
+    "history": (1, 64),  # ADR-8: clients refuse more
+    "max_value_size": STREAM_RANGES["max_msg_size"],
+    "replicas": (1, None),
+}
 _DUPLICATE_WINDOW: Final = 120.0  # seconds, as in the buckets of nats-py; servers refuse one that is longer than `ttl`
 
 
@@ -119,30 +123,26 @@ async def ensure_bucket(
     """
     check_known_options("ensure_bucket", options, [*_FIELDS, "direct", "atomic", "spark", "timeout"], _SYNONYMS)
     _check_bucket_name(name)
-    wanted = _given(options)
+    turned_on = switches(name, direct=direct, atomic=atomic, spark=spark)
+    wanted = _given(name, options)
     config = _new_config(name, wanted, direct=direct, atomic=atomic or spark, spark=spark)
     body = config.as_dict()
     check_unicode(body, f"the configuration of bucket {name!r}")
     bucket = Bucket(KeyValue(name, bucket_stream(name), bucket_prefix(name), js, direct=direct), timeout)
-    api = Api(bucket.context, bucket.timeout)
-    switches: dict[str, Any] = {}
-    if direct:
-        switches["allow_direct"] = True
-    if atomic or spark:
-        switches["allow_atomic"] = True
+    api = Api(bucket.context, bucket.timeout, what=bucket.what)
     if "limit_marker_ttl" in wanted:
         marker_ttl = body["subject_delete_marker_ttl"]
-        switches |= {"allow_msg_ttl": True, "subject_delete_marker_ttl": marker_ttl}
-        switches |= {"allow_rollup_hdrs": True, "deny_purge": False}
+        turned_on |= {"allow_msg_ttl": True, "subject_delete_marker_ttl": marker_ttl}
+        turned_on |= {"allow_rollup_hdrs": True, "deny_purge": False}
     check = partial(_check_same, bucket, {option: body[_FIELDS[option]] for option in wanted})
     created = False
     while True:
         try:
-            return await turn_on(bucket, api, switches, spark=spark, check=check)
+            return await turn_on(bucket, api, turned_on, spark=spark, check=check)
         except BucketNotFoundError:
             if created:  # another client has deleted it
                 raise
-        await _create(bucket, api, body, switches)
+        await _create(bucket, api, body, turned_on)
         created = True
 
 
@@ -155,28 +155,16 @@ def _check_bucket_name(name: str) -> None:
         )
 
 
-def _given(options: BucketOptions) -> dict[str, Any]:
+def _given(bucket: str, options: BucketOptions) -> dict[str, Any]:
     """Return the options that are not None, with times in seconds; raise ValueError or TypeError for an invalid one."""
-    given: dict[str, Any] = {option: value for option, value in options.items() if value is not None}
-    for option in ("history", "replicas"):
-        if option in given:
-            check_int(given[option], option, high=_MAX_HISTORY if option == "history" else None)
-    for option in ("max_value_size", "max_bytes"):
-        if option in given:
-            check_int(given[option], option, low=-1)
-    if "ttl" in given:
-        ttl = given["ttl"]
-        given["ttl"] = check_seconds(ttl.total_seconds() if isinstance(ttl, timedelta) else ttl, "ttl", zero=True)
-    if "limit_marker_ttl" in given:
-        if given["limit_marker_ttl"] is NEVER:
-            raise ValueError("limit_marker_ttl must be finite: servers have no delete markers without expiry")
-        given["limit_marker_ttl"] = int(ttl_value(given["limit_marker_ttl"]))
-    if "storage" in given:
-        given["storage"] = check_choice(given["storage"], StorageType, "storage")
-    for option, kind in (("placement", Placement), ("republish", RePublish)):
-        if option in given and not isinstance(given[option], kind):
-            raise TypeError(f"{option} must be a nats-py {kind.__name__}, not {type(given[option]).__name__}")
-    return given
+    given: dict[str, Any] = dict(options)
+    marker_ttl = given.pop("limit_marker_ttl", None)
+    checked = check_options(f"bucket {bucket!r}", given, BucketOptions, _RANGES)
+    if marker_ttl is NEVER:
+        raise ValueError("limit_marker_ttl must be finite: servers have no delete markers without expiry")
+    if marker_ttl is not None:
+        checked["limit_marker_ttl"] = int(ttl_value(marker_ttl))
+    return checked
 
 
 def _new_config(name: str, wanted: Mapping[str, Any], *, direct: bool, atomic: bool, spark: bool) -> StreamConfig:
@@ -199,12 +187,24 @@ def _new_config(name: str, wanted: Mapping[str, Any], *, direct: bool, atomic: b
     )
 
 
+async def create_bucket(bucket: Bucket, *, replicas: int, direct: bool = False) -> None:
+    """Create a bucket that keeps one value of each key, unless another client has created it; raise as `ensure_bucket` does."""
+    _check_bucket_name(bucket.name)
+    config = _new_config(
+        bucket.name, _given(bucket.name, {"history": 1, "replicas": replicas}), direct=direct, atomic=False, spark=False
+    )
+    await _create(bucket, Api(bucket.context, bucket.timeout, what=bucket.what), config.as_dict(), {})
+
+
 async def _create(bucket: Bucket, api: Api, body: dict[str, Any], switches: Mapping[str, Any]) -> None:
     """Create the bucket's stream, unless another client has created it meanwhile."""
     await require_features(api, [BY_OPTION[name] for name in switches if name in BY_OPTION], "nothing was created")
     try:
         answer = await api.ask(f"STREAM.CREATE.{bucket.stream}", body)
     except ServerError as refusal:
+        if refusal.err_code == ErrorCode.STREAM_SUBJECTS_OVERLAP:
+            remedy = "give the bucket another name, or remove the subject from the stream"
+            raise await overlap_error(api, bucket.what, body["subjects"], refusal, remedy) from refusal
         if refusal.err_code != ErrorCode.STREAM_NAME_EXISTS:
             raise
         return

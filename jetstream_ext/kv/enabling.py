@@ -15,6 +15,7 @@ from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.limits import known_since, limits_of, with_record
 from jetstream_ext.protocol.api import StreamState, answering_server, check_config
 from jetstream_ext.protocol.feature_table import BY_OPTION
+from jetstream_ext.protocol.options import check_bool
 from jetstream_ext.protocol.subjects import covers
 from jetstream_ext.text import get_logger
 
@@ -79,6 +80,13 @@ async def turn_on(
                 diff=diff,
             )
     return KeyValue(bucket.name, bucket.stream, bucket.prefix, bucket.js, direct=state.allows_direct)
+
+
+def switches(bucket: str, *, direct: bool, atomic: bool, spark: bool) -> dict[str, Any]:
+    """Return the options of a bucket's stream that the arguments turn on; raise TypeError unless they are True or False."""
+    for name, value in (("direct", direct), ("atomic", atomic), ("spark", spark)):
+        check_bool(value, f"bucket {bucket!r}: {name}")
+    return dict.fromkeys([*(["allow_direct"] if direct else []), *(["allow_atomic"] if atomic or spark else [])], True)
 
 
 def marker_subjects(stream: str) -> str:

@@ -11,15 +11,13 @@ The position of an exactly-once group is in its output stream instead; see `log.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, TypeVar
 
 import orjson
 from nats.js import JetStreamContext
-from nats.js.api import KeyValueConfig
-from nats.js.errors import BadRequestError, BucketNotFoundError
+from nats.js.errors import BucketNotFoundError
 from nats.js.kv import KeyValue
 
 from jetstream_ext.client.connection import Context, open_bucket
@@ -27,6 +25,7 @@ from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import StreamConfigMismatchError
 from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.kv.creation import create_bucket
 from jetstream_ext.kv.entries import DELETE_HEADERS, operation
 from jetstream_ext.log.lease import encode_key
 from jetstream_ext.protocol import advice
@@ -170,7 +169,7 @@ class GroupStore:
         except BucketNotFoundError:
             if replicas is None:
                 raise
-            await retry.call(lambda: self._create(replicas))
+            await retry.call(lambda: create_bucket(self.bucket, replicas=replicas, direct=True))
             state = await retry.call(lambda: self.bucket.state(direct=False))
         if state.max_age:
             raise StreamConfigMismatchError(
@@ -187,13 +186,6 @@ class GroupStore:
                 f"members' keys; {advice.enable_bucket(self.bucket.name, *options, what=what)}",
                 diff=dict.fromkeys(lacks, (True, False)),
             )
-
-    async def _create(self, replicas: int) -> None:
-        config = KeyValueConfig(bucket=self.bucket.name, history=1, replicas=replicas, direct=True)
-        creating = self.bucket.js.create_key_value(config)
-        with contextlib.suppress(BadRequestError):  # another member may have created it: the next look finds out
-            what = f"the creation of bucket {self.bucket.name!r}"
-            await self.context.connection.bounded(creating, self.timeout, what)
 
     def writer(self, key: str, what: str) -> FencedWriter:
         """Return a writer of the records on a key."""

@@ -22,6 +22,7 @@ from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import FencedError, StreamRecreatedError
 from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.kv.creation import create_bucket
 from jetstream_ext.kv.entries import check_key, operation
 from jetstream_ext.log.observed import store_position
 from jetstream_ext.protocol.api import StreamState
@@ -267,9 +268,7 @@ class OffsetStore:
         try:
             await self._open()
         except BucketNotFoundError:
-            creating = self.context.create_key_value(bucket=self.bucket, history=1, replicas=replicas)
-            what = f"the creation of bucket {self.bucket!r}"
-            await self._context.connection.bounded(creating, self._timeout, what)
+            await create_bucket(self._bucket(), replicas=replicas)
         return self
 
     async def fetch(self, name: str) -> StoredOffset | None:
@@ -423,9 +422,12 @@ class OffsetStore:
     async def _check_same(self, before: StreamState) -> None:
         await check_same_stream(self._context, before, await self._state(), self._timeout)
 
+    def _bucket(self) -> Bucket:
+        return Bucket(open_bucket(self.context, self.bucket), self._timeout)
+
     async def _open(self) -> Bucket:
         if self._opened is None:
-            bucket = Bucket(open_bucket(self.context, self.bucket), self._timeout)
+            bucket = self._bucket()
             try:
                 (await bucket.state(direct=False)).check_sequences()
             except BucketNotFoundError as error:

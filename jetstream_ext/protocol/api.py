@@ -61,11 +61,11 @@ def parse_object(what: str, payload: bytes) -> dict[str, Any]:
     return parsed
 
 
-def parse_answer(subject: str, payload: bytes) -> dict[str, Any]:
-    """Parse the answer to a JetStream API request; raise ServerError for a refusal, ResponseError if malformed."""
+def parse_answer(subject: str, payload: bytes, what: str = "") -> dict[str, Any]:
+    """Parse the answer to a JetStream API request about `what`; raise ServerError for a refusal, ResponseError if malformed."""
     answer = parse_object(f"the answer on {subject}", payload)
     if "error" in answer:
-        raise parse_refusal(answer["error"], payload)
+        raise parse_refusal(answer["error"], payload, what)
     return answer
 
 
@@ -82,15 +82,18 @@ def parse_batch_ack(reply: dict[str, Any], payload: bytes) -> BatchAck:
         )
 
 
-def parse_refusal(error: object, payload: bytes = b"") -> ServerError:
-    """Return the error in a server's reply; raise ResponseError if it is malformed."""
+def parse_refusal(error: object, payload: bytes = b"", what: str = "") -> ServerError:
+    """Return the error in a server's reply, whose text names `what`; raise ResponseError if it is malformed."""
     if not isinstance(error, dict):
-        raise ResponseError("the reply's error is not a JSON object", frame=payload)
+        about = f" about {what}" if what else ""
+        raise ResponseError(f"the reply's error{about} is not a JSON object", frame=payload)
     code, err_code = error.get("code"), error.get("err_code")
+    description = (_text(error.get("description")) or "")[:1024]
     return server_error(
         code=code if type(code) is int else None,
         err_code=err_code if type(err_code) is int else None,
-        description=(_text(error.get("description")) or "")[:1024],
+        description=description,
+        message=f"{what}: {description or 'the server refused the request'}" if what else "",
     )
 
 

@@ -35,6 +35,8 @@ COLUMN_SYNONYMS: Final = {
 }
 """What tables of other systems call a column of a message."""
 
+_MAX_DURATION: Final = (1 << 63) // 1_000_000_000  # seconds: servers keep durations as nanoseconds in 64 bits
+
 MAX_TTL = 36_525 * 86_400
 """A hundred years in seconds. Servers accept up to 2**63-1 s, but a message that expires after the year 2262 overflows
 their nanosecond clock and is removed at once (2.11 to 2.15.1)."""
@@ -227,6 +229,20 @@ def check_seconds(value: float, name: str, *, zero: bool = False) -> float:
     if not (value > 0 or (zero and value == 0)):
         raise ValueError(f"{name} must be {'at least' if zero else 'over'} 0 seconds, not {value!r}")
     return float(value)
+
+
+def check_duration(value: float | timedelta, name: str) -> float:
+    """Return a duration of a configuration in seconds; raise TypeError if it is none, ValueError if servers cannot have it."""
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    if isinstance(seconds, int | float) and seconds > _MAX_DURATION:
+        raise ValueError(f"{name} must be at most {_MAX_DURATION} seconds (292 years), not {value!r}")
+    return check_seconds(seconds, name, zero=True)
+
+
+def check_bool(value: object, name: str) -> None:
+    """Raise TypeError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {shown(value)}")
 
 
 def check_unicode(document: object, what: str) -> None:

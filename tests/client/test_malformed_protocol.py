@@ -10,6 +10,7 @@ import pytest
 from nats.aio.client import Client
 
 import jetstream_ext as jsx
+from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import ResponseError
 from jetstream_ext.log import OffsetStore
 
@@ -37,7 +38,7 @@ async def connect() -> AsyncIterator[Connect]:
                         writer.write(b"PONG\r\n")
                     elif words[0] == b"SUB":
                         sids[words[1].rstrip(b".*>")] = words[-1]
-                    elif words[0] == b"PUB":
+                    elif words[0] in (b"PUB", b"HPUB"):
                         await reader.readexactly(int(words[-1]) + 2)
                         sid = next(sid for prefix, sid in sids.items() if words[2].startswith(prefix))
                         await answer(writer, words[1], b"MSG %b %b " % (words[2], sid))
@@ -95,5 +96,7 @@ async def test_an_answer_that_nats_py_cannot_process_is_a_response_error(connect
         writer.write(line + b"%d\r\n%b\r\n" % (len(body), body))
 
     js = (await connect(lie)).jetstream(timeout=20)
-    with pytest.raises(ResponseError, match="while waiting for the creation of bucket 'positions'"):
+    with pytest.raises(ResponseError, match="while waiting for the ack of a"):
+        await Context(js).publish("a", b"", {}, 20, "the ack of a")
+    with pytest.raises(ResponseError, match="positions"):
         await OffsetStore(js, "positions").create()

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import fields
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, get_type_hints
 
 import nats
@@ -30,7 +30,7 @@ from nats.js.api import (
 
 import jetstream_ext as jsx
 from jetstream_ext.client import api
-from jetstream_ext.client.stream_options import StreamOptions
+from jetstream_ext.client.stream_options import StreamOptions, check_options
 from jetstream_ext.errors import (
     RequestTimeoutError,
     ServerError,
@@ -189,16 +189,181 @@ async def test_an_empty_placement_is_none(js: JetStreamContext, stream_name: Cal
     assert (await js.stream_info(name)).config.allow_direct
 
 
-async def test_nats_py_s_defaults_are_compared(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+UNUSUAL: dict[str, Any] = {
+    "max_msgs_per_subject": 5,
+    "max_msg_size": 100,
+    "max_msgs": 9,
+    "max_age": 60,
+    "duplicate_window": 5,
+    "discard": "new",
+    "discard_new_per_subject": True,
+    "deny_delete": True,
+    "deny_purge": True,
+    "no_ack": True,
+    "storage": "memory",
+    "metadata": {"a": "b"},
+}
+
+
+async def test_what_is_left_out_matches_any_value(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+    name = stream_name()
+    await js.add_stream(name=name, subjects=[f"{name}.>"], **UNUSUAL)
+    before = (await js.stream_info(name)).config
+    info = await jsx.ensure_stream(js, name=name, allow_direct=True, max_age=None, subjects=[])
+    assert info.config.allow_direct
+    after = (await js.stream_info(name)).config
+    assert {field for field in vars(after) if getattr(after, field) != getattr(before, field)} <= {
+        "allow_direct",
+        "metadata",  # of which servers write a part
+    }
+
+
+@pytest.mark.parametrize(
+    ("option", "default"),
+    [
+        ("max_msgs_per_subject", -1),
+        ("max_msg_size", -1),
+        ("max_msgs", -1),
+        ("max_age", 0),
+        ("discard", "old"),
+        ("discard_new_per_subject", False),
+        ("deny_delete", False),
+        ("deny_purge", False),
+        ("no_ack", False),
+    ],
+)
+async def test_a_default_that_is_given_is_compared(
+    js: JetStreamContext, stream_name: Callable[[], str], option: str, default: object
+) -> None:
+    name = stream_name()
+    await js.add_stream(name=name, **UNUSUAL)
+    given: dict[str, Any] = {option: default}
+    with pytest.raises(StreamConfigMismatchError) as mismatch:
+        await jsx.ensure_stream(js, name=name, **given)
+    assert mismatch.value.diff == {option: (default, UNUSUAL[option])}
+
+
+async def test_a_new_stream_has_nats_py_s_defaults(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+    name, other = stream_name(), stream_name()
+    await jsx.ensure_stream(js, name=name)
+    await js.add_stream(name=other)
+    ours, theirs = (await js.stream_info(name)).config, (await js.stream_info(other)).config
+    assert {field for field in vars(ours) if getattr(ours, field) != getattr(theirs, field)} == {"name", "subjects"}
+
+
+async def test_the_defaults_of_a_configuration_are_compared(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
     name = stream_name()
     await js.add_stream(name=name, max_msgs_per_subject=1, discard=DiscardPolicy.NEW, deny_purge=True, max_msgs=9)
-    with pytest.raises(StreamConfigMismatchError) as mismatch:
-        await jsx.ensure_stream(js, name=name)
+    with pytest.raises(StreamConfigMismatchError, match=r"only the options that matter \(as keywords\)") as mismatch:
+        await jsx.ensure_stream(js, StreamConfig(name=name), max_msgs=9)
     assert mismatch.value.diff == {
         "max_msgs_per_subject": (-1, 1),
         "discard": ("old", "new"),
         "deny_purge": (False, True),
     }
+
+
+@pytest.mark.parametrize("as_config", [False, True])
+async def test_an_empty_list_of_subjects_is_left_out(
+    js: JetStreamContext, stream_name: Callable[[], str], as_config: bool
+) -> None:
+    name = stream_name()
+    for _ in range(2):
+        if as_config:
+            info = await jsx.ensure_stream(js, StreamConfig(name=name, subjects=[]))
+        else:
+            info = await jsx.ensure_stream(js, name=name, subjects=())
+        assert info.config.subjects == [name]
+
+
+async def test_a_time_may_be_a_timedelta(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+    name, minute = stream_name(), timedelta(minutes=1)
+    limits = StreamConsumerLimits(inactive_threshold=minute)  # type: ignore[arg-type]
+    for _ in range(2):
+        info = await jsx.ensure_stream(
+            js, name=name, max_age=timedelta(hours=1), duplicate_window=minute, subject_delete_marker_ttl=minute,
+            allow_msg_ttl=True, consumer_limits=limits,
+        )  # fmt: skip
+    assert info.config.max_age == 3600
+    assert info.config.duplicate_window == info.config.subject_delete_marker_ttl == 60
+    assert info.config.consumer_limits == StreamConsumerLimits(inactive_threshold=60)
+    with pytest.raises(StreamConfigMismatchError, match="max_age is 3600"):
+        await jsx.ensure_stream(js, name=name, max_age=timedelta(hours=2))
+
+
+INVALID: list[tuple[dict[str, Any], type[Exception], str]] = [
+    *(
+        ({option: value}, error, f"{option} must be {text}")
+        for option in ("max_age", "duplicate_window", "subject_delete_marker_ttl")
+        for value, error, text in (
+            ("1h", TypeError, "a number of seconds, not str"),
+            (True, TypeError, "a number of seconds, not bool"),
+            (float("nan"), ValueError, "at least 0 seconds, not nan"),
+            (-1, ValueError, "at least 0 seconds, not -1"),
+            (timedelta(seconds=-1), ValueError, "at least 0 seconds, not -1.0"),
+            (float("inf"), ValueError, "at most 9223372036 seconds (292 years), not inf"),
+            (1 << 63, ValueError, "at most 9223372036 seconds (292 years), not 9223372036854775808"),
+        )
+    ),
+    ({"max_msgs": "5"}, ValueError, "max_msgs must be an integer of at least -1, not '5'"),
+    ({"max_msgs": 5.0}, ValueError, "max_msgs must be an integer of at least -1, not 5.0"),
+    ({"max_bytes": -2}, ValueError, "max_bytes must be an integer of at least -1, not -2"),
+    ({"max_bytes": 1 << 63}, ValueError, "max_bytes must be an integer from -1 to 9223372036854775807, not 9223372036"),
+    ({"max_msg_size": 1 << 31}, ValueError, "max_msg_size must be an integer from -1 to 2147483647, not 2147483648"),
+    ({"num_replicas": -1}, ValueError, "num_replicas must be an integer of at least 0, not -1"),
+    ({"first_seq": -1}, ValueError, "first_seq must be an integer from 0 to 18446744073709551615, not -1"),
+    ({"storage": "mem"}, ValueError, "storage must be 'file' or 'memory', not 'mem'; did you mean 'memory'?"),
+    (
+        {"retention": "work_queue"},
+        ValueError,
+        "retention must be 'limits', 'interest' or 'workqueue', not 'work_queue'; did you mean 'workqueue'?",
+    ),
+    ({"discard": 1}, ValueError, "discard must be 'old' or 'new', not 1"),
+    ({"compression": "zstd"}, ValueError, "compression must be 'none' or 's2', not 'zstd'"),
+    ({"persist_mode": "sync"}, ValueError, "persist_mode must be 'default' or 'async', not 'sync'"),
+    ({"allow_direct": "yes"}, TypeError, "allow_direct must be True or False, not 'yes'"),
+    ({"allow_direct": 1}, TypeError, "allow_direct must be True or False, not int"),
+    ({"deny_delete": 0}, TypeError, "deny_delete must be True or False, not int"),
+    ({"description": 5}, TypeError, "description must be str, not int"),
+    ({"metadata": {"a": 1}}, TypeError, "metadata['a'] must be str, not int"),
+    ({"metadata": {1: "a"}}, TypeError, "metadata must have keys of str, not int"),
+    ({"metadata": "a"}, TypeError, "metadata must be a dict of str to str, not str"),
+    ({"placement": "eu"}, TypeError, "placement must be a nats-py Placement, not str"),
+    ({"republish": {}}, TypeError, "republish must be a nats-py RePublish, not dict"),
+    ({"subject_transform": {}}, TypeError, "subject_transform must be a nats-py SubjectTransform, not dict"),
+    ({"consumer_limits": 5}, TypeError, "consumer_limits must be a nats-py StreamConsumerLimits, not int"),
+    (
+        {"consumer_limits": StreamConsumerLimits(inactive_threshold="1h")},  # type: ignore[arg-type]
+        TypeError,
+        "consumer_limits.inactive_threshold must be a number of seconds, not str",
+    ),
+]
+
+
+@pytest.mark.parametrize("as_config", [False, True])
+@pytest.mark.parametrize(("options", "error", "text"), INVALID, ids=lambda value: str(value)[:60])
+async def test_an_invalid_option_is_refused_and_nothing_is_sent(
+    nc: Client, js: JetStreamContext, options: dict[str, Any], error: type[Exception], text: str, as_config: bool
+) -> None:
+    sent = nc.stats["out_msgs"]
+    config = StreamConfig(name="S", **options) if as_config else None
+    with pytest.raises(error, match=re.escape(f"stream 'S': {text}")):
+        await jsx.ensure_stream(js, config, **{"name": "S"} if as_config else {"name": "S", **options})
+    assert nc.stats["out_msgs"] == sent
+
+
+def test_every_option_is_checked() -> None:
+    lists = {"subjects", "sources"}  # these and the mirror have checks of their own
+    assert {next(iter(options)) for options, _, _ in INVALID} >= {
+        "max_age", "max_msgs", "storage", "allow_direct", "description", "metadata", "placement",
+    }  # fmt: skip
+    hints = get_type_hints(StreamOptions)
+    wrong = {option: object() for option in hints if option not in lists}
+    for option, value in wrong.items():
+        with pytest.raises((TypeError, ValueError), match=f"^S: {option} must be "):
+            check_options("S", {option: value}, StreamOptions, {})
 
 
 async def test_a_configuration_that_the_server_changed_is_an_error(
@@ -357,7 +522,7 @@ async def test_an_old_server_is_refused_before_anything_is_created(
         if what == "changed" and not option.startswith("allow_"):
             break  # servers enable it only when they create the stream
         with pytest.raises(UnsupportedFeatureError, match=f"nothing was {what}") as refused:
-            await jsx.ensure_stream(old.js, name="S", **{option: 5 if option.endswith("ttl") else True})
+            await jsx.ensure_stream(old.js, name="S", **{option: 5 if option == "subject_delete_marker_ttl" else True})
         assert refused.value.required_api_level == level
     assert {kind for kind, _ in old.asked} == {"info"}
 

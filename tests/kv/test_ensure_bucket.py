@@ -195,6 +195,21 @@ async def test_a_stream_of_the_name_that_is_no_bucket_is_refused(
         await kvx.ensure_bucket(js, name)
 
 
+async def test_the_stream_that_stores_the_subjects_of_a_bucket_is_named(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    name, holder = stream_name(), stream_name()
+    await js.add_stream(name=holder, subjects=[f"$KV.{name}.>"])
+    with pytest.raises(jsx.errors.ServerError) as caught:
+        await kvx.ensure_bucket(js, name)
+    assert (caught.value.code, caught.value.err_code) == (400, 10065)
+    assert str(caught.value) == (
+        f"bucket '{name}': nothing was created: stream '{holder}' stores messages on '$KV.{name}.>'; a subject belongs to one "
+        "stream, so that a message is stored once: give the bucket another name, or remove the subject from the stream "
+        "(error 10065)"
+    )
+
+
 async def test_a_mirror_of_a_bucket_is_refused(make_bucket: Any, js: JetStreamContext) -> None:
     kv = await make_bucket()
     await js.add_stream(name=f"KV_{kv._name}x", mirror=StreamSource(name=kv._stream), max_msgs_per_subject=1)
@@ -220,7 +235,13 @@ async def test_the_context_of_a_domain_is_used() -> None:
         ({"zzz": 3}, TypeError, "ensure_bucket() has no option 'zzz'; its options are atomic, description, direct,"),
         ({"history": 65}, ValueError, "history must be an integer from 1 to 64, not 65"),
         ({"replicas": 0}, ValueError, "replicas must be an integer of at least 1, not 0"),
-        ({"ttl": "1h"}, TypeError, "ttl must be a number of seconds, not str"),
+        ({"ttl": "1h"}, TypeError, "bucket 'B': ttl must be a number of seconds, not str"),
+        ({"ttl": float("inf")}, ValueError, "ttl must be at most 9223372036 seconds (292 years), not inf"),
+        ({"max_value_size": 1 << 31}, ValueError, "max_value_size must be an integer from -1 to 2147483647, not 214"),
+        ({"description": 5}, TypeError, "description must be str, not int"),
+        ({"direct": "yes"}, TypeError, "bucket 'B': direct must be True or False, not 'yes'"),
+        ({"atomic": 1}, TypeError, "atomic must be True or False, not int"),
+        ({"spark": "no"}, TypeError, "spark must be True or False, not 'no'"),
         ({"limit_marker_ttl": 0.5}, ValueError, "a TTL must be a whole number of seconds of at least 1, not 0.5"),
         ({"limit_marker_ttl": jsx.NEVER}, ValueError, "limit_marker_ttl must be finite"),
         ({"storage": "memroy"}, ValueError, "storage must be 'file' or 'memory', not 'memroy'; did you mean 'memory'?"),
