@@ -173,6 +173,99 @@ async def test_retry_transaction_needs_the_function_and_not_its_call(env: Env) -
     await called
 
 
+async def on_change(table: Any, function: Any) -> None:
+    async with table:
+        table.on_change(function)
+
+
+FUNCTIONS: dict[str, tuple[Callable[[Env, Any], Any], str]] = {
+    "on_change": (lambda env, given: on_change(kvx.Table(env.kv), given), "a function"),
+    "log on_change": (lambda env, given: on_change(log.Table(env.js, env.one), given), "a function"),
+    "on_progress": (lambda env, given: jsx.ingest(env.js, [], on_progress=given), "a function or None"),
+    "msg_id": (lambda env, given: jsx.ingest(env.js, [], msg_id=given), "a function or None"),
+    "payload": (
+        lambda env, given: arrow.to_arrow(env.js, env.one, payload=given),
+        "a pyarrow.Schema (for JSON), 'ipc' or a function",
+    ),
+}
+ASYNC_FUNCTIONS: dict[str, tuple[Callable[[Env, Any], Any], str]] = {
+    **{
+        name: (lambda env, given, name=name: jsx.FastPublisher(env.js, **{name: given}), "a function or None")
+        for name in ("on_gap", "on_error", "on_flow")
+    },
+    **{
+        name: (lambda env, given, name=name: group_of(env).join(**{name: given}), "a function or None")
+        for name in ("on_assigned", "on_revoked", "on_partitions_lost")
+    },
+}
+
+
+def group_of(env: Env) -> log.Group:
+    return log.Group(env.js, env.one, "g", partitions=2)
+
+
+async def coroutine_function(_: object) -> None: ...
+
+
+class AsyncCallable:
+    async def __call__(self, _: object) -> None: ...
+
+    async def method(self, _: object) -> None: ...
+
+
+async def async_generator(_: object) -> AsyncIterator[int]:
+    yield 1
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *ASYNC_FUNCTIONS])
+async def test_what_is_no_function_is_refused_at_the_call(name: str, env: Env) -> None:
+    call, wanted = (FUNCTIONS | ASYNC_FUNCTIONS)[name]
+    called = coroutine_function(1)
+    for given, shown in (("x", "'x'"), (5, "int"), (called, "coroutine; give the function itself, without calling it")):
+        text = await text_of(lambda: call(env, given), TypeError)  # noqa: B023 - called at once
+        if name == "payload":
+            shown = repr(given)
+        assert text == f"{name.rpartition(' ')[2]} must be {wanted}, not {shown}"
+    await called
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+async def test_an_async_function_is_refused_where_it_would_never_run(name: str, env: Env) -> None:
+    given_ones = (
+        coroutine_function,
+        partial(coroutine_function),
+        AsyncCallable(),
+        AsyncCallable().method,
+        async_generator,
+    )
+    for given in given_ones:
+        text = await text_of(lambda: FUNCTIONS[name][0](env, given), TypeError)  # noqa: B023 - called at once
+        assert text == (
+            f"{name.rpartition(' ')[2]} must be a plain function, not an async one, which would never run; give a function "
+            "that starts a task"
+        )
+
+
+@pytest.mark.parametrize("name", ASYNC_FUNCTIONS)
+async def test_an_async_function_is_taken_where_it_is_awaited(name: str, env: Env) -> None:
+    for given in (coroutine_function, AsyncCallable()):
+        ASYNC_FUNCTIONS[name][0](env, given)
+
+
+async def test_a_plain_function_that_returns_a_coroutine_is_reported(env: Env) -> None:
+    reported = list[str]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(str(context["exception"])))
+    function: Any = lambda given: coroutine_function(given)  # noqa: E731 - its result is a coroutine
+    never = "returned a coroutine, which never runs; give a function that starts a task"
+    await jsx.ingest(env.js, [(f"{env.one}.a", b"x")], on_progress=function)
+    assert set(reported) == {f"on_progress {never}"}
+    reported.clear()
+    async with kvx.Table(env.kv) as table:
+        table.on_change(function)
+        await table.wait_for(await env.kv.put("a", b"1"))
+    assert reported == [f"on_change: the function {never}"]
+
+
 async def in_transaction(kv: KeyValue, keys: Any) -> None:
     async with kvx.transaction(kv) as tx:
         await tx.get_many(keys)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import inspect
 import math
 from collections.abc import AsyncIterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -91,6 +92,27 @@ def check_list(value: object, name: str, what: str, *, or_one: str = "") -> None
         hint = f"; give [{str(value)!r}]" if isinstance(value, str) and value else ""
         alternative = f"{or_one}, or " if or_one else ""
         raise TypeError(f"{name} must be {alternative}a list of {what}, not {shown(value)}{hint}")
+
+
+def check_function(given: object, name: str, what: str = "a function", *, awaited: bool = True) -> None:
+    """Raise TypeError unless `given` can be called; also for an async function, if what it returns is not `awaited`."""
+    if not callable(given):
+        hint = "; give the function itself, without calling it" if inspect.isawaitable(given) else ""
+        raise TypeError(f"{name} must be {what}, not {shown(given)}{hint}")
+    if not awaited and any(
+        inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each)
+        for each in (given, getattr(given, "__call__", None))  # noqa: B004 - that of an object may be an async method
+    ):
+        raise TypeError(
+            f"{name} must be a plain function, not an async one, which would never run; give a function that starts a task"
+        )
+
+
+def check_not_coroutine(result: object, name: str) -> None:
+    """Raise TypeError if a plain function has returned a coroutine, which never runs."""
+    if inspect.iscoroutine(result):
+        result.close()
+        raise TypeError(f"{name} returned a coroutine, which never runs; give a function that starts a task")
 
 
 def _can_be_iterated(value: object) -> bool:
