@@ -104,6 +104,15 @@ async def test_an_atomic_batch_with_a_subject_of_no_stream_names_the_subject(env
     )
 
 
+async def endless_entries() -> AsyncIterator[jsx.BatchMessage]:
+    while True:
+        yield jsx.BatchMessage("a")
+
+
+async def entries() -> list[jsx.BatchMessage]:
+    return []
+
+
 BULKS = {
     "bytes": (b"x", "bytes; give [(subject, payload)]"),
     "str": ("x", "str; give [(subject, payload)]"),
@@ -112,6 +121,7 @@ BULKS = {
     "dict": ({"a": b"x"}, "dict; give its items()"),
     "None": (None, "NoneType"),
     "int": (5, "int"),
+    "an async generator function": (endless_entries, "function; call it"),
 }
 
 
@@ -120,6 +130,14 @@ async def test_a_bulk_that_is_no_list_of_messages_is_a_type_error(publisher: str
     for messages, given in BULKS.values():
         text = await text_of(lambda: PUBLISHERS[publisher](js, messages), TypeError)  # noqa: B023 - called at once
         assert text == f"messages must be a list or another iterable of messages, each {ENTRY}, not {given}"
+    called = entries()
+    for messages, expected in (
+        (called, f"messages must be a list or another iterable of messages, each {ENTRY}, not coroutine; await it"),
+        ([called], f"a message must be {ENTRY}, not coroutine; await it"),
+    ):
+        kind = errors.IngestError if publisher == "ingest" and messages is not called else TypeError
+        assert expected in await text_of(lambda: PUBLISHERS[publisher](js, messages), kind)  # noqa: B023
+    await called
 
 
 ENTRIES = {
@@ -127,7 +145,7 @@ ENTRIES = {
     "str": ("x", f"a message must be {ENTRY}, not str; a payload needs its subject: (subject, payload)"),
     "short": (("a",), f"a message must be {ENTRY}, not a tuple of 1 item"),
     "long": (("a", b"", {}, 4), f"a message must be {ENTRY}, not a tuple of 4 items"),
-    "text": (("a", "x"), "a payload must be bytes, not str; encode it, for example with .encode()"),
+    "text": (("a", "x"), "the payload on subject 'a' must be bytes, not str; encode it, for example with .encode()"),
     "header": (("a", b"x", {"n": 1}), "header 'n': the value must be str, not int"),
     "name": (("a", b"x", {1: "v"}), "a header's name must be str, not int"),
 }
@@ -139,6 +157,28 @@ async def test_an_entry_that_is_no_message_is_explained(publisher: str, js: JetS
         kind = errors.IngestError if publisher == "ingest" else TypeError
         text = await text_of(lambda: PUBLISHERS[publisher](js, [entry]), kind)  # noqa: B023 - called at once
         assert expected in text
+
+
+async def test_a_payload_or_value_of_another_type_is_shown_with_its_subject_or_key(env: Env) -> None:
+    text: Any = "text"
+    for batch in (jsx.AtomicBatch(env.js), jsx.FastPublisher(env.js)):
+        expected = f"the payload on subject '{env.one}.a' must be bytes, not str; encode it, for example with .encode()"
+        assert await text_of(lambda: batch.add(f"{env.one}.a", text), TypeError) == expected  # noqa: B023
+        await batch.discard()
+    async with kvx.transaction(env.kv) as tx:
+        for write in (tx.put, tx.create, partial(tx.update, last=1)):
+            expected = "the value of key 'a' must be bytes, not str; encode it, for example with .encode()"
+            assert await text_of(lambda: write("a", text), TypeError) == expected  # noqa: B023
+    assert tx.revisions == {}
+
+
+@pytest.mark.parametrize("headers", [{}, {"a": "1"}])
+async def test_a_message_that_is_too_large_is_shown_with_its_subject(headers: dict[str, str], env: Env) -> None:
+    subject, large = f"{env.one}.a", bytes(2 << 20)
+    entries = [(subject, b""), (f"{env.one}.b", large, headers)]
+    for call in (jsx.publish_atomic, PUBLISHERS["FastPublisher.add_many"]):
+        text = await text_of(lambda: call(env.js, entries), errors.MaxPayloadError)  # noqa: B023
+        assert f"the message on subject '{env.one}.b' has " in text
 
 
 # -- arguments -----------------------------------------------------------------------------------------------------------

@@ -552,7 +552,7 @@ class _Ingest:
             self._confirm(1, in_doubt=in_doubt and not once_only)
 
     async def _publish_alone(self, message: BatchMessage, headers: dict[str, str]) -> bool:
-        payload = payload_bytes(message.payload)
+        payload = payload_bytes(message.payload, "the payload on subject", message.subject)
         ack = await self._context.publish(message.subject, payload, headers, self._ack_timeout, "the ack of a message")
         return bool(ack.duplicate)
 

@@ -206,7 +206,8 @@ def check_messages(messages: object) -> None:
     elif isinstance(messages, Mapping) and isinstance(next(iter(messages), None), str):
         given, hint = type(messages).__name__, "; give its items()"
     elif not (isinstance(messages, AsyncIterable) or _can_be_iterated(messages)):
-        given, hint = type(messages).__name__, ""
+        hint = "; await it" if inspect.isawaitable(messages) else "; call it" if callable(messages) else ""
+        given = type(messages).__name__
     else:
         return
     raise TypeError(f"messages must be a list or another iterable of messages, each {_ENTRY}, not {given}{hint}")
@@ -219,17 +220,19 @@ def as_message(entry: object) -> BatchMessage:
     if isinstance(entry, tuple) and 2 <= len(entry) <= 3:
         return BatchMessage(*entry)
     given = f"a tuple of {counted(len(entry), 'item')}" if isinstance(entry, tuple) else type(entry).__name__
-    hint = "; a payload needs its subject: (subject, payload)" if isinstance(entry, _BARE) else ""
+    hint = "; await it" if inspect.isawaitable(entry) else ""
+    if isinstance(entry, _BARE):
+        hint = "; a payload needs its subject: (subject, payload)"
     raise TypeError(f"a message must be {_ENTRY}, not {given}{hint}")
 
 
-def payload_bytes(payload: object) -> bytes:
-    """Return a payload as bytes; raise TypeError for anything but bytes, bytearray and memoryview."""
+def payload_bytes(payload: object, what: str, name: str) -> bytes:
+    """Return a payload as bytes; raise TypeError, with `what` and the `name` of its place, unless it is a buffer of bytes."""
     if isinstance(payload, bytes):
         return payload
     if not isinstance(payload, bytearray | memoryview):
         hint = "; encode it, for example with .encode()" if isinstance(payload, str) else ""
-        raise TypeError(f"a payload must be bytes, not {type(payload).__name__}{hint}")
+        raise TypeError(f"{what} {name!r} must be bytes, not {type(payload).__name__}{hint}")
     return bytes(payload)
 
 

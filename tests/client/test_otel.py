@@ -208,7 +208,10 @@ async def test_a_payload_that_is_refused_has_the_same_error_with_and_without_tra
     stream: str = await make_stream()
     entry: Any = (f"{stream}.a", None)
     for call in (jsx.publish_atomic, jsx.ingest):
-        with pytest.raises((TypeError, jsx.errors.IngestError), match="a payload must be bytes, not NoneType"):
+        with pytest.raises(
+            (TypeError, jsx.errors.IngestError),
+            match=f"the payload on subject '{stream}.a' must be bytes, not NoneType",
+        ):
             await call(js, [entry])
 
 
