@@ -306,6 +306,22 @@ async def test_a_plain_function_that_returns_a_coroutine_is_reported(env: Env) -
     assert reported == [f"on_change: the function {never}"]
 
 
+async def test_the_key_of_a_group_must_be_a_list_of_positions(js: JetStreamContext) -> None:
+    wanted = "key must be a list of positions of subject tokens, from 0, or None"
+    for key, expected in (
+        (1, f"{wanted}, not int; give [1]"),
+        ("orders", f"{wanted}, not 'orders'"),
+        (b"ab", f"{wanted}, not bytes"),
+        (1.5, f"{wanted}, not float"),
+    ):
+        given: Any = key
+        text = await text_of(lambda: log.Group(js, "S", "g", partitions=2, key=given), TypeError)  # noqa: B023
+        assert text == expected
+    names: Any = ["orders"]
+    text = await text_of(lambda: log.Group(js, "S", "g", partitions=2, key=names), ValueError)
+    assert text == "a position in key must be an integer of at least 0, not 'orders'"
+
+
 async def in_transaction(kv: KeyValue, keys: Any) -> None:
     async with kvx.transaction(kv) as tx:
         await tx.get_many(keys)

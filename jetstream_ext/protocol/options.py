@@ -21,7 +21,8 @@ _EXPECTATIONS: Final = {h.EXPECTED_LAST_SEQ, h.EXPECTED_LAST_SUBJECT_SEQ, h.EXPE
 _BATCH_ID_CHARS = frozenset("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz_-")
 
 _SHOWN: Final = 64  # characters of a value in an error
-_ENTRY: Final = "a BatchMessage, (subject, payload) or (subject, payload, headers)"
+ENTRY: Final = "a BatchMessage, (subject, payload) or (subject, payload, headers)"
+"""What a message of a bulk is, in errors."""
 _BARE: Final = (str, bytes, bytearray, memoryview)
 
 COLUMN_SYNONYMS: Final = {
@@ -210,7 +211,7 @@ def check_messages(messages: object) -> None:
         given = type(messages).__name__
     else:
         return
-    raise TypeError(f"messages must be a list or another iterable of messages, each {_ENTRY}, not {given}{hint}")
+    raise TypeError(f"messages must be a list or another iterable of messages, each {ENTRY}, not {given}{hint}")
 
 
 def as_message(entry: object) -> BatchMessage:
@@ -219,11 +220,27 @@ def as_message(entry: object) -> BatchMessage:
         return entry
     if isinstance(entry, tuple) and 2 <= len(entry) <= 3:
         return BatchMessage(*entry)
-    given = f"a tuple of {counted(len(entry), 'item')}" if isinstance(entry, tuple) else type(entry).__name__
     hint = "; await it" if inspect.isawaitable(entry) else ""
     if isinstance(entry, _BARE):
         hint = "; a payload needs its subject: (subject, payload)"
-    raise TypeError(f"a message must be {_ENTRY}, not {given}{hint}")
+    raise TypeError(f"a message must be {ENTRY}, not {kind_of(entry)}{hint}")
+
+
+def kind_of(entry: object) -> str:
+    """Return what the caller gave, or a handler returned, instead of a message: a type's name, or the length of a tuple."""
+    return f"a tuple of {counted(len(entry), 'item')}" if isinstance(entry, tuple) else type(entry).__name__
+
+
+def is_one_message(given: object) -> bool:
+    """Whether `given`, where there may be one message or several, is meant as one; its tuple may have a wrong length."""
+    return isinstance(given, BatchMessage) or (isinstance(given, tuple) and bool(given) and isinstance(given[0], str))
+
+
+def is_bulk(given: object) -> bool:
+    """Whether `given` can be several messages."""
+    if isinstance(given, (*_BARE, Mapping)):
+        return False
+    return isinstance(given, AsyncIterable) or _can_be_iterated(given)
 
 
 def payload_bytes(payload: object, what: str, name: str) -> bytes:
