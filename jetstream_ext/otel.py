@@ -7,10 +7,12 @@ them.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import Token
+from functools import wraps
+from traceback import extract_tb
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, ParamSpec, Self
 from urllib.parse import ParseResult
 
 from jetstream_ext.client import telemetry
@@ -24,7 +26,7 @@ from jetstream_ext.text import get_logger
 try:
     from opentelemetry import metrics, propagate, trace
     from opentelemetry.context import Context, attach, detach, get_current
-    from opentelemetry.trace import Link, Span, SpanKind, StatusCode
+    from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanKind, StatusCode
 except ImportError as _missing:
     raise ImportError(
         "jetstream_ext.otel needs opentelemetry-api: pip install 'nats-jetstream-ext[otel]'"
@@ -33,6 +35,8 @@ except ImportError as _missing:
 __all__ = ["extract", "instrument", "uninstrument"]
 
 _log: Final = get_logger("client")
+
+_Arguments = ParamSpec("_Arguments")
 
 _SYSTEM: Final = "nats"
 _SCHEMA: Final = "https://opentelemetry.io/schemas/1.37.0"
@@ -69,11 +73,20 @@ def instrument(
             (``OTEL_PROPAGATORS``), so that their processing can be linked to it. A message that has such headers keeps
             them, and a message that would become too large gets none. Keys of a bucket never get any.
 
+    What the providers, their plugins and the propagator raise later never reaches a caller of this package. Each kind of
+    error is one warning of the logger ``jetstream_ext.client``.
+
     Raises:
         ImportError: When this module is imported: ``opentelemetry-api`` is not installed.
+        TypeError: An argument is no provider.
     """
+    if tracer_provider is not None and not hasattr(tracer_provider, "get_tracer"):
+        raise TypeError(f"tracer_provider must be a TracerProvider or None, not {type(tracer_provider).__name__}")
+    if meter_provider is not None and not hasattr(meter_provider, "get_meter"):
+        raise TypeError(f"meter_provider must be a MeterProvider or None, not {type(meter_provider).__name__}")
     tracers = trace.get_tracer_provider() if tracer_provider is None else tracer_provider
     meters = metrics.get_meter_provider() if meter_provider is None else meter_provider
+    _reported.clear()
     telemetry.set_observer(_Observer(tracers, meters, inject=inject))
 
 
@@ -103,6 +116,42 @@ def extract(message: StoredMsg) -> Context:
 def _extracted(message: StoredMsg, into: Context) -> Context:
     # Publishers in Go write "Traceparent".
     return propagate.extract({name.lower(): value for name, value in message.headers.items()}, context=into)
+
+
+_reported: Final[set[tuple[str, type[Exception]]]] = set()
+"""What was logged since `instrument`."""
+
+
+def _report(what: str, error: Exception, consequence: str) -> None:
+    """Log what `what` has raised: once, because it may be raised for each message. Its text may quote the values of headers."""
+    if (what, type(error)) in _reported:
+        return
+    _reported.add((what, type(error)))
+    frame = extract_tb(error.__traceback__)[-1]
+    _log.warning(
+        "OpenTelemetry: %s raised %s (%s, line %s), so %s; further errors of this kind are not logged",
+        what,
+        type(error).__name__,
+        frame.filename,
+        frame.lineno,
+        consequence,
+    )
+
+
+def _reporting(what: str, consequence: str) -> Callable[[Callable[_Arguments, None]], Callable[_Arguments, None]]:
+    """Decorate what calls OpenTelemetry: its errors are reported, and are none of the call that is observed."""
+
+    def decorate(tell: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+        @wraps(tell)
+        def told(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+            try:
+                tell(*args, **kwargs)
+            except Exception as error:
+                _report(what, error, consequence)
+
+        return told
+
+    return decorate
 
 
 class _Operation:
@@ -152,6 +201,7 @@ class _Operation:
             self._trace = self._observer.trace_of(self._context)
         return self._trace
 
+    @_reporting("a span", "spans may lack attributes")
     def describe(
         self,
         *,
@@ -178,7 +228,7 @@ class _Operation:
         self._began += seconds
 
     def __enter__(self) -> Self:
-        self._token = attach(self._context)
+        self._attach()
         return self
 
     def __exit__(
@@ -192,20 +242,31 @@ class _Operation:
         if self._ended:
             return
         self._ended = True
-        if error is not None:
-            kind = type(error).__qualname__
-            self._attributes["error.type"] = kind
-            self.span.set_attribute("error.type", kind)
-            try:
-                text = str(error)
-                if isinstance(error, Exception):
-                    self.span.record_exception(error)
-            except Exception:
-                text = ""  # the class of an exception of the user's own may fail to make a text
-            self.span.set_status(StatusCode.ERROR, text or kind)
         seconds = time.perf_counter() - self._began
-        self.span.end()
+        if error is not None:
+            self._attributes["error.type"] = type(error).__qualname__
+        self._end_span(error)
         self._observer.ended(self._kind, seconds, self._messages, self._attributes)
+
+    @_reporting("the context", "spans may lack their parents")
+    def _attach(self) -> None:
+        self._token = attach(self._context)
+
+    @_reporting("a span processor", "spans may be missing")
+    def _end_span(self, error: BaseException | None) -> None:
+        try:
+            if error is not None:
+                kind = type(error).__qualname__
+                self.span.set_attribute("error.type", kind)
+                try:
+                    text = str(error)
+                    if isinstance(error, Exception):
+                        self.span.record_exception(error)
+                except Exception:
+                    text = ""  # the class of an exception of the user's own may fail to make a text
+                self.span.set_status(StatusCode.ERROR, text or kind)
+        finally:
+            self.span.end()
 
 
 class _Observer:
@@ -292,15 +353,20 @@ class _Observer:
         if attributes is not None:
             of_span |= attributes
         links, parent = _origins(sources) if sources else ((), None)
-        span = self._tracer.start_span(
-            name,
-            context=parent,
-            kind=self._kinds[kind],
-            attributes=of_span,
-            links=links,
-            record_exception=False,
-            set_status_on_exception=False,
-        )
+        span: Span
+        try:
+            span = self._tracer.start_span(
+                name,
+                context=parent,
+                kind=self._kinds[kind],
+                attributes=of_span,
+                links=links,
+                record_exception=False,
+                set_status_on_exception=False,
+            )
+        except Exception as error:
+            _report("a sampler or span processor", error, "spans are missing")
+            span = NonRecordingSpan(trace.get_current_span(parent).get_span_context())
         of_metrics = common.copy()
         if stream is not None:
             of_metrics["messaging.destination.name"] = stream
@@ -313,10 +379,11 @@ class _Observer:
         try:
             propagate.inject(carrier, context=context)
         except Exception as error:
-            _log.warning("messages get no trace context: the propagator raised %s", type(error).__name__)
+            _report("inject of the propagator", error, "messages get no trace context")
             return None
         return trace_context(carrier.items())
 
+    @_reporting("a counter", "counts are too low")
     def count(self, what: Count, amount: int, *, stream: str | None = None, error: str | None = None) -> None:
         attributes = {"messaging.system": _SYSTEM}
         if stream is not None:
@@ -325,12 +392,14 @@ class _Observer:
             attributes["error.type"] = error
         self._counters[what].add(amount, attributes)
 
+    @_reporting("a gauge", "the lag is not up to date")
     def lag(self, behind: int, stream: str, name: str | None) -> None:
         attributes = {"messaging.system": _SYSTEM, "messaging.destination.name": stream}
         if name is not None:
             attributes["messaging.consumer.group.name"] = name
         self._lag.set(behind, attributes)
 
+    @_reporting("a counter or histogram", "measurements are missing")
     def ended(self, kind: Kind, seconds: float, messages: int, attributes: Attributes) -> None:
         if messages and kind in self._messages:
             self._messages[kind].add(messages, attributes)
@@ -383,7 +452,7 @@ def _safely_extracted(message: StoredMsg, into: Context) -> Context:
         return _extracted(message, into)
     except Exception as error:
         where = f"message {message.seq} of stream {message.stream!r}"
-        _log.warning("%s counts as one without trace context: the propagator raised %s", where, type(error).__name__)
+        _report("extract of the propagator", error, f"{where} counts as one without trace context")
         return into
 
 

@@ -105,6 +105,15 @@ async def test_an_atomic_batch_with_a_subject_of_no_stream_names_the_subject(env
     )
 
 
+async def endless_entries() -> AsyncIterator[jsx.BatchMessage]:
+    while True:
+        yield jsx.BatchMessage("a")
+
+
+async def entries() -> list[jsx.BatchMessage]:
+    return []
+
+
 BULKS = {
     "bytes": (b"x", "bytes; give [(subject, payload)]"),
     "str": ("x", "str; give [(subject, payload)]"),
@@ -113,6 +122,7 @@ BULKS = {
     "dict": ({"a": b"x"}, "dict; give its items()"),
     "None": (None, "NoneType"),
     "int": (5, "int"),
+    "an async generator function": (endless_entries, "function; call it"),
 }
 
 
@@ -121,6 +131,14 @@ async def test_a_bulk_that_is_no_list_of_messages_is_a_type_error(publisher: str
     for messages, given in BULKS.values():
         text = await text_of(lambda: PUBLISHERS[publisher](js, messages), TypeError)  # noqa: B023 - called at once
         assert text == f"messages must be a list or another iterable of messages, each {ENTRY}, not {given}"
+    called = entries()
+    for messages, expected in (
+        (called, f"messages must be a list or another iterable of messages, each {ENTRY}, not coroutine; await it"),
+        ([called], f"a message must be {ENTRY}, not coroutine; await it"),
+    ):
+        kind = errors.IngestError if publisher == "ingest" and messages is not called else TypeError
+        assert expected in await text_of(lambda: PUBLISHERS[publisher](js, messages), kind)  # noqa: B023
+    await called
 
 
 ENTRIES = {
@@ -128,7 +146,7 @@ ENTRIES = {
     "str": ("x", f"a message must be {ENTRY}, not str; a payload needs its subject: (subject, payload)"),
     "short": (("a",), f"a message must be {ENTRY}, not a tuple of 1 item"),
     "long": (("a", b"", {}, 4), f"a message must be {ENTRY}, not a tuple of 4 items"),
-    "text": (("a", "x"), "a payload must be bytes, not str; encode it, for example with .encode()"),
+    "text": (("a", "x"), "the payload on subject 'a' must be bytes, not str; encode it, for example with .encode()"),
     "header": (("a", b"x", {"n": 1}), "header 'n': the value must be str, not int"),
     "name": (("a", b"x", {1: "v"}), "a header's name must be str, not int"),
 }
@@ -140,6 +158,28 @@ async def test_an_entry_that_is_no_message_is_explained(publisher: str, js: JetS
         kind = errors.IngestError if publisher == "ingest" else TypeError
         text = await text_of(lambda: PUBLISHERS[publisher](js, [entry]), kind)  # noqa: B023 - called at once
         assert expected in text
+
+
+async def test_a_payload_or_value_of_another_type_is_shown_with_its_subject_or_key(env: Env) -> None:
+    text: Any = "text"
+    for batch in (jsx.AtomicBatch(env.js), jsx.FastPublisher(env.js)):
+        expected = f"the payload on subject '{env.one}.a' must be bytes, not str; encode it, for example with .encode()"
+        assert await text_of(lambda: batch.add(f"{env.one}.a", text), TypeError) == expected  # noqa: B023
+        await batch.discard()
+    async with kvx.transaction(env.kv) as tx:
+        for write in (tx.put, tx.create, partial(tx.update, last=1)):
+            expected = "the value of key 'a' must be bytes, not str; encode it, for example with .encode()"
+            assert await text_of(lambda: write("a", text), TypeError) == expected  # noqa: B023
+    assert tx.revisions == {}
+
+
+@pytest.mark.parametrize("headers", [{}, {"a": "1"}])
+async def test_a_message_that_is_too_large_is_shown_with_its_subject(headers: dict[str, str], env: Env) -> None:
+    subject, large = f"{env.one}.a", bytes(2 << 20)
+    entries = [(subject, b""), (f"{env.one}.b", large, headers)]
+    for call in (jsx.publish_atomic, PUBLISHERS["FastPublisher.add_many"]):
+        text = await text_of(lambda: call(env.js, entries), errors.MaxPayloadError)  # noqa: B023
+        assert f"the message on subject '{env.one}.b' has " in text
 
 
 # -- arguments -----------------------------------------------------------------------------------------------------------
@@ -172,6 +212,115 @@ async def test_retry_transaction_needs_the_function_and_not_its_call(env: Env) -
     text = await text_of(lambda: kvx.retry_transaction(env.kv, called), TypeError)
     assert text == "fn must be an async function, not coroutine; give the function itself, without calling it"
     await called
+
+
+async def on_change(table: Any, function: Any) -> None:
+    async with table:
+        table.on_change(function)
+
+
+FUNCTIONS: dict[str, tuple[Callable[[Env, Any], Any], str]] = {
+    "on_change": (lambda env, given: on_change(kvx.Table(env.kv), given), "a function"),
+    "log on_change": (lambda env, given: on_change(log.Table(env.js, env.one), given), "a function"),
+    "on_progress": (lambda env, given: jsx.ingest(env.js, [], on_progress=given), "a function or None"),
+    "msg_id": (lambda env, given: jsx.ingest(env.js, [], msg_id=given), "a function or None"),
+    "payload": (
+        lambda env, given: arrow.to_arrow(env.js, env.one, payload=given),
+        "a pyarrow.Schema (for JSON), 'ipc' or a function",
+    ),
+}
+ASYNC_FUNCTIONS: dict[str, tuple[Callable[[Env, Any], Any], str]] = {
+    **{
+        name: (lambda env, given, name=name: jsx.FastPublisher(env.js, **{name: given}), "a function or None")
+        for name in ("on_gap", "on_error", "on_flow")
+    },
+    **{
+        name: (lambda env, given, name=name: group_of(env).join(**{name: given}), "a function or None")
+        for name in ("on_assigned", "on_revoked", "on_partitions_lost")
+    },
+}
+
+
+def group_of(env: Env) -> log.Group:
+    return log.Group(env.js, env.one, "g", partitions=2)
+
+
+async def coroutine_function(_: object) -> None: ...
+
+
+class AsyncCallable:
+    async def __call__(self, _: object) -> None: ...
+
+    async def method(self, _: object) -> None: ...
+
+
+async def async_generator(_: object) -> AsyncIterator[int]:
+    yield 1
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *ASYNC_FUNCTIONS])
+async def test_what_is_no_function_is_refused_at_the_call(name: str, env: Env) -> None:
+    call, wanted = (FUNCTIONS | ASYNC_FUNCTIONS)[name]
+    called = coroutine_function(1)
+    for given, shown in (("x", "'x'"), (5, "int"), (called, "coroutine; give the function itself, without calling it")):
+        text = await text_of(lambda: call(env, given), TypeError)  # noqa: B023 - called at once
+        if name == "payload":
+            shown = repr(given)
+        assert text == f"{name.rpartition(' ')[2]} must be {wanted}, not {shown}"
+    await called
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+async def test_an_async_function_is_refused_where_it_would_never_run(name: str, env: Env) -> None:
+    given_ones = (
+        coroutine_function,
+        partial(coroutine_function),
+        AsyncCallable(),
+        AsyncCallable().method,
+        async_generator,
+    )
+    for given in given_ones:
+        text = await text_of(lambda: FUNCTIONS[name][0](env, given), TypeError)  # noqa: B023 - called at once
+        assert text == (
+            f"{name.rpartition(' ')[2]} must be a plain function, not an async one, which would never run; give a function "
+            "that starts a task"
+        )
+
+
+@pytest.mark.parametrize("name", ASYNC_FUNCTIONS)
+async def test_an_async_function_is_taken_where_it_is_awaited(name: str, env: Env) -> None:
+    for given in (coroutine_function, AsyncCallable()):
+        ASYNC_FUNCTIONS[name][0](env, given)
+
+
+async def test_a_plain_function_that_returns_a_coroutine_is_reported(env: Env) -> None:
+    reported = list[str]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(str(context["exception"])))
+    function: Any = lambda given: coroutine_function(given)  # noqa: E731 - its result is a coroutine
+    never = "returned a coroutine, which never runs; give a function that starts a task"
+    await jsx.ingest(env.js, [(f"{env.one}.a", b"x")], on_progress=function)
+    assert set(reported) == {f"on_progress {never}"}
+    reported.clear()
+    async with kvx.Table(env.kv) as table:
+        table.on_change(function)
+        await table.wait_for(await env.kv.put("a", b"1"))
+    assert reported == [f"on_change: the function {never}"]
+
+
+async def test_the_key_of_a_group_must_be_a_list_of_positions(js: JetStreamContext) -> None:
+    wanted = "key must be a list of positions of subject tokens, from 0, or None"
+    for key, expected in (
+        (1, f"{wanted}, not int; give [1]"),
+        ("orders", f"{wanted}, not 'orders'"),
+        (b"ab", f"{wanted}, not bytes"),
+        (1.5, f"{wanted}, not float"),
+    ):
+        given: Any = key
+        text = await text_of(lambda: log.Group(js, "S", "g", partitions=2, key=given), TypeError)  # noqa: B023
+        assert text == expected
+    names: Any = ["orders"]
+    text = await text_of(lambda: log.Group(js, "S", "g", partitions=2, key=names), ValueError)
+    assert text == "a position in key must be an integer of at least 0, not 'orders'"
 
 
 async def in_transaction(kv: KeyValue, keys: Any) -> None:

@@ -16,6 +16,7 @@ from pyarrow import types
 from jetstream_ext.arrow.ipc import expanded_size
 from jetstream_ext.arrow.schemas import Array, Field, first_bad
 from jetstream_ext.errors import ConversionError
+from jetstream_ext.protocol.options import check_function
 from jetstream_ext.text import counted, plural
 
 pc: Final[Any] = pyarrow.compute
@@ -65,6 +66,7 @@ def decoder_of(payload: Payload) -> Decoder:
     if payload == "ipc":
         return _Ipc()
     if callable(payload):
+        check_function(payload, "payload", awaited=False)
         return _Function(payload)
     raise TypeError(f"payload must be a pyarrow.Schema (for JSON), 'ipc' or a function, not {payload!r}")
 

@@ -33,7 +33,7 @@ from jetstream_ext.protocol.fast import KEPT_REPORTS, Ended, Event, FastBatch, S
 from jetstream_ext.protocol.fast_wire import BatchFlowError, Encoded, UnrecognisedReply
 from jetstream_ext.protocol.feature_table import FAST_INGEST
 from jetstream_ext.protocol.frames import Frame
-from jetstream_ext.protocol.options import as_message, check_messages
+from jetstream_ext.protocol.options import as_message, check_function, check_messages
 from jetstream_ext.protocol.subjects import SubjectElsewhere
 from jetstream_ext.protocol.trace_context import TraceContext
 from jetstream_ext.text import get_logger
@@ -114,6 +114,9 @@ class FastPublisher:
         on_error: ErrorHandler | None = None,
         on_flow: FlowHandler | None = None,
     ) -> None:
+        for name, handler in (("on_gap", on_gap), ("on_error", on_error), ("on_flow", on_flow)):
+            if handler is not None:
+                check_function(handler, name, "a function or None")
         context = Context(js)
         self._session = FastSession(
             context,

@@ -48,7 +48,9 @@ from jetstream_ext.protocol.fence import mark, marked_seq
 from jetstream_ext.protocol.id_search import IdSearch, Verdict
 from jetstream_ext.protocol.options import (
     as_message,
+    check_function,
     check_messages,
+    check_not_coroutine,
     check_seconds,
     given_headers,
     has_expectation,
@@ -110,7 +112,7 @@ async def ingest(
             answer is an error after `ack_timeout`.
         ack_timeout: Seconds to wait for each answer of the server; None is the context's timeout.
         on_progress: A plain function, called on the loop repeatedly and at the end. Its exceptions go to the loop's
-            exception handler.
+            exception handler. It may start tasks, but is not an async function.
         progress_every: The minimum number of seconds between two calls of `on_progress`.
 
     Returns:
@@ -128,6 +130,9 @@ async def ingest(
 
     Requires: nats-server 2.14 and ``allow_batched`` on the stream.
     """
+    for name, function in (("msg_id", msg_id), ("on_progress", on_progress)):
+        if function is not None:
+            check_function(function, name, "a function or None", awaited=False)
     timeout = check_seconds(timeout, "timeout")
     progress_every = check_seconds(progress_every, "progress_every", zero=True)
     ack_timeout = Context(js).resolve_timeout(ack_timeout, "ack_timeout")
@@ -379,7 +384,8 @@ class _Ingest:
         rate = (self._stored - self._progress_stored) / seconds if seconds else 0.0
         self._progress_at, self._progress_stored = now, self._stored
         try:
-            self._on_progress(IngestProgress(self._stored, rate, len(self._window)))
+            result: object = self._on_progress(IngestProgress(self._stored, rate, len(self._window)))
+            check_not_coroutine(result, "on_progress")
         except Exception as error:
             loop.call_exception_handler({"message": "ingest: the callback on_progress raised", "exception": error})
 
@@ -546,7 +552,7 @@ class _Ingest:
             self._confirm(1, in_doubt=in_doubt and not once_only)
 
     async def _publish_alone(self, message: BatchMessage, headers: dict[str, str]) -> bool:
-        payload = payload_bytes(message.payload)
+        payload = payload_bytes(message.payload, "the payload on subject", message.subject)
         ack = await self._context.publish(message.subject, payload, headers, self._ack_timeout, "the ack of a message")
         return bool(ack.duplicate)
 

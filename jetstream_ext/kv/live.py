@@ -53,7 +53,7 @@ from jetstream_ext.kv.present import (
 from jetstream_ext.protocol.api import StreamState, parsing
 from jetstream_ext.protocol.direct import Block, StoredMsg
 from jetstream_ext.protocol.frames import Frame
-from jetstream_ext.protocol.options import check_seconds, check_sequence
+from jetstream_ext.protocol.options import check_function, check_not_coroutine, check_seconds, check_sequence
 from jetstream_ext.protocol.subjects import covering, matcher
 from jetstream_ext.protocol.table import Change, Content, Record, Watcher
 from jetstream_ext.text import counted, get_logger, log_state
@@ -299,7 +299,7 @@ class Live:
         def drain() -> None:
             while watcher in self._called and (change := watcher.pop()) is not None:
                 try:
-                    function(change)
+                    check_not_coroutine(function(change), "on_change: the function")
                 except Exception as error:
                     context = {"message": f"{self.source.what}: on_change failed", "exception": error}
                     asyncio.get_running_loop().call_exception_handler(context)
@@ -782,8 +782,10 @@ class LiveMapping(Mapping[str, _E], Generic[_E, _C]):
         """Call `function` with every change from now on, on the event loop; return a function that ends this.
 
         The table already has the revision of the change, or a later one. `function` must not block. An exception that it
-        raises goes to the loop's exception handler, and the table continues. Raises as `changes` does.
+        raises goes to the loop's exception handler, and the table continues. It is not an async function, but may start
+        tasks; a task that iterates over `changes` gets the changes one after the other. Raises as `changes` does.
         """
+        check_function(function, "on_change", awaited=False)
         convert = self._change
         return self._live.call(lambda change: function(convert(change)))
 

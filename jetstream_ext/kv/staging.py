@@ -85,7 +85,7 @@ class Staging:
     ) -> None:
         """Stage an operation on a key that must be at revision `last` (None: any); see `Transaction.update`."""
         check_key(key)
-        value = payload_bytes(value)
+        value = payload_bytes(value, "the value of key", key)
         if len(value) > self._max_payload:
             raise MaxPayloadError(
                 f"bucket {self._bucket!r}: the value of key {key!r} has {len(value)} bytes, more than the server's "

@@ -36,7 +36,7 @@ from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import KeyValueEntry, check_key, check_keys
 from jetstream_ext.kv.staging import Staging
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.options import check_seconds, check_sequence
+from jetstream_ext.protocol.options import check_function, check_seconds, check_sequence
 from jetstream_ext.text import counted, get_logger, log_state
 from jetstream_ext.types import TTL, BatchAck, BatchMessage
 
@@ -579,10 +579,7 @@ async def retry_transaction(
     Requires: As for `transaction`.
     """
     give_up_after = check_seconds(give_up_after, "give_up_after")
-    given: object = fn
-    if not callable(given):
-        called = "; give the function itself, without calling it" if isawaitable(given) else ""
-        raise TypeError(f"fn must be an async function, not {type(given).__name__}{called}")
+    check_function(fn, "fn", "an async function")
     bucket, observer = Bucket(kv, timeout), telemetry.observer
     if observer is None:
         return await _run_until_committed(bucket, fn, give_up_after)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from jetstream_ext.errors import FencedError
-from jetstream_ext.protocol.options import check_int, check_seconds
+from jetstream_ext.protocol.options import check_function, check_int, check_seconds
 from jetstream_ext.text import get_logger, log_state
 
 Callback = Callable[[tuple[int, ...]], Awaitable[None] | None]
@@ -37,8 +37,8 @@ class JoinOptions:
         if self.label is not None and not (isinstance(self.label, str) and self.label.isprintable() and self.label):
             raise ValueError(f"label must be printable text, not {self.label!r}")
         for name in ("on_assigned", "on_revoked", "on_partitions_lost"):
-            if (given := getattr(self, name)) is not None and not callable(given):
-                raise TypeError(f"{name} must be a function or None, not {given!r}")
+            if (given := getattr(self, name)) is not None:
+                check_function(given, name, "a function or None")
         if not isinstance(self.auto_commit, bool):
             raise TypeError(f"auto_commit must be True or False, not {self.auto_commit!r}")
         check_int(self.every, "every")

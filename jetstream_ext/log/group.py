@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, Literal
@@ -23,7 +23,7 @@ from jetstream_ext.log.lease import decode_key
 from jetstream_ext.log.member import Member
 from jetstream_ext.log.offsets import First, Last, New, Seq, StoredOffset, Time, epoch_of
 from jetstream_ext.log.session import Session
-from jetstream_ext.protocol.options import check_int, check_seconds
+from jetstream_ext.protocol.options import check_int, check_seconds, shown
 from jetstream_ext.protocol.subjects import check_filter, check_name
 from jetstream_ext.text import counted
 
@@ -194,9 +194,7 @@ class Group:
         self.stream: str = stream
         self.name: str = name
         self.partitions: int = check_int(partitions, "partitions", high=MOST_PARTITIONS)
-        self.key: tuple[int, ...] | None = None if key is None else tuple(check_int(it, "key", low=0) for it in key)
-        if self.key == ():
-            raise ValueError("key must name at least one token; None is the whole subject")
+        self.key: tuple[int, ...] | None = None if key is None else _positions(key)
         self.subject: str | None = subject
         self.token: int | None = token
         self.bucket: str = bucket
@@ -467,6 +465,16 @@ class Group:
 
         found = await gather_bounded(find, range(self.partitions), limit=_LOOKUPS_IN_FLIGHT)
         return dict(it for it in found if it is not None)
+
+
+def _positions(key: object) -> tuple[int, ...]:
+    if isinstance(key, str | bytes | int) or not isinstance(key, Iterable):
+        hint = f"; give [{key}]" if isinstance(key, int) else ""
+        raise TypeError(f"key must be a list of positions of subject tokens, from 0, or None, not {shown(key)}{hint}")
+    positions = tuple(check_int(position, "a position in key", low=0) for position in key)
+    if not positions:
+        raise ValueError("key must name at least one token; None is the whole subject")
+    return positions
 
 
 async def list_groups(

@@ -18,9 +18,9 @@ from jetstream_ext.log.group import Group, plan_of
 from jetstream_ext.log.held import Held
 from jetstream_ext.log.member import PartitionReader
 from jetstream_ext.log.session import Session
-from jetstream_ext.log.worker import GroupHandler, Handler, Outputs, Worker
-from jetstream_ext.protocol.options import check_int, check_seconds
-from jetstream_ext.protocol.subjects import check_name, check_subject, covers
+from jetstream_ext.log.worker import GroupHandler, Handler, Outputs, Worker, position_subject
+from jetstream_ext.protocol.options import check_function, check_int, check_seconds
+from jetstream_ext.protocol.subjects import check_name, covers
 
 
 async def exactly_once_group(
@@ -86,7 +86,8 @@ async def exactly_once_group(
     """
     plan = plan_of(group)
     check_name(output_stream, "stream name")
-    check_subject(f"{prefix}.{group.name}")
+    check_function(handler, "handler")
+    position_subject(prefix, group.name)
     check_dead_letter(dead_letter)
     if dead_letter is not None and covers(f"{prefix}.{group.name}.*", dead_letter.subject):
         raise ValueError(f"subject {dead_letter.subject!r} is that of a position; use another one for dead letters")

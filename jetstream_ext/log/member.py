@@ -20,6 +20,7 @@ from jetstream_ext.log.offsets import OffsetStore, StoredOffset
 from jetstream_ext.log.session import Session
 from jetstream_ext.protocol.api import recreated
 from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.protocol.options import check_function
 
 MessageHandler = Callable[[StoredMsg], Awaitable[None] | None]
 
@@ -109,12 +110,14 @@ class Member:
             handler: Called with a `StoredMsg`; may be an async function.
 
         Raises:
+            TypeError: `handler` is no function.
             RuntimeError: Another task reads from this member, or a loop over it has a message in its hands.
             Exception: What the handler raised: the message is not handled, and the member should be left. Others as for
                 iteration.
 
         Cancellation: The handlers are cancelled; their messages are not handled. Leave the member then.
         """
+        check_function(handler, "handler")
         session = self._session
         session.check()
         if self._reading:

@@ -67,12 +67,23 @@ from jetstream_ext.log.takeover import Takeover
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.dead_letters import Attempts, describe, letter_headers, one_line
 from jetstream_ext.protocol.direct import StoredMsg
-from jetstream_ext.protocol.options import check_int, check_message, check_seconds
-from jetstream_ext.protocol.subjects import check_name, check_subject
-from jetstream_ext.text import counted, get_logger, log_state
-from jetstream_ext.types import NEVER, BatchMessage
+from jetstream_ext.protocol.options import (
+    ENTRY,
+    as_message,
+    check_function,
+    check_int,
+    check_seconds,
+    is_bulk,
+    is_one_message,
+    kind_of,
+    payload_bytes,
+    shown,
+)
+from jetstream_ext.protocol.subjects import check_name, check_subject, check_type
+from jetstream_ext.text import counted, get_logger, log_state, numbered
+from jetstream_ext.types import NEVER, BatchMessage, Entry
 
-Outputs = BatchMessage | Iterable[BatchMessage] | AsyncIterable[BatchMessage] | None
+Outputs = Entry | Iterable[Entry] | AsyncIterable[Entry] | None
 Handler = Callable[[StoredMsg], Outputs | Awaitable[Outputs]]
 GroupHandler = Callable[[list[StoredMsg]], Outputs | Awaitable[Outputs]]
 
@@ -146,10 +157,10 @@ async def exactly_once(
             ``confirm=False`` the worker never handles the inputs that the reader passes over, because a replica or mirror
             lacked them. To read while the origin is away, read its mirror by name, with ``confirm=True``.
         output_stream: The stream that the outputs and the position go to.
-        handler: Called with a `StoredMsg`, returns its outputs: a `BatchMessage`, an iterable or async iterable of
-            them, or None; or an awaitable of that. If an output has an expectation of its own and other outputs go to
-            the same subject, set ``max_messages=1``. If the handler raises, the worker ends, and the next start handles
-            again the inputs that were not committed.
+        handler: Called with a `StoredMsg`, returns its outputs: a message (a `BatchMessage`, ``(subject, payload)`` or
+            ``(subject, payload, headers)``), an iterable or async iterable of messages, or None; or an awaitable of that.
+            If an output has an expectation of its own and other outputs go to the same subject, set ``max_messages=1``. If
+            the handler raises, the worker ends, and the next start handles again the inputs that were not committed.
         name: The worker's name; one for each input stream and purpose. Tokens of a subject.
         prefix: The position's subject is ``<prefix>.<name>``; one of the output stream's subjects must match it.
         max_messages: Inputs in one commit at most, from 1. If their outputs exceed the server's batch limit (1000 by
@@ -162,10 +173,11 @@ async def exactly_once(
             connection: without one it cannot delete the lease, which then ends 10 s after it was last renewed.
         position_may_vanish: Allow an output stream whose limits can remove the position (see Raises). A worker whose
             position was removed starts at the reader's start again.
-        dead_letter: What to do with an input that fails: its handler raises, or returns something else than outputs, or the
-            server refuses them. Without it the worker ends. With it the input is tried again after a pause, alone, and after
-            so many attempts it is stored on the dead letters' subject, unchanged, with its origin and its error, in one
-            batch with the position. The attempts are stored, so they count across restarts. The worker waits meanwhile.
+        dead_letter: What to do with an input that fails: its handler raises, or its outputs cannot be stored. Without it
+            the worker ends. With it the input is tried again after a pause, alone, and after so many attempts it is stored
+            on the dead letters' subject, unchanged, with its origin and its error, in one batch with the position. The
+            attempts are stored, so they count across restarts. The worker waits meanwhile. A handler that returns something
+            else than outputs ends the worker all the same, because that is an error of the program and not of one input.
             With ``grouped=True`` the handler gets lists of one input after a list of several has failed, until these
             are handled. An input while which the worker's process dies (SIGKILL, a crash, out of memory) fails as well:
             after such an end the next worker handles the first inputs, `max_messages` of them, one at a time, and
@@ -205,7 +217,8 @@ async def exactly_once(
             does not exclude them. Raised before anything is read. (For a reader with ``confirm=False`` a copy is not noticed
             if the leader of its stream does not answer within 2 s.) Or the stored position is that of a worker on another
             stream, or a number is out of range.
-        TypeError: The handler returned something else, or an argument is of another type.
+        TypeError: The handler returned something else than outputs, with `dead_letter` too. Nothing of that input is stored,
+            and the next start handles it again. Or an argument is of another type, in which case nothing was sent.
         Exception: Exceptions of the handler, without `dead_letter`; a transient error that lasted longer than `patience`.
         StreamConfigMismatchError: With `dead_letter`: the output stream lacks its subject, stores it under another one, or its
             limits can remove dead letters, as for the position; ``max_msgs_per_subject`` is one of these.
@@ -221,9 +234,11 @@ async def exactly_once(
         permission for the output subjects, and for ``STREAM.INFO`` and ``STREAM.MSG.GET`` of the output stream; with
         ``standby=True`` what `OffsetStore` requires.
     """
+    if not isinstance(reader, LogReader):
+        raise TypeError(f"reader must be a LogReader, not {shown(reader)}; give log.LogReader(js, stream)")
     check_name(output_stream, "stream name")
-    subject = f"{prefix}.{name}"
-    check_subject(subject)
+    check_function(handler, "handler")
+    subject = position_subject(prefix, name)
     check_dead_letter(dead_letter)
     if dead_letter is not None and dead_letter.subject == subject:
         raise ValueError(f"subject {subject!r} is that of the worker's position; use another one for dead letters")
@@ -246,6 +261,15 @@ async def exactly_once(
         takeover=Takeover(context, output_stream, name=name, timeout=timeout, patience=patience),
     )
     return await worker.run()
+
+
+def position_subject(prefix: str, name: str) -> str:
+    """Return the subject of the positions of a worker; raise BadSubjectError or TypeError if it cannot be one."""
+    check_type(prefix, "prefix")
+    check_type(name, "name")
+    subject = f"{prefix}.{name}"
+    check_subject(subject)
+    return subject
 
 
 class Source(PositionedReader, Protocol):
@@ -295,6 +319,7 @@ class Worker:
     buried: int = 0  # inputs that are dead letters
     attempts: Attempts | None = None  # what the newest record says about them
     in_doubt: tuple[int, Attempts] | None = None  # the position and attempts of a commit that may be stored, or not
+    misuse: TypeError | None = None  # the handler returned something else than outputs
     turn: asyncio.Lock | None = None  # held by the one of several workers of a process that may be killed by its input
     pause: float = 0.0  # seconds before the next attempt
     cancelled: int = 0  # how often the task was cancelled before `run`
@@ -516,7 +541,7 @@ class Worker:
     async def _outputs_of(self, given: StoredMsg | list[StoredMsg]) -> list[BatchMessage]:
         outputs = await self._call(given)
         for message in outputs:
-            await self._check_output(message.subject)
+            await self._check_output(message, given)
         return outputs
 
     async def _call(self, given: StoredMsg | list[StoredMsg]) -> list[BatchMessage]:
@@ -540,15 +565,40 @@ class Worker:
             made = await made
         if made is None:
             return []
-        if isinstance(made, BatchMessage):
-            outputs = [made]
+        entries: list[Any]
+        if is_one_message(made):
+            entries = [made]
+        elif not is_bulk(made):
+            raise self._misused(given, kind_of(made))
         elif isinstance(made, AsyncIterable):
-            outputs = [message async for message in made]
+            entries = [entry async for entry in made]
         else:
-            outputs = list(made)
-        for message in outputs:
-            check_message(message)
+            entries = list(cast("Iterable[Any]", made))
+        outputs = []
+        for index, entry in enumerate(entries):
+            try:
+                outputs.append(as_message(entry))
+            except TypeError:
+                what = (
+                    kind_of(entry)
+                    if entry is made
+                    else f"a {type(made).__name__} whose item {index} is {kind_of(entry)}"
+                )
+                raise self._misused(given, what) from None
         return outputs
+
+    def _misused(self, given: StoredMsg | list[StoredMsg], what: str) -> TypeError:
+        """Return the error of a handler that returned something else than outputs."""
+        self.misuse = TypeError(
+            f"{self._at(given)}: the handler returned {what}; it must return None, a message ({ENTRY}), or an iterable or async "
+            "iterable of messages; nothing of it is stored; correct the handler, and start the worker again"
+        )
+        return self.misuse
+
+    def _at(self, given: StoredMsg | list[StoredMsg]) -> str:
+        first, last = (given[0], given[-1]) if isinstance(given, list) else (given, given)
+        inputs = numbered(first.seq, last.seq, "input")
+        return f"worker {self.name!r} on stream {self.stream!r}: {inputs} of stream {first.stream!r}"
 
     async def _call_apart(self, given: StoredMsg | list[StoredMsg]) -> list[BatchMessage] | BaseException:
         """As `_call`, but return what is to end the process: raised in this task, it would end the event loop at once."""
@@ -571,14 +621,16 @@ class Worker:
             outputs = await asyncio.ensure_future(self._call_apart(given))
         except (Exception, asyncio.CancelledError) as error:
             self._check_cancelled(error)
+            if error is self.misuse:
+                raise
             return error
         if isinstance(outputs, BaseException):
             raise outputs
         self._check_cancelled()
         try:
             for message in outputs:
-                await self._check_output(message.subject)
-        except (AttributeError, TypeError, ValueError) as error:  # a BadSubjectError is a ValueError
+                await self._check_output(message, given)
+        except (TypeError, ValueError) as error:  # a BadSubjectError is a ValueError
             return error
         return outputs
 
@@ -750,7 +802,13 @@ class Worker:
         tried = counted(attempts, "attempt")
         _log.warning("%s was stored as a dead letter on %r after %s: %s", what, subject, tried, text)
 
-    async def _check_output(self, subject: str) -> None:
+    async def _check_output(self, message: BatchMessage, given: StoredMsg | list[StoredMsg]) -> None:
+        subject = message.subject
+        try:
+            check_type(subject, "subject")
+            payload_bytes(message.payload, "the payload on subject", subject)
+        except TypeError as error:
+            raise TypeError(f"{self._at(given)}: an output of the handler cannot be stored: {error}") from None
         if subject == self.subject:
             raise BadSubjectError(
                 f"subject {subject!r} holds the position of worker {self.name!r}; use another subject"

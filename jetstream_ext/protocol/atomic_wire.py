@@ -116,7 +116,7 @@ class Encoder:
             return name, self.subjects.encode(name), self.plain, payload, ack, None
         expectations = _check_headers(message)
         subject = self.subjects.encode(name)
-        payload = payload_bytes(payload)
+        payload = payload_bytes(payload, "the payload on subject", name)
         head = h.encode(message_headers(message))[: -len(END)] + self._tail
         h.check_block(len(head) + _LONGEST)
         check_size(len(head) + _LONGEST + len(payload), self.max_payload, name)

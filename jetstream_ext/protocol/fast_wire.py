@@ -66,8 +66,8 @@ class FastWire:
         subject = self.subjects.encode(message.subject)
         pairs = message_headers(message)
         header = h.encode(pairs) if pairs else b""
-        payload = payload_bytes(message.payload)
-        check_size(len(header) + len(payload), self.max_payload)
+        payload = payload_bytes(message.payload, "the payload on subject", message.subject)
+        check_size(len(header) + len(payload), self.max_payload, message.subject)
         return Encoded(subject, header, payload)
 
     def message(self, encoded: Encoded, seq: int) -> bytes:
@@ -134,7 +134,7 @@ class FastWire:
                         header = trace.extend(header, fits - len(payload))
                     header_size = len(header)
                     total = header_size + len(payload)
-                    check_size(total, top)
+                    check_size(total, top, subject)
                     largest -= header_size
                     sizes = b"%d.1.$FI %d %d\r\n" % (seq, header_size, total)
                     out += b"HPUB ", raw, reply, sizes, header, payload, b"\r\n"

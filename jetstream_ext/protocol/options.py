@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import inspect
 import math
 from collections.abc import AsyncIterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -20,7 +21,8 @@ _EXPECTATIONS: Final = {h.EXPECTED_LAST_SEQ, h.EXPECTED_LAST_SUBJECT_SEQ, h.EXPE
 _BATCH_ID_CHARS = frozenset("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz_-")
 
 _SHOWN: Final = 64  # characters of a value in an error
-_ENTRY: Final = "a BatchMessage, (subject, payload) or (subject, payload, headers)"
+ENTRY: Final = "a BatchMessage, (subject, payload) or (subject, payload, headers)"
+"""What a message of a bulk is, in errors."""
 _BARE: Final = (str, bytes, bytearray, memoryview)
 
 COLUMN_SYNONYMS: Final = {
@@ -93,6 +95,27 @@ def check_list(value: object, name: str, what: str, *, or_one: str = "") -> None
         hint = f"; give [{str(value)!r}]" if isinstance(value, str) and value else ""
         alternative = f"{or_one}, or " if or_one else ""
         raise TypeError(f"{name} must be {alternative}a list of {what}, not {shown(value)}{hint}")
+
+
+def check_function(given: object, name: str, what: str = "a function", *, awaited: bool = True) -> None:
+    """Raise TypeError unless `given` can be called; also for an async function, if what it returns is not `awaited`."""
+    if not callable(given):
+        hint = "; give the function itself, without calling it" if inspect.isawaitable(given) else ""
+        raise TypeError(f"{name} must be {what}, not {shown(given)}{hint}")
+    if not awaited and any(
+        inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each)
+        for each in (given, getattr(given, "__call__", None))  # noqa: B004 - that of an object may be an async method
+    ):
+        raise TypeError(
+            f"{name} must be a plain function, not an async one, which would never run; give a function that starts a task"
+        )
+
+
+def check_not_coroutine(result: object, name: str) -> None:
+    """Raise TypeError if a plain function has returned a coroutine, which never runs."""
+    if inspect.iscoroutine(result):
+        result.close()
+        raise TypeError(f"{name} returned a coroutine, which never runs; give a function that starts a task")
 
 
 def _can_be_iterated(value: object) -> bool:
@@ -186,10 +209,11 @@ def check_messages(messages: object) -> None:
     elif isinstance(messages, Mapping) and isinstance(next(iter(messages), None), str):
         given, hint = type(messages).__name__, "; give its items()"
     elif not (isinstance(messages, AsyncIterable) or _can_be_iterated(messages)):
-        given, hint = type(messages).__name__, ""
+        hint = "; await it" if inspect.isawaitable(messages) else "; call it" if callable(messages) else ""
+        given = type(messages).__name__
     else:
         return
-    raise TypeError(f"messages must be a list or another iterable of messages, each {_ENTRY}, not {given}{hint}")
+    raise TypeError(f"messages must be a list or another iterable of messages, each {ENTRY}, not {given}{hint}")
 
 
 def as_message(entry: object) -> BatchMessage:
@@ -198,18 +222,36 @@ def as_message(entry: object) -> BatchMessage:
         return entry
     if isinstance(entry, tuple) and 2 <= len(entry) <= 3:
         return BatchMessage(*entry)
-    given = f"a tuple of {counted(len(entry), 'item')}" if isinstance(entry, tuple) else type(entry).__name__
-    hint = "; a payload needs its subject: (subject, payload)" if isinstance(entry, _BARE) else ""
-    raise TypeError(f"a message must be {_ENTRY}, not {given}{hint}")
+    hint = "; await it" if inspect.isawaitable(entry) else ""
+    if isinstance(entry, _BARE):
+        hint = "; a payload needs its subject: (subject, payload)"
+    raise TypeError(f"a message must be {ENTRY}, not {kind_of(entry)}{hint}")
 
 
-def payload_bytes(payload: object) -> bytes:
-    """Return a payload as bytes; raise TypeError for anything but bytes, bytearray and memoryview."""
+def kind_of(entry: object) -> str:
+    """Return what the caller gave, or a handler returned, instead of a message: a type's name, or the length of a tuple."""
+    return f"a tuple of {counted(len(entry), 'item')}" if isinstance(entry, tuple) else type(entry).__name__
+
+
+def is_one_message(given: object) -> bool:
+    """Whether `given`, where there may be one message or several, is meant as one; its tuple may have a wrong length."""
+    return isinstance(given, BatchMessage) or (isinstance(given, tuple) and bool(given) and isinstance(given[0], str))
+
+
+def is_bulk(given: object) -> bool:
+    """Whether `given` can be several messages."""
+    if isinstance(given, (*_BARE, Mapping)):
+        return False
+    return isinstance(given, AsyncIterable) or _can_be_iterated(given)
+
+
+def payload_bytes(payload: object, what: str, name: str) -> bytes:
+    """Return a payload as bytes; raise TypeError, with `what` and the `name` of its place, unless it is a buffer of bytes."""
     if isinstance(payload, bytes):
         return payload
     if not isinstance(payload, bytearray | memoryview):
         hint = "; encode it, for example with .encode()" if isinstance(payload, str) else ""
-        raise TypeError(f"a payload must be bytes, not {type(payload).__name__}{hint}")
+        raise TypeError(f"{what} {name!r} must be bytes, not {type(payload).__name__}{hint}")
     return bytes(payload)
 
 

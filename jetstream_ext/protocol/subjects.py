@@ -19,9 +19,14 @@ _LONGEST_NAME: Final = 255  # in every server; it cannot be configured
 _BUCKET: Final = re.compile(r"[-_a-zA-Z0-9]+")
 
 
-def _check_text(text: str, what: str) -> None:
+def check_type(text: str, what: str) -> None:
+    """Raise TypeError unless `text` is a str."""
     if not isinstance(text, str):
         raise TypeError(f"{what} must be str, not {type(text).__name__}")
+
+
+def _check_text(text: str, what: str) -> None:
+    check_type(text, what)
     if not text or not _FORBIDDEN_CHARACTERS.isdisjoint(text):
         raise BadSubjectError(f"{what} {text!r} is empty or has white space or control characters")
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jetstream_ext.protocol.options import check_function, check_not_coroutine
 from jetstream_ext.spark.offsets import lag, sequences_read
 from jetstream_ext.text import counted, get_logger
 
@@ -61,10 +62,12 @@ class ProgressListener(StreamingQueryListener):
 
     Args:
         on_progress: Called with the progress of each stream, on Spark's thread for listeners: it should return soon. An
-            exception that it raises is logged.
+            exception that it raises is logged. Not an async function.
     """
 
     def __init__(self, on_progress: Callable[[StreamProgress], object] | None = None) -> None:
+        if on_progress is not None:
+            check_function(on_progress, "on_progress", "a function or None", awaited=False)
         self._on_progress = on_progress
 
     def onQueryStarted(self, event: Any) -> None:  # noqa: N802 - Spark's name, as the next ones
@@ -85,7 +88,7 @@ class ProgressListener(StreamingQueryListener):
             )
             if self._on_progress is not None:
                 try:
-                    self._on_progress(one)
+                    check_not_coroutine(self._on_progress(one), "the function on_progress")
                 except Exception:
                     _log.exception("query %r: the function on_progress raised", one.query)
 

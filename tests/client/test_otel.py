@@ -1,6 +1,7 @@
 """Spans, metrics and trace context of fast ingest, by OpenTelemetry's SDK on a real server."""
 
 import asyncio
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,9 +16,10 @@ from opentelemetry import baggage, context, propagate, trace
 from opentelemetry.propagators.textmap import TextMapPropagator
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Sampler, SamplingResult
 from opentelemetry.trace import SpanKind, StatusCode
 
 import jetstream_ext as jsx
@@ -206,7 +208,10 @@ async def test_a_payload_that_is_refused_has_the_same_error_with_and_without_tra
     stream: str = await make_stream()
     entry: Any = (f"{stream}.a", None)
     for call in (jsx.publish_atomic, jsx.ingest):
-        with pytest.raises((TypeError, jsx.errors.IngestError), match="a payload must be bytes, not NoneType"):
+        with pytest.raises(
+            (TypeError, jsx.errors.IngestError),
+            match=f"the payload on subject '{stream}.a' must be bytes, not NoneType",
+        ):
             await call(js, [entry])
 
 
@@ -675,6 +680,112 @@ async def test_a_cancelled_read_ends_its_span(
     ]
 
 
+class RaisesAt(SpanProcessor, Sampler):
+    """A span processor and a sampler, one of whose methods raises."""
+
+    def __init__(self, method: str) -> None:
+        self.calls = 0
+        setattr(self, method, self.fail)
+
+    def fail(self, *_: Any, **__: Any) -> Any:
+        self.calls += 1
+        raise ValueError("secret")
+
+    def should_sample(self, *args: Any, **kwargs: Any) -> SamplingResult:
+        return ALWAYS_ON.should_sample(*args, **kwargs)
+
+    def get_description(self) -> str:
+        return "raises"
+
+
+@pytest.mark.parametrize("method", ["on_start", "on_end", "should_sample"])
+async def test_a_span_processor_or_sampler_that_raises_breaks_no_call(
+    js: JetStreamContext, make_stream: Callable[..., Any], caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    stream, output = await make_stream(), await make_stream(allow_atomic=True)
+    plugin = RaisesAt(method)
+    own = TracerProvider(shutdown_on_exit=False)
+    tracers = TracerProvider(sampler=plugin, shutdown_on_exit=False)
+    tracers.add_span_processor(plugin)
+    otel.instrument(tracers)
+    try:
+        with own.get_tracer("test").start_as_current_span("request") as request:
+            async with jsx.FastPublisher(js) as publisher:
+                await publisher.add(f"{stream}.a")
+                await publisher.add_many([(f"{stream}.a", b"")] * 2)
+            await jsx.publish_atomic(js, [(f"{output}.b", b"")])
+        done = await log.exactly_once(
+            log.LogReader(js, stream),
+            output,
+            lambda _: jsx.BatchMessage(f"{output}.out"),
+            name="w",
+            prefix=f"{output}.at",
+        )
+    finally:
+        otel.uninstrument()
+    assert (publisher.ack.batch_size, done.inputs, done.outputs) == (3, 3, 3)
+    assert plugin.calls > 5
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert " raised ValueError (" in warning
+    assert "secret" not in warning
+    context = request.get_span_context()
+    expected = context.trace_id, context.span_id
+    found = {parent_of(message.headers) for message in await stored(js, stream)}
+    assert {trace_id for trace_id, _ in found} == {expected[0]}
+    if method != "on_end":  # without spans, the messages continue the caller's
+        assert found == {expected}
+
+
+class RaisingInstrument:
+    def add(self, *_: Any, **__: Any) -> None:
+        raise ValueError("secret")
+
+    record = set = add
+
+
+class RaisingMeters(MeterProvider):
+    def get_meter(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    def create_counter(self, *_: Any, **__: Any) -> Any:
+        return RaisingInstrument()
+
+    create_histogram = create_gauge = create_counter
+
+
+async def test_metrics_that_raise_break_no_call(
+    js: JetStreamContext, make_stream: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    stream, output = await make_stream(), await make_stream(allow_atomic=True)
+    otel.instrument(TracerProvider(shutdown_on_exit=False), RaisingMeters(shutdown_on_exit=False))
+    try:
+        async with jsx.FastPublisher(js) as publisher:
+            await publisher.add_many([(f"{stream}.a", b"")] * 2)
+        reader = log.LogReader(js, stream)
+        done = await log.exactly_once(reader, output, lambda _: None, name="w", prefix=f"{output}.at")
+        await reader.lag()
+    finally:
+        otel.uninstrument()
+    assert done.inputs == 2
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == len(set(texts)) == 3
+    assert {text.split(" raised ")[0] for text in texts} == {
+        f"OpenTelemetry: {what}" for what in ("a counter", "a counter or histogram", "a gauge")
+    }
+
+
+def test_what_is_no_provider_is_refused() -> None:
+    tracers: Any = TracerProvider(shutdown_on_exit=False)
+    meters: Any = MeterProvider(shutdown_on_exit=False)
+    for given in ("x", 5, meters):
+        kind = type(given).__name__
+        with pytest.raises(TypeError, match=f"^tracer_provider must be a TracerProvider or None, not {kind}$"):
+            otel.instrument(given)
+    with pytest.raises(TypeError, match=r"^meter_provider must be a MeterProvider or None, not TracerProvider$"):
+        otel.instrument(meter_provider=tracers)
+    assert telemetry.observer is None
+
+
 async def test_a_propagator_that_raises_breaks_no_call(
     js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -690,14 +801,21 @@ async def test_a_propagator_that_raises_breaks_no_call(
     propagate.set_global_textmap(Broken())
     try:
         async with jsx.FastPublisher(js) as publisher:
-            await publisher.add_many([(f"{stream}.a", b"", {"a": "1"})])
+            await publisher.add_many([(f"{stream}.a", b"", {"a": "1"})] * 30)
         reader = log.LogReader(js, stream)
         done = await log.exactly_once(
             reader, output, lambda _: jsx.BatchMessage(f"{output}.out"), name="w", prefix=f"{output}.at"
         )
     finally:
         propagate.set_global_textmap(before)
-    assert (done.inputs, done.outputs) == (1, 1)
-    assert "get no trace context: the propagator raised KeyError" in caplog.text
-    assert f"message 1 of stream {stream!r} counts as one without trace context" in caplog.text
+    assert (done.inputs, done.outputs) == (30, 30)
+    first, second = (re.sub(r"\(\S+test_otel.py, line \d+\)", "(…)", record.getMessage()) for record in caplog.records)
+    once = "; further errors of this kind are not logged"
+    assert first == (
+        f"OpenTelemetry: inject of the propagator raised KeyError (…), so messages get no trace context{once}"
+    )
+    assert second == (
+        "OpenTelemetry: extract of the propagator raised KeyError (…), so message 1 of stream "
+        f"{stream!r} counts as one without trace context{once}"
+    )
     assert "secret" not in caplog.text

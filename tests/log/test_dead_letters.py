@@ -130,8 +130,6 @@ async def test_without_dead_letters_a_record_is_as_before(js: JetStreamContext, 
 
 def bad_results(target: str) -> dict[str, Any]:
     return {
-        "no message": 7,
-        "not a BatchMessage": ["text"],
         "a subject of another stream": BatchMessage("elsewhere", b""),
         "the position's subject": BatchMessage(f"{target}.at.w", b""),
         "a bad header": BatchMessage(f"{target}.out", b"", headers={"a b": "c"}),
@@ -165,6 +163,32 @@ async def test_outputs_that_cannot_be_stored_are_a_failure_of_their_input(
     assert await numbers(js, target) == [1, 2, 4, 5]
     (dead,) = await stored(js, target, "dead")
     assert (dead.data, dead.headers["Dead-Letter-Attempts"]) == (b"3", "2")
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("made", [7, b"x", ["text"], {}])
+async def test_a_handler_that_returns_no_outputs_ends_the_worker(
+    js: JetStreamContext, make_stream: Make, made: Any, grouped: bool
+) -> None:
+    """It is an error of the program: otherwise every input could become a dead letter."""
+    source, target = await make_stream(5), await make_stream()
+    calls = 0
+
+    def handler(given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        messages = given if grouped else [given]
+        if any(message.seq == 3 for message in messages):
+            return made
+        return [BatchMessage(f"{target}.out", message.data) for message in messages]
+
+    with pytest.raises(TypeError, match=f"of stream {source!r}: the handler returned "):
+        await work(LogReader(js, source), target, handler, grouped=grouped)
+    assert calls == (1 if grouped else 3)
+    assert not any("failed" in record for record in await records(js, target))
+    done = await work(LogReader(js, source), target, Failing(target, {}))
+    assert (done.dead_letters, await numbers(js, target)) == (0, [1, 2, 3, 4, 5])
+    assert await stored(js, target, "dead") == []
 
 
 async def test_a_grouped_handler_gets_one_input_at_a_time_after_a_failure(

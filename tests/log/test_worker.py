@@ -13,7 +13,7 @@ from nats.js.api import DiscardPolicy, RetentionPolicy, SubjectTransform
 
 import jetstream_ext as jsx
 from jetstream_ext import BatchMessage, StoredMsg, errors
-from jetstream_ext.log import LogReader, New, Processed, exactly_once
+from jetstream_ext.log import Group, LogReader, New, Processed, exactly_once, exactly_once_group
 from jetstream_ext.log import worker as worker_module
 from jetstream_ext.testing import NatsServer
 
@@ -69,6 +69,10 @@ HANDLERS: dict[str, Callable[[str], Any]] = {
     "one": lambda name: BatchMessage(f"{name}.out", b"a"),
     "none": lambda name: None,
     "an empty list": lambda name: [],
+    "a tuple of a subject and a payload": lambda name: (f"{name}.out", b"a"),
+    "with headers": lambda name: (f"{name}.out", b"a", {"h": "1"}),
+    "tuples": lambda name: [(f"{name}.out", b"a"), (f"{name}.out", b"b", {"h": "1"})],
+    "a tuple of tuples": lambda name: ((f"{name}.out", b"a"), (f"{name}.out", b"b")),
     "a tuple": lambda name: (BatchMessage(f"{name}.out", b"a"), BatchMessage(f"{name}.out", b"b")),
     "a generator": lambda name: (BatchMessage(f"{name}.out", letter) for letter in (b"a", b"b")),
     "an async generator": one_by_one,
@@ -81,7 +85,8 @@ HANDLERS: dict[str, Callable[[str], Any]] = {
 async def test_a_handler_may_return_each_kind_of_output(js: JetStreamContext, make_stream: Make, kind: str) -> None:
     source, target = await make_stream(3), await make_stream()
     await work(LogReader(js, source), target, lambda _: HANDLERS[kind](target))
-    each = {"one": [b"a"], "an awaitable": [b"a"], "none": [], "an empty list": []}.get(kind, [b"a", b"b"])
+    counts = {"one": 1, "an awaitable": 1, "a tuple of a subject and a payload": 1, "with headers": 1}
+    each = [b"a", b"b"][: (counts | {"none": 0, "an empty list": 0}).get(kind, 2)]
     assert await outputs(js, target) == each * 3
     assert (await stored_position(js, target))["seq"] == 4
 
@@ -278,7 +283,7 @@ async def test_a_worker_whose_position_was_removed_stops(
     [
         (b"bytes", TypeError),
         (7, TypeError),
-        ([("subject", b"")], TypeError),
+        ([("subject", b"")], errors.BadSubjectError),
         (BatchMessage("nowhere.at.all"), errors.BadSubjectError),
         (BatchMessage("{}.at.w"), errors.BadSubjectError),
         (BatchMessage("{}.out", expected_last_subject_seq=77), errors.WrongLastSequenceError),
@@ -299,6 +304,64 @@ async def test_a_refused_output_stores_nothing(
         await work(LogReader(js, source), target, lambda _: made, max_messages=1)
     assert (await stored_position(js, target))["seq"] == 1
     assert await outputs(js, target) == []
+
+
+MAY_RETURN = (
+    "it must return None, a message (a BatchMessage, (subject, payload) or (subject, payload, headers)), or an iterable or "
+    "async iterable of messages; nothing of it is stored; correct the handler, and start the worker again"
+)
+NO_OUTPUTS: dict[str, tuple[Any, str]] = {
+    "bytes": (b"x", "bytes"),
+    "no bytes": (b"", "bytes"),
+    "a text": ("x", "str"),
+    "a number": (5, "int"),
+    "a dict": ({"a": b"x"}, "dict"),
+    "an empty dict": ({}, "dict"),
+    "texts": (["a", b"x"], "a list whose item 0 is str"),
+    "a number among messages": ([("{}.out", b"x"), 5], "a list whose item 1 is int"),
+    "a long tuple": (("{}.out", b"x", {}, 4), "a tuple of 4 items"),
+    "a short tuple in a list": ([("{}.out",)], "a list whose item 0 is a tuple of 1 item"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_OUTPUTS)
+@pytest.mark.parametrize("grouped", [False, True])
+async def test_a_handler_that_returns_no_outputs_is_told_what_it_may_return(
+    js: JetStreamContext, make_stream: Make, kind: str, grouped: bool
+) -> None:
+    source, target = await make_stream(5), await make_stream()
+    made, shown = NO_OUTPUTS[kind]
+    with pytest.raises(TypeError) as caught:
+        await work(LogReader(js, source), target, lambda _: made, grouped=grouped)
+    inputs = "inputs 1 to 5" if grouped else "input 1"
+    assert str(caught.value) == (
+        f"worker 'w' on stream {target!r}: {inputs} of stream {source!r}: the handler returned {shown}; {MAY_RETURN}"
+    )
+    assert (await stored_position(js, target))["seq"] == 1
+    assert await outputs(js, target) == []
+
+
+async def test_an_output_with_a_wrong_part_is_shown_with_its_input(js: JetStreamContext, make_stream: Make) -> None:
+    source, target = await make_stream(5), await make_stream()
+    for made, expected in (
+        ((f"{target}.out", "x"), f"the payload on subject '{target}.out' must be bytes, not str; encode it, "),
+        (BatchMessage(7), "subject must be str, not int"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError) as caught:
+            await work(LogReader(js, source), target, lambda msg: made if msg.seq == 3 else None)  # noqa: B023
+        where = f"worker 'w' on stream {target!r}: input 3 of stream {source!r}"
+        assert str(caught.value).startswith(f"{where}: an output of the handler cannot be stored: {expected}")
+
+
+async def test_a_type_error_of_the_handlers_own_is_not_changed(js: JetStreamContext, make_stream: Make) -> None:
+    source, target = await make_stream(5), await make_stream()
+
+    def handler(_: StoredMsg) -> Any:
+        yield BatchMessage(f"{target}.out")
+        raise TypeError("mine")
+
+    with pytest.raises(TypeError, match=r"^mine$"):
+        await work(LogReader(js, source), target, handler)
 
 
 async def test_a_subject_added_to_the_output_stream_is_noticed(js: JetStreamContext, make_stream: Make) -> None:
@@ -345,6 +408,45 @@ async def test_a_foreign_message_on_the_position_subject_is_refused(js: JetStrea
 async def test_arguments_are_checked(js: JetStreamContext, bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"must be|subject"):
         await work(LogReader(js, "S"), "T", lambda _: None, **bad)
+
+
+async def test_arguments_of_another_type_are_refused_before_anything_is_sent(
+    js: JetStreamContext, make_stream: Make
+) -> None:
+    source, target = await make_stream(1), await make_stream()
+    reader: Any = LogReader(js, source)
+
+    async def handler(_: StoredMsg) -> None: ...
+
+    called = handler(None)  # type: ignore[arg-type]
+    cases: list[tuple[Any, Any, dict[str, Any], str]] = [
+        (js, handler, {}, "reader must be a LogReader, not JetStreamContext; give log.LogReader(js, stream)"),
+        (source, handler, {}, f"reader must be a LogReader, not {source!r}; give log.LogReader(js, stream)"),
+        (
+            Group(js, source, "g", partitions=1),
+            handler,
+            {},
+            "reader must be a LogReader, not Group; give log.LogReader(js, stream)",
+        ),
+        (reader, None, {}, "handler must be a function, not NoneType"),
+        (reader, called, {}, "handler must be a function, not coroutine; give the function itself, without calling it"),
+        (reader, handler, {"name": None}, "name must be str, not NoneType"),
+        (reader, handler, {"prefix": 5}, "prefix must be str, not int"),
+    ]
+    for given, function, options, expected in cases:
+        with pytest.raises(TypeError) as caught:
+            await work(given, target, function, **options)
+        assert str(caught.value) == expected
+    await called
+    with pytest.raises(TypeError, match=r"^group must be a Group, not LogReader$"):
+        await exactly_once_group(reader, target, handler, prefix=f"{target}.at")
+    group = Group(js, source, "g", partitions=1)
+    function: Any = None
+    with pytest.raises(TypeError, match=r"^handler must be a function, not NoneType$"):
+        await exactly_once_group(group, target, function, prefix=f"{target}.at")
+    with pytest.raises(TypeError, match=r"^handler must be a function, not NoneType$"):
+        await group.join().run(function)
+    assert (await js.stream_info(target)).state.last_seq == 0
 
 
 @pytest.mark.parametrize(("version", "words"), [("2.11.11", "2.12"), ("2.12.0", r"2\.12\.1")])

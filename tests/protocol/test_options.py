@@ -104,15 +104,15 @@ def test_headers_of_the_caller_are_not_changed() -> None:
     [(b"x", b"x"), (b"", b""), (bytearray(b"x"), b"x"), (memoryview(b"abc")[::2], b"ac"), (memoryview(b""), b"")],
 )
 def test_buffers_become_bytes(payload: Any, data: bytes) -> None:
-    made = options.payload_bytes(payload)
+    made = options.payload_bytes(payload, "the payload on subject", "a")
     assert made == data
     assert type(made) is bytes
 
 
 @pytest.mark.parametrize("payload", ["text", None, 5, [1], {"a": 1}])
 def test_a_payload_of_the_wrong_type_is_refused(payload: Any) -> None:
-    with pytest.raises(TypeError, match="payload must be bytes"):
-        options.payload_bytes(payload)
+    with pytest.raises(TypeError, match=r"^the payload on subject 'a' must be bytes, not "):
+        options.payload_bytes(payload, "the payload on subject", "a")
 
 
 @pytest.mark.parametrize("batch_id", ["a", "A-z_0", "x" * 64])

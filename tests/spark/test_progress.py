@@ -347,6 +347,18 @@ class TestWithSpark:
         assert "the function on_progress raised" in caplog.text
 
 
+def test_a_listener_refuses_what_it_cannot_call() -> None:
+    async def report(_: StreamProgress) -> None: ...
+
+    with pytest.raises(
+        TypeError, match=r"^on_progress must be a plain function, not an async one, which would never run"
+    ):
+        ProgressListener(report)
+    given: Any = "x"
+    with pytest.raises(TypeError, match=r"^on_progress must be a function or None, not 'x'$"):
+        ProgressListener(given)
+
+
 def test_rows_of_a_source_with_several_streams_are_not_attributed() -> None:
     def offset(**streams: int) -> str:
         return json.dumps({"v": 2, "streams": {name: {"created": "x", "seq": seq} for name, seq in streams.items()}})
