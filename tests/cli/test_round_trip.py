@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import time
 from collections.abc import Callable
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
@@ -18,8 +19,10 @@ from cli_tools import Json, Run, with_js
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
+from jetstream_ext.cli.files.row_files import Rows, Source
 from jetstream_ext.testing import NatsServer
 
+TEXTS = pa.map_(pa.string(), pa.string())
 Stored = tuple[str, bytes, list[tuple[str, str]]]
 
 
@@ -198,6 +201,18 @@ def test_values_of_every_arrow_type_become_json_without_loss(
         "times": (pa.array([[1]], pa.list_(pa.timestamp("ns"))), ["1970-01-01T00:00:00.000000001"]),
         "struct": (pa.array([{"a": [b"\xff"], "b": None}]), {"a": ["/w=="], "b": None}),
         "map": (pa.array([[(1, "x")]], pa.map_(pa.int64(), pa.string())), [[1, "x"]]),
+        "empty map": (pa.array([[]], TEXTS), {}),
+        "map in a struct": (
+            pa.array([{"m": [("k", "v")], "n": []}], pa.struct({"m": TEXTS, "n": TEXTS})),
+            {"m": {"k": "v"}, "n": {}},
+        ),
+        "maps in a list": (pa.array([[[("k", "v")], [], None]], pa.list_(TEXTS)), [{"k": "v"}, {}, None]),
+        "map in a map": (pa.array([[("a", [("k", "v")])]], pa.map_(pa.string(), TEXTS)), {"a": {"k": "v"}}),
+        "map in a map of numbers": (pa.array([[(1, [("k", "v")])]], pa.map_(pa.int64(), TEXTS)), [[1, {"k": "v"}]]),
+        "twice in a struct": (
+            pa.array([{"m": [("k", "v"), ("k", "w")]}], pa.struct({"m": TEXTS})),
+            {"m": [["k", "v"], ["k", "w"]]},
+        ),
         "twice": (pa.array([[("a", 1), ("a", 2)]], pa.map_(pa.string(), pa.int64())), [["a", 1], ["a", 2]]),
         "dictionary": (pa.array(["x"]).dictionary_encode(), "x"),
         "large": (pa.array([b"\x00"], pa.large_binary()), "AA=="),
@@ -209,6 +224,25 @@ def test_values_of_every_arrow_type_become_json_without_loss(
     ok("ingest", rows, "--stream", stream, "--subject", f"{stream}.a", "--create", f"{stream}.>")
     [(_, data, _)] = stored(server.url, stream)
     assert json.loads(data) == {name: value for name, (_, value) in columns.items()}
+
+
+def test_maps_of_which_some_are_empty_survive_ingest_and_export_of_rows(
+    server: NatsServer, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
+) -> None:
+    stream, rows, out = stream_name(), tmp_path / "rows.parquet", tmp_path / "out.parquet"
+    pq.write_table(pa.table({"tags": pa.array([[("k", "v")], []], TEXTS)}), rows)
+    ok("ingest", rows, "--stream", stream, "--subject", f"{stream}.a", "--create", f"{stream}.>")
+    ok("export", stream, out, "--rows")
+    assert pq.read_table(out).to_pylist() == [{"tags": {"k": "v"}}, {"tags": {"k": None}}]
+
+
+def test_a_file_with_very_many_columns_is_checked_quickly(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.csv"
+    names = [f"c{number}" for number in range(100_000)]
+    rows.write_text("\n".join([",".join(names), ",".join("1" * len(names))]))
+    start = time.process_time()
+    (row,) = Rows(Source(rows, "rows.csv", "csv")).read()
+    assert (len(row), time.process_time() - start < 30) == (len(names), True)
 
 
 def test_a_column_of_json_lines_is_stored_with_the_digits_of_its_numbers(
