@@ -28,6 +28,7 @@ from jetstream_ext.cli.files.message_files import START_AGAIN, Csv, JsonLines, P
 from jetstream_ext.cli.files.table_files import TableCsv, TableLines, TableParquet
 from jetstream_ext.cli.options import Command, cli_option, json_option
 from jetstream_ext.cli.output import Stopped, count, is_are, one_line, progress, say, write_json, write_stdout
+from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet, ScanOptions
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.numbers import LARGEST
@@ -226,6 +227,8 @@ async def _export(where: Target, part: _Part | _Pipe, *, show: bool) -> None:
         state = await existing_stream(js, wanted.stream)
         first = max(wanted.first, state.first_seq)
         begin = dataclasses.replace(wanted, created=state.created, end=state.last_seq)
+        if first <= state.last_seq:
+            state.check_direct_reads(Context(js).connection.server_version)
         with part.open(begin):
             end, moved = part.saved.end, part.saved.messages
             start = max(first, part.saved.seq + 1)
