@@ -144,6 +144,66 @@ def test_bytes_that_are_not_utf_8_are_refused_unless_lossy(
     assert run("export", stream, tmp_path / "x.parquet", "--lossy").exit_code == 2
 
 
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("lines", "lost"),
+    [
+        (["NATS/1.0 408 Request Timeout", "X: 1"], "NATS/1.0 408 Request Timeout"),
+        (["NATS/1.0 408 Request Timeout"], "NATS/1.0 408 Request Timeout"),
+        (["NATS/1.0", "X: 1", "no colon"], "no colon"),
+        (["NATS/1.0", "X: 1", "X: 2", "no colon", "Y: 1"], "no colon"),
+        (["NATS/1.0", "no colon"], "no colon"),
+    ],
+    ids=["status", "only a status", "last line", "among values of one name", "only line"],
+)
+def test_lines_that_are_no_headers_are_refused_unless_lossy(
+    run: Run,
+    ok: Json,
+    tmp_path: Path,
+    publish_raw: Callable[..., None],
+    suffix: str,
+    lines: list[str],
+    lost: str,
+) -> None:
+    out, fine = tmp_path / f"out.{suffix}", [(b"s", b"fine")]
+    with NatsServer(version="2.11.10") as server:  # newer ones store no status
+        with_js(server.url, lambda js: js.add_stream(name="S", subjects=["s"], allow_direct=True))
+        publish_raw(server, fine)
+        publish_raw(server, fine, block=block())
+        publish_raw(server, fine, block=block("X: 1", "Nats-Sequence: 7", ": of no name"))
+        assert ok("export", "S", out, url=server.url)["messages"] == 3
+        out.unlink()
+        publish_raw(server, fine, block="".join(f"{line}\r\n" for line in (*lines, "")).encode())
+        done = run("export", "S", out, url=server.url)
+        assert (done.exit_code, done.stdout, list(tmp_path.iterdir())) == (1, "", [])
+        words = f"message 4 of stream 'S': column 'headers' would lose the line '{lost}', which is no header; "
+        assert done.stderr.startswith(f"Error: {words}")
+        if suffix == "parquet":
+            assert "export to CSV or JSON lines with --lossy" in done.stderr
+        else:
+            assert done.stderr.endswith("; --lossy leaves it out\n")
+            assert ok("export", "S", out, "--lossy", url=server.url)["messages"] == 4
+            assert lost not in out.read_text()
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_a_header_without_a_name_is_exported_and_refused_by_ingest(
+    server: NatsServer,
+    run: Run,
+    ok: Json,
+    tmp_path: Path,
+    stream_name: Callable[[], str],
+    publish_raw: Callable[..., None],
+    suffix: str,
+) -> None:
+    stream, out = stream_name(), tmp_path / f"out.{suffix}"
+    create(server.url, stream)
+    publish_raw(server, [(f"{stream}.a".encode(), b"x")], block=block(": of no name"))
+    ok("export", stream, out)
+    done = run("ingest", out, "--stream", stream)
+    assert (done.exit_code, "row 1" in done.stderr, "header name ''" in done.stderr) == (1, True, True), done.output
+
+
 def test_times_are_exported_with_nanoseconds(
     server: NatsServer, ok: Json, tmp_path: Path, stream_name: Callable[[], str], publish_raw: Callable[..., None]
 ) -> None:
