@@ -16,9 +16,16 @@ from typing import Any, Final, Literal, TypeAlias
 import pyarrow as pa
 import pyarrow.compute
 
-from jetstream_ext.errors import ResponseError
+from jetstream_ext.errors import ConversionError, ResponseError
 from jetstream_ext.protocol.direct import Block
-from jetstream_ext.protocol.headers import ROW_STORED, ROW_SUBJECT, ROW_TIME, parse_time_ns
+from jetstream_ext.protocol.headers import (
+    ROW_STORED,
+    ROW_SUBJECT,
+    ROW_TIME,
+    VERSION,
+    line_without_header,
+    parse_time_ns,
+)
 
 Array: TypeAlias = Any  # pyarrow's stubs have an overload for each type
 
@@ -42,6 +49,7 @@ A stream can have subjects and headers that are not UTF-8; they need ``binary`` 
 
 _LINES: Final = 9  # into which a usual header block is cut: what is stored, six lines, and the empty line as two
 _STORED, _STREAM, _SUBJECT, _SEQUENCE, _TIME, _PENDING, _LAST = range(7)  # their places among them
+_VERSION: Final = VERSION.decode()
 _STREAM_NAME: Final = b"Nats-Stream: "
 _NAMES: Final = {
     _SUBJECT: b"Nats-Subject: ",
@@ -80,22 +88,26 @@ class Columns:
 
     ``timeNanos`` is the time as nanoseconds since 1970 (``int64``). A column may have another type to which its values can be converted: ``seq`` may be ``int64``, ``time`` may have
     another unit, and texts may be ``binary``. With `replace`, U+FFFD stands for bytes of a text that are not UTF-8, and
-    digits of a time that its unit does not have are left out.
+    digits of a time that its unit does not have are left out. With `all_lines`, lines of stored headers that are none, such
+    as a status, are refused instead of left out.
     """
 
-    def __init__(self, schema: pa.Schema, *, replace: bool = False) -> None:
+    def __init__(self, schema: pa.Schema, *, replace: bool = False, all_lines: bool = False) -> None:
         self.schema: pa.Schema = schema
         self._replace = replace
+        self._all_lines = all_lines
 
     def batch(self, block: Block) -> pa.RecordBatch:
         """Return a block's messages.
 
-        Raises ResponseError if a message is malformed, and ValueError (pyarrow's ArrowInvalid is one) if a value does not
-        fit its column.
+        Raises ResponseError if a message is malformed, and ValueError (pyarrow's ArrowInvalid and ConversionError are such)
+        if a value does not fit its column.
         """
         columns = _BlockColumns(block)
         try:
             arrays = [self._fit(getattr(columns, field.name), field.type) for field in self.schema]
+            if self._all_lines:
+                columns.check_lines()
             return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
         except (pa.ArrowInvalid, ResponseError):
             block.check()  # its error names the message
@@ -197,8 +209,30 @@ class _BlockColumns:
     @property
     def headers(self) -> Array:
         """One map per row: each name once, with all of its values in order."""
-        maps = None if self._lines is None else _maps(_each(self._lines, _LINES, _STORED))
-        return pa.array([_grouped(row[ROW_STORED]) for row in self._block.rows], _HEADERS) if maps is None else maps
+        if self._maps is None:
+            return pa.array([_grouped(row[ROW_STORED]) for row in self._block.rows], _HEADERS)
+        return self._maps
+
+    @cached_property
+    def _stored(self) -> Array | None:
+        return None if self._lines is None else _each(self._lines, _LINES, _STORED)
+
+    @cached_property
+    def _maps(self) -> Array | None:
+        return None if self._stored is None else _maps(self._stored)
+
+    def check_lines(self) -> None:
+        """Raise ConversionError if stored headers have a line that is none."""
+        if self._maps is not None and _all(
+            pc.or_(pc.starts_with(self._stored, f"{_VERSION}\r\n"), pc.equal(self._stored, _VERSION.encode()))
+        ):
+            return
+        for seq, row in zip(self._block.seqs, self._block.rows, strict=True):
+            if row[ROW_STORED] and (line := line_without_header(row[ROW_STORED])) is not None:
+                raise ConversionError(
+                    f"message {seq} of stream {self._block.stream!r}: column 'headers' would lose the line {line!r}, which is "
+                    "no header"
+                )
 
 
 def _all(values: Any) -> bool:

@@ -98,6 +98,15 @@ def record_batches(
     return RecordBatches(builder, blocks)
 
 
+def exact_record_batches(
+    js: JetStreamContext, stream: str, schema: pa.Schema, batch_rows: int, **scan: Unpack[ScanOptions]
+) -> RecordBatches:
+    """As `record_batches`, but raise ConversionError for lines of stored headers that are none, such as a status."""
+    context = Context(js)
+    _, blocks = scan_blocks(context, stream, context.resolve_timeout(None), **scan)
+    return RecordBatches(_Builder(schema, None, batch_rows, all_lines=True), blocks)
+
+
 async def to_arrow(
     js: JetStreamContext,
     stream: str,
@@ -332,9 +341,9 @@ class _Pull:
 class _Builder:
     """Makes record batches of blocks: the columns of messages, then those of their payloads."""
 
-    def __init__(self, schema: pa.Schema, decoder: Decoder | None, rows: int) -> None:
+    def __init__(self, schema: pa.Schema, decoder: Decoder | None, rows: int, *, all_lines: bool = False) -> None:
         self.schema: pa.Schema | None = None
-        self._columns = Columns(schema)
+        self._columns = Columns(schema, all_lines=all_lines)
         self._decoder = decoder
         self._payloads = Columns(_DATA)
         self._rows = min(rows, _MOST_ROWS)

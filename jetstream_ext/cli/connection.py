@@ -23,6 +23,7 @@ from jetstream_ext.cli.options import CONNECTION, cli_option, complete_files
 from jetstream_ext.cli.times import duration
 from jetstream_ext.client.api import Api, stream_state
 from jetstream_ext.client.connection import Context, OwnClient, login, may_be_secret, tls_context
+from jetstream_ext.protocol.advice import CONNECTION_OPTIONS
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.servers import Servers, parse_servers
 from jetstream_ext.text import get_logger, log_state
@@ -139,8 +140,13 @@ class Target:
     @property
     def options(self) -> str:
         """The options for another command to the same servers, as the command line gave them, without credentials."""
-        server = ["--server", ",".join(self.servers.urls)] if self.server_given else []
-        return shlex.join([*server, *(["--context", self.context_given] if self.context_given else [])])
+        given = {
+            "--server": ",".join(self.servers.urls) if self.server_given else "",
+            "--context": self.context_given,
+            "--js-domain": self.settings.jetstream_domain,
+            "--js-api-prefix": self.settings.jetstream_api_prefix,
+        }
+        return shlex.join(part for option, value in given.items() if value for part in (option, value))
 
     def at(self, url: str) -> Target:
         return dataclasses.replace(self, settings=dataclasses.replace(self.settings, url=url))
@@ -246,6 +252,7 @@ async def connected(target: Target) -> AsyncIterator[JetStreamContext]:
     settings, client, servers = target.settings, OwnClient(), target.servers
     arguments = _arguments(settings, servers)
     arguments |= {"name": "jetstream-ext", "shown": target.shown, "tries": len(servers.urls)}
+    CONNECTION_OPTIONS.set(target.options)
     await client.open(servers.urls, timeout=target.timeout, **arguments)
     prefix, domain = settings.jetstream_api_prefix, settings.jetstream_domain or None
     where = {"prefix": prefix} if prefix else {"domain": domain}

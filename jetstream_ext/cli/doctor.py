@@ -71,7 +71,7 @@ async def _examine_all(where: Target, needs: _Needs) -> tuple[Features, list[dic
         found = await features(js)
         states = [await existing_stream(js, needs.stream)] if needs.stream is not None else await _all_streams(js)
         states.sort(key=lambda state: state.name)
-        return found, [await _examine(js, state, found.api_level, needs, where.options) for state in states]
+        return found, [await _examine(js, state, found.api_level, needs) for state in states]
 
 
 async def _all_streams(js: JetStreamContext) -> list[StreamState]:
@@ -86,9 +86,7 @@ async def _all_streams(js: JetStreamContext) -> list[StreamState]:
             return list(states.values())
 
 
-async def _examine(
-    js: JetStreamContext, state: StreamState, api_level: int, needs: _Needs, connection: str
-) -> dict[str, Any]:
+async def _examine(js: JetStreamContext, state: StreamState, api_level: int, needs: _Needs) -> dict[str, Any]:
     """Return the report on a stream, as it is in the JSON output."""
     needed = needs.of(state.name)
     never = {option: why for option, why in impossible(state.config).items() if _FEATURES[option].at(api_level)}
@@ -108,7 +106,7 @@ async def _examine(
         "has": [STREAM_OPTIONS[option] for option in has],
         "lacks": [_field(state.name, option) for option in lacks],
         "never": [f"{STREAM_OPTIONS[option]}: {why}" for option, why in never.items() if option not in has],
-        "fix": _fix(state.name, possible, connection),
+        "fix": _fix(state.name, possible),
         "sources": [": ".join(filter(None, (row.name, row.state.replace("_", " "), row.detail))) for row in rows],
     }
 
@@ -117,13 +115,13 @@ def _field(stream: str, option: str) -> str:
     return f"subject {marker_subjects(stream)}" if option == "spark" else STREAM_OPTIONS[option]
 
 
-def _fix(stream: str, options: list[str], connection: str) -> str:
+def _fix(stream: str, options: list[str]) -> str:
     """Return the command that enables `options`, or an empty text if there are none."""
     if not options:
         return ""
     if stream.startswith(_KV) and "batched" not in options:
-        return enable_bucket_command(stream.removeprefix(_KV), *options, connection=connection)
-    return enable_command(stream, *options, connection=connection)
+        return enable_bucket_command(stream.removeprefix(_KV), *options)
+    return enable_command(stream, *options)
 
 
 def _words(known: Iterable[str]) -> Callable[[click.Context, click.Parameter, tuple[str, ...]], tuple[str, ...]]:

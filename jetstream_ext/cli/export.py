@@ -28,7 +28,9 @@ from jetstream_ext.cli.files.message_files import START_AGAIN, Csv, JsonLines, P
 from jetstream_ext.cli.files.table_files import TableCsv, TableLines, TableParquet
 from jetstream_ext.cli.options import Command, cli_option, json_option
 from jetstream_ext.cli.output import Stopped, count, is_are, one_line, progress, say, write_json, write_stdout
+from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet, ScanOptions
+from jetstream_ext.errors import ConversionError
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.numbers import LARGEST
 from jetstream_ext.protocol.subjects import check_name
@@ -63,7 +65,10 @@ _REPORT_EVERY: Final = 500
     help="In CSV, put an apostrophe before all that a spreadsheet may run as a formula; ingest keeps it.",
 )
 @cli_option(
-    "--lossy", is_flag=True, group=_FILE, help="Write U+FFFD for bytes of subjects and headers that are not UTF-8."
+    "--lossy",
+    is_flag=True,
+    group=_FILE,
+    help="Write U+FFFD for bytes of subjects and headers that are not UTF-8, and leave out header lines that are no headers.",
 )
 @cli_option(
     "--subject", default="", metavar="FILTER", group=_MESSAGES, help="Export only messages of this subject or filter."
@@ -226,6 +231,8 @@ async def _export(where: Target, part: _Part | _Pipe, *, show: bool) -> None:
         state = await existing_stream(js, wanted.stream)
         first = max(wanted.first, state.first_seq)
         begin = dataclasses.replace(wanted, created=state.created, end=state.last_seq)
+        if first <= state.last_seq:
+            state.check_direct_reads(Context(js).connection.server_version)
         with part.open(begin):
             end, moved = part.saved.end, part.saved.messages
             start = max(first, part.saved.seq + 1)
@@ -264,17 +271,18 @@ async def _copy_batches(
     js: JetStreamContext, stream: str, scan: ScanOptions, part: _Part | _Pipe
 ) -> AsyncGenerator[tuple[int, int], None]:
     """As `_copy_messages`, for a file with columns."""
-    from jetstream_ext import arrow  # an extra, and slow to import
+    from jetstream_ext.arrow.reading import exact_record_batches  # an extra, and slow to import
 
     assert isinstance(part, _Part)
+    assert part.schema is not None
     try:
-        async with arrow.record_batches(js, stream, schema=part.schema, batch_rows=_BLOCK, **scan) as batches:
+        async with exact_record_batches(js, stream, part.schema, _BLOCK, **scan) as batches:
             async for batch in batches:
                 part.add_batch(batch)
                 yield part.last_seq, batch.num_rows
-    except arrow.ConversionError as error:
+    except ConversionError as error:
         other = "export to CSV or JSON lines with --lossy, which writes U+FFFD for bytes that are not UTF-8"
-        raise UnwritableError(f"{one_line(error)}; {other}") from error
+        raise UnwritableError(f"{one_line(error)}; {other}, and leaves out lines that are no headers") from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Final
 
 import click
 from nats.js import JetStreamContext
-from nats.js.errors import NoStreamResponseError, NotFoundError
+from nats.js.errors import NoStreamResponseError
 from nats.nuid import NUID
 
 from jetstream_ext.cli.completion import complete_streams
@@ -24,7 +24,7 @@ from jetstream_ext.cli.files.formats import FORMATS, STDIO, delimiter_of, format
 from jetstream_ext.cli.files.message_files import COLUMNS, is_export
 from jetstream_ext.cli.files.row_check import RowCheck
 from jetstream_ext.cli.files.row_files import Row, RowError, Rows, Source, encoding_of, spooled
-from jetstream_ext.cli.files.row_messages import Message, RowMapping, short_digest
+from jetstream_ext.cli.files.row_messages import Message, RowMapping, has_lone_brace, short_digest
 from jetstream_ext.cli.files.stored_rows import MOST_ROWS, RowIds, StoredRows, stored_rows
 from jetstream_ext.cli.options import Command, cli_option, json_option
 from jetstream_ext.cli.output import ReportProgress, Stopped, count, is_are, one_line, progress, say, write_json
@@ -33,21 +33,24 @@ from jetstream_ext.client.connection import Context
 from jetstream_ext.client.ingest import ingest
 from jetstream_ext.client.streams import enable_options, ensure_stream
 from jetstream_ext.errors import BadHeaderError, BadSubjectError, ErrorCode, IngestError, MaxPayloadError
-from jetstream_ext.protocol.advice import enable_command, enable_stream
+from jetstream_ext.protocol.advice import STREAM_OPTIONS, enable_command
 from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.feature_table import FAST_INGEST
 from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject, covers
 from jetstream_ext.text import plural
 from jetstream_ext.types import BatchMessage, IngestProgress, IngestReport
 
 _CREATES: Final = "; --create SUBJECT creates it"
 _OF_THE_ROW: Final = (NoStreamResponseError, MaxPayloadError, BadSubjectError, BadHeaderError)
+_LIMITS: Final = (ErrorCode.STORE_FAILED, ErrorCode.ACCOUNT_RESOURCES_EXCEEDED)
 _NAMES_SHOWN: Final = 5
 _MESSAGES: Final = "Messages"
 _FILE: Final = "File"
 _ROWS: Final = "Which rows"
 _SOME: Final = 1_000  # rows between two turns of the event loop
 _CONTINUE: Final = "the same command continues"
-_CORRECT: Final = "correct the row, then the same command with --resume sends the rest"
+_CORRECT: Final = "correct the row or the options; the command with"
+_NEEDS: Final = {"batched": "fast ingest", "direct": "direct get"}  # keys of `STREAM_OPTIONS`
 
 
 @click.command("ingest", cls=Command, short_help="Store a file's rows in a stream.")
@@ -146,9 +149,9 @@ def command(
     FILE may end with .gz or .zst; - is stdin. A file of messages that export wrote is stored as the messages were.
 
     The same command again sends only the rows that the stream does not have, whenever that is, also after Ctrl-C, an
-    error or a crash. If FILE was changed since, --resume sends its new and corrected rows, and --again sends all rows.
-    To look for stored rows, the command needs allow_direct on the stream. The stream needs allow_batched as well, and
-    the server must be 2.14 or newer.
+    error or a crash. Under another path, also after a rename or gzip, FILE counts as another file: all its rows are
+    stored again. If FILE or the options were changed since, --resume sends the new and corrected rows, and --again sends
+    all rows. The stream needs allow_batched and allow_direct, and the server must be 2.14 or newer.
 
     Examples:
         jetstream-ext ingest orders.csv --stream ORDERS --create 'orders.>' --subject 'orders.{country}'
@@ -171,6 +174,11 @@ def command(
         if restored:
             data_from, headers_from = data_from or "data", headers_from or "headers"
         pattern = subject if subject is not None else f"{{{subject_from or 'subject'}}}"
+        if has_lone_brace(pattern):
+            option = f"--subject {subject!r}" if subject is not None else f"--subject-from {subject_from!r}"
+            raise click.UsageError(
+                f"{option}: {{ and }} can only enclose the name of a column, as in 'orders.{{country}}'"
+            )
         mapping = RowMapping(pattern, data_from, headers_from, non_finite == "null", only)
         if form != "jsonl" and columns:  # each line of JSON has its own
             mapping.check_columns(columns, rows.name)
@@ -203,11 +211,10 @@ def _run(job: _Ingest, where: Target, create: tuple[str, ...], *, as_json: bool)
     except (KeyboardInterrupt, asyncio.CancelledError):
         if not job.sending:
             raise Stopped("stopped: nothing was sent") from None
-        text = f"{count(job.in_stream, 'row')} of {job.name} {is_are(job.in_stream)} in {job.stream}; {_CONTINUE}"
-        raise Stopped(f"stopped: at least {text}") from None
+        raise Stopped(f"stopped: {job.state(job.in_stream, exact=False)}") from None
     except RowError as error:
         before = job.taken - min(job.skipped, job.taken)
-        hint = f"; {_CORRECT}" if before or job.has_earlier else ""
+        hint = f"; {job.after_correcting(job.taken)}" if before or job.has_earlier else ""
         raise click.ClickException(f"{error.message}; {job.stored_before(before)}{hint}") from error
     if as_json:
         write_json(
@@ -234,8 +241,7 @@ def _run(job: _Ingest, where: Target, create: tuple[str, ...], *, as_json: bool)
         say(f"left out headers that were instructions to the server: {names}{more}", err=True)
     stored = job.already_stored + report.stored
     if job.stopping:
-        text = f"{count(stored, 'row')} of {job.name} {is_are(stored)} in {job.stream}"
-        raise Stopped(f"stopped: exactly {text}; {_CONTINUE}")
+        raise Stopped(f"stopped: {job.state(stored, exact=True)}")
     if not as_json:
         parts = [f"{job.skipped:,} skipped"] if job.skipped else []
         parts += [f"{job.already_stored:,} already stored"] if job.already_stored else []
@@ -299,9 +305,10 @@ class _Ingest:
 
     async def run(self, where: Target, create: tuple[str, ...], *, show: bool) -> IngestReport:
         async with connected(where) as js:
+            state = await self._usable_state(js, create)
             if create:
-                await self._create_if_missing(js, create)
-            state = await existing_stream(js, self.stream, _CREATES)
+                state = await self._create_or_enable(js, create, state)
+            assert state is not None
             self._subjects = state.subjects
             if not state.never_removed and not self._again:
                 # The server remembers the ids of messages that it has removed. It would take their rows for duplicates.
@@ -312,17 +319,35 @@ class _Ingest:
                     await self._look(js, state, stored, show=show)
                 return await self._send(js, show=show)
 
-    async def _create_if_missing(self, js: JetStreamContext, subjects: tuple[str, ...]) -> None:
+    async def _create_or_enable(
+        self, js: JetStreamContext, subjects: tuple[str, ...], state: StreamState | None
+    ) -> StreamState:
         """Create the stream, or turn on what ingest needs; an existing stream keeps its subjects and limits."""
-        try:
-            await enable_options(Api(Context(js)), self.stream, ("allow_direct", "allow_batched"))
-        except NotFoundError:
+        if state is not None:
+            await enable_options(Api(Context(js)), self.stream, [STREAM_OPTIONS[option] for option in _NEEDS])
+        else:
+            self.has_earlier = False
+            self._subjects = subjects
+            self._check_first_row()
             await ensure_stream(js, name=self.stream, subjects=subjects, allow_direct=True, allow_batched=True)
+        return await existing_stream(js, self.stream)
+
+    def _check_first_row(self) -> None:
+        """Raise RowError if the first row cannot be sent, so that no stream is created for it."""
+        with closing(self._rows_to_send()) as rows:
+            for index, row, _, _ in rows:
+                subject = self._mapping.message(row, self._place(index)).subject
+                try:
+                    check_subject(subject)
+                except BadSubjectError as error:
+                    raise RowError(f"{self._place(index)}: {one_line(error)}") from error
+                self._check_subject(subject, self._place(index))
+                break
 
     async def check(self, where: Target, create: tuple[str, ...], *, show: bool) -> RowCheck:
         """Check the rows that `run` would send; send nothing, and create no stream."""
         async with connected(where) as js:
-            state = await self._state_if_any(js, create)
+            state = await self._usable_state(js, create)
             check = RowCheck(self.stream, state, create, Context(js).connection.max_payload)
             with stored_rows(self._ids, other_contents=self._resume or not self._any_content) as stored:
                 if state is not None and not self._again:
@@ -338,8 +363,8 @@ class _Ingest:
                     await self._check_rows(check, report)
             return check
 
-    async def _state_if_any(self, js: JetStreamContext, create: tuple[str, ...]) -> StreamState | None:
-        """Return the stream's state; None if the command would create the stream."""
+    async def _usable_state(self, js: JetStreamContext, create: tuple[str, ...]) -> StreamState | None:
+        """Return the stream's state, or None if the command creates the stream; raise ClickException if it takes no rows."""
         try:
             state = await existing_stream(js, self.stream, _CREATES)
         except click.ClickException:
@@ -347,11 +372,21 @@ class _Ingest:
                 return None
             raise
         if never := impossible(state.config).get("batched"):
-            raise click.ClickException(f"stream {self.stream!r} takes no rows: {never}")
-        if not (create or state.config.get("allow_batched")):
-            text = f"stream {self.stream!r} does not allow fast ingest; {enable_stream(self.stream, 'batched')}"
-            raise click.ClickException(text)
-        return state
+            raise click.ClickException(f"stream {self.stream!r} takes no rows: {never}; nothing was sent")
+        needs = ["batched"] if self._again else list(_NEEDS)
+        lacks = [option for option in needs if not state.config.get(STREAM_OPTIONS[option])]
+        if create or not lacks:
+            return state
+        if "batched" in lacks and not FAST_INGEST.at(state.api_level):
+            raise FAST_INGEST.unsupported(
+                server_version=state.server_version, api_level=state.api_level, detail="nothing was sent"
+            )
+        text = f"stream {self.stream!r} does not allow {' and '.join(_NEEDS[option] for option in lacks)}"
+        fix = f"'{enable_command(self.stream, *lacks)}' enables {'it' if len(lacks) == 1 else 'them'}"
+        if lacks == ["direct"]:
+            text += ", so ingest cannot look for rows that are already stored"
+            fix += ", --again sends all rows"
+        raise click.ClickException(f"{text}; nothing was sent; {fix}")
 
     async def _check_rows(self, check: RowCheck, report: ReportProgress) -> None:
         with closing(self._rows_to_send()) as rows:
@@ -378,11 +413,6 @@ class _Ingest:
         if not state.messages:
             _warn_about_removed(state, all_stored=False)
             return
-        if not state.allows_direct:
-            raise click.ClickException(
-                f"stream {name!r} does not allow direct get, so ingest cannot look for rows that are already stored; "
-                f"'{enable_command(name, 'direct')}' enables it, --again sends all rows"
-            )
         total = state.last_seq - state.first_seq + 1
         with progress("looking for rows that are already stored", total, show=show) as report:
             await stored.find(
@@ -397,8 +427,8 @@ class _Ingest:
                 f"{count(stored.unclear, 'row')} before row {stored.after_unclear:,} of it {is_are(stored.unclear)}"
             )
             raise click.ClickException(
-                f"{self.name} was changed since it was stored in {name}, and the stream has removed messages since: it is "
-                f"not known whether {removed} new, or stored and removed; --resume --skip {stored.after_unclear} sends only "
+                f"{self.name} was changed since it was stored in {name}, or stored with other options, and the stream has "
+                f"removed messages since: it is not known whether {removed} new, or stored and removed; --resume --skip {stored.after_unclear} sends only "
                 "the rows after that one, --again sends all"
             )
         if stored.stored and stored.missing and not (stored.same_content or self._resume):
@@ -409,8 +439,9 @@ class _Ingest:
                 else ""
             )
             raise click.ClickException(
-                f"{self.name} was changed since it was stored in {name}: {stored.stored:,} of its {count(total, 'row')} "
-                f"{is_are(stored.stored)} stored{removed}; --resume sends the other {stored.missing:,}, --again sends all"
+                f"{self.name} was changed since it was stored in {name}, or stored with other options: {stored.stored:,} of "
+                f"its {count(total, 'row')} {is_are(stored.stored)} stored{removed}; --resume sends the other "
+                f"{stored.missing:,}, --again sends all"
             )
         if (earlier := stored.unrelated) and self._compared_all:
             say(
@@ -513,8 +544,27 @@ class _Ingest:
                 f"{self.name} has only {count(self.taken, 'row')}; --skip {self.skipped} is more"
             )
 
+    def state(self, rows: int, *, exact: bool) -> str:
+        """Return how many rows the stream has after Ctrl-C, and how to go on."""
+        number = f"{'exactly' if exact else 'at least'} {count(rows, 'row')} of {self.name}"
+        text = f"{number} {is_are(rows)} in {self.stream}"
+        if self._again:
+            text = f"this run has stored {number} in {self.stream}"
+        twice = ", of which some may be stored already" if self._again and not exact else ""
+        return f"{text}; {self._to_continue(self.skipped + rows)}{twice}"
+
+    def after_correcting(self, index: int) -> str:
+        """Return how to go on after the row at `index` has been corrected."""
+        return f"{_CORRECT} {f'--skip {index}' if self._again else '--resume'} then sends the rest"
+
+    def _to_continue(self, index: int) -> str:
+        """Return how to send the rows from `index` on; with --again, no run finds out which ones are stored."""
+        return f"the same command with --skip {index} sends the rest" if self._again else _CONTINUE
+
     def stored_before(self, rows: int) -> str:
         """Return what is stored, for the error of the row that comes after `rows` others, without the skipped ones."""
+        if self._again:
+            return f"this run has stored the {count(rows, 'row')} before it" if rows else "this run has stored nothing"
         if rows:
             return f"the {count(rows, 'row')} before it {is_are(rows)} stored"
         return (
@@ -529,17 +579,21 @@ class _Ingest:
         before = index - min(self.skipped, index)
         stored = self.stored_before(before)
         cause = error.__cause__
+        code = getattr(cause, "err_code", None)
         reason = one_line(cause or error)
         if isinstance(cause, NoStreamResponseError):
             reason = f"no stream stores its subject {error.subject!r}"
         if error.in_doubt:
             stored = f"{stored}; " if before else ""
             after = f" and the next {error.in_doubt - 1:,}" if error.in_doubt > 1 else ""
-            stored += f"this row{after} may be stored; {_CONTINUE}"
+            stored += f"this row{after} may be stored; {self._to_continue(index)}"
+            if self._again:
+                stored += f", and {'this row' if error.in_doubt == 1 else 'these rows'} once more"
+        elif code in _LIMITS and "exceeded" in reason:
+            stored += f"; raise this limit first, then {self._to_continue(index)}"
         elif before:
-            code = getattr(cause, "err_code", None)
             of_the_row = isinstance(cause, _OF_THE_ROW) or code == ErrorCode.MESSAGE_TOO_LARGE
-            stored += f"; {_CORRECT if of_the_row else _CONTINUE}"
+            stored += f"; {self.after_correcting(index) if of_the_row else self._to_continue(index)}"
         return f"row {index + 1} of {self.name}: {reason}; {stored}"
 
     def _place(self, index: int) -> str:

@@ -19,6 +19,7 @@ from jetstream_ext.errors import HistoryUnavailableError
 from jetstream_ext.kv import KeyValueSnapshot
 from jetstream_ext.kv import snapshot as take_snapshot
 from jetstream_ext.kv.entries import key_text
+from jetstream_ext.protocol.numbers import LARGEST, parse_number
 from jetstream_ext.protocol.subjects import check_name
 
 _MOST: Final = 200  # characters of a value in the table
@@ -26,7 +27,9 @@ _MOST: Final = 200  # characters of a value in the table
 
 def _revision_or_time(text: str) -> int | datetime:
     if text.isascii() and text.isdecimal():
-        return int(text)
+        if not (revision := parse_number(text)):
+            raise click.BadParameter(f"{text!r} is not a revision: they are from 1 to {LARGEST}")
+        return revision
     try:
         return moment(text)
     except ValueError as error:

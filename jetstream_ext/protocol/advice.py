@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from contextvars import ContextVar
 from typing import Final
 
 STREAM_OPTIONS: Final = {
@@ -13,18 +14,18 @@ STREAM_OPTIONS: Final = {
 }
 """What ``jetstream-ext enable`` can turn on: the field of the stream's configuration for each of its options."""
 
-
-def enable_command(stream: str, *options: str, connection: str = "") -> str:
-    """Return the command that turns on `options` (keys of `STREAM_OPTIONS`) of a stream.
-
-    `connection` has further options of the command, which name the server.
-    """
-    return _command("enable", stream, options, connection)
+CONNECTION_OPTIONS: Final[ContextVar[str]] = ContextVar("CONNECTION_OPTIONS", default="")
+"""Further options of every command, which name the server; the command line sets them for its own connection."""
 
 
-def enable_bucket_command(bucket: str, *options: str, connection: str = "") -> str:
+def enable_command(stream: str, *options: str) -> str:
+    """Return the command that turns on `options` (keys of `STREAM_OPTIONS`) of a stream."""
+    return _command("enable", stream, options)
+
+
+def enable_bucket_command(bucket: str, *options: str) -> str:
     """As `enable_command`, for a bucket and arguments of `kv.enable`."""
-    return _command("enable-bucket", bucket, options, connection)
+    return _command("enable-bucket", bucket, options)
 
 
 def enable_stream(stream: str, *options: str, what: str = "it") -> str:
@@ -40,8 +41,8 @@ def enable_bucket(bucket: str, *options: str, what: str = "it") -> str:
     return f"enable {what} with `await jetstream_ext.kv.enable({arguments})` or '{command}'"
 
 
-def _command(name: str, target: str, options: tuple[str, ...], connection: str) -> str:
+def _command(name: str, target: str, options: tuple[str, ...]) -> str:
     """Return a command that can be copied into a shell; other programs choose the names of streams."""
     target = shlex.quote(target) if target.isprintable() else "NAME"
-    flags = [*(f"--{option}" for option in options), *filter(None, [connection])]
+    flags = [*(f"--{option}" for option in options), *filter(None, [CONNECTION_OPTIONS.get()])]
     return " ".join(["jetstream-ext", name, *([*flags, "--", target] if target.startswith("-") else [target, *flags])])

@@ -75,7 +75,7 @@ def reply_row(block: bytes) -> Row:
         and lines[5][:18] == b"Nats-Num-Pending: "
         and lines[6][:20] == b"Nats-Last-Sequence: "
     ):
-        stored = lines[0] if CRLF in lines[0] else b""
+        stored = lines[0] if lines[0] != VERSION else b""
         return [lines[2][14:], lines[3], lines[4], lines[5], lines[6], lines[1], stored]
     if not lines[-1] and lines[-3:][0].startswith(_LINES[3]):
         return []  # the reply to a single get
@@ -130,13 +130,13 @@ def _cut_off(block: bytes, names: tuple[bytes, ...]) -> list[bytes]:
             begin = line.rfind(name)  # none of the values has a blank
             if begin == 0 or (begin > 0 and len(missing) == 1):
                 found[name] = line[begin:]
-    return [*map(found.__getitem__, names), CRLF.join(lines) if len(lines) > 1 else b""]
+    return [*map(found.__getitem__, names), CRLF.join(lines) if lines != [VERSION] else b""]
 
 
 def complete_lines(block: bytes) -> bytes:
     """Return the stored headers of a message as `ROW_STORED` has them; `block` is its whole header block."""
     stored = block[: -len(CRLF)].rpartition(CRLF)[0]
-    return stored if CRLF in stored else b""
+    return stored if stored != VERSION else b""
 
 
 def stored_lines(headers: Mapping[str, str]) -> bytes:
@@ -360,6 +360,14 @@ def is_reserved(name: str) -> bool:
 def stored_pairs(block: bytes) -> list[tuple[str, str]]:
     """Return a stored message's own headers in order: those of `parse_lines`, without what the server adds to a reply."""
     return [(name, value) for name, value in parse_lines(block) if name not in REPLY_HEADERS]
+
+
+def line_without_header(block: bytes) -> str | None:
+    """Return the first line of a stored message's headers that is none: a status, or a line without a colon."""
+    first, *lines = block.split(CRLF)
+    others = [first] if first.strip() != VERSION else []
+    others += [line for line in lines if b":" not in line]
+    return next((line.decode("utf-8", "replace") for line in others if line.strip()), None)
 
 
 def raw_pairs(block: bytes) -> list[tuple[bytes, bytes]]:

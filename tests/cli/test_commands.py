@@ -175,6 +175,15 @@ def test_snapshot_shows_a_bucket_now_and_at_a_revision(
     assert (refused.exit_code, "'soon' is not a revision or a time such as" in refused.stderr) == (2, True)
 
 
+@pytest.mark.parametrize("revision", ["0", "00", str(2**64), "9" * 30])
+def test_snapshot_at_an_impossible_revision_is_a_usage_error(run: Run, revision: str) -> None:
+    done = run("snapshot", "B", "--at", revision)
+    assert (done.exit_code, f"{revision!r} is not a revision: they are from 1 to {2**64 - 1}" in done.stderr) == (
+        2,
+        True,
+    )
+
+
 def test_snapshot_says_which_instant_it_understood(
     server: NatsServer, ok: Json, run: Run, stream_name: Callable[[], str]
 ) -> None:

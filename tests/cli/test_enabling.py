@@ -111,7 +111,41 @@ def test_the_command_that_an_error_names_enables_the_option(
     assert run(*export).exit_code == 0
 
 
-def test_an_old_server_refuses_all_of_the_options(run: Run) -> None:
+@pytest.mark.parametrize(
+    ("command", "fix"),
+    [
+        (("export", "S", "rows.csv"), "enable S --direct"),
+        (("export", "S", "rows.parquet"), "enable S --direct"),
+        (("ingest", "given.csv", "--stream", "S", "--subject", "s"), "enable S --batched --direct"),
+        (("ingest", "given.csv", "--stream", "S", "--subject", "s", "--dry-run"), "enable S --batched --direct"),
+        (("snapshot", "B"), "enable-bucket B --direct"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_the_command_that_an_error_names_goes_to_the_server_that_was_named_without_credentials(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], fix: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("given.csv").write_text("a\n1\n")
+
+    async def create(js: JetStreamContext) -> None:
+        await js.add_stream(name="S", subjects=["s"])
+        await js.publish("s")
+        await js.create_key_value(bucket="B")
+
+    with NatsServer(config="authorization { token: a-token }") as named:
+        url = named.url.replace("nats://", "nats://a-token@")
+        with_js(url, create)
+        done = run(*command, "--server", url, "--js-api-prefix", "$JS.API", url=None)
+        assert (done.exit_code, done.stderr.count("\n"), "a-token" in done.output) == (1, 1, False)
+        printed = f"jetstream-ext {fix} --server {named.url} --js-api-prefix '$JS.API'"
+        assert f"'{printed}'" in done.stderr
+        assert "the stream does not exist" not in done.stderr
+        assert run(*shlex.split(printed)[1:], "--token", "a-token", url=None).exit_code == 0
+        assert run(*command, "--server", url, url=None).exit_code == 0
+
+
+def test_an_old_server_refuses_all_of_the_options(run: Run, tmp_path: Path) -> None:
     with NatsServer(version="2.12.8") as old:
 
         async def create(js: JetStreamContext) -> None:
@@ -124,6 +158,12 @@ def test_an_old_server_refuses_all_of_the_options(run: Run) -> None:
         assert "fast ingest needs nats-server 2.14" in done.stderr
         assert "nothing was changed" in done.stderr
         assert not config_of(old, "S").allow_atomic
+        rows = tmp_path / "rows.csv"
+        rows.write_text("a\n1\n")
+        for option in ([], ["--create", "s"]):
+            done = run("ingest", rows, "--stream", "S", "--subject", "s", *option, url=old.url)
+            assert (done.exit_code, "fast ingest needs nats-server 2.14" in done.stderr) == (1, True), done.output
+            assert "jetstream-ext enable" not in done.stderr
     with NatsServer(version="2.11.10") as old:
         with_js(old.url, create)
         done = run("enable-bucket", "B", url=old.url)

@@ -154,7 +154,7 @@ def test_ingest_reports_the_refused_row_and_the_server_s_reason(
     rows.write_text(f"n\n1\n2\n{'x' * 300}\n4\n")
     options = {"allow_direct": True, "allow_batched": True, "max_msg_size": 200}
     with_js(server.url, lambda js: js.add_stream(name=stream, subjects=[stream], **options))
-    advice = "correct the row, then the same command with --resume sends the rest"
+    advice = "correct the row or the options; the command with --resume then sends the rest"
     not_stored = f"stream '{stream}' does not store its subject 'nowhere.at.all'; nothing is stored"
     for subject, place, words in (
         (

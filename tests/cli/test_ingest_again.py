@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import re
+import shlex
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,10 +17,15 @@ import orjson
 import pytest
 from cli_tools import Json, Run, with_js
 from nats.js import JetStreamContext
+from nats.js.api import StreamSource
+from nats.js.errors import NotFoundError
 
 import jetstream_ext as jsx
+from jetstream_ext.cli import ingest as cli_ingest
 from jetstream_ext.cli.files import stored_rows
+from jetstream_ext.cli.files.row_files import Row
 from jetstream_ext.cli.ingest import _Ingest
+from jetstream_ext.errors import IngestError
 from jetstream_ext.testing import NatsServer
 
 WINDOW = 0.1  # seconds, the shortest that servers take: afterwards they know no id
@@ -108,6 +116,130 @@ def test_again_stores_all_rows_again_and_later_runs_still_know_them(stream: Stre
     assert stream.rows == [*numbers(range(3)), *numbers(range(3))]
 
 
+def sends_the_rest(said: str) -> tuple[str, ...]:
+    """Return the options that a message names for the command that sends the rest."""
+    found = re.search(r"the (?:same )?command with (.*?) (?:then )?sends the rest", said)
+    assert found is not None, said
+    return tuple(found[1].split())
+
+
+def test_again_goes_on_after_a_bad_row_with_the_options_that_the_error_names(stream: Stream) -> None:
+    stream.create(max_msg_size=250)
+    stream.write(*range(5))
+    stream.ingest()
+    stream.write(*range(3), "x" * 300, 4)
+    said = stream.refused("--again")
+    assert "this run has stored the 3 rows before it; correct the row" in said
+    stream.write(*range(5))
+    assert stream.ingest("--again", *sends_the_rest(said)) == (0, 2)
+    with stream.path.open("a") as file:
+        file.write("a,1,too many\n")
+    said = stream.refused("--again", "--skip", 2)
+    assert "row 6: the number of fields differs from the header; this run has stored the 3 rows before it; " in said
+    stream.write(*range(6))
+    assert stream.ingest("--again", "--skip", 2, *sends_the_rest(said)) == (0, 1)
+    stream.write("x" * 300)
+    assert stream.refused("--again").endswith("; this run has stored nothing\n")
+
+
+def test_again_goes_on_after_ctrl_c_with_the_options_that_are_printed(
+    stream: Stream, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream.create()
+    stream.write(*range(50))
+    stream.ingest()
+    rows_to_send = _Ingest._rows_to_send
+
+    def stopped_after_20(ingest: _Ingest) -> Generator[tuple[int, Row, str | None, int], None, None]:
+        for number, row in enumerate(rows_to_send(ingest)):
+            ingest.stopping = number == 20
+            yield row
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Ingest, "_rows_to_send", stopped_after_20)
+        done = run(*stream.how, "--again", "--skip", 10)
+    assert (done.exit_code, done.stdout) == (130, "")
+    assert f"stopped: this run has stored exactly 20 rows of {stream.path} in {stream.name}; " in done.stderr
+    assert stream.ingest("--again", "--skip", 10, *sends_the_rest(done.stderr)) == (0, 20)
+    assert stream.rows == numbers(range(50), range(10, 50))
+
+
+def test_again_goes_on_after_an_outage_with_the_options_that_the_error_names(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream.create()
+    stream.write(*range(10))
+    stream.ingest()
+
+    async def lost(js: JetStreamContext, messages: Iterable[jsx.BatchMessage], **_: object) -> None:
+        await jsx.ingest(js, list(islice(messages, 4)))
+        raise IngestError("no server", index=4, in_doubt=2)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cli_ingest, "ingest", lost)
+        said = stream.refused("--again")
+        assert "the same command continues" in stream.refused("--skip", 1, "--resume")
+    assert "row 5" in said
+    assert "this run has stored the 4 rows before it; this row and the next 1 may be stored; " in said
+    assert said.endswith("sends the rest, and these rows once more\n")
+    assert stream.ingest("--again", *sends_the_rest(said)) == (0, 6)
+    assert stream.rows == numbers(range(10), range(10))
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        ({"max_msgs": 3}, "maximum messages exceeded"),
+        ({"max_bytes": 500}, "maximum bytes exceeded"),
+        ({"max_msgs_per_subject": 3, "discard_new_per_subject": True}, "maximum messages per subject exceeded"),
+    ],
+    ids=["messages", "bytes", "per subject"],
+)
+def test_a_full_stream_asks_for_a_higher_limit_before_the_same_command_continues(
+    stream: Stream, limit: dict[str, Any], words: str
+) -> None:
+    stream.create(discard="new", **limit)
+    stream.write(*range(9))
+    for again in ((), ("--again",)):
+        said = stream.refused(*again)
+        assert words in said
+        assert "; raise this limit first, then the same command " in said
+    free = {"max_msgs": -1, "max_bytes": -1, "max_msgs_per_subject": -1, "discard_new_per_subject": False}
+
+    async def raise_limit(js: JetStreamContext) -> None:
+        await js.update_stream((await js.stream_info(stream.name)).config.evolve(**free))
+
+    stream.js(raise_limit)
+    assert sum(stream.ingest()) == 9
+    assert stream.rows == numbers(range(9))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--subject", "{}.{{c"), ("--subject", "{}.{{}}"), ("--subject", "{}.c}}"), ("--subject-from", "t{{o")],
+)
+def test_a_brace_that_belongs_to_no_column_is_a_usage_error(stream: Stream, run: Run, option: str, value: str) -> None:
+    stream.create()
+    stream.write(1)
+    text = value.format(stream.name)
+    done = run(*stream.how[:4], option, text)
+    assert (done.exit_code, f"{option} {text!r}: {{ and }} can only enclose the name of a column" in done.stderr) == (
+        2,
+        True,
+    )
+    assert stream.rows == []
+
+
+def test_other_options_need_resume_which_the_first_error_names(stream: Stream) -> None:
+    stream.create()
+    stream.path.write_text("to,n\na,x\na,\u00e9\n", encoding="latin-1")
+    said = stream.refused()
+    assert "give its --encoding; the 1 row before it is stored; correct the row or the options; " in said
+    assert ", or stored with other options: 1 of its 2 rows is stored; " in stream.refused("--encoding", "latin-1")
+    assert stream.ingest("--encoding", "latin-1", *sends_the_rest(said)) == (1, 1)
+    assert stream.rows == ["x", "\u00e9"]
+
+
 def test_a_changed_file_is_refused_with_counts_and_resume_sends_its_new_rows(stream: Stream) -> None:
     stream.create()
     stream.write(*range(100))
@@ -116,7 +248,7 @@ def test_a_changed_file_is_refused_with_counts_and_resume_sends_its_new_rows(str
     stream.write(*changed)
     said = stream.refused()
     assert said == (
-        f"Error: {stream.path} was changed since it was stored in {stream.name}: 99 of its 103 rows are stored; "
+        f"Error: {stream.path} was changed since it was stored in {stream.name}, or stored with other options: 99 of its 103 rows are stored; "
         "--resume sends the other 4, --again sends all\n"
     )
     assert stream.rows == numbers(range(100))
@@ -187,7 +319,7 @@ def test_after_a_bad_row_the_corrected_file_continues_with_resume(stream: Stream
         f"row 51 of {stream.path}: the server says: message size exceeds maximum allowed; the 50 rows before it are stored; "
         in said
     )
-    assert "correct the row, then the same command with --resume sends the rest" in said
+    assert "correct the row or the options; the command with --resume then sends the rest" in said
     assert stream.refused() == said
     stream.write(*range(50), "short", *range(50, 80))
     assert "50 of its 81 rows are stored; --resume sends the other 31" in stream.refused()
@@ -322,17 +454,60 @@ def test_skip_past_the_end_is_an_error(stream: Stream) -> None:
 def test_a_stream_without_direct_get_is_refused_unless_again(stream: Stream) -> None:
     stream.create(allow_direct=False)
     stream.write(1)
-    assert stream.ingest() == (0, 1)  # nothing to look for
-    said = stream.refused()
-    assert f"stream '{stream.name}' does not allow direct get" in said
-    assert f"'jetstream-ext enable {stream.name} --direct'" in said
-    assert stream.ingest("--again") == (0, 1)
+    for _ in range(2):
+        assert stream.refused() == (
+            f"Error: stream '{stream.name}' does not allow direct get, so ingest cannot look for rows that are already stored; "
+            f"nothing was sent; 'jetstream-ext enable {stream.name} --direct' enables it, --again sends all rows\n"
+        )
+        assert stream.ingest("--again") == (0, 1)
+
+
+def test_what_ingest_needs_is_asked_for_at_once_and_the_command_that_is_named_enables_it(
+    stream: Stream, run: Run
+) -> None:
+    stream.create(allow_direct=False, allow_batched=False)
+    stream.write(1)
+    for dry in ((), ("--dry-run",)):
+        said = stream.refused(*dry)
+        assert said == (
+            f"Error: stream '{stream.name}' does not allow fast ingest and direct get; nothing was sent; "
+            f"'jetstream-ext enable {stream.name} --batched --direct' enables them\n"
+        )
+    assert "does not allow fast ingest; nothing was sent; " in stream.refused("--again")
+    assert run(*shlex.split(said.split("'")[3])[1:]).exit_code == 0
+    assert stream.ingest() == (0, 1)
+    assert stream.ingest() == (1, 0)
+
+
+@pytest.mark.parametrize("create", [(), ("--create", "any")])
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_a_mirror_is_called_a_mirror(stream: Stream, create: tuple[str, ...], dry: tuple[str, ...]) -> None:
+    stream.js(lambda js: js.add_stream(name=stream.name, mirror=StreamSource(name="none")))
+    stream.write(1)
+    assert (
+        stream.refused(*create, *dry)
+        == f"Error: stream '{stream.name}' takes no rows: it is a mirror; nothing was sent\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("subject", "words"), [("elsewhere", "does not store its subject 'elsewhere'"), ("a..b", "subject 'a..b'")]
+)
+def test_no_stream_is_created_for_rows_that_it_would_not_store(stream: Stream, subject: str, words: str) -> None:
+    stream.write(1)
+    stream.how = (*stream.how[:5], subject, *stream.how[6:])
+    said = stream.refused("--create", f"{stream.name}.>")
+    assert f"{stream.path}, row 1: " in said
+    assert words in said
+    assert said.endswith("; nothing is stored\n")
+    with pytest.raises(NotFoundError):
+        stream.js(lambda js: js.stream_info(stream.name))
 
 
 def test_create_allows_direct_get_and_a_dry_run_says_that_it_cannot_look_before(stream: Stream, run: Run) -> None:
     stream.create(allow_direct=False)
     stream.write(1, 2)
-    stream.ingest()
+    stream.ingest("--again")
     assert "does not allow direct get" in stream.refused("--dry-run")
     done = run(*stream.how, "--create", stream.name, "--dry-run")
     assert (done.exit_code, done.stderr.count("\n"), "2 to send" in done.stdout) == (0, 1, True)
@@ -496,8 +671,8 @@ def test_rows_that_may_be_new_or_may_have_been_removed_are_refused(stream: Strea
     for options in ((), ("--resume",)):
         said = stream.refused(*options)
         assert said == (
-            f"Error: {stream.path} was changed since it was stored in {stream.name}, and the stream has removed messages since: "
-            "it is not known whether 16 rows before row 21 of it are new, or stored and removed; --resume --skip 21 sends only "
+            f"Error: {stream.path} was changed since it was stored in {stream.name}, or stored with other options, and the stream has "
+            "removed messages since: it is not known whether 16 rows before row 21 of it are new, or stored and removed; --resume --skip 21 sends only "
             "the rows after that one, --again sends all\n"
         )
     assert stream.ingest("--resume", "--skip", 21) == (0, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import time
 from collections.abc import Callable
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
@@ -18,8 +19,10 @@ from cli_tools import Json, Run, with_js
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
+from jetstream_ext.cli.files.row_files import Rows, Source
 from jetstream_ext.testing import NatsServer
 
+TEXTS = pa.map_(pa.string(), pa.string())
 Stored = tuple[str, bytes, list[tuple[str, str]]]
 
 
@@ -141,6 +144,66 @@ def test_bytes_that_are_not_utf_8_are_refused_unless_lossy(
     assert run("export", stream, tmp_path / "x.parquet", "--lossy").exit_code == 2
 
 
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("lines", "lost"),
+    [
+        (["NATS/1.0 408 Request Timeout", "X: 1"], "NATS/1.0 408 Request Timeout"),
+        (["NATS/1.0 408 Request Timeout"], "NATS/1.0 408 Request Timeout"),
+        (["NATS/1.0", "X: 1", "no colon"], "no colon"),
+        (["NATS/1.0", "X: 1", "X: 2", "no colon", "Y: 1"], "no colon"),
+        (["NATS/1.0", "no colon"], "no colon"),
+    ],
+    ids=["status", "only a status", "last line", "among values of one name", "only line"],
+)
+def test_lines_that_are_no_headers_are_refused_unless_lossy(
+    run: Run,
+    ok: Json,
+    tmp_path: Path,
+    publish_raw: Callable[..., None],
+    suffix: str,
+    lines: list[str],
+    lost: str,
+) -> None:
+    out, fine = tmp_path / f"out.{suffix}", [(b"s", b"fine")]
+    with NatsServer(version="2.11.10") as server:  # newer ones store no status
+        with_js(server.url, lambda js: js.add_stream(name="S", subjects=["s"], allow_direct=True))
+        publish_raw(server, fine)
+        publish_raw(server, fine, block=block())
+        publish_raw(server, fine, block=block("X: 1", "Nats-Sequence: 7", ": of no name"))
+        assert ok("export", "S", out, url=server.url)["messages"] == 3
+        out.unlink()
+        publish_raw(server, fine, block="".join(f"{line}\r\n" for line in (*lines, "")).encode())
+        done = run("export", "S", out, url=server.url)
+        assert (done.exit_code, done.stdout, list(tmp_path.iterdir())) == (1, "", [])
+        words = f"message 4 of stream 'S': column 'headers' would lose the line '{lost}', which is no header; "
+        assert done.stderr.startswith(f"Error: {words}")
+        if suffix == "parquet":
+            assert "export to CSV or JSON lines with --lossy" in done.stderr
+        else:
+            assert done.stderr.endswith("; --lossy leaves it out\n")
+            assert ok("export", "S", out, "--lossy", url=server.url)["messages"] == 4
+            assert lost not in out.read_text()
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_a_header_without_a_name_is_exported_and_refused_by_ingest(
+    server: NatsServer,
+    run: Run,
+    ok: Json,
+    tmp_path: Path,
+    stream_name: Callable[[], str],
+    publish_raw: Callable[..., None],
+    suffix: str,
+) -> None:
+    stream, out = stream_name(), tmp_path / f"out.{suffix}"
+    create(server.url, stream)
+    publish_raw(server, [(f"{stream}.a".encode(), b"x")], block=block(": of no name"))
+    ok("export", stream, out)
+    done = run("ingest", out, "--stream", stream)
+    assert (done.exit_code, "row 1" in done.stderr, "header name ''" in done.stderr) == (1, True, True), done.output
+
+
 def test_times_are_exported_with_nanoseconds(
     server: NatsServer, ok: Json, tmp_path: Path, stream_name: Callable[[], str], publish_raw: Callable[..., None]
 ) -> None:
@@ -198,6 +261,18 @@ def test_values_of_every_arrow_type_become_json_without_loss(
         "times": (pa.array([[1]], pa.list_(pa.timestamp("ns"))), ["1970-01-01T00:00:00.000000001"]),
         "struct": (pa.array([{"a": [b"\xff"], "b": None}]), {"a": ["/w=="], "b": None}),
         "map": (pa.array([[(1, "x")]], pa.map_(pa.int64(), pa.string())), [[1, "x"]]),
+        "empty map": (pa.array([[]], TEXTS), {}),
+        "map in a struct": (
+            pa.array([{"m": [("k", "v")], "n": []}], pa.struct({"m": TEXTS, "n": TEXTS})),
+            {"m": {"k": "v"}, "n": {}},
+        ),
+        "maps in a list": (pa.array([[[("k", "v")], [], None]], pa.list_(TEXTS)), [{"k": "v"}, {}, None]),
+        "map in a map": (pa.array([[("a", [("k", "v")])]], pa.map_(pa.string(), TEXTS)), {"a": {"k": "v"}}),
+        "map in a map of numbers": (pa.array([[(1, [("k", "v")])]], pa.map_(pa.int64(), TEXTS)), [[1, {"k": "v"}]]),
+        "twice in a struct": (
+            pa.array([{"m": [("k", "v"), ("k", "w")]}], pa.struct({"m": TEXTS})),
+            {"m": [["k", "v"], ["k", "w"]]},
+        ),
         "twice": (pa.array([[("a", 1), ("a", 2)]], pa.map_(pa.string(), pa.int64())), [["a", 1], ["a", 2]]),
         "dictionary": (pa.array(["x"]).dictionary_encode(), "x"),
         "large": (pa.array([b"\x00"], pa.large_binary()), "AA=="),
@@ -209,6 +284,25 @@ def test_values_of_every_arrow_type_become_json_without_loss(
     ok("ingest", rows, "--stream", stream, "--subject", f"{stream}.a", "--create", f"{stream}.>")
     [(_, data, _)] = stored(server.url, stream)
     assert json.loads(data) == {name: value for name, (_, value) in columns.items()}
+
+
+def test_maps_of_which_some_are_empty_survive_ingest_and_export_of_rows(
+    server: NatsServer, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
+) -> None:
+    stream, rows, out = stream_name(), tmp_path / "rows.parquet", tmp_path / "out.parquet"
+    pq.write_table(pa.table({"tags": pa.array([[("k", "v")], []], TEXTS)}), rows)
+    ok("ingest", rows, "--stream", stream, "--subject", f"{stream}.a", "--create", f"{stream}.>")
+    ok("export", stream, out, "--rows")
+    assert pq.read_table(out).to_pylist() == [{"tags": {"k": "v"}}, {"tags": {"k": None}}]
+
+
+def test_a_file_with_very_many_columns_is_checked_quickly(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.csv"
+    names = [f"c{number}" for number in range(100_000)]
+    rows.write_text("\n".join([",".join(names), ",".join("1" * len(names))]))
+    start = time.process_time()
+    (row,) = Rows(Source(rows, "rows.csv", "csv")).read()
+    assert (len(row), time.process_time() - start < 30) == (len(names), True)
 
 
 def test_a_column_of_json_lines_is_stored_with_the_digits_of_its_numbers(

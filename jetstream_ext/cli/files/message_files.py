@@ -17,13 +17,14 @@ import orjson
 from jetstream_ext.cli.files.formats import compress, conversion
 from jetstream_ext.cli.output import one_line, text_or_base64
 from jetstream_ext.protocol.direct import StoredMsg
-from jetstream_ext.protocol.headers import format_time_ns
+from jetstream_ext.protocol.headers import CRLF, VERSION, format_time_ns, line_without_header
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 START_AGAIN: Final = "--overwrite discards the export and starts again"
 COLUMNS: Final = ("seq", "time", "subject", "headers", "data", "data_base64")
+_VERSION_LINE: Final = VERSION + CRLF
 _PARQUET_ROWS: Final = 10_000  # converted at a time, or
 _PARQUET_BYTES: Final = 8 << 20
 # Spreadsheets take a cell with such a start as a formula, the last four in East Asian versions. Where a comma is the
@@ -73,9 +74,12 @@ class JsonLines:
         compress(part, file)
 
     def _row(self, message: StoredMsg) -> dict[str, Any]:
-        subject, pairs = message.subject, message.header_pairs
-        if not (self._lossy or (message.raw_subject.isascii() and message.stored_lines.isascii())):
-            _check_utf_8(message)
+        subject, pairs, lines = message.subject, message.header_pairs, message.stored_lines
+        if not self._lossy:
+            if not (message.raw_subject.isascii() and lines.isascii()):
+                _check_utf_8(message)
+            if lines and (lines.count(CRLF) != len(pairs) or not lines.startswith(_VERSION_LINE)):
+                _check_lines(message)
         headers: dict[str, str | list[str]] = dict(pairs)
         if len(headers) < len(pairs):
             values: dict[str, list[str]] = {}
@@ -111,6 +115,15 @@ def _check_utf_8(message: StoredMsg) -> None:
                 f"message {message.seq} of stream {message.stream!r}: column {what!r} would lose bytes that are not UTF-8; "
                 "--lossy writes U+FFFD in their place"
             ) from None
+
+
+def _check_lines(message: StoredMsg) -> None:
+    """Raise UnwritableError if the headers of a message have a line that is none."""
+    if (line := line_without_header(message.stored_lines)) is not None:
+        raise UnwritableError(
+            f"message {message.seq} of stream {message.stream!r}: column 'headers' would lose the line {line!r}, which is no "
+            "header; --lossy leaves it out"
+        )
 
 
 class Csv(JsonLines):

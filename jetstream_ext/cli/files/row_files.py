@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -216,8 +217,8 @@ class Rows:
 
 
 def _check_names(place: str, names: Sequence[str]) -> None:
-    for name in names:
-        if names.count(name) > 1:
+    for name, number in Counter(names).items():
+        if number > 1:
             raise RowError(f"{place}: there are two columns {name!r}")
 
 
@@ -244,10 +245,10 @@ def _parquet_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
             digits = _UNITS[field.type.unit]
             numbers = column.cast(pa.int64()).to_pylist()
             values = [None if number is None else duration_text(number, digits) for number in numbers]
-        elif isinstance(field.type, pa.MapType):
-            values = [pairs and _as_dict(pairs) for pairs in column.to_pylist()]
         else:
             values = column.to_pylist()
+            if any(isinstance(kind, pa.MapType) for kind in types_in(field.type)):
+                values = [_with_dicts(value, field.type) for value in values]
         columns[field.name] = values
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
@@ -259,6 +260,23 @@ def duration_text(number: int, digits: int) -> str:
     return f"{'-' if number < 0 else ''}PT{seconds}{point}S"
 
 
-def _as_dict(pairs: list[tuple[Any, Any]]) -> object:
-    names = dict(pairs)
-    return names if len(names) == len(pairs) and all(isinstance(name, str) for name in names) else pairs
+def types_in(kind: pa.DataType) -> Iterator[pa.DataType]:
+    """Yield a type and all types inside of it."""
+    yield kind
+    for index in range(kind.num_fields):
+        yield from types_in(kind.field(index).type)
+
+
+def _with_dicts(value: Any, kind: pa.DataType) -> Any:
+    """Return a value with its maps as dicts, at any depth; one with other keys than strings, or equal keys, stays as pairs."""
+    import pyarrow as pa  # an extra, and slow to import
+
+    if value is None or kind.num_fields == 0:
+        return value
+    if isinstance(kind, pa.MapType):
+        pairs = [(name, _with_dicts(item, kind.item_type)) for name, item in value]
+        is_object = all(isinstance(name, str) for name, _ in pairs) and len({name for name, _ in pairs}) == len(pairs)
+        return dict(pairs) if is_object else pairs
+    if isinstance(kind, pa.StructType):
+        return {field.name: _with_dicts(value[field.name], field.type) for field in kind}
+    return [_with_dicts(item, kind.field(0).type) for item in value]

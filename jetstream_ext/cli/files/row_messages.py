@@ -40,6 +40,11 @@ def short_digest(*parts: bytes) -> str:
     return base64.urlsafe_b64encode(digest.digest()).decode()
 
 
+def has_lone_brace(subject: str) -> bool:
+    """Return whether a brace of a subject pattern belongs to no ``{column}``."""
+    return any(brace in _PLACEHOLDER.sub("", subject) for brace in "{}")
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """What a row becomes."""

@@ -13,6 +13,7 @@ import orjson
 from jetstream_ext.cli.files.exact_json import decode_exact, decode_numbers
 from jetstream_ext.cli.files.formats import compressed, conversion
 from jetstream_ext.cli.files.message_files import JsonLines, UnwritableError, without_formulas
+from jetstream_ext.cli.files.row_files import types_in
 from jetstream_ext.cli.output import one_line
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.headers import is_reserved
@@ -141,7 +142,7 @@ class TableParquet(_Table):
             schema = _unified(schema, sequences, rows)
         _check_names(part, schema.names)
         for field in schema:
-            if any(kind.num_fields == 0 for kind in _types(field.type) if pa.types.is_struct(kind)):
+            if any(kind.num_fields == 0 for kind in types_in(field.type) if pa.types.is_struct(kind)):
                 raise UnwritableError(
                     f"column {field.name!r} has empty objects, which Parquet cannot store; {_INSTEAD}"
                 )
@@ -236,10 +237,3 @@ def _has_bool_as_number(kind: pa.DataType, values: Iterable[Any]) -> bool:
     return pa.types.is_struct(kind) and any(
         _has_bool_as_number(field.type, [value.get(field.name) for value in present]) for field in kind
     )
-
-
-def _types(kind: pa.DataType) -> Iterator[pa.DataType]:
-    """Yield a type and all types inside of it."""
-    yield kind
-    for index in range(kind.num_fields):
-        yield from _types(kind.field(index).type)
