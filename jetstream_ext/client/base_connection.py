@@ -66,6 +66,13 @@ class NotPermittedError(RequestTimeoutError):
         super().__init__(f"the server refused the request: no permission to publish to {subject}")
 
 
+class NotConnectedError(nats.errors.ConnectionClosedError):
+    """nats-py's error of a closed connection, for a client that was never connected."""
+
+    def __str__(self) -> str:
+        return "the client is not connected; await nats.connect(...) first"
+
+
 def never() -> bool:
     return False
 

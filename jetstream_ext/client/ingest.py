@@ -404,9 +404,10 @@ class _Ingest:
         return min(self._ack_timeout, _LOOKUP_TIMEOUT)
 
     async def _connected(self) -> None:
+        connection = self._context.connection
         while True:
             try:
-                return self._context.connection.check_usable()
+                return connection.check_usable()
             except nats.errors.Error as error:
                 await self._pause(error)
 
