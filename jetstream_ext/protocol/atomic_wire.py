@@ -223,6 +223,5 @@ def refusal_error(
         text = f"{what} was refused: {refusal.description}; nothing of the batch is stored"
         if hint and isinstance(refusal, errors.AtomicPublishIncompleteError):
             text += f"; {hint}"
-        elif isinstance(refusal, errors.MessageTTLDisabledError):
-            text += f"; {advice.enable_stream('STREAM', 'ttl', what='TTLs')}"
+        text += advice.after_refusal(refusal.err_code)
     return errors.batch_refusal(refusal, f"batch {batch_id}: {text}", **facts)

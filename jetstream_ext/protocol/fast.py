@@ -833,8 +833,7 @@ class FastBatch:
             text = f"fast ingest is disabled on the stream of subject {self.first_subject!r}; {stored}; {how}"
         elif error.err_code == ErrorCode.FAST_UNKNOWN_BATCH:
             text = f"the server no longer has the batch; {stored}"
-        elif error.err_code == ErrorCode.MESSAGE_TTL_DISABLED:
-            text += f"; {advice.enable_stream('STREAM', 'ttl', what='TTLs')}"
+        text += advice.after_refusal(error.err_code)
         return errors.batch_refusal(error, f"batch {self.batch_id}: {text}", **self._facts(outcome))
 
     def _error(self, kind: type[BatchError], text: str, outcome: Outcome | None = None, **fields: Any) -> BatchError:
