@@ -25,6 +25,7 @@ from jetstream_ext.client.api import (
     remember_ack,
     settled_state,
     stream_state,
+    why_no_jetstream,
 )
 from jetstream_ext.client.base_connection import ROOM, InboxHandler, InboxSubscription, Over, weakly
 from jetstream_ext.client.connection import Context, connection_of
@@ -487,6 +488,7 @@ class AtomicSession:
                     reply=inbox.subject,
                     stream=leader.stream,
                 )
+                self.machine.no_jetstream = why_no_jetstream(self._context)
                 self._opened, self._inbox = (leader.stream, leader.last_seq), inbox
                 self._turns.wake()
         finally:

@@ -457,6 +457,11 @@ class BaseConnection(ABC):
         return level if type(level) is int else None
 
     @property
+    def has_jetstream(self) -> bool:
+        """Whether the connected server has JetStream; without it, the server may still reach one that has."""
+        return self._server_info().get("jetstream") is True
+
+    @property
     def domain(self) -> str | None:
         return self._info_text("domain") or None
 

@@ -479,7 +479,7 @@ def _server_info(nc: Client) -> Mapping[str, Any]:
     with _required():
         version = nc.connected_server_version
     release = f"{version.major}.{version.minor}.{version.patch}"
-    return {"version": release, "api_lvl": feature_table.api_level(release)}
+    return {"version": release, "api_lvl": feature_table.api_level(release), "jetstream": True}
 
 
 class Context:

@@ -16,7 +16,7 @@ from nats.js import JetStreamContext
 from nats.nuid import NUID
 
 from jetstream_ext.client import telemetry
-from jetstream_ext.client.api import LeaderInfo, known_stream_name, lookup_leader
+from jetstream_ext.client.api import LeaderInfo, known_stream_name, lookup_leader, why_no_jetstream
 from jetstream_ext.client.base_connection import (
     ROOM,
     BaseConnection,
@@ -765,6 +765,7 @@ class FastSession:
         except BaseException:
             inbox.close()
             raise
+        self.batch.no_jetstream = why_no_jetstream(self._context)
         self.batch.set_max_payload(connection.max_payload)
         self.batch.set_max_msg_size(None if leader.stream is None else leader.stream.max_msg_size)
         self.now = asyncio.get_running_loop().time

@@ -24,6 +24,7 @@ from jetstream_ext.client.api import (
     settled_state,
     stream_name,
     stream_state,
+    why_no_jetstream,
 )
 from jetstream_ext.client.base_connection import NotPermittedError
 from jetstream_ext.client.connection import Context
@@ -390,10 +391,13 @@ class _Ingest:
             await self._retry.pause_if_transient(error)
         except nats.errors.Error:
             why = f"no ack for {self._retry.give_up_after:g} s"
+            reason = str(error)
+            if type(error) is NoStreamResponseError:
+                reason = f"no stream stores the subject, or the stream has no leader{why_no_jetstream(self._context)}"
             if not is_not_closed(error):
                 draining = isinstance(error, nats.errors.ConnectionDrainingError)
                 why = f"the connection is {'draining' if draining else 'closed'}"
-            raise self._failure(f"was not acknowledged: {why} ({error})") from error
+            raise self._failure(f"was not acknowledged: {why} ({reason})") from error
 
     @property
     def _ack_timeout(self) -> float:
