@@ -50,6 +50,12 @@ _NO_TIME: Final = 0.001
 # How long a request that the server refused is not sent again by a lookup, in seconds.
 _REFUSED_TTL: Final = 30.0
 
+_NONE_ON_THE_SERVER: Final = "the server has no JetStream"
+_NOT_ENABLED: Final[dict[int, str]] = {
+    ErrorCode.NOT_ENABLED_FOR_ACCOUNT: "the account has no JetStream",
+    ErrorCode.NOT_ENABLED: _NONE_ON_THE_SERVER,
+}
+
 _T = TypeVar("_T")
 _Item = TypeVar("_Item")
 
@@ -103,12 +109,18 @@ class Api:
 
         refusal: ServerError | None = None
 
+        def heard(no_jetstream: str) -> None:
+            if prefix is None:
+                _cache(self.context).no_jetstream = no_jetstream
+
         async def send() -> dict[str, Any]:
             nonlocal refusal
             try:
                 left = max(0.0, self.remaining)
                 reply = await self.context.connection.request(subject, payload, left, mapped=f"{DEFAULT_PREFIX}.{what}")
-                return parse_answer(subject, reply.data, self._what or _object_of(what))
+                answer = parse_answer(subject, reply.data, self._what or _object_of(what))
+                heard("")
+                return answer
             except NotPermittedError:
                 raise
             except RequestTimeoutError:
@@ -116,10 +128,13 @@ class Api:
                     f"no answer on {subject} within {self.timeout:.4g} s{self.context.connection.why_silent(())}"
                 ) from refusal
             except nats.errors.NoRespondersError as error:
+                own = subject.startswith(f"{DEFAULT_PREFIX}.") and not self.context.connection.has_jetstream
+                heard(_NONE_ON_THE_SERVER if own else f"no server answers on {subject}")
                 raise ServiceUnavailableError(
                     Status.UNAVAILABLE, f"no server answers on {subject}: {NO_JETSTREAM}"
                 ) from error
             except ServerError as error:
+                heard(_NOT_ENABLED.get(error.err_code or 0, ""))
                 if error.code == Status.NOT_FOUND:
                     raise NotFoundError(error.code, _missing(what, error), error.err_code) from error
                 refusal = error
@@ -421,6 +436,8 @@ class _Cache:
     # When the server refused a lookup, by the subject of its request.
     refused: dict[str, float] = field(default_factory=dict)
     level: tuple[float, int] | None = None
+    # Why perhaps there is no JetStream, as the newest answer says; "" if one answered, None if none was asked.
+    no_jetstream: str | None = None
 
     def check_refused(self, subject: str) -> None:
         """Raise NotPermittedError if the server refused a lookup with this subject not long ago."""
@@ -439,6 +456,14 @@ def _cache(context: Context) -> _Cache:
     if cache is None or cache.session != session:
         cache = by_prefix[context.prefix] = _Cache(session)
     return cache
+
+
+def why_no_jetstream(context: Context) -> str:
+    """Return why perhaps no JetStream answers, to append to what else may be why a message has no responders; or ""."""
+    why = _cache(context).no_jetstream
+    if why is None and not context.connection.has_jetstream:
+        why = _NONE_ON_THE_SERVER
+    return f", or {why}" if why else ""
 
 
 class LeaderInfo(NamedTuple):

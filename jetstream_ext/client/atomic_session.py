@@ -25,9 +25,10 @@ from jetstream_ext.client.api import (
     remember_ack,
     settled_state,
     stream_state,
+    why_no_jetstream,
 )
 from jetstream_ext.client.base_connection import ROOM, InboxHandler, InboxSubscription, Over, weakly
-from jetstream_ext.client.connection import Context
+from jetstream_ext.client.connection import Context, connection_of
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.fence import send_fence
 from jetstream_ext.client.retry import Retry, is_transient_read
@@ -151,16 +152,16 @@ class AtomicSession:
         ack_every: int | None = None,
         in_one_go: bool = False,
     ) -> None:
+        self._connection = connection_of(context.nc)
         self.machine: AtomicBatchMachine = AtomicBatchMachine(
             NUID().next().decode() if batch_id is None else batch_id,
             own_id=batch_id is None,
-            inbox_size=context.connection.inbox_size,
+            inbox_size=self._connection.inbox_size,
             ack_first=ack_first,
             ack_every=ack_every,
             in_one_go=in_one_go,
         )
         self._context = context
-        self._connection = context.connection
         self._timeout = context.resolve_timeout(timeout)
         # One call of the user's, which began now, sends and commits the whole batch.
         self._only_call = _Patience(self._timeout) if in_one_go else None
@@ -385,7 +386,7 @@ class AtomicSession:
         self, turn: Turn, message: BatchMessage, patience: _Patience, ack: bool | None, trace: TraceContext | None
     ) -> Encoded:
         """Do what `_prepared` says, with a turn that the caller keeps."""
-        machine, connection = self.machine, self._connection
+        machine, connection = self.machine, self._context.connection
         while True:
             try:
                 encoded = self._encoded(message, ack, trace)
@@ -487,6 +488,7 @@ class AtomicSession:
                     reply=inbox.subject,
                     stream=leader.stream,
                 )
+                self.machine.no_jetstream = why_no_jetstream(self._context)
                 self._opened, self._inbox = (leader.stream, leader.last_seq), inbox
                 self._turns.wake()
         finally:

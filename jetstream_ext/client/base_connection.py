@@ -66,6 +66,13 @@ class NotPermittedError(RequestTimeoutError):
         super().__init__(f"the server refused the request: no permission to publish to {subject}")
 
 
+class NotConnectedError(nats.errors.ConnectionClosedError):
+    """nats-py's error of a closed connection, for a client that was never connected."""
+
+    def __str__(self) -> str:
+        return "the client is not connected; await nats.connect(...) first"
+
+
 def never() -> bool:
     return False
 
@@ -448,6 +455,11 @@ class BaseConnection(ABC):
         """The connected server's JetStream API level (None: a server before 2.12)."""
         level = self._server_info().get("api_lvl")
         return level if type(level) is int else None
+
+    @property
+    def has_jetstream(self) -> bool:
+        """Whether the connected server has JetStream; without it, the server may still reach one that has."""
+        return self._server_info().get("jetstream") is True
 
     @property
     def domain(self) -> str | None:

@@ -45,6 +45,7 @@ from jetstream_ext.client.base_connection import (
     FallbackConnection,
     InboxHandler,
     InboxSubscription,
+    NotConnectedError,
     call_handler,
     cancel,
     notify,
@@ -478,7 +479,7 @@ def _server_info(nc: Client) -> Mapping[str, Any]:
     with _required():
         version = nc.connected_server_version
     release = f"{version.major}.{version.minor}.{version.patch}"
-    return {"version": release, "api_lvl": feature_table.api_level(release)}
+    return {"version": release, "api_lvl": feature_table.api_level(release), "jetstream": True}
 
 
 class Context:
@@ -501,7 +502,26 @@ class Context:
 
     @property
     def connection(self) -> BaseConnection:
+        """The client's connection; raises as `check_client` does."""
+        self.check_client()
         return connection_of(self.nc)
+
+    def check_client(self) -> None:
+        """Raise NotConnectedError if the client was never connected, or RuntimeError if another event loop connected it.
+
+        Without a running loop, only the first is checked.
+        """
+        reader = getattr(self.nc, "_reading_task", _MISSING)
+        if reader is None and not (self.nc.is_connected or self.nc.is_closed):
+            raise NotConnectedError
+        if not isinstance(reader, asyncio.Future):
+            return
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        if reader.get_loop() is not running and not self.nc.is_closed:
+            raise RuntimeError("the nats-py client was connected in another event loop; connect and use it in one loop")
 
     async def publish(
         self, subject: str, payload: bytes, headers: Mapping[str, str], timeout: float, what: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -23,13 +23,14 @@ from jetstream_ext.client.api import (
     newest_up_to,
     stream_state,
     wait_for_sequence,
+    why_no_jetstream,
 )
 from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.retry import Retry
-from jetstream_ext.errors import JetStreamExtError, RequestTimeoutError
+from jetstream_ext.errors import DirectGetDisabledError, JetStreamExtError, RequestTimeoutError
 from jetstream_ext.protocol import frames, range_read
-from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, StoredMsg, not_found
+from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, StoredMsg, no_responders, not_found
 from jetstream_ext.protocol.feature_table import START_TIME_LEVEL
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.range_read import (
@@ -270,10 +271,8 @@ async def _read_blocks(
                 case range_read.Deliver(block):
                     yield block
                 case range_read.Done(failure):
-                    if isinstance(failure, RequestTimeoutError):
-                        raise connection.explained(failure, addresses) from failure.__cause__
                     if failure is not None:
-                        raise failure
+                        raise _explained(context, failure, addresses) from failure.__cause__
                     return
                 case action:
                     try:
@@ -283,6 +282,15 @@ async def _read_blocks(
     finally:
         machine.closed()
         inboxes.close_all()
+
+
+def _explained(context: Context, failure: Exception, subjects: Iterable[str]) -> Exception:
+    """Return the error of a read whose requests went to `subjects`, with what else may be why no server answers."""
+    if isinstance(failure, RequestTimeoutError):
+        return context.connection.explained(failure, subjects)
+    if isinstance(failure, DirectGetDisabledError) and (no_jetstream := why_no_jetstream(context)):
+        return no_responders(failure.stream, no_jetstream)
+    return failure
 
 
 async def skip_malformed(blocks: AsyncGenerator[Block, None]) -> AsyncGenerator[Block, None]:
@@ -343,8 +351,8 @@ async def read_one(context: Context, stream: str, request: Request, timeout: flo
             inboxes.close_all()
     try:
         return read.result(connection.server_version, request)
-    except RequestTimeoutError as late:
-        raise connection.explained(late, [subject]) from late.__cause__
+    except (RequestTimeoutError, DirectGetDisabledError) as failure:
+        raise _explained(context, failure, [subject]) from failure.__cause__
 
 
 _T = TypeVar("_T")

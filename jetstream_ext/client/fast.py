@@ -16,7 +16,7 @@ from nats.js import JetStreamContext
 from nats.nuid import NUID
 
 from jetstream_ext.client import telemetry
-from jetstream_ext.client.api import LeaderInfo, known_stream_name, lookup_leader
+from jetstream_ext.client.api import LeaderInfo, known_stream_name, lookup_leader, why_no_jetstream
 from jetstream_ext.client.base_connection import (
     ROOM,
     BaseConnection,
@@ -26,7 +26,7 @@ from jetstream_ext.client.base_connection import (
     cancel,
     weakly,
 )
-from jetstream_ext.client.connection import Context, call_as
+from jetstream_ext.client.connection import Context, call_as, connection_of
 from jetstream_ext.client.turns import Turns
 from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.protocol.fast import KEPT_REPORTS, Ended, Event, FastBatch, State
@@ -477,7 +477,7 @@ class FastSession:
         self._context = context
         self._one_stream = one_stream
         self._handlers = handlers
-        self.connection: BaseConnection = context.connection
+        self.connection: BaseConnection = connection_of(context.nc)
         self.leader: LeaderInfo | None = None  # the server of the stream, once the batch is opened
         self.batch: FastBatch = FastBatch(
             max_payload=self.connection.max_payload, inbox_size=self.connection.inbox_size, **batch
@@ -537,7 +537,7 @@ class FastSession:
     def check_new(self) -> None:
         """Raise if a batch that is not opened yet cannot be opened now."""
         self.batch.check_open()
-        self.connection.check_usable()
+        self._context.connection.check_usable()
 
     async def wait_turn(self, message: BatchMessage) -> Encoded:
         """Check and encode a message; return when it can be sent. Callers get their turn in the order of their calls.
@@ -696,6 +696,7 @@ class FastSession:
 
     async def wait_closed(self) -> EndReason:
         """Wait for the end of the batch without sending anything."""
+        self._context.check_client()
         try:
             await self.connection.bounded(self._ended.wait(), math.inf, "the end of the batch")
         except nats.errors.Error:  # nothing tells an unused batch about its connection
@@ -739,7 +740,7 @@ class FastSession:
         return began + (1 - _REPLY_SHARE) * self.batch.ack_timeout
 
     async def _open(self, first: BatchMessage, began: float) -> None:
-        connection, deadline = self.connection, self._must_open_by(began)
+        connection, deadline = self._context.connection, self._must_open_by(began)
         connection.check_usable()
         if self.now() >= deadline:
             raise self._not_sent(began, "the calls before it have not ended")
@@ -767,6 +768,7 @@ class FastSession:
         except BaseException:
             inbox.close()
             raise
+        self.batch.no_jetstream = why_no_jetstream(self._context)
         self.batch.set_max_payload(connection.max_payload)
         self.batch.set_max_msg_size(None if leader.stream is None else leader.stream.max_msg_size)
         self.now = asyncio.get_running_loop().time

@@ -24,6 +24,7 @@ from jetstream_ext.client.api import (
     settled_state,
     stream_name,
     stream_state,
+    why_no_jetstream,
 )
 from jetstream_ext.client.base_connection import NotPermittedError
 from jetstream_ext.client.connection import Context
@@ -42,6 +43,7 @@ from jetstream_ext.errors import (
     UnsupportedFeatureError,
 )
 from jetstream_ext.protocol import headers as h
+from jetstream_ext.protocol.advice import after_refusal
 from jetstream_ext.protocol.api import StreamState, recreated
 from jetstream_ext.protocol.atomic_wire import read_reply
 from jetstream_ext.protocol.fence import mark, marked_seq
@@ -332,8 +334,8 @@ class _Ingest:
         seconds = asyncio.get_running_loop().time() - self._began
         return IngestReport(self._stored, self._duplicates, self._resent, self._batches, seconds, self._in_doubt)
 
-    def _failure(self, what: str, entry: Entry | None = None) -> IngestError:
-        """Return the error about `entry`, by default the oldest message of the window."""
+    def _failure(self, what: str, entry: Entry | None = None, advice: str = "") -> IngestError:
+        """Return the error about `entry`, by default the oldest message of the window; it ends with `advice`."""
         in_doubt = self._unanswered
         if entry is None and self._window:
             entry = self._window[0]
@@ -354,7 +356,7 @@ class _Ingest:
         if in_doubt:
             after = f" and the {in_doubt - 1} after it" if in_doubt > 1 else ""
             text += f"; it{after} may be stored"
-        return IngestError(text, index=self._stored, subject=subject, report=self._report(), in_doubt=in_doubt)
+        return IngestError(text + advice, index=self._stored, subject=subject, report=self._report(), in_doubt=in_doubt)
 
     def _confirm(self, count: int, *, in_doubt: bool = False) -> None:
         """Take the oldest `count` messages out of the window: they are stored, once unless they are `in_doubt`."""
@@ -395,10 +397,13 @@ class _Ingest:
             await self._retry.pause_if_transient(error)
         except nats.errors.Error:
             why = f"no ack for {self._retry.give_up_after:g} s"
+            reason = str(error)
+            if type(error) is NoStreamResponseError:
+                reason = f"no stream stores the subject, or the stream has no leader{why_no_jetstream(self._context)}"
             if not is_not_closed(error):
                 draining = isinstance(error, nats.errors.ConnectionDrainingError)
                 why = f"the connection is {'draining' if draining else 'closed'}"
-            raise self._failure(f"was not acknowledged: {why} ({error})") from error
+            raise self._failure(f"was not acknowledged: {why} ({reason})") from error
 
     @property
     def _ack_timeout(self) -> float:
@@ -410,9 +415,10 @@ class _Ingest:
         return min(self._ack_timeout, _LOOKUP_TIMEOUT)
 
     async def _connected(self) -> None:
+        connection = self._context.connection
         while True:
             try:
-                return self._context.connection.check_usable()
+                return connection.check_usable()
             except nats.errors.Error as error:
                 await self._pause(error)
 
@@ -538,7 +544,8 @@ class _Ingest:
             if isinstance(error, NoStreamResponseError) and await self._has_no_stream(message.subject):
                 raise self._failure("has a subject that no stream stores") from error
             if isinstance(error, APIError) and not is_transient(error):
-                raise self._failure(f"was refused: {error.description}") from error
+                advice = after_refusal(error.err_code, "STREAM" if self._stream is None else self._stream.name)
+                raise self._failure(f"was refused: {error.description}", advice=advice) from error
             if not isinstance(error, APIError | NoStreamResponseError):
                 self._unanswered = max(self._unanswered, 1)
             await self._pause(error)

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, Self, TypeVar
 from nats.js.kv import KeyValue
 
 from jetstream_ext.client import telemetry
+from jetstream_ext.client.api import why_no_jetstream
 from jetstream_ext.client.atomic import AtomicBatch, BatchState, publish_unobserved
 from jetstream_ext.client.retry import Retry, is_transient
 from jetstream_ext.errors import (
@@ -290,7 +291,8 @@ class Transaction:
                     raise conflict or refusal from refusal
             except NoStreamError as error:
                 await bucket.check_known(fresh=True)
-                text = f"bucket {bucket.name!r} does not exist, or has no leader; nothing was written"
+                why = why_no_jetstream(bucket.context)
+                text = f"bucket {bucket.name!r} does not exist, or has no leader{why}; nothing was written"
                 raise NoStreamError(text, batch_id=error.batch_id, sent=error.sent, outcome="not_stored") from error
             except BatchServerError as refusal:
                 raise self._explain(refusal) from refusal.__cause__

@@ -6,6 +6,8 @@ import shlex
 from contextvars import ContextVar
 from typing import Final
 
+from jetstream_ext.errors import ErrorCode
+
 STREAM_OPTIONS: Final = {
     "direct": "allow_direct",
     "atomic": "allow_atomic",
@@ -32,6 +34,11 @@ def enable_stream(stream: str, *options: str, what: str = "it") -> str:
     """Return how to turn on `options` (keys of `STREAM_OPTIONS`) of a stream; "STREAM" stands for an unknown one."""
     fields = " and ".join(f"{STREAM_OPTIONS[option]}=True" for option in options)
     return f"enable {what} with {fields} (jetstream_ext.ensure_stream) or '{enable_command(stream, *options)}'"
+
+
+def after_refusal(code: int | None, stream: str = "STREAM") -> str:
+    """Return what to do after the refusal of a message with this ``err_code``, to append to its error; or ""."""
+    return f"; {enable_stream(stream, 'ttl', what='TTLs')}" if code == ErrorCode.MESSAGE_TTL_DISABLED else ""
 
 
 def enable_bucket(bucket: str, *options: str, what: str = "it") -> str:

@@ -145,6 +145,7 @@ class AtomicBatchMachine:
         # Known from `open` on.
         self._reply = b""
         self._server_version = ""
+        self.no_jetstream: str = ""  # why perhaps no JetStream answers, for the error about a subject without a stream
         self._has_marker = False
         self._holds_back = False
         self._stream: StreamState | None = None
@@ -648,6 +649,7 @@ class AtomicBatchMachine:
                 in_doubt=bool(self._doubt_from),
                 facts=self._facts("not_stored"),
                 hint=self._hint(payload),
+                no_jetstream=self.no_jetstream,
             )
             if answers_commit and self._refused is not None:
                 self._apply(Input.BATCH_REFUSED, error=self._refused)

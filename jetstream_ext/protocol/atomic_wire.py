@@ -197,14 +197,23 @@ def refuses_one_message(refusal: ServerError) -> bool:
 
 
 def refusal_error(
-    refusal: ServerError, batch_id: str, what: str, subject: str, *, in_doubt: bool, facts: dict[str, Any], hint: str
+    refusal: ServerError,
+    batch_id: str,
+    what: str,
+    subject: str,
+    *,
+    in_doubt: bool,
+    facts: dict[str, Any],
+    hint: str,
+    no_jetstream: str,
 ) -> JetStreamExtError:
     """Return the error for a refusal of `what`.
 
-    `in_doubt`: it is the first answer since the connection was lost. `hint`: what may explain an incomplete batch.
+    `in_doubt`: it is the first answer since the connection was lost. `hint`: what may explain an incomplete batch, and
+    `no_jetstream` that no stream answers.
     """
     if errors.reached_no_stream(refusal):
-        text = f"no stream stores subject {subject!r} of {what}, or the stream has no leader"
+        text = f"no stream stores subject {subject!r} of {what}, or the stream has no leader{no_jetstream}"
         return errors.NoStreamError(f"batch {batch_id}: {text}; nothing of the batch is stored", **facts)
     if in_doubt and isinstance(refusal, errors.AtomicPublishIncompleteError):
         lost = errors.BatchAbandonedError(
@@ -223,6 +232,5 @@ def refusal_error(
         text = f"{what} was refused: {refusal.description}; nothing of the batch is stored"
         if hint and isinstance(refusal, errors.AtomicPublishIncompleteError):
             text += f"; {hint}"
-        elif isinstance(refusal, errors.MessageTTLDisabledError):
-            text += f"; {advice.enable_stream('STREAM', 'ttl', what='TTLs')}"
+        text += advice.after_refusal(refusal.err_code)
     return errors.batch_refusal(refusal, f"batch {batch_id}: {text}", **facts)

@@ -611,6 +611,15 @@ def _status(stream: str, header: bytes) -> tuple[int, str]:
     return status
 
 
+def no_responders(stream: str, no_jetstream: str = "") -> errors.DirectGetDisabledError:
+    """Return the error for a direct get that no server answers, for one of the known reasons or `no_jetstream`."""
+    return errors.DirectGetDisabledError(
+        f"stream {stream!r}: no server answers direct gets: the stream does not exist, lacks allow_direct, or none of its "
+        f"replicas is available{no_jetstream}; {advice.enable_stream(stream, 'direct', what='direct gets')}",
+        stream=stream,
+    )
+
+
 def status_error(stream: str, header: bytes, server: str = "", asked: Request | None = None) -> JetStreamExtError:
     """Return the error for a direct get that a server, of this version if known, refused."""
     code, text = _status(stream, header)
@@ -639,11 +648,7 @@ def status_error(stream: str, header: bytes, server: str = "", asked: Request | 
             "use narrower filters"
         )
     if code == Status.UNAVAILABLE:
-        return errors.DirectGetDisabledError(
-            f"stream {stream!r}: no server answers direct gets: the stream does not exist, lacks allow_direct, or none "
-            f"of its replicas is available; {advice.enable_stream(stream, 'direct', what='direct gets')}",
-            stream=stream,
-        )
+        return no_responders(stream)
     if code == Status.INTERNAL_ERROR:
         return errors.ServerError(
             f"stream {stream!r}: the server reported an internal error: {text}", code=code, description=text

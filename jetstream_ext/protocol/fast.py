@@ -251,6 +251,7 @@ class FastBatch:
         self.error_count: int = 0
         self.in_doubt: deque[InDoubt] = deque(maxlen=KEPT_REPORTS)
         self.silence: str = ""  # why the server may not answer, for the error of a deadline
+        self.no_jetstream: str = ""  # why perhaps no JetStream answers, for the error about a subject without a stream
 
         self._source = f"batch {batch_id}"  # for the log
         self._table = _TABLES[self.gap]
@@ -817,8 +818,8 @@ class FastBatch:
         if not isinstance(error, ServerError):  # a gap of message 1, which only another batch can have
             error = errors.server_error(code=errors.Status.INVALID_REQUEST, err_code=ErrorCode.FAST_UNKNOWN_BATCH)
         if first and errors.reached_no_stream(error):
-            text = f"no stream stores subject {self.first_subject!r}, or the stream has no leader; nothing is stored"
-            return self._error(errors.NoStreamError, text, "not_stored")
+            text = f"no stream stores subject {self.first_subject!r}, or the stream has no leader{self.no_jetstream}"
+            return self._error(errors.NoStreamError, f"{text}; nothing is stored", "not_stored")
         return self._refused_message(error, reply.seq, "not_stored" if first else "unknown")
 
     def _refused_message(self, error: ServerError, seq: int, outcome: Outcome) -> BatchError:
@@ -833,8 +834,7 @@ class FastBatch:
             text = f"fast ingest is disabled on the stream of subject {self.first_subject!r}; {stored}; {how}"
         elif error.err_code == ErrorCode.FAST_UNKNOWN_BATCH:
             text = f"the server no longer has the batch; {stored}"
-        elif error.err_code == ErrorCode.MESSAGE_TTL_DISABLED:
-            text += f"; {advice.enable_stream('STREAM', 'ttl', what='TTLs')}"
+        text += advice.after_refusal(error.err_code)
         return errors.batch_refusal(error, f"batch {self.batch_id}: {text}", **self._facts(outcome))
 
     def _error(self, kind: type[BatchError], text: str, outcome: Outcome | None = None, **fields: Any) -> BatchError:

@@ -175,6 +175,20 @@ class TestRefusals:
         assert isinstance(caught.value.__cause__, errors.FastPublishDisabledError)
         assert await messages(js, stream) == []
 
+    @pytest.mark.parametrize("expectation", [{}, {"expected_last_seq": 1}], ids=["plain", "with an expectation"])
+    async def test_a_ttl_on_a_stream_without_ttls_names_the_option(
+        self, js: JetStreamContext, make_stream: MakeStream, expectation: dict[str, Any]
+    ) -> None:
+        stream = await make_stream(allow_msg_ttl=False)
+        entries: list[Any] = [(f"{stream}.a", b"1"), jsx.BatchMessage(f"{stream}.a", b"2", msg_ttl=60, **expectation)]
+        with pytest.raises(errors.IngestError) as caught:
+            await jsx.ingest(js, entries)
+        assert str(caught.value) == (
+            f"the message at index 1 (subject '{stream}.a') was refused: per-message TTL is disabled; the message before it "
+            f"is stored; enable TTLs with allow_msg_ttl=True (jetstream_ext.ensure_stream) or "
+            f"'jetstream-ext enable {stream} --ttl'"
+        )
+
     @pytest.mark.parametrize("version", ["2.11.11", "2.12.8"])
     async def test_a_server_without_fast_ingest_is_an_error(self, version: str) -> None:
         async with NatsServer(version=version) as server:

@@ -754,7 +754,7 @@ class _Running:
 _numbers = itertools.count()
 
 
-def _without_internals(nc: Client) -> None:
+def without_internals(nc: Client) -> None:
     """Make this package use nats-py's public interface only."""
     parse = nc._ps.parse
     nc._ps.parse = lambda data=b"": parse(data)  # type: ignore[method-assign]
@@ -812,7 +812,7 @@ async def _connect(
         error_cb=cell.note,
     )
     if cell.fallback:
-        _without_internals(nc)
+        without_internals(nc)
     return nc, freezer
 
 

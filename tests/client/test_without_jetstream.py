@@ -1,0 +1,142 @@
+"""A server or an account without JetStream: errors about a message that no server answers name this cause."""
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import nats
+import pytest
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+from nats.js.errors import ServiceUnavailableError
+
+import jetstream_ext as jsx
+import jetstream_ext.kv as kvx
+from jetstream_ext import errors
+from jetstream_ext.client.connection import Context, open_bucket
+from jetstream_ext.testing import NatsServer
+from jetstream_ext.testing.process import HeldPort
+
+Connect = Callable[..., Awaitable[Client]]
+Call = Callable[[JetStreamContext], Awaitable[Any]]
+ACCOUNTS = "accounts { WITH { jetstream: enabled, users = [{ user: js, password: p }] }, A { users = [{ user: a, password: p }] } }"
+HUB = """
+leafnodes { listen: 127.0.0.1:%d }
+mappings = { "$JS.API.>": "$JS.leaf.API.>" }
+"""
+LEAF = 'jetstream { domain: leaf }\nleafnodes { reconnect: 1, remotes: [ { url: "nats-leaf://127.0.0.1:%d" } ] }'
+NONE = "the server has no JetStream"
+
+
+async def write(js: JetStreamContext) -> None:
+    async with kvx.transaction(open_bucket(js, "B")) as tx:
+        tx.put("a", b"1")
+
+
+# Each call, and the text before and after the cause.
+CALLS: dict[str, tuple[Call, str, str]] = {
+    "DirectGet.get": (
+        lambda js: jsx.DirectGet(js, "S").get(1),
+        "lacks allow_direct, or none of its replicas is available",
+        "; enable direct gets",
+    ),
+    "DirectGet.scan": (
+        lambda js: jsx.DirectGet(js, "S").scan().to_list(),
+        "lacks allow_direct, or none of its replicas is available",
+        "; enable direct gets",
+    ),
+    "FastPublisher.add": (
+        lambda js: jsx.FastPublisher(js).add("a.b", b"1"),
+        "no stream stores subject 'a.b', or the stream has no leader",
+        "; nothing is stored",
+    ),
+    "AtomicBatch.add": (
+        lambda js: jsx.AtomicBatch(js).add("a.b", b"1"),
+        "no stream stores subject 'a.b' of message 1, or the stream has no leader",
+        "; nothing of the batch is stored",
+    ),
+    "ingest": (
+        lambda js: jsx.ingest(js, [("a.b", b"1")], timeout=0.1),
+        r"no ack for 0.1 s (no stream stores the subject, or the stream has no leader",
+        "); nothing is stored",
+    ),
+    "transaction": (write, "bucket 'B' does not exist, or has no leader", "; nothing was written"),
+}
+EVERY = pytest.mark.parametrize(("call", "before", "after"), CALLS.values(), ids=CALLS)
+KINDS = (errors.DirectGetDisabledError, errors.NoStreamError, errors.IngestError)
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Connect]:
+    made: list[Client] = []
+
+    async def connect(url: str, **options: Any) -> Client:
+        made.append(await nats.connect(url, connect_timeout=10, **options))
+        return made[-1]
+
+    yield connect
+    for nc in made:
+        await nc.close()
+
+
+@pytest.fixture(scope="module")
+def bare_server() -> Iterator[NatsServer]:
+    with NatsServer(jetstream=False) as server:
+        yield server
+
+
+@EVERY
+async def test_a_server_without_jetstream(
+    bare_server: NatsServer, connect: Connect, call: Call, before: str, after: str
+) -> None:
+    js = (await connect(bare_server.url)).jetstream(timeout=30)
+    with pytest.raises(KINDS, match=re.escape(f"{before}, or {NONE}{after}")):
+        await call(js)
+
+
+@EVERY
+async def test_an_account_without_jetstream(connect: Connect, call: Call, before: str, after: str) -> None:
+    with NatsServer(config=ACCOUNTS) as server:
+        js = (await connect(server.url, user="a", password="p")).jetstream(timeout=30)
+        with pytest.raises(errors.ServerError, match="JetStream not enabled for account"):
+            await jsx.features(js)
+        with pytest.raises(KINDS, match=re.escape(f"{before}, or the account has no JetStream{after}")):
+            await call(js)
+
+
+def without_cause(name: str, before: str, after: str) -> str:
+    """Return the pattern of an error on a server with JetStream, which `ingest` asks for the stream of the subject."""
+    return "has a subject that no stream stores" if name == "ingest" else re.escape(f"{before}{after}")
+
+
+async def has_features(js: JetStreamContext) -> bool:
+    with contextlib.suppress(ServiceUnavailableError):
+        await jsx.features(js)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", CALLS)
+async def test_jetstream_is_no_cause_where_it_answers(js: JetStreamContext, name: str) -> None:
+    call, *texts = CALLS[name]
+    with pytest.raises(KINDS, match=without_cause(name, *texts)):
+        await call(js)
+
+
+async def test_jetstream_that_only_another_server_has_is_no_cause(connect: Connect) -> None:
+    with contextlib.closing(HeldPort()) as port:
+        hub = NatsServer(jetstream=False, config=HUB % port.port)
+        port.make_way()
+        with hub, NatsServer(config=LEAF % port.port):
+            js = (await connect(hub.url)).jetstream(timeout=30)
+            async with asyncio.timeout(60):
+                while not await has_features(js):  # until the leaf node is connected
+                    await asyncio.sleep(0.01)
+            assert not Context(js).connection.has_jetstream
+            # The mapping takes direct gets, so those of a stream that does not exist have no answer.
+            for name in ("FastPublisher.add", "AtomicBatch.add", "ingest", "transaction"):
+                call, before, after = CALLS[name]
+                with pytest.raises(KINDS, match=without_cause(name, before, after)):
+                    await call(js)
