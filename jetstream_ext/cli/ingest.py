@@ -383,6 +383,9 @@ class _Ingest:
             )
         text = f"stream {self.stream!r} does not allow {' and '.join(_NEEDS[option] for option in lacks)}"
         fix = f"'{enable_command(self.stream, *lacks)}' enables {'it' if len(lacks) == 1 else 'them'}"
+        if lacks == ["direct"] and not state.messages:  # there is nothing to look for yet
+            say(f"{text}, so the next run cannot look for the rows of this one; {fix}", err=True)
+            return state
         if lacks == ["direct"]:
             text += ", so ingest cannot look for rows that are already stored"
             fix += ", --again sends all rows"

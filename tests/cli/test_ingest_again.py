@@ -451,15 +451,22 @@ def test_skip_past_the_end_is_an_error(stream: Stream) -> None:
     assert stream.rows == []
 
 
-def test_a_stream_without_direct_get_is_refused_unless_again(stream: Stream) -> None:
+def test_a_stream_without_direct_get_is_refused_unless_it_is_empty_or_again(stream: Stream, run: Run) -> None:
     stream.create(allow_direct=False)
     stream.write(1)
+    enable = f"'jetstream-ext enable {stream.name} --direct' enables it"
+    done = run(*stream.how)
+    assert (done.exit_code, done.stderr) == (
+        0,
+        f"stream '{stream.name}' does not allow direct get, so the next run cannot look for the rows of this one; {enable}\n",
+    )
     for _ in range(2):
         assert stream.refused() == (
             f"Error: stream '{stream.name}' does not allow direct get, so ingest cannot look for rows that are already stored; "
-            f"nothing was sent; 'jetstream-ext enable {stream.name} --direct' enables it, --again sends all rows\n"
+            f"nothing was sent; {enable}, --again sends all rows\n"
         )
         assert stream.ingest("--again") == (0, 1)
+    assert stream.js(lambda js: js.stream_info(stream.name)).state.messages == 3
 
 
 def test_what_ingest_needs_is_asked_for_at_once_and_the_command_that_is_named_enables_it(
