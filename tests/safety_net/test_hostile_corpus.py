@@ -166,7 +166,10 @@ def test_export_has_each_message(corpus: Corpus, tmp_path: Path) -> None:
         command = ("export", STREAM, str(tmp_path / name), "--server", corpus.url)
         refused = run_cli(*command, home=tmp_path)
         assert refused.status == 1, refused.output
-        assert "column 'headers' would lose the line 'garbage', which is no header; --lossy leaves it out" in refused.output
+        assert (
+            "column 'headers' would lose the line 'garbage', which is no header; --lossy leaves it out"
+            in refused.output
+        )
         done = run_cli(*command, "--lossy", home=tmp_path)
         assert done.status == 0, done.output
     lines = [json.loads(line) for line in (tmp_path / "messages.jsonl").read_text().splitlines()]
