@@ -88,7 +88,7 @@ class Columns:
 
     ``timeNanos`` is the time as nanoseconds since 1970 (``int64``). A column may have another type to which its values can be converted: ``seq`` may be ``int64``, ``time`` may have
     another unit, and texts may be ``binary``. With `replace`, U+FFFD stands for bytes of a text that are not UTF-8, and
-    digits of a time that its unit does not have are left out. With `all_lines`, lines of stored headers that are none, such
+    digits of a time that its unit does not have are left out. With `all_lines`, lines among stored headers that are not headers, such
     as a status, are refused instead of left out.
     """
 
@@ -222,7 +222,7 @@ class _BlockColumns:
         return None if self._stored is None else _maps(self._stored)
 
     def check_lines(self) -> None:
-        """Raise ConversionError if stored headers have a line that is none."""
+        """Raise ConversionError if a line among stored headers is not a header."""
         if self._maps is not None and _all(
             pc.or_(pc.starts_with(self._stored, f"{_VERSION}\r\n"), pc.equal(self._stored, _VERSION.encode()))
         ):

@@ -101,7 +101,7 @@ def record_batches(
 def exact_record_batches(
     js: JetStreamContext, stream: str, schema: pa.Schema, batch_rows: int, **scan: Unpack[ScanOptions]
 ) -> RecordBatches:
-    """As `record_batches`, but raise ConversionError for lines of stored headers that are none, such as a status."""
+    """As `record_batches`, but raise ConversionError for lines among stored headers that are not headers, such as a status."""
     context = Context(js)
     _, blocks = scan_blocks(context, stream, context.resolve_timeout(None), **scan)
     return RecordBatches(_Builder(schema, None, batch_rows, all_lines=True), blocks)

@@ -363,7 +363,7 @@ def stored_pairs(block: bytes) -> list[tuple[str, str]]:
 
 
 def line_without_header(block: bytes) -> str | None:
-    """Return the first line of a stored message's headers that is none: a status, or a line without a colon."""
+    """Return the first line among a stored message's headers that is not a header: a status, or a line without a colon."""
     first, *lines = block.split(CRLF)
     others = [first] if first.strip() != VERSION else []
     others += [line for line in lines if b":" not in line]

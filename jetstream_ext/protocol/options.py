@@ -274,7 +274,7 @@ def check_seconds(value: float, name: str, *, zero: bool = False) -> float:
 
 
 def check_duration(value: float | timedelta, name: str) -> float:
-    """Return a duration of a configuration in seconds; raise TypeError if it is none, ValueError if servers cannot have it."""
+    """Return a duration of a configuration in seconds; raise TypeError for anything else, ValueError for one out of range."""
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
     if isinstance(seconds, int | float) and seconds > _MAX_DURATION:
         raise ValueError(f"{name} must be at most {_MAX_DURATION} seconds (292 years), not {value!r}")

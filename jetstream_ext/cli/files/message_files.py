@@ -118,7 +118,7 @@ def _check_utf_8(message: StoredMsg) -> None:
 
 
 def _check_lines(message: StoredMsg) -> None:
-    """Raise UnwritableError if the headers of a message have a line that is none."""
+    """Raise UnwritableError if a line among a message's headers is not a header."""
     if (line := line_without_header(message.stored_lines)) is not None:
         raise UnwritableError(
             f"message {message.seq} of stream {message.stream!r}: column 'headers' would lose the line {line!r}, which is no "

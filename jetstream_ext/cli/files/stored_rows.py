@@ -258,7 +258,7 @@ class StoredRows:
         """Mark the rows that the stream has stored and removed, and count those of which that is not known.
 
         A content whose messages are, by most of their indexes, rows of the file now has the file's rows at the indexes of
-        its removed messages, too. If the rows have moved, nobody knows which ones were removed.
+        its removed messages, too. If the rows have moved, it is not known which ones were removed.
         """
         self._database.execute(
             "CREATE TABLE contents AS SELECT content, skip, max(CASE WHEN rows.row = found.row THEN last END) AS last, "
