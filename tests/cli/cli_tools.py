@@ -6,14 +6,18 @@ import asyncio
 import json
 import shlex
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import nats
-from click.testing import Result
+from click.testing import CliRunner, Result
 from nats.js import JetStreamContext
 
 Run = Callable[..., Result]
 Json = Callable[..., Any]
+
+# Click 8.1 mixes stdout and stderr by default; later releases keep them apart.
+RUNNER = CliRunner(**({"mix_stderr": False} if "mix_stderr" in signature(CliRunner).parameters else {}))
 
 
 def with_js(url: str, function: Callable[[JetStreamContext], Any]) -> Any:

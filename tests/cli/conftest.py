@@ -8,22 +8,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from jetstream_ext.cli.__main__ import cli
 from jetstream_ext.testing import NatsServer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cli_tools import Json, Run
-
-# Click 8.1 mixes stdout and stderr by default; later releases keep them apart.
-RUNNER = CliRunner(**({"mix_stderr": False} if "mix_stderr" in signature(CliRunner).parameters else {}))
+from cli_tools import RUNNER, Json, Run
 
 
 @pytest.fixture

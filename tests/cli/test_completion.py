@@ -10,9 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli_tools import Run, with_js
+from cli_tools import RUNNER, Run, with_js
 from click.testing import Result
-from conftest import RUNNER
 from nats.js import JetStreamContext
 
 from jetstream_ext.cli import completion, connection

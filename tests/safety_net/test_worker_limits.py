@@ -68,10 +68,11 @@ async def test_worker_refuses_a_copy_of_its_output_as_its_input(
     await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True)
     await js.add_stream(name=copied, allow_direct=True, **COPIES[copy](name))
     await js.publish(f"{name}.in.1", b"1")
-    with pytest.raises(ValueError, match=rf"{copied}.*copies.*{name}.*nothing was stored.*filter"):
-        await exactly_once(
-            LogReader(js, copied, confirm=confirm), name, lambda _: None, name="w", prefix=f"{name}.at", patience=1
-        )
+    async with asyncio.timeout(60):  # it would read the copies of its own positions without an end
+        with pytest.raises(ValueError, match=rf"{copied}.*copies.*{name}.*nothing was stored.*filter"):
+            await exactly_once(
+                LogReader(js, copied, confirm=confirm), name, lambda _: None, name="w", prefix=f"{name}.at"
+            )
     assert (await js.stream_info(name)).state.messages == 1
 
 
@@ -125,9 +126,9 @@ async def test_output_larger_than_the_stream_takes_is_refused_at_once_and_named(
             lambda _: [jsx.BatchMessage(f"{output}.small", b"1"), jsx.BatchMessage(f"{output}.large", bytes(5000))],
             name="w",
             prefix=f"{output}.at",
-            patience=1.5,
+            patience=60,
         )
-    assert time.monotonic() - before < 1.5
+    assert time.monotonic() - before < 30
 
 
 @pytest.mark.parametrize("how", ["commit", "committing"])
