@@ -622,7 +622,7 @@ SILENT: dict[str, Callable[[JetStreamContext], Any]] = {
     "AtomicBatch": lambda js: add_many(jsx.AtomicBatch(js), [("a.1", b"")]),
     "publish_atomic": lambda js: jsx.publish_atomic(js, [("a.1", b"")]),
     "FastPublisher": lambda js: add_many(jsx.FastPublisher(js, ack_timeout=0.5), [("a.1", b"")]),
-    "ingest": lambda js: jsx.ingest(js, [("a.1", b"")], timeout=0.5),
+    "ingest": lambda js: jsx.ingest(js, [("a.1", b"")], timeout=4),
     "get": lambda js: jsx.DirectGet(js, "A").get(1),
     "scan": lambda js: jsx.DirectGet(js, "A").scan(),
     "source_health": lambda js: jsx.source_health(js, "A"),
@@ -645,7 +645,7 @@ async def test_an_answer_that_does_not_come_for_lack_of_a_permission_names_it(us
             js, name="A", subjects=["a.>"], allow_direct=True, allow_atomic=True, allow_batched=True
         )
     calls, why = REFUSED[user]
-    async with connected(guarded, user, 0.5) as js:
+    async with connected(guarded, user, 4) as js:
         texts = await asyncio.gather(*(text_of(partial(SILENT[call], js), nats.errors.Error) for call in calls))
     assert [call for call, text in zip(calls, texts, strict=True) if why not in text] == [], texts
 

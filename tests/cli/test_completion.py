@@ -34,6 +34,12 @@ def complete(run: Run) -> Complete:
     return ask
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell must not wait; a test on a busy machine must."""
+    monkeypatch.setattr(completion, "_LIMIT", 60)
+
+
 @pytest.fixture
 def names(server: NatsServer, stream_name: Callable[[], str]) -> tuple[str, str]:
     """Create a stream and a bucket, and return their names."""

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
+from itertools import chain, repeat
 from typing import Any
 
 import nats
@@ -223,7 +224,7 @@ async def test_a_read_in_an_election_waits_for_the_leader(
     nc: Client, stream_name: Callable[[], str], leak_check: Any, call: Callable[[JetStreamContext], Awaitable[Any]]
 ) -> None:
     """Whether a server says that there is no leader, or none answers, depends on who leads the cluster."""
-    prefix, answers = stream_name(), iter([NO_LEADER, NO_LEADER, b"[]"])
+    prefix, answers = stream_name(), chain([NO_LEADER, NO_LEADER], repeat(b"[]"))
 
     async def reply(msg: Msg) -> None:
         await msg.respond(next(answers))
@@ -329,6 +330,10 @@ async def test_a_lookup_without_an_answer_is_repeated_the_next_time(
                     await known_stream_name(context, "a", 0.5)
             case _:
                 assert await api_level(context, 0.5) == context.connection.api_level
+    async with asyncio.timeout(60):
+        while asked < 2:  # the server may be late
+            await asyncio.sleep(0.01)
+    await nc.request("$JS.API.INFO", timeout=60)
     assert asked == 2
     await sub.unsubscribe()
     await leak_check.assert_clean()

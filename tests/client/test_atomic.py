@@ -13,6 +13,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
+from jetstream_ext.client import atomic_session
 from jetstream_ext.testing import NatsServer
 
 MakeStream = Callable[..., Awaitable[str]]
@@ -124,9 +125,15 @@ class TestCommitting:
 class TestDebugRecords:
     @pytest.mark.parametrize("end", ["commit", "refused", "discard", "lost"])
     async def test_each_state_change_is_one_debug_record(
-        self, js: JetStreamContext, stream: str, caplog: pytest.LogCaptureFixture, end: str
+        self,
+        js: JetStreamContext,
+        stream: str,
+        caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
+        end: str,
     ) -> None:
         caplog.set_level("DEBUG", logger="jetstream_ext.atomic")
+        monkeypatch.setattr(atomic_session, "_ANSWER_TIMEOUT", 60)  # a late answer would be asked for twice
         batch = jsx.AtomicBatch(js)
         await batch.add(f"{stream}.secret", b"hidden", headers={"Token": "hidden"})
         changes = ["NEW -> OPEN (the server that takes the batch is known); messages=0, sent=0, acked=0"]

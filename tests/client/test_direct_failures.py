@@ -366,7 +366,7 @@ async def test_a_proof_waits_while_the_leader_does_not_answer(
 
     for subject in ("STREAM.INFO.>", "DIRECT.>"):
         await nc.subscribe(f"{prefix}.{subject}", cb=relay)
-    direct = jsx.DirectGet(nc.jetstream(prefix=prefix, timeout=0.5), stream)
+    direct = jsx.DirectGet(nc.jetstream(prefix=prefix, timeout=4), stream)
     with pytest.raises(ServiceUnavailableError):
         await direct.scan(confirm=True).to_list()
     direct = jsx.DirectGet(nc.jetstream(prefix=prefix, timeout=20), stream)

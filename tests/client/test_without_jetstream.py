@@ -58,8 +58,8 @@ CALLS: dict[str, tuple[Call, str, str]] = {
         "; nothing of the batch is stored",
     ),
     "ingest": (
-        lambda js: jsx.ingest(js, [("a.b", b"1")], timeout=0.1),
-        r"no ack for 0.1 s (no stream stores the subject, or the stream has no leader",
+        lambda js: jsx.ingest(js, [("a.b", b"1")], timeout=4),
+        r"no ack for 4 s (no stream stores the subject, or the stream has no leader",
         "); nothing is stored",
     ),
     "transaction": (write, "bucket 'B' does not exist, or has no leader", "; nothing was written"),

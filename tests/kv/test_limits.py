@@ -238,11 +238,11 @@ async def test_snapshot_has_a_key_that_was_replaced_after_its_last_reply(
 async def test_ttl_that_a_mirror_does_not_heed_ends_no_key(make_bucket, load: Any) -> None:
     """A mirror without ``allow_msg_ttl`` keeps messages whose TTL has passed."""
     kv = await make_bucket(history=1)
-    await kv.create("short", b"1", msg_ttl=1)
-    await load(kv, {f"k{n}": b"1" for n in range(1100)})  # more than one answer
     name = f"KV_{kv._name}_M"
     source = nats.js.api.StreamSource(name=kv._stream)
     await kv._js.add_stream(name=name, mirror=source, max_msgs_per_subject=1, allow_direct=True)
+    await kv.create("short", b"1", msg_ttl=4)  # time enough for the mirror to copy it
+    await load(kv, {f"k{n}": b"1" for n in range(1100)})  # more than one answer
     async with asyncio.timeout(30):
         while (await kv._js.stream_info(name)).state.last_seq < 1101:
             await asyncio.sleep(0.02)
@@ -313,4 +313,4 @@ async def test_limits_that_change_during_every_read_are_an_error(make_bucket, mo
 
     monkeypatch.setattr(kvx.bucket.Bucket, "readable_state", look_and_change)
     with pytest.raises(RequestTimeoutError, match="limits"):
-        await kvx.snapshot(kv, at=1, timeout=0.5)
+        await kvx.snapshot(kv, at=1, timeout=4)

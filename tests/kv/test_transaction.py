@@ -265,7 +265,7 @@ class TestReadOnly:
         await kv.put("a", b"1")
         FormerLeader(kv, monkeypatch, reads=0, looks=1000)
         with pytest.raises(RequestTimeoutError, match="has not heard from the other servers"):
-            async with kvx.transaction(kv, timeout=0.3) as tx:
+            async with kvx.transaction(kv, timeout=4) as tx:
                 await tx.get("a")
         assert tx.state == "failed"
 

@@ -133,7 +133,7 @@ async def test_a_read_waits_while_no_replica_answers(
 
     await nc.subscribe(f"{prefix}.STREAM.>", cb=relay)
     with pytest.raises(RequestTimeoutError, match="no replica answers"):
-        await call(open_bucket(nc.jetstream(prefix=prefix, timeout=0.5), kv._name))
+        await call(open_bucket(nc.jetstream(prefix=prefix, timeout=4), kv._name))
     reading = asyncio.ensure_future(call(open_bucket(nc.jetstream(prefix=prefix, timeout=20), kv._name)))
     await asyncio.sleep(0.1)
     await nc.subscribe(f"{prefix}.DIRECT.>", cb=relay)

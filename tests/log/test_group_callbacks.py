@@ -98,11 +98,11 @@ class TestLeaving:
                 await anext(member)
 
     async def test_on_revoked_may_take_longer_than_patience(self, make_stream: Make, make_group: MakeGroup) -> None:
-        group = make_group(await make_stream(messages=5), partitions=2, patience=0.5)
+        group = make_group(await make_stream(messages=5), partitions=2, patience=2)
         done: list[tuple[int, ...]] = []
 
         async def flush(numbers: tuple[int, ...]) -> None:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(3.0)
             done.append(numbers)
 
         async with group.join(on_revoked=flush) as member:
@@ -115,7 +115,7 @@ class TestLeaving:
     async def test_a_member_that_leaves_before_its_claims_are_answered_waits_for_its_callbacks(
         self, make_stream: Make, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        group = make_group(await make_stream(messages=5), partitions=2, patience=0.5)
+        group = make_group(await make_stream(messages=5), partitions=2, patience=2)
         claim_one, leaving = Session._claim_one, asyncio.Event()
         events: list[str] = []
 
@@ -126,7 +126,7 @@ class TestLeaving:
 
         async def flush(_: tuple[int, ...]) -> None:
             events.append("begins")
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(3.0)
             events.append("ends")
 
         monkeypatch.setattr(Session, "_claim_one", claim_late)
@@ -173,6 +173,7 @@ class TestLeaving:
     ) -> None:
         group = make_group(await make_stream(messages=5), partitions=3)
         called: list[tuple[int, ...]] = []
+        has_all = asyncio.Event()
 
         async def flush(numbers: tuple[int, ...]) -> None:
             called.append(numbers)
@@ -182,10 +183,12 @@ class TestLeaving:
             async with group.join(on_revoked=flush) as member:
                 await take(member, 1)
                 await until(lambda: len(member.partitions) == 3)
+                has_all.set()
                 await asyncio.Event().wait()
 
         working = asyncio.ensure_future(work())
-        await asyncio.sleep(1.0)
+        async with asyncio.timeout(60):
+            await has_all.wait()
         working.cancel()
         await asyncio.wait({working})
         assert called == [(0, 1, 2)]

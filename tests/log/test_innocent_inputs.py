@@ -93,7 +93,7 @@ async def test_a_refusal_that_stays_is_an_unknown_outcome_if_an_attempt_was_not_
     monkeypatch.setattr(FencedWriter, "_publish", refuse)
     handler = lambda message: BatchMessage(f"{target}.out", message.data)  # noqa: E731
     with pytest.raises(errors.RequestTimeoutError, match="it is not known what is stored"):
-        await work(LogReader(js, source), target, handler, patience=0.5)
+        await work(LogReader(js, source), target, handler, patience=3)
     assert await numbers(js, target, "dead") == []
 
 
@@ -121,7 +121,7 @@ async def test_a_stream_that_is_full_is_no_failure_of_the_inputs(js: JetStreamCo
 
     for _ in range(4):
         with pytest.raises(errors.BatchServerError, match="maximum bytes"):
-            await work(LogReader(js, source), target, handle, patience=1)
+            await work(LogReader(js, source), target, handle, patience=4)
     assert await numbers(js, target, "dead") == []
 
 

@@ -512,7 +512,7 @@ async def test_a_letter_that_is_refused_stays_with_those_behind_it(
     config.subjects = [f"{source}.0"]
     await js.update_stream(config)
     with pytest.raises(NoStreamResponseError):
-        await redrive(js, stream, dead, offsets=offsets, timeout=1, patience=0.5)
+        await redrive(js, stream, dead, offsets=offsets, timeout=10, patience=3)
     assert [it.data for it in await stored(js, stream, dead)][-3:] == [b"1", b"2", b"3"]
     config.subjects = [f"{source}.>"]
     await js.update_stream(config)
