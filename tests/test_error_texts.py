@@ -621,7 +621,7 @@ async def connected(server: NatsServer, user: str, timeout: float) -> AsyncItera
 SILENT: dict[str, Callable[[JetStreamContext], Any]] = {
     "AtomicBatch": lambda js: add_many(jsx.AtomicBatch(js), [("a.1", b"")]),
     "publish_atomic": lambda js: jsx.publish_atomic(js, [("a.1", b"")]),
-    "FastPublisher": lambda js: add_many(jsx.FastPublisher(js, ack_timeout=0.5), [("a.1", b"")]),
+    "FastPublisher": lambda js: add_many(jsx.FastPublisher(js), [("a.1", b"")]),
     "ingest": lambda js: jsx.ingest(js, [("a.1", b"")], timeout=4),
     "get": lambda js: jsx.DirectGet(js, "A").get(1),
     "scan": lambda js: jsx.DirectGet(js, "A").scan(),

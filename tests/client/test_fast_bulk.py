@@ -190,11 +190,12 @@ async def test_other_callers_get_their_turn(js: JetStreamContext, stream: str) -
 
 async def test_the_server_is_not_pinged_while_it_acknowledges(js: JetStreamContext, stream: str) -> None:
     def source() -> Iterator[Any]:
-        for _ in range(300):  # 4.5 s, longer than `ack_timeout`
+        for _ in range(300):  # 4.5 s, longer than the pause before a ping
             time.sleep(0.015)
             yield f"{stream}.a", b"x"
 
-    async with jsx.FastPublisher(js, flow=10, ack_timeout=4) as pub:
+    async with jsx.FastPublisher(js, flow=10, ack_timeout=30) as pub:
+        pub._batch._stall_ping = 3.0
         await pub.add_many(source())
         assert pub._batch.pongs == 0, "each wait begins with the newest block"
 
