@@ -23,7 +23,7 @@ from nats.js import JetStreamContext
 
 from jetstream_ext.cli.completion import complete_streams
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
-from jetstream_ext.cli.files.formats import FORMATS, STDIO, check_open, delimiter_of, exclusive, format_of
+from jetstream_ext.cli.files.formats import FORMATS, STDIO, check_open, converted, delimiter_of, exclusive, format_of
 from jetstream_ext.cli.files.message_files import START_AGAIN, Csv, JsonLines, Parquet, SpreadsheetCsv, UnwritableError
 from jetstream_ext.cli.files.table_files import TableCsv, TableLines, TableParquet
 from jetstream_ext.cli.options import Command, cli_option, json_option
@@ -158,6 +158,12 @@ def _to_file(
     if file.is_symlink():  # the finished file would replace the link, not its target
         raise click.ClickException(f"{file} is a symbolic link; give the path of its target, {os.path.realpath(file)}")
     part = _Part(file, wanted, writer)
+    for path in part.files():
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise click.ClickException(
+                f"{path} is a symbolic link, a directory or a pipe; export writes unfinished data there: remove it, or export "
+                "to another file"
+            )
     with part.locked() as unfinished:
         if file.exists() and not overwrite:
             raise click.ClickException(f"{file} already exists; --overwrite replaces it")
@@ -322,11 +328,16 @@ class _Part:
         self.saved: _Journal = wanted
         self._file = file
         self._journal: Path = file.with_name(f"{file.name}.part.json")
+        self._fresh_journal: Path = file.with_name(f"{file.name}.part.json.new")
         self._writer = writer
         self._pending: list[StoredMsg] = []
         self._written = wanted
         self._stream: IO[bytes] | None = None
         self._found: _Journal | None = None
+
+    def files(self) -> tuple[Path, ...]:
+        """Return the paths that the export writes before the file is finished."""
+        return self.path, self._journal, self._fresh_journal, converted(self._file)
 
     @contextmanager
     def locked(self) -> Iterator[bool]:
@@ -448,9 +459,8 @@ class _Part:
         self._flush()
         self._stream.flush()
         os.fsync(self._stream.fileno())
-        fresh = self._journal.with_name(f"{self._journal.name}.new")
-        fresh.write_bytes(orjson.dumps(dataclasses.asdict(self._written)))
-        fresh.replace(self._journal)
+        self._fresh_journal.write_bytes(orjson.dumps(dataclasses.asdict(self._written)))
+        self._fresh_journal.replace(self._journal)
         self.saved = self._written
 
     def _flush(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Final, NoReturn, Unpack
 import nats.errors
 import orjson
 from nats.js import JetStreamContext
-from nats.js.api import DEFAULT_PREFIX, StreamConfig, StreamInfo, StreamSource
+from nats.js.api import DEFAULT_PREFIX, PersistMode, StreamConfig, StreamInfo, StreamSource
 from nats.js.errors import APIError, NotFoundError
 
 from jetstream_ext.client.api import Api, malformed_as_error
@@ -25,14 +25,29 @@ from jetstream_ext.client.stream_options import (
 )
 from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ServerError, StreamConfigMismatchError
 from jetstream_ext.protocol import feature_table
-from jetstream_ext.protocol.api import answering_server, check_config, parse_stream_state
+from jetstream_ext.protocol.api import answering_server, check_config, parse_stream_state, parse_time
 from jetstream_ext.protocol.feature_table import Feature
 from jetstream_ext.protocol.options import check_unicode
 from jetstream_ext.protocol.subjects import check_name
 
-_MINUS_ONE_FOR_ZERO: Final = frozenset(
-    {"max_consumers", "max_msgs", "max_bytes", "max_msgs_per_subject", "max_msg_size"}
-)
+# What servers make of an empty value; of these, they leave out `persist_mode`.
+_DEFAULTS: Final[Mapping[str, Any]] = {
+    **dict.fromkeys(("max_consumers", "max_msgs", "max_bytes", "max_msgs_per_subject", "max_msg_size"), -1),
+    "persist_mode": PersistMode.DEFAULT,
+}
+_SOURCE: Final = {"name": ""}
+_TRANSFORM: Final = {"src": "", "dest": ""}
+# The same inside of a field, and what nats-py needs.
+_NESTED_DEFAULTS: Final[Mapping[str, Mapping[str, str]]] = {
+    "consumer": {"name": "", "deliver_subject": ""},
+    "external": {"api": ""},
+    "mirror": _SOURCE,
+    "republish": {"src": ">", "dest": ">"},
+    "sources": _SOURCE,
+    "subject_transform": _TRANSFORM,
+    "subject_transforms": _TRANSFORM,
+}
+_LEFT_OUT_IF_EMPTY: Final = frozenset({"duplicate_window", "mirror_direct", "num_replicas"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +136,12 @@ async def ensure_stream(
         name: The stream's name, unless `config` has it.
         timeout: Seconds for the whole call; None is the context's timeout.
         options: Fields of the configuration, as for ``js.add_stream``; they override those of `config`. Each time is in
-            seconds or a timedelta. None, an empty list of subjects, an ``allow_*`` option that is False, and a
-            ``duplicate_window`` or ``num_replicas`` of 0 count as left out. An existing stream may have further metadata. A source or mirror
-            with the domain of `js` (or else of the connected server) as ``external`` is made local, because a server
-            cannot reach itself by its own domain.
+            seconds or a timedelta. None, an empty list of subjects, an ``allow_*`` option or ``mirror_direct`` that is
+            False, and a ``duplicate_window`` or ``num_replicas`` of 0 count as left out. An existing stream may have
+            further metadata. Its subjects, sources and placement tags may be in another order, and an empty value is the
+            server's default (``republish`` without ``src`` is of all subjects). A source or mirror with the domain of `js`
+            (or else of the connected server) as ``external`` is made local, because a server cannot reach itself by its
+            own domain.
 
     Returns:
         nats-py's ``StreamInfo`` of the stream as it is now.
@@ -195,7 +212,11 @@ def _wanted(config: StreamConfig | None, name: str | None, options: StreamOption
     check_name(wanted.name, "stream name")
     _check_lists(wanted)
     checked = check_options(f"stream {wanted.name!r}", vars(wanted), StreamOptions, STREAM_RANGES)
-    return wanted.evolve(**checked | {"subjects": wanted.subjects or None})
+    mirror = wanted.mirror
+    if mirror is not None and not mirror.subject_transforms:
+        # Servers refuse each update of a mirror that was created with an empty list (10055).
+        mirror = mirror.evolve(subject_transforms=None)
+    return wanted.evolve(**checked | {"subjects": wanted.subjects or None, "mirror": mirror})
 
 
 def _check_lists(wanted: StreamConfig) -> None:
@@ -258,7 +279,7 @@ def _without_external(config: StreamConfig, prefix: str) -> StreamConfig:
 async def _extend(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo:
     with malformed_as_error(f"stream {wanted.name!r}"):
         found = _stream_info(info)
-    if diff := _diff(wanted, found.config):
+    if diff := config_diff(wanted, found.config):
         raise StreamConfigMismatchError(
             f"stream {wanted.name!r} exists with another configuration: {describe_diff(diff)}; nothing was changed; "
             + (
@@ -334,7 +355,7 @@ def _checked(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo
     with malformed_as_error(f"stream {wanted.name!r} (which was created or updated)"):
         found = _stream_info(info)
         version, level = answering_server(info["config"])
-    diff = dict.fromkeys(_missing(wanted, found.config), (True, False)) | _diff(wanted, found.config)
+    diff = dict.fromkeys(_missing(wanted, found.config), (True, False)) | config_diff(wanted, found.config)
     if diff:
         for feature in _needs(wanted):
             if feature.option in diff or (feature is feature_table.DURABLE_SOURCE and not feature.at(level)):
@@ -357,53 +378,66 @@ def _missing(wanted: StreamConfig, found: StreamConfig) -> list[str]:
     return [name for name in options if getattr(wanted, name) and not getattr(found, name)]
 
 
-def _diff(wanted: StreamConfig, found: StreamConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the fields other than ``allow_*`` that differ, with (wanted, found)."""
-    # Both sides go through `_read`, so that units, enums and defaults are the same.
-    asked = _read(wanted.as_dict())
+def config_diff(wanted: StreamConfig, found: StreamConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the fields other than ``allow_*`` that are given and differ, with (wanted, found); `found` is of `read_config`."""
+    # Both sides go through `read_config`, so that units, enums and defaults are the same.
+    asked = read_config(wanted.as_dict())
     diff = {}
     for name in vars(wanted):
         want, have = getattr(asked, name), getattr(found, name)
-        if getattr(wanted, name) is None or name.startswith("allow_") or (name == "duplicate_window" and not want):
+        left_out = getattr(wanted, name) is None or (name in _LEFT_OUT_IF_EMPTY and not want)
+        if left_out or name.startswith("allow_"):
             continue
-        if name == "subjects" and want and have:
-            same = sorted(want) == sorted(have)
-        elif name == "metadata":
+        if name == "metadata":
             # Servers write their own keys, which change with every update.
             own = {key: value for key, value in want.items() if not key.startswith("_nats.")}
             same = own.items() <= (have or {}).items()
         else:
-            if name in _MINUS_ONE_FOR_ZERO:
-                want, have = want or -1, have or -1
+            default = _DEFAULTS.get(name)
+            want, have = want or default or want, have or default or have
             # False, empty and missing are the same: servers leave them out.
-            same = want == have or (not want and not have) or (name == "num_replicas" and not want)
+            same = _in_order(name, want) == _in_order(name, have) or (not want and not have)
         if not same:
             diff[name] = (want, have)
     return diff
 
 
-def _read(config: Mapping[str, Any]) -> StreamConfig:
+def _in_order(name: str, value: Any) -> Any:
+    """Return the value of a field, with its lists sorted if their order has no meaning."""
+    if name in ("subjects", "sources") and value:
+        return sorted(value, key=repr)
+    if name == "placement" and value:
+        return value.evolve(tags=sorted(value.tags or ()))
+    return value
+
+
+def read_config(config: Mapping[str, Any]) -> StreamConfig:
+    """Return a configuration, of a server or of nats-py's ``as_dict``, as nats-py has it and as servers complete it."""
     copy = orjson.loads(orjson.dumps(config))  # nats-py reads it in place
     for name, value in copy.items():
-        if isinstance(value, dict | list) and name != "metadata":
-            copy[name] = _pruned(value) or None  # an empty placement is none
+        if name != "metadata":
+            completed = _completed(name, value)
+            copy[name] = None if completed == {} else completed  # an empty placement is none
     read: StreamConfig = StreamConfig.from_response(copy)
     return read
 
 
-def _pruned(value: Any) -> Any:
-    """Return `value` without empty nested fields, of which servers return only some."""
-    if isinstance(value, dict):
-        return {name: kept for name, inner in value.items() if (kept := _pruned(inner))}
+def _completed(name: str, value: Any) -> Any:
+    """Return the value of a field without its own empty fields, of which servers return only some, and with its defaults."""
     if isinstance(value, list):
-        return [_pruned(inner) for inner in value]
+        return [_completed(name, inner) for inner in value]
+    if isinstance(value, dict):
+        kept = {field: inner for field, given in value.items() if (inner := _completed(field, given))}
+        return {**_NESTED_DEFAULTS.get(name, {}), **kept}
+    if name == "opt_start_time" and value:
+        return parse_time(value).isoformat()  # nats-py fails on an offset west of UTC
     return value
 
 
 def _stream_info(answer: dict[str, Any]) -> StreamInfo:
     check_config(answer["config"])
     info: StreamInfo = StreamInfo.from_response(orjson.loads(orjson.dumps(answer | {"config": {}})))
-    info.config = _read(answer["config"])
+    info.config = read_config(answer["config"])
     return info
 
 

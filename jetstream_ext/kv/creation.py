@@ -15,7 +15,7 @@ from nats.js.kv import KeyValue
 
 from jetstream_ext.client.api import Api, malformed_as_error
 from jetstream_ext.client.stream_options import STREAM_RANGES, check_known_options, check_options, describe_diff
-from jetstream_ext.client.streams import overlap_error, require_features
+from jetstream_ext.client.streams import config_diff, overlap_error, read_config, require_features
 from jetstream_ext.errors import ErrorCode, ServerError, StreamConfigMismatchError
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.enabling import check_supported, marker_subjects, switches, turn_on
@@ -134,7 +134,7 @@ async def ensure_bucket(
         marker_ttl = body["subject_delete_marker_ttl"]
         turned_on |= {"allow_msg_ttl": True, "subject_delete_marker_ttl": marker_ttl}
         turned_on |= {"allow_rollup_hdrs": True, "deny_purge": False}
-    check = partial(_check_same, bucket, {option: body[_FIELDS[option]] for option in wanted})
+    check = partial(_check_same, bucket, wanted)
     created = False
     while True:
         try:
@@ -217,23 +217,17 @@ async def _create(bucket: Bucket, api: Api, body: dict[str, Any], switches: Mapp
 def _check_same(bucket: Bucket, wanted: Mapping[str, Any], state: StreamState) -> None:
     """Raise StreamConfigMismatchError if an option has another value, or BadBucketError if the stream is not a bucket."""
     bucket.check(state, direct=False)
-    diff = {}
-    for option, want in wanted.items():
-        have = state.config.get(_FIELDS[option])
-        if option == "limit_marker_ttl" and not have:
-            continue  # it is turned on
-        if isinstance(want, dict):
-            have = {name: (have or {}).get(name) for name in want}
-        # Servers leave out what is not limited, or say -1.
-        if want != have and not (want in (-1, 0) and have in (None, -1, 0)):
-            diff[option] = (_as_given(option, want), _as_given(option, have))
-    if diff:
+    left_out: dict[str, Any] = dict.fromkeys(vars(StreamConfig()))
+    given = StreamConfig(**left_out | {_FIELDS[option]: want for option, want in wanted.items()})
+    with malformed_as_error(bucket.what):
+        found = read_config(state.config)
+    fields = config_diff(given, found)
+    if not found.subject_delete_marker_ttl:
+        fields.pop("subject_delete_marker_ttl", None)  # it is turned on
+    if fields:
+        diff = {option: fields[field] for option, field in _FIELDS.items() if field in fields}
         raise StreamConfigMismatchError(
             f"bucket {bucket.name!r} exists with another configuration: {describe_diff(diff)}; nothing was changed; give the "
             f"existing values, or change the bucket with js.update_stream or 'nats kv edit {bucket.name}'",
             diff=diff,
         )
-
-
-def _as_given(option: str, value: Any) -> Any:
-    return value / 1e9 if option in ("ttl", "limit_marker_ttl") and value else value

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import csv
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -24,6 +26,7 @@ from nats.js import JetStreamContext
 import jetstream_ext as jsx
 from jetstream_ext import arrow
 from jetstream_ext.cli import export
+from jetstream_ext.cli.files import formats
 from jetstream_ext.testing import NatsServer
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -412,6 +415,45 @@ def test_an_export_writes_no_symbolic_link(
     target.write_text("kept")
     assert run("export", stream, tmp_path / "out.csv", "--overwrite").exit_code == 1
     assert target.read_text() == "kept"
+
+
+MAKE: dict[str, Callable[[Path], object]] = {
+    "dangling link": lambda path: path.symlink_to("missing"),
+    "link to itself": lambda path: path.symlink_to(path.name),
+    "link to a file": lambda path: path.symlink_to("target"),
+    "directory": lambda path: path.mkdir(),
+    "pipe": os.mkfifo,
+}
+
+
+@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("suffix", [".part", ".part.json", ".part.json.new", ".new"])
+def test_an_export_writes_its_unfinished_file_to_nothing_else(
+    server: NatsServer, run: Run, tmp_path: Path, stream_name: Callable[[], str], suffix: str, kind: str
+) -> None:
+    stream, target, out = stream_name(), tmp_path / "target", tmp_path / "out.csv.gz"
+    fill(server.url, stream, [b"1"])
+    target.write_text("kept")
+    path = tmp_path / f"{out.name}{suffix}"
+    MAKE[kind](path)
+    for options in ((), ("--resume",), ("--overwrite",)):
+        done = run("export", stream, out, *options)
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert done.stderr == (
+            f"Error: {path} is a symbolic link, a directory or a pipe; export writes unfinished data there: remove it, or export "
+            "to another file\n"
+        )
+    assert sorted(tmp_path.iterdir()) == [path, target]
+    assert target.read_text() == "kept"
+    shutil.rmtree(path) if kind == "directory" else path.unlink()
+    assert run("export", stream, out).exit_code == 0
+
+
+def test_a_link_that_takes_the_place_of_an_unfinished_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "out.part").symlink_to("missing")
+    with pytest.raises(OSError, match=r"out\.part") as caught, formats.exclusive(tmp_path / "out.part"):
+        pass
+    assert caught.value.errno == errno.ELOOP
 
 
 def test_a_file_that_is_damaged_while_it_is_converted_is_reported(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import click
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,7 +18,7 @@ from cli_tools import Json, Run, with_js
 
 import jetstream_ext as jsx
 from jetstream_ext.cli import export
-from jetstream_ext.cli.files import table_files
+from jetstream_ext.cli.files import formats, row_files, table_files
 from jetstream_ext.testing import NatsServer
 
 FIELDS = ("", " x ", "\r", "a\rb", "a\r\nb", '"', "\0", "null", "1.10", "\ufeff", "=1", "\u00e9", "a,b\t;", "[1]")
@@ -104,6 +106,54 @@ def test_a_csv_file_of_rows_has_every_key_and_the_digits_of_numbers(
     lines = tmp_path / "out.jsonl"
     ok("export", stream, lines, "--rows")
     assert [json.loads(line) for line in lines.read_text().splitlines()] == [json.loads(data) for data in PAYLOADS]
+
+
+def accepted_delimiters() -> list[str]:
+    found = []
+    for delimiter in map(chr, range(128)):
+        with contextlib.suppress(click.UsageError):
+            found.append(formats.delimiter_of(Path("x.csv"), delimiter, "csv"))
+    return found
+
+
+ASCII = "".join(map(chr, range(128)))
+NUMBERS = [b"1.5", b"-2", b"-0.25", b"2e+3", b"1E-5", b"-1.5e-7", b"12345678901234567890123", b"0", b"true", b"null"]
+
+
+@pytest.mark.parametrize("options", [("--rows",), ("--rows", "--spreadsheet"), ()], ids=" ".join)
+def test_every_delimiter_that_is_accepted_gives_the_same_rows(
+    ok: Json, tmp_path: Path, fill: Callable[..., str], options: tuple[str, ...]
+) -> None:
+    names = ["a", ASCII, *ASCII]
+    stream = fill(
+        *(b'{"a":%b,"b":%b}' % (number, NUMBERS[-n]) for n, number in enumerate(NUMBERS)),
+        json.dumps(dict.fromkeys(names, -1.5)).encode(),
+        json.dumps({name: [name, {name: -1.5}] for name in names}).encode(),
+        json.dumps({name: name for name in names}).encode(),
+        b'{"a":[-1.5,2e+3],"b":{"c":-2}}',
+    )
+    file, wanted = tmp_path / "out.csv", list[Any]()
+    for delimiter in [",", *accepted_delimiters()]:
+        ok("export", stream, file, *options, "--overwrite", "--delimiter", delimiter)
+        found = list(row_files.Rows(row_files.Source(file, "out.csv", "csv", delimiter)).read())
+        wanted = wanted or found
+        assert found == wanted, delimiter
+    assert len(wanted) == len(NUMBERS) + 4
+    if options:
+        assert [(row["a"], row["b"]) for row in wanted[:2]] == [("1.5", "1.5"), ("-2", "")]
+
+
+@pytest.mark.parametrize("delimiter", [".", "-", "+", " ", ":", "'"])
+def test_a_table_with_a_delimiter_of_numbers_is_ingested_as_it_was(
+    ok: Json, tmp_path: Path, fill: Callable[..., str], stream_name: Callable[[], str], delimiter: str
+) -> None:
+    stream, copy = fill(b'{"a":1.5,"b":-2}', b'{"a":2e+3,"b":7}'), stream_name()
+    file, lines = tmp_path / "out.csv", tmp_path / "copy.jsonl"
+    ok("export", stream, file, "--rows", "--delimiter", delimiter)
+    ok("ingest", file, "--delimiter", delimiter, "--stream", copy, "--create", copy, "--subject", copy)
+    ok("export", copy, lines, "--rows")
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert rows == [{"a": "1.5", "b": "-2"}, {"a": "2e+3", "b": "7"}]
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,64 @@ async def test_a_limit_that_is_not_set_is_none(js: JetStreamContext, stream_name
         await kvx.ensure_bucket(js, name, max_bytes=1_000_000)
 
 
+VALUES: dict[str, list[Any]] = {
+    "description": ["", "text"],
+    "max_value_size": [-1, 0, 1000],
+    "history": [1, 64],
+    "ttl": [0, 0.1, 1 / 3, 119, timedelta(days=400)],
+    "max_bytes": [-1, 0, 1 << 20],
+    "storage": ["file", "memory", StorageType.FILE],
+    "replicas": [1],
+    "placement": [Placement(), Placement(cluster="", tags=[]), Placement(cluster="a"), Placement(tags=["b", "a"])],
+    "republish": [
+        RePublish(),
+        RePublish(dest="copies.>"),
+        RePublish(src="", dest="copies.>", headers_only=False),
+        RePublish(src=">", dest="copies.>", headers_only=True),
+    ],
+    "limit_marker_ttl": [1, timedelta(minutes=1)],
+}
+
+
+@pytest.mark.parametrize("version", ["2.10.26", "2.12.8", "2.15.1"])
+async def test_the_same_value_again_is_no_difference(stream_name: Callable[[], str], version: str) -> None:
+    assert set(VALUES) == set(BucketOptions.__annotations__)
+    with NatsServer(version=version) as server:
+        nc = await nats.connect(server.url)
+        js = nc.jetstream(timeout=30)
+        old = {"atomic": False} if version == "2.10.26" else {}
+        for option, values in VALUES.items():
+            for value in values:
+                if option == "limit_marker_ttl" and old:
+                    continue
+                name = stream_name()
+                await kvx.ensure_bucket(js, name, **old, **{option: value})
+                before = vars(await config_of(js, name))
+                await kvx.ensure_bucket(js, name, **old, **{option: value})
+                assert vars(await config_of(js, name)) == before, (option, value)
+                await js.delete_key_value(name)
+        await nc.close()
+
+
+async def test_an_empty_value_is_a_difference_if_the_bucket_has_another(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    name = stream_name()
+    await kvx.ensure_bucket(js, name, **OPTIONS | {"republish": RePublish(src="$KV.>", dest=f"{name}.>")})
+    before = vars(await config_of(js, name))
+    with pytest.raises(jsx.errors.StreamConfigMismatchError) as caught:
+        await kvx.ensure_bucket(
+            js, name, description="", max_value_size=0, ttl=0, republish=RePublish(dest=f"{name}.>")
+        )
+    assert caught.value.diff == {
+        "description": ("", "mine"),
+        "max_value_size": (-1, 1000),
+        "ttl": (0, 3600),
+        "republish": (RePublish(src=">", dest=f"{name}.>"), RePublish(src="$KV.>", dest=f"{name}.>")),
+    }
+    assert vars(await config_of(js, name)) == before
+
+
 @pytest.mark.parametrize("exists", [False, True])
 async def test_many_processes_at_once_get_the_same_bucket(
     nc: Client, js: JetStreamContext, stream_name: Callable[[], str], exists: bool

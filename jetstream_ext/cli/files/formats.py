@@ -116,8 +116,8 @@ def _opened(path: Path) -> tuple[int, bool]:
     while True:
         with contextlib.suppress(FileExistsError):
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), False
-        with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
-            return os.open(path, os.O_RDWR), True
+        with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile, and is no link to a missing file
+            return os.open(path, os.O_RDWR | os.O_NOFOLLOW), True
 
 
 def _locked(descriptor: int) -> bool:
@@ -137,10 +137,15 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
+def converted(file: Path) -> Path:
+    """Return the path for what `file` is replaced by."""
+    return file.with_name(f"{file.name}.new")
+
+
 @contextmanager
 def conversion(part: Path, file: Path) -> Iterator[Path]:
     """Yield the path for what the unfinished file `part` is converted to; then replace `file` by it and remove `part`."""
-    fresh = file.with_name(f"{file.name}.new")
+    fresh = converted(file)
     try:
         yield fresh
         with fresh.open("rb+") as written:

@@ -115,7 +115,8 @@ class TableCsv(_Table):
         if isinstance(value, bool):
             return "true" if value else "false"
         if isinstance(value, orjson.Fragment):
-            return orjson.dumps(value).decode()
+            number = orjson.dumps(value).decode()
+            return f'"{number}"' if self._delimiter in number else number  # the delimiter may be a point or a minus
         return self._text(value if isinstance(value, str) else orjson.dumps(value).decode())
 
     def _text(self, text: str) -> str:
