@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextvars import Token
 from functools import wraps
+from threading import RLock
 from traceback import extract_tb
 from types import TracebackType
 from typing import Final, ParamSpec, Self
 from urllib.parse import ParseResult
+from weakref import WeakKeyDictionary
 
 from jetstream_ext.client import telemetry
 from jetstream_ext.client.base_connection import BaseConnection
@@ -39,6 +41,7 @@ _log: Final = get_logger("client")
 _Arguments = ParamSpec("_Arguments")
 
 _SYSTEM: Final = "nats"
+_CONSUMER: Final = "messaging.consumer.group.name"
 _SCHEMA: Final = "https://opentelemetry.io/schemas/1.37.0"
 _KINDS: Final = {
     Kind.SEND: SpanKind.PRODUCER,
@@ -326,6 +329,10 @@ class _Observer:
                 "Attempts that failed with a transient error and were followed by another one.",
             ),
         }
+        # How far readers are behind: those of one stream without a name, or of one name, are one series. A reader that is
+        # far behind must not be hidden by the others.
+        self._behind: dict[tuple[str, str | None], WeakKeyDictionary[object, int]] = {}
+        self._noting_lag = RLock()
         # Of each kind of operation on each server; a call copies them.
         self._common: dict[tuple[Kind, str | None], dict[str, str | int]] = {}
 
@@ -338,18 +345,19 @@ class _Observer:
         stream: str | None = None,
         subjects: Sequence[str] = (),
         sources: Sequence[StoredMsg] = (),
+        consumer: str | None = None,
         attributes: Attributes | None = None,
     ) -> _Operation:
         url = connection.nc.connected_url
         common = self._common.get((kind, None if url is None else url.netloc))
         if common is None:
             common = self._common_of(kind, url)
+        if consumer is not None:
+            common = common | {_CONSUMER: consumer}
         if not isinstance(subject, str):
             subject = None
         name, where = _destination(kind, subject, stream, subjects)
         of_span = common | where
-        if kind in _TYPES:
-            of_span["messaging.operation.type"] = _TYPES[kind]
         if attributes is not None:
             of_span |= attributes
         links, parent = _origins(sources) if sources else ((), None)
@@ -393,11 +401,20 @@ class _Observer:
         self._counters[what].add(amount, attributes)
 
     @_reporting("a gauge", "the lag is not up to date")
-    def lag(self, behind: int, stream: str, name: str | None) -> None:
+    def lag(self, reader: object, behind: int | None, stream: str, consumer: str | None) -> None:
+        with self._noting_lag:
+            known = self._behind.setdefault((stream, consumer), WeakKeyDictionary())
+            if behind is None:
+                known.pop(reader, None)
+            else:
+                known[reader] = behind
+            largest = max(known.values(), default=None)
+        if largest is None:
+            return
         attributes = {"messaging.system": _SYSTEM, "messaging.destination.name": stream}
-        if name is not None:
-            attributes["messaging.consumer.group.name"] = name
-        self._lag.set(behind, attributes)
+        if consumer is not None:
+            attributes[_CONSUMER] = consumer
+        self._lag.set(largest, attributes)
 
     @_reporting("a counter or histogram", "measurements are missing")
     def ended(self, kind: Kind, seconds: float, messages: int, attributes: Attributes) -> None:
@@ -407,6 +424,8 @@ class _Observer:
 
     def _common_of(self, kind: Kind, url: ParseResult | None) -> dict[str, str | int]:
         common: dict[str, str | int] = {"messaging.system": _SYSTEM, "messaging.operation.name": kind.value}
+        if kind in _TYPES:
+            common["messaging.operation.type"] = _TYPES[kind]
         if url is not None:
             common["server.address"] = url.hostname or ""
             if url.port is not None:

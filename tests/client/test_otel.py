@@ -578,6 +578,75 @@ async def test_a_worker_continues_the_trace_of_its_input_in_its_outputs(
     assert (lag.value, lag.attributes["messaging.destination.name"]) == (3, stream)
 
 
+async def test_workers_of_one_stream_report_their_own_lags_and_durations(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
+) -> None:
+    stream, output = await make_stream(), await make_stream()
+    async with jsx.FastPublisher(js) as publisher:
+        await publisher.add_many([(f"{stream}.a", b"")] * 5)
+    called = asyncio.Event()
+
+    async def stuck(message: jsx.StoredMsg) -> None:
+        called.set()
+        await asyncio.Event().wait()
+
+    async def work(name: str, handler: Any) -> None:
+        await log.exactly_once(log.LogReader(js, stream), output, handler, name=name, prefix=f"{output}.at")
+
+    slow = asyncio.ensure_future(work("slow", stuck))
+    await called.wait()
+    await work("fast", lambda _: None)
+    assert by_consumer(recorded, "jetstream_ext.lag") == {"slow": 5, "fast": 0}
+    slow.cancel()
+    await asyncio.wait({slow})
+    assert by_consumer(recorded, "messaging.process.duration", "count") == {"slow": 1, "fast": 5}
+    assert by_consumer(recorded, "messaging.client.consumed.messages") == {"slow": 5, "fast": 5}
+    for span in recorded.spans:
+        if span.name in (f"process {stream}", f"receive {stream}", f"commit {output}"):
+            assert attributes(span)["messaging.consumer.group.name"] in ("slow", "fast")
+
+
+def by_consumer(recorded: Recorded, metric: str, field: str = "value") -> dict[str | None, int]:
+    points = recorded.points(metric)
+    found = {each.attributes.get("messaging.consumer.group.name"): getattr(each, field) for each in points}
+    assert len(found) == len(points)
+    return found
+
+
+@pytest.mark.parametrize("confirm", [True, False])
+async def test_of_readers_without_a_name_the_largest_lag_is_reported(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded, confirm: bool
+) -> None:
+    stream = await make_stream()
+    async with jsx.FastPublisher(js) as publisher:
+        await publisher.add_many([(f"{stream}.a", b"")] * 5)
+    behind, ahead = (log.LogReader(js, stream, confirm=confirm) for _ in range(2))
+    await behind.read(1)
+    assert by_consumer(recorded, "jetstream_ext.lag") == {None: 5}
+    assert len([message async for message in ahead]) == 5
+    assert by_consumer(recorded, "jetstream_ext.lag") == {None: 5}
+    assert len([message async for message in behind]) == 4
+    assert by_consumer(recorded, "jetstream_ext.lag") == {None: 0}
+
+
+async def test_the_lag_of_a_worker_that_has_ended_hides_none(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
+) -> None:
+    stream, output = await make_stream(), await make_stream()
+    async with jsx.FastPublisher(js) as publisher:
+        await publisher.add_many([(f"{stream}.a", b"")] * 5)
+    readers = [log.LogReader(js, stream) for _ in range(2)]
+
+    def fail(message: jsx.StoredMsg) -> None:
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        await log.exactly_once(readers[0], output, fail, name="w", prefix=f"{output}.at")
+    assert by_consumer(recorded, "jetstream_ext.lag") == {"w": 5}
+    await log.exactly_once(readers[1], output, lambda _: None, name="w", prefix=f"{output}.at")
+    assert by_consumer(recorded, "jetstream_ext.lag") == {"w": 0}
+
+
 async def test_a_list_of_inputs_is_linked_to_the_contexts_of_all(
     js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
 ) -> None:
