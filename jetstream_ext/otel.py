@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextvars import Token
 from functools import wraps
 from threading import RLock
-from traceback import extract_tb
+from traceback import extract_tb, format_tb
 from types import TracebackType
 from typing import Final, ParamSpec, Self
 from urllib.parse import ParseResult
@@ -23,7 +23,7 @@ from jetstream_ext.client.telemetry import Attributes, Count, Kind
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.subjects import covers, is_literal
 from jetstream_ext.protocol.trace_context import TraceContext, trace_context
-from jetstream_ext.text import get_logger
+from jetstream_ext.text import get_logger, safe_text
 
 try:
     from opentelemetry import metrics, propagate, trace
@@ -261,15 +261,38 @@ class _Operation:
             if error is not None:
                 kind = type(error).__qualname__
                 self.span.set_attribute("error.type", kind)
-                try:
-                    text = str(error)
-                    if isinstance(error, Exception):
-                        self.span.record_exception(error)
-                except Exception:
-                    text = ""  # the class of an exception of the user's own may fail to make a text
-                self.span.set_status(StatusCode.ERROR, text or kind)
+                if isinstance(error, Exception) and self.span.is_recording():
+                    self.span.add_event("exception", _facts_of(error))
+                self.span.set_status(StatusCode.ERROR, safe_text(error) or kind)
         finally:
             self.span.end()
+
+
+def _facts_of(error: Exception) -> dict[str, str]:
+    """Return the attributes of the event for an exception, as `Span.record_exception` does, but without texts that are not safe."""
+    facts = {"exception.type": _class_of(error), "exception.stacktrace": _stacktrace(error)}
+    if text := safe_text(error):
+        facts["exception.message"] = text
+    return facts
+
+
+def _class_of(error: BaseException) -> str:
+    kind = type(error)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _stacktrace(error: BaseException) -> str:
+    """Return what the interpreter prints of an exception and its causes, without texts that are not safe."""
+    parts: list[str] = []
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        text = safe_text(cause)
+        frames = "".join(format_tb(cause.__traceback__))
+        parts.append(f"Traceback (most recent call last):\n{frames}{_class_of(cause)}{text and ': '}{text}\n")
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return "\nThis has led to:\n\n".join(reversed(parts))
 
 
 class _Observer:

@@ -215,6 +215,53 @@ async def test_a_payload_that_is_refused_has_the_same_error_with_and_without_tra
             await call(js, [entry])
 
 
+async def test_spans_say_nothing_of_a_payload_that_an_error_quotes(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
+) -> None:
+    stream, output = await make_stream(), await make_stream()
+    async with jsx.FastPublisher(js) as publisher:
+        await publisher.add(f"{stream}.a", b"hunter2", headers={"Token": "hunter2"})
+
+    def convert(message: jsx.StoredMsg) -> None:
+        int(message.data)
+
+    def convert_again(message: jsx.StoredMsg) -> None:
+        try:
+            convert(message)
+        except ValueError as error:
+            raise jsx.errors.BatchClosedError("the batch is closed") from error
+
+    def quote(message: jsx.StoredMsg) -> None:
+        raise jsx.errors.ConversionError(f"{message.data!r} is no number")
+
+    for handler in (convert, convert_again, quote):
+        with pytest.raises((ValueError, jsx.errors.BatchClosedError)):
+            await log.exactly_once(log.LogReader(js, stream), output, handler, name="w", prefix=f"{output}.at")
+    first, second, third = [span for span in recorded.spans if span.kind is SpanKind.CONSUMER]
+    for span in recorded.spans:
+        assert "hunter2" not in span.to_json()
+    described = [(span.status.description, attributes(span)["error.type"]) for span in (first, second, third)]
+    assert described == [
+        ("ValueError", "ValueError"),
+        ("the batch is closed", "BatchClosedError"),
+        ("ConversionError", "ConversionError"),
+    ]
+    (event,) = second.events
+    facts = dict(event.attributes or {})
+    assert (event.name, facts["exception.type"]) == ("exception", "jetstream_ext.errors.BatchClosedError")
+    assert facts["exception.message"] == "the batch is closed"
+    trace_of_calls = str(facts["exception.stacktrace"])
+    assert re.findall(r"^\S.*$", trace_of_calls, re.MULTILINE) == [
+        "Traceback (most recent call last):",
+        "ValueError",
+        "This has led to:",
+        "Traceback (most recent call last):",
+        "jetstream_ext.errors.BatchClosedError: the batch is closed",
+    ]
+    assert trace_of_calls.index("in convert\n") < trace_of_calls.rindex("in convert_again\n")
+    assert "exception.message" not in dict(first.events[0].attributes or {})
+
+
 async def test_an_error_without_a_text_ends_its_span(
     js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
 ) -> None:
