@@ -650,6 +650,8 @@ class AtomicBatchMachine:
                 facts=self._facts("not_stored"),
                 hint=self._hint(payload),
                 no_jetstream=self.no_jetstream,
+                stream=self._stream.name if self._stream is not None and self._stream.stores(subject) else "",
+                expected=self._encoder.expected_streams,
             )
             if answers_commit and self._refused is not None:
                 self._apply(Input.BATCH_REFUSED, error=self._refused)

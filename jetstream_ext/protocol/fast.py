@@ -829,12 +829,14 @@ class FastBatch:
         elif outcome == "partial":
             stored = "neither it nor any later message is stored; messages up to the error's `acked` are stored"
         text = f"message {seq} was refused: {error.description}; {stored}"
+        stream, subject = error.stream or self._stream, self.first_subject
         if error.err_code == ErrorCode.FAST_DISABLED:
-            how = advice.enable_stream("STREAM", "batched")
-            text = f"fast ingest is disabled on the stream of subject {self.first_subject!r}; {stored}; {how}"
+            how = advice.enable_stream(stream, "batched", subject=subject)
+            where = f"stream {stream!r}, which stores" if stream else "the stream of"
+            text = f"fast ingest is disabled on {where} subject {subject!r}; {stored}; {how}"
         elif error.err_code == ErrorCode.FAST_UNKNOWN_BATCH:
             text = f"the server no longer has the batch; {stored}"
-        text += advice.after_refusal(error.err_code)
+        text += advice.after_refusal(error.err_code, stream, subject, self._wire.expected_streams)
         return errors.batch_refusal(error, f"batch {self.batch_id}: {text}", **self._facts(outcome))
 
     def _error(self, kind: type[BatchError], text: str, outcome: Outcome | None = None, **fields: Any) -> BatchError:
