@@ -83,7 +83,7 @@ class Input(enum.Enum):
     MESSAGE_REFUSED = "an err frame: a check failed"
     MESSAGE_DROPPED = "no leader, overload, or no space; the server still has the batch"
     UNKNOWN_BATCH = "the server does not have the batch"
-    BATCH_REFUSED = "any other refusal"
+    BATCH_REFUSED = "the server has refused the batch"
     FINAL_ACK = "the final ack covers every message"
     SHORT_FINAL_ACK = "the final ack covers fewer messages"
     FOREIGN_ACK = "the final ack of another batch with the same id"
