@@ -429,6 +429,7 @@ class ServerError(JetStreamExtError, nats.js.errors.APIError):
         code: The HTTP-like status (400, 412, 429, 500, 503 …).
         err_code: The server's error code.
         description: The server's text.
+        stream: The stream that refused a message, if the server named it.
         retryable: Whether the same call may succeed later, unchanged: without a leader, overloaded, out of resources.
     """
 
@@ -611,4 +612,6 @@ def reached_no_stream(refusal: ServerError) -> bool:
 def batch_refusal(error: ServerError, message: str, **batch: Any) -> BatchServerError:
     """Return `error` as a `BatchServerError` with the batch's fields (the keywords of `BatchError`)."""
     cls = type(error) if isinstance(error, BatchServerError) else BatchServerError
-    return cls(message, code=error.code, err_code=error.err_code, description=error.description or "", **batch)
+    refusal = cls(message, code=error.code, err_code=error.err_code, description=error.description or "", **batch)
+    refusal.stream = error.stream
+    return refusal

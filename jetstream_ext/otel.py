@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextvars import Token
 from functools import wraps
-from traceback import extract_tb
+from threading import RLock
+from traceback import extract_tb, format_tb
 from types import TracebackType
 from typing import Final, ParamSpec, Self
 from urllib.parse import ParseResult
+from weakref import WeakKeyDictionary
 
 from jetstream_ext.client import telemetry
 from jetstream_ext.client.base_connection import BaseConnection
@@ -21,7 +23,7 @@ from jetstream_ext.client.telemetry import Attributes, Count, Kind
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.subjects import covers, is_literal
 from jetstream_ext.protocol.trace_context import TraceContext, trace_context
-from jetstream_ext.text import get_logger
+from jetstream_ext.text import get_logger, safe_text
 
 try:
     from opentelemetry import metrics, propagate, trace
@@ -39,6 +41,7 @@ _log: Final = get_logger("client")
 _Arguments = ParamSpec("_Arguments")
 
 _SYSTEM: Final = "nats"
+_CONSUMER: Final = "messaging.consumer.group.name"
 _SCHEMA: Final = "https://opentelemetry.io/schemas/1.37.0"
 _KINDS: Final = {
     Kind.SEND: SpanKind.PRODUCER,
@@ -258,15 +261,38 @@ class _Operation:
             if error is not None:
                 kind = type(error).__qualname__
                 self.span.set_attribute("error.type", kind)
-                try:
-                    text = str(error)
-                    if isinstance(error, Exception):
-                        self.span.record_exception(error)
-                except Exception:
-                    text = ""  # the class of an exception of the user's own may fail to make a text
-                self.span.set_status(StatusCode.ERROR, text or kind)
+                if isinstance(error, Exception) and self.span.is_recording():
+                    self.span.add_event("exception", _facts_of(error))
+                self.span.set_status(StatusCode.ERROR, safe_text(error) or kind)
         finally:
             self.span.end()
+
+
+def _facts_of(error: Exception) -> dict[str, str]:
+    """Return the attributes of the event for an exception, as `Span.record_exception` does, but without texts that are not safe."""
+    facts = {"exception.type": _class_of(error), "exception.stacktrace": _stacktrace(error)}
+    if text := safe_text(error):
+        facts["exception.message"] = text
+    return facts
+
+
+def _class_of(error: BaseException) -> str:
+    kind = type(error)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _stacktrace(error: BaseException) -> str:
+    """Return what the interpreter prints of an exception and its causes, without texts that are not safe."""
+    parts: list[str] = []
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        text = safe_text(cause)
+        frames = "".join(format_tb(cause.__traceback__))
+        parts.append(f"Traceback (most recent call last):\n{frames}{_class_of(cause)}{text and ': '}{text}\n")
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return "\nThis has led to:\n\n".join(reversed(parts))
 
 
 class _Observer:
@@ -326,6 +352,10 @@ class _Observer:
                 "Attempts that failed with a transient error and were followed by another one.",
             ),
         }
+        # How far readers are behind: those of one stream without a name, or of one name, are one series. A reader that is
+        # far behind must not be hidden by the others.
+        self._behind: dict[tuple[str, str | None], WeakKeyDictionary[object, int]] = {}
+        self._noting_lag = RLock()
         # Of each kind of operation on each server; a call copies them.
         self._common: dict[tuple[Kind, str | None], dict[str, str | int]] = {}
 
@@ -338,18 +368,19 @@ class _Observer:
         stream: str | None = None,
         subjects: Sequence[str] = (),
         sources: Sequence[StoredMsg] = (),
+        consumer: str | None = None,
         attributes: Attributes | None = None,
     ) -> _Operation:
         url = connection.nc.connected_url
         common = self._common.get((kind, None if url is None else url.netloc))
         if common is None:
             common = self._common_of(kind, url)
+        if consumer is not None:
+            common = common | {_CONSUMER: consumer}
         if not isinstance(subject, str):
             subject = None
         name, where = _destination(kind, subject, stream, subjects)
         of_span = common | where
-        if kind in _TYPES:
-            of_span["messaging.operation.type"] = _TYPES[kind]
         if attributes is not None:
             of_span |= attributes
         links, parent = _origins(sources) if sources else ((), None)
@@ -393,11 +424,20 @@ class _Observer:
         self._counters[what].add(amount, attributes)
 
     @_reporting("a gauge", "the lag is not up to date")
-    def lag(self, behind: int, stream: str, name: str | None) -> None:
+    def lag(self, reader: object, behind: int | None, stream: str, consumer: str | None) -> None:
+        with self._noting_lag:
+            known = self._behind.setdefault((stream, consumer), WeakKeyDictionary())
+            if behind is None:
+                known.pop(reader, None)
+            else:
+                known[reader] = behind
+            largest = max(known.values(), default=None)
+        if largest is None:
+            return
         attributes = {"messaging.system": _SYSTEM, "messaging.destination.name": stream}
-        if name is not None:
-            attributes["messaging.consumer.group.name"] = name
-        self._lag.set(behind, attributes)
+        if consumer is not None:
+            attributes[_CONSUMER] = consumer
+        self._lag.set(largest, attributes)
 
     @_reporting("a counter or histogram", "measurements are missing")
     def ended(self, kind: Kind, seconds: float, messages: int, attributes: Attributes) -> None:
@@ -407,6 +447,8 @@ class _Observer:
 
     def _common_of(self, kind: Kind, url: ParseResult | None) -> dict[str, str | int]:
         common: dict[str, str | int] = {"messaging.system": _SYSTEM, "messaging.operation.name": kind.value}
+        if kind in _TYPES:
+            common["messaging.operation.type"] = _TYPES[kind]
         if url is not None:
             common["server.address"] = url.hostname or ""
             if url.port is not None:

@@ -56,6 +56,15 @@ def plural(number: int, one: str, many: str) -> str:
     return one if number == 1 else many
 
 
+def safe_text(error: BaseException) -> str:
+    """Return the text of an error, or "" if it may quote what is never logged or reported: payloads, values of headers.
+
+    Only the texts of this library and of nats-py are known. Those of a ValueError quote what it refuses.
+    """
+    known = type(error).__module__.partition(".")[0] in ("jetstream_ext", "nats") and not isinstance(error, ValueError)
+    return str(error) if known else ""
+
+
 def get_logger(area: Area) -> logging.Logger:
     """Return the logger ``jetstream_ext.<area>``; the text of every record is printable."""
     logger = logging.getLogger(f"jetstream_ext.{area}")
@@ -73,13 +82,13 @@ def log_state(logger: logging.Logger, source: str, event: str, why: object = "",
         logger: The logger of the area.
         source: What has changed: its kind and its name, such as ``batch b1`` or ``stream 'ORDERS'``.
         event: ``BEFORE -> AFTER``, or what happened while the state stays.
-        why: What has caused it; of an exception, its text.
+        why: What has caused it; of an exception, its `safe_text`, or its class.
         fields: What belongs to it: numbers, names, durations; of an exception, its class. None and "" are left out.
     """
     if not logger.isEnabledFor(logging.DEBUG):
         return
     known = {name: _plain(value) for name, value in fields.items() if value is not None and value != ""}
-    reason = printable(str(why) or type(why).__name__) if isinstance(why, BaseException) else printable(str(why))
+    reason = printable(safe_text(why) or type(why).__name__) if isinstance(why, BaseException) else printable(str(why))
     text = f"{source}: {event}" + (f" ({reason})" if reason else "")
     if known:
         text += "; " + ", ".join(f"{name}={value}" for name, value in known.items())

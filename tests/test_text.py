@@ -5,11 +5,12 @@ import logging
 import pickle
 from pathlib import Path
 
+import nats.errors
 import pytest
 
 import jetstream_ext
-from jetstream_ext.errors import BatchServerError, JetStreamExtError, server_error
-from jetstream_ext.text import counted, did_you_mean, get_logger, numbered, plural, printable
+from jetstream_ext.errors import BatchServerError, ConversionError, FencedError, JetStreamExtError, server_error
+from jetstream_ext.text import counted, did_you_mean, get_logger, numbered, plural, printable, safe_text
 
 EVIL = "\x1b]0;owned\x07\x1b[31mred\x9b2J\x7f\u202e\u200b\u2028\ud800\r\n"
 ESCAPED = r"\x1b]0;owned\x07\x1b[31mred\x9b2J\x7f\u202e\u200b\u2028\ud800\r\n"
@@ -82,3 +83,17 @@ def test_only_one_module_of_the_command_line_writes_to_the_terminal() -> None:
     for path in (PACKAGE / "cli").glob("*.py"):
         if path.name not in ("output.py", "flights.py"):
             assert writers.isdisjoint(calls(path)), path
+
+
+def test_only_texts_that_quote_no_data_are_safe() -> None:
+    class OwnError(JetStreamExtError):
+        pass
+
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise ZeroDivisionError
+
+    assert safe_text(FencedError("a", name="r")) == "a"
+    assert safe_text(nats.errors.ConnectionClosedError()) == "nats: connection closed"
+    for error in (ConversionError("a"), ValueError("a"), OwnError("a"), TimeoutError("a"), MuteError()):
+        assert safe_text(error) == ""

@@ -124,6 +124,7 @@ def read_blocks(
     *,
     confirm: bool = False,
     min_seq: int | None = None,
+    consumer: str | None = None,
 ) -> AsyncGenerator[Block, None]:
     """Yield the messages of a read as they come; see `RangeRead` for `timeout` and `DirectGet` for errors.
 
@@ -132,17 +133,23 @@ def read_blocks(
 
     With `min_seq`, the read waits until the leader has this sequence, and a range is proved at least up to it. A
     `MultiLast` with `min_seq` must be `proved`.
+
+    `consumer` is the name that an observer is told; see `telemetry.Observer.begin`.
     """
     blocks = _read_blocks(context, stream, plan, timeout, confirm=confirm, min_seq=min_seq)
     observer = telemetry.observer
-    return blocks if observer is None else _observed(observer, context, stream, blocks)
+    return blocks if observer is None else _observed(observer, context, stream, consumer, blocks)
 
 
 async def _observed(
-    observer: telemetry.Observer, context: Context, stream: str, blocks: AsyncGenerator[Block, None]
+    observer: telemetry.Observer,
+    context: Context,
+    stream: str,
+    consumer: str | None,
+    blocks: AsyncGenerator[Block, None],
 ) -> AsyncGenerator[Block, None]:
     """Yield `blocks`, as one operation that lasts as long as the read, without the time in which the caller has a block."""
-    operation = observer.begin(telemetry.Kind.RECEIVE, context.connection, stream=stream)
+    operation = observer.begin(telemetry.Kind.RECEIVE, context.connection, stream=stream, consumer=consumer)
     clock, messages = asyncio.get_running_loop().time, 0
     failure: BaseException | None = None
     try:

@@ -43,7 +43,7 @@ from jetstream_ext.errors import (
     UnsupportedFeatureError,
 )
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.advice import after_refusal
+from jetstream_ext.protocol.advice import EXPLAINED, after_refusal
 from jetstream_ext.protocol.api import StreamState, recreated
 from jetstream_ext.protocol.atomic_wire import read_reply
 from jetstream_ext.protocol.fence import mark, marked_seq
@@ -544,7 +544,9 @@ class _Ingest:
             if isinstance(error, NoStreamResponseError) and await self._has_no_stream(message.subject):
                 raise self._failure("has a subject that no stream stores") from error
             if isinstance(error, APIError) and not is_transient(error):
-                advice = after_refusal(error.err_code, "STREAM" if self._stream is None else self._stream.name)
+                expected = () if message.stream is None else (message.stream,)
+                stream = await self._stream_that_stores(message.subject) if error.err_code in EXPLAINED else ""
+                advice = after_refusal(error.err_code, error.stream or stream, message.subject, expected)
                 raise self._failure(f"was refused: {error.description}", advice=advice) from error
             if not isinstance(error, APIError | NoStreamResponseError):
                 self._unanswered = max(self._unanswered, 1)
@@ -587,6 +589,15 @@ class _Ingest:
             return await stream_name(self._context, subject, self._ack_timeout) is None
         except nats.errors.Error:
             return False  # no answer, or no permission to ask
+
+    async def _stream_that_stores(self, subject: str) -> str:
+        """Return the name of the stream that stores the subject, for an error, or "" if no server says it soon."""
+        if self._stream is not None and self._stream.stores(subject):
+            return self._stream.name
+        try:
+            return await stream_name(self._context, subject, self._lookup_timeout) or ""
+        except nats.errors.Error:
+            return ""
 
     # -- what is stored -----------------------------------------------------------------------------------------------
 

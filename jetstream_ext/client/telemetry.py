@@ -83,19 +83,24 @@ class Observer(Protocol):
         stream: str | None = None,
         subjects: Sequence[str] = (),
         sources: Sequence[StoredMsg] = (),
+        consumer: str | None = None,
         attributes: Attributes | None = None,
     ) -> Operation:
         """Begin an operation in the caller's context.
 
         `subject` is that of the single message that it is about, if it is about one; `stream` and its `subjects` are given
-        if they are known. `sources` are the messages that it handles.
+        if they are known. `sources` are the messages that it handles. `consumer` is the name of the reader, worker or group
+        that it belongs to. `attributes` are only those of a span.
         """
 
     def count(self, what: Count, amount: int, *, stream: str | None = None, error: str | None = None) -> None:
         """Add to a counter."""
 
-    def lag(self, behind: int, stream: str, name: str | None) -> None:
-        """Note how many sequences of a stream a reader has not read; `name` is that of its position, if it has one."""
+    def lag(self, reader: object, behind: int | None, stream: str, consumer: str | None) -> None:
+        """Note how many sequences of a stream a reader has not read; None: it is not known any more.
+
+        `consumer` is the name of the reader, or of the worker or group that it reads for.
+        """
 
 
 observer: Observer | None = None

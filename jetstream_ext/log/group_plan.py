@@ -126,11 +126,10 @@ class Plan:
         partitions_of: Callable[[Sequence[StoredMsg]], Sequence[int]] = self.partitioner.of
         if number is not None:
             partitions_of = lambda messages: [number] * len(messages)  # noqa: E731
-        reader = self.reader(number, First())
-        reader.name = self.name if number is None else f"{self.name}.{number}"  # for its lag
         return Lane(
-            reader,
+            self.reader(number, First()),
             partitions_of,
+            consumer=self.name if number is None else f"{self.name}.{number}",
             settings=settings,
             buffer=self.buffer,
             buffer_bytes=BUFFER_BYTES,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from jetstream_ext.log.group_store import Settings
+from jetstream_ext.log.observed import reading_for
 from jetstream_ext.log.offsets import First, Seq, StoredOffset
 from jetstream_ext.log.reader import LogReader
 from jetstream_ext.protocol.direct import StoredMsg
@@ -24,6 +25,7 @@ class Lane:
         reader: LogReader,
         partitions_of: Callable[[Sequence[StoredMsg]], Sequence[int]],
         *,
+        consumer: str,
         settings: Settings,
         buffer: int,
         buffer_bytes: int,
@@ -35,6 +37,7 @@ class Lane:
             partitions_of, buffer=buffer, buffer_bytes=buffer_bytes, wake=self._changed.set
         )
         self._reader = reader
+        self._consumer = consumer  # the name of the group, or of its partition
         self._settings = settings
         self._poll = poll
 
@@ -48,6 +51,10 @@ class Lane:
 
     async def read(self, given: Callable[[Iterable[int]], None]) -> None:
         """Give messages to the partitions; call `given` with those that got some."""
+        with reading_for(self._reader, self._consumer):
+            await self._read(given)
+
+    async def _read(self, given: Callable[[Iterable[int]], None]) -> None:
         pause = _FIRST_PAUSE
         while True:
             self._changed.clear()

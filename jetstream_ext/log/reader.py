@@ -16,7 +16,6 @@ from typing import Final, Literal, Self
 
 from nats.js import JetStreamContext
 
-from jetstream_ext.client import telemetry
 from jetstream_ext.client.api import (
     bisect_time,
     check_same_stream,
@@ -28,7 +27,7 @@ from jetstream_ext.client.api import (
 )
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
-from jetstream_ext.client.direct_reader import link_of, read_blocks, read_one
+from jetstream_ext.client.direct_reader import MessageBatch, link_of, read_blocks, read_one
 from jetstream_ext.client.replaced import were_replaced_by_newer
 from jetstream_ext.client.retry import Retry, is_transient, is_transient_read
 from jetstream_ext.client.verified_read import VerifiedReader
@@ -39,14 +38,15 @@ from jetstream_ext.errors import (
     StreamConfigMismatchError,
     StreamRecreatedError,
 )
+from jetstream_ext.log.observed import consumer_of, observe_lag
 from jetstream_ext.log.offsets import First, Last, OffsetStore, Seq, Start, Stored, StoredOffset, Time, check_start
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.direct import Request, StoredMsg
+from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Request, StoredMsg
 from jetstream_ext.protocol.feature_table import START_TIME_LEVEL
 from jetstream_ext.protocol.gaps import Gaps
 from jetstream_ext.protocol.numbers import LARGEST
 from jetstream_ext.protocol.options import check_int, check_seconds, check_word
-from jetstream_ext.protocol.reads import Scan
+from jetstream_ext.protocol.reads import OneReply, Scan
 from jetstream_ext.protocol.subjects import can_be_asked_for, check_filter
 from jetstream_ext.text import get_logger, log_state, numbered, plural
 
@@ -358,8 +358,13 @@ class LogReader:
         position = await self._resolve()
         if self.confirm:
             return max(0, (await self._look()).last_seq + 1 - position)
-        batch = self._direct.batch(1, subject=self.subject, seq=position)
+        batch = self._batch(1, position, DEFAULT_MAX_BYTES)
         return len(await batch.to_list()) + (batch.num_pending or 0)
+
+    def _batch(self, count: int, position: int, max_bytes: int) -> MessageBatch:
+        plan = OneReply(Request(seq=position, next_by_subj=self.subject or ">", batch=count, max_bytes=max_bytes))
+        reading = read_blocks(self._context, self.stream, plan, self._timeout, consumer=consumer_of(self))
+        return MessageBatch(plan, reading)
 
     def _take_up_to(self, count: int) -> list[StoredMsg]:
         return [self._take() for _ in range(min(count, len(self._ready)))]
@@ -388,11 +393,11 @@ class LogReader:
             try:
                 ended = await retry.attempt(partial(self._advance, until))
             except Exception as error:
+                observe_lag(self, None)
                 await retry.pause_if_transient(error)
                 self._state = None
                 continue
-            if telemetry.observer is not None:
-                telemetry.observer.lag(self._known_lag, self.stream, self.name)
+            observe_lag(self, self._known_lag)
             if ended and not wait:
                 return False
             left = until - loop.time()
@@ -432,7 +437,7 @@ class LogReader:
             if not self.confirm:
                 # One request at a time: only the rows show how far the responder is.
                 size = min(_REQUEST_BYTES, link_of(self._context).room(1))
-                batch = self._direct.batch(_GROUP, subject=self.subject, seq=position, max_bytes=size)
+                batch = self._batch(_GROUP, position, size)
                 rows = await batch.to_list()
                 self._pending = len(rows) + (batch.num_pending or 0)
                 if not rows:
@@ -613,7 +618,7 @@ class LogReader:
         read_to = end
         first = min([position, *(seq for seq, _ in self._witnesses[:1] if seq >= state.first_seq)])
         plan = Scan(subject=self.subject, seq=first, up_to_seq=end, max_bytes=_REQUEST_BYTES)
-        reading = read_blocks(self._context, self.stream, plan, self._timeout, confirm=True)
+        reading = read_blocks(self._context, self.stream, plan, self._timeout, confirm=True, consumer=consumer_of(self))
         async with contextlib.aclosing(reading) as blocks:
             async for block in blocks:
                 heard = loop.time()

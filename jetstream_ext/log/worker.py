@@ -51,7 +51,7 @@ from jetstream_ext.errors import (
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.log.dead_letter import DeadLetter, check_dead_letter
 from jetstream_ext.log.lease import Lease, lease_key
-from jetstream_ext.log.observed import observed_commit, observed_handling
+from jetstream_ext.log.observed import observed_commit, observed_handling, reading_for
 from jetstream_ext.log.offsets import (
     OffsetStore,
     PositionedReader,
@@ -260,7 +260,8 @@ async def exactly_once(
         patience=patience,
         takeover=Takeover(context, output_stream, name=name, timeout=timeout, patience=patience),
     )
-    return await worker.run()
+    with reading_for(reader, name):
+        return await worker.run()
 
 
 def position_subject(prefix: str, name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Collection
 from contextvars import ContextVar
 from typing import Final
 
@@ -15,6 +16,11 @@ STREAM_OPTIONS: Final = {
     "ttl": "allow_msg_ttl",
 }
 """What ``jetstream-ext enable`` can turn on: the field of the stream's configuration for each of its options."""
+
+_PLACEHOLDER: Final = "NAME"  # in a command, for a name that is not known or not printable
+
+EXPLAINED: Final = frozenset({ErrorCode.MESSAGE_TTL_DISABLED, ErrorCode.STREAM_MISMATCH})
+"""The refusals that `after_refusal` knows."""
 
 CONNECTION_OPTIONS: Final[ContextVar[str]] = ContextVar("CONNECTION_OPTIONS", default="")
 """Further options of every command, which name the server; the command line sets them for its own connection."""
@@ -30,15 +36,35 @@ def enable_bucket_command(bucket: str, *options: str) -> str:
     return _command("enable-bucket", bucket, options)
 
 
-def enable_stream(stream: str, *options: str, what: str = "it") -> str:
-    """Return how to turn on `options` (keys of `STREAM_OPTIONS`) of a stream; "STREAM" stands for an unknown one."""
+def enable_stream(stream: str, *options: str, what: str = "it", subject: str = "") -> str:
+    """Return how to turn on `options` (keys of `STREAM_OPTIONS`) of a stream.
+
+    A stream that is not known ("") is described as the one that stores `subject`.
+    """
     fields = " and ".join(f"{STREAM_OPTIONS[option]}=True" for option in options)
-    return f"enable {what} with {fields} (jetstream_ext.ensure_stream) or '{enable_command(stream, *options)}'"
+    command = enable_command(stream or _PLACEHOLDER, *options)
+    which = "" if stream else f", where {_PLACEHOLDER} is the stream that stores subject {subject!r}"
+    return f"enable {what} with {fields} (jetstream_ext.ensure_stream) or '{command}'{which}"
 
 
-def after_refusal(code: int | None, stream: str = "STREAM") -> str:
-    """Return what to do after the refusal of a message with this ``err_code``, to append to its error; or ""."""
-    return f"; {enable_stream(stream, 'ttl', what='TTLs')}" if code == ErrorCode.MESSAGE_TTL_DISABLED else ""
+def after_refusal(code: int | None, stream: str, subject: str, expected: Collection[str] = ()) -> str:
+    """Return what to say after the refusal of a message with this ``err_code``, to append to its error; or "".
+
+    Args:
+        code: The server's error code.
+        stream: The stream that has refused it, or "" if it is not known.
+        subject: A subject that the stream stores.
+        expected: The streams that messages of the batch expect.
+    """
+    if code == ErrorCode.MESSAGE_TTL_DISABLED:
+        what = f"TTLs on stream {stream!r}" if stream else "TTLs"
+        return f"; {enable_stream(stream, 'ttl', what=what, subject=subject)}"
+    if code == ErrorCode.STREAM_MISMATCH:
+        names = " or ".join(sorted(repr(name) for name in set(expected) - {stream}))
+        stored = f"stream {stream!r} stores its subject" if stream else ""
+        found = ", and ".join(filter(None, [names and f"a message expects stream {names}", stored]))
+        return f"; {found}" if found else ""
+    return ""
 
 
 def enable_bucket(bucket: str, *options: str, what: str = "it") -> str:
@@ -50,6 +76,6 @@ def enable_bucket(bucket: str, *options: str, what: str = "it") -> str:
 
 def _command(name: str, target: str, options: tuple[str, ...]) -> str:
     """Return a command that can be copied into a shell; other programs choose the names of streams."""
-    target = shlex.quote(target) if target.isprintable() else "NAME"
+    target = shlex.quote(target) if target.isprintable() else _PLACEHOLDER
     flags = [*(f"--{option}" for option in options), *filter(None, [CONNECTION_OPTIONS.get()])]
     return " ".join(["jetstream-ext", name, *([*flags, "--", target] if target.startswith("-") else [target, *flags])])

@@ -82,19 +82,24 @@ def parse_batch_ack(reply: dict[str, Any], payload: bytes) -> BatchAck:
         )
 
 
-def parse_refusal(error: object, payload: bytes = b"", what: str = "") -> ServerError:
-    """Return the error in a server's reply, whose text names `what`; raise ResponseError if it is malformed."""
+def parse_refusal(error: object, payload: bytes = b"", what: str = "", stream: object = None) -> ServerError:
+    """Return the error in a server's reply, whose text names `what`; raise ResponseError if it is malformed.
+
+    `stream` is what the reply names as the stream that has refused a message.
+    """
     if not isinstance(error, dict):
         about = f" about {what}" if what else ""
         raise ResponseError(f"the reply's error{about} is not a JSON object", frame=payload)
     code, err_code = error.get("code"), error.get("err_code")
     description = (_text(error.get("description")) or "")[:1024]
-    return server_error(
+    refusal = server_error(
         code=code if type(code) is int else None,
         err_code=err_code if type(err_code) is int else None,
         description=description,
         message=f"{what}: {description or 'the server refused the request'}" if what else "",
     )
+    refusal.stream = stream if isinstance(stream, str) and stream else None
+    return refusal
 
 
 def _text(value: object) -> str | None:

@@ -55,7 +55,7 @@ class Input(enum.Enum):
     ACKNOWLEDGED = "the ack of the batch"
     STORED_SEPARATELY = "the ack of an ordinary message: the server does not know batches"
     MESSAGE_REFUSED = "the newest message was refused, and the server keeps the batch without it"
-    BATCH_REFUSED = "any other refusal: the server has dropped the batch"
+    BATCH_REFUSED = "the server has refused the batch, and dropped it"
     SEEN_BEFORE = "the commit was refused for its message ids: the batch may have been stored before"
     REPLY_MALFORMED = "a reply that breaks the protocol"
     ANSWER_LOST = "no reply in time, or the connection was lost while a reply was awaited"
@@ -650,6 +650,8 @@ class AtomicBatchMachine:
                 facts=self._facts("not_stored"),
                 hint=self._hint(payload),
                 no_jetstream=self.no_jetstream,
+                stream=self._stream.name if self._stream is not None and self._stream.stores(subject) else "",
+                expected=self._encoder.expected_streams,
             )
             if answers_commit and self._refused is not None:
                 self._apply(Input.BATCH_REFUSED, error=self._refused)

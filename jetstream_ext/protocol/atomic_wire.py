@@ -7,7 +7,7 @@ that is held back, or sent again after a refusal, is encoded once.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -88,6 +88,7 @@ class Encoder:
         self.plain: bytes = h.VERSION + self._tail  # the header block of a message without headers, up to the sequence
         self.max_payload: int = max_payload
         self.max_msg_size: int | None = None  # of the stream, if it is known
+        self.expected_streams: set[str] = set()
         self.subjects: SubjectCache = SubjectCache(inbox_size + _REPLY_TAIL)
 
     @property
@@ -115,6 +116,8 @@ class Encoder:
             check_size(len(self.plain) + _LONGEST + len(payload), self.max_payload, name)
             return name, self.subjects.encode(name), self.plain, payload, ack, None
         expectations = _check_headers(message)
+        if message.stream is not None:
+            self.expected_streams.add(message.stream)
         subject = self.subjects.encode(name)
         payload = payload_bytes(payload, "the payload on subject", name)
         head = h.encode(message_headers(message))[: -len(END)] + self._tail
@@ -179,7 +182,7 @@ def read_reply(header: bytes, payload: bytes) -> Reply | BatchAck | ServerError:
         return errors.server_error(code=code, description=text or "no responders")
     reply = parse_object("the reply to a batch message", payload)
     if reply.get("error") is not None:
-        return parse_refusal(reply["error"], payload)
+        return parse_refusal(reply["error"], payload, stream=reply.get("stream"))
     if "batch" not in reply:
         return Reply.ORDINARY
     return parse_batch_ack(reply, payload)
@@ -206,12 +209,16 @@ def refusal_error(
     facts: dict[str, Any],
     hint: str,
     no_jetstream: str,
+    stream: str,
+    expected: Collection[str],
 ) -> JetStreamExtError:
     """Return the error for a refusal of `what`.
 
     `in_doubt`: it is the first answer since the connection was lost. `hint`: what may explain an incomplete batch, and
-    `no_jetstream` that no stream answers.
+    `no_jetstream` that no stream answers. `stream` takes the batch, if that is known ("" if not), and `expected` are the
+    streams that its messages expect.
     """
+    stream = refusal.stream or stream
     if errors.reached_no_stream(refusal):
         text = f"no stream stores subject {subject!r} of {what}, or the stream has no leader{no_jetstream}"
         return errors.NoStreamError(f"batch {batch_id}: {text}; nothing of the batch is stored", **facts)
@@ -224,13 +231,12 @@ def refusal_error(
         lost.__cause__ = refusal
         return lost
     if isinstance(refusal, errors.AtomicPublishDisabledError):
-        text = (
-            f"atomic batches are disabled on the stream of subject {subject!r}; nothing is stored; "
-            + advice.enable_stream("STREAM", "atomic", what="them")
-        )
+        how = advice.enable_stream(stream, "atomic", what="them", subject=subject)
+        where = f"stream {stream!r}, which stores" if stream else "the stream of"
+        text = f"atomic batches are disabled on {where} subject {subject!r}; nothing is stored; {how}"
     else:
         text = f"{what} was refused: {refusal.description}; nothing of the batch is stored"
         if hint and isinstance(refusal, errors.AtomicPublishIncompleteError):
             text += f"; {hint}"
-        text += advice.after_refusal(refusal.err_code)
+        text += advice.after_refusal(refusal.err_code, stream, subject, expected)
     return errors.batch_refusal(refusal, f"batch {batch_id}: {text}", **facts)

@@ -83,7 +83,7 @@ class Input(enum.Enum):
     MESSAGE_REFUSED = "an err frame: a check failed"
     MESSAGE_DROPPED = "no leader, overload, or no space; the server still has the batch"
     UNKNOWN_BATCH = "the server does not have the batch"
-    BATCH_REFUSED = "any other refusal"
+    BATCH_REFUSED = "the server has refused the batch"
     FINAL_ACK = "the final ack covers every message"
     SHORT_FINAL_ACK = "the final ack covers fewer messages"
     FOREIGN_ACK = "the final ack of another batch with the same id"
@@ -829,12 +829,14 @@ class FastBatch:
         elif outcome == "partial":
             stored = "neither it nor any later message is stored; messages up to the error's `acked` are stored"
         text = f"message {seq} was refused: {error.description}; {stored}"
+        stream, subject = error.stream or self._stream, self.first_subject
         if error.err_code == ErrorCode.FAST_DISABLED:
-            how = advice.enable_stream("STREAM", "batched")
-            text = f"fast ingest is disabled on the stream of subject {self.first_subject!r}; {stored}; {how}"
+            how = advice.enable_stream(stream, "batched", subject=subject)
+            where = f"stream {stream!r}, which stores" if stream else "the stream of"
+            text = f"fast ingest is disabled on {where} subject {subject!r}; {stored}; {how}"
         elif error.err_code == ErrorCode.FAST_UNKNOWN_BATCH:
             text = f"the server no longer has the batch; {stored}"
-        text += advice.after_refusal(error.err_code)
+        text += advice.after_refusal(error.err_code, stream, subject, self._wire.expected_streams)
         return errors.batch_refusal(error, f"batch {self.batch_id}: {text}", **self._facts(outcome))
 
     def _error(self, kind: type[BatchError], text: str, outcome: Outcome | None = None, **fields: Any) -> BatchError:

@@ -35,6 +35,7 @@ _OPERATIONS: Final = frozenset({START, APPEND, COMMIT_EOB, PING})
 _REPLY_TAIL: Final = len(str(LARGEST)) + len(".1.$FI")
 # Nearly every reply: the same result as by JSON, in a fifth of the time.
 _ACK: Final = re.compile(rb'\{"type":"ack","seq":(0|[1-9][0-9]{0,17}),"msgs":(0|[1-9][0-9]{0,3})\}').fullmatch
+_EXPECTED_KEPT: Final = 4  # names of streams that messages expect, for errors
 _BLOCK_BYTES: Final = 1 << 20  # a window of large messages must not be held in memory twice
 
 
@@ -56,6 +57,7 @@ class FastWire:
         self._reply = b""
         self._headers = h.HeaderCache()
         self.subject: bytes = b""  # of the first message: pings and the end of the batch need a subject of the stream
+        self.expected_streams: set[str] = set()
         self.subjects: SubjectCache = SubjectCache(inbox_size + len(self._tokens) + _REPLY_TAIL)
 
     def open(self, inbox: str) -> None:
@@ -65,6 +67,8 @@ class FastWire:
         """Check and encode; raise BadSubjectError, BadHeaderError, MaxPayloadError, ValueError or TypeError."""
         subject = self.subjects.encode(message.subject)
         pairs = message_headers(message)
+        if message.stream is not None and len(self.expected_streams) < _EXPECTED_KEPT:
+            self.expected_streams.add(message.stream)
         header = h.encode(pairs) if pairs else b""
         payload = payload_bytes(message.payload, "the payload on subject", message.subject)
         check_size(len(header) + len(payload), self.max_payload, message.subject)
@@ -235,7 +239,7 @@ def _said(header: bytes, payload: bytes) -> Said:
     if "ack_msgs" in reply or "last_seq" in reply or reply.keys() == {"seq", "error"}:
         return _draft(reply, payload)
     if reply.get("error") is not None:
-        return parse_refusal(reply["error"], payload)
+        return parse_refusal(reply["error"], payload, stream=reply.get("stream"))
     if "batch" in reply:
         return parse_batch_ack(reply, payload)
     if "stream" in reply and "seq" in reply:
@@ -246,7 +250,7 @@ def _said(header: bytes, payload: bytes) -> Said:
 def _draft(reply: dict[str, Any], payload: bytes) -> Said:
     last, seq = _number(reply, "last_seq", payload, 0), _number(reply, "seq", payload, 0)
     if reply.get("error"):
-        return BatchFlowError(seq, parse_refusal(reply["error"], payload))
+        return BatchFlowError(seq, parse_refusal(reply["error"], payload, stream=reply.get("stream")))
     if last and seq > last + 1 and not reply.get("ack_msgs"):
         return BatchFlowGap(last + 1, seq)
     return BatchFlowAck(max(last, seq), _number(reply, "ack_msgs", payload, 1, high=LARGEST_FLOW))

@@ -149,7 +149,7 @@ class TestDebugRecords:
             changes += [
                 "OPEN -> COMMITTING (the commit was sent); messages=2, sent=2, acked=1",
                 (
-                    "COMMITTING -> FAILED (any other refusal: the server has dropped the batch); messages=2, sent=2, acked=1, "
+                    "COMMITTING -> FAILED (the server has refused the batch, and dropped it); messages=2, sent=2, acked=1, "
                     "error=WrongLastSequenceError"
                 ),
             ]

@@ -199,6 +199,23 @@ async def test_a_mirror_with_allow_atomic_is_refused(old_js: JetStreamContext, n
     assert (caught.value.err_code, caught.value.code) == (10198, 400)
 
 
+async def test_the_refusal_names_the_stream_and_the_expected_one(old_js: JetStreamContext, name: str) -> None:
+    await old_js.add_stream(name=name, subjects=["S.>"])
+    disabled = f"atomic batches are disabled on stream '{name}', which stores subject 'S.a'; nothing is stored; .*"
+    with pytest.raises(
+        errors.AtomicPublishDisabledError, match=f"{disabled} 'jetstream-ext enable {name} --atomic' "
+    ) as off:
+        await jsx.publish_atomic(old_js, [("S.a", b"")])
+    assert off.value.stream == name
+    await old_js.update_stream(name=name, subjects=["S.>"], allow_atomic=True)
+    with pytest.raises(
+        errors.MessageTTLDisabledError, match=f"on stream '{name}' .* 'jetstream-ext enable {name} --ttl' "
+    ):
+        await jsx.publish_atomic(old_js, [M("S.a", msg_ttl=5)])
+    with pytest.raises(errors.StreamMismatchError, match=f"; a message expects stream 'T', and stream '{name}' stores"):
+        await jsx.publish_atomic(old_js, [M("S.a"), M("S.b", stream="T")])
+
+
 async def test_too_many_open_batches_are_refused(old_server: NatsServer, old_js: JetStreamContext, name: str) -> None:
     await old_js.add_stream(name=name, subjects=["S.>"], allow_atomic=True)
     batches = [jsx.AtomicBatch(old_js) for _ in range(51)]

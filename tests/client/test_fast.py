@@ -609,3 +609,19 @@ class TestHandlers:
         assert {type(context["exception"]) for context in loop_is_quiet} == {failure}
         assert pub.batch_id in loop_is_quiet[0]["message"]
         loop_is_quiet.clear()
+
+
+async def test_a_refusal_of_the_batch_names_the_stream_and_the_expected_one(
+    js: JetStreamContext, make_stream: MakeStream
+) -> None:
+    stream = await make_stream(allow_batched=False)
+    disabled = f"fast ingest is disabled on stream '{stream}', .* 'jetstream-ext enable {stream} --batched' "
+    with pytest.raises(errors.FastPublishDisabledError, match=disabled) as off:
+        async with jsx.FastPublisher(js) as publisher:
+            await publisher.add(f"{stream}.a")
+    assert off.value.stream == stream
+    other = await make_stream()
+    both = f"; a message expects stream '{stream}', and stream '{other}' stores its subject"
+    with pytest.raises(errors.StreamMismatchError, match=both):
+        async with jsx.FastPublisher(js) as publisher:
+            await publisher.add_message(jsx.BatchMessage(f"{other}.a", stream=stream))

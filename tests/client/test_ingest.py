@@ -185,9 +185,19 @@ class TestRefusals:
             await jsx.ingest(js, entries)
         assert str(caught.value) == (
             f"the message at index 1 (subject '{stream}.a') was refused: per-message TTL is disabled; the message before it "
-            f"is stored; enable TTLs with allow_msg_ttl=True (jetstream_ext.ensure_stream) or "
+            f"is stored; enable TTLs on stream '{stream}' with allow_msg_ttl=True (jetstream_ext.ensure_stream) or "
             f"'jetstream-ext enable {stream} --ttl'"
         )
+
+    async def test_a_message_for_another_stream_names_both(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+        first, second = await make_stream(), await make_stream(allow_msg_ttl=False)
+        with pytest.raises(errors.IngestError) as caught:
+            await jsx.ingest(js, [(f"{first}.a", b""), jsx.BatchMessage(f"{second}.a", stream=first)])
+        assert str(caught.value).endswith(
+            f"; a message expects stream '{first}', and stream '{second}' stores its subject"
+        )
+        with pytest.raises(errors.IngestError, match=f"'jetstream-ext enable {second} --ttl'$"):
+            await jsx.ingest(js, [(f"{first}.a", b""), jsx.BatchMessage(f"{second}.a", msg_ttl=60)])
 
     @pytest.mark.parametrize("version", ["2.11.11", "2.12.8"])
     async def test_a_server_without_fast_ingest_is_an_error(self, version: str) -> None:

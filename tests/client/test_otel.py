@@ -215,6 +215,53 @@ async def test_a_payload_that_is_refused_has_the_same_error_with_and_without_tra
             await call(js, [entry])
 
 
+async def test_spans_say_nothing_of_a_payload_that_an_error_quotes(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
+) -> None:
+    stream, output = await make_stream(), await make_stream()
+    async with jsx.FastPublisher(js) as publisher:
+        await publisher.add(f"{stream}.a", b"hunter2", headers={"Token": "hunter2"})
+
+    def convert(message: jsx.StoredMsg) -> None:
+        int(message.data)
+
+    def convert_again(message: jsx.StoredMsg) -> None:
+        try:
+            convert(message)
+        except ValueError as error:
+            raise jsx.errors.BatchClosedError("the batch is closed") from error
+
+    def quote(message: jsx.StoredMsg) -> None:
+        raise jsx.errors.ConversionError(f"{message.data!r} is no number")
+
+    for handler in (convert, convert_again, quote):
+        with pytest.raises((ValueError, jsx.errors.BatchClosedError)):
+            await log.exactly_once(log.LogReader(js, stream), output, handler, name="w", prefix=f"{output}.at")
+    first, second, third = [span for span in recorded.spans if span.kind is SpanKind.CONSUMER]
+    for span in recorded.spans:
+        assert "hunter2" not in span.to_json()
+    described = [(span.status.description, attributes(span)["error.type"]) for span in (first, second, third)]
+    assert described == [
+        ("ValueError", "ValueError"),
+        ("the batch is closed", "BatchClosedError"),
+        ("ConversionError", "ConversionError"),
+    ]
+    (event,) = second.events
+    facts = dict(event.attributes or {})
+    assert (event.name, facts["exception.type"]) == ("exception", "jetstream_ext.errors.BatchClosedError")
+    assert facts["exception.message"] == "the batch is closed"
+    trace_of_calls = str(facts["exception.stacktrace"])
+    assert re.findall(r"^\S.*$", trace_of_calls, re.MULTILINE) == [
+        "Traceback (most recent call last):",
+        "ValueError",
+        "This has led to:",
+        "Traceback (most recent call last):",
+        "jetstream_ext.errors.BatchClosedError: the batch is closed",
+    ]
+    assert trace_of_calls.index("in convert\n") < trace_of_calls.rindex("in convert_again\n")
+    assert "exception.message" not in dict(first.events[0].attributes or {})
+
+
 async def test_an_error_without_a_text_ends_its_span(
     js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
 ) -> None:
@@ -576,6 +623,75 @@ async def test_a_worker_continues_the_trace_of_its_input_in_its_outputs(
     assert sum(point.count for point in processed) == 3
     (lag,) = recorded.points("jetstream_ext.lag")
     assert (lag.value, lag.attributes["messaging.destination.name"]) == (3, stream)
+
+
+async def test_workers_of_one_stream_report_their_own_lags_and_durations(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
+) -> None:
+    stream, output = await make_stream(), await make_stream()
+    async with jsx.FastPublisher(js) as publisher:
+        await publisher.add_many([(f"{stream}.a", b"")] * 5)
+    called = asyncio.Event()
+
+    async def stuck(message: jsx.StoredMsg) -> None:
+        called.set()
+        await asyncio.Event().wait()
+
+    async def work(name: str, handler: Any) -> None:
+        await log.exactly_once(log.LogReader(js, stream), output, handler, name=name, prefix=f"{output}.at")
+
+    slow = asyncio.ensure_future(work("slow", stuck))
+    await called.wait()
+    await work("fast", lambda _: None)
+    assert by_consumer(recorded, "jetstream_ext.lag") == {"slow": 5, "fast": 0}
+    slow.cancel()
+    await asyncio.wait({slow})
+    assert by_consumer(recorded, "messaging.process.duration", "count") == {"slow": 1, "fast": 5}
+    assert by_consumer(recorded, "messaging.client.consumed.messages") == {"slow": 5, "fast": 5}
+    for span in recorded.spans:
+        if span.name in (f"process {stream}", f"receive {stream}", f"commit {output}"):
+            assert attributes(span)["messaging.consumer.group.name"] in ("slow", "fast")
+
+
+def by_consumer(recorded: Recorded, metric: str, field: str = "value") -> dict[str | None, int]:
+    points = recorded.points(metric)
+    found = {each.attributes.get("messaging.consumer.group.name"): getattr(each, field) for each in points}
+    assert len(found) == len(points)
+    return found
+
+
+@pytest.mark.parametrize("confirm", [True, False])
+async def test_of_readers_without_a_name_the_largest_lag_is_reported(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded, confirm: bool
+) -> None:
+    stream = await make_stream()
+    async with jsx.FastPublisher(js) as publisher:
+        await publisher.add_many([(f"{stream}.a", b"")] * 5)
+    behind, ahead = (log.LogReader(js, stream, confirm=confirm) for _ in range(2))
+    await behind.read(1)
+    assert by_consumer(recorded, "jetstream_ext.lag") == {None: 5}
+    assert len([message async for message in ahead]) == 5
+    assert by_consumer(recorded, "jetstream_ext.lag") == {None: 5}
+    assert len([message async for message in behind]) == 4
+    assert by_consumer(recorded, "jetstream_ext.lag") == {None: 0}
+
+
+async def test_the_lag_of_a_worker_that_has_ended_hides_none(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
+) -> None:
+    stream, output = await make_stream(), await make_stream()
+    async with jsx.FastPublisher(js) as publisher:
+        await publisher.add_many([(f"{stream}.a", b"")] * 5)
+    readers = [log.LogReader(js, stream) for _ in range(2)]
+
+    def fail(message: jsx.StoredMsg) -> None:
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        await log.exactly_once(readers[0], output, fail, name="w", prefix=f"{output}.at")
+    assert by_consumer(recorded, "jetstream_ext.lag") == {"w": 5}
+    await log.exactly_once(readers[1], output, lambda _: None, name="w", prefix=f"{output}.at")
+    assert by_consumer(recorded, "jetstream_ext.lag") == {"w": 0}
 
 
 async def test_a_list_of_inputs_is_linked_to_the_contexts_of_all(

@@ -272,7 +272,10 @@ async def test_a_stream_without_allow_msg_ttl_refuses_the_message(
     with pytest.raises(nats.js.errors.BadRequestError) as refused:
         await js.publish(name, b"x", headers=jsx.ttl_headers(jsx.NEVER))
     assert refused.value.err_code == 10166
-    advice = "; enable TTLs with allow_msg_ttl=True .* or 'jetstream-ext enable STREAM --ttl'"
+    advice = (
+        f"; enable TTLs on stream '{name}' with allow_msg_ttl=True .* or 'jetstream-ext enable {name} --ttl' "
+        r"\(error 10166\)$"
+    )
     with pytest.raises(MessageTTLDisabledError, match=advice):
         await jsx.publish_atomic(js, [jsx.BatchMessage(name, msg_ttl=5)])
     await jsx.ensure_stream(js, name=name, allow_batched=True)
