@@ -46,9 +46,11 @@ from jetstream_ext.client.base_connection import (
     InboxHandler,
     InboxSubscription,
     NotConnectedError,
+    NotPermittedError,
     call_handler,
     cancel,
     notify,
+    refused_message,
 )
 from jetstream_ext.errors import JetStreamExtError, RequestTimeoutError
 from jetstream_ext.protocol import feature_table, frames
@@ -528,14 +530,16 @@ class Context:
     ) -> PubAck:
         """Publish by nats-py's ``js.publish``, within `timeout` seconds; `what` is as in `bounded`.
 
-        Raises BadSubjectError or MaxPayloadError for a message that would make the server close the connection.
+        Raises BadSubjectError or MaxPayloadError for a message that would make the server close the connection, and
+        NotPermittedError as soon as the server refuses the message: then it is not stored.
         """
         assert isinstance(self.js, JetStreamContext)  # only those publish
         self.connection.check_request(subject)
         frames.check_size(len(h.encode(headers.items())) + len(payload), self.connection.max_payload, subject)
         publishing = self.js.publish(subject, payload, timeout=timeout, headers=own_headers(headers.items()))
+        refused = NotPermittedError(subject, refused_message(subject))
         try:
-            return await self.connection.bounded(publishing, timeout, what)
+            return await self.connection.answered(publishing, timeout, what, subject, subject, refused)
         except RequestTimeoutError as late:
             raise self.connection.explained(late, [subject]) from late.__cause__
 

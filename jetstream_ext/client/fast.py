@@ -24,6 +24,7 @@ from jetstream_ext.client.base_connection import (
     InboxSubscription,
     Over,
     cancel,
+    never,
     weakly,
 )
 from jetstream_ext.client.connection import Context, call_as, connection_of
@@ -492,6 +493,7 @@ class FastSession:
         self._timer: asyncio.TimerHandle | None = None
         self._results = _Results(self.batch.batch_id)
         self._counted = 0  # messages that an observer was told are acknowledged
+        self._is_refused: Callable[[], bool] = never  # whether the server has refused a message to the first subject
 
     # -- callers --------------------------------------------------------------------------------------------------
 
@@ -528,6 +530,12 @@ class FastSession:
     def _stream_facts(self) -> tuple[str | None, Sequence[str]]:
         stream = None if self.leader is None else self.leader.stream
         return (None, ()) if stream is None else (stream.name, stream.subjects)
+
+    @property
+    def not_permitted(self) -> bool:
+        """Whether the batch ended because the user may not publish its first message: then nothing is stored."""
+        batch = self.batch
+        return batch.end_reason is EndReason.TIMEOUT and batch.sent == 1 and not batch.acked and self._is_refused()
 
     @property
     def opened(self) -> bool:
@@ -764,6 +772,7 @@ class FastSession:
                     raise self._not_sent(began, f"no {ROOM}") from None
             # A stream that does not store the subject was named by the caller: perhaps accounts map subjects.
             stream = leader.stream if leader.stream is not None and leader.stream.stores(first.subject) else None
+            self._is_refused = connection.refusals([first.subject])
             self.batch.open(inbox.subject, self.now() - began, stream if self._one_stream else None)
         except BaseException:
             inbox.close()
