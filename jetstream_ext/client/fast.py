@@ -494,6 +494,8 @@ class FastSession:
         self._results = _Results(self.batch.batch_id)
         self._counted = 0  # messages that an observer was told are acknowledged
         self._is_refused: Callable[[], bool] = never  # whether the server has refused a message to the first subject
+        # Whether the batch ended because the user may not publish its first message: then nothing is stored.
+        self.not_permitted: bool = False
 
     # -- callers --------------------------------------------------------------------------------------------------
 
@@ -530,12 +532,6 @@ class FastSession:
     def _stream_facts(self) -> tuple[str | None, Sequence[str]]:
         stream = None if self.leader is None else self.leader.stream
         return (None, ()) if stream is None else (stream.name, stream.subjects)
-
-    @property
-    def not_permitted(self) -> bool:
-        """Whether the batch ended because the user may not publish its first message: then nothing is stored."""
-        batch = self.batch
-        return batch.end_reason is EndReason.TIMEOUT and batch.sent == 1 and not batch.acked and self._is_refused()
 
     @property
     def opened(self) -> bool:
@@ -872,7 +868,9 @@ class FastSession:
     def _timer_fired(self) -> None:
         self._timer = None
         self.batch.silence = self.connection.why_silent([self.batch.first_subject])
+        starting = self.batch.state is State.STARTING
         events, out = self.batch.handle_timer(self.now())
+        self.not_permitted = starting and self.batch.state is State.ENDED and self._is_refused()
         if events or out:
             self.deliver(events, out)
         else:
