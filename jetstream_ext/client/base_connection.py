@@ -66,6 +66,10 @@ class NotPermittedError(RequestTimeoutError):
         super().__init__(text or f"the server refused the request: no permission to publish to {subject}")
 
 
+class OtherDomainError(ResponseError):
+    """The ack of a message is that of a stream of another domain, so it is not known whether the message is stored."""
+
+
 class NotConnectedError(nats.errors.ConnectionClosedError):
     """nats-py's error of a closed connection, for a client that was never connected."""
 

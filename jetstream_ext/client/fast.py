@@ -768,6 +768,7 @@ class FastSession:
                     raise self._not_sent(began, f"no {ROOM}") from None
             # A stream that does not store the subject was named by the caller: perhaps accounts map subjects.
             stream = leader.stream if leader.stream is not None and leader.stream.stores(first.subject) else None
+            self.batch.target = self._context.target(None if stream is None else stream.name)
             self._is_refused = connection.refusals([first.subject])
             self.batch.open(inbox.subject, self.now() - began, stream if self._one_stream else None)
         except BaseException:

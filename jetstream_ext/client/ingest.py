@@ -26,7 +26,7 @@ from jetstream_ext.client.api import (
     stream_state,
     why_no_jetstream,
 )
-from jetstream_ext.client.base_connection import NotPermittedError, refused_message
+from jetstream_ext.client.base_connection import NotPermittedError, OtherDomainError, refused_message
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.fast import FastPublisher
@@ -169,10 +169,19 @@ class _Publisher(FastPublisher):
     def final_ack(self) -> BatchAck | None:
         return self._batch.ack
 
+    @property
+    def subject(self) -> str:
+        """The subject of the first message."""
+        return self._batch.first_subject
+
+    @property
+    def other(self) -> str:
+        """That another stream has answered as well, so that only the final ack says what is stored; or ""."""
+        return self._batch.other
+
     def explained(self, error: Exception) -> Exception:
         """Return the error of the batch, or another one if nothing is stored because the user may not publish it."""
-        subject = self._batch.first_subject
-        return NotPermittedError(subject, refused_message(subject)) if self._session.not_permitted else error
+        return NotPermittedError(self.subject, refused_message(self.subject)) if self._session.not_permitted else error
 
 
 class _Source:
@@ -405,6 +414,8 @@ class _Ingest:
         """
         if isinstance(error, NotPermittedError):
             raise self._failure(f"was refused: {error}") from error
+        if isinstance(error, OtherDomainError):
+            raise self._failure(f"was not acknowledged: {error}") from error
         silent = isinstance(error, RequestTimeoutError | BatchOutcomeUnknownError)
         if silent and (why := self._context.connection.why_silent(())):  # no answer can come
             raise self._failure(f"was not acknowledged{why}") from error
@@ -484,6 +495,10 @@ class _Ingest:
         self._log_state("batch ended", batch=publisher.batch_id, unanswered=self._unanswered, error=trouble)
         if trouble is None:
             return
+        if publisher.other:
+            # Its acknowledgements were taken for those of the stream.
+            self._stored, self._unanswered = before, publisher.batch_seq
+            raise self._failure(f"was not acknowledged: {trouble}", (publisher.subject, b"")) from trouble
         if isinstance(trouble, (UnsupportedFeatureError, *_NO_FAST_INGEST)):
             await self._check_upgrade(trouble)
         await self._pause(trouble)
@@ -558,6 +573,9 @@ class _Ingest:
         except nats.errors.Error as error:
             if isinstance(error, NoStreamResponseError) and await self._has_no_stream(message.subject):
                 raise self._failure("has a subject that no stream stores") from error
+            if isinstance(error, APIError) and (doubt := self._context.target().doubt(error.err_code)):
+                self._unanswered = max(self._unanswered, 1)
+                raise self._failure(f"was refused: {error.description}; {doubt}") from error
             if isinstance(error, APIError) and not is_transient(error):
                 advice = after_refusal(error.err_code, "STREAM" if self._stream is None else self._stream.name)
                 raise self._failure(f"was refused: {error.description}", advice=advice) from error

@@ -206,11 +206,12 @@ def refusal_error(
     facts: dict[str, Any],
     hint: str,
     no_jetstream: str,
+    other: str = "",
 ) -> JetStreamExtError:
     """Return the error for a refusal of `what`.
 
     `in_doubt`: it is the first answer since the connection was lost. `hint`: what may explain an incomplete batch, and
-    `no_jetstream` that no stream answers.
+    `no_jetstream` that no stream answers. `other`: that another stream has answered.
     """
     if errors.reached_no_stream(refusal):
         text = f"no stream stores subject {subject!r} of {what}, or the stream has no leader{no_jetstream}"
@@ -229,7 +230,7 @@ def refusal_error(
             + advice.enable_stream("STREAM", "atomic", what="them")
         )
     else:
-        text = f"{what} was refused: {refusal.description}; nothing of the batch is stored"
+        text = f"{what} was refused: {refusal.description}; nothing of the batch is stored{other}"
         if hint and isinstance(refusal, errors.AtomicPublishIncompleteError):
             text += f"; {hint}"
         text += advice.after_refusal(refusal.err_code)
