@@ -627,7 +627,7 @@ SILENT: dict[str, Callable[[JetStreamContext], Any]] = {
     "scan": lambda js: jsx.DirectGet(js, "A").scan(),
     "source_health": lambda js: jsx.source_health(js, "A"),
 }
-NO_PUBLISH = "; the server has refused a message to {!r}: the user had no permission to publish to it"
+NO_PUBLISH = "the server has refused a message to {!r}: the user had no permission to publish to it"
 REFUSED = {
     "reader": (("AtomicBatch", "publish_atomic", "FastPublisher", "ingest"), NO_PUBLISH.format("a.1")),
     "writer": (("get", "scan"), NO_PUBLISH.format("$JS.API.DIRECT.GET.A")),

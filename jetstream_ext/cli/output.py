@@ -221,6 +221,7 @@ def one_line(error: BaseException) -> str:
         first, *_, last = str(error).splitlines()  # in between is the server's log
         return f"{first.removesuffix('. The end of its log:')}: {_LOG_STAMP.sub('', last.strip())}"
     text = " ".join(_NATS_PY.sub("", str(error)).split()) or type(error).__name__
-    if isinstance(error, RequestTimeoutError | nats.errors.TimeoutError) and "connection" not in text:
+    known = "connection" in text or "permission" in text
+    if isinstance(error, RequestTimeoutError | nats.errors.TimeoutError) and not known:
         text += " (a client without the permission gets no answer either)"
     return text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
 import sys
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Generator, Iterable
@@ -36,7 +35,6 @@ Messages = Iterable[Entry] | AsyncIterable[Entry]
 BatchState = Literal["open", "committed", "discarded", "failed", "unknown"]
 
 _log = get_logger("atomic")
-_DOMAIN: Final = re.compile(r"\$JS\.([^.]+)\.API\Z")
 _PENDING_LIMIT: Final = 65_536
 
 
@@ -539,8 +537,7 @@ class AbandonedBatches:
         self._js = Context(js)
         self._subject = f"{ABANDONED}.{stream}"
         # All domains publish to the same subject; the advisory names its domain.
-        domain = _DOMAIN.match(self._js.prefix)
-        self._domain = domain[1] if domain else None
+        self._domain = self._js.domain
         self._pending: deque[AbandonedBatch] = deque()
         self._changed = asyncio.Event()  # set while a batch is pending, and after the end
 

@@ -488,6 +488,8 @@ class AtomicSession:
                     reply=inbox.subject,
                     stream=leader.stream,
                 )
+                own = leader.stream if leader.stream is not None and leader.stream.stores(message.subject) else None
+                self.machine.target = self._context.target(None if own is None else own.name)
                 self.machine.no_jetstream = why_no_jetstream(self._context)
                 self._opened, self._inbox = (leader.stream, leader.last_seq), inbox
                 self._turns.wake()
@@ -584,8 +586,8 @@ class AtomicSession:
             subject, header, payload = frames.parts(frame)
             token = subject.rpartition(b".")[2]
             seq = parse_number(token)
-            if seq is None:
-                continue  # not a reply subject of this batch
+            if seq is None or self.machine.is_of_other(payload):
+                continue  # not a reply subject of this batch, or not its stream
             refusal = self.machine.receive(seq, header, payload)
             waiter = self._waiters.pop(seq, None)
             if waiter is not None and not waiter.done():

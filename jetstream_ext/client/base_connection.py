@@ -60,10 +60,14 @@ class Over(Exception):  # noqa: N818 - no error
 
 
 class NotPermittedError(RequestTimeoutError):
-    """A request has no answer, and the server said why: the client may not publish to `subject`."""
+    """A request has no answer, and the server said why: the client may not publish to `subject`; `text` overrides the text."""
 
-    def __init__(self, subject: str = "") -> None:
-        super().__init__(f"the server refused the request: no permission to publish to {subject}")
+    def __init__(self, subject: str = "", text: str = "") -> None:
+        super().__init__(text or f"the server refused the request: no permission to publish to {subject}")
+
+
+class OtherDomainError(ResponseError):
+    """The ack of a message is that of a stream of another domain, so it is not known whether the message is stored."""
 
 
 class NotConnectedError(nats.errors.ConnectionClosedError):
@@ -75,6 +79,11 @@ class NotConnectedError(nats.errors.ConnectionClosedError):
 
 def never() -> bool:
     return False
+
+
+def refused_message(subject: str) -> str:
+    """Return what the server has said about a message to `subject`, for an error."""
+    return f"the server has refused a message to {subject!r}: the user had no permission to publish to it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,27 +333,40 @@ class BaseConnection(ABC):
         Raises BadSubjectError if the subject is too long. If the name is given to which the server may map the subject,
         raises NotPermittedError as soon as it refuses the request under one of the two.
         """
-        what = f"the answer on {subject}"
         self.check_request(subject)
-        names = {subject.lower(), mapped.lower()} if mapped else set()
-        before = self._newest_refusal(names)
+        request, what = self.nc.request(subject, payload, timeout=timeout), f"the answer on {subject}"
+        return await self.answered(request, timeout, what, subject, mapped, NotPermittedError(subject))
+
+    async def answered(
+        self, asking: Awaitable[_T], timeout: float, what: str, subject: str, mapped: str, refused: NotPermittedError
+    ) -> _T:
+        """Await the answer to a message to `subject`, as `bounded`, or raise `refused` as soon as the server refuses it.
+
+        That is noticed if the name is given to which the server may map the subject, perhaps the same.
+        """
+        is_refused = self.refusals({subject, mapped} if mapped else set())
         asked = _Asked(subject, mapped.lower())
-
-        def is_refused() -> bool:
-            newest = self._newest_refusal(names)
-            return newest is not None and newest != before and asked.alone
-
         for other in self._asked:
             if other.mapped == asked.mapped and other.subject != subject:
                 other.alone = asked.alone = False
         self._asked.add(asked)
         try:
-            request = self.nc.request(subject, payload, timeout=timeout)
-            return await self.bounded(request, timeout, what, over=is_refused)
+            return await self.bounded(asking, timeout, what, over=lambda: asked.alone and is_refused())
         except Over:
-            raise NotPermittedError(subject) from None
+            raise refused from None
         finally:
             self._asked.remove(asked)
+
+    def refusals(self, subjects: Iterable[str]) -> Callable[[], bool]:
+        """Return a function that returns whether the server has refused a message to one of `subjects` since this call."""
+        names = {subject.lower() for subject in subjects}
+        before = self._newest_refusal(names)
+
+        def refused() -> bool:
+            newest = self._newest_refusal(names)
+            return newest is not None and newest != before
+
+        return refused
 
     def _newest_refusal(self, subjects: Collection[str]) -> object:
         """Return what stands for the newest refused message to one of `subjects`, given in lower case; None if unknown."""
@@ -364,7 +386,7 @@ class BaseConnection(ABC):
         """Return the permission whose lack may be why a message to one of `subjects` has no answer, for an error; or ""."""
         for subject in subjects:
             if self._newest_refusal({subject.lower()}) is not None:
-                return f"; the server has refused a message to {subject!r}: the user had no permission to publish to it"
+                return f"; {refused_message(subject)}"
         prefix = self.nc.new_inbox().rpartition(".")[0]
         if any(each.startswith(f"{prefix.lower()}.") for each in self._refused_subscriptions()):
             return f"; the server has refused a subscription: the user had no permission to subscribe to {prefix}.>, where answers come"

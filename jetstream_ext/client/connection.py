@@ -46,13 +46,17 @@ from jetstream_ext.client.base_connection import (
     InboxHandler,
     InboxSubscription,
     NotConnectedError,
+    NotPermittedError,
+    OtherDomainError,
     call_handler,
     cancel,
     notify,
+    refused_message,
 )
 from jetstream_ext.errors import JetStreamExtError, RequestTimeoutError
 from jetstream_ext.protocol import feature_table, frames
 from jetstream_ext.protocol import headers as h
+from jetstream_ext.protocol.api import Target
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import check_seconds
 from jetstream_ext.protocol.subjects import bucket_prefix, bucket_stream, check_subject
@@ -76,6 +80,8 @@ _RECONNECT_WAIT: Final = 0.25
 _SEED: Final = re.compile(r"BEGIN USER NKEY SEED-+\s+(\S+)")
 # An nkey seed, the content of a credentials or PEM file, or a token that is longer than the name of a file can be.
 _SECRET: Final = re.compile(r"^\s*S[A-Z2-7]{50,}\s*$|-----|[\r\n\0]|[^/]{256}|.{1025}")
+
+_DOMAIN: Final = re.compile(r"\$JS\.([^.]+)\.API\Z")
 
 _MISSING: Final = object()
 
@@ -501,6 +507,17 @@ class Context:
         return self.timeout if timeout is None else check_seconds(timeout, name)
 
     @property
+    def domain(self) -> str | None:
+        """The JetStream domain, if the context has one; nats-py makes it part of the prefix."""
+        found = _DOMAIN.match(self.prefix)
+        return found[1] if found else None
+
+    def target(self, stream: str | None = None) -> Target:
+        """Return what the context's messages are for; `stream` is the stream that stores them, if that is known."""
+        domain = self.domain
+        return Target(domain, domain is not None and domain != self.connection.domain, stream)
+
+    @property
     def connection(self) -> BaseConnection:
         """The client's connection; raises as `check_client` does."""
         self.check_client()
@@ -528,16 +545,23 @@ class Context:
     ) -> PubAck:
         """Publish by nats-py's ``js.publish``, within `timeout` seconds; `what` is as in `bounded`.
 
-        Raises BadSubjectError or MaxPayloadError for a message that would make the server close the connection.
+        Raises BadSubjectError or MaxPayloadError for a message that would make the server close the connection, and
+        NotPermittedError as soon as the server refuses the message: then it is not stored. Raises OtherDomainError for the
+        ack of a stream of another domain than the context's.
         """
         assert isinstance(self.js, JetStreamContext)  # only those publish
         self.connection.check_request(subject)
         frames.check_size(len(h.encode(headers.items())) + len(payload), self.connection.max_payload, subject)
         publishing = self.js.publish(subject, payload, timeout=timeout, headers=own_headers(headers.items()))
+        refused = NotPermittedError(subject, refused_message(subject))
         try:
-            return await self.connection.bounded(publishing, timeout, what)
+            ack = await self.connection.answered(publishing, timeout, what, subject, subject, refused)
         except RequestTimeoutError as late:
             raise self.connection.explained(late, [subject]) from late.__cause__
+        target = self.target()
+        if other := target.other_stream(ack.stream, ack.domain):
+            raise OtherDomainError(target.answered_by(other))
+        return ack
 
 
 def bucket_parts(kv: KeyValue) -> tuple[JetStreamContext, str, str, str]:

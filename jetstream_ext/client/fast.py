@@ -24,6 +24,7 @@ from jetstream_ext.client.base_connection import (
     InboxSubscription,
     Over,
     cancel,
+    never,
     weakly,
 )
 from jetstream_ext.client.connection import Context, call_as, connection_of
@@ -492,6 +493,9 @@ class FastSession:
         self._timer: asyncio.TimerHandle | None = None
         self._results = _Results(self.batch.batch_id)
         self._counted = 0  # messages that an observer was told are acknowledged
+        self._is_refused: Callable[[], bool] = never  # whether the server has refused a message to the first subject
+        # Whether the batch ended because the user may not publish its first message: then nothing is stored.
+        self.not_permitted: bool = False
 
     # -- callers --------------------------------------------------------------------------------------------------
 
@@ -764,6 +768,8 @@ class FastSession:
                     raise self._not_sent(began, f"no {ROOM}") from None
             # A stream that does not store the subject was named by the caller: perhaps accounts map subjects.
             stream = leader.stream if leader.stream is not None and leader.stream.stores(first.subject) else None
+            self.batch.target = self._context.target(None if stream is None else stream.name)
+            self._is_refused = connection.refusals([first.subject])
             self.batch.open(inbox.subject, self.now() - began, stream if self._one_stream else None)
         except BaseException:
             inbox.close()
@@ -863,7 +869,9 @@ class FastSession:
     def _timer_fired(self) -> None:
         self._timer = None
         self.batch.silence = self.connection.why_silent([self.batch.first_subject])
+        starting = self.batch.state is State.STARTING
         events, out = self.batch.handle_timer(self.now())
+        self.not_permitted = starting and self.batch.state is State.ENDED and self._is_refused()
         if events or out:
             self.deliver(events, out)
         else:

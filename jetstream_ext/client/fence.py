@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import nats.errors
 
-from jetstream_ext.client.base_connection import InboxHandler
+from jetstream_ext.client.base_connection import InboxHandler, NotPermittedError, refused_message
 from jetstream_ext.client.connection import Context
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol.frames import Frame
@@ -18,7 +18,8 @@ async def send_fence(
 ) -> tuple[int, list[tuple[bytes, bytes]]]:
     """Send messages of headers only in one write; return the connection's session and the replies, header and payload.
 
-    Raises ConnectionReconnectingError if the connection is lost meanwhile.
+    Raises ConnectionReconnectingError if the connection is lost meanwhile, and NotPermittedError as soon as the server
+    refuses the messages.
     """
     replies: dict[bytes, tuple[bytes, bytes]] = {}
     complete: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -46,7 +47,8 @@ async def send_fence(
         )
         session = connection.session
         await connection.write(data, len(messages), 0, timeout=timeout)
-        if not await connection.bounded(complete, timeout, f"the answers on {subject}"):
+        what, refused = f"the answers on {subject}", NotPermittedError(subject, refused_message(subject))
+        if not await connection.answered(complete, timeout, what, subject, subject, refused):
             raise nats.errors.ConnectionReconnectingError
     finally:
         inbox.close()

@@ -26,7 +26,7 @@ from jetstream_ext.client.api import (
     stream_state,
     why_no_jetstream,
 )
-from jetstream_ext.client.base_connection import NotPermittedError
+from jetstream_ext.client.base_connection import NotPermittedError, OtherDomainError, refused_message
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.fast import FastPublisher
@@ -34,6 +34,7 @@ from jetstream_ext.client.fence import send_fence
 from jetstream_ext.client.retry import Retry, is_not_closed, is_transient
 from jetstream_ext.errors import (
     BatchError,
+    BatchOutcomeUnknownError,
     FastPublishDisabledError,
     FastPublishMirrorError,
     IngestError,
@@ -122,7 +123,8 @@ async def ingest(
 
     Raises:
         IngestError: A message was refused (the error names it; everything before it is stored and nothing after it), the
-            stream does not take fast ingest, or no message was stored for `timeout` seconds.
+            stream does not take fast ingest, or no message was stored for `timeout` seconds. A permission that the server
+            refuses, to publish a message or to receive answers, ends the call after `ack_timeout` at the latest.
         UnsupportedFeatureError: The stream's server is older than 2.14 and the stream lacks ``allow_batched``. During an
             upgrade, while the stream has it, the call waits for a newer server.
         ValueError, TypeError: An argument is out of its range or of another type.
@@ -166,6 +168,20 @@ class _Publisher(FastPublisher):
     @property
     def final_ack(self) -> BatchAck | None:
         return self._batch.ack
+
+    @property
+    def subject(self) -> str:
+        """The subject of the first message."""
+        return self._batch.first_subject
+
+    @property
+    def other(self) -> str:
+        """That another stream has answered as well, so that only the final ack says what is stored; or ""."""
+        return self._batch.other
+
+    def explained(self, error: Exception) -> Exception:
+        """Return the error of the batch, or another one if nothing is stored because the user may not publish it."""
+        return NotPermittedError(self.subject, refused_message(self.subject)) if self._session.not_permitted else error
 
 
 class _Source:
@@ -392,7 +408,17 @@ class _Ingest:
             loop.call_exception_handler({"message": "ingest: the callback on_progress raised", "exception": error})
 
     async def _pause(self, error: Exception) -> None:
-        """Wait before the next attempt, or give up."""
+        """Wait before the next attempt, or give up.
+
+        A permission that the server has refused ends the call: it stays refused until someone grants it.
+        """
+        if isinstance(error, NotPermittedError):
+            raise self._failure(f"was refused: {error}") from error
+        if isinstance(error, OtherDomainError):
+            raise self._failure(f"was not acknowledged: {error}") from error
+        silent = isinstance(error, RequestTimeoutError | BatchOutcomeUnknownError)
+        if silent and (why := self._context.connection.why_silent(())):  # no answer can come
+            raise self._failure(f"was not acknowledged{why}") from error
         try:
             await self._retry.pause_if_transient(error)
         except nats.errors.Error:
@@ -450,7 +476,7 @@ class _Ingest:
             if publisher.batch_seq:
                 await publisher.commit_eob()
         except (UnsupportedFeatureError, BatchError, nats.errors.Error) as error:
-            trouble = error
+            trouble = publisher.explained(error)
         finally:
             await publisher.discard()
             self._batches += opened
@@ -462,13 +488,17 @@ class _Ingest:
         ack = publisher.final_ack
         if ack is not None:
             self._base = max(self._base, ack.seq)
-        elif trouble is not None and getattr(trouble, "outcome", "unknown") != "not_stored":
+        elif trouble is not None and not _is_not_stored(trouble):
             self._unanswered = publisher.batch_seq - publisher.ack_seq
             self._sent_at, self._trusted_until = older[1], 0.0
             self._sent_to = process if self._stream is not None and self._is_connected_to(self._stream) else ""
         self._log_state("batch ended", batch=publisher.batch_id, unanswered=self._unanswered, error=trouble)
         if trouble is None:
             return
+        if publisher.other:
+            # Its acknowledgements were taken for those of the stream.
+            self._stored, self._unanswered = before, publisher.batch_seq
+            raise self._failure(f"was not acknowledged: {trouble}", (publisher.subject, b"")) from trouble
         if isinstance(trouble, (UnsupportedFeatureError, *_NO_FAST_INGEST)):
             await self._check_upgrade(trouble)
         await self._pause(trouble)
@@ -543,12 +573,15 @@ class _Ingest:
         except nats.errors.Error as error:
             if isinstance(error, NoStreamResponseError) and await self._has_no_stream(message.subject):
                 raise self._failure("has a subject that no stream stores") from error
+            if isinstance(error, APIError) and (doubt := self._context.target().doubt(error.err_code)):
+                self._unanswered = max(self._unanswered, 1)
+                raise self._failure(f"was refused: {error.description}; {doubt}") from error
             if isinstance(error, APIError) and not is_transient(error):
                 expected = () if message.stream is None else (message.stream,)
                 stream = await self._stream_that_stores(message.subject) if error.err_code in EXPLAINED else ""
                 advice = after_refusal(error.err_code, error.stream or stream, message.subject, expected)
                 raise self._failure(f"was refused: {error.description}", advice=advice) from error
-            if not isinstance(error, APIError | NoStreamResponseError):
+            if not isinstance(error, APIError | NoStreamResponseError | NotPermittedError):
                 self._unanswered = max(self._unanswered, 1)
             await self._pause(error)
         else:
@@ -578,6 +611,10 @@ class _Ingest:
         except UnsupportedFeatureError:
             if publisher.ack_seq:  # an older server has stored it as an ordinary message
                 return False
+            raise
+        except BatchError as error:
+            if (explained := publisher.explained(error)) is not error:
+                raise explained from error
             raise
         finally:
             await publisher.discard()
@@ -758,6 +795,11 @@ class _Ingest:
         """Raise RequestTimeoutError after the deadline: each of many reads may be answered in the last millisecond."""
         if self._retry.over:
             raise RequestTimeoutError(f"stream {state.name!r}: no time is left to read from sequence {seq}")
+
+
+def _is_not_stored(error: Exception) -> bool:
+    """Return whether no message of a batch that ended with `error` is stored."""
+    return isinstance(error, NotPermittedError) or getattr(error, "outcome", "unknown") == "not_stored"
 
 
 def _subject(entry: Entry) -> str:

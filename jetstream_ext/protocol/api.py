@@ -14,6 +14,7 @@ import orjson
 
 from jetstream_ext.errors import (
     DirectGetDisabledError,
+    ErrorCode,
     ResponseError,
     ServerError,
     StreamConfigMismatchError,
@@ -59,6 +60,50 @@ def parse_object(what: str, payload: bytes) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise ResponseError(f"{what} is not a JSON object", frame=payload)
     return parsed
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The stream that a context's messages are for; streams of several domains may store a subject, and all of them answer.
+
+    Acks name the stream's domain, refusals only the stream, and other replies neither.
+    """
+
+    domain: str | None = None  # the context's; None: its connection decides
+    elsewhere: bool = False  # the connected server is not of that domain
+    stream: str | None = None  # if it is known
+
+    def __str__(self) -> str:
+        return f"{'' if self.stream is None else f'stream {self.stream!r} of '}domain {self.domain!r}"
+
+    def other(self, payload: bytes) -> str:
+        """Return the stream that has sent a reply, if that is certainly another one; or ""."""
+        if self.domain is None or b'"stream"' not in payload:
+            return ""
+        try:
+            reply = parse_object("the reply to a message", payload)
+        except ResponseError:
+            return ""  # its decoder raises
+        stream, domain = _text(reply.get("stream")), _text(reply.get("domain"))
+        if other := self.other_stream(stream, domain):
+            return other
+        if self.elsewhere and reply.get("error") and self.stream is not None and stream not in (None, "", self.stream):
+            return f"stream {stream!r}, perhaps of another domain,"
+        return ""
+
+    def other_stream(self, stream: str | None, domain: str | None) -> str:
+        """As `other`, for the fields of an ack."""
+        return f"stream {stream!r} of domain {domain!r}" if self.domain and domain and domain != self.domain else ""
+
+    def answered_by(self, other: str) -> str:
+        """Return what the answer of another stream means, for an error."""
+        return f"{other} has answered, not {self}; it stores the subject as well, and may have stored a copy"
+
+    def doubt(self, code: int | None) -> str:
+        """Return why a refusal with this ``err_code`` may be another stream's, for an error; or ""."""
+        if not self.elsewhere or code != ErrorCode.STREAM_MISMATCH:
+            return ""
+        return f"a stream of another domain than {self.domain!r} may have refused it, which stores the subject as well"
 
 
 def parse_answer(subject: str, payload: bytes, what: str = "") -> dict[str, Any]:

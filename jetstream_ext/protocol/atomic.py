@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from jetstream_ext import errors
 from jetstream_ext.errors import BatchError, ErrorCode, JetStreamExtError, Outcome, ResponseError, ServerError, Status
 from jetstream_ext.protocol import atomic_wire as wire
-from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.api import StreamState, Target
 from jetstream_ext.protocol.atomic_wire import Block, Encoded, Encoder, has_no_options
 from jetstream_ext.protocol.feature_table import ATOMIC, ATOMIC_EOB, FENCED_BATCHES
 from jetstream_ext.protocol.frames import pub
@@ -149,6 +149,8 @@ class AtomicBatchMachine:
         self._has_marker = False
         self._holds_back = False
         self._stream: StreamState | None = None
+        self.target: Target = Target()
+        self._other = ""  # another stream that has answered
         self._unknown: set[str] = set()  # subjects of which no server said which stream stores them
         # What the batch consists of.
         self._subjects: list[str] = []
@@ -498,6 +500,13 @@ class AtomicBatchMachine:
 
     # -- what the server and the connection do ----------------------------------------------------------------------
 
+    def is_of_other(self, payload: bytes) -> bool:
+        """Return whether a reply is of another stream than the batch's: then it answers nothing, and is only noted."""
+        if other := self.target.other(payload):
+            self._other = f"; {self.target.answered_by(other)}"
+            log_state(_log, self._source, "ignored an answer", other)
+        return bool(other)
+
     def receive(self, seq: int, header: bytes, payload: bytes) -> JetStreamExtError | None:
         """Take the reply to the message with batch sequence `seq`.
 
@@ -652,7 +661,11 @@ class AtomicBatchMachine:
                 no_jetstream=self.no_jetstream,
                 stream=self._stream.name if self._stream is not None and self._stream.stores(subject) else "",
                 expected=self._encoder.expected_streams,
+                other=self._other,
             )
+            if doubt := self.target.doubt(reply.err_code):
+                self._apply(Input.ANSWER_LOST, f"{what} was refused: {reply.description}; {doubt}", cause=reply)
+                return None
             if answers_commit and self._refused is not None:
                 self._apply(Input.BATCH_REFUSED, error=self._refused)
                 return None
@@ -772,7 +785,7 @@ class AtomicBatchMachine:
 
     def _ending(self, why: str, cause: BaseException | None) -> JetStreamExtError:
         error: JetStreamExtError
-        text = f"batch {self.batch_id}: {why}; "
+        text = f"batch {self.batch_id}: {why}{self._other}; "
         if self.state is UNKNOWN:
             whole = f"all of its {self.size:,} messages are stored or none"
             text += f"either {'its message is stored or not' if self.size == 1 else whole} (see AtomicBatch.resolve)"

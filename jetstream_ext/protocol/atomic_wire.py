@@ -211,12 +211,13 @@ def refusal_error(
     no_jetstream: str,
     stream: str,
     expected: Collection[str],
+    other: str = "",
 ) -> JetStreamExtError:
     """Return the error for a refusal of `what`.
 
     `in_doubt`: it is the first answer since the connection was lost. `hint`: what may explain an incomplete batch, and
     `no_jetstream` that no stream answers. `stream` takes the batch, if that is known ("" if not), and `expected` are the
-    streams that its messages expect.
+    streams that its messages expect. `other`: that another stream has answered.
     """
     stream = refusal.stream or stream
     if errors.reached_no_stream(refusal):
@@ -235,7 +236,7 @@ def refusal_error(
         where = f"stream {stream!r}, which stores" if stream else "the stream of"
         text = f"atomic batches are disabled on {where} subject {subject!r}; nothing is stored; {how}"
     else:
-        text = f"{what} was refused: {refusal.description}; nothing of the batch is stored"
+        text = f"{what} was refused: {refusal.description}; nothing of the batch is stored{other}"
         if hint and isinstance(refusal, errors.AtomicPublishIncompleteError):
             text += f"; {hint}"
         text += advice.after_refusal(refusal.err_code, stream, subject, expected)

@@ -24,7 +24,7 @@ from jetstream_ext import errors
 from jetstream_ext.errors import BatchError, ErrorCode, JetStreamExtError, Outcome, ServerError
 from jetstream_ext.protocol import advice
 from jetstream_ext.protocol import fast_wire as wire
-from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.api import StreamState, Target
 from jetstream_ext.protocol.fast_window import Window
 from jetstream_ext.protocol.fast_wire import BatchFlowError, Encoded, FastWire, Reply, UnrecognisedReply
 from jetstream_ext.protocol.feature_table import FAST_INGEST
@@ -252,6 +252,9 @@ class FastBatch:
         self.in_doubt: deque[InDoubt] = deque(maxlen=KEPT_REPORTS)
         self.silence: str = ""  # why the server may not answer, for the error of a deadline
         self.no_jetstream: str = ""  # why perhaps no JetStream answers, for the error about a subject without a stream
+
+        self.target: Target = Target()
+        self.other: str = ""  # another stream that has answered
 
         self._source = f"batch {batch_id}"  # for the log
         self._table = _TABLES[self.gap]
@@ -512,12 +515,19 @@ class FastBatch:
             if self.state is NEW or self.state is ENDED:
                 break
             try:
+                if other := self.target.other(frame[1][frame[2] :]):
+                    self._note_other(other)
+                    continue
                 reply = self._decode(frame)
             except errors.ResponseError as error:
                 events.append(UnrecognisedReply(error.frame))
             else:
                 out += self._take(reply, now, events)
         return events, out
+
+    def _note_other(self, other: str) -> None:
+        self.other = self.target.answered_by(other)
+        log_state(_log, self._source, "ignored an answer", other)
 
     def _decode(self, frame: Frame) -> Reply:
         """Decode a reply, or raise ResponseError if it cannot be about this batch."""
@@ -597,6 +607,8 @@ class FastBatch:
         return self.state is STARTING or (ack.batch_size or 0) > own
 
     def _flow_ack(self, reply: Reply, ack: BatchFlowAck, now: float, events: list[Event]) -> None:
+        if reply.op == wire.START and self.state is not STARTING and self.target.elsewhere and not self.other:
+            self._note_other("another stream")  # message 1 is acknowledged once by each stream
         events += self._happen(Input.ACK, now, reply)
         flow = self.window.flow
         if self.window.acknowledge(ack, self.sent, pong=reply.op == wire.PING):
@@ -820,11 +832,16 @@ class FastBatch:
         if first and errors.reached_no_stream(error):
             text = f"no stream stores subject {self.first_subject!r}, or the stream has no leader{self.no_jetstream}"
             return self._error(errors.NoStreamError, f"{text}; nothing is stored", "not_stored")
+        if doubt := self.target.doubt(error.err_code):
+            text = f"message {reply.seq} was refused: {error.description}; {self._rest()}; {doubt}"
+            return errors.batch_refusal(error, f"batch {self.batch_id}: {text}", **self._facts("unknown"))
         return self._refused_message(error, reply.seq, "not_stored" if first else "unknown")
 
     def _refused_message(self, error: ServerError, seq: int, outcome: Outcome) -> BatchError:
         stored = self._rest()
-        if outcome == "not_stored" or (outcome == "partial" and seq == 1):
+        if self.other:  # whose acks and refusals these are is not known
+            stored, outcome = "it is not known which messages are stored", "unknown"
+        elif outcome == "not_stored" or (outcome == "partial" and seq == 1):
             stored = "nothing is stored"
         elif outcome == "partial":
             stored = "neither it nor any later message is stored; messages up to the error's `acked` are stored"
@@ -836,8 +853,12 @@ class FastBatch:
             text = f"fast ingest is disabled on {where} subject {subject!r}; {stored}; {how}"
         elif error.err_code == ErrorCode.FAST_UNKNOWN_BATCH:
             text = f"the server no longer has the batch; {stored}"
-        text += advice.after_refusal(error.err_code, stream, subject, self._wire.expected_streams)
+        text += advice.after_refusal(error.err_code, stream, subject, self._wire.expected_streams) + self._and_other
         return errors.batch_refusal(error, f"batch {self.batch_id}: {text}", **self._facts(outcome))
 
     def _error(self, kind: type[BatchError], text: str, outcome: Outcome | None = None, **fields: Any) -> BatchError:
-        return kind(f"batch {self.batch_id}: {text}", **self._facts(outcome), **fields)
+        return kind(f"batch {self.batch_id}: {text}{self._and_other}", **self._facts(outcome), **fields)
+
+    @property
+    def _and_other(self) -> str:
+        return f"; {self.other}" if self.other else ""

@@ -360,3 +360,27 @@ def test_help_names_every_command(run: Run) -> None:
     assert all(name in said for name in ("bench", "demo", "doctor", "export", "group", "ingest", "serve", "snapshot"))
     for wrong in (["no-such"], ["ingest", __file__], ["doctor", "--timeout", "soon"]):
         assert run(*wrong).exit_code == 2
+
+
+def test_a_row_that_the_user_may_not_publish_is_named(run: Run, tmp_path: Path) -> None:
+    config = """
+        authorization { users = [
+            { user: admin, password: p },
+            { user: writer, password: p, permissions: { publish: { deny: ["s.fr"] } } },
+        ] }
+    """
+    path = tmp_path / "rows.csv"
+    path.write_text("id,country\n1,de\n2,fr\n3,de\n")
+    with NatsServer(config=config) as guarded:
+
+        async def create(js: JetStreamContext) -> None:
+            await js.add_stream(name="S", subjects=["s.>"], allow_batched=True, allow_direct=True)
+
+        with_js(guarded.url.replace("://", "://admin:p@"), create)
+        url = guarded.url.replace("://", "://writer:p@")
+        done = run("ingest", path, "--stream", "S", "--subject", "s.{country}", "--timeout", "600", url=url)
+    assert done.exit_code == 1
+    assert done.stderr == (
+        f"Error: row 2 of {path}: the server has refused a message to 's.fr': the user had no permission to publish to it; the 1 row "
+        "before it is stored; the same command continues\n"
+    )

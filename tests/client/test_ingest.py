@@ -464,3 +464,66 @@ async def test_only_tuples_of_two_or_three_are_messages(
             await publisher.add_many(given)
         await (publisher.commit_eob() if before else publisher.discard())
     assert (await js.stream_info(stream)).state.messages == 3 * before
+
+
+class TestPermissions:
+    CONFIG = """
+        authorization { users = [
+            { user: admin, password: p },
+            { user: writer, password: p, permissions: { publish: { deny: ["s.refused"] } } },
+            { user: deaf, password: p, permissions: { subscribe: { deny: ["_INBOX.>"] } } },
+        ] }
+    """
+
+    @pytest.fixture
+    def guarded(self) -> Iterator[NatsServer]:
+        with NatsServer(config=self.CONFIG) as server:
+            yield server
+
+    @staticmethod
+    async def connect(server: NatsServer, user: str, timeout: float) -> JetStreamContext:
+        async def ignore(error: Exception) -> None:
+            pass
+
+        nc = await nats.connect(server.url, user=user, password="p", error_cb=ignore, connect_timeout=10)
+        return nc.jetstream(timeout=timeout)
+
+    @pytest.mark.parametrize(
+        ("place", "expectation"),
+        [(0, {}), (1, {}), (299, {}), (150, {"expected_last_subject_seq": 0})],
+        ids=["first", "second", "last", "with an expectation"],
+    )
+    async def test_a_message_without_permission_ends_the_call(
+        self, guarded: NatsServer, place: int, expectation: dict[str, int]
+    ) -> None:
+        admin = await self.connect(guarded, "admin", 30)
+        await admin.add_stream(name="S", subjects=["s.>"], allow_batched=True, allow_direct=True)
+        js = await self.connect(guarded, "writer", 5)
+        entries: list[Any] = [("s.a", b"%d" % n) for n in range(300)]
+        entries[place] = jsx.BatchMessage("s.refused", b"", **expectation)
+        async with asyncio.timeout(60):
+            with pytest.raises(errors.IngestError) as caught:
+                await jsx.ingest(js, entries, timeout=300)
+        before = {0: "nothing is stored", 1: "the message before it is stored"}
+        assert str(caught.value) == (
+            f"the message at index {place} (subject 's.refused') was refused: the server has refused a message to 's.refused': "
+            f"the user had no permission to publish to it; {before.get(place, f'the {place} messages before it are stored')}"
+        )
+        assert (caught.value.index, caught.value.in_doubt) == (place, 0)
+        assert [each.data for each in await messages(admin, "S")] == [b"%d" % n for n in range(place)]
+        await js._nc.close()
+        await admin._nc.close()
+
+    async def test_a_client_that_may_not_hear_answers_ends_the_call(self, guarded: NatsServer) -> None:
+        admin = await self.connect(guarded, "admin", 30)
+        await admin.add_stream(name="S", subjects=["s.>"], allow_batched=True, allow_direct=True)
+        js = await self.connect(guarded, "deaf", 5)
+        async with asyncio.timeout(60):
+            with pytest.raises(errors.IngestError) as caught:
+                await jsx.ingest(js, [("s.a", b"x")], timeout=300)
+        assert str(caught.value) == (
+            "the message at index 0 (subject 's.a') was not acknowledged; the server has refused a subscription: the user had no "
+            "permission to subscribe to _INBOX.>, where answers come; it may be stored"
+        )
+        await js._nc.close()
+        await admin._nc.close()
