@@ -146,6 +146,15 @@ def test_every_page_is_run() -> None:
         ("csv", "csv-and-parquet.md"),
         ("export", "csv-and-parquet.md"),
         ("group", "groups.md"),
+        ("batch", "atomic-batches.md"),
+        ("table", "tables.md"),
+        ("mirror", "ttl-consumers-sources.md"),
+        ("source", "ttl-consumers-sources.md"),
+        ("opentelemetry", "observability.md"),
+        ("metrics", "observability.md"),
+        ("pytest", "testing-your-application.md"),
+        ("permission", "permissions.md"),
+        ("cli", "command-line.md"),
     ],
 )
 def test_a_search_finds_the_page_about_it_first(word: str, page: str) -> None:
