@@ -20,15 +20,15 @@ PURCHASE = pa.schema([("customer", pa.string()), ("price", pa.float64())])
 async def main(url: str) -> None:
     async with await nats.connect(url) as nc:
         js = nc.jetstream()
-        for name in ("PURCHASES", "TOTALS"):
+        for name in ("RECEIPTS", "TOTALS"):
             await jsx.ensure_stream(
                 js, name=name, subjects=[f"{name.lower()}.>"], allow_batched=True, allow_direct=True
             )
             await js.purge_stream(name)
         rows = ({"customer": f"c{n % 3}", "price": n / 4} for n in range(10_000))
-        await jsx.ingest(js, ((f"purchases.{row['customer']}", json.dumps(row).encode()) for row in rows))
+        await jsx.ingest(js, ((f"receipts.{row['customer']}", json.dumps(row).encode()) for row in rows))
 
-        table = await arrow.to_arrow(js, "PURCHASES", payload=PURCHASE, confirm=True)
+        table = await arrow.to_arrow(js, "RECEIPTS", payload=PURCHASE, confirm=True)
         totals = pl.from_arrow(table).group_by("customer").agg(pl.col("price").sum(), pl.len()).sort("customer")
         for customer, price, count in totals.iter_rows():
             print(f"{customer}: {count:,} purchases for {price:,.2f}")

@@ -14,14 +14,14 @@ CUSTOMERS, ORDERS = 20, 3_000
 
 async def bill(order: jsx.StoredMsg) -> jsx.BatchMessage:
     await asyncio.sleep(0.01)  # the work
-    return jsx.BatchMessage(order.subject.replace("orders.", "bills."), order.data)
+    return jsx.BatchMessage(order.subject.replace("placed.", "fees."), order.data)
 
 
 async def work(url: str) -> None:
     async with await nats.connect(url) as nc:
         # The key of an order is its customer. The members' keys have a TTL of 2 s.
-        group = log.Group(nc.jetstream(), "ORDERS", "billing", partitions=12, key=[1], heartbeat=0.5)
-        await log.exactly_once_group(group, "BILLS", bill, prefix="at", max_messages=10)
+        group = log.Group(nc.jetstream(), "PLACED", "billing", partitions=12, key=[1], heartbeat=0.5)
+        await log.exactly_once_group(group, "FEES", bill, prefix="at", max_messages=10)
 
 
 async def by_customer(reader: log.LogReader) -> dict[str, list[bytes]]:
@@ -34,11 +34,11 @@ async def by_customer(reader: log.LogReader) -> dict[str, list[bytes]]:
 async def main(url: str) -> None:
     async with await nats.connect(url) as nc:
         js = nc.jetstream()
-        await jsx.ensure_stream(js, name="ORDERS", subjects=["orders.*"], allow_direct=True, allow_batched=True)
-        await jsx.ensure_stream(js, name="BILLS", subjects=["bills.*", "at.*.*"], allow_direct=True, allow_atomic=True)
-        bills = log.LogReader(js, "BILLS", start=log.New(), subject="bills.*", tail=True)
+        await jsx.ensure_stream(js, name="PLACED", subjects=["placed.*"], allow_direct=True, allow_batched=True)
+        await jsx.ensure_stream(js, name="FEES", subjects=["fees.*", "at.*.*"], allow_direct=True, allow_atomic=True)
+        bills = log.LogReader(js, "FEES", start=log.New(), subject="fees.*", tail=True)
         await bills.open()
-        await jsx.ingest(js, ((f"orders.customer{n % CUSTOMERS}", b"%d" % n) for n in range(ORDERS)))
+        await jsx.ingest(js, ((f"placed.customer{n % CUSTOMERS}", b"%d" % n) for n in range(ORDERS)))
 
         member = sys.executable, __file__, url, "work"
         members = [await asyncio.create_subprocess_exec(*member) for _ in range(4)]
@@ -50,8 +50,8 @@ async def main(url: str) -> None:
                 print(f"{number} bills: killed a member")
         for process in members:
             process.kill()
-        ordered = await by_customer(log.LogReader(js, "ORDERS"))
-        print("billed once and in order:", ordered == await by_customer(log.LogReader(js, "BILLS", subject="bills.*")))
+        ordered = await by_customer(log.LogReader(js, "PLACED"))
+        print("billed once and in order:", ordered == await by_customer(log.LogReader(js, "FEES", subject="fees.*")))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Every numbered example, run as its first line says, against a separate real server."""
+"""Every numbered example, run as its first line says, one after another against one real server."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,21 @@ def test_an_example_is_short(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) < LONGEST
 
 
+@pytest.fixture(scope="module")
+def one_server() -> Iterator[NatsServer]:
+    """A server of the examples' own: they choose plain names, and none takes those of another."""
+    with NatsServer() as server:
+        yield server
+
+
+def test_no_example_uses_a_stream_of_another() -> None:
+    uses: dict[str, str] = {}
+    for path in EXAMPLES:
+        for name in set(re.findall(r'"([A-Z]+)"', path.read_text(encoding="utf-8"))):
+            assert uses.setdefault(name, path.stem) == path.stem, name
+    assert len(uses) > 12
+
+
 def run(path: Path, url: str, folder: Path, environment: dict[str, str] | None) -> subprocess.CompletedProcess[str]:
     strict = [] if "spark" in path.stem else ["-W", "error"]  # pyspark has warnings of its own
     return subprocess.run(
@@ -66,13 +83,14 @@ def run(path: Path, url: str, folder: Path, environment: dict[str, str] | None) 
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs_and_prints_its_results(path: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_an_example_runs_and_prints_its_results(
+    path: Path, one_server: NatsServer, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     environment = request.getfixturevalue("spark_environment") if "spark" in path.stem else None
-    with NatsServer() as server:
-        done = run(path, server.url, tmp_path, environment)
-        assert done.returncode == 0, done.stderr
-        for words in SAYS[path.stem]:
-            assert words in done.stdout
-        if "spark" not in path.stem:  # which takes a minute each on a small machine
-            again = run(path, server.url, tmp_path, environment)
-            assert again.returncode == 0, again.stderr
+    done = run(path, one_server.url, tmp_path, environment)
+    assert done.returncode == 0, done.stderr
+    for words in SAYS[path.stem]:
+        assert words in done.stdout
+    if "spark" not in path.stem:  # which takes a minute each on a small machine
+        again = run(path, one_server.url, tmp_path, environment)
+        assert again.returncode == 0, again.stderr

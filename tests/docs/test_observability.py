@@ -1,5 +1,6 @@
 """The page on traces and metrics names everything that is reported, and its program runs."""
 
+import json
 import os
 import re
 import subprocess
@@ -24,25 +25,40 @@ def test_the_page_names_every_span_metric_and_attribute() -> None:
     assert {each.value for each in Kind if f"| `{each.value} {{" not in PAGE} == set()
 
 
-def test_the_program_prints_its_spans(tmp_path: Path) -> None:
+def output(words: str, folder: Path) -> str:
+    """Run the program of the page that has these words; return what it prints."""
     programs = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    (program,) = (each for each in programs if "otel.instrument()" in each)
+    (program,) = (each for each in programs if words in each)
     with NatsServer() as server:
         done = subprocess.run(
             [sys.executable, "-W", "error", "-c", program.replace("nats://localhost:4222", server.url)],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=False,
-            cwd=tmp_path,
+            cwd=folder,
             env=dict(os.environ),
         )
     assert done.returncode == 0, done.stderr
-    assert "1 b'hello'" in done.stdout
-    assert re.findall(r'"name": "(.*)"', done.stdout) == ["send traced.>", "commit TRACED", "handle", "receive TRACED"]
+    return done.stdout
+
+
+def test_the_program_prints_its_spans(tmp_path: Path) -> None:
+    printed = output("otel.instrument()", tmp_path)
+    assert "1 b'hello'" in printed
+    assert re.findall(r'"name": "(.*)"', printed) == ["send traced.>", "commit TRACED", "handle", "receive TRACED"]
     sent, handled = (
-        re.search(rf'"name": "{name}".*?"trace_id": "(\w+)"', done.stdout, re.DOTALL) for name in ("send .*?", "handle")
+        re.search(rf'"name": "{name}".*?"trace_id": "(\w+)"', printed, re.DOTALL) for name in ("send .*?", "handle")
     )
     assert sent is not None
     assert handled is not None
     assert sent[1] == handled[1]
+
+
+def test_the_program_prints_its_metrics(tmp_path: Path) -> None:
+    printed = output("meter_provider=", tmp_path)
+    last = json.loads(printed[printed.rfind("\n{\n") + 1 :])
+    metrics = last["resource_metrics"][0]["scope_metrics"][0]["metrics"]
+    sums = {each["name"]: each["data"]["data_points"][0].get("value") for each in metrics}
+    assert sums["messaging.client.sent.messages"] == 1_000
+    assert sums["jetstream_ext.acknowledged.messages"] == 1_000

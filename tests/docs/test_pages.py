@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -144,6 +146,15 @@ def test_every_page_is_run() -> None:
         ("csv", "csv-and-parquet.md"),
         ("export", "csv-and-parquet.md"),
         ("group", "groups.md"),
+        ("batch", "atomic-batches.md"),
+        ("table", "tables.md"),
+        ("mirror", "ttl-consumers-sources.md"),
+        ("source", "ttl-consumers-sources.md"),
+        ("opentelemetry", "observability.md"),
+        ("metrics", "observability.md"),
+        ("pytest", "testing-your-application.md"),
+        ("permission", "permissions.md"),
+        ("cli", "command-line.md"),
     ],
 )
 def test_a_search_finds_the_page_about_it_first(word: str, page: str) -> None:
@@ -181,32 +192,56 @@ def test_the_program_of_the_readme(empty_server: NatsServer, tmp_path: Path) -> 
     assert says(output, done.stdout), done.stdout
 
 
-def test_the_web_service(empty_server: NatsServer, tmp_path: Path) -> None:
-    """It answers as the page says, and stores at its end what was still in memory."""
-    page = DOCS / "web-service.md"
-    (program,) = saved(page, tmp_path, empty_server.url)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    commands = [text for language, text in BLOCK.findall(page.read_text(encoding="utf-8")) if language == "bash"]
-    assert "uvicorn service:app" in commands[0]
-    server = subprocess.Popen(
+@contextlib.contextmanager
+def web_service(folder: Path, url: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Run the service of the page for the duration of a block, and give its process and its port."""
+    (program,) = saved(DOCS / "web-service.md", folder, url)
+    port = free_port()
+    process = subprocess.Popen(
         [sys.executable, "-W", "error", "-m", "uvicorn", "service:app", "--port", str(port)],
         stderr=subprocess.PIPE,
         text=True,
         cwd=program.parent,
-        env=environment() | {"NATS_URL": empty_server.url},
+        env=environment() | {"NATS_URL": url},
     )
-    assert server.stderr is not None
     try:
-        assert any("running on" in line for line in server.stderr)
-        answers = "".join(answer(line, port) for line in commands[1].splitlines())
-        assert answers == outputs(page)[0]
+        yield process, port
     finally:
-        server.terminate()
-        log = server.communicate(timeout=60)[1]
+        process.kill()
+        process.communicate()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_the_web_service(empty_server: NatsServer, tmp_path: Path) -> None:
+    """It answers as the page says, and stores at its end what was still in memory."""
+    page = DOCS / "web-service.md"
+    commands = [text for language, text in BLOCK.findall(page.read_text(encoding="utf-8")) if language == "bash"]
+    assert "uvicorn service:app\n" in commands
+    with web_service(tmp_path, empty_server.url) as (service, port):
+        assert service.stderr is not None
+        assert any("running on" in line for line in service.stderr)
+        answers = "".join(answer(line, port) for line in commands[-1].splitlines())
+        assert answers == outputs(page)[0]
+        service.terminate()
+        log = service.communicate(timeout=60)[1]
     assert "Application shutdown complete" in log, log
     assert asyncio.run(last_message(empty_server.url, "PAGEVIEWS")) == ("pageviews.3", b"from Lagos")
+
+
+def test_the_web_service_ends_without_a_nats_server(tmp_path: Path) -> None:
+    """Within the time of the page, also after Ctrl-C, and with the reason."""
+    with web_service(tmp_path, f"nats://127.0.0.1:{free_port()}") as (service, _):
+        assert service.stderr is not None
+        assert any("Connect call failed" in line for line in service.stderr)
+        service.send_signal(signal.SIGINT)
+        log = service.communicate(timeout=300)[1]
+    assert "ConnectionError: no connection to NATS within 10 s" in log, log
+    assert "Application startup failed. Exiting." in log, log
 
 
 def answer(command: str, port: int) -> str:

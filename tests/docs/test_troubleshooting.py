@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,14 @@ def test_a_heading_quotes_a_message(title: str) -> None:
 @pytest.mark.parametrize("title", ENTRIES)
 def test_every_entry_has_a_cause_and_a_fix(title: str) -> None:
     assert re.search(r"^Cause\n: \S.*^Fix\n: \S", ENTRIES[title], re.DOTALL | re.MULTILINE)
+
+
+def test_every_number_in_a_heading_has_an_entry_in_the_index() -> None:
+    """Without it, Sphinx's search would find no number."""
+    error_numbers = runpy.run_path(str(DOCS / "_ext" / "error_numbers.py"))["error_numbers"]
+    found = {int(number) for title in ENTRIES for number in error_numbers(title)}
+    assert found == {int(number) for title in ENTRIES for number in re.findall(r"\d{4,}", title)}
+    assert len(found) > 25
 
 
 def test_the_codes_are_those_of_the_classes() -> None:

@@ -186,7 +186,7 @@ def types_page(newcomer: Newcomer, page: str) -> None:
         if kind == "python":
             name = PROGRAM.findall(before)[0]
             (newcomer.folder / name).write_text(code, encoding="utf-8")
-            if f"`python {name}`" in before:
+            if f"python {name}`" in before:  # with or without the folder of the environment
                 output = newcomer.types(f"python {name}")
         elif kind == "bash":
             for line in code.splitlines():
