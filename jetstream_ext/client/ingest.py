@@ -42,6 +42,7 @@ from jetstream_ext.errors import (
     RequestTimeoutError,
     RequiredApiLevelError,
     ServerError,
+    StreamConfigMismatchError,
     StreamRecreatedError,
     UnsupportedFeatureError,
 )
@@ -70,7 +71,12 @@ ProgressHandler = Callable[[IngestProgress], None]
 
 _log: Final = get_logger("ingest")
 
-_NO_FAST_INGEST: Final = (FastPublishDisabledError, FastPublishMirrorError, RequiredApiLevelError)
+_NO_FAST_INGEST: Final = (
+    FastPublishDisabledError,
+    FastPublishMirrorError,
+    RequiredApiLevelError,
+    StreamConfigMismatchError,
+)
 # The share of the duplicate window for which ids are trusted: servers measure it with a clock that may be set.
 _TRUSTED_SHARE: Final = 0.75
 _LOOKUP_TIMEOUT: Final = 2.0
@@ -128,7 +134,7 @@ async def ingest(
 
     Raises:
         IngestError: A message was refused (the error names it; everything before it is stored and nothing after it), the
-            stream does not take fast ingest, or no message was stored for `timeout` seconds. Or the stream was deleted
+            stream does not take fast ingest or has ``no_ack``, or no message was stored for `timeout` seconds. Or the stream was deleted
             during the run, or deleted and created again, after it had acknowledged messages: then no message is known to
             be stored, ``index`` is 0, and the cause is a `StreamRecreatedError` or nats-py's ``NotFoundError``.
         UnsupportedFeatureError: The stream's server is older than 2.14 and the stream lacks ``allow_batched``. During an
