@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -525,8 +526,17 @@ def test_create_allows_direct_get_and_a_dry_run_says_that_it_cannot_look_before(
     assert "2 already stored, 0 to send" in run(*stream.how, "--create", stream.name, "--dry-run").stdout
 
 
-def test_the_end_of_the_stream_shows_that_all_rows_are_stored(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("before", [0, 5])
+def test_the_end_of_the_stream_shows_that_all_rows_are_stored(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch, before: int
+) -> None:
     stream.create()
+
+    async def others(js: JetStreamContext) -> None:
+        for _ in range(before):
+            await js.publish(f"{stream.name}.other", b"x")
+
+    stream.js(others)
     stream.write(*range(100))
     stream.ingest()
     looked: list[int] = []
@@ -539,11 +549,11 @@ def test_the_end_of_the_stream_shows_that_all_rows_are_stored(stream: Stream, mo
     monkeypatch.setattr(stored_rows, "DirectGet", Reader)
     monkeypatch.setattr(stored_rows, "_FIRST_BLOCK", 10)
     assert stream.ingest() == (100, 0)
-    assert looked == [91]
+    assert looked == [before + 91]
     looked.clear()
     stream.write(*range(101))
     assert "100 of its 101 rows" in stream.refused()
-    assert looked == [91, 71, 31, 1]
+    assert [max(1, seq - before) for seq in looked] == [91, 71, 31, 1]
 
 
 def test_rows_are_found_where_the_stream_changes_subjects(stream: Stream) -> None:
@@ -796,6 +806,23 @@ def test_rows_that_a_stream_never_had_since_it_was_created_again_are_sent(stream
     assert stream.ingest() == (50 - first, first)
     assert stream.ingest() == (50, 0)
     assert stream.rows == [*numbers(range(first, 50)), *numbers(range(first))]
+
+
+def test_rows_of_another_run_do_not_prove_those_that_were_lost_with_the_former_stream(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream.create()
+    stream.write(*range(50))
+    stream.ingest()
+    stream.js(lambda js: forget_all_but(stream, js, 30))
+    rows_to_send = _Ingest._rows_to_send
+    monkeypatch.setattr(stored_rows, "_FIRST_BLOCK", 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(_Ingest, "_rows_to_send", lambda ingest: islice(rows_to_send(ingest), 10))
+        patch.setattr(cli_ingest, "closing", nullcontext)
+        assert stream.ingest("--again") == (0, 10)
+    assert stream.ingest() == (30, 20)
+    assert stream.ingest() == (50, 0)
 
 
 def test_a_row_proves_no_more_rows_than_the_stream_has_ever_stored(stream: Stream) -> None:

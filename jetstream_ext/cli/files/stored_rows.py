@@ -8,8 +8,8 @@ order of the file. So when the stream has row `index` of a content, it has store
 or to `last`, even if it has removed some of them since.
 
 That is no proof if the stream was deleted and created again while rows were sent: the rows before belong to the former
-stream. So a stream that has never removed a message must show each row, or its first message must be the first row. And
-no message proves more rows than the stream had stored by then.
+stream. So a stream that has never removed a message must show each row, or the first row before the others. And no message
+proves more rows than the stream had stored by then.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from nats.js.errors import NotFoundError
 
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.headers import MSG_ID
 from jetstream_ext.protocol.numbers import parse_number
 from jetstream_ext.protocol.subjects import covers
@@ -109,7 +110,8 @@ class StoredRows:
         self._others_found = False
         self._unproved = False  # some rows prove nothing about those before them
         self._replacing = False  # newer rows of other contents may have replaced rows of this one
-        self._starts_with_row: bool | None = None  # the first message of the stream is the first row
+        self._starts_with_row: bool | None = None  # the first row is in the stream, before the newest one
+        self._first_seq = 0  # where it is, if the newest one is the last row and nothing else was published meanwhile
         self._certain: list[tuple[int, int]] = []  # first and last index of rows that were stored
         database.executescript(
             "CREATE TABLE rows (idx INTEGER PRIMARY KEY, row TEXT, stored INTEGER DEFAULT 0, exact INTEGER DEFAULT 0);"
@@ -230,18 +232,24 @@ class StoredRows:
         if not state.never_removed:
             return True
         if self._starts_with_row is None:
-            try:
-                first = await reader.get_next(subject or ">", seq=state.first_seq)
-            except NotFoundError:
-                return False
-            found = self._ids.parse(first.headers.get(MSG_ID, ""))
-            self._starts_with_row = (
-                found is not None
-                and found.content == self._ids.content
-                and found.index == found.skip <= self._ids.skip
-                and self._row(found.index) == found.row
-            )
+            self._starts_with_row = await self._has_first_row(reader, subject or ">", state.first_seq)
+        if not self._starts_with_row and self._first_seq >= state.first_seq:
+            self._starts_with_row = await self._has_first_row(reader, ">", self._first_seq)
+            self._first_seq = 0
         return self._starts_with_row
+
+    async def _has_first_row(self, reader: DirectGet, subject: str, seq: int) -> bool:
+        """Return whether the first message of a subject from a sequence on is the first row."""
+        try:
+            return self._is_first_row(await reader.get_next(subject, seq=seq))
+        except NotFoundError:
+            return False
+
+    def _is_first_row(self, message: StoredMsg) -> bool:
+        found = self._ids.parse(message.headers.get(MSG_ID, ""))
+        if found is None or found.content != self._ids.content:
+            return False
+        return found.index == found.skip <= self._ids.skip and self._row(found.index) == found.row
 
     async def _has_rows_elsewhere(self, reader: DirectGet, state: StreamState, subject: str) -> bool:
         """Return whether messages on other subjects than those of a filter are rows of the file, as far as a look shows."""
@@ -261,6 +269,7 @@ class StoredRows:
         """Forget what the stream has."""
         self._others_found = self._unproved = self._replacing = self.same_content = False
         self._starts_with_row = None
+        self._first_seq = 0
         self._certain = []
         self.presumed = self.unclear = self.after_unclear = self.unrelated = self.stored = 0
         for table in ("found", "copies", "contents", "changed"):
@@ -300,6 +309,8 @@ class StoredRows:
                     self.same_content = True
                     if found.last - skip <= seq - state.lowest_seq:
                         self._certain.append((skip, found.last))
+                        if not self._first_seq and found.last == index and index + 1 == self.total:
+                            self._first_seq = seq - (index - skip)
                         break
                     self._unproved = True
 
