@@ -420,7 +420,6 @@ class _Ingest:
         else:
             first = "message that was sent" if sent == 1 else f"{sent} messages that were sent"
             text += f"none of the {first} is known to be stored, but those that were sent since it was created are"
-        self._log_state("stream lost", sent=sent)
         return IngestError(text, index=0, report=self._report(), in_doubt=0 if what == _DELETED else sent)
 
     async def _pause(self, error: Exception) -> None:
