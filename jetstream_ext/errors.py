@@ -276,7 +276,8 @@ class IngestError(JetStreamExtError):
             message itself is the cause, no message after it is stored.
         subject: The subject of that message, if it was taken from the source.
         report: The report up to then.
-        in_doubt: How many messages from `index` on were sent and not answered; each of them may be stored.
+        in_doubt: How many messages from `index` on were sent and not answered, or were acknowledged by a stream that was
+            deleted and created again since; each of them may be stored.
     """
 
     index: int = 0

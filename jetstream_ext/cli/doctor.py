@@ -90,7 +90,7 @@ async def _examine(js: JetStreamContext, state: StreamState, api_level: int, nee
     """Return the report on a stream, as it is in the JSON output."""
     needed = needs.of(state.name)
     never = {option: why for option, why in impossible(state.config).items() if _FEATURES[option].at(api_level)}
-    has = [option for option in _FEATURES if state.config.get(STREAM_OPTIONS[option])]
+    has = [option for option in _FEATURES if state.config.get(STREAM_OPTIONS[option]) and option not in never]
     for option in needed:
         if option in _FEATURES and not _FEATURES[option].at(api_level):
             never[option] = f"it needs nats-server {_FEATURES[option].since}"

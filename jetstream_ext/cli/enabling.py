@@ -36,6 +36,10 @@ def impossible(config: Mapping[str, Any]) -> dict[str, str]:
         never["atomic"] = "it persists asynchronously"
     if config.get("allow_msg_counter"):
         never["ttl"] = "it holds counters"
+    if config.get("no_ack"):
+        never |= dict.fromkeys(
+            ("atomic", "batched"), "it has no_ack, so the server does not confirm what it has stored"
+        )
     if config.get("mirror"):
         never |= dict.fromkeys(("atomic", "batched"), "it is a mirror")
     if config.get("sealed"):

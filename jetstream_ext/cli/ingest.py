@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Final
 
 import click
+import nats.errors
 from nats.js import JetStreamContext
-from nats.js.errors import NoStreamResponseError
+from nats.js.errors import NoStreamResponseError, NotFoundError
 from nats.nuid import NUID
 
 from jetstream_ext.cli.completion import complete_streams
@@ -28,11 +29,18 @@ from jetstream_ext.cli.files.row_messages import Message, RowMapping, has_lone_b
 from jetstream_ext.cli.files.stored_rows import MOST_ROWS, RowIds, StoredRows, stored_rows
 from jetstream_ext.cli.options import Command, cli_option, json_option
 from jetstream_ext.cli.output import ReportProgress, Stopped, count, is_are, one_line, progress, say, write_json
-from jetstream_ext.client.api import Api
+from jetstream_ext.client.api import Api, check_same_stream, stream_state
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.ingest import ingest
 from jetstream_ext.client.streams import enable_options, ensure_stream
-from jetstream_ext.errors import BadHeaderError, BadSubjectError, ErrorCode, IngestError, MaxPayloadError
+from jetstream_ext.errors import (
+    BadHeaderError,
+    BadSubjectError,
+    ErrorCode,
+    IngestError,
+    MaxPayloadError,
+    StreamRecreatedError,
+)
 from jetstream_ext.protocol.advice import STREAM_OPTIONS, enable_command
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.feature_table import FAST_INGEST
@@ -50,6 +58,10 @@ _ROWS: Final = "Which rows"
 _SOME: Final = 1_000  # rows between two turns of the event loop
 _CONTINUE: Final = "the same command continues"
 _CORRECT: Final = "correct the row or the options; the command with"
+_WHY_REMOVED: Final = {
+    "limits": "of its limits, newer messages of the same subjects, or a deletion",
+    "interest": "no consumer has yet to acknowledge them (retention interest)",
+}
 _NEEDS: Final = {"batched": "fast ingest", "direct": "direct get"}  # keys of `STREAM_OPTIONS`
 
 
@@ -225,6 +237,7 @@ def _run(job: _Ingest, where: Target, create: tuple[str, ...], *, as_json: bool)
                 "sent": report.stored,
                 "already_stored": job.already_stored,
                 "skipped": job.skipped,
+                "removed_meanwhile": job.removed_meanwhile,
                 "headers_left_out": job.headers_left_out.total(),
                 "resent": report.resent,
                 "in_doubt": report.in_doubt,
@@ -246,7 +259,8 @@ def _run(job: _Ingest, where: Target, create: tuple[str, ...], *, as_json: bool)
         parts = [f"{job.skipped:,} skipped"] if job.skipped else []
         parts += [f"{job.already_stored:,} already stored"] if job.already_stored else []
         parts += [f"{report.stored:,} sent"]
-        text = f"{count(stored, 'row')} of {job.name} {is_are(stored)} in {job.stream}"
+        where_now = is_are(stored) if job.has_all else plural(stored, "was stored", "were stored")
+        text = f"{count(stored, 'row')} of {job.name} {where_now} in {job.stream}"
         say(f"{text}: {', '.join(parts)} ({report.seconds:.1f} s)")
 
 
@@ -276,6 +290,8 @@ class _Ingest:
         in_stream: How many rows are in the stream.
         has_earlier: Whether the stream may have rows of this file that this run does not count.
         taken: How many rows of the file were read without an error.
+        has_all: Whether the stream still has all messages that it ever stored.
+        removed_meanwhile: How many messages the stream has removed during the run; None if that is not known.
         headers_left_out: The headers of the rows that were sent that begin with ``Nats-``.
     """
 
@@ -283,7 +299,8 @@ class _Ingest:
         self, file: Path, rows: Rows, stream: str, mapping: RowMapping, skip: int, *, resume: bool, again: bool
     ) -> None:
         self.has_earlier: bool = skip > 0
-        self.sending = self.stopping = False
+        self.sending = self.stopping = self.has_all = False
+        self.removed_meanwhile: int | None = None
         self.skipped = skip
         self.already_stored = self.in_stream = self.taken = 0
         self.headers_left_out: Counter[str] = Counter()
@@ -317,7 +334,9 @@ class _Ingest:
             with stored_rows(self._ids, other_contents=self._resume or not self._any_content) as stored:
                 if not self._again:
                     await self._look(js, state, stored, show=show)
-                return await self._send(js, show=show)
+                report = await self._send(js, show=show)
+                await self._look_again(js, state)
+                return report
 
     async def _create_or_enable(
         self, js: JetStreamContext, subjects: tuple[str, ...], state: StreamState | None
@@ -373,6 +392,11 @@ class _Ingest:
             raise
         if never := impossible(state.config).get("batched"):
             raise click.ClickException(f"stream {self.stream!r} takes no rows: {never}; nothing was sent")
+        if state.retention == "interest" and not state.consumers:
+            raise click.ClickException(
+                f"stream {self.stream!r} keeps messages only for its consumers (retention interest), and it has none, so the "
+                "server would keep no row; nothing was sent; create the consumer first"
+            )
         needs = ["batched"] if self._again else list(_NEEDS)
         lacks = [option for option in needs if not state.config.get(STREAM_OPTIONS[option])]
         if create or not lacks:
@@ -483,6 +507,29 @@ class _Ingest:
                 self._compared_all = False
                 return  # sending the rows raises it again
 
+    async def _look_again(self, js: JetStreamContext, before: StreamState) -> None:
+        """Say whether the stream may have removed rows meanwhile; raise ClickException if it is another one than `before`."""
+        try:
+            if self.already_stored:
+                state = await check_same_stream(Context(js), before)
+            else:  # `ingest` has made sure of those that were sent
+                state = await stream_state(Context(js), self.stream)
+        except (StreamRecreatedError, NotFoundError) as error:
+            raise click.ClickException(self._described_loss(error)) from error
+        except nats.errors.Error as error:
+            text = "the server has acknowledged all rows, but then did not say whether the stream still has them"
+            say(f"{text}: {one_line(error)}", err=True)
+            return
+        self.has_all = state.never_removed
+        removed = self.removed_meanwhile = max(0, state.removed - before.removed)
+        if removed and state.retention != "workqueue":
+            why = _WHY_REMOVED.get(state.retention, _WHY_REMOVED["limits"])
+            say(
+                f"stream {self.stream!r} has removed {count(removed, 'message')} while the rows were sent, because {why}: rows "
+                "of this file may be among them",
+                err=True,
+            )
+
     # -- sending -------------------------------------------------------------------------------------------------------
 
     async def _send(self, js: JetStreamContext, *, show: bool) -> IngestReport:
@@ -578,10 +625,12 @@ class _Ingest:
 
     def _describe(self, error: IngestError) -> str:
         """Return what happened to which row, what is stored, and how to go on: `ingest` counts only what it sent."""
+        cause = error.__cause__
+        if isinstance(cause, StreamRecreatedError | NotFoundError):
+            return self._described_loss(cause)
         index = self._sent.index(error.index)
         before = index - min(self.skipped, index)
         stored = self.stored_before(before)
-        cause = error.__cause__
         code = getattr(cause, "err_code", None)
         reason = one_line(cause or error)
         if isinstance(cause, NoStreamResponseError):
@@ -598,6 +647,18 @@ class _Ingest:
             of_the_row = isinstance(cause, _OF_THE_ROW) or code == ErrorCode.MESSAGE_TOO_LARGE
             stored += f"; {self.after_correcting(index) if of_the_row else self._to_continue(index)}"
         return f"row {index + 1} of {self.name}: {reason}; {stored}"
+
+    def _described_loss(self, error: Exception) -> str:
+        """Return what happened to the stream of which rows were stored, and how to go on."""
+        if isinstance(error, NotFoundError):
+            return (
+                f"stream {self.stream!r} was deleted while the rows were sent: no row of {self.name} is stored any more"
+            )
+        command = "the same command without --again" if self._again else "the same command"
+        return (
+            f"stream {self.stream!r} was deleted and created again while the rows were sent: the rows that it had before are "
+            f"gone, and only those that were sent since may be stored; {command} sends the rows that the stream does not have"
+        )
 
     def _place(self, index: int) -> str:
         return f"{self.name}, row {index + 1}"
@@ -642,6 +703,11 @@ def _warn_about_removed(state: StreamState, *, all_stored: bool, presumed: int =
         )
     elif all_stored:
         text = "has removed messages: rows of this file that were among them count as stored; --again sends all rows"
+    elif state.retention == "interest":
+        text = (
+            "keeps only messages that a consumer has yet to acknowledge (retention interest): rows of an earlier run that it "
+            "does not have are sent again"
+        )
     elif state.retention != "limits":
         text = (
             f"deletes messages that were consumed (retention {state.retention}): rows of an earlier run that were "

@@ -534,6 +534,11 @@ def forget_stream(context: Context, name: str) -> None:
     _cache(context).streams.pop(name, None)
 
 
+def forget_streams(context: Context) -> None:
+    """Forget what is cached about all streams."""
+    _cache(context).streams.clear()
+
+
 async def stream_name(where: Context | Api, subject: str, timeout: float | None = None) -> str | None:
     """Return the name of the stream that stores messages on `subject`, or None; raise as `Api.ask` does."""
     names = await stream_names(_api(where, timeout), subject)

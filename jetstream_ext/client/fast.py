@@ -217,6 +217,7 @@ class FastPublisher:
             BatchError: The batch has ended; the error says why, what is stored, and holds the server's final ack.
             UnsupportedFeatureError: The server is older than 2.14. Nothing was sent; if the library could not know the
                 version before, the error says that this one message is stored as a separate message.
+            StreamConfigMismatchError: The stream has ``no_ack``. Nothing was sent.
             RequestTimeoutError: The connection took nothing for `ack_timeout` before the first message, or no server said
                 which stream stores a subject that is not one of the batch's stream. The message was not sent.
             BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message cannot be sent; a subject of
@@ -285,7 +286,7 @@ class FastPublisher:
             As for `add`, when all messages are sent and at most a window of them is unacknowledged.
 
         Raises:
-            BatchError, UnsupportedFeatureError: As for `add`.
+            BatchError, UnsupportedFeatureError, StreamConfigMismatchError: As for `add`.
             Exception: What `messages` raises, or the error of a message that cannot be sent. Everything before it was
                 sent; the batch stays usable.
 
@@ -755,6 +756,8 @@ class FastSession:
             raise FAST_INGEST.unsupported(
                 server_version=leader.server_version, api_level=leader.api_level, detail="nothing was sent"
             )
+        if leader.stream is not None:
+            leader.stream.check_acks()
         handler = InboxHandler(weakly(self._receive), weakly(self._disconnected), weakly(self._reconnected))
         tail = f".{self.batch.batch_id}.>"
         inbox = await connection.inbox(handler, tail=tail, timeout=deadline - self.now())

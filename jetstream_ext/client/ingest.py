@@ -20,6 +20,8 @@ from jetstream_ext.client import telemetry
 from jetstream_ext.client.api import (
     LeaderInfo,
     ask_stream,
+    check_same_stream,
+    forget_streams,
     get_at_leader,
     settled_state,
     stream_name,
@@ -41,6 +43,8 @@ from jetstream_ext.errors import (
     RequestTimeoutError,
     RequiredApiLevelError,
     ServerError,
+    StreamConfigMismatchError,
+    StreamRecreatedError,
     UnsupportedFeatureError,
 )
 from jetstream_ext.protocol import headers as h
@@ -68,7 +72,12 @@ ProgressHandler = Callable[[IngestProgress], None]
 
 _log: Final = get_logger("ingest")
 
-_NO_FAST_INGEST: Final = (FastPublishDisabledError, FastPublishMirrorError, RequiredApiLevelError)
+_NO_FAST_INGEST: Final = (
+    FastPublishDisabledError,
+    FastPublishMirrorError,
+    RequiredApiLevelError,
+    StreamConfigMismatchError,
+)
 # The share of the duplicate window for which ids are trusted: servers measure it with a clock that may be set.
 _TRUSTED_SHARE: Final = 0.75
 _LOOKUP_TIMEOUT: Final = 2.0
@@ -76,6 +85,8 @@ _LOOKUP_TIMEOUT: Final = 2.0
 _CLOCK: Final[int | None] = getattr(time, "CLOCK_BOOTTIME", getattr(time, "CLOCK_MONOTONIC", None))
 # After so many questions without an answer from a server that answers pings, what is stored is taken as unknown.
 _MAX_SILENCES: Final = 3
+_BLOCK: Final = 10_000  # sequences of one read
+_DELETED: Final = "deleted"
 
 
 async def ingest(
@@ -98,7 +109,8 @@ async def ingest(
     drops a second copy. If it may have forgotten the ids (after the stream's ``duplicate_window``, or after a restart),
     the stream is read first, and only what it lacks is sent again. Messages for which this proves nothing, because the
     stream has removed messages meanwhile or may not be read, are sent again too; the report counts them in `in_doubt`,
-    because they may be stored more than once. Every other message is stored exactly once.
+    because they may be stored more than once. Every other message is stored exactly once. If the stream is deleted during
+    the run, or deleted and created again, the call fails, because the messages that it had acknowledged are gone.
 
     Args:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
@@ -123,8 +135,11 @@ async def ingest(
 
     Raises:
         IngestError: A message was refused (the error names it; everything before it is stored and nothing after it), the
-            stream does not take fast ingest, or no message was stored for `timeout` seconds. A permission that the server
-            refuses, to publish a message or to receive answers, ends the call after `ack_timeout` at the latest.
+            stream does not take fast ingest or has ``no_ack``, or no message was stored for `timeout` seconds. A permission
+            that the server refuses, to publish a message or to receive answers, ends the call after `ack_timeout` at the
+            latest. Or the stream was deleted during the run, or deleted and created again, after it had acknowledged
+            messages: then no message is known to be stored, ``index`` is 0, and the cause is a `StreamRecreatedError` or
+            nats-py's ``NotFoundError``.
         UnsupportedFeatureError: The stream's server is older than 2.14 and the stream lacks ``allow_batched``. During an
             upgrade, while the stream has it, the call waits for a newer server.
         ValueError, TypeError: An argument is out of its range or of another type.
@@ -299,7 +314,9 @@ class _Ingest:
         self._name = f"run {source.run_id}"  # for the log
         self._began = asyncio.get_running_loop().time()
 
-        self._stream: StreamState | None = None  # as it was when it was last looked up
+        self._stream: StreamState | None = None  # as it was when it was last known to be the one of the whole run
+        self._witness: Entry | None = None  # the newest message that was certainly stored in that stream by then
+        self._unchecked = False  # since then, another stream of this name may have taken its place
         self._base = 0  # a sequence that the stream had before any message of the window was sent
         self._newest: Entry | None = None  # the newest message that is certainly stored, once
         self._silences = 0  # questions without an answer since all were answered
@@ -334,6 +351,8 @@ class _Ingest:
                 await self._resend()
             else:
                 await self._send_batch()
+        if self._unchecked:
+            await self._check_stream_or_give_up()
         self._report_progress(final=True)
         self._log_state("source ended", error=self._source.error or (self._refused and self._refused[1]))
         if self._refused is not None:
@@ -407,6 +426,19 @@ class _Ingest:
         except Exception as error:
             loop.call_exception_handler({"message": "ingest: the callback on_progress raised", "exception": error})
 
+    def _lost(self, what: str) -> IngestError:
+        """Return the error about the end of the stream that has acknowledged messages; `what` happened to it."""
+        assert self._stream is not None
+        name, sent = self._stream.name, self._stored + self._unanswered
+        self._stored = self._in_doubt = self._unanswered = 0
+        text = f"stream {name!r} was {what} during the run, so the messages that it had acknowledged are gone; "
+        if what == _DELETED:
+            text += "nothing is stored"
+        else:
+            first = "message that was sent" if sent == 1 else f"{sent} messages that were sent"
+            text += f"none of the {first} is known to be stored, but those that were sent since it was created are"
+        return IngestError(text, index=0, report=self._report(), in_doubt=0 if what == _DELETED else sent)
+
     async def _pause(self, error: Exception) -> None:
         """Wait before the next attempt, or give up.
 
@@ -470,6 +502,7 @@ class _Ingest:
                 older, newer = newer, (self._source.taken, elapsed())
 
         publisher = self._new_publisher(on_flow=acked)
+        forget_streams(self._context)  # what is cached may be older than the stream that takes the batch
         self._log_state("batch begun", batch=publisher.batch_id)
         try:
             await self._send(publisher)
@@ -481,9 +514,12 @@ class _Ingest:
             await publisher.discard()
             self._batches += opened
         leader = publisher.leader
-        if leader is not None and leader.stream is not None:
-            self._note(leader.stream, leader.last_seq)
         self._confirm(before + publisher.ack_seq - self._stored)
+        if leader is not None and leader.stream is not None:
+            if self._is_recreated(leader.stream):
+                self._base = 0  # and the next check finds out whether it is another stream
+            else:
+                self._note(leader.stream, leader.last_seq)
         # In fail mode everything up to the final ack is stored, and nothing after it.
         ack = publisher.final_ack
         if ack is not None:
@@ -499,6 +535,7 @@ class _Ingest:
             # Its acknowledgements were taken for those of the stream.
             self._stored, self._unanswered = before, publisher.batch_seq
             raise self._failure(f"was not acknowledged: {trouble}", (publisher.subject, b"")) from trouble
+        self._unchecked = True
         if isinstance(trouble, (UnsupportedFeatureError, *_NO_FAST_INGEST)):
             await self._check_upgrade(trouble)
         await self._pause(trouble)
@@ -537,15 +574,21 @@ class _Ingest:
         That keeps the order, and if one is refused nothing after it is stored.
         """
         self._log_state("single publishes begun", unanswered=self._unanswered)
-        resent = self._resent
+        resent, checked = self._resent, False
         while self._window:
             await self._connected()
-            if self._answered or (self._unanswered and not self._ids_are_trusted()):
-                try:
+            try:
+                search = self._answered or (self._unanswered and not self._ids_are_trusted())
+                if search or not checked:
+                    await self._check_stream()
+                    checked = True
+                if search:
                     await self._find_out()
-                except nats.errors.Error as error:
-                    await self._pause(error)
-                    continue
+            except IngestError:
+                raise
+            except nats.errors.Error as error:
+                await self._pause(error)
+                continue
             while self._verdicts and self._verdicts[0] in (Verdict.STORED, Verdict.DOUBTFUL):
                 self._confirm(1, in_doubt=self._verdicts[0] is Verdict.DOUBTFUL)
             if self._window:
@@ -572,6 +615,7 @@ class _Ingest:
             await self._pause(error)
         except nats.errors.Error as error:
             if isinstance(error, NoStreamResponseError) and await self._has_no_stream(message.subject):
+                await self._check_stream_or_give_up()
                 raise self._failure("has a subject that no stream stores") from error
             if isinstance(error, APIError) and (doubt := self._context.target().doubt(error.err_code)):
                 self._unanswered = max(self._unanswered, 1)
@@ -649,9 +693,86 @@ class _Ingest:
 
     def _note(self, state: StreamState, seq: int) -> None:
         """Note what the stream's leader answered; it had the sequence `seq` before what is in the window was sent."""
-        if self._stream is not None and recreated(self._stream.created, state.created):
+        if self._is_recreated(state):
             self._base = 0
-        self._stream, self._base = state, max(self._base, seq)
+            if self._stored and self._stream is not None and self._stream.name == state.name:
+                return  # `_check_stream` finds out whether it is another one
+        self._stream, self._base, self._witness = state, max(self._base, seq), self._newest
+
+    def _is_recreated(self, state: StreamState) -> bool:
+        """Whether the stream may be another one than before, by its creation time; see `check_same_stream`."""
+        return self._stream is not None and recreated(self._stream.created, state.created)
+
+    # A stream that was deleted and created again lacks what the former one had acknowledged. A fast batch ends with its
+    # stream, so only a run whose batch ended early asks.
+
+    async def _check_stream(self) -> None:
+        """Raise IngestError if the stream that has acknowledged messages is gone, or another one has its name now.
+
+        Raise as `Api.ask` does.
+        """
+        before = self._stream
+        if before is None or not self._stored:
+            return
+        try:
+            state = await self._ask_stream(before.name)
+            if state is None:
+                return  # the client may not ask
+            error = await self._why_another(before, state)
+        except NotFoundError as missing:
+            raise self._lost(_DELETED) from missing
+        if error is not None and not await self._has_witness(state):
+            raise self._lost("deleted and created again") from error
+        self._stream, self._witness = state, self._newest
+
+    async def _check_stream_or_give_up(self) -> None:
+        while True:
+            try:
+                return await self._check_stream()
+            except IngestError:
+                raise
+            except nats.errors.Error as error:
+                try:
+                    await self._retry.pause_if_transient(error)
+                except nats.errors.Error:
+                    return None  # everything was acknowledged
+
+    async def _why_another(self, before: StreamState, state: StreamState) -> StreamRecreatedError | None:
+        """Return why a stream counts as another one than `before`, or None if it is the same; raise as `Api.ask` does."""
+        try:
+            await check_same_stream(self._context, before, state, self._ack_timeout)
+        except StreamRecreatedError as error:
+            return error
+        if before.ends or state.replicated or not state.volatile:
+            return None
+        text = f"stream {state.name!r} is in memory, and may have lost everything in a restart"
+        return StreamRecreatedError(text, stream=state.name, expected=before.created, found=state.created)
+
+    async def _has_witness(self, state: StreamState) -> bool:
+        """Return whether the stream still has a message that it had acknowledged before: it is the same one."""
+        if self._witness is None:
+            return False
+        wanted, last = _msg_id(self._witness), state.last_seq
+        while last >= state.first_seq:
+            first = max(state.first_seq, last - _BLOCK + 1)
+            try:
+                if any(msg_id == wanted for _, msg_id in await self._read(state, first, last)):
+                    return True
+            except NotPermittedError:
+                return False
+            last = first - 1
+        return False
+
+    async def _ask_stream(self, name: str) -> StreamState | None:
+        """Return a stream as its leader reports it, or None if the client gets no answer; raise as `Api.ask` does."""
+        try:
+            return await stream_state(self._context, name, self._ack_timeout)
+        except NotPermittedError:
+            return None
+        except RequestTimeoutError as late:
+            if late.__cause__ is not None or not await self._never_answers():  # in an election there is an answer later
+                raise
+            return None
 
     async def _look_up(self) -> StreamState | None:
         """Return the stream as its leader reports it, or None if no stream stores the subject; raise as `Api.ask` does."""
@@ -690,7 +811,7 @@ class _Ingest:
             process = connection.server_id if self._is_connected_to(state) else ""
             window = state.duplicate_window
             trusted = _TRUSTED_SHARE * window.total_seconds() if window else 0.0
-            same = self._stream is not None and not recreated(self._stream.created, state.created)
+            same = self._stream is not None and not self._is_recreated(state)
             if same and process and process == self._sent_to and not self._answered and now < self._sent_at + trusted:
                 self._log_state("ids trusted")
                 self._trusted_until, self._trusted = self._sent_at + trusted, process
@@ -722,7 +843,7 @@ class _Ingest:
         state, settled = await self._settle(state, _subject(sent[0]))
         base = self._base
         restarted = state.config.get("storage") == "memory" and (not process or process != self._sent_to)
-        if restarted or state.last_seq < base or (self._stream and recreated(self._stream.created, state.created)):
+        if restarted or state.last_seq < base or self._is_recreated(state):
             base = 0  # the stream may have begun again
         search = IdSearch(
             [_msg_id(entry) for entry in sent],

@@ -176,6 +176,7 @@ class StreamState:
     messages: int = 0
     size: int = 0
     num_subjects: int = 0
+    consumers: int = 0  # with those of the streams that copy it
     first_time: datetime = _EPOCH  # when its first message was stored, if it has messages
     last_time: datetime = _EPOCH  # when its last message was stored, or else when the stream was created
     now: datetime = _EPOCH  # the leader's clock
@@ -300,6 +301,15 @@ class StreamState:
             copies = kept + [made for copy in copies for made in _transformed(own, copy)]
         return copies
 
+    def check_acks(self) -> None:
+        """Raise StreamConfigMismatchError if its server does not confirm what it has stored."""
+        if self.config.get("no_ack"):
+            raise StreamConfigMismatchError(
+                f"stream {self.name!r} has no_ack, so the server does not confirm what it has stored; nothing was sent; turn "
+                "no_ack off",
+                diff={"no_ack": (False, True)},
+            )
+
     def check_sequences(self, up_to: int | None = None) -> None:
         """Raise StreamConfigMismatchError if its server answers that it has no message where it has stored one.
 
@@ -376,6 +386,7 @@ def parse_stream_state(answer: Mapping[str, Any], stream: str = "") -> StreamSta
             messages=messages,
             size=json_number(state.get("bytes") or 0, "bytes"),
             num_subjects=json_number(state.get("num_subjects") or 0, "num_subjects"),
+            consumers=json_number(state.get("consumer_count") or 0, "consumer_count"),
             first_time=first_time,
             last_time=last_time,
             now=parse_time(answer["ts"]),

@@ -10,7 +10,7 @@ import orjson
 import pytest
 from cli_tools import Run
 
-from jetstream_ext.cli.files.row_files import JsonRow, RowError
+from jetstream_ext.cli.files.row_files import JsonRow, RowError, Rows, Source
 from jetstream_ext.cli.files.row_messages import RowMapping
 
 SUBJECT = "the subject (--subject or --subject-from)"
@@ -89,6 +89,24 @@ def test_a_key_that_a_message_needs_is_in_a_line_once(text: bytes, key: str | No
         assert mapping.message(row, "row 1").headers == {"X": row["h"]["X"]}
     else:
         assert refusal(mapping, row) == f"the key {key!r} is there twice"
+
+
+@pytest.mark.parametrize("number", ["18446744073709551616", "-9223372036854775809", "1" * 400])
+def test_an_integer_of_any_size_is_part_of_a_subject(number: str) -> None:
+    row = JsonRow({"id": float(number[:300]), "other": 1.5})
+    row.text = b'{"id":%b,"other":1.5}' % number.encode()
+    assert RowMapping("s.{id}").message(row, "row 1").subject == f"s.{number}"
+    assert refusal(RowMapping("s.{other}"), row) == (
+        "column 'other' is neither a string nor an integer; the subject needs it"
+    )
+
+
+def test_empty_lines_before_the_header_of_csv_are_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_bytes(b'\xef\xbb\xbf\r\n\n\nc,v\n\n"\n",1\n\n')
+    rows = Rows(Source(file, "rows.csv", "csv"))
+    assert rows.columns() == ("c", "v")
+    assert list(rows.read()) == [{"c": "\n", "v": "1"}]
 
 
 def test_a_line_that_is_the_payload_keeps_equal_keys() -> None:

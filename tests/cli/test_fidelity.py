@@ -160,12 +160,12 @@ def test_ingest_reports_the_refused_row_and_the_server_s_reason(
     advice = "correct the row or the options; the command with --resume then sends the rest"
     not_stored = f"stream '{stream}' does not store its subject 'nowhere.at.all'; nothing is stored"
     for subject, place, words in (
+        ("nowhere.at.all", f"{rows}, row 1", not_stored),
         (
             stream,
             f"row 3 of {rows}",
             f"message size exceeds maximum allowed; the 2 rows before it are stored; {advice}",
         ),
-        ("nowhere.at.all", f"{rows}, row 1", not_stored),
     ):
         done = run("ingest", rows, "--stream", stream, "--subject", subject)
         assert (done.exit_code, done.stderr.count("\n")) == (1, 1)

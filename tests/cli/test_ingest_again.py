@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import re
 import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -523,8 +526,17 @@ def test_create_allows_direct_get_and_a_dry_run_says_that_it_cannot_look_before(
     assert "2 already stored, 0 to send" in run(*stream.how, "--create", stream.name, "--dry-run").stdout
 
 
-def test_the_end_of_the_stream_shows_that_all_rows_are_stored(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("before", [0, 5])
+def test_the_end_of_the_stream_shows_that_all_rows_are_stored(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch, before: int
+) -> None:
     stream.create()
+
+    async def others(js: JetStreamContext) -> None:
+        for _ in range(before):
+            await js.publish(f"{stream.name}.other", b"x")
+
+    stream.js(others)
     stream.write(*range(100))
     stream.ingest()
     looked: list[int] = []
@@ -537,11 +549,11 @@ def test_the_end_of_the_stream_shows_that_all_rows_are_stored(stream: Stream, mo
     monkeypatch.setattr(stored_rows, "DirectGet", Reader)
     monkeypatch.setattr(stored_rows, "_FIRST_BLOCK", 10)
     assert stream.ingest() == (100, 0)
-    assert looked == [91]
+    assert looked == [before + 91]
     looked.clear()
     stream.write(*range(101))
     assert "100 of its 101 rows" in stream.refused()
-    assert looked == [91, 71, 31, 1]
+    assert [max(1, seq - before) for seq in looked] == [91, 71, 31, 1]
 
 
 def test_rows_are_found_where_the_stream_changes_subjects(stream: Stream) -> None:
@@ -732,8 +744,9 @@ def test_what_a_stream_has_removed_is_said(
     time.sleep(1.2 * WINDOW)
     for dry in (True, False):
         done = run(*stream.how, *(["--dry-run"] if dry else []))
-        assert (done.exit_code, done.stderr.count("\n")) == (0, 1)
-        assert f"stream '{stream.name}' {words}" in done.stderr
+        removes_more = "max_msgs_per_subject" in options and not dry
+        assert (done.exit_code, done.stderr.count("\n")) == (0, 1 + removes_more)
+        assert done.stderr.startswith(f"stream '{stream.name}' {words}")
         assert f"{sent} to send" in done.stdout if dry else f"{sent} sent" in done.stdout
 
 
@@ -770,5 +783,332 @@ def test_what_cannot_be_known_is_said(stream: Stream, run: Run, options: dict[st
     stream.js(other)
     stream.write(1)
     done = run(*stream.how)
+    assert (done.exit_code, done.stderr.count("\n")) == (0, 1 + ("max_msgs" in options))
+    assert done.stderr.startswith(f"stream '{stream.name}' {words}")
+
+
+async def forget_all_but(stream: Stream, js: JetStreamContext, first: int) -> None:
+    """Create the stream again, with what an ingest that was running then has stored since: the rows from `first` on."""
+    kept = await jsx.DirectGet(js, stream.name).scan(seq=first + 1).to_list()
+    config = (await js.stream_info(stream.name)).config
+    await js.delete_stream(stream.name)
+    await js.add_stream(config)
+    for message in kept:
+        await js.publish(message.subject, message.data, headers=dict(message.headers))
+
+
+@pytest.mark.parametrize("first", [1, 20, 49])
+def test_rows_that_a_stream_never_had_since_it_was_created_again_are_sent(stream: Stream, first: int) -> None:
+    stream.create()
+    stream.write(*range(50))
+    stream.ingest()
+    stream.js(lambda js: forget_all_but(stream, js, first))
+    assert stream.ingest() == (50 - first, first)
+    assert stream.ingest() == (50, 0)
+    assert stream.rows == [*numbers(range(first, 50)), *numbers(range(first))]
+
+
+def test_rows_of_another_run_do_not_prove_those_that_were_lost_with_the_former_stream(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream.create()
+    stream.write(*range(50))
+    stream.ingest()
+    stream.js(lambda js: forget_all_but(stream, js, 30))
+    rows_to_send = _Ingest._rows_to_send
+    monkeypatch.setattr(stored_rows, "_FIRST_BLOCK", 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(_Ingest, "_rows_to_send", lambda ingest: islice(rows_to_send(ingest), 10))
+        patch.setattr(cli_ingest, "closing", nullcontext)
+        assert stream.ingest("--again") == (0, 10)
+    assert stream.ingest() == (30, 20)
+    assert stream.ingest() == (50, 0)
+
+
+def test_a_row_proves_no_more_rows_than_the_stream_has_ever_stored(stream: Stream) -> None:
+    stream.create()
+    stream.write(*range(50))
+    stream.ingest()
+    stream.js(lambda js: forget_all_but(stream, js, 40))
+    stream.js(lambda js: js.delete_msg(stream.name, 3))  # from now on the stream has removed a message
+    assert stream.ingest() == (9, 41)
+    assert Counter(stream.rows) == Counter(numbers(range(50)))
+
+
+@pytest.mark.parametrize("options", [(), ("--again",)])
+@pytest.mark.parametrize("before", [0, 5])
+def test_a_stream_that_is_created_again_while_rows_are_sent_is_an_error_and_the_next_run_sends_the_missing_rows(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], before: int
+) -> None:
+    stream.create()
+    stream.write(*range(before))
+    if before:
+        stream.ingest()
+        stream.write(*range(3_000))
+        options = options or ("--resume",)
+    else:
+        stream.write(*range(3_000))
+    rows_to_send = _Ingest._rows_to_send
+
+    def recreated_after_1_000(ingest: _Ingest) -> Generator[tuple[int, Row, str | None, int], None, None]:
+        for number, row in enumerate(rows_to_send(ingest)):
+            if number == 1_000:
+                with ThreadPoolExecutor(1) as other:
+                    other.submit(lambda: stream.js(recreate)).result()
+            yield row
+
+    async def recreate(js: JetStreamContext) -> None:
+        async with asyncio.timeout(60):
+            while (await js.stream_info(stream.name)).state.messages < 500:
+                await asyncio.sleep(0.01)
+        config = (await js.stream_info(stream.name)).config
+        await js.delete_stream(stream.name)
+        await js.add_stream(config)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Ingest, "_rows_to_send", recreated_after_1_000)
+        said = stream.refused(*options)
+    assert f"Error: stream '{stream.name}' was deleted and created again while the rows were sent: " in said
+    again = " without --again" if "--again" in options else ""
+    assert f"; the same command{again} sends the rows that the stream does not have" in said
+    stored, sent = stream.ingest("--resume")
+    assert (stored + sent, sent > 0) == (3_000, True)
+    assert Counter(stream.rows) == Counter(numbers(range(3_000)))
+
+
+def test_a_stream_that_is_created_again_after_the_search_is_an_error(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream.create()
+    stream.write(*range(10))
+    stream.ingest()
+    stream.write(*range(12))
+    look = _Ingest._look
+
+    async def recreated_afterwards(ingest: _Ingest, js: JetStreamContext, *rest: Any, **options: Any) -> None:
+        await look(ingest, js, *rest, **options)
+        config = (await js.stream_info(stream.name)).config
+        await js.delete_stream(stream.name)
+        await js.add_stream(config)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Ingest, "_look", recreated_afterwards)
+        assert "was deleted and created again while the rows were sent" in stream.refused("--resume")
+    assert stream.ingest() == (2, 10)
+    assert Counter(stream.rows) == Counter(numbers(range(12)))
+
+
+def test_a_stream_that_is_deleted_while_rows_are_sent_is_an_error(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream.create()
+    stream.write(*range(10))
+    stream.ingest()
+    look = _Ingest._look
+
+    async def deleted_afterwards(ingest: _Ingest, js: JetStreamContext, *rest: Any, **options: Any) -> None:
+        await look(ingest, js, *rest, **options)
+        await js.delete_stream(stream.name)
+
+    monkeypatch.setattr(_Ingest, "_look", deleted_afterwards)
+    assert (
+        f"stream '{stream.name}' was deleted while the rows were sent: no row of {stream.path} is" in stream.refused()
+    )
+
+
+@pytest.mark.parametrize("options", [{"max_msgs_per_subject": 1}, {"max_msgs_per_subject": 1, "max_msgs": 100}])
+def test_a_row_that_was_changed_and_changed_back_is_sent_where_the_stream_keeps_the_last_value(
+    stream: Stream, run: Run, options: dict[str, Any]
+) -> None:
+    stream.create(duplicate_window=120, **options)
+
+    def write(*values: str) -> None:
+        stream.path.write_text("to,n\n" + "".join(f"{n},{value}\n" for n, value in enumerate(values)))
+
+    async def last(js: JetStreamContext) -> dict[str, str]:
+        found = await jsx.DirectGet(js, stream.name).scan().to_list()
+        return {message.subject.rpartition(".")[2]: message.data.decode() for message in found}
+
+    write(*"abcd")
+    assert stream.ingest() == (0, 4)
+    write(*"abCd")
+    assert stream.ingest("--resume") == (3, 1)
+    write(*"abcd")
+    assert "3 already stored, 1 to send" in run(*stream.how, "--dry-run").stdout
+    assert stream.ingest() == (3, 1)
+    assert stream.js(last) == dict(zip("0123", "abcd", strict=True))
+    assert stream.ingest() == (4, 0)
+    write(*"aBCd")
+    assert stream.ingest("--resume") == (2, 2)
+    write(*"abcde")  # both changed back, and a new one
+    assert stream.ingest("--resume") == (2, 3)
+    assert stream.js(last) == dict(zip("01234", "abcde", strict=True))
+    assert stream.ingest() == (5, 0)
+    stream.js(lambda js: js.publish(f"{stream.name}.1", b"newer, by another program"))
+    assert stream.ingest() == (5, 0)
+    write(*"abcdef")
+    assert stream.ingest("--resume") == (5, 1)
+    assert stream.js(last)["1"] == "newer, by another program"
+
+
+def test_a_row_that_is_changed_back_after_a_run_that_was_interrupted_is_sent(stream: Stream) -> None:
+    stream.create(max_msgs_per_subject=1)
+
+    def write(*values: str) -> None:
+        stream.path.write_text("to,n\n" + "".join(f"{n},{value}\n" for n, value in enumerate(values)))
+
+    write(*"abcde")
+    stream.ingest()
+    write(*"aBcDe")
+    assert stream.ingest("--resume") == (3, 2)
+    write(*"abcde")
+    rows_to_send = _Ingest._rows_to_send
+
+    def only_one(ingest: _Ingest) -> Generator[tuple[int, Row, str | None, int], None, None]:
+        yield from islice(rows_to_send(ingest), 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Ingest, "_rows_to_send", only_one)
+        assert stream.ingest() == (3, 1)
+    assert stream.ingest() == (4, 1)
+    assert sorted(stream.rows) == list("abcde")
+
+
+def test_rows_are_found_under_the_subjects_that_a_transform_made_of_them_before(stream: Stream) -> None:
+    async def create(js: JetStreamContext, transform: dict[str, str] | None, verb: str) -> None:
+        config = {"name": stream.name, "subjects": [f"{stream.name}.>"], "subject_transform": transform}
+        config |= {"allow_direct": True, "allow_batched": True, "storage": "file", "retention": "limits"}
+        await js._api_request(
+            f"$JS.API.STREAM.{verb}.{stream.name}",
+            orjson.dumps(config | {"duplicate_window": int(WINDOW * 1e9), "num_replicas": 1, "discard": "old"}),
+        )
+
+    transform = {"src": f"{stream.name}.*", "dest": f"moved.{stream.name}.{{{{wildcard(1)}}}}"}
+    stream.js(lambda js: create(js, transform, "CREATE"))
+    stream.write(*range(10))
+    assert stream.ingest() == (0, 10)
+    stream.js(lambda js: create(js, None, "UPDATE"))
+    stream.js(lambda js: js.publish(f"{stream.name}.a", b"of another program"))
+    assert stream.ingest() == (10, 0)
+    stream.write(*range(12))
+    assert stream.ingest("--resume") == (10, 2)  # now under two subjects
+    assert stream.ingest() == (12, 0)
+
+
+def test_rows_are_found_under_the_subjects_that_the_account_maps_them_to(
+    tmp_path: Path, stream_name: Callable[[], str], run: Run, ok: Json
+) -> None:
+    with NatsServer(config='mappings = {"o.*": "p.v2.$1"}') as mapping:
+        stream = Stream(mapping, "O", tmp_path / "rows.csv", run, lambda *given: ok(*given, url=mapping.url))
+        stream.create(subjects=["o.>", "p.>"])
+        stream.how = ("ingest", stream.path, "--stream", "O", "--subject", "o.new")
+        stream.write(1, 2, 3)
+        assert stream.ingest() == (0, 3)
+        assert stream.ingest() == (3, 0)
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["few subjects", "many subjects"])
+def test_rows_under_another_subject_are_said_before_the_rows_are_sent(
+    stream: Stream, run: Run, monkeypatch: pytest.MonkeyPatch, many: bool
+) -> None:
+    stream.create()
+    stream.write(*range(3))
+    stream.ingest()
+    if many:
+        monkeypatch.setattr(stored_rows, "_MOST_SUBJECTS", 0)
+    stream.how = (*stream.how[:5], f"{stream.name}.b", *stream.how[6:])
+    words = f"{stream.name} has 3 rows of an earlier content of {stream.path}, or stored with other options, "
+    for options in (("--dry-run",), ()):
+        done = run(*stream.how, *options)
+        assert (done.exit_code, done.stderr.startswith(words)) == (0, True), done.output
+    assert len(stream.rows) == 6
+
+
+def test_other_subjects_are_not_read_whole_if_nothing_there_is_of_the_file(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream.create()
+    monkeypatch.setattr(stored_rows, "_NEWEST", 2)
+    monkeypatch.setattr(stored_rows, "_FIRST_BLOCK", 100)
+
+    async def others(js: JetStreamContext) -> None:
+        for n in range(10):
+            await js.publish(f"{stream.name}.other.{n % 3}", b"x")
+
+    stream.js(others)
+    looked: list[tuple[Any, int]] = []
+
+    class Reader(jsx.DirectGet):
+        def scan(self, **options: Any) -> Any:
+            looked.append((options.get("subject"), options["seq"]))
+            return super().scan(**options)
+
+    monkeypatch.setattr(stored_rows, "DirectGet", Reader)
+    stream.how = (*stream.how[:5], f"{stream.name}.a", *stream.how[6:])
+    stream.write(1)
+    assert stream.ingest() == (0, 1)
+    assert looked == [(f"{stream.name}.a", 1), (None, 9)]
+
+
+GONE = "rows of this file may be among them"
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [({"max_msgs": 10}, 10), ({"max_msgs_per_subject": 1}, 1)],
+    ids=["max_msgs", "max_msgs_per_subject"],
+)
+def test_rows_that_the_stream_removes_while_they_are_sent_are_said(
+    stream: Stream, run: Run, options: dict[str, Any], kept: int
+) -> None:
+    stream.create(**options)
+    stream.write(*range(100))
+    done = run(*stream.how)
     assert (done.exit_code, done.stderr.count("\n")) == (0, 1)
-    assert f"stream '{stream.name}' {words}" in done.stderr
+    assert done.stderr == (
+        f"stream '{stream.name}' has removed {100 - kept} messages while the rows were sent, because of its limits, newer "
+        f"messages of the same subjects, or a deletion: {GONE}\n"
+    )
+    assert done.stdout.startswith(f"100 rows of {stream.path} were stored in {stream.name}: 100 sent")
+    assert len(stream.rows) == kept
+    stream.write(*range(101))
+    time.sleep(1.2 * WINDOW)
+    assert run(*stream.how, "--again", "--json").stdout.count('"removed_meanwhile":101') == 1
+
+
+def test_a_stream_that_keeps_messages_for_its_consumers_is_refused_without_one(stream: Stream, run: Run) -> None:
+    stream.create(retention="interest")
+    stream.write(1, 2, 3)
+    for options in ((), ("--again",), ("--dry-run",)):
+        said = stream.refused(*options)
+        assert (
+            f"stream '{stream.name}' keeps messages only for its consumers (retention interest), and it has none"
+            in said
+        )
+        assert "nothing was sent; create the consumer first" in said
+    stream.js(lambda js: js.add_consumer(stream.name, durable_name="c", filter_subject=f"{stream.name}.b"))
+    done = run(*stream.how)
+    assert done.exit_code == 0
+    assert (
+        "has removed 3 messages while the rows were sent, because no consumer has yet to acknowledge them"
+        in done.stderr
+    )
+    assert f"3 rows of {stream.path} were stored in {stream.name}" in done.stdout
+    time.sleep(1.2 * WINDOW)
+    again = run(*stream.how)
+    assert "consumed" not in again.stderr
+    assert "keeps only messages that a consumer has yet to acknowledge (retention interest): rows of" in again.stderr
+
+
+def test_a_stream_with_no_ack_is_refused_by_name(stream: Stream, run: Run) -> None:
+    stream.create(no_ack=True)
+    stream.write(1)
+    for options in ((), ("--again",), ("--dry-run",), ("--create", "any")):
+        assert stream.refused(*options) == (
+            f"Error: stream '{stream.name}' takes no rows: it has no_ack, so the server does not confirm what it has stored; "
+            "nothing was sent\n"
+        )
+    done = run("doctor", "--stream", stream.name, "--for", "ingest")
+    assert (done.exit_code, "cannot have allow_batched: it has no_ack" in done.stdout) == (1, True)
+    assert "enable it with" not in done.stdout
+    assert stream.rows == []

@@ -175,6 +175,19 @@ class TestRefusals:
         assert isinstance(caught.value.__cause__, errors.FastPublishDisabledError)
         assert await messages(js, stream) == []
 
+    async def test_a_stream_with_no_ack_is_an_error_at_once(
+        self, js: JetStreamContext, make_stream: MakeStream
+    ) -> None:
+        stream = await make_stream(no_ack=True)
+        with pytest.raises(errors.IngestError, match="has no_ack, so the server does not confirm") as caught:
+            await jsx.ingest(js, [(f"{stream}.a", b"x")] * 3)
+        assert isinstance(caught.value.__cause__, errors.StreamConfigMismatchError)
+        publisher = jsx.FastPublisher(js)
+        with pytest.raises(errors.StreamConfigMismatchError, match="nothing was sent; turn no_ack off"):
+            await publisher.add(f"{stream}.a", b"x")
+        await publisher.discard()
+        assert await messages(js, stream) == []
+
     @pytest.mark.parametrize("expectation", [{}, {"expected_last_seq": 1}], ids=["plain", "with an expectation"])
     async def test_a_ttl_on_a_stream_without_ttls_names_the_option(
         self, js: JetStreamContext, make_stream: MakeStream, expectation: dict[str, Any]

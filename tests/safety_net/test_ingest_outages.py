@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import dataclasses
 import json
 import sys
 from collections import ChainMap, UserDict
@@ -15,9 +16,12 @@ from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
+from jetstream_ext.client import api as api_module
 from jetstream_ext.client import ingest as ingest_module
 from jetstream_ext.client.api import get_at_leader
 from jetstream_ext.client.connection import Context
+from jetstream_ext.errors import IngestError, StreamRecreatedError
+from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.headers import EncodedHeaders, encode
 from jetstream_ext.testing import Cut, Faults, NatsServer, ReferenceServer
 
@@ -212,6 +216,127 @@ class TestRestart:
             await until(created)
 
         report = await run(js, restarted_and_created)
+        assert (report.stored, report.in_doubt) == (COUNT, 0)
+        assert await stored(js) == list(range(COUNT))
+
+
+class TestRecreation:
+    """The stream that has acknowledged messages is deleted during the run."""
+
+    @pytest.fixture
+    async def js(self, own_server: NatsServer, connect: Connect) -> JetStreamContext:
+        return (await connect(own_server.url)).jetstream()
+
+    @pytest.mark.parametrize("before", [0, 3], ids=["empty", "with messages"])
+    @pytest.mark.parametrize("acknowledged", [SENT, SENT - 5], ids=["all", "some"])
+    async def test_a_stream_that_was_created_again_is_an_error_and_nothing_counts_as_stored(
+        self, js: JetStreamContext, before: int, acknowledged: int
+    ) -> None:
+        await add_stream(js)
+        for n in range(before):
+            await js.publish("s.a", b"%d" % n)
+        progress: list[int] = []
+
+        async def recreate() -> None:
+            async def arrived() -> bool:
+                return await last_seq(js) == before + SENT and progress[-1] == acknowledged
+
+            await until(arrived)
+            await js.delete_stream("S")
+            await add_stream(js)
+
+        flow = 1 if acknowledged == SENT else 5
+        with pytest.raises(IngestError, match="'S' was deleted and created again during the run") as caught:
+            await run(
+                js,
+                recreate,
+                flow=flow,
+                max_outstanding_acks=3,
+                on_progress=lambda now: progress.append(min(now.stored, acknowledged)),
+                progress_every=0,
+            )
+        error = caught.value
+        assert isinstance(error.__cause__, StreamRecreatedError)
+        assert (error.index, error.report and error.report.stored) == (0, 0)
+        assert error.in_doubt >= SENT
+        found = await stored(js)
+        assert len(found) < COUNT
+        assert all(n < error.in_doubt for n in found)
+
+    async def test_the_stream_that_was_created_again_is_noticed_although_the_last_messages_were_sent_one_by_one(
+        self, js: JetStreamContext
+    ) -> None:
+        await add_stream(js)
+
+        async def source() -> AsyncIterator[Any]:
+            yield "s.a", b"0"
+            yield "other.a", b"1"  # ends the batch
+
+        await js.add_stream(name="OTHER", subjects=["other.>"], allow_batched=True)
+        recreated = False
+
+        publish = Context.publish
+
+        async def slow(context: Context, subject: str, *rest: Any, **options: Any) -> Any:
+            nonlocal recreated
+            if not recreated and subject == "other.a":
+                recreated = True
+                await js.delete_stream("S")
+                await add_stream(js)
+            return await publish(context, subject, *rest, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Context, "publish", slow)
+            with pytest.raises(IngestError, match="deleted and created again"):
+                await jsx.ingest(js, source())
+        assert recreated
+
+    async def test_a_stream_that_was_deleted_is_an_error_and_nothing_counts_as_stored(
+        self, js: JetStreamContext
+    ) -> None:
+        await add_stream(js)
+        progress: list[int] = []
+
+        async def delete() -> None:
+            async def arrived() -> bool:
+                return progress[-1] == SENT
+
+            await until(arrived)
+            await js.delete_stream("S")
+
+        with pytest.raises(IngestError, match=r"'S' was deleted during the run.*; nothing is stored") as caught:
+            await run(js, delete, flow=1, on_progress=lambda now: progress.append(now.stored), progress_every=0)
+        assert (caught.value.index, caught.value.in_doubt) == (0, 0)
+        assert caught.value.report is not None
+        assert caught.value.report.stored == 0
+
+    async def test_a_stream_whose_creation_time_changed_is_the_same(
+        self, own_server: NatsServer, js: JetStreamContext, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Some servers change it in a restart after an update; only the messages show that the stream is the same."""
+        await add_stream(js)
+        progress: list[int] = []
+        parse = api_module.parse_stream_state
+        restarted = False
+
+        def parsed(*arguments: Any) -> StreamState:
+            state = parse(*arguments)
+            return dataclasses.replace(state, created="2026-01-01T00:00:00Z") if restarted else state
+
+        monkeypatch.setattr(api_module, "parse_stream_state", parsed)
+
+        async def restart() -> None:
+            nonlocal restarted
+
+            async def arrived() -> bool:
+                return progress[-1] == SENT
+
+            await until(arrived)
+            await asyncio.to_thread(own_server.kill)
+            await asyncio.to_thread(own_server.restart)
+            restarted = True
+
+        report = await run(js, restart, flow=1, on_progress=lambda now: progress.append(now.stored), progress_every=0)
         assert (report.stored, report.in_doubt) == (COUNT, 0)
         assert await stored(js) == list(range(COUNT))
 

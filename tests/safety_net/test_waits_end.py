@@ -19,6 +19,7 @@ import jetstream_ext.kv as kvx
 import jetstream_ext.log as log
 from jetstream_ext import errors
 from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.testing import NatsServer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -383,10 +384,11 @@ async def test_a_close_ends_a_wait(
 
 @pytest.mark.parametrize("kind", ["atomic", "fast"])
 async def test_what_waits_ends_when_a_drain_ends(
-    own_server: NatsServer, connect: Connect, within: Within, kind: str
+    own_server: NatsServer, connect: Connect, within: Within, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nc = await connect(own_server.url)
     js = nc.jetstream(timeout=60)
+    monkeypatch.setattr(StreamState, "check_acks", lambda _: None)
     await js.add_stream(name="S", subjects=["s.>"], allow_atomic=True, allow_batched=True, no_ack=True)
     batch: Any = jsx.AtomicBatch(js) if kind == "atomic" else jsx.FastPublisher(js)
     adding = asyncio.ensure_future(batch.add("s.a", b"1"))  # never answered

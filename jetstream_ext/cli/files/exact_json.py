@@ -32,6 +32,15 @@ def decode_exact(text: bytes) -> Any:
     return _decode(_AS_WRITTEN, text)
 
 
+_INTEGERS: Final = json.JSONDecoder(parse_float=lambda _: None, parse_int=str)
+
+
+def large_integer(text: bytes, name: str) -> str | None:
+    """Return the digits of an integer at the key `name` of a valid JSON object, however large; None if it is none."""
+    found = _decode(_INTEGERS, text).get(name)
+    return found if isinstance(found, str) else None
+
+
 class _Pairs(list[tuple[str, Any]]):
     """An object with all its keys, also equal ones."""
 

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
@@ -142,7 +143,8 @@ class Rows:
         csv.field_size_limit(_LARGEST_FIELD)
         number = 0
         with closing(self._lines()) as lines:
-            reader = csv.DictReader(lines, strict=True, delimiter=self._source.delimiter)
+            after_empty_lines = dropwhile(lambda line: not line.rstrip("\r\n"), lines)
+            reader = csv.DictReader(after_empty_lines, strict=True, delimiter=self._source.delimiter)
             try:
                 names = reader.fieldnames or ()
                 _check_names(self.name, names)

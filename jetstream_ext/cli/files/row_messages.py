@@ -16,7 +16,7 @@ from typing import Final
 
 import orjson
 
-from jetstream_ext.cli.files.exact_json import decode_exact, repeated_key
+from jetstream_ext.cli.files.exact_json import decode_exact, large_integer, repeated_key
 from jetstream_ext.cli.files.row_files import JsonRow, Row, RowError, duration_text
 from jetstream_ext.protocol.headers import is_reserved
 from jetstream_ext.text import did_you_mean
@@ -140,6 +140,11 @@ class RowMapping:
             found = row.get(match[1])
             if found is None:
                 self.check_columns(row, place)
+            if isinstance(found, float) and isinstance(row, JsonRow):
+                try:
+                    found = large_integer(row.text, match[1]) or found
+                except ValueError as error:  # nested too deeply
+                    raise RowError(f"{place}: {error}") from error
             if isinstance(found, bool) or not isinstance(found, str | int):
                 what = "has no value" if found is None else "is neither a string nor an integer"
                 raise RowError(f"{place}: column {match[1]!r} {what}; the subject needs it")
