@@ -52,7 +52,9 @@ def machine(states: type[Enum] | tuple[str, ...] = (), events: str = "", rare: s
 
 RECORDS: dict[tuple[str, str], Machine] = {
     ("fast", "batch"): machine(
-        fast.State, "ping sent, commit sent again, flow changed, gap, message refused, messages in doubt"
+        fast.State,
+        "ping sent, commit sent again, flow changed, gap, message refused, messages in doubt",
+        "ignored an answer",
     ),
     ("ingest", "run"): machine(
         (),
@@ -60,7 +62,7 @@ RECORDS: dict[tuple[str, str], Machine] = {
         "source ended",
     ),
     ("atomic", "batch"): machine(
-        atomic.State, "message refused, disconnected, outcome searched, outcome not found"
+        atomic.State, "message refused, disconnected, outcome searched, outcome not found", "ignored an answer"
     ),
     ("atomic", "watch"): machine((), "opened, closed, batch abandoned"),
     ("direct", "stream"): machine(range_read.State, "request sent, request repeated, reply ended, closed"),

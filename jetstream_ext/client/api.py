@@ -125,7 +125,7 @@ class Api:
                 raise
             except RequestTimeoutError:
                 raise RequestTimeoutError(
-                    f"no answer on {subject} within {self.timeout:.4g} s{self.context.connection.why_silent(())}"
+                    self._unanswered(subject) + self.context.connection.why_silent(())
                 ) from refusal
             except nats.errors.NoRespondersError as error:
                 own = subject.startswith(f"{DEFAULT_PREFIX}.") and not self.context.connection.has_jetstream
@@ -149,9 +149,14 @@ class Api:
                 _cache(self.context).refused[subject] = asyncio.get_running_loop().time()
             raise
 
+    def _unanswered(self, subject: str) -> str:
+        return f"no answer on {subject} within {self.timeout:.4g} s"
+
     async def _repeated(self, subject: str, send: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         """Send a request again while there is no answer or no leader."""
-        retry = Retry(self.remaining, first_pause=LAG_PAUSE, transient=has_no_leader)
+        retry = Retry(
+            self.remaining, first_pause=LAG_PAUSE, transient=has_no_leader, unanswered=self._unanswered(subject)
+        )
         retry.start()
         try:
             return await retry.call(lambda: _first_answer(send))

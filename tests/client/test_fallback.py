@@ -87,7 +87,7 @@ def test_any_missing_internal_selects_the_fallback(missing: str) -> None:
 async def test_every_value_of_a_header_is_sent(js: JetStreamContext, stream: str) -> None:
     headers = own_headers([("K", "1"), ("K", "2")])
     await jsx.publish_atomic(js, [jsx.BatchMessage(f"{stream}.a", b"", headers)])
-    answer = await js._nc.request(f"$JS.API.STREAM.MSG.GET.{stream}", b'{"seq": 1}')
+    answer = await js._nc.request(f"$JS.API.STREAM.MSG.GET.{stream}", b'{"seq": 1}', timeout=30)
     lines = base64.b64decode(json.loads(answer.data)["message"]["hdrs"]).split(b"\r\n")
     assert [line for line in lines if line.startswith(b"K: ")] == [b"K: 1", b"K: 2"]
 

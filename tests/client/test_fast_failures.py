@@ -284,7 +284,7 @@ class TestConnections:
         own_server.pause()
         async with asyncio.timeout(20):
             with pytest.raises(errors.BatchOutcomeUnknownError, match="first message"):
-                await jsx.FastPublisher(own_js, ack_timeout=0.2).add(f"{stream}.a", b"1")
+                await jsx.FastPublisher(own_js, ack_timeout=3).add(f"{stream}.a", b"1")
         own_server.resume()
 
     async def test_a_closed_connection_is_an_error(

@@ -108,10 +108,10 @@ async def test_many_calls_that_ask_in_vain_end_within_their_timeout(
     js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
     stream = await make_stream()
-    async with with_timeout(kind, js, 2.0) as batch:
+    async with with_timeout(kind, js, 6.0) as batch:
         await batch.add(f"{stream}.a")
         await lookups(js, monkeypatch, asyncio.Event().wait)
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(30):
             ended = await asyncio.gather(*(batch.add("other.a") for _ in range(30)), return_exceptions=True)
         assert {type(each) for each in ended} == {errors.RequestTimeoutError}
         assert "which stream stores 'other.a' is unknown" in str(ended[0])
@@ -183,7 +183,7 @@ async def test_first_messages_give_up_together(
     resumed: bool,
 ) -> None:
     """None is sent when its time is over, and they do not ask for the stream one after the other."""
-    stream, timeout, asked = await make_stream(), 1.0, 0
+    stream, timeout, asked = await make_stream(), 5.0, 0
     module = "atomic_session" if kind is jsx.AtomicBatch else "fast"
 
     async def counted(*arguments: Any) -> LeaderInfo:

@@ -257,7 +257,7 @@ class History:
         else:  # stored while this client was reconnecting
             found = await self.js.get_msg(self.stream, seq)
             headers, subject, value = dict(found.headers or {}), str(found.subject), found.data or b""
-            answer = await self.js._nc.request(f"$JS.API.STREAM.MSG.GET.{self.stream}", b'{"seq":%d}' % seq)
+            answer = await self.js._nc.request(f"$JS.API.STREAM.MSG.GET.{self.stream}", b'{"seq":%d}' % seq, timeout=30)
             time = parse_time(json.loads(answer.data)["message"]["time"])
         key = subject.removeprefix(f"$KV.{self.bucket}.")
         return Event(seq, key, operation_of(headers), value, time, headers, max_age=self.max_age)

@@ -304,7 +304,7 @@ async def test_an_error_that_is_not_the_inputs_ends_the_worker(
     with monkeypatch.context() as patched:
         patched.setattr(FencedWriter, "_publish", fail)
         with pytest.raises(type(error)):
-            await work(LogReader(js, source), target, Failing(target, {}), patience=0.1)
+            await work(LogReader(js, source), target, Failing(target, {}), patience=2)
     assert not any("failed" in record for record in await records(js, target))
     await work(LogReader(js, source), target, Failing(target, {}))
     assert await numbers(js, target) == [1, 2, 3]

@@ -454,7 +454,8 @@ class TestLongOutage:
             assert [each.headers["Number"] for each in found] == [str(n) for n in range(COUNT)]
         if headers is Repeated:
             answers = [
-                await direct._nc.request("$JS.API.STREAM.MSG.GET.S", b'{"seq": %d}' % (n + 1)) for n in range(COUNT)
+                await direct._nc.request("$JS.API.STREAM.MSG.GET.S", b'{"seq": %d}' % (n + 1), timeout=30)
+                for n in range(COUNT)
             ]
             lines = [base64.b64decode(json.loads(answer.data)["message"]["hdrs"]).split(b"\r\n") for answer in answers]
             assert all(line.count(b"Twice: %d" % n) == 1 for line in lines for n in (1, 2))

@@ -226,7 +226,7 @@ async def test_retried_transaction_fails_when_the_bucket_is_recreated_during_eve
         tx.put("account", b"101")
 
     with pytest.raises(StreamRecreatedError, match="nothing was written"):
-        await kvx.retry_transaction(kv, fn, give_up_after=1)
+        await kvx.retry_transaction(kv, fn, give_up_after=4)
     assert runs > 1
     assert (await kv.get("account")).value == b"7"
 

@@ -38,12 +38,12 @@ async def add_atomic(js: JetStreamContext, message: BatchMessage) -> None:
 
 
 async def add_fast(js: JetStreamContext, message: BatchMessage) -> None:
-    async with jsx.FastPublisher(js, ack_timeout=1) as publisher:
+    async with jsx.FastPublisher(js, ack_timeout=30) as publisher:
         await publisher.add_message(message)
 
 
 async def add_many_fast(js: JetStreamContext, message: BatchMessage) -> None:
-    async with jsx.FastPublisher(js, ack_timeout=1) as publisher:
+    async with jsx.FastPublisher(js, ack_timeout=30) as publisher:
         await publisher.add_many([message])
 
 

@@ -105,10 +105,10 @@ async def test_a_lost_ack_is_recovered_within_a_short_timeout(
     connect: Connect, within: Within, context_timeout: bool
 ) -> None:
     async with ReferenceServer(faults=Faults(Drop(kind="flow_ack", nth=2))) as server:
-        js = (await connect(server.url)).jetstream(timeout=0.6 if context_timeout else 5)
+        js = (await connect(server.url)).jetstream(timeout=3 if context_timeout else 30)
         await js._nc.jetstream(timeout=30).add_stream(name="S", subjects=["s.>"], allow_batched=True)
-        publisher = jsx.FastPublisher(js, flow=5, max_outstanding_acks=1, ack_timeout=None if context_timeout else 0.6)
-        outcome = await within(3, publisher.add_many(("s.a", b"%d" % n) for n in range(20)))
+        publisher = jsx.FastPublisher(js, flow=5, max_outstanding_acks=1, ack_timeout=None if context_timeout else 3)
+        outcome = await within(10, publisher.add_many(("s.a", b"%d" % n) for n in range(20)))
         await publisher.discard()
         assert isinstance(outcome, jsx.FastPubAck)
 
