@@ -7,6 +7,7 @@ cannot pass by skipping them.
 
 import asyncio
 import contextlib
+import gc
 import inspect
 import json
 import os
@@ -172,6 +173,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "PYTEST_XDIST_WORKER" in os.environ:
         rank = {scope: place for place, scope in enumerate(LONGEST)}
         items.sort(key=lambda item: rank.get(scope_of(item.nodeid), len(rank)))
+
+
+def pytest_collection_finish() -> None:
+    """Let no collection of garbage go through the half million objects of all tests, which takes 0.4 s each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -393,7 +400,7 @@ async def leak_check(nc: Client, js: JetStreamContext) -> LeakCheck:
     return LeakCheck(nc)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 async def end_reconnects() -> AsyncIterator[Callable[[], Awaitable[None]]]:
     """End nats-py's own tasks: those that still reconnect after a close, or that nats-py has lost track of.
 

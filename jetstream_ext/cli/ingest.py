@@ -290,7 +290,7 @@ class _Ingest:
         in_stream: How many rows are in the stream.
         has_earlier: Whether the stream may have rows of this file that this run does not count.
         taken: How many rows of the file were read without an error.
-        has_all: Whether the stream still has all messages that it ever stored.
+        has_all: Whether the stream certainly still has all rows that it stored.
         removed_meanwhile: How many messages the stream has removed during the run; None if that is not known.
         headers_left_out: The headers of the rows that were sent that begin with ``Nats-``.
     """
@@ -520,8 +520,9 @@ class _Ingest:
             text = "the server has acknowledged all rows, but then did not say whether the stream still has them"
             say(f"{text}: {one_line(error)}", err=True)
             return
-        self.has_all = state.never_removed
         removed = self.removed_meanwhile = max(0, state.removed - before.removed)
+        all_are_new = not self.already_stored and not self.skipped
+        self.has_all = state.never_removed or (all_are_new and not removed)
         if removed and state.retention != "workqueue":
             why = _WHY_REMOVED.get(state.retention, _WHY_REMOVED["limits"])
             say(
