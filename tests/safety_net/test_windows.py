@@ -81,7 +81,7 @@ async def test_concurrent_adds_stay_within_the_write_buffer(
 @pytest.mark.internals("the fallback waits for nats-py's subscribe, so that its error says so")
 async def test_a_first_message_behind_a_full_buffer_is_not_sent(own_server: NatsServer, connect: Connect) -> None:
     nc = await connect(own_server.url)
-    js = nc.jetstream(timeout=1)
+    js = nc.jetstream(timeout=4)
     await nc.jetstream(timeout=30).add_stream(name="S", subjects=["s.>"], allow_batched=True)
     publisher = jsx.FastPublisher(js)
     own_server.pause()
