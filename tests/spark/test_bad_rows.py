@@ -331,7 +331,7 @@ def test_a_dead_letter_is_cut_to_what_its_stream_takes(with_js: Any, stream: str
 def test_a_dead_letter_that_cannot_be_stored_fails_the_task(
     with_js: Any, stream: str, dead: str, write: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sink, "PATIENCE", 0.2)
+    monkeypatch.setattr(sink, "PATIENCE", 3.0)
     rows = [(None, b"x")]
     with_js(lambda js: js.update_stream(name=dead.split(".")[0], subjects=[dead], max_msgs=1, discard="new"))
     write(stream, rows, "dedupe", dead)

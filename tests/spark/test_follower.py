@@ -177,7 +177,7 @@ async def test_a_query_that_starts_in_the_future_reads_nothing_that_is_stored_be
     js: JetStreamContext, make: Callable[..., Awaitable[str]]
 ) -> None:
     name = await make(10)
-    soon = datetime.now(UTC) + timedelta(seconds=1)
+    soon = datetime.now(UTC) + timedelta(seconds=5)  # time enough to store five messages
     query = follower(name, startingTime=soon.isoformat())
     starting = asyncio.create_task(query.initial(js))
     await asyncio.sleep(0.1)

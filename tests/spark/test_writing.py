@@ -332,10 +332,10 @@ class TestTransactions:
             raise server_error(code=503, err_code=10210, description="busy")
 
         monkeypatch.setattr(fenced_write, "publish_atomic", busy)
-        monkeypatch.setattr("jetstream_ext.spark.transactional.PATIENCE", 0.2)
+        monkeypatch.setattr("jetstream_ext.spark.transactional.PATIENCE", 3.0)
         with pytest.raises(
             SinkError,
-            match=r"partition 0 of micro-batch 0: every attempt failed for 0\.2 s: .*busy.*; its rows may be stored; restart",
+            match=r"partition 0 of micro-batch 0: every attempt failed for 3 s: .*busy.*; its rows may be stored; restart",
         ):
             write(range(10))
 

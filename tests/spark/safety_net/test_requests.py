@@ -145,6 +145,9 @@ class Distance:
         loop.call_later(delay, writer.close)
 
 
+FAR = 0.25  # seconds of a round trip to a server that is far away
+
+
 @pytest.fixture
 def many_streams(make_stream: Any, stream_name: Any, with_js: Any) -> list[str]:
     prefix = stream_name()
@@ -160,21 +163,21 @@ def many_streams(make_stream: Any, stream_name: Any, with_js: Any) -> list[str]:
 
 
 def test_many_streams_are_planned_at_once_for_a_batch_read(many_streams: Any, server: Any, batch_read: Any) -> None:
-    with Distance(server.url, 0.05)() as url:
+    with Distance(server.url, FAR)() as url:
         reader = batch_read(many_streams[0], servers=url)
         reader.partitions()  # it is connected
         reader = batch_read(",".join(many_streams), servers=url)
         begun = time.monotonic()
         assert len(reader.partitions()) == len(many_streams), "streams are missing"
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - begun < len(many_streams) * FAR, "less than one round trip for each of them"
 
 
 def test_many_streams_are_planned_at_once_for_a_micro_batch(many_streams: Any, server: Any, stream_query: Any) -> None:
-    with Distance(server.url, 0.05)() as url:
+    with Distance(server.url, FAR)() as url:
         query = stream_query(many_streams[0], servers=url)
         query.initial()  # it is connected
         query = stream_query(",".join(many_streams), servers=url)
         begun = time.monotonic()
         start = query.initial()
         assert len(query.partitions(start, query.latest(start))) == len(many_streams), "streams are missing"
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - begun < len(many_streams) * FAR, "less than one round trip for each of them"
