@@ -417,7 +417,7 @@ def read_config(config: Mapping[str, Any]) -> StreamConfig:
     for name, value in copy.items():
         if name != "metadata":
             completed = _completed(name, value)
-            copy[name] = None if completed == {} else completed  # an empty placement is none
+            copy[name] = None if completed == {} else completed  # such as an empty placement
     read: StreamConfig = StreamConfig.from_response(copy)
     return read
 

@@ -36,7 +36,7 @@ _INTEGERS: Final = json.JSONDecoder(parse_float=lambda _: None, parse_int=str)
 
 
 def large_integer(text: bytes, name: str) -> str | None:
-    """Return the digits of an integer at the key `name` of a valid JSON object, however large; None if it is none."""
+    """Return the digits of the integer, however large, at the key `name` of a valid JSON object; None for other values."""
     found = _decode(_INTEGERS, text).get(name)
     return found if isinstance(found, str) else None
 
