@@ -95,9 +95,10 @@ async def work_exactly_once(nc: Client, name: str, size: int) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
+async def test_write_within_a_few_bytes_of_the_limit_keeps_the_connection(
+    fragile: Client, stream_name: Callable[[], str]
+) -> None:
+    for write in (
         touch,
         put_in_a_transaction,
         publish_atomically,
@@ -105,15 +106,11 @@ async def work_exactly_once(nc: Client, name: str, size: int) -> None:
         publish_fast,
         ingest,
         work_exactly_once,
-    ],
-)
-async def test_write_within_a_few_bytes_of_the_limit_keeps_the_connection(
-    fragile: Client, stream_name: Callable[[], str], write: Write
-) -> None:
-    with pytest.raises(nats.errors.Error) as caught:
-        await write(fragile, stream_name(), fragile.max_payload - 5)
-    assert fragile.is_connected, "the server closed the user's connection"
-    assert isinstance(caught.value, nats.errors.MaxPayloadError | IngestError)
+    ):
+        with pytest.raises(nats.errors.Error) as caught:
+            await write(fragile, stream_name(), fragile.max_payload - 5)
+        assert fragile.is_connected, f"{write.__name__}: the server closed the user's connection"
+        assert isinstance(caught.value, nats.errors.MaxPayloadError | IngestError), write.__name__
 
 
 LIMIT = 4096  # of the server for the tests below, in bytes
@@ -236,46 +233,58 @@ def small_server() -> Iterator[NatsServer]:
         yield server
 
 
-@pytest.mark.parametrize(
-    ("write", "spare"),
-    [
-        (touch_value, 0),
-        (touch_value_with_headers, 0),
-        (put, 40),
-        (put_with_a_ttl, 40),
-        (create_with_a_ttl, 40),
-        (update_with_a_ttl, 40),
-        (put_in_a_retried_transaction, 40),
-        (delete_behind_a_long_key, 40),
-        (purge_behind_a_long_key, 40),
-        (commit_a_position, 0),
-        (take_a_lease, 0),
-        (work, 40),
-    ],
-)
+# How many bytes below the limit a write is refused: a batch leaves room for the longest number.
+SPARE: dict[Sized, int] = {
+    touch_value: 0,
+    touch_value_with_headers: 0,
+    put: 40,
+    put_with_a_ttl: 40,
+    create_with_a_ttl: 40,
+    update_with_a_ttl: 40,
+    put_in_a_retried_transaction: 40,
+    delete_behind_a_long_key: 40,
+    purge_behind_a_long_key: 40,
+    commit_a_position: 0,
+    take_a_lease: 0,
+    work: 40,
+}
+WINDOW = 45  # sizes around the first that is refused of which every one is tried
+
+
 async def test_message_of_any_size_near_the_limit_is_stored_or_refused(
-    small_server: NatsServer, stream_name: Callable[[], str], write: Sized, spare: int
+    small_server: NatsServer, stream_name: Callable[[], str]
 ) -> None:
-    """`spare` is how many bytes below the limit a write is refused: a batch leaves room for the longest number."""
     nc = await nats.connect(small_server.url, allow_reconnect=False, connect_timeout=10)
     try:
-        js = nc.jetstream(timeout=10)
-        kv = await bucket(nc, stream_name())
-        await js.add_stream(name=f"{kv._name}-in", subjects=[f"{kv._name}-in"], allow_direct=True)
-        await js.publish(f"{kv._name}-in", b"1")
-        largest, refused = 0, 0
-        for size in range(LIMIT - WIDEST, LIMIT + 1):
-            before = (await js.stream_info(kv._stream)).state.last_seq
-            try:
-                await write(kv, size)
-            except nats.errors.MaxPayloadError:
-                refused += 1
-            else:
-                assert not refused, f"{size} bytes are stored, although fewer were refused"
-                largest = max(largest, await largest_since(kv, before))
-            assert nc.is_connected, f"the server closed the connection at {size} bytes"
-        assert refused
-        assert LIMIT - spare <= largest <= LIMIT
+        js = nc.jetstream(timeout=30)
+        for write, spare in SPARE.items():
+            kv = await bucket(nc, stream_name())
+            await js.add_stream(name=f"{kv._name}-in", subjects=[f"{kv._name}-in"], allow_direct=True)
+            await js.publish(f"{kv._name}-in", b"1")
+            # From here on a revision has three digits, so that each write adds as many bytes as the one before.
+            await jsx.publish_atomic(js, [(f"{kv._pre}first", b"")] * 100)
+            stored: list[int] = []
+
+            async def is_refused(
+                size: int, write: Sized = write, kv: KeyValue = kv, stored: list[int] = stored
+            ) -> bool:
+                before = (await js.stream_info(kv._stream)).state.last_seq
+                try:
+                    await write(kv, size)
+                except nats.errors.MaxPayloadError:
+                    return True
+                finally:
+                    assert nc.is_connected, f"{write.__name__}: the server closed the connection at {size} bytes"
+                stored.append(await largest_since(kv, before))
+                return False
+
+            low, high = LIMIT - WIDEST, LIMIT
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (low, middle) if await is_refused(middle) else (middle, high)
+            refused = [size for size in range(high - WINDOW, high + WINDOW) if await is_refused(size)]
+            assert refused == list(range(high, high + WINDOW)), f"{write.__name__}: larger ones are stored"
+            assert LIMIT - spare <= max(stored) <= LIMIT, write.__name__
     finally:
         await nc.close()
 
