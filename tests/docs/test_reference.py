@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -76,3 +77,8 @@ def test_every_public_name_has_an_entry() -> None:
 def test_every_page_is_listed() -> None:
     index = (DOCS / "reference" / "index.md").read_text(encoding="utf-8")
     assert all(f"\n{path.stem}\n" in index for path in (DOCS / "reference").glob("*.md") if path.stem != "index")
+
+
+def test_the_table_of_features_says_that_exactly_once_needs_2_12_1() -> None:
+    table = runpy.run_path(str(DOCS / "_ext" / "feature_table.py"))["markdown_table"]()
+    assert any("2.12.1" in row for row in table.splitlines() if "exactly_once" in row)

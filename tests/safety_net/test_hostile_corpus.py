@@ -144,8 +144,9 @@ async def test_snapshot_has_each_value(js: JetStreamContext, corpus: Corpus) -> 
         wanted = {key: value for key, value in wanted.items() if key not in found.unavailable}
         assert {key: entry.value for key, entry in found.items()} == wanted
     wanted = values(corpus.messages)
-    entries = await kvx.get_many(kv, wanted)
-    assert {key: entry.value for key, entry in entries.items()} == wanted
+    async with kvx.transaction(kv) as tx:
+        for entries in (await kvx.get_many(kv, wanted), await tx.get_many(wanted)):
+            assert {key: entry.value for key, entry in entries.items()} == wanted
 
 
 @versions

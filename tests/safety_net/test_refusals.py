@@ -11,7 +11,6 @@ import nats.errors
 import pytest
 from nats.aio.client import Client
 from nats.js import JetStreamContext
-from nats.js.api import StreamSource
 
 import jetstream_ext as jsx
 from jetstream_ext import BatchMessage, errors
@@ -305,24 +304,3 @@ class TestMaxPayload:
         outcome = await within(60, Context(js).publish(f"{stream}.a", b"", headers, 10, "the ack"))
         assert isinstance(outcome, nats.errors.MaxPayloadError)
         assert (await js.stream_info(stream)).state.messages == 1
-
-
-class TestEnsureStream:
-    async def test_the_stream_that_has_the_subjects_is_named(
-        self, js: JetStreamContext, make_stream: MakeStream, stream_name: Callable[[], str], within: Within
-    ) -> None:
-        subject = stream_name()
-        holder = await make_stream(subjects=[f"{subject}.>"])
-        outcome = await within(3, jsx.ensure_stream(js, name=stream_name(), subjects=[f"{subject}.a"]))
-        assert isinstance(outcome, nats.errors.Error)
-        assert holder in str(outcome)
-
-    async def test_making_a_source_durable_says_what_to_do(
-        self, js: JetStreamContext, make_stream: MakeStream, stream_name: Callable[[], str], within: Within
-    ) -> None:
-        origin, reading = await make_stream(), stream_name()
-        await jsx.ensure_stream(js, name=reading, sources=[StreamSource(name=origin)])
-        durable = await jsx.create_source_consumer(js, origin, "copy", deliver_subject=f"copy.{origin}")
-        outcome = await within(3, jsx.ensure_stream(js, name=reading, sources=[durable]))
-        assert isinstance(outcome, errors.StreamConfigMismatchError)
-        assert "durable" in str(outcome)
