@@ -106,21 +106,6 @@ async def test_transaction_that_only_reads_fails_when_the_bucket_was_recreated_b
         await tx.commit()
 
 
-async def test_transaction_whose_only_entry_is_a_delete_marker_fails_in_a_recreated_bucket(
-    js: JetStreamContext, stream_name: Callable[[], str]
-) -> None:
-    name = stream_name()
-    kv = await kvx.enable(await js.create_key_value(bucket=name))
-    await kv.delete("account")
-    tx = kvx.transaction(kv)
-    assert await tx.get("account") is None
-    other = await recreate(js, name)
-    tx.put("account", b"101")
-    with pytest.raises(StreamRecreatedError, match="key 'account'"):
-        await tx.commit()
-    assert (await other.get("account")).value == b"7"
-
-
 async def test_transaction_that_found_nothing_commits_in_a_recreated_bucket(
     js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
@@ -187,25 +172,6 @@ async def test_retried_transaction_runs_again_in_the_bucket_that_was_recreated_d
     await kvx.retry_transaction(kv, fn, give_up_after=60)
     assert values == [b"100", b"7"]
     assert (await kv.get("account")).value == b"71"
-
-
-async def test_function_that_fails_because_of_another_recreated_bucket_does_not_run_again(
-    js: JetStreamContext, stream_name: Callable[[], str]
-) -> None:
-    kv, name, runs = await kvx.enable(await js.create_key_value(bucket=stream_name())), stream_name(), 0
-    await (await kvx.enable(await js.create_key_value(bucket=name))).put("account", b"100")
-
-    async def fn(tx: kvx.Transaction) -> None:
-        nonlocal runs
-        runs += 1
-        async with kvx.transaction(await js.key_value(name)) as other:
-            await other.get("account")
-            await recreate(js, name)
-            other.put("account", b"101")
-
-    with pytest.raises(StreamRecreatedError):
-        await kvx.retry_transaction(kv, fn, give_up_after=60)
-    assert runs == 1
 
 
 async def test_lost_commit_is_resolved_and_not_repeated_in_a_recreated_bucket(

@@ -11,7 +11,7 @@ from nats.js.kv import KeyValue
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
-from jetstream_ext.errors import KeyConflictError, NoStreamError, RequestTimeoutError
+from jetstream_ext.errors import KeyConflictError, NoStreamError, RequestTimeoutError, StreamRecreatedError
 from jetstream_ext.kv.bucket import Bucket
 
 Call = Callable[[kvx.Transaction, KeyValue, KeyValue], Awaitable[Any]]
@@ -66,6 +66,16 @@ async def conflict_of_an_inner_retry(tx: kvx.Transaction, kv: KeyValue, other: K
     await kvx.retry_transaction(kv, never, give_up_after=0.01)
 
 
+async def another_bucket_that_was_recreated(tx: kvx.Transaction, kv: KeyValue, other: KeyValue) -> None:
+    await other.put("k", b"100")
+    async with kvx.transaction(other) as inner:
+        await inner.get("k")
+        await other._js.delete_key_value(other._name)
+        again = await kvx.enable(await other._js.create_key_value(bucket=other._name))
+        await again.put("k", b"7")
+        inner.put("k", b"101")
+
+
 async def publish_of_the_function(tx: kvx.Transaction, kv: KeyValue, other: KeyValue) -> None:
     await jsx.publish_atomic(kv._js, [jsx.BatchMessage(f"{kv._name}.no.stream", b"1")])
 
@@ -110,6 +120,7 @@ async def test_error_of_another_call_in_the_function_ends_the_call(make_bucket: 
         conflict_in_another_bucket: KeyConflictError,
         conflict_of_another_transaction_on_the_bucket: KeyConflictError,
         conflict_of_an_inner_retry: KeyConflictError,
+        another_bucket_that_was_recreated: StreamRecreatedError,
         publish_of_the_function: NoStreamError,
         busy_server: RequestTimeoutError,
     }
@@ -209,19 +220,3 @@ async def test_function_runs_again_after_errors_of_its_transaction_only(
         await kvx.retry_transaction(kv, fn, give_up_after=60)
         assert runs > 1, read
         assert (await kv.get("own")).value == b"1"
-
-
-async def test_conflict_of_a_commit_in_the_function_runs_it_again(make_bucket: MakeBucket) -> None:
-    kv, runs = await make_bucket(), 0
-
-    async def fn(tx: kvx.Transaction) -> None:
-        nonlocal runs
-        runs += 1
-        await tx.get("k")
-        tx.put("k", b"mine")
-        if runs == 1:
-            await kv.put("k", b"theirs")
-        await tx.commit()
-
-    await kvx.retry_transaction(kv, fn)
-    assert (runs, (await kv.get("k")).value) == (2, b"mine")
