@@ -748,9 +748,9 @@ async def test_closing_quickly_closes_the_socket(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_an_attempt_to_reconnect_that_fails_leaves_no_socket_open(
-    own_server: NatsServer, abort_sockets: list[asyncio.StreamWriter]
+    own_server: NatsServer, opened_sockets: list[asyncio.StreamWriter]
 ) -> None:
-    opened = abort_sockets
+    opened = opened_sockets
 
     async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
