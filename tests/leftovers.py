@@ -46,7 +46,11 @@ def _name(task: "asyncio.Task[Any]") -> str:
 
 
 def _is_open(client: Client) -> bool:
-    return client.is_connected or client.is_reconnecting or client.is_connecting or client.is_draining
+    """Return whether a client that was not closed still has a socket, or tries to get one."""
+    writer = getattr(client._transport, "_bare_io_writer", None)
+    has_socket = writer is not None and not writer.transport.is_closing()
+    reconnecting = client._reconnection_task is not None and not client._reconnection_task.done()
+    return not client.is_closed and (has_socket or reconnecting)
 
 
 def _shared_by_spark() -> set[Any]:
@@ -100,6 +104,8 @@ def _is_foreign(thing: Any) -> bool:
     """Return whether a thread belongs to a library that keeps it until the process ends, or is about to end."""
     if not isinstance(thing, threading.Thread):
         return False
+    if thing.name == "jetstream_ext.testing":  # starts the servers of this process, and ends with it
+        return True
     target = getattr(thing, "_target", None) or type(thing)
     module = getattr(target, "__module__", "") or ""
     if module.startswith(("py4j", "pyspark", "execnet", "polars", "duckdb", "grpc", "socketserver")):
@@ -161,8 +167,7 @@ async def _end(before: set["asyncio.Task[Any]"], clients: set[Client]) -> list[s
     left += [f"task {_name(task)}" for task in tasks]
     for task in tasks:
         task.cancel()
-    timers = [handle for handle in loop._scheduled if not handle.cancelled()]
-    return left + [f"timer {timer!r}" for timer in timers if "jetstream_ext" in repr(timer._callback)]
+    return left
 
 
 def _loop_of(client: Client) -> Any:
@@ -181,7 +186,10 @@ async def end_lost_tasks() -> None:
     Before Python 3.12, `wait_for` loses a cancellation that arrives together with its result. Such a task
     goes on, and the end of the event loop, which cancels it only once, waits for it.
     """
+    deadline = asyncio.get_running_loop().time() + _GRACE
     while tasks := [task for task in asyncio.all_tasks() if _name(task).startswith(("Client.", "Subscription."))]:
         for task in tasks:  # a task that ends may have started another one
             task.cancel()
+        if asyncio.get_running_loop().time() > deadline:
+            break
         await asyncio.sleep(0)
