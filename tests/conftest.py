@@ -8,7 +8,6 @@ cannot pass by skipping them.
 import asyncio
 import contextlib
 import gc
-import inspect
 import json
 import os
 import socket
@@ -26,6 +25,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from nats.aio.client import Client
 from nats.js import JetStreamContext
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import leftovers
 
 from jetstream_ext.client import connection
 from jetstream_ext.client.base_connection import FallbackConnection
@@ -56,6 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(leftovers)
     if config.getoption("--fallback"):
         connection._internals_known = lambda _: False  # type: ignore[assignment]
         config.addinivalue_line("filterwarnings", "ignore:jetstream_ext does not know the internals:RuntimeWarning")
@@ -307,36 +311,6 @@ async def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seconds
 
 
-@pytest.fixture(autouse=True)
-def _abort_sockets_of_a_coroutine(request: pytest.FixtureRequest) -> None:
-    if inspect.iscoroutinefunction(getattr(request.node, "obj", None)):
-        request.getfixturevalue("abort_sockets")
-
-
-@pytest.fixture
-async def abort_sockets(
-    monkeypatch: pytest.MonkeyPatch, end_reconnects: Callable[[], Awaitable[None]]
-) -> AsyncIterator[list[asyncio.StreamWriter]]:
-    """Abort, at the end, the sockets that nats-py has left open after it lost a connection; the value lists all sockets.
-
-    The garbage collector may find them only during another test, because a test that fails keeps its connections alive.
-    """
-    writers: list[asyncio.StreamWriter] = []
-    open_connection = asyncio.open_connection
-
-    async def recorded(*arguments: Any, **options: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await open_connection(*arguments, **options)
-        writers.append(writer)
-        return reader, writer
-
-    monkeypatch.setattr(asyncio, "open_connection", recorded)
-    yield writers
-    for writer in writers:
-        with contextlib.suppress(AttributeError):  # asyncio cannot abort what closed after its last bytes were written
-            writer.transport.abort()
-    await asyncio.sleep(0)
-
-
 @pytest.fixture
 def js(nc: Client) -> JetStreamContext:
     """A JetStream context on this test's connection, with a timeout that a busy machine does not reach."""
@@ -398,28 +372,6 @@ async def leak_check(nc: Client, js: JetStreamContext) -> LeakCheck:
     """A check for leaks on `nc`, begun before the test."""
     await js.account_info()  # the first request creates nats-py's own response subscription
     return LeakCheck(nc)
-
-
-@pytest.fixture
-async def end_reconnects() -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """End nats-py's own tasks: those that still reconnect after a close, or that nats-py has lost track of.
-
-    Before Python 3.12, `wait_for` loses a cancellation that arrives together with its result. Such a task
-    goes on, and the end of the event loop, which cancels it only once, waits for it.
-    """
-
-    def left() -> list[asyncio.Task[Any]]:
-        names = ((task, getattr(task.get_coro(), "__qualname__", "")) for task in asyncio.all_tasks())
-        return [task for task, name in names if name.startswith("Client.") and not task.done()]
-
-    async def end_reconnects() -> None:
-        while tasks := left():  # a task that ends may have started another one
-            for task in tasks:
-                task.cancel()
-            await asyncio.sleep(0)
-
-    yield end_reconnects
-    await end_reconnects()
 
 
 @pytest.fixture(scope="module")

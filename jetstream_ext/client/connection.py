@@ -646,18 +646,28 @@ class OwnClient(Client):
         Cancellation: The socket is closed.
         """
         self._closing = True
+        tasks = self._tasks()
         closing = asyncio.ensure_future(self.close())
         try:
             await asyncio.wait({closing}, timeout=_CLOSE_TIMEOUT)
             if closing.done() and not closing.cancelled() and closing.exception() is not None:
                 log_state(_log, "connection", "not closed", closing.exception() or "")
             await cancel(closing, _CLOSE_TIMEOUT)
-            reconnecting = getattr(self, "_reconnection_task", None)
-            if reconnecting is not None:  # it may have lost the cancellation of nats-py's close()
-                await cancel(reconnecting, _CLOSE_TIMEOUT)
+            # One may have lost the cancellation of nats-py's close(), which cancels none while it waits for the socket.
+            tasks |= self._tasks()
+            await asyncio.gather(*(cancel(task, _CLOSE_TIMEOUT) for task in tasks))
         finally:
             closing.cancel()
             self._abort()
+
+    def _tasks(self) -> set[asyncio.Task[Any]]:
+        """Return nats-py's tasks of this connection, but for that of the caller."""
+        names = ("_reading_task", "_flusher_task", "_ping_interval_task", "_reconnection_task")
+        tasks = {getattr(self, name, None) for name in names}
+        tasks |= {
+            getattr(subscription, "_wait_for_msgs_task", None) for subscription in getattr(self, "_subs", {}).values()
+        }
+        return {task for task in tasks if task is not None and task is not asyncio.current_task()}
 
     def _abort(self) -> None:
         # The transport's own close() waits for a peer that does not read. The AttributeError is of a WebSocket, which

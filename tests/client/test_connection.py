@@ -17,7 +17,7 @@ from nats.aio.client import Client, Srv
 from nats.aio.transport import TcpTransport
 from nats.protocol.parser import Parser
 
-from jetstream_ext.client.base_connection import FallbackConnection, InboxHandler, InboxSubscription
+from jetstream_ext.client.base_connection import FallbackConnection, InboxHandler, InboxSubscription, cancel
 from jetstream_ext.client.connection import _CLOSED_SIDS_KEPT, Connection, Context, OwnClient, connection_of
 from jetstream_ext.errors import BadSubjectError, JetStreamExtError, RequestTimeoutError
 from jetstream_ext.protocol.direct import ReplyDecoder, StoredMsg
@@ -747,10 +747,38 @@ async def test_closing_quickly_closes_the_socket(monkeypatch: pytest.MonkeyPatch
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_an_attempt_to_reconnect_that_fails_leaves_no_socket_open(
-    own_server: NatsServer, abort_sockets: list[asyncio.StreamWriter]
+async def test_closing_quickly_ends_all_tasks_while_the_server_reads_nothing(
+    own_server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = abort_sockets
+    monkeypatch.setattr("jetstream_ext.client.connection._CLOSE_TIMEOUT", 0.5)
+
+    async def ignore(_: object) -> None:
+        pass
+
+    client = OwnClient()
+    await client.open([own_server.url], shown="h", timeout=30)
+    await client.subscribe("noise", cb=ignore)
+    await client.flush()
+    own_server.pause()
+    noise: list[asyncio.Task[None]] = []
+    try:
+        async with asyncio.timeout(30):
+            while client.pending_data_size == 0 or len(noise) < 20:
+                noise.append(asyncio.ensure_future(client.publish("none", bytes(1_000_000))))
+                await asyncio.sleep(0.01)
+        await client.close_quickly()
+    finally:
+        own_server.resume()
+    for task in noise:
+        await cancel(task, 30)
+    # nats-py's close() waits for the socket before it ends the callbacks of the subscriptions.
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_an_attempt_to_reconnect_that_fails_leaves_no_socket_open(
+    own_server: NatsServer, opened_sockets: list[asyncio.StreamWriter]
+) -> None:
+    opened = opened_sockets
 
     async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()

@@ -1,7 +1,6 @@
 """Servers that a test may break, and connections that reconnect quickly."""
 
 import asyncio
-import gc
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
@@ -39,7 +38,7 @@ def cluster() -> Iterator[NatsCluster]:
 
 
 @pytest.fixture
-async def connect(end_reconnects: Callable[[], Awaitable[None]]) -> AsyncIterator[Connect]:
+async def connect() -> AsyncIterator[Connect]:
     """A factory of connections that reconnect indefinitely."""
     made: list[Client] = []
 
@@ -56,10 +55,6 @@ async def connect(end_reconnects: Callable[[], Awaitable[None]]) -> AsyncIterato
     yield connect
     for nc in made:
         await nc.close()
-    await end_reconnects()
-    made.clear()
-    gc.collect()  # here, where warnings about sockets that nats-py leaves open are expected
-    await asyncio.sleep(0)
 
 
 @pytest.fixture
