@@ -26,7 +26,7 @@ async def test_snapshot_never_has_a_key_without_one_that_outlived_it(
     # The keys expire in order, so while one is stored, every later one is, too.
     for begin in (0, 1000, 2000):
         await jsx.publish_atomic(
-            js, [jsx.BatchMessage(f"$KV.{name}.k{n}", b"1", msg_ttl=10) for n in range(begin, begin + 1000)]
+            js, [jsx.BatchMessage(f"$KV.{name}.k{n}", b"1", msg_ttl=3) for n in range(begin, begin + 1000)]
         )
     await js.publish(f"$KV.{name}.k3000", b"1")
 

@@ -107,32 +107,3 @@ async def test_flow_of_a_forged_ack_is_never_larger_than_a_flow_can_be(
             pass  # refusing the ack is also correct
         assert forged, "no ack passed the proxy"
     assert all(flow <= LARGEST_FLOW for flow in flows)
-
-
-async def publish_atomically(js: JetStreamContext, subject: str, **options: Any) -> None:
-    await jsx.publish_atomic(js, [jsx.BatchMessage(subject, b"", **options)])
-
-
-async def add_to_an_atomic_batch(js: JetStreamContext, subject: str, **options: Any) -> None:
-    async with jsx.AtomicBatch(js) as atomic:
-        await atomic.add(subject, b"", **options)
-
-
-async def publish_fast(js: JetStreamContext, subject: str, **options: Any) -> None:
-    async with jsx.FastPublisher(js) as publisher:
-        await publisher.add(subject, b"1")
-        await publisher.add(subject, b"2", **options)
-
-
-async def test_lone_surrogate_in_a_header_is_refused_with_a_documented_error(js: JetStreamContext, stream: str) -> None:
-    options: list[dict[str, Any]] = [{"headers": {"A": "\ud800"}}, {"msg_id": "\ud800"}]
-    for write in (publish_atomically, add_to_an_atomic_batch, publish_fast):
-        for option in options:
-            with pytest.raises(JetStreamExtError):
-                await write(js, f"{stream}.c", **option)
-
-
-async def test_ingest_names_a_lone_surrogate_in_its_own_words(js: JetStreamContext, stream: str) -> None:
-    with pytest.raises(JetStreamExtError) as caught:
-        await jsx.ingest(js, [(f"{stream}.c", b"", {"A": "\ud800"})])
-    assert "codec can't encode" not in str(caught.value)

@@ -225,7 +225,9 @@ class TestRecreation:
             await js.delete_stream("S")
 
         with pytest.raises(IngestError, match=r"'S' was deleted during the run.*; nothing is stored") as caught:
-            await run(js, delete, flow=1, on_progress=lambda now: progress.append(now.stored), progress_every=0)
+            await run(
+                js, delete, flow=1, ack_timeout=2, on_progress=lambda now: progress.append(now.stored), progress_every=0
+            )
         assert (caught.value.index, caught.value.in_doubt) == (0, 0)
         assert caught.value.report is not None
         assert caught.value.report.stored == 0

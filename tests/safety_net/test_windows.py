@@ -16,7 +16,7 @@ import jetstream_ext as jsx
 from jetstream_ext import errors, log
 from jetstream_ext import kv as kvx
 from jetstream_ext.protocol.reads import Link as Carried
-from jetstream_ext.testing import Drop, NatsServer, ReferenceServer
+from jetstream_ext.testing import NatsServer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -98,18 +98,6 @@ async def test_a_first_message_behind_a_full_buffer_is_not_sent(own_server: Nats
     finally:
         own_server.resume()
     await publisher.discard()
-
-
-async def test_a_lost_ack_is_recovered_within_a_short_timeout(connect: Connect, within: Within) -> None:
-    async with ReferenceServer() as server:
-        js = (await connect(server.url)).jetstream(timeout=30)
-        await js.add_stream(name="S", subjects=["s.>"], allow_batched=True)
-        for context, ack_timeout in ((js._nc.jetstream(timeout=3), None), (js, 3)):
-            server.faults.add(Drop(kind="flow_ack", nth=2))
-            publisher = jsx.FastPublisher(context, flow=5, max_outstanding_acks=1, ack_timeout=ack_timeout)
-            outcome = await within(10, publisher.add_many(("s.a", b"%d" % n) for n in range(20)))
-            await publisher.discard()
-            assert isinstance(outcome, jsx.FastPubAck), ack_timeout
 
 
 async def test_a_scan_over_a_slow_link_leaves_room_for_other_calls(own_server: NatsServer, connect: Connect) -> None:
