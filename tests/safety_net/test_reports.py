@@ -99,24 +99,6 @@ class TestBatchesWithOneId:
             assert batch.state == "failed", other
             assert (await js.stream_info(stream)).state.messages == len(other)
 
-    async def test_two_publishers_whose_messages_are_mixed_are_not_reported_as_stored(
-        self, js: JetStreamContext, make_stream: MakeStream
-    ) -> None:
-        stream = await make_stream()
-        batch = jsx.AtomicBatch(js, batch_id="job", timeout=1)
-        await batch.add_many(self.batch(stream, "xyz"))
-        # The server takes the commit of another publisher for that of the batch it has.
-        header = {"Nats-Batch-Id": "job", "Nats-Batch-Sequence": "4", "Nats-Batch-Commit": "1"}
-        await js._nc.request(f"{stream}.a", b"w", headers=header, timeout=30)
-        assert (await js.stream_info(stream)).state.messages == 4
-        with pytest.raises(errors.BatchError) as caught:
-            await batch.commit_eob()
-        if caught.value.outcome == "unknown":
-            with pytest.raises(errors.BatchOutcomeUnknownError, match="another publisher uses the id"):
-                await batch.resolve()
-        else:
-            assert caught.value.outcome == "not_stored"
-
     async def test_removed_messages_leave_the_outcome_unknown(
         self, js: JetStreamContext, make_stream: MakeStream
     ) -> None:
@@ -245,7 +227,7 @@ class TestIngest:
                         await asyncio.sleep(0.1)
                     yield "s.a", b"%d" % n
 
-            outcome = await within(6, jsx.ingest(js, source(), flow=10, timeout=3, ack_timeout=1))
+            outcome = await within(90, jsx.ingest(js, source(), flow=10, timeout=60, ack_timeout=2))
         assert not isinstance(outcome, Exception)
         assert [int(data) for data in await payloads(direct, "S")] == list(range(30))
 
@@ -259,7 +241,7 @@ class TestMixedClusters:
         async with Link(own_server.port, greeting=level(3)) as link:
             js = (await connect(link.url)).jetstream()
             publisher = jsx.FastPublisher(js)
-            outcome = await within(3, publisher.add("s.a", b"1"))
+            outcome = await within(60, publisher.add("s.a", b"1"))
             await publisher.discard()
         assert isinstance(outcome, jsx.FastPubAck)
 
@@ -270,7 +252,7 @@ class TestMixedClusters:
             async with Link(server.port, greeting=level(5)) as link:
                 js = (await connect(link.url)).jetstream()
                 publisher = jsx.FastPublisher(js)
-                outcome = await within(3, publisher.add("s.a", b"1"))
+                outcome = await within(60, publisher.add("s.a", b"1"))
                 await publisher.discard()
             assert isinstance(outcome, errors.UnsupportedFeatureError)
             assert (await direct.stream_info("S")).state.messages == 0
