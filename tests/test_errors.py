@@ -257,3 +257,7 @@ def test_the_fields_of_nats_py_s_errors_are_set() -> None:
     assert errors.NoStreamError("no stream stores 'a'").description == "no stream stores 'a'"
     for error in (errors.MessageNotFoundError("none"), errors.BadRequestError("none"), ServerError("none")):
         assert (error.err_code, error.seq, error.description) == (None, None, "none")
+    assert (errors.MessageNotFoundError().code, errors.BadRequestError().code) == (404, 408)
+    assert (errors.KeyConflictError().code, errors.KeyConflictError().err_code) == (400, 10071)
+    assert errors.KeyConflictError("not at 3").outcome == "not_stored"
+    assert str(errors.KeyConflictError("not at 3")) == "not at 3", "without the server's code"
