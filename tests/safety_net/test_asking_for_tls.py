@@ -3,18 +3,14 @@
 import asyncio
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import nkeys
 import pytest
-
-from jetstream_ext.client.connection import OwnClient, tls_context
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from fake_nats_server import FakeNatsServer, certificate
 from run_cli import run_cli
+
+from jetstream_ext.client.connection import OwnClient, tls_context
 
 pytestmark = pytest.mark.usefixtures("collect_connections")
 

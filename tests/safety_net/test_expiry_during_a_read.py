@@ -1,21 +1,16 @@
 """A snapshot is one state of the bucket, even if keys expire while it is read."""
 
 import asyncio
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import nats
+from frame_proxy import FrameProxy, before_request
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext.errors import JetStreamExtError
 from jetstream_ext.testing import NatsServer
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from frame_proxy import FrameProxy, before_request
 
 
 async def test_snapshot_never_has_a_key_without_one_that_outlived_it(

@@ -1,24 +1,19 @@
 """Numbers and texts that no real server sends are refused with a documented error."""
 
 import json
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import nats
 import pytest
+from frame_proxy import Frame, FrameProxy
 from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
 
 import jetstream_ext as jsx
 from jetstream_ext.errors import JetStreamExtError, ResponseError
 from jetstream_ext.testing import NatsServer
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from frame_proxy import Frame, FrameProxy
 
 LARGEST_FLOW = 65_535
 

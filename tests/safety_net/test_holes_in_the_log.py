@@ -1,12 +1,11 @@
 """A reader returns every message or reports the missing ones, wherever in the stream it started."""
 
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import nats
 import pytest
+from frame_proxy import FrameProxy, before_request
 from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
 
@@ -15,10 +14,6 @@ from jetstream_ext import kv as kvx
 from jetstream_ext.errors import PositionLostError, StreamConfigMismatchError
 from jetstream_ext.log import Last, LogReader, OffsetStore, Seq, exactly_once
 from jetstream_ext.testing import NatsServer
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from frame_proxy import FrameProxy, before_request
 
 MESSAGES = 3000
 PURGED = 2500

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,10 @@ from typing import Any
 
 import nats
 import pytest
+from hostile_corpus import Stored, store
 from nats.js import JetStreamContext
+from read_as_spark import read_as_spark
+from run_cli import run_cli
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
@@ -18,12 +20,6 @@ from jetstream_ext.errors import UnsupportedFeatureError
 from jetstream_ext.log import LogReader
 from jetstream_ext.testing import NatsServer
 from jetstream_ext.testing.reference import ReferenceServer
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from hostile_corpus import Stored, store
-from read_as_spark import read_as_spark
-from run_cli import run_cli
 
 pytestmark = pytest.mark.internals("nats-py's own parser does not return headers that it cannot read")
 # The first and the last release with each way to send headers; `nox -s full` adds those between.

@@ -3,25 +3,20 @@
 import asyncio
 import contextlib
 import re
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import nats
 import pytest
+from frame_proxy import Frame, FrameProxy
 from nats.js import JetStreamContext
+from read_as_spark import Read, read_as_spark
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext.errors import ResponseError
 from jetstream_ext.log import LogReader
 from jetstream_ext.testing import NatsServer
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from frame_proxy import Frame, FrameProxy
-from read_as_spark import Read, read_as_spark
 
 EMPTY = b"NATS/1.0\r\n\r\n"
 KEYS = ["a", "b", "c"]

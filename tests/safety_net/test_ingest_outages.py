@@ -5,14 +5,13 @@ import base64
 import dataclasses
 import itertools
 import json
-import sys
 from collections import UserDict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import nats.errors
 import pytest
+from link import Link
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
@@ -24,10 +23,6 @@ from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import IngestError, StreamRecreatedError
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.testing import Cut, Faults, NatsServer, ReferenceServer
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from link import Link
 
 # nats-py leaves the sockets of lost connections to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")

@@ -1,10 +1,8 @@
 """What needs no leader is read without one: by an unconfirmed reader, and from a mirror whose origin is away."""
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, closing
-from pathlib import Path
 
 import pytest
 from nats.aio.client import Client
@@ -15,9 +13,6 @@ import jetstream_ext.kv as kvx
 from jetstream_ext.log import LogReader
 from jetstream_ext.testing import NatsServer, ReferenceServer, Unavailable
 from jetstream_ext.testing.process import HeldPort
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 
 # nats-py leaves the sockets of lost connections to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")

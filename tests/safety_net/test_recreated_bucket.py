@@ -3,14 +3,13 @@
 import asyncio
 import contextlib
 import itertools
-import sys
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import nats
 import nats.errors
 import pytest
+from frame_proxy import FrameProxy, before_request
 from nats.js import JetStreamContext
 from nats.js.kv import KeyValue
 
@@ -21,10 +20,6 @@ from jetstream_ext.errors import BatchOutcomeUnknownError, JetStreamExtError, St
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.log import LogReader, OffsetStore
 from jetstream_ext.testing import NatsServer
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from frame_proxy import FrameProxy, before_request
 
 OLD = {f"old{n}" for n in range(3000)}
 NEW = {f"new{n}" for n in range(3200)}

@@ -2,13 +2,12 @@
 
 import asyncio
 import re
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import nats.errors
 import pytest
+from link import Link
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
@@ -17,10 +16,6 @@ from jetstream_ext import BatchMessage, errors
 from jetstream_ext.client.connection import Context
 from jetstream_ext.testing import NatsServer
 from jetstream_ext.types import own_headers
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from link import Link
 
 # nats-py leaves the sockets of lost connections to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")

@@ -4,13 +4,12 @@ import asyncio
 import contextlib
 import itertools
 import re
-import sys
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import nats.errors
 import pytest
+from link import Link
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
@@ -18,10 +17,6 @@ import jetstream_ext as jsx
 from jetstream_ext import BatchMessage, errors
 from jetstream_ext.client.connection import connection_of
 from jetstream_ext.testing import Faults, NatsServer, ReferenceServer, StaleReplica
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from link import Link
 
 # nats-py leaves the sockets of lost connections to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")

@@ -1,15 +1,11 @@
 """No password is sent in the clear if TLS was requested, and none is printed."""
 
 import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from fake_nats_server import FakeNatsServer, certificate
 from read_as_spark import read_as_spark
 from run_cli import run_cli

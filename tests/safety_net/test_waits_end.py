@@ -4,25 +4,13 @@ import asyncio
 import itertools
 import os
 import re
-import sys
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import nats.errors
 import pytest
 from nats.aio.client import Client
 from nats.js import JetStreamContext
-
-import jetstream_ext as jsx
-import jetstream_ext.kv as kvx
-from jetstream_ext import errors
-from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.testing import NatsServer
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from wait_matrix import (
     CALLS,
     FAULTS,
@@ -39,6 +27,13 @@ from wait_matrix import (
 )
 from wait_matrix import SLACK as WAIT_SLACK
 from waiting import abandon
+
+import jetstream_ext as jsx
+import jetstream_ext.kv as kvx
+from jetstream_ext import errors
+from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.testing import NatsServer
 
 # nats-py leaves the sockets of lost connections to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")

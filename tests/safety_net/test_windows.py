@@ -2,26 +2,21 @@
 
 import asyncio
 import json
-import sys
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import nats.errors
 import pytest
+from link import Link
 from nats.aio.client import DEFAULT_PENDING_SIZE, Client
 from nats.js import JetStreamContext
+from waiting import abandon
 
 import jetstream_ext as jsx
 from jetstream_ext import errors, log
 from jetstream_ext import kv as kvx
 from jetstream_ext.protocol.reads import Link as Carried
 from jetstream_ext.testing import NatsServer
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from link import Link
-from waiting import abandon
 
 # nats-py leaves the sockets of lost connections to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")

@@ -3,20 +3,16 @@
 import asyncio
 import json
 import logging
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from nats.js import JetStreamContext
-
-import jetstream_ext as jsx
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from fake_nats_server import FakeNatsServer
+from nats.js import JetStreamContext
 from read_as_spark import read_as_spark
 from run_cli import run_cli
+
+import jetstream_ext as jsx
 
 pytestmark = pytest.mark.usefixtures("collect_connections")
 
