@@ -51,16 +51,14 @@ async def cancelled_everywhere(call: Callable[[], Awaitable[Any]]) -> int:
         turns = turns + 1 + turns // 4
 
 
-@pytest.mark.parametrize("call", CALLS)
-async def test_cancelled_call_leaves_nothing_behind(
-    make_bucket, load, leak_check, call: Callable[[Any], Awaitable[Any]]
-) -> None:
+async def test_cancelled_call_leaves_nothing_behind(make_bucket, load, leak_check) -> None:
     kv = await make_bucket(history=3)
     await load(kv, dict.fromkeys(KEYS, b"1"))
     await load(kv, dict.fromkeys(KEYS, b"2"))
-    await call(kv)
-    assert await cancelled_everywhere(lambda: call(kv)) > 5
-    await leak_check.assert_clean()
+    for call in CALLS:
+        await call(kv)
+        assert await cancelled_everywhere(lambda: call(kv)) > 5  # noqa: B023 - called before the next one
+        await leak_check.assert_clean()
 
 
 async def test_failed_call_leaves_nothing_behind(make_bucket, load, leak_check) -> None:
@@ -120,23 +118,6 @@ async def test_cancelled_retry_ends(make_bucket, leak_check) -> None:
 
 
 class TestGatherBounded:
-    async def test_limit_bounds_the_concurrent_calls(self) -> None:
-        now = most = 0
-        done = []
-
-        async def work(item: int) -> None:
-            nonlocal now, most
-            now += 1
-            most = max(most, now)
-            await asyncio.sleep(0.001)
-            now -= 1
-            done.append(item)
-
-        await gather_bounded(work, range(20), limit=4)
-        assert sorted(done) == list(range(20))
-        assert most == 4
-        await gather_bounded(work, [], limit=4)
-
     async def test_first_failure_cancels_the_other_calls(self) -> None:
         cancelled = []
 
@@ -152,33 +133,6 @@ class TestGatherBounded:
             await gather_bounded(work, range(9), limit=3)
         assert caught.value.args == (1,)
         assert sorted(cancelled) == [0, 2]
-
-    async def test_a_timeout_around_it_is_a_timeout_also_after_a_failure(self) -> None:
-        async def fail(item: int) -> None:
-            await asyncio.sleep(0)
-            raise KeyError(item)
-
-        async def call() -> None:
-            async with asyncio.timeout(0.01):
-                with pytest.raises(KeyError):
-                    await gather_bounded(fail, range(3), limit=3)
-                await asyncio.sleep(30)
-
-        with pytest.raises(TimeoutError):
-            await call()
-
-    async def test_a_call_that_somebody_else_cancels_ends_the_others(self) -> None:
-        shared = asyncio.get_running_loop().create_future()
-
-        async def work(item: int) -> None:
-            await (shared if item else asyncio.sleep(30))
-
-        task = asyncio.ensure_future(gather_bounded(work, range(2), limit=2))
-        await asyncio.sleep(0.001)
-        shared.cancel()
-        done, _ = await asyncio.wait({task}, timeout=20)
-        assert done == {task}
-        assert task.cancelled()
 
     @pytest.mark.parametrize("after", ["a failure", "a cancellation"])
     async def test_a_cancellation_during_the_clean_up_leaves_no_call_behind(self, after: str) -> None:
