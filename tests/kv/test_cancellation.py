@@ -10,7 +10,7 @@ import jetstream_ext.kv as kvx
 from jetstream_ext.client.api import gather_bounded
 from jetstream_ext.errors import HistoryUnavailableError, KeyConflictError
 
-KEYS = [f"k.{n}" for n in range(3_000)]
+KEYS = [f"k.{n}" for n in range(1_100)]
 
 
 async def again_if_an_earlier_write_arrived(write: Callable[[], Awaitable[Any]]) -> None:
