@@ -14,7 +14,7 @@ from nats.js.kv import KeyValue
 
 import jetstream_ext.kv as kvx
 from jetstream_ext.errors import HistoryUnavailableError, RequestTimeoutError
-from jetstream_ext.kv.limits import RECORD, drops_oldest, known_since, limits_of, with_record
+from jetstream_ext.kv.limits import RECORD, drops_oldest, known_since, with_record
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.testing import NatsServer
 
@@ -37,52 +37,31 @@ def test_record_holds_as_long_as_the_limits_do() -> None:
     assert known_since(state({**recorded, "allow_direct": True})) == SINCE
     assert known_since(state({**recorded, "subject_delete_marker_ttl": None})) == SINCE, "no limit either"
     for changed in ({"max_age": 6}, {"max_age": 0}, {"max_bytes": 9}, {"max_msgs_per_subject": 2}, {"discard": "new"}):
-        assert known_since(state({**recorded, **changed})) is None
-
-
-def test_record_keeps_the_other_metadata() -> None:
+        assert known_since(state({**recorded, **changed})) is None, changed
     assert with_record({"metadata": {"owner": "me"}}, SINCE)["metadata"].keys() == {"owner", RECORD}
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        "",
-        "{}",
-        "[]",
-        "3",
-        "not JSON",
-        '{"since":3,"limits":{}}',
-        '{"since":"2026-01-01T00:00:00","limits":{}}',
-        '{"since":"x"}',
-    ],
-)
-def test_other_texts_are_no_record(record: str) -> None:
-    assert known_since(state({"metadata": {RECORD: record}})) is None
-
-
-@pytest.mark.parametrize("config", [{}, {"metadata": None}, {"metadata": {}}, {"metadata": []}])
-def test_no_record_is_unknown(config: dict[str, Any]) -> None:
-    assert known_since(state(config)) is None
+    others = ("", "{}", "[]", "3", "not JSON", '{"since":3,"limits":{}}', '{"since":"x"}')
+    naive = '{"since":"2026-01-01T00:00:00","limits":{}}'
+    configs: list[dict[str, Any]] = [{"metadata": {RECORD: text}} for text in (*others, naive)]
+    for config in (*configs, {}, {"metadata": None}, {"metadata": {}}, {"metadata": []}):
+        assert known_since(state(config)) is None, config
 
 
 def test_limits_that_remove_the_oldest_messages_of_any_subject() -> None:
-    assert limits_of({"max_msgs": -1, "max_age": 0, "discard": "old"}) == {"discard": "old"}
-    assert drops_oldest(state({"max_msgs": 3}))
-    assert drops_oldest(state({"max_bytes": 3, "discard": "old"}))
-    assert not drops_oldest(state({"max_bytes": 3, "discard": "new"}))
-    assert not drops_oldest(state({"max_bytes": -1, "discard": "old", "max_age": 3}))
+    for config, drops in (
+        ({"max_msgs": 3}, True),
+        ({"max_bytes": 3, "discard": "old"}, True),
+        ({"max_bytes": 3, "discard": "new"}, False),
+        ({"max_msgs": -1, "max_bytes": -1, "discard": "old", "max_age": 3}, False),
+    ):
+        assert drops_oldest(state(config)) == drops, config
 
 
-async def test_enable_records_the_creation_of_a_bucket_that_has_removed_nothing(make_bucket) -> None:
-    kv = await make_bucket(allow=False, history=2)
+async def test_enable_records_since_when_the_limits_hold(make_bucket) -> None:
+    """The creation if nothing was removed yet; else the time of the call, also after it has changed a limit."""
+    kv = await make_bucket(allow=False, history=1)
     await kv.put("a", b"1")
     await kvx.enable(kv)
-    created = (await kvx.bucket.Bucket(kv).unchecked_state()).created_at
-    assert await since_of(kv) == created
-
-
-async def test_enable_records_the_present_for_a_bucket_that_has_removed_messages(make_bucket) -> None:
+    assert await since_of(kv) == (await kvx.bucket.Bucket(kv).unchecked_state()).created_at
     kv = await make_bucket(allow=False, history=1)
     await kv.put("a", b"1")
     await kv.put("a", b"2")
@@ -91,20 +70,12 @@ async def test_enable_records_the_present_for_a_bucket_that_has_removed_messages
     since = await since_of(kv)
     assert since is not None
     assert before - timedelta(seconds=1) < since < datetime.now(UTC) + timedelta(seconds=1)
-
-
-async def test_enable_of_another_limit_records_the_time_after_it(make_bucket) -> None:
-    kv = await make_bucket(history=1)
-    await kv.put("a", b"1")
-    await kv.put("a", b"2")
-    first = await since_of(kv)
-    await kvx.enable(kv, ttl=60)
-    second = await since_of(kv)
-    assert first is not None
-    assert second is not None
-    assert second > first
-    await kvx.enable(kv, ttl=60)
-    assert await since_of(kv) == second
+    for _ in range(2):
+        await kvx.enable(kv, ttl=60)
+        second = await since_of(kv)
+        assert second is not None
+        assert second > since
+        since = second - timedelta(microseconds=1)  # the second call changes nothing
 
 
 async def test_enable_without_permission_to_update_returns_the_bucket(
@@ -150,27 +121,25 @@ async def make_user() -> Any:
             await nc.close()
 
 
-@pytest.mark.parametrize("history", [1, 5])
-async def test_past_of_a_bucket_without_a_record_is_unavailable_if_messages_are_missing(
-    make_bucket, history: int
-) -> None:
-    kv = await make_bucket(allow=False, history=history, direct=True)
-    for n in range(history + 1):
-        await kv.put("a", b"%d" % n)
-        await kv.put("b", b"%d" % n)
-    last = await kv.put("c", b"1")
-    revision = last - 2  # the newest of a
-    with pytest.raises(HistoryUnavailableError, match="records that for later reads"):
-        await kvx.snapshot(kv, ["x.*", "a"], at=last - 2)
-    some = await kvx.snapshot(kv, at=last - 2, strict=False)
-    assert not some.complete
-    assert "a" in some
-    assert (await kvx.get_many(kv, ["a"], at=last - 2))["a"].revision == revision
-    assert set(await kvx.snapshot(kv, at=last)) == {"a", "b", "c"}, "the newest revision"
-    await kvx.enable(kv)
-    later = await kv.put("d", b"1")
-    await kv.create("e", b"1")
-    assert set(await kvx.snapshot(kv, at=later)) == {"a", "b", "c", "d"}
+async def test_past_of_a_bucket_without_a_record_is_unavailable_if_messages_are_missing(make_bucket) -> None:
+    for history in (1, 5):
+        kv = await make_bucket(allow=False, history=history, direct=True)
+        for n in range(history + 1):
+            await kv.put("a", b"%d" % n)
+            await kv.put("b", b"%d" % n)
+        last = await kv.put("c", b"1")
+        revision = last - 2  # the newest of a
+        with pytest.raises(HistoryUnavailableError, match="records that for later reads"):
+            await kvx.snapshot(kv, ["x.*", "a"], at=revision)
+        some = await kvx.snapshot(kv, at=revision, strict=False)
+        assert not some.complete
+        assert "a" in some
+        assert (await kvx.get_many(kv, ["a"], at=revision))["a"].revision == revision
+        assert set(await kvx.snapshot(kv, at=last)) == {"a", "b", "c"}, "the newest revision"
+        await kvx.enable(kv)
+        later = await kv.put("d", b"1")
+        await kv.create("e", b"1")
+        assert set(await kvx.snapshot(kv, at=later)) == {"a", "b", "c", "d"}
 
 
 async def test_past_of_a_bucket_that_drops_its_oldest_messages_is_unavailable(make_bucket) -> None:
@@ -187,30 +156,31 @@ async def test_past_of_a_bucket_that_drops_its_oldest_messages_is_unavailable(ma
     assert not (await kvx.snapshot(kv, ["k.*"], at=last - 1, strict=False)).complete
 
 
-@pytest.mark.parametrize(("limit", "purged_up_to"), [({"max_msgs": 6}, 0), ({"max_bytes": 300}, 0), ({}, 3)])
 async def test_snapshot_has_no_key_that_a_limit_or_a_purge_removed_during_the_read(
-    make_bucket, found, monkeypatch: pytest.MonkeyPatch, limit: dict[str, int], purged_up_to: int
+    make_bucket, found, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kvx.present, "_CHUNK", 2)
-    kv = await make_bucket(history=1)
-    config = (await kv._js.stream_info(kv._stream)).config
-    await kv._js.update_stream(config.evolve(discard=DiscardPolicy.OLD, **limit))
-    for n in range(6):
-        await kv.put(f"old{n}", b"1")
     read = kvx.present.read_by_name
+    for limit, purged_up_to in (({"max_msgs": 6}, 0), ({"max_bytes": 300}, 0), ({}, 3)):
+        kv = await make_bucket(history=1)
+        config = (await kv._js.stream_info(kv._stream)).config
+        await kv._js.update_stream(config.evolve(discard=DiscardPolicy.OLD, **limit))
+        for n in range(6):
+            await kv.put(f"old{n}", b"1")
 
-    async def read_and_write(*arguments: Any, **options: Any) -> None:
-        await read(*arguments, **options)
-        for n in range(3):
-            await kv.put(f"new{n}", b"1")
-        if purged_up_to:
-            await kv._js.purge_stream(kv._stream, seq=purged_up_to + 1)
+        async def read_and_write(*arguments: Any, kv: KeyValue = kv, up_to: int = purged_up_to, **options: Any) -> None:
+            await read(*arguments, **options)
+            for n in range(3):
+                await kv.put(f"new{n}", b"1")
+            if up_to:
+                await kv._js.purge_stream(kv._stream, seq=up_to + 1)
 
-    monkeypatch.setattr(kvx.present, "read_by_name", read_and_write)
-    snapshot = await kvx.snapshot(kv, ["*", "x", "y"])
-    assert "old0" not in snapshot
-    assert set(snapshot) == set(await found(kv.keys))
-    assert snapshot.revision == 9
+        with monkeypatch.context() as patch:
+            patch.setattr(kvx.present, "read_by_name", read_and_write)
+            snapshot = await kvx.snapshot(kv, ["*", "x", "y"])
+        assert "old0" not in snapshot, limit
+        assert set(snapshot) == set(await found(kv.keys)), limit
+        assert snapshot.revision == 9
 
 
 async def test_snapshot_has_a_key_that_was_replaced_after_its_last_reply(
@@ -233,24 +203,6 @@ async def test_snapshot_has_a_key_that_was_replaced_after_its_last_reply(
     snapshot = await kvx.snapshot(kv)
     assert snapshot.revision == 6
     assert {entry.revision for entry in snapshot.values()} == {1, 2, 3, 4, 5, 6}
-
-
-async def test_ttl_that_a_mirror_does_not_heed_ends_no_key(make_bucket, load: Any) -> None:
-    """A mirror without ``allow_msg_ttl`` keeps messages whose TTL has passed."""
-    kv = await make_bucket(history=1)
-    name = f"KV_{kv._name}_M"
-    source = nats.js.api.StreamSource(name=kv._stream)
-    await kv._js.add_stream(name=name, mirror=source, max_msgs_per_subject=1, allow_direct=True)
-    await kv.create("short", b"1", msg_ttl=4)  # time enough for the mirror to copy it
-    await load(kv, {f"k{n}": b"1" for n in range(1100)})  # more than one answer
-    async with asyncio.timeout(30):
-        while (await kv._js.stream_info(name)).state.last_seq < 1101:
-            await asyncio.sleep(0.02)
-        while "short" in await kvx.snapshot(kv):
-            await asyncio.sleep(0.1)
-    mirror = await kv._js.key_value(f"{kv._name}_M")
-    assert "short" in await kvx.get_many(mirror, ["short"])
-    assert len(await kvx.snapshot(mirror)) == 1101
 
 
 def change_after_the_first_look(monkeypatch: pytest.MonkeyPatch, change: Callable[[], Awaitable[Any]]) -> None:
