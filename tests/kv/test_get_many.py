@@ -44,24 +44,6 @@ async def test_more_keys_than_one_request_takes(make_bucket, load) -> None:
     assert list(found) == [key for key in asked if key in there]
 
 
-async def test_values_larger_than_one_reply(make_bucket) -> None:
-    kv = await make_bucket()
-    there = {f"large.{n}": bytes([n]) * 900_000 for n in range(24)}
-    await asyncio.gather(*(kv.put(key, value) for key, value in there.items()))
-    found = await kvx.get_many(kv, there)
-    assert {key: entry.value for key, entry in found.items()} == there
-    snap = await kvx.snapshot(kv)
-    assert {key: entry.value for key, entry in snap.items()} == there
-
-
-async def test_keys_longer_than_one_request(make_bucket, load) -> None:
-    kv = await make_bucket()
-    there = {f"{'x' * 1500}.{n}": b"v" for n in range(500)}
-    await load(kv, there)
-    assert len(await kvx.get_many(kv, there)) == 500
-    assert len(await kvx.snapshot(kv, list(there))) == 500
-
-
 async def test_requests_fit_a_small_max_payload() -> None:
     with NatsServer(config="max_payload: 16384") as server:
         nc = await nats.connect(server.url, connect_timeout=10)

@@ -9,7 +9,7 @@ from nats.js.errors import InvalidKeyError
 from nats.js.kv import VALID_KEY_RE
 
 from jetstream_ext.kv.entries import check_filters, check_key, check_keys
-from jetstream_ext.protocol.subjects import is_literal, matcher
+from jetstream_ext.protocol.subjects import matcher
 
 GOOD = ["a", "A.b", "1234.address", "-", "_", "=", "/", "a/b=c-d_e", "a.b.c.d", "0"]
 BAD = ["", ".", "a.", ".a", "a..b", "a b", "a\n", "a\t", "a*", "*", ">", "a.>", "é", "a\0", "$a", "a,b", "a\r\nPUB x"]
@@ -27,20 +27,14 @@ def test_keys_and_filters_are_those_of_nats_py() -> None:
         check_key(key)
         assert VALID_KEY_RE.match(key), key
         assert check_filters([key]) == [key]
-        assert is_literal(key), key
     for pattern in FILTERS:
         assert check_filters([pattern, "x"]) == ([">"] if pattern == ">" else [pattern, "x"]), pattern
-    accepted = [key for key in BAD if not refused(lambda: check_key(key))]  # noqa: B023 - called at once
-    accepted += [pattern for pattern in BAD_FILTERS if not refused(lambda: check_filters([pattern]))]  # noqa: B023
-    assert accepted == []
-
-
-def refused(check) -> bool:
-    try:
-        check()
-    except InvalidKeyError:
-        return True
-    return False
+    for key in BAD:
+        with pytest.raises(InvalidKeyError):
+            check_key(key)
+    for pattern in BAD_FILTERS:
+        with pytest.raises(InvalidKeyError):
+            check_filters([pattern])
 
 
 def test_collections_are_deduplicated_and_checked() -> None:

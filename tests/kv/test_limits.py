@@ -8,13 +8,12 @@ from typing import Any
 
 import nats
 import pytest
-from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy
 from nats.js.kv import KeyValue
 
 import jetstream_ext.kv as kvx
 from jetstream_ext.errors import HistoryUnavailableError, RequestTimeoutError
-from jetstream_ext.kv.limits import RECORD, drops_oldest, known_since, with_record
+from jetstream_ext.kv.limits import RECORD, known_since, with_record
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.testing import NatsServer
 
@@ -46,16 +45,6 @@ def test_record_holds_as_long_as_the_limits_do() -> None:
         assert known_since(state(config)) is None, config
 
 
-def test_limits_that_remove_the_oldest_messages_of_any_subject() -> None:
-    for config, drops in (
-        ({"max_msgs": 3}, True),
-        ({"max_bytes": 3, "discard": "old"}, True),
-        ({"max_bytes": 3, "discard": "new"}, False),
-        ({"max_msgs": -1, "max_bytes": -1, "discard": "old", "max_age": 3}, False),
-    ):
-        assert drops_oldest(state(config)) == drops, config
-
-
 async def test_enable_records_since_when_the_limits_hold(make_bucket) -> None:
     """The creation if nothing was removed yet; else the time of the call, also after it has changed a limit."""
     kv = await make_bucket(allow=False, history=1)
@@ -78,47 +67,28 @@ async def test_enable_records_since_when_the_limits_hold(make_bucket) -> None:
         since = second - timedelta(microseconds=1)  # the second call changes nothing
 
 
-async def test_enable_without_permission_to_update_returns_the_bucket(
-    caplog: pytest.LogCaptureFixture, make_user: Callable[..., Awaitable[Any]]
-) -> None:
-    owner, reader = await make_user(deny=[]), await make_user(deny=["$JS.API.STREAM.UPDATE.>"])
-    await owner.add_stream(
-        name="KV_B", subjects=["$KV.B.>"], max_msgs_per_subject=1, allow_direct=True, allow_atomic=True,
-        allow_rollup_hdrs=True, discard=DiscardPolicy.NEW,
-    )  # fmt: skip
-    kv = await reader.key_value("B")
-    with caplog.at_level(logging.WARNING, logger="jetstream_ext"):
-        await kvx.enable(kv)
-    assert "may not update" in caplog.text
-    assert await since_of(kv) is None
-    await kvx.enable(await owner.key_value("B"))
-    assert await since_of(kv) is not None
+async def test_enable_without_permission_to_update_returns_the_bucket(caplog: pytest.LogCaptureFixture) -> None:
+    denied = '{publish: {deny: ["$JS.API.STREAM.UPDATE.>"]}}'
+    users = f"{{user: all, password: p}}, {{user: some, password: p, permissions: {denied}}}"
+    with NatsServer(config=f"authorization {{users: [{users}]}}") as server:
+        async with (
+            await nats.connect(server.url, user="all", password="p", connect_timeout=10) as owner,
+            await nats.connect(server.url, user="some", password="p", error_cb=ignore, connect_timeout=10) as reader,
+        ):
+            await owner.jetstream(timeout=30).add_stream(
+                name="KV_B", subjects=["$KV.B.>"], max_msgs_per_subject=1, allow_direct=True, allow_atomic=True,
+                allow_rollup_hdrs=True, discard=DiscardPolicy.NEW,
+            )  # fmt: skip
+            kv = await reader.jetstream(timeout=30).key_value("B")
+            with caplog.at_level(logging.WARNING, logger="jetstream_ext"):
+                await kvx.enable(kv)
+            assert "may not update" in caplog.text
+            assert await since_of(kv) is None
+            await kvx.enable(await owner.jetstream(timeout=30).key_value("B"))
+            assert await since_of(kv) is not None
 
 
-@pytest.fixture
-async def make_user() -> Any:
-    """Connections to a server of their own, each of a user that may not publish to some subjects."""
-    config = """
-        authorization { users = [
-            { user: all, password: p }
-            { user: some, password: p, permissions: { publish: { deny: ["$JS.API.STREAM.UPDATE.>"] } } }
-        ] }
-    """
-    made = []
-    with NatsServer(config=config) as server:
-
-        async def make_user(deny: list[str]) -> JetStreamContext:
-            async def ignore(_: Exception) -> None:
-                pass
-
-            user = "some" if deny else "all"
-            nc = await nats.connect(server.url, user=user, password="p", error_cb=ignore, connect_timeout=10)
-            made.append(nc)
-            return nc.jetstream()
-
-        yield make_user
-        for nc in made:
-            await nc.close()
+async def ignore(_: Exception) -> None: ...
 
 
 async def test_past_of_a_bucket_without_a_record_is_unavailable_if_messages_are_missing(make_bucket) -> None:

@@ -108,41 +108,6 @@ def test_the_newest_message_of_each_key_wins_in_any_order() -> None:
     }  # fmt: skip
 
 
-def test_keys_are_subjects_with_the_prefix_that_match() -> None:
-    some = Subjects("B", "$KV.B.", matcher(["a.*"]))
-    assert [some.key_of(subject) for subject in ("$KV.B.a.b", "$KV.B.b", "$KV.C.a.b", "a.b")] == [
-        "a.b", None, None, None,
-    ]  # fmt: skip
-    content = Content()
-    content.feed(updates_of([put(1, "a.x"), put(2, "b"), put(3, "a.x.y")], some))
-    assert list(content.values) == ["a.x"]
-
-
-def test_values_expire_by_their_own_ttl_or_that_of_the_bucket() -> None:
-    messages = [
-        put(1, "short", Nats_TTL="10"),
-        put(2, "long", Nats_TTL="1h"),
-        put(3, "ever", Nats_TTL="never"),
-        put(4, "plain"),
-        put(5, "again", Nats_TTL="10"),
-        put(6, "again"),  # does not inherit the TTL
-        *(put(7 + n, f"odd{n}", Nats_TTL=ttl) for n, ttl in enumerate(("0", "00", "x", "300000000000", "9" * 30))),
-    ]
-    every = {"short", "long", "ever", "plain", "again", *(f"odd{n}" for n in range(5))}
-    for max_age, seconds, gone in (
-        (None, 10.9, set()),
-        (None, 11, {"short"}),
-        (timedelta(seconds=20), 22, {"short", "long"}),
-        (timedelta(seconds=20), 23.5, {"short", "long"}),
-        (timedelta(seconds=20), 24, {"short", "long", "plain"}),
-        (timedelta(seconds=20), 100, every - {"ever"}),
-    ):
-        content = Content(max_age=max_age)
-        content.feed(updates_of(messages, ALL))
-        content.expire(NOW + timedelta(seconds=seconds))
-        assert every - content.values.keys() == gone, (max_age, seconds)
-
-
 @settings(deadline=None)
 @given(st.data())
 def test_blocks_from_the_wire_and_the_leaders_messages_are_the_same(data: st.DataObject) -> None:

@@ -7,7 +7,6 @@ import nats
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nats.js.errors import InvalidKeyError
 from nats.js.kv import KeyValue
 
 import jetstream_ext.kv as kvx
@@ -80,22 +79,6 @@ async def test_key_that_the_leader_does_not_tell_is_an_error_beside_a_near_mirro
             await kvx.snapshot(kv, at=at)
         assert values(await kvx.snapshot(kv, ["ok", "*.c"], at=at)) == stored(b"1:", (b"ok",))
         assert values(await kvx.get_many(kv, ["ok"], at=at)) == stored(b"1:", (b"ok",))
-
-
-async def test_transaction_refuses_keys_that_are_not_utf8(
-    make_bucket, server: NatsServer, publish_raw: PublishRaw
-) -> None:
-    kv = await make_bucket()
-    publish_raw(server, messages(kv, b"1:"))
-    async with kvx.transaction(kv) as tx:
-        for key in set(KEYS.values()) - {"ok"}:
-            with pytest.raises(InvalidKeyError):
-                await tx.get(key)
-            with pytest.raises(InvalidKeyError):
-                tx.put(key, b"2")
-        assert values(await tx.get_many(["ok"])) == stored(b"1:", (b"ok",))
-        tx.put("ok", b"2:ok")
-    assert values(await kvx.snapshot(kv)) == stored(b"1:") | stored(b"2:", (b"ok",))
 
 
 @given(st.lists(st.binary(), min_size=2, max_size=2, unique=True), st.sampled_from([b"", b"\\xff", b"\\\\xff"]))

@@ -1,7 +1,6 @@
 """`retry_transaction`: when it runs a function again, for how long, and after a lost answer."""
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,9 +9,7 @@ import pytest
 from nats.js.kv import KeyValue
 
 import jetstream_ext.kv as kvx
-from jetstream_ext.client.atomic import AtomicBatch
 from jetstream_ext.errors import BatchOutcomeUnknownError, DirectGetDisabledError, KeyConflictError, NoStreamError
-from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.transaction import Transaction
 from jetstream_ext.testing import ReferenceServer
 from jetstream_ext.testing.reference import ChangeLeader, Cut, Drop, Lose, Overload, Unavailable
@@ -197,39 +194,6 @@ class TestLostAnswers:
                     await asyncio.sleep(0.005)
             await kv.put("count", b"100")
             assert (await running, (await kv.get("count")).value) == (result, value), fault
-
-    async def test_a_commit_sent_twice_is_not_called_lost_after_a_reconnect(
-        self, make_bucket, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        async def lost(*_: Any, **__: Any) -> Any:
-            raise BatchOutcomeUnknownError("no answer")
-
-        async def not_stored(batch: AtomicBatch, *, timeout: float | None = None) -> str:
-            return "not_stored"
-
-        bucket = Bucket(await make_bucket(), None)
-        connection = bucket.context.connection
-        monkeypatch.setattr(AtomicBatch, "commit_eob", lost)
-        monkeypatch.setattr(AtomicBatch, "state", "unknown")
-        monkeypatch.setattr(AtomicBatch, "resolve", not_stored)
-        monkeypatch.setattr(sys.modules[Transaction.__module__], "publish_unobserved", lost)
-        for repeated, reconnected in ((True, True), (True, False), (False, True)):
-            tx = Transaction(bucket, with_id=True)
-            tx.put("a", b"1")
-            with pytest.raises(BatchOutcomeUnknownError):
-                await tx.commit()
-            if repeated:
-                with pytest.raises(BatchOutcomeUnknownError):
-                    await tx.repeat()
-            if reconnected:
-                monkeypatch.setattr(type(connection), "session", connection.session + 1)
-            if repeated and reconnected:
-                for _ in range(2):
-                    with pytest.raises(BatchOutcomeUnknownError, match="sent twice and the client has reconnected"):
-                        await tx.resolve()
-                assert tx.state == "unknown"
-            else:
-                assert await tx.resolve() == "not_stored"
 
     async def test_plain_transaction_leaves_the_outcome_to_the_caller(self, reference) -> None:
         server, kv = reference

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from nats.js.errors import InvalidKeyError, ServiceUnavailableError
+from nats.js.errors import InvalidKeyError
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
@@ -267,22 +267,6 @@ async def test_list_of_keys_that_lacks_some_is_malformed(make_bucket, pages_of_f
     async with asyncio.timeout(20):
         with pytest.raises(ResponseError, match="keys are missing"):
             await bucket.Bucket(kv).list_keys([">"])
-
-
-async def test_each_page_of_the_list_may_take_the_timeout(make_bucket, pages_of_four) -> None:
-    kv = await make_bucket()
-    for n in range(13):
-        await kv.put(f"k{n}", b"")
-    asked = itertools.count(1)
-
-    async def fail_each_second_time(_: object) -> None:
-        if next(asked) % 2:
-            await asyncio.sleep(0.5)
-            raise ServiceUnavailableError
-
-    pages_of_four(fail_each_second_time)
-    assert len(await bucket.Bucket(kv, 1.5).list_keys([">"])) == 13
-    assert next(asked) > 8
 
 
 async def test_list_of_keys_that_never_ends_is_an_error_after_the_timeout(make_bucket, pages_of_four) -> None:

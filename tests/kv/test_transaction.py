@@ -2,7 +2,6 @@
 
 # ruff: noqa: PT012 - the exit of the block raises
 
-import asyncio
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -416,38 +415,3 @@ async def test_ttls_are_stored_and_values_that_expire_replace_history(make_bucke
     assert {key: (m.headers["Nats-TTL"], m.headers.get("Nats-Rollup")) for key, m in stored.items()} == {
         "a": ("60", "sub"), "b": ("61", None), "c": ("62", "sub"), "d": ("never", None), "e": ("63", "sub"),
     }  # fmt: skip
-
-
-async def test_concurrent_increments_lose_nothing(make_bucket) -> None:
-    kv = await make_bucket(storage="memory")
-
-    async def add(tx: kvx.Transaction) -> int:
-        entry = await tx.get("count")
-        count = int(entry.value) + 1 if entry else 1
-        tx.put("count", b"%d" % count)
-        return count
-
-    counts = await asyncio.gather(*(kvx.retry_transaction(kv, add) for _ in range(20)))
-    assert sorted(counts) == list(range(1, 21))
-    assert (await kv.get("count")).value == b"20"
-
-
-async def test_write_skew_is_refused(make_bucket) -> None:
-    """Of two doctors on call, each may leave if the other stays."""
-    kv = await make_bucket(storage="memory")
-    for _ in range(5):
-        await kv.put("anna", b"on")
-        await kv.put("ben", b"on")
-
-        async def leave(tx: kvx.Transaction, who: str, other: str) -> bool:
-            if (await tx.get(other)).value != b"on":  # type: ignore[union-attr]
-                return False
-            await asyncio.sleep(0.005)
-            tx.put(who, b"off")
-            return True
-
-        left = await asyncio.gather(
-            kvx.retry_transaction(kv, lambda tx: leave(tx, "anna", "ben")),
-            kvx.retry_transaction(kv, lambda tx: leave(tx, "ben", "anna")),
-        )
-        assert sorted(left) == [False, True]
