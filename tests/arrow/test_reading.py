@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import pickle
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
@@ -181,38 +178,6 @@ async def test_batches_have_about_8_mib(js: JetStreamContext, make_stream: MakeS
     assert max(sizes) <= 17
 
 
-TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\r\n\0"), max_size=5).map(str.strip)
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.text("ab.é", min_size=1),
-            st.binary(),
-            st.integers(0, 4_000_000_000 * 10**9),
-            st.dictionaries(st.sampled_from(["A", "B", "Long-Name"]), TEXT),
-        ),
-        min_size=1,
-    )
-)
-async def test_any_message_is_exact(rows: list[tuple[str, bytes, int, dict[str, str]]]) -> None:
-    made = [
-        StoredMsg(stream="S", subject=subject, seq=seq, data=data, headers=headers, time_ns=time)
-        for seq, (subject, data, time, headers) in enumerate(rows, 1)
-    ]
-
-    async def blocks() -> Any:
-        yield Block.of(made, 0)
-
-    [batch] = [batch async for batch in _Builder(arrow.SCHEMA, None, 1000).batches(blocks())]
-    batch.validate(full=True)
-    columns = batch.set_column(3, "time", batch.column("time").cast(pa.int64())).to_pylist()
-    assert [(row["subject"], row["data"], row["time"], dict(row["headers"])) for row in columns] == [
-        (subject, data, time, {name: [value] for name, value in headers.items()})
-        for subject, data, time, headers in rows
-    ]
-
-
 async def test_a_subject_of_the_leader_that_may_be_another_one_is_refused() -> None:
     made = [StoredMsg(stream="S", subject=f"a.{end}", seq=seq, time_ns=1) for seq, end in enumerate("b\ufffd", 1)]
 
@@ -236,18 +201,6 @@ async def test_a_read_that_is_left_early_leaves_nothing(
             break
     await leak_check.assert_clean()
     assert [batch async for batch in batches] == []
-
-
-async def test_a_dropped_read_leaves_nothing(js: JetStreamContext, make_stream: MakeStream, leak_check: Any) -> None:
-    stream = await make_stream()
-    await fill(js, stream, 3000)
-    batches = arrow.record_batches(js, stream, batch_rows=100, batch=200)
-    await anext(batches)
-    del batches
-    gc.collect()
-    for _ in range(3):  # the loop closes generators in tasks, the inner ones after the outer one
-        await asyncio.sleep(0.01)
-    await leak_check.assert_clean()
 
 
 async def test_a_read_that_is_cancelled_at_any_await_leaves_nothing(

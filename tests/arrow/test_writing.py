@@ -119,22 +119,6 @@ async def test_a_relation_that_reads_a_stream_can_be_stored(js: JetStreamContext
     assert await stored(js, copy) == expected(copy)
 
 
-async def test_large_payloads_become_python_objects_few_at_a_time(
-    js: JetStreamContext, make_stream: MakeStream
-) -> None:
-    stream = await make_stream(storage="memory")
-    count, size = 1_000, 100_000
-    table = pa.table({"data": pa.repeat(pa.scalar(b"x" * size, pa.binary()), count)})
-    tracemalloc.start()
-    try:
-        report = await arrow.from_arrow(js, table.slice(1), subject=f"{stream}.x")
-        _, most = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert report.stored == count - 1
-    assert most < count * size / 2
-
-
 def test_values_that_share_their_memory_become_python_objects_few_at_a_time() -> None:
     count, size = 1_000, 100_000
     view = pa.array([b"x" * size], pa.binary_view()).buffers()
