@@ -45,34 +45,6 @@ async def test_enable_turns_on_only_the_requested_options(make_bucket) -> None:
         assert (await config_of(kv))["subject_delete_marker_ttl"] == stays
 
 
-async def test_enable_does_not_update_a_bucket_that_lacks_nothing(make_bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    kv = await make_bucket()
-    asked = []
-    ask = kvx.admin.Api.ask
-
-    async def listen(self: Any, what: str, body: Any = None, **options: Any) -> Any:
-        asked.append(what)
-        return await ask(self, what, body, **options)
-
-    monkeypatch.setattr(kvx.admin.Api, "ask", listen)
-    await kvx.enable(kv, ttl=True)
-    assert not any("UPDATE" in what for what in asked)
-
-
-async def test_enable_without_a_configuration_in_the_answer_is_a_response_error(
-    make_bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kv, ask = await make_bucket(allow=False), kvx.admin.Api.ask
-
-    async def cut(self: Any, what: str, body: Any = None, **options: Any) -> Any:
-        answer = await ask(self, what, body, **options)
-        return {} if "UPDATE" in what else answer
-
-    monkeypatch.setattr(kvx.admin.Api, "ask", cut)
-    with pytest.raises(jsx.errors.ResponseError, match="which may have been changed"):
-        await kvx.enable(kv)
-
-
 async def test_enable_refuses_invalid_ttls_and_missing_buckets(make_bucket) -> None:
     kv = await make_bucket(allow=False)
     with pytest.raises(ValueError, match="turned off"):

@@ -8,7 +8,7 @@ import pytest
 
 import jetstream_ext.kv as kvx
 from jetstream_ext.client.api import gather_bounded
-from jetstream_ext.errors import HistoryUnavailableError, KeyConflictError
+from jetstream_ext.errors import KeyConflictError
 
 KEYS = [f"k.{n}" for n in range(1_100)]
 
@@ -59,21 +59,6 @@ async def test_cancelled_call_leaves_nothing_behind(make_bucket, load, leak_chec
         await call(kv)
         assert await cancelled_everywhere(lambda: call(kv)) > 5  # noqa: B023 - called before the next one
         await leak_check.assert_clean()
-
-
-async def test_failed_call_leaves_nothing_behind(make_bucket, load, leak_check) -> None:
-    kv = await make_bucket()
-    await load(kv, dict.fromkeys(KEYS, b"1"))
-    await load(kv, dict.fromkeys(KEYS, b"2"))
-    with pytest.raises(HistoryUnavailableError):
-        await kvx.snapshot(kv, at=2_000)
-    with pytest.raises(KeyConflictError):
-        async with kvx.transaction(kv) as tx:
-            tx.create("k.1", b"")
-    await kv._js.delete_key_value(kv._name)
-    with pytest.raises(kvx.bucket.BucketNotFoundError):
-        await kvx.get_many(kv, KEYS)
-    await leak_check.assert_clean()
 
 
 async def test_cancelled_transaction_is_written_completely_or_not_at_all(make_bucket, leak_check) -> None:

@@ -112,17 +112,17 @@ async def test_another_value_of_an_option_is_an_error_and_nothing_changes(
     js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
     name = stream_name()
-    await js.create_key_value(bucket=name, history=5, ttl=60, storage="memory", limit_marker_ttl=10)
+    await js.create_key_value(bucket=name, description="mine", history=5, ttl=60, storage="memory", limit_marker_ttl=10)
     before = vars(await config_of(js, name))
     with pytest.raises(jsx.errors.StreamConfigMismatchError) as caught:
         await kvx.ensure_bucket(
-            js, name, history=1, ttl=90.0, storage=StorageType.FILE, limit_marker_ttl=20, replicas=1
+            js, name, description="", history=1, ttl=90.0, storage=StorageType.FILE, limit_marker_ttl=20, replicas=1
         )
     assert caught.value.diff == {
-        "history": (1, 5), "ttl": (90.0, 60.0), "storage": ("file", "memory"), "limit_marker_ttl": (20.0, 10.0),
+        "description": ("", "mine"), "history": (1, 5), "ttl": (90.0, 60.0), "storage": ("file", "memory"), "limit_marker_ttl": (20.0, 10.0),
     }  # fmt: skip
     assert str(caught.value) == (
-        f"bucket '{name}' exists with another configuration: history is 5, not 1, ttl is 60.0, not 90.0, storage is 'memory', "
+        f"bucket '{name}' exists with another configuration: description is 'mine', not '', history is 5, not 1, ttl is 60.0, not 90.0, storage is 'memory', "
         "not 'file', limit_marker_ttl is 10.0, not 20.0; nothing was changed; give the existing values, or change the bucket "
         f"with js.update_stream or 'nats kv edit {name}'"
     )
@@ -150,7 +150,8 @@ VALUES: dict[str, list[Any]] = {
 
 
 async def test_the_same_value_again_is_no_difference(stream_name: Callable[[], str]) -> None:
-    assert set(VALUES) == set(BucketOptions.__annotations__)
+    options = {each.name for each in fields(KeyValueConfig)} - {"bucket", "direct"}
+    assert set(VALUES) == options == set(get_type_hints(BucketOptions))
     for version in ("2.10.26", "2.12.8", "2.15.1"):
         old = {"atomic": False} if version == "2.10.26" else {}
         with NatsServer(version=version) as server:
@@ -165,25 +166,6 @@ async def test_the_same_value_again_is_no_difference(stream_name: Callable[[], s
                     await kvx.ensure_bucket(js, name, **old, **{option: value})
                     assert vars(await config_of(js, name)) == before, (version, option, value)
                     await js.delete_key_value(name)
-
-
-async def test_an_empty_value_is_a_difference_if_the_bucket_has_another(
-    js: JetStreamContext, stream_name: Callable[[], str]
-) -> None:
-    name = stream_name()
-    await kvx.ensure_bucket(js, name, **OPTIONS | {"republish": RePublish(src="$KV.>", dest=f"{name}.>")})
-    before = vars(await config_of(js, name))
-    with pytest.raises(jsx.errors.StreamConfigMismatchError) as caught:
-        await kvx.ensure_bucket(
-            js, name, description="", max_value_size=0, ttl=0, republish=RePublish(dest=f"{name}.>")
-        )
-    assert caught.value.diff == {
-        "description": ("", "mine"),
-        "max_value_size": (-1, 1000),
-        "ttl": (0, 3600),
-        "republish": (RePublish(src=">", dest=f"{name}.>"), RePublish(src="$KV.>", dest=f"{name}.>")),
-    }
-    assert vars(await config_of(js, name)) == before
 
 
 async def test_many_processes_at_once_get_the_same_bucket(
@@ -296,9 +278,3 @@ async def test_an_invalid_argument_is_refused_and_nothing_is_sent(js: JetStreamC
         with pytest.raises(InvalidBucketNameError, match="the name of a bucket must have 1 to 252 characters"):
             await kvx.ensure_bucket(js, name)
     assert asked == []
-
-
-def test_its_options_are_those_of_nats_py() -> None:
-    options = set(get_type_hints(BucketOptions))
-    assert options == {each.name for each in fields(KeyValueConfig)} - {"bucket", "direct"}
-    assert Placement in get_type_hints(BucketOptions)["placement"].__args__

@@ -4,7 +4,7 @@ import asyncio
 import base64
 import json
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 import nats
@@ -59,10 +59,7 @@ class TestReads:
         await all_at_once(
             self.markers_show_which_keys_expired,
             self.key_without_a_marker_is_unavailable,
-            self.past_is_incomplete_if_messages_show_that_keys_expire,
             self.past_is_unavailable_after_the_ttl_of_the_bucket,
-            self.key_whose_delete_marker_is_exposed_again_is_unavailable,
-            self.key_that_has_expired_is_in_no_snapshot,
             self.mirror_that_does_not_heed_ttls_keeps_the_key,
             make_bucket=make_bucket,
         )
@@ -105,21 +102,6 @@ class TestReads:
         assert (await kvx.snapshot(kv, at=2, strict=False)).complete is False
 
     @staticmethod
-    async def past_is_incomplete_if_messages_show_that_keys_expire(make_bucket: MakeBucket) -> None:
-        kv = await make_bucket(history=4)
-        await kv.create("session", b"1", msg_ttl=1)
-        await kv.create("other", b"2", msg_ttl=3600)
-        for n in range(3, 9):
-            await kv.put("hot", b"%d" % n)
-        await expired(kv, "session")
-        with pytest.raises(HistoryUnavailableError, match="may be missing") as caught:
-            await kvx.snapshot(kv, at=7)
-        assert caught.value.keys == ()
-        loose = await kvx.snapshot(kv, at=7, strict=False)
-        assert (set(loose), loose.complete) == ({"other", "hot"}, False)
-        assert set(await kvx.snapshot(kv, at=8)) == {"other", "hot"}  # the newest revision: the bucket as it is now
-
-    @staticmethod
     async def past_is_unavailable_after_the_ttl_of_the_bucket(make_bucket: MakeBucket) -> None:
         kv = await make_bucket(ttl=4, history=3)  # long enough for the reads before anything expires
         await kv.put("old", b"1")
@@ -138,37 +120,6 @@ class TestReads:
             with pytest.raises(HistoryUnavailableError):
                 await read
         assert set(await kvx.snapshot(kv, at=last)) == {"new", "old"}
-
-    @staticmethod
-    async def key_whose_delete_marker_is_exposed_again_is_unavailable(make_bucket: MakeBucket) -> None:
-        """Another client creates the key again with a TTL, without replacing its history, and the value expires."""
-        kv = await make_bucket(history=5)
-        await kv.put("a", b"1")
-        await kv.delete("a")
-        await kv.put("z", b"1")
-        made = await kv.create("a", b"2", msg_ttl=1)
-        await expired(kv, "a")
-        await kv.put("y", b"1")
-        assert await kvx.get_many(kv, ["a"]) == {}
-        with pytest.raises(HistoryUnavailableError) as caught:
-            await kvx.get_many(kv, ["a", "z"], at=made)
-        assert caught.value.keys == ("a",)
-        with pytest.raises(HistoryUnavailableError):
-            await kvx.snapshot(kv, at=made)
-
-    @staticmethod
-    async def key_that_has_expired_is_in_no_snapshot(make_bucket: MakeBucket) -> None:
-        """By the server's clock, also while the server has not removed it."""
-        kv = await make_bucket()
-        async with jsx.FastPublisher(kv._js, flow=500) as publisher:
-            await publisher.add_many((f"{kv._pre}k.{n}", b"") for n in range(2_000))
-        await kv.create("lock", b"1", msg_ttl=1)
-        lock = (await kvx.snapshot(kv, ["lock"]))["lock"]
-        while datetime.now(UTC) < lock.created + timedelta(seconds=1.2):
-            snap = await kvx.snapshot(kv)
-            if snap.time >= lock.created + timedelta(seconds=1):
-                assert "lock" not in snap
-            await kv.put("k.0", b"tick")
 
     @staticmethod
     async def mirror_that_does_not_heed_ttls_keeps_the_key(make_bucket: MakeBucket) -> None:

@@ -1,7 +1,6 @@
 """nats-py and this package use one bucket together, in both directions."""
 
 import asyncio
-import random
 
 import pytest
 from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
@@ -76,25 +75,3 @@ async def test_stored_messages_equal_those_of_nats_py(make_bucket) -> None:
             ]
         )
     assert read[0] == read[1]
-
-
-async def test_interleaved_writes_look_the_same_to_both_clients(make_bucket) -> None:
-    kv = await make_bucket(history=2, storage="memory")
-    keys = [f"k.{n}" for n in range(20)]
-    rng = random.Random(1)
-    for _ in range(30):
-        async with kvx.transaction(kv) as tx:
-            for key in rng.sample(keys, 4):
-                rng.choice([lambda k: tx.put(k, b"tx"), tx.delete, tx.purge])(key)
-        key = rng.choice(keys)
-        await rng.choice([lambda k: kv.put(k, b"nats-py"), kv.delete, kv.purge])(key)
-    ours = {key: (entry.value, entry.revision) for key, entry in (await kvx.snapshot(kv)).items()}
-    many = {key: (entry.value, entry.revision) for key, entry in (await kvx.get_many(kv, keys)).items()}
-    theirs = {}
-    for key in keys:
-        try:
-            entry = await kv.get(key)
-        except KeyNotFoundError:
-            continue
-        theirs[key] = entry.value, entry.revision
-    assert ours == theirs == many

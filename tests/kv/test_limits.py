@@ -112,6 +112,31 @@ async def test_past_of_a_bucket_without_a_record_is_unavailable_if_messages_are_
         assert set(await kvx.snapshot(kv, at=later)) == {"a", "b", "c", "d"}
 
 
+async def test_key_removed_by_purge_deletes_is_unavailable(make_bucket) -> None:
+    """`purge_deletes`, which every client has, leaves no trace of the key."""
+    for history in (1, 5):
+        for again in ("put", "create", ""):
+            kv = await make_bucket(history=history)
+            await kv.put("a", b"1")
+            await kv.put("z", b"1")
+            await kv.delete("a")
+            await kv.purge_deletes(olderthan=-1)
+            if again:
+                await getattr(kv, again)("a", b"2")
+            last = await kv.create("y", b"1")
+            for filters in (None, ["*"], ["a"], ["a", "z"]):
+                with pytest.raises(HistoryUnavailableError) as gone:
+                    await kvx.snapshot(kv, filters, at=2)
+                assert gone.value.keys in ((), ("a",))
+                some = await kvx.snapshot(kv, filters, at=2, strict=False)
+                assert "a" in some.unavailable or not some.complete
+            with pytest.raises(HistoryUnavailableError) as gone:
+                await kvx.get_many(kv, ["z", "a"], at=2)
+            assert gone.value.keys == ("a",)
+            assert (await kvx.get_many(kv, ["z"], at=2))["z"].value == b"1"
+            assert (await kvx.snapshot(kv, at=last)).keys() == ({"a", "y", "z"} if again else {"y", "z"})
+
+
 async def test_past_of_a_bucket_that_drops_its_oldest_messages_is_unavailable(make_bucket) -> None:
     kv = await make_bucket(history=1)
     config = (await kv._js.stream_info(kv._stream)).config

@@ -9,7 +9,7 @@ import pytest
 from nats.js.kv import KeyValue
 
 import jetstream_ext.kv as kvx
-from jetstream_ext.errors import BatchOutcomeUnknownError, DirectGetDisabledError, KeyConflictError, NoStreamError
+from jetstream_ext.errors import BatchOutcomeUnknownError, KeyConflictError, NoStreamError
 from jetstream_ext.kv.transaction import Transaction
 from jetstream_ext.testing import ReferenceServer
 from jetstream_ext.testing.reference import ChangeLeader, Cut, Drop, Lose, Overload, Unavailable
@@ -20,17 +20,13 @@ READ = "$JS.API.STREAM.MSG.GET.KV_B"
 class Counting:
     """Adds one to a key, and counts its runs."""
 
-    def __init__(self, *failures: Exception) -> None:
-        self.runs = 0
-        self.failures = list(failures)
+    runs = 0
 
     async def __call__(self, tx: Transaction) -> int:
         self.runs += 1
         entry = await tx.get("count")
         count = int(entry.value) + 1 if entry else 1
         tx.put("count", b"%d" % count)
-        if self.failures:
-            raise self.failures.pop(0)
         return count
 
 
@@ -100,22 +96,6 @@ async def test_conflict_with_a_condition_of_the_caller_is_not_retried(make_bucke
         with pytest.raises(KeyConflictError) as caught:
             await kvx.retry_transaction(kv, once)
         assert (caught.value.keys, runs) == (("a",), 1)
-
-
-async def test_exception_of_the_function_ends_the_call(make_bucket) -> None:
-    kv = await make_bucket()
-    for failure in (
-        ZeroDivisionError(),
-        DirectGetDisabledError(),
-        BatchOutcomeUnknownError(),
-        NoStreamError(outcome="not_stored"),  # also a transient one, if no call of this transaction raised it
-        ExceptionGroup("", [NoStreamError(outcome="not_stored")]),
-    ):
-        fn = Counting(failure)
-        with pytest.raises(type(failure)):
-            await kvx.retry_transaction(kv, fn)
-        assert fn.runs == 1
-    assert (await kvx.snapshot(kv)).revision == 0
 
 
 async def test_transient_errors_are_retried(reference) -> None:
