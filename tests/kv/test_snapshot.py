@@ -205,18 +205,6 @@ async def test_bucket_with_a_higher_first_sequence(js, stream_name) -> None:
     assert (set(then), then.complete) == ({"a"}, True)
 
 
-async def test_other_subjects_of_the_stream_are_not_keys(js, make_bucket, stream_name, load) -> None:
-    kv = await make_bucket()
-    await load(kv, {f"k.{n}": b"1" for n in range(1_100)})
-    config = (await js.stream_info(kv._stream)).config
-    other = stream_name()
-    await js.update_stream(config.evolve(subjects=[*config.subjects, f"{other}.>"]))
-    await js.publish(f"{other}.a.very.long.subject.indeed", b"not a value")
-    assert len(await kvx.snapshot(kv)) == 1_100
-    assert len(await kvx.snapshot(kv, at=1_101)) == 1_100
-    assert len(await kvx.get_many(kv, ["k.1", "k.2"])) == 2
-
-
 @pytest.fixture
 def pages_of_four(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Let the server list four keys at a time, and call a function with each page."""

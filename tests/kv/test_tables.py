@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -143,16 +144,11 @@ class TestReading:
                 await kvx.Table(kv).__aenter__()
 
 
-class OpenTables:
-    def __init__(self, tables: list[kvx.Table]) -> None:
-        self.tables = tables
-
-    async def __aenter__(self) -> list[kvx.Table]:
-        await asyncio.gather(*(table.__aenter__() for table in self.tables))
-        return self.tables
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.gather(*(table.__aexit__(None, None, None) for table in self.tables))
+@asynccontextmanager
+async def opened(kv: KeyValue, *keys: list[str] | None) -> AsyncIterator[list[kvx.Table]]:
+    """Open a table for each list of keys."""
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(kvx.Table(kv, each)) for each in keys]
 
 
 async def test_the_memory_is_that_of_keys_and_values(make_bucket: MakeBucket, load: Load) -> None:
@@ -283,7 +279,7 @@ class TestAfterAStall:
                 await bucket.put("s.b", b"2")
 
         seen: list[bool] = []
-        async with OpenTables([kvx.Table(kv, keys) for keys in (None, ["s.>"], ["s.a", "s.b"])]) as tables:
+        async with opened(kv, None, ["s.>"], ["s.a", "s.b"]) as tables:
             await until(lambda: all(table._live._inboxes for table in tables))  # they have subscribed
             tables[0].on_change(lambda change: seen.append(change.key == "s.b" and "s.a" in tables[0]))
             await stalled(remove)
@@ -399,9 +395,7 @@ class TestTransactions:
         kv = await make_bucket(history=history)
         other = await writer.key_value(kv._name)
         seen: set[tuple[int, tuple[bytes, ...]]] = set()
-        async with OpenTables(
-            [kvx.Table(kv, keys) for keys in (None, ["k1", "k3", "k9"], ["k1", "k3", "k5"])]
-        ) as tables:
+        async with opened(kv, None, ["k1", "k3", "k9"], ["k1", "k3", "k5"]) as tables:
             for number, table in enumerate(tables):
 
                 def note(_: object, number: int = number, table: kvx.Table = table) -> None:
@@ -571,27 +565,27 @@ class TestLife:
             assert table._live._waiters == 0
 
     async def test_a_server_that_restarts(self, own_server: NatsServer, caplog: pytest.LogCaptureFixture) -> None:
-        nc = await nats.connect(own_server.url, reconnect_time_wait=0.05, max_reconnect_attempts=-1, error_cb=ignore)
-        js = nc.jetstream(timeout=1)
-        kv = await kvx.enable(await js.create_key_value(bucket="B"))
-        await kv.put("a", b"1")
-        with caplog.at_level(logging.WARNING, "jetstream_ext"):
-            async with kvx.Table(kv) as table:
-                own_server.kill()
-                await until(lambda: "not current" in caplog.text)
-                assert values(table) == {"a": b"1"}
-                await asyncio.to_thread(own_server.restart)
-                async with asyncio.timeout(30):
-                    while True:
-                        try:
-                            revision = await kv.put("a", b"2")
-                            break
-                        except (nats.errors.Error, nats.js.errors.Error):
-                            await asyncio.sleep(0.1)
-                await table.wait_for(revision, timeout=30)
-                assert values(table) == {"a": b"2"}
-        assert "current again" in caplog.text
-        await nc.close()
+        options = {"reconnect_time_wait": 0.05, "max_reconnect_attempts": -1, "error_cb": ignore}
+        async with await nats.connect(own_server.url, **options) as nc:
+            kv = await kvx.enable(await nc.jetstream(timeout=10).create_key_value(bucket="B"))
+            await kv.put("a", b"1")
+            impatient = await nc.jetstream(timeout=1).key_value("B")
+            with caplog.at_level(logging.WARNING, "jetstream_ext"):
+                async with kvx.Table(impatient) as table:
+                    own_server.kill()
+                    await until(lambda: "not current" in caplog.text)
+                    assert values(table) == {"a": b"1"}
+                    await asyncio.to_thread(own_server.restart)
+                    async with asyncio.timeout(30):
+                        while True:
+                            try:
+                                revision = await kv.put("a", b"2")
+                                break
+                            except (nats.errors.Error, nats.js.errors.Error):
+                                await asyncio.sleep(0.1)
+                    await table.wait_for(revision, timeout=30)
+                    assert values(table) == {"a": b"2"}
+            assert "current again" in caplog.text
 
     async def test_without_permission_to_subscribe_it_polls(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(live, "LONGEST_PAUSE", 3600.0)
@@ -599,24 +593,24 @@ class TestLife:
             "{user: a, password: a}, {user: b, password: b, permissions: "
             '{publish: ["$JS.API.>"], subscribe: ["_INBOX.>"]}}'
         )
+        errors: list[Exception] = []
+
+        async def note(error: Exception) -> None:
+            errors.append(error)
+
         with NatsServer(config=f"authorization {{users: [{users}]}}") as server:
-            nc = await nats.connect(server.url, user="a", password="a")
-            errors: list[Exception] = []
-
-            async def note(error: Exception) -> None:
-                errors.append(error)
-
-            limited = await nats.connect(server.url, user="b", password="b", error_cb=note)
-            kv = await kvx.enable(await nc.jetstream().create_key_value(bucket="B"))
-            async with kvx.Table(await limited.jetstream().key_value("B")) as table:
-                for n in range(3):
-                    await asyncio.sleep(0.4)
-                    await kv.put("a", b"%d" % n)
-                    await until(lambda: values(table) == {"a": b"%d" % n})  # noqa: B023
-                assert not table._live._inboxes
-            assert len(errors) == 1, "it does not try again"
-            await nc.close()
-            await limited.close()
+            async with (
+                await nats.connect(server.url, user="a", password="a") as nc,
+                await nats.connect(server.url, user="b", password="b", error_cb=note) as limited,
+            ):
+                kv = await kvx.enable(await nc.jetstream(timeout=30).create_key_value(bucket="B"))
+                async with kvx.Table(await limited.jetstream(timeout=30).key_value("B")) as table:
+                    for n in range(3):
+                        await asyncio.sleep(0.4)
+                        await kv.put("a", b"%d" % n)
+                        await until(lambda: values(table) == {"a": b"%d" % n})  # noqa: B023
+                    assert not table._live._inboxes
+        assert len(errors) == 1, "it does not try again"
 
 
 @pytest.mark.parametrize("history", [1, 64])
@@ -624,31 +618,25 @@ async def test_every_state_is_one_that_the_bucket_had(
     make_bucket: MakeBucket, server: NatsServer, history: int
 ) -> None:
     kv = await make_bucket(history=history)
-    clients = [await nats.connect(server.url) for _ in range(3)]
-    buckets = [await nc.jetstream(timeout=10).key_value(kv._name) for nc in clients]
     checker, stop = TableChecker(), asyncio.Event()
-    late: list[kvx.Table] = []
-    async with OpenTables([kvx.Table(buckets[0]), kvx.Table(buckets[1])]) as tables:
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(await nats.connect(server.url)) for _ in range(3)]
+        buckets = [await nc.jetstream(timeout=10).key_value(kv._name) for nc in clients]
+        tables = [await stack.enter_async_context(kvx.Table(bucket)) for bucket in buckets[:2]]
         async with asyncio.TaskGroup() as group:
             for number, bucket in enumerate(buckets):
-                group.create_task(checker.write(bucket, number, 20, stop, tables=tables))
-            for number, table in enumerate(tables):
-                group.create_task(checker.read(f"table {number}", table, number, stop))
-            for number in range(3, 6):  # they load while the others write
-                await asyncio.sleep(0.3)
-                late.append(await kvx.Table(buckets[2]).__aenter__())
-                group.create_task(checker.read(f"table {number}", late[-1], number, stop))
-            await asyncio.sleep(1)
+                group.create_task(checker.write(bucket, number, 20, stop, tables=tables[:2]))
+            for number in range(5):
+                if number >= 2:  # the later ones load while the others write
+                    await asyncio.sleep(0.3)
+                    tables.append(await stack.enter_async_context(kvx.Table(buckets[2])))
+                group.create_task(checker.read(f"table {number}", tables[number], number, stop))
             async with asyncio.timeout(60):
-                while sum(map(len, checker.samples.values())) <= 50:
+                while sum(map(len, checker.samples.values())) <= 100:
                     await asyncio.sleep(0.05)
             stop.set()
         end = await kvx.snapshot(kv)
-        for table in (*tables, *late):
+        for table in tables:
             await table.wait_for(end.revision)
             assert dict(table) == dict(end)
-    for table in late:
-        await table.__aexit__(None, None, None)
     checker.check()
-    for nc in clients:
-        await nc.close()

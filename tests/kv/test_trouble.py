@@ -38,34 +38,32 @@ async def quiet(error: Exception) -> None:
 
 
 async def test_read_during_a_restart_is_complete_or_an_error() -> None:
+    options = {"reconnect_time_wait": 0.02, "max_reconnect_attempts": -1, "error_cb": quiet, "connect_timeout": 10}
     with NatsServer() as server:
-        nc = await nats.connect(
-            server.url, reconnect_time_wait=0.02, max_reconnect_attempts=-1, error_cb=quiet, connect_timeout=10
-        )
-        js = nc.jetstream(timeout=30)
-        kv = await kvx.enable(await js.create_key_value(bucket="B"))
-        await js.update_stream((await js.stream_info("KV_B")).config.evolve(allow_batched=True))
-        async with jsx.FastPublisher(js, flow=500) as publisher:
-            await publisher.add_many((f"$KV.B.{key}", value) for key, value in KEYS.items())
-        impatient = await nc.jetstream(timeout=2).key_value("B")
-        for read in READS:
-            for turns in (0, 10, 60):
-                reading = asyncio.ensure_future(read(impatient))
-                for _ in range(turns):
-                    await asyncio.sleep(0)
-                server.kill()
-                await asyncio.to_thread(server.restart)
-                try:
-                    found = await reading
-                except TROUBLE:
-                    pass
-                else:
-                    assert {key: entry.value for key, entry in found.items()} == KEYS
-                async with asyncio.timeout(30):
-                    while not nc.is_connected:
-                        await asyncio.sleep(0.01)
-            assert len(await read(kv)) == len(KEYS)
-        await nc.close()
+        async with await nats.connect(server.url, **options) as nc:
+            js = nc.jetstream(timeout=30)
+            kv = await kvx.enable(await js.create_key_value(bucket="B"))
+            await js.update_stream((await js.stream_info("KV_B")).config.evolve(allow_batched=True))
+            async with jsx.FastPublisher(js, flow=500) as publisher:
+                await publisher.add_many((f"$KV.B.{key}", value) for key, value in KEYS.items())
+            impatient = await nc.jetstream(timeout=2).key_value("B")
+            for read in READS:
+                for turns in (0, 10, 60):
+                    reading = asyncio.ensure_future(read(impatient))
+                    for _ in range(turns):
+                        await asyncio.sleep(0)
+                    server.kill()
+                    await asyncio.to_thread(server.restart)
+                    try:
+                        found = await reading
+                    except TROUBLE:
+                        pass
+                    else:
+                        assert {key: entry.value for key, entry in found.items()} == KEYS
+                    async with asyncio.timeout(30):
+                        while not nc.is_connected:
+                            await asyncio.sleep(0.01)
+                assert len(await read(kv)) == len(KEYS)
 
 
 async def test_touch_without_an_answer_raises_request_timeout() -> None:
