@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -80,19 +80,18 @@ async def add_many(batch: Any, messages: Any) -> None:
         await batch.add_many(messages)
 
 
-@pytest.mark.parametrize("publisher", PUBLISHERS)
-async def test_a_batch_over_two_streams_names_both_and_their_subjects(publisher: str, env: Env) -> None:
+async def test_a_batch_over_two_streams_names_both_and_their_subjects(env: Env) -> None:
     first, second = f"{env.one}.a", f"{env.two}.b"
-    call = PUBLISHERS[publisher]
-    if publisher == "ingest":  # which publishes to any stream
-        assert (await jsx.ingest(env.js, [(first, b""), (second, b"")])).stored == 2
-        return
-    text = await text_of(lambda: call(env.js, [(first, b"1"), (second, b"2")]), errors.BadSubjectError)
-    kind = "a fast batch" if publisher.startswith("Fast") else "an atomic batch"
-    assert text.partition(": ")[2] == (
-        f"subject {second!r} is stored by stream {env.two!r}, but the batch is for stream {env.one!r}; "
-        f"all messages of {kind} must be of one stream; the message was not added"
-    )
+    for publisher, call in PUBLISHERS.items():
+        if publisher == "ingest":  # which publishes to any stream
+            assert (await jsx.ingest(env.js, [(first, b""), (second, b"")])).stored == 2
+            continue
+        text = await text_of(partial(call, env.js, [(first, b"1"), (second, b"2")]), errors.BadSubjectError)
+        kind = "a fast batch" if publisher.startswith("Fast") else "an atomic batch"
+        assert text.partition(": ")[2] == (
+            f"subject {second!r} is stored by stream {env.two!r}, but the batch is for stream {env.one!r}; "
+            f"all messages of {kind} must be of one stream; the message was not added"
+        ), publisher
 
 
 async def test_an_atomic_batch_with_a_subject_of_no_stream_names_the_subject(env: Env) -> None:
@@ -126,18 +125,16 @@ BULKS = {
 }
 
 
-@pytest.mark.parametrize("publisher", PUBLISHERS)
-async def test_a_bulk_that_is_no_list_of_messages_is_a_type_error(publisher: str, js: JetStreamContext) -> None:
-    for messages, given in BULKS.values():
-        text = await text_of(lambda: PUBLISHERS[publisher](js, messages), TypeError)  # noqa: B023 - called at once
-        assert text == f"messages must be a list or another iterable of messages, each {ENTRY}, not {given}"
+async def test_a_bulk_that_is_no_list_of_messages_is_a_type_error(js: JetStreamContext) -> None:
     called = entries()
-    for messages, expected in (
-        (called, f"messages must be a list or another iterable of messages, each {ENTRY}, not coroutine; await it"),
-        ([called], f"a message must be {ENTRY}, not coroutine; await it"),
-    ):
-        kind = errors.IngestError if publisher == "ingest" and messages is not called else TypeError
-        assert expected in await text_of(lambda: PUBLISHERS[publisher](js, messages), kind)  # noqa: B023
+    for publisher, call in PUBLISHERS.items():
+        for messages, given in [*BULKS.values(), (called, "coroutine; await it")]:
+            text = await text_of(partial(call, js, messages), TypeError)
+            wanted = f"messages must be a list or another iterable of messages, each {ENTRY}, not {given}"
+            assert text == wanted, publisher
+        kind = errors.IngestError if publisher == "ingest" else TypeError
+        text = await text_of(partial(call, js, [called]), kind)
+        assert f"a message must be {ENTRY}, not coroutine; await it" in text, publisher
     await called
 
 
@@ -152,12 +149,11 @@ ENTRIES = {
 }
 
 
-@pytest.mark.parametrize("publisher", PUBLISHERS)
-async def test_an_entry_that_is_no_message_is_explained(publisher: str, js: JetStreamContext) -> None:
-    for entry, expected in ENTRIES.values():
-        kind = errors.IngestError if publisher == "ingest" else TypeError
-        text = await text_of(lambda: PUBLISHERS[publisher](js, [entry]), kind)  # noqa: B023 - called at once
-        assert expected in text
+async def test_an_entry_that_is_no_message_is_explained(js: JetStreamContext) -> None:
+    for publisher, call in PUBLISHERS.items():
+        for entry, expected in ENTRIES.values():
+            kind = errors.IngestError if publisher == "ingest" else TypeError
+            assert expected in await text_of(partial(call, js, [entry]), kind), publisher
 
 
 async def test_a_payload_or_value_of_another_type_is_shown_with_its_subject_or_key(env: Env) -> None:
@@ -173,13 +169,13 @@ async def test_a_payload_or_value_of_another_type_is_shown_with_its_subject_or_k
     assert tx.revisions == {}
 
 
-@pytest.mark.parametrize("headers", [{}, {"a": "1"}])
-async def test_a_message_that_is_too_large_is_shown_with_its_subject(headers: dict[str, str], env: Env) -> None:
+async def test_a_message_that_is_too_large_is_shown_with_its_subject(env: Env) -> None:
     subject, large = f"{env.one}.a", bytes(2 << 20)
-    entries = [(subject, b""), (f"{env.one}.b", large, headers)]
     for call in (jsx.publish_atomic, PUBLISHERS["FastPublisher.add_many"]):
-        text = await text_of(lambda: call(env.js, entries), errors.MaxPayloadError)  # noqa: B023
-        assert f"the message on subject '{env.one}.b' has " in text
+        for headers in ({}, {"a": "1"}):
+            entries = [(subject, b""), (f"{env.one}.b", large, headers)]
+            text = await text_of(partial(call, env.js, entries), errors.MaxPayloadError)
+            assert f"the message on subject '{env.one}.b' has " in text
 
 
 # -- arguments -----------------------------------------------------------------------------------------------------------
@@ -190,27 +186,17 @@ def plain(tx: kvx.Transaction) -> int:
     return 5
 
 
-@pytest.mark.parametrize(
-    ("fn", "expected"),
-    [
-        (
-            plain,
-            "fn must be an async function: plain() returned int, which cannot be awaited; nothing was written; define it with `async def`",
-        ),
-        (None, "fn must be an async function, not NoneType"),
-    ],
-)
-async def test_retry_transaction_needs_an_async_function(fn: Any, expected: str, env: Env) -> None:
-    assert await text_of(lambda: kvx.retry_transaction(env.kv, fn), TypeError) == expected
+async def test_retry_transaction_needs_an_async_function_and_not_its_call(env: Env) -> None:
+    called = entries()
+    wanted = "fn must be an async function"
+    given: Any
+    for given, expected in (
+        (plain, ": plain() returned int, which cannot be awaited; nothing was written; define it with `async def`"),
+        (None, ", not NoneType"),
+        (called, ", not coroutine; give the function itself, without calling it"),
+    ):
+        assert await text_of(partial(kvx.retry_transaction, env.kv, given), TypeError) == wanted + expected
     assert await kvx.get_many(env.kv, ["a"]) == {}
-
-
-async def test_retry_transaction_needs_the_function_and_not_its_call(env: Env) -> None:
-    async def work() -> None: ...
-
-    called: Any = work()
-    text = await text_of(lambda: kvx.retry_transaction(env.kv, called), TypeError)
-    assert text == "fn must be an async function, not coroutine; give the function itself, without calling it"
     await called
 
 
@@ -258,20 +244,18 @@ async def async_generator(_: object) -> AsyncIterator[int]:
     yield 1
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, *ASYNC_FUNCTIONS])
-async def test_what_is_no_function_is_refused_at_the_call(name: str, env: Env) -> None:
-    call, wanted = (FUNCTIONS | ASYNC_FUNCTIONS)[name]
+async def test_what_is_no_function_is_refused_at_the_call(env: Env) -> None:
     called = coroutine_function(1)
-    for given, shown in (("x", "'x'"), (5, "int"), (called, "coroutine; give the function itself, without calling it")):
-        text = await text_of(lambda: call(env, given), TypeError)  # noqa: B023 - called at once
-        if name == "payload":
-            shown = repr(given)
-        assert text == f"{name.rpartition(' ')[2]} must be {wanted}, not {shown}"
+    call_hint = "coroutine; give the function itself, without calling it"
+    for name, (call, wanted) in (FUNCTIONS | ASYNC_FUNCTIONS).items():
+        for given, shown in (("x", "'x'"), (5, "int"), (called, call_hint)):
+            text = await text_of(partial(call, env, given), TypeError)
+            said = repr(given) if name == "payload" else shown
+            assert text == f"{name.rpartition(' ')[2]} must be {wanted}, not {said}"
     await called
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-async def test_an_async_function_is_refused_where_it_would_never_run(name: str, env: Env) -> None:
+async def test_an_async_function_is_refused_where_it_would_never_run_and_taken_where_it_is_awaited(env: Env) -> None:
     given_ones = (
         coroutine_function,
         partial(coroutine_function),
@@ -279,18 +263,16 @@ async def test_an_async_function_is_refused_where_it_would_never_run(name: str, 
         AsyncCallable().method,
         async_generator,
     )
-    for given in given_ones:
-        text = await text_of(lambda: FUNCTIONS[name][0](env, given), TypeError)  # noqa: B023 - called at once
-        assert text == (
-            f"{name.rpartition(' ')[2]} must be a plain function, not an async one, which would never run; give a function "
-            "that starts a task"
-        )
-
-
-@pytest.mark.parametrize("name", ASYNC_FUNCTIONS)
-async def test_an_async_function_is_taken_where_it_is_awaited(name: str, env: Env) -> None:
-    for given in (coroutine_function, AsyncCallable()):
-        ASYNC_FUNCTIONS[name][0](env, given)
+    for name, (call, _) in FUNCTIONS.items():
+        for given in given_ones:
+            text = await text_of(partial(call, env, given), TypeError)
+            assert text == (
+                f"{name.rpartition(' ')[2]} must be a plain function, not an async one, which would never run; give a "
+                "function that starts a task"
+            ), given
+    for call, _ in ASYNC_FUNCTIONS.values():
+        for given in given_ones[:3]:
+            call(env, given)
 
 
 async def test_a_plain_function_that_returns_a_coroutine_is_reported(env: Env) -> None:
@@ -337,12 +319,11 @@ LISTS: dict[str, tuple[Callable[[Env, Any], Any], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("call", LISTS)
-async def test_a_text_where_a_list_is_needed_is_shown_as_a_list(call: str, env: Env) -> None:
-    made, name, what = LISTS[call]
-    for given, shown in (("x.>", "'x.>'; give ['x.>']"), (b"x", "bytes"), (5, "int")):
-        text = await text_of(lambda: made(env, given), TypeError)  # noqa: B023 - called at once
-        assert text == f"{name} must be a list of {what}, not {shown}"
+async def test_a_text_where_a_list_is_needed_is_shown_as_a_list(env: Env) -> None:
+    for call, (made, name, what) in LISTS.items():
+        for given, shown in (("x.>", "'x.>'; give ['x.>']"), (b"x", "bytes"), (5, "int")):
+            text = await text_of(partial(made, env, given), TypeError)
+            assert text == f"{name} must be a list of {what}, not {shown}", call
 
 
 async def test_the_subjects_of_a_stream_must_be_a_list_of_texts(env: Env) -> None:
@@ -364,14 +345,11 @@ WORDS: dict[str, tuple[Callable[[JetStreamContext, Any], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WORDS)
-async def test_a_word_that_is_not_allowed_comes_with_those_that_are(name: str, js: JetStreamContext) -> None:
-    make, expected = WORDS[name]
-    nearest = {"gap": "ok", "dialect": "draft"}.get(name, "skip")
-    for word, hint in ((f"{nearest}p", f"; did you mean {nearest!r}?"), ("?", ""), (7, "")):
-        with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
-            make(js, word)
-        assert str(caught.value) == f"{expected}, not {word!r}{hint}"
+async def test_a_word_that_is_not_allowed_comes_with_those_that_are(js: JetStreamContext) -> None:
+    for name, (make, expected) in WORDS.items():
+        nearest = {"gap": "ok", "dialect": "draft"}.get(name, "skip")
+        for word, hint in ((f"{nearest}p", f"; did you mean {nearest!r}?"), ("?", ""), (7, "")):
+            assert await text_of(partial(make, js, word), ValueError) == f"{expected}, not {word!r}{hint}"
 
 
 COLUMNS = {
@@ -383,17 +361,17 @@ COLUMNS = {
 }
 
 
-@pytest.mark.parametrize("name", [*COLUMNS, "zzz"])
-async def test_a_column_that_cannot_be_stored_comes_with_those_that_can(name: str, js: JetStreamContext) -> None:
-    table = pa.table({"subject": ["a"], "data": [b""], name: ["x"]})
-    text = await text_of(lambda: arrow.from_arrow(js, table), ValueError)
-    hint = (
-        f"did you mean {COLUMNS[name]!r}?"
-        if name in COLUMNS
-        else "select those, and put other values into data or headers"
-    )
+async def test_a_column_that_cannot_be_stored_comes_with_those_that_can(js: JetStreamContext) -> None:
     columns = "subject, data, headers, msg_id, stream, seq, time"
-    assert text == f"column {name!r}: only the columns {columns} can be stored; {hint}"
+    for name in [*COLUMNS, "zzz"]:
+        table = pa.table({"subject": ["a"], "data": [b""], name: ["x"]})
+        text = await text_of(partial(arrow.from_arrow, js, table), ValueError)
+        hint = (
+            f"did you mean {COLUMNS[name]!r}?"
+            if name in COLUMNS
+            else "select those, and put other values into data or headers"
+        )
+        assert text == f"column {name!r}: only the columns {columns} can be stored; {hint}"
 
 
 async def test_a_column_or_option_of_a_read_that_does_not_exist_comes_with_the_nearest(js: JetStreamContext) -> None:
@@ -440,10 +418,10 @@ MISSING_STREAMS: dict[str, Callable[[Env, str], Any]] = {
 }
 
 
-@pytest.mark.parametrize("call", MISSING_STREAMS)
-async def test_every_error_about_a_missing_stream_names_it(call: str, env: Env) -> None:
-    text = await text_of(lambda: MISSING_STREAMS[call](env, "NOPE"), Exception)
-    assert "stream 'NOPE' does not exist" in text
+async def test_every_error_about_a_missing_stream_names_it(env: Env) -> None:
+    for name, call in MISSING_STREAMS.items():
+        text = await text_of(partial(call, env, "NOPE"), nats.errors.Error)
+        assert "stream 'NOPE' does not exist" in text, name
 
 
 async def test_a_missing_consumer_is_named_with_its_stream(env: Env) -> None:
@@ -462,11 +440,11 @@ MISSING_MESSAGES: dict[str, tuple[Callable[[jsx.DirectGet], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("call", MISSING_MESSAGES)
-async def test_a_missing_message_is_described(call: str, env: Env) -> None:
-    get, expected = MISSING_MESSAGES[call]
-    text = await text_of(lambda: get(jsx.DirectGet(env.js, env.one)), errors.MessageNotFoundError)
-    assert text == f"stream {env.one!r}: no message {expected} was found"
+async def test_a_missing_message_is_described(env: Env) -> None:
+    direct = jsx.DirectGet(env.js, env.one)
+    for get, expected in MISSING_MESSAGES.values():
+        text = await text_of(partial(get, direct), errors.MessageNotFoundError)
+        assert text == f"stream {env.one!r}: no message {expected} was found"
 
 
 async def test_a_transaction_in_a_missing_bucket_names_it(env: Env) -> None:
@@ -539,14 +517,11 @@ REFUSED_BY_THE_API: dict[str, tuple[Callable[[Env, str], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("call", REFUSED_BY_THE_API)
-async def test_a_refusal_names_the_stream_the_bucket_or_the_consumer(
-    call: str, env: Env, stream_name: Callable[[], str]
-) -> None:
-    name = stream_name()
-    refused, expected = REFUSED_BY_THE_API[call]
-    text = await text_of(lambda: refused(env, name), errors.ServerError)
-    assert text.startswith(expected.format(name=name, one=env.one))
+async def test_a_refusal_names_the_stream_the_bucket_or_the_consumer(env: Env, stream_name: Callable[[], str]) -> None:
+    for refused, expected in REFUSED_BY_THE_API.values():
+        name = stream_name()
+        text = await text_of(partial(refused, env, name), errors.ServerError)
+        assert text.startswith(expected.format(name=name, one=env.one))
 
 
 async def test_a_refusal_keeps_the_words_of_the_server(js: JetStreamContext) -> None:
@@ -638,16 +613,19 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("user", REFUSED)
-async def test_an_answer_that_does_not_come_for_lack_of_a_permission_names_it(user: str, guarded: NatsServer) -> None:
+async def test_an_answer_that_does_not_come_for_lack_of_a_permission_names_it(guarded: NatsServer) -> None:
     async with connected(guarded, "admin", 30) as js:
         await jsx.ensure_stream(
             js, name="A", subjects=["a.>"], allow_direct=True, allow_atomic=True, allow_batched=True
         )
-    calls, why = REFUSED[user]
-    async with connected(guarded, user, 4) as js:
-        texts = await asyncio.gather(*(text_of(partial(SILENT[call], js), nats.errors.Error) for call in calls))
-    assert [call for call, text in zip(calls, texts, strict=True) if why not in text] == [], texts
+
+    async def without_the_reason(user: str, calls: Iterable[str], why: str) -> list[str]:
+        async with connected(guarded, user, 4) as js:
+            texts = await asyncio.gather(*(text_of(partial(SILENT[call], js), nats.errors.Error) for call in calls))
+        return [f"{user}, {call}: {text}" for call, text in zip(calls, texts, strict=True) if why not in text]
+
+    found = await asyncio.gather(*(without_the_reason(user, *row) for user, row in REFUSED.items()))
+    assert found == [[]] * len(REFUSED)
 
 
 async def test_an_answer_that_does_not_come_for_another_reason_names_no_permission(guarded: NatsServer) -> None:
@@ -666,27 +644,20 @@ async def test_an_answer_that_does_not_come_for_another_reason_names_no_permissi
         assert connection.why_silent(["$JS.API.DIRECT.GET.A"]) == ""
 
 
-LOGINS: dict[str, tuple[dict[str, Any], str]] = {
-    "none": ({}, "a login without credentials"),
-    "password": ({"user": "bob", "password": "hunter2"}, "the user and password"),
-    "token": ({"token": "hunter2"}, "the token"),
-    "user": ({"user": "hunter2"}, "the user, which has no password"),
-    "nkey": ({"nkeys_seed": None}, "the nkey of {}"),
-}
-
-
-@pytest.mark.parametrize("kind", LOGINS)
-async def test_a_refused_login_names_the_kind_of_credentials_and_no_secret(
-    kind: str, guarded: NatsServer, tmp_path: Path
-) -> None:
-    arguments, expected = LOGINS[kind]
-    if kind == "nkey":
-        path = tmp_path / "user.nk"
-        path.write_text("SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY")
-        arguments, expected = {"nkeys_seed": str(path)}, expected.format(path)
-    call = OwnClient().open([guarded.url], shown=guarded.url, timeout=30, tries=1, **arguments)
-    text = await text_of(lambda: call, errors.JetStreamExtError)
-    assert text == f"no connection to {guarded.url}: nats: 'Authorization Violation'; the server refused {expected}"
+async def test_a_refused_login_names_the_kind_of_credentials_and_no_secret(guarded: NatsServer, tmp_path: Path) -> None:
+    path = tmp_path / "user.nk"
+    path.write_text("SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY")
+    logins: list[tuple[dict[str, Any], str]] = [
+        ({}, "a login without credentials"),
+        ({"user": "bob", "password": "hunter2"}, "the user and password"),
+        ({"token": "hunter2"}, "the token"),
+        ({"user": "hunter2"}, "the user, which has no password"),
+        ({"nkeys_seed": str(path)}, f"the nkey of {path}"),
+    ]
+    for arguments, expected in logins:
+        call = OwnClient().open([guarded.url], shown=guarded.url, timeout=30, tries=1, **arguments)
+        text = await text_of(lambda: call, errors.JetStreamExtError)  # noqa: B023 - called at once
+        assert text == f"no connection to {guarded.url}: nats: 'Authorization Violation'; the server refused {expected}"
 
 
 async def test_a_login_that_took_too_long_is_not_called_refused() -> None:

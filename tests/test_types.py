@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import pickle
 from collections import UserDict
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
@@ -26,10 +25,6 @@ VALUES: list[Any] = [
 ]
 
 
-def ids(value: object) -> str:
-    return type(value).__name__
-
-
 def stored(headers: bytes = b"", time: bytes = b"2026-11-20T21:23:31.295694403Z", data: bytes = b"payload") -> Any:
     """A message as bulk reads create it."""
     decoder = ReplyDecoder("S")
@@ -45,28 +40,30 @@ def stored(headers: bytes = b"", time: bytes = b"2026-11-20T21:23:31.295694403Z"
     return message
 
 
-@pytest.mark.parametrize("value", VALUES, ids=ids)
-class TestDataclasses:
-    def test_is_frozen(self, value: Any) -> None:
+def test_a_value_is_frozen_and_has_slots_only() -> None:
+    for value in VALUES:
         for field in dataclasses.fields(value):
             with pytest.raises(dataclasses.FrozenInstanceError):
                 setattr(value, field.name, None)
-
-    def test_has_slots_only(self, value: Any) -> None:
-        assert not hasattr(value, "__dict__")
+        assert not hasattr(value, "__dict__"), value
         with pytest.raises((AttributeError, TypeError)):
             value.other = 1
 
-    def test_equal_values_have_equal_hashes(self, value: Any) -> None:
+
+def test_equal_values_have_equal_hashes() -> None:
+    for value in VALUES:
         again = dataclasses.replace(value)
         assert again is not value
         assert (again == value, hash(again)) == (True, hash(value))
         first = dataclasses.fields(value)[0].name
         assert dataclasses.replace(value, **{first: "another"}) != value
 
-    @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-    def test_survives_pickling(self, value: Any, protocol: int) -> None:
-        assert pickle.loads(pickle.dumps(value, protocol)) == value
+
+def test_a_value_survives_pickling() -> None:
+    for value in [*VALUES, stored(b"K: v\r\n")]:
+        for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+            assert pickle.loads(pickle.dumps(value, protocol)) == value, (value, protocol)
+        assert copy.deepcopy(value) == value
 
 
 def test_a_flow_error_is_frozen_hashable_and_picklable() -> None:
@@ -84,12 +81,13 @@ def test_never_is_a_singleton() -> None:
     assert repr(jsx.NEVER) == "NEVER"
 
 
-@pytest.mark.parametrize(
-    ("first", "seq", "last"),
-    [(3, 5, 4), (4, 5, 4), (3, 2, 3)],  # the last: a sequence that went backwards, as 2.15.1 reports it
-)
-def test_a_gap_has_its_last_lost_sequence(first: int, seq: int, last: int) -> None:
-    assert jsx.BatchFlowGap(first, seq).last_lost == last
+def test_a_gap_has_its_last_lost_sequence() -> None:
+    for first, seq, last in (
+        (3, 5, 4),
+        (4, 5, 4),
+        (3, 2, 3),
+    ):  # the last: a sequence that went back, as 2.15.1 reports it
+        assert jsx.BatchFlowGap(first, seq).last_lost == last
 
 
 def test_the_enums_are_their_wire_text() -> None:
@@ -112,15 +110,14 @@ def test_a_batch_message_keeps_every_value_of_a_header() -> None:
         assert message_headers(each) == [("A", "1"), ("A", "2")]
 
 
-@pytest.mark.parametrize("kind", [dict, UserDict])
-@pytest.mark.parametrize("view", [bytearray, memoryview])
-def test_a_batch_message_copies_its_headers_and_its_payload(kind: type, view: Callable[[bytearray], Any]) -> None:
-    headers, buffer = kind({"A": "1"}), bytearray(b"1")
-    message = jsx.BatchMessage("a", view(buffer), headers)
-    headers["A"] = "2"
-    buffer[:] = b"2"
-    assert message == jsx.BatchMessage("a", b"1", {"A": "1"})
-    assert type(message.payload) is bytes
+def test_a_batch_message_copies_its_headers_and_its_payload() -> None:
+    for kind, view in ((dict, bytearray), (UserDict, memoryview)):
+        headers, buffer = kind({"A": "1"}), bytearray(b"1")
+        message = jsx.BatchMessage("a", view(buffer), headers)  # type: ignore[arg-type]
+        headers["A"] = "2"
+        buffer[:] = b"2"
+        assert message == jsx.BatchMessage("a", b"1", {"A": "1"})
+        assert type(message.payload) is bytes
 
 
 def test_a_batch_message_takes_what_add_takes() -> None:
@@ -138,27 +135,24 @@ class TestStoredMsg:
         assert (message.num_pending, message.last_seq) == (8, 0)
         assert (type(message.num_pending), type(message.last_seq)) == (int, int)
 
-    @pytest.mark.parametrize(
-        ("text", "ns"),
-        [
-            (b"2026-11-20T21:23:31Z", 0),
-            (b"2026-11-20T21:23:31.2Z", 200_000_000),
-            (b"2026-11-20T21:23:31.29569Z", 295_690_000),
-            (b"2026-11-20T21:23:31.000000001Z", 1),
-            (b"2026-11-20T21:23:31.999999999Z", 999_999_999),
-        ],
-    )
-    def test_time_has_nanoseconds(self, text: bytes, ns: int) -> None:
-        message = stored(time=text)
+    def test_time_has_nanoseconds(self) -> None:
         whole = int(datetime(2026, 11, 20, 21, 23, 31, tzinfo=UTC).timestamp())
-        assert message.time_ns == whole * 1_000_000_000 + ns
-        assert message.time == datetime(2026, 11, 20, 21, 23, 31, ns // 1000, tzinfo=UTC)
-        assert message.time.utcoffset() == timedelta(0)
+        for text, ns in (
+            (b"", 0),
+            (b".2", 200_000_000),
+            (b".29569", 295_690_000),
+            (b".000000001", 1),
+            (b".999999999", 999_999_999),
+        ):
+            message = stored(time=b"2026-11-20T21:23:31" + text + b"Z")
+            assert message.time_ns == whole * 1_000_000_000 + ns, text
+            assert message.time == datetime(2026, 11, 20, 21, 23, 31, ns // 1000, tzinfo=UTC)
+            assert message.time.utcoffset() == timedelta(0)
 
-    @pytest.mark.parametrize("year", [1, 1901, 1970, 2262, 9999])
-    def test_time_covers_the_range_of_datetime(self, year: int) -> None:
-        message = stored(time=b"%04d-01-01T00:00:00.000001Z" % year)
-        assert message.time == datetime(year, 1, 1, 0, 0, 0, 1, tzinfo=UTC)
+    def test_time_covers_the_range_of_datetime(self) -> None:
+        for year in (1, 1901, 1970, 2262, 9999):
+            message = stored(time=b"%04d-01-01T00:00:00.000001Z" % year)
+            assert message.time == datetime(year, 1, 1, 0, 0, 0, 1, tzinfo=UTC)
 
     def test_time_is_exact_to_the_nanosecond_where_a_float_is_not(self) -> None:
         message = jsx.StoredMsg(stream="S", subject="a", seq=1, time_ns=1_795_209_811_295_694_403)
@@ -174,24 +168,25 @@ class TestStoredMsg:
         with pytest.raises(ResponseError):
             _ = message.time
 
-    @pytest.mark.parametrize("time", [b"2026-11-20T21:23:31", b"2026-11-20T21:23:31+01:00", b"2026-11-20T21:23:31\xff"])
-    def test_time_is_always_utc(self, time: bytes) -> None:
-        message = stored(time=time)
-        for read in (lambda: message.time, lambda: message.time_ns):
-            with pytest.raises(ResponseError, match="not RFC 3339"):
-                read()
+    def test_time_is_always_utc(self) -> None:
+        for time in (b"2026-11-20T21:23:31", b"2026-11-20T21:23:31+01:00", b"2026-11-20T21:23:31\xff"):
+            for attribute in ("time", "time_ns"):
+                with pytest.raises(ResponseError, match="not RFC 3339"):
+                    getattr(stored(time=time), attribute)
 
-    @pytest.mark.parametrize("lazy", [True, False])
-    def test_cannot_be_changed(self, lazy: bool) -> None:
-        message = stored(b"K: v\r\n") if lazy else jsx.StoredMsg(stream="S", subject="a", seq=1, headers={"K": "v"})
-        for name in ("stream", "subject", "seq", "data", "headers", "time", "time_ns", "num_pending", "last_seq"):
+    def test_cannot_be_changed(self) -> None:
+        for message in (
+            stored(b"K: v\r\n"),
+            jsx.StoredMsg(stream="S", subject="a", seq=1, headers={"K": "v"}),
+        ):
+            for name in ("stream", "subject", "seq", "data", "headers", "time", "time_ns", "num_pending", "last_seq"):
+                with pytest.raises(AttributeError):
+                    setattr(message, name, None)
             with pytest.raises(AttributeError):
-                setattr(message, name, None)
-        with pytest.raises(AttributeError):
-            message.other = 1
-        assert not hasattr(message, "__dict__")
-        message.headers["K"] = "changed"
-        assert message.headers == {"K": "v"}
+                message.other = 1
+            assert not hasattr(message, "__dict__")
+            message.headers["K"] = "changed"
+            assert message.headers == {"K": "v"}
 
     def test_copies_its_headers(self) -> None:
         given = {"K": "v"}
@@ -210,28 +205,18 @@ class TestStoredMsg:
         assert len({lazy, plain}) == 1
         assert repr(lazy) == repr(plain)
 
-    @pytest.mark.parametrize(
-        "change",
-        [
-            {"stream": "T"}, {"subject": "a.c"}, {"seq": 6}, {"data": b""}, {"headers": {"K": "w"}}, {"time_ns": 1},
-            {"num_pending": None}, {"last_seq": 1},
-        ],
-    )  # fmt: skip
-    def test_differs_when_anything_differs(self, change: dict[str, Any]) -> None:
+    def test_differs_when_anything_differs(self) -> None:
         fields: dict[str, Any] = {
             "stream": "S", "subject": "a.b", "seq": 5, "data": b"x", "headers": {"K": "v"}, "time_ns": 0,
             "num_pending": 8, "last_seq": 0,
         }  # fmt: skip
-        assert jsx.StoredMsg(**fields) != jsx.StoredMsg(**{**fields, **change})
+        other: dict[str, Any] = {
+            "stream": "T", "subject": "a.c", "seq": 6, "data": b"", "headers": {"K": "w"}, "time_ns": 1,
+            "num_pending": None, "last_seq": 1,
+        }  # fmt: skip
+        for name in fields:
+            assert jsx.StoredMsg(**fields) != jsx.StoredMsg(**{**fields, name: other[name]}), name
         assert jsx.StoredMsg(**fields) != "something else"
-
-    @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-    def test_survives_pickling(self, protocol: int) -> None:
-        lazy = stored(b"K: v\r\n")
-        again = pickle.loads(pickle.dumps(lazy, protocol))
-        assert again == lazy
-        assert again.time_ns == lazy.time_ns
-        assert copy.deepcopy(lazy) == lazy
 
     def test_is_final(self) -> None:
         assert getattr(jsx.StoredMsg, "__final__", False)

@@ -6,8 +6,6 @@ import re
 import shlex
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 NOXFILE = (ROOT / "noxfile.py").read_text(encoding="utf-8")
@@ -29,8 +27,8 @@ def test_every_session_exists() -> None:
     assert named <= sessions
 
 
-@pytest.mark.parametrize("line", [line for line in PAGE.splitlines() if line.startswith("python -m pytest ")])
-def test_what_is_to_be_run_can_be(line: str) -> None:
-    paths = [word for word in shlex.split(line)[3:] if "/" in word]
+def test_what_is_to_be_run_can_be() -> None:
+    lines = [line for line in PAGE.splitlines() if line.startswith("python -m pytest ")]
+    paths = [word for line in lines for word in shlex.split(line)[3:] if "/" in word]
     assert paths
-    assert all((ROOT / path).exists() for path in paths)
+    assert [path for path in paths if not (ROOT / path).exists()] == []

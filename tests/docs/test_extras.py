@@ -6,8 +6,6 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
@@ -19,7 +17,6 @@ NAMED = re.compile(r"nats-jetstream-ext\[([\w,-]+)\]")
 NEEDS = {
     r'^jetstream-ext |"jetstream-ext"': "cli",
     r"^(jetstream-ext serve|nats-server)": "server",
-    r"^jetstream-ext bench .*--plot": "plot",
     r"^jetstream-ext demo": "demo",
     r"^jetstream-ext .*\.(parquet|zst)\b": "arrow",
     r"^(import|from) pyspark": "spark",
@@ -38,14 +35,14 @@ def needed(code: str) -> set[str]:
     return {extra for pattern, extra in NEEDS.items() if re.search(pattern, code, re.MULTILINE)}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_names_the_extras_of_what_it_runs(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    # The index of the how-to guides says what to install for all of them.
-    before = (DOCS / "how-to" / "index.md").read_text(encoding="utf-8") if page.parent.name == "how-to" else ""
-    for block in BLOCK.finditer(text):
-        if not block[0].startswith("```{"):  # a directive, such as a warning
-            assert needed(block[0]) <= extras(before + text[: block.end()]), block[0]
+def test_a_page_names_the_extras_of_what_it_runs() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        # The index of the how-to guides says what to install for all of them.
+        before = (DOCS / "how-to" / "index.md").read_text(encoding="utf-8") if page.parent.name == "how-to" else ""
+        for block in BLOCK.finditer(text):
+            if not block[0].startswith("```{"):  # a directive, such as a warning
+                assert needed(block[0]) <= extras(before + text[: block.end()]), f"{page.name}: {block[0]}"
 
 
 def test_a_row_about_a_command_names_all_of_its_extras() -> None:

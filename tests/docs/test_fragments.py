@@ -8,8 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from jetstream_ext.testing import NatsServer
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -79,8 +77,8 @@ async def run(code: str, names: dict[str, Any]) -> None:
         await result
 
 
-@pytest.mark.parametrize("page", BEFORE)
-async def test_every_piece_runs(page: str) -> None:
+async def run_page(page: str) -> None:
+    """Run the pieces of a page in their order, on a server of their own."""
     blocks = BLOCK.findall((DOCS / f"{page}.md").read_text(encoding="utf-8"))
     assert blocks
     async with NatsServer() as server:
@@ -99,6 +97,15 @@ async def test_every_piece_runs(page: str) -> None:
                 assert names["batch"].ack.seq == 43, "as the comment says"
         for nc in {ours, names["nc"]}:
             await nc.close()
+
+
+async def test_every_piece_runs() -> None:
+    for page in BEFORE:
+        try:
+            await run_page(page)
+        except Exception as error:
+            error.add_note(f"on the page {page}")
+            raise
 
 
 ELSEWHERE = {

@@ -23,27 +23,10 @@ GREETING = {
 
 def certificate(folder: Path, name: str = "IP:127.0.0.1") -> Path:
     """Make a certificate for a name, as in a subjectAltName, with its key in the same file."""
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=127.0.0.1"
+    files = "-keyout key.pem -out certificate.pem"
     subprocess.run(
-        [
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:P-256",
-            "-nodes",
-            "-days",
-            "2",
-            "-subj",
-            "/CN=127.0.0.1",
-            "-addext",
-            f"subjectAltName={name}",
-            "-keyout",
-            "key.pem",
-            "-out",
-            "certificate.pem",
-        ],
+        [*command.split(), "-addext", f"subjectAltName={name}", *files.split()],
         cwd=folder,
         check=True,
         capture_output=True,

@@ -3,18 +3,14 @@
 import asyncio
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import nkeys
 import pytest
-
-from jetstream_ext.client.connection import OwnClient, tls_context
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from fake_nats_server import FakeNatsServer, certificate
 from run_cli import run_cli
+
+from jetstream_ext.client.connection import OwnClient, tls_context
 
 pytestmark = pytest.mark.usefixtures("collect_connections")
 
@@ -59,26 +55,28 @@ WAYS_OF_THE_COMMAND_LINE = {
 
 
 @needs_openssl
-@pytest.mark.parametrize("way", WAYS_OF_THE_COMMAND_LINE)
-def test_command_line_tells_a_server_without_tls_nothing(tmp_path: Path, chain: Path, way: str) -> None:
-    arguments, environment, context = WAYS_OF_THE_COMMAND_LINE[way]
-    with FakeNatsServer(on_connect=refuse) as server:
+def test_command_line_tells_a_server_without_tls_nothing(tmp_path: Path, chain: Path) -> None:
+    told = []
+    for number, (way, (arguments, environment, context)) in enumerate(WAYS_OF_THE_COMMAND_LINE.items()):
+        with FakeNatsServer(on_connect=refuse) as server:
 
-        def filled(text: str) -> str:
-            return text.replace("PLACE", server.place).replace("CHAIN", str(chain))
+            def filled(text: str, place: str = server.place) -> str:
+                return text.replace("PLACE", place).replace("CHAIN", str(chain))
 
-        folder = tmp_path / "nats" / "context"
-        folder.mkdir(parents=True)
-        (folder / "c.json").write_text(filled(json.dumps(context)))
-        (tmp_path / "nats" / "context.txt").write_text("c" if way == "selected context" else "")
-        done = run_cli(
-            *map(filled, arguments),
-            *("--user", "u", "--password", PASSWORD, "--timeout", "10s"),
-            home=tmp_path,
-            environment={name: filled(value) for name, value in environment.items()},
-        )
-        assert done.status == 1
-        assert nothing_was_told(server)
+            home = tmp_path / str(number)
+            folder = home / "nats" / "context"
+            folder.mkdir(parents=True)
+            (folder / "c.json").write_text(filled(json.dumps(context)))
+            (home / "nats" / "context.txt").write_text("c" if way == "selected context" else "")
+            done = run_cli(
+                *map(filled, arguments),
+                *("--user", "u", "--password", PASSWORD, "--timeout", "10s"),
+                home=home,
+                environment={name: filled(value) for name, value in environment.items()},
+            )
+            if done.status != 1 or not nothing_was_told(server):
+                told.append(f"{way}: status {done.status}: {done.output}")
+    assert not told, "\n".join(told)
 
 
 WAYS_OF_SPARK = {
@@ -91,28 +89,27 @@ WAYS_OF_SPARK = {
 
 
 @needs_openssl
-@pytest.mark.parametrize("way", WAYS_OF_SPARK)
-def test_spark_tells_a_server_without_tls_nothing(monkeypatch: pytest.MonkeyPatch, chain: Path, way: str) -> None:
+def test_spark_tells_a_server_without_tls_nothing(monkeypatch: pytest.MonkeyPatch, chain: Path) -> None:
     pytest.importorskip("pyspark")
     from jetstream_ext.spark.connection import ConnectError, Connections
     from jetstream_ext.spark.options import ReadOptions
 
     monkeypatch.setenv("SAFETY_NET_PASSWORD", PASSWORD)
-    connections = Connections()
-    with FakeNatsServer(on_connect=refuse) as server:
-        given = {
-            name: text.replace("PLACE", server.place).replace("CHAIN", str(chain))
-            for name, text in WAYS_OF_SPARK[way].items()
-        }
-        secret = {"user": "u", "passwordEnv": "SAFETY_NET_PASSWORD"}
-        options = ReadOptions.parse({"stream": "S", "requestTimeout": "10"} | given | secret)
-        with (
-            pytest.raises(ConnectError, match=r"TLS was requested|127\.0\.0\.1:1"),
-            connections.lend(options.connection, "x"),
-        ):
-            pass
-        assert nothing_was_told(server)
-    connections.close()
+    secret = {"user": "u", "passwordEnv": "SAFETY_NET_PASSWORD"}
+    for way, options in WAYS_OF_SPARK.items():
+        connections = Connections()
+        with FakeNatsServer(on_connect=refuse) as server:
+            given = {
+                name: text.replace("PLACE", server.place).replace("CHAIN", str(chain)) for name, text in options.items()
+            }
+            read = ReadOptions.parse({"stream": "S", "requestTimeout": "10"} | given | secret)
+            with (
+                pytest.raises(ConnectError, match=r"TLS was requested|127\.0\.0\.1:1"),
+                connections.lend(read.connection, "x"),
+            ):
+                pass
+            assert nothing_was_told(server), way
+        connections.close()
 
 
 def seed_file(folder: Path) -> Path:
@@ -121,31 +118,30 @@ def seed_file(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["password", "token", "nkey", "jwt", "credentials of a URL"])
-def test_no_kind_of_credentials_is_told_to_a_server_without_tls(tmp_path: Path, kind: str) -> None:
-    user = ""
+def test_no_kind_of_credentials_is_told_to_a_server_without_tls(tmp_path: Path) -> None:
     seed = seed_file(tmp_path)
     creds = tmp_path / "user.creds"
     creds.write_text(
         f"-----BEGIN NATS USER JWT-----\n{PASSWORD}\n------END NATS USER JWT------\n"
         f"-----BEGIN USER NKEY SEED-----\n{seed.read_text()}\n------END USER NKEY SEED------\n"
     )
-    options: dict[str, list[object]] = {
-        "password": ["--user", "u", "--password", PASSWORD],
-        "token": ["--token", PASSWORD],
-        "nkey": ["--nkey", seed],
-        "jwt": ["--creds", creds],
-        "credentials of a URL": [],
-    }
-    if not options[kind]:
-        user = f"u:{PASSWORD}@"
-    with FakeNatsServer(info=lambda n: {"nonce": "n", "auth_required": True}, on_connect=refuse) as server:
-        plain = run_cli("doctor", f"nats://{user}{server.place}", *options[kind], "--timeout", "10s", home=tmp_path)
-        assert (plain.status, nothing_was_told(server)) == (1, False)  # the user did not ask for TLS
-        server.clear.clear()
-        done = run_cli("doctor", f"tls://{user}{server.place}", *options[kind], "--timeout", "10s", home=tmp_path)
-        assert (done.status, nothing_was_told(server)) == (1, True)
-        assert "TLS was requested; nothing was sent" in done.output
+    kinds: list[list[object]] = [
+        ["--user", "u", "--password", PASSWORD],
+        ["--token", PASSWORD],
+        ["--nkey", seed],
+        ["--creds", creds],
+        [],  # in the URL
+    ]
+    for options in kinds:
+        user = "" if options else f"u:{PASSWORD}@"
+        with FakeNatsServer(info=lambda n: {"nonce": "n", "auth_required": True}, on_connect=refuse) as server:
+            plain = run_cli("doctor", f"nats://{user}{server.place}", *options, "--timeout", "10s", home=tmp_path)
+            # The user did not ask for TLS.
+            assert (plain.status, nothing_was_told(server)) == (1, False), options
+            server.clear.clear()
+            done = run_cli("doctor", f"tls://{user}{server.place}", *options, "--timeout", "10s", home=tmp_path)
+            assert (done.status, nothing_was_told(server)) == (1, True), options
+            assert "TLS was requested; nothing was sent" in done.output
 
 
 @needs_openssl

@@ -1,21 +1,16 @@
 """A snapshot is one state of the bucket, even if keys expire while it is read."""
 
 import asyncio
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import nats
+from frame_proxy import FrameProxy, before_request
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext.errors import JetStreamExtError
 from jetstream_ext.testing import NatsServer
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from frame_proxy import FrameProxy, before_request
 
 
 async def test_snapshot_never_has_a_key_without_one_that_outlived_it(
@@ -26,7 +21,7 @@ async def test_snapshot_never_has_a_key_without_one_that_outlived_it(
     # The keys expire in order, so while one is stored, every later one is, too.
     for begin in (0, 1000, 2000):
         await jsx.publish_atomic(
-            js, [jsx.BatchMessage(f"$KV.{name}.k{n}", b"1", msg_ttl=10) for n in range(begin, begin + 1000)]
+            js, [jsx.BatchMessage(f"$KV.{name}.k{n}", b"1", msg_ttl=3) for n in range(begin, begin + 1000)]
         )
     await js.publish(f"$KV.{name}.k3000", b"1")
 

@@ -47,14 +47,12 @@ async def test_past_before_max_age_was_raised_is_unavailable_for_keys_that_expir
         await kvx.snapshot(kv, ["session.*"], at=1)
 
 
-@pytest.mark.parametrize("own_ttl", [True, False])
 async def test_value_that_expires_without_a_marker_because_it_was_replaced_is_unavailable(
-    js: JetStreamContext, stream_name: Callable[[], str], own_ttl: bool
+    js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
     """The markers of all keys that expired since are still stored, but only the last message of a key leaves one."""
-    kv = await js.create_key_value(bucket=(name := stream_name()), history=10, ttl=None if own_ttl else 3)
-    kv = await kvx.enable(kv, ttl=3)
-    headers = jsx.ttl_headers(3) if own_ttl else {}
+    kv = await kvx.enable(await js.create_key_value(bucket=(name := stream_name()), history=10), ttl=3)
+    headers = jsx.ttl_headers(3)
     await js.publish(f"$KV.{name}.session.a", b"v1", headers=headers)
     await js.publish(f"$KV.{name}.session.b", b"v1", headers=headers)
     await kv.put("other", b"1")

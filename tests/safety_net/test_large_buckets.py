@@ -1,21 +1,16 @@
 """A bucket of many keys is read completely and in bounded time, whatever else is stored or written."""
 
 import asyncio
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import nats
+from frame_proxy import Frame, FrameProxy
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.testing import NatsServer
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from frame_proxy import Frame, FrameProxy
 
 
 async def test_get_many_reads_many_keys_beside_a_message_with_a_wildcard_in_its_subject(

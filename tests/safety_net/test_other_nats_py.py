@@ -5,6 +5,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import nats
 import pytest
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
@@ -50,69 +51,57 @@ async def put_two(js: JetStreamContext, name: str) -> KeyValue:
     return kv
 
 
-@pytest.mark.parametrize("name", ["_stop_processing", "_id"])
-async def test_read_works_when_a_subscription_lacks_an_internal(
-    js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch, name: str
+def hide(patch: pytest.MonkeyPatch, kind: type, name: str) -> None:
+    patch.setattr(kind, name, Hidden(kind, name), raising=False)
+
+
+async def test_read_works_or_says_why_when_a_subscription_or_context_or_bucket_lacks_an_internal(
+    js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
-    await put_two(js, bucket := stream_name())
-    monkeypatch.setattr(Subscription, name, Hidden(Subscription, name), raising=False)
-    messages = await jsx.DirectGet(js, f"KV_{bucket}").batch(10, seq=1).to_list()
-    assert [message.data for message in messages] == [b"1", b"2"]
+    kv = await put_two(js, bucket := stream_name())
+    internals: list[tuple[type, str]] = [
+        *((Subscription, name) for name in ("_stop_processing", "_id")),
+        *((JetStreamContext, name) for name in ("_prefix", "_timeout", "_nc")),
+        *((KeyValue, name) for name in ("_js", "_name", "_stream", "_pre")),
+    ]
+    for kind, name in internals:
+        with pytest.MonkeyPatch.context() as patch:
+            hide(patch, kind, name)
+            try:
+                messages = await jsx.DirectGet(js, f"KV_{bucket}").batch(10, seq=1).to_list()
+                snapshot = await kvx.snapshot(kv)
+            except JetStreamExtError:
+                assert kind is not Subscription, name
+            else:
+                assert [message.data for message in messages] == [b"1", b"2"], name
+                assert set(snapshot) == {"a", "b"}, name
 
 
-@pytest.mark.parametrize("name", ["_prefix", "_timeout", "_nc"])
-async def test_read_works_or_says_why_when_a_context_lacks_an_internal(
-    js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    await put_two(js, bucket := stream_name())
-    monkeypatch.setattr(JetStreamContext, name, Hidden(JetStreamContext, name), raising=False)
-    try:
-        messages = await jsx.DirectGet(js, f"KV_{bucket}").batch(10, seq=1).to_list()
-    except JetStreamExtError:
-        return
-    assert [message.data for message in messages] == [b"1", b"2"]
-
-
-@pytest.mark.parametrize("name", ["_js", "_name", "_stream", "_pre"])
-async def test_read_works_or_says_why_when_a_bucket_lacks_an_internal(
-    js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    await put_two(js, bucket := stream_name())
-    kv = await js.key_value(bucket)
-    monkeypatch.setattr(KeyValue, name, Hidden(KeyValue, name), raising=False)
-    try:
-        snapshot = await kvx.snapshot(kv)
-    except JetStreamExtError:
-        return
-    assert set(snapshot) == {"a", "b"}
-
-
-INTERNALS = [*((Client, name) for name in _CLIENT), *((Parser, name) for name in _PARSER)]
-
-
-@pytest.mark.parametrize(("kind", "name"), INTERNALS, ids=[name for _, name in INTERNALS])
 async def test_client_works_and_warns_once_when_any_internal_is_missing(
-    js: JetStreamContext,
-    nc: Client,
-    stream_name: Callable[[], str],
-    monkeypatch: pytest.MonkeyPatch,
-    kind: type,
-    name: str,
+    server: NatsServer, js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
-    monkeypatch.setattr(kind, name, Hidden(kind, name), raising=False)
-    warned: list[str] = []
-    monkeypatch.setattr("warnings.warn", lambda message, *_, **__: warned.append(str(message)))
     stream = stream_name()
     features = {"allow_direct": True, "allow_batched": True, "allow_atomic": True}
     await jsx.ensure_stream(js, name=stream, subjects=[f"{stream}.>"], **features)
-    assert isinstance(connection_of(nc), FallbackConnection)
-    await jsx.publish_atomic(js, [jsx.BatchMessage(f"{stream}.a", b"1"), jsx.BatchMessage(f"{stream}.b", b"2")])
+    for kind, name in [*((Client, name) for name in _CLIENT), *((Parser, name) for name in _PARSER)]:
+        warned: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            hide(patch, kind, name)
+            patch.setattr("warnings.warn", lambda message, *_, to=warned, **__: to.append(str(message)))
+            async with await nats.connect(server.url, connect_timeout=10) as nc:
+                assert isinstance(connection_of(nc), FallbackConnection), name
+                await use(nc.jetstream(timeout=30), stream)
+        assert len(warned) == 1, (name, warned)
+        assert "does not know the internals of this version of nats-py" in warned[0]
+
+
+async def use(js: JetStreamContext, stream: str) -> None:
+    """Write three messages to a stream by both kinds of batches, and read them."""
+    ack = await jsx.publish_atomic(js, [jsx.BatchMessage(f"{stream}.{name}", name.encode()) for name in "ab"])
     async with jsx.FastPublisher(js) as publisher:
-        await publisher.add(f"{stream}.a", b"3")
-    stored = await jsx.DirectGet(js, stream).scan(confirm=True).to_list()
-    assert [message.data for message in stored] == [b"1", b"2", b"3"]
-    (warning,) = warned
-    assert "does not know the internals of this version of nats-py" in warning
+        await publisher.add(f"{stream}.c", b"c")
+    stored = await jsx.DirectGet(js, stream).scan(seq=ack.seq - 1, confirm=True).to_list()
+    assert [message.data for message in stored] == [b"a", b"b", b"c"]
 
 
 async def test_version_and_level_of_a_server_are_known_without_its_info(
@@ -145,18 +134,20 @@ CALLS: dict[str, Callable[[JetStreamContext], Any]] = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
 async def test_every_call_says_which_nats_py_works_when_a_context_lacks_an_internal(
-    js: JetStreamContext, monkeypatch: pytest.MonkeyPatch, call: str
+    js: JetStreamContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(JetStreamContext, "_prefix", Hidden(JetStreamContext, "_prefix"), raising=False)
+    hide(monkeypatch, JetStreamContext, "_prefix")
+    for call in CALLS.values():
+        with pytest.raises(
+            JetStreamExtError, match=r"cannot use this version of nats-py: _prefix; install nats-py 2\.16"
+        ):
+            await awaited(call, js)
 
-    async def make() -> None:
-        if isinstance(pending := CALLS[call](js), Awaitable):
-            await pending
 
-    with pytest.raises(JetStreamExtError, match=r"cannot use this version of nats-py: _prefix; install nats-py 2\.16"):
-        await make()
+async def awaited(call: Callable[[JetStreamContext], Any], js: JetStreamContext) -> None:
+    if isinstance(pending := call(js), Awaitable):
+        await pending
 
 
 def test_bucket_whose_constructor_takes_other_arguments_is_the_documented_error(
@@ -167,24 +158,22 @@ def test_bucket_whose_constructor_takes_other_arguments_is_the_documented_error(
         open_bucket(js, "B")
 
 
-@pytest.mark.parametrize("name", [*_TLS, "_reconnection_task", "_transport"])
-async def test_own_client_without_tls_needs_no_internal(
-    server: NatsServer, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setattr(Client, name, Hidden(Client, name), raising=False)
-    client = OwnClient()
-    await client.open([server.url], shown="h", timeout=30)
-    await client.close_quickly()
-    assert client.is_closed
+async def test_own_client_without_tls_needs_no_internal(server: NatsServer) -> None:
+    for name in [*_TLS, "_reconnection_task", "_transport"]:
+        with pytest.MonkeyPatch.context() as patch:
+            hide(patch, Client, name)
+            client = OwnClient()
+            await client.open([server.url], shown="h", timeout=30)
+            await client.close_quickly()
+        assert client.is_closed, name
 
 
-@pytest.mark.parametrize("name", _TLS)
-async def test_own_client_refuses_tls_without_an_internal_that_proves_it(
-    server: NatsServer, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setattr(Client, name, Hidden(Client, name), raising=False)
-    with pytest.raises(JetStreamExtError, match=r"may send credentials without TLS; install nats-py 2\.16"):
-        await OwnClient().open([f"tls://127.0.0.1:{server.port}"], shown="h", timeout=30)
+async def test_own_client_refuses_tls_without_an_internal_that_proves_it(server: NatsServer) -> None:
+    for name in _TLS:
+        with pytest.MonkeyPatch.context() as patch:
+            hide(patch, Client, name)
+            with pytest.raises(JetStreamExtError, match=r"may send credentials without TLS; install nats-py 2\.16"):
+                await OwnClient().open([f"tls://127.0.0.1:{server.port}"], shown="h", timeout=30)
 
 
 async def test_known_nats_py_is_used_without_a_warning(nc: Client, recwarn: pytest.WarningsRecorder) -> None:

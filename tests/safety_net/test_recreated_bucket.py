@@ -2,14 +2,14 @@
 
 import asyncio
 import contextlib
-import sys
+import itertools
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import nats
 import nats.errors
 import pytest
+from frame_proxy import FrameProxy, before_request
 from nats.js import JetStreamContext
 from nats.js.kv import KeyValue
 
@@ -20,10 +20,6 @@ from jetstream_ext.errors import BatchOutcomeUnknownError, JetStreamExtError, St
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.log import LogReader, OffsetStore
 from jetstream_ext.testing import NatsServer
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from frame_proxy import FrameProxy, before_request
 
 OLD = {f"old{n}" for n in range(3000)}
 NEW = {f"new{n}" for n in range(3200)}
@@ -66,43 +62,25 @@ async def test_snapshot_never_mixes_a_bucket_with_the_one_created_after_it(
     assert set(snapshot) in (OLD, NEW)
 
 
-@pytest.mark.parametrize("wrote", [True, False])
-@pytest.mark.parametrize("keys", [("account",), ("account", "other", "third")])
 async def test_transaction_that_found_a_key_fails_in_a_recreated_bucket(
-    js: JetStreamContext, stream_name: Callable[[], str], keys: tuple[str, ...], wrote: bool
-) -> None:
-    name = stream_name()
-    kv = await kvx.enable(await js.create_key_value(bucket=name))
-    await kv.put("account", b"100")
-    tx = kvx.transaction(kv)
-    await tx.get_many(keys)
-    await js.delete_key_value(name)
-    other = await kvx.enable(await js.create_key_value(bucket=name))
-    if wrote:
-        await other.put("account", b"7")
-    tx.put("result", b"101")
-    with pytest.raises(JetStreamExtError):
-        await tx.commit()
-    assert tx.state == "failed"
-    assert list(await kvx.snapshot(other)) == (["account"] if wrote else [])
-
-
-async def test_transaction_fails_when_the_bucket_was_recreated_since_its_reads(
     js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
-    name = stream_name()
-    kv = await kvx.enable(await js.create_key_value(bucket=name))
-    await kv.put("account", b"100")
-    tx = kvx.transaction(kv)
-    assert (await tx.get("account")) is not None
-    await js.delete_key_value(name)
-    other = await kvx.enable(await js.create_key_value(bucket=name))
-    await other.put("account", b"7")
-    tx.put("account", b"101")
-    with pytest.raises(StreamRecreatedError, match="nothing was written") as caught:
-        await tx.commit()
-    assert caught.value.stream == f"KV_{name}"
-    assert (await other.get("account")).value == b"7"
+    for keys, wrote in itertools.product((("account",), ("account", "other", "third")), (True, False)):
+        name = stream_name()
+        kv = await kvx.enable(await js.create_key_value(bucket=name))
+        await kv.put("account", b"100")
+        tx = kvx.transaction(kv)
+        await tx.get_many(keys)
+        await js.delete_key_value(name)
+        other = await kvx.enable(await js.create_key_value(bucket=name))
+        if wrote:
+            await other.put("account", b"7")
+        tx.put("result", b"101")
+        # In an empty bucket the key is at another revision, which is a conflict.
+        with pytest.raises(StreamRecreatedError if wrote else JetStreamExtError, match="nothing was written"):
+            await tx.commit()
+        assert tx.state == "failed", (keys, wrote)
+        assert list(await kvx.snapshot(other)) == (["account"] if wrote else []), (keys, wrote)
 
 
 async def test_transaction_that_only_reads_fails_when_the_bucket_was_recreated_between_its_reads(
@@ -123,21 +101,6 @@ async def test_transaction_that_only_reads_fails_when_the_bucket_was_recreated_b
         await tx.commit()
 
 
-async def test_transaction_whose_only_entry_is_a_delete_marker_fails_in_a_recreated_bucket(
-    js: JetStreamContext, stream_name: Callable[[], str]
-) -> None:
-    name = stream_name()
-    kv = await kvx.enable(await js.create_key_value(bucket=name))
-    await kv.delete("account")
-    tx = kvx.transaction(kv)
-    assert await tx.get("account") is None
-    other = await recreate(js, name)
-    tx.put("account", b"101")
-    with pytest.raises(StreamRecreatedError, match="key 'account'"):
-        await tx.commit()
-    assert (await other.get("account")).value == b"7"
-
-
 async def test_transaction_that_found_nothing_commits_in_a_recreated_bucket(
     js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
@@ -152,14 +115,9 @@ async def test_transaction_that_found_nothing_commits_in_a_recreated_bucket(
     assert list(await kvx.snapshot(other)) == ["account", "missing"]
 
 
-@pytest.mark.parametrize("keys", [("a", "b"), ("b", "a")])
 @pytest.mark.parametrize("writes", [True, False])
 async def test_transaction_fails_when_the_bucket_was_recreated_between_its_concurrent_reads(
-    js: JetStreamContext,
-    stream_name: Callable[[], str],
-    monkeypatch: pytest.MonkeyPatch,
-    keys: tuple[str],
-    writes: bool,
+    js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch, writes: bool
 ) -> None:
     name = stream_name()
     kv = await kvx.enable(await js.create_key_value(bucket=name))
@@ -182,10 +140,10 @@ async def test_transaction_fails_when_the_bucket_was_recreated_between_its_concu
     recreated = asyncio.Event()
     monkeypatch.setattr(Bucket, "get_at_leader", read_in_turn)
     tx = kvx.transaction(kv)
-    found = await tx.get_many(keys)
+    found = await tx.get_many(["b", "a"])
     assert {key: entry.value for key, entry in found.items()} == {"a": b"1", "b": b"2"}
     if writes:
-        for key in keys:
+        for key in ("b", "a"):
             tx.put(key, b"3")
     with pytest.raises(StreamRecreatedError):
         await tx.commit()
@@ -209,45 +167,6 @@ async def test_retried_transaction_runs_again_in_the_bucket_that_was_recreated_d
     await kvx.retry_transaction(kv, fn, give_up_after=60)
     assert values == [b"100", b"7"]
     assert (await kv.get("account")).value == b"71"
-
-
-async def test_retried_transaction_fails_when_the_bucket_is_recreated_during_every_run(
-    js: JetStreamContext, stream_name: Callable[[], str]
-) -> None:
-    name, runs = stream_name(), 0
-    kv = await kvx.enable(await js.create_key_value(bucket=name))
-    await kv.put("account", b"100")
-
-    async def fn(tx: kvx.Transaction) -> None:
-        nonlocal runs
-        runs += 1
-        await tx.get("account")
-        await recreate(js, name)
-        tx.put("account", b"101")
-
-    with pytest.raises(StreamRecreatedError, match="nothing was written"):
-        await kvx.retry_transaction(kv, fn, give_up_after=4)
-    assert runs > 1
-    assert (await kv.get("account")).value == b"7"
-
-
-async def test_function_that_fails_because_of_another_recreated_bucket_does_not_run_again(
-    js: JetStreamContext, stream_name: Callable[[], str]
-) -> None:
-    kv, name, runs = await kvx.enable(await js.create_key_value(bucket=stream_name())), stream_name(), 0
-    await (await kvx.enable(await js.create_key_value(bucket=name))).put("account", b"100")
-
-    async def fn(tx: kvx.Transaction) -> None:
-        nonlocal runs
-        runs += 1
-        async with kvx.transaction(await js.key_value(name)) as other:
-            await other.get("account")
-            await recreate(js, name)
-            other.put("account", b"101")
-
-    with pytest.raises(StreamRecreatedError):
-        await kvx.retry_transaction(kv, fn, give_up_after=60)
-    assert runs == 1
 
 
 async def test_lost_commit_is_resolved_and_not_repeated_in_a_recreated_bucket(
@@ -302,10 +221,11 @@ async def change_creation_time(server: NatsServer, js: JetStreamContext) -> None
     info = await js.stream_info("KV_B")
     await js.update_stream(info.config.evolve(description="the same bucket"))
     server.restart()
+    impatient = js._nc.jetstream(timeout=0.5)  # a request may be lost while the server starts
     async with asyncio.timeout(60):
         while True:
             with contextlib.suppress(nats.errors.Error):
-                if (await js.stream_info("KV_B")).created != info.created:
+                if (await impatient.stream_info("KV_B")).created != info.created:
                     return
             await asyncio.sleep(0.05)
 
@@ -356,33 +276,6 @@ async def test_stored_commit_is_found_after_a_restart_that_changed_the_creation_
         assert (await kv.get("count")).value == b"1x"
 
 
-async def test_transaction_commits_after_a_restart_that_changed_the_creation_time_of_its_bucket() -> None:
-    async with bucket_whose_creation_time_changes() as (server, js, kv):
-        for key in ("a", "b"):
-            await kv.put(key, b"1")
-        tx = kvx.transaction(kv)
-        await tx.get("a")
-        await change_creation_time(server, js)
-        await kv.put("b", b"2")  # the last message is gone, the first is left
-        tx.put("a", b"2")
-        await tx.commit()
-
-
-async def test_offset_commit_fails_when_the_bucket_was_recreated_since_the_last_one(
-    js: JetStreamContext, stream_name: Callable[[], str]
-) -> None:
-    name, bucket = stream_name(), stream_name()
-    await js.add_stream(name=name, subjects=[name], allow_direct=True)
-    await js.publish(name, b"1")
-    mine = await OffsetStore(js, bucket).create()
-    await mine.commit(LogReader(js, name), name="worker")
-    await js.delete_key_value(bucket)
-    theirs = await OffsetStore(js, bucket).create()
-    await theirs.commit(LogReader(js, name), name="worker", position=2)
-    with pytest.raises(JetStreamExtError):
-        await mine.commit(LogReader(js, name), name="worker", position=1)
-
-
 @pytest.fixture
 async def stream(js: JetStreamContext, stream_name: Callable[[], str]) -> str:
     name = stream_name()
@@ -391,39 +284,39 @@ async def stream(js: JetStreamContext, stream_name: Callable[[], str]) -> str:
     return name
 
 
-@pytest.mark.parametrize("stored", [True, False])
 async def test_position_that_was_fetched_before_the_bucket_was_recreated_is_not_followed(
-    js: JetStreamContext, stream_name: Callable[[], str], stream: str, stored: bool
+    js: JetStreamContext, stream_name: Callable[[], str], stream: str
 ) -> None:
-    bucket = stream_name()
-    other = await OffsetStore(js, bucket).create()
-    if stored:
-        await other.commit(LogReader(js, stream), name="worker")
-    mine = OffsetStore(js, bucket)
-    assert (await mine.fetch("worker") is not None) == stored
-    await js.delete_key_value(bucket)
-    theirs = await OffsetStore(js, bucket).create()
-    if stored:
-        await theirs.commit(LogReader(js, stream), name="worker")
-    for _ in range(2):
-        with pytest.raises(StreamRecreatedError, match=r"call fetch\(\) before the next commit") as caught:
-            await mine.commit(LogReader(js, stream), name="worker", position=2)
-        assert caught.value.stream == f"KV_{bucket}"
-    found = await mine.fetch("worker")
-    assert (found is not None) == stored
-    assert found is None or found.seq == 1
-    assert (await mine.commit(LogReader(js, stream), name="worker", position=2)).seq == 2
+    for stored in (True, False):
+        bucket = stream_name()
+        other = await OffsetStore(js, bucket).create()
+        if stored:
+            await other.commit(LogReader(js, stream), name="worker")
+        mine = OffsetStore(js, bucket)
+        assert (await mine.fetch("worker") is not None) == stored
+        await js.delete_key_value(bucket)
+        theirs = await OffsetStore(js, bucket).create()
+        if stored:
+            await theirs.commit(LogReader(js, stream), name="worker")
+        for _ in range(2):
+            with pytest.raises(StreamRecreatedError, match=r"call fetch\(\) before the next commit") as caught:
+                await mine.commit(LogReader(js, stream), name="worker", position=2)
+            assert caught.value.stream == f"KV_{bucket}"
+        found = await mine.fetch("worker")
+        assert (found is not None) == stored
+        assert found is None or found.seq == 1
+        assert (await mine.commit(LogReader(js, stream), name="worker", position=2)).seq == 2
 
 
-@pytest.mark.parametrize("committed", [True, False])
-async def test_position_is_stored_after_a_restart_that_changed_the_creation_time_of_its_bucket(committed: bool) -> None:
+async def test_position_is_stored_after_a_restart_that_changed_the_creation_time_of_its_bucket() -> None:
     async with bucket_whose_creation_time_changes() as (server, js, _):
         await js.add_stream(name="S", subjects=["S"], allow_direct=True)
         offsets = OffsetStore(js, "B")
         await offsets.commit(LogReader(js, "S"), name="other")
-        await offsets.fetch("worker")
-        if committed:
-            await offsets.commit(LogReader(js, "S"), name="worker")
+        for name in ("committed", "fetched"):
+            await offsets.fetch(name)
+        await offsets.commit(LogReader(js, "S"), name="committed")
         await change_creation_time(server, js)
-        stored = await offsets.commit(LogReader(js, "S"), name="worker", position=1)
-        assert await OffsetStore(js, "B").fetch("worker") == stored
+        for name in ("committed", "fetched"):
+            stored = await offsets.commit(LogReader(js, "S"), name=name, position=1)
+            assert await OffsetStore(js, "B").fetch(name) == stored, name

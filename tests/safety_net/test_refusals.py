@@ -2,26 +2,20 @@
 
 import asyncio
 import re
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import nats.errors
 import pytest
+from link import Link
 from nats.aio.client import Client
 from nats.js import JetStreamContext
-from nats.js.api import StreamSource
 
 import jetstream_ext as jsx
 from jetstream_ext import BatchMessage, errors
 from jetstream_ext.client.connection import Context
 from jetstream_ext.testing import NatsServer
 from jetstream_ext.types import own_headers
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from link import Link
 
 # nats-py leaves the sockets of lost connections to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
@@ -32,71 +26,13 @@ Publish = Callable[[JetStreamContext, BatchMessage], Awaitable[Any]]
 
 
 async def add_atomic(js: JetStreamContext, message: BatchMessage) -> None:
-    async with jsx.AtomicBatch(js, timeout=30) as batch:
-        await batch.add_message(message, ack=False)
-        await batch.discard()  # reached only if the message was not refused
+    async with jsx.AtomicBatch(js) as batch:
+        await batch.add_message(message)
 
 
 async def add_fast(js: JetStreamContext, message: BatchMessage) -> None:
-    async with jsx.FastPublisher(js, ack_timeout=30) as publisher:
+    async with jsx.FastPublisher(js) as publisher:
         await publisher.add_message(message)
-
-
-async def add_many_fast(js: JetStreamContext, message: BatchMessage) -> None:
-    async with jsx.FastPublisher(js, ack_timeout=30) as publisher:
-        await publisher.add_many([message])
-
-
-PUBLISH = pytest.mark.parametrize("publish", [add_atomic, add_fast, add_many_fast])
-LOCAL = (ValueError, nats.errors.Error)
-
-
-@pytest.mark.parametrize("options", [{"msg_id": " "}, {"headers": {"Nats-Msg-Id": " "}}], ids=["msg_id", "header"])
-@PUBLISH
-async def test_a_blank_message_id_is_refused(
-    js: JetStreamContext, make_stream: MakeStream, within: Within, publish: Publish, options: dict[str, Any]
-) -> None:
-    stream = await make_stream()
-    outcome = await within(3, publish(js, BatchMessage(f"{stream}.a", b"1", **options)))
-    assert isinstance(outcome, LOCAL)
-    assert (await js.stream_info(stream)).state.last_seq == 0
-
-
-@PUBLISH
-async def test_headers_that_a_server_cannot_store_are_refused(
-    nc: Client, js: JetStreamContext, make_stream: MakeStream, within: Within, publish: Publish
-) -> None:
-    stream = await make_stream()
-    await js.account_info()
-    sent = nc.stats["out_bytes"]
-    message = BatchMessage(f"{stream}.a", b"1", headers={"Large": "x" * (1 << 16)})
-    outcome = await within(3, publish(js, message))
-    assert isinstance(outcome, LOCAL)
-    assert not isinstance(outcome, errors.ServerError)
-    assert nc.stats["out_bytes"] - sent < 1 << 16
-    assert (await js.stream_info(stream)).state.last_seq == 0
-
-
-@pytest.mark.parametrize("call", ["atomic", "fast", "get_last"])
-async def test_a_subject_longer_than_the_control_line_is_refused(
-    server: NatsServer, connect: Connect, make_stream: MakeStream, within: Within, call: str
-) -> None:
-    stream = await make_stream()
-    disconnected = asyncio.Event()
-
-    async def lost() -> None:
-        disconnected.set()
-
-    nc = await connect(server.url, disconnected_cb=lost)
-    js, subject = nc.jetstream(timeout=1), f"{stream}." + "a" * 5000
-    if call == "get_last":
-        outcome = await within(3, jsx.DirectGet(js, stream).get_last(subject))
-    else:
-        publish = add_atomic if call == "atomic" else add_fast
-        outcome = await within(3, publish(js, BatchMessage(subject, b"1")))
-    await asyncio.sleep(0.05)
-    assert not disconnected.is_set()
-    assert isinstance(outcome, LOCAL)
 
 
 async def commit_atomic(js: JetStreamContext, message: BatchMessage) -> None:
@@ -106,6 +42,11 @@ async def commit_atomic(js: JetStreamContext, message: BatchMessage) -> None:
 async def add_many_atomic(js: JetStreamContext, message: BatchMessage) -> None:
     async with jsx.AtomicBatch(js) as batch:
         await batch.add_many([message])
+
+
+async def add_many_fast(js: JetStreamContext, message: BatchMessage) -> None:
+    async with jsx.FastPublisher(js) as publisher:
+        await publisher.add_many([message])
 
 
 async def commit_fast(js: JetStreamContext, message: BatchMessage) -> None:
@@ -131,10 +72,12 @@ def _arguments(message: BatchMessage) -> dict[str, Any]:
 
 
 STORE: dict[str, Publish] = {
+    "AtomicBatch.add": add_atomic,
     "AtomicBatch.commit": commit_atomic,
     "AtomicBatch.add_many": add_many_atomic,
     "publish_atomic": lambda js, message: jsx.publish_atomic(js, [message]),
     "publish_atomic_many": lambda js, message: jsx.publish_atomic_many(js, [[message]]).to_list(),
+    "FastPublisher.add": add_fast,
     "FastPublisher.commit": commit_fast,
     "FastPublisher.add_many": add_many_fast,
     "FastPublisher.add_many later": add_many_fast_behind_another,
@@ -167,40 +110,44 @@ class TestLimits:
             return size
         raise AssertionError("everything is refused")
 
-    @pytest.mark.parametrize("call", STORE)
     async def test_the_longest_subject_that_is_accepted_can_be_stored(
-        self, js: JetStreamContext, make_stream: MakeStream, lost: asyncio.Event, call: str
+        self, js: JetStreamContext, make_stream: MakeStream, lost: asyncio.Event
     ) -> None:
-        stream = await make_stream()
+        for name, call in STORE.items():
+            stream = await make_stream()
 
-        async def store(size: int) -> None:
-            await STORE[call](js, BatchMessage(f"{stream}." + "a" * (size - len(stream) - 1), b"1"))
+            async def store(size: int, call: Publish = call, stream: str = stream) -> None:
+                await call(js, BatchMessage(f"{stream}." + "a" * (size - len(stream) - 1), b"1"))
 
-        size = await self.longest(store, 4100, errors.BadSubjectError)
-        assert size > 3900
-        last = await js.get_last_msg(stream, ">")
-        assert last.subject is not None
-        assert len(last.subject) == size
-        assert not lost.is_set()
+            size = await self.longest(store, 4100, errors.BadSubjectError)
+            assert size > 3900, name
+            last = await js.get_last_msg(stream, ">")
+            assert last.subject is not None
+            assert len(last.subject) == size, name
+            assert not lost.is_set(), name
 
-    @pytest.mark.parametrize("call", STORE)
     async def test_the_largest_headers_that_are_accepted_can_be_stored(
-        self, js: JetStreamContext, make_stream: MakeStream, call: str
+        self, js: JetStreamContext, make_stream: MakeStream
     ) -> None:
-        stream = await make_stream()
+        for name, call in STORE.items():
+            stream = await make_stream()
+            await js.account_info()
+            sent = js._nc.stats["out_bytes"]
+            with pytest.raises(errors.BadHeaderError):
+                await call(js, BatchMessage(f"{stream}.a", b"1", headers={"Large": "x" * (1 << 16)}))
+            assert js._nc.stats["out_bytes"] - sent < 1 << 16, f"{name} has sent what it refuses"
 
-        async def store(size: int) -> None:
-            await STORE[call](js, BatchMessage(f"{stream}.a", b"1", headers={"Large": "x" * size}))
+            async def store(size: int, call: Publish = call, stream: str = stream) -> None:
+                await call(js, BatchMessage(f"{stream}.a", b"1", headers={"Large": "x" * size}))
 
-        size = await self.longest(store, 65_536, errors.BadHeaderError)
-        assert size > 65_000
-        last = await js.get_last_msg(stream, f"{stream}.a")
-        assert last.headers is not None
-        assert len(last.headers["Large"]) == size
+            size = await self.longest(store, 65_536, errors.BadHeaderError)
+            assert size > 65_000, name
+            last = await js.get_last_msg(stream, f"{stream}.a")
+            assert last.headers is not None
+            assert len(last.headers["Large"]) == size, name
 
-    @pytest.mark.parametrize("call", ["get_last", "reset_consumer", "source_health", "watch_abandoned", "features"])
     async def test_no_name_or_subject_of_a_request_closes_the_connection(
-        self, js: JetStreamContext, make_stream: MakeStream, lost: asyncio.Event, within: Within, call: str
+        self, js: JetStreamContext, make_stream: MakeStream, lost: asyncio.Event
     ) -> None:
         stream, long = await make_stream(), "a" * 5000
 
@@ -215,10 +162,11 @@ class TestLimits:
             "watch_abandoned": watch,
             "features": lambda: jsx.features(js._nc.jetstream(prefix=long)),
         }
-        with pytest.raises(errors.BadSubjectError):
-            await calls[call]()
-        await js._nc.flush()
-        assert not lost.is_set()
+        for name, call in calls.items():
+            with pytest.raises(errors.BadSubjectError):
+                await call()
+            await js._nc.flush()
+            assert not lost.is_set(), name
 
     async def test_the_longest_subject_of_a_request_is_answered(
         self, js: JetStreamContext, make_stream: MakeStream, lost: asyncio.Event
@@ -233,20 +181,21 @@ class TestLimits:
         assert await self.longest(get, 4100, errors.BadSubjectError) > 3900
         assert not lost.is_set()
 
-    @pytest.mark.parametrize("call", STORE)
-    @pytest.mark.parametrize("blank", [" ", "\t", "\N{NO-BREAK SPACE}"])
-    async def test_no_call_sends_a_blank_message_id(
-        self, js: JetStreamContext, make_stream: MakeStream, call: str, blank: str
-    ) -> None:
+    async def test_no_call_sends_a_blank_message_id(self, js: JetStreamContext, make_stream: MakeStream) -> None:
         stream = await make_stream()
-        with pytest.raises(errors.BadHeaderError, match="blank"):
-            await STORE[call](js, BatchMessage(f"{stream}.a", b"1", headers={"Nats-Msg-Id": blank}))
+        for call in STORE.values():
+            for blank in (" ", "\t", "\N{NO-BREAK SPACE}"):
+                with pytest.raises(errors.BadHeaderError, match="blank"):
+                    await call(js, BatchMessage(f"{stream}.a", b"1", headers={"Nats-Msg-Id": blank}))
+        for call in (add_atomic, add_fast, add_many_fast):
+            with pytest.raises(errors.BadHeaderError, match="blank"):
+                await call(js, BatchMessage(f"{stream}.a", b"1", msg_id=" "))
+        stored = [message.data for message in await jsx.DirectGet(js, stream).scan().to_list()]
+        assert set(stored) <= {b"0"}, "only what was before the message that was refused"
 
-    @pytest.mark.parametrize("call", STORE)
     async def test_names_in_another_case_than_the_servers_are_ordinary_headers(
-        self, js: JetStreamContext, make_stream: MakeStream, call: str
+        self, js: JetStreamContext, make_stream: MakeStream
     ) -> None:
-        stream = await make_stream()
         names = (
             "msg-id",
             "batch-id",
@@ -257,9 +206,11 @@ class TestLimits:
             "rollup",
         )
         headers = {f"nats-{name}": "7" for name in names}
-        await STORE[call](js, BatchMessage(f"{stream}.a", b"1", headers=headers))
-        found = (await jsx.DirectGet(js, stream).get_last(f"{stream}.a")).headers
-        assert {name: value for name, value in found.items() if name.islower()} == headers
+        stream = await make_stream()
+        for number, (name, call) in enumerate(STORE.items()):
+            await call(js, BatchMessage(f"{stream}.{number}", b"1", headers=headers))
+            found = (await jsx.DirectGet(js, stream).get_last(f"{stream}.{number}")).headers
+            assert {key: value for key, value in found.items() if key.islower()} == headers, name
 
 
 class TestMaxPayload:
@@ -287,86 +238,64 @@ class TestMaxPayload:
 
             yield nc.jetstream(timeout=30), reconnect
 
-    @pytest.mark.parametrize("how", ["add", "add_many", "commit"])
-    @pytest.mark.parametrize("kind", ["atomic", "fast"])
     async def test_an_open_batch_takes_the_limit_of_a_new_server(
-        self, reconnect: Any, make_stream: MakeStream, within: Within, kind: str, how: str
-    ) -> None:
-        js, lower = reconnect
-        stream = await make_stream()
-        batch: Any = jsx.AtomicBatch(js) if kind == "atomic" else jsx.FastPublisher(js, gap=jsx.GapMode.OK)
-        await batch.add(f"{stream}.a", b"1")
-        await lower()
-        large = f"{stream}.a", bytes(2000)
-        outcome = await within(20, batch.add_many([large]) if how == "add_many" else getattr(batch, how)(*large))
-        await batch.discard()
-        assert isinstance(outcome, nats.errors.MaxPayloadError)
-
-    async def test_a_message_that_is_published_again_takes_the_limit_of_a_new_server(
         self, reconnect: Any, make_stream: MakeStream, within: Within
     ) -> None:
         js, lower = reconnect
         stream = await make_stream()
+        large = f"{stream}.a", bytes(2000)
+        calls: dict[str, Callable[[Any], Awaitable[Any]]] = {
+            "add": lambda batch: batch.add(*large),
+            "add_many": lambda batch: batch.add_many([large]),
+            "commit": lambda batch: batch.commit(*large),
+        }
+        opened = []
+        for name, call in calls.items():
+            for batch in (jsx.AtomicBatch(js), jsx.FastPublisher(js, gap=jsx.GapMode.OK)):
+                await batch.add(f"{stream}.a", b"1")
+                opened.append((name, call, batch))
         await lower()
-        headers = own_headers([("A", "x" * 600), ("A", "y" * 600)])
-        outcome = await within(20, Context(js).publish(f"{stream}.a", b"", headers, 10, "the ack"))
-        assert isinstance(outcome, nats.errors.MaxPayloadError)
-        assert (await js.stream_info(stream)).state.messages == 0
+        for name, call, batch in opened:
+            outcome = await within(60, call(batch))
+            await batch.discard()
+            assert isinstance(outcome, nats.errors.MaxPayloadError), f"{type(batch).__name__}.{name}: {outcome!r}"
 
-    @pytest.mark.parametrize("kind", ["atomic", "fast"])
     async def test_a_source_in_between_takes_the_limit_of_a_new_server(
-        self, reconnect: Any, make_stream: MakeStream, within: Within, kind: str
+        self, reconnect: Any, make_stream: MakeStream, within: Within
     ) -> None:
         js, lower = reconnect
         stream = await make_stream()
-        batch: Any = jsx.AtomicBatch(js) if kind == "atomic" else jsx.FastPublisher(js, gap=jsx.GapMode.OK)
+        both, lowered = asyncio.Barrier(2), asyncio.Event()
 
-        async def source() -> AsyncIterator[tuple[str, bytes]]:
+        async def source(kind: type) -> AsyncIterator[tuple[str, bytes]]:
             yield f"{stream}.a", b"1"
-            await lower()
+            await both.wait()
+            if kind is jsx.AtomicBatch:
+                await lower()
+                lowered.set()
+            await lowered.wait()
             yield f"{stream}.a", bytes(2000)
 
-        outcome = await within(60, batch.add_many(source()))
-        await batch.discard()
-        assert isinstance(outcome, nats.errors.MaxPayloadError)
+        async def outcome_of(batch: Any) -> Any:
+            outcome = await within(120, batch.add_many(source(type(batch))))
+            await batch.discard()
+            return outcome
 
-    @pytest.mark.parametrize("call", ["publish_atomic", "publish_atomic_many", "ingest"])
-    async def test_a_new_batch_takes_the_limit_of_a_new_server(
-        self, reconnect: Any, make_stream: MakeStream, within: Within, call: str
+        batches = (jsx.AtomicBatch(js), jsx.FastPublisher(js, gap=jsx.GapMode.OK))
+        for outcome in await asyncio.gather(*map(outcome_of, batches)):
+            assert isinstance(outcome, nats.errors.MaxPayloadError)
+
+    async def test_a_new_message_takes_the_limit_of_a_new_server(
+        self, reconnect: Any, make_stream: MakeStream, within: Within
     ) -> None:
         js, lower = reconnect
         stream = await make_stream()
         await jsx.publish_atomic(js, [(f"{stream}.a", b"1")])
         await lower()
-        outcome = await within(60, STORE[call](js, BatchMessage(f"{stream}.a", bytes(2000))))
+        for call in ("publish_atomic", "publish_atomic_many", "ingest"):
+            outcome = await within(60, STORE[call](js, BatchMessage(f"{stream}.a", bytes(2000))))
+            assert isinstance(outcome, nats.errors.MaxPayloadError), call
+        headers = own_headers([("A", "x" * 600), ("A", "y" * 600)])
+        outcome = await within(60, Context(js).publish(f"{stream}.a", b"", headers, 10, "the ack"))
         assert isinstance(outcome, nats.errors.MaxPayloadError)
         assert (await js.stream_info(stream)).state.messages == 1
-
-
-class TestEnsureStream:
-    async def test_the_stream_that_has_the_subjects_is_named(
-        self, js: JetStreamContext, make_stream: MakeStream, stream_name: Callable[[], str], within: Within
-    ) -> None:
-        subject = stream_name()
-        holder = await make_stream(subjects=[f"{subject}.>"])
-        outcome = await within(3, jsx.ensure_stream(js, name=stream_name(), subjects=[f"{subject}.a"]))
-        assert isinstance(outcome, nats.errors.Error)
-        assert holder in str(outcome)
-
-    async def test_making_a_source_durable_says_what_to_do(
-        self, js: JetStreamContext, make_stream: MakeStream, stream_name: Callable[[], str], within: Within
-    ) -> None:
-        origin, reading = await make_stream(), stream_name()
-        await jsx.ensure_stream(js, name=reading, sources=[StreamSource(name=origin)])
-        durable = await jsx.create_source_consumer(js, origin, "copy", deliver_subject=f"copy.{origin}")
-        outcome = await within(3, jsx.ensure_stream(js, name=reading, sources=[durable]))
-        assert isinstance(outcome, errors.StreamConfigMismatchError)
-        assert "durable" in str(outcome)
-
-    async def test_subjects_given_as_a_string_are_refused_with_a_hint(
-        self, js: JetStreamContext, stream_name: Callable[[], str], within: Within
-    ) -> None:
-        name = stream_name()
-        outcome = await within(3, jsx.ensure_stream(js, name=name, subjects=f"{name}.>"))
-        assert isinstance(outcome, TypeError | ValueError)
-        assert "list" in str(outcome)

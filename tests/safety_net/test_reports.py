@@ -2,31 +2,28 @@
 
 import asyncio
 import contextlib
+import itertools
 import re
-import sys
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import nats.errors
 import pytest
+from link import Link
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import BatchMessage, errors
 from jetstream_ext.client.connection import connection_of
-from jetstream_ext.testing import Faults, Lose, NatsServer, ReferenceServer, StaleReplica
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from link import Link
+from jetstream_ext.testing import Faults, NatsServer, ReferenceServer, StaleReplica
 
 # nats-py leaves the sockets of lost connections to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
 Connect = Callable[..., Awaitable[Client]]
 MakeStream = Callable[..., Awaitable[str]]
 Within = Callable[[float, Awaitable[Any]], Awaitable[Any]]
+Entry = tuple[str, bytes]
 
 
 def level(api_level: int) -> Callable[[bytes], bytes]:
@@ -38,66 +35,6 @@ async def payloads(js: JetStreamContext, stream: str) -> list[bytes]:
     return [message.data for message in await jsx.DirectGet(js, stream).scan(confirm=True).to_list()]
 
 
-class TestBatchIdUsedAgain:
-    @pytest.fixture
-    async def stream(self, js: JetStreamContext, make_stream: MakeStream) -> str:
-        """A stream with a batch ``order`` of two messages."""
-        stream = await make_stream()
-        await jsx.publish_atomic(js, self.batch(stream, "3 apples", "5 plums"), batch_id="order")
-        return stream
-
-    @staticmethod
-    def batch(stream: str, *contents: str) -> list[BatchMessage]:
-        return [BatchMessage(f"{stream}.a", text.encode(), msg_id=text.replace(" ", "-")) for text in contents]
-
-    async def test_publish_atomic_does_not_return_the_ack_of_other_content(
-        self, js: JetStreamContext, stream: str
-    ) -> None:
-        outcome: object = None
-        try:
-            await jsx.publish_atomic(js, self.batch(stream, "3 apples", "9 pears"), batch_id="order")
-        except errors.BatchError as error:
-            outcome = error
-        assert b"9 pears" not in await payloads(js, stream)
-        assert outcome is not None, "9 pears are reported as stored"
-
-    async def test_resolve_does_not_take_a_refused_batch_for_an_earlier_one_of_other_content(
-        self, js: JetStreamContext, stream: str
-    ) -> None:
-        batch = jsx.AtomicBatch(js, batch_id="order")
-        for message in self.batch(stream, "3 apples", "9 pears"):
-            await batch.add_message(message)
-        with pytest.raises(errors.AtomicPublishDuplicateMessageIDError):
-            await batch.commit_eob()
-        outcome: object = None
-        try:
-            outcome = await batch.resolve()
-        except errors.BatchError:
-            pass
-        assert outcome != "stored"
-
-    async def test_resolve_does_not_take_a_lost_batch_for_another_publishers_of_the_same_id(
-        self, connect: Connect
-    ) -> None:
-        async with ReferenceServer(faults=Faults(Lose("s.>", when=lambda m: b"9 pears" in m.payload))) as server:
-            js, other = [(await connect(server.url)).jetstream(timeout=30) for _ in range(2)]
-            await js.add_stream(name="S", subjects=["s.>"], allow_atomic=True, allow_direct=True)
-            await jsx.publish_atomic(js, [("s.a", b"first")])  # from now on the connection knows the stream
-            await jsx.publish_atomic(other, [("s.a", b"3 apples"), ("s.a", b"5 plums")], batch_id="order")
-            batch = jsx.AtomicBatch(js, batch_id="order")
-            await batch.add("s.a", b"7 figs")
-            batch._session._timeout = 0.3  # the answer to the commit is lost
-            with pytest.raises(errors.BatchOutcomeUnknownError):
-                await batch.commit("s.a", b"9 pears")
-            outcome: object = None
-            try:
-                outcome = await batch.resolve(timeout=30)
-            except errors.BatchError:
-                pass
-            assert b"9 pears" not in await payloads(js, "S")
-            assert outcome != "stored"
-
-
 async def refused_batch(js: JetStreamContext, messages: list[BatchMessage], batch_id: str | None) -> jsx.AtomicBatch:
     """Return a batch whose commit was refused because the stream has some of its message ids."""
     batch = jsx.AtomicBatch(js, batch_id=batch_id)
@@ -107,18 +44,6 @@ async def refused_batch(js: JetStreamContext, messages: list[BatchMessage], batc
     assert (caught.value.outcome, batch.state) == (
         ("not_stored", "failed") if batch_id is None else ("unknown", "unknown")
     )
-    return batch
-
-
-async def lost_batch(js: JetStreamContext, messages: list[BatchMessage], batch_id: str) -> jsx.AtomicBatch:
-    """Return a batch whose commit was never sent, although the library cannot know that."""
-    batch = jsx.AtomicBatch(js, batch_id=batch_id)
-    await batch.add_many(messages)
-    machine = batch._session.machine
-    machine.commit(None)
-    machine.lost("silence")
-    batch._session._settle()
-    assert batch.state == "unknown"
     return batch
 
 
@@ -138,149 +63,86 @@ class TestBatchesWithOneId:
             for letter in text
         ]
 
-    @pytest.mark.parametrize("direct", [True, False])
-    @pytest.mark.parametrize("ids", ["xyz", "x", "z"])
-    async def test_a_repeated_batch_is_reported_as_stored(
-        self, js: JetStreamContext, make_stream: MakeStream, ids: str, direct: bool
-    ) -> None:
-        stream = await make_stream(allow_direct=direct)
-        messages = self.batch(stream, "xyz", ids=ids)
-        ack = await jsx.publish_atomic(js, messages, batch_id="job")
-        assert await jsx.publish_atomic(js, messages, batch_id="job") == ack
-        await jsx.publish_atomic(js, self.batch(stream, "uvw"), batch_id="job")  # the newest on its subject
-        await js.publish(f"{stream}.a", b"newer")
-        assert await jsx.publish_atomic(js, messages, batch_id="job") == ack
-        batch = await refused_batch(js, messages, "job")
-        assert await batch.resolve() == "stored"
-        assert (batch.ack, batch.state) == (ack, "committed")
-        assert (await js.stream_info(stream)).state.messages == 7
+    async def test_a_repeated_batch_is_reported_as_stored(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+        for direct, ids in itertools.product((True, False), ("xyz", "x", "z")):
+            stream = await make_stream(allow_direct=direct)
+            messages = self.batch(stream, "xyz", ids=ids)
+            ack = await jsx.publish_atomic(js, messages, batch_id="job")
+            assert await jsx.publish_atomic(js, messages, batch_id="job") == ack, (direct, ids)
+            await jsx.publish_atomic(js, self.batch(stream, "uvw"), batch_id="job")  # the newest on its subject
+            await js.publish(f"{stream}.a", b"newer")
+            assert await jsx.publish_atomic(js, messages, batch_id="job") == ack, (direct, ids)
+            batch = await refused_batch(js, messages, "job")
+            assert await batch.resolve() == "stored", (direct, ids)
+            assert (batch.ack, batch.state) == (ack, "committed")
+            assert (await js.stream_info(stream)).state.messages == 7
 
-    async def test_a_message_with_an_id_may_be_sent_again_with_other_headers_but_not_with_another_payload(
-        self, js: JetStreamContext, make_stream: MakeStream
-    ) -> None:
-        stream = await make_stream()
-
-        async def publish(payload: bytes, trace: str) -> jsx.BatchAck:
-            message = BatchMessage(f"{stream}.a", payload, headers={"traceparent": trace}, msg_id="1")
-            return await jsx.publish_atomic(js, [message], batch_id="job")
-
-        ack = await publish(b"3 apples", "one")
-        assert await publish(b"3 apples", "two") == ack
-        with pytest.raises(errors.AtomicPublishDuplicateMessageIDError, match="not this batch") as caught:
-            await publish(b"9 pears", "one")
-        assert caught.value.outcome == "not_stored"
-
-    @pytest.mark.parametrize("other", ["xyw", "xy", "xyzw", "zyx", "xzy", "x"])
     async def test_another_batch_with_the_id_is_not_this_one(
-        self, js: JetStreamContext, make_stream: MakeStream, other: str
-    ) -> None:
-        stream = await make_stream()
-        await jsx.publish_atomic(js, self.batch(stream, other, ids="x"), batch_id="job")
-        messages = self.batch(stream, "xyz", ids="x")
-        with pytest.raises(errors.AtomicPublishDuplicateMessageIDError, match="not this batch") as caught:
-            await jsx.publish_atomic(js, messages, batch_id="job")
-        assert caught.value.outcome == "not_stored"
-        batch = await refused_batch(js, messages, "job")
-        for _ in range(2):
-            with pytest.raises(errors.AtomicPublishDuplicateMessageIDError, match="not this batch"):
-                await batch.resolve()
-        assert batch.state == "failed"
-        assert (await js.stream_info(stream)).state.messages == len(other)
-
-    @pytest.mark.parametrize("other", ["uvw", "uv", "uvwx"])
-    async def test_a_lost_batch_is_not_taken_for_another_one(
-        self, js: JetStreamContext, make_stream: MakeStream, other: str
-    ) -> None:
-        stream = await make_stream()
-        await js.publish(f"{stream}.a")
-        batch = await lost_batch(js, self.batch(stream, "xyz"), "job")
-        await asyncio.sleep(0)
-        # Its first message makes the server drop the batch above.
-        with pytest.raises(errors.AtomicPublishIncompleteError):
-            await jsx.publish_atomic(js, self.batch(stream, other), batch_id="job")
-        await jsx.publish_atomic(js, self.batch(stream, other), batch_id="job")
-        assert await batch.resolve() == "not_stored"
-
-    async def test_a_lost_batch_and_one_that_shares_messages_with_it_leave_the_outcome_unknown(
         self, js: JetStreamContext, make_stream: MakeStream
     ) -> None:
-        stream = await make_stream()
-        batch = await lost_batch(js, self.batch(stream, "xyz"), "job")
-        with pytest.raises(errors.AtomicPublishIncompleteError):
-            await jsx.publish_atomic(js, self.batch(stream, "xyw"), batch_id="job")
-        await jsx.publish_atomic(js, self.batch(stream, "xyw"), batch_id="job")
-        with pytest.raises(errors.BatchOutcomeUnknownError, match="another publisher uses the id") as caught:
-            await batch.resolve()
-        assert (caught.value.outcome, batch.state) == ("unknown", "unknown")
+        for other in ("xyw", "xy", "xyzw", "zyx", "xzy", "x"):
+            stream = await make_stream()
+            await jsx.publish_atomic(js, self.batch(stream, other, ids="x"), batch_id="job")
+            messages = self.batch(stream, "xyz", ids="x")
+            with pytest.raises(errors.AtomicPublishDuplicateMessageIDError, match="not this batch") as caught:
+                await jsx.publish_atomic(js, messages, batch_id="job")
+            assert caught.value.outcome == "not_stored", other
+            batch = await refused_batch(js, messages, "job")
+            for _ in range(2):
+                with pytest.raises(errors.AtomicPublishDuplicateMessageIDError, match="not this batch"):
+                    await batch.resolve()
+            assert batch.state == "failed", other
+            assert (await js.stream_info(stream)).state.messages == len(other)
 
-    async def test_two_publishers_whose_messages_are_mixed_are_not_reported_as_stored(
-        self, js: JetStreamContext, make_stream: MakeStream
-    ) -> None:
-        stream = await make_stream()
-        one = await lost_batch(js, self.batch(stream, "xyz"), "job")
-        # The server takes the commit of another publisher for that of the batch it has.
-        header = {"Nats-Batch-Id": "job", "Nats-Batch-Sequence": "4", "Nats-Batch-Commit": "1"}
-        await js._nc.request(f"{stream}.a", b"w", headers=header, timeout=30)
-        assert (await js.stream_info(stream)).state.messages == 4
-        with pytest.raises(errors.BatchOutcomeUnknownError, match="another publisher uses the id"):
-            await one.resolve()
-
-    @pytest.mark.parametrize("overwritten", ["first", "last"])
     async def test_removed_messages_leave_the_outcome_unknown(
-        self, js: JetStreamContext, make_stream: MakeStream, overwritten: str
+        self, js: JetStreamContext, make_stream: MakeStream
     ) -> None:
-        stream = await make_stream(max_msgs_per_subject=1)
-        messages = [BatchMessage(f"{stream}.{name}", b"", msg_id=name) for name in ("first", "last")]
-        await jsx.publish_atomic(js, messages, batch_id="job")
-        await js.publish(f"{stream}.{overwritten}", b"newer")
-        with pytest.raises(errors.BatchOutcomeUnknownError, match="removed") as caught:
+        for overwritten in ("first", "last"):
+            stream = await make_stream(max_msgs_per_subject=1)
+            messages = [BatchMessage(f"{stream}.{name}", b"", msg_id=name) for name in ("first", "last")]
             await jsx.publish_atomic(js, messages, batch_id="job")
-        assert caught.value.outcome == "unknown"
-        assert isinstance(caught.value.__cause__, errors.AtomicPublishDuplicateMessageIDError)
+            await js.publish(f"{stream}.{overwritten}", b"newer")
+            with pytest.raises(errors.BatchOutcomeUnknownError, match="removed") as caught:
+                await jsx.publish_atomic(js, messages, batch_id="job")
+            assert caught.value.outcome == "unknown", overwritten
+            assert isinstance(caught.value.__cause__, errors.AtomicPublishDuplicateMessageIDError)
 
-    @pytest.mark.parametrize("how", ["publish_atomic", "add", "add_many", "commit"])
     async def test_a_discarded_batch_is_not_stored_by_the_commit_of_a_later_one(
-        self, js: JetStreamContext, make_stream: MakeStream, how: str
+        self, js: JetStreamContext, make_stream: MakeStream
     ) -> None:
-        stream = await make_stream(max_msg_size=1000)
-        subject, large = f"{stream}.a", bytes(2000)
-        earlier = jsx.AtomicBatch(js, batch_id="job")
-        await earlier.add(subject, b"earlier")
-        await earlier.discard()
+        async def in_turn(batch: jsx.AtomicBatch, one: Entry, two: Entry) -> None:
+            await batch.add(*one)
+            await batch.add(*two)
+            await batch.commit_eob()
 
-        async def publish() -> None:
-            batch = jsx.AtomicBatch(js, batch_id="job", ack_first=False)
-            match how:
-                case "publish_atomic":
-                    await jsx.publish_atomic(js, [(subject, large), (subject, b"2")], batch_id="job")
-                case "add":
-                    await batch.add(subject, large)
-                    await batch.add(subject, b"2")
-                    await batch.commit_eob()
-                case "add_many":
-                    await batch.add_many([(subject, large), (subject, b"2")])
-                    await batch.commit_eob()
-                case "commit":
-                    await batch.add(subject, large)
-                    await batch.commit(subject, b"2")
+        async def at_once(batch: jsx.AtomicBatch, one: Entry, two: Entry) -> None:
+            await batch.add_many([one, two])
+            await batch.commit_eob()
 
-        # The server refuses message 1 and keeps the earlier batch, of which message 2 could be the next one.
-        with pytest.raises(errors.MessageTooLargeError) as caught:
-            await publish()
-        assert caught.value.outcome == "not_stored"
-        assert (await js.stream_info(stream)).state.messages == 0
-        assert await earlier.resolve() == "not_stored"
-        batch = jsx.AtomicBatch(js, batch_id="job", ack_first=False)
-        with pytest.raises(errors.AtomicPublishIncompleteError):  # its first message ends the earlier batch
-            await self.two(batch, subject)
-        await self.two(jsx.AtomicBatch(js, batch_id="job", ack_first=False), subject)
-        assert await payloads(js, stream) == [b"1", b"2"]
+        async def with_the_commit(batch: jsx.AtomicBatch, one: Entry, two: Entry) -> None:
+            await batch.add(*one)
+            await batch.commit(*two)
+
+        for publish in (in_turn, at_once, with_the_commit):
+            stream = await make_stream(max_msg_size=1000)
+            subject = f"{stream}.a"
+            earlier = jsx.AtomicBatch(js, batch_id="job")
+            await earlier.add(subject, b"earlier")
+            await earlier.discard()
+            # The server refuses message 1 and keeps the earlier batch, of which message 2 could be the next one.
+            with pytest.raises(errors.MessageTooLargeError) as caught:
+                await publish(self.second(js), (subject, bytes(2000)), (subject, b"2"))
+            assert caught.value.outcome == "not_stored", publish
+            assert (await js.stream_info(stream)).state.messages == 0, publish
+            assert await earlier.resolve() == "not_stored", publish
+            with pytest.raises(errors.AtomicPublishIncompleteError):  # its first message ends the earlier batch
+                await in_turn(self.second(js), (subject, b"1"), (subject, b"2"))
+            await in_turn(self.second(js), (subject, b"1"), (subject, b"2"))
+            assert await payloads(js, stream) == [b"1", b"2"], publish
 
     @staticmethod
-    async def two(batch: jsx.AtomicBatch, subject: str) -> None:
-        await batch.add(subject, b"1")
-        await batch.add(subject, b"2")
-        await batch.commit_eob()
+    def second(js: JetStreamContext) -> jsx.AtomicBatch:
+        return jsx.AtomicBatch(js, batch_id="job", ack_first=False)
 
     async def test_no_other_batch_has_a_generated_id(self, js: JetStreamContext, make_stream: MakeStream) -> None:
         stream = await make_stream()
@@ -321,71 +183,29 @@ class TestMultiLast:
             assert read.up_to_seq is not None
             assert [message.seq for message in found] == [read.up_to_seq]
 
-    @pytest.mark.parametrize("name", ["batch", "multi_last"])
-    async def test_reads_of_many_messages_wait_for_a_sequence(
-        self, js: JetStreamContext, make_stream: MakeStream, name: str
-    ) -> None:
-        stream = await make_stream()
-        ack = await js.publish(f"{stream}.a")
-        direct = jsx.DirectGet(js, stream)
-        if name == "batch":
-            read = direct.batch(10, min_seq=ack.seq)
-        else:
-            read = direct.multi_last([f"{stream}.a"], min_seq=ack.seq)
-        assert [message.seq for message in await read.to_list()] == [ack.seq]
-
-    @pytest.mark.parametrize("storage", ["file", "memory"])
-    @pytest.mark.parametrize("name", ["batch", "multi_last", "up_to_seq", "pages"])
-    async def test_reads_wait_until_a_lagging_replica_has_caught_up(
-        self, connect: Connect, storage: str, name: str
-    ) -> None:
-        faults = Faults(StaleReplica("$JS.API.DIRECT.GET.>", behind=3, times=5))
-        async with ReferenceServer(faults=faults) as server:
+    async def test_reads_wait_until_a_lagging_replica_has_caught_up(self, connect: Connect) -> None:
+        async with ReferenceServer() as server:
             js = (await connect(server.url)).jetstream(timeout=30)
-            await js.add_stream(name="S", subjects=["s.>"], storage=storage, allow_direct=True)
-            for subject in "abcab":
-                await js.publish(f"s.{subject}")
-            direct = jsx.DirectGet(js, "S")
-            read = {
-                "batch": lambda: direct.batch(3, seq=3, min_seq=5),
-                "multi_last": lambda: direct.multi_last(["s.>"], min_seq=5),
-                "up_to_seq": lambda: direct.multi_last(["s.>"], up_to_seq=5),
-                "pages": lambda: direct.multi_last(["s.>"], up_to_seq=5, max_bytes=1),
-            }[name]()
-            assert [message.seq for message in await read.to_list()] == [3, 4, 5]
-            assert read.up_to_seq == (None if name == "batch" else 5)
+            for storage in ("file", "memory"):
+                await js.add_stream(name=storage, subjects=[f"{storage}.>"], storage=storage, allow_direct=True)
+                for subject in "abcab":
+                    await js.publish(f"{storage}.{subject}")
+                direct = jsx.DirectGet(js, storage)
+                all_of_them = [f"{storage}.>"]
+                reads: dict[str, Callable[[], jsx.MessageBatch]] = {
+                    "batch": lambda direct=direct: direct.batch(3, seq=3, min_seq=5),
+                    "multi_last": lambda direct=direct, all_=all_of_them: direct.multi_last(all_, min_seq=5),
+                    "up_to_seq": lambda direct=direct, all_=all_of_them: direct.multi_last(all_, up_to_seq=5),
+                    "pages": lambda direct=direct, all_=all_of_them: direct.multi_last(all_, up_to_seq=5, max_bytes=1),
+                }
+                for name, make in reads.items():
+                    server.faults.add(StaleReplica("$JS.API.DIRECT.GET.>", behind=3, times=5))
+                    read = make()
+                    assert [message.seq for message in await read.to_list()] == [3, 4, 5], (storage, name)
+                    assert read.up_to_seq == (None if name == "batch" else 5), (storage, name)
 
 
 class TestIngest:
-    async def test_an_outage_longer_than_the_duplicate_window_is_never_reported_as_once(
-        self, own_server: NatsServer, connect: Connect, within: Within
-    ) -> None:
-        direct = (await connect(own_server.url)).jetstream()
-        await direct.add_stream(
-            name="S", subjects=["s.>"], allow_batched=True, allow_direct=True, duplicate_window=0.2, storage="memory"
-        )
-        async with Link(own_server.port) as link:
-            js = (await connect(link.url)).jetstream()
-
-            async def source() -> Any:
-                for n in range(40):
-                    if n == 15:
-                        link.replies = False
-                    yield "s.a", b"%d" % n
-
-            running = asyncio.ensure_future(jsx.ingest(js, source(), flow=10, timeout=30, ack_timeout=30))
-            async with asyncio.timeout(30):
-                while (await direct.stream_info("S")).state.messages < 20:
-                    await asyncio.sleep(0.02)
-            link.accepting = False
-            link.cut()
-            await asyncio.sleep(1.5)  # the server forgets the ids, possibly late
-            link.accepting = link.replies = True
-            outcome = await within(60, running)
-        stored = [int(data) for data in await payloads(direct, "S")]
-        if isinstance(outcome, jsx.IngestReport) and not getattr(outcome, "in_doubt", None):
-            assert stored == list(range(40))
-
     async def test_an_older_server_in_between_does_not_end_ingest(
         self, own_server: NatsServer, connect: Connect, within: Within
     ) -> None:
@@ -402,7 +222,7 @@ class TestIngest:
                         await asyncio.sleep(0.1)
                     yield "s.a", b"%d" % n
 
-            outcome = await within(6, jsx.ingest(js, source(), flow=10, timeout=3, ack_timeout=1))
+            outcome = await within(90, jsx.ingest(js, source(), flow=10, timeout=60, ack_timeout=2))
         assert not isinstance(outcome, Exception)
         assert [int(data) for data in await payloads(direct, "S")] == list(range(30))
 
@@ -416,7 +236,7 @@ class TestMixedClusters:
         async with Link(own_server.port, greeting=level(3)) as link:
             js = (await connect(link.url)).jetstream()
             publisher = jsx.FastPublisher(js)
-            outcome = await within(3, publisher.add("s.a", b"1"))
+            outcome = await within(60, publisher.add("s.a", b"1"))
             await publisher.discard()
         assert isinstance(outcome, jsx.FastPubAck)
 
@@ -427,7 +247,7 @@ class TestMixedClusters:
             async with Link(server.port, greeting=level(5)) as link:
                 js = (await connect(link.url)).jetstream()
                 publisher = jsx.FastPublisher(js)
-                outcome = await within(3, publisher.add("s.a", b"1"))
+                outcome = await within(60, publisher.add("s.a", b"1"))
                 await publisher.discard()
             assert isinstance(outcome, errors.UnsupportedFeatureError)
             assert (await direct.stream_info("S")).state.messages == 0
@@ -453,37 +273,32 @@ class TestTwoStreams:
     def js(self, nc: Client) -> JetStreamContext:
         return nc.jetstream(timeout=30)
 
-    @pytest.mark.parametrize("count", [2, 3, 500])
-    @pytest.mark.parametrize("call", ["publish_atomic", "publish_atomic_many", "async source"])
-    async def test_nothing_is_stored(
-        self, nc: Client, js: JetStreamContext, make_stream: MakeStream, call: str, count: int
-    ) -> None:
+    async def test_nothing_is_stored(self, nc: Client, js: JetStreamContext, make_stream: MakeStream) -> None:
         first, second = await make_stream(), await make_stream()
-        messages = [(f"{first}.a", b"%d" % n) for n in range(count - 1)] + [(f"{second}.a", b"2")]
-
-        async def source() -> Any:
-            for message in messages:
-                yield message
-
         seen = await nc.subscribe(f"{first}.>")
-        calls: dict[str, Callable[[], Awaitable[object]]] = {
-            "publish_atomic": lambda: jsx.publish_atomic(js, messages),
-            "publish_atomic_many": lambda: jsx.publish_atomic_many(js, [messages]).to_list(),
-            "async source": lambda: jsx.publish_atomic(js, source()),
-        }
-        with pytest.raises(errors.BadSubjectError, match=f"'{second}'.*'{first}'") as caught:
-            await calls[call]()
-        assert not isinstance(caught.value, errors.ServerError)
-        await nc.flush()
-        assert call == "async source" or not seen.pending_msgs
+        for count in (2, 3, 500):
+            messages = [(f"{first}.a", b"%d" % n) for n in range(count - 1)] + [(f"{second}.a", b"2")]
+
+            async def source(messages: list[tuple[str, bytes]] = messages) -> Any:
+                for message in messages:
+                    yield message
+
+            calls: dict[str, Callable[[], Awaitable[object]]] = {
+                "publish_atomic": lambda messages=messages: jsx.publish_atomic(js, messages),
+                "publish_atomic_many": lambda messages=messages: jsx.publish_atomic_many(js, [messages]).to_list(),
+                "async source": lambda source=source: jsx.publish_atomic(js, source()),
+            }
+            for name, call in calls.items():
+                before = seen.pending_msgs
+                with pytest.raises(errors.BadSubjectError, match=f"'{second}'.*'{first}'") as caught:
+                    await call()
+                assert not isinstance(caught.value, errors.ServerError), (name, count)
+                await nc.flush()
+                assert name == "async source" or seen.pending_msgs == before, (name, count)
         for stream in (first, second):
             assert (await js.stream_info(stream)).state.last_seq == 0
 
-    @pytest.mark.parametrize("how", ["add", "add with options", "add_many", "async source", "commit"])
-    @pytest.mark.parametrize("gap", list(jsx.GapMode))
-    async def test_a_fast_batch_stays_open(
-        self, js: JetStreamContext, make_stream: MakeStream, how: str, gap: jsx.GapMode
-    ) -> None:
+    async def test_a_fast_batch_stays_open(self, js: JetStreamContext, make_stream: MakeStream) -> None:
         first, second = await make_stream(), await make_stream()
         messages = [(f"{first}.b", b"2"), (f"{second}.a", b"3")]
 
@@ -491,21 +306,23 @@ class TestTwoStreams:
             for message in messages:
                 yield message
 
-        async with jsx.FastPublisher(js, gap=gap) as publisher:
-            await publisher.add(f"{first}.a", b"1")
-            calls: dict[str, Callable[[], Awaitable[object]]] = {
-                "add": lambda: publisher.add(f"{second}.a", b"3"),
-                "add with options": lambda: publisher.add(f"{second}.a", b"3", msg_id="x"),
-                "add_many": lambda: publisher.add_many(messages),
-                "async source": lambda: publisher.add_many(source()),
-                "commit": lambda: publisher.commit(f"{second}.a", b"3"),
-            }
-            for _ in range(2):
-                with pytest.raises(errors.BadSubjectError, match=f"'{second}'.*'{first}'.*must be of one stream"):
-                    await calls[how]()
-            assert publisher.end_reason is None
-            sent = publisher.batch_seq
-        assert (await js.stream_info(first)).state.messages == sent
+        calls: dict[str, Callable[[jsx.FastPublisher], Awaitable[object]]] = {
+            "add": lambda publisher: publisher.add(f"{second}.a", b"3"),
+            "add with options": lambda publisher: publisher.add(f"{second}.a", b"3", msg_id="x"),
+            "add_many": lambda publisher: publisher.add_many(messages),
+            "async source": lambda publisher: publisher.add_many(source()),
+            "commit": lambda publisher: publisher.commit(f"{second}.a", b"3"),
+        }
+        sent = 0
+        for gap, (name, call) in itertools.product(jsx.GapMode, calls.items()):
+            async with jsx.FastPublisher(js, gap=gap) as publisher:
+                await publisher.add(f"{first}.a", b"1")
+                for _ in range(2):
+                    with pytest.raises(errors.BadSubjectError, match=f"'{second}'.*'{first}'.*must be of one stream"):
+                        await call(publisher)
+                assert publisher.end_reason is None, (name, gap)
+                sent += publisher.batch_seq
+            assert (await js.stream_info(first)).state.messages == sent, (name, gap)
         assert (await js.stream_info(second)).state.messages == 0
 
     async def test_a_fast_batch_takes_a_subject_that_its_stream_has_got_since(
@@ -519,37 +336,38 @@ class TestTwoStreams:
             await publisher.add_many((f"{stream}-2.a", b"%d" % n) for n in range(10))
         assert (await js.stream_info(stream)).state.messages == 11
 
-    @pytest.mark.parametrize("how", ["add", "add_many", "commit"])
-    async def test_the_batch_stays_open(self, js: JetStreamContext, make_stream: MakeStream, how: str) -> None:
+    async def test_the_batch_stays_open(self, js: JetStreamContext, make_stream: MakeStream) -> None:
         first, second = await make_stream(), await make_stream()
-        async with jsx.AtomicBatch(js) as batch:
-            await batch.add(f"{first}.a", b"1")
-            calls: dict[str, Callable[[], Awaitable[object]]] = {
-                "add": lambda: batch.add(f"{second}.a", b"3"),
-                "add_many": lambda: batch.add_many([(f"{first}.b", b"2"), (f"{second}.a", b"3")]),
-                "commit": lambda: batch.commit(f"{second}.a", b"3"),
-            }
-            for _ in range(2):
-                with pytest.raises(errors.BadSubjectError, match="must be of one stream"):
-                    await calls[how]()
-            await batch.add(f"{first}.c", b"4")
-        assert batch.ack.batch_size == batch.size == (4 if how == "add_many" else 2)
+        calls: dict[str, Callable[[jsx.AtomicBatch], Awaitable[object]]] = {
+            "add": lambda batch: batch.add(f"{second}.a", b"3"),
+            "add_many": lambda batch: batch.add_many([(f"{first}.b", b"2"), (f"{second}.a", b"3")]),
+            "commit": lambda batch: batch.commit(f"{second}.a", b"3"),
+        }
+        for name, call in calls.items():
+            async with jsx.AtomicBatch(js) as batch:
+                await batch.add(f"{first}.a", b"1")
+                for _ in range(2):
+                    with pytest.raises(errors.BadSubjectError, match="must be of one stream"):
+                        await call(batch)
+                await batch.add(f"{first}.c", b"4")
+            assert batch.ack.batch_size == batch.size == (4 if name == "add_many" else 2), name
 
-    @pytest.mark.parametrize("how", ["add", "add_many"])
     async def test_a_subject_that_the_stream_has_got_since_is_accepted(
-        self, js: JetStreamContext, make_stream: MakeStream, how: str
+        self, js: JetStreamContext, make_stream: MakeStream
     ) -> None:
         stream = await make_stream()
         await jsx.publish_atomic(js, [(f"{stream}.a", b"1")])  # now the stream's subjects are cached
         await js.update_stream(name=stream, subjects=[f"{stream}.>", f"{stream}more.*"], allow_atomic=True)
         async with jsx.AtomicBatch(js) as batch:
             await batch.add(f"{stream}.a", b"2")
-            if how == "add":
-                await batch.add(f"{stream}more.a", b"3")
-                await batch.add(f"{stream}more.b", b"4")
-            else:
-                await batch.add_many([(f"{stream}more.a", b"3"), (f"{stream}.b", b"4"), (f"{stream}more.b", b"5")])
-        assert batch.ack.batch_size == batch.size
+            await batch.add(f"{stream}more.a", b"3")
+            await batch.add(f"{stream}more.b", b"4")
+        assert batch.ack.batch_size == 3
+        await js.update_stream(name=stream, subjects=[f"{stream}.>", f"{stream}most.*"], allow_atomic=True)
+        async with jsx.AtomicBatch(js) as batch:
+            await batch.add(f"{stream}.a", b"2")
+            await batch.add_many([(f"{stream}most.a", b"3"), (f"{stream}.b", b"4"), (f"{stream}most.b", b"5")])
+        assert batch.ack.batch_size == 4
 
     async def test_a_subject_of_no_stream_is_left_to_the_server(
         self, js: JetStreamContext, make_stream: MakeStream
@@ -559,19 +377,6 @@ class TestTwoStreams:
             await batch.add(f"{stream}.a", b"1")
             with pytest.raises(errors.NoStreamError):
                 await batch.add(f"{stream}nowhere", b"2", ack=True)
-
-    async def test_a_client_that_may_not_ask_is_told_which_stream_refused(
-        self, js: JetStreamContext, nc: Client, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        first, second = await make_stream(), await make_stream()
-
-        async def unknown(*_: Any) -> None:
-            return None
-
-        monkeypatch.setattr("jetstream_ext.client.api.lookup_stream", unknown)
-        with pytest.raises(errors.AtomicPublishIncompleteError, match=f"'{second}'.*must be of one stream") as caught:
-            await jsx.publish_atomic(js, [(f"{first}.a", b"1"), (f"{second}.a", b"2")])
-        assert caught.value.outcome == "not_stored"
 
 
 async def test_a_batch_for_a_stream_that_does_not_store_its_subject_says_so(
@@ -631,14 +436,13 @@ async def test_a_stall_does_not_blind_later_batches(
     assert await batch.resolve(timeout=60) in ("stored", "not_stored")
 
 
-@pytest.mark.parametrize("unanswered", [1, 3])
 async def test_unanswered_lookups_do_not_end_the_check_for_two_streams(
-    js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, unanswered: int
+    js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server answers pings and messages meanwhile: its API is slow, or elects a leader."""
     first, second = await make_stream(), await make_stream()
     connection = connection_of(js._nc)
-    request, silent = connection.request, unanswered
+    request, silent = connection.request, 3
 
     async def slow(subject: str, payload: bytes, timeout: float, **options: Any) -> Any:
         nonlocal silent
@@ -650,20 +454,8 @@ async def test_unanswered_lookups_do_not_end_the_check_for_two_streams(
 
     with monkeypatch.context() as patch:
         patch.setattr(connection, "request", slow)
-        patch.setattr("jetstream_ext.client.api._LOOKUP_TIMEOUT", 0.5)
-        for _ in range(unanswered):
+        patch.setattr("jetstream_ext.client.api._LOOKUP_TIMEOUT", 0.1)
+        while silent:
             await jsx.publish_atomic(js, [(f"{first}.a", b"1")])
-    assert not silent
     with pytest.raises(errors.BadSubjectError, match="must be of one stream"):
         await jsx.publish_atomic(js, [(f"{first}.a", b"1"), (f"{second}.a", b"2")])
-
-
-async def test_a_batch_over_two_streams_names_them(
-    js: JetStreamContext, make_stream: MakeStream, within: Within
-) -> None:
-    first, second = await make_stream(), await make_stream()
-    outcome = await within(6, jsx.publish_atomic(js, [(f"{first}.a", b"1"), (f"{second}.a", b"2")]))
-    assert isinstance(outcome, nats.errors.Error | ValueError)
-    named = str(outcome).replace(f"{first}.a", "").replace(f"{second}.a", "")
-    assert first in named
-    assert second in named

@@ -1,15 +1,11 @@
 """No password is sent in the clear if TLS was requested, and none is printed."""
 
 import shutil
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from fake_nats_server import FakeNatsServer, certificate
 from read_as_spark import read_as_spark
 from run_cli import run_cli
@@ -33,18 +29,6 @@ def sent_in_the_clear(server: FakeNatsServer) -> bool:
 @pytest.fixture(autouse=True)
 def password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFETY_NET_PASSWORD", PASSWORD)
-
-
-@needs_openssl
-@pytest.mark.parametrize("how", ["scheme", "tlsCa"])
-def test_spark_sends_no_password_to_a_server_without_tls(tmp_path: Path, how: str) -> None:
-    pytest.importorskip("pyspark")
-    with FakeNatsServer(on_connect=refuse) as server:
-        asked = {"tlsCa": str(certificate(tmp_path)), "servers": server.url}
-        if how == "scheme":
-            asked = {"servers": f"tls://{server.place}"}
-        read_as_spark(requestTimeout="20", user="u", passwordEnv="SAFETY_NET_PASSWORD", **asked)
-        assert not sent_in_the_clear(server)
 
 
 class LosesTls:
@@ -71,36 +55,7 @@ def test_spark_sends_no_password_to_a_server_that_has_lost_its_tls(tmp_path: Pat
     with FakeNatsServer(
         info=script.info, on_connect=script.on_connect, on_publish=script.on_publish, chain=chain
     ) as server:
-        read_as_spark(server.url, requestTimeout="8", tlsCa=str(chain), user="u", passwordEnv="SAFETY_NET_PASSWORD")
-        assert script.met
-        assert not sent_in_the_clear(server)
-
-
-def test_command_line_sends_no_password_when_only_its_first_connection_is_offered_tls(tmp_path: Path) -> None:
-    with FakeNatsServer(info=lambda n: {"tls_required": n == 0}, on_connect=refuse) as server:
-        run_cli("doctor", f"tls://u:{PASSWORD}@{server.place}", "--timeout", "20s", home=tmp_path)
-        assert not sent_in_the_clear(server)
-
-
-@needs_openssl
-def test_command_line_sends_no_password_to_a_server_that_has_lost_its_tls(tmp_path: Path) -> None:
-    chain, script = certificate(tmp_path), LosesTls()
-    with FakeNatsServer(
-        info=script.info, on_connect=script.on_connect, on_publish=script.on_publish, chain=chain
-    ) as server:
-        run_cli(
-            "doctor",
-            server.url,
-            "--user",
-            "u",
-            "--password",
-            PASSWORD,
-            "--tlsca",
-            chain,
-            "--timeout",
-            "8s",
-            home=tmp_path,
-        )
+        read_as_spark(server.url, requestTimeout="5", tlsCa=str(chain), user="u", passwordEnv="SAFETY_NET_PASSWORD")
         assert script.met
         assert not sent_in_the_clear(server)
 
@@ -109,25 +64,19 @@ def test_command_line_sends_no_password_to_a_server_that_has_lost_its_tls(tmp_pa
 ODD = ["hun/ter2", "hun?ter2", "hun#ter2", "hun[ter2", "hun]ter2", "[hunter2]", "hun,ter2"]
 
 
-def options(url: str) -> tuple[list[str], dict[str, str]]:
-    return ["export", "S", "-", "--format", "jsonl", "--server", url], {}
-
-
-def environment(url: str) -> tuple[list[str], dict[str, str]]:
-    return ["export", "S", "-", "--format", "jsonl"], {"NATS_URL": url}
-
-
-def argument(url: str) -> tuple[list[str], dict[str, str]]:
-    return ["doctor", url], {}
-
-
-@pytest.mark.parametrize("secret", ODD)
-@pytest.mark.parametrize("given", [options, environment, argument])
-def test_command_line_prints_no_part_of_a_password(
-    tmp_path: Path, given: Callable[[str], tuple[list[str], dict[str, str]]], secret: str
-) -> None:
-    arguments, variables = given(f"nats://alice:{secret}@127.0.0.1:1")
-    done = run_cli(*arguments, home=tmp_path, environment=variables)
-    assert done.status == 1
-    for shown in ("hun", "ter2", "IPv6", "Port could not be cast"):
-        assert shown not in done.output
+def test_command_line_prints_no_part_of_a_password(tmp_path: Path) -> None:
+    export = ["export", "S", "-", "--format", "jsonl"]
+    failures = []
+    for secret in ODD:
+        url = f"nats://alice:{secret}@127.0.0.1:1"
+        ways: list[tuple[list[str], dict[str, str]]] = [
+            ([*export, "--server", url], {}),
+            (export, {"NATS_URL": url}),
+            (["doctor", url], {}),
+        ]
+        for arguments, variables in ways:
+            done = run_cli(*arguments, home=tmp_path, environment=variables)
+            words = [word for word in ("hun", "ter2", "IPv6", "Port could not be cast") if word in done.output]
+            if done.status != 1 or words:
+                failures.append(f"{secret}, {arguments}: status {done.status}, shows {words}: {done.output}")
+    assert not failures, "\n".join(failures)

@@ -11,27 +11,8 @@ from nats.js.kv import KeyValue
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
-from jetstream_ext.client.retry import is_transient
-from jetstream_ext.errors import KeyConflictError, NoStreamError, RequestTimeoutError
+from jetstream_ext.errors import KeyConflictError, NoStreamError, RequestTimeoutError, StreamRecreatedError
 from jetstream_ext.kv.bucket import Bucket
-
-
-async def test_error_of_the_functions_own_publish_ends_the_transaction(
-    js: JetStreamContext, stream_name: Callable[[], str]
-) -> None:
-    kv = await kvx.enable(await js.create_key_value(bucket=stream_name()))
-    runs = 0
-
-    async def fn(tx: kvx.Transaction) -> None:
-        nonlocal runs
-        runs += 1
-        assert runs == 1
-        tx.put("k", b"1")
-        await jsx.publish_atomic(js, [jsx.BatchMessage(f"{stream_name()}.no.stream", b"1")])
-
-    with pytest.raises(NoStreamError):
-        await kvx.retry_transaction(kv, fn, give_up_after=60)
-
 
 Call = Callable[[kvx.Transaction, KeyValue, KeyValue], Awaitable[Any]]
 MakeBucket = Callable[[], Awaitable[KeyValue]]
@@ -85,6 +66,20 @@ async def conflict_of_an_inner_retry(tx: kvx.Transaction, kv: KeyValue, other: K
     await kvx.retry_transaction(kv, never, give_up_after=0.01)
 
 
+async def another_bucket_that_was_recreated(tx: kvx.Transaction, kv: KeyValue, other: KeyValue) -> None:
+    await other.put("k", b"100")
+    async with kvx.transaction(other) as inner:
+        await inner.get("k")
+        await other._js.delete_key_value(other._name)
+        again = await kvx.enable(await other._js.create_key_value(bucket=other._name))
+        await again.put("k", b"7")
+        inner.put("k", b"101")
+
+
+async def publish_of_the_function(tx: kvx.Transaction, kv: KeyValue, other: KeyValue) -> None:
+    await jsx.publish_atomic(kv._js, [jsx.BatchMessage(f"{kv._name}.no.stream", b"1")])
+
+
 async def busy_server(tx: kvx.Transaction, kv: KeyValue, other: KeyValue) -> None:
     raise RequestTimeoutError("of another call")
 
@@ -120,57 +115,53 @@ async def group_with_another_error(tx: kvx.Transaction, kv: KeyValue, other: Key
         tasks.create_task(another())
 
 
-@pytest.mark.parametrize(
-    ("call", "error"),
-    [
-        (conflict_in_another_bucket, KeyConflictError),
-        (conflict_of_another_transaction_on_the_bucket, KeyConflictError),
-        (conflict_of_an_inner_retry, KeyConflictError),
-        (busy_server, RequestTimeoutError),
-    ],
-)
-async def test_error_of_another_call_in_the_function_ends_the_call(
-    make_bucket: MakeBucket, call: Call, error: type[Exception]
-) -> None:
-    kv, other, runs = await make_bucket(), await make_bucket(), 0
+async def test_error_of_another_call_in_the_function_ends_the_call(make_bucket: MakeBucket) -> None:
+    calls: dict[Call, type[Exception]] = {
+        conflict_in_another_bucket: KeyConflictError,
+        conflict_of_another_transaction_on_the_bucket: KeyConflictError,
+        conflict_of_an_inner_retry: KeyConflictError,
+        another_bucket_that_was_recreated: StreamRecreatedError,
+        publish_of_the_function: NoStreamError,
+        busy_server: RequestTimeoutError,
+    }
+    for call, error in calls.items():
+        kv, other, runs = await make_bucket(), await make_bucket(), 0
 
-    async def fn(tx: kvx.Transaction) -> None:
-        nonlocal runs
-        runs += 1
-        assert runs == 1
-        await tx.get("own")
-        tx.put("own", b"1")
-        await call(tx, kv, other)
+        async def fn(tx: kvx.Transaction, call: Call = call, kv: KeyValue = kv, other: KeyValue = other) -> None:
+            nonlocal runs
+            runs += 1
+            await tx.get("own")
+            tx.put("own", b"1")
+            await call(tx, kv, other)
 
-    with pytest.raises(error):
-        await kvx.retry_transaction(kv, fn, give_up_after=60)
-    assert "own" not in await kvx.snapshot(kv)
+        with pytest.raises(error):
+            await kvx.retry_transaction(kv, fn, give_up_after=60)
+        assert runs == 1, call
+        assert "own" not in await kvx.snapshot(kv)
 
 
-@pytest.mark.parametrize(
-    ("call", "error"),
-    [
-        (own_error_because_of_a_read, OwnError),
-        (transient_error_because_of_a_read, RequestTimeoutError),
-        (transient_error_after_a_failed_read, nats.errors.NoRespondersError),
-        (group_with_another_error, ExceptionGroup),
-    ],
-)
 async def test_error_that_the_function_makes_of_one_of_the_transaction_ends_the_call(
-    make_bucket: MakeBucket, fail_reads: Callable[..., None], call: Call, error: type[Exception]
+    make_bucket: MakeBucket, fail_reads: Callable[..., None]
 ) -> None:
-    kv, runs = await make_bucket(), 0
-    fail_reads(kv, RequestTimeoutError("of the transaction"))
+    calls: dict[Call, type[Exception]] = {
+        own_error_because_of_a_read: OwnError,
+        transient_error_because_of_a_read: RequestTimeoutError,
+        transient_error_after_a_failed_read: nats.errors.NoRespondersError,
+        group_with_another_error: ExceptionGroup,
+    }
+    for call, error in calls.items():
+        kv, runs = await make_bucket(), 0
+        fail_reads(kv, RequestTimeoutError("of the transaction"))
 
-    async def fn(tx: kvx.Transaction) -> None:
-        nonlocal runs
-        runs += 1
-        assert runs == 1
-        tx.put("own", b"1")
-        await call(tx, kv, kv)
+        async def fn(tx: kvx.Transaction, call: Call = call, kv: KeyValue = kv) -> None:
+            nonlocal runs
+            runs += 1
+            tx.put("own", b"1")
+            await call(tx, kv, kv)
 
-    with pytest.raises(error):
-        await kvx.retry_transaction(kv, fn, give_up_after=60)
+        with pytest.raises(error):
+            await kvx.retry_transaction(kv, fn, give_up_after=60)
+        assert runs == 1, call
 
 
 async def test_error_of_an_earlier_run_ends_the_call(make_bucket: MakeBucket, fail_reads: Callable[..., None]) -> None:
@@ -213,37 +204,19 @@ async def read_and_raise_later(tx: kvx.Transaction) -> None:
         raise failed
 
 
-@pytest.mark.parametrize("read", [read_in_a_task_group, read_in_nested_task_groups, read_and_raise_later])
 async def test_function_runs_again_after_errors_of_its_transaction_only(
-    make_bucket: MakeBucket, fail_reads: Callable[..., None], read: Callable[[kvx.Transaction], Awaitable[None]]
+    make_bucket: MakeBucket, fail_reads: Callable[..., None]
 ) -> None:
-    kv, runs = await make_bucket(), 0
-    failures = [RequestTimeoutError(str(number)) for number in range(4)]
-    assert all(map(is_transient, failures))
-    fail_reads(kv, *failures)
+    for read in (read_in_a_task_group, read_in_nested_task_groups, read_and_raise_later):
+        kv, runs = await make_bucket(), 0
+        fail_reads(kv, *(RequestTimeoutError(str(number)) for number in range(4)))
 
-    async def fn(tx: kvx.Transaction) -> None:
-        nonlocal runs
-        runs += 1
-        await read(tx)
-        tx.put("own", b"1")
+        async def fn(tx: kvx.Transaction, read: Callable[[kvx.Transaction], Awaitable[None]] = read) -> None:
+            nonlocal runs
+            runs += 1
+            await read(tx)
+            tx.put("own", b"1")
 
-    await kvx.retry_transaction(kv, fn, give_up_after=60)
-    assert runs > 1
-    assert (await kv.get("own")).value == b"1"
-
-
-async def test_conflict_of_a_commit_in_the_function_runs_it_again(make_bucket: MakeBucket) -> None:
-    kv, runs = await make_bucket(), 0
-
-    async def fn(tx: kvx.Transaction) -> None:
-        nonlocal runs
-        runs += 1
-        await tx.get("k")
-        tx.put("k", b"mine")
-        if runs == 1:
-            await kv.put("k", b"theirs")
-        await tx.commit()
-
-    await kvx.retry_transaction(kv, fn)
-    assert (runs, (await kv.get("k")).value) == (2, b"mine")
+        await kvx.retry_transaction(kv, fn, give_up_after=60)
+        assert runs > 1, read
+        assert (await kv.get("own")).value == b"1"

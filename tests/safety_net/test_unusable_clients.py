@@ -1,26 +1,21 @@
 """A client that was never connected, or that another event loop connected: every call says so, at once."""
 
 import asyncio
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
-from pathlib import Path
 from typing import Any, TypeVar
 
 import nats
 import nats.errors
 import pytest
 from nats.aio.client import Client
+from wait_matrix import CALLS, Try, without_internals
 
 import jetstream_ext as jsx
 from jetstream_ext import log
 from jetstream_ext.client.base_connection import NotConnectedError
 from jetstream_ext.client.connection import open_bucket
 from jetstream_ext.testing import NatsServer
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from wait_matrix import CALLS, Try, without_internals
 
 # What ends or enters something that needs no server.
 LOCAL = {

@@ -59,56 +59,63 @@ COPIES: dict[str, Callable[[str], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("confirm", [True, False])
-@pytest.mark.parametrize("copy", COPIES)
 async def test_worker_refuses_a_copy_of_its_output_as_its_input(
-    js: JetStreamContext, stream_name: Callable[[], str], copy: str, confirm: bool
+    js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
-    name, copied = stream_name(), stream_name()
-    await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True)
-    await js.add_stream(name=copied, allow_direct=True, **COPIES[copy](name))
-    await js.publish(f"{name}.in.1", b"1")
-    async with asyncio.timeout(60):  # it would read the copies of its own positions without an end
-        with pytest.raises(ValueError, match=rf"{copied}.*copies.*{name}.*nothing was stored.*filter"):
-            await exactly_once(
-                LogReader(js, copied, confirm=confirm), name, lambda _: None, name="w", prefix=f"{name}.at"
-            )
-    assert (await js.stream_info(name)).state.messages == 1
+    for copy, config in COPIES.items():
+        name, copied = stream_name(), stream_name()
+        await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True)
+        await js.add_stream(name=copied, allow_direct=True, **config(name))
+        await js.publish(f"{name}.in.1", b"1")
+        for confirm in (True, False):
+            reader = LogReader(js, copied, confirm=confirm)
+            async with asyncio.timeout(60):  # it would read the copies of its own positions without an end
+                with pytest.raises(ValueError, match=rf"{copied}.*copies.*{name}.*nothing was stored.*filter"):
+                    await exactly_once(reader, name, lambda _: None, name="w", prefix=f"{name}.at")
+        assert (await js.stream_info(name)).state.messages == 1, copy
 
 
-@pytest.mark.parametrize("subject", [">", "{}.>", "{}.at.*", "{}.*.w"])
 async def test_worker_refuses_a_filter_that_matches_its_positions(
-    js: JetStreamContext, stream_name: Callable[[], str], subject: str
+    js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
     name = stream_name()
     await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True)
-    reader = LogReader(js, name, subject=subject.format(name))
-    with pytest.raises(ValueError, match=rf"is the output stream.*'{name}\.at\.w'.*subject="):
-        await exactly_once(reader, name, lambda _: None, name="w", prefix=f"{name}.at")
+    for subject in (">", f"{name}.>", f"{name}.at.*", f"{name}.*.w"):
+        reader = LogReader(js, name, subject=subject)
+        with pytest.raises(ValueError, match=rf"is the output stream.*'{name}\.at\.w'.*subject="):
+            await exactly_once(reader, name, lambda _: None, name="w", prefix=f"{name}.at")
     assert (await js.stream_info(name)).state.messages == 0
 
 
-@pytest.mark.parametrize("where", ["the output stream", "a mirror", "a mirror without the positions"])
 async def test_worker_may_read_its_output_stream_without_its_positions(
-    js: JetStreamContext, stream_name: Callable[[], str], where: str
+    js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
-    name, copied = stream_name(), stream_name()
+    name, mirror, filtered = stream_name(), stream_name(), stream_name()
     await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True)
     for n in range(3):
         await js.publish(f"{name}.in", b"%d" % n)
-    reader = LogReader(js, name, subject=f"{name}.in")
-    if where != "the output stream":
-        filtered = where == "a mirror without the positions"
-        mirror = StreamSource(name=name, filter_subject=f"{name}.in" if filtered else None)
-        await js.add_stream(name=copied, mirror=mirror, allow_direct=True)
-        async with asyncio.timeout(30):
-            while (await js.stream_info(copied)).state.messages < 3:
+    await js.add_stream(name=mirror, mirror=StreamSource(name=name), allow_direct=True)
+    inputs = StreamSource(name=name, filter_subject=f"{name}.in")
+    await js.add_stream(name=filtered, mirror=inputs, allow_direct=True)
+    async with asyncio.timeout(60):
+        for each in (mirror, filtered):
+            while (await js.stream_info(each)).state.messages < 3:
                 await asyncio.sleep(0.05)
-        reader = LogReader(js, copied, subject=None if filtered else f"{name}.in")
-    done = await exactly_once(
-        reader, name, lambda message: jsx.BatchMessage(f"{name}.out", message.data), name="w", prefix=f"{name}.at"
-    )
-    assert (done.inputs, done.outputs) == (3, 3)
+    for number, reader in enumerate(
+        (
+            LogReader(js, name, subject=f"{name}.in"),
+            LogReader(js, mirror, subject=f"{name}.in"),
+            LogReader(js, filtered),
+        )
+    ):
+        done = await exactly_once(
+            reader,
+            name,
+            lambda message: jsx.BatchMessage(f"{name}.out", message.data),
+            name=f"w{number}",
+            prefix=f"{name}.at",
+        )
+        assert (done.inputs, done.outputs) == (3, 3), number
 
 
 async def test_output_larger_than_the_stream_takes_is_refused_at_once_and_named(
@@ -131,20 +138,19 @@ async def test_output_larger_than_the_stream_takes_is_refused_at_once_and_named(
     assert time.monotonic() - before < 30
 
 
-@pytest.mark.parametrize("how", ["commit", "committing"])
-@pytest.mark.parametrize("subject", [None, "$KV.{}.>", "$KV.{}.audit"])
 async def test_position_of_a_reader_of_its_own_bucket_is_refused(
-    js: JetStreamContext, stream_name: Callable[[], str], subject: str | None, how: str
+    js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
     """Each stored position would be the reader's next message, and lead to another position."""
     bucket = stream_name()
     offsets = await OffsetStore(js, bucket).create()
     await kvx.enable(await js.key_value(bucket))
-    reader = LogReader(js, f"KV_{bucket}", subject=subject and subject.format(bucket))
-    entered = offsets.committing(reader, name="audit", every=1)
-    storing = offsets.commit(reader, name="audit") if how == "commit" else entered.__aenter__()
-    with pytest.raises(ValueError, match=rf"'audit'.*nothing was stored.*KV\.{bucket}\.audit.*subject="):
-        await storing
+    for subject in (None, f"$KV.{bucket}.>", f"$KV.{bucket}.audit"):
+        reader = LogReader(js, f"KV_{bucket}", subject=subject)
+        entered = offsets.committing(reader, name="audit", every=1)
+        for storing in (offsets.commit(reader, name="audit"), entered.__aenter__()):
+            with pytest.raises(ValueError, match=rf"'audit'.*nothing was stored.*KV\.{bucket}\.audit.*subject="):
+                await storing
     assert (await js.stream_info(f"KV_{bucket}")).state.messages == 0
 
 
@@ -158,31 +164,29 @@ async def test_position_of_a_reader_of_other_keys_of_its_bucket_is_stored(
     assert (await offsets.commit(reader, name="audit")).seq == 1
 
 
-@pytest.mark.parametrize("where", ["the bucket", "a mirror"])
 async def test_standby_worker_refuses_its_lease_as_its_input(
-    js: JetStreamContext, stream_name: Callable[[], str], where: str
+    js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
     name, bucket, copied = stream_name(), stream_name(), stream_name()
     await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True)
     offsets = await OffsetStore(js, bucket).create()
     await kvx.enable(await js.key_value(bucket))
     await js.add_stream(name=copied, mirror=StreamSource(name=f"KV_{bucket}"), allow_direct=True)
-    source = f"KV_{bucket}" if where == "the bucket" else copied
-    with pytest.raises(
-        ValueError, match=rf"'{source}'.*the lease's bucket.*each lease.*leases\.{name}.*nothing was stored.*subject="
-    ):
-        await exactly_once(
-            LogReader(js, source, offsets=offsets),
-            name,
-            lambda _: None,
-            name="w",
-            prefix=f"{name}.at",
-            standby=True,
-        )
+
+    async def work(reader: LogReader, worker: str = "w") -> int:
+        done = await exactly_once(reader, name, lambda _: None, name=worker, prefix=f"{name}.at", standby=True)
+        return done.inputs
+
+    for source in (f"KV_{bucket}", copied):
+        with pytest.raises(
+            ValueError,
+            match=rf"'{source}'.*the lease's bucket.*each lease.*leases\.{name}.*nothing was stored.*subject=",
+        ):
+            await work(LogReader(js, source, offsets=offsets))
     assert (await js.stream_info(f"KV_{bucket}")).state.messages == 0
-    reader = LogReader(js, source, offsets=offsets, subject=f"$KV.{bucket}.other")
-    done = await exactly_once(reader, name, lambda _: None, name="w", prefix=f"{name}.at", standby=True)
-    assert done.inputs == 0
+    for source in (f"KV_{bucket}", copied):
+        reader = LogReader(js, source, offsets=offsets, subject=f"$KV.{bucket}.other")
+        assert await work(reader, f"of-{source}") == 0
 
 
 async def test_worker_does_not_end_as_a_success_when_consumers_remove_its_inputs(

@@ -2,8 +2,9 @@
 
 import base64
 import contextlib
+import itertools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 import nats
@@ -12,7 +13,6 @@ import nats.js.errors
 import pytest
 from nats.aio.client import Client
 from nats.js import JetStreamContext
-from nats.js.api import StreamConfig
 from nats.js.kv import KeyValue
 
 import jetstream_ext as jsx
@@ -25,95 +25,13 @@ from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.testing import NatsServer
 from jetstream_ext.types import NEVER
 
-Write = Callable[[Client, str, int], Awaitable[object]]
-
-
-@pytest.fixture
-async def fragile(server: NatsServer) -> AsyncIterator[Client]:
-    """A connection that does not come back once the server has closed it."""
-
-    async def quiet(error: Exception) -> None:
-        pass
-
-    nc = await nats.connect(server.url, allow_reconnect=False, error_cb=quiet, connect_timeout=10)
-    try:
-        yield nc
-    finally:
-        await nc.close()
-
 
 async def bucket(nc: Client, name: str) -> KeyValue:
-    return await kvx.enable(await nc.jetstream().create_key_value(bucket=name), ttl=True)
-
-
-async def touch(nc: Client, name: str, size: int) -> None:
-    kv = await bucket(nc, name)
-    await kv.put("k", bytes(size))
-    await kvx.touch(kv, "k", 60, timeout=1)
-
-
-async def put_in_a_transaction(nc: Client, name: str, size: int) -> None:
-    async with kvx.transaction(await bucket(nc, name)) as tx:
-        tx.put("k", bytes(size), ttl=60)
-
-
-async def stream(nc: Client, name: str) -> None:
-    config = StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True, allow_msg_ttl=True)
-    await jsx.ensure_stream(nc.jetstream(), config.evolve(allow_batched=True))
-
-
-async def publish_atomically(nc: Client, name: str, size: int) -> None:
-    await stream(nc, name)
-    await jsx.publish_atomic(nc.jetstream(), [jsx.BatchMessage(f"{name}.a", bytes(size))])
-
-
-async def commit_with_a_message(nc: Client, name: str, size: int) -> None:
-    await stream(nc, name)
-    async with jsx.AtomicBatch(nc.jetstream()) as batch:
-        await batch.add(f"{name}.a", b"1")
-        await batch.commit(f"{name}.a", bytes(size))
-
-
-async def publish_fast(nc: Client, name: str, size: int) -> None:
-    await stream(nc, name)
-    async with jsx.FastPublisher(nc.jetstream()) as publisher:
-        await publisher.add(f"{name}.a", b"1")
-        await publisher.add(f"{name}.a", bytes(size), msg_ttl=60)
-
-
-async def ingest(nc: Client, name: str, size: int) -> None:
-    await stream(nc, name)
-    await jsx.ingest(nc.jetstream(), [(f"{name}.a", b"1"), (f"{name}.a", bytes(size))], msg_id=lambda *_: "id")
-
-
-async def work_exactly_once(nc: Client, name: str, size: int) -> None:
-    await stream(nc, name)
-    await nc.jetstream().publish(f"{name}.in", b"1")
-    reader = LogReader(nc.jetstream(), name, subject=f"{name}.in")
-    await exactly_once(
-        reader, name, lambda _: jsx.BatchMessage(f"{name}.out", bytes(size)), name="w", prefix=f"{name}.at", patience=10
-    )
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        touch,
-        put_in_a_transaction,
-        publish_atomically,
-        commit_with_a_message,
-        publish_fast,
-        ingest,
-        work_exactly_once,
-    ],
-)
-async def test_write_within_a_few_bytes_of_the_limit_keeps_the_connection(
-    fragile: Client, stream_name: Callable[[], str], write: Write
-) -> None:
-    with pytest.raises(nats.errors.Error) as caught:
-        await write(fragile, stream_name(), fragile.max_payload - 5)
-    assert fragile.is_connected, "the server closed the user's connection"
-    assert isinstance(caught.value, nats.errors.MaxPayloadError | IngestError)
+    """Create a bucket whose stream also takes fast batches."""
+    kv = await kvx.enable(await nc.jetstream(timeout=30).create_key_value(bucket=name), ttl=True)
+    config = (await kv._js.stream_info(kv._stream)).config
+    await kv._js.update_stream(config.evolve(allow_batched=True))
+    return kv
 
 
 LIMIT = 4096  # of the server for the tests below, in bytes
@@ -192,6 +110,31 @@ async def purge_behind_a_long_key(kv: KeyValue, size: int) -> None:
         tx.purge("k", ttl=60)
 
 
+async def publish_atomically(kv: KeyValue, size: int) -> None:
+    await jsx.publish_atomic(kv._js, [jsx.BatchMessage(f"{kv._pre}k", bytes(size))])
+
+
+async def commit_with_a_message(kv: KeyValue, size: int) -> None:
+    async with jsx.AtomicBatch(kv._js) as batch:
+        await batch.add(f"{kv._pre}k", b"1")
+        await batch.commit(f"{kv._pre}k", bytes(size))
+
+
+async def publish_fast(kv: KeyValue, size: int) -> None:
+    async with jsx.FastPublisher(kv._js) as publisher:
+        await publisher.add(f"{kv._pre}k", b"1")
+        await publisher.add(f"{kv._pre}k", bytes(size), msg_ttl=60)
+
+
+async def ingest(kv: KeyValue, size: int) -> None:
+    ids = itertools.count((await kv._js.stream_info(kv._stream)).state.last_seq or 0)
+    messages = [(f"{kv._pre}k", b"1"), (f"{kv._pre}k", bytes(size))]
+    try:
+        await jsx.ingest(kv._js, messages, msg_id=lambda _: f"id-{next(ids)}")
+    except IngestError as error:
+        raise error.__cause__ or error from None
+
+
 async def commit_a_position(kv: KeyValue, size: int) -> None:
     offsets = OffsetStore(kv._js, kv._name)
     await offsets.fetch("k")
@@ -236,46 +179,62 @@ def small_server() -> Iterator[NatsServer]:
         yield server
 
 
-@pytest.mark.parametrize(
-    ("write", "spare"),
-    [
-        (touch_value, 0),
-        (touch_value_with_headers, 0),
-        (put, 40),
-        (put_with_a_ttl, 40),
-        (create_with_a_ttl, 40),
-        (update_with_a_ttl, 40),
-        (put_in_a_retried_transaction, 40),
-        (delete_behind_a_long_key, 40),
-        (purge_behind_a_long_key, 40),
-        (commit_a_position, 0),
-        (take_a_lease, 0),
-        (work, 40),
-    ],
-)
+# How many bytes below the limit a write is refused: a batch leaves room for the longest number.
+SPARE: dict[Sized, int] = {
+    touch_value: 0,
+    touch_value_with_headers: 0,
+    put: 40,
+    put_with_a_ttl: 40,
+    create_with_a_ttl: 40,
+    update_with_a_ttl: 40,
+    put_in_a_retried_transaction: 40,
+    delete_behind_a_long_key: 40,
+    purge_behind_a_long_key: 40,
+    publish_atomically: 40,
+    commit_with_a_message: 40,
+    publish_fast: 0,
+    ingest: 0,
+    commit_a_position: 0,
+    take_a_lease: 0,
+    work: 40,
+}
+WINDOW = 6  # sizes on each side of the first that is refused of which every one is tried
+
+
 async def test_message_of_any_size_near_the_limit_is_stored_or_refused(
-    small_server: NatsServer, stream_name: Callable[[], str], write: Sized, spare: int
+    small_server: NatsServer, stream_name: Callable[[], str]
 ) -> None:
-    """`spare` is how many bytes below the limit a write is refused: a batch leaves room for the longest number."""
     nc = await nats.connect(small_server.url, allow_reconnect=False, connect_timeout=10)
     try:
-        js = nc.jetstream(timeout=10)
-        kv = await bucket(nc, stream_name())
-        await js.add_stream(name=f"{kv._name}-in", subjects=[f"{kv._name}-in"], allow_direct=True)
-        await js.publish(f"{kv._name}-in", b"1")
-        largest, refused = 0, 0
-        for size in range(LIMIT - WIDEST, LIMIT + 1):
-            before = (await js.stream_info(kv._stream)).state.last_seq
-            try:
-                await write(kv, size)
-            except nats.errors.MaxPayloadError:
-                refused += 1
-            else:
-                assert not refused, f"{size} bytes are stored, although fewer were refused"
-                largest = max(largest, await largest_since(kv, before))
-            assert nc.is_connected, f"the server closed the connection at {size} bytes"
-        assert refused
-        assert LIMIT - spare <= largest <= LIMIT
+        js = nc.jetstream(timeout=30)
+        for write, spare in SPARE.items():
+            kv = await bucket(nc, stream_name())
+            await js.add_stream(name=f"{kv._name}-in", subjects=[f"{kv._name}-in"], allow_direct=True)
+            await js.publish(f"{kv._name}-in", b"1")
+            # From here on a revision has three digits, so that each write adds as many bytes as the one before.
+            await jsx.publish_atomic(js, [(f"{kv._pre}first", b"")] * 100)
+            stored: list[int] = []
+
+            async def is_refused(
+                size: int, write: Sized = write, kv: KeyValue = kv, stored: list[int] = stored
+            ) -> bool:
+                before = (await js.stream_info(kv._stream)).state.last_seq
+                try:
+                    await write(kv, size)
+                except nats.errors.MaxPayloadError:
+                    return True
+                finally:
+                    assert nc.is_connected, f"{write.__name__}: the server closed the connection at {size} bytes"
+                stored.append(await largest_since(kv, before))
+                return False
+
+            low, high = LIMIT - WIDEST, LIMIT
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (low, middle) if await is_refused(middle) else (middle, high)
+            refused = [size for size in range(high - WINDOW, high + WINDOW) if await is_refused(size)]
+            assert refused == list(range(high, high + WINDOW)), f"{write.__name__}: larger ones are stored"
+            assert LIMIT - spare <= max(stored) <= LIMIT, write.__name__
     finally:
         await nc.close()
 

@@ -41,6 +41,7 @@ MOMENTS = (0.0, 0.001, 0.03)
 SIZES = (0, 100_000, 1_000_000)
 PENDING = 4 << 20
 TARGETS = 8  # streams to write to: a server keeps the batches of a lost connection for 10 s, up to 50 in a stream
+AT_ONCE = 48  # cells in a round
 ATTEMPTS = 6  # to prepare a cell on a busy machine
 SLACK = 1.0  # seconds that a call may take beyond its timeout
 FAULTS = {
@@ -1012,8 +1013,8 @@ def sample(group: str) -> list[Cell]:
 
 async def run_cells(server: NatsServer, cells: list[Cell], *, timeout: float) -> None:
     """Run cells of one group in rounds; the bytes of one round are in memory at once."""
-    for start in range(0, len(cells), 24):
-        await run_round(server, cells[start : start + 24], timeout=timeout)
+    for start in range(0, len(cells), AT_ONCE):
+        await run_round(server, cells[start : start + AT_ONCE], timeout=timeout)
 
 
 async def freeze_everywhere(server: NatsServer, calls: Iterable[str], *, timeout: float, fallback: bool) -> list[Cell]:
