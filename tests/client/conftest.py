@@ -4,6 +4,7 @@ import asyncio
 import gc
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import nats
@@ -15,6 +16,8 @@ from jetstream_ext.client import api
 from jetstream_ext.protocol.atomic import AtomicBatchMachine
 from jetstream_ext.protocol.atomic_wire import Encoded
 from jetstream_ext.testing import NatsServer
+
+sys.path.insert(0, str(Path(__file__).parent))  # the tests import `client_cells`
 
 MakeStream = Callable[..., Awaitable[str]]
 

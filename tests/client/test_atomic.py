@@ -465,21 +465,6 @@ class TestRefusedAtOnce:
 
 
 class TestPublishAtomic:
-    async def test_every_kind_of_iterable_is_accepted(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
-        messages = [jsx.BatchMessage(f"{stream}.a", b"%d" % i, headers={"I": str(i)}) for i in range(3)]
-
-        async def source() -> AsyncIterator[jsx.BatchMessage]:
-            for message in messages:
-                await asyncio.sleep(0)
-                yield message
-
-        for given in (messages, iter(messages), source()):
-            ack = await jsx.publish_atomic(js, given, timeout=30)
-            assert ack.batch_size == 3
-        assert await payloads(js, stream) == [b"0", b"1", b"2"] * 3
-        assert (await jsx.publish_atomic(js, messages, batch_id="chosen")).batch_id == "chosen"
-        await leak_check.assert_clean()
-
     @pytest.mark.parametrize("asynchronous", [True, False])
     async def test_a_source_that_fails_late_stores_nothing(
         self, js: JetStreamContext, stream: str, leak_check: Any, asynchronous: bool
@@ -532,23 +517,6 @@ class TestPublishAtomic:
         assert caught.value.outcome == "not_stored"
         assert await count(js, stream) == 0
         await leak_check.assert_clean()
-
-
-@pytest.mark.parametrize("nothing", [None, ["a", b""]])
-@pytest.mark.parametrize("position", [0, 1])
-async def test_anything_but_a_message_is_refused_and_stores_nothing(
-    js: JetStreamContext, stream: str, position: int, nothing: Any
-) -> None:
-    messages: list[Any] = [jsx.BatchMessage(f"{stream}.a"), jsx.BatchMessage(f"{stream}.a")]
-    messages[position] = nothing
-    with pytest.raises(TypeError, match="BatchMessage"):
-        await jsx.publish_atomic(js, messages)
-    batch = jsx.AtomicBatch(js)
-    with pytest.raises(TypeError, match="BatchMessage"):
-        await batch.add_many(messages)
-    assert batch.size == position
-    await batch.discard()
-    assert await count(js, stream) == 0
 
 
 async def test_an_invalid_stream_name_is_refused(js: JetStreamContext, stream: str) -> None:

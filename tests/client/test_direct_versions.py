@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from client_cells import each
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
@@ -78,6 +79,7 @@ class TestSingle:
             (5, b"m5", {"X-U": "v5"}), (6, b"", {}), (7, b"m7", {}),
         ]  # fmt: skip
         assert (m.stream, m.subject, m.num_pending, m.last_seq) == (stream, f"{stream}.A", None, None)
+        assert abs(m.time - datetime.now(UTC)) < timedelta(minutes=1)
 
     async def test_get_last_and_get_next(self, direct: jsx.DirectGet, stream: str) -> None:
         assert (await direct.get_last(f"{stream}.B")).seq == 11
@@ -99,8 +101,9 @@ class TestSingle:
             direct.get(8), direct.get(13), direct.get(2**64 - 1), direct.get_last(f"{stream}.D"),
             direct.get_next(f"{stream}.A", seq=11),
         ):  # fmt: skip
-            with pytest.raises(errors.MessageNotFoundError, match=stream):
+            with pytest.raises(errors.MessageNotFoundError, match=stream) as caught:
                 await missing
+            assert (caught.value.code, caught.value.stream) == (404, stream)
 
     async def test_get_at(self, direct: jsx.DirectGet, stream: str, batches: None) -> None:
         assert (await direct.get_at(await time_of(direct, 5))).seq == 5
@@ -116,7 +119,7 @@ class TestBefore211:
         if version >= (2, 11):
             pytest.skip("this server has batches")
 
-    @pytest.mark.parametrize(
+    @each(
         "read",
         [
             lambda d, s: d.batch(3).to_list(),
@@ -229,7 +232,7 @@ class TestMultiLastForms:
             assert (await seqs(multi), multi.last_seq) == (expected, expected[-1])
             assert multi.num_pending == 1, "also where the server's own end says 0 (2.11)"
 
-    @pytest.mark.parametrize("max_bytes", [1, 60, 100, 1 << 20])
+    @each("max_bytes", [1, 60, 100, 1 << 20])
     async def test_pages_reach_the_end(self, direct: jsx.DirectGet, stream: str, max_bytes: int) -> None:
         """On 2.11 the end of a cut page counts one message too few: 0 if one more follows."""
         multi = direct.multi_last([f"{stream}.>"], max_bytes=max_bytes)
@@ -249,8 +252,8 @@ class TestMultiLastForms:
             # By ADR-31, an answer is exact only as far as the stream's history reaches.
             assert read + await seqs(multi) == expected
 
-    @pytest.mark.parametrize("storage", ["file", "memory"])
-    @pytest.mark.parametrize("max_bytes", [1, 1 << 20])
+    @each("storage", ["file", "memory"])
+    @each("max_bytes", [1, 1 << 20])
     async def test_a_point_beyond_the_end_is_the_end(
         self, js: JetStreamContext, make: Make, storage: str, max_bytes: int
     ) -> None:
@@ -274,7 +277,7 @@ class TestMultiLastForms:
             multi = direct.multi_last([f"{name}.>"], up_to_seq=point, max_bytes=max_bytes)
             assert (await seqs(multi), multi.up_to_seq) == (list(range(1, point + 1)), point)
 
-    @pytest.mark.parametrize("storage", ["file", "memory"])
+    @each("storage", ["file", "memory"])
     async def test_min_seq_reads_one_s_own_writes(self, js: JetStreamContext, make: Make, storage: str) -> None:
         name = await make(storage=storage)
         direct = jsx.DirectGet(js, name)
@@ -364,7 +367,7 @@ class TestForgedHeaders:
             ]
             assert all(m.time.year > 2000 for m in messages)
 
-    @pytest.mark.parametrize(
+    @each(
         "block",
         [
             b"NATS/1.0 204 EOB\r\nNats-Num-Pending: 0\r\nNats-Last-Sequence: 0\r\n\r\n",
@@ -394,8 +397,8 @@ class TestForgedHeaders:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize("missing", ["stream", "allow_direct"])
-    @pytest.mark.parametrize(
+    @each("missing", ["stream", "allow_direct"])
+    @each(
         "read",
         [
             lambda d: d.get(1), lambda d: d.get_last("a"), lambda d: d.get_next("a"),
@@ -409,8 +412,9 @@ class TestRefusals:
     ) -> None:  # fmt: skip
         name = "NONE" if missing == "stream" else await make(allow_direct=False)
         async with asyncio.timeout(20):
-            with pytest.raises(errors.DirectGetDisabledError, match=rf"{name}.*allow_direct"):
+            with pytest.raises(errors.DirectGetDisabledError, match=rf"{name}.*allow_direct") as caught:
                 await read(jsx.DirectGet(js, name, timeout=60))
+        assert caught.value.stream == name
         await leak_check.assert_clean()
 
     async def test_408_has_the_server_s_text(
