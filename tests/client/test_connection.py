@@ -21,7 +21,6 @@ from nats.protocol.parser import Parser
 from jetstream_ext.client.base_connection import FallbackConnection, InboxHandler, InboxSubscription
 from jetstream_ext.client.connection import _CLOSED_SIDS_KEPT, Connection, OwnClient, connection_of
 from jetstream_ext.errors import JetStreamExtError, RequestTimeoutError
-from jetstream_ext.protocol.direct import ReplyDecoder, StoredMsg
 from jetstream_ext.protocol.frames import Frame, parts
 from jetstream_ext.testing import NatsServer
 
@@ -138,47 +137,6 @@ def test_messages_in_any_order_and_pieces_are_delivered(order: list[int], cuts: 
     data = b"".join(STREAM[i][0] for i in order)
     pieces = [data[a:b] for a, b in itertools.pairwise([0, *sorted(cuts), len(data)])]
     assert asyncio.run(fed(pieces)) == [heard for i in order if (heard := STREAM[i][1])]
-
-
-def direct_get_reply() -> bytes:
-    """A reply with and without stored headers, an imposter, empty payloads, and payloads that look like frames."""
-    own = "X-U: v5\r\nY: ä\r\n".encode()
-    imposter = b"Nats-Stream: S\r\nNats-Subject: x\r\nNats-Sequence: 77\r\nStatus: 204\r\n"
-    data, last = b"", 0
-    for i, (stored, payload) in enumerate(
-        [(b"", b"one"), (b"", b""), (own, b"two"), (own, b""), (imposter, TRAP), (b"", TRAP), (b"", b"end" * 40)]
-    ):
-        block = (
-            b"NATS/1.0\r\n%bNats-Stream: S\r\nNats-Subject: a.b\r\nNats-Sequence: %d\r\nNats-Time-Stamp: "
-            b"2026-11-20T21:23:31.2Z\r\nNats-Num-Pending: %d\r\nNats-Last-Sequence: %d\r\n\r\n"
-        ) % (stored, i * 3 + 1, 6 - i, last)
-        last = i * 3 + 1
-        data += msg(1, payload, header=block)
-    return data + msg(
-        1, b"", header=b"NATS/1.0 204 EOB\r\nNats-Num-Pending: 0\r\nNats-Last-Sequence: %d\r\n\r\n" % last
-    )
-
-
-@INTERNALS
-async def test_a_direct_get_reply_cut_anywhere_decodes_the_same() -> None:
-    reply = direct_get_reply()
-
-    async def decoded(*pieces: bytes) -> tuple[list[StoredMsg], Any]:
-        nc, connection, *_ = await opened()
-        decoder, messages = ReplyDecoder("S"), []
-        handler = InboxHandler(lambda frames: messages.extend(decoder.feed(frames).messages()), lambda: None)
-        connection._handlers[b"1"] = handler
-        for piece in pieces:
-            await nc._ps.parse(piece)
-        return messages, decoder.end
-
-    whole, end = await decoded(reply)
-    assert [message.seq for message in whole] == [1, 4, 7, 10, 13, 16, 19]
-    assert whole[4].headers == {"Status": "204"}
-    assert end.last_seq == 19
-    for cut in range(1, len(reply)):
-        assert await decoded(reply[:cut], reply[cut:]) == (whole, end), cut
-    assert await decoded(*(reply[i : i + 1] for i in range(len(reply)))) == (whole, end)
 
 
 @INTERNALS
@@ -364,18 +322,6 @@ class Stuck(Recorder):
         super().__init__()
         self._flush_queue = asyncio.Queue(maxsize=1)
         self._flush_queue.put_nowait(asyncio.get_running_loop().create_future())
-
-
-@INTERNALS
-async def test_subscribing_an_inbox_never_suspends() -> None:
-    nc = Stuck()
-    connection = connection_of(nc)
-    with pytest.raises(StopIteration) as done:
-        connection.inbox(listener(nc, "at once"), timeout=5).send(None)
-    inbox = done.value.value
-    assert [each.subject for each in nc._subs.values()] == [inbox.subject]
-    inbox.close()
-    assert not nc._subs
 
 
 @INTERNALS
@@ -668,7 +614,7 @@ async def test_an_attempt_to_reconnect_that_fails_leaves_no_socket_open(
     await client.close_quickly()
 
 
-@pytest.mark.parametrize("lost_track", [False, True])
+@each("lost_track", [False, True])
 async def test_closing_quickly_ends_a_reconnect_whose_cancellation_is_lost(
     own_server: NatsServer, lost_track: bool
 ) -> None:
@@ -700,26 +646,4 @@ async def test_closing_quickly_ends_a_reconnect_whose_cancellation_is_lost(
         reconnecting.cancel()
         await asyncio.wait([reconnecting])
     assert lost.is_set()
-
-
-async def test_closing_quickly_takes_a_socket_that_closed_after_its_last_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = asyncio.Event()
-
-    async def slowly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(0.05)
-        while await reader.read(1 << 20):
-            pass
-        writer.close()
-        await writer.wait_closed()
-        closed.set()
-
-    async with await asyncio.start_server(slowly, "127.0.0.1") as server:
-        _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-        writer.write(bytes(16 << 20))
-        writer.close()
-        await writer.wait_closed()
-        client = OwnClient()
-        monkeypatch.setattr(client, "close", lambda: asyncio.sleep(0))
-        monkeypatch.setattr(client, "_transport", SimpleNamespace(_bare_io_writer=writer))
-        await client.close_quickly()
-        await closed.wait()
+    own_server.restart()

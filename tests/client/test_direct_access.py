@@ -13,7 +13,7 @@ import jetstream_ext as jsx
 from jetstream_ext import errors
 from jetstream_ext.testing import NatsServer
 
-VERSIONS = ["2.10.26", "2.11.0", "2.11.11", "2.12.8", "2.14.6", "2.15.1"]
+VERSIONS = ["2.10.26", "2.11.11", "2.12.8", "2.14.6", "2.15.1"]
 
 # Account APP has users with different permissions and inboxes. GOOD imports the API of APP through an export for streams
 # of answers, NARROW through an export that passes only one message for each request.

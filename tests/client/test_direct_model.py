@@ -172,7 +172,7 @@ CALLS: list[Callable[[World], Awaitable[None]]] = [
 
 
 @given(seed=st.integers(0, 1 << 32))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_every_call_agrees_with_the_model(server: NatsServer, seed: int) -> None:
     rng = random.Random(seed)
 
@@ -181,7 +181,7 @@ def test_every_call_agrees_with_the_model(server: NatsServer, seed: int) -> None
         try:
             world = World(nc.jetstream(), rng, f"M{uuid.uuid4().hex}")
             await world.fill()
-            for _ in range(60):
+            for _ in range(50):
                 await rng.choice(CALLS)(world)
             await world.js.delete_stream(world.name)
         finally:

@@ -7,6 +7,7 @@ from typing import Any
 import nats.errors
 import nats.js.errors
 import pytest
+from client_cells import each
 from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy
 
@@ -68,11 +69,13 @@ class TestPublishing:
         assert third.headers["Nats-TTL"] == "never"
         assert fourth.data == b"\r\n"
 
-    @pytest.mark.parametrize("flow", [1, 7, 100, 65535])
-    @pytest.mark.parametrize("outstanding", [1, 3])
+    @each("flow", [1, 7, 100, 65535])
+    @each("outstanding", [1, 3])
     async def test_add_many_stores_everything_in_order(
-        self, js: JetStreamContext, stream: str, flow: int, outstanding: int
+        self, js: JetStreamContext, make_stream: MakeStream, flow: int, outstanding: int
     ) -> None:
+        stream = await make_stream()
+
         def entries() -> Iterator[Any]:
             for i in range(1000):
                 payload = b"%d" % i
@@ -97,12 +100,6 @@ class TestPublishing:
         async with jsx.FastPublisher(js, flow=10) as pub:
             assert (await pub.add_many(entries())).batch_seq == 300
         assert await payloads(js, stream) == [b"%d" % i for i in range(300)]
-
-    async def test_concurrent_adds_are_all_stored(self, js: JetStreamContext, stream: str) -> None:
-        async with jsx.FastPublisher(js, flow=5) as pub:
-            acks = await asyncio.gather(*(pub.add(f"{stream}.a", b"%d" % i) for i in range(100)))
-        assert sorted(ack.batch_seq for ack in acks) == list(range(1, 101))
-        assert {int(data) for data in await payloads(js, stream)} == set(range(100))
 
     async def test_every_change_of_state_is_one_debug_record(
         self, js: JetStreamContext, stream: str, caplog: pytest.LogCaptureFixture
@@ -184,17 +181,14 @@ class TestEnding:
         assert [m.headers for m in await stored(js, stream)] == [{}, {"K": "v"}]
         await leak_check.assert_clean()
 
-    async def test_commit_works_without_an_add(self, js: JetStreamContext, stream: str) -> None:
-        assert (await jsx.FastPublisher(js).commit(f"{stream}.a", b"only")).batch_size == 1
-        assert await payloads(js, stream) == [b"only"]
-
     async def test_commit_eob_commits_without_another_message(self, js: JetStreamContext, stream: str) -> None:
         pub = jsx.FastPublisher(js)
         with pytest.raises(errors.EmptyBatchError):
             await pub.commit_eob()
         await pub.add(f"{stream}.a", b"1")
         assert (await pub.commit_eob()).batch_size == 1
-        assert await payloads(js, stream) == [b"1"]
+        assert (await jsx.FastPublisher(js).commit(f"{stream}.a", b"only")).batch_size == 1
+        assert await payloads(js, stream) == [b"1", b"only"]
 
     async def test_discard_keeps_what_was_sent(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
         pub = jsx.FastPublisher(js)
@@ -211,7 +205,7 @@ class TestEnding:
         assert await payloads(js, stream) == [b"1"]
         await leak_check.assert_clean()
 
-    @pytest.mark.parametrize("end", ["commit", "discard", "discard unused"])
+    @each("end", ["commit", "discard", "discard unused"])
     async def test_a_batch_is_closed_after_its_end(self, js: JetStreamContext, stream: str, end: str) -> None:
         pub = jsx.FastPublisher(js)
         if end != "discard unused":
@@ -268,13 +262,6 @@ class TestEnding:
         assert isinstance(caught.value, errors.BatchError)
         await leak_check.assert_clean()
 
-    async def test_an_idle_batch_without_keepalive_sends_nothing(self, js: JetStreamContext, stream: str) -> None:
-        pub = jsx.FastPublisher(js, keepalive=None)
-        await pub.add(f"{stream}.a", b"1")
-        await pub.flush()
-        assert pub._batch.next_timer() is None
-        await pub.discard()
-
     async def test_an_idle_batch_is_kept_alive(self, js: JetStreamContext, stream: str) -> None:
         pongs = asyncio.Event()
         pub = jsx.FastPublisher(js, keepalive=0.02, on_flow=lambda _: pongs.set())
@@ -288,45 +275,6 @@ class TestEnding:
 
 
 class TestGapsAndRefusals:
-    async def test_ok_mode_reports_refused_messages(self, js: JetStreamContext, make_stream: MakeStream) -> None:
-        stream = await make_stream(max_msg_size=100)
-        reports: list[object] = []
-        pub = jsx.FastPublisher(js, gap=jsx.GapMode.OK, on_error=reports.append, on_gap=reports.append)
-        async with pub:
-            for i, size in enumerate((1, 200, 1, 1)):
-                await pub.add(f"{stream}.a", b"x" * size, expected_last_seq=77 if i == 3 else None)
-        assert pub.end_reason is jsx.EndReason.COMMITTED
-        assert [(report.seq, type(report.error)) for report in pub.errors] == [
-            (2, errors.MessageTooLargeError), (4, errors.WrongLastSequenceError),
-        ]  # fmt: skip
-        assert pub.gaps == [jsx.BatchFlowGap(2, 3)]
-        assert reports == [pub.errors[0], pub.gaps[0], pub.errors[1]]
-        assert len(await payloads(js, stream)) == 2
-
-    async def test_fail_mode_ends_at_a_refused_message(
-        self, js: JetStreamContext, make_stream: MakeStream, leak_check: Any
-    ) -> None:
-        stream = await make_stream(max_msg_size=10)
-        pub = jsx.FastPublisher(js)
-        await pub.add(f"{stream}.a", b"1")
-        await pub.add(f"{stream}.a", b"x" * 20)
-
-        async def go_on() -> None:
-            async with asyncio.timeout(30):
-                while True:
-                    await pub.add(f"{stream}.a", b"3")
-                    await asyncio.sleep(0)
-
-        with pytest.raises(errors.MessageTooLargeError) as caught:
-            await go_on()
-        assert pub.end_reason is jsx.EndReason.ERROR
-        assert caught.value.ack == pub.ack == jsx.BatchAck(stream, 1, pub.batch_id, 1)
-        assert (caught.value.outcome, caught.value.acked) == ("partial", 1)
-        assert await payloads(js, stream) == [b"1"]
-        with pytest.raises(errors.MessageTooLargeError):
-            await pub.commit_eob()
-        await leak_check.assert_clean()
-
     async def test_a_full_stream_refuses_messages_in_both_modes(
         self, js: JetStreamContext, make_stream: MakeStream
     ) -> None:
@@ -341,27 +289,6 @@ class TestGapsAndRefusals:
         with pytest.raises(errors.BatchServerError, match="maximum messages"):
             await pub.commit_eob()
         assert pub.ack.batch_size == 3
-
-    async def test_a_gap_in_fail_mode_ends_with_the_final_ack(self, js: JetStreamContext, stream: str) -> None:
-        pub = jsx.FastPublisher(js)
-        await pub.add(f"{stream}.a", b"1")
-        pub._batch.sent += 2  # as if two messages had been lost on their way
-        await pub.add(f"{stream}.a", b"4")
-        with pytest.raises(errors.BatchGapError) as caught:
-            await pub.flush()
-        assert (caught.value.first_lost, caught.value.last_lost, caught.value.sent) == (2, 3, 4)
-        assert (pub.end_reason, caught.value.ack) == (jsx.EndReason.GAP, jsx.BatchAck(stream, 1, pub.batch_id, 1))
-        assert await payloads(js, stream) == [b"1"]
-
-    async def test_a_gap_in_ok_mode_keeps_the_batch_open(self, js: JetStreamContext, stream: str) -> None:
-        async with jsx.FastPublisher(js, gap="ok") as pub:  # type: ignore[arg-type]
-            await pub.add(f"{stream}.a", b"1")
-            pub._batch.sent += 2
-            await pub.add(f"{stream}.a", b"4")
-            await pub.flush()
-            assert pub.gaps == [jsx.BatchFlowGap(2, 4)]
-        assert pub.ack.batch_size == 4, "it counts the lost messages"
-        assert await payloads(js, stream) == [b"1", b"4"]
 
     async def test_ok_mode_reports_a_subject_of_no_stream(self, js: JetStreamContext, stream: str) -> None:
         async with jsx.FastPublisher(js, gap=jsx.GapMode.OK) as pub:
@@ -387,11 +314,11 @@ class TestGapsAndRefusals:
 class TestRefusedAtOnce:
     """A typed error at once, nothing stored, nothing left open."""
 
-    @pytest.mark.parametrize(
-        ("missing", "error"),
+    @each(
+        "missing, error",
         [("allow_batched", errors.FastPublishDisabledError), ("stream", errors.NoStreamError)],
     )
-    @pytest.mark.parametrize("how", ["add", "add_many", "commit", "block"])
+    @each("how", ["add", "add_many", "commit", "block"])
     async def test_a_missing_stream_or_allow_batched_is_an_error_at_once(
         self,
         js: JetStreamContext,
@@ -424,8 +351,8 @@ class TestRefusedAtOnce:
             assert isinstance(caught.value, nats.js.errors.NoStreamResponseError)
         await leak_check.assert_clean()
 
-    @pytest.mark.parametrize(
-        ("message", "error"),
+    @each(
+        "message, error",
         [
             ({"subject": "a b"}, errors.BadSubjectError),
             ({"subject": "a.*"}, errors.BadSubjectError),
@@ -480,7 +407,7 @@ class TestRefusedAtOnce:
         await pub.commit_eob()
         assert len(await payloads(js, stream)) == 250
 
-    @pytest.mark.parametrize(
+    @each(
         "options",
         [
             {"flow": 0}, {"flow": 65536}, {"max_outstanding_acks": 0}, {"max_outstanding_acks": 4}, {"gap": "maybe"},
@@ -494,29 +421,6 @@ class TestRefusedAtOnce:
 
 
 class TestHandlers:
-    async def test_handlers_see_the_updated_state(self, js: JetStreamContext, stream: str) -> None:
-        seen: list[tuple[jsx.BatchFlowAck, int]] = []
-        done = asyncio.Event()
-
-        def plain(ack: jsx.BatchFlowAck) -> None:
-            seen.append((ack, pub.ack_seq))
-
-        async def coroutine(gap: jsx.BatchFlowGap) -> None:
-            await asyncio.sleep(0)
-            assert pub.gaps == [gap]
-            done.set()
-
-        pub = jsx.FastPublisher(js, flow=2, gap=jsx.GapMode.OK, on_flow=plain, on_gap=coroutine)
-        async with pub:
-            await pub.add(f"{stream}.a", b"1")
-            pub._batch.sent += 1
-            for _ in range(5):
-                await pub.add(f"{stream}.a", b"x")
-            async with asyncio.timeout(30):
-                await done.wait()
-        assert seen
-        assert all(known >= ack.seq for ack, known in seen)
-
     async def test_coroutine_handlers_run_in_order_and_have_ended_after_the_block(
         self, js: JetStreamContext, stream: str
     ) -> None:
@@ -536,7 +440,7 @@ class TestHandlers:
         assert seen == sorted(seen)
         assert len(seen) > 100
 
-    @pytest.mark.parametrize("how", ["clean", "error", "cancelled"])
+    @each("how", ["clean", "error", "cancelled"])
     async def test_a_handler_that_hangs_is_cancelled_at_the_end_of_the_block(
         self, js: JetStreamContext, stream: str, how: str
     ) -> None:
@@ -588,7 +492,7 @@ class TestHandlers:
         assert len(seen) == KEPT_REPORTS + 1, "the first was running"
         assert caplog.text.count("handler is behind") == 1
 
-    @pytest.mark.parametrize("kind", ["plain", "cancelled", "coroutine"])
+    @each("kind", ["plain", "cancelled", "coroutine"])
     async def test_handler_errors_go_to_the_loop_s_exception_handler(
         self, js: JetStreamContext, stream: str, loop_is_quiet: list[dict[str, Any]], kind: str
     ) -> None:

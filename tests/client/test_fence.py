@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 
-import pytest
+from client_cells import each
 from nats.aio.client import Client
 
 from jetstream_ext.client.api import settled_state, stream_state
@@ -12,8 +12,8 @@ from jetstream_ext.protocol.atomic_wire import read_reply
 from jetstream_ext.protocol.fence import mark, marked_seq
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
-@pytest.mark.parametrize("option", ["none", "allow_batched", "allow_atomic"])
+@each("replicas", [1, 3])
+@each("option", ["none", "allow_batched", "allow_atomic"])
 async def test_the_mark_counts_what_was_sent_before_it(
     cluster_nc: Client, make_replicated: Callable[..., Awaitable[str]], replicas: int, option: str
 ) -> None:
@@ -26,12 +26,3 @@ async def test_the_mark_counts_what_was_sent_before_it(
         assert (await settled_state(lambda: stream_state(context, name), sent, 60)).last_seq == sent
         for n in range(2000):
             await cluster_nc.publish(f"{name}.b", b"%d" % n)
-
-
-def test_another_answer_names_no_sequence() -> None:
-    assert marked_seq(read_reply(b"NATS/1.0 503\r\n\r\n", b"")) is None
-    assert marked_seq(read_reply(b"", b'{"stream":"S","seq":7}')) is None
-    refusal = b'{"error":{"code":400,"err_code":%d,"description":"wrong last sequence%b"},"stream":"S","seq":0}'
-    assert marked_seq(read_reply(b"", refusal % (10071, b": 7"))) == 7
-    assert marked_seq(read_reply(b"", refusal % (10071, b""))) is None
-    assert marked_seq(read_reply(b"", refusal % (10060, b": 7"))) is None

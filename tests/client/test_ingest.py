@@ -10,11 +10,11 @@ import nats
 import nats.errors
 import nats.js.errors
 import pytest
+from client_cells import each
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
-from jetstream_ext.client import api
 from jetstream_ext.testing import NatsServer
 
 MakeStream = Callable[..., Awaitable[str]]
@@ -30,11 +30,12 @@ async def messages(js: JetStreamContext, stream: str) -> list[jsx.StoredMsg]:
 
 
 class TestSources:
-    @pytest.mark.parametrize("count", [0, 1, 2, 199, 200, 201, 1000])
-    @pytest.mark.parametrize("kind", ["sync", "async"])
+    @each("count", [0, 1, 2, 199, 200, 201, 1000])
+    @each("kind", ["sync", "async"])
     async def test_everything_is_stored_in_order(
-        self, js: JetStreamContext, stream: str, leak_check: Any, count: int, kind: str
+        self, js: JetStreamContext, make_stream: MakeStream, leak_check: Any, count: int, kind: str
     ) -> None:
+        stream = await make_stream()
         entries = [(f"{stream}.{i % 3}", b"%d" % i) for i in range(count)]
 
         async def slowly() -> AsyncIterator[tuple[str, bytes]]:
@@ -109,16 +110,6 @@ class TestIds:
             await jsx.ingest(js, [(f"{stream}.a", b"%d" % i) for i in range(5)], msg_id=broken)
         assert len(await messages(js, stream)) == 2
 
-    async def test_empty_ids_are_refused_or_replaced(self, js: JetStreamContext, stream: str) -> None:
-        with pytest.raises(ValueError, match="an empty id for the message at index 2"):
-            await jsx.ingest(
-                js, [(f"{stream}.a", b"%d" % i) for i in range(5)], msg_id=lambda entry: "ab"[int(entry[1]) :][:1]
-            )
-        assert len(await messages(js, stream)) == 2
-        await js.purge_stream(stream)
-        await jsx.ingest(js, [(f"{stream}.a", b"x", {"Nats-Msg-Id": "", "K": "v"})] * 2)
-        assert [each.headers["Nats-Msg-Id"][-2:] for each in await messages(js, stream)] == ["-1", "-2"]
-
 
 REFUSED: list[tuple[str, Any, type[BaseException]]] = [
     ("subject", ("a b", b"x"), errors.BadSubjectError),
@@ -135,13 +126,14 @@ REFUSED: list[tuple[str, Any, type[BaseException]]] = [
 
 
 class TestRefusedMessages:
-    @pytest.mark.parametrize(("bad", "cause"), [each[1:] for each in REFUSED], ids=[each[0] for each in REFUSED])
-    @pytest.mark.parametrize("place", [0, 1, 333])
+    @each("what, bad, cause", REFUSED)
+    @each("place", [0, 1, 333])
     async def test_refused_message_is_named_and_everything_before_it_is_stored(
         self,
         js: JetStreamContext,
         make_stream: MakeStream,
         leak_check: Any,
+        what: str,
         bad: Any,
         cause: type[BaseException],
         place: int,
@@ -188,7 +180,7 @@ class TestRefusals:
         await publisher.discard()
         assert await messages(js, stream) == []
 
-    @pytest.mark.parametrize("expectation", [{}, {"expected_last_seq": 1}], ids=["plain", "with an expectation"])
+    @each("expectation", [{}, {"expected_last_seq": 1}])
     async def test_a_ttl_on_a_stream_without_ttls_names_the_option(
         self, js: JetStreamContext, make_stream: MakeStream, expectation: dict[str, Any]
     ) -> None:
@@ -212,7 +204,7 @@ class TestRefusals:
         with pytest.raises(errors.IngestError, match=f"'jetstream-ext enable {second} --ttl'$"):
             await jsx.ingest(js, [(f"{first}.a", b""), jsx.BatchMessage(f"{second}.a", msg_ttl=60)])
 
-    @pytest.mark.parametrize("version", ["2.11.11", "2.12.8"])
+    @each("version", ["2.11.11", "2.12.8"])
     async def test_a_server_without_fast_ingest_is_an_error(self, version: str) -> None:
         async with NatsServer(version=version) as server:
             nc = await nats.connect(server.url, connect_timeout=10)
@@ -223,7 +215,7 @@ class TestRefusals:
             assert (await js.stream_info("S")).state.messages == 0
             await nc.close()
 
-    @pytest.mark.parametrize("options", [{"timeout": 0}, {"timeout": float("nan")}, {"progress_every": -1}])
+    @each("options", [{"timeout": 0}, {"timeout": float("nan")}, {"progress_every": -1}])
     async def test_options_are_checked(self, js: JetStreamContext, options: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match=f"{next(iter(options))} must be"):
             await jsx.ingest(js, [], **options)
@@ -256,7 +248,7 @@ class TestRefusals:
                 await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize(("outcome", "doubt"), [("unknown", True), ("not_stored", False)])
+@each("outcome, doubt", [("unknown", True), ("not_stored", False)])
 async def test_messages_before_the_end_of_fast_ingest_may_be_stored(
     js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch, outcome: errors.Outcome, doubt: bool
 ) -> None:
@@ -272,7 +264,7 @@ async def test_messages_before_the_end_of_fast_ingest_may_be_stored(
     assert str(caught.value).endswith(f"disabled; {text}")
 
 
-@pytest.mark.parametrize(
+@each(
     "refusal", [nats.js.errors.APIError(code=400, err_code=10054, description="too large"), nats.errors.MaxPayloadError]
 )
 async def test_messages_that_are_refused_after_a_lost_answer_may_be_stored(
@@ -290,23 +282,6 @@ async def test_messages_that_are_refused_after_a_lost_answer_may_be_stored(
     with pytest.raises(errors.IngestError, match=r"was refused: .*; it and the 4 after it may be stored$") as caught:
         await jsx.ingest(js, [(f"{stream}.a", b"x")] * 5)
     assert caught.value.in_doubt == 5
-
-
-async def test_a_message_that_an_older_server_has_stored_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def unknown(*arguments: Any, **options: Any) -> None:
-        return None
-
-    monkeypatch.setattr(api, "lookup_stream", unknown)
-    async with NatsServer(version="2.12.8") as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
-        nc._server_info["api_lvl"] = 5  # as if connected to a newer server of the same cluster
-        js = nc.jetstream()
-        await js.add_stream(name="S", subjects=["s.>"], allow_direct=True)
-        with pytest.raises(errors.IngestError, match=r"could not be sent: .*message 1 is stored") as caught:
-            await jsx.ingest(js, [("s.1", b"%d" % n) for n in range(5)])
-        assert (caught.value.index, caught.value.in_doubt) == (1, 0)
-        assert [each.data for each in await messages(js, "S")] == [b"0"]
-        await nc.close()
 
 
 @pytest.mark.parametrize("upgrade", [True, False], ids=["the stream has the option", "the stream lacks the option"])
@@ -341,14 +316,15 @@ async def test_a_server_that_lost_fast_ingest_is_an_error_unless_the_stream_stil
     assert [each.data for each in await messages(js, stream)] == [b"x"]
 
 
-@pytest.mark.parametrize(
+@each(
     "refusal",
     [nats.js.errors.APIError(code=429, err_code=10167), nats.js.errors.ServerError(code=500, err_code=10009)],
-    ids=["overload", "election"],
 )
 async def test_a_transient_refusal_is_no_error(
-    js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch, refusal: Exception
+    js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, refusal: Exception
 ) -> None:
+    """429 is an overload, 10009 an election."""
+    stream = await make_stream()
     publish, refusals = js.publish, [refusal] * 2
 
     async def overloaded(*arguments: Any, **options: Any) -> Any:
@@ -457,11 +433,12 @@ async def test_the_error_names_a_connection_that_drains(own_js: JetStreamContext
     await asyncio.gather(*draining)
 
 
-@pytest.mark.parametrize("before", [0, 3])
-@pytest.mark.parametrize("fields", [(), ("x",), (b"x", None, None, "id"), (b"x", {"Nats-Msg-Id": "id"}, 60)])
+@each("before", [0, 3])
+@each("fields", [(), ("x",), (b"x", None, None, "id"), (b"x", {"Nats-Msg-Id": "id"}, 60)])
 async def test_only_tuples_of_two_or_three_are_messages(
-    js: JetStreamContext, stream: str, before: int, fields: tuple[Any, ...]
+    js: JetStreamContext, make_stream: MakeStream, before: int, fields: tuple[Any, ...]
 ) -> None:
+    stream = await make_stream()
     entries: list[Any] = [(f"{stream}.1", b"%d" % n) for n in range(before)] + [(f"{stream}.1", *fields)]
     with pytest.raises(errors.IngestError, match=r"a tuple of \d|must be bytes") as caught:
         await jsx.ingest(js, entries)
@@ -501,17 +478,14 @@ class TestPermissions:
         nc = await nats.connect(server.url, user=user, password="p", error_cb=ignore, connect_timeout=10)
         return nc.jetstream(timeout=timeout)
 
-    @pytest.mark.parametrize(
-        ("place", "expectation"),
-        [(0, {}), (1, {}), (299, {}), (150, {"expected_last_subject_seq": 0})],
-        ids=["first", "second", "last", "with an expectation"],
-    )
+    @each("place, expectation", [(0, {}), (1, {}), (299, {}), (150, {"expected_last_subject_seq": 0})])
     async def test_a_message_without_permission_ends_the_call(
         self, guarded: NatsServer, place: int, expectation: dict[str, int]
     ) -> None:
         admin = await self.connect(guarded, "admin", 30)
         await admin.add_stream(name="S", subjects=["s.>"], allow_batched=True, allow_direct=True)
-        js = await self.connect(guarded, "writer", 5)
+        await admin.purge_stream("S")
+        js = await self.connect(guarded, "writer", 2)
         entries: list[Any] = [("s.a", b"%d" % n) for n in range(300)]
         entries[place] = jsx.BatchMessage("s.refused", b"", **expectation)
         async with asyncio.timeout(60):
@@ -530,7 +504,7 @@ class TestPermissions:
     async def test_a_client_that_may_not_hear_answers_ends_the_call(self, guarded: NatsServer) -> None:
         admin = await self.connect(guarded, "admin", 30)
         await admin.add_stream(name="S", subjects=["s.>"], allow_batched=True, allow_direct=True)
-        js = await self.connect(guarded, "deaf", 5)
+        js = await self.connect(guarded, "deaf", 1)
         async with asyncio.timeout(60):
             with pytest.raises(errors.IngestError) as caught:
                 await jsx.ingest(js, [("s.a", b"x")], timeout=300)

@@ -5,11 +5,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import aclosing
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from client_cells import each
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 from opentelemetry import baggage, context, propagate, trace
@@ -26,9 +26,6 @@ import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext import log, otel
 from jetstream_ext.client import telemetry
-from jetstream_ext.client.retry import Retry
-from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.trace_context import trace_context
 from jetstream_ext.testing import NatsServer
 from jetstream_ext.types import Entry
 
@@ -150,7 +147,7 @@ async def one_by_one(*entries: Entry) -> Any:
         yield entry
 
 
-@pytest.mark.parametrize("name", ["traceparent", "Traceparent"], ids=["lower case", "as publishers in Go write it"])
+@each("name", ["traceparent", "Traceparent"])  # publishers in Go write it so
 async def test_a_context_of_the_users_own_stays(
     js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded, name: str
 ) -> None:
@@ -190,29 +187,6 @@ async def test_a_message_that_just_fits_into_its_stream_is_stored_without_a_cont
         await batch.commit(f"{stream}.a", bytes(830))
     traced = ["traceparent" in message.headers for message in await stored(js, stream)]
     assert traced == [False, False, False, False, True, False, False, False, True, False]
-
-
-@pytest.mark.parametrize("own", ["traceparent", "Baggage"])
-def test_a_message_gets_no_second_header_of_a_name(own: str) -> None:
-    given = trace_context([("baggage", "a=1"), ("traceparent", "00-1-2-01")])
-    assert given is not None
-    message = jsx.BatchMessage("a", headers={own: "mine"})
-    assert given.added_to(message, 10_000) is message
-    block = h.encode([(own, "mine")])
-    assert given.extend(block, 10_000) is block
-
-
-async def test_a_payload_that_is_refused_has_the_same_error_with_and_without_traces(
-    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
-) -> None:
-    stream: str = await make_stream()
-    entry: Any = (f"{stream}.a", None)
-    for call in (jsx.publish_atomic, jsx.ingest):
-        with pytest.raises(
-            (TypeError, jsx.errors.IngestError),
-            match=f"the payload on subject '{stream}.a' must be bytes, not NoneType",
-        ):
-            await call(js, [entry])
 
 
 async def test_spans_say_nothing_of_a_payload_that_an_error_quotes(
@@ -260,37 +234,6 @@ async def test_spans_say_nothing_of_a_payload_that_an_error_quotes(
     ]
     assert trace_of_calls.index("in convert\n") < trace_of_calls.rindex("in convert_again\n")
     assert "exception.message" not in dict(first.events[0].attributes or {})
-
-
-async def test_an_error_without_a_text_ends_its_span(
-    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
-) -> None:
-    class MuteError(Exception):
-        def __str__(self) -> str:
-            raise ZeroDivisionError
-
-    def fail() -> Iterator[Entry]:
-        yield f"{stream}.a", b""
-        raise MuteError
-
-    stream = await make_stream()
-    with pytest.raises(MuteError):
-        await jsx.publish_atomic(js, fail())
-    (span,) = recorded.spans
-    assert (span.status.description, attributes(span)["error.type"]) == (MuteError.__qualname__, MuteError.__qualname__)
-
-
-async def test_an_attempt_that_no_other_follows_is_no_retry(recorded: Recorded) -> None:
-    retry, attempts = Retry(0.05, first_pause=0.01, transient=lambda error: True), 0
-
-    async def fail() -> None:
-        nonlocal attempts
-        attempts += 1
-        raise jsx.errors.RequestTimeoutError("late")
-
-    with pytest.raises(jsx.errors.RequestTimeoutError):
-        await retry.call(fail)
-    assert recorded.total("jetstream_ext.retries") == attempts - 1 > 0
 
 
 async def test_no_context_is_added_without_inject(js: JetStreamContext, make_stream: Callable[..., Any]) -> None:
@@ -441,11 +384,7 @@ class Propagator(TextMapPropagator):
         return context
 
 
-@pytest.mark.parametrize(
-    "names",
-    [[], ["X-Amzn-Trace-Id"], ["uber-trace-id", "uberctx-a"], ["ot-tracer-spanid", "ot-baggage-a"]],
-    ids=["W3C", "AWS X-Ray", "Jaeger", "OpenTracing"],
-)
+@each("names", [[], ["X-Amzn-Trace-Id"], ["uber-trace-id", "uberctx-a"], ["ot-tracer-spanid", "ot-baggage-a"]])
 async def test_a_repeated_batch_is_recognised_although_its_trace_is_another_one(
     js: JetStreamContext,
     make_stream: Callable[..., Any],
@@ -479,27 +418,6 @@ async def test_failed_batches_end_their_spans_as_errors(
         pass  # nothing to commit
     assert {attributes(span)["error.type"] for span in recorded.spans} == {"AtomicPublishDisabledError"}
     assert 2 <= len(recorded.spans) <= 3
-
-
-async def test_batches_whose_acks_the_program_does_not_wait_for_end_as_errors(
-    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
-) -> None:
-    stream = await make_stream(allow_atomic=True)
-    taken = acked = 0
-
-    def batches() -> Iterator[list[Entry]]:
-        nonlocal taken
-        while taken < 50:
-            taken += 1
-            yield [(f"{stream}.a", b"")]
-
-    async with aclosing(jsx.publish_atomic_many(js, batches(), in_flight=2)) as acks:
-        async for _ in acks:
-            acked += 1
-            if taken > acked:
-                break
-    ends = [(span.status.status_code, attributes(span).get("error.type")) for span in recorded.spans]
-    assert ends == [(StatusCode.UNSET, None)] * acked + [(StatusCode.ERROR, "GeneratorExit")]
 
 
 async def test_reads_are_spans_with_the_number_of_messages(
@@ -660,7 +578,7 @@ def by_consumer(recorded: Recorded, metric: str, field: str = "value") -> dict[s
     return found
 
 
-@pytest.mark.parametrize("confirm", [True, False])
+@each("confirm", [True, False])
 async def test_of_readers_without_a_name_the_largest_lag_is_reported(
     js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded, confirm: bool
 ) -> None:
@@ -674,24 +592,6 @@ async def test_of_readers_without_a_name_the_largest_lag_is_reported(
     assert by_consumer(recorded, "jetstream_ext.lag") == {None: 5}
     assert len([message async for message in behind]) == 4
     assert by_consumer(recorded, "jetstream_ext.lag") == {None: 0}
-
-
-async def test_the_lag_of_a_worker_that_has_ended_hides_none(
-    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
-) -> None:
-    stream, output = await make_stream(), await make_stream()
-    async with jsx.FastPublisher(js) as publisher:
-        await publisher.add_many([(f"{stream}.a", b"")] * 5)
-    readers = [log.LogReader(js, stream) for _ in range(2)]
-
-    def fail(message: jsx.StoredMsg) -> None:
-        raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        await log.exactly_once(readers[0], output, fail, name="w", prefix=f"{output}.at")
-    assert by_consumer(recorded, "jetstream_ext.lag") == {"w": 5}
-    await log.exactly_once(readers[1], output, lambda _: None, name="w", prefix=f"{output}.at")
-    assert by_consumer(recorded, "jetstream_ext.lag") == {"w": 0}
 
 
 async def test_a_list_of_inputs_is_linked_to_the_contexts_of_all(
@@ -814,10 +714,11 @@ class RaisesAt(SpanProcessor, Sampler):
         return "raises"
 
 
-@pytest.mark.parametrize("method", ["on_start", "on_end", "should_sample"])
+@each("method", ["on_start", "on_end", "should_sample"])
 async def test_a_span_processor_or_sampler_that_raises_breaks_no_call(
     js: JetStreamContext, make_stream: Callable[..., Any], caplog: pytest.LogCaptureFixture, method: str
 ) -> None:
+    caplog.clear()
     stream, output = await make_stream(), await make_stream(allow_atomic=True)
     plugin = RaisesAt(method)
     own = TracerProvider(shutdown_on_exit=False)
