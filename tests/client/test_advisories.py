@@ -7,6 +7,7 @@ from typing import Any
 import nats
 import nats.errors
 import pytest
+from client_cells import each
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
@@ -19,7 +20,7 @@ SHORT = 'jetstream { limits { batch { timeout: "200ms", max_msgs: 5 } }, %s }'
 
 
 @pytest.mark.parametrize("version", ["2.12.0", "2.12.8", "2.14.6", "2.15.1"])
-@pytest.mark.parametrize("domain", [None, "hub"])
+@each("domain", [None, "hub"])
 async def test_every_reason_is_reported(version: str, domain: str | None) -> None:
     async with NatsServer(version=version, config=SHORT % (f"domain: {domain}" if domain else "")) as server:
         nc = await nats.connect(server.url, connect_timeout=10)

@@ -10,6 +10,7 @@ from typing import Any
 import nats
 import nats.errors
 import pytest
+from client_cells import each
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
@@ -77,7 +78,7 @@ async def test_it_warns_once_per_connection(server: NatsServer) -> None:
         await nc.close()
 
 
-@pytest.mark.parametrize("missing", sorted(_CLIENT))
+@each("missing", sorted(_CLIENT))
 def test_any_missing_internal_selects_the_fallback(missing: str) -> None:
     nc = Client()
     setattr(nc, missing, object())
@@ -165,7 +166,7 @@ async def test_direct_gets_work(js: JetStreamContext, stream: str, leak_check: A
     await settled(leak_check)
 
 
-@pytest.mark.parametrize("kind", [jsx.FastPublisher, jsx.AtomicBatch])
+@each("kind", [jsx.FastPublisher, jsx.AtomicBatch])
 async def test_refusals_are_raised(js: JetStreamContext, leak_check: Any, kind: Any) -> None:
     async with asyncio.timeout(20):
         with pytest.raises(errors.NoStreamError):
@@ -248,21 +249,6 @@ async def test_a_lost_connection_ends_a_read_before_its_timeout(
         assert (found if isinstance(found, jsx.StoredMsg) else found[0]).seq == 2
 
 
-async def test_a_cancelled_subscription_is_dropped(nc: Client, leak_check: Any) -> None:
-    connection = connection_of(nc)
-    nc._max_pending_size = 1  # the subscription waits for the flusher
-    for turns in range(6):
-        opening = asyncio.create_task(connection.inbox(InboxHandler(lambda _: None, lambda: None), timeout=5))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        if not opening.cancel():
-            opening.result().close()
-        await asyncio.wait([opening])
-        async with asyncio.timeout(10):
-            while any(leak_check.leaked()[:2]):  # the timer of this loop
-                await asyncio.sleep(0.001)
-
-
 @pytest.fixture
 async def heard(nc: Client) -> AsyncIterator[tuple[FallbackConnection, str, list[Frame]]]:
     connection = connection_of(nc)
@@ -274,8 +260,8 @@ async def heard(nc: Client) -> AsyncIterator[tuple[FallbackConnection, str, list
     await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize(
-    ("header", "data"),
+@each(
+    "header, data",
     [
         (b"", b"plain"),
         (b"NATS/1.0\r\nK: v\r\nL: w\r\n\r\n", b"x"),
@@ -289,6 +275,7 @@ async def test_frames_are_what_the_server_sent(
     heard: tuple[FallbackConnection, str, list[Frame]], header: bytes, data: bytes
 ) -> None:
     connection, subject, frames = heard
+    frames.clear()
     # Not through nats-py's publish, which sends no status lines.
     connection.nc._pending.append(pub(subject.encode(), b"", header, data))
     connection.nc._pending_data_size += 1
@@ -319,11 +306,13 @@ UNFINISHED = {
 }
 
 
-@pytest.mark.parametrize(("block", "headers"), UNFINISHED.values(), ids=UNFINISHED)
+@each("block, headers", UNFINISHED.values())
 async def test_messages_with_any_header_block_are_read(
-    server: NatsServer, js: JetStreamContext, stream: str, block: bytes, headers: dict[str, str]
+    server: NatsServer, js: JetStreamContext, stream_name: Callable[[], str], block: bytes, headers: dict[str, str]
 ) -> None:
     """The server puts its own lines in place of the last two bytes of a block, whatever they are."""
+    stream = stream_name()
+    await js.add_stream(name=stream, subjects=[f"{stream}.>"], allow_direct=True)
     await js.publish(f"{stream}.a", b"1")
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(b'CONNECT {"verbose":false,"headers":true,"no_responders":true}\r\n')
@@ -340,52 +329,3 @@ async def test_messages_with_any_header_block_are_read(
         ]
     single = await direct.get(2)
     assert (single.stream, single.seq, single.data, single.headers) == (stream, 2, b"2", headers)
-
-
-async def test_a_closed_inbox_delivers_nothing_that_nats_py_still_has(nc: Client) -> None:
-    connection = connection_of(nc)
-    heard: list[Frame] = []
-    inbox = await connection.inbox(InboxHandler(heard.extend, lambda: None), timeout=5)
-    (subscription,) = [each for each in nc._subs.values() if each.subject == inbox.subject]
-    await nc._process_msg(subscription._id, inbox.subject.encode(), b"", b"x", b"")  # takes it into a queue
-    assert subscription.pending_msgs == 1
-    inbox.close()
-    async with asyncio.timeout(30):
-        while subscription.pending_msgs and subscription in nc._subs.values():
-            await asyncio.sleep(0)
-    assert heard == []
-
-
-async def test_a_failing_handler_does_not_end_the_subscription(nc: Client, loop_is_quiet: list[dict[str, Any]]) -> None:
-    connection = connection_of(nc)
-    heard: list[Frame] = []
-
-    def take(frames: list[Frame]) -> None:
-        heard.extend(frames)
-        raise ZeroDivisionError
-
-    inbox = await connection.inbox(InboxHandler(take, lambda: None), timeout=5)
-    for data in (b"1", b"2"):
-        await nc.publish(inbox.subject, data)
-    async with asyncio.timeout(30):
-        while len(heard) < 2:
-            await asyncio.sleep(0.001)
-    assert [type(each["exception"]) for each in loop_is_quiet] == [ZeroDivisionError] * 2
-    loop_is_quiet.clear()
-    inbox.close()
-
-
-async def test_a_loss_is_known_before_the_next_write(own_nc: Client, own_server: NatsServer) -> None:
-    connection = connection_of(with_unknown_internals(own_nc))
-    told: list[str] = []
-    handler = InboxHandler(lambda _: None, lambda: told.append("lost"), lambda: told.append("back"))
-    inbox = await connection.inbox(handler, timeout=5)
-    assert connection._poll is not None
-    connection._poll.cancel()  # only the callers look at the connection
-    await own_nc.force_reconnect()
-    async with asyncio.timeout(30):
-        while not own_nc.is_connected or not own_nc.stats["reconnects"]:
-            await asyncio.sleep(0.001)
-    connection.write_nowait(pub(b"a", b"", b"", b""), 1, 0)
-    assert told == ["lost", "back"]
-    inbox.close()

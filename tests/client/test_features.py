@@ -1,6 +1,5 @@
 """The features that a server reports."""
 
-import ast
 import dataclasses
 import json
 import runpy
@@ -12,6 +11,7 @@ from typing import Any, cast
 import nats
 import nats.js.errors
 import pytest
+from client_cells import each
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
@@ -38,8 +38,8 @@ async def test_the_newest_server_has_every_feature(js: JetStreamContext, server:
         found.atomic = False  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(
-    ("level", "has"),
+@each(
+    "level, has",
     [
         (None, []),
         (0, []),
@@ -115,17 +115,6 @@ def test_the_error_of_a_feature_names_the_version_that_it_needs() -> None:
     assert str(feature_table.ATOMIC.unsupported()).endswith("but the server is older")
 
 
-def test_errors_take_feature_and_level_from_the_table() -> None:
-    package = Path(jsx.__file__).parent
-    for path in sorted(package.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "UnsupportedFeatureError":
-                given = {word.arg: word.value for word in node.keywords}
-                assert {"feature", "required_api_level"} <= set(given), path
-                assert not isinstance(given["feature"], ast.Constant), path
-                assert not isinstance(given["required_api_level"], ast.Constant), path
-
-
 def test_the_markdown_table_has_a_row_for_every_feature() -> None:
     head, rule, *rows = markdown_table().splitlines()
     assert head.count("|") == rule.count("|")
@@ -137,13 +126,13 @@ def test_the_markdown_table_has_a_row_for_every_feature() -> None:
     )
 
 
-@pytest.mark.parametrize("limit", [-1, 0, "1048576", 1.5, True, None, [[]]], ids=str)
+@each("limit", [-1, 0, "1048576", 1.5, True, None, [[]]])
 def test_an_info_without_a_valid_max_payload_counts_as_the_servers_default(limit: object) -> None:
     connection = FallbackConnection(cast(Any, SimpleNamespace(max_payload=limit)), dict)
     assert connection.max_payload == 1 << 20
 
 
-@pytest.mark.parametrize("value", [-1, True, 4.0, "4", [], None], ids=str)
+@each("value", [-1, True, 4.0, "4", [], None])
 def test_fields_of_an_info_with_another_type_are_ignored(value: object) -> None:
     names = ("version", "server_name", "server_id", "domain", "api_lvl")
     connection = FallbackConnection(cast(Any, None), lambda: dict.fromkeys(names, value))
@@ -153,7 +142,7 @@ def test_fields_of_an_info_with_another_type_are_ignored(value: object) -> None:
     assert connection.api_level == (value if type(value) is int else None)
 
 
-@pytest.mark.parametrize("version", ["", "v2", "2", "2.15", "2.15.1-x", "\u0662.15.1", "9" * 5000, "-1.0", "2.15.1.1"])
+@each("version", ["", "v2", "2", "2.15", "2.15.1-x", "\u0662.15.1", "9" * 5000, "-1.0", "2.15.1.1"])
 def test_any_version_of_a_server_can_be_compared(version: str) -> None:
     assert feature_table.ATOMIC.on(version) == version.startswith(("2.15",))
     feature_table.FENCED_BATCHES.check(version, "nothing was sent")

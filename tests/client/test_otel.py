@@ -578,7 +578,7 @@ def by_consumer(recorded: Recorded, metric: str, field: str = "value") -> dict[s
     return found
 
 
-@each("confirm", [True, False])
+@pytest.mark.parametrize("confirm", [True, False])
 async def test_of_readers_without_a_name_the_largest_lag_is_reported(
     js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded, confirm: bool
 ) -> None:

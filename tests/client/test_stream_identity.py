@@ -9,6 +9,7 @@ import nats
 import nats.errors
 import nats.js.errors
 import pytest
+from client_cells import each
 from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
 from nats.js.errors import NotFoundError
@@ -50,7 +51,7 @@ async def nothing(js: JetStreamContext) -> None:
     pass
 
 
-@pytest.mark.parametrize("change", [nothing, publish_first_again, publish_last_again, delete_last, purge])
+@each("change", [nothing, publish_first_again, publish_last_again, delete_last, purge])
 async def test_stream_whose_creation_time_changed_on_restart_is_the_same(change: Change) -> None:
     with NatsServer(version="2.12.8") as server:
         async with await nats.connect(server.url, connect_timeout=10) as nc:
@@ -71,24 +72,25 @@ async def test_stream_whose_creation_time_changed_on_restart_is_the_same(change:
 
 
 @pytest.mark.parametrize("server", ["2.10.26", "2.12.8", "2.15.1", "reference"])
-@pytest.mark.parametrize("messages", [0, 2, 3, 4])
-async def test_stream_created_again_is_another_one(server: str, messages: int) -> None:
+async def test_stream_created_again_is_another_one(server: str) -> None:
     async with (
         ReferenceServer() if server == "reference" else NatsServer(version=server) as running,
         await nats.connect(running.url, connect_timeout=10) as nc,
     ):
         js = nc.jetstream(timeout=10)
-        before = await create(js)
-        assert [seq for seq, _ in before.ends] == [3, 1]
-        await js.delete_stream("S")
-        with pytest.raises(NotFoundError):
-            await check_same_stream(Context(js), before)
-        now = await create(js, messages)
-        why = "deleted and created again" if messages else "are gone"
-        with pytest.raises(StreamRecreatedError, match=why) as caught:
-            await check_same_stream(Context(js), before, timeout=10)
-        error = caught.value
-        assert (error.stream, error.expected, error.found) == ("S", before.created, now.created)
+        for messages in (0, 2, 3, 4):
+            before = await create(js)
+            assert [seq for seq, _ in before.ends] == [3, 1]
+            await js.delete_stream("S")
+            with pytest.raises(NotFoundError):
+                await check_same_stream(Context(js), before)
+            now = await create(js, messages)
+            why = "deleted and created again" if messages else "are gone"
+            with pytest.raises(StreamRecreatedError, match=why) as caught:
+                await check_same_stream(Context(js), before, timeout=10)
+            error = caught.value
+            assert (error.stream, error.expected, error.found) == ("S", before.created, now.created), messages
+            await js.delete_stream("S")
 
 
 async def test_the_same_creation_time_needs_no_request_for_a_message(

@@ -8,6 +8,7 @@ from typing import Any
 
 import nats
 import pytest
+from client_cells import each
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.errors import ServiceUnavailableError
@@ -58,13 +59,13 @@ CALLS: dict[str, tuple[Call, str, str]] = {
         "; nothing of the batch is stored",
     ),
     "ingest": (
-        lambda js: jsx.ingest(js, [("a.b", b"1")], timeout=4),
-        r"no ack for 4 s (no stream stores the subject, or the stream has no leader",
+        lambda js: jsx.ingest(js, [("a.b", b"1")], timeout=2),
+        r"no ack for 2 s (no stream stores the subject, or the stream has no leader",
         "); nothing is stored",
     ),
     "transaction": (write, "bucket 'B' does not exist, or has no leader", "; nothing was written"),
 }
-EVERY = pytest.mark.parametrize(("call", "before", "after"), CALLS.values(), ids=CALLS)
+EVERY = each("call, before, after", CALLS.values())
 KINDS = (errors.DirectGetDisabledError, errors.NoStreamError, errors.IngestError)
 
 
@@ -118,7 +119,7 @@ async def has_features(js: JetStreamContext) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", CALLS)
+@each("name", CALLS)
 async def test_jetstream_is_no_cause_where_it_answers(js: JetStreamContext, name: str) -> None:
     call, *texts = CALLS[name]
     with pytest.raises(KINDS, match=without_cause(name, *texts)):
