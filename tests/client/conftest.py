@@ -43,6 +43,12 @@ def make_stream(js: JetStreamContext, stream_name: Callable[[], str]) -> MakeStr
 
 
 @pytest.fixture
+async def stream(make_stream: MakeStream) -> str:
+    """An empty stream with all features on."""
+    return await make_stream()
+
+
+@pytest.fixture
 def version(server: NatsServer) -> tuple[int, ...]:
     """The server's version."""
     return tuple(map(int, server.version.split(".")))

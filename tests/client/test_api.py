@@ -240,42 +240,6 @@ async def test_refusals_do_not_hide_each_other() -> None:
         await nc.close()
 
 
-@pytest.mark.filterwarnings("ignore:jetstream_ext does not know the internals:RuntimeWarning")
-@each("fallback", [False, True])
-async def test_a_refusal_elsewhere_does_not_end_a_permitted_request(
-    stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch, fallback: bool
-) -> None:
-    """A prefix may lead to another JetStream, and the server says only to what it has mapped a refused subject."""
-    config = """
-        authorization { users = [ { user: u, password: p, permissions: {
-            publish: { deny: ["$JS.API.INFO", "noise.>"] } } } ] }
-    """
-    if fallback:
-        monkeypatch.setattr("jetstream_ext.client.connection._internals_known", lambda _: False)
-
-    async def ignore(_: Exception) -> None:
-        pass
-
-    async def answer_late(message: Msg) -> None:
-        for number in range(1100):  # more than are remembered
-            await nc.publish(f"noise.{number}", b"")
-        await asyncio.sleep(0.3)
-        await message.respond(b'{"type":"io.nats.jetstream.api.v1.account_info_response","api":{"level":3}}')
-
-    async with NatsServer(config=config) as server:
-        nc = await nats.connect(server.url, user="u", password="p", connect_timeout=10, error_cb=ignore)
-        await nc.subscribe("other.API.INFO", cb=answer_late)
-        permitted, refused = (Context(nc.jetstream(timeout=2, **where)) for where in ({"prefix": "other.API"}, {}))
-        for _ in range(2):
-            level, refusal = await asyncio.gather(Api(permitted).level(), Api(refused).level(), return_exceptions=True)
-            assert level == 3
-            assert isinstance(refusal, RequestTimeoutError)
-            with pytest.raises(NotPermittedError):
-                await Api(refused).level()
-            assert await Api(permitted).level() == 3
-        await nc.close()
-
-
 @each("prefix", ["my.API", "$JS.hub.API"])
 async def test_a_refusal_is_known_under_the_name_that_the_server_maps_to(prefix: str) -> None:
     config = """

@@ -33,11 +33,6 @@ async def count(js: JetStreamContext, stream: str) -> int:
     return (await js.stream_info(stream)).state.messages
 
 
-@pytest.fixture
-async def stream(make_stream: MakeStream) -> str:
-    return await make_stream()
-
-
 @pytest.mark.usefixtures("level")
 class TestCommitting:
     async def test_a_clean_exit_commits(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:

@@ -45,11 +45,6 @@ async def count(js: JetStreamContext, stream: str) -> int:
     return (await js.stream_info(stream)).state.messages - 1
 
 
-@pytest.fixture
-async def stream(make_stream: Any) -> str:
-    return await make_stream()
-
-
 async def emptied(js: JetStreamContext, stream: str) -> None:
     # A new stream each time: abandoned batches count against the server's limit for 10 s.
     await js.delete_stream(stream)

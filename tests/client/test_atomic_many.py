@@ -23,11 +23,6 @@ async def count(js: JetStreamContext, stream: str) -> int:
     return (await js.stream_info(stream)).state.messages
 
 
-@pytest.fixture
-async def stream(make_stream: Any) -> str:
-    return await make_stream()
-
-
 @each("in_flight", [1, 2, 4, 40])
 @each("asynchronous", [False, True])
 async def test_all_batches_are_stored_in_order(
@@ -98,26 +93,6 @@ async def test_a_failed_batch_names_the_commits_in_flight(js: JetStreamContext, 
     with pytest.raises(errors.WrongLastSequenceError):
         await jsx.publish_atomic_many(js, batches, in_flight=3)
     await leak_check.assert_clean()
-
-
-@pytest.mark.internals("nats-py's publish wakes the flusher for each message")
-async def test_small_batches_go_out_in_one_write(
-    js: JetStreamContext, nc: Client, stream: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await jsx.publish_atomic(js, batch(stream, 0))  # from here on the stream is cached
-    await nc.flush()
-    transport: Any = nc._transport
-    write, written = transport.writelines, []
-
-    def writelines(commands: list[bytes]) -> None:
-        written.append(b"".join(commands))
-        write(commands)
-
-    monkeypatch.setattr(transport, "writelines", writelines)
-    await jsx.publish_atomic_many(js, [batch(stream, n) for n in range(10)], in_flight=10)
-    (messages,) = (data for data in written if b"Nats-Batch-Sequence: 1\r\n" in data)
-    assert messages.count(b"Nats-Batch-Commit: 1") == 10, "a commit goes out in the same turn of the loop"
-    assert await count(js, stream) == 33
 
 
 async def test_unanswered_commits_are_named_in_the_error(

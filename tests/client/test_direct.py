@@ -107,16 +107,6 @@ class TestContent:
 
 
 class TestScan:
-    async def test_a_scan_reads_messages_of_many_sizes(self, js: JetStreamContext, make_stream: MakeStream) -> None:
-        name = await make_stream()
-        sizes = [0, 10, 50_000, 1, 200_000, 3000, 0, 700_000]
-        async with jsx.FastPublisher(js) as publisher:
-            await publisher.add_many((f"{name}.{i % 5}", bytes(sizes[i % 8])) for i in range(160))
-        direct = jsx.DirectGet(js, name)
-        for max_bytes in (1 << 20, 8 << 20):
-            messages = await direct.scan(max_bytes=max_bytes).to_list()
-            assert [(m.seq, len(m.data)) for m in messages] == [(i + 1, sizes[i % 8]) for i in range(160)]
-
     async def test_a_scan_reads_many_small_messages(self, js: JetStreamContext, make_stream: MakeStream) -> None:
         name = await make_stream()
         await fill(js, name, 20_000)

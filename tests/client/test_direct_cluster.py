@@ -34,11 +34,6 @@ async def fill(js: JetStreamContext, name: str, first: int, last: int) -> None:
         await asyncio.gather(*(js.publish(f"{name}.{seq % 3}", b"%d" % seq) for seq in some))
 
 
-async def delete(js: JetStreamContext, name: str, seqs: range) -> None:
-    for some in portions(seqs):
-        await asyncio.gather(*(js.delete_msg(name, seq) for seq in some))
-
-
 def portions(seqs: range) -> list[range]:
     """Split `seqs` into portions that a busy machine handles in time."""
     return [seqs[start : start + 200] for start in range(0, len(seqs), 200)]
@@ -178,24 +173,6 @@ async def test_a_partial_mirror_does_not_shorten_a_confirmed_read(
     assert short, "without proof, a partial answer looks complete, as documented"
 
 
-async def test_a_mirror_with_many_gaps_is_asked_again(js: JetStreamContext, make: Make) -> None:
-    """The mirror lacks every other message: the request is repeated, and its gaps are not proved one by one."""
-    name = await make(num_replicas=1)
-    await fill(js, name, 1, 1200)
-    mirror = await make(num_replicas=1, mirror=StreamSource(name=name), mirror_direct=True)
-    await caught_up(js, mirror, 1200)
-    await delete(js, mirror, range(2, 1200, 2))
-    direct = jsx.DirectGet(js, name, timeout=10)
-    since = (await direct.get_next(">", seq=201, min_seq=1200)).time
-    before = js._nc.stats["out_msgs"]
-    for _ in range(3):
-        assert await seqs(direct.scan(confirm=True, batch=200)) == list(range(1, 1201))
-        read = await direct.scan(start_time=since, confirm=True, batch=200).to_list()
-        assert all(message.time >= since for message in read)
-        assert [message.seq for message in read if message.seq > 200] == list(range(201, 1201))
-    assert js._nc.stats["out_msgs"] - before < 6 * 240, "far fewer requests than gaps"
-
-
 async def test_confirmed_read_skips_what_only_a_near_mirror_keeps(
     js: JetStreamContext, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,19 +200,3 @@ async def test_confirmed_read_skips_what_only_a_near_mirror_keeps(
     assert (await seqs(empty), empty.last_seq) == ([], 0)
     with pytest.raises(errors.RequestTimeoutError, match=mirror):
         await jsx.DirectGet(js, name, timeout=1).multi_last([f"{name}.1"], min_seq=1).to_list()
-
-
-async def test_if_only_a_mirror_answers_the_leader_sends_the_messages(js: JetStreamContext, make: Make) -> None:
-    """Also one that the mirror lacks."""
-    name = await make(num_replicas=1)
-    await fill(js, name, 1, 400)
-    for seq in range(2, 400, 2):
-        await js.delete_msg(name, seq)
-    mirror = await make(num_replicas=1, mirror=StreamSource(name=name), mirror_direct=True)
-    await caught_up(js, mirror, 201)
-    config = (await js.stream_info(name)).config
-    config.allow_direct = False  # the mirror still answers for the stream
-    await js.update_stream(config)
-    assert await seqs(jsx.DirectGet(js, name, timeout=30).scan(confirm=True)) == [*range(1, 400, 2), 400]
-    await js.delete_msg(mirror, 201)
-    assert await seqs(jsx.DirectGet(js, name, timeout=30).scan(confirm=True)) == [*range(1, 400, 2), 400]

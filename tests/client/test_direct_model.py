@@ -1,9 +1,9 @@
-"""Random streams on a real server against a model in memory."""
+"""Random streams on real servers of every version that has batches, against a model in memory."""
 
 import asyncio
 import random
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -171,8 +171,14 @@ CALLS: list[Callable[[World], Awaitable[None]]] = [
 ]  # fmt: skip
 
 
+@pytest.fixture(scope="module", params=["2.11.0", "2.11.11", "2.12.8", "2.14.6", "2.15.1"])
+def server(request: pytest.FixtureRequest) -> Iterator[NatsServer]:
+    with NatsServer(version=request.param) as server:
+        yield server
+
+
 @given(seed=st.integers(0, 1 << 32))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_every_call_agrees_with_the_model(server: NatsServer, seed: int) -> None:
     rng = random.Random(seed)
 

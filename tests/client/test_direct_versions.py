@@ -166,35 +166,6 @@ class TestBatchForms:
         itself = 1 if version < (2, 12) else 0
         assert [m.num_pending for m in messages] == [10 + itself, 9 + itself, 8 + itself]
 
-    async def test_form_2_reads_from_a_sequence(self, direct: jsx.DirectGet, stream: str) -> None:
-        batch = direct.batch(3, subject=f"{stream}.>", seq=7)
-        assert (await seqs(batch), batch.num_pending, batch.last_seq) == ([7, 9, 10], 2, 10)
-        assert await seqs(direct.batch(3, seq=7)) == [7, 9, 10]
-        assert await seqs(direct.batch(3, seq=8)) == [9, 10, 11], "also on 2.11.0, whose 404 without a subject is wrong"
-        assert await seqs(direct.batch(100, subject=f"{stream}.B", seq=3)) == [5, 11]
-
-    async def test_form_3_reads_from_a_time(self, direct: jsx.DirectGet, stream: str) -> None:
-        batch = direct.batch(3, subject=f"{stream}.>", start_time=await time_of(direct, 5))
-        assert (await seqs(batch), batch.num_pending, batch.last_seq) == ([5, 6, 7], 4, 7)
-        assert await seqs(direct.batch(3, start_time=await time_of(direct, 5))) == [5, 6, 7]
-
-    async def test_forms_4_to_6_stop_at_max_bytes(self, direct: jsx.DirectGet, stream: str) -> None:
-        two = 2 * (len(f"{stream}.A") + len("m1")) - 1  # servers still send the message that reaches the limit
-        for start, expected in (
-            ({}, [1, 2]), ({"seq": 9}, [9, 10]), ({"start_time": await time_of(direct, 9)}, [9, 10]),
-        ):  # fmt: skip
-            batch = direct.batch(5, subject=f"{stream}.>", max_bytes=two, **start)  # type: ignore[arg-type]
-            assert (await seqs(batch), batch.last_seq) == (expected, expected[-1])
-            assert batch.num_pending == (9 if expected[0] == 1 else 2)
-
-    async def test_no_match_is_an_empty_batch(self, direct: jsx.DirectGet, stream: str) -> None:
-        for batch in (
-            direct.batch(5, seq=13), direct.batch(5, subject=f"{stream}.D"), direct.scan(seq=2**64 - 1),
-            direct.batch(5, start_time=datetime.now(UTC) + timedelta(days=1)),
-            direct.multi_last([f"{stream}.D", "elsewhere.>"]),
-        ):  # fmt: skip
-            assert (await seqs(batch), batch.num_pending, batch.last_seq) == ([], 0, 0)
-
 
 @pytest.mark.usefixtures("batches")
 class TestMultiLastForms:
@@ -207,12 +178,6 @@ class TestMultiLastForms:
         assert (multi.num_pending, multi.last_seq, multi.up_to_seq) == (0, 12, 12)
         assert await seqs(direct.multi_last([f"{stream}.>", f"{stream}.*", f"{stream}.A"])) == [10, 11, 12]
 
-    async def test_form_2_reads_up_to_a_sequence(self, direct: jsx.DirectGet, stream: str) -> None:
-        multi = direct.multi_last([f"{stream}.>"], up_to_seq=8)
-        assert (await seqs(multi), multi.up_to_seq) == ([5, 6, 7], 7), "8 was deleted"
-        multi = direct.multi_last([f"{stream}.>"], up_to_seq=9)
-        assert (await seqs(multi), multi.up_to_seq) == ([5, 7, 9], 9)
-
     async def test_form_3_reads_up_to_a_time(self, direct: jsx.DirectGet, stream: str) -> None:
         # The time is exclusive, and a datetime has no nanoseconds: just before 6, so that 5 is the last one.
         when = await time_of(direct, 6)
@@ -223,14 +188,6 @@ class TestMultiLastForms:
         for seq, expected in ((1, []), (2, [1]), (7, [4, 5, 6]), (9, [5, 6, 7]), (10, [5, 7, 9])):
             when = await time_of(direct, seq)
             assert await seqs(direct.multi_last([f"{stream}.>"], up_to_time=when)) == expected
-
-    async def test_forms_4_to_6_stop_at_the_batch_size(self, direct: jsx.DirectGet, stream: str) -> None:
-        for point, expected in (
-            ({}, [10, 11]), ({"up_to_seq": 8}, [5, 6]), ({"up_to_time": await time_of(direct, 6)}, [3, 4]),
-        ):  # fmt: skip
-            multi = direct.multi_last([f"{stream}.>"], batch=2, **point)  # type: ignore[arg-type]
-            assert (await seqs(multi), multi.last_seq) == (expected, expected[-1])
-            assert multi.num_pending == 1, "also where the server's own end says 0 (2.11)"
 
     @each("max_bytes", [1, 60, 100, 1 << 20])
     async def test_pages_reach_the_end(self, direct: jsx.DirectGet, stream: str, max_bytes: int) -> None:
@@ -307,27 +264,6 @@ class TestMultiLastForms:
 
 @pytest.mark.usefixtures("batches")
 class TestScan:
-    async def test_every_option_reads_its_range(self, direct: jsx.DirectGet, stream: str) -> None:
-        everything = [1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12]
-        for options in ({}, {"confirm": True}, {"min_seq": 12}):
-            for batch in (1, 3, None):
-                scan = direct.scan(batch=batch, **options)  # type: ignore[arg-type]
-                assert (await seqs(scan), scan.num_pending, scan.last_seq) == (everything, 0, 12)
-                assert await seqs(direct.scan(seq=5, up_to_seq=9, batch=batch, **options)) == [5, 6, 7, 9]  # type: ignore[arg-type]
-                assert await seqs(direct.scan(subject=f"{stream}.B", batch=batch, **options)) == [2, 5, 11]  # type: ignore[arg-type]
-                when = await time_of(direct, 7)
-                assert await seqs(direct.scan(start_time=when, batch=batch, **options)) == [7, 9, 10, 11, 12]  # type: ignore[arg-type]
-            assert await seqs(direct.scan(max_bytes=1, **options)) == everything  # type: ignore[arg-type]
-
-    async def test_messages_over_max_bytes_are_read_one_by_one(self, js: JetStreamContext, make: Make) -> None:
-        name = await make()
-        sizes = [0, 300_000, 10, 900_000, 900_000, 1, 0]
-        for size in sizes:
-            await js.publish(f"{name}.x", bytes(size))
-        for max_bytes in (1000, 1 << 20, 8 << 20):
-            messages = await jsx.DirectGet(js, name).scan(max_bytes=max_bytes).to_list()
-            assert [len(message.data) for message in messages] == sizes
-
     async def test_an_empty_stream_is_an_empty_scan(self, js: JetStreamContext, make: Make) -> None:
         name = await make()
         direct = jsx.DirectGet(js, name)

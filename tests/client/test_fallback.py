@@ -166,25 +166,6 @@ async def test_direct_gets_work(js: JetStreamContext, stream: str, leak_check: A
     await settled(leak_check)
 
 
-@each("kind", [jsx.FastPublisher, jsx.AtomicBatch])
-async def test_refusals_are_raised(js: JetStreamContext, leak_check: Any, kind: Any) -> None:
-    async with asyncio.timeout(20):
-        with pytest.raises(errors.NoStreamError):
-            await kind(js).add("no.such.stream", b"x")
-    with pytest.raises(errors.BadSubjectError):
-        await kind(js).add("a b", b"x")
-    await settled(leak_check)
-
-
-async def test_a_read_that_ends_early_leaves_nothing_behind(js: JetStreamContext, stream: str, leak_check: Any) -> None:
-    for i in range(9):
-        await js.publish(f"{stream}.a", b"%d" % i)
-    async with jsx.DirectGet(js, stream).scan(batch=2) as messages:
-        async for _ in messages:
-            break
-    await settled(leak_check)
-
-
 async def test_a_closed_connection_ends_calls(nc: Client, js: JetStreamContext, stream: str) -> None:
     publisher = jsx.FastPublisher(js)
     await publisher.add(f"{stream}.a", b"x")

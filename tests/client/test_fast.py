@@ -26,11 +26,6 @@ async def payloads(js: JetStreamContext, stream: str) -> list[bytes]:
     return [message.data for message in await stored(js, stream)]
 
 
-@pytest.fixture
-async def stream(make_stream: MakeStream) -> str:
-    return await make_stream()
-
-
 class TestPublishing:
     async def test_a_clean_exit_commits(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
         async with jsx.FastPublisher(js, flow=10) as pub:
@@ -115,23 +110,6 @@ class TestPublishing:
         ]
         assert "secret" not in "".join(records)
 
-    async def test_waiting_callers_send_in_order_within_the_window(self, js: JetStreamContext, stream: str) -> None:
-        most, flows = 0, [5]
-        async with jsx.FastPublisher(
-            js, flow=5, max_outstanding_acks=1, on_flow=lambda ack: flows.append(ack.msgs)
-        ) as pub:
-
-            async def add(number: int) -> jsx.FastPubAck:
-                nonlocal most
-                ack = await pub.add(f"{stream}.a", b"%d" % number)
-                most = max(most, pub.batch_seq - pub.ack_seq)
-                return ack
-
-            acks = await asyncio.gather(*(add(i) for i in range(500)))
-            assert most <= max(flows)
-        assert [ack.batch_seq for ack in acks] == list(range(1, 501))
-        assert await payloads(js, stream) == [b"%d" % i for i in range(500)]
-
     async def test_an_empty_source_sends_nothing(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
         async with jsx.FastPublisher(js) as pub:
             assert await pub.add_many([]) == jsx.FastPubAck(0, 0)
@@ -150,26 +128,6 @@ class TestPublishing:
             assert (await pub.ping()).batch_seq == 3
             await pub.flush()
         assert len(await payloads(js, stream)) == 3, "pings are not stored"
-
-    async def test_lost_acks_are_recovered_by_pings(self, js: JetStreamContext, stream: str) -> None:
-        pub = jsx.FastPublisher(js, flow=10)
-        pub._batch._stall_ping = 0.05
-        await pub.add(f"{stream}.a", b"x")
-        machine = pub._batch
-        receive, lost = machine.receive, 0
-
-        def lossy(frames: list[Any], now: float) -> Any:
-            nonlocal lost
-            lost += 1
-            return ([], b"") if lost <= 3 else receive(frames, now)
-
-        machine.receive = lossy  # type: ignore[method-assign]
-        async with asyncio.timeout(30):
-            await pub.add_many((f"{stream}.a", b"x") for _ in range(100))
-        machine.receive = receive  # type: ignore[method-assign]
-        await pub.commit_eob()
-        assert lost >= 3
-        assert len(await payloads(js, stream)) == 101
 
 
 class TestEnding:
@@ -220,26 +178,6 @@ class TestEnding:
                 await operation
             assert caught.value.batch_id == pub.batch_id
         assert await pub.wait_closed() is pub.end_reason
-
-    async def test_an_exception_in_the_block_discards_the_batch(
-        self, js: JetStreamContext, stream: str, leak_check: Any
-    ) -> None:
-        pub = jsx.FastPublisher(js)
-
-        async def fail() -> None:
-            async with pub:
-                await pub.add(f"{stream}.a", b"1")
-                raise ZeroDivisionError
-
-        with pytest.raises(ZeroDivisionError):
-            await fail()
-        assert pub.end_reason is jsx.EndReason.DISCARDED
-        with pytest.raises(
-            errors.BatchClosedError,
-            match=r"it was discarded, so it has no final ack; (message 1 is not|every message was) acknowledged",
-        ):
-            _ = pub.ack
-        await leak_check.assert_clean()
 
     async def test_wait_closed_returns_the_reason(self, js: JetStreamContext, stream: str) -> None:
         pub = jsx.FastPublisher(js)
@@ -299,16 +237,6 @@ class TestGapsAndRefusals:
         (report,) = pub.errors
         assert (report.seq, report.error.code) == (2, 503)
         assert pub.gaps == [jsx.BatchFlowGap(2, 3)]
-
-    async def test_a_deleted_stream_ends_a_wait(self, js: JetStreamContext, stream: str) -> None:
-        pub = jsx.FastPublisher(js)
-        await pub.add(f"{stream}.a", b"1")
-        await js.delete_stream(stream)
-        pub._batch.ack_timeout = 0.5
-        async with asyncio.timeout(20):
-            with pytest.raises(errors.BatchOutcomeUnknownError):
-                await pub.flush()
-        assert pub.end_reason is jsx.EndReason.TIMEOUT
 
 
 class TestRefusedAtOnce:

@@ -1,7 +1,6 @@
 """`FastPublisher.add_many` while it waits for room: the next messages are sent where the acknowledgement arrives."""
 
 import asyncio
-import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
@@ -18,11 +17,6 @@ from jetstream_ext.client.connection import connection_of
 
 MakeStream = Callable[..., Awaitable[str]]
 VARIABLE: ContextVar[str] = ContextVar("VARIABLE", default="unset")
-
-
-@pytest.fixture
-async def stream(make_stream: MakeStream) -> str:
-    return await make_stream()
 
 
 async def payloads(js: JetStreamContext, stream: str) -> list[bytes]:
@@ -168,28 +162,6 @@ async def test_other_callers_get_their_turn(js: JetStreamContext, stream: str) -
         await adding
 
 
-async def test_a_silent_server_ends_the_wait_in_time(
-    own_server: Any, own_js: JetStreamContext, own_stream: MakeStream
-) -> None:
-    stream = await own_stream()
-
-    def source() -> Iterator[Any]:
-        for i in range(100_000):
-            if i == 1000:
-                own_server.pause()
-            yield f"{stream}.a", b"x"
-
-    pub = jsx.FastPublisher(own_js, flow=10, ack_timeout=0.5)
-    began = time.monotonic()
-    try:
-        with pytest.raises(errors.BatchOutcomeUnknownError, match="then nothing for"):
-            await pub.add_many(source())
-    finally:
-        own_server.resume()
-    assert 0.4 < time.monotonic() - began < 30
-    assert pub.batch_seq < 1100
-
-
 @pytest.mark.internals("the fallback writes by nats-py's publish")
 async def test_a_handler_s_bytes_are_written_at_once_and_in_order(
     js: JetStreamContext, nc: Client, stream: str
@@ -211,22 +183,3 @@ async def test_a_handler_s_bytes_are_written_at_once_and_in_order(
         del connection.push  # type: ignore[union-attr]
     assert 0 in pending
     assert await payloads(js, stream) == [b"%d" % i for i in range(1000)]
-
-
-@pytest.mark.internals("the fallback writes by nats-py's publish")
-async def test_a_handler_s_bytes_wait_for_nats_py_if_the_socket_is_full(
-    own_server: Any, own_nc: Client, own_js: JetStreamContext
-) -> None:
-    connection = connection_of(own_nc)
-    own_server.pause()
-    try:
-        connection._delivering = True  # type: ignore[union-attr]
-        connection.write_nowait(b"PUB a 4\r\nabcd\r\n" * 1_000_000, 1_000_000, 4_000_000)
-        assert own_nc._pending == []
-        connection.write_nowait(b"PUB a 1\r\nx\r\n", 1, 1)
-        assert own_nc._pending == [b"PUB a 1\r\nx\r\n"]
-    finally:
-        connection._delivering = False  # type: ignore[union-attr]
-        own_server.resume()
-    await own_nc.flush()
-    assert own_nc._pending == []

@@ -20,11 +20,6 @@ from jetstream_ext.testing import NatsServer
 MakeStream = Callable[..., Awaitable[str]]
 
 
-@pytest.fixture
-async def stream(make_stream: MakeStream) -> str:
-    return await make_stream()
-
-
 async def payloads(js: JetStreamContext, stream: str) -> list[bytes]:
     return [message.data for message in await jsx.DirectGet(js, stream).scan().to_list()]
 
@@ -145,33 +140,6 @@ async def _cancel_after(ticks: int, work: Awaitable[object]) -> None:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
-
-
-async def test_discard_while_the_batch_opens_sends_nothing(
-    stream_name: Callable[[], str], has_only: Callable[[Client, set[int]], Awaitable[bool]]
-) -> None:
-    # Behind a domain the batch requests the API level before it opens.
-    async with NatsServer(config="jetstream { domain: hub }") as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
-        js = nc.jetstream(domain="hub")
-        name = stream_name()
-        await js.add_stream(name=name, subjects=[f"{name}.>"], allow_batched=True)
-        assert (await jsx.FastPublisher(js).commit(f"{name}.a", b"1")).domain == "hub"
-        await nc.close()  # the API level is cached
-        nc = await nats.connect(server.url, connect_timeout=10)
-        js = nc.jetstream(domain="hub")
-        await js.stream_info(name)
-        held = set(nc._subs)
-        pub = jsx.FastPublisher(js)
-        adding = asyncio.ensure_future(pub.add(f"{name}.a", b"1"))
-        await asyncio.sleep(0)
-        await pub.discard()
-        with pytest.raises(errors.BatchClosedError):
-            await adding
-        assert pub.end_reason is jsx.EndReason.DISCARDED
-        assert await has_only(nc, held)
-        assert (await js.stream_info(name)).state.messages == 1
-        await nc.close()
 
 
 class TestConnections:
@@ -317,26 +285,4 @@ async def test_a_lookup_without_permission_is_not_repeated() -> None:
             async with jsx.FastPublisher(js, ack_timeout=8) as pub:
                 await pub.add("s.a", b"x")
             assert len(refused) == 2
-        await nc.close()
-
-
-@each("domain", [None, "hub"])
-async def test_a_refused_request_ends_at_once(domain: str | None) -> None:
-    config = """
-        jetstream { domain: hub }
-        authorization { users = [ { user: u, password: p, permissions: { publish: { deny: ["$JS.API.STREAM.INFO.S"] } } } ] }
-    """
-
-    async def ignore(error: Exception) -> None:
-        pass
-
-    async with NatsServer(config=config) as server:
-        nc = await nats.connect(server.url, user="u", password="p", connect_timeout=10, error_cb=ignore)
-        js = nc.jetstream(domain=domain, timeout=60)
-        async with asyncio.timeout(20):
-            for _ in range(2):
-                with pytest.raises(
-                    errors.RequestTimeoutError, match=r"no permission to publish to \$JS\..*STREAM\.INFO\.S$"
-                ):
-                    await jsx.DirectGet(js, "S").scan(confirm=True).to_list()
         await nc.close()

@@ -35,11 +35,6 @@ async def payloads(js: JetStreamContext, stream: str) -> list[bytes]:
     return [message.data for message in await jsx.DirectGet(js, stream).scan().to_list()]
 
 
-@pytest.fixture
-async def stream(make_stream: MakeStream) -> str:
-    return await make_stream()
-
-
 async def test_messages_and_their_record_are_stored_together(
     js: JetStreamContext, stream: str, leak_check: Any
 ) -> None:

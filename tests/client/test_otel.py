@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 
 import pytest
 from client_cells import each
-from nats.aio.client import Client
 from nats.js import JetStreamContext
 from opentelemetry import baggage, context, propagate, trace
 from opentelemetry.propagators.textmap import TextMapPropagator
@@ -158,18 +157,6 @@ async def test_a_context_of_the_users_own_stays(
     messages = await stored(js, stream)
     assert [message.headers for message in messages] == [own] * 3
     assert ids_of_parent(otel.extract(messages[0])) == (int("a" * 32, 16), int("b" * 16, 16))
-
-
-async def test_a_message_that_just_fits_is_stored_without_a_context(
-    js: JetStreamContext, nc: Client, make_stream: Callable[..., Any], recorded: Recorded
-) -> None:
-    stream, largest = await make_stream(storage="memory"), b"x" * nc.max_payload
-    async with jsx.FastPublisher(js) as publisher:
-        await publisher.add(f"{stream}.a", largest)
-        await publisher.add_many([(f"{stream}.a", largest), (f"{stream}.a", b"small")])
-    messages = await stored(js, stream)
-    assert [len(message.data) for message in messages] == [len(largest), len(largest), 5]
-    assert [list(message.headers) for message in messages] == [[], [], ["traceparent"]]
 
 
 async def test_a_message_that_just_fits_into_its_stream_is_stored_without_a_context(
@@ -384,28 +371,6 @@ class Propagator(TextMapPropagator):
         return context
 
 
-@each("names", [[], ["X-Amzn-Trace-Id"], ["uber-trace-id", "uberctx-a"], ["ot-tracer-spanid", "ot-baggage-a"]])
-async def test_a_repeated_batch_is_recognised_although_its_trace_is_another_one(
-    js: JetStreamContext,
-    make_stream: Callable[..., Any],
-    recorded: Recorded,
-    names: list[str],
-) -> None:
-    before = propagate.get_global_textmap()
-    if names:
-        propagate.set_global_textmap(Propagator(*names))
-    stream = await make_stream(allow_atomic=True)
-    batch = [jsx.BatchMessage(f"{stream}.a", b"a", msg_id="a"), jsx.BatchMessage(f"{stream}.b", headers={"b": "1"})]
-    try:
-        once = await jsx.publish_atomic(js, batch, batch_id="mine")
-        again = await jsx.publish_atomic(js, batch, batch_id="mine")
-    finally:
-        propagate.set_global_textmap(before)
-    assert set(names or ["traceparent"]) <= set((await stored(js, stream))[0].headers)
-    assert again.seq == once.seq
-    assert attributes(recorded.spans[-1])["messaging.batch.message_count"] == 2
-
-
 async def test_failed_batches_end_their_spans_as_errors(
     js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
 ) -> None:
@@ -543,34 +508,6 @@ async def test_a_worker_continues_the_trace_of_its_input_in_its_outputs(
     assert (lag.value, lag.attributes["messaging.destination.name"]) == (3, stream)
 
 
-async def test_workers_of_one_stream_report_their_own_lags_and_durations(
-    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
-) -> None:
-    stream, output = await make_stream(), await make_stream()
-    async with jsx.FastPublisher(js) as publisher:
-        await publisher.add_many([(f"{stream}.a", b"")] * 5)
-    called = asyncio.Event()
-
-    async def stuck(message: jsx.StoredMsg) -> None:
-        called.set()
-        await asyncio.Event().wait()
-
-    async def work(name: str, handler: Any) -> None:
-        await log.exactly_once(log.LogReader(js, stream), output, handler, name=name, prefix=f"{output}.at")
-
-    slow = asyncio.ensure_future(work("slow", stuck))
-    await called.wait()
-    await work("fast", lambda _: None)
-    assert by_consumer(recorded, "jetstream_ext.lag") == {"slow": 5, "fast": 0}
-    slow.cancel()
-    await asyncio.wait({slow})
-    assert by_consumer(recorded, "messaging.process.duration", "count") == {"slow": 1, "fast": 5}
-    assert by_consumer(recorded, "messaging.client.consumed.messages") == {"slow": 5, "fast": 5}
-    for span in recorded.spans:
-        if span.name in (f"process {stream}", f"receive {stream}", f"commit {output}"):
-            assert attributes(span)["messaging.consumer.group.name"] in ("slow", "fast")
-
-
 def by_consumer(recorded: Recorded, metric: str, field: str = "value") -> dict[str | None, int]:
     points = recorded.points(metric)
     found = {each.attributes.get("messaging.consumer.group.name"): getattr(each, field) for each in points}
@@ -592,24 +529,6 @@ async def test_of_readers_without_a_name_the_largest_lag_is_reported(
     assert by_consumer(recorded, "jetstream_ext.lag") == {None: 5}
     assert len([message async for message in behind]) == 4
     assert by_consumer(recorded, "jetstream_ext.lag") == {None: 0}
-
-
-async def test_a_list_of_inputs_is_linked_to_the_contexts_of_all(
-    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
-) -> None:
-    stream, output = await make_stream(), await make_stream()
-    async with jsx.FastPublisher(js) as publisher:
-        await publisher.add(f"{stream}.a", b"a")
-        await publisher.add_many([(f"{stream}.b", b"b"), (f"{stream}.c", b"c")])
-    add, bulk, _ = recorded.spans
-    reader = log.LogReader(js, stream)
-    await log.exactly_once(reader, output, lambda _: None, name="w", prefix=f"{output}.at", grouped=True)
-    (process,) = [span for span in recorded.spans if span.kind is SpanKind.CONSUMER]
-    assert process.name == f"process {stream}"
-    assert attributes(process)["messaging.batch.message_count"] == 3
-    assert process.parent is None
-    assert [point.value for point in recorded.points("jetstream_ext.lag")] == [0]
-    assert [(link.context.trace_id, link.context.span_id) for link in process.links] == [ids_of(add), ids_of(bulk)]
 
 
 async def test_a_member_of_a_group_handles_each_message_in_a_span(

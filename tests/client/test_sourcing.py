@@ -157,15 +157,6 @@ async def test_filters_and_start_sequences_apply(
     await holds(js, copy, [*expected, 10])
 
 
-async def test_a_start_time_applies(js: JetStreamContext, origin: Any, stream_name: Callable[[], str]) -> None:
-    name, copy = await origin(), stream_name()
-    await publish(js, name, range(10))
-    when = (await jsx.DirectGet(js, name).get(6)).time
-    entry = await jsx.create_source_consumer(js, name, "c", deliver_subject=f"deliver.{copy}", opt_start_time=when)
-    await jsx.ensure_stream(js, name=copy, sources=[entry], allow_direct=True)
-    await holds(js, copy, [5, 6, 7, 8, 9])
-
-
 @each("mirror", [False, True])
 async def test_a_reset_of_the_consumer_repeats_nothing(
     js: JetStreamContext, origin: Any, stream_name: Callable[[], str], mirror: bool
@@ -263,17 +254,6 @@ async def test_the_entry_of_a_domain_has_an_external_api() -> None:
 # -- health -----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_source_without_a_durable_consumer_is_ok(
-    js: JetStreamContext, origin: Any, stream_name: Callable[[], str]
-) -> None:
-    name, copy = await origin(), stream_name()
-    await publish(js, name, range(3))
-    await js.add_stream(name=copy, mirror=StreamSource(name=name), allow_direct=True)
-    await holds(js, copy, [0, 1, 2])
-    health = await becomes(js, copy, jsx.SourceState.OK)
-    assert (health.consumer, health.mirror, health.pending) == (None, True, None)
-
-
 @each("with_stream", [True, False])
 async def test_a_consumer_that_never_existed_is_missing(
     js: JetStreamContext, origin: Any, stream_name: Callable[[], str], with_stream: bool
@@ -289,15 +269,6 @@ async def test_a_consumer_that_never_existed_is_missing(
     assert not health.ok
     assert pickle.loads(pickle.dumps(health)) == health
     assert hash(health) == hash(pickle.loads(pickle.dumps(health)))
-
-
-async def test_a_deleted_consumer_is_missing(js: JetStreamContext, origin: Any, stream_name: Callable[[], str]) -> None:
-    name, copy = await origin(), stream_name()
-    entry = await jsx.create_source_consumer(js, name, "c", deliver_subject=f"deliver.{copy}")
-    await js.add_stream(name=copy, sources=[entry])
-    await becomes(js, copy, jsx.SourceState.OK)
-    await js.delete_consumer(name, "c")
-    await becomes(js, copy, jsx.SourceState.CONSUMER_MISSING)
 
 
 @each(

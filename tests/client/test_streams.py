@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import fields
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 import nats
@@ -19,14 +19,11 @@ from nats.js.api import (
     DiscardPolicy,
     Placement,
     RePublish,
-    RetentionPolicy,
     StorageType,
-    StoreCompression,
     StreamConfig,
     StreamConsumerLimits,
     StreamConsumerSource,
     StreamSource,
-    SubjectTransform,
 )
 
 import jetstream_ext as jsx
@@ -97,50 +94,6 @@ async def test_an_unchanged_stream_costs_one_request(
     assert not info.did_create
 
 
-async def test_an_equal_configuration_has_no_difference_in_any_field(
-    js: JetStreamContext, stream_name: Callable[[], str]
-) -> None:
-    name, origin = stream_name(), stream_name()
-    await js.add_stream(name=origin, subjects=[f"{origin}.>"])
-    config = StreamConfig(
-        name=name,
-        description="all of it",
-        subjects=[f"{name}.b", f"{name}.a.>"],
-        retention=RetentionPolicy.LIMITS,
-        max_consumers=0,
-        max_msgs=0,
-        max_bytes=1 << 20,
-        discard=DiscardPolicy.NEW,
-        discard_new_per_subject=True,
-        max_age=0.3 + 60,
-        max_msgs_per_subject=5,
-        max_msg_size=0,
-        storage=StorageType.MEMORY,
-        num_replicas=0,
-        duplicate_window=1.7,
-        sources=[
-            StreamSource(
-                name=origin,
-                opt_start_time=datetime(2026, 1, 1, 0, 0, 0, 120000, tzinfo=UTC),
-                subject_transforms=[SubjectTransform(src=f"{origin}.*", dest=f"{name}.c.{{{{wildcard(1)}}}}")],
-            )
-        ],
-        deny_delete=True,
-        republish=RePublish(src=f"{name}.a.>", dest=f"again.{name}.>", headers_only=False),
-        subject_transform=SubjectTransform(src=f"{name}.b", dest=f"{name}.a.b"),
-        compression=StoreCompression.NONE,
-        first_seq=100,
-        consumer_limits=StreamConsumerLimits(inactive_threshold=60, max_ack_pending=0),
-        metadata={"a": "b"},
-        subject_delete_marker_ttl=5,
-        **ALL_ON | {"allow_msg_schedules": None},
-    )
-    first = await jsx.ensure_stream(js, config)
-    again = await jsx.ensure_stream(js, config)
-    assert again.config == first.config
-    await jsx.ensure_stream(js, config, subjects=[f"{name}.a.>", f"{name}.b"])  # a set, not a list
-
-
 @each(
     "other, found",
     [
@@ -179,14 +132,6 @@ async def test_another_difference_is_an_error_and_changes_nothing(
     assert mismatch.value.diff[field] == (given[field], found if field != "metadata" else mismatch.value.diff[field][1])
     assert field in str(mismatch.value)
     assert (await js.stream_info(name)).config == before
-
-
-async def test_an_empty_placement_is_none(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
-    """The server stores one of a new stream, and drops it when the stream is updated."""
-    name = stream_name()
-    await js.add_stream(name=name, placement=Placement(cluster="", tags=[]))
-    await jsx.ensure_stream(js, (await js.stream_info(name)).config, allow_direct=True)
-    assert (await js.stream_info(name)).config.allow_direct
 
 
 UNUSUAL: dict[str, Any] = {
@@ -263,19 +208,6 @@ async def test_the_defaults_of_a_configuration_are_compared(
         "discard": ("old", "new"),
         "deny_purge": (False, True),
     }
-
-
-@each("as_config", [False, True])
-async def test_an_empty_list_of_subjects_is_left_out(
-    js: JetStreamContext, stream_name: Callable[[], str], as_config: bool
-) -> None:
-    name = stream_name()
-    for _ in range(2):
-        if as_config:
-            info = await jsx.ensure_stream(js, StreamConfig(name=name, subjects=[]))
-        else:
-            info = await jsx.ensure_stream(js, name=name, subjects=())
-        assert info.config.subjects == [name]
 
 
 async def test_a_time_may_be_a_timedelta(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
@@ -592,22 +524,6 @@ class TestAdvice:
             await jsx.ensure_stream(js, name=second)
         assert caught.value.err_code == 10065
 
-    async def test_the_refusal_stands_alone_if_the_other_streams_cannot_be_named(
-        self, js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        first, second = stream_name(), stream_name()
-        await js.add_stream(name=first, subjects=[f"{first}.>"])
-        ask = api.Api.ask
-
-        async def refuse(self: Any, what: str, *arguments: Any, **options: Any) -> Any:
-            if what == "STREAM.NAMES":
-                raise RequestTimeoutError
-            return await ask(self, what, *arguments, **options)
-
-        monkeypatch.setattr(api.Api, "ask", refuse)
-        with pytest.raises(ServerError, match="subjects overlap with an existing stream; a subject belongs"):
-            await jsx.ensure_stream(js, name=second, subjects=[f"{first}.a"])
-
     async def test_a_mirror_that_is_made_durable_must_be_created_again(
         self, js: JetStreamContext, stream_name: Callable[[], str]
     ) -> None:
@@ -617,15 +533,3 @@ class TestAdvice:
         durable = StreamSource(name=origin, consumer=StreamConsumerSource(name="c", deliver_subject="d"))
         with pytest.raises(StreamConfigMismatchError, match=r"never change a mirror \(10055\)"):
             await jsx.ensure_stream(js, name=name, mirror=durable)
-
-    async def test_other_differences_of_sources_are_not_called_durable(
-        self, js: JetStreamContext, stream_name: Callable[[], str]
-    ) -> None:
-        origin, name = stream_name(), stream_name()
-        await js.add_stream(name=origin)
-        await jsx.ensure_stream(js, name=name, sources=[StreamSource(name=origin)])
-        with pytest.raises(StreamConfigMismatchError, match=r"js\.update_stream$"):
-            await jsx.ensure_stream(js, name=name, sources=[StreamSource(name=origin, filter_subject="a")])
-        durable = StreamSource(name="NEW", consumer=StreamConsumerSource(name="c", deliver_subject="d"))
-        with pytest.raises(StreamConfigMismatchError, match=r"js\.update_stream$"):
-            await jsx.ensure_stream(js, name=name, sources=[StreamSource(name=origin), durable])

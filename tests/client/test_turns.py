@@ -130,22 +130,6 @@ async def test_calls_that_ask_in_vain_do_not_end_those_between_them(
 
 
 @each("kind", KINDS)
-async def test_slow_answers_come_at_the_same_time(
-    js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, kind: Any
-) -> None:
-    stream = await make_stream()
-    async with with_timeout(kind, js, 12.0) as batch:
-        await batch.add(f"{stream}.a")
-        config = (await js.stream_info(stream)).config
-        await js.update_stream(config, subjects=[f"{stream}.>", f"{stream}-new.>"])
-        await lookups(js, monkeypatch, lambda: asyncio.sleep(0.7))
-        names = [f"{stream}-new.{index}" for index in range(20)]
-        async with asyncio.timeout(10):
-            await asyncio.gather(*(batch.add(name) for name in names))
-    assert await subjects(js, stream) == [f"{stream}.a", *names]
-
-
-@each("kind", KINDS)
 async def test_an_ended_batch_ends_the_calls_behind_one_that_asks(
     js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
@@ -190,20 +174,6 @@ async def test_first_messages_give_up_together(
     for batch in batches:
         await batch.discard()
     assert await subjects(js, stream) == []
-
-
-async def test_an_answer_to_one_call_does_not_end_the_check_of_another(
-    js: JetStreamContext, make_stream: MakeStream
-) -> None:
-    one, two = await make_stream(), await make_stream()
-    async with jsx.AtomicBatch(js) as batch:
-        await batch.add(f"{one}.a")
-        unknown, other = await asyncio.gather(
-            batch.add("unknown.a", ack=False), batch.add(f"{two}.a"), return_exceptions=True
-        )
-        assert unknown is None, "perhaps accounts map subjects"
-        assert isinstance(other, errors.BadSubjectError)
-        await batch.discard()
 
 
 @each("kind", KINDS)
@@ -258,16 +228,6 @@ async def test_a_commit_whose_turn_comes_late_waits_for_room_too(
         room.set()
         await batch.commit_eob()
     assert await subjects(js, stream) == [f"{stream}.a"]
-
-
-async def test_an_empty_batch_does_not_wait_for_room(js: JetStreamContext, room: asyncio.Event) -> None:
-    room.clear()
-    batch = jsx.AtomicBatch(js, timeout=30)
-    for call in (batch.commit_eob(), jsx.publish_atomic(js, [], timeout=30)):
-        async with asyncio.timeout(5):
-            with pytest.raises(errors.EmptyBatchError):
-                await call
-    await batch.discard()
 
 
 @each("kind", KINDS)
