@@ -209,37 +209,6 @@ async def test_a_stalled_server_does_not_pause_the_lookups_of_streams(
     assert found[0].name == stream
 
 
-@pytest.mark.internals("nats-py's public interface keeps only the newest error")
-async def test_refusals_do_not_hide_each_other() -> None:
-    config = """
-        authorization { users = [ { user: u, password: p, permissions: {
-            publish: { deny: ["$JS.API.STREAM.INFO.>", "noise"] } } } ] }
-    """
-
-    async def ignore(_: Exception) -> None:
-        pass
-
-    async def noise() -> None:
-        while True:
-            await nc.publish("noise", b"")
-            await asyncio.sleep(0.005)
-
-    async with NatsServer(config=config) as server:
-        nc = await nats.connect(server.url, user="u", password="p", connect_timeout=10, error_cb=ignore)
-        context = Context(nc.jetstream(timeout=60))
-        making = asyncio.ensure_future(noise())
-        async with asyncio.timeout(30):
-            asked = await asyncio.gather(
-                *(stream_state(context, f"S{index}") for index in range(20)), return_exceptions=True
-            )
-        making.cancel()
-        assert [str(each) for each in asked] == [
-            f"the server refused the request: no permission to publish to $JS.API.STREAM.INFO.S{index}"
-            for index in range(20)
-        ]
-        await nc.close()
-
-
 @each("prefix", ["my.API", "$JS.hub.API"])
 async def test_a_refusal_is_known_under_the_name_that_the_server_maps_to(prefix: str) -> None:
     config = """

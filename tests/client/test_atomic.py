@@ -337,98 +337,6 @@ class TestNothingStored:
 class TestRefusedAtOnce:
     """A typed error at once, nothing stored, nothing left open."""
 
-    @each("how", ["add", "commit", "block", "publish_atomic"])
-    @each("missing, error", [("allow_atomic", errors.AtomicPublishDisabledError), ("stream", errors.NoStreamError)])
-    async def test_a_missing_stream_or_allow_atomic_is_an_error_at_once(
-        self,
-        js: JetStreamContext,
-        make_stream: MakeStream,
-        leak_check: Any,
-        missing: str,
-        error: type[Exception],
-        how: str,
-    ) -> None:
-        subject = "no.such.stream" if missing == "stream" else f"{await make_stream(allow_atomic=False)}.a"
-        batch = jsx.AtomicBatch(js)
-
-        async def block() -> None:
-            async with batch:
-                await batch.add(subject, b"x")
-
-        call = {
-            "add": lambda: batch.add(subject, b"x"), "commit": lambda: batch.commit(subject, b"x"), "block": block,
-            "publish_atomic": lambda: jsx.publish_atomic(js, [jsx.BatchMessage(subject)] * 3),
-        }[how]  # fmt: skip
-        async with asyncio.timeout(20):  # less than the timeout of a request
-            with pytest.raises(error) as caught:
-                await call()
-        assert isinstance(caught.value, errors.BatchError)
-        assert caught.value.outcome == "not_stored"
-        assert batch.state == ("open" if how == "publish_atomic" else "failed")
-        if missing != "stream":
-            assert "allow_atomic" in str(caught.value)
-            assert await count(js, subject.partition(".")[0]) == 0
-        await leak_check.assert_clean()
-
-    @each(
-        "message, error",
-        [
-            ({"subject": "a b"}, errors.BadSubjectError),
-            ({"subject": "a.>"}, errors.BadSubjectError),
-            ({"headers": {"K": "a\r\nb"}}, errors.BadHeaderError),
-            ({"headers": {"Nats-Batch-Commit": "1"}}, errors.BadHeaderError),
-            ({"headers": {"Nats-Expected-Last-Msg-Id": "1"}}, errors.BadHeaderError),
-            ({"payload": "text"}, TypeError),
-            ({"payload": bytes(1 << 20)}, errors.MaxPayloadError),
-            ({"msg_ttl": 0.5}, ValueError),
-            ({"expected_last_subject": "a"}, ValueError),
-        ],
-    )
-    @pytest.mark.usefixtures("level")
-    async def test_an_invalid_message_is_refused_and_the_batch_stays_usable(
-        self, js: JetStreamContext, stream: str, leak_check: Any, message: dict[str, Any], error: type[Exception]
-    ) -> None:
-        message = {"subject": f"{stream}.a", "payload": b"x", **message}
-        sent = js._nc.stats["out_msgs"]
-        batch = jsx.AtomicBatch(js)
-        for call in (batch.add(**message), batch.add_message(jsx.BatchMessage(**message)), batch.commit(**message)):
-            with pytest.raises(error):
-                await call
-        assert (batch.size, batch.state, js._nc.stats["out_msgs"]) == (0, "open", sent)
-        await leak_check.assert_clean()
-        # The batch stays usable.
-        await batch.add(f"{stream}.a", b"1")
-        for call in (batch.add(**message), batch.commit(**message)):
-            with pytest.raises(error):
-                await call
-        assert (await batch.commit_eob()).batch_size == 1
-        await leak_check.assert_clean()
-
-    @each(
-        "options",
-        [{"batch_id": ""}, {"batch_id": "a.b"}, {"batch_id": "x" * 65}, {"ack_every": 0}, {"ack_every": True},
-         {"timeout": 0}, {"timeout": -1}, {"timeout": float("nan")}],
-    )  # fmt: skip
-    def test_options_out_of_range_are_refused(self, js: JetStreamContext, options: dict[str, Any]) -> None:
-        with pytest.raises(ValueError, match=r".+"):
-            jsx.AtomicBatch(js, **options)
-
-    @each(
-        "options",
-        [
-            {"batch_id": 5},
-            {"batch_id": ["a"]},
-            {"ack_first": "no"},
-            {"timeout": "1"},
-            {"timeout": True},
-            {"timeout": [1]},
-        ],
-    )
-    def test_options_of_the_wrong_type_are_refused(self, js: JetStreamContext, options: dict[str, Any]) -> None:
-        (name,) = options
-        with pytest.raises(TypeError, match=name.replace("_id", " id")):
-            jsx.AtomicBatch(js, **options)
-
     async def test_arguments_of_the_wrong_type_are_refused(self, js: JetStreamContext, leak_check: Any) -> None:
         batch: Any = jsx.AtomicBatch(js)
         for call in (batch.add("a", ack="yes"), batch.add_message(("a", b"")), batch.add_many([("a",)])):
@@ -485,8 +393,3 @@ class TestPublishAtomic:
             }[how]()  # fmt: skip
         assert (caught.value.sent, caught.value.outcome) == (2000, "not_stored")
         assert await count(js, stream) == 0
-
-
-async def test_an_invalid_stream_name_is_refused(js: JetStreamContext, stream: str) -> None:
-    with pytest.raises(errors.BadSubjectError, match="stream name"):
-        await jsx.AtomicBatch(js).add(f"{stream}.a", b"", stream="A B")

@@ -149,20 +149,6 @@ async def test_a_recreated_stream_leaves_the_outcome_unknown(
         await batch.resolve()
 
 
-async def test_a_subject_moved_to_another_stream_leaves_the_outcome_unknown(
-    js: JetStreamContext, make_stream: MakeStream, lost_commits: list[bytes]
-) -> None:
-    name = await make_stream()
-    batch = jsx.AtomicBatch(js)
-    await batch.add_many(messages(name, 3))
-    with pytest.raises(errors.BatchOutcomeUnknownError):
-        await commit_unanswered(batch)
-    await js.update_stream(name=name, subjects=[f"{name}none"], allow_atomic=True, allow_msg_ttl=True)
-    await js.add_stream(name=f"{name}2", subjects=[f"{name}.*"], allow_atomic=True)
-    with pytest.raises(errors.BatchOutcomeUnknownError, match="belongs to stream"):
-        await batch.resolve()
-
-
 @pytest.mark.parametrize("acked", [True, False])
 async def test_after_a_restart_only_an_acknowledged_batch_can_be_resolved(
     own_server: Any, own_nc: Client, own_js: JetStreamContext, own_stream: MakeStream, acked: bool
@@ -230,19 +216,6 @@ class TestMessageIds:
         await jsx.publish_atomic(js, batch[:3], batch_id="job-1")
         with pytest.raises(errors.AtomicPublishDuplicateMessageIDError):
             await jsx.publish_atomic(js, batch[:4], batch_id="job-1")
-
-    async def test_resolve_finds_the_earlier_batch(self, js: JetStreamContext, make_stream: MakeStream) -> None:
-        name = await make_stream()
-        for attempt in range(2):
-            batch = jsx.AtomicBatch(js, batch_id="job-1")
-            await batch.add(f"{name}.0", msg_id="a")
-            if attempt:
-                with pytest.raises(errors.AtomicPublishDuplicateMessageIDError):
-                    await batch.commit_eob()
-            else:
-                await batch.commit_eob()
-            assert await batch.resolve() == "stored"
-            assert batch.state == "committed"
 
 
 @pytest.mark.parametrize("version", ["2.12.0", "2.12.8", "2.14.6"])

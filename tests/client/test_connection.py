@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import itertools
 import ssl
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlparse
 
@@ -375,15 +374,6 @@ async def test_a_wait_for_room_ends(own_server: NatsServer, kind: type[Connectio
             own_server.resume()
 
 
-async def test_a_broken_socket_is_a_lost_connection() -> None:
-    async def drain() -> None:
-        raise BrokenPipeError("broken pipe")
-
-    with pytest.raises(nats.errors.ConnectionReconnectingError) as caught:
-        await connection_of(Recorder()).bounded(drain(), 5, "a request")
-    assert isinstance(caught.value.__cause__, BrokenPipeError)
-
-
 # -- the connection itself
 
 
@@ -441,43 +431,6 @@ async def test_a_websocket_without_tls_is_refused_if_tls_is_required(
     assert not client.arguments
 
 
-async def test_tls_needs_a_nats_py_that_asks_before_it_sends_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(Client, "_connect_command")
-    client = NotOpened(ZeroDivisionError())
-    with pytest.raises(JetStreamExtError, match="version of nats-py"):
-        await client.open(["tls://h"], shown="h", timeout=5)
-    assert not client.arguments
-
-
-class Channel:
-    """The part of a stream writer and of aiohttp's WebSocket that tells whether the socket is encrypted."""
-
-    def __init__(self, *, encrypted: bool) -> None:
-        self._encrypted = encrypted
-
-    def get_extra_info(self, name: str) -> object:
-        return object() if name == "ssl_object" and self._encrypted else None
-
-
-@each("attribute", ["_io_writer", "_ws"])
-@each("encrypted", [False, True])
-async def test_credentials_are_sent_only_over_a_socket_that_is_encrypted(
-    monkeypatch: pytest.MonkeyPatch, attribute: str, encrypted: bool
-) -> None:
-    monkeypatch.setattr(Client, "_connect_command", lambda _: b"CONNECT")
-    client = NotOpened(ZeroDivisionError())
-    with pytest.raises(JetStreamExtError, match="ZeroDivisionError"):
-        await client.open(["tls://h"], shown="h", timeout=5)
-    client._current_server, client._server_info = Srv(urlparse("wss://h")), {"tls_required": True}
-    client.options["tls_handshake_first"] = True
-    client._transport = SimpleNamespace(**{attribute: Channel(encrypted=encrypted)})  # type: ignore[assignment]
-    if encrypted:
-        assert client._connect_command() == b"CONNECT"
-        return
-    with pytest.raises(JetStreamExtError, match="nothing was sent"):
-        client._connect_command()
-
-
 async def test_messages_that_wait_for_a_reconnect_are_not_written_to_a_socket_without_tls() -> None:
     received = bytearray()
     ended = asyncio.Event()
@@ -524,14 +477,6 @@ GREETINGS = [
     b"INFO []\r\n", b"INFO 5\r\n", b'INFO {"connect_urls": 5}\r\n', b'INFO {"connect_urls": ["["]}\r\n',
     b"INFO \xff\r\n", b"INFO\r\n", b"HTTP/1.1 400\r\n",
 ]  # fmt: skip
-
-
-@each("greeting", GREETINGS)
-async def test_a_malformed_greeting_is_the_documented_error(greeting: bytes) -> None:
-    async with await asyncio.start_server(Scripted(greeting).serve, "127.0.0.1") as listening:
-        port = listening.sockets[0].getsockname()[1]
-        with pytest.raises(JetStreamExtError, match="no connection to h"):
-            await OwnClient().open([f"nats://127.0.0.1:{port}"], shown="h", timeout=30, tries=1)
 
 
 async def test_a_malformed_greeting_does_not_end_the_attempts_to_reconnect() -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta
@@ -57,21 +56,6 @@ async def fetch(sub: JetStreamContext.PullSubscription, count: int) -> list[Msg]
     while len(msgs) < count:
         msgs += await sub.fetch(count - len(msgs), timeout=SLACK)
     return msgs
-
-
-async def reset_elsewhere(server: NatsServer, stream: str, consumer: str, seq: int | None = None) -> None:
-    """Reset a consumer from another process."""
-    code = f"""
-import asyncio, nats, jetstream_ext
-async def main():
-    nc = await nats.connect({server.url!r}, connect_timeout=10)
-    await jetstream_ext.reset_consumer(nc.jetstream(), {stream!r}, {consumer!r}, seq={seq!r}, timeout={SLACK})
-    await nc.close()
-asyncio.run(main())
-"""
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
-    async with asyncio.timeout(SLACK):
-        assert await process.wait() == 0
 
 
 # -- the call ---------------------------------------------------------------------------------------------------------
@@ -266,62 +250,6 @@ async def test_reset_works_behind_a_domain() -> None:
 
 
 # -- nats-py's subscribers, and a reset made by another process -------------------------------------------------------
-
-
-async def test_a_waiting_fetch_survives_a_reset(js: JetStreamContext, server: NatsServer, ten: Any) -> None:
-    name = await ten()
-    sub = await js.pull_subscribe_bind("c", name)
-    for msg in await fetch(sub, 10):
-        await msg.ack_sync()
-    waiting = asyncio.create_task(sub.fetch(3, timeout=SLACK))
-    async with asyncio.timeout(SLACK):
-        while not (await js.consumer_info(name, "c")).num_waiting:
-            await asyncio.sleep(0.01)
-    await reset_elsewhere(server, name, "c", 6)
-    got = await waiting
-    got += await fetch(sub, 5 - len(got))
-    assert seqs(got) == [6, 7, 8, 9, 10]
-
-
-@each("queue", [None, "workers"])
-async def test_a_push_subscription_survives_a_reset(
-    js: JetStreamContext, server: NatsServer, ten: Any, queue: str | None
-) -> None:
-    name = await ten()
-    got: list[int] = []
-
-    async def take(msg: Msg) -> None:
-        got.append(msg.metadata.sequence.stream)
-
-    durable = None if queue else "p"
-    sub = await js.subscribe(
-        f"{name}.>",
-        queue=queue,
-        stream=name,
-        durable=durable,
-        cb=take,
-        config=ConsumerConfig(idle_heartbeat=None if queue else 0.2),
-    )
-    await until(lambda: got == list(range(1, 11)))
-    await reset_elsewhere(server, name, queue or "p", 4)
-    await until(lambda: got[10:] == list(range(4, 11)))
-    await js.publish(f"{name}.11", b"11")
-    await until(lambda: got[17:] == [11])
-
-    async def acknowledged() -> bool:
-        info = await sub.consumer_info()
-        return info.ack_floor is not None and info.ack_floor.stream_seq == 11
-
-    async with asyncio.timeout(SLACK):
-        while not await acknowledged():
-            await asyncio.sleep(0.01)
-    await sub.unsubscribe()
-
-
-async def until(check: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SLACK):
-        while not check():
-            await asyncio.sleep(0.01)
 
 
 # -- under load -------------------------------------------------------------------------------------------------------

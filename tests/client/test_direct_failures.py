@@ -166,11 +166,6 @@ class TestSilence:
         assert (await seqs(batch), batch.num_pending, batch.last_seq) == ([1, 2, 3], 2, 3)
         assert len(fake.requests) == 1
 
-    async def test_get_at_does_not_wait_for_the_end_of_the_reply(self, fake: Responder, direct: jsx.DirectGet) -> None:
-        fake.answers = [lambda _: from_(3, 3, 5)]
-        async with asyncio.timeout(10):
-            assert (await direct.get_at(datetime.now(UTC))).seq == 3
-
     async def test_a_page_of_multi_last_counts_only_as_a_whole(self, fake: Responder, direct: jsx.DirectGet) -> None:
         fake.answers = [lambda _: [row(4, 0, 2)]]
         fake.silent = (1, 2)
@@ -197,10 +192,6 @@ class TestGaps:
             await read_until_error(direct.scan(prefetch=1), read)
         assert read == [1, 2]
         assert (caught.value.expected, caught.value.got) == (2, 3)
-
-    async def test_a_gap_before_the_end_is_requested_again(self, fake: Responder, direct: jsx.DirectGet) -> None:
-        fake.answers = [lambda _: [*from_(1, 2, 3), end(3, 0)], lambda _: [row(3, 0, 0), end(3, 0)]]
-        assert await seqs(direct.scan()) == [1, 2, 3]
 
 
 class TestMalformedReplies:
@@ -311,24 +302,6 @@ async def test_a_connection_closed_in_mid_read_ends_it(fake: Responder, server: 
             await waiting
     await scan.aclose()
     assert not nc._subs
-
-
-@each("read", [lambda d: d.get(1), lambda d: d.scan().to_list()])
-async def test_a_connection_closed_after_a_loss_is_not_a_lost_message(
-    fake: Responder, server: NatsServer, read: Callable[[jsx.DirectGet], Awaitable[object]]
-) -> None:
-    fake.answers, before = [lambda _: []], len(fake.requests)
-    nc = await nats.connect(server.url, reconnect_time_wait=0.02, error_cb=quiet, connect_timeout=10)
-    reading = asyncio.ensure_future(read(jsx.DirectGet(nc.jetstream(), fake.stream, timeout=60)))
-    async with asyncio.timeout(30):
-        for count in (1, 2):
-            while len(fake.requests) - before < count:
-                await asyncio.sleep(0.01)
-            if count == 1:
-                nc._transport._io_writer.transport.abort()
-        await nc.close()
-        with pytest.raises(nats.errors.ConnectionClosedError):
-            await reading
 
 
 async def test_a_connection_that_stays_away_is_a_timeout_that_names_the_whole_timeout(own_server: NatsServer) -> None:

@@ -166,6 +166,13 @@ class TestBatchForms:
         itself = 1 if version < (2, 12) else 0
         assert [m.num_pending for m in messages] == [10 + itself, 9 + itself, 8 + itself]
 
+    async def test_form_2_reads_from_a_sequence(self, direct: jsx.DirectGet, stream: str) -> None:
+        batch = direct.batch(3, subject=f"{stream}.>", seq=7)
+        assert (await seqs(batch), batch.num_pending, batch.last_seq) == ([7, 9, 10], 2, 10)
+        assert await seqs(direct.batch(3, seq=7)) == [7, 9, 10]
+        assert await seqs(direct.batch(3, seq=8)) == [9, 10, 11], "also on 2.11.0, whose 404 without a subject is wrong"
+        assert await seqs(direct.batch(100, subject=f"{stream}.B", seq=3)) == [5, 11]
+
 
 @pytest.mark.usefixtures("batches")
 class TestMultiLastForms:

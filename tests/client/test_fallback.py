@@ -241,32 +241,6 @@ async def heard(nc: Client) -> AsyncIterator[tuple[FallbackConnection, str, list
     await asyncio.sleep(0)
 
 
-@each(
-    "header, data",
-    [
-        (b"", b"plain"),
-        (b"NATS/1.0\r\nK: v\r\nL: w\r\n\r\n", b"x"),
-        (b"NATS/1.0 503\r\n\r\n", b""),
-        (b"NATS/1.0 204 EOB\r\nNats-Num-Pending: 7\r\nNats-Last-Sequence: 5\r\n\r\n", b""),
-        (b"NATS/1.0 429 Too Many Requests\r\n\r\n", b'{"error":{}}'),
-        (b"NATS/1.0 503\r\nNats-Subject: a.b\r\n\r\n", b""),
-    ],
-)
-async def test_frames_are_what_the_server_sent(
-    heard: tuple[FallbackConnection, str, list[Frame]], header: bytes, data: bytes
-) -> None:
-    connection, subject, frames = heard
-    frames.clear()
-    # Not through nats-py's publish, which sends no status lines.
-    connection.nc._pending.append(pub(subject.encode(), b"", header, data))
-    connection.nc._pending_data_size += 1
-    await connection.nc.flush()
-    async with asyncio.timeout(30):
-        while not frames:
-            await asyncio.sleep(0.001)
-    assert [parts(frame) for frame in frames] == [(subject.encode(), header, data)]
-
-
 UNFINISHED = {
     "unfinished": (b"NATS/1.0\r\nA: bcd", {"A": "b"}),
     "a name twice": (b"NATS/1.0\r\nA: 1\r\nB: 2\r\nA: bcd", {"A": "b", "B": "2"}),

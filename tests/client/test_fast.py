@@ -4,8 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
-import nats.errors
-import nats.js.errors
 import pytest
 from client_cells import each
 from nats.js import JetStreamContext
@@ -237,115 +235,6 @@ class TestGapsAndRefusals:
         (report,) = pub.errors
         assert (report.seq, report.error.code) == (2, 503)
         assert pub.gaps == [jsx.BatchFlowGap(2, 3)]
-
-
-class TestRefusedAtOnce:
-    """A typed error at once, nothing stored, nothing left open."""
-
-    @each(
-        "missing, error",
-        [("allow_batched", errors.FastPublishDisabledError), ("stream", errors.NoStreamError)],
-    )
-    @each("how", ["add", "add_many", "commit", "block"])
-    async def test_a_missing_stream_or_allow_batched_is_an_error_at_once(
-        self,
-        js: JetStreamContext,
-        make_stream: MakeStream,
-        leak_check: Any,
-        missing: str,
-        error: type[Exception],
-        how: str,
-    ) -> None:
-        subject = "no.such.stream" if missing == "stream" else f"{await make_stream(allow_batched=False)}.a"
-        pub = jsx.FastPublisher(js)
-
-        async def block() -> None:
-            async with pub:
-                await pub.add(subject, b"x")
-
-        call = {
-            "add": lambda: pub.add(subject, b"x"), "add_many": lambda: pub.add_many([(subject, b"x")] * 9),
-            "commit": lambda: pub.commit(subject, b"x"), "block": block,
-        }[how]  # fmt: skip
-        async with asyncio.timeout(20):  # less than the timeout of a reply
-            with pytest.raises(error) as caught:
-                await call()
-        assert isinstance(caught.value, errors.BatchError)
-        assert (caught.value.outcome, pub.end_reason, pub.batch_seq) == ("not_stored", jsx.EndReason.ERROR, 1)
-        if missing != "stream":
-            assert "allow_batched" in str(caught.value)
-            assert (await js.stream_info(subject.partition(".")[0])).state.messages == 0
-        else:
-            assert isinstance(caught.value, nats.js.errors.NoStreamResponseError)
-        await leak_check.assert_clean()
-
-    @each(
-        "message, error",
-        [
-            ({"subject": "a b"}, errors.BadSubjectError),
-            ({"subject": "a.*"}, errors.BadSubjectError),
-            ({"subject": "a\r\nPUB x 0"}, errors.BadSubjectError),
-            ({"headers": {"K": "a\r\nb"}}, errors.BadHeaderError),
-            ({"headers": {"K\n": "v"}}, errors.BadHeaderError),
-            ({"payload": "text"}, TypeError),
-            ({"payload": bytes((1 << 20) + 1)}, errors.MaxPayloadError),
-            ({"payload": bytes(1 << 20), "headers": {"K": "v"}}, errors.MaxPayloadError),
-            ({"msg_ttl": 0}, ValueError),
-            ({"expected_last_seq": -1}, ValueError),
-        ],
-    )
-    async def test_an_invalid_message_is_refused_and_the_batch_stays_usable(
-        self, js: JetStreamContext, stream: str, leak_check: Any, message: dict[str, Any], error: type[Exception]
-    ) -> None:
-        message = {"subject": f"{stream}.a", "payload": b"x", **message}
-        sent = js._nc.stats["out_msgs"]
-        pub = jsx.FastPublisher(js)
-        for call in (pub.add(**message), pub.add_message(jsx.BatchMessage(**message)), pub.commit(**message)):
-            with pytest.raises(error):
-                await call
-        assert (pub.batch_seq, pub.end_reason, js._nc.stats["out_msgs"]) == (0, None, sent)
-        await leak_check.assert_clean()
-        # The batch stays usable.
-        await pub.add(f"{stream}.a", b"1")
-        with pytest.raises(error):
-            await pub.add(**message)
-        assert (await pub.commit_eob()).batch_size == 1
-        await leak_check.assert_clean()
-
-    async def test_add_many_sends_what_is_before_an_invalid_message(self, js: JetStreamContext, stream: str) -> None:
-        async with jsx.FastPublisher(js) as pub:
-            with pytest.raises(errors.BadSubjectError):
-                await pub.add_many([(f"{stream}.a", b"1"), (f"{stream}.a", b"2"), ("a b", b""), (f"{stream}.a", b"3")])
-            assert pub.batch_seq == 2
-            await pub.add(f"{stream}.a", b"4")
-        assert await payloads(js, stream) == [b"1", b"2", b"4"]
-
-    async def test_add_many_sends_what_is_before_an_error_of_the_source(
-        self, js: JetStreamContext, stream: str
-    ) -> None:
-        def source() -> Iterator[Any]:
-            for i in range(250):
-                yield f"{stream}.a", b"%d" % i
-            raise ZeroDivisionError
-
-        pub = jsx.FastPublisher(js, flow=10)
-        with pytest.raises(ZeroDivisionError):
-            await pub.add_many(source())
-        assert (pub.batch_seq, pub.end_reason) == (250, None)
-        await pub.commit_eob()
-        assert len(await payloads(js, stream)) == 250
-
-    @each(
-        "options",
-        [
-            {"flow": 0}, {"flow": 65536}, {"max_outstanding_acks": 0}, {"max_outstanding_acks": 4}, {"gap": "maybe"},
-            {"batch_id": "a.b"}, {"batch_id": ""}, {"ack_timeout": 0}, {"ack_timeout": float("nan")},
-            {"keepalive": -1}, {"keepalive": float("nan")},
-        ],
-    )  # fmt: skip
-    def test_options_out_of_range_are_refused(self, js: JetStreamContext, options: dict[str, Any]) -> None:
-        with pytest.raises(ValueError, match=r".+"):
-            jsx.FastPublisher(js, **options)
 
 
 class TestHandlers:

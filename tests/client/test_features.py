@@ -115,17 +115,6 @@ def test_the_error_of_a_feature_names_the_version_that_it_needs() -> None:
     assert str(feature_table.ATOMIC.unsupported()).endswith("but the server is older")
 
 
-def test_the_markdown_table_has_a_row_for_every_feature() -> None:
-    head, rule, *rows = markdown_table().splitlines()
-    assert head.count("|") == rule.count("|")
-    assert len(rows) == len(feature_table.FEATURES) + len(feature_table.QUIRKS)
-    assert all(row.count("|") == head.count("|") for row in rows)
-    assert (
-        "| fast ingest | `FastPublisher`, `ingest` | no | no | no | yes | yes | 4 |"
-        in rows[feature_table.FEATURES.index(feature_table.FAST_INGEST)]
-    )
-
-
 @each("limit", [-1, 0, "1048576", 1.5, True, None, [[]]])
 def test_an_info_without_a_valid_max_payload_counts_as_the_servers_default(limit: object) -> None:
     connection = FallbackConnection(cast(Any, SimpleNamespace(max_payload=limit)), dict)

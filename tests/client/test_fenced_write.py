@@ -93,16 +93,6 @@ async def test_a_removed_record_is_an_error_until_the_next_read(js: JetStreamCon
     await one.store([], b"2")
 
 
-async def test_records_have_rollup_and_ttl_headers(js: JetStreamContext, make_stream: MakeStream) -> None:
-    stream = await make_stream(allow_rollup_hdrs=True, max_age=3600)
-    one = writer(js, stream, rollup=True, msg_ttl=jsx.NEVER)
-    await one.store([], b"1")
-    await one.store([(f"{stream}.a", b"x")], b"2")
-    record = (await jsx.DirectGet(js, stream).scan().to_list())[-1]
-    assert await payloads(js, stream) == [b"x", b"2"]
-    assert (record.headers["Nats-TTL"], record.headers["Nats-Rollup"]) == ("never", "sub")
-
-
 async def test_a_refused_message_is_not_taken_for_another_writer(js: JetStreamContext, stream: str) -> None:
     one = writer(js, stream)
     for bad, error in (

@@ -275,32 +275,6 @@ async def test_a_server_that_lost_fast_ingest_is_an_error_unless_the_stream_stil
     assert [each.data for each in await messages(js, stream)] == [b"x"]
 
 
-@each(
-    "refusal",
-    [nats.js.errors.APIError(code=429, err_code=10167), nats.js.errors.ServerError(code=500, err_code=10009)],
-)
-async def test_a_transient_refusal_is_no_error(
-    js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, refusal: Exception
-) -> None:
-    """429 is an overload, 10009 an election."""
-    stream = await make_stream()
-    publish, refusals = js.publish, [refusal] * 2
-
-    async def overloaded(*arguments: Any, **options: Any) -> Any:
-        if refusals:
-            raise refusals.pop()
-        return await publish(*arguments, **options)
-
-    async def unanswered(publisher: jsx.FastPublisher) -> None:
-        raise errors.RequestTimeoutError
-
-    monkeypatch.setattr(js, "publish", overloaded)
-    monkeypatch.setattr(jsx.FastPublisher, "commit_eob", unanswered)  # so that messages are published one by one
-    report = await jsx.ingest(js, [(f"{stream}.a", b"%d" % i) for i in range(5)])
-    assert (report.stored, refusals) == (5, [])
-    assert [each.data for each in await messages(js, stream)] == [b"%d" % i for i in range(5)]
-
-
 async def test_a_full_stream_is_an_error_at_once(js: JetStreamContext, make_stream: Any) -> None:
     name = await make_stream(allow_batched=True, max_msgs=3, discard="new")
     async with asyncio.timeout(30):

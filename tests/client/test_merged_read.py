@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
@@ -13,14 +12,13 @@ from nats.js import JetStreamContext
 from nats.js.api import StreamSource
 
 import jetstream_ext as jsx
-from jetstream_ext import errors
 from jetstream_ext.client import direct_reader
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.merged_read import read_merged
 from jetstream_ext.protocol.direct import Block
 from jetstream_ext.protocol.reads import MAX_IN_FLIGHT
 from jetstream_ext.protocol.subjects import matcher
-from jetstream_ext.testing import NatsCluster, NatsServer
+from jetstream_ext.testing import NatsServer
 
 Make = Callable[..., Awaitable[str]]
 LAST = 1 << 40
@@ -163,19 +161,6 @@ class TestMemory:
         assert in_flight.most_bytes <= max_bytes
         assert in_flight.total < 800
 
-    @pytest.mark.parametrize("count", [2, MAX_IN_FLIGHT])
-    async def test_few_filters_ask_ahead(
-        self, js: JetStreamContext, make_stream: Make, in_flight: InFlight, count: int
-    ) -> None:
-        name, max_bytes = await make_stream(), 400_000
-        subjects = [f"{name}.{seq % count}" for seq in range(1, 8001)]
-        await fill(js, subjects, size=500)
-        assert await read(js, name, below(name, list(map(str, range(count)))), max_bytes=max_bytes) == list(
-            range(1, 8001)
-        )
-        assert in_flight.most == count
-        assert in_flight.most_bytes <= max_bytes
-
 
 class TestEnds:
     async def test_it_can_be_closed_early(
@@ -207,12 +192,6 @@ class TestEnds:
         assert ticks > 60
         assert await read(js, name, below(name, filters)) == matching(name, subjects, filters)
 
-    async def test_bad_filters_are_errors(self, js: JetStreamContext, mixed: tuple[str, list[str]]) -> None:
-        with pytest.raises(ValueError, match="at least one"):
-            await read(js, mixed[0], [])
-        with pytest.raises(errors.BadSubjectError):
-            await read(js, mixed[0], ["a", "b..c"])
-
 
 class TestLostConnections:
     @each("count", [3, 2 * MAX_IN_FLIGHT])
@@ -233,20 +212,6 @@ class TestLostConnections:
                 await asyncio.to_thread(own_server.restart)
         assert found == list(range(1, 6001))
         assert not restarts
-
-    async def test_a_paused_server_is_a_timeout(
-        self, own_js: JetStreamContext, own_server: NatsServer, own_stream: Make
-    ) -> None:
-        name = await own_stream()
-        await fill(own_js, [f"{name}.{seq % 3}" for seq in range(30)])
-        own_server.pause()
-        try:
-            started = time.monotonic()
-            with pytest.raises(errors.RequestTimeoutError, match=name):
-                await read(own_js, name, below(name, ["0", "1"]), timeout=0.2)
-            assert time.monotonic() - started < 20
-        finally:
-            own_server.resume()
 
 
 class TestOtherResponders:
@@ -278,13 +243,3 @@ class TestOtherResponders:
                 found += block.seqs
             assert found == expected
         assert short, "without a proof, its answers look complete"
-
-    async def test_replicas_that_lag_shorten_no_confirmed_read(
-        self, cluster: NatsCluster, cluster_nc: Client, make_replicated: Make
-    ) -> None:
-        js = cluster_nc.jetstream(timeout=10)
-        name = await make_replicated()
-        for turn in range(1, 31):
-            await js.publish(f"{name}.{turn % 3}", b"%d" % turn)
-            expected = [seq for seq in range(1, turn + 1) if seq % 3]
-            assert await read(js, name, [f"{name}.1", f"{name}.2"], last=turn) == expected

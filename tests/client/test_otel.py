@@ -508,29 +508,6 @@ async def test_a_worker_continues_the_trace_of_its_input_in_its_outputs(
     assert (lag.value, lag.attributes["messaging.destination.name"]) == (3, stream)
 
 
-def by_consumer(recorded: Recorded, metric: str, field: str = "value") -> dict[str | None, int]:
-    points = recorded.points(metric)
-    found = {each.attributes.get("messaging.consumer.group.name"): getattr(each, field) for each in points}
-    assert len(found) == len(points)
-    return found
-
-
-@pytest.mark.parametrize("confirm", [True, False])
-async def test_of_readers_without_a_name_the_largest_lag_is_reported(
-    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded, confirm: bool
-) -> None:
-    stream = await make_stream()
-    async with jsx.FastPublisher(js) as publisher:
-        await publisher.add_many([(f"{stream}.a", b"")] * 5)
-    behind, ahead = (log.LogReader(js, stream, confirm=confirm) for _ in range(2))
-    await behind.read(1)
-    assert by_consumer(recorded, "jetstream_ext.lag") == {None: 5}
-    assert len([message async for message in ahead]) == 5
-    assert by_consumer(recorded, "jetstream_ext.lag") == {None: 5}
-    assert len([message async for message in behind]) == 4
-    assert by_consumer(recorded, "jetstream_ext.lag") == {None: 0}
-
-
 async def test_a_member_of_a_group_handles_each_message_in_a_span(
     js: JetStreamContext, make_stream: Callable[..., Any], stream_name: Callable[[], str], recorded: Recorded
 ) -> None:
@@ -555,25 +532,6 @@ async def test_a_member_of_a_group_handles_each_message_in_a_span(
     assert [point.attributes["messaging.consumer.group.name"] for point in recorded.points("jetstream_ext.lag")] == [
         "g"
     ]
-
-
-async def test_the_commit_of_a_reader_is_a_span_with_its_position(
-    js: JetStreamContext, make_stream: Callable[..., Any], stream_name: Callable[[], str], recorded: Recorded
-) -> None:
-    stream, offsets = await make_stream(), await log.OffsetStore(js, stream_name()).create()
-    async with jsx.FastPublisher(js) as publisher:
-        await publisher.add_many([(f"{stream}.a", b"")] * 5)
-    reader = log.LogReader(js, stream, start=log.Stored("r"), offsets=offsets)
-    await reader.read(3)
-    await offsets.commit(reader)
-    commit = recorded.spans[-1]
-    assert commit.name == f"commit KV_{offsets.bucket}"
-    assert attributes(commit) == attributes(commit) | {
-        "messaging.consumer.group.name": "r",
-        "jetstream_ext.position": 4,
-    }
-    (lag,) = recorded.points("jetstream_ext.lag")
-    assert (lag.value, lag.attributes["messaging.consumer.group.name"]) == (5, "r")
 
 
 async def test_a_handler_has_the_baggage_of_its_message_and_its_outputs_pass_it_on(

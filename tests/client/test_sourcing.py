@@ -26,7 +26,7 @@ from nats.js.api import (
 )
 
 import jetstream_ext as jsx
-from jetstream_ext.errors import RequestTimeoutError, ServerError
+from jetstream_ext.errors import ServerError
 from jetstream_ext.testing import NatsServer
 
 SLACK = 60.0
@@ -321,26 +321,6 @@ async def test_an_origin_without_a_responder_is_unreachable(
     assert "$JS.nowhere.API" in health.detail
 
 
-async def test_several_sources_keep_their_order(
-    js: JetStreamContext, origin: Any, stream_name: Callable[[], str]
-) -> None:
-    first, second, copy = await origin(), await origin(), stream_name()
-    entries = [
-        await jsx.create_source_consumer(js, first, "b", deliver_subject=f"d.b.{copy}", filter_subject=f"{first}.1"),
-        await jsx.create_source_consumer(js, first, "a", deliver_subject=f"d.a.{copy}", filter_subject=f"{first}.2"),
-        StreamSource(name=second, consumer=StreamConsumerSource(name="nope", deliver_subject=f"d.c.{copy}")),
-    ]
-    await js.add_stream(name=copy, sources=entries)
-    async with asyncio.timeout(SLACK):
-        while True:
-            rows = await jsx.source_health(js, copy)
-            if rows[0].ok and rows[1].ok:
-                break
-            await asyncio.sleep(0.05)
-    assert [(row.name, row.consumer) for row in rows] == [(first, "b"), (first, "a"), (second, "nope")]
-    assert rows[2].state is jsx.SourceState.CONSUMER_MISSING
-
-
 SECOND = 1_000_000_000
 
 
@@ -377,33 +357,3 @@ async def test_an_error_of_the_reading_server_is_reported(
     if state == "failed":
         assert health.error is not None
         assert (health.error.err_code, health.detail) == (10012, "no (error 10012)")
-
-
-async def test_a_silent_origin_is_unreachable(nc: Client, stream_name: Callable[[], str], leak_check: Any) -> None:
-    prefix = stream_name()
-    info = {"config": {"name": "T", "mirror": {"name": "S"}}, "mirror": {"name": "S", "lag": 0, "active": 1}}
-
-    async def answer(msg: Msg) -> None:
-        if msg.subject.endswith(".T"):
-            await msg.respond(json.dumps(info).encode())
-
-    sub = await nc.subscribe(f"{prefix}.>", cb=answer)
-    js = nc.jetstream(prefix=prefix)
-    rows: list[jsx.SourceHealth] = []
-    timeout = 0.1
-    while not rows:  # the stream's own answer may be slow on a busy machine
-        timeout *= 2
-        try:
-            rows = await jsx.source_health(js, "T", timeout=timeout)
-        except RequestTimeoutError:
-            assert timeout < SLACK
-    assert [row.state for row in rows] == [jsx.SourceState.UNREACHABLE]
-    with pytest.raises(RequestTimeoutError):
-        await jsx.source_health(js, "U", timeout=0.1)
-    task = asyncio.create_task(jsx.source_health(js, "T"))
-    await asyncio.sleep(0.05)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await sub.unsubscribe()
-    await leak_check.assert_clean()

@@ -1,7 +1,5 @@
 """A stream that was deleted and created again is told from one whose creation time changed."""
 
-import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -19,7 +17,7 @@ from jetstream_ext.client.api import Api, check_same_stream, stream_state
 from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import StreamRecreatedError
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.testing import NatsCluster, NatsServer, ReferenceServer
+from jetstream_ext.testing import NatsServer, ReferenceServer
 
 Change = Callable[[JetStreamContext], Awaitable[Any]]
 
@@ -114,38 +112,3 @@ async def test_stream_without_a_message_to_compare_counts_as_another_one(
     await js.add_stream(name=name, subjects=[name])
     with pytest.raises(StreamRecreatedError, match="so it counts as another one"):
         await check_same_stream(Context(js), before)
-
-
-async def test_stream_in_memory_that_a_restart_has_emptied_is_another_one(wait_for_interest: Any) -> None:
-    """On one server of a cluster it keeps its creation time."""
-    async with NatsCluster() as cluster:
-        connected = cluster.servers[0]
-        async with await nats.connect(connected.url, connect_timeout=10) as nc:
-            js, context = nc.jetstream(timeout=30), Context(nc.jetstream(timeout=30))
-            for number in range(50):  # until one is on another server, so that this connection stays
-                name = f"S{number}"
-                config = StreamConfig(name=name, subjects=[f"{name}.>"], storage="memory", num_replicas=1)
-                await js.add_stream(config)
-                if (await stream_state(context, name)).leader != connected.name:
-                    break
-            await wait_for_interest(js, f"{name}.a")
-            await js.publish(f"{name}.a")
-            await js.publish(f"{name}.b")
-            before = await stream_state(context, name)
-            assert (await check_same_stream(context, before)).last_seq == 2
-            host = next(server for server in cluster.servers if server.name == before.leader)
-            host.restart()
-            async with asyncio.timeout(60):
-                while True:
-                    with contextlib.suppress(nats.errors.Error, nats.js.errors.Error):
-                        if (now := await stream_state(context, name, 2)).last_seq < 2:
-                            break
-                    await asyncio.sleep(0.1)
-            assert now.created == before.created
-            with pytest.raises(StreamRecreatedError, match=r"lost everything|are gone"):
-                await check_same_stream(context, before)
-            await wait_for_interest(js, f"{name}.c")
-            for token in "cde":
-                await js.publish(f"{name}.{token}")
-            with pytest.raises(StreamRecreatedError, match="lost everything"):
-                await check_same_stream(context, before)

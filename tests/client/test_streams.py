@@ -210,21 +210,6 @@ async def test_the_defaults_of_a_configuration_are_compared(
     }
 
 
-async def test_a_time_may_be_a_timedelta(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
-    name, minute = stream_name(), timedelta(minutes=1)
-    limits = StreamConsumerLimits(inactive_threshold=minute)  # type: ignore[arg-type]
-    for _ in range(2):
-        info = await jsx.ensure_stream(
-            js, name=name, max_age=timedelta(hours=1), duplicate_window=minute, subject_delete_marker_ttl=minute,
-            allow_msg_ttl=True, consumer_limits=limits,
-        )  # fmt: skip
-    assert info.config.max_age == 3600
-    assert info.config.duplicate_window == info.config.subject_delete_marker_ttl == 60
-    assert info.config.consumer_limits == StreamConsumerLimits(inactive_threshold=60)
-    with pytest.raises(StreamConfigMismatchError, match="max_age is 3600"):
-        await jsx.ensure_stream(js, name=name, max_age=timedelta(hours=2))
-
-
 INVALID: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(
         ({option: value}, error, f"{option} must be {text}")
@@ -444,14 +429,6 @@ async def test_an_old_server_is_refused_before_anything_is_created(
             await jsx.ensure_stream(old.js, name="S", **{option: 5 if option == "subject_delete_marker_ttl" else True})
         assert refused.value.required_api_level == level
     assert {kind for kind, _ in old.asked} == {"info"}
-
-
-async def test_a_durable_source_needs_a_new_server(nc: Client, stream_name: Callable[[], str]) -> None:
-    old = await Canned(nc, stream_name(), info=[MISSING], account=[{"api": {"level": 3}}]).start()
-    entry = StreamSource(name="O", consumer=StreamConsumerSource(name="c", deliver_subject="d"))
-    with pytest.raises(UnsupportedFeatureError) as refused:
-        await jsx.ensure_stream(old.js, name="S", sources=[entry])
-    assert (refused.value.feature, refused.value.required_api_level) == ("durable sourcing", 4)
 
 
 async def test_an_option_that_the_server_dropped_is_unsupported(nc: Client, stream_name: Callable[[], str]) -> None:

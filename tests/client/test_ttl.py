@@ -16,7 +16,6 @@ from nats.js.api import KeyValueConfig, StreamConfig, StreamSource
 
 import jetstream_ext as jsx
 from jetstream_ext.errors import BadHeaderError, MessageTTLDisabledError
-from jetstream_ext.testing.reference import ReferenceServer
 
 # Servers expire messages to the second; the rest is for a busy machine.
 SLACK = 30.0
@@ -146,30 +145,6 @@ async def test_servers_store_the_configuration_unchanged(js: JetStreamContext, s
     assert (await js.stream_info(f"KV_{name}-B")).config.subject_delete_marker_ttl == 60
 
 
-async def test_markers_are_a_lower_bound_of_the_ttl_and_name_their_reason(
-    js: JetStreamContext, stream_name: Callable[[], str], held: Callable[[str], Awaitable[dict[str, int]]]
-) -> None:
-    name = stream_name()
-    config = StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True)
-    await js.add_stream(jsx.with_ttl(config, marker_ttl=5))
-    start = time.monotonic()
-    await js.publish(f"{name}.a", b"x", headers=jsx.ttl_headers(1))
-    direct = jsx.DirectGet(js, name)
-    stored = await direct.get_last(f"{name}.a")
-    assert stored.headers == {"Nats-TTL": "5"}  # the floor
-    assert jsx.marker_reason(stored.headers) is None
-
-    async def marked() -> bool:
-        return (await direct.get_last(f"{name}.a")).seq != stored.seq
-
-    assert await until(marked) - start >= 4.9
-    marker = await direct.get_last(f"{name}.a")
-    assert jsx.marker_reason(marker.headers) == "MaxAge"
-    assert marker.data == b""
-    assert marker.headers["Nats-TTL"] == "5s"
-    assert await held(name) == {f"{name}.a": 1}
-
-
 async def test_the_ttl_of_every_publisher_is_stored(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
     name = stream_name()
     config = StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True, allow_batched=True)
@@ -185,22 +160,6 @@ async def test_the_ttl_of_every_publisher_is_stored(js: JetStreamContext, stream
         await publisher.commit(f"{name}.7", b"x", msg_ttl=60)
     stored = await jsx.DirectGet(js, name).scan().to_list()
     assert [message.headers.get("Nats-TTL") for message in stored] == ["60", "60", "never", "60", "60", "never", "60"]
-
-
-async def test_the_reference_server_s_draft_dialect_honours_no_expire() -> None:
-    async with ReferenceServer(dialect="draft") as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
-        js = nc.jetstream()
-        await js.add_stream(jsx.with_ttl(StreamConfig(name="S", subjects=["s"], max_age=1, duplicate_window=1)))
-        await js.publish("s", b"stays", headers=jsx.ttl_headers(jsx.NEVER, dialect="draft"))
-        await js.publish("s", b"goes")
-
-        async def one_left() -> bool:
-            return (await js.stream_info("S")).state.messages == 1
-
-        await until(one_left)
-        assert (await js.get_last_msg("S", "s")).data == b"stays"
-        await nc.close()
 
 
 async def test_a_stream_without_allow_msg_ttl_refuses_the_message(

@@ -211,25 +211,6 @@ async def test_a_message_that_finds_no_room_leaves_the_batch_open(
     assert await subjects(js, stream) == [f"{stream}.a", f"{stream}.e"]
 
 
-async def test_a_commit_whose_turn_comes_late_waits_for_room_too(
-    js: JetStreamContext, make_stream: MakeStream, room: asyncio.Event
-) -> None:
-    stream = await make_stream()
-    async with jsx.AtomicBatch(js, timeout=2) as batch:
-        await batch.add(f"{stream}.a")
-        room.clear()
-        late = asyncio.ensure_future(batch.add(f"{stream}.b"))
-        await asyncio.sleep(0.5)
-        with pytest.raises(errors.RequestTimeoutError, match=r"the commit was not sent within 1\.[5-9]\d* s: no room"):
-            await batch.commit_eob()
-        with pytest.raises(errors.RequestTimeoutError):
-            await late
-        assert (batch.state, batch.size) == ("open", 1)
-        room.set()
-        await batch.commit_eob()
-    assert await subjects(js, stream) == [f"{stream}.a"]
-
-
 @each("kind", KINDS)
 async def test_first_messages_of_two_streams_are_not_one_batch(
     js: JetStreamContext, make_stream: MakeStream, kind: Any
