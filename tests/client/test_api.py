@@ -191,24 +191,6 @@ async def test_no_leader_in_time_is_a_timeout(nc: Client, stream_name: Callable[
     await leak_check.assert_clean()
 
 
-async def test_a_stalled_server_does_not_pause_the_lookups_of_streams(
-    own_server: NatsServer, own_js: JetStreamContext, own_stream: Callable[..., Awaitable[str]]
-) -> None:
-    stream, context = await own_stream(), Context(own_js)
-    await asyncio.to_thread(own_server.pause)
-    try:
-        assert await lookup_stream(context, f"{stream}.a", None, 0.3) is None
-        with pytest.raises(RequestTimeoutError, match=f"which stream stores '{stream}.a' is unknown"):
-            await known_stream_name(context, f"{stream}.a", 0.3)
-    finally:
-        await asyncio.to_thread(own_server.resume)
-    assert await known_stream_name(context, f"{stream}.a", 20) == stream
-    async with asyncio.timeout(60):
-        while (found := await lookup_stream(context, f"{stream}.a", None, 20)) is None:
-            await asyncio.sleep(0.05)
-    assert found[0].name == stream
-
-
 @each("prefix", ["my.API", "$JS.hub.API"])
 async def test_a_refusal_is_known_under_the_name_that_the_server_maps_to(prefix: str) -> None:
     config = """

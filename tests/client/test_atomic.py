@@ -115,7 +115,7 @@ class TestCommitting:
 
 
 class TestDebugRecords:
-    @each("end", ["commit", "refused", "discard", "lost"])
+    @each("end", ["commit", "refused", "discard"])
     async def test_each_state_change_is_one_debug_record(
         self,
         js: JetStreamContext,
@@ -146,26 +146,6 @@ class TestDebugRecords:
                     "error=WrongLastSequenceError"
                 ),
             ]
-        elif end == "lost":
-            batch._session.machine.commit(None)
-            batch._session.machine.lost("no answer")
-            assert await batch.resolve() == "not_stored"
-            changes += [
-                "OPEN -> COMMITTING (the commit was sent); messages=1, sent=2, acked=1",
-                (
-                    "COMMITTING -> UNKNOWN (no reply in time, or the connection was lost while a reply was awaited); messages=1, sent=2, "
-                    "acked=1, error=BatchOutcomeUnknownError"
-                ),
-                *(
-                    f"outcome searched; query={each}"
-                    for each in ("AskState", "AskMessage", "AskFence", "AskState", "AskState")
-                ),
-                (
-                    "UNKNOWN -> FAILED (`resolve` proved that nothing of the batch is stored); messages=1, sent=2, acked=1, "
-                    "error=BatchAbandonedError"
-                ),
-            ]
-            batch._session._settle()
         else:
             changes += ["OPEN -> DISCARDED (the caller discarded the batch); messages=1, sent=1, acked=1"]
         await batch.discard()

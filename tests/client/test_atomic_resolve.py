@@ -194,30 +194,6 @@ async def test_resolve_needs_an_ended_batch(js: JetStreamContext, make_stream: M
     assert await batch.resolve() == "not_stored"
 
 
-class TestMessageIds:
-    async def test_publish_atomic_can_be_repeated(self, js: JetStreamContext, make_stream: MakeStream) -> None:
-        name = await make_stream()
-        batch = [jsx.BatchMessage(f"{name}.{i}", b"x", msg_id=f"m{i}") for i in range(5)]
-        ack = await jsx.publish_atomic(js, batch, batch_id="job-1")
-        assert await jsx.publish_atomic(js, batch, batch_id="job-1") == ack
-        await js.publish(f"{name}.4", b"newer")
-        assert await jsx.publish_atomic(js, batch, batch_id="job-1") == ack
-        assert (await js.stream_info(name)).state.messages == 6
-
-    async def test_ids_of_another_publisher_are_not_an_earlier_batch(
-        self, js: JetStreamContext, make_stream: MakeStream
-    ) -> None:
-        name = await make_stream()
-        batch = [jsx.BatchMessage(f"{name}.{i}", b"x", msg_id=f"m{i}") for i in range(5)]
-        await js.publish(f"{name}.4", b"x", headers={"Nats-Msg-Id": "m4"})
-        with pytest.raises(errors.AtomicPublishDuplicateMessageIDError):
-            await jsx.publish_atomic(js, batch, batch_id="job-1")
-        # The same id, but not the same batch.
-        await jsx.publish_atomic(js, batch[:3], batch_id="job-1")
-        with pytest.raises(errors.AtomicPublishDuplicateMessageIDError):
-            await jsx.publish_atomic(js, batch[:4], batch_id="job-1")
-
-
 @pytest.mark.parametrize("version", ["2.12.0", "2.12.8", "2.14.6"])
 async def test_resolve_works_on_older_servers(
     version: str, monkeypatch: pytest.MonkeyPatch, stream_name: Callable[[], str]

@@ -18,7 +18,7 @@ from nats.aio.transport import TcpTransport
 from nats.protocol.parser import Parser
 
 from jetstream_ext.client.base_connection import FallbackConnection, InboxHandler, InboxSubscription
-from jetstream_ext.client.connection import _CLOSED_SIDS_KEPT, Connection, OwnClient, connection_of
+from jetstream_ext.client.connection import Connection, OwnClient, connection_of
 from jetstream_ext.errors import JetStreamExtError, RequestTimeoutError
 from jetstream_ext.protocol.frames import Frame, parts
 from jetstream_ext.testing import NatsServer
@@ -185,21 +185,6 @@ async def test_a_reset_parser_drops_an_incomplete_message(cut: int, sid: int) ->
     assert (nc.heard, nc._ps.buf) == (EXPECTED, b"")
 
 
-@INTERNALS
-async def test_a_reset_while_nats_py_takes_a_message_drops_the_rest_of_the_old_connection() -> None:
-    nc, *_ = await opened()
-
-    async def reset(sid: int, *rest: object) -> None:
-        nc._ps.reset()
-
-    nc._process_msg = reset  # type: ignore[method-assign]
-    await nc._ps.parse(msg(1, b"before") + msg(2, b"resets") + msg(1, b"lost") + b"MSG a.b 1 100\r\nhalf")
-    assert nc.heard == [("one", b"a.b", b"", b"before")]
-    nc.heard.clear()
-    await nc._ps.parse(msg(1, b"new"))
-    assert nc.heard == [("one", b"a.b", b"", b"new")]
-
-
 MALFORMED = [
     b"MSG a.b 1\r\n", b"MSG a.b 1 x\r\nx\r\n", b"MSG a.b 1 -5\r\n", b"MSG a.b 1 -100\r\n", b"MSG\r\n", b"MSG \r\n",
     b"HMSG a.b 1 5\r\n", b"HMSG a.b 1 x 5\r\n", b"MSG a.b 1 r s 5\r\nabcde\r\n", b"msg a.b 1 1\r\nx\r\n",
@@ -258,18 +243,6 @@ async def test_late_messages_of_a_closed_inbox_are_dropped() -> None:
     assert nc.heard == [("two", b"a.b", b"", b"ours")]
     assert 1 not in nc._subs
     assert b"".join(nc._pending).endswith(b"UNSUB 1\r\n")
-
-
-@INTERNALS
-async def test_a_bounded_number_of_closed_inboxes_is_remembered() -> None:
-    nc, connection, *_ = await opened()
-    for _ in range(1000):
-        inbox = await connection.inbox(listener(nc, "short"), timeout=5)
-        inbox.close()
-    assert len(connection._handlers) <= _CLOSED_SIDS_KEPT + 2
-    assert set(nc._subs) == {1, 12}
-    await nc._ps.parse(msg(13, b"very late") + msg(12, b"ours"))
-    assert nc.heard[-1] == ("two", b"a.b", b"", b"ours")
 
 
 @INTERNALS
@@ -333,17 +306,6 @@ async def test_a_write_times_out_while_nats_py_flushes() -> None:
         async with asyncio.timeout(0.01):
             await connection.write(b"PUB a 5\r\nabcde\r\n", 1, 5, timeout=5)
     assert nc._pending == [b"PUB a 5\r\nabcde\r\n"]
-
-
-@each("kind", [Connection, FallbackConnection])
-async def test_room_in_the_write_buffer_is_waited_for(nc: Client, kind: type[Connection | FallbackConnection]) -> None:
-    connection = Connection(nc) if kind is Connection else FallbackConnection(nc, dict)
-    command = b"PUB a  1000000\r\n%b\r\n" % bytes(1_000_000)
-    assert connection.has_room
-    while connection.has_room:
-        connection.write_nowait(command, 1, 1_000_000)
-    await connection.wait_room(60)
-    assert connection.has_room
 
 
 @pytest.mark.usefixtures("full_transport_pauses_the_writer")
@@ -510,35 +472,6 @@ async def test_every_failure_to_connect_is_the_documented_error(failure: Excepti
         await client.open(["nats://h", "nats://i"], shown="h", timeout=30)
     assert str(caught.value) == text
     assert client.arguments["connect_timeout"] == 15  # for each server, so that a silent one leaves time for the next
-
-
-@each("cancelled", [False, True])
-async def test_closing_quickly_closes_the_socket(monkeypatch: pytest.MonkeyPatch, cancelled: bool) -> None:
-    class Hanging(OwnClient):
-        async def close(self) -> None:
-            await asyncio.Event().wait()
-
-    monkeypatch.setattr("jetstream_ext.client.connection._CLOSE_TIMEOUT", 60 if cancelled else 0.01)
-    ended = asyncio.Event()
-
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-        ended.set()
-        writer.close()
-
-    async with await asyncio.start_server(connected, "127.0.0.1") as listening, asyncio.timeout(30):
-        client, transport = Hanging(), TcpTransport()
-        port = listening.sockets[0].getsockname()[1]
-        await transport.connect(urlparse(f"nats://127.0.0.1:{port}"), 1024, 10)
-        client._transport = transport
-        closing = asyncio.ensure_future(client.close_quickly())
-        await asyncio.sleep(0)
-        if cancelled:
-            closing.cancel()
-        await asyncio.wait([closing])
-        await ended.wait()
-    assert closing.cancelled() is cancelled
-    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_an_attempt_to_reconnect_that_fails_leaves_no_socket_open(

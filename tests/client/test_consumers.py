@@ -236,19 +236,6 @@ async def test_cancellation_leaves_nothing_behind(fake: FakeApi, leak_check: Any
     await leak_check.assert_clean()
 
 
-async def test_reset_works_behind_a_domain() -> None:
-    async with NatsServer(config="jetstream { domain: hub }") as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
-        js = nc.jetstream(domain="hub")
-        await js.add_stream(name="S", subjects=["s"])
-        await js.publish("s", b"x")
-        await js.add_consumer("S", name="c", durable_name="c")
-        assert (await jsx.reset_consumer(js, "S", "c", seq=1)).reset_seq == 1
-        with pytest.raises(nats.js.errors.ServiceUnavailableError):
-            await jsx.reset_consumer(nc.jetstream(domain="nowhere"), "S", "c")
-        await nc.close()
-
-
 # -- nats-py's subscribers, and a reset made by another process -------------------------------------------------------
 
 

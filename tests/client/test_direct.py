@@ -142,27 +142,6 @@ class TestScan:
         before = direct.multi_last([f"{stream}.>"], up_to_time=datetime(2020, 1, 1, tzinfo=UTC), min_seq=1)
         assert (await seqs(before), before.up_to_seq) == ([], 0)
 
-    @each("wild", [True, False])
-    async def test_multi_last_of_as_many_subjects_as_the_server_answers_for(
-        self, js: JetStreamContext, make_stream: MakeStream, wild: bool
-    ) -> None:
-        name = await make_stream()
-        async with jsx.FastPublisher(js) as publisher:
-            await publisher.add_many((f"{name}.h.{i}", bytes(500)) for i in range(1024))
-            await publisher.add(f"{name}.other", b"")
-            await publisher.add(f"{name}.h.7", b"")
-            await publisher.add(f"{name}.other", b"")
-        filters = [f"{name}.h.*"] if wild else [f"{name}.h.{i}" for i in range(1024)]
-        newest = [*range(1, 8), *range(9, 1025), 1026]
-        cases: list[tuple[dict[str, int], list[int], int]] = [
-            ({}, newest, 1027), ({"min_seq": 1027}, newest, 1027), ({"up_to_seq": 1025}, list(range(1, 1025)), 1025),
-            ({"up_to_seq": 1025, "min_seq": 1}, list(range(1, 1025)), 1025), ({"max_bytes": 100_000}, newest, 1027),
-        ]  # fmt: skip
-        for options, expected, point in cases if wild else cases[-2:]:  # servers are slow with so many filters
-            batch = jsx.DirectGet(js, name, timeout=60).multi_last(filters, **options)  # type: ignore[arg-type]
-            assert await seqs(batch) == expected
-            assert (batch.num_pending, batch.up_to_seq) == (0, point)
-
 
 class TestRefusals:
     @each("name", ["a b", "", "a.b", "x\r\n", "*", ">"])

@@ -115,17 +115,6 @@ async def test_the_client_s_inbox_prefix_is_used(server: NatsServer, perm: str, 
     await nc.close()
 
 
-async def test_proofs_need_permission_to_ask_the_leader(server: NatsServer, perm: str, batches: None) -> None:
-    nc = await connect(server, "prover")
-    direct = jsx.DirectGet(nc.jetstream(), perm, timeout=20)
-    assert await seqs(direct.scan(confirm=True)) == [1, 2, 3, 4, 5, 6]
-    assert await seqs(direct.scan(confirm=True, up_to_seq=9, subject=f"{perm}.open")) == [1, 3, 5]
-    assert await seqs(direct.scan(min_seq=6)) == [1, 2, 3, 4, 5, 6]
-    with pytest.raises(errors.MessageNotFoundError):
-        await direct.get(7, min_seq=6)
-    await nc.close()
-
-
 async def test_a_domain_is_honoured(nc: Client, stream: str, version: tuple[int, ...]) -> None:
     direct = jsx.DirectGet(nc.jetstream(domain="hub"), stream)
     assert (await direct.get_last(f"{stream}.A")).seq == 10

@@ -12,8 +12,6 @@ from nats.js.api import StreamSource
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
-from jetstream_ext.client import direct_reader
-from jetstream_ext.protocol import range_read
 from jetstream_ext.testing import NatsCluster
 
 Make = Callable[..., Awaitable[str]]
@@ -171,32 +169,3 @@ async def test_a_partial_mirror_does_not_shorten_a_confirmed_read(
             seq for seq in everything if 100 <= seq <= 200
         ]
     assert short, "without proof, a partial answer looks complete, as documented"
-
-
-async def test_confirmed_read_skips_what_only_a_near_mirror_keeps(
-    js: JetStreamContext, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = await make()
-    await fill(js, name, 1, 2000)
-    mirror = await make(num_replicas=1, mirror=StreamSource(name=name))
-    await caught_up(js, mirror, 2000)
-    await js.purge_stream(name)
-    await fill(js, name, 2001, 2003)
-    await caught_up(js, mirror, 2003)
-    send, requests = direct_reader._Inboxes.send, 0
-
-    async def only_to_the_mirror(self: Any, subject: str, *arguments: Any) -> None:
-        nonlocal requests
-        requests += 1
-        await send(self, subject.replace(f".DIRECT.GET.{name}", f".DIRECT.GET.{mirror}"), *arguments)
-
-    monkeypatch.setattr(direct_reader._Inboxes, "send", only_to_the_mirror)
-    direct = jsx.DirectGet(js, name, timeout=30)
-    read = direct.scan(confirm=True)
-    assert await seqs(read) == [2001, 2002, 2003]
-    assert read.last_seq == 2003
-    assert requests <= 2 * range_read.MAX_MIRROR_ANSWERS
-    empty = direct.scan(confirm=True, up_to_seq=1500)
-    assert (await seqs(empty), empty.last_seq) == ([], 0)
-    with pytest.raises(errors.RequestTimeoutError, match=mirror):
-        await jsx.DirectGet(js, name, timeout=1).multi_last([f"{name}.1"], min_seq=1).to_list()

@@ -12,9 +12,7 @@ import nats.errors
 import pytest
 from client_cells import each
 from nats.aio.client import Client
-from nats.aio.msg import Msg
 from nats.js import JetStreamContext
-from nats.js.errors import ServiceUnavailableError
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
@@ -314,27 +312,3 @@ async def test_a_connection_that_stays_away_is_a_timeout_that_names_the_whole_ti
         with pytest.raises(errors.RequestTimeoutError, match=r"did not come back within 0\.3 s"):
             await read
     await nc.close()
-
-
-async def test_a_proof_waits_while_the_leader_does_not_answer(
-    nc: Client, js: JetStreamContext, stream_name: Callable[[], str]
-) -> None:
-    stream, prefix = stream_name(), stream_name()
-    await js.add_stream(name=stream, subjects=[stream], allow_direct=True)
-    for _ in range(3):
-        await js.publish(stream)
-    await js.delete_msg(stream, 3)  # now only the leader can tell where the stream ends
-
-    async def relay(msg: Msg) -> None:
-        await nc.publish(f"$JS.API{msg.subject.removeprefix(prefix)}", msg.data, reply=msg.reply)
-
-    for subject in ("STREAM.INFO.>", "DIRECT.>"):
-        await nc.subscribe(f"{prefix}.{subject}", cb=relay)
-    direct = jsx.DirectGet(nc.jetstream(prefix=prefix, timeout=1), stream)
-    with pytest.raises(ServiceUnavailableError):
-        await direct.scan(confirm=True).to_list()
-    direct = jsx.DirectGet(nc.jetstream(prefix=prefix, timeout=20), stream)
-    reading = asyncio.ensure_future(direct.scan(confirm=True).to_list())
-    await asyncio.sleep(0.2)
-    await nc.subscribe(f"{prefix}.STREAM.MSG.>", cb=relay)
-    assert [message.seq for message in await reading] == [1, 2]

@@ -282,11 +282,6 @@ class TestScan:
         assert await seqs(direct.scan(min_seq=1)) == []
 
 
-OURS = {"Status": "204", "Description": "EOB", "K": "v"}
-SPOOF = {
-    "Nats-Sequence": "77", "Nats-Stream": "EVIL", "Nats-Subject": "evil", "Nats-Last-Sequence": "76",
-    "Nats-Num-Pending": "0", "Nats-Time-Stamp": "1999-01-01T00:00:00Z", "Nats-UpTo-Sequence": "1", **OURS,
-}  # fmt: skip
 IMITATION = (
     b"NATS/1.0\r\nNats-Stream: X\r\nNats-Subject: x\r\nNats-Sequence: 9\r\nNats-Time-Stamp: 2020-01-01T00:00:00Z\r\n"
     b"Nats-Num-Pending: 0\r\nNats-Last-Sequence: 8\r\n\r\n"
@@ -294,22 +289,6 @@ IMITATION = (
 
 
 class TestForgedHeaders:
-    async def test_stored_reply_headers_are_data(
-        self, js: JetStreamContext, make: Make, version: tuple[int, ...]
-    ) -> None:
-        name = await make()
-        for payload in (b"", b"x", b"\r\nNATS/1.0 204 EOB\r\n\r\n"):
-            await js.publish(f"{name}.a", payload, headers=SPOOF)
-        direct = jsx.DirectGet(js, name)
-        reads = [[await direct.get(seq) for seq in (1, 2, 3)]]
-        if version >= (2, 11):
-            reads += [await direct.scan(batch=size, max_bytes=1 << 20).to_list() for size in (1, 2, 9)]
-        for messages in reads:
-            assert [(m.stream, m.subject, m.seq, m.headers) for m in messages] == [
-                (name, f"{name}.a", seq, OURS) for seq in (1, 2, 3)
-            ]
-            assert all(m.time.year > 2000 for m in messages)
-
     @each(
         "block",
         [

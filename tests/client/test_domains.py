@@ -21,8 +21,6 @@ from jetstream_ext.testing import NatsServer
 from jetstream_ext.testing.process import HeldPort
 
 STREAMS = {"subjects": ["s.>"], "allow_direct": True, "allow_atomic": True, "allow_batched": True}
-FULL = {"max_msgs": 1, "discard": "new"}
-"""Of a stream that refuses nearly everything."""
 
 
 @pytest.fixture(scope="module", params=["2.14.6", None], ids=["2.14", "newest"])
@@ -140,17 +138,6 @@ async def test_what_only_another_domain_stores_is_no_success(domains: Domains) -
         assert getattr(error, "in_doubt", 3) == 3
         assert "stream 'S' of domain 'leaf' has answered, not domain 'hub'" in str(error)
     assert await domains.stored() == [9]
-
-
-async def test_a_batch_that_only_another_domain_takes_is_no_success(domains: Domains) -> None:
-    await domains.create(hub=FULL, leaf={})
-    for call in CALLS:
-        await domains.hub.purge_stream("S")
-        with pytest.raises((errors.BatchError, errors.IngestError)) as caught:
-            await call(domains.hub)
-        (hub, _) = await domains.stored()
-        report = getattr(caught.value, "report", None)
-        assert report is None or report.stored <= hub
 
 
 async def test_a_refusal_that_may_be_of_another_domain_leaves_the_outcome_unknown(

@@ -177,37 +177,6 @@ async def test_a_closed_connection_ends_calls(nc: Client, js: JetStreamContext, 
         await jsx.DirectGet(js, stream).get(1)
 
 
-async def test_a_lost_connection_is_reported_to_handlers(own_nc: Client, own_server: NatsServer) -> None:
-    connection = connection_of(with_unknown_internals(own_nc))
-    assert isinstance(connection, FallbackConnection)
-    heard: list[object] = []
-    inbox = await connection.inbox(
-        InboxHandler(heard.extend, lambda: heard.append("lost"), lambda: heard.append("back")), timeout=5
-    )
-    for turn in (1, 2):
-        await asyncio.to_thread(own_server.kill)
-        await asyncio.to_thread(own_server.restart)
-        async with asyncio.timeout(30):
-            while len(heard) < 2 * turn:
-                await asyncio.sleep(0.01)
-        assert heard == ["lost", "back"] * turn
-    # A later subscription is not told of the loss.
-    late: list[object] = []
-    other = await connection.inbox(InboxHandler(late.extend, lambda: late.append("lost")), timeout=5)
-    await connection.write(
-        pub(other.subject.encode(), b"", b"", b"x") + pub(inbox.subject.encode(), b"", b"", b"x"), 2, 2, timeout=5
-    )
-    async with asyncio.timeout(10):
-        while not late or len(heard) < 5:
-            await asyncio.sleep(0.01)
-    assert late == [(other.subject.encode(), b"x", 0)]
-    inbox.close()
-    other.close()
-    async with asyncio.timeout(10):
-        while connection._tasks:
-            await asyncio.sleep(0.01)
-
-
 async def test_a_lost_connection_ends_a_read_before_its_timeout(
     own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: Callable[..., Awaitable[str]]
 ) -> None:

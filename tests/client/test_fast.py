@@ -177,14 +177,6 @@ class TestEnding:
             assert caught.value.batch_id == pub.batch_id
         assert await pub.wait_closed() is pub.end_reason
 
-    async def test_wait_closed_returns_the_reason(self, js: JetStreamContext, stream: str) -> None:
-        pub = jsx.FastPublisher(js)
-        waiters = [asyncio.create_task(pub.wait_closed()) for _ in range(2)]
-        await pub.add(f"{stream}.a", b"1")
-        assert not any(waiter.done() for waiter in waiters)
-        await pub.commit_eob()
-        assert await asyncio.gather(*waiters) == [jsx.EndReason.COMMITTED] * 2
-
     async def test_an_idle_batch_notices_its_end(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
         pub = jsx.FastPublisher(js, keepalive=0.05)
         await pub.add(f"{stream}.a", b"1")

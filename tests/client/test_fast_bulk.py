@@ -50,23 +50,6 @@ async def test_the_source_runs_as_part_of_the_calling_task(js: JetStreamContext,
     assert await payloads(js, stream) == [b"%d" % i for i in range(1000)]
 
 
-async def test_a_source_that_is_sent_on_stays_in_the_caller_s_context(js: JetStreamContext, stream: str) -> None:
-    def source() -> Iterator[Any]:
-        token = VARIABLE.set("inside")
-        for i in range(300):
-            yield f"{stream}.a" if i != 200 else "a b", b"x"
-        VARIABLE.reset(token)  # an error in any other context than that of `set`
-
-    messages = source()
-    async with jsx.FastPublisher(js, flow=10) as pub:
-        with pytest.raises(errors.BadSubjectError):
-            await pub.add_many(messages)
-        assert VARIABLE.get() == "inside", "as in a loop that calls `add`"
-        await pub.add_many(messages)
-        assert VARIABLE.get() == "unset"
-    assert pub.batch_seq == 299
-
-
 @each("failure", [ZeroDivisionError, asyncio.CancelledError, OSError, BaseException, TimeoutError])
 async def test_the_source_s_error_reaches_the_caller_and_harms_nothing_else(
     js: JetStreamContext, nc: Client, make_stream: MakeStream, failure: type[BaseException]

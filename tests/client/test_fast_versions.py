@@ -173,37 +173,6 @@ async def test_refused_messages_are_reported_or_end_the_batch(js: JetStreamConte
     assert await stored(js, stream) == [b"good"] * 30
 
 
-async def test_a_full_account_refuses_messages(version: str) -> None:
-    config = """
-        jetstream {}
-        accounts { A { jetstream: { max_file: 100KB }, users: [{ user: a, password: a }] } }
-        no_auth_user: a
-    """
-    async with NatsServer(version=version, config=config) as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
-        js = nc.jetstream()
-        await js.add_stream(name="S", subjects=["s.>"], allow_batched=True, allow_direct=True)
-        async with jsx.FastPublisher(js, gap=OK) as pub:
-            await pub.add_many([("s.1", bytes(9000))] * 15)
-            await pub.add("s.1", b"small")
-        kept = await stored(js, "S")
-        assert 5 < len(kept) < 14
-        assert kept[-1] == b"small"
-        assert {(report.error.code, report.error.err_code) for report in pub.errors} == {(400, 10002)}
-        assert [report.seq for report in pub.errors] == list(range(len(kept), 16))
-        assert pub.gaps == [jsx.BatchFlowGap(len(kept), 16)]
-
-        await js.purge_stream("S")
-        pub = jsx.FastPublisher(js)
-        with pytest.raises(errors.BatchServerError, match="resource limits exceeded") as caught:
-            async with pub:
-                await pub.add_many([("s.1", bytes(9000))] * 15)
-        kept = await stored(js, "S")
-        assert (pub.ack.batch_size, pub.ack_seq, caught.value.acked) == (len(kept),) * 3
-        assert caught.value.outcome == "partial"
-        await nc.close()
-
-
 @pytest.mark.parametrize("forgets_after", [3])
 async def test_a_batch_that_the_server_dropped_is_an_error(js: JetStreamContext, stream: str) -> None:
     # Servers before 2.15 open another batch for a ping after message 1, and report that message as lost.

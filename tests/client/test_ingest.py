@@ -331,41 +331,6 @@ async def test_a_failed_ingest_leaves_no_task_of_an_async_source(
     assert [each async for each in messages] == [(f"{stream}.a", b"y")], "the source is the caller's to close"
 
 
-async def test_an_empty_id_in_the_headers_is_no_id(js: JetStreamContext, stream: str) -> None:
-    headers = {"Nats-Msg-Id": "", "K": "v"}
-    entries = [(f"{stream}.a", b"1", headers), jsx.BatchMessage(f"{stream}.a", b"2", headers=headers)]
-    assert (
-        await jsx.ingest(js, entries, msg_id=lambda entry: "one" if isinstance(entry, tuple) else "two")
-    ).stored == 2
-    stored = [message.headers for message in await messages(js, stream)]
-    assert stored == [{"Nats-Msg-Id": "one", "K": "v"}, {"Nats-Msg-Id": "two", "K": "v"}]
-    assert headers == {"Nats-Msg-Id": "", "K": "v"}
-
-
-async def test_the_error_names_a_connection_that_drains(own_js: JetStreamContext, own_stream: MakeStream) -> None:
-    stream = await own_stream()
-    draining: list[asyncio.Task[None]] = []
-
-    async def source() -> AsyncIterator[tuple[str, bytes]]:
-        yield f"{stream}.a", b"1"
-        await own_js._nc.subscribe("never", cb=waiting)
-        await own_js._nc.publish("never")
-        draining.append(asyncio.ensure_future(own_js._nc.drain()))
-        while not own_js._nc.is_draining:
-            await asyncio.sleep(0)
-        yield f"{stream}.a", b"2"
-
-    async def waiting(_: object) -> None:
-        await failed.wait()  # the connection drains until the handler of this message returns
-
-    failed = asyncio.Event()
-    with pytest.raises(errors.IngestError, match="the connection is draining") as caught:
-        await jsx.ingest(own_js, source())
-    assert "closed" not in str(caught.value)
-    failed.set()
-    await asyncio.gather(*draining)
-
-
 @each("before", [0, 3])
 @each("fields", [(), ("x",), (b"x", None, None, "id"), (b"x", {"Nats-Msg-Id": "id"}, 60)])
 async def test_only_tuples_of_two_or_three_are_messages(

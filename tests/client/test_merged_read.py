@@ -1,7 +1,6 @@
 """Reads of several subject filters from a real server: in order, each message once, complete, and with few bytes at once."""
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ from nats.js import JetStreamContext
 from nats.js.api import StreamSource
 
 import jetstream_ext as jsx
-from jetstream_ext.client import direct_reader
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.merged_read import read_merged
 from jetstream_ext.protocol.direct import Block
@@ -69,39 +67,6 @@ def below(name: str, filters: Sequence[str]) -> list[str]:
     return [f"{name}.{each}" for each in filters]
 
 
-class InFlight:
-    """Follows the requests of all reads: how many wait for their first bytes, and the bytes of those that wait for more."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.requests: dict[object, dict[str, Any]] = {}
-        self.unanswered: set[object] = set()
-        self.most = self.most_bytes = self.total = 0
-        send = direct_reader._Inboxes.send
-
-        async def followed(
-            inboxes: Any, subject: str, payload: bytes, received: Any, timeout: float, key: object = None
-        ) -> None:
-            def receive(frames: list[Any]) -> None:
-                self.unanswered.discard(key)
-                if frames[-1][1].startswith(b"NATS/1.0 "):
-                    self.requests.pop(key, None)
-                received(frames)
-
-            self.requests[key] = json.loads(payload)
-            self.unanswered.add(key)
-            self.total += 1
-            self.most = max(self.most, len(self.unanswered))
-            self.most_bytes = max(self.most_bytes, sum(each["max_bytes"] for each in self.requests.values()))
-            await send(inboxes, subject, payload, receive, timeout, key)  # type: ignore[arg-type]
-
-        patch.setattr(direct_reader._Inboxes, "send", followed)
-
-
-@pytest.fixture
-def in_flight(monkeypatch: pytest.MonkeyPatch) -> InFlight:
-    return InFlight(monkeypatch)
-
-
 FILTERS = [
     ["a.x", "b.y"],
     ["a.*", "*.x"],  # they overlap
@@ -145,21 +110,6 @@ class TestRows:
             await js.delete_msg(name, seq)
         expected = [seq for seq in matching(name, subjects, filters) if seq not in gone]
         assert await read(js, name, below(name, filters), max_bytes=4000) == expected
-
-
-class TestMemory:
-    async def test_many_filters_have_few_requests_in_flight_for_few_bytes(
-        self, js: JetStreamContext, make_stream: Make, in_flight: InFlight
-    ) -> None:
-        name, max_bytes = await make_stream(), 1 << 20
-        subjects = [f"{name}.{seq % 100}" for seq in range(1, 8001)]
-        await fill(js, subjects, size=100)
-        filters = [str(number) for number in range(60)]
-        expected = matching(name, subjects, filters)
-        assert await read(js, name, below(name, filters), max_bytes=max_bytes) == expected
-        assert 1 < in_flight.most <= MAX_IN_FLIGHT
-        assert in_flight.most_bytes <= max_bytes
-        assert in_flight.total < 800
 
 
 class TestEnds:

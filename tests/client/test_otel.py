@@ -371,20 +371,6 @@ class Propagator(TextMapPropagator):
         return context
 
 
-async def test_failed_batches_end_their_spans_as_errors(
-    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
-) -> None:
-    stream = await make_stream(allow_atomic=False)
-    with pytest.raises(jsx.errors.AtomicPublishDisabledError):
-        await jsx.publish_atomic(js, [(f"{stream}.a", b"")])
-    with pytest.raises(jsx.errors.AtomicPublishDisabledError):
-        await jsx.publish_atomic_many(js, [[(f"{stream}.a", b"")], [(f"{stream}.a", b"")]])
-    async with jsx.AtomicBatch(js):
-        pass  # nothing to commit
-    assert {attributes(span)["error.type"] for span in recorded.spans} == {"AtomicPublishDisabledError"}
-    assert 2 <= len(recorded.spans) <= 3
-
-
 async def test_reads_are_spans_with_the_number_of_messages(
     js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
 ) -> None:
@@ -508,32 +494,6 @@ async def test_a_worker_continues_the_trace_of_its_input_in_its_outputs(
     assert (lag.value, lag.attributes["messaging.destination.name"]) == (3, stream)
 
 
-async def test_a_member_of_a_group_handles_each_message_in_a_span(
-    js: JetStreamContext, make_stream: Callable[..., Any], stream_name: Callable[[], str], recorded: Recorded
-) -> None:
-    stream = await make_stream()
-    async with jsx.FastPublisher(js) as publisher:
-        await publisher.add(f"{stream}.a", b"a")
-    group = log.Group(js, stream, "g", partitions=1, key=[1], bucket=stream_name())
-    seen: list[str] = []
-    async with group.join() as member:
-
-        async def handler(message: jsx.StoredMsg) -> None:
-            seen.append(message.subject)
-            member.stop()
-
-        await member.run(handler)
-    assert seen == [f"{stream}.a"]
-    (process,) = [span for span in recorded.spans if span.kind is SpanKind.CONSUMER]
-    assert attributes(process)["messaging.consumer.group.name"] == "g"
-    assert (
-        process.parent == recorded.spans[0].get_span_context() or process.parent.span_id == ids_of(recorded.spans[0])[1]
-    )
-    assert [point.attributes["messaging.consumer.group.name"] for point in recorded.points("jetstream_ext.lag")] == [
-        "g"
-    ]
-
-
 async def test_a_handler_has_the_baggage_of_its_message_and_its_outputs_pass_it_on(
     js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
 ) -> None:
@@ -557,20 +517,6 @@ async def test_a_handler_has_the_baggage_of_its_message_and_its_outputs_pass_it_
         context.detach(token)
     assert seen == ["7", "c"]
     assert (await jsx.DirectGet(js, output).get_last(f"{output}.out")).headers["baggage"] == "order=7"
-
-
-async def test_a_cancelled_read_ends_its_span(
-    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
-) -> None:
-    stream = await make_stream()
-    reading = asyncio.ensure_future(jsx.DirectGet(js, stream).scan(min_seq=9).to_list())
-    await asyncio.sleep(0.01)
-    reading.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await reading
-    assert [(span.name, attributes(span)["error.type"]) for span in recorded.spans] == [
-        (f"receive {stream}", "CancelledError")
-    ]
 
 
 class RaisesAt(SpanProcessor, Sampler):

@@ -305,22 +305,6 @@ async def test_a_paused_consumer_is_paused(js: JetStreamContext, origin: Any, st
     await becomes(js, copy, jsx.SourceState.OK)
 
 
-async def test_an_origin_without_a_responder_is_unreachable(
-    js: JetStreamContext, origin: Any, stream_name: Callable[[], str]
-) -> None:
-    copy = stream_name()
-    entry = StreamSource(
-        name="S",
-        external=ExternalStream(api="$JS.nowhere.API"),
-        consumer=StreamConsumerSource(name="c", deliver_subject=f"d.{copy}"),
-    )
-    await js.add_stream(name=copy, sources=[entry])
-    (health,) = await jsx.source_health(js, copy)
-    assert health.state is jsx.SourceState.UNREACHABLE
-    assert "does not answer: no server answers on $JS." in health.detail
-    assert "$JS.nowhere.API" in health.detail
-
-
 SECOND = 1_000_000_000
 
 

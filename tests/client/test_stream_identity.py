@@ -12,7 +12,6 @@ from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
 from nats.js.errors import NotFoundError
 
-from jetstream_ext.client import api
 from jetstream_ext.client.api import Api, check_same_stream, stream_state
 from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import StreamRecreatedError
@@ -89,17 +88,6 @@ async def test_stream_created_again_is_another_one(server: str) -> None:
             error = caught.value
             assert (error.stream, error.expected, error.found) == ("S", before.created, now.created), messages
             await js.delete_stream("S")
-
-
-async def test_the_same_creation_time_needs_no_request_for_a_message(
-    js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = stream_name()
-    await js.add_stream(name=name, subjects=[name])
-    before = await stream_state(Context(js), name)
-    assert before.ends == ()
-    monkeypatch.delattr(api, "get_at_leader")
-    assert (await check_same_stream(Context(js), before)).created == before.created
 
 
 async def test_stream_without_a_message_to_compare_counts_as_another_one(

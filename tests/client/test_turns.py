@@ -2,13 +2,11 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-import nats
-import nats.errors
 import pytest
-from client_cells import each, named
+from client_cells import each
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
@@ -152,30 +150,6 @@ async def test_an_ended_batch_ends_the_calls_behind_one_that_asks(
     answer.set()
 
 
-async def test_first_messages_give_up_together(
-    nc: Client, js: JetStreamContext, make_stream: MakeStream, room: asyncio.Event
-) -> None:
-    """None is sent when its time is over, and they do not ask for the stream one after the other."""
-    stream, timeout = await make_stream(), 5.0
-    batches = [with_timeout(kind, js, timeout) for kind in KINDS]
-    room.clear()
-    sent = nc.stats["out_msgs"]
-    adding = [
-        asyncio.gather(*(batch.add(f"{stream}.a") for _ in range(300)), return_exceptions=True) for batch in batches
-    ]
-    await settle()
-    await asyncio.sleep(timeout * 0.8)  # less than a quarter is left for a reply
-    room.set()
-    async with asyncio.timeout(30):
-        for ended in await asyncio.gather(*adding):
-            assert {type(error) for error in ended} == {errors.RequestTimeoutError}
-            assert "not sent" in str(ended[-1]) or "not added" in str(ended[-1])
-    assert nc.stats["out_msgs"] - sent < 200, "of 600 calls, whose time is not over at the same moment"
-    for batch in batches:
-        await batch.discard()
-    assert await subjects(js, stream) == []
-
-
 @each("kind", KINDS)
 async def test_a_commit_follows_the_calls_before_it(
     js: JetStreamContext, make_stream: MakeStream, room: asyncio.Event, kind: Any
@@ -212,19 +186,6 @@ async def test_a_message_that_finds_no_room_leaves_the_batch_open(
 
 
 @each("kind", KINDS)
-async def test_first_messages_of_two_streams_are_not_one_batch(
-    js: JetStreamContext, make_stream: MakeStream, kind: Any
-) -> None:
-    one, two = await make_stream(), await make_stream()
-    async with kind(js) as batch:
-        first, second = await asyncio.gather(batch.add(f"{one}.a"), batch.add(f"{two}.a"), return_exceptions=True)
-        assert not isinstance(first, Exception)
-        assert isinstance(second, errors.BadSubjectError)
-        await batch.add(f"{one}.b")
-    assert (await subjects(js, one), await subjects(js, two)) == ([f"{one}.a", f"{one}.b"], [])
-
-
-@each("kind", KINDS)
 async def test_a_cancelled_first_call_leaves_the_batch_for_any_stream(
     js: JetStreamContext, make_stream: MakeStream, room: asyncio.Event, kind: Any
 ) -> None:
@@ -240,47 +201,6 @@ async def test_a_cancelled_first_call_leaves_the_batch_for_any_stream(
         with pytest.raises(errors.BadSubjectError, match=f"'{one}.a' is stored by stream '{one}'"):
             await batch.add(f"{one}.a")
     assert (await subjects(js, one), await subjects(js, two)) == ([], [f"{two}.a"])
-
-
-async def test_an_ended_batch_takes_every_call_without_a_connection(
-    own_server: Any, own_js: JetStreamContext, own_stream: MakeStream
-) -> None:
-    stream = await own_stream()
-    for end in ("close", "drain", "kill"):
-        nc = await nats.connect(own_server.url, connect_timeout=10, allow_reconnect=False)
-        try:
-            ended = {(kind, how): kind(nc.jetstream(timeout=30)) for kind in KINDS for how in ("commit_eob", "discard")}
-            for (_, how), batch in ended.items():
-                await batch.add(f"{stream}.a")
-                await getattr(batch, how)()
-            if end == "kill":
-                await asyncio.to_thread(own_server.kill)
-                while nc.is_connected:
-                    await asyncio.sleep(0.01)
-            else:
-                await getattr(nc, end)()
-            for (kind, how), batch in ended.items():
-                with named(end=end, kind=kind, how=how):
-                    await take_every_call(batch, stream)
-        finally:
-            await nc.close()
-
-
-async def take_every_call(batch: Any, stream: str) -> None:
-    async def source() -> AsyncIterator[tuple[str, bytes]]:
-        yield f"{stream}.a", b""
-
-    calls = [batch.add(f"{stream}.a"), batch.add_many([(f"{stream}.a", b"")]), batch.add_many(source())]
-    calls += [batch.commit(f"{stream}.a"), batch.commit_eob()]
-    if isinstance(batch, jsx.FastPublisher):
-        calls += [batch.add(f"{stream}.a", msg_id="1"), batch.ping()]
-        flushed = asyncio.ensure_future(batch.flush())
-        await asyncio.wait({flushed}, timeout=10)
-        assert flushed.exception() is None or isinstance(flushed.exception(), errors.BatchClosedError)
-    async with asyncio.timeout(10):
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
-    expected = errors.BatchClosedError, nats.errors.ConnectionClosedError, nats.errors.ConnectionReconnectingError
-    assert all(isinstance(error, expected) for error in outcomes), outcomes
 
 
 async def test_each_call_has_its_own_timeout(
