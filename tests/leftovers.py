@@ -18,7 +18,7 @@ import pytest
 from nats.aio.client import Client
 
 # How long a task may take that has been told to end; only a test that fails waits for it.
-_GRACE = 20.0
+GRACE = 20.0
 
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()
 _loops: weakref.WeakSet[BaseEventLoop] = weakref.WeakSet()
@@ -110,7 +110,7 @@ def _is_foreign(thing: Any) -> bool:
     module = getattr(target, "__module__", "") or ""
     if module.startswith(("py4j", "pyspark", "execnet", "polars", "duckdb", "grpc", "socketserver")):
         return True
-    thing.join(_GRACE)
+    thing.join(GRACE)
     return not thing.is_alive()
 
 
@@ -160,7 +160,7 @@ async def _end(before: set["asyncio.Task[Any]"], clients: set[Client]) -> list[s
         with contextlib.suppress(Exception):
             await asyncio.wait_for(client.close(), 5)
     await end_lost_tasks()
-    deadline = loop.time() + _GRACE
+    deadline = loop.time() + GRACE
     while (tasks := _running(before)) and loop.time() < deadline:
         await asyncio.wait(tasks, timeout=0.05)
         await end_lost_tasks()
@@ -186,7 +186,7 @@ async def end_lost_tasks() -> None:
     Before Python 3.12, `wait_for` loses a cancellation that arrives together with its result. Such a task
     goes on, and the end of the event loop, which cancels it only once, waits for it.
     """
-    deadline = asyncio.get_running_loop().time() + _GRACE
+    deadline = asyncio.get_running_loop().time() + GRACE
     while tasks := [task for task in asyncio.all_tasks() if _name(task).startswith(("Client.", "Subscription."))]:
         for task in tasks:  # a task that ends may have started another one
             task.cancel()

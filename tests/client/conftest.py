@@ -4,6 +4,7 @@ import asyncio
 import gc
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import nats
@@ -16,6 +17,8 @@ from jetstream_ext.protocol.atomic import AtomicBatchMachine
 from jetstream_ext.protocol.atomic_wire import Encoded
 from jetstream_ext.testing import NatsServer
 
+sys.path.insert(0, str(Path(__file__).parent))  # the tests import `client_cells`
+
 MakeStream = Callable[..., Awaitable[str]]
 
 
@@ -26,17 +29,28 @@ def full_transport_pauses_the_writer() -> None:
         pytest.skip("CVE-2024-12254 of asyncio: a full transport never pauses the writer")
 
 
-@pytest.fixture
-def make_stream(js: JetStreamContext, stream_name: Callable[[], str]) -> MakeStream:
-    """Create a stream with all features on (or as given); its subjects are ``<name>.>``."""
+FEATURES = ("allow_direct", "allow_atomic", "allow_batched", "allow_msg_ttl")
 
+
+def maker(js: JetStreamContext, stream_name: Callable[[], str]) -> MakeStream:
     async def make(**config: Any) -> str:
         name = stream_name()
-        config = {"allow_direct": True, "allow_atomic": True, "allow_batched": True, "allow_msg_ttl": True, **config}
-        await js.add_stream(name=name, subjects=[f"{name}.>"], **config)
+        await js.add_stream(name=name, subjects=[f"{name}.>"], **dict.fromkeys(FEATURES, True) | config)
         return name
 
     return make
+
+
+@pytest.fixture
+def make_stream(js: JetStreamContext, stream_name: Callable[[], str]) -> MakeStream:
+    """Create a stream with all features on (or as given); its subjects are ``<name>.>``."""
+    return maker(js, stream_name)
+
+
+@pytest.fixture
+async def stream(make_stream: MakeStream) -> str:
+    """An empty stream with all features on."""
+    return await make_stream()
 
 
 @pytest.fixture
@@ -125,14 +139,7 @@ def own_js(own_nc: Client) -> JetStreamContext:
 @pytest.fixture
 def own_stream(own_js: JetStreamContext, stream_name: Callable[[], str]) -> MakeStream:
     """As `make_stream`, on `own_server`."""
-
-    async def make(**config: Any) -> str:
-        name = stream_name()
-        config = {"allow_direct": True, "allow_atomic": True, "allow_batched": True, "allow_msg_ttl": True, **config}
-        await own_js.add_stream(name=name, subjects=[f"{name}.>"], **config)
-        return name
-
-    return make
+    return maker(own_js, stream_name)
 
 
 @pytest.fixture(params=["marker", "held back"])

@@ -7,19 +7,19 @@ from typing import Any
 import nats
 import nats.errors
 import pytest
+from client_cells import each
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
-from jetstream_ext.client.connection import connection_of
 from jetstream_ext.testing import NatsServer
 
 SHORT = 'jetstream { limits { batch { timeout: "200ms", max_msgs: 5 } }, %s }'
 
 
 @pytest.mark.parametrize("version", ["2.12.0", "2.12.8", "2.14.6", "2.15.1"])
-@pytest.mark.parametrize("domain", [None, "hub"])
+@each("domain", [None, "hub"])
 async def test_every_reason_is_reported(version: str, domain: str | None) -> None:
     async with NatsServer(version=version, config=SHORT % (f"domain: {domain}" if domain else "")) as server:
         nc = await nats.connect(server.url, connect_timeout=10)
@@ -118,15 +118,6 @@ async def test_a_closed_connection_ends_the_watch(own_nc: Client, own_js: JetStr
             await waiting
     with pytest.raises(nats.errors.ConnectionClosedError):
         await jsx.watch_abandoned(own_js, "S").__aenter__()
-
-
-async def test_opening_a_watch_takes_its_timeout_at_most(own_nc: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def slow() -> None:
-        await asyncio.sleep(0.3)
-
-    monkeypatch.setattr(connection_of(own_nc), "_pong", slow)
-    with pytest.raises(errors.RequestTimeoutError, match="PONG"):
-        await jsx.watch_abandoned(own_nc.jetstream(timeout=0.4), "S").__aenter__()
 
 
 def test_an_invalid_stream_name_is_refused(js: JetStreamContext) -> None:

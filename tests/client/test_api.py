@@ -1,7 +1,6 @@
 """Malformed and missing answers of the JetStream API: every call raises the same error."""
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from itertools import chain, repeat
@@ -11,6 +10,7 @@ import nats
 import nats.errors
 import nats.js.errors
 import pytest
+from client_cells import each
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
@@ -19,19 +19,15 @@ import jetstream_ext as jsx
 from jetstream_ext.client import api
 from jetstream_ext.client.api import (
     Api,
-    api_level,
-    first_since,
     get_at_leader,
     known_stream_name,
     lookup_stream,
     stream_state,
-    wait_for_sequence,
 )
 from jetstream_ext.client.base_connection import NotPermittedError
 from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import RequestTimeoutError, ResponseError
-from jetstream_ext.log import LogReader
-from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.log import LogReader, Time
 from jetstream_ext.testing import NatsServer
 
 CALLS: dict[str, Callable[[JetStreamContext], Awaitable[Any]]] = {
@@ -52,8 +48,8 @@ RESET = ("reset", "reset to a time")
 NEW = b'"metadata":{"_nats.level":"5"}'
 
 
-@pytest.mark.parametrize(
-    ("answer", "calls"),
+@each(
+    "answer, calls",
     [
         (b"", tuple(CALLS)),
         (b"x", tuple(CALLS)),
@@ -74,7 +70,6 @@ NEW = b'"metadata":{"_nats.level":"5"}'
         (b'{"config":{"name":"S","sources":[{"name":"S","external":{"api":"x 0\\r\\nPUB x"}}]}}', ("health",)),
         (b'{"config":{"name":"S","sources":[{"name":"S","consumer":{"name":"c d"}}]}}', ("health",)),
     ],
-    ids=str,
 )
 async def test_a_malformed_answer_is_a_response_error(
     nc: Client, stream_name: Callable[[], str], leak_check: Any, answer: bytes, calls: tuple[str, ...]
@@ -92,10 +87,14 @@ async def test_a_malformed_answer_is_a_response_error(
     await leak_check.assert_clean()
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-@pytest.mark.parametrize("code", [10014, 10059])  # a consumer, a stream
+@each("what, call", CALLS.items())
+@each("code", [10014, 10059])  # a consumer, a stream
 async def test_not_found_is_that_error_whatever_the_request_was(
-    nc: Client, stream_name: Callable[[], str], call: Callable[[JetStreamContext], Awaitable[Any]], code: int
+    nc: Client,
+    stream_name: Callable[[], str],
+    what: str,
+    call: Callable[[JetStreamContext], Awaitable[Any]],
+    code: int,
 ) -> None:
     prefix = stream_name()
 
@@ -108,9 +107,13 @@ async def test_not_found_is_that_error_whatever_the_request_was(
     await sub.unsubscribe()
 
 
-@pytest.mark.parametrize("call", (CALLS | OTHERS).values(), ids=CALLS | OTHERS)
+@each("what, call", (CALLS | OTHERS).items())
 async def test_closing_the_connection_ends_the_wait(
-    nc: Client, server: NatsServer, stream_name: Callable[[], str], call: Callable[[JetStreamContext], Awaitable[Any]]
+    nc: Client,
+    server: NatsServer,
+    stream_name: Callable[[], str],
+    what: str,
+    call: Callable[[JetStreamContext], Awaitable[Any]],
 ) -> None:
     prefix, asked = stream_name(), asyncio.Event()
 
@@ -128,7 +131,7 @@ async def test_closing_the_connection_ends_the_wait(
             await waiting
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.11.11", "2.12.8", "2.15.1"])
+@each("version", ["2.11.0", "2.11.11", "2.12.8", "2.15.1"])
 async def test_a_time_finds_the_same_message_on_every_server(version: str) -> None:
     """2.11 answers with an earlier or a later message, or none, where sequences were deleted."""
     async with NatsServer(version=version) as server:
@@ -144,92 +147,18 @@ async def test_a_time_finds_the_same_message_on_every_server(version: str) -> No
                 times = {seq: (await direct.get(seq)).time for seq in range(1, 11)}
                 for seq in deleted:
                     await js.delete_msg(name, seq)
-                state = await stream_state(Context(js), name)
                 for when in (datetime(1970, 1, 1, tzinfo=UTC), *times.values(), times[10] + timedelta(hours=1)):
                     left = [seq for seq in times if seq not in deleted and times[seq] >= when]
-                    assert await first_since(Context(js), state, when) == min(left, default=11)
-                    odd = [seq for seq in left if seq % 2]
-                    assert await first_since(Context(js), state, when, subject=f"{name}.1") == min(odd, default=11)
+                    assert await LogReader(js, name, start=Time(when)).open() == min(left, default=11)
+                    odd = LogReader(js, name, start=Time(when), subject=f"{name}.1")
+                    assert await odd.open() == min((seq for seq in left if seq % 2), default=11)
         await nc.close()
-
-
-async def test_a_message_before_the_requested_time_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "START_TIME_LEVEL", 0)
-    async with NatsServer(version="2.11.11") as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
-        js = nc.jetstream(timeout=10)
-        await js.add_stream(name="S", subjects=["S"], allow_direct=True, storage="memory")
-        for _ in range(10):
-            await js.publish("S")
-        when = (await jsx.DirectGet(js, "S").get(9)).time
-        for seq in (4, 5, 6):
-            await js.delete_msg("S", seq)
-        answer = await get_at_leader(Context(js), "S", {"start_time": when.isoformat(), "next_by_subj": ">"})
-        assert answer is not None
-        assert answer.seq == 8
-        assert await first_since(Context(js), await stream_state(Context(js), "S"), when) == 9
-        await nc.close()
-
-
-async def test_a_request_that_begins_after_its_deadline_names_its_subject(
-    nc: Client, stream_name: Callable[[], str]
-) -> None:
-    """The process was suspended, or the loop was blocked."""
-    api = Api(Context(nc.jetstream(prefix=stream_name())), 2.0)
-    api._deadline -= 60
-    with pytest.raises(RequestTimeoutError, match=r"^no answer on .*\.STREAM\.INFO\.S within 2 s"):
-        await api.stream("S")
-
-
-async def test_the_search_for_a_time_has_one_deadline(nc: Client, stream_name: Callable[[], str]) -> None:
-    prefix, now, asked = stream_name(), datetime.now(UTC), []
-
-    async def reply(msg: Msg) -> None:
-        seq = json.loads(msg.data)["seq"]
-        asked.append(seq)
-        await asyncio.sleep(0.2)
-        await msg.respond(
-            json.dumps({"message": {"subject": "S", "seq": seq, "time": "2020-01-01T00:00:00Z"}}).encode()
-        )
-
-    await nc.subscribe(f"{prefix}.STREAM.MSG.GET.S", cb=reply)
-    await nc.request("$JS.API.INFO", timeout=30)  # nats-py's flush() overtakes the subscription
-    state = StreamState("S", "", {}, last_seq=1 << 40, last_time=now)
-    with pytest.raises(RequestTimeoutError, match=r"within 4 s"):
-        await first_since(Api(Context(nc.jetstream(prefix=prefix)), 4.0), state, now)
-    assert len(asked) < 30
-
-
-@pytest.mark.parametrize("level", [0, api.START_TIME_LEVEL])
-async def test_no_first_message_since_a_time_is_one_past_the_end_at_most(
-    js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch, level: int
-) -> None:
-    monkeypatch.setattr(api, "START_TIME_LEVEL", level)
-    name = stream_name()
-    await js.add_stream(name=name, subjects=[name], max_msgs_per_subject=1)
-    await js.publish(name)
-    state = await stream_state(Context(js), name)
-    for _ in range(2):
-        await js.publish(name)
-    assert await first_since(Context(js), state, state.last_time) == 2
-
-
-@pytest.mark.parametrize("last", [None, 7])
-async def test_a_wait_for_a_sequence_names_what_was_missing(monkeypatch: pytest.MonkeyPatch, last: int | None) -> None:
-    async def look(_: Any, stream: str, timeout: float) -> StreamState:
-        if last is None:
-            raise RequestTimeoutError("no answer")
-        return StreamState(stream, "", {}, {}, last_seq=last)
-
-    monkeypatch.setattr(api, "stream_state", look)
-    with pytest.raises(RequestTimeoutError, match="no answer" if last is None else "did not reach sequence 9"):
-        await wait_for_sequence(Context(Client().jetstream()), "S", 9, 0.1)
 
 
 NO_LEADER = b'{"error":{"code":503,"err_code":10008,"description":"JetStream system temporarily unavailable"}}'
 
 
-@pytest.mark.parametrize("call", [CALLS["ensure"], OTHERS["leader"], OTHERS["log"]], ids=["ensure", "leader", "log"])
+@each("call", [CALLS["ensure"], OTHERS["leader"], OTHERS["log"]])
 async def test_a_read_in_an_election_waits_for_the_leader(
     nc: Client, stream_name: Callable[[], str], leak_check: Any, call: Callable[[JetStreamContext], Awaitable[Any]]
 ) -> None:
@@ -262,161 +191,7 @@ async def test_no_leader_in_time_is_a_timeout(nc: Client, stream_name: Callable[
     await leak_check.assert_clean()
 
 
-async def test_an_election_does_not_pause_the_lookups_of_streams(
-    nc: Client, js: JetStreamContext, stream_name: Callable[[], str]
-) -> None:
-    prefix, stream, electing = stream_name(), stream_name(), True
-    await js.add_stream(name=stream, subjects=[stream])
-
-    async def reply(msg: Msg) -> None:
-        if electing:
-            await msg.respond(NO_LEADER)
-        else:
-            await nc.publish(f"$JS.API{msg.subject.removeprefix(prefix)}", msg.data, reply=msg.reply)
-
-    await nc.subscribe(f"{prefix}.>", cb=reply)
-    context = Context(nc.jetstream(prefix=prefix))
-    assert await lookup_stream(context, stream, stream, 0.5) is None
-    electing = False
-    found = await lookup_stream(context, stream, stream, 20)
-    assert found is not None
-    assert found[0].name == stream
-
-
-async def test_a_stalled_server_does_not_pause_the_lookups_of_streams(
-    own_server: NatsServer, own_js: JetStreamContext, own_stream: Callable[..., Awaitable[str]]
-) -> None:
-    stream, context = await own_stream(), Context(own_js)
-    await asyncio.to_thread(own_server.pause)
-    try:
-        assert await lookup_stream(context, f"{stream}.a", None, 0.3) is None
-        with pytest.raises(RequestTimeoutError, match=f"which stream stores '{stream}.a' is unknown"):
-            await known_stream_name(context, f"{stream}.a", 0.3)
-    finally:
-        await asyncio.to_thread(own_server.resume)
-    assert await known_stream_name(context, f"{stream}.a", 20) == stream
-    async with asyncio.timeout(60):
-        while (found := await lookup_stream(context, f"{stream}.a", None, 20)) is None:
-            await asyncio.sleep(0.05)
-    assert found[0].name == stream
-
-
-async def test_a_stalled_server_does_not_hide_the_level_behind_a_domain(
-    own_server: NatsServer, own_js: JetStreamContext, own_nc: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def reply(msg: Msg) -> None:
-        await own_nc.publish(f"$JS.API{msg.subject.removeprefix('OTHER')}", msg.data, reply=msg.reply)
-
-    await own_nc.subscribe("OTHER.>", cb=reply)
-    context = Context(own_nc.jetstream(prefix="OTHER"))
-    level = await api_level(Context(own_js), 20)
-    monkeypatch.setitem(own_nc._server_info, "api_lvl", level + 1)
-    await asyncio.to_thread(own_server.pause)
-    try:
-        assert await api_level(context, 0.3) == level + 1
-    finally:
-        await asyncio.to_thread(own_server.resume)
-    assert await api_level(context, 20) == level
-
-
-@pytest.mark.parametrize("call", ["lookup_stream", "known_stream_name", "api_level"])
-async def test_a_lookup_without_an_answer_is_repeated_the_next_time(
-    nc: Client, stream_name: Callable[[], str], leak_check: Any, call: str
-) -> None:
-    prefix, asked = stream_name(), 0
-
-    async def unanswered(_: Msg) -> None:
-        nonlocal asked
-        asked += 1
-
-    sub = await nc.subscribe(f"{prefix}.>", cb=unanswered)
-    context = Context(nc.jetstream(prefix=prefix))
-    for _ in range(2):
-        match call:
-            case "lookup_stream":
-                assert await lookup_stream(context, "a", None, 0.5) is None
-            case "known_stream_name":
-                with pytest.raises(RequestTimeoutError, match="which stream stores 'a' is unknown"):
-                    await known_stream_name(context, "a", 0.5)
-            case _:
-                assert await api_level(context, 0.5) == context.connection.api_level
-    async with asyncio.timeout(60):
-        while asked < 2:  # the server may be late
-            await asyncio.sleep(0.01)
-    await nc.request("$JS.API.INFO", timeout=60)
-    assert asked == 2
-    await sub.unsubscribe()
-    await leak_check.assert_clean()
-
-
-@pytest.mark.internals("nats-py's public interface keeps only the newest error")
-async def test_refusals_do_not_hide_each_other() -> None:
-    config = """
-        authorization { users = [ { user: u, password: p, permissions: {
-            publish: { deny: ["$JS.API.STREAM.INFO.>", "noise"] } } } ] }
-    """
-
-    async def ignore(_: Exception) -> None:
-        pass
-
-    async def noise() -> None:
-        while True:
-            await nc.publish("noise", b"")
-            await asyncio.sleep(0.005)
-
-    async with NatsServer(config=config) as server:
-        nc = await nats.connect(server.url, user="u", password="p", connect_timeout=10, error_cb=ignore)
-        context = Context(nc.jetstream(timeout=60))
-        making = asyncio.ensure_future(noise())
-        async with asyncio.timeout(30):
-            asked = await asyncio.gather(
-                *(stream_state(context, f"S{index}") for index in range(20)), return_exceptions=True
-            )
-        making.cancel()
-        assert [str(each) for each in asked] == [
-            f"the server refused the request: no permission to publish to $JS.API.STREAM.INFO.S{index}"
-            for index in range(20)
-        ]
-        await nc.close()
-
-
-@pytest.mark.filterwarnings("ignore:jetstream_ext does not know the internals:RuntimeWarning")
-@pytest.mark.parametrize("fallback", [False, True])
-async def test_a_refusal_elsewhere_does_not_end_a_permitted_request(
-    stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch, fallback: bool
-) -> None:
-    """A prefix may lead to another JetStream, and the server says only to what it has mapped a refused subject."""
-    config = """
-        authorization { users = [ { user: u, password: p, permissions: {
-            publish: { deny: ["$JS.API.INFO", "noise.>"] } } } ] }
-    """
-    if fallback:
-        monkeypatch.setattr("jetstream_ext.client.connection._internals_known", lambda _: False)
-
-    async def ignore(_: Exception) -> None:
-        pass
-
-    async def answer_late(message: Msg) -> None:
-        for number in range(1100):  # more than are remembered
-            await nc.publish(f"noise.{number}", b"")
-        await asyncio.sleep(0.3)
-        await message.respond(b'{"type":"io.nats.jetstream.api.v1.account_info_response","api":{"level":3}}')
-
-    async with NatsServer(config=config) as server:
-        nc = await nats.connect(server.url, user="u", password="p", connect_timeout=10, error_cb=ignore)
-        await nc.subscribe("other.API.INFO", cb=answer_late)
-        permitted, refused = (Context(nc.jetstream(timeout=2, **where)) for where in ({"prefix": "other.API"}, {}))
-        for _ in range(2):
-            level, refusal = await asyncio.gather(Api(permitted).level(), Api(refused).level(), return_exceptions=True)
-            assert level == 3
-            assert isinstance(refusal, RequestTimeoutError)
-            with pytest.raises(NotPermittedError):
-                await Api(refused).level()
-            assert await Api(permitted).level() == 3
-        await nc.close()
-
-
-@pytest.mark.parametrize("prefix", ["my.API", "$JS.hub.API"])
+@each("prefix", ["my.API", "$JS.hub.API"])
 async def test_a_refusal_is_known_under_the_name_that_the_server_maps_to(prefix: str) -> None:
     config = """
         jetstream { domain: hub }

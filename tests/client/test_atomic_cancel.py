@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from client_cells import each
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.api import StorageType
@@ -44,11 +45,6 @@ async def count(js: JetStreamContext, stream: str) -> int:
     return (await js.stream_info(stream)).state.messages - 1
 
 
-@pytest.fixture
-async def stream(make_stream: Any) -> str:
-    return await make_stream()
-
-
 async def emptied(js: JetStreamContext, stream: str) -> None:
     # A new stream each time: abandoned batches count against the server's limit for 10 s.
     await js.delete_stream(stream)
@@ -75,7 +71,7 @@ async def test_a_cancelled_add_keeps_the_batch_open(js: JetStreamContext, stream
     await at_every_point(once)
 
 
-@pytest.mark.parametrize("end", ["commit", "commit_eob", "exit", "exit after add_many", "publish_atomic"])
+@each("end", ["commit", "commit_eob", "exit", "exit after add_many", "publish_atomic"])
 async def test_a_cancelled_commit_or_block_stores_all_or_nothing(
     js: JetStreamContext, nc: Client, stream: str, leak_check: Any, end: str
 ) -> None:

@@ -1,15 +1,18 @@
-"""Every refusal has its error class, whenever it arrives, on every server that has atomic batches."""
+"""Refusals have their error classes, whenever they arrive, on every server that has atomic batches.
+
+Those of expectations, ids and headers are in test_atomic_model.py.
+"""
 
 import asyncio
-import contextlib
 import itertools
 import re
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import nats
-import nats.js.errors
 import pytest
+from client_cells import each
 from nats.js import JetStreamContext
 from nats.js.api import StreamConfig, StreamSource
 
@@ -25,37 +28,14 @@ M = jsx.BatchMessage
 #: The messages, the stream's configuration, the error code, its class, and the first server that answers with it.
 CASES: dict[str, tuple[list[M], dict[str, Any], int, type[errors.BatchError], str]] = {
     "too large": ([M("S.a", bytes(400))], {"max_msg_size": 300}, 10054, errors.MessageTooLargeError, "2.12.0"),
-    "another stream": ([M("S.a"), M("S.b", stream="T")], {}, 10060, errors.StreamMismatchError, "2.12.0"),
-    "last sequence": ([M("S.a", expected_last_seq=9), M("S.b")], {}, 10071, errors.WrongLastSequenceError, "2.12.0"),
-    "of a subject": ([M("S.a", expected_last_subject_seq=9)], {}, 10071, errors.WrongLastSequenceError, "2.12.8"),
     "full": ([M("S.a")] * 3, {"max_msgs": 2, "discard": "new"}, 10077, errors.BatchServerError, "2.12.0"),
-    "roll-up": ([M("S.a", headers={"Nats-Rollup": "sub"})], {}, 10111, errors.BatchServerError, "2.12.0"),
-    "odd time to live": (
-        [M("S.a", headers={"Nats-TTL": "soon"})], {"allow_msg_ttl": True}, 10165, errors.MessageTTLInvalidError, "2.12.0",
-    ),
-    "time to live": ([M("S.a", msg_ttl=5)], {}, 10166, errors.MessageTTLDisabledError, "2.12.0"),
     "not allowed": ([M("S.a")] * 2, {"allow_atomic": False}, 10174, errors.AtomicPublishDisabledError, "2.12.0"),
     "too many": ([M("S.a")] * 1001, {}, 10199, errors.AtomicPublishTooLargeError, "2.12.0"),
     "level": (
         [M("S.a", headers={"Nats-Required-Api-Level": "99"})] * 2, {}, 10185, errors.RequiredApiLevelError, "2.12.8",
     ),
-    "override alone": (
-        [M("S.a", headers={"Nats-Expected-Last-Subject-Sequence-Subject": "S.b"})], {}, 10193, errors.BatchServerError,
-        "2.12.0",
-    ),
-    "ids twice": (
-        [M("S.a", msg_id="1"), M("S.b", msg_id="1")], {}, 10201, errors.AtomicPublishDuplicateMessageIDError, "2.12.8",
-    ),
     "no such stream": ([M("nowhere")], {}, 0, errors.NoStreamError, "2.12.0"),
 }  # fmt: skip
-
-
-#: The outcome on 2.12.0: an error, or None if the messages are stored.
-OLD: dict[str, type[Exception] | None] = {
-    "of a subject": errors.UnsupportedFeatureError,
-    "level": None,
-    "ids twice": errors.AtomicPublishUnsupportedHeaderError,
-}
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
@@ -64,47 +44,49 @@ def old_server(request: pytest.FixtureRequest) -> Any:
         yield server
 
 
-@pytest.fixture
-def name() -> str:
-    """A new stream name: 2.12.0 may keep the staged messages of a stream that is deleted and created again."""
-    return f"S{next(NUMBERS)}"
+@asynccontextmanager
+async def created(js: JetStreamContext, **config: Any) -> AsyncIterator[str]:
+    """Create a stream of a new name: 2.12.0 may keep the staged messages of one that is deleted and created again."""
+    name = f"S{next(NUMBERS)}"
+    await js.add_stream(name=name, subjects=["S.>"], **{"allow_atomic": True, **config})
+    yield name
+    await js.delete_stream(name)
 
 
 @pytest.fixture
-async def old_js(old_server: NatsServer, name: str) -> AsyncIterator[JetStreamContext]:
+async def old_js(old_server: NatsServer) -> AsyncIterator[JetStreamContext]:
     nc = await nats.connect(old_server.url, connect_timeout=10)
     js = nc.jetstream(timeout=30)
     yield js
-    with contextlib.suppress(nats.js.errors.NotFoundError):
-        await js.delete_stream(name)
+    for info in await js.streams_info():  # of a test that failed
+        await js.delete_stream(str(info.config.name))
     await nc.close()
 
 
-@pytest.mark.parametrize("how", ["bulk", "every", "none"])
-@pytest.mark.parametrize("case", CASES)
+@each("how", ["bulk", "every", "none"])
+@each("case", CASES)
 async def test_each_refusal_has_its_error_class(
-    old_server: NatsServer, old_js: JetStreamContext, name: str, case: str, how: str
+    old_server: NatsServer, old_js: JetStreamContext, case: str, how: str
 ) -> None:
-    messages, config, code, cls, since = CASES[case]
-    await old_js.add_stream(name=name, subjects=["S.>"], **{"allow_atomic": True, **config})
+    async with created(old_js, **CASES[case][1]) as name:
+        await check_refusal(old_server, old_js, name, case, how)
+
+
+async def check_refusal(server: NatsServer, js: JetStreamContext, name: str, case: str, how: str) -> None:
+    messages, _, code, cls, since = CASES[case]
 
     async def publish() -> None:
         if how == "bulk":
-            await jsx.publish_atomic(old_js, messages)
+            await jsx.publish_atomic(js, messages)
             return
         options: Any = {"ack_every": 1} if how == "every" else {"ack_first": False}
-        async with jsx.AtomicBatch(old_js, **options) as batch:
+        async with jsx.AtomicBatch(js, **options) as batch:
             for message in messages:
                 await batch.add_message(message)
 
-    if old_server.version < since:
-        instead = OLD[case]
-        if instead is None:
-            await publish()
-        else:
-            with pytest.raises(instead):
-                await publish()
-        assert (await old_js.stream_info(name)).state.messages == (len(messages) if instead is None else 0)
+    if server.version < since:
+        await publish()
+        assert (await js.stream_info(name)).state.messages == len(messages), "this server accepts it"
         return
     async with asyncio.timeout(120):
         with pytest.raises(errors.BatchError) as caught:
@@ -117,7 +99,7 @@ async def test_each_refusal_has_its_error_class(
     else:
         assert type(error) is cls
         assert getattr(error, "err_code", 0) == code
-    assert (await old_js.stream_info(name)).state.messages == 0
+    assert (await js.stream_info(name)).state.messages == 0
 
 
 #: Refusals of what this library does not send: the messages, a pattern in their headers and its replacement, the error.
@@ -152,14 +134,21 @@ REWRITTEN: dict[str, tuple[list[M], bytes, bytes, int, type[errors.BatchError], 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("bulk", [True, False])
-@pytest.mark.parametrize("case", REWRITTEN)
+@each("bulk", [True, False])
+@each("case", REWRITTEN)
 async def test_refusals_of_rewritten_messages_have_their_error_class(
-    old_server: NatsServer, old_js: JetStreamContext, name: str, monkeypatch: pytest.MonkeyPatch, case: str, bulk: bool
+    old_server: NatsServer, old_js: JetStreamContext, case: str, bulk: bool
+) -> None:
+    async with created(old_js) as name:
+        with pytest.MonkeyPatch.context() as patch:
+            await check_rewritten(old_server, old_js, name, patch, case, bulk)
+
+
+async def check_rewritten(
+    server: NatsServer, js: JetStreamContext, name: str, patch: pytest.MonkeyPatch, case: str, bulk: bool
 ) -> None:
     messages, pattern, instead, code, cls, since = REWRITTEN[case]
-    await old_js.add_stream(name=name, subjects=["S.>"], allow_atomic=True)
-    connection = connection_of(old_js._nc)
+    connection = connection_of(js._nc)
     write = connection.write_nowait
 
     def rewrite(data: bytes, count: int, size: int) -> None:
@@ -169,37 +158,38 @@ async def test_refusals_of_rewritten_messages_have_their_error_class(
         )
         write(b"".join(changed), count, size)
 
-    monkeypatch.setattr(connection, "write_nowait", rewrite)
-    batch = jsx.AtomicBatch(old_js)
+    patch.setattr(connection, "write_nowait", rewrite)
+    batch = jsx.AtomicBatch(js)
 
     async def publish() -> None:
         for message in messages[:-1]:
             await batch.add_message(message)
         await batch.commit(messages[-1].subject, headers=messages[-1].headers)
 
-    if old_server.version < since:
-        await (jsx.publish_atomic(old_js, messages) if bulk else publish())
-        assert (await old_js.stream_info(name)).state.messages == len(messages), "this server accepts it"
+    if server.version < since:
+        await (jsx.publish_atomic(js, messages) if bulk else publish())
+        assert (await js.stream_info(name)).state.messages == len(messages), "this server accepts it"
         return
     with pytest.raises(cls) as caught:
-        await (jsx.publish_atomic(old_js, messages) if bulk else publish())
+        await (jsx.publish_atomic(js, messages) if bulk else publish())
     error: Any = caught.value
     assert type(error) is cls
     assert (error.err_code, error.code, error.outcome) == (code, 400, "not_stored")
     assert bulk or batch.state == "failed"
-    assert (await old_js.stream_info(name)).state.messages == 0
+    assert (await js.stream_info(name)).state.messages == 0
 
 
-async def test_a_mirror_with_allow_atomic_is_refused(old_js: JetStreamContext, name: str) -> None:
+async def test_a_mirror_with_allow_atomic_is_refused(old_js: JetStreamContext) -> None:
     # Clients cannot publish to a mirror, so the server refuses to create one with allow_atomic.
-    await old_js.add_stream(name=name, subjects=["S.>"], allow_atomic=True)
-    config = StreamConfig(name="COPY", mirror=StreamSource(name=name), allow_atomic=True)
-    with pytest.raises(errors.AtomicPublishMirrorError) as caught:
-        await jsx.ensure_stream(old_js, config)
+    async with created(old_js) as name:
+        config = StreamConfig(name="COPY", mirror=StreamSource(name=name), allow_atomic=True)
+        with pytest.raises(errors.AtomicPublishMirrorError) as caught:
+            await jsx.ensure_stream(old_js, config)
     assert (caught.value.err_code, caught.value.code) == (10198, 400)
 
 
-async def test_the_refusal_names_the_stream_and_the_expected_one(old_js: JetStreamContext, name: str) -> None:
+async def test_the_refusal_names_the_stream_and_the_expected_one(old_js: JetStreamContext) -> None:
+    name = f"S{next(NUMBERS)}"
     await old_js.add_stream(name=name, subjects=["S.>"])
     disabled = f"atomic batches are disabled on stream '{name}', which stores subject 'S.a'; nothing is stored; .*"
     with pytest.raises(
@@ -216,8 +206,8 @@ async def test_the_refusal_names_the_stream_and_the_expected_one(old_js: JetStre
         await jsx.publish_atomic(old_js, [M("S.a"), M("S.b", stream="T")])
 
 
-async def test_too_many_open_batches_are_refused(old_server: NatsServer, old_js: JetStreamContext, name: str) -> None:
-    await old_js.add_stream(name=name, subjects=["S.>"], allow_atomic=True)
+async def test_too_many_open_batches_are_refused(old_server: NatsServer, old_js: JetStreamContext) -> None:
+    await old_js.add_stream(name=f"S{next(NUMBERS)}", subjects=["S.>"], allow_atomic=True)
     batches = [jsx.AtomicBatch(old_js) for _ in range(51)]
 
     async def open_(batch: jsx.AtomicBatch) -> None:
@@ -233,7 +223,8 @@ async def test_too_many_open_batches_are_refused(old_server: NatsServer, old_js:
         await batch.discard()
 
 
-async def test_an_open_batch_fails_once_allow_atomic_is_off(old_js: JetStreamContext, name: str) -> None:
+async def test_an_open_batch_fails_once_allow_atomic_is_off(old_js: JetStreamContext) -> None:
+    name = f"S{next(NUMBERS)}"
     await old_js.add_stream(name=name, subjects=["S.>"], allow_atomic=True)
     batch = jsx.AtomicBatch(old_js)
     await batch.add("S.a")

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+from client_cells import each
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
@@ -40,8 +41,8 @@ def given(messages: list[Any], kind: str) -> Any:
     return {"list": messages, "iterator": iter(messages), "asynchronous": asynchronous()}[kind]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("first", range(5))
+@each("kind", KINDS)
+@each("first", range(5))
 async def test_every_form_of_message_is_stored(js: JetStreamContext, make_stream: Any, kind: str, first: int) -> None:
     stream = await make_stream()
     ack = await jsx.publish_atomic(js, given(entries(stream, 12)[first:], kind))
@@ -61,10 +62,10 @@ async def test_add_many_and_publish_atomic_many_take_every_form(js: JetStreamCon
     assert [ack.batch_size for ack in acks] == [3, 1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("place", [0, 1, 2])
-@pytest.mark.parametrize(
-    ("bad", "error", "text"),
+@each("kind", KINDS)
+@each("place", [0, 1, 2])
+@each(
+    "bad, error, text",
     [
         (("only.a.subject",), TypeError, "a tuple of 1"),
         (("a", b"", None, None), TypeError, "a tuple of 4"),
@@ -76,7 +77,6 @@ async def test_add_many_and_publish_atomic_many_take_every_form(js: JetStreamCon
         (("a", b"", {"Nats-Batch-Id": "x"}), ValueError, "is set by the batch itself"),
         (("a", bytes(2 << 20)), Exception, "more than the server's max_payload"),
     ],
-    ids=lambda value: None if isinstance(value, type) else "",
 )
 async def test_any_other_entry_is_refused_and_stores_nothing(
     js: JetStreamContext, make_stream: Any, kind: str, place: int, bad: Any, error: type[Exception], text: str

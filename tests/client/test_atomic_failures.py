@@ -51,29 +51,6 @@ class TestUnexpectedReplies:
         assert await batch.resolve() == "not_stored"
         await leak_check.assert_clean()
 
-    async def test_a_sequence_can_be_reused_before_its_refusal_is_raised(
-        self, js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, leak_check: Any
-    ) -> None:
-        stream = await make_stream(max_msg_size=300)
-        batch = jsx.AtomicBatch(js)
-        await batch.add(f"{stream}.a", b"1")
-        machine = batch._session.machine
-        receive, others = machine.receive, []
-
-        def next_one_at_once(seq: int, header: bytes, payload: bytes) -> errors.JetStreamExtError | None:
-            refusal = receive(seq, header, payload)
-            if refusal is not None:
-                others.append(asyncio.ensure_future(batch.add(f"{stream}.a", b"2", ack=True)))
-            return refusal
-
-        monkeypatch.setattr(machine, "receive", next_one_at_once)
-        with pytest.raises(errors.MessageTooLargeError):
-            await batch.add(f"{stream}.a", bytes(500), ack=True)
-        (other,) = others
-        await other
-        assert (await batch.commit_eob()).batch_size == 2
-        await leak_check.assert_clean()
-
 
 class TestConnections:
     async def test_an_unanswered_commit_leaves_the_outcome_unknown(
@@ -117,25 +94,6 @@ class TestConnections:
         stream = await own_stream()
         batch = jsx.AtomicBatch(own_js, timeout=60)
         await batch.add(f"{stream}.a", b"1")
-        own_server.pause()
-        committing = asyncio.ensure_future(batch.commit_eob())
-        await asyncio.sleep(0)
-        own_server.kill()
-        async with asyncio.timeout(20):
-            with pytest.raises(errors.BatchOutcomeUnknownError, match="connection was lost"):
-                await committing
-
-    async def test_a_batch_notices_the_loss_of_its_second_connection(
-        self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream
-    ) -> None:
-        stream = await own_stream()
-        batch = jsx.AtomicBatch(own_js, timeout=60)
-        await batch.add(f"{stream}.a", b"1")
-        await own_nc.force_reconnect()
-        async with asyncio.timeout(60):
-            while not (own_nc.is_connected and own_nc.stats["reconnects"]):
-                await asyncio.sleep(0.005)
-        await batch.add(f"{stream}.a", b"2", ack=True)
         own_server.pause()
         committing = asyncio.ensure_future(batch.commit_eob())
         await asyncio.sleep(0)

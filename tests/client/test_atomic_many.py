@@ -6,6 +6,7 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
+from client_cells import each
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
@@ -22,16 +23,13 @@ async def count(js: JetStreamContext, stream: str) -> int:
     return (await js.stream_info(stream)).state.messages
 
 
-@pytest.fixture
-async def stream(make_stream: Any) -> str:
-    return await make_stream()
-
-
-@pytest.mark.parametrize("in_flight", [1, 2, 4, 40])
-@pytest.mark.parametrize("asynchronous", [False, True])
+@each("in_flight", [1, 2, 4, 40])
+@each("asynchronous", [False, True])
 async def test_all_batches_are_stored_in_order(
-    js: JetStreamContext, stream: str, leak_check: Any, in_flight: int, asynchronous: bool
+    js: JetStreamContext, make_stream: Any, leak_check: Any, in_flight: int, asynchronous: bool
 ) -> None:
+    stream = await make_stream()
+
     async def messages(number: int) -> AsyncIterator[jsx.BatchMessage]:
         for message in batch(stream, number):
             yield message
@@ -97,26 +95,6 @@ async def test_a_failed_batch_names_the_commits_in_flight(js: JetStreamContext, 
     await leak_check.assert_clean()
 
 
-@pytest.mark.internals("nats-py's publish wakes the flusher for each message")
-async def test_small_batches_go_out_in_one_write(
-    js: JetStreamContext, nc: Client, stream: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await jsx.publish_atomic(js, batch(stream, 0))  # from here on the stream is cached
-    await nc.flush()
-    transport: Any = nc._transport
-    write, written = transport.writelines, []
-
-    def writelines(commands: list[bytes]) -> None:
-        written.append(b"".join(commands))
-        write(commands)
-
-    monkeypatch.setattr(transport, "writelines", writelines)
-    await jsx.publish_atomic_many(js, [batch(stream, n) for n in range(10)], in_flight=10)
-    (messages,) = (data for data in written if b"Nats-Batch-Sequence: 1\r\n" in data)
-    assert messages.count(b"Nats-Batch-Commit: 1") == 10, "a commit goes out in the same turn of the loop"
-    assert await count(js, stream) == 33
-
-
 async def test_unanswered_commits_are_named_in_the_error(
     own_server: NatsServer,
     own_nc: Client,
@@ -167,13 +145,13 @@ async def test_cancellation_stores_only_whole_batches(js: JetStreamContext, stre
         await leak_check.assert_clean()
 
 
-@pytest.mark.parametrize("in_flight", [0, -1, True, 1.5])
+@each("in_flight", [0, -1, True, 1.5])
 def test_in_flight_is_checked(js: JetStreamContext, in_flight: Any) -> None:
     with pytest.raises(ValueError, match="in_flight"):
         jsx.publish_atomic_many(js, [], in_flight=in_flight)
 
 
-@pytest.mark.parametrize(("timeout", "error"), [(0, ValueError), (-1, ValueError), ("1", TypeError), (True, TypeError)])
+@each("timeout, error", [(0, ValueError), (-1, ValueError), ("1", TypeError), (True, TypeError)])
 def test_the_other_arguments_are_checked_at_the_call(js: Any, nc: Any, timeout: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="timeout"):
         jsx.publish_atomic_many(js, [], timeout=timeout)

@@ -12,7 +12,6 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
-from jetstream_ext.client import api
 from jetstream_ext.testing import NatsServer
 from jetstream_ext.testing.process import HeldPort
 
@@ -113,32 +112,4 @@ async def test_subject_expectations_are_refused_on_2_12_0(
             await batch.add_message(wrong)
         assert (await batch.commit_eob()).batch_size == 1
         assert (await js.stream_info("S")).state.messages == 2
-        await nc.close()
-
-
-NO_LOOKUPS = """
-authorization { users = [ { user: u, password: p, permissions: {
-    publish: { deny: ["$JS.API.STREAM.NAMES", "$JS.API.STREAM.INFO.>"] } } } ] }
-"""
-
-
-async def test_a_client_without_permission_to_look_up_streams_can_publish(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_LOOKUP_TIMEOUT", 1.0)
-    refused: list[Exception] = []
-
-    async def note(error: Exception) -> None:
-        refused.append(error)
-
-    async with NatsServer(config=NO_LOOKUPS) as server:
-        nc = await nats.connect(server.url, user="u", password="p", connect_timeout=10, error_cb=note)
-        js = nc.jetstream()
-        await js.add_stream(name="S", subjects=["s.>"], allow_atomic=True)
-        for _ in range(2):
-            async with asyncio.timeout(30):
-                batch = jsx.AtomicBatch(js)
-                await batch.add("s.a", b"1")
-                await batch.commit("s.a", b"2")
-        await jsx.publish_atomic(js, [jsx.BatchMessage("s.a")])
-        await nc.flush()
-        assert len(refused) == 1, "the lookup is not repeated"
         await nc.close()

@@ -1,21 +1,19 @@
 """`resolve`: whether a batch is stored although the answer to its commit was lost."""
 
 import asyncio
-import gc
 from collections.abc import Callable
 from typing import Any
 
 import nats
 import nats.errors
 import pytest
+from client_cells import each
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
-from jetstream_ext.client.base_connection import notify
-from jetstream_ext.client.connection import Context, connection_of
-from jetstream_ext.client.fence import send_fence
+from jetstream_ext.client.connection import connection_of
 from jetstream_ext.testing import NatsServer
 
 MakeStream = Any
@@ -65,7 +63,7 @@ def lost_commits(nc: Client, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return lose_commits(monkeypatch, nc)
 
 
-@pytest.mark.parametrize("count", [1, 2, 30])
+@each("count", [1, 2, 30])
 async def test_a_stored_batch_is_found(
     js: JetStreamContext, make_stream: MakeStream, leak_check: Any, count: int
 ) -> None:
@@ -83,8 +81,8 @@ async def test_a_stored_batch_is_found(
     await leak_check.assert_clean()
 
 
-@pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("count", [1, 2, 30])
+@each("direct", [True, False])
+@each("count", [1, 2, 30])
 async def test_a_commit_that_never_arrived_is_not_stored(
     js: JetStreamContext, make_stream: MakeStream, lost_commits: list[bytes], leak_check: Any, count: int, direct: bool
 ) -> None:
@@ -135,29 +133,6 @@ async def test_overwritten_messages_leave_the_outcome_unknown(
     assert batch.state == "unknown"
 
 
-async def test_holes_too_small_for_the_batch_prove_that_it_is_not_stored(
-    js: JetStreamContext, make_stream: MakeStream, lost_commits: list[bytes]
-) -> None:
-    name = await make_stream(max_msgs_per_subject=1)
-    batch = jsx.AtomicBatch(js)
-    await batch.add_many(messages(name, 3))
-    for subject in ("0", "1", "0", "1"):
-        await js.publish(f"{name}.{subject}", b"newer")
-    with pytest.raises(errors.BatchOutcomeUnknownError):
-        await commit_unanswered(batch)
-    assert await batch.resolve() == "not_stored"
-
-
-async def test_a_partly_overwritten_batch_is_found(js: JetStreamContext, make_stream: MakeStream) -> None:
-    name = await make_stream(max_msgs_per_subject=1)
-    batch = jsx.AtomicBatch(js)
-    await batch.add_many(messages(name, 3))
-    await commit_and_miss_the_answer(batch)
-    await js.publish(f"{name}.2", b"newer")
-    assert await batch.resolve() == "stored"
-    assert batch.ack.seq == 3
-
-
 async def test_a_recreated_stream_leaves_the_outcome_unknown(
     js: JetStreamContext, make_stream: MakeStream, lost_commits: list[bytes]
 ) -> None:
@@ -172,38 +147,6 @@ async def test_a_recreated_stream_leaves_the_outcome_unknown(
     await js.add_stream(name=name, subjects=[f"{name}.>"], allow_atomic=True)
     with pytest.raises(errors.BatchOutcomeUnknownError, match="re-created"):
         await batch.resolve()
-
-
-async def test_a_subject_moved_to_another_stream_leaves_the_outcome_unknown(
-    js: JetStreamContext, make_stream: MakeStream, lost_commits: list[bytes]
-) -> None:
-    name = await make_stream()
-    batch = jsx.AtomicBatch(js)
-    await batch.add_many(messages(name, 3))
-    with pytest.raises(errors.BatchOutcomeUnknownError):
-        await commit_unanswered(batch)
-    await js.update_stream(name=name, subjects=[f"{name}none"], allow_atomic=True, allow_msg_ttl=True)
-    await js.add_stream(name=f"{name}2", subjects=[f"{name}.*"], allow_atomic=True)
-    with pytest.raises(errors.BatchOutcomeUnknownError, match="belongs to stream"):
-        await batch.resolve()
-
-
-async def test_resolve_times_out_while_the_server_does_not_answer(
-    own_server: Any, own_nc: Client, own_js: JetStreamContext, own_stream: MakeStream
-) -> None:
-    name = await own_stream()
-    batch = jsx.AtomicBatch(own_js)
-    await batch.add_many(messages(name, 3))
-    own_server.pause()
-    with pytest.raises(errors.BatchOutcomeUnknownError):
-        await commit_unanswered(batch)
-    loop = asyncio.get_running_loop()
-    start = loop.time()
-    with pytest.raises(errors.BatchOutcomeUnknownError, match=r"tried for 0\.5 s"):
-        await batch.resolve(timeout=0.5)
-    assert loop.time() - start < 20  # without it, four times the timeout of a reply
-    own_server.resume()
-    assert await batch.resolve() == "stored"
 
 
 @pytest.mark.parametrize("acked", [True, False])
@@ -233,56 +176,6 @@ async def test_after_a_restart_only_an_acknowledged_batch_can_be_resolved(
             await batch.resolve()
 
 
-async def unknown_batch(js: JetStreamContext, stream: str) -> jsx.AtomicBatch:
-    """Return a batch of one message whose commit gets no answer."""
-    batch = jsx.AtomicBatch(js)
-    await batch.add(f"{stream}.0")
-    with pytest.raises(errors.BatchOutcomeUnknownError):
-        await commit_unanswered(batch)
-    return batch
-
-
-async def test_resolve_does_not_repeat_what_cannot_succeed(
-    js: JetStreamContext, make_stream: MakeStream, lost_commits: list[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch = await unknown_batch(js, await make_stream())
-    asked = 0
-
-    async def malformed(*_: Any) -> None:
-        nonlocal asked
-        asked += 1
-        raise errors.ResponseError("the answer is malformed")
-
-    monkeypatch.setattr("jetstream_ext.client.atomic_session.stream_state", malformed)
-    with pytest.raises(errors.BatchOutcomeUnknownError, match=r"unknown: the answer is malformed; its 1") as caught:
-        await batch.resolve(timeout=60)
-    assert asked == 1
-    assert isinstance(caught.value.__cause__, errors.ResponseError)
-
-
-async def test_a_connection_lost_during_the_search_leaves_no_unretrieved_error(
-    js: JetStreamContext,
-    nc: Client,
-    make_stream: MakeStream,
-    lost_commits: list[bytes],
-    monkeypatch: pytest.MonkeyPatch,
-    loop_is_quiet: list[dict[str, Any]],
-) -> None:
-    batch = await unknown_batch(js, await make_stream())
-    connection = connection_of(nc)
-
-    async def lost(*_: Any, **__: Any) -> None:
-        notify(connection._handlers.values(), connected=False)
-        raise nats.errors.ConnectionReconnectingError
-
-    monkeypatch.setattr(connection, "write", lost)
-    with pytest.raises(errors.BatchOutcomeUnknownError, match="tried for"):
-        await batch.resolve(timeout=0.3)
-    gc.collect()
-    await asyncio.sleep(0)
-    assert loop_is_quiet == []
-
-
 async def test_resolve_needs_an_ended_batch(js: JetStreamContext, make_stream: MakeStream) -> None:
     name = await make_stream()
     batch = jsx.AtomicBatch(js)
@@ -299,77 +192,6 @@ async def test_resolve_needs_an_ended_batch(js: JetStreamContext, make_stream: M
     with pytest.raises(errors.WrongLastSequenceError):
         await batch.commit(f"{name}.1", expected_last_seq=77)
     assert await batch.resolve() == "not_stored"
-
-
-class TestMessageIds:
-    async def test_publish_atomic_can_be_repeated(self, js: JetStreamContext, make_stream: MakeStream) -> None:
-        name = await make_stream()
-        batch = [jsx.BatchMessage(f"{name}.{i}", b"x", msg_id=f"m{i}") for i in range(5)]
-        ack = await jsx.publish_atomic(js, batch, batch_id="job-1")
-        assert await jsx.publish_atomic(js, batch, batch_id="job-1") == ack
-        await js.publish(f"{name}.4", b"newer")
-        assert await jsx.publish_atomic(js, batch, batch_id="job-1") == ack
-        assert (await js.stream_info(name)).state.messages == 6
-
-    async def test_ids_of_another_publisher_are_not_an_earlier_batch(
-        self, js: JetStreamContext, make_stream: MakeStream
-    ) -> None:
-        name = await make_stream()
-        batch = [jsx.BatchMessage(f"{name}.{i}", b"x", msg_id=f"m{i}") for i in range(5)]
-        await js.publish(f"{name}.4", b"x", headers={"Nats-Msg-Id": "m4"})
-        with pytest.raises(errors.AtomicPublishDuplicateMessageIDError):
-            await jsx.publish_atomic(js, batch, batch_id="job-1")
-        # The same id, but not the same batch.
-        await jsx.publish_atomic(js, batch[:3], batch_id="job-1")
-        with pytest.raises(errors.AtomicPublishDuplicateMessageIDError):
-            await jsx.publish_atomic(js, batch[:4], batch_id="job-1")
-
-    @pytest.mark.parametrize("size", [3, 10])
-    async def test_a_batch_of_another_size_was_not_stored_before(
-        self, js: JetStreamContext, make_stream: MakeStream, size: int
-    ) -> None:
-        name = await make_stream()
-        batch = [jsx.BatchMessage(f"{name}.a", b"x", msg_id=f"m{i}") for i in range(10)]
-        await jsx.publish_atomic(js, batch[:5], batch_id="job-1")
-        for _ in range(2):
-            with pytest.raises(errors.AtomicPublishDuplicateMessageIDError):
-                await jsx.publish_atomic(js, batch[:size], batch_id="job-1")
-            await js.publish(f"{name}.a", b"newer")
-        assert (await jsx.publish_atomic(js, batch[:5], batch_id="job-1")).seq == 5
-
-    async def test_the_search_for_an_earlier_batch_times_out(
-        self, js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, leak_check: Any
-    ) -> None:
-        name = await make_stream()
-        await js.publish(f"{name}.0", headers={"Nats-Msg-Id": "a"})
-        batch = jsx.AtomicBatch(js, batch_id="job-1")
-        with pytest.raises(errors.AtomicPublishDuplicateMessageIDError):
-            await batch.commit(f"{name}.0", msg_id="a")
-
-        async def never(*_: Any) -> None:
-            await asyncio.Event().wait()
-
-        with monkeypatch.context() as patch:
-            patch.setattr("jetstream_ext.client.atomic_session.get_at_leader", never)
-            async with asyncio.timeout(10):
-                with pytest.raises(errors.BatchOutcomeUnknownError, match=r"tried for 0\.2 s"):
-                    await batch.resolve(timeout=0.2)
-        with pytest.raises(errors.AtomicPublishDuplicateMessageIDError):
-            await batch.resolve()
-        await leak_check.assert_clean()
-
-    async def test_resolve_finds_the_earlier_batch(self, js: JetStreamContext, make_stream: MakeStream) -> None:
-        name = await make_stream()
-        for attempt in range(2):
-            batch = jsx.AtomicBatch(js, batch_id="job-1")
-            await batch.add(f"{name}.0", msg_id="a")
-            if attempt:
-                with pytest.raises(errors.AtomicPublishDuplicateMessageIDError):
-                    await batch.commit_eob()
-            else:
-                await batch.commit_eob()
-            assert await batch.resolve() == "stored"
-            assert batch.state == "committed"
 
 
 @pytest.mark.parametrize("version", ["2.12.0", "2.12.8", "2.14.6"])
@@ -394,13 +216,3 @@ async def test_resolve_works_on_older_servers(
                     await commit_unanswered(batch)
             assert await batch.resolve() == "not_stored"
         await nc.close()
-
-
-async def test_a_fence_that_cannot_be_written_names_the_write(own_nc: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def full(*_: Any, **__: Any) -> None:
-        raise errors.RequestTimeoutError("no room")
-
-    context = Context(own_nc.jetstream())
-    monkeypatch.setattr(context.connection, "write", full)
-    with pytest.raises(errors.RequestTimeoutError, match="no room"):
-        await send_fence(context, "S", [b"", b""], 1.0)

@@ -13,7 +13,7 @@ import jetstream_ext as jsx
 from jetstream_ext import errors
 from jetstream_ext.testing import NatsServer
 
-VERSIONS = ["2.10.26", "2.11.0", "2.11.11", "2.12.8", "2.14.6", "2.15.1"]
+VERSIONS = ["2.10.26", "2.11.11", "2.12.8", "2.14.6", "2.15.1"]
 
 # Account APP has users with different permissions and inboxes. GOOD imports the API of APP through an export for streams
 # of answers, NARROW through an export that passes only one message for each request.
@@ -112,17 +112,6 @@ async def test_the_client_s_inbox_prefix_is_used(server: NatsServer, perm: str, 
         assert await seqs(direct.multi_last([f"{perm}.>"], max_bytes=1)) == [5, 6]
         with pytest.raises(errors.RequestTimeoutError):
             await jsx.DirectGet(nc.jetstream(timeout=0.3), perm, timeout=0.3).scan(confirm=True).to_list()
-    await nc.close()
-
-
-async def test_proofs_need_permission_to_ask_the_leader(server: NatsServer, perm: str, batches: None) -> None:
-    nc = await connect(server, "prover")
-    direct = jsx.DirectGet(nc.jetstream(), perm, timeout=20)
-    assert await seqs(direct.scan(confirm=True)) == [1, 2, 3, 4, 5, 6]
-    assert await seqs(direct.scan(confirm=True, up_to_seq=9, subject=f"{perm}.open")) == [1, 3, 5]
-    assert await seqs(direct.scan(min_seq=6)) == [1, 2, 3, 4, 5, 6]
-    with pytest.raises(errors.MessageNotFoundError):
-        await direct.get(7, min_seq=6)
     await nc.close()
 
 

@@ -10,10 +10,9 @@ from typing import Any
 import nats
 import nats.errors
 import pytest
+from client_cells import each
 from nats.aio.client import Client
-from nats.aio.msg import Msg
 from nats.js import JetStreamContext
-from nats.js.errors import ServiceUnavailableError
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
@@ -143,7 +142,7 @@ class TestSilence:
             await read_until_error(direct.scan(batch=5), read)
         assert read == [1, 2]
 
-    @pytest.mark.parametrize(
+    @each(
         "read",
         [
             lambda d: d.get(1), lambda d: d.get_at(datetime.now(UTC)), lambda d: d.batch(3).to_list(), lambda d: d.scan().to_list(),
@@ -164,11 +163,6 @@ class TestSilence:
         batch = direct.batch(3)
         assert (await seqs(batch), batch.num_pending, batch.last_seq) == ([1, 2, 3], 2, 3)
         assert len(fake.requests) == 1
-
-    async def test_get_at_does_not_wait_for_the_end_of_the_reply(self, fake: Responder, direct: jsx.DirectGet) -> None:
-        fake.answers = [lambda _: from_(3, 3, 5)]
-        async with asyncio.timeout(10):
-            assert (await direct.get_at(datetime.now(UTC))).seq == 3
 
     async def test_a_page_of_multi_last_counts_only_as_a_whole(self, fake: Responder, direct: jsx.DirectGet) -> None:
         fake.answers = [lambda _: [row(4, 0, 2)]]
@@ -197,13 +191,9 @@ class TestGaps:
         assert read == [1, 2]
         assert (caught.value.expected, caught.value.got) == (2, 3)
 
-    async def test_a_gap_before_the_end_is_requested_again(self, fake: Responder, direct: jsx.DirectGet) -> None:
-        fake.answers = [lambda _: [*from_(1, 2, 3), end(3, 0)], lambda _: [row(3, 0, 0), end(3, 0)]]
-        assert await seqs(direct.scan()) == [1, 2, 3]
-
 
 class TestMalformedReplies:
-    @pytest.mark.parametrize(
+    @each(
         "frames",
         [
             [end(0, 7)],
@@ -231,8 +221,8 @@ class TestMalformedReplies:
         with pytest.raises(errors.ResponseError, match="increase after 4"):
             await direct.batch(2, seq=5).to_list()
 
-    @pytest.mark.parametrize(
-        ("text", "error"),
+    @each(
+        "text, error",
         [
             ("404 Message Not Found", errors.MessageNotFoundError),
             ("408 Bad Request", errors.BadRequestError),
@@ -271,7 +261,7 @@ async def quiet(error: Exception) -> None:
     pass
 
 
-@pytest.mark.parametrize("max_bytes", [100_000, 8 << 20])
+@each("max_bytes", [100_000, 8 << 20])
 async def test_a_connection_cut_for_slow_reading_skips_no_message(max_bytes: int) -> None:
     """A server may cut the connection if a reply is larger than its ``max_pending`` for a client."""
     with NatsServer(config="max_pending: 262144\nmax_payload: 65536\nwrite_deadline: 200ms") as server:
@@ -312,65 +302,13 @@ async def test_a_connection_closed_in_mid_read_ends_it(fake: Responder, server: 
     assert not nc._subs
 
 
-@pytest.mark.parametrize("read", [lambda d: d.get(1), lambda d: d.scan().to_list()], ids=["get", "scan"])
-async def test_a_connection_closed_after_a_loss_is_not_a_lost_message(
-    fake: Responder, server: NatsServer, read: Callable[[jsx.DirectGet], Awaitable[object]]
-) -> None:
-    fake.answers = [lambda _: []]
-    nc = await nats.connect(server.url, reconnect_time_wait=0.02, error_cb=quiet, connect_timeout=10)
-    reading = asyncio.ensure_future(read(jsx.DirectGet(nc.jetstream(), fake.stream, timeout=60)))
-    async with asyncio.timeout(30):
-        for count in (1, 2):
-            while len(fake.requests) < count:
-                await asyncio.sleep(0.01)
-            if count == 1:
-                nc._transport._io_writer.transport.abort()
-        await nc.close()
-        with pytest.raises(nats.errors.ConnectionClosedError):
-            await reading
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda d: d.get(1),
-        lambda d: d.get_last("a"),
-        lambda d: d.get_at(datetime.now(UTC)),
-        lambda d: d.scan().to_list(),
-    ],
-    ids=["get", "last", "time", "scan"],
-)
-async def test_a_connection_that_stays_away_is_a_timeout_that_names_the_whole_timeout(
-    own_server: NatsServer, read: Callable[[jsx.DirectGet], Awaitable[object]]
-) -> None:
+async def test_a_connection_that_stays_away_is_a_timeout_that_names_the_whole_timeout(own_server: NatsServer) -> None:
     nc = await nats.connect(own_server.url, max_reconnect_attempts=-1, error_cb=quiet, connect_timeout=10)
     own_server.kill()
     while nc.is_connected:
         await asyncio.sleep(0.01)
-    with pytest.raises(errors.RequestTimeoutError, match=r"did not come back within 0\.3 s"):
-        await read(jsx.DirectGet(nc.jetstream(), "S", timeout=0.3))
+    direct = jsx.DirectGet(nc.jetstream(), "S", timeout=0.3)
+    for read in (direct.get(1), direct.get_last("a"), direct.get_at(datetime.now(UTC)), direct.scan().to_list()):
+        with pytest.raises(errors.RequestTimeoutError, match=r"did not come back within 0\.3 s"):
+            await read
     await nc.close()
-
-
-async def test_a_proof_waits_while_the_leader_does_not_answer(
-    nc: Client, js: JetStreamContext, stream_name: Callable[[], str]
-) -> None:
-    stream, prefix = stream_name(), stream_name()
-    await js.add_stream(name=stream, subjects=[stream], allow_direct=True)
-    for _ in range(3):
-        await js.publish(stream)
-    await js.delete_msg(stream, 3)  # now only the leader can tell where the stream ends
-
-    async def relay(msg: Msg) -> None:
-        await nc.publish(f"$JS.API{msg.subject.removeprefix(prefix)}", msg.data, reply=msg.reply)
-
-    for subject in ("STREAM.INFO.>", "DIRECT.>"):
-        await nc.subscribe(f"{prefix}.{subject}", cb=relay)
-    direct = jsx.DirectGet(nc.jetstream(prefix=prefix, timeout=4), stream)
-    with pytest.raises(ServiceUnavailableError):
-        await direct.scan(confirm=True).to_list()
-    direct = jsx.DirectGet(nc.jetstream(prefix=prefix, timeout=20), stream)
-    reading = asyncio.ensure_future(direct.scan(confirm=True).to_list())
-    await asyncio.sleep(0.2)
-    await nc.subscribe(f"{prefix}.STREAM.MSG.>", cb=relay)
-    assert [message.seq for message in await reading] == [1, 2]

@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from client_cells import each
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
@@ -78,6 +79,7 @@ class TestSingle:
             (5, b"m5", {"X-U": "v5"}), (6, b"", {}), (7, b"m7", {}),
         ]  # fmt: skip
         assert (m.stream, m.subject, m.num_pending, m.last_seq) == (stream, f"{stream}.A", None, None)
+        assert abs(m.time - datetime.now(UTC)) < timedelta(minutes=1)
 
     async def test_get_last_and_get_next(self, direct: jsx.DirectGet, stream: str) -> None:
         assert (await direct.get_last(f"{stream}.B")).seq == 11
@@ -99,8 +101,9 @@ class TestSingle:
             direct.get(8), direct.get(13), direct.get(2**64 - 1), direct.get_last(f"{stream}.D"),
             direct.get_next(f"{stream}.A", seq=11),
         ):  # fmt: skip
-            with pytest.raises(errors.MessageNotFoundError, match=stream):
+            with pytest.raises(errors.MessageNotFoundError, match=stream) as caught:
                 await missing
+            assert (caught.value.code, caught.value.stream) == (404, stream)
 
     async def test_get_at(self, direct: jsx.DirectGet, stream: str, batches: None) -> None:
         assert (await direct.get_at(await time_of(direct, 5))).seq == 5
@@ -116,7 +119,7 @@ class TestBefore211:
         if version >= (2, 11):
             pytest.skip("this server has batches")
 
-    @pytest.mark.parametrize(
+    @each(
         "read",
         [
             lambda d, s: d.batch(3).to_list(),
@@ -170,28 +173,6 @@ class TestBatchForms:
         assert await seqs(direct.batch(3, seq=8)) == [9, 10, 11], "also on 2.11.0, whose 404 without a subject is wrong"
         assert await seqs(direct.batch(100, subject=f"{stream}.B", seq=3)) == [5, 11]
 
-    async def test_form_3_reads_from_a_time(self, direct: jsx.DirectGet, stream: str) -> None:
-        batch = direct.batch(3, subject=f"{stream}.>", start_time=await time_of(direct, 5))
-        assert (await seqs(batch), batch.num_pending, batch.last_seq) == ([5, 6, 7], 4, 7)
-        assert await seqs(direct.batch(3, start_time=await time_of(direct, 5))) == [5, 6, 7]
-
-    async def test_forms_4_to_6_stop_at_max_bytes(self, direct: jsx.DirectGet, stream: str) -> None:
-        two = 2 * (len(f"{stream}.A") + len("m1")) - 1  # servers still send the message that reaches the limit
-        for start, expected in (
-            ({}, [1, 2]), ({"seq": 9}, [9, 10]), ({"start_time": await time_of(direct, 9)}, [9, 10]),
-        ):  # fmt: skip
-            batch = direct.batch(5, subject=f"{stream}.>", max_bytes=two, **start)  # type: ignore[arg-type]
-            assert (await seqs(batch), batch.last_seq) == (expected, expected[-1])
-            assert batch.num_pending == (9 if expected[0] == 1 else 2)
-
-    async def test_no_match_is_an_empty_batch(self, direct: jsx.DirectGet, stream: str) -> None:
-        for batch in (
-            direct.batch(5, seq=13), direct.batch(5, subject=f"{stream}.D"), direct.scan(seq=2**64 - 1),
-            direct.batch(5, start_time=datetime.now(UTC) + timedelta(days=1)),
-            direct.multi_last([f"{stream}.D", "elsewhere.>"]),
-        ):  # fmt: skip
-            assert (await seqs(batch), batch.num_pending, batch.last_seq) == ([], 0, 0)
-
 
 @pytest.mark.usefixtures("batches")
 class TestMultiLastForms:
@@ -204,12 +185,6 @@ class TestMultiLastForms:
         assert (multi.num_pending, multi.last_seq, multi.up_to_seq) == (0, 12, 12)
         assert await seqs(direct.multi_last([f"{stream}.>", f"{stream}.*", f"{stream}.A"])) == [10, 11, 12]
 
-    async def test_form_2_reads_up_to_a_sequence(self, direct: jsx.DirectGet, stream: str) -> None:
-        multi = direct.multi_last([f"{stream}.>"], up_to_seq=8)
-        assert (await seqs(multi), multi.up_to_seq) == ([5, 6, 7], 7), "8 was deleted"
-        multi = direct.multi_last([f"{stream}.>"], up_to_seq=9)
-        assert (await seqs(multi), multi.up_to_seq) == ([5, 7, 9], 9)
-
     async def test_form_3_reads_up_to_a_time(self, direct: jsx.DirectGet, stream: str) -> None:
         # The time is exclusive, and a datetime has no nanoseconds: just before 6, so that 5 is the last one.
         when = await time_of(direct, 6)
@@ -221,15 +196,7 @@ class TestMultiLastForms:
             when = await time_of(direct, seq)
             assert await seqs(direct.multi_last([f"{stream}.>"], up_to_time=when)) == expected
 
-    async def test_forms_4_to_6_stop_at_the_batch_size(self, direct: jsx.DirectGet, stream: str) -> None:
-        for point, expected in (
-            ({}, [10, 11]), ({"up_to_seq": 8}, [5, 6]), ({"up_to_time": await time_of(direct, 6)}, [3, 4]),
-        ):  # fmt: skip
-            multi = direct.multi_last([f"{stream}.>"], batch=2, **point)  # type: ignore[arg-type]
-            assert (await seqs(multi), multi.last_seq) == (expected, expected[-1])
-            assert multi.num_pending == 1, "also where the server's own end says 0 (2.11)"
-
-    @pytest.mark.parametrize("max_bytes", [1, 60, 100, 1 << 20])
+    @each("max_bytes", [1, 60, 100, 1 << 20])
     async def test_pages_reach_the_end(self, direct: jsx.DirectGet, stream: str, max_bytes: int) -> None:
         """On 2.11 the end of a cut page counts one message too few: 0 if one more follows."""
         multi = direct.multi_last([f"{stream}.>"], max_bytes=max_bytes)
@@ -249,8 +216,8 @@ class TestMultiLastForms:
             # By ADR-31, an answer is exact only as far as the stream's history reaches.
             assert read + await seqs(multi) == expected
 
-    @pytest.mark.parametrize("storage", ["file", "memory"])
-    @pytest.mark.parametrize("max_bytes", [1, 1 << 20])
+    @each("storage", ["file", "memory"])
+    @each("max_bytes", [1, 1 << 20])
     async def test_a_point_beyond_the_end_is_the_end(
         self, js: JetStreamContext, make: Make, storage: str, max_bytes: int
     ) -> None:
@@ -274,7 +241,7 @@ class TestMultiLastForms:
             multi = direct.multi_last([f"{name}.>"], up_to_seq=point, max_bytes=max_bytes)
             assert (await seqs(multi), multi.up_to_seq) == (list(range(1, point + 1)), point)
 
-    @pytest.mark.parametrize("storage", ["file", "memory"])
+    @each("storage", ["file", "memory"])
     async def test_min_seq_reads_one_s_own_writes(self, js: JetStreamContext, make: Make, storage: str) -> None:
         name = await make(storage=storage)
         direct = jsx.DirectGet(js, name)
@@ -304,27 +271,6 @@ class TestMultiLastForms:
 
 @pytest.mark.usefixtures("batches")
 class TestScan:
-    async def test_every_option_reads_its_range(self, direct: jsx.DirectGet, stream: str) -> None:
-        everything = [1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12]
-        for options in ({}, {"confirm": True}, {"min_seq": 12}):
-            for batch in (1, 3, None):
-                scan = direct.scan(batch=batch, **options)  # type: ignore[arg-type]
-                assert (await seqs(scan), scan.num_pending, scan.last_seq) == (everything, 0, 12)
-                assert await seqs(direct.scan(seq=5, up_to_seq=9, batch=batch, **options)) == [5, 6, 7, 9]  # type: ignore[arg-type]
-                assert await seqs(direct.scan(subject=f"{stream}.B", batch=batch, **options)) == [2, 5, 11]  # type: ignore[arg-type]
-                when = await time_of(direct, 7)
-                assert await seqs(direct.scan(start_time=when, batch=batch, **options)) == [7, 9, 10, 11, 12]  # type: ignore[arg-type]
-            assert await seqs(direct.scan(max_bytes=1, **options)) == everything  # type: ignore[arg-type]
-
-    async def test_messages_over_max_bytes_are_read_one_by_one(self, js: JetStreamContext, make: Make) -> None:
-        name = await make()
-        sizes = [0, 300_000, 10, 900_000, 900_000, 1, 0]
-        for size in sizes:
-            await js.publish(f"{name}.x", bytes(size))
-        for max_bytes in (1000, 1 << 20, 8 << 20):
-            messages = await jsx.DirectGet(js, name).scan(max_bytes=max_bytes).to_list()
-            assert [len(message.data) for message in messages] == sizes
-
     async def test_an_empty_stream_is_an_empty_scan(self, js: JetStreamContext, make: Make) -> None:
         name = await make()
         direct = jsx.DirectGet(js, name)
@@ -336,11 +282,6 @@ class TestScan:
         assert await seqs(direct.scan(min_seq=1)) == []
 
 
-OURS = {"Status": "204", "Description": "EOB", "K": "v"}
-SPOOF = {
-    "Nats-Sequence": "77", "Nats-Stream": "EVIL", "Nats-Subject": "evil", "Nats-Last-Sequence": "76",
-    "Nats-Num-Pending": "0", "Nats-Time-Stamp": "1999-01-01T00:00:00Z", "Nats-UpTo-Sequence": "1", **OURS,
-}  # fmt: skip
 IMITATION = (
     b"NATS/1.0\r\nNats-Stream: X\r\nNats-Subject: x\r\nNats-Sequence: 9\r\nNats-Time-Stamp: 2020-01-01T00:00:00Z\r\n"
     b"Nats-Num-Pending: 0\r\nNats-Last-Sequence: 8\r\n\r\n"
@@ -348,23 +289,7 @@ IMITATION = (
 
 
 class TestForgedHeaders:
-    async def test_stored_reply_headers_are_data(
-        self, js: JetStreamContext, make: Make, version: tuple[int, ...]
-    ) -> None:
-        name = await make()
-        for payload in (b"", b"x", b"\r\nNATS/1.0 204 EOB\r\n\r\n"):
-            await js.publish(f"{name}.a", payload, headers=SPOOF)
-        direct = jsx.DirectGet(js, name)
-        reads = [[await direct.get(seq) for seq in (1, 2, 3)]]
-        if version >= (2, 11):
-            reads += [await direct.scan(batch=size, max_bytes=1 << 20).to_list() for size in (1, 2, 9)]
-        for messages in reads:
-            assert [(m.stream, m.subject, m.seq, m.headers) for m in messages] == [
-                (name, f"{name}.a", seq, OURS) for seq in (1, 2, 3)
-            ]
-            assert all(m.time.year > 2000 for m in messages)
-
-    @pytest.mark.parametrize(
+    @each(
         "block",
         [
             b"NATS/1.0 204 EOB\r\nNats-Num-Pending: 0\r\nNats-Last-Sequence: 0\r\n\r\n",
@@ -394,8 +319,8 @@ class TestForgedHeaders:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize("missing", ["stream", "allow_direct"])
-    @pytest.mark.parametrize(
+    @each("missing", ["stream", "allow_direct"])
+    @each(
         "read",
         [
             lambda d: d.get(1), lambda d: d.get_last("a"), lambda d: d.get_next("a"),
@@ -409,8 +334,9 @@ class TestRefusals:
     ) -> None:  # fmt: skip
         name = "NONE" if missing == "stream" else await make(allow_direct=False)
         async with asyncio.timeout(20):
-            with pytest.raises(errors.DirectGetDisabledError, match=rf"{name}.*allow_direct"):
+            with pytest.raises(errors.DirectGetDisabledError, match=rf"{name}.*allow_direct") as caught:
                 await read(jsx.DirectGet(js, name, timeout=60))
+        assert caught.value.stream == name
         await leak_check.assert_clean()
 
     async def test_408_has_the_server_s_text(

@@ -10,6 +10,7 @@ from typing import Any
 import nats
 import nats.errors
 import pytest
+from client_cells import each
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
@@ -77,7 +78,7 @@ async def test_it_warns_once_per_connection(server: NatsServer) -> None:
         await nc.close()
 
 
-@pytest.mark.parametrize("missing", sorted(_CLIENT))
+@each("missing", sorted(_CLIENT))
 def test_any_missing_internal_selects_the_fallback(missing: str) -> None:
     nc = Client()
     setattr(nc, missing, object())
@@ -165,25 +166,6 @@ async def test_direct_gets_work(js: JetStreamContext, stream: str, leak_check: A
     await settled(leak_check)
 
 
-@pytest.mark.parametrize("kind", [jsx.FastPublisher, jsx.AtomicBatch])
-async def test_refusals_are_raised(js: JetStreamContext, leak_check: Any, kind: Any) -> None:
-    async with asyncio.timeout(20):
-        with pytest.raises(errors.NoStreamError):
-            await kind(js).add("no.such.stream", b"x")
-    with pytest.raises(errors.BadSubjectError):
-        await kind(js).add("a b", b"x")
-    await settled(leak_check)
-
-
-async def test_a_read_that_ends_early_leaves_nothing_behind(js: JetStreamContext, stream: str, leak_check: Any) -> None:
-    for i in range(9):
-        await js.publish(f"{stream}.a", b"%d" % i)
-    async with jsx.DirectGet(js, stream).scan(batch=2) as messages:
-        async for _ in messages:
-            break
-    await settled(leak_check)
-
-
 async def test_a_closed_connection_ends_calls(nc: Client, js: JetStreamContext, stream: str) -> None:
     publisher = jsx.FastPublisher(js)
     await publisher.add(f"{stream}.a", b"x")
@@ -193,37 +175,6 @@ async def test_a_closed_connection_ends_calls(nc: Client, js: JetStreamContext, 
     assert publisher.end_reason is jsx.EndReason.DISCONNECTED
     with pytest.raises(nats.errors.ConnectionClosedError):
         await jsx.DirectGet(js, stream).get(1)
-
-
-async def test_a_lost_connection_is_reported_to_handlers(own_nc: Client, own_server: NatsServer) -> None:
-    connection = connection_of(with_unknown_internals(own_nc))
-    assert isinstance(connection, FallbackConnection)
-    heard: list[object] = []
-    inbox = await connection.inbox(
-        InboxHandler(heard.extend, lambda: heard.append("lost"), lambda: heard.append("back")), timeout=5
-    )
-    for turn in (1, 2):
-        await asyncio.to_thread(own_server.kill)
-        await asyncio.to_thread(own_server.restart)
-        async with asyncio.timeout(30):
-            while len(heard) < 2 * turn:
-                await asyncio.sleep(0.01)
-        assert heard == ["lost", "back"] * turn
-    # A later subscription is not told of the loss.
-    late: list[object] = []
-    other = await connection.inbox(InboxHandler(late.extend, lambda: late.append("lost")), timeout=5)
-    await connection.write(
-        pub(other.subject.encode(), b"", b"", b"x") + pub(inbox.subject.encode(), b"", b"", b"x"), 2, 2, timeout=5
-    )
-    async with asyncio.timeout(10):
-        while not late or len(heard) < 5:
-            await asyncio.sleep(0.01)
-    assert late == [(other.subject.encode(), b"x", 0)]
-    inbox.close()
-    other.close()
-    async with asyncio.timeout(10):
-        while connection._tasks:
-            await asyncio.sleep(0.01)
 
 
 async def test_a_lost_connection_ends_a_read_before_its_timeout(
@@ -248,21 +199,6 @@ async def test_a_lost_connection_ends_a_read_before_its_timeout(
         assert (found if isinstance(found, jsx.StoredMsg) else found[0]).seq == 2
 
 
-async def test_a_cancelled_subscription_is_dropped(nc: Client, leak_check: Any) -> None:
-    connection = connection_of(nc)
-    nc._max_pending_size = 1  # the subscription waits for the flusher
-    for turns in range(6):
-        opening = asyncio.create_task(connection.inbox(InboxHandler(lambda _: None, lambda: None), timeout=5))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        if not opening.cancel():
-            opening.result().close()
-        await asyncio.wait([opening])
-        async with asyncio.timeout(10):
-            while any(leak_check.leaked()[:2]):  # the timer of this loop
-                await asyncio.sleep(0.001)
-
-
 @pytest.fixture
 async def heard(nc: Client) -> AsyncIterator[tuple[FallbackConnection, str, list[Frame]]]:
     connection = connection_of(nc)
@@ -272,31 +208,6 @@ async def heard(nc: Client) -> AsyncIterator[tuple[FallbackConnection, str, list
     yield connection, inbox.subject, frames
     inbox.close()
     await asyncio.sleep(0)
-
-
-@pytest.mark.parametrize(
-    ("header", "data"),
-    [
-        (b"", b"plain"),
-        (b"NATS/1.0\r\nK: v\r\nL: w\r\n\r\n", b"x"),
-        (b"NATS/1.0 503\r\n\r\n", b""),
-        (b"NATS/1.0 204 EOB\r\nNats-Num-Pending: 7\r\nNats-Last-Sequence: 5\r\n\r\n", b""),
-        (b"NATS/1.0 429 Too Many Requests\r\n\r\n", b'{"error":{}}'),
-        (b"NATS/1.0 503\r\nNats-Subject: a.b\r\n\r\n", b""),
-    ],
-)
-async def test_frames_are_what_the_server_sent(
-    heard: tuple[FallbackConnection, str, list[Frame]], header: bytes, data: bytes
-) -> None:
-    connection, subject, frames = heard
-    # Not through nats-py's publish, which sends no status lines.
-    connection.nc._pending.append(pub(subject.encode(), b"", header, data))
-    connection.nc._pending_data_size += 1
-    await connection.nc.flush()
-    async with asyncio.timeout(30):
-        while not frames:
-            await asyncio.sleep(0.001)
-    assert [parts(frame) for frame in frames] == [(subject.encode(), header, data)]
 
 
 UNFINISHED = {
@@ -319,11 +230,13 @@ UNFINISHED = {
 }
 
 
-@pytest.mark.parametrize(("block", "headers"), UNFINISHED.values(), ids=UNFINISHED)
+@each("block, headers", UNFINISHED.values())
 async def test_messages_with_any_header_block_are_read(
-    server: NatsServer, js: JetStreamContext, stream: str, block: bytes, headers: dict[str, str]
+    server: NatsServer, js: JetStreamContext, stream_name: Callable[[], str], block: bytes, headers: dict[str, str]
 ) -> None:
     """The server puts its own lines in place of the last two bytes of a block, whatever they are."""
+    stream = stream_name()
+    await js.add_stream(name=stream, subjects=[f"{stream}.>"], allow_direct=True)
     await js.publish(f"{stream}.a", b"1")
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(b'CONNECT {"verbose":false,"headers":true,"no_responders":true}\r\n')
@@ -340,52 +253,3 @@ async def test_messages_with_any_header_block_are_read(
         ]
     single = await direct.get(2)
     assert (single.stream, single.seq, single.data, single.headers) == (stream, 2, b"2", headers)
-
-
-async def test_a_closed_inbox_delivers_nothing_that_nats_py_still_has(nc: Client) -> None:
-    connection = connection_of(nc)
-    heard: list[Frame] = []
-    inbox = await connection.inbox(InboxHandler(heard.extend, lambda: None), timeout=5)
-    (subscription,) = [each for each in nc._subs.values() if each.subject == inbox.subject]
-    await nc._process_msg(subscription._id, inbox.subject.encode(), b"", b"x", b"")  # takes it into a queue
-    assert subscription.pending_msgs == 1
-    inbox.close()
-    async with asyncio.timeout(30):
-        while subscription.pending_msgs and subscription in nc._subs.values():
-            await asyncio.sleep(0)
-    assert heard == []
-
-
-async def test_a_failing_handler_does_not_end_the_subscription(nc: Client, loop_is_quiet: list[dict[str, Any]]) -> None:
-    connection = connection_of(nc)
-    heard: list[Frame] = []
-
-    def take(frames: list[Frame]) -> None:
-        heard.extend(frames)
-        raise ZeroDivisionError
-
-    inbox = await connection.inbox(InboxHandler(take, lambda: None), timeout=5)
-    for data in (b"1", b"2"):
-        await nc.publish(inbox.subject, data)
-    async with asyncio.timeout(30):
-        while len(heard) < 2:
-            await asyncio.sleep(0.001)
-    assert [type(each["exception"]) for each in loop_is_quiet] == [ZeroDivisionError] * 2
-    loop_is_quiet.clear()
-    inbox.close()
-
-
-async def test_a_loss_is_known_before_the_next_write(own_nc: Client, own_server: NatsServer) -> None:
-    connection = connection_of(with_unknown_internals(own_nc))
-    told: list[str] = []
-    handler = InboxHandler(lambda _: None, lambda: told.append("lost"), lambda: told.append("back"))
-    inbox = await connection.inbox(handler, timeout=5)
-    assert connection._poll is not None
-    connection._poll.cancel()  # only the callers look at the connection
-    await own_nc.force_reconnect()
-    async with asyncio.timeout(30):
-        while not own_nc.is_connected or not own_nc.stats["reconnects"]:
-            await asyncio.sleep(0.001)
-    connection.write_nowait(pub(b"a", b"", b"", b""), 1, 0)
-    assert told == ["lost", "back"]
-    inbox.close()

@@ -4,9 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
-import nats.errors
-import nats.js.errors
 import pytest
+from client_cells import each
 from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy
 
@@ -23,11 +22,6 @@ async def stored(js: JetStreamContext, stream: str) -> list[jsx.StoredMsg]:
 
 async def payloads(js: JetStreamContext, stream: str) -> list[bytes]:
     return [message.data for message in await stored(js, stream)]
-
-
-@pytest.fixture
-async def stream(make_stream: MakeStream) -> str:
-    return await make_stream()
 
 
 class TestPublishing:
@@ -68,11 +62,13 @@ class TestPublishing:
         assert third.headers["Nats-TTL"] == "never"
         assert fourth.data == b"\r\n"
 
-    @pytest.mark.parametrize("flow", [1, 7, 100, 65535])
-    @pytest.mark.parametrize("outstanding", [1, 3])
+    @each("flow", [1, 7, 100, 65535])
+    @each("outstanding", [1, 3])
     async def test_add_many_stores_everything_in_order(
-        self, js: JetStreamContext, stream: str, flow: int, outstanding: int
+        self, js: JetStreamContext, make_stream: MakeStream, flow: int, outstanding: int
     ) -> None:
+        stream = await make_stream()
+
         def entries() -> Iterator[Any]:
             for i in range(1000):
                 payload = b"%d" % i
@@ -98,12 +94,6 @@ class TestPublishing:
             assert (await pub.add_many(entries())).batch_seq == 300
         assert await payloads(js, stream) == [b"%d" % i for i in range(300)]
 
-    async def test_concurrent_adds_are_all_stored(self, js: JetStreamContext, stream: str) -> None:
-        async with jsx.FastPublisher(js, flow=5) as pub:
-            acks = await asyncio.gather(*(pub.add(f"{stream}.a", b"%d" % i) for i in range(100)))
-        assert sorted(ack.batch_seq for ack in acks) == list(range(1, 101))
-        assert {int(data) for data in await payloads(js, stream)} == set(range(100))
-
     async def test_every_change_of_state_is_one_debug_record(
         self, js: JetStreamContext, stream: str, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -117,23 +107,6 @@ class TestPublishing:
             for change in ("NEW -> STARTING", "STARTING -> OPEN", "OPEN -> COMMITTING", "COMMITTING -> ENDED")
         ]
         assert "secret" not in "".join(records)
-
-    async def test_waiting_callers_send_in_order_within_the_window(self, js: JetStreamContext, stream: str) -> None:
-        most, flows = 0, [5]
-        async with jsx.FastPublisher(
-            js, flow=5, max_outstanding_acks=1, on_flow=lambda ack: flows.append(ack.msgs)
-        ) as pub:
-
-            async def add(number: int) -> jsx.FastPubAck:
-                nonlocal most
-                ack = await pub.add(f"{stream}.a", b"%d" % number)
-                most = max(most, pub.batch_seq - pub.ack_seq)
-                return ack
-
-            acks = await asyncio.gather(*(add(i) for i in range(500)))
-            assert most <= max(flows)
-        assert [ack.batch_seq for ack in acks] == list(range(1, 501))
-        assert await payloads(js, stream) == [b"%d" % i for i in range(500)]
 
     async def test_an_empty_source_sends_nothing(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
         async with jsx.FastPublisher(js) as pub:
@@ -154,26 +127,6 @@ class TestPublishing:
             await pub.flush()
         assert len(await payloads(js, stream)) == 3, "pings are not stored"
 
-    async def test_lost_acks_are_recovered_by_pings(self, js: JetStreamContext, stream: str) -> None:
-        pub = jsx.FastPublisher(js, flow=10)
-        pub._batch._stall_ping = 0.05
-        await pub.add(f"{stream}.a", b"x")
-        machine = pub._batch
-        receive, lost = machine.receive, 0
-
-        def lossy(frames: list[Any], now: float) -> Any:
-            nonlocal lost
-            lost += 1
-            return ([], b"") if lost <= 3 else receive(frames, now)
-
-        machine.receive = lossy  # type: ignore[method-assign]
-        async with asyncio.timeout(30):
-            await pub.add_many((f"{stream}.a", b"x") for _ in range(100))
-        machine.receive = receive  # type: ignore[method-assign]
-        await pub.commit_eob()
-        assert lost >= 3
-        assert len(await payloads(js, stream)) == 101
-
 
 class TestEnding:
     async def test_commit_with_a_last_message(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
@@ -184,17 +137,14 @@ class TestEnding:
         assert [m.headers for m in await stored(js, stream)] == [{}, {"K": "v"}]
         await leak_check.assert_clean()
 
-    async def test_commit_works_without_an_add(self, js: JetStreamContext, stream: str) -> None:
-        assert (await jsx.FastPublisher(js).commit(f"{stream}.a", b"only")).batch_size == 1
-        assert await payloads(js, stream) == [b"only"]
-
     async def test_commit_eob_commits_without_another_message(self, js: JetStreamContext, stream: str) -> None:
         pub = jsx.FastPublisher(js)
         with pytest.raises(errors.EmptyBatchError):
             await pub.commit_eob()
         await pub.add(f"{stream}.a", b"1")
         assert (await pub.commit_eob()).batch_size == 1
-        assert await payloads(js, stream) == [b"1"]
+        assert (await jsx.FastPublisher(js).commit(f"{stream}.a", b"only")).batch_size == 1
+        assert await payloads(js, stream) == [b"1", b"only"]
 
     async def test_discard_keeps_what_was_sent(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
         pub = jsx.FastPublisher(js)
@@ -211,7 +161,7 @@ class TestEnding:
         assert await payloads(js, stream) == [b"1"]
         await leak_check.assert_clean()
 
-    @pytest.mark.parametrize("end", ["commit", "discard", "discard unused"])
+    @each("end", ["commit", "discard", "discard unused"])
     async def test_a_batch_is_closed_after_its_end(self, js: JetStreamContext, stream: str, end: str) -> None:
         pub = jsx.FastPublisher(js)
         if end != "discard unused":
@@ -227,34 +177,6 @@ class TestEnding:
             assert caught.value.batch_id == pub.batch_id
         assert await pub.wait_closed() is pub.end_reason
 
-    async def test_an_exception_in_the_block_discards_the_batch(
-        self, js: JetStreamContext, stream: str, leak_check: Any
-    ) -> None:
-        pub = jsx.FastPublisher(js)
-
-        async def fail() -> None:
-            async with pub:
-                await pub.add(f"{stream}.a", b"1")
-                raise ZeroDivisionError
-
-        with pytest.raises(ZeroDivisionError):
-            await fail()
-        assert pub.end_reason is jsx.EndReason.DISCARDED
-        with pytest.raises(
-            errors.BatchClosedError,
-            match=r"it was discarded, so it has no final ack; (message 1 is not|every message was) acknowledged",
-        ):
-            _ = pub.ack
-        await leak_check.assert_clean()
-
-    async def test_wait_closed_returns_the_reason(self, js: JetStreamContext, stream: str) -> None:
-        pub = jsx.FastPublisher(js)
-        waiters = [asyncio.create_task(pub.wait_closed()) for _ in range(2)]
-        await pub.add(f"{stream}.a", b"1")
-        assert not any(waiter.done() for waiter in waiters)
-        await pub.commit_eob()
-        assert await asyncio.gather(*waiters) == [jsx.EndReason.COMMITTED] * 2
-
     async def test_an_idle_batch_notices_its_end(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
         pub = jsx.FastPublisher(js, keepalive=0.05)
         await pub.add(f"{stream}.a", b"1")
@@ -267,13 +189,6 @@ class TestEnding:
             await pub.add(f"{stream}.a", b"2")
         assert isinstance(caught.value, errors.BatchError)
         await leak_check.assert_clean()
-
-    async def test_an_idle_batch_without_keepalive_sends_nothing(self, js: JetStreamContext, stream: str) -> None:
-        pub = jsx.FastPublisher(js, keepalive=None)
-        await pub.add(f"{stream}.a", b"1")
-        await pub.flush()
-        assert pub._batch.next_timer() is None
-        await pub.discard()
 
     async def test_an_idle_batch_is_kept_alive(self, js: JetStreamContext, stream: str) -> None:
         pongs = asyncio.Event()
@@ -288,45 +203,6 @@ class TestEnding:
 
 
 class TestGapsAndRefusals:
-    async def test_ok_mode_reports_refused_messages(self, js: JetStreamContext, make_stream: MakeStream) -> None:
-        stream = await make_stream(max_msg_size=100)
-        reports: list[object] = []
-        pub = jsx.FastPublisher(js, gap=jsx.GapMode.OK, on_error=reports.append, on_gap=reports.append)
-        async with pub:
-            for i, size in enumerate((1, 200, 1, 1)):
-                await pub.add(f"{stream}.a", b"x" * size, expected_last_seq=77 if i == 3 else None)
-        assert pub.end_reason is jsx.EndReason.COMMITTED
-        assert [(report.seq, type(report.error)) for report in pub.errors] == [
-            (2, errors.MessageTooLargeError), (4, errors.WrongLastSequenceError),
-        ]  # fmt: skip
-        assert pub.gaps == [jsx.BatchFlowGap(2, 3)]
-        assert reports == [pub.errors[0], pub.gaps[0], pub.errors[1]]
-        assert len(await payloads(js, stream)) == 2
-
-    async def test_fail_mode_ends_at_a_refused_message(
-        self, js: JetStreamContext, make_stream: MakeStream, leak_check: Any
-    ) -> None:
-        stream = await make_stream(max_msg_size=10)
-        pub = jsx.FastPublisher(js)
-        await pub.add(f"{stream}.a", b"1")
-        await pub.add(f"{stream}.a", b"x" * 20)
-
-        async def go_on() -> None:
-            async with asyncio.timeout(30):
-                while True:
-                    await pub.add(f"{stream}.a", b"3")
-                    await asyncio.sleep(0)
-
-        with pytest.raises(errors.MessageTooLargeError) as caught:
-            await go_on()
-        assert pub.end_reason is jsx.EndReason.ERROR
-        assert caught.value.ack == pub.ack == jsx.BatchAck(stream, 1, pub.batch_id, 1)
-        assert (caught.value.outcome, caught.value.acked) == ("partial", 1)
-        assert await payloads(js, stream) == [b"1"]
-        with pytest.raises(errors.MessageTooLargeError):
-            await pub.commit_eob()
-        await leak_check.assert_clean()
-
     async def test_a_full_stream_refuses_messages_in_both_modes(
         self, js: JetStreamContext, make_stream: MakeStream
     ) -> None:
@@ -342,27 +218,6 @@ class TestGapsAndRefusals:
             await pub.commit_eob()
         assert pub.ack.batch_size == 3
 
-    async def test_a_gap_in_fail_mode_ends_with_the_final_ack(self, js: JetStreamContext, stream: str) -> None:
-        pub = jsx.FastPublisher(js)
-        await pub.add(f"{stream}.a", b"1")
-        pub._batch.sent += 2  # as if two messages had been lost on their way
-        await pub.add(f"{stream}.a", b"4")
-        with pytest.raises(errors.BatchGapError) as caught:
-            await pub.flush()
-        assert (caught.value.first_lost, caught.value.last_lost, caught.value.sent) == (2, 3, 4)
-        assert (pub.end_reason, caught.value.ack) == (jsx.EndReason.GAP, jsx.BatchAck(stream, 1, pub.batch_id, 1))
-        assert await payloads(js, stream) == [b"1"]
-
-    async def test_a_gap_in_ok_mode_keeps_the_batch_open(self, js: JetStreamContext, stream: str) -> None:
-        async with jsx.FastPublisher(js, gap="ok") as pub:  # type: ignore[arg-type]
-            await pub.add(f"{stream}.a", b"1")
-            pub._batch.sent += 2
-            await pub.add(f"{stream}.a", b"4")
-            await pub.flush()
-            assert pub.gaps == [jsx.BatchFlowGap(2, 4)]
-        assert pub.ack.batch_size == 4, "it counts the lost messages"
-        assert await payloads(js, stream) == [b"1", b"4"]
-
     async def test_ok_mode_reports_a_subject_of_no_stream(self, js: JetStreamContext, stream: str) -> None:
         async with jsx.FastPublisher(js, gap=jsx.GapMode.OK) as pub:
             await pub.add(f"{stream}.a", b"1")
@@ -373,150 +228,8 @@ class TestGapsAndRefusals:
         assert (report.seq, report.error.code) == (2, 503)
         assert pub.gaps == [jsx.BatchFlowGap(2, 3)]
 
-    async def test_a_deleted_stream_ends_a_wait(self, js: JetStreamContext, stream: str) -> None:
-        pub = jsx.FastPublisher(js)
-        await pub.add(f"{stream}.a", b"1")
-        await js.delete_stream(stream)
-        pub._batch.ack_timeout = 0.5
-        async with asyncio.timeout(20):
-            with pytest.raises(errors.BatchOutcomeUnknownError):
-                await pub.flush()
-        assert pub.end_reason is jsx.EndReason.TIMEOUT
-
-
-class TestRefusedAtOnce:
-    """A typed error at once, nothing stored, nothing left open."""
-
-    @pytest.mark.parametrize(
-        ("missing", "error"),
-        [("allow_batched", errors.FastPublishDisabledError), ("stream", errors.NoStreamError)],
-    )
-    @pytest.mark.parametrize("how", ["add", "add_many", "commit", "block"])
-    async def test_a_missing_stream_or_allow_batched_is_an_error_at_once(
-        self,
-        js: JetStreamContext,
-        make_stream: MakeStream,
-        leak_check: Any,
-        missing: str,
-        error: type[Exception],
-        how: str,
-    ) -> None:
-        subject = "no.such.stream" if missing == "stream" else f"{await make_stream(allow_batched=False)}.a"
-        pub = jsx.FastPublisher(js)
-
-        async def block() -> None:
-            async with pub:
-                await pub.add(subject, b"x")
-
-        call = {
-            "add": lambda: pub.add(subject, b"x"), "add_many": lambda: pub.add_many([(subject, b"x")] * 9),
-            "commit": lambda: pub.commit(subject, b"x"), "block": block,
-        }[how]  # fmt: skip
-        async with asyncio.timeout(20):  # less than the timeout of a reply
-            with pytest.raises(error) as caught:
-                await call()
-        assert isinstance(caught.value, errors.BatchError)
-        assert (caught.value.outcome, pub.end_reason, pub.batch_seq) == ("not_stored", jsx.EndReason.ERROR, 1)
-        if missing != "stream":
-            assert "allow_batched" in str(caught.value)
-            assert (await js.stream_info(subject.partition(".")[0])).state.messages == 0
-        else:
-            assert isinstance(caught.value, nats.js.errors.NoStreamResponseError)
-        await leak_check.assert_clean()
-
-    @pytest.mark.parametrize(
-        ("message", "error"),
-        [
-            ({"subject": "a b"}, errors.BadSubjectError),
-            ({"subject": "a.*"}, errors.BadSubjectError),
-            ({"subject": "a\r\nPUB x 0"}, errors.BadSubjectError),
-            ({"headers": {"K": "a\r\nb"}}, errors.BadHeaderError),
-            ({"headers": {"K\n": "v"}}, errors.BadHeaderError),
-            ({"payload": "text"}, TypeError),
-            ({"payload": bytes((1 << 20) + 1)}, errors.MaxPayloadError),
-            ({"payload": bytes(1 << 20), "headers": {"K": "v"}}, errors.MaxPayloadError),
-            ({"msg_ttl": 0}, ValueError),
-            ({"expected_last_seq": -1}, ValueError),
-        ],
-    )
-    async def test_an_invalid_message_is_refused_and_the_batch_stays_usable(
-        self, js: JetStreamContext, stream: str, leak_check: Any, message: dict[str, Any], error: type[Exception]
-    ) -> None:
-        message = {"subject": f"{stream}.a", "payload": b"x", **message}
-        sent = js._nc.stats["out_msgs"]
-        pub = jsx.FastPublisher(js)
-        for call in (pub.add(**message), pub.add_message(jsx.BatchMessage(**message)), pub.commit(**message)):
-            with pytest.raises(error):
-                await call
-        assert (pub.batch_seq, pub.end_reason, js._nc.stats["out_msgs"]) == (0, None, sent)
-        await leak_check.assert_clean()
-        # The batch stays usable.
-        await pub.add(f"{stream}.a", b"1")
-        with pytest.raises(error):
-            await pub.add(**message)
-        assert (await pub.commit_eob()).batch_size == 1
-        await leak_check.assert_clean()
-
-    async def test_add_many_sends_what_is_before_an_invalid_message(self, js: JetStreamContext, stream: str) -> None:
-        async with jsx.FastPublisher(js) as pub:
-            with pytest.raises(errors.BadSubjectError):
-                await pub.add_many([(f"{stream}.a", b"1"), (f"{stream}.a", b"2"), ("a b", b""), (f"{stream}.a", b"3")])
-            assert pub.batch_seq == 2
-            await pub.add(f"{stream}.a", b"4")
-        assert await payloads(js, stream) == [b"1", b"2", b"4"]
-
-    async def test_add_many_sends_what_is_before_an_error_of_the_source(
-        self, js: JetStreamContext, stream: str
-    ) -> None:
-        def source() -> Iterator[Any]:
-            for i in range(250):
-                yield f"{stream}.a", b"%d" % i
-            raise ZeroDivisionError
-
-        pub = jsx.FastPublisher(js, flow=10)
-        with pytest.raises(ZeroDivisionError):
-            await pub.add_many(source())
-        assert (pub.batch_seq, pub.end_reason) == (250, None)
-        await pub.commit_eob()
-        assert len(await payloads(js, stream)) == 250
-
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"flow": 0}, {"flow": 65536}, {"max_outstanding_acks": 0}, {"max_outstanding_acks": 4}, {"gap": "maybe"},
-            {"batch_id": "a.b"}, {"batch_id": ""}, {"ack_timeout": 0}, {"ack_timeout": float("nan")},
-            {"keepalive": -1}, {"keepalive": float("nan")},
-        ],
-    )  # fmt: skip
-    def test_options_out_of_range_are_refused(self, js: JetStreamContext, options: dict[str, Any]) -> None:
-        with pytest.raises(ValueError, match=r".+"):
-            jsx.FastPublisher(js, **options)
-
 
 class TestHandlers:
-    async def test_handlers_see_the_updated_state(self, js: JetStreamContext, stream: str) -> None:
-        seen: list[tuple[jsx.BatchFlowAck, int]] = []
-        done = asyncio.Event()
-
-        def plain(ack: jsx.BatchFlowAck) -> None:
-            seen.append((ack, pub.ack_seq))
-
-        async def coroutine(gap: jsx.BatchFlowGap) -> None:
-            await asyncio.sleep(0)
-            assert pub.gaps == [gap]
-            done.set()
-
-        pub = jsx.FastPublisher(js, flow=2, gap=jsx.GapMode.OK, on_flow=plain, on_gap=coroutine)
-        async with pub:
-            await pub.add(f"{stream}.a", b"1")
-            pub._batch.sent += 1
-            for _ in range(5):
-                await pub.add(f"{stream}.a", b"x")
-            async with asyncio.timeout(30):
-                await done.wait()
-        assert seen
-        assert all(known >= ack.seq for ack, known in seen)
-
     async def test_coroutine_handlers_run_in_order_and_have_ended_after_the_block(
         self, js: JetStreamContext, stream: str
     ) -> None:
@@ -536,7 +249,7 @@ class TestHandlers:
         assert seen == sorted(seen)
         assert len(seen) > 100
 
-    @pytest.mark.parametrize("how", ["clean", "error", "cancelled"])
+    @each("how", ["clean", "error", "cancelled"])
     async def test_a_handler_that_hangs_is_cancelled_at_the_end_of_the_block(
         self, js: JetStreamContext, stream: str, how: str
     ) -> None:
@@ -588,7 +301,7 @@ class TestHandlers:
         assert len(seen) == KEPT_REPORTS + 1, "the first was running"
         assert caplog.text.count("handler is behind") == 1
 
-    @pytest.mark.parametrize("kind", ["plain", "cancelled", "coroutine"])
+    @each("kind", ["plain", "cancelled", "coroutine"])
     async def test_handler_errors_go_to_the_loop_s_exception_handler(
         self, js: JetStreamContext, stream: str, loop_is_quiet: list[dict[str, Any]], kind: str
     ) -> None:

@@ -1,13 +1,13 @@
 """`FastPublisher.add_many` while it waits for room: the next messages are sent where the acknowledgement arrives."""
 
 import asyncio
-import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
+from client_cells import each
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
@@ -17,11 +17,6 @@ from jetstream_ext.client.connection import connection_of
 
 MakeStream = Callable[..., Awaitable[str]]
 VARIABLE: ContextVar[str] = ContextVar("VARIABLE", default="unset")
-
-
-@pytest.fixture
-async def stream(make_stream: MakeStream) -> str:
-    return await make_stream()
 
 
 async def payloads(js: JetStreamContext, stream: str) -> list[bytes]:
@@ -55,39 +50,12 @@ async def test_the_source_runs_as_part_of_the_calling_task(js: JetStreamContext,
     assert await payloads(js, stream) == [b"%d" % i for i in range(1000)]
 
 
-async def test_a_source_that_is_sent_on_stays_in_the_caller_s_context(js: JetStreamContext, stream: str) -> None:
-    def source() -> Iterator[Any]:
-        token = VARIABLE.set("inside")
-        for i in range(300):
-            yield f"{stream}.a" if i != 200 else "a b", b"x"
-        VARIABLE.reset(token)  # an error in any other context than that of `set`
-
-    messages = source()
-    async with jsx.FastPublisher(js, flow=10) as pub:
-        with pytest.raises(errors.BadSubjectError):
-            await pub.add_many(messages)
-        assert VARIABLE.get() == "inside", "as in a loop that calls `add`"
-        await pub.add_many(messages)
-        assert VARIABLE.get() == "unset"
-    assert pub.batch_seq == 299
-
-
-async def test_acks_may_arrive_in_the_context_of_the_calling_task(js: JetStreamContext, stream: str) -> None:
-    context = copy_context()  # tasks may share one
-    pub = jsx.FastPublisher(js, flow=10)
-    await pub.add(f"{stream}.a")
-    deliver = pub._session.deliver
-    pub._session.deliver = lambda *given: context.run(deliver, *given)  # type: ignore[method-assign]
-    messages = ((f"{stream}.a", b"x") for _ in range(300))
-    await asyncio.get_running_loop().create_task(pub.add_many(messages), context=context)
-    assert pub.batch_seq == 301
-    assert (await pub.commit_eob()).batch_size == 301
-
-
-@pytest.mark.parametrize("failure", [ZeroDivisionError, asyncio.CancelledError, OSError, BaseException, TimeoutError])
+@each("failure", [ZeroDivisionError, asyncio.CancelledError, OSError, BaseException, TimeoutError])
 async def test_the_source_s_error_reaches_the_caller_and_harms_nothing_else(
-    js: JetStreamContext, nc: Client, stream: str, failure: type[BaseException], loop_is_quiet: list[Any]
+    js: JetStreamContext, nc: Client, make_stream: MakeStream, failure: type[BaseException]
 ) -> None:
+    stream = await make_stream()
+
     def source() -> Iterator[Any]:
         for i in range(500):
             yield f"{stream}.a", b"%d" % i
@@ -114,8 +82,11 @@ async def test_a_refused_message_is_the_last_one_taken(js: JetStreamContext, str
     assert await payloads(js, stream) == [b"%d" % i for i in range(1, 1000) if i % 400]
 
 
-@pytest.mark.parametrize("inside", [True, False])
-async def test_after_a_cancellation_nothing_more_is_taken(js: JetStreamContext, stream: str, inside: bool) -> None:
+@each("inside", [True, False])
+async def test_after_a_cancellation_nothing_more_is_taken(
+    js: JetStreamContext, make_stream: MakeStream, inside: bool
+) -> None:
+    stream = await make_stream()
     taken, at_cancel = 0, 0
 
     def cancel() -> None:
@@ -156,20 +127,6 @@ async def test_the_source_may_end_its_batch(js: JetStreamContext, stream: str) -
     assert pub.end_reason is jsx.EndReason.DISCARDED
 
 
-async def test_a_call_that_the_source_makes_has_its_turn_after_the_block(js: JetStreamContext, stream: str) -> None:
-    def source() -> Iterator[Any]:
-        for i in range(300):
-            if i % 7 == 3:  # as an eager task of Python 3.12 does it
-                call = pub.add(f"{stream}.a", b"not sent")
-                call.send(None)
-                call.close()
-            yield f"{stream}.a", b"%d" % i
-
-    async with jsx.FastPublisher(js, flow=10) as pub:
-        await pub.add_many(source())
-    assert await payloads(js, stream) == [b"%d" % i for i in range(300)]
-
-
 async def test_other_callers_get_their_turn(js: JetStreamContext, stream: str) -> None:
     ended = False
 
@@ -186,40 +143,6 @@ async def test_other_callers_get_their_turn(js: JetStreamContext, stream: str) -
             await pub.flush()
         ended = True
         await adding
-
-
-async def test_the_server_is_not_pinged_while_it_acknowledges(js: JetStreamContext, stream: str) -> None:
-    def source() -> Iterator[Any]:
-        for _ in range(300):  # 4.5 s, longer than the pause before a ping
-            time.sleep(0.015)
-            yield f"{stream}.a", b"x"
-
-    async with jsx.FastPublisher(js, flow=10, ack_timeout=30) as pub:
-        pub._batch._stall_ping = 3.0
-        await pub.add_many(source())
-        assert pub._batch.pongs == 0, "each wait begins with the newest block"
-
-
-async def test_a_silent_server_ends_the_wait_in_time(
-    own_server: Any, own_js: JetStreamContext, own_stream: MakeStream
-) -> None:
-    stream = await own_stream()
-
-    def source() -> Iterator[Any]:
-        for i in range(100_000):
-            if i == 1000:
-                own_server.pause()
-            yield f"{stream}.a", b"x"
-
-    pub = jsx.FastPublisher(own_js, flow=10, ack_timeout=0.5)
-    began = time.monotonic()
-    try:
-        with pytest.raises(errors.BatchOutcomeUnknownError, match="then nothing for"):
-            await pub.add_many(source())
-    finally:
-        own_server.resume()
-    assert 0.4 < time.monotonic() - began < 30
-    assert pub.batch_seq < 1100
 
 
 @pytest.mark.internals("the fallback writes by nats-py's publish")
@@ -243,53 +166,3 @@ async def test_a_handler_s_bytes_are_written_at_once_and_in_order(
         del connection.push  # type: ignore[union-attr]
     assert 0 in pending
     assert await payloads(js, stream) == [b"%d" % i for i in range(1000)]
-
-
-@pytest.mark.internals("the fallback writes by nats-py's publish")
-async def test_what_the_server_acknowledges_together_is_written_at_once(
-    js: JetStreamContext, nc: Client, stream: str
-) -> None:
-    async with jsx.FastPublisher(js, flow=10, max_outstanding_acks=3) as pub:
-        for _ in range(10):
-            await pub.add(f"{stream}.a")
-        await pub.flush()  # from here on no call waits, and so no turn of the loop writes anything
-        for _ in range(10):
-            await pub.add(f"{stream}.a")
-            assert (not nc._pending) == (pub.batch_seq % pub.flow == 0)
-
-
-@pytest.mark.internals("the fallback writes by nats-py's publish")
-async def test_a_handler_s_bytes_wait_for_nats_py_if_the_socket_is_full(
-    own_server: Any, own_nc: Client, own_js: JetStreamContext
-) -> None:
-    connection = connection_of(own_nc)
-    own_server.pause()
-    try:
-        connection._delivering = True  # type: ignore[union-attr]
-        connection.write_nowait(b"PUB a 4\r\nabcd\r\n" * 1_000_000, 1_000_000, 4_000_000)
-        assert own_nc._pending == []
-        connection.write_nowait(b"PUB a 1\r\nx\r\n", 1, 1)
-        assert own_nc._pending == [b"PUB a 1\r\nx\r\n"]
-    finally:
-        connection._delivering = False  # type: ignore[union-attr]
-        own_server.resume()
-    await own_nc.flush()
-    assert own_nc._pending == []
-
-
-async def test_a_limit_of_the_server_that_changes_counts_at_once(
-    own_js: JetStreamContext, own_nc: Client, own_stream: MakeStream
-) -> None:
-    stream = await own_stream()
-
-    def source() -> Iterator[Any]:
-        for i in range(1000):
-            if i == 500:
-                own_nc._max_payload = 10
-            yield f"{stream}.a", b"x" * (20 if i == 700 else 1)
-
-    pub = jsx.FastPublisher(own_js, flow=10)
-    with pytest.raises(errors.MaxPayloadError):
-        await pub.add_many(source())
-    assert pub.batch_seq == 700
-    await pub.discard()

@@ -8,6 +8,7 @@ from typing import Any
 import nats
 import orjson
 import pytest
+from client_cells import each
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
@@ -69,9 +70,10 @@ async def stored(js: JetStreamContext, stream: str) -> list[bytes]:
     return [message.data for message in await jsx.DirectGet(js, stream).scan().to_list()]
 
 
-@pytest.mark.parametrize("gap", list(jsx.GapMode))
-@pytest.mark.parametrize("count", [1, 2, 99, 100, 101, 1234])
+@each("gap", jsx.GapMode)
+@each("count", [1, 2, 99, 100, 101, 1234])
 async def test_everything_is_stored_in_order(js: JetStreamContext, stream: str, gap: jsx.GapMode, count: int) -> None:
+    await js.purge_stream(stream)
     async with jsx.FastPublisher(js, gap=gap) as pub:
         await pub.add_many((f"{stream}.{i % 3}", b"%d" % i) for i in range(count - 1))
         await pub.add(f"{stream}.a", b"last", headers={"K": "v"})
@@ -93,7 +95,7 @@ async def test_duplicate_or_refused_last_message_does_not_hang(js: JetStreamCont
     await pub.add(f"{stream}.a", b"2")
     async with asyncio.timeout(20):
         await pub.commit(f"{stream}.a", b"3", expected_last_seq=10**6)
-    assert [each.seq for each in pub.errors] == [2]
+    assert [report.seq for report in pub.errors] == [2]
     assert await stored(js, stream) == [b"1", b"1", b"2"]
 
 
@@ -123,10 +125,11 @@ class TestRealGaps:
         assert pub.ack.batch_size == 67, "the highest sequence, not how many are stored"
         assert len(await stored(js, stream)) == 60
 
-    @pytest.mark.parametrize("gap", list(jsx.GapMode))
+    @each("gap", jsx.GapMode)
     async def test_repeated_sequence_ends_the_batch(
         self, js: JetStreamContext, there: Client, stream: str, gap: jsx.GapMode
     ) -> None:
+        await js.purge_stream(stream)
         pub = jsx.FastPublisher(js, flow=10, gap=gap)
         await pub.add_many([(f"{stream}.a", b"x")] * 5)
         await pub.flush()
@@ -141,8 +144,10 @@ class TestRealGaps:
         assert await stored(js, stream) == [b"x"] * 5
 
 
-@pytest.mark.parametrize("kind", ["too large", "expectation"])
+@each("kind", ["too large", "expectation"])
 async def test_refused_messages_are_reported_or_end_the_batch(js: JetStreamContext, stream: str, kind: str) -> None:
+    await js.purge_stream(stream)
+    reports: list[object] = []
     bad = (
         jsx.BatchMessage(f"{stream}.a", bytes(2000))
         if kind == "too large"
@@ -150,12 +155,15 @@ async def test_refused_messages_are_reported_or_end_the_batch(js: JetStreamConte
     )
     error = errors.MessageTooLargeError if kind == "too large" else errors.WrongLastSequenceError
     good = [jsx.BatchMessage(f"{stream}.a", b"good")] * 10
-    async with jsx.FastPublisher(js, flow=2, gap=OK, max_outstanding_acks=1) as pub:
+    async with jsx.FastPublisher(
+        js, flow=2, gap=OK, max_outstanding_acks=1, on_error=reports.append, on_gap=reports.append
+    ) as pub:
         # More refused messages than the window has room for.
         await pub.add_many([*good, *[bad] * 10, *good])
         await pub.flush()
-    assert [each.seq for each in pub.errors] == list(range(11, 21))
-    assert {type(each.error) for each in pub.errors} == {error}
+    assert [report.seq for report in pub.errors] == list(range(11, 21))
+    assert {type(report.error) for report in pub.errors} == {error}
+    assert [report for report in reports if isinstance(report, jsx.BatchFlowError)] == pub.errors
     assert await stored(js, stream) == [b"good"] * 20
     pub = jsx.FastPublisher(js, flow=2)
     with pytest.raises(error) as caught:
@@ -165,65 +173,25 @@ async def test_refused_messages_are_reported_or_end_the_batch(js: JetStreamConte
     assert await stored(js, stream) == [b"good"] * 30
 
 
-async def test_a_full_account_refuses_messages(version: str) -> None:
-    config = """
-        jetstream {}
-        accounts { A { jetstream: { max_file: 100KB }, users: [{ user: a, password: a }] } }
-        no_auth_user: a
-    """
-    async with NatsServer(version=version, config=config) as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
-        js = nc.jetstream()
-        await js.add_stream(name="S", subjects=["s.>"], allow_batched=True, allow_direct=True)
-        async with jsx.FastPublisher(js, gap=OK) as pub:
-            await pub.add_many([("s.1", bytes(9000))] * 15)
-            await pub.add("s.1", b"small")
-        kept = await stored(js, "S")
-        assert 5 < len(kept) < 14
-        assert kept[-1] == b"small"
-        assert {(each.error.code, each.error.err_code) for each in pub.errors} == {(400, 10002)}
-        assert [each.seq for each in pub.errors] == list(range(len(kept), 16))
-        assert pub.gaps == [jsx.BatchFlowGap(len(kept), 16)]
-
-        await js.purge_stream("S")
-        pub = jsx.FastPublisher(js)
-        with pytest.raises(errors.BatchServerError, match="resource limits exceeded") as caught:
-            async with pub:
-                await pub.add_many([("s.1", bytes(9000))] * 15)
-        kept = await stored(js, "S")
-        assert (pub.ack.batch_size, pub.ack_seq, caught.value.acked) == (len(kept),) * 3
-        assert caught.value.outcome == "partial"
-        await nc.close()
-
-
 @pytest.mark.parametrize("forgets_after", [3])
-@pytest.mark.parametrize("sent", [1, 5])
-@pytest.mark.parametrize("gap", list(jsx.GapMode))
-async def test_a_batch_that_the_server_dropped_is_an_error(
-    js: JetStreamContext, stream: str, gap: jsx.GapMode, sent: int
-) -> None:
+async def test_a_batch_that_the_server_dropped_is_an_error(js: JetStreamContext, stream: str) -> None:
     # Servers before 2.15 open another batch for a ping after message 1, and report that message as lost.
-    pub = jsx.FastPublisher(js, gap=gap, keepalive=0)
-    await pub.add_many([(f"{stream}.a", b"x")] * sent)
+    batches = [(jsx.FastPublisher(js, gap=gap, keepalive=0), sent) for gap in jsx.GapMode for sent in (1, 5)]
+    for pub, sent in batches:
+        await pub.add_many([(f"{stream}.a", b"x")] * sent)
     await asyncio.sleep(3.4)  # longer than the server keeps the batch; polling would keep it alive
     await js.account_info()  # a server that was busy meanwhile forgets the batch now
     await asyncio.sleep(0.1)
-    with pytest.raises(errors.FastPublishUnknownBatchError) as caught:
-        await pub.ping()
-    assert (caught.value.outcome, pub.gap_count, pub.end_reason) == ("unknown", 0, jsx.EndReason.ERROR)
-    assert len(await stored(js, stream)) == sent
-
-
-@pytest.mark.parametrize("forgets_after", [3])
-async def test_an_idle_batch_is_kept_alive(js: JetStreamContext, stream: str) -> None:
-    pub = jsx.FastPublisher(js, keepalive=0.4)
-    await pub.add(f"{stream}.a", b"1")
-    await asyncio.sleep(4)  # without keepalive the server would keep it for three seconds
-    assert (await pub.commit(f"{stream}.a", b"2")).batch_size == 2
+    for pub, sent in batches:
+        with pytest.raises(errors.FastPublishUnknownBatchError) as caught:
+            await pub.ping()
+        ended = (caught.value.outcome, pub.gap_count, pub.end_reason)
+        assert ended == ("unknown", 0, jsx.EndReason.ERROR), sent
+    assert len(await stored(js, stream)) == 12
 
 
 @pytest.mark.parametrize("version", ["2.11.11", "2.12.8"])
-@pytest.mark.parametrize("prefix", [{}, {"prefix": "$JS.API"}])
+@each("prefix", [{}, {"prefix": "$JS.API"}])
 async def test_nothing_is_sent_to_servers_without_fast_ingest(
     js: JetStreamContext, there: Client, version: str, stream_name: Callable[[], str], prefix: dict[str, str]
 ) -> None:
@@ -268,18 +236,21 @@ INJECTED: list[tuple[str, int, int, bytes, Any]] = [
 
 
 @pytest.mark.parametrize("version", ["2.15.1"])
-@pytest.mark.parametrize(
-    ("seq", "op", "said", "after"), [each[1:] for each in INJECTED], ids=[each[0] for each in INJECTED]
-)
+@each("what, seq, op, said, after", INJECTED)
 async def test_forged_replies_do_no_harm(
-    js: JetStreamContext, there: Client, stream: str, request: Any, seq: int, op: int, said: bytes, after: Any
+    js: JetStreamContext, there: Client, stream: str, what: str, seq: int, op: int, said: bytes, after: Any
 ) -> None:
-    pub = jsx.FastPublisher(js, flow=10, gap=OK, batch_id="b")
+    await js.purge_stream(stream)
+    pub = jsx.FastPublisher(js, flow=10, gap=OK)
     pub._batch._stall_ping = 60.0
     await pub.add_many([(f"{stream}.a", b"x")] * 5)
     await pub.flush()
-    for _ in range(2 if "twice" in request.node.name else 1):
-        await there.publish(f"{_inbox(pub)}.b.10.ok.{seq}.{op}.$FI", said)
+    for _ in range(2 if "twice" in what else 1):
+        await there.publish(f"{_inbox(pub)}.{pub.batch_id}.10.ok.{seq}.{op}.$FI", said)
+    for tail in ("x", "10.ok.1", "10.ok.x.1.$FI", "10.ok.-1.1.$FI", f"10.ok.{'9' * 5000}.1.$FI"[:3000]):
+        await there.publish(
+            f"{_inbox(pub)}.{pub.batch_id}.{tail}", _frame("gap", last_seq=1, seq=9)
+        )  # malformed subjects
     await there.flush()
     await asyncio.sleep(0.02)
     acked, flow, gaps, errors_, ended = after
@@ -295,17 +266,7 @@ async def test_forged_replies_do_no_harm(
         await pub.add_many([(f"{stream}.a", b"x")] * 50)
         assert (await pub.commit_eob()).batch_size == 55
         assert len(await stored(js, stream)) == 55
-
-
-@pytest.mark.parametrize("version", ["2.15.1"])
-async def test_replies_on_malformed_subjects_are_ignored(js: JetStreamContext, there: Client, stream: str) -> None:
-    async with jsx.FastPublisher(js, batch_id="b") as pub:
-        await pub.add(f"{stream}.a", b"1")
-        for tail in ("x", "10.ok.1", "10.ok.x.1.$FI", "10.ok.-1.1.$FI", f"10.ok.{'9' * 5000}.1.$FI"[:3000]):
-            await there.publish(f"{_inbox(pub)}.b.{tail}", _frame("gap", last_seq=1, seq=9))
-        await there.flush()
-        await pub.add(f"{stream}.a", b"2")
-    assert (pub.gap_count, await stored(js, stream)) == (0, [b"1", b"2"])
+    await pub.discard()
 
 
 def _lose(pub: jsx.FastPublisher, count: int) -> None:

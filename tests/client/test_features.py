@@ -1,29 +1,21 @@
 """The features that a server reports."""
 
-import ast
 import dataclasses
 import json
-import runpy
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import nats
 import nats.js.errors
 import pytest
+from client_cells import each
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
-from jetstream_ext.client.base_connection import FallbackConnection
 from jetstream_ext.errors import RequestTimeoutError, UnsupportedFeatureError
 from jetstream_ext.protocol import feature_table
 from jetstream_ext.testing import NatsServer
-
-_SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "_ext" / "feature_table.py"))
-markdown_table = _SCRIPT["markdown_table"]
 
 
 async def test_the_newest_server_has_every_feature(js: JetStreamContext, server: NatsServer) -> None:
@@ -38,8 +30,8 @@ async def test_the_newest_server_has_every_feature(js: JetStreamContext, server:
         found.atomic = False  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(
-    ("level", "has"),
+@each(
+    "level, has",
     [
         (None, []),
         (0, []),
@@ -90,21 +82,6 @@ async def test_without_the_permission_to_ask_the_server_info_is_used() -> None:
         await nc.close()
 
 
-def test_the_table_and_the_dataclass_have_the_same_features() -> None:
-    rows = {feature.title: feature for feature in feature_table.FEATURES}
-    assert len(rows) == len(feature_table.FEATURES)
-    for feature in feature_table.FEATURES:
-        assert feature.since in feature_table.RELEASES
-        assert feature.at(9)
-        assert feature.on("2.15")
-        assert feature.on(f"{feature.since}.0-RC.1")
-        assert not feature.on("2.9.25")
-        assert not feature.on("")
-        assert (feature.api_level == 0) == (feature.since == "2.10")
-        assert not feature.api_level or not feature.at(feature.api_level - 1)
-        assert bool(feature.older) == (feature.since != "2.10")
-
-
 def test_the_error_of_a_feature_names_the_version_that_it_needs() -> None:
     error = feature_table.FAST_INGEST.unsupported(server_version="2.12.8", api_level=3, detail="nothing was sent")
     assert isinstance(error, UnsupportedFeatureError)
@@ -115,45 +92,7 @@ def test_the_error_of_a_feature_names_the_version_that_it_needs() -> None:
     assert str(feature_table.ATOMIC.unsupported()).endswith("but the server is older")
 
 
-def test_errors_take_feature_and_level_from_the_table() -> None:
-    package = Path(jsx.__file__).parent
-    for path in sorted(package.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "UnsupportedFeatureError":
-                given = {word.arg: word.value for word in node.keywords}
-                assert {"feature", "required_api_level"} <= set(given), path
-                assert not isinstance(given["feature"], ast.Constant), path
-                assert not isinstance(given["required_api_level"], ast.Constant), path
-
-
-def test_the_markdown_table_has_a_row_for_every_feature() -> None:
-    head, rule, *rows = markdown_table().splitlines()
-    assert head.count("|") == rule.count("|")
-    assert len(rows) == len(feature_table.FEATURES) + len(feature_table.QUIRKS)
-    assert all(row.count("|") == head.count("|") for row in rows)
-    assert (
-        "| fast ingest | `FastPublisher`, `ingest` | no | no | no | yes | yes | 4 |"
-        in rows[feature_table.FEATURES.index(feature_table.FAST_INGEST)]
-    )
-
-
-@pytest.mark.parametrize("limit", [-1, 0, "1048576", 1.5, True, None, [[]]], ids=str)
-def test_an_info_without_a_valid_max_payload_counts_as_the_servers_default(limit: object) -> None:
-    connection = FallbackConnection(cast(Any, SimpleNamespace(max_payload=limit)), dict)
-    assert connection.max_payload == 1 << 20
-
-
-@pytest.mark.parametrize("value", [-1, True, 4.0, "4", [], None], ids=str)
-def test_fields_of_an_info_with_another_type_are_ignored(value: object) -> None:
-    names = ("version", "server_name", "server_id", "domain", "api_lvl")
-    connection = FallbackConnection(cast(Any, None), lambda: dict.fromkeys(names, value))
-    text = value if isinstance(value, str) else ""
-    assert (connection.server_version, connection.server_name, connection.server_id) == (text, text, text)
-    assert connection.domain == (text or None)
-    assert connection.api_level == (value if type(value) is int else None)
-
-
-@pytest.mark.parametrize("version", ["", "v2", "2", "2.15", "2.15.1-x", "\u0662.15.1", "9" * 5000, "-1.0", "2.15.1.1"])
+@each("version", ["", "v2", "2", "2.15", "2.15.1-x", "\u0662.15.1", "9" * 5000, "-1.0", "2.15.1.1"])
 def test_any_version_of_a_server_can_be_compared(version: str) -> None:
     assert feature_table.ATOMIC.on(version) == version.startswith(("2.15",))
     feature_table.FENCED_BATCHES.check(version, "nothing was sent")

@@ -11,8 +11,8 @@ from typing import Any
 import nats
 import nats.errors
 import pytest
+from client_cells import each
 from nats.js import JetStreamContext
-from nats.js.errors import NotFoundError
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
@@ -35,11 +35,6 @@ async def payloads(js: JetStreamContext, stream: str) -> list[bytes]:
     return [message.data for message in await jsx.DirectGet(js, stream).scan().to_list()]
 
 
-@pytest.fixture
-async def stream(make_stream: MakeStream) -> str:
-    return await make_stream()
-
-
 async def test_messages_and_their_record_are_stored_together(
     js: JetStreamContext, stream: str, leak_check: Any
 ) -> None:
@@ -55,7 +50,7 @@ async def test_messages_and_their_record_are_stored_together(
     await leak_check.assert_clean()
 
 
-@pytest.mark.parametrize("allow_atomic", [True, False])
+@each("allow_atomic", [True, False])
 async def test_a_record_alone_needs_no_atomic_batches(
     js: JetStreamContext, make_stream: MakeStream, allow_atomic: bool
 ) -> None:
@@ -68,10 +63,11 @@ async def test_a_record_alone_needs_no_atomic_batches(
         assert (await one.store([], b"4")).seq == 4
 
 
-@pytest.mark.parametrize("messages", [True, False])
+@each("messages", [True, False])
 async def test_of_two_writers_only_the_first_to_store_succeeds(
-    js: JetStreamContext, stream: str, messages: bool
+    js: JetStreamContext, make_stream: MakeStream, messages: bool
 ) -> None:
+    stream = await make_stream()
     one, other = writer(js, stream), writer(js, stream)
     await one.store([], b"start")
     await other.read()
@@ -86,12 +82,6 @@ async def test_of_two_writers_only_the_first_to_store_succeeds(
     assert (await other.store([], b"other")).seq == 4
 
 
-async def test_a_writer_that_never_read_expects_no_record(js: JetStreamContext, stream: str) -> None:
-    await writer(js, stream).store([], b"there")
-    with pytest.raises(RecordMovedError):
-        await writer(js, stream).store([], b"new")
-
-
 async def test_a_removed_record_is_an_error_until_the_next_read(js: JetStreamContext, stream: str) -> None:
     one = writer(js, stream)
     await one.store([], b"1")
@@ -101,16 +91,6 @@ async def test_a_removed_record_is_an_error_until_the_next_read(js: JetStreamCon
     assert (caught.value.record, caught.value.seq) == (None, None)
     await one.read()
     await one.store([], b"2")
-
-
-async def test_records_have_rollup_and_ttl_headers(js: JetStreamContext, make_stream: MakeStream) -> None:
-    stream = await make_stream(allow_rollup_hdrs=True, max_age=3600)
-    one = writer(js, stream, rollup=True, msg_ttl=jsx.NEVER)
-    await one.store([], b"1")
-    await one.store([(f"{stream}.a", b"x")], b"2")
-    record = (await jsx.DirectGet(js, stream).scan().to_list())[-1]
-    assert await payloads(js, stream) == [b"x", b"2"]
-    assert (record.headers["Nats-TTL"], record.headers["Nats-Rollup"]) == ("never", "sub")
 
 
 async def test_a_refused_message_is_not_taken_for_another_writer(js: JetStreamContext, stream: str) -> None:
@@ -125,21 +105,6 @@ async def test_a_refused_message_is_not_taken_for_another_writer(js: JetStreamCo
             await one.store([bad], b"1")
         assert caught.value.__cause__ is None
     assert (await one.store([(f"{stream}.a", b"")], b"1")).seq == 2
-
-
-async def test_a_full_stream_is_an_error_at_once(js: JetStreamContext, make_stream: MakeStream) -> None:
-    one = writer(js, await make_stream(max_msgs=1, discard="new"))
-    await one.store([], b"0")
-    async with asyncio.timeout(30):
-        with pytest.raises(errors.BatchServerError, match=r"record.*maximum messages exceeded; nothing was stored"):
-            await one.store([], b"1")
-
-
-async def test_a_deleted_stream_is_an_error(js: JetStreamContext, stream: str) -> None:
-    one = writer(js, stream)
-    await js.delete_stream(stream)
-    with pytest.raises(NotFoundError):
-        await one.read()
 
 
 async def test_2_12_0_takes_only_records_without_messages() -> None:
@@ -176,10 +141,8 @@ async def faulty(faults: Faults) -> AsyncIterator[JetStreamContext]:
         await nc.close()
 
 
-@pytest.mark.parametrize("messages", [[], [("S.a", b"x")], [("S.a", b"x")] * 3], ids=len)
-@pytest.mark.parametrize(
-    "fault", [Drop(kind="pub_ack"), Lose("S.>"), Lose("S.record"), Drop(kind="pub_ack", times=3)], ids=repr
-)
+@each("messages", [[], [("S.a", b"x")], [("S.a", b"x")] * 3])
+@each("fault", [Drop(kind="pub_ack"), Lose("S.>"), Lose("S.record"), Drop(kind="pub_ack", times=3)])
 async def test_a_store_whose_answer_is_lost_succeeds_once(fault: Any, messages: list[Any]) -> None:
     faults = Faults()
     async with faulty(faults) as js:
@@ -194,7 +157,7 @@ async def test_a_store_whose_answer_is_lost_succeeds_once(fault: Any, messages: 
         assert await payloads(js, "S") == [b"0", *data, b"1", *data, b"2"]
 
 
-@pytest.mark.parametrize("messages", [[], [("S.a", b"x")]], ids=len)
+@each("messages", [[], [("S.a", b"x")]])
 async def test_a_cancelled_store_is_found_by_the_next(messages: list[Any]) -> None:
     faults = Faults()
     async with faulty(faults) as js:
@@ -216,7 +179,7 @@ async def test_a_cancelled_store_is_found_by_the_next(messages: list[Any]) -> No
 async def test_lasting_errors_are_raised_when_the_patience_ends() -> None:
     faults = Faults()
     async with faulty(faults) as js:
-        one = writer(js, "S", timeout=0.3, patience=1.0)
+        one = writer(js, "S", timeout=0.3, patience=0.5)
         faults.add(Lose("S.>", times=None))
         async with asyncio.timeout(30):
             with pytest.raises(nats.errors.TimeoutError):
@@ -225,15 +188,7 @@ async def test_lasting_errors_are_raised_when_the_patience_ends() -> None:
                 await one.store([("S.a", b"")], b"1")
 
 
-async def test_an_error_that_is_not_transient_is_raised_at_once() -> None:
-    async with faulty(Faults()) as js:
-        one = writer(js, "S")
-        with pytest.raises(nats.errors.MaxPayloadError):
-            async with asyncio.timeout(one.patience / 2):
-                await one.store([], b"." * (js._nc.max_payload + 1))
-
-
-@pytest.mark.parametrize("seed", range(12))
+@each("seed", range(6))
 async def test_competing_writers_leave_no_gap_and_no_repetition(seed: int) -> None:
     """Every writer stores numbered records and their messages, and reads again when it is fenced."""
     rng = random.Random(seed)
@@ -282,71 +237,6 @@ async def test_competing_writers_leave_no_gap_and_no_repetition(seed: int) -> No
 # -- retries
 
 
-async def test_a_store_whose_outcome_is_unknown_is_retried_until_its_record_is_found(
-    js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = writer(js, stream)
-    publish, attempts = one._publish, 0
-
-    async def lose(*arguments: Any) -> Any:
-        nonlocal attempts
-        attempts += 1
-        if attempts == 3:
-            await publish(*arguments)
-        raise errors.BatchOutcomeUnknownError
-
-    monkeypatch.setattr(one, "_publish", lose)
-    assert (await one.store([(f"{stream}.a", b"x")], b"1")).seq == 2
-    assert attempts == 3
-    assert await payloads(js, stream) == [b"x", b"1"]
-
-
-async def test_a_repeated_store_waits_for_an_answer_as_long_as_its_patience_lasts(
-    js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = writer(js, stream, patience=0.5)
-    waits: list[float] = []
-
-    async def lose(messages: Any, record: bytes, timeout: float) -> Any:
-        waits.append(timeout)
-        raise errors.BatchOutcomeUnknownError
-
-    monkeypatch.setattr(one, "_publish", lose)
-    with pytest.raises(errors.BatchOutcomeUnknownError):
-        await one.store([], b"1")
-    assert waits[0] == 30
-    assert len(waits) > 1
-    assert max(waits[1:]) <= 0.5
-
-
-async def test_a_moved_record_is_raised_from_the_lost_answer(
-    js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = writer(js, stream)
-
-    async def lose(*_: Any) -> Any:
-        await writer(js, stream).store([], b"other")
-        raise errors.BatchOutcomeUnknownError
-
-    monkeypatch.setattr(one, "_publish", lose)
-    with pytest.raises(RecordMovedError) as caught:
-        await one.store([], b"1")
-    assert isinstance(caught.value.__cause__, errors.BatchOutcomeUnknownError)
-
-
-async def test_a_refusal_of_a_fence_that_did_not_move_says_only_what_is_known(
-    js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = writer(js, stream, patience=0.1)
-
-    async def refuse(*_: Any) -> Any:
-        raise nats.js.errors.APIError(code=400, err_code=10071)
-
-    monkeypatch.setattr(one, "_publish", refuse)
-    with pytest.raises(errors.RequestTimeoutError, match="this attempt was not stored"):
-        await one.store([], b"1")
-
-
 async def recreate(js: JetStreamContext, stream: str) -> None:
     """Delete a stream and create it again, with another writer's record at the sequence of the first one."""
     config = (await js.stream_info(stream)).config
@@ -355,11 +245,12 @@ async def recreate(js: JetStreamContext, stream: str) -> None:
     await writer(js, stream).store([], b"other")
 
 
-@pytest.mark.parametrize("messages", [True, False])
-@pytest.mark.parametrize("read", [True, False])
+@each("messages", [True, False])
+@each("read", [True, False])
 async def test_a_checked_writer_does_not_follow_the_record_of_another_stream(
-    js: JetStreamContext, stream: str, read: bool, messages: bool
+    js: JetStreamContext, make_stream: MakeStream, read: bool, messages: bool
 ) -> None:
+    stream = await make_stream()
     one, entries = writer(js, stream, checked=True), [(f"{stream}.a", b"")] if messages else []
     await (writer(js, stream) if read else one).store([], b"first")
     if read:

@@ -10,19 +10,14 @@ import nats
 import nats.errors
 import nats.js.errors
 import pytest
+from client_cells import each
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
-from jetstream_ext.client import api
 from jetstream_ext.testing import NatsServer
 
 MakeStream = Callable[..., Awaitable[str]]
-
-
-@pytest.fixture
-async def stream(make_stream: MakeStream) -> str:
-    return await make_stream()
 
 
 async def messages(js: JetStreamContext, stream: str) -> list[jsx.StoredMsg]:
@@ -30,11 +25,12 @@ async def messages(js: JetStreamContext, stream: str) -> list[jsx.StoredMsg]:
 
 
 class TestSources:
-    @pytest.mark.parametrize("count", [0, 1, 2, 199, 200, 201, 1000])
-    @pytest.mark.parametrize("kind", ["sync", "async"])
+    @each("count", [0, 1, 2, 199, 200, 201, 1000])
+    @each("kind", ["sync", "async"])
     async def test_everything_is_stored_in_order(
-        self, js: JetStreamContext, stream: str, leak_check: Any, count: int, kind: str
+        self, js: JetStreamContext, make_stream: MakeStream, leak_check: Any, count: int, kind: str
     ) -> None:
+        stream = await make_stream()
         entries = [(f"{stream}.{i % 3}", b"%d" % i) for i in range(count)]
 
         async def slowly() -> AsyncIterator[tuple[str, bytes]]:
@@ -109,16 +105,6 @@ class TestIds:
             await jsx.ingest(js, [(f"{stream}.a", b"%d" % i) for i in range(5)], msg_id=broken)
         assert len(await messages(js, stream)) == 2
 
-    async def test_empty_ids_are_refused_or_replaced(self, js: JetStreamContext, stream: str) -> None:
-        with pytest.raises(ValueError, match="an empty id for the message at index 2"):
-            await jsx.ingest(
-                js, [(f"{stream}.a", b"%d" % i) for i in range(5)], msg_id=lambda entry: "ab"[int(entry[1]) :][:1]
-            )
-        assert len(await messages(js, stream)) == 2
-        await js.purge_stream(stream)
-        await jsx.ingest(js, [(f"{stream}.a", b"x", {"Nats-Msg-Id": "", "K": "v"})] * 2)
-        assert [each.headers["Nats-Msg-Id"][-2:] for each in await messages(js, stream)] == ["-1", "-2"]
-
 
 REFUSED: list[tuple[str, Any, type[BaseException]]] = [
     ("subject", ("a b", b"x"), errors.BadSubjectError),
@@ -135,13 +121,14 @@ REFUSED: list[tuple[str, Any, type[BaseException]]] = [
 
 
 class TestRefusedMessages:
-    @pytest.mark.parametrize(("bad", "cause"), [each[1:] for each in REFUSED], ids=[each[0] for each in REFUSED])
-    @pytest.mark.parametrize("place", [0, 1, 333])
+    @each("what, bad, cause", REFUSED)
+    @each("place", [0, 1, 333])
     async def test_refused_message_is_named_and_everything_before_it_is_stored(
         self,
         js: JetStreamContext,
         make_stream: MakeStream,
         leak_check: Any,
+        what: str,
         bad: Any,
         cause: type[BaseException],
         place: int,
@@ -188,7 +175,7 @@ class TestRefusals:
         await publisher.discard()
         assert await messages(js, stream) == []
 
-    @pytest.mark.parametrize("expectation", [{}, {"expected_last_seq": 1}], ids=["plain", "with an expectation"])
+    @each("expectation", [{}, {"expected_last_seq": 1}])
     async def test_a_ttl_on_a_stream_without_ttls_names_the_option(
         self, js: JetStreamContext, make_stream: MakeStream, expectation: dict[str, Any]
     ) -> None:
@@ -212,7 +199,7 @@ class TestRefusals:
         with pytest.raises(errors.IngestError, match=f"'jetstream-ext enable {second} --ttl'$"):
             await jsx.ingest(js, [(f"{first}.a", b""), jsx.BatchMessage(f"{second}.a", msg_ttl=60)])
 
-    @pytest.mark.parametrize("version", ["2.11.11", "2.12.8"])
+    @each("version", ["2.11.11", "2.12.8"])
     async def test_a_server_without_fast_ingest_is_an_error(self, version: str) -> None:
         async with NatsServer(version=version) as server:
             nc = await nats.connect(server.url, connect_timeout=10)
@@ -223,7 +210,7 @@ class TestRefusals:
             assert (await js.stream_info("S")).state.messages == 0
             await nc.close()
 
-    @pytest.mark.parametrize("options", [{"timeout": 0}, {"timeout": float("nan")}, {"progress_every": -1}])
+    @each("options", [{"timeout": 0}, {"timeout": float("nan")}, {"progress_every": -1}])
     async def test_options_are_checked(self, js: JetStreamContext, options: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match=f"{next(iter(options))} must be"):
             await jsx.ingest(js, [], **options)
@@ -256,59 +243,6 @@ class TestRefusals:
                 await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize(("outcome", "doubt"), [("unknown", True), ("not_stored", False)])
-async def test_messages_before_the_end_of_fast_ingest_may_be_stored(
-    js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch, outcome: errors.Outcome, doubt: bool
-) -> None:
-    async def disabled(publisher: jsx.FastPublisher) -> None:
-        raise errors.FastPublishDisabledError("fast ingest is disabled", outcome=outcome)
-
-    monkeypatch.setattr(jsx.FastPublisher, "commit_eob", disabled)
-    monkeypatch.setattr(jsx.FastPublisher, "ack_seq", 0)
-    with pytest.raises(errors.IngestError, match="could not be sent: fast ingest is disabled") as caught:
-        await jsx.ingest(js, [(f"{stream}.a", b"x")] * 5)
-    assert caught.value.in_doubt == (5 if doubt else 0)
-    text = "it and the 4 after it may be stored" if doubt else "nothing is stored"
-    assert str(caught.value).endswith(f"disabled; {text}")
-
-
-@pytest.mark.parametrize(
-    "refusal", [nats.js.errors.APIError(code=400, err_code=10054, description="too large"), nats.errors.MaxPayloadError]
-)
-async def test_messages_that_are_refused_after_a_lost_answer_may_be_stored(
-    js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch, refusal: Any
-) -> None:
-    async def unanswered(publisher: jsx.FastPublisher) -> None:
-        raise errors.RequestTimeoutError
-
-    async def refuse(*arguments: Any, **options: Any) -> Any:
-        raise refusal
-
-    monkeypatch.setattr(jsx.FastPublisher, "commit_eob", unanswered)
-    monkeypatch.setattr(jsx.FastPublisher, "ack_seq", 0)
-    monkeypatch.setattr(js, "publish", refuse)
-    with pytest.raises(errors.IngestError, match=r"was refused: .*; it and the 4 after it may be stored$") as caught:
-        await jsx.ingest(js, [(f"{stream}.a", b"x")] * 5)
-    assert caught.value.in_doubt == 5
-
-
-async def test_a_message_that_an_older_server_has_stored_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def unknown(*arguments: Any, **options: Any) -> None:
-        return None
-
-    monkeypatch.setattr(api, "lookup_stream", unknown)
-    async with NatsServer(version="2.12.8") as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
-        nc._server_info["api_lvl"] = 5  # as if connected to a newer server of the same cluster
-        js = nc.jetstream()
-        await js.add_stream(name="S", subjects=["s.>"], allow_direct=True)
-        with pytest.raises(errors.IngestError, match=r"could not be sent: .*message 1 is stored") as caught:
-            await jsx.ingest(js, [("s.1", b"%d" % n) for n in range(5)])
-        assert (caught.value.index, caught.value.in_doubt) == (1, 0)
-        assert [each.data for each in await messages(js, "S")] == [b"0"]
-        await nc.close()
-
-
 @pytest.mark.parametrize("upgrade", [True, False], ids=["the stream has the option", "the stream lacks the option"])
 async def test_a_server_that_lost_fast_ingest_is_an_error_unless_the_stream_still_has_the_option(
     js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch, upgrade: bool
@@ -339,31 +273,6 @@ async def test_a_server_that_lost_fast_ingest_is_an_error_unless_the_stream_stil
             with pytest.raises(errors.IngestError, match=r"could not be sent: fast .*2\.14; it may be stored$"):
                 await ingesting
     assert [each.data for each in await messages(js, stream)] == [b"x"]
-
-
-@pytest.mark.parametrize(
-    "refusal",
-    [nats.js.errors.APIError(code=429, err_code=10167), nats.js.errors.ServerError(code=500, err_code=10009)],
-    ids=["overload", "election"],
-)
-async def test_a_transient_refusal_is_no_error(
-    js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch, refusal: Exception
-) -> None:
-    publish, refusals = js.publish, [refusal] * 2
-
-    async def overloaded(*arguments: Any, **options: Any) -> Any:
-        if refusals:
-            raise refusals.pop()
-        return await publish(*arguments, **options)
-
-    async def unanswered(publisher: jsx.FastPublisher) -> None:
-        raise errors.RequestTimeoutError
-
-    monkeypatch.setattr(js, "publish", overloaded)
-    monkeypatch.setattr(jsx.FastPublisher, "commit_eob", unanswered)  # so that messages are published one by one
-    report = await jsx.ingest(js, [(f"{stream}.a", b"%d" % i) for i in range(5)])
-    assert (report.stored, refusals) == (5, [])
-    assert [each.data for each in await messages(js, stream)] == [b"%d" % i for i in range(5)]
 
 
 async def test_a_full_stream_is_an_error_at_once(js: JetStreamContext, make_stream: Any) -> None:
@@ -422,46 +331,12 @@ async def test_a_failed_ingest_leaves_no_task_of_an_async_source(
     assert [each async for each in messages] == [(f"{stream}.a", b"y")], "the source is the caller's to close"
 
 
-async def test_an_empty_id_in_the_headers_is_no_id(js: JetStreamContext, stream: str) -> None:
-    headers = {"Nats-Msg-Id": "", "K": "v"}
-    entries = [(f"{stream}.a", b"1", headers), jsx.BatchMessage(f"{stream}.a", b"2", headers=headers)]
-    assert (
-        await jsx.ingest(js, entries, msg_id=lambda entry: "one" if isinstance(entry, tuple) else "two")
-    ).stored == 2
-    stored = [message.headers for message in await messages(js, stream)]
-    assert stored == [{"Nats-Msg-Id": "one", "K": "v"}, {"Nats-Msg-Id": "two", "K": "v"}]
-    assert headers == {"Nats-Msg-Id": "", "K": "v"}
-
-
-async def test_the_error_names_a_connection_that_drains(own_js: JetStreamContext, own_stream: MakeStream) -> None:
-    stream = await own_stream()
-    draining: list[asyncio.Task[None]] = []
-
-    async def source() -> AsyncIterator[tuple[str, bytes]]:
-        yield f"{stream}.a", b"1"
-        await own_js._nc.subscribe("never", cb=waiting)
-        await own_js._nc.publish("never")
-        draining.append(asyncio.ensure_future(own_js._nc.drain()))
-        while not own_js._nc.is_draining:
-            await asyncio.sleep(0)
-        yield f"{stream}.a", b"2"
-
-    async def waiting(_: object) -> None:
-        await failed.wait()  # the connection drains until the handler of this message returns
-
-    failed = asyncio.Event()
-    with pytest.raises(errors.IngestError, match="the connection is draining") as caught:
-        await jsx.ingest(own_js, source())
-    assert "closed" not in str(caught.value)
-    failed.set()
-    await asyncio.gather(*draining)
-
-
-@pytest.mark.parametrize("before", [0, 3])
-@pytest.mark.parametrize("fields", [(), ("x",), (b"x", None, None, "id"), (b"x", {"Nats-Msg-Id": "id"}, 60)])
+@each("before", [0, 3])
+@each("fields", [(), ("x",), (b"x", None, None, "id"), (b"x", {"Nats-Msg-Id": "id"}, 60)])
 async def test_only_tuples_of_two_or_three_are_messages(
-    js: JetStreamContext, stream: str, before: int, fields: tuple[Any, ...]
+    js: JetStreamContext, make_stream: MakeStream, before: int, fields: tuple[Any, ...]
 ) -> None:
+    stream = await make_stream()
     entries: list[Any] = [(f"{stream}.1", b"%d" % n) for n in range(before)] + [(f"{stream}.1", *fields)]
     with pytest.raises(errors.IngestError, match=r"a tuple of \d|must be bytes") as caught:
         await jsx.ingest(js, entries)
@@ -501,17 +376,14 @@ class TestPermissions:
         nc = await nats.connect(server.url, user=user, password="p", error_cb=ignore, connect_timeout=10)
         return nc.jetstream(timeout=timeout)
 
-    @pytest.mark.parametrize(
-        ("place", "expectation"),
-        [(0, {}), (1, {}), (299, {}), (150, {"expected_last_subject_seq": 0})],
-        ids=["first", "second", "last", "with an expectation"],
-    )
+    @each("place, expectation", [(0, {}), (1, {}), (299, {}), (150, {"expected_last_subject_seq": 0})])
     async def test_a_message_without_permission_ends_the_call(
         self, guarded: NatsServer, place: int, expectation: dict[str, int]
     ) -> None:
         admin = await self.connect(guarded, "admin", 30)
         await admin.add_stream(name="S", subjects=["s.>"], allow_batched=True, allow_direct=True)
-        js = await self.connect(guarded, "writer", 5)
+        await admin.purge_stream("S")
+        js = await self.connect(guarded, "writer", 2)
         entries: list[Any] = [("s.a", b"%d" % n) for n in range(300)]
         entries[place] = jsx.BatchMessage("s.refused", b"", **expectation)
         async with asyncio.timeout(60):
@@ -530,7 +402,7 @@ class TestPermissions:
     async def test_a_client_that_may_not_hear_answers_ends_the_call(self, guarded: NatsServer) -> None:
         admin = await self.connect(guarded, "admin", 30)
         await admin.add_stream(name="S", subjects=["s.>"], allow_batched=True, allow_direct=True)
-        js = await self.connect(guarded, "deaf", 5)
+        js = await self.connect(guarded, "deaf", 1)
         async with asyncio.timeout(60):
             with pytest.raises(errors.IngestError) as caught:
                 await jsx.ingest(js, [("s.a", b"x")], timeout=300)

@@ -1,11 +1,12 @@
 """Text that UTF-8 cannot encode is refused by every public call, in this library's words and before anything is sent."""
 
 import functools
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from client_cells import each
 from nats.js import JetStreamContext
 from nats.js.api import (
     ConsumerConfig,
@@ -147,7 +148,7 @@ def direct(place: Place, name: str = "") -> jsx.DirectGet:
     return jsx.DirectGet(place.js, name or place.stream)
 
 
-def cases() -> Iterable[Any]:
+def cases() -> Iterator[tuple[str, Call]]:
     groups = (
         (MESSAGES, ("atomic_add", "atomic_commit", "atomic_add_many", "publish_atomic", "publish_atomic_many")),
         (MESSAGES, ("fast_add", "fast_add_many", "fast_commit", "ingest")),
@@ -157,12 +158,9 @@ def cases() -> Iterable[Any]:
     for options, calls in groups:
         for call in calls:
             for what, given in options.items():
-                yield pytest.param(
-                    functools.partial(lambda place, call, given: getattr(place, call)(given), call=call, given=given),
-                    id=f"{call}-{what}",
-                )
-    for what, run in OTHERS.items():
-        yield pytest.param(run, id=what)
+                run = functools.partial(lambda place, call, given: getattr(place, call)(given), call=call, given=given)
+                yield f"{call}, {what}", run
+    yield from OTHERS.items()
 
 
 OTHERS: dict[str, Call] = {
@@ -217,8 +215,10 @@ async def run(call: Call, place: Place) -> None:
         await result
 
 
-@pytest.mark.parametrize("call", list(cases()))
-async def test_text_that_is_not_unicode_is_refused_before_anything_is_sent(js: JetStreamContext, call: Call) -> None:
+@each("what, call", cases())
+async def test_text_that_is_not_unicode_is_refused_before_anything_is_sent(
+    js: JetStreamContext, what: str, call: Call
+) -> None:
     # Nothing of it needs to exist, because nothing is sent.
     place = Place(js, "S", KeyValue("B", "KV_B", "$KV.B.", js, direct=False))
     sent = js._nc.stats["out_msgs"]

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import nats
 import nats.errors
 import pytest
+from client_cells import each
 from nats.aio.client import Client
 
 import jetstream_ext as jsx
@@ -64,11 +65,11 @@ async def connect() -> AsyncIterator[Connect]:
 
 
 @pytest.mark.internals("nats-py's own parser buffers without bound")
-@pytest.mark.parametrize(
+@each(
     "beginning",
     [b"MSG a", b"-ERR '", b"INFO {", b"x", b"MSG a 1 ", b"%b9223372036854775807\r\n", b"%b99999999999999999999999\r\n"],
 )
-@pytest.mark.parametrize("of_an_inbox", [True, False])
+@each("of_an_inbox", [True, False])
 async def test_a_line_or_message_without_an_end_ends_the_connection(
     connect: Connect, beginning: bytes, of_an_inbox: bool
 ) -> None:
@@ -89,7 +90,7 @@ async def test_a_line_or_message_without_an_end_ends_the_connection(
     assert sent < 1 << 24
 
 
-@pytest.mark.parametrize("answer", [b"3", b"[]", b'{"error":7}', b"[" * 10_000, b'{"config":[1]}', b'"error"'])
+@each("answer", [b"3", b"[]", b'{"error":7}', b"[" * 10_000, b'{"config":[1]}', b'"error"'])
 async def test_an_answer_that_nats_py_cannot_process_is_a_response_error(connect: Connect, answer: bytes) -> None:
     async def lie(writer: asyncio.StreamWriter, subject: bytes, line: bytes) -> None:
         body = json.dumps(NO_STREAM).encode() if b".STREAM.INFO." in subject else answer

@@ -1,30 +1,22 @@
 """Reads of several subject filters from a real server: in order, each message once, complete, and with few bytes at once."""
 
 import asyncio
-import json
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
 from typing import Any
 
-import nats.errors
 import pytest
+from client_cells import each
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.api import StreamSource
 
 import jetstream_ext as jsx
-from jetstream_ext import errors
-from jetstream_ext.client import direct_reader, merged_read
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.merged_read import read_merged
-from jetstream_ext.protocol import range_read
 from jetstream_ext.protocol.direct import Block
-from jetstream_ext.protocol.merge import Merge
-from jetstream_ext.protocol.range_read import MAX_MIRROR_ANSWERS
 from jetstream_ext.protocol.reads import MAX_IN_FLIGHT
 from jetstream_ext.protocol.subjects import matcher
-from jetstream_ext.testing import NatsCluster, NatsServer
+from jetstream_ext.testing import NatsServer
 
 Make = Callable[..., Awaitable[str]]
 LAST = 1 << 40
@@ -75,39 +67,6 @@ def below(name: str, filters: Sequence[str]) -> list[str]:
     return [f"{name}.{each}" for each in filters]
 
 
-class InFlight:
-    """Follows the requests of all reads: how many wait for their first bytes, and the bytes of those that wait for more."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.requests: dict[object, dict[str, Any]] = {}
-        self.unanswered: set[object] = set()
-        self.most = self.most_bytes = self.total = 0
-        send = direct_reader._Inboxes.send
-
-        async def followed(
-            inboxes: Any, subject: str, payload: bytes, received: Any, timeout: float, key: object = None
-        ) -> None:
-            def receive(frames: list[Any]) -> None:
-                self.unanswered.discard(key)
-                if frames[-1][1].startswith(b"NATS/1.0 "):
-                    self.requests.pop(key, None)
-                received(frames)
-
-            self.requests[key] = json.loads(payload)
-            self.unanswered.add(key)
-            self.total += 1
-            self.most = max(self.most, len(self.unanswered))
-            self.most_bytes = max(self.most_bytes, sum(each["max_bytes"] for each in self.requests.values()))
-            await send(inboxes, subject, payload, receive, timeout, key)  # type: ignore[arg-type]
-
-        patch.setattr(direct_reader._Inboxes, "send", followed)
-
-
-@pytest.fixture
-def in_flight(monkeypatch: pytest.MonkeyPatch) -> InFlight:
-    return InFlight(monkeypatch)
-
-
 FILTERS = [
     ["a.x", "b.y"],
     ["a.*", "*.x"],  # they overlap
@@ -121,8 +80,8 @@ FILTERS = [
 
 
 class TestRows:
-    @pytest.mark.parametrize("confirm", [True, False])
-    @pytest.mark.parametrize("filters", FILTERS, ids=",".join)
+    @each("confirm", [True, False])
+    @each("filters", FILTERS)
     async def test_each_message_that_matches_comes_once_and_in_order(
         self, js: JetStreamContext, mixed: tuple[str, list[str]], filters: list[str], confirm: bool
     ) -> None:
@@ -143,15 +102,6 @@ class TestRows:
             (seq, f"{name}.{seq % 3}", {"K": str(seq)}, name) for seq in range(1, 10) if seq % 3
         ]
 
-    async def test_a_filter_that_ends_early_leaves_the_rest_to_the_others(
-        self, js: JetStreamContext, make_stream: Make, in_flight: InFlight
-    ) -> None:
-        name = await make_stream()
-        subjects = [f"{name}.{'early' if seq < 50 else 'late'}" for seq in range(20_000)]
-        await fill(js, subjects)
-        assert await read(js, name, [f"{name}.early", f"{name}.late", f"{name}.never"]) == list(range(1, 20_001))
-        assert in_flight.total < 15
-
     async def test_deleted_messages_are_left_out(self, js: JetStreamContext, mixed: tuple[str, list[str]]) -> None:
         name, subjects = mixed
         filters = ["a.*", "*.x"]
@@ -160,51 +110,6 @@ class TestRows:
             await js.delete_msg(name, seq)
         expected = [seq for seq in matching(name, subjects, filters) if seq not in gone]
         assert await read(js, name, below(name, filters), max_bytes=4000) == expected
-
-
-class TestMemory:
-    async def test_many_filters_have_few_requests_in_flight_for_few_bytes(
-        self, js: JetStreamContext, make_stream: Make, in_flight: InFlight
-    ) -> None:
-        name, max_bytes = await make_stream(), 1 << 20
-        subjects = [f"{name}.{seq % 300}" for seq in range(1, 20_001)]
-        await fill(js, subjects, size=100)
-        filters = [str(each) for each in range(200)]
-        expected = matching(name, subjects, filters)
-        assert await read(js, name, below(name, filters), max_bytes=max_bytes) == expected
-        assert 1 < in_flight.most <= MAX_IN_FLIGHT
-        assert in_flight.most_bytes <= max_bytes
-        assert in_flight.total < 2000
-
-    @pytest.mark.parametrize("count", [2, MAX_IN_FLIGHT])
-    async def test_few_filters_ask_ahead(
-        self, js: JetStreamContext, make_stream: Make, in_flight: InFlight, count: int
-    ) -> None:
-        name, max_bytes = await make_stream(), 400_000
-        subjects = [f"{name}.{seq % count}" for seq in range(1, 8001)]
-        await fill(js, subjects, size=500)
-        assert await read(js, name, below(name, list(map(str, range(count)))), max_bytes=max_bytes) == list(
-            range(1, 8001)
-        )
-        assert in_flight.most == count
-        assert in_flight.most_bytes <= max_bytes
-
-    async def test_large_messages_of_many_filters_are_not_held_at_once(
-        self, js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        name, size, max_bytes = await make_stream(), 200_000, 1 << 20
-        subjects = [f"{name}.{seq % 40}" for seq in range(1, 201)]
-        await fill(js, subjects, size)
-        held: list[int] = []
-        take = Merge.take
-
-        def followed(merge: Merge) -> list[Block]:
-            held.append(sum(each.size for read in merge.reads for each in read.blocks))
-            return take(merge)
-
-        monkeypatch.setattr(Merge, "take", followed)
-        assert await read(js, name, below(name, list(map(str, range(40)))), max_bytes=max_bytes) == list(range(1, 201))
-        assert 40 * size > 2 * max_bytes >= max(held)
 
 
 class TestEnds:
@@ -219,19 +124,11 @@ class TestEnds:
             await reading.aclose()
             await leak_check.assert_clean()
 
-    async def test_a_whole_read_leaves_nothing_behind(
+    async def test_cancellation_at_any_point_leaves_nothing_behind(
         self, js: JetStreamContext, mixed: tuple[str, list[str]], leak_check: Any
     ) -> None:
-        name, _ = mixed
-        await read(js, name, below(name, ["a.*", "*.x", "nothing"]), max_bytes=5000)
-        await leak_check.assert_clean()
-
-    @pytest.mark.parametrize("count", [3, 2 * MAX_IN_FLIGHT])
-    async def test_cancellation_at_any_point_leaves_nothing_behind(
-        self, js: JetStreamContext, mixed: tuple[str, list[str]], leak_check: Any, count: int
-    ) -> None:
         name, subjects = mixed
-        filters = ["a.*", "*.x", "nothing", *map(str, range(count - 3))]
+        filters = ["a.*", "*.x", "nothing"]
         ticks, finished = 0, 0
         while finished < 2:
             task = asyncio.ensure_future(read(js, name, below(name, filters), last=200, max_bytes=4000))
@@ -245,44 +142,9 @@ class TestEnds:
         assert ticks > 60
         assert await read(js, name, below(name, filters)) == matching(name, subjects, filters)
 
-    async def test_an_error_of_one_read_ends_all_of_them(
-        self, js: JetStreamContext, mixed: tuple[str, list[str]], leak_check: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        name, subjects = mixed
-        original = merged_read.read_blocks
-
-        async def breaks(context: Context, stream: str, plan: Any, *arguments: Any, **options: Any) -> Any:
-            async with aclosing(original(context, stream, plan, *arguments, **options)) as blocks:
-                async for block in blocks:
-                    yield block
-                    if plan.subject.endswith("x") and plan.position > 1000:
-                        raise errors.MessagesLostError("lost")
-
-        monkeypatch.setattr(merged_read, "read_blocks", breaks)
-        found: list[int] = []
-        with pytest.raises(errors.MessagesLostError):
-            await collect(found, blocks_of(js, name, below(name, ["a.*", "*.x", "b.y"]), max_bytes=5000))
-        assert found == matching(name, subjects, ["a.*", "*.x", "b.y"])[: len(found)]
-        assert found
-        await leak_check.assert_clean()
-
-    async def test_bad_filters_are_errors(self, js: JetStreamContext, mixed: tuple[str, list[str]]) -> None:
-        with pytest.raises(ValueError, match="at least one"):
-            await read(js, mixed[0], [])
-        with pytest.raises(errors.BadSubjectError):
-            await read(js, mixed[0], ["a", "b..c"])
-
-    async def test_a_stream_without_direct_gets_is_an_error(
-        self, js: JetStreamContext, make_stream: Make, leak_check: Any
-    ) -> None:
-        name = await make_stream(allow_direct=False)
-        with pytest.raises(errors.DirectGetDisabledError):
-            await read(js, name, below(name, ["a", "b"]))
-        await leak_check.assert_clean()
-
 
 class TestLostConnections:
-    @pytest.mark.parametrize("count", [3, 2 * MAX_IN_FLIGHT])
+    @each("count", [3, 2 * MAX_IN_FLIGHT])
     async def test_it_continues_after_a_restart(
         self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: Make, count: int
     ) -> None:
@@ -301,68 +163,6 @@ class TestLostConnections:
         assert found == list(range(1, 6001))
         assert not restarts
 
-    async def test_a_paused_server_is_a_timeout(
-        self, own_js: JetStreamContext, own_server: NatsServer, own_stream: Make
-    ) -> None:
-        name = await own_stream()
-        await fill(own_js, [f"{name}.{seq % 3}" for seq in range(30)])
-        own_server.pause()
-        try:
-            started = time.monotonic()
-            with pytest.raises(errors.RequestTimeoutError, match=name):
-                await read(own_js, name, below(name, ["0", "1"]), timeout=0.2)
-            assert time.monotonic() - started < 20
-        finally:
-            own_server.resume()
-
-    async def test_a_closed_connection_ends_it(
-        self, own_nc: Client, own_js: JetStreamContext, own_stream: Make
-    ) -> None:
-        name = await own_stream()
-        await fill(own_js, [f"{name}.{seq % 3}" for seq in range(3000)])
-        reading = blocks_of(own_js, name, below(name, ["0", "1"]), max_bytes=2000)
-        await anext(reading)
-        await own_nc.close()
-        with pytest.raises(nats.errors.ConnectionClosedError):
-            await collect([], reading)
-
-
-class TestBusyServer:
-    """A server answers the requests of one connection one after the other, so that some wait for long."""
-
-    async def test_the_leader_may_answer_late_while_other_reads_are_answered(
-        self, js: JetStreamContext, mixed: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        name, subjects = mixed
-        ask, loop = direct_reader.get_at_leader, asyncio.get_running_loop()
-        late_until: float | None = None
-
-        async def busy(*arguments: Any) -> Any:
-            nonlocal late_until
-            late_until = late_until or loop.time() + 1  # three times the timeout
-            try:
-                if loop.time() < late_until:
-                    raise errors.RequestTimeoutError("busy")
-                return await ask(*arguments)
-            except errors.RequestTimeoutError:
-                for machine in machines:
-                    machine._group.heard = loop.time() + 0.001
-                raise
-
-        machines: list[Any] = []
-        init = range_read.RangeRead.__init__
-
-        def recorded(machine: Any, *arguments: Any, **options: Any) -> None:
-            init(machine, *arguments, **options)
-            machines.append(machine)
-
-        monkeypatch.setattr(range_read.RangeRead, "__init__", recorded)
-        monkeypatch.setattr(direct_reader, "get_at_leader", busy)
-        filters = ["a.x", "b.y"]
-        assert await read(js, name, below(name, filters), timeout=0.3) == matching(name, subjects, filters)
-        assert late_until is not None
-        assert loop.time() > late_until
-
 
 class TestOtherResponders:
     @pytest.fixture
@@ -374,22 +174,6 @@ class TestOtherResponders:
             while (await js.stream_info(mirror)).state.messages < len(subjects):
                 await asyncio.sleep(0.02)
         return mirror
-
-    async def test_rows_keep_the_name_of_the_stream_that_answered(
-        self, js: JetStreamContext, mixed: tuple[str, list[str]], mirrored: str
-    ) -> None:
-        name, subjects = mixed
-        filters = ["a.*", "*.x", "b.y", "c.z"]
-        seen: set[str] = set()
-        while len(seen) < 2:
-            found: list[int] = []
-            async for block in blocks_of(js, name, below(name, filters), confirm=False, max_bytes=20_000):
-                start = f"NATS/1.0\r\nNats-Stream: {block.stream}\r\n".encode()
-                assert all(body.startswith(start) for body in block.bodies)
-                found += block.seqs
-                seen.add(block.stream)
-            assert found == matching(name, subjects, filters)
-        assert seen == {name, mirrored}
 
     async def test_a_mirror_that_lags_shortens_no_confirmed_read(
         self, js: JetStreamContext, mixed: tuple[str, list[str]], mirrored: str
@@ -409,27 +193,3 @@ class TestOtherResponders:
                 found += block.seqs
             assert found == expected
         assert short, "without a proof, its answers look complete"
-
-    async def test_if_only_a_mirror_answers_the_leader_sends_the_messages(
-        self, js: JetStreamContext, mixed: tuple[str, list[str]], mirrored: str, in_flight: InFlight
-    ) -> None:
-        name, subjects = mixed
-        config = (await js.stream_info(name)).config
-        config.allow_direct = False  # the mirror still answers for the stream
-        await js.update_stream(config)
-        await js.delete_msg(mirrored, 1501)
-        filters = ["rare.x", "a.x", "nothing"]
-        assert await read(js, name, below(name, filters), first=1300, last=1700) == [
-            seq for seq in matching(name, subjects, filters) if 1300 <= seq <= 1700
-        ]
-        assert in_flight.total > MAX_MIRROR_ANSWERS
-
-    async def test_replicas_that_lag_shorten_no_confirmed_read(
-        self, cluster: NatsCluster, cluster_nc: Client, make_replicated: Make
-    ) -> None:
-        js = cluster_nc.jetstream(timeout=10)
-        name = await make_replicated()
-        for turn in range(1, 31):
-            await js.publish(f"{name}.{turn % 3}", b"%d" % turn)
-            expected = [seq for seq in range(1, turn + 1) if seq % 3]
-            assert await read(js, name, [f"{name}.1", f"{name}.2"], last=turn) == expected

@@ -6,12 +6,12 @@ from typing import Any
 import nats
 import nats.errors
 import pytest
+from client_cells import each
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import BatchMessage, errors
 from jetstream_ext.client import atomic_session
-from jetstream_ext.client.base_connection import NotPermittedError
 from jetstream_ext.log import LogReader, exactly_once
 from jetstream_ext.testing import NatsServer
 
@@ -45,8 +45,8 @@ async def set_limit(js: JetStreamContext, name: str, size: int) -> None:
     await js.update_stream(config)
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-@pytest.mark.parametrize("options", [{}, {"headers": {"Trace": "x" * 50}}, {"msg_id": "a"}])
+@each("place", [0, 1, 2])
+@each("options", [{}, {"headers": {"Trace": "x" * 50}}, {"msg_id": "a"}])
 async def test_servers_count_payload_and_all_headers(
     js_of_version: JetStreamContext, stream_name: Callable[[], str], place: int, options: dict[str, Any]
 ) -> None:
@@ -65,7 +65,7 @@ async def test_servers_count_payload_and_all_headers(
 
 
 class TestPublishAtomic:
-    @pytest.mark.parametrize("how", ["list", "async iterable", "with an id", "many"])
+    @each("how", ["list", "async iterable", "with an id", "many"])
     async def test_a_message_over_the_limit_is_named(
         self, js: JetStreamContext, make_stream: MakeStream, leak_check: Any, how: str
     ) -> None:
@@ -97,56 +97,16 @@ class TestPublishAtomic:
         with pytest.raises(errors.MessageTooLargeError, match="large"):
             await jsx.publish_atomic(js, messages + [BatchMessage(f"{name}.a", b"1")] * 1500)
 
-    async def test_a_limit_that_was_raised_since_the_last_lookup_holds(
+    async def test_a_limit_that_was_changed_since_the_last_lookup_holds(
         self, js: JetStreamContext, make_stream: MakeStream
     ) -> None:
         name = await make_stream(max_msg_size=LIMIT)
         await jsx.publish_atomic(js, batch(name, 1, 1))
         await set_limit(js, name, 9000)
         await jsx.publish_atomic(js, batch(name, 1, 5000))
-
-    async def test_a_limit_that_was_lowered_since_the_last_lookup_is_told(
-        self, js: JetStreamContext, make_stream: MakeStream
-    ) -> None:
-        name = await make_stream(max_msg_size=9000)
-        await jsx.publish_atomic(js, batch(name, 1, 5000))
         await set_limit(js, name, LIMIT)
         with pytest.raises(errors.MessageTooLargeError, match=f"takes {LIMIT}"):
             await jsx.publish_atomic(js, batch(name, 1, 5000))
-
-    @pytest.mark.parametrize("why", ["the limit was raised", "not permitted", "closed"])
-    async def test_the_servers_refusal_remains_if_the_size_does_not_explain_it(
-        self, js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, why: str
-    ) -> None:
-        name = await make_stream(max_msg_size=LIMIT)
-        ask = atomic_session.ask_stream
-
-        async def asked(*arguments: Any) -> Any:
-            match why:
-                case "not permitted":
-                    raise NotPermittedError("no")
-                case "closed":
-                    raise nats.errors.ConnectionClosedError
-            await set_limit(js, name, 9000)
-            return await ask(*arguments)
-
-        monkeypatch.setattr(atomic_session, "ask_stream", asked)
-        with pytest.raises(errors.AtomicPublishIncompleteError) as caught:
-            await jsx.publish_atomic(js, batch(name, 1, 5000))
-        assert caught.value.outcome == "not_stored"
-
-    async def test_a_batch_that_is_incomplete_for_another_reason_is_not_blamed_on_a_size(
-        self, js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        name = await make_stream(max_msg_size=LIMIT)
-        write = atomic_session.Context(js).connection.write
-
-        async def without_the_second(data: bytes, *arguments: Any, **options: Any) -> None:
-            await write(data.replace(b"Nats-Batch-Sequence: 2\r", b"Nats-Batch-Sequence: 9\r"), *arguments, **options)
-
-        monkeypatch.setattr(atomic_session.Context(js).connection, "write", without_the_second)
-        with pytest.raises(errors.AtomicPublishIncompleteError):
-            await jsx.publish_atomic(js, batch(name, 1, 100))
 
 
 class TestExactlyOnce:

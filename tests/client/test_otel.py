@@ -5,12 +5,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import aclosing
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from nats.aio.client import Client
+from client_cells import each
 from nats.js import JetStreamContext
 from opentelemetry import baggage, context, propagate, trace
 from opentelemetry.propagators.textmap import TextMapPropagator
@@ -26,9 +25,6 @@ import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext import log, otel
 from jetstream_ext.client import telemetry
-from jetstream_ext.client.retry import Retry
-from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.trace_context import trace_context
 from jetstream_ext.testing import NatsServer
 from jetstream_ext.types import Entry
 
@@ -150,7 +146,7 @@ async def one_by_one(*entries: Entry) -> Any:
         yield entry
 
 
-@pytest.mark.parametrize("name", ["traceparent", "Traceparent"], ids=["lower case", "as publishers in Go write it"])
+@each("name", ["traceparent", "Traceparent"])  # publishers in Go write it so
 async def test_a_context_of_the_users_own_stays(
     js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded, name: str
 ) -> None:
@@ -161,18 +157,6 @@ async def test_a_context_of_the_users_own_stays(
     messages = await stored(js, stream)
     assert [message.headers for message in messages] == [own] * 3
     assert ids_of_parent(otel.extract(messages[0])) == (int("a" * 32, 16), int("b" * 16, 16))
-
-
-async def test_a_message_that_just_fits_is_stored_without_a_context(
-    js: JetStreamContext, nc: Client, make_stream: Callable[..., Any], recorded: Recorded
-) -> None:
-    stream, largest = await make_stream(storage="memory"), b"x" * nc.max_payload
-    async with jsx.FastPublisher(js) as publisher:
-        await publisher.add(f"{stream}.a", largest)
-        await publisher.add_many([(f"{stream}.a", largest), (f"{stream}.a", b"small")])
-    messages = await stored(js, stream)
-    assert [len(message.data) for message in messages] == [len(largest), len(largest), 5]
-    assert [list(message.headers) for message in messages] == [[], [], ["traceparent"]]
 
 
 async def test_a_message_that_just_fits_into_its_stream_is_stored_without_a_context(
@@ -190,29 +174,6 @@ async def test_a_message_that_just_fits_into_its_stream_is_stored_without_a_cont
         await batch.commit(f"{stream}.a", bytes(830))
     traced = ["traceparent" in message.headers for message in await stored(js, stream)]
     assert traced == [False, False, False, False, True, False, False, False, True, False]
-
-
-@pytest.mark.parametrize("own", ["traceparent", "Baggage"])
-def test_a_message_gets_no_second_header_of_a_name(own: str) -> None:
-    given = trace_context([("baggage", "a=1"), ("traceparent", "00-1-2-01")])
-    assert given is not None
-    message = jsx.BatchMessage("a", headers={own: "mine"})
-    assert given.added_to(message, 10_000) is message
-    block = h.encode([(own, "mine")])
-    assert given.extend(block, 10_000) is block
-
-
-async def test_a_payload_that_is_refused_has_the_same_error_with_and_without_traces(
-    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
-) -> None:
-    stream: str = await make_stream()
-    entry: Any = (f"{stream}.a", None)
-    for call in (jsx.publish_atomic, jsx.ingest):
-        with pytest.raises(
-            (TypeError, jsx.errors.IngestError),
-            match=f"the payload on subject '{stream}.a' must be bytes, not NoneType",
-        ):
-            await call(js, [entry])
 
 
 async def test_spans_say_nothing_of_a_payload_that_an_error_quotes(
@@ -260,37 +221,6 @@ async def test_spans_say_nothing_of_a_payload_that_an_error_quotes(
     ]
     assert trace_of_calls.index("in convert\n") < trace_of_calls.rindex("in convert_again\n")
     assert "exception.message" not in dict(first.events[0].attributes or {})
-
-
-async def test_an_error_without_a_text_ends_its_span(
-    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
-) -> None:
-    class MuteError(Exception):
-        def __str__(self) -> str:
-            raise ZeroDivisionError
-
-    def fail() -> Iterator[Entry]:
-        yield f"{stream}.a", b""
-        raise MuteError
-
-    stream = await make_stream()
-    with pytest.raises(MuteError):
-        await jsx.publish_atomic(js, fail())
-    (span,) = recorded.spans
-    assert (span.status.description, attributes(span)["error.type"]) == (MuteError.__qualname__, MuteError.__qualname__)
-
-
-async def test_an_attempt_that_no_other_follows_is_no_retry(recorded: Recorded) -> None:
-    retry, attempts = Retry(0.05, first_pause=0.01, transient=lambda error: True), 0
-
-    async def fail() -> None:
-        nonlocal attempts
-        attempts += 1
-        raise jsx.errors.RequestTimeoutError("late")
-
-    with pytest.raises(jsx.errors.RequestTimeoutError):
-        await retry.call(fail)
-    assert recorded.total("jetstream_ext.retries") == attempts - 1 > 0
 
 
 async def test_no_context_is_added_without_inject(js: JetStreamContext, make_stream: Callable[..., Any]) -> None:
@@ -441,67 +371,6 @@ class Propagator(TextMapPropagator):
         return context
 
 
-@pytest.mark.parametrize(
-    "names",
-    [[], ["X-Amzn-Trace-Id"], ["uber-trace-id", "uberctx-a"], ["ot-tracer-spanid", "ot-baggage-a"]],
-    ids=["W3C", "AWS X-Ray", "Jaeger", "OpenTracing"],
-)
-async def test_a_repeated_batch_is_recognised_although_its_trace_is_another_one(
-    js: JetStreamContext,
-    make_stream: Callable[..., Any],
-    recorded: Recorded,
-    names: list[str],
-) -> None:
-    before = propagate.get_global_textmap()
-    if names:
-        propagate.set_global_textmap(Propagator(*names))
-    stream = await make_stream(allow_atomic=True)
-    batch = [jsx.BatchMessage(f"{stream}.a", b"a", msg_id="a"), jsx.BatchMessage(f"{stream}.b", headers={"b": "1"})]
-    try:
-        once = await jsx.publish_atomic(js, batch, batch_id="mine")
-        again = await jsx.publish_atomic(js, batch, batch_id="mine")
-    finally:
-        propagate.set_global_textmap(before)
-    assert set(names or ["traceparent"]) <= set((await stored(js, stream))[0].headers)
-    assert again.seq == once.seq
-    assert attributes(recorded.spans[-1])["messaging.batch.message_count"] == 2
-
-
-async def test_failed_batches_end_their_spans_as_errors(
-    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
-) -> None:
-    stream = await make_stream(allow_atomic=False)
-    with pytest.raises(jsx.errors.AtomicPublishDisabledError):
-        await jsx.publish_atomic(js, [(f"{stream}.a", b"")])
-    with pytest.raises(jsx.errors.AtomicPublishDisabledError):
-        await jsx.publish_atomic_many(js, [[(f"{stream}.a", b"")], [(f"{stream}.a", b"")]])
-    async with jsx.AtomicBatch(js):
-        pass  # nothing to commit
-    assert {attributes(span)["error.type"] for span in recorded.spans} == {"AtomicPublishDisabledError"}
-    assert 2 <= len(recorded.spans) <= 3
-
-
-async def test_batches_whose_acks_the_program_does_not_wait_for_end_as_errors(
-    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
-) -> None:
-    stream = await make_stream(allow_atomic=True)
-    taken = acked = 0
-
-    def batches() -> Iterator[list[Entry]]:
-        nonlocal taken
-        while taken < 50:
-            taken += 1
-            yield [(f"{stream}.a", b"")]
-
-    async with aclosing(jsx.publish_atomic_many(js, batches(), in_flight=2)) as acks:
-        async for _ in acks:
-            acked += 1
-            if taken > acked:
-                break
-    ends = [(span.status.status_code, attributes(span).get("error.type")) for span in recorded.spans]
-    assert ends == [(StatusCode.UNSET, None)] * acked + [(StatusCode.ERROR, "GeneratorExit")]
-
-
 async def test_reads_are_spans_with_the_number_of_messages(
     js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
 ) -> None:
@@ -625,138 +494,6 @@ async def test_a_worker_continues_the_trace_of_its_input_in_its_outputs(
     assert (lag.value, lag.attributes["messaging.destination.name"]) == (3, stream)
 
 
-async def test_workers_of_one_stream_report_their_own_lags_and_durations(
-    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
-) -> None:
-    stream, output = await make_stream(), await make_stream()
-    async with jsx.FastPublisher(js) as publisher:
-        await publisher.add_many([(f"{stream}.a", b"")] * 5)
-    called = asyncio.Event()
-
-    async def stuck(message: jsx.StoredMsg) -> None:
-        called.set()
-        await asyncio.Event().wait()
-
-    async def work(name: str, handler: Any) -> None:
-        await log.exactly_once(log.LogReader(js, stream), output, handler, name=name, prefix=f"{output}.at")
-
-    slow = asyncio.ensure_future(work("slow", stuck))
-    await called.wait()
-    await work("fast", lambda _: None)
-    assert by_consumer(recorded, "jetstream_ext.lag") == {"slow": 5, "fast": 0}
-    slow.cancel()
-    await asyncio.wait({slow})
-    assert by_consumer(recorded, "messaging.process.duration", "count") == {"slow": 1, "fast": 5}
-    assert by_consumer(recorded, "messaging.client.consumed.messages") == {"slow": 5, "fast": 5}
-    for span in recorded.spans:
-        if span.name in (f"process {stream}", f"receive {stream}", f"commit {output}"):
-            assert attributes(span)["messaging.consumer.group.name"] in ("slow", "fast")
-
-
-def by_consumer(recorded: Recorded, metric: str, field: str = "value") -> dict[str | None, int]:
-    points = recorded.points(metric)
-    found = {each.attributes.get("messaging.consumer.group.name"): getattr(each, field) for each in points}
-    assert len(found) == len(points)
-    return found
-
-
-@pytest.mark.parametrize("confirm", [True, False])
-async def test_of_readers_without_a_name_the_largest_lag_is_reported(
-    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded, confirm: bool
-) -> None:
-    stream = await make_stream()
-    async with jsx.FastPublisher(js) as publisher:
-        await publisher.add_many([(f"{stream}.a", b"")] * 5)
-    behind, ahead = (log.LogReader(js, stream, confirm=confirm) for _ in range(2))
-    await behind.read(1)
-    assert by_consumer(recorded, "jetstream_ext.lag") == {None: 5}
-    assert len([message async for message in ahead]) == 5
-    assert by_consumer(recorded, "jetstream_ext.lag") == {None: 5}
-    assert len([message async for message in behind]) == 4
-    assert by_consumer(recorded, "jetstream_ext.lag") == {None: 0}
-
-
-async def test_the_lag_of_a_worker_that_has_ended_hides_none(
-    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
-) -> None:
-    stream, output = await make_stream(), await make_stream()
-    async with jsx.FastPublisher(js) as publisher:
-        await publisher.add_many([(f"{stream}.a", b"")] * 5)
-    readers = [log.LogReader(js, stream) for _ in range(2)]
-
-    def fail(message: jsx.StoredMsg) -> None:
-        raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        await log.exactly_once(readers[0], output, fail, name="w", prefix=f"{output}.at")
-    assert by_consumer(recorded, "jetstream_ext.lag") == {"w": 5}
-    await log.exactly_once(readers[1], output, lambda _: None, name="w", prefix=f"{output}.at")
-    assert by_consumer(recorded, "jetstream_ext.lag") == {"w": 0}
-
-
-async def test_a_list_of_inputs_is_linked_to_the_contexts_of_all(
-    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
-) -> None:
-    stream, output = await make_stream(), await make_stream()
-    async with jsx.FastPublisher(js) as publisher:
-        await publisher.add(f"{stream}.a", b"a")
-        await publisher.add_many([(f"{stream}.b", b"b"), (f"{stream}.c", b"c")])
-    add, bulk, _ = recorded.spans
-    reader = log.LogReader(js, stream)
-    await log.exactly_once(reader, output, lambda _: None, name="w", prefix=f"{output}.at", grouped=True)
-    (process,) = [span for span in recorded.spans if span.kind is SpanKind.CONSUMER]
-    assert process.name == f"process {stream}"
-    assert attributes(process)["messaging.batch.message_count"] == 3
-    assert process.parent is None
-    assert [point.value for point in recorded.points("jetstream_ext.lag")] == [0]
-    assert [(link.context.trace_id, link.context.span_id) for link in process.links] == [ids_of(add), ids_of(bulk)]
-
-
-async def test_a_member_of_a_group_handles_each_message_in_a_span(
-    js: JetStreamContext, make_stream: Callable[..., Any], stream_name: Callable[[], str], recorded: Recorded
-) -> None:
-    stream = await make_stream()
-    async with jsx.FastPublisher(js) as publisher:
-        await publisher.add(f"{stream}.a", b"a")
-    group = log.Group(js, stream, "g", partitions=1, key=[1], bucket=stream_name())
-    seen: list[str] = []
-    async with group.join() as member:
-
-        async def handler(message: jsx.StoredMsg) -> None:
-            seen.append(message.subject)
-            member.stop()
-
-        await member.run(handler)
-    assert seen == [f"{stream}.a"]
-    (process,) = [span for span in recorded.spans if span.kind is SpanKind.CONSUMER]
-    assert attributes(process)["messaging.consumer.group.name"] == "g"
-    assert (
-        process.parent == recorded.spans[0].get_span_context() or process.parent.span_id == ids_of(recorded.spans[0])[1]
-    )
-    assert [point.attributes["messaging.consumer.group.name"] for point in recorded.points("jetstream_ext.lag")] == [
-        "g"
-    ]
-
-
-async def test_the_commit_of_a_reader_is_a_span_with_its_position(
-    js: JetStreamContext, make_stream: Callable[..., Any], stream_name: Callable[[], str], recorded: Recorded
-) -> None:
-    stream, offsets = await make_stream(), await log.OffsetStore(js, stream_name()).create()
-    async with jsx.FastPublisher(js) as publisher:
-        await publisher.add_many([(f"{stream}.a", b"")] * 5)
-    reader = log.LogReader(js, stream, start=log.Stored("r"), offsets=offsets)
-    await reader.read(3)
-    await offsets.commit(reader)
-    commit = recorded.spans[-1]
-    assert commit.name == f"commit KV_{offsets.bucket}"
-    assert attributes(commit) == attributes(commit) | {
-        "messaging.consumer.group.name": "r",
-        "jetstream_ext.position": 4,
-    }
-    (lag,) = recorded.points("jetstream_ext.lag")
-    assert (lag.value, lag.attributes["messaging.consumer.group.name"]) == (5, "r")
-
-
 async def test_a_handler_has_the_baggage_of_its_message_and_its_outputs_pass_it_on(
     js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
 ) -> None:
@@ -782,20 +519,6 @@ async def test_a_handler_has_the_baggage_of_its_message_and_its_outputs_pass_it_
     assert (await jsx.DirectGet(js, output).get_last(f"{output}.out")).headers["baggage"] == "order=7"
 
 
-async def test_a_cancelled_read_ends_its_span(
-    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded
-) -> None:
-    stream = await make_stream()
-    reading = asyncio.ensure_future(jsx.DirectGet(js, stream).scan(min_seq=9).to_list())
-    await asyncio.sleep(0.01)
-    reading.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await reading
-    assert [(span.name, attributes(span)["error.type"]) for span in recorded.spans] == [
-        (f"receive {stream}", "CancelledError")
-    ]
-
-
 class RaisesAt(SpanProcessor, Sampler):
     """A span processor and a sampler, one of whose methods raises."""
 
@@ -814,10 +537,11 @@ class RaisesAt(SpanProcessor, Sampler):
         return "raises"
 
 
-@pytest.mark.parametrize("method", ["on_start", "on_end", "should_sample"])
+@each("method", ["on_start", "on_end", "should_sample"])
 async def test_a_span_processor_or_sampler_that_raises_breaks_no_call(
     js: JetStreamContext, make_stream: Callable[..., Any], caplog: pytest.LogCaptureFixture, method: str
 ) -> None:
+    caplog.clear()
     stream, output = await make_stream(), await make_stream(allow_atomic=True)
     plugin = RaisesAt(method)
     own = TracerProvider(shutdown_on_exit=False)

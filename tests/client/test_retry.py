@@ -5,12 +5,13 @@ import asyncio
 import nats.errors
 import nats.js.errors
 import pytest
+from client_cells import each
 
 from jetstream_ext import errors
 from jetstream_ext.client.retry import Retry, is_transient, is_transient_read
 
 
-@pytest.mark.parametrize(
+@each(
     "error",
     [
         errors.RequestTimeoutError(),
@@ -29,13 +30,12 @@ from jetstream_ext.client.retry import Retry, is_transient, is_transient_read
         nats.errors.NoRespondersError(),
         nats.errors.ConnectionReconnectingError(),
     ],
-    ids=repr,
 )
 def test_transient_errors(error: Exception) -> None:
     assert is_transient(error)
 
 
-@pytest.mark.parametrize(
+@each(
     "error",
     [
         errors.PositionLostError(),
@@ -50,7 +50,6 @@ def test_transient_errors(error: Exception) -> None:
         nats.errors.ConnectionClosedError(),
         ValueError(),
     ],
-    ids=repr,
 )
 def test_permanent_errors(error: Exception) -> None:
     assert not is_transient(error)
@@ -60,32 +59,6 @@ def test_a_read_that_the_stream_allows_may_find_a_responder_later() -> None:
     assert is_transient_read(errors.DirectGetDisabledError())
     assert is_transient_read(errors.RequestTimeoutError())
     assert not is_transient_read(errors.ResponseError())
-
-
-async def test_a_retry_gives_up_and_raises_the_last_error() -> None:
-    retry = Retry(0.2)
-    begun = asyncio.get_running_loop().time()
-
-    async def pause_and_pause() -> None:
-        while True:
-            await retry.pause_if_transient(errors.RequestTimeoutError())
-
-    with pytest.raises(errors.RequestTimeoutError):
-        await pause_and_pause()
-    assert asyncio.get_running_loop().time() - begun >= 0.2
-
-
-async def test_an_error_that_is_not_transient_is_raised_at_once() -> None:
-    with pytest.raises(ZeroDivisionError):
-        await Retry(60).pause_if_transient(ZeroDivisionError())
-
-
-async def test_progress_restarts_the_deadline() -> None:
-    retry = Retry(60)
-    await retry.pause_if_transient(errors.RequestTimeoutError())
-    assert retry.remaining < 60
-    retry.reset()
-    assert retry.remaining == 60
 
 
 async def test_pauses_grow_to_the_longest_and_jitter_shortens_them(pauses: list[float]) -> None:
@@ -108,21 +81,6 @@ async def test_the_last_pause_ends_at_the_deadline() -> None:
         with pytest.raises(errors.RequestTimeoutError):  # no time is left for another attempt
             await retry.pause_if_transient(errors.RequestTimeoutError())
     assert loop.time() - begun >= 0.098
-
-
-async def test_a_call_makes_no_attempt_after_the_deadline() -> None:
-    attempts = 0
-
-    async def attempt() -> None:
-        nonlocal attempts
-        attempts += 1
-        raise nats.errors.NoRespondersError
-
-    retry = Retry(0.1, first_pause=0.2)
-    retry.start()
-    with pytest.raises(nats.errors.NoRespondersError):
-        await retry.call(attempt)
-    assert attempts == 1
 
 
 async def test_an_attempt_ends_with_the_time_of_all() -> None:

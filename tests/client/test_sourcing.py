@@ -10,6 +10,7 @@ from typing import Any
 import nats
 import nats.js.errors
 import pytest
+from client_cells import each
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
@@ -22,11 +23,10 @@ from nats.js.api import (
     RetentionPolicy,
     StreamConsumerSource,
     StreamSource,
-    SubjectTransform,
 )
 
 import jetstream_ext as jsx
-from jetstream_ext.errors import RequestTimeoutError, ServerError
+from jetstream_ext.errors import ServerError
 from jetstream_ext.testing import NatsServer
 
 SLACK = 60.0
@@ -75,8 +75,8 @@ async def becomes(js: JetStreamContext, stream: str, state: jsx.SourceState) -> 
 # -- the consumer and its entry ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("retention", list(RetentionPolicy))
-@pytest.mark.parametrize("mirror", [False, True])
+@each("retention", RetentionPolicy)
+@each("mirror", [False, True])
 async def test_streams_of_every_retention_can_be_read(
     js: JetStreamContext, origin: Any, stream_name: Callable[[], str], retention: RetentionPolicy, mirror: bool
 ) -> None:
@@ -127,8 +127,8 @@ async def test_a_repeated_call_succeeds_and_a_different_one_fails(js: JetStreamC
     assert (await js.consumer_info(name, "c")).config.deliver_subject == "d.1"
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
+@each(
+    "options, expected",
     [
         ({"filter_subject": "{name}.1"}, [1, 4, 7]),
         ({"filter_subject": ">"}, list(range(10))),
@@ -157,16 +157,7 @@ async def test_filters_and_start_sequences_apply(
     await holds(js, copy, [*expected, 10])
 
 
-async def test_a_start_time_applies(js: JetStreamContext, origin: Any, stream_name: Callable[[], str]) -> None:
-    name, copy = await origin(), stream_name()
-    await publish(js, name, range(10))
-    when = (await jsx.DirectGet(js, name).get(6)).time
-    entry = await jsx.create_source_consumer(js, name, "c", deliver_subject=f"deliver.{copy}", opt_start_time=when)
-    await jsx.ensure_stream(js, name=copy, sources=[entry], allow_direct=True)
-    await holds(js, copy, [5, 6, 7, 8, 9])
-
-
-@pytest.mark.parametrize("mirror", [False, True])
+@each("mirror", [False, True])
 async def test_a_reset_of_the_consumer_repeats_nothing(
     js: JetStreamContext, origin: Any, stream_name: Callable[[], str], mirror: bool
 ) -> None:
@@ -183,27 +174,8 @@ async def test_a_reset_of_the_consumer_repeats_nothing(
     await holds(js, copy, list(range(20)))
 
 
-async def test_transforms_belong_to_the_entry(
-    js: JetStreamContext, origin: Any, stream_name: Callable[[], str]
-) -> None:
-    name, copy = await origin(), stream_name()
-    await publish(js, name, range(3))
-    entry = await jsx.create_source_consumer(js, name, "c", deliver_subject=f"deliver.{copy}")
-    moved = entry.evolve(subject_transforms=[SubjectTransform(src=f"{name}.>", dest=f"{copy}.>")])
-    await jsx.ensure_stream(js, name=copy, sources=[moved], allow_direct=True)
-    await holds(js, copy, [0, 1, 2])
-    assert (await jsx.DirectGet(js, copy).get(1)).subject == f"{copy}.0"
-    await becomes(js, copy, jsx.SourceState.OK)
-
-
-async def test_filters_given_as_a_string_are_refused(js: JetStreamContext) -> None:
-    config = ConsumerConfig(filter_subjects="a.>")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"filter_subjects must be a list, not 'a\.>'; give filter_subject for one"):
-        await jsx.create_source_consumer(js, "S", "c", deliver_subject="d", config=config)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
+@each(
+    "wrong, words",
     [
         ({"config": ConsumerConfig(ack_policy=AckPolicy.ALL)}, "ack_policy"),
         ({"config": ConsumerConfig(flow_control=False)}, "flow_control"),
@@ -256,13 +228,6 @@ async def test_an_unknown_stream_is_not_found(js: JetStreamContext) -> None:
         await jsx.source_health(js, "NOPE")
 
 
-async def test_two_consumers_of_a_work_queue_may_not_overlap(js: JetStreamContext, origin: Any) -> None:
-    name = await origin(retention=RetentionPolicy.WORK_QUEUE)
-    await jsx.create_source_consumer(js, name, "a", deliver_subject="d.a", filter_subject=f"{name}.1")
-    with pytest.raises(ServerError, match="not unique"):
-        await jsx.create_source_consumer(js, name, "b", deliver_subject="d.b", filter_subject=f"{name}.*")
-
-
 async def test_the_entry_of_a_domain_has_an_external_api() -> None:
     async with NatsServer(config="jetstream { domain: hub }") as server:
         nc = await nats.connect(server.url, connect_timeout=10)
@@ -289,22 +254,7 @@ async def test_the_entry_of_a_domain_has_an_external_api() -> None:
 # -- health -----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_stream_without_sources_has_no_health_rows(js: JetStreamContext, origin: Any) -> None:
-    assert await jsx.source_health(js, await origin()) == []
-
-
-async def test_a_source_without_a_durable_consumer_is_ok(
-    js: JetStreamContext, origin: Any, stream_name: Callable[[], str]
-) -> None:
-    name, copy = await origin(), stream_name()
-    await publish(js, name, range(3))
-    await js.add_stream(name=copy, mirror=StreamSource(name=name), allow_direct=True)
-    await holds(js, copy, [0, 1, 2])
-    health = await becomes(js, copy, jsx.SourceState.OK)
-    assert (health.consumer, health.mirror, health.pending) == (None, True, None)
-
-
-@pytest.mark.parametrize("with_stream", [True, False])
+@each("with_stream", [True, False])
 async def test_a_consumer_that_never_existed_is_missing(
     js: JetStreamContext, origin: Any, stream_name: Callable[[], str], with_stream: bool
 ) -> None:
@@ -321,17 +271,8 @@ async def test_a_consumer_that_never_existed_is_missing(
     assert hash(health) == hash(pickle.loads(pickle.dumps(health)))
 
 
-async def test_a_deleted_consumer_is_missing(js: JetStreamContext, origin: Any, stream_name: Callable[[], str]) -> None:
-    name, copy = await origin(), stream_name()
-    entry = await jsx.create_source_consumer(js, name, "c", deliver_subject=f"deliver.{copy}")
-    await js.add_stream(name=copy, sources=[entry])
-    await becomes(js, copy, jsx.SourceState.OK)
-    await js.delete_consumer(name, "c")
-    await becomes(js, copy, jsx.SourceState.CONSUMER_MISSING)
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
+@each(
+    "config, words",
     [
         ({"ack_policy": "explicit", "deliver_subject": "d"}, "ack policy 'explicit'"),
         ({"ack_policy": "explicit"}, "ack policy 'explicit'"),
@@ -364,47 +305,11 @@ async def test_a_paused_consumer_is_paused(js: JetStreamContext, origin: Any, st
     await becomes(js, copy, jsx.SourceState.OK)
 
 
-async def test_an_origin_without_a_responder_is_unreachable(
-    js: JetStreamContext, origin: Any, stream_name: Callable[[], str]
-) -> None:
-    copy = stream_name()
-    entry = StreamSource(
-        name="S",
-        external=ExternalStream(api="$JS.nowhere.API"),
-        consumer=StreamConsumerSource(name="c", deliver_subject=f"d.{copy}"),
-    )
-    await js.add_stream(name=copy, sources=[entry])
-    (health,) = await jsx.source_health(js, copy)
-    assert health.state is jsx.SourceState.UNREACHABLE
-    assert "does not answer: no server answers on $JS." in health.detail
-    assert "$JS.nowhere.API" in health.detail
-
-
-async def test_several_sources_keep_their_order(
-    js: JetStreamContext, origin: Any, stream_name: Callable[[], str]
-) -> None:
-    first, second, copy = await origin(), await origin(), stream_name()
-    entries = [
-        await jsx.create_source_consumer(js, first, "b", deliver_subject=f"d.b.{copy}", filter_subject=f"{first}.1"),
-        await jsx.create_source_consumer(js, first, "a", deliver_subject=f"d.a.{copy}", filter_subject=f"{first}.2"),
-        StreamSource(name=second, consumer=StreamConsumerSource(name="nope", deliver_subject=f"d.c.{copy}")),
-    ]
-    await js.add_stream(name=copy, sources=entries)
-    async with asyncio.timeout(SLACK):
-        while True:
-            rows = await jsx.source_health(js, copy)
-            if rows[0].ok and rows[1].ok:
-                break
-            await asyncio.sleep(0.05)
-    assert [(row.name, row.consumer) for row in rows] == [(first, "b"), (first, "a"), (second, "nope")]
-    assert rows[2].state is jsx.SourceState.CONSUMER_MISSING
-
-
 SECOND = 1_000_000_000
 
 
-@pytest.mark.parametrize(
-    ("row", "state"),
+@each(
+    "row, state",
     [
         ({"lag": 3, "active": SECOND}, jsx.SourceState.OK),
         ({"lag": 0, "active": -1}, jsx.SourceState.WAITING),
@@ -436,33 +341,3 @@ async def test_an_error_of_the_reading_server_is_reported(
     if state == "failed":
         assert health.error is not None
         assert (health.error.err_code, health.detail) == (10012, "no (error 10012)")
-
-
-async def test_a_silent_origin_is_unreachable(nc: Client, stream_name: Callable[[], str], leak_check: Any) -> None:
-    prefix = stream_name()
-    info = {"config": {"name": "T", "mirror": {"name": "S"}}, "mirror": {"name": "S", "lag": 0, "active": 1}}
-
-    async def answer(msg: Msg) -> None:
-        if msg.subject.endswith(".T"):
-            await msg.respond(json.dumps(info).encode())
-
-    sub = await nc.subscribe(f"{prefix}.>", cb=answer)
-    js = nc.jetstream(prefix=prefix)
-    rows: list[jsx.SourceHealth] = []
-    timeout = 0.1
-    while not rows:  # the stream's own answer may be slow on a busy machine
-        timeout *= 2
-        try:
-            rows = await jsx.source_health(js, "T", timeout=timeout)
-        except RequestTimeoutError:
-            assert timeout < SLACK
-    assert [row.state for row in rows] == [jsx.SourceState.UNREACHABLE]
-    with pytest.raises(RequestTimeoutError):
-        await jsx.source_health(js, "U", timeout=0.1)
-    task = asyncio.create_task(jsx.source_health(js, "T"))
-    await asyncio.sleep(0.05)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await sub.unsubscribe()
-    await leak_check.assert_clean()

@@ -1,7 +1,5 @@
 """A stream that was deleted and created again is told from one whose creation time changed."""
 
-import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -9,16 +7,16 @@ import nats
 import nats.errors
 import nats.js.errors
 import pytest
+from client_cells import each
 from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
 from nats.js.errors import NotFoundError
 
-from jetstream_ext.client import api
 from jetstream_ext.client.api import Api, check_same_stream, stream_state
 from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import StreamRecreatedError
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.testing import NatsCluster, NatsServer, ReferenceServer
+from jetstream_ext.testing import NatsServer, ReferenceServer
 
 Change = Callable[[JetStreamContext], Awaitable[Any]]
 
@@ -50,7 +48,7 @@ async def nothing(js: JetStreamContext) -> None:
     pass
 
 
-@pytest.mark.parametrize("change", [nothing, publish_first_again, publish_last_again, delete_last, purge])
+@each("change", [nothing, publish_first_again, publish_last_again, delete_last, purge])
 async def test_stream_whose_creation_time_changed_on_restart_is_the_same(change: Change) -> None:
     with NatsServer(version="2.12.8") as server:
         async with await nats.connect(server.url, connect_timeout=10) as nc:
@@ -71,35 +69,25 @@ async def test_stream_whose_creation_time_changed_on_restart_is_the_same(change:
 
 
 @pytest.mark.parametrize("server", ["2.10.26", "2.12.8", "2.15.1", "reference"])
-@pytest.mark.parametrize("messages", [0, 2, 3, 4])
-async def test_stream_created_again_is_another_one(server: str, messages: int) -> None:
+async def test_stream_created_again_is_another_one(server: str) -> None:
     async with (
         ReferenceServer() if server == "reference" else NatsServer(version=server) as running,
         await nats.connect(running.url, connect_timeout=10) as nc,
     ):
         js = nc.jetstream(timeout=10)
-        before = await create(js)
-        assert [seq for seq, _ in before.ends] == [3, 1]
-        await js.delete_stream("S")
-        with pytest.raises(NotFoundError):
-            await check_same_stream(Context(js), before)
-        now = await create(js, messages)
-        why = "deleted and created again" if messages else "are gone"
-        with pytest.raises(StreamRecreatedError, match=why) as caught:
-            await check_same_stream(Context(js), before, timeout=10)
-        error = caught.value
-        assert (error.stream, error.expected, error.found) == ("S", before.created, now.created)
-
-
-async def test_the_same_creation_time_needs_no_request_for_a_message(
-    js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = stream_name()
-    await js.add_stream(name=name, subjects=[name])
-    before = await stream_state(Context(js), name)
-    assert before.ends == ()
-    monkeypatch.delattr(api, "get_at_leader")
-    assert (await check_same_stream(Context(js), before)).created == before.created
+        for messages in (0, 2, 3, 4):
+            before = await create(js)
+            assert [seq for seq, _ in before.ends] == [3, 1]
+            await js.delete_stream("S")
+            with pytest.raises(NotFoundError):
+                await check_same_stream(Context(js), before)
+            now = await create(js, messages)
+            why = "deleted and created again" if messages else "are gone"
+            with pytest.raises(StreamRecreatedError, match=why) as caught:
+                await check_same_stream(Context(js), before, timeout=10)
+            error = caught.value
+            assert (error.stream, error.expected, error.found) == ("S", before.created, now.created), messages
+            await js.delete_stream("S")
 
 
 async def test_stream_without_a_message_to_compare_counts_as_another_one(
@@ -112,38 +100,3 @@ async def test_stream_without_a_message_to_compare_counts_as_another_one(
     await js.add_stream(name=name, subjects=[name])
     with pytest.raises(StreamRecreatedError, match="so it counts as another one"):
         await check_same_stream(Context(js), before)
-
-
-async def test_stream_in_memory_that_a_restart_has_emptied_is_another_one(wait_for_interest: Any) -> None:
-    """On one server of a cluster it keeps its creation time."""
-    async with NatsCluster() as cluster:
-        connected = cluster.servers[0]
-        async with await nats.connect(connected.url, connect_timeout=10) as nc:
-            js, context = nc.jetstream(timeout=30), Context(nc.jetstream(timeout=30))
-            for number in range(50):  # until one is on another server, so that this connection stays
-                name = f"S{number}"
-                config = StreamConfig(name=name, subjects=[f"{name}.>"], storage="memory", num_replicas=1)
-                await js.add_stream(config)
-                if (await stream_state(context, name)).leader != connected.name:
-                    break
-            await wait_for_interest(js, f"{name}.a")
-            await js.publish(f"{name}.a")
-            await js.publish(f"{name}.b")
-            before = await stream_state(context, name)
-            assert (await check_same_stream(context, before)).last_seq == 2
-            host = next(server for server in cluster.servers if server.name == before.leader)
-            host.restart()
-            async with asyncio.timeout(60):
-                while True:
-                    with contextlib.suppress(nats.errors.Error, nats.js.errors.Error):
-                        if (now := await stream_state(context, name, 2)).last_seq < 2:
-                            break
-                    await asyncio.sleep(0.1)
-            assert now.created == before.created
-            with pytest.raises(StreamRecreatedError, match=r"lost everything|are gone"):
-                await check_same_stream(context, before)
-            await wait_for_interest(js, f"{name}.c")
-            for token in "cde":
-                await js.publish(f"{name}.{token}")
-            with pytest.raises(StreamRecreatedError, match="lost everything"):
-                await check_same_stream(context, before)

@@ -5,12 +5,13 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import fields
-from datetime import UTC, datetime, timedelta
-from typing import Any, get_type_hints
+from datetime import timedelta
+from typing import Any
 
 import nats
 import nats.js.errors
 import pytest
+from client_cells import each
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
@@ -18,19 +19,15 @@ from nats.js.api import (
     DiscardPolicy,
     Placement,
     RePublish,
-    RetentionPolicy,
     StorageType,
-    StoreCompression,
     StreamConfig,
     StreamConsumerLimits,
     StreamConsumerSource,
     StreamSource,
-    SubjectTransform,
 )
 
 import jetstream_ext as jsx
 from jetstream_ext.client import api
-from jetstream_ext.client.stream_options import StreamOptions, check_options
 from jetstream_ext.errors import (
     RequestTimeoutError,
     ServerError,
@@ -97,52 +94,8 @@ async def test_an_unchanged_stream_costs_one_request(
     assert not info.did_create
 
 
-async def test_an_equal_configuration_has_no_difference_in_any_field(
-    js: JetStreamContext, stream_name: Callable[[], str]
-) -> None:
-    name, origin = stream_name(), stream_name()
-    await js.add_stream(name=origin, subjects=[f"{origin}.>"])
-    config = StreamConfig(
-        name=name,
-        description="all of it",
-        subjects=[f"{name}.b", f"{name}.a.>"],
-        retention=RetentionPolicy.LIMITS,
-        max_consumers=0,
-        max_msgs=0,
-        max_bytes=1 << 20,
-        discard=DiscardPolicy.NEW,
-        discard_new_per_subject=True,
-        max_age=0.3 + 60,
-        max_msgs_per_subject=5,
-        max_msg_size=0,
-        storage=StorageType.MEMORY,
-        num_replicas=0,
-        duplicate_window=1.7,
-        sources=[
-            StreamSource(
-                name=origin,
-                opt_start_time=datetime(2026, 1, 1, 0, 0, 0, 120000, tzinfo=UTC),
-                subject_transforms=[SubjectTransform(src=f"{origin}.*", dest=f"{name}.c.{{{{wildcard(1)}}}}")],
-            )
-        ],
-        deny_delete=True,
-        republish=RePublish(src=f"{name}.a.>", dest=f"again.{name}.>", headers_only=False),
-        subject_transform=SubjectTransform(src=f"{name}.b", dest=f"{name}.a.b"),
-        compression=StoreCompression.NONE,
-        first_seq=100,
-        consumer_limits=StreamConsumerLimits(inactive_threshold=60, max_ack_pending=0),
-        metadata={"a": "b"},
-        subject_delete_marker_ttl=5,
-        **ALL_ON | {"allow_msg_schedules": None},
-    )
-    first = await jsx.ensure_stream(js, config)
-    again = await jsx.ensure_stream(js, config)
-    assert again.config == first.config
-    await jsx.ensure_stream(js, config, subjects=[f"{name}.a.>", f"{name}.b"])  # a set, not a list
-
-
-@pytest.mark.parametrize(
-    ("other", "found"),
+@each(
+    "other, found",
     [
         ({"description": "x"}, None),
         ({"subjects": ["{name}.>", "{name}-2"]}, ["{name}.>"]),
@@ -181,14 +134,6 @@ async def test_another_difference_is_an_error_and_changes_nothing(
     assert (await js.stream_info(name)).config == before
 
 
-async def test_an_empty_placement_is_none(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
-    """The server stores one of a new stream, and drops it when the stream is updated."""
-    name = stream_name()
-    await js.add_stream(name=name, placement=Placement(cluster="", tags=[]))
-    await jsx.ensure_stream(js, (await js.stream_info(name)).config, allow_direct=True)
-    assert (await js.stream_info(name)).config.allow_direct
-
-
 UNUSUAL: dict[str, Any] = {
     "max_msgs_per_subject": 5,
     "max_msg_size": 100,
@@ -218,8 +163,8 @@ async def test_what_is_left_out_matches_any_value(js: JetStreamContext, stream_n
     }
 
 
-@pytest.mark.parametrize(
-    ("option", "default"),
+@each(
+    "option, default",
     [
         ("max_msgs_per_subject", -1),
         ("max_msg_size", -1),
@@ -263,34 +208,6 @@ async def test_the_defaults_of_a_configuration_are_compared(
         "discard": ("old", "new"),
         "deny_purge": (False, True),
     }
-
-
-@pytest.mark.parametrize("as_config", [False, True])
-async def test_an_empty_list_of_subjects_is_left_out(
-    js: JetStreamContext, stream_name: Callable[[], str], as_config: bool
-) -> None:
-    name = stream_name()
-    for _ in range(2):
-        if as_config:
-            info = await jsx.ensure_stream(js, StreamConfig(name=name, subjects=[]))
-        else:
-            info = await jsx.ensure_stream(js, name=name, subjects=())
-        assert info.config.subjects == [name]
-
-
-async def test_a_time_may_be_a_timedelta(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
-    name, minute = stream_name(), timedelta(minutes=1)
-    limits = StreamConsumerLimits(inactive_threshold=minute)  # type: ignore[arg-type]
-    for _ in range(2):
-        info = await jsx.ensure_stream(
-            js, name=name, max_age=timedelta(hours=1), duplicate_window=minute, subject_delete_marker_ttl=minute,
-            allow_msg_ttl=True, consumer_limits=limits,
-        )  # fmt: skip
-    assert info.config.max_age == 3600
-    assert info.config.duplicate_window == info.config.subject_delete_marker_ttl == 60
-    assert info.config.consumer_limits == StreamConsumerLimits(inactive_threshold=60)
-    with pytest.raises(StreamConfigMismatchError, match="max_age is 3600"):
-        await jsx.ensure_stream(js, name=name, max_age=timedelta(hours=2))
 
 
 INVALID: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -342,8 +259,8 @@ INVALID: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize("as_config", [False, True])
-@pytest.mark.parametrize(("options", "error", "text"), INVALID, ids=lambda value: str(value)[:60])
+@each("as_config", [False, True])
+@each("options, error, text", INVALID)
 async def test_an_invalid_option_is_refused_and_nothing_is_sent(
     nc: Client, js: JetStreamContext, options: dict[str, Any], error: type[Exception], text: str, as_config: bool
 ) -> None:
@@ -354,16 +271,10 @@ async def test_an_invalid_option_is_refused_and_nothing_is_sent(
     assert nc.stats["out_msgs"] == sent
 
 
-def test_every_option_is_checked() -> None:
-    lists = {"subjects", "sources"}  # these and the mirror have checks of their own
-    assert {next(iter(options)) for options, _, _ in INVALID} >= {
-        "max_age", "max_msgs", "storage", "allow_direct", "description", "metadata", "placement",
-    }  # fmt: skip
-    hints = get_type_hints(StreamOptions)
-    wrong = {option: object() for option in hints if option not in lists}
-    for option, value in wrong.items():
-        with pytest.raises((TypeError, ValueError), match=f"^S: {option} must be "):
-            check_options("S", {option: value}, StreamOptions, {})
+async def test_every_option_of_nats_py_is_checked(js: JetStreamContext) -> None:
+    for option in {field.name for field in fields(StreamConfig)} - {"name"}:
+        with pytest.raises((TypeError, ValueError), match=f"^stream 'S': {option} must be "):
+            await jsx.ensure_stream(js, name="S", **{option: object()})  # type: ignore[arg-type]
 
 
 async def test_a_configuration_that_the_server_changed_is_an_error(
@@ -414,8 +325,8 @@ async def test_a_service_can_call_it_at_every_start(
     assert vars((await js.stream_info(name)).config) == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "text"),
+@each(
+    "arguments, options, text",
     [
         ((), {"max_agee": 1}, "ensure_stream() has no option 'max_agee'; did you mean 'max_age'?"),
         ((), {"replicas": 3}, "ensure_stream() has no option 'replicas'; did you mean 'num_replicas'?"),
@@ -424,6 +335,11 @@ async def test_a_service_can_call_it_at_every_start(
         (("ORDERS",), {}, "config must be a nats-py StreamConfig, not 'ORDERS'; give name='ORDERS'"),
         (({"name": "S"},), {}, "config must be a nats-py StreamConfig, not dict"),
         ((), {"subjects": "a.>"}, "stream 'S': subjects must be a list, not 'a.>'; give subjects=['a.>']"),
+        ((), {"sources": StreamSource(name="A")}, "stream 'S': sources must be a list, not "),
+        ((), {"sources": "A"}, "sources must be a list, not 'A'; give sources=[StreamSource(name='A')]"),
+        ((), {"sources": ["A"]}, "must be a list of StreamSource, not 'A'; give sources=[StreamSource(name='A')]"),
+        ((), {"sources": [None]}, "give sources=[StreamSource(...)]"),
+        ((), {"mirror": "A"}, "mirror must be a StreamSource, not 'A'; give mirror=StreamSource(name='A')"),
     ],
 )
 async def test_wrong_arguments_are_refused_with_what_is_meant(
@@ -431,10 +347,6 @@ async def test_wrong_arguments_are_refused_with_what_is_meant(
 ) -> None:
     with pytest.raises(TypeError, match=re.escape(text)):
         await jsx.ensure_stream(js, *arguments, name="S", **options)
-
-
-def test_its_options_are_those_of_nats_py() -> None:
-    assert set(get_type_hints(StreamOptions)) == {each.name for each in fields(StreamConfig)} - {"name"}
 
 
 async def test_a_difference_is_shown_without_what_is_not_set(
@@ -452,7 +364,7 @@ async def test_a_difference_is_shown_without_what_is_not_set(
         )
 
 
-@pytest.mark.parametrize("name", [None, "", "a.b", "a b", "a>"])
+@each("name", [None, "", "a.b", "a b", "a>"])
 async def test_an_invalid_name_is_refused(js: JetStreamContext, name: str | None) -> None:
     with pytest.raises(ValueError, match="stream name"):
         await jsx.ensure_stream(js, StreamConfig(name=name))
@@ -460,14 +372,6 @@ async def test_an_invalid_name_is_refused(js: JetStreamContext, name: str | None
         await jsx.ensure_stream(js, name="S", timeout=0)
     with pytest.raises(TypeError):
         await jsx.ensure_stream(js, name="S", no_such_field=1)
-
-
-async def test_concurrent_calls_agree(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
-    name = stream_name()
-    config = StreamConfig(name=name, subjects=[f"{name}.>"], **ALL_ON)
-    infos = await asyncio.gather(*(jsx.ensure_stream(js, config) for _ in range(20)))
-    assert {info.config.name for info in infos} == {name}
-    assert await on(js, name) == set(FLAGS)
 
 
 class Canned:
@@ -502,8 +406,8 @@ def answer(**config: Any) -> dict[str, Any]:
     return {"config": full | config, "state": STATE}
 
 
-@pytest.mark.parametrize(
-    ("option", "level"),
+@each(
+    "option, level",
     [
         ("allow_msg_ttl", 1),
         ("subject_delete_marker_ttl", 1),
@@ -525,14 +429,6 @@ async def test_an_old_server_is_refused_before_anything_is_created(
             await jsx.ensure_stream(old.js, name="S", **{option: 5 if option == "subject_delete_marker_ttl" else True})
         assert refused.value.required_api_level == level
     assert {kind for kind, _ in old.asked} == {"info"}
-
-
-async def test_a_durable_source_needs_a_new_server(nc: Client, stream_name: Callable[[], str]) -> None:
-    old = await Canned(nc, stream_name(), info=[MISSING], account=[{"api": {"level": 3}}]).start()
-    entry = StreamSource(name="O", consumer=StreamConsumerSource(name="c", deliver_subject="d"))
-    with pytest.raises(UnsupportedFeatureError) as refused:
-        await jsx.ensure_stream(old.js, name="S", sources=[entry])
-    assert (refused.value.feature, refused.value.required_api_level) == ("durable sourcing", 4)
 
 
 async def test_an_option_that_the_server_dropped_is_unsupported(nc: Client, stream_name: Callable[[], str]) -> None:
@@ -590,8 +486,8 @@ class TestAdvice:
         self, js: JetStreamContext, stream_name: Callable[[], str]
     ) -> None:
         first, second, name = *sorted([stream_name(), stream_name()]), stream_name()
-        for each in (first, second):
-            await js.add_stream(name=each, subjects=[f"{name}.{each}.>"])
+        for other in (first, second):
+            await js.add_stream(name=other, subjects=[f"{name}.{other}.>"])
         with pytest.raises(ServerError, match=f"nothing was created: .*{first}.*{second}.*sources=") as caught:
             await jsx.ensure_stream(js, name=name, subjects=[f"{name}.*.a", "free"])
         assert (caught.value.code, caught.value.err_code) == (400, 10065)
@@ -605,22 +501,6 @@ class TestAdvice:
             await jsx.ensure_stream(js, name=second)
         assert caught.value.err_code == 10065
 
-    async def test_the_refusal_stands_alone_if_the_other_streams_cannot_be_named(
-        self, js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        first, second = stream_name(), stream_name()
-        await js.add_stream(name=first, subjects=[f"{first}.>"])
-        ask = api.Api.ask
-
-        async def refuse(self: Any, what: str, *arguments: Any, **options: Any) -> Any:
-            if what == "STREAM.NAMES":
-                raise RequestTimeoutError
-            return await ask(self, what, *arguments, **options)
-
-        monkeypatch.setattr(api.Api, "ask", refuse)
-        with pytest.raises(ServerError, match="subjects overlap with an existing stream; a subject belongs"):
-            await jsx.ensure_stream(js, name=second, subjects=[f"{first}.a"])
-
     async def test_a_mirror_that_is_made_durable_must_be_created_again(
         self, js: JetStreamContext, stream_name: Callable[[], str]
     ) -> None:
@@ -630,39 +510,3 @@ class TestAdvice:
         durable = StreamSource(name=origin, consumer=StreamConsumerSource(name="c", deliver_subject="d"))
         with pytest.raises(StreamConfigMismatchError, match=r"never change a mirror \(10055\)"):
             await jsx.ensure_stream(js, name=name, mirror=durable)
-
-    async def test_other_differences_of_sources_are_not_called_durable(
-        self, js: JetStreamContext, stream_name: Callable[[], str]
-    ) -> None:
-        origin, name = stream_name(), stream_name()
-        await js.add_stream(name=origin)
-        await jsx.ensure_stream(js, name=name, sources=[StreamSource(name=origin)])
-        with pytest.raises(StreamConfigMismatchError, match=r"js\.update_stream$"):
-            await jsx.ensure_stream(js, name=name, sources=[StreamSource(name=origin, filter_subject="a")])
-        durable = StreamSource(name="NEW", consumer=StreamConsumerSource(name="c", deliver_subject="d"))
-        with pytest.raises(StreamConfigMismatchError, match=r"js\.update_stream$"):
-            await jsx.ensure_stream(js, name=name, sources=[StreamSource(name=origin), durable])
-
-    @pytest.mark.parametrize("wrong", [{"subjects": "a.*"}, {"sources": StreamSource(name="A")}, {"sources": "A"}])
-    async def test_lists_that_are_none_are_refused(self, js: JetStreamContext, wrong: dict[str, Any]) -> None:
-        name = next(iter(wrong))
-        with pytest.raises(TypeError, match=rf"stream 'S': {name} must be a list, not .*; give {name}=\["):
-            await jsx.ensure_stream(js, name="S", **wrong)
-
-    @pytest.mark.parametrize(
-        ("wrong", "advice"),
-        [
-            ({"sources": "A"}, "sources must be a list, not 'A'; give sources=[StreamSource(name='A')]"),
-            (
-                {"sources": ["A"]},
-                "sources must be a list of StreamSource, not 'A'; give sources=[StreamSource(name='A')]",
-            ),
-            ({"sources": [None]}, "give sources=[StreamSource(...)]"),
-            ({"mirror": "A"}, "mirror must be a StreamSource, not 'A'; give mirror=StreamSource(name='A')"),
-        ],
-    )
-    async def test_names_instead_of_sources_are_refused(
-        self, js: JetStreamContext, wrong: dict[str, Any], advice: str
-    ) -> None:
-        with pytest.raises(TypeError, match=re.escape(advice)):
-            await jsx.ensure_stream(js, name="S", **wrong)

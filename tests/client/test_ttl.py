@@ -10,12 +10,12 @@ from typing import Any
 import nats
 import nats.js.errors
 import pytest
+from client_cells import each
 from nats.js import JetStreamContext
 from nats.js.api import KeyValueConfig, StreamConfig, StreamSource
 
 import jetstream_ext as jsx
 from jetstream_ext.errors import BadHeaderError, MessageTTLDisabledError
-from jetstream_ext.testing.reference import ReferenceServer
 
 # Servers expire messages to the second; the rest is for a busy machine.
 SLACK = 30.0
@@ -39,8 +39,8 @@ def held(js: JetStreamContext) -> Callable[[str], Awaitable[dict[str, int]]]:
     return held
 
 
-@pytest.mark.parametrize(
-    ("ttl", "headers", "expected"),
+@each(
+    "ttl, headers, expected",
     [
         (5, None, {"Nats-TTL": "5"}),
         (5.0, {}, {"Nats-TTL": "5"}),
@@ -68,7 +68,7 @@ def test_the_draft_dialect_writes_never_as_its_own_header() -> None:
         jsx.ttl_headers(5, dialect="2.10")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("ttl", [0, -1, 0.5, 1.5, timedelta(milliseconds=1500), float("inf"), 2**62])
+@each("ttl", [0, -1, 0.5, 1.5, timedelta(milliseconds=1500), float("inf"), 2**62])
 def test_a_ttl_that_servers_would_change_is_refused(ttl: Any) -> None:
     with pytest.raises(ValueError, match="TTL"):
         jsx.ttl_headers(ttl)
@@ -85,8 +85,8 @@ def test_invalid_headers_are_refused() -> None:
         jsx.ttl_headers(5, {"A": "b\r\nNats-TTL: 7"})
 
 
-@pytest.mark.parametrize(
-    ("headers", "reason"),
+@each(
+    "headers, reason",
     [
         (None, None),
         ({}, None),
@@ -117,8 +117,8 @@ def test_with_ttl_sets_the_options() -> None:
     assert jsx.with_ttl(mirror).allow_msg_ttl
 
 
-@pytest.mark.parametrize(
-    ("config", "marker_ttl", "error"),
+@each(
+    "config, marker_ttl, error",
     [
         (StreamConfig(name="S"), jsx.NEVER, ValueError),
         (StreamConfig(name="S", mirror=StreamSource(name="O")), 5, ValueError),
@@ -145,92 +145,6 @@ async def test_servers_store_the_configuration_unchanged(js: JetStreamContext, s
     assert (await js.stream_info(f"KV_{name}-B")).config.subject_delete_marker_ttl == 60
 
 
-async def test_a_message_expires_after_its_ttl(
-    js: JetStreamContext, stream_name: Callable[[], str], held: Callable[[str], Awaitable[dict[str, int]]]
-) -> None:
-    name = stream_name()
-    await js.add_stream(jsx.with_ttl(StreamConfig(name=name, subjects=[f"{name}.>"])))
-    start = time.monotonic()
-    await js.publish(f"{name}.short", b"x", headers=jsx.ttl_headers(1))
-    await js.publish(f"{name}.long", b"x", headers=jsx.ttl_headers(100))
-    await js.publish(f"{name}.never", b"x", headers=jsx.ttl_headers(jsx.NEVER))
-
-    async def ended() -> bool:
-        return f"{name}.short" not in await held(name)
-
-    assert await until(ended) - start >= 0.9
-    assert await held(name) == {f"{name}.long": 1, f"{name}.never": 1}
-
-
-async def test_the_shorter_of_ttl_and_max_age_applies_and_never_overrides_both(
-    js: JetStreamContext, stream_name: Callable[[], str], held: Callable[[str], Awaitable[dict[str, int]]]
-) -> None:
-    name = stream_name()
-    await js.add_stream(jsx.with_ttl(StreamConfig(name=name, subjects=[f"{name}.>"], max_age=2, duplicate_window=2)))
-    start = time.monotonic()
-    await js.publish(f"{name}.shorter", b"x", headers=jsx.ttl_headers(1))
-    await js.publish(f"{name}.longer", b"x", headers=jsx.ttl_headers(60))
-    await js.publish(f"{name}.never", b"x", headers=jsx.ttl_headers(jsx.NEVER))
-    await js.publish(f"{name}.none", b"x")
-
-    async def first_ended() -> bool:
-        return f"{name}.shorter" not in await held(name)
-
-    async def only_never() -> bool:
-        return await held(name) == {f"{name}.never": 1}
-
-    assert await until(first_ended) - start >= 0.9
-    assert await until(only_never) - start >= 1.9
-
-
-async def test_markers_are_a_lower_bound_of_the_ttl_and_name_their_reason(
-    js: JetStreamContext, stream_name: Callable[[], str], held: Callable[[str], Awaitable[dict[str, int]]]
-) -> None:
-    name = stream_name()
-    config = StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True)
-    await js.add_stream(jsx.with_ttl(config, marker_ttl=5))
-    start = time.monotonic()
-    await js.publish(f"{name}.a", b"x", headers=jsx.ttl_headers(1))
-    direct = jsx.DirectGet(js, name)
-    stored = await direct.get_last(f"{name}.a")
-    assert stored.headers == {"Nats-TTL": "5"}  # the floor
-    assert jsx.marker_reason(stored.headers) is None
-
-    async def marked() -> bool:
-        return (await direct.get_last(f"{name}.a")).seq != stored.seq
-
-    assert await until(marked) - start >= 4.9
-    marker = await direct.get_last(f"{name}.a")
-    assert jsx.marker_reason(marker.headers) == "MaxAge"
-    assert marker.data == b""
-    assert marker.headers["Nats-TTL"] == "5s"
-    assert await held(name) == {f"{name}.a": 1}
-
-
-async def test_with_one_message_per_subject_the_ttl_has_no_lower_bound(
-    js: JetStreamContext, stream_name: Callable[[], str]
-) -> None:
-    name = stream_name()
-    config = StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True, max_msgs_per_subject=1)
-    await js.add_stream(jsx.with_ttl(config, marker_ttl=60))
-    await js.publish(f"{name}.a", b"x", headers=jsx.ttl_headers(30))
-    assert (await jsx.DirectGet(js, name).get_last(f"{name}.a")).headers == {"Nats-TTL": "30"}
-
-
-async def test_an_expired_revision_uncovers_the_older_one(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
-    name = stream_name()
-    kv = await js.create_key_value(KeyValueConfig(bucket=name, history=5))
-    await kv.put("k", b"v1")
-    ack = await js.publish(f"$KV.{name}.k", b"v2", headers=jsx.ttl_headers(1))
-    assert ack.seq == 2  # it was the last one, and it may already have expired
-
-    async def ended() -> bool:
-        return (await kv.get("k")).value != b"v2"
-
-    await until(ended)
-    assert (await kv.get("k")).value == b"v1"
-
-
 async def test_the_ttl_of_every_publisher_is_stored(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
     name = stream_name()
     config = StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True, allow_batched=True)
@@ -246,22 +160,6 @@ async def test_the_ttl_of_every_publisher_is_stored(js: JetStreamContext, stream
         await publisher.commit(f"{name}.7", b"x", msg_ttl=60)
     stored = await jsx.DirectGet(js, name).scan().to_list()
     assert [message.headers.get("Nats-TTL") for message in stored] == ["60", "60", "never", "60", "60", "never", "60"]
-
-
-async def test_the_reference_server_s_draft_dialect_honours_no_expire() -> None:
-    async with ReferenceServer(dialect="draft") as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
-        js = nc.jetstream()
-        await js.add_stream(jsx.with_ttl(StreamConfig(name="S", subjects=["s"], max_age=1, duplicate_window=1)))
-        await js.publish("s", b"stays", headers=jsx.ttl_headers(jsx.NEVER, dialect="draft"))
-        await js.publish("s", b"goes")
-
-        async def one_left() -> bool:
-            return (await js.stream_info("S")).state.messages == 1
-
-        await until(one_left)
-        assert (await js.get_last_msg("S", "s")).data == b"stays"
-        await nc.close()
 
 
 async def test_a_stream_without_allow_msg_ttl_refuses_the_message(

@@ -2,23 +2,22 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-import nats.errors
 import pytest
+from client_cells import each
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
-from jetstream_ext.client.api import LeaderInfo, lookup_leader
 from jetstream_ext.client.atomic_session import AtomicSession
 from jetstream_ext.client.base_connection import BaseConnection
 from jetstream_ext.client.connection import connection_of
 
 MakeStream = Callable[..., Awaitable[str]]
-KINDS = pytest.mark.parametrize("kind", [jsx.AtomicBatch, jsx.FastPublisher])
+KINDS = [jsx.AtomicBatch, jsx.FastPublisher]
 
 
 @pytest.fixture
@@ -66,7 +65,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-@KINDS
+@each("kind", KINDS)
 async def test_a_later_call_does_not_overtake_those_that_wait_for_room(
     js: JetStreamContext, make_stream: MakeStream, room: asyncio.Event, kind: Any
 ) -> None:
@@ -85,7 +84,7 @@ async def test_a_later_call_does_not_overtake_those_that_wait_for_room(
     assert await subjects(js, stream) == names
 
 
-@KINDS
+@each("kind", KINDS)
 async def test_a_later_call_does_not_overtake_one_that_asks_for_its_stream(
     js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
@@ -97,68 +96,46 @@ async def test_a_later_call_does_not_overtake_one_that_asks_for_its_stream(
         await lookups(js, monkeypatch, answer.wait)
         adding = [asyncio.ensure_future(batch.add(name)) for name in (f"{stream}-new.b", f"{stream}.c")]
         await settle()
-        assert not any(each.done() for each in adding)
+        assert not any(call.done() for call in adding)
         answer.set()
         await asyncio.gather(*adding)
     assert await subjects(js, stream) == [f"{stream}.a", f"{stream}-new.b", f"{stream}.c"]
 
 
-@KINDS
-async def test_many_calls_that_ask_in_vain_end_within_their_timeout(
-    js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, kind: Any
-) -> None:
-    stream = await make_stream()
-    async with with_timeout(kind, js, 6.0) as batch:
-        await batch.add(f"{stream}.a")
-        await lookups(js, monkeypatch, asyncio.Event().wait)
-        async with asyncio.timeout(30):
-            ended = await asyncio.gather(*(batch.add("other.a") for _ in range(30)), return_exceptions=True)
-        assert {type(each) for each in ended} == {errors.RequestTimeoutError}
-        assert "which stream stores 'other.a' is unknown" in str(ended[0])
-    assert batch.ack.batch_size == 1
-
-
-@KINDS
 async def test_calls_that_ask_in_vain_do_not_end_those_between_them(
-    js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, kind: Any
+    js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others wait for them, because of the order, but not for one after the other."""
-    stream = await make_stream()
-    async with with_timeout(kind, js, 12.0) as batch:
-        await batch.add(f"{stream}.a")
-        await lookups(js, monkeypatch, asyncio.Event().wait)
-        asking = [batch.add("other.a" if index % 2 else f"{stream}.a") for index in range(30)]
-        async with asyncio.timeout(25):
-            ended = await asyncio.gather(*asking, return_exceptions=True)
-        assert {type(each) for each in ended[1::2]} == {errors.RequestTimeoutError}
-        assert not any(isinstance(each, Exception) for each in ended[::2])
-    assert batch.ack.batch_size == 16
+
+    async def add_between(kind: Any) -> None:
+        async with with_timeout(kind, js, 12.0) as batch:
+            await batch.add(f"{stream}.a")
+            started.append(kind)
+            if len(started) == len(KINDS):
+                await lookups(js, monkeypatch, asyncio.Event().wait)
+                both.set()
+            await both.wait()
+            asking = [batch.add("other.a" if index % 2 else f"{stream}.a") for index in range(30)]
+            async with asyncio.timeout(25):
+                ended = await asyncio.gather(*asking, return_exceptions=True)
+            assert {type(error) for error in ended[1::2]} == {errors.RequestTimeoutError}, kind
+            assert "which stream stores 'other.a' is unknown" in str(ended[1])
+            assert not any(isinstance(error, Exception) for error in ended[::2]), kind
+        assert batch.ack.batch_size == 16
+
+    stream, started, both = await make_stream(), list[Any](), asyncio.Event()
+    await asyncio.gather(*map(add_between, KINDS))
 
 
-@KINDS
-async def test_slow_answers_come_at_the_same_time(
-    js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, kind: Any
-) -> None:
-    stream = await make_stream()
-    async with with_timeout(kind, js, 12.0) as batch:
-        await batch.add(f"{stream}.a")
-        config = (await js.stream_info(stream)).config
-        await js.update_stream(config, subjects=[f"{stream}.>", f"{stream}-new.>"])
-        await lookups(js, monkeypatch, lambda: asyncio.sleep(0.7))
-        names = [f"{stream}-new.{index}" for index in range(20)]
-        async with asyncio.timeout(10):
-            await asyncio.gather(*(batch.add(name) for name in names))
-    assert await subjects(js, stream) == [f"{stream}.a", *names]
-
-
-@KINDS
+@each("kind", KINDS)
 async def test_an_ended_batch_ends_the_calls_behind_one_that_asks(
     js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
     stream = await make_stream()
     batch = kind(js)
     await batch.add(f"{stream}.a")
-    await lookups(js, monkeypatch, asyncio.Event().wait)
+    answer = asyncio.Event()
+    await lookups(js, monkeypatch, answer.wait)
     monkeypatch.setattr("jetstream_ext.client.api._LOOKUP_TIMEOUT", 15.0)
     calls = [batch.add("other.a"), *(batch.add(f"{stream}.a") for _ in range(20)), batch.commit_eob()]
     if kind is jsx.FastPublisher:
@@ -169,70 +146,21 @@ async def test_an_ended_batch_ends_the_calls_behind_one_that_asks(
     waiting += [asyncio.ensure_future(call) for call in (batch.add(f"{stream}.a"), batch.commit_eob())]
     async with asyncio.timeout(10):  # less than a lookup
         ended = await asyncio.gather(*waiting, return_exceptions=True)
-    assert {type(each) for each in ended} == {errors.BatchClosedError}
+    assert {type(error) for error in ended} == {errors.BatchClosedError}
+    answer.set()
 
 
-@KINDS
-@pytest.mark.parametrize("resumed", [False, True])
-async def test_first_messages_give_up_together(
-    js: JetStreamContext,
-    make_stream: MakeStream,
-    room: asyncio.Event,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: Any,
-    resumed: bool,
-) -> None:
-    """None is sent when its time is over, and they do not ask for the stream one after the other."""
-    stream, timeout, asked = await make_stream(), 5.0, 0
-    module = "atomic_session" if kind is jsx.AtomicBatch else "fast"
-
-    async def counted(*arguments: Any) -> LeaderInfo:
-        nonlocal asked
-        asked += 1
-        return await lookup_leader(*arguments)
-
-    monkeypatch.setattr(f"jetstream_ext.client.{module}.lookup_leader", counted)
-    batch = with_timeout(kind, js, timeout)
-    room.clear()
-    adding = asyncio.gather(*(batch.add(f"{stream}.a") for _ in range(300)), return_exceptions=True)
-    await settle()
-    await asyncio.sleep(timeout * 0.8)  # less than a quarter is left for a reply
-    if resumed:
-        room.set()
-    async with asyncio.timeout(30):
-        ended = await adding
-    assert {type(each) for each in ended} == {errors.RequestTimeoutError}
-    assert "not sent" in str(ended[-1]) or "not added" in str(ended[-1])
-    assert asked < 100, "of 300 calls, whose time is not over at the same moment"
-    room.set()
-    await batch.discard()
-
-
-async def test_an_answer_to_one_call_does_not_end_the_check_of_another(
-    js: JetStreamContext, make_stream: MakeStream
-) -> None:
-    one, two = await make_stream(), await make_stream()
-    async with jsx.AtomicBatch(js) as batch:
-        await batch.add(f"{one}.a")
-        unknown, other = await asyncio.gather(
-            batch.add("unknown.a", ack=False), batch.add(f"{two}.a"), return_exceptions=True
-        )
-        assert unknown is None, "perhaps accounts map subjects"
-        assert isinstance(other, errors.BadSubjectError)
-        await batch.discard()
-
-
-@KINDS
+@each("kind", KINDS)
 async def test_a_commit_follows_the_calls_before_it(
     js: JetStreamContext, make_stream: MakeStream, room: asyncio.Event, kind: Any
 ) -> None:
     stream = await make_stream()
     batch = kind(js)
     room.clear()
-    calls = [asyncio.ensure_future(each) for each in (batch.add(f"{stream}.a"), batch.add(f"{stream}.b"))]
+    calls = [asyncio.ensure_future(call) for call in (batch.add(f"{stream}.a"), batch.add(f"{stream}.b"))]
     calls.append(asyncio.ensure_future(batch.commit_eob()))
     await settle()
-    assert not any(each.done() for each in calls)
+    assert not any(call.done() for call in calls)
     room.set()
     await asyncio.gather(*calls)
     assert await subjects(js, stream) == [f"{stream}.a", f"{stream}.b"]
@@ -249,75 +177,15 @@ async def test_a_message_that_finds_no_room_leaves_the_batch_open(
             batch.add(f"{stream}.b"), batch.add(f"{stream}.c", ack=True), batch.commit(f"{stream}.d"), batch.commit_eob(),
             return_exceptions=True,
         )  # fmt: skip
-        for each in await late:
-            assert isinstance(each, errors.RequestTimeoutError), each
+        for error in await late:
+            assert isinstance(error, errors.RequestTimeoutError), error
         assert (batch.state, batch.size) == ("open", 1)
         room.set()
         await batch.add(f"{stream}.e")
     assert await subjects(js, stream) == [f"{stream}.a", f"{stream}.e"]
 
 
-async def test_a_commit_whose_turn_comes_late_waits_for_room_too(
-    js: JetStreamContext, make_stream: MakeStream, room: asyncio.Event
-) -> None:
-    stream = await make_stream()
-    async with jsx.AtomicBatch(js, timeout=2) as batch:
-        await batch.add(f"{stream}.a")
-        room.clear()
-        late = asyncio.ensure_future(batch.add(f"{stream}.b"))
-        await asyncio.sleep(0.5)
-        with pytest.raises(errors.RequestTimeoutError, match=r"the commit was not sent within 1\.[5-9]\d* s: no room"):
-            await batch.commit_eob()
-        with pytest.raises(errors.RequestTimeoutError):
-            await late
-        assert (batch.state, batch.size) == ("open", 1)
-        room.set()
-        await batch.commit_eob()
-    assert await subjects(js, stream) == [f"{stream}.a"]
-
-
-async def test_an_empty_batch_does_not_wait_for_room(js: JetStreamContext, room: asyncio.Event) -> None:
-    room.clear()
-    batch = jsx.AtomicBatch(js, timeout=30)
-    for call in (batch.commit_eob(), jsx.publish_atomic(js, [], timeout=30)):
-        async with asyncio.timeout(5):
-            with pytest.raises(errors.EmptyBatchError):
-                await call
-    await batch.discard()
-
-
-async def test_the_opening_counts_for_the_calls_that_wait_for_it(
-    own_server: Any, own_js: JetStreamContext, own_stream: MakeStream
-) -> None:
-    stream, clock = await own_stream(allow_atomic=True), asyncio.get_running_loop().time
-    batch = jsx.AtomicBatch(own_js, ack_first=False, timeout=6)
-    await asyncio.to_thread(own_server.pause)
-    try:
-        began = clock()
-        first, second = await asyncio.gather(
-            batch.add(f"{stream}.a"), batch.add(f"{stream}.b", ack=True), return_exceptions=True
-        )
-        assert clock() - began < 8.0
-        assert first is None
-        assert isinstance(second, errors.BatchAbandonedError)
-    finally:
-        await asyncio.to_thread(own_server.resume)
-
-
-@KINDS
-async def test_first_messages_of_two_streams_are_not_one_batch(
-    js: JetStreamContext, make_stream: MakeStream, kind: Any
-) -> None:
-    one, two = await make_stream(), await make_stream()
-    async with kind(js) as batch:
-        first, second = await asyncio.gather(batch.add(f"{one}.a"), batch.add(f"{two}.a"), return_exceptions=True)
-        assert not isinstance(first, Exception)
-        assert isinstance(second, errors.BadSubjectError)
-        await batch.add(f"{one}.b")
-    assert (await subjects(js, one), await subjects(js, two)) == ([f"{one}.a", f"{one}.b"], [])
-
-
-@KINDS
+@each("kind", KINDS)
 async def test_a_cancelled_first_call_leaves_the_batch_for_any_stream(
     js: JetStreamContext, make_stream: MakeStream, room: asyncio.Event, kind: Any
 ) -> None:
@@ -333,59 +201,6 @@ async def test_a_cancelled_first_call_leaves_the_batch_for_any_stream(
         with pytest.raises(errors.BadSubjectError, match=f"'{one}.a' is stored by stream '{one}'"):
             await batch.add(f"{one}.a")
     assert (await subjects(js, one), await subjects(js, two)) == ([], [f"{two}.a"])
-
-
-@KINDS
-@pytest.mark.parametrize("ended", ["commit_eob", "discard"])
-@pytest.mark.parametrize("end", ["close", "drain", "kill"])
-async def test_an_ended_batch_takes_every_call_without_a_connection(
-    own_server: Any, own_js: JetStreamContext, own_nc: Client, own_stream: MakeStream, kind: Any, ended: str, end: str
-) -> None:
-    stream = await own_stream()
-    batch = kind(own_js)
-    await batch.add(f"{stream}.a")
-    await getattr(batch, ended)()
-    if end == "kill":
-        await asyncio.to_thread(own_server.kill)
-        while own_nc.is_connected:
-            await asyncio.sleep(0.01)
-    else:
-        await getattr(own_nc, end)()
-
-    async def source() -> AsyncIterator[tuple[str, bytes]]:
-        yield f"{stream}.a", b""
-
-    calls = [batch.add(f"{stream}.a"), batch.add_many([(f"{stream}.a", b"")]), batch.add_many(source())]
-    calls += [batch.commit(f"{stream}.a"), batch.commit_eob()]
-    if kind is jsx.FastPublisher:
-        calls += [batch.add(f"{stream}.a", msg_id="1"), batch.ping()]
-        flushed = asyncio.ensure_future(batch.flush())
-        await asyncio.wait({flushed}, timeout=10)
-        assert flushed.exception() is None or isinstance(flushed.exception(), errors.BatchClosedError)
-    async with asyncio.timeout(10):
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
-    expected = errors.BatchClosedError, nats.errors.ConnectionClosedError, nats.errors.ConnectionReconnectingError
-    assert all(isinstance(each, expected) for each in outcomes), outcomes
-
-
-async def test_a_batch_whose_first_call_was_cancelled_is_resolved(
-    js: JetStreamContext, make_stream: MakeStream, room: asyncio.Event
-) -> None:
-    one, two = await make_stream(), await make_stream()
-    batch = jsx.AtomicBatch(js)
-    room.clear()
-    first = asyncio.ensure_future(batch.add(f"{one}.a"))
-    await settle()
-    first.cancel()
-    await asyncio.wait({first})
-    room.set()
-    await batch.add(f"{two}.a")
-    committing = asyncio.ensure_future(batch.commit_eob())
-    await settle()
-    committing.cancel()
-    await asyncio.wait({committing})
-    assert await batch.resolve() == "stored"
-    assert await subjects(js, two) == [f"{two}.a"]
 
 
 async def test_each_call_has_its_own_timeout(
@@ -412,37 +227,8 @@ async def test_each_call_has_its_own_timeout(
     assert left[3] > timeout - 0.9, "it has not waited for room"
 
 
-async def test_calls_that_wait_for_room_end_with_their_batch(
-    js: JetStreamContext, make_stream: MakeStream, room: asyncio.Event
-) -> None:
-    stream = await make_stream()
-    batch = jsx.AtomicBatch(js)
-    await batch.add(f"{stream}.a")
-    room.clear()
-    adding = [asyncio.ensure_future(batch.add(f"{stream}.a")) for _ in range(400)]
-    await settle()
-    await batch.discard()
-    async with asyncio.timeout(10):
-        ended = await asyncio.gather(*adding, return_exceptions=True)
-    assert {type(each) for each in ended} == {errors.BatchClosedError}
-
-
-async def test_a_first_message_without_room_is_not_sent(
-    js: JetStreamContext, make_stream: MakeStream, room: asyncio.Event
-) -> None:
-    stream = await make_stream()
-    batch = jsx.AtomicBatch(js, timeout=0.2)
-    room.clear()
-    async with asyncio.timeout(5):
-        ended = await asyncio.gather(*(batch.add(f"{stream}.a") for _ in range(50)), return_exceptions=True)
-    assert {type(each) for each in ended} == {errors.RequestTimeoutError}
-    assert "room in the write buffer" in str(ended[0])
-    assert (batch.state, batch.size) == ("open", 0)
-    await batch.discard()
-
-
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="Python 3.12 has eager tasks")
-@KINDS
+@each("kind", KINDS)
 async def test_a_call_that_the_source_makes_has_its_turn_after_the_block(
     js: JetStreamContext, make_stream: MakeStream, kind: Any
 ) -> None:

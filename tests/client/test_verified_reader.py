@@ -6,13 +6,14 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from client_cells import each
 
 from jetstream_ext.client import api
 from jetstream_ext.client import verified_read as module
 from jetstream_ext.client.verified_read import Answer, AskLeaderError, VerifiedReader
-from jetstream_ext.errors import MessageNotFoundError, RequestTimeoutError
+from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.direct import Block, Request, StoredMsg
+from jetstream_ext.protocol.direct import Block, StoredMsg
 from jetstream_ext.protocol.range_read import MAX_MIRROR_ANSWERS
 from jetstream_ext.protocol.reads import Link
 
@@ -90,64 +91,24 @@ def leader(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(module, "link_of", lambda _: Link(1e12))
     monkeypatch.setattr(module, "Api", Counts)
-    for each in (module, api):
-        monkeypatch.setattr(each, "get_at_leader", get_at_leader)
-        monkeypatch.setattr(each, "stream_state", stream_state)
-
-
-async def test_a_late_answer_of_the_leader_names_the_whole_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def nothing(*_: Any) -> StoredMsg:
-        await asyncio.sleep(0.1)
-        raise MessageNotFoundError
-
-    async def late(_: Any, __: str, seq: int, timeout: float) -> None:
-        raise RequestTimeoutError(f"did not reach {seq} within {timeout} s")
-
-    monkeypatch.setattr(module, "read_one", nothing)
-    monkeypatch.setattr(module, "wait_for_sequence", late)
-    with pytest.raises(RequestTimeoutError, match=r"^stream 'KV_B': .* sequence 9 within 2 s$"):
-        await Scripted(Log(s9="b"), 9, None).get(Request(seq=5))
+    for place in (module, api):
+        monkeypatch.setattr(place, "get_at_leader", get_at_leader)
+        monkeypatch.setattr(place, "stream_state", stream_state)
 
 
 class TestLastOf:
-    async def test_the_first_valid_answer_is_returned(self) -> None:
-        good = answer(5, 9, up_to=9)
-        source = Scripted(Log(s5="a", s9="b"), 9, good)
-        assert await source.last_of(["$KV.B.a"]) is good
-        assert source.requests[0].multi_last == ("$KV.B.a", "$KV.B.a")
-
-    @pytest.mark.parametrize(
-        "bad",
-        [
-            answer(5, up_to=8),
-            answer(),
-            None,
-            answer(5, 9, up_to=9, stream="STRANGER"),
-        ],
-        ids=["lags", "empty", "incomplete", "of an unknown stream"],
-    )
+    @each("bad", [answer(5, up_to=8), answer(), None, answer(5, 9, up_to=9, stream="STRANGER")])
     async def test_a_refused_answer_is_requested_again(self, bad: Answer | None) -> None:
         good = answer(5, 9, up_to=9)
         source = Scripted(Log(s5="a", s9="b"), 9, bad, bad, good)
         assert await source.last_of(["$KV.B.a"]) is good
         assert len(source.requests) == 3
 
-    @pytest.mark.parametrize(
-        ("bad", "why"),
-        [
-            (answer(5, up_to=8), "no replica with sequence 9"),
-            (None, "was incomplete"),
-        ],
-    )
+    @each("bad, why", [(answer(5, up_to=8), "no replica with sequence 9"), (None, "was incomplete")])
     async def test_refused_answers_end_in_a_timeout(self, bad: Answer | None, why: str) -> None:
         source = Scripted(Log(s9="b"), 9, bad)
         with pytest.raises(RequestTimeoutError, match=why):
             await source.last_of(["$KV.B.a"])
-
-    async def test_an_empty_stream_needs_no_answer(self) -> None:
-        source = Scripted(Log(), 0, answer())
-        assert len((await source.last_of(["$KV.B.a"])).block) == 0
-        assert source.requests == []
 
     async def test_a_removed_witness_is_replaced(self) -> None:
         log = Log(s5="a", s9="b")
@@ -162,11 +123,6 @@ class TestLastOf:
         up_to = answer(5).block.message(0)
         assert (await source.last_of(["$KV.B.x"], up_to=up_to)).block.seqs[-1] == 5
         assert {request.up_to_seq for request in source.requests} == {5}
-
-    async def test_up_to_a_removed_message_raises(self) -> None:
-        source = Scripted(Log(s9="b"), 9, answer(3))
-        with pytest.raises(LookupError):
-            await source.last_of(["$KV.B.x"], up_to=answer(5).block.message(0))
 
 
 def seqs_of(found: Block | list[StoredMsg]) -> list[int]:
@@ -187,12 +143,6 @@ class TestOnlyMirrorsAnswer:
         found = await source.last_at_leader(["$KV.B.a", "$KV.B.b", "$KV.B.c"], up_to=6)
         assert [message.seq for message in found] == [5]
 
-    async def test_an_answer_of_the_stream_itself_begins_the_count_again(self) -> None:
-        own = answer(5, 9, up_to=9)
-        source = Scripted(Log(s5="a", s9="a"), 9, *[*[self.ANSWER] * MAX_MIRROR_ANSWERS, own] * 3)
-        for _ in range(3):
-            assert await source.last_of(["$KV.B.a"]) is own
-
     async def test_the_oldest_message_is_the_leaders(self) -> None:
         found = await Scripted(Log(s8="a", s9="a"), 9, self.ANSWER).oldest_of("$KV.B.a", after=7)
         assert found is not None
@@ -206,29 +156,9 @@ class TestOnlyMirrorsAnswer:
         assert (newest.seq, taken) == (301, [*range(10, 200), 300, 301])
 
 
-class TestSubjectsWithWildcards:
-    async def test_they_are_not_asked_for(self) -> None:
-        source = Scripted(Log(s1="*", s2=">", s5="a", s9="b"), 9, answer(5, up_to=9))
-        await source.last_of(["$KV.B.b"])
-        assert source.requests[0].multi_last == ("$KV.B.b", "$KV.B.a")
-
-    async def test_messages_with_nothing_else_are_left_to_the_leader(self) -> None:
-        source = Scripted(Log(s1="*", s2=">"), 2, answer(2, up_to=9))
-        with pytest.raises(AskLeaderError):
-            await source.last_of(["$KV.B.b"])
-
-    async def test_the_newest_message_to_ask_for_has_none(self) -> None:
-        found = await Scripted(Log(s2="a", s5="*", s6=">"), 6, None).newest_to_ask_for(6, 1)
-        assert found is not None
-        assert found.seq == 2
-        many = Log(**{f"s{seq}": "*" for seq in range(1, 100)})
-        with pytest.raises(AskLeaderError):
-            await Scripted(many, 6, None).newest_to_ask_for(99, 1)
-
-
 class TestNewestUpTo:
-    @pytest.mark.parametrize(
-        ("held", "revision", "newest"),
+    @each(
+        "held, revision, newest",
         [
             ([1, 2, 3], 3, 3),
             ([1, 2, 3], 2, 2),
@@ -250,13 +180,7 @@ class TestNewestUpTo:
 
 
 class TestOldestOf:
-    async def test_the_oldest_message_and_the_number_of_messages(self) -> None:
-        source = Scripted(Log(s9="a"), 9, answer(9, pending=3))
-        found = await source.oldest_of("$KV.B.a", after=7)
-        assert found is not None
-        assert (found[0].seq, found[1]) == (9, 4)
-
-    @pytest.mark.parametrize("bad", [answer(5), answer(), None, answer(9, stream="STRANGER")])
+    @each("bad", [answer(5), answer(), None, answer(9, stream="STRANGER")])
     async def test_a_refused_answer_is_requested_again_until_the_timeout(self, bad: Answer | None) -> None:
         source = Scripted(Log(s9="a"), 9, bad, answer(9))
         assert (await source.oldest_of("$KV.B.a", after=7)) == (answer(9).block.message(0), 1)
@@ -264,33 +188,11 @@ class TestOldestOf:
             with pytest.raises(RequestTimeoutError):
                 await Scripted(Log(s9="a"), 9, bad).oldest_of("$KV.B.a", after=7)
 
-    async def test_a_subject_without_messages(self) -> None:
-        assert await Scripted(Log(s9="b"), 9, answer()).oldest_of("$KV.B.a", after=7) is None
-
 
 class TestCatchUp:
     @pytest.fixture(autouse=True)
     def from_replicas(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "_FEW", 0)
-
-    async def test_a_few_messages_come_from_the_leader(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module, "_FEW", 8)
-        taken: list[int] = []
-        source = Scripted(Log(s10="a", s11="b", s12="c"), 9)
-        newest = await source.catch_up(9, lambda found: taken.extend(seqs_of(found)))
-        assert newest is not None
-        assert (newest.seq, taken, source.requests) == (12, [10, 11, 12], [])
-
-    async def test_it_reads_to_an_end_that_the_leader_confirms(self) -> None:
-        taken: list[int] = []
-        log = Log(s10="a", s11="b", s12="c")
-        source = Scripted(log, 9, answer(10), answer(), answer(11, 12))
-        newest = await source.catch_up(9, lambda found: taken.extend(seqs_of(found)))
-        assert newest is not None
-        assert (newest.seq, taken) == (12, [10, 11, 12])
-
-    async def test_without_new_messages_it_returns_none(self) -> None:
-        assert await Scripted(Log(s9="a"), 9, answer()).catch_up(9, lambda _: None) is None
 
     async def test_it_does_not_wait_for_removed_messages(self) -> None:
         log = Log(s9="a")
@@ -306,13 +208,6 @@ class TestCatchUp:
         assert newest is not None
         assert (newest.seq, taken) == (12, [10, 11, 12])
         assert [request.seq for request in source.requests] == [10, 11, 11, 11]
-
-    async def test_replies_that_never_reach_the_leader_end_in_a_timeout(self) -> None:
-        loop = asyncio.get_running_loop()
-        start = loop.time()
-        with pytest.raises(RequestTimeoutError, match="no replica with sequence 12 answered"):
-            await Scripted(Log(s12="a"), 9, answer()).catch_up(9, lambda _: None)
-        assert loop.time() - start < 20
 
     async def test_a_writer_that_stays_ahead_ends_it(self) -> None:
         log = Log(s20="a")

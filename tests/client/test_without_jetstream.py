@@ -1,32 +1,24 @@
 """A server or an account without JetStream: errors about a message that no server answers name this cause."""
 
-import asyncio
-import contextlib
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import nats
 import pytest
+from client_cells import each
 from nats.aio.client import Client
 from nats.js import JetStreamContext
-from nats.js.errors import ServiceUnavailableError
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext import errors
-from jetstream_ext.client.connection import Context, open_bucket
+from jetstream_ext.client.connection import open_bucket
 from jetstream_ext.testing import NatsServer
-from jetstream_ext.testing.process import HeldPort
 
 Connect = Callable[..., Awaitable[Client]]
 Call = Callable[[JetStreamContext], Awaitable[Any]]
 ACCOUNTS = "accounts { WITH { jetstream: enabled, users = [{ user: js, password: p }] }, A { users = [{ user: a, password: p }] } }"
-HUB = """
-leafnodes { listen: 127.0.0.1:%d }
-mappings = { "$JS.API.>": "$JS.leaf.API.>" }
-"""
-LEAF = 'jetstream { domain: leaf }\nleafnodes { reconnect: 1, remotes: [ { url: "nats-leaf://127.0.0.1:%d" } ] }'
 NONE = "the server has no JetStream"
 
 
@@ -58,13 +50,13 @@ CALLS: dict[str, tuple[Call, str, str]] = {
         "; nothing of the batch is stored",
     ),
     "ingest": (
-        lambda js: jsx.ingest(js, [("a.b", b"1")], timeout=4),
-        r"no ack for 4 s (no stream stores the subject, or the stream has no leader",
+        lambda js: jsx.ingest(js, [("a.b", b"1")], timeout=2),
+        r"no ack for 2 s (no stream stores the subject, or the stream has no leader",
         "); nothing is stored",
     ),
     "transaction": (write, "bucket 'B' does not exist, or has no leader", "; nothing was written"),
 }
-EVERY = pytest.mark.parametrize(("call", "before", "after"), CALLS.values(), ids=CALLS)
+EVERY = each("call, before, after", CALLS.values())
 KINDS = (errors.DirectGetDisabledError, errors.NoStreamError, errors.IngestError)
 
 
@@ -111,32 +103,8 @@ def without_cause(name: str, before: str, after: str) -> str:
     return "has a subject that no stream stores" if name == "ingest" else re.escape(f"{before}{after}")
 
 
-async def has_features(js: JetStreamContext) -> bool:
-    with contextlib.suppress(ServiceUnavailableError):
-        await jsx.features(js)
-        return True
-    return False
-
-
-@pytest.mark.parametrize("name", CALLS)
+@each("name", CALLS)
 async def test_jetstream_is_no_cause_where_it_answers(js: JetStreamContext, name: str) -> None:
     call, *texts = CALLS[name]
     with pytest.raises(KINDS, match=without_cause(name, *texts)):
         await call(js)
-
-
-async def test_jetstream_that_only_another_server_has_is_no_cause(connect: Connect) -> None:
-    with contextlib.closing(HeldPort()) as port:
-        hub = NatsServer(jetstream=False, config=HUB % port.port)
-        port.make_way()
-        with hub, NatsServer(config=LEAF % port.port):
-            js = (await connect(hub.url)).jetstream(timeout=30)
-            async with asyncio.timeout(60):
-                while not await has_features(js):  # until the leaf node is connected
-                    await asyncio.sleep(0.01)
-            assert not Context(js).connection.has_jetstream
-            # The mapping takes direct gets, so those of a stream that does not exist have no answer.
-            for name in ("FastPublisher.add", "AtomicBatch.add", "ingest", "transaction"):
-                call, before, after = CALLS[name]
-                with pytest.raises(KINDS, match=without_cause(name, before, after)):
-                    await call(js)

@@ -14,7 +14,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import nats
-import pytest
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.kv import KeyValue
@@ -128,10 +127,9 @@ async def bank(
             assert counts.get(worker, 0) == count
 
 
-@pytest.mark.parametrize("storage", ["file", "memory"])
-async def test_transfers_on_one_server_keep_the_total(storage: str, wait_for_interest: Any) -> None:
+async def test_transfers_on_one_server_keep_the_total(wait_for_interest: Any) -> None:
     with NatsServer() as server:
-        await bank([server.url], 30 if FULL else 2, 1, storage, wait_for_interest)
+        await bank([server.url], 30 if FULL else 2, 1, "memory", wait_for_interest)
 
 
 async def test_transfers_keep_the_total_while_leaders_are_killed(wait_for_interest: Any) -> None:

@@ -3,7 +3,9 @@
 import asyncio
 import base64
 import json
-from datetime import UTC, datetime, timedelta
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from typing import Any
 
 import nats
 import pytest
@@ -25,6 +27,8 @@ from jetstream_ext.protocol.headers import parse_lines
 from jetstream_ext.testing import NatsServer
 from jetstream_ext.types import own_headers
 
+MakeBucket = Callable[..., Awaitable[Any]]
+
 
 async def expired(kv, key: str) -> None:
     """Wait until a key has expired."""
@@ -43,123 +47,136 @@ async def stored(kv, key: str) -> tuple[bytes, bytes]:
     return base64.b64decode(message["hdrs"]), base64.b64decode(message["data"])
 
 
-@pytest.mark.parametrize("history", [1, 4])
-async def test_markers_show_which_keys_expired(make_bucket, history: int) -> None:
-    kv = await make_bucket(history=history, limit_marker_ttl=60 if history == 1 else 1)
-    await kv.put("other", b"1")
-    await kv.create("session", b"2", msg_ttl=1)
-    await kv.put("last", b"3")
-    await expired(kv, "session")
-    now = await kvx.snapshot(kv, include_deletes=True)
-    if history == 1:
-        marker = now["session"]
-        assert (marker.operation, marker.reason, marker.value) == ("PURGE", "MaxAge", b"")
-        with pytest.raises(HistoryUnavailableError) as caught:
-            await kvx.snapshot(kv, at=3)
-        assert caught.value.keys == ("session",)
-        after = await kvx.snapshot(kv, at=marker.revision, include_deletes=True)
-        assert after["session"] == marker
-        assert after.unavailable == ()
-    assert set(await kvx.snapshot(kv)) == {"other", "last"}
-    assert set(await kvx.get_many(kv, ["other", "session", "last"])) == {"other", "last"}
-    assert await kvx.snapshot(kv, at=1) is not None
+async def all_at_once(*checks: Callable[[MakeBucket], Awaitable[None]], make_bucket: MakeBucket) -> None:
+    """Run checks at the same time, because each of them waits some seconds until a key has expired."""
+    async with asyncio.TaskGroup() as group:
+        for check in checks:
+            group.create_task(check(make_bucket))
 
 
-async def test_key_expired_without_a_marker_is_unavailable(make_bucket) -> None:
-    kv = await make_bucket()
-    await kv.create("session", b"1", msg_ttl=4)  # long enough for a read before it expires
-    await kv.put("a", b"2")
-    await kv.create("b", b"3")
-    assert set(await kvx.snapshot(kv, at=2)) == {"session", "a"}
-    await expired(kv, "session")
-    for read in (kvx.get_many(kv, ["session", "a"], at=2), kvx.snapshot(kv, ["session", "a"], at=2)):
-        with pytest.raises(HistoryUnavailableError) as caught:
-            await read
-        assert caught.value.keys == ("session",)
-    loose = await kvx.snapshot(kv, ["session", "a"], at=2, strict=False)
-    assert (set(loose), loose.unavailable) == ({"a"}, ("session",))
-    assert (await kvx.snapshot(kv, at=2, strict=False)).complete is False
+class TestReads:
+    async def test_reads_after_an_expiry_are_exact_or_refused(self, make_bucket) -> None:
+        await all_at_once(
+            self.markers_show_which_keys_expired,
+            self.key_without_a_marker_is_unavailable,
+            self.past_is_unavailable_after_the_ttl_of_the_bucket,
+            self.mirror_that_does_not_heed_ttls_keeps_the_key,
+            make_bucket=make_bucket,
+        )
 
+    @staticmethod
+    async def markers_show_which_keys_expired(make_bucket: MakeBucket) -> None:
+        for history in (1, 4):
+            kv = await make_bucket(history=history, limit_marker_ttl=60 if history == 1 else 1)
+            await kv.put("other", b"1")
+            await kv.create("session", b"2", msg_ttl=1)
+            await kv.put("last", b"3")
+            await expired(kv, "session")
+            now = await kvx.snapshot(kv, include_deletes=True)
+            if history == 1:
+                marker = now["session"]
+                assert (marker.operation, marker.reason, marker.value) == ("PURGE", "MaxAge", b"")
+                with pytest.raises(HistoryUnavailableError) as caught:
+                    await kvx.snapshot(kv, at=3)
+                assert caught.value.keys == ("session",)
+                after = await kvx.snapshot(kv, at=marker.revision, include_deletes=True)
+                assert (after["session"], after.unavailable) == (marker, ())
+            assert set(await kvx.snapshot(kv)) == {"other", "last"}
+            assert set(await kvx.get_many(kv, ["other", "session", "last"])) == {"other", "last"}
+            assert set(await kvx.snapshot(kv, at=1)) == {"other"}
 
-async def test_past_is_incomplete_if_messages_show_that_keys_expire(make_bucket) -> None:
-    kv = await make_bucket(history=4)
-    await kv.create("session", b"1", msg_ttl=1)
-    await kv.create("other", b"2", msg_ttl=3600)
-    for n in range(3, 9):
-        await kv.put("hot", b"%d" % n)
-    await expired(kv, "session")
-    with pytest.raises(HistoryUnavailableError, match="may be missing") as caught:
-        await kvx.snapshot(kv, at=7)
-    assert caught.value.keys == ()
-    loose = await kvx.snapshot(kv, at=7, strict=False)
-    assert (set(loose), loose.complete) == ({"other", "hot"}, False)
-    assert set(await kvx.snapshot(kv, at=8)) == {"other", "hot"}  # the newest revision: the bucket as it is now
+    @staticmethod
+    async def key_without_a_marker_is_unavailable(make_bucket: MakeBucket) -> None:
+        kv = await make_bucket()
+        await kv.create("session", b"1", msg_ttl=4)  # long enough for a read before it expires
+        await kv.put("a", b"2")
+        await kv.create("b", b"3")
+        assert set(await kvx.snapshot(kv, at=2)) == {"session", "a"}
+        await expired(kv, "session")
+        for read in (kvx.get_many(kv, ["session", "a"], at=2), kvx.snapshot(kv, ["session", "a"], at=2)):
+            with pytest.raises(HistoryUnavailableError) as caught:
+                await read
+            assert caught.value.keys == ("session",)
+        loose = await kvx.snapshot(kv, ["session", "a"], at=2, strict=False)
+        assert (set(loose), loose.unavailable) == ({"a"}, ("session",))
+        assert (await kvx.snapshot(kv, at=2, strict=False)).complete is False
 
+    @staticmethod
+    async def past_is_unavailable_after_the_ttl_of_the_bucket(make_bucket: MakeBucket) -> None:
+        kv = await make_bucket(ttl=4, history=3)  # long enough for the reads before anything expires
+        await kv.put("old", b"1")
+        second = await kv.put("other", b"1")
+        first = (await kvx.snapshot(kv)).time
+        assert set(await kvx.snapshot(kv, at=first)) == {"old", "other"}
+        await expired(kv, "old")
+        await expired(kv, "other")
+        await kv.put("new", b"2")
+        last = await kv.put("old", b"3")
+        for read in (
+            kvx.get_many(kv, ["old"], at=second),
+            kvx.snapshot(kv, ["old"], at=second),
+            kvx.snapshot(kv, at=second),
+        ):
+            with pytest.raises(HistoryUnavailableError):
+                await read
+        assert set(await kvx.snapshot(kv, at=last)) == {"new", "old"}
 
-async def test_past_is_unavailable_after_the_bucket_ttl_removed_keys(make_bucket) -> None:
-    kv = await make_bucket(ttl=4, history=3)  # long enough for the reads before anything expires
-    await kv.put("old", b"1")
-    first = (await kvx.snapshot(kv)).time
-    assert set(await kvx.snapshot(kv, at=first)) == {"old"}
-    await expired(kv, "old")
-    await kv.put("new", b"2")
-    await kv.put("new", b"3")
-    with pytest.raises(HistoryUnavailableError):
-        await kvx.snapshot(kv, at=2)
-    assert set(await kvx.snapshot(kv, at=3)) == {"new"}
-
-
-async def test_stored_markers_prove_that_no_other_key_expired(make_bucket) -> None:
-    kv = await make_bucket(history=1, limit_marker_ttl=60)
-    await kv.create("session", b"1", msg_ttl=1)
-    await kv.put("a", b"2")
-    await kv.create("b", b"3")
-    await expired(kv, "session")
-    loose = await kvx.snapshot(kv, at=2, strict=False)
-    assert (set(loose), loose.unavailable) == ({"a"}, ("session",))
-
-
-async def test_snapshot_omits_keys_that_had_expired_at_its_revision(make_bucket, load) -> None:
-    kv = await make_bucket()
-    await load(kv, {f"k.{n}": b"" for n in range(2_000)})
-    await kv.create("lock", b"1", msg_ttl=1)
-    lock = (await kvx.snapshot(kv, ["lock"]))["lock"]
-    while datetime.now(UTC) < lock.created + timedelta(seconds=1.2):
-        snap = await kvx.snapshot(kv)
-        if snap.time >= lock.created + timedelta(seconds=1):
-            assert "lock" not in snap
-        await kv.put("k.0", b"tick")
+    @staticmethod
+    async def mirror_that_does_not_heed_ttls_keeps_the_key(make_bucket: MakeBucket) -> None:
+        kv = await make_bucket(history=1)
+        name = f"KV_{kv._name}_M"
+        source = nats.js.api.StreamSource(name=kv._stream)
+        await kv._js.add_stream(name=name, mirror=source, max_msgs_per_subject=1, allow_direct=True)
+        await kv.create("short", b"1", msg_ttl=4)  # time enough for the mirror to copy it
+        async with jsx.FastPublisher(kv._js, flow=500) as publisher:  # more than one answer
+            await publisher.add_many((f"{kv._pre}k.{n}", b"") for n in range(1_100))
+        async with asyncio.timeout(30):
+            while (await kv._js.stream_info(name)).state.last_seq < 1101:
+                await asyncio.sleep(0.02)
+        await expired(kv, "short")
+        mirror = await kv._js.key_value(f"{kv._name}_M")
+        assert "short" in await kvx.get_many(mirror, ["short"])
+        assert len(await kvx.snapshot(mirror)) == 1101
 
 
 class TestTouch:
-    async def test_touched_key_expires_by_its_new_ttl(self, make_bucket) -> None:
+    async def test_touched_key_expires_by_its_new_ttl_only(self, make_bucket) -> None:
+        await all_at_once(
+            self.new_ttl_replaces_the_old_one,
+            self.expiry_exposes_no_older_value,
+            self.never_overrides_the_ttl_of_the_bucket,
+            make_bucket=make_bucket,
+        )
+
+    @staticmethod
+    async def new_ttl_replaces_the_old_one(make_bucket: MakeBucket) -> None:
         kv = await make_bucket(history=3)
         await kv.create("s", b"value", msg_ttl=5)
         await kv.create("untouched", b"value", msg_ttl=5)
         assert await kvx.touch(kv, "s", ttl=60) == 3
         await expired(kv, "untouched")
         assert (await kv.get("s")).value == b"value"
-        assert await kvx.touch(kv, "s", ttl=1) == 4
-        await expired(kv, "s")
-        with pytest.raises(KeyNotFoundError):
-            await kv.get("s")
 
-    async def test_expiry_after_touch_exposes_no_older_value(self, make_bucket) -> None:
+    @staticmethod
+    async def expiry_exposes_no_older_value(make_bucket: MakeBucket) -> None:
         kv = await make_bucket(history=5)
         await kv.put("s", b"older")
         await kv.put("s", b"newer")
-        await kvx.touch(kv, "s", ttl=timedelta(seconds=1))
+        assert await kvx.touch(kv, "s", ttl=timedelta(seconds=1)) == 3
         await expired(kv, "s")
         assert len(await kvx.snapshot(kv, include_deletes=True)) == 0
+        with pytest.raises(KeyNotFoundError):
+            await kv.get("s")
 
-    async def test_never_overrides_the_bucket_ttl(self, make_bucket, found) -> None:
+    @staticmethod
+    async def never_overrides_the_ttl_of_the_bucket(make_bucket: MakeBucket) -> None:
         kv = await make_bucket(history=2, ttl=4)  # long enough for `touch`
         await kv.put("s", b"1")
         await kvx.touch(kv, "s", ttl=jsx.NEVER)
         await kv.put("other", b"2")
         await expired(kv, "other")
         assert (await kv.get("s")).value == b"1"
-        assert len(await found(kv.history, "s")) == 1
+        assert len([m for m in await jsx.DirectGet(kv._js, kv._stream).scan().to_list() if m.subject[-1] == "s"]) == 1
 
     async def test_touch_keeps_every_header_but_those_of_the_server(self, make_bucket) -> None:
         """The server compares names case-sensitively: only those that begin with ``Nats-`` mean something to it."""
@@ -184,20 +201,19 @@ class TestTouch:
         block, _ = await stored(kv, "s")
         assert parse_lines(block) == [*users, ("Nats-TTL", "never"), ("Nats-Expected-Last-Subject-Sequence", "3")]
 
-    @pytest.mark.parametrize("line", [b"X: caf\xe9", b"X\xff: 1"], ids=["value", "name"])
     async def test_touch_refuses_to_change_a_header_that_is_not_utf8(
-        self, make_bucket, server: NatsServer, publish_raw, line: bytes
+        self, make_bucket, server: NatsServer, publish_raw
     ) -> None:
         kv = await make_bucket()
-        block = b"NATS/1.0\r\nA: \xef\xbf\xbd\r\n%b\r\n\r\n" % line
-        publish_raw(server, [(f"{kv._pre}s".encode(), b"v")], block=block)
-        with pytest.raises(BadHeaderError, match=r"the header 'X.*' of key 's' is not UTF-8 .*; nothing was written"):
-            await kvx.touch(kv, "s", ttl=60)
-        assert await stored(kv, "s") == (block, b"v")
-
-    async def test_touch_keeps_a_header_with_a_replacement_character(self, make_bucket) -> None:
-        kv = await make_bucket()
-        await kv._js.publish(f"{kv._pre}s", b"v", headers={"X": "\ufffd é"})
+        for line in (b"X: caf\xe9", b"X\xff: 1"):
+            block = b"NATS/1.0\r\nA: \xef\xbf\xbd\r\n%b\r\n\r\n" % line
+            publish_raw(server, [(f"{kv._pre}s".encode(), b"v")], block=block)
+            with pytest.raises(
+                BadHeaderError, match=r"the header 'X.*' of key 's' is not UTF-8 .*; nothing was written"
+            ):
+                await kvx.touch(kv, "s", ttl=60)
+            assert await stored(kv, "s") == (block, b"v")
+        await kv._js.publish(f"{kv._pre}s", b"v", headers={"X": "\ufffd é"})  # a replacement character is one of UTF-8
         await kvx.touch(kv, "s", ttl=60)
         assert parse_lines((await stored(kv, "s"))[0])[0] == ("X", "\ufffd é")
 
@@ -252,12 +268,12 @@ class TestTouch:
             await kvx.touch(kv, "s", ttl=60)
         assert (await kv.get("s")).revision == 1
 
-    @pytest.mark.parametrize("ttl", [0, 0.5, -1, timedelta(milliseconds=1500)])
-    async def test_touch_refuses_invalid_ttls(self, make_bucket, ttl: float) -> None:
+    async def test_touch_refuses_invalid_ttls(self, make_bucket) -> None:
         kv = await make_bucket()
         await kv.put("s", b"1")
-        with pytest.raises(ValueError, match="TTL"):
-            await kvx.touch(kv, "s", ttl=ttl)
+        for ttl in (0, 0.5, -1, timedelta(milliseconds=1500)):
+            with pytest.raises(ValueError, match="TTL"):
+                await kvx.touch(kv, "s", ttl=ttl)
 
     async def test_touch_names_enable_if_ttls_are_disabled(self, js, stream_name) -> None:
         name = stream_name()

@@ -1,14 +1,12 @@
 """nats-py and this package use one bucket together, in both directions."""
 
 import asyncio
-import random
 
 import pytest
 from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
-from jetstream_ext.errors import KeyConflictError
 
 
 async def test_nats_py_reads_what_a_transaction_wrote(make_bucket, found) -> None:
@@ -46,23 +44,6 @@ async def test_nats_py_reads_what_a_transaction_wrote(make_bucket, found) -> Non
         await kv.update("c", b"5", last=2)
 
 
-async def test_transaction_continues_from_revisions_of_nats_py(make_bucket, found) -> None:
-    kv = await make_bucket(history=3)
-    revision = await kv.put("a", b"1")
-    await kv.put("b", b"1")
-    await kv.delete("b")
-    await kv.put("c", b"1")
-    await kv.purge("c")
-    async with kvx.transaction(kv) as tx:
-        tx.update("a", b"2", last=revision)
-        tx.create("b", b"2")
-        tx.create("c", b"2")
-    assert sorted(await found(kv.keys)) == ["a", "b", "c"]
-    with pytest.raises(KeyConflictError):
-        async with kvx.transaction(kv) as tx:
-            tx.update("a", b"3", last=revision)
-
-
 async def test_stored_messages_equal_those_of_nats_py(make_bucket) -> None:
     ours, theirs = await make_bucket(history=5), await make_bucket(history=5)
     await theirs.put("a", b"1")
@@ -94,26 +75,3 @@ async def test_stored_messages_equal_those_of_nats_py(make_bucket) -> None:
             ]
         )
     assert read[0] == read[1]
-
-
-@pytest.mark.parametrize("seed", range(3))
-async def test_interleaved_writes_look_the_same_to_both_clients(make_bucket, seed: int) -> None:
-    kv = await make_bucket(history=2, storage="memory")
-    keys = [f"k.{n}" for n in range(20)]
-    rng = random.Random(seed)
-    for _ in range(30):
-        async with kvx.transaction(kv) as tx:
-            for key in rng.sample(keys, 4):
-                rng.choice([lambda k: tx.put(k, b"tx"), tx.delete, tx.purge])(key)
-        key = rng.choice(keys)
-        await rng.choice([lambda k: kv.put(k, b"nats-py"), kv.delete, kv.purge])(key)
-    ours = {key: (entry.value, entry.revision) for key, entry in (await kvx.snapshot(kv)).items()}
-    many = {key: (entry.value, entry.revision) for key, entry in (await kvx.get_many(kv, keys)).items()}
-    theirs = {}
-    for key in keys:
-        try:
-            entry = await kv.get(key)
-        except KeyNotFoundError:
-            continue
-        theirs[key] = entry.value, entry.revision
-    assert ours == theirs == many

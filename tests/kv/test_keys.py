@@ -9,28 +9,10 @@ from nats.js.errors import InvalidKeyError
 from nats.js.kv import VALID_KEY_RE
 
 from jetstream_ext.kv.entries import check_filters, check_key, check_keys
-from jetstream_ext.protocol.subjects import is_literal, matcher
+from jetstream_ext.protocol.subjects import matcher
 
 GOOD = ["a", "A.b", "1234.address", "-", "_", "=", "/", "a/b=c-d_e", "a.b.c.d", "0"]
-BAD = [
-    "",
-    ".",
-    "a.",
-    ".a",
-    "a..b",
-    "a b",
-    "a\n",
-    "a\t",
-    "a*",
-    "*",
-    ">",
-    "a.>",
-    "é",
-    "a\0",
-    "$a",
-    "a,b",
-    "a\r\nPUB x 0\r\n",
-]
+BAD = ["", ".", "a.", ".a", "a..b", "a b", "a\n", "a\t", "a*", "*", ">", "a.>", "é", "a\0", "$a", "a,b", "a\r\nPUB x"]
 FILTERS = [">", "*", "a", "a.*", "*.b", "*.*", "a.>", "*.>", "a.*.>", "a.b.c"]
 BAD_FILTERS = ["", ".", "a.", ".>", "a>", "a*", "*a", ">.a", "a.>.b", "a..>", "a.b>", "a b", "> ", "a\n"]
 
@@ -40,29 +22,19 @@ filters = st.lists(st.sampled_from(["a", "b", "c1", "*"]), min_size=1, max_size=
 )
 
 
-@pytest.mark.parametrize("key", GOOD)
-def test_valid_keys_are_accepted(key: str) -> None:
-    check_key(key)
-    assert VALID_KEY_RE.match(key)
-    assert check_filters([key]) == [key]
-    assert is_literal(key)
-
-
-@pytest.mark.parametrize("key", BAD)
-def test_invalid_keys_are_refused(key: str) -> None:
-    with pytest.raises(InvalidKeyError):
+def test_keys_and_filters_are_those_of_nats_py() -> None:
+    for key in GOOD:
         check_key(key)
-
-
-@pytest.mark.parametrize("pattern", FILTERS)
-def test_valid_filters_are_accepted(pattern: str) -> None:
-    assert check_filters([pattern, "x"]) == ([">"] if pattern == ">" else [pattern, "x"])
-
-
-@pytest.mark.parametrize("pattern", BAD_FILTERS)
-def test_invalid_filters_are_refused(pattern: str) -> None:
-    with pytest.raises(InvalidKeyError):
-        check_filters([pattern])
+        assert VALID_KEY_RE.match(key), key
+        assert check_filters([key]) == [key]
+    for pattern in FILTERS:
+        assert check_filters([pattern, "x"]) == ([">"] if pattern == ">" else [pattern, "x"]), pattern
+    for key in BAD:
+        with pytest.raises(InvalidKeyError):
+            check_key(key)
+    for pattern in BAD_FILTERS:
+        with pytest.raises(InvalidKeyError):
+            check_filters([pattern])
 
 
 def test_collections_are_deduplicated_and_checked() -> None:

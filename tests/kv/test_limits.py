@@ -8,13 +8,12 @@ from typing import Any
 
 import nats
 import pytest
-from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy
 from nats.js.kv import KeyValue
 
 import jetstream_ext.kv as kvx
 from jetstream_ext.errors import HistoryUnavailableError, RequestTimeoutError
-from jetstream_ext.kv.limits import RECORD, drops_oldest, known_since, limits_of, with_record
+from jetstream_ext.kv.limits import RECORD, known_since, with_record
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.testing import NatsServer
 
@@ -37,52 +36,21 @@ def test_record_holds_as_long_as_the_limits_do() -> None:
     assert known_since(state({**recorded, "allow_direct": True})) == SINCE
     assert known_since(state({**recorded, "subject_delete_marker_ttl": None})) == SINCE, "no limit either"
     for changed in ({"max_age": 6}, {"max_age": 0}, {"max_bytes": 9}, {"max_msgs_per_subject": 2}, {"discard": "new"}):
-        assert known_since(state({**recorded, **changed})) is None
-
-
-def test_record_keeps_the_other_metadata() -> None:
+        assert known_since(state({**recorded, **changed})) is None, changed
     assert with_record({"metadata": {"owner": "me"}}, SINCE)["metadata"].keys() == {"owner", RECORD}
+    others = ("", "{}", "[]", "3", "not JSON", '{"since":3,"limits":{}}', '{"since":"x"}')
+    naive = '{"since":"2026-01-01T00:00:00","limits":{}}'
+    configs: list[dict[str, Any]] = [{"metadata": {RECORD: text}} for text in (*others, naive)]
+    for config in (*configs, {}, {"metadata": None}, {"metadata": {}}, {"metadata": []}):
+        assert known_since(state(config)) is None, config
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        "",
-        "{}",
-        "[]",
-        "3",
-        "not JSON",
-        '{"since":3,"limits":{}}',
-        '{"since":"2026-01-01T00:00:00","limits":{}}',
-        '{"since":"x"}',
-    ],
-)
-def test_other_texts_are_no_record(record: str) -> None:
-    assert known_since(state({"metadata": {RECORD: record}})) is None
-
-
-@pytest.mark.parametrize("config", [{}, {"metadata": None}, {"metadata": {}}, {"metadata": []}])
-def test_no_record_is_unknown(config: dict[str, Any]) -> None:
-    assert known_since(state(config)) is None
-
-
-def test_limits_that_remove_the_oldest_messages_of_any_subject() -> None:
-    assert limits_of({"max_msgs": -1, "max_age": 0, "discard": "old"}) == {"discard": "old"}
-    assert drops_oldest(state({"max_msgs": 3}))
-    assert drops_oldest(state({"max_bytes": 3, "discard": "old"}))
-    assert not drops_oldest(state({"max_bytes": 3, "discard": "new"}))
-    assert not drops_oldest(state({"max_bytes": -1, "discard": "old", "max_age": 3}))
-
-
-async def test_enable_records_the_creation_of_a_bucket_that_has_removed_nothing(make_bucket) -> None:
-    kv = await make_bucket(allow=False, history=2)
+async def test_enable_records_since_when_the_limits_hold(make_bucket) -> None:
+    """The creation if nothing was removed yet; else the time of the call, also after it has changed a limit."""
+    kv = await make_bucket(allow=False, history=1)
     await kv.put("a", b"1")
     await kvx.enable(kv)
-    created = (await kvx.bucket.Bucket(kv).unchecked_state()).created_at
-    assert await since_of(kv) == created
-
-
-async def test_enable_records_the_present_for_a_bucket_that_has_removed_messages(make_bucket) -> None:
+    assert await since_of(kv) == (await kvx.bucket.Bucket(kv).unchecked_state()).created_at
     kv = await make_bucket(allow=False, history=1)
     await kv.put("a", b"1")
     await kv.put("a", b"2")
@@ -91,86 +59,82 @@ async def test_enable_records_the_present_for_a_bucket_that_has_removed_messages
     since = await since_of(kv)
     assert since is not None
     assert before - timedelta(seconds=1) < since < datetime.now(UTC) + timedelta(seconds=1)
+    for _ in range(2):
+        await kvx.enable(kv, ttl=60)
+        second = await since_of(kv)
+        assert second is not None
+        assert second > since
+        since = second - timedelta(microseconds=1)  # the second call changes nothing
 
 
-async def test_enable_of_another_limit_records_the_time_after_it(make_bucket) -> None:
-    kv = await make_bucket(history=1)
-    await kv.put("a", b"1")
-    await kv.put("a", b"2")
-    first = await since_of(kv)
-    await kvx.enable(kv, ttl=60)
-    second = await since_of(kv)
-    assert first is not None
-    assert second is not None
-    assert second > first
-    await kvx.enable(kv, ttl=60)
-    assert await since_of(kv) == second
+async def test_enable_without_permission_to_update_returns_the_bucket(caplog: pytest.LogCaptureFixture) -> None:
+    denied = '{publish: {deny: ["$JS.API.STREAM.UPDATE.>"]}}'
+    users = f"{{user: all, password: p}}, {{user: some, password: p, permissions: {denied}}}"
+    with NatsServer(config=f"authorization {{users: [{users}]}}") as server:
+        async with (
+            await nats.connect(server.url, user="all", password="p", connect_timeout=10) as owner,
+            await nats.connect(server.url, user="some", password="p", error_cb=ignore, connect_timeout=10) as reader,
+        ):
+            await owner.jetstream(timeout=30).add_stream(
+                name="KV_B", subjects=["$KV.B.>"], max_msgs_per_subject=1, allow_direct=True, allow_atomic=True,
+                allow_rollup_hdrs=True, discard=DiscardPolicy.NEW,
+            )  # fmt: skip
+            kv = await reader.jetstream(timeout=30).key_value("B")
+            with caplog.at_level(logging.WARNING, logger="jetstream_ext"):
+                await kvx.enable(kv)
+            assert "may not update" in caplog.text
+            assert await since_of(kv) is None
+            await kvx.enable(await owner.jetstream(timeout=30).key_value("B"))
+            assert await since_of(kv) is not None
 
 
-async def test_enable_without_permission_to_update_returns_the_bucket(
-    caplog: pytest.LogCaptureFixture, make_user: Callable[..., Awaitable[Any]]
-) -> None:
-    owner, reader = await make_user(deny=[]), await make_user(deny=["$JS.API.STREAM.UPDATE.>"])
-    await owner.add_stream(
-        name="KV_B", subjects=["$KV.B.>"], max_msgs_per_subject=1, allow_direct=True, allow_atomic=True,
-        allow_rollup_hdrs=True, discard=DiscardPolicy.NEW,
-    )  # fmt: skip
-    kv = await reader.key_value("B")
-    with caplog.at_level(logging.WARNING, logger="jetstream_ext"):
+async def ignore(_: Exception) -> None: ...
+
+
+async def test_past_of_a_bucket_without_a_record_is_unavailable_if_messages_are_missing(make_bucket) -> None:
+    for history in (1, 5):
+        kv = await make_bucket(allow=False, history=history, direct=True)
+        for n in range(history + 1):
+            await kv.put("a", b"%d" % n)
+            await kv.put("b", b"%d" % n)
+        last = await kv.put("c", b"1")
+        revision = last - 2  # the newest of a
+        with pytest.raises(HistoryUnavailableError, match="records that for later reads"):
+            await kvx.snapshot(kv, ["x.*", "a"], at=revision)
+        some = await kvx.snapshot(kv, at=revision, strict=False)
+        assert not some.complete
+        assert "a" in some
+        assert (await kvx.get_many(kv, ["a"], at=revision))["a"].revision == revision
+        assert set(await kvx.snapshot(kv, at=last)) == {"a", "b", "c"}, "the newest revision"
         await kvx.enable(kv)
-    assert "may not update" in caplog.text
-    assert await since_of(kv) is None
-    await kvx.enable(await owner.key_value("B"))
-    assert await since_of(kv) is not None
+        later = await kv.put("d", b"1")
+        await kv.create("e", b"1")
+        assert set(await kvx.snapshot(kv, at=later)) == {"a", "b", "c", "d"}
 
 
-@pytest.fixture
-async def make_user() -> Any:
-    """Connections to a server of their own, each of a user that may not publish to some subjects."""
-    config = """
-        authorization { users = [
-            { user: all, password: p }
-            { user: some, password: p, permissions: { publish: { deny: ["$JS.API.STREAM.UPDATE.>"] } } }
-        ] }
-    """
-    made = []
-    with NatsServer(config=config) as server:
-
-        async def make_user(deny: list[str]) -> JetStreamContext:
-            async def ignore(_: Exception) -> None:
-                pass
-
-            user = "some" if deny else "all"
-            nc = await nats.connect(server.url, user=user, password="p", error_cb=ignore, connect_timeout=10)
-            made.append(nc)
-            return nc.jetstream()
-
-        yield make_user
-        for nc in made:
-            await nc.close()
-
-
-@pytest.mark.parametrize("history", [1, 5])
-async def test_past_of_a_bucket_without_a_record_is_unavailable_if_messages_are_missing(
-    make_bucket, history: int
-) -> None:
-    kv = await make_bucket(allow=False, history=history, direct=True)
-    for n in range(history + 1):
-        await kv.put("a", b"%d" % n)
-        await kv.put("b", b"%d" % n)
-    last = await kv.put("c", b"1")
-    revision = last - 2  # the newest of a
-    with pytest.raises(HistoryUnavailableError, match="records that for later reads"):
-        await kvx.snapshot(kv, ["x.*", "a"], at=last - 2)
-    some = await kvx.snapshot(kv, at=last - 2, strict=False)
-    assert not some.complete
-    assert "a" in some
-    assert (await kvx.get_many(kv, ["a"], at=last - 2))["a"].revision == revision
-    assert set(await kvx.snapshot(kv, at=last)) == {"a", "b", "c"}, "the newest revision"
-    await kvx.enable(kv)
-    later = await kv.put("d", b"1")
-    await kv.create("e", b"1")
-    assert set(await kvx.snapshot(kv, at=later)) == {"a", "b", "c", "d"}
+async def test_key_removed_by_purge_deletes_is_unavailable(make_bucket) -> None:
+    """`purge_deletes`, which every client has, leaves no trace of the key."""
+    for history in (1, 5):
+        for again in ("put", "create", ""):
+            kv = await make_bucket(history=history)
+            await kv.put("a", b"1")
+            await kv.put("z", b"1")
+            await kv.delete("a")
+            await kv.purge_deletes(olderthan=-1)
+            if again:
+                await getattr(kv, again)("a", b"2")
+            last = await kv.create("y", b"1")
+            for filters in (None, ["*"], ["a"], ["a", "z"]):
+                with pytest.raises(HistoryUnavailableError) as gone:
+                    await kvx.snapshot(kv, filters, at=2)
+                assert gone.value.keys in ((), ("a",))
+                some = await kvx.snapshot(kv, filters, at=2, strict=False)
+                assert "a" in some.unavailable or not some.complete
+            with pytest.raises(HistoryUnavailableError) as gone:
+                await kvx.get_many(kv, ["z", "a"], at=2)
+            assert gone.value.keys == ("a",)
+            assert (await kvx.get_many(kv, ["z"], at=2))["z"].value == b"1"
+            assert (await kvx.snapshot(kv, at=last)).keys() == ({"a", "y", "z"} if again else {"y", "z"})
 
 
 async def test_past_of_a_bucket_that_drops_its_oldest_messages_is_unavailable(make_bucket) -> None:
@@ -187,30 +151,31 @@ async def test_past_of_a_bucket_that_drops_its_oldest_messages_is_unavailable(ma
     assert not (await kvx.snapshot(kv, ["k.*"], at=last - 1, strict=False)).complete
 
 
-@pytest.mark.parametrize(("limit", "purged_up_to"), [({"max_msgs": 6}, 0), ({"max_bytes": 300}, 0), ({}, 3)])
 async def test_snapshot_has_no_key_that_a_limit_or_a_purge_removed_during_the_read(
-    make_bucket, found, monkeypatch: pytest.MonkeyPatch, limit: dict[str, int], purged_up_to: int
+    make_bucket, found, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kvx.present, "_CHUNK", 2)
-    kv = await make_bucket(history=1)
-    config = (await kv._js.stream_info(kv._stream)).config
-    await kv._js.update_stream(config.evolve(discard=DiscardPolicy.OLD, **limit))
-    for n in range(6):
-        await kv.put(f"old{n}", b"1")
     read = kvx.present.read_by_name
+    for limit, purged_up_to in (({"max_msgs": 6}, 0), ({"max_bytes": 300}, 0), ({}, 3)):
+        kv = await make_bucket(history=1)
+        config = (await kv._js.stream_info(kv._stream)).config
+        await kv._js.update_stream(config.evolve(discard=DiscardPolicy.OLD, **limit))
+        for n in range(6):
+            await kv.put(f"old{n}", b"1")
 
-    async def read_and_write(*arguments: Any, **options: Any) -> None:
-        await read(*arguments, **options)
-        for n in range(3):
-            await kv.put(f"new{n}", b"1")
-        if purged_up_to:
-            await kv._js.purge_stream(kv._stream, seq=purged_up_to + 1)
+        async def read_and_write(*arguments: Any, kv: KeyValue = kv, up_to: int = purged_up_to, **options: Any) -> None:
+            await read(*arguments, **options)
+            for n in range(3):
+                await kv.put(f"new{n}", b"1")
+            if up_to:
+                await kv._js.purge_stream(kv._stream, seq=up_to + 1)
 
-    monkeypatch.setattr(kvx.present, "read_by_name", read_and_write)
-    snapshot = await kvx.snapshot(kv, ["*", "x", "y"])
-    assert "old0" not in snapshot
-    assert set(snapshot) == set(await found(kv.keys))
-    assert snapshot.revision == 9
+        with monkeypatch.context() as patch:
+            patch.setattr(kvx.present, "read_by_name", read_and_write)
+            snapshot = await kvx.snapshot(kv, ["*", "x", "y"])
+        assert "old0" not in snapshot, limit
+        assert set(snapshot) == set(await found(kv.keys)), limit
+        assert snapshot.revision == 9
 
 
 async def test_snapshot_has_a_key_that_was_replaced_after_its_last_reply(
@@ -233,24 +198,6 @@ async def test_snapshot_has_a_key_that_was_replaced_after_its_last_reply(
     snapshot = await kvx.snapshot(kv)
     assert snapshot.revision == 6
     assert {entry.revision for entry in snapshot.values()} == {1, 2, 3, 4, 5, 6}
-
-
-async def test_ttl_that_a_mirror_does_not_heed_ends_no_key(make_bucket, load: Any) -> None:
-    """A mirror without ``allow_msg_ttl`` keeps messages whose TTL has passed."""
-    kv = await make_bucket(history=1)
-    name = f"KV_{kv._name}_M"
-    source = nats.js.api.StreamSource(name=kv._stream)
-    await kv._js.add_stream(name=name, mirror=source, max_msgs_per_subject=1, allow_direct=True)
-    await kv.create("short", b"1", msg_ttl=4)  # time enough for the mirror to copy it
-    await load(kv, {f"k{n}": b"1" for n in range(1100)})  # more than one answer
-    async with asyncio.timeout(30):
-        while (await kv._js.stream_info(name)).state.last_seq < 1101:
-            await asyncio.sleep(0.02)
-        while "short" in await kvx.snapshot(kv):
-            await asyncio.sleep(0.1)
-    mirror = await kv._js.key_value(f"{kv._name}_M")
-    assert "short" in await kvx.get_many(mirror, ["short"])
-    assert len(await kvx.snapshot(mirror)) == 1101
 
 
 def change_after_the_first_look(monkeypatch: pytest.MonkeyPatch, change: Callable[[], Awaitable[Any]]) -> None:

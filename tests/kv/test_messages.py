@@ -1,19 +1,26 @@
-"""What the headers of a stored message say about its key."""
+"""What stored messages say about keys: operation, TTL, and what they replaced; and the newest message of each key."""
 
+import random
 from datetime import UTC, datetime, timedelta
 
-import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from jetstream_ext.kv.entries import KeyValueEntry, entry_of, never_expires, operation, ttl_of
+from jetstream_ext.kv.entries import KeyValueEntry, KeyValueSnapshot, Subjects, entry_of, ttl_of, updates_of
 from jetstream_ext.kv.history import replaced_all, replaced_everything, replaced_revision, shows_expiry
+from jetstream_ext.protocol import table
+from jetstream_ext.protocol.direct import Block, StoredMsg
+from jetstream_ext.protocol.headers import format_time_ns
+from jetstream_ext.protocol.subjects import matcher
+from jetstream_ext.protocol.table import Content
 
 EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
+ALL = Subjects("B", "$KV.B.", matcher([">"]))
 
 
-@pytest.mark.parametrize(
-    ("headers", "found"),
-    [
+def test_headers_decide_the_operation() -> None:
+    for headers, found in (
         ({}, ("PUT", None)),
         ({"X": "y"}, ("PUT", None)),
         ({"KV-Operation": "DEL"}, ("DEL", None)),
@@ -24,86 +31,98 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
         ({"Nats-Marker-Reason": "Remove"}, ("DEL", "Remove")),
         ({"Nats-Marker-Reason": "Tomorrow"}, ("PURGE", "Tomorrow")),
         ({"Nats-Applied-Limit": "MaxAge"}, ("PURGE", "MaxAge")),
-    ],
-)
-def test_headers_decide_the_operation(headers: dict[str, str], found: tuple[str, str | None]) -> None:
-    assert operation(headers) == found
-    entry = entry_of("B", "k", (7, "$KV.B.k", b"v", headers, NOW))
-    assert entry == KeyValueEntry("B", "k", b"v", 7, NOW, *found)  # type: ignore[arg-type]
+    ):
+        entry = entry_of("B", "k", (7, "$KV.B.k", b"v", headers, NOW))
+        assert entry == KeyValueEntry("B", "k", b"v", 7, NOW, *found), headers  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("5", 5),
-        ("05", 5),
-        ("1h", 3600),
-        ("1h30m", 5400),
-        ("1m0s", 60),
-        ("1.5s", 1),
-        ("1500ms", 1),
-        (" 5", 5),
-        ("never", None),
-        ("", None),
-        ("1d", None),
-        ("abc", None),
-        ("-1", None),
-        ("9223372036854775807", None),
-        ("\u00b2", None),
-        ("\u0663", None),
-        ("\u0663s", None),
-        pytest.param("9" * 60_000, None, id="a header full of digits"),
-    ],
-)
-def test_ttl_is_read_as_servers_read_it(text: str, seconds: int | None) -> None:
-    assert ttl_of({"Nats-TTL": text}) == (None if seconds is None else timedelta(seconds=seconds))
+def test_ttl_is_read_as_servers_read_it() -> None:
+    seconds = {"5": 5, "05": 5, "1h": 3600, "1h30m": 5400, "1m0s": 60, "1.5s": 1, "1500ms": 1, " 5": 5}
+    none = ("never", "", "1d", "abc", "-1", "9223372036854775807", "\u00b2", "\u0663", "\u0663s", "9" * 60_000)
+    for text, value in (seconds | dict.fromkeys(none)).items():
+        expected = None if value is None else timedelta(seconds=value)
+        assert ttl_of({"Nats-TTL": text}) == expected, text[:20]
 
 
-def test_never_expires_ignores_case() -> None:
-    assert never_expires({"Nats-TTL": "Never"})
-    assert not never_expires({"Nats-TTL": "5"})
-    assert not never_expires({})
-
-
-@pytest.mark.parametrize(
-    ("headers", "revision"),
-    [
+def test_expectation_names_the_replaced_revision() -> None:
+    for headers, revision in (
         ({}, None),
         ({EXPECTED: "7"}, 7),
         ({EXPECTED: "0"}, 0),
         ({EXPECTED: "x"}, None),
         ({EXPECTED: "\u00b2"}, None),
         ({EXPECTED: "-5"}, None),
-        ({EXPECTED: "9" * 5000}, None),
         ({EXPECTED: str(1 << 64)}, None),
         ({EXPECTED: "7", f"{EXPECTED}-Subject": "s"}, 7),
         ({EXPECTED: "7", f"{EXPECTED}-Subject": "other"}, None),
         ({EXPECTED: "7", "Nats-Rollup": "sub"}, None),
-    ],
-)
-def test_expectation_names_the_replaced_revision(headers: dict[str, str], revision: int | None) -> None:
-    assert replaced_revision(headers, "s") == revision
+    ):
+        assert replaced_revision(headers, "s") == revision, headers
+    for subject in ("$KV.B.\ufffd", "$KV.B.\udcff"):  # a subject that is not UTF-8 tells nothing of the key
+        named = {EXPECTED: "5", f"{EXPECTED}-Subject": "$KV.B.\ufffd"}
+        assert replaced_revision(named, subject) is None
 
 
-def test_rollups_and_markers_replaced_all_older_messages() -> None:
-    assert replaced_all({"Nats-Rollup": "sub"})
-    assert replaced_all({"Nats-Marker-Reason": "MaxAge"})
-    assert replaced_all({"Nats-Rollup": "all"})
-    assert not replaced_all({"Nats-Rollup": ""}), "servers ignore it"
-    assert not replaced_all({"KV-Operation": "DEL"})
-    assert not replaced_all({})
+def test_headers_tell_what_a_message_removed_and_whether_keys_expire() -> None:
+    for headers, found in (
+        ({}, (False, False, False)),
+        ({"KV-Operation": "DEL"}, (False, False, False)),
+        ({"Nats-Rollup": ""}, (False, False, False)),  # servers ignore it
+        ({"Nats-Rollup": "sub"}, (True, False, False)),
+        ({"Nats-Rollup": "all"}, (True, True, False)),
+        ({"Nats-Rollup": "ALL"}, (True, True, False)),
+        ({"Nats-Marker-Reason": "MaxAge"}, (True, False, True)),
+        ({"Nats-TTL": "5"}, (False, False, True)),
+        ({"Nats-TTL": "Never"}, (False, False, False)),
+        ({"KV-Operation": "PURGE", "Nats-TTL": "5"}, (False, False, True)),  # then nothing is left of its key
+    ):
+        assert (replaced_all(headers), replaced_everything(headers), shows_expiry(headers)) == found, headers
 
 
-def test_rollups_of_the_whole_stream() -> None:
-    assert replaced_everything({"Nats-Rollup": "all"})
-    assert replaced_everything({"Nats-Rollup": "ALL"})
-    assert not replaced_everything({"Nats-Rollup": "sub"})
-    assert not replaced_everything({"Nats-Marker-Reason": "MaxAge"})
+def put(seq: int, key: str, value: bytes = b"v", *, prefix: str = "$KV.B.", **headers: str) -> StoredMsg:
+    names = {name.replace("_", "-"): text for name, text in headers.items()}
+    time_ns = (int(NOW.timestamp()) + seq) * 1_000_000_000
+    return StoredMsg(stream="KV_B", subject=prefix + key, seq=seq, data=value, headers=names, time_ns=time_ns)
 
 
-def test_ttls_of_values_and_markers_show_expiry() -> None:
-    assert shows_expiry({"Nats-TTL": "5"})
-    assert shows_expiry({"Nats-Marker-Reason": "MaxAge"})
-    assert not shows_expiry({"Nats-TTL": "never"})
-    assert shows_expiry({"KV-Operation": "PURGE", "Nats-TTL": "5"}), "then nothing is left of its key"
-    assert not shows_expiry({})
+def test_the_newest_message_of_each_key_wins_in_any_order() -> None:
+    messages = [
+        *(put(n, f"k{n % 7}", b"%d" % n) for n in range(1, 40)),
+        put(40, "k1", b"", KV_Operation="DEL"),
+        put(41, "k2", b"", KV_Operation="PURGE"),
+        put(42, "k3", b"", Nats_Marker_Reason="MaxAge"),
+        put(43, "k4", b"", KV_Operation="DEL"),
+        put(44, "k4", b"again"),
+        put(45, "k5", prefix="$KV.C."),
+        put(46, "k5", prefix=""),
+    ]
+    random.Random(1).shuffle(messages)
+    content = Content()
+    for start in range(0, len(messages), 5):
+        content.feed(updates_of(messages[start : start + 5], ALL))
+    content.feed(updates_of(messages[:10], ALL))  # a page that is read twice
+    assert {key: record[0] for key, record in content.values.items()} == {"k0": 35, "k4": 44, "k5": 33, "k6": 34}
+    gone = KeyValueSnapshot({**content.deleted}, bucket="B", revision=44, time=NOW)
+    assert {key: (entry.operation, entry.reason) for key, entry in gone.items()} == {
+        "k1": ("DEL", None), "k2": ("PURGE", None), "k3": ("PURGE", "MaxAge"),
+    }  # fmt: skip
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_blocks_from_the_wire_and_the_leaders_messages_are_the_same(data: st.DataObject) -> None:
+    """Also where only some messages of a block have headers, and for subjects that look like the server's lines."""
+    messages = []
+    for seq in range(1, data.draw(st.integers(1, 6)) + 1):
+        key = data.draw(st.sampled_from(["a", "Nats-Subject:", "Nats-Time-Stamp:", "NATS/1.0"]))
+        headers = data.draw(
+            st.sampled_from([{}, {}, {"Nats_TTL": "1"}, {"KV_Operation": "DEL"}, {"Nats_Subject": "x"}])
+        )
+        messages.append(put(seq, key, data.draw(st.binary(max_size=4)), **headers))
+    block = Block.of(messages, 0)
+    block.from_leader = False
+    times = [format_time_ns(message.time_ns).encode() for message in messages]
+    columns = block.plain_columns()
+    assert columns is None or columns == ([message.subject for message in messages], times)
+    assert (columns is None) == any(message.stored_lines for message in messages)
+    assert list(table.each(updates_of(block, ALL))) == updates_of(messages, ALL)

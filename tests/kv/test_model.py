@@ -14,6 +14,7 @@ import jetstream_ext.kv as kvx
 from jetstream_ext.errors import HistoryUnavailableError
 from jetstream_ext.kv import present, reads
 
+FULL = bool(os.environ.get("JETSTREAM_EXT_FULL"))
 KEYS = ["a", "b", "a.x", "a.y", "a.x.1", "b.x", "c/1", "d=1"]
 FILTERS = [None, ["a.>"], ["a.*"], ["*.x"], ["a", "b"], ["a.>", "c/1", "nothing"], ["*"], ["nothing.>"]]
 
@@ -139,24 +140,29 @@ def check(
 def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the past is read: small buckets by their log, large ones by the names of the keys."""
     if request.param == "by name":
-        monkeypatch.setattr(reads, "_SMALL_LOG", 0)
-        monkeypatch.setattr(present, "_DEEP", 0)
-        monkeypatch.setattr(reads, "_ROWS_PER_LOOKUP", 0)
+        for module, name in ((reads, "_SMALL_LOG"), (present, "_DEEP"), (reads, "_ROWS_PER_LOOKUP")):
+            monkeypatch.setattr(module, name, 0)
     return request.param
 
 
-@pytest.mark.parametrize("history", [1, 2, 5, 64])
-@pytest.mark.parametrize("seed", range(3 if os.environ.get("JETSTREAM_EXT_FULL") else 1))
-async def test_snapshots_of_every_revision_match_the_model(make_bucket, history: int, seed: int, strategy: str) -> None:
-    kv = await make_bucket(history=history)
+async def test_snapshots_of_every_revision_match_the_model(make_bucket, strategy: str) -> None:
+    for seed in range(3 if FULL else 1):
+        for history in (1, 2, 5, 64):
+            await check_every_revision(
+                await make_bucket(history=history), history, seed, precise=strategy == "as it is"
+            )
+
+
+async def check_every_revision(kv: KeyValue, history: int, seed: int, *, precise: bool) -> None:
+    count = 60 if FULL else 40
     model, rng = Model(history), random.Random(seed)
-    await scribble(kv, model, rng, 60)
-    for revision in range(1, 61):
+    await scribble(kv, model, rng, count)
+    for revision in range(1, count + 1):
         patterns = rng.choice(FILTERS)
         deletes = rng.random() < 0.5
         snap = await kvx.snapshot(kv, patterns, at=revision, strict=False, include_deletes=deletes)
         assert snap.revision == revision
-        check(snap, model, revision, patterns, deletes=deletes, precise=strategy == "as it is")
+        check(snap, model, revision, patterns, deletes=deletes, precise=precise)
         if snap.unavailable:
             with pytest.raises(HistoryUnavailableError) as caught:
                 await kvx.snapshot(kv, patterns, at=revision)
@@ -165,21 +171,25 @@ async def test_snapshots_of_every_revision_match_the_model(make_bucket, history:
             strictly = await kvx.snapshot(kv, patterns, at=revision, include_deletes=deletes)
             assert dict(strictly) == dict(snap)
     now = await kvx.snapshot(kv, include_deletes=True)
-    check(now, model, 60, None, deletes=True, precise=True)
+    check(now, model, count, None, deletes=True, precise=True)
 
 
-@pytest.mark.parametrize("history", [1, 4])
-async def test_reads_at_every_time_match_the_model(make_bucket, history: int, strategy: str) -> None:
-    kv = await make_bucket(history=history)
+async def test_reads_at_every_time_match_the_model(make_bucket, strategy: str) -> None:
+    for history in (1, 4):
+        await check_every_time(await make_bucket(history=history), history, precise=strategy == "as it is")
+
+
+async def check_every_time(kv: KeyValue, history: int, *, precise: bool) -> None:
+    count = 40 if FULL else 25
     model, rng = Model(history), random.Random(history)
-    await scribble(kv, model, rng, 40)
+    await scribble(kv, model, rng, count)
     stored = [event for event in model.events if event.time is not None]
     for event in stored:
         for time in (event.time, event.time - timedelta(microseconds=1)):
-            revision = next((later.seq - 1 for later in stored if later.time > time), 40)
+            revision = next((later.seq - 1 for later in stored if later.time > time), count)
             snap = await kvx.snapshot(kv, at=time, strict=False)
             assert (snap.time, snap.revision) == (time, revision)
-            check(snap, model, revision, None, deletes=False, precise=strategy == "as it is")
+            check(snap, model, revision, None, deletes=False, precise=precise)
             keys = rng.sample(KEYS, 3)
             truth = {key: e for key, e in model.state(revision).items() if key in keys}
             lost = {key for key in truth if not any(e.seq <= revision for e in model.held(key))}
@@ -196,12 +206,16 @@ async def test_reads_at_every_time_match_the_model(make_bucket, history: int, st
             assert not {key for key in named if any(e.seq <= revision for e in model.held(key))}
 
 
-@pytest.mark.parametrize(("history", "markers"), [(1, None), (1, 60), (3, None), (3, 1)])
-async def test_reads_of_expired_keys_are_right_or_refused(
-    make_bucket, history: int, markers: int | None, strategy: str
-) -> None:
+@pytest.mark.usefixtures("strategy")
+async def test_reads_of_expired_keys_are_right_or_refused(make_bucket) -> None:
     """After keys have expired, every answer about an earlier revision is right or refused."""
-    kv = await make_bucket(history=history, limit_marker_ttl=markers)
+    async with asyncio.TaskGroup() as group:  # they wait for the expiry at the same time
+        for history, markers in ((1, None), (1, 60), (3, None), (3, 1)):
+            kv = await make_bucket(history=history, limit_marker_ttl=markers)
+            group.create_task(check_expired(kv, history))
+
+
+async def check_expired(kv: KeyValue, history: int) -> None:
     model, rng = Model(history), random.Random(history)
     sessions = [f"session.{n}" for n in range(8)]
     await kv.create("long", b"0", msg_ttl=3600)

@@ -62,47 +62,38 @@ def make_odd_bucket(js: JetStreamContext, stream_name: Callable[[], str]) -> Cal
 
 
 FULL = {"max_bytes": 260, "discard": DiscardPolicy.NEW, "allow_rollup_hdrs": True}
+SEALED = {"allow_rollup_hdrs": True}
 
 
-NO_ROLLUPS = {}, nothing, ErrorCode.ROLLUP_REFUSED, r"rollup not permitted.*nothing was written; .*--allow-rollup"
-SEALED = {"allow_rollup_hdrs": True}, seal, ErrorCode.STREAM_SEALED, r"it is sealed.*nothing was written"
-NO_ROOM = FULL, nothing, ErrorCode.STORE_FAILED, r"maximum bytes exceeded.*nothing was written; .*limit"
+async def test_refused_write_names_the_bucket_and_the_reason(js: JetStreamContext, make_odd_bucket: Any) -> None:
+    for config, spoil, writes, code, text in (
+        ({}, nothing, (touch, commit, purge, retry), ErrorCode.ROLLUP_REFUSED, "rollup not permitted.*--allow-rollup"),
+        (SEALED, seal, (touch, commit, purge, retry), ErrorCode.STREAM_SEALED, "it is sealed"),
+        # A purge marker is small enough.
+        (FULL, nothing, (touch, commit, retry), ErrorCode.STORE_FAILED, "maximum bytes exceeded.*limit"),
+    ):
+        kv = await make_odd_bucket(**config)
+        await spoil(kv, js)
+        for write in writes:
+            with pytest.raises(BatchServerError, match=rf"^bucket '{kv._name}': .*{text}") as caught:
+                await write(kv)
+            error = caught.value
+            assert "nothing was written" in str(error)
+            assert isinstance(error, ServerError)
+            assert isinstance(error, APIError), "nats-py's own put raises those"
+            assert (error.err_code, error.outcome, error.retryable) == (code, "not_stored", False), write
+        assert (await kv.get("a")).revision == 1
 
 
-@pytest.mark.parametrize(
-    ("write", "config", "spoil", "code", "text"),
-    [
-        *((write, *NO_ROLLUPS) for write in (touch, commit, purge, retry)),
-        *((write, *SEALED) for write in (touch, commit, purge, retry)),
-        *((write, *NO_ROOM) for write in (touch, commit, retry)),  # a purge marker is small enough
-    ],
-)
-async def test_refused_write_names_the_bucket_and_the_reason(
-    js: JetStreamContext, make_odd_bucket: Any, config: dict[str, Any], spoil: Any, code: int, text: str, write: Write
-) -> None:
-    kv = await make_odd_bucket(**config)
-    await spoil(kv, js)
-    with pytest.raises(BatchServerError, match=rf"^bucket '{kv._name}': .*{text}") as caught:
-        await write(kv)
-    assert isinstance(caught.value, ServerError)
-    assert isinstance(caught.value, APIError), "nats-py's own put raises those"
-    assert (caught.value.err_code, caught.value.outcome, caught.value.retryable) == (code, "not_stored", False)
-    assert (await kv.get("a")).revision == 1
-
-
-@pytest.mark.parametrize(
-    ("config", "spoil", "code"),
-    [({"allow_rollup_hdrs": True}, seal, ErrorCode.STREAM_SEALED), (FULL, nothing, ErrorCode.STORE_FAILED)],
-    ids=["sealed", "full"],
-)
 async def test_refused_commit_of_a_position_names_the_bucket_and_the_reason(
-    js: JetStreamContext, stream_name: Callable[[], str], make_odd_bucket: Any, config: Any, spoil: Any, code: int
+    js: JetStreamContext, stream_name: Callable[[], str], make_odd_bucket: Any
 ) -> None:
     stream = stream_name()
     await js.add_stream(name=stream, subjects=[stream], allow_direct=True)
     await js.publish(stream, b"1")
-    kv = await make_odd_bucket(**config)
-    await spoil(kv, js)
-    with pytest.raises(ServerError, match=rf"reader 'r'.*'{kv._stream}'.*nothing was stored") as caught:
-        await OffsetStore(js, kv._name, patience=20).commit(LogReader(js, stream), name="r")
-    assert (caught.value.err_code, caught.value.retryable) == (code, False)
+    for config, spoil, code in ((SEALED, seal, ErrorCode.STREAM_SEALED), (FULL, nothing, ErrorCode.STORE_FAILED)):
+        kv = await make_odd_bucket(**config)
+        await spoil(kv, js)
+        with pytest.raises(ServerError, match=rf"reader 'r'.*'{kv._stream}'.*nothing was stored") as caught:
+            await OffsetStore(js, kv._name, patience=20).commit(LogReader(js, stream), name="r")
+        assert (caught.value.err_code, caught.value.retryable) == (code, False)

@@ -2,8 +2,8 @@
 
 # ruff: noqa: PT012 - the exit of the block raises
 
-import asyncio
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from nats.js.errors import InvalidKeyError, KeyWrongLastSequenceError
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
+from jetstream_ext.client.atomic import AtomicBatch
 from jetstream_ext.errors import (
     AtomicPublishDisabledError,
     AtomicPublishTooLargeError,
@@ -22,7 +23,6 @@ from jetstream_ext.errors import (
     RequestTimeoutError,
 )
 from jetstream_ext.kv import keyed_stream
-from jetstream_ext.kv.bucket import Bucket
 
 
 async def values(kv: Any) -> dict[str, bytes]:
@@ -67,123 +67,149 @@ async def test_empty_transaction_commits(make_bucket) -> None:
     assert (tx.state, dict(tx.revisions)) == ("committed", {})
 
 
-@pytest.mark.parametrize(
-    ("operation", "keys"),
-    [
-        (lambda tx: tx.create("there", b""), ("there",)),
-        (lambda tx: tx.update("there", b"", last=7), ("there",)),
-        (lambda tx: tx.update("missing", b"", last=7), ("missing",)),
-        (lambda tx: tx.delete("there", last=7), ("there",)),
-        (lambda tx: tx.purge("missing", last=7), ("missing",)),
-        (lambda tx: [tx.create("there", b""), tx.update("missing", b"", last=2)], ("there", "missing")),
-    ],
-)
-async def test_conflict_names_its_keys(make_bucket, operation, keys: tuple[str, ...]) -> None:
+async def test_conflict_names_its_keys(make_bucket) -> None:
     kv = await make_bucket()
     await kv.put("there", b"1")
-    with pytest.raises(KeyConflictError) as caught:
-        async with kvx.transaction(kv) as tx:
-            tx.put("other", b"1")
-            operation(tx)
-    assert caught.value.keys == keys
-    assert caught.value.outcome == "not_stored"
-    assert isinstance(caught.value, KeyWrongLastSequenceError)
-    assert tx.state == "failed"
+    for operation, keys, text in (
+        (lambda tx: tx.create("there", b""), ("there",), "cannot be created, because it exists \\(at revision 1"),
+        (lambda tx: tx.update("there", b"", last=7), ("there",), "key 'there' is at revision 1, not 7"),
+        (lambda tx: tx.update("missing", b"", last=7), ("missing",), "key 'missing' is at revision 0, not 7"),
+        (lambda tx: tx.delete("there", last=7), ("there",), "key 'there' is at revision 1, not 7"),
+        (lambda tx: tx.purge("missing", last=7), ("missing",), "key 'missing' is at revision 0, not 7"),
+        (lambda tx: [tx.create("there", b""), tx.update("missing", b"", last=2)], ("there", "missing"), ""),
+    ):
+        with pytest.raises(KeyConflictError, match=f"nothing was written; .*{text}") as caught:
+            async with kvx.transaction(kv) as tx:
+                tx.put("other", b"1")
+                operation(tx)
+        assert caught.value.keys == keys
+        assert (caught.value.outcome, caught.value.stale_read, tx.state) == ("not_stored", False, "failed")
+        assert isinstance(caught.value, KeyWrongLastSequenceError)
     assert await values(kv) == {"there": b"1"}
 
 
-async def test_deleted_key_can_be_created_again(make_bucket) -> None:
-    kv = await make_bucket(history=2)
-    await kv.put("deleted", b"1")
+async def test_last_operation_on_a_key_is_stored_with_its_first_condition(make_bucket, found) -> None:
+    kv = await make_bucket(history=5)
+    for key in ("a", "deleted", "purged"):
+        await kv.put(key, b"1")
     await kv.delete("deleted")
-    await kv.put("purged", b"1")
     await kv.purge("purged")
     async with kvx.transaction(kv) as tx:
-        tx.create("deleted", b"2")
-        tx.create("purged", b"3")
-        tx.create("new", b"4")
-    assert await values(kv) == {"deleted": b"2", "purged": b"3", "new": b"4"}
+        tx.update("a", b"2", last=1)
+        tx.put("b", b"1")
+        tx.delete("a")
+        tx.purge("b")
+        tx.create("b", b"3")
+        tx.create("a", b"4")
+        tx.create("deleted", b"5")
+        tx.create("purged", b"6")
+        for again in ("a", "b", "deleted"):
+            with pytest.raises(KeyConflictError, match="this transaction already writes it") as caught:
+                tx.create(again, b"")
+            assert (caught.value.keys, caught.value.stale_read) == ((again,), False)
+        with pytest.raises(ValueError, match="no revision to compare with"):
+            tx.update("b", b"", last=1)
+    assert await values(kv) == {"a": b"4", "b": b"3", "deleted": b"5", "purged": b"6"}
+    assert [entry.operation for entry in await found(kv.history, "b")] == [None]
+    with pytest.raises(KeyConflictError) as caught:
+        async with kvx.transaction(kv) as tx:
+            tx.update("a", b"", last=1)
+            tx.delete("a")
+            tx.put("a", b"")
+    assert caught.value.keys == ("a",)
 
 
 class TestReads:
-    async def test_change_of_a_read_key_is_a_conflict(self, make_bucket) -> None:
+    async def test_change_of_what_was_read_is_a_conflict(self, make_bucket) -> None:
+        """Whether the key is written, only read, or there are more such keys than messages that carry conditions."""
         kv = await make_bucket()
-        await kv.put("a", b"1")
-        for change in (kv.put("a", b"2"), kv.delete("a")):
-            with pytest.raises(KeyConflictError) as caught:
+        for n, (read, written, changed) in enumerate(
+            [
+                (["x"], ["x"], "x"),
+                (["none"], ["none"], "none"),
+                (["gone"], ["gone"], "gone"),
+                (["x"], ["sum"], "x"),
+                (["x", "none"], ["sum", "other"], "none"),
+                (["x", "y", "z", "none"], ["sum"], "y"),
+                (["x", "y", "z", "none"], ["sum"], "none"),
+                (["x", "y"], [], "x"),
+            ]
+        ):
+            for how in ("put", "delete"):
+                own = f"{n}.{how}."
                 async with kvx.transaction(kv) as tx:
-                    assert (await tx.get("a")) is not None
-                    tx.put("a", b"mine")
-                    await change
-            assert caught.value.keys == ("a",)
-            assert caught.value.stale_read
-            await kv.put("a", b"1")
+                    for key in ("x", "y", "z"):
+                        tx.put(own + key, b"1")
+                    tx.delete(own + "gone")
+                tx = kvx.transaction(kv)
+                await tx.get_many([own + key for key in read])
+                for key in written:
+                    tx.put(own + key, b"mine")
+                await (kv.put(own + changed, b"2") if how == "put" else kv.delete(own + changed))
+                with pytest.raises(KeyConflictError) as caught:
+                    await tx.commit()
+                cell = (read, written, changed, how)
+                assert (caught.value.keys, caught.value.stale_read) == ((own + changed,), True), cell
+        assert b"mine" not in (await values(kv)).values()
 
-    async def test_read_of_a_missing_key_is_a_condition(self, make_bucket) -> None:
-        kv = await make_bucket()
-        async with kvx.transaction(kv) as tx:
-            assert await tx.get("a") is None
-            tx.put("a", b"1")
-        with pytest.raises(KeyConflictError):
-            async with kvx.transaction(kv) as tx:
-                assert await tx.get("b") is None
-                tx.put("b", b"1")
-                await kv.put("b", b"0")
-
-    async def test_read_of_a_deleted_key_allows_its_creation(self, make_bucket) -> None:
-        kv = await make_bucket()
-        await kv.put("a", b"1")
-        await kv.delete("a")
-        async with kvx.transaction(kv) as tx:
-            assert await tx.get("a") is None
-            tx.create("a", b"2")
-        assert await values(kv) == {"a": b"2"}
-
-    async def test_key_that_is_only_read_is_a_condition(self, make_bucket) -> None:
-        kv = await make_bucket()
-        await kv.put("limit", b"10")
-        async with kvx.transaction(kv) as tx:
-            await tx.get("limit")
-            tx.put("used", b"9")
-        with pytest.raises(KeyConflictError) as caught:
-            async with kvx.transaction(kv) as tx:
-                await tx.get("limit")
-                tx.put("used", b"10")
-                await kv.put("limit", b"5")
-        assert caught.value.keys == ("limit",)
-        assert (await values(kv))["used"] == b"9"
-
-    async def test_more_keys_read_than_written_are_conditions(self, make_bucket) -> None:
-        kv = await make_bucket()
-        for key in ("x", "y", "z"):
-            await kv.put(key, b"1")
-        async with kvx.transaction(kv) as tx:
-            assert len(await tx.get_many(["x", "y", "z", "none"])) == 3
-            tx.put("sum", b"3")
-        assert tx.revisions == {"sum": 4}
-        for change in (kv.put("y", b"2"), kv.put("none", b"1")):
-            with pytest.raises(KeyConflictError) as caught:
-                async with kvx.transaction(kv) as tx:
-                    await tx.get_many(["x", "y", "z", "none"])
-                    tx.put("sum", b"4")
-                    await change
-            assert caught.value.stale_read
-        assert (await values(kv))["sum"] == b"3"
-
-    async def test_transaction_without_writes_checks_its_reads(self, make_bucket) -> None:
+    async def test_unchanged_reads_are_committed(self, make_bucket) -> None:
         kv = await make_bucket()
         await kv.put("x", b"1")
         await kv.put("y", b"2")
-        async with kvx.transaction(kv) as tx:
-            await tx.get("x")
-            await tx.get("y")
-        assert tx.state == "committed"
-        with pytest.raises(KeyConflictError) as caught:
+        await kv.put("deleted", b"1")
+        await kv.delete("deleted")
+        for read, written in (
+            (["x"], ["sum"]),
+            (["x", "deleted"], ["deleted", "x"]),
+            (["x", "y", "deleted", "none"], ["sum"]),
+            (["x", "y"], []),
+        ):
             async with kvx.transaction(kv) as tx:
-                await tx.get("x")
-                await kv.put("x", b"3")
-                await tx.get("y")
-        assert caught.value.keys == ("x",)
+                await tx.get_many(read)
+                for key in written:
+                    tx.put(key, b"3")
+            assert (tx.state, tx.revisions.keys()) == ("committed", set(written))
+
+    async def test_known_conflicts_are_raised_before_the_commit(self, make_bucket) -> None:
+        kv = await make_bucket()
+        await kv.put("there", b"1")
+        await kv.put("gone", b"1")
+        await kv.purge("gone")
+        async with kvx.transaction(kv) as tx:
+            await tx.get_many(["there", "gone"])
+            with pytest.raises(KeyConflictError, match=r"it exists \(at revision 1\)") as caught:
+                tx.create("there", b"")
+            assert (caught.value.keys, caught.value.stale_read) == (("there",), False)
+            for operation in (lambda: tx.update("there", b"", last=6), lambda: tx.delete("there", last=6)):
+                with pytest.raises(KeyConflictError, match="revision 1, not 6"):
+                    operation()
+            tx.update("there", b"2", last=1)
+            tx.create("gone", b"2")
+        assert await values(kv) == {"there": b"2", "gone": b"2"}
+
+    async def test_write_to_another_key_during_the_commit_is_a_conflict_of_no_key(
+        self, make_bucket, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Only where the whole bucket must be unchanged, because more keys were read than messages can name."""
+        kv = await make_bucket()
+        add_many = AtomicBatch.add_many
+
+        async def write_and_add(batch: Any, messages: Any) -> Any:
+            await kv.put("another", b"1")
+            return await add_many(batch, messages)
+
+        monkeypatch.setattr(AtomicBatch, "add_many", write_and_add)
+        for written in (["sum"], ["sum", "other"]):
+            tx = kvx.transaction(kv)
+            await tx.get_many(["x", "y"])
+            for key in written:
+                tx.put(key, b"2")
+            if len(written) == 2:
+                await tx.commit()
+                continue
+            with pytest.raises(KeyConflictError, match="another client wrote to the bucket; run the") as caught:
+                await tx.commit()
+            assert (caught.value.keys, caught.value.stale_read) == ((), True)
 
     async def test_reads_see_own_writes(self, make_bucket) -> None:
         kv = await make_bucket()
@@ -210,15 +236,6 @@ class TestReads:
                 await kv.put("a", b"2")
                 assert await tx.get("a") == first
                 tx.put("a", b"3")
-
-    async def test_reads_need_no_direct_gets(self, make_bucket) -> None:
-        kv = await make_bucket(allow=False)
-        await kvx.enable(kv, direct=False)
-        await kv.put("a", b"1")
-        async with kvx.transaction(kv) as tx:
-            assert (await tx.get("a")).value == b"1"  # type: ignore[union-attr]
-            await tx.get_many(["b", "c"])
-            tx.put("d", b"1")
 
 
 class FormerLeader:
@@ -290,15 +307,6 @@ class TestRefusals:
                 tx.put("long", b"1")
                 tx.put("short", b"1", ttl=60)
 
-    async def test_value_over_the_bucket_limit_names_its_key(self, make_bucket) -> None:
-        kv = await make_bucket(max_value_size=1000)
-        with pytest.raises(MessageTooLargeError, match="'large'"):
-            async with kvx.transaction(kv) as tx:
-                tx.put("small", b"1")
-                tx.put("large", b"x" * 2000)
-                tx.put("last", b"1")
-        assert await values(kv) == {}
-
     async def test_message_over_the_bucket_limit_is_described_once(self, make_bucket) -> None:
         kv = await make_bucket(max_value_size=64)
         await kv.put("a", b"1")
@@ -316,27 +324,17 @@ class TestRefusals:
             assert error.size > 64
         assert await values(kv) == {"a": b"1"}
 
-    @pytest.mark.parametrize("with_headers", [True, False])
-    async def test_value_over_the_server_limit_with_its_headers_names_its_key(
-        self, make_bucket, nc, with_headers: bool
-    ) -> None:
+    async def test_value_over_the_server_limit_names_its_key(self, make_bucket, nc) -> None:
         kv = await make_bucket()
-        tx = kvx.transaction(kv)
-        tx.put("small", b"1")
-        tx.put("large", b"x" * (nc.max_payload - 10), ttl=jsx.NEVER if with_headers else None)
-        tx.put("last", b"1")
-        with pytest.raises(MaxPayloadError, match=r"key 'large' has \d+ bytes.*max_payload.*nothing was written"):
-            await tx.commit()
-        assert tx.state == "failed"
-        assert await values(kv) == {}
-
-    async def test_value_over_the_server_limit_is_refused_locally(self, make_bucket, nc) -> None:
-        kv = await make_bucket()
-        async with kvx.transaction(kv) as tx:
-            with pytest.raises(MaxPayloadError, match="'large'"):
-                tx.put("large", b"x" * (nc.max_payload + 1))
+        for ttl in (jsx.NEVER, None):
+            tx = kvx.transaction(kv)
             tx.put("small", b"1")
-        assert await values(kv) == {"small": b"1"}
+            tx.put("large", b"x" * (nc.max_payload - 10), ttl=ttl)
+            tx.put("last", b"1")
+            with pytest.raises(MaxPayloadError, match=r"key 'large' has \d+ bytes.*max_payload.*nothing was written"):
+                await tx.commit()
+            assert tx.state == "failed"
+        assert await values(kv) == {}
 
     async def test_more_keys_than_the_server_accepts_write_nothing(self, make_bucket) -> None:
         kv = await make_bucket()
@@ -350,7 +348,7 @@ class TestRefusals:
                 tx.put(f"k.{n}", b"")
         assert tx.revisions["k.999"] == 1000
 
-    async def test_invalid_keys_are_refused(self, make_bucket) -> None:
+    async def test_invalid_arguments_are_refused_and_change_nothing(self, make_bucket, nc) -> None:
         kv = await make_bucket()
         async with kvx.transaction(kv) as tx:
             for key in ("", "a b", "a..b", "a.*"):
@@ -360,6 +358,15 @@ class TestRefusals:
                     await tx.get(key)
                 with pytest.raises(InvalidKeyError):
                     await tx.get_many([key])
+            for operation, error, text in (
+                (lambda: tx.put("a", "text"), TypeError, "the value of key 'a'"),  # type: ignore[arg-type]
+                (lambda: tx.put("a", b"x" * (nc.max_payload + 1)), MaxPayloadError, "key 'a' has .* bytes"),
+                (lambda: tx.put("a", b"", ttl=0.5), ValueError, "TTL"),
+                (lambda: tx.update("a", b"", last="7"), ValueError, "last must be"),  # type: ignore[arg-type]
+                (lambda: tx.delete("a", last=-1), ValueError, "from 0 to"),
+            ):
+                with pytest.raises(error, match=text):
+                    operation()
         assert (await kvx.snapshot(kv)).revision == 0
 
     async def test_use_after_the_end_raises_batch_closed(self, make_bucket) -> None:
@@ -387,79 +394,18 @@ class TestRefusals:
         assert "committed" in repr(tx)
 
 
-async def test_ttls_are_stored_and_replace_history(make_bucket, found) -> None:
+async def test_ttls_are_stored_and_values_that_expire_replace_history(make_bucket) -> None:
     kv = await make_bucket(history=5)
-    await kv.put("a", b"0")
+    for key in ("a", "d", "e"):
+        await kv.put(key, b"0")
+    await kv.delete("e")
     async with kvx.transaction(kv) as tx:
-        tx.put("a", b"1", ttl=60)
+        tx.put("a", b"1", ttl=timedelta(minutes=1))
         tx.create("b", b"2", ttl=61)
         tx.purge("c", ttl=62)
         tx.put("d", b"3", ttl=jsx.NEVER)
+        tx.create("e", b"4", ttl=63)
     stored = {m.subject.removeprefix(kv._pre): m for m in await jsx.DirectGet(kv._js, kv._stream).scan().to_list()}
-    assert {key: m.headers["Nats-TTL"] for key, m in stored.items()} == {"a": "60", "b": "61", "c": "62", "d": "never"}
-    assert len(await found(kv.history, "a")) == 1
-
-
-async def test_concurrent_increments_lose_nothing(make_bucket) -> None:
-    kv = await make_bucket(storage="memory")
-
-    async def add(tx: kvx.Transaction) -> int:
-        entry = await tx.get("count")
-        count = int(entry.value) + 1 if entry else 1
-        tx.put("count", b"%d" % count)
-        return count
-
-    counts = await asyncio.gather(*(kvx.retry_transaction(kv, add) for _ in range(50)))
-    assert sorted(counts) == list(range(1, 51))
-    assert (await kv.get("count")).value == b"50"
-
-
-async def test_write_skew_is_refused(make_bucket) -> None:
-    """Of two doctors on call, each may leave if the other stays."""
-    kv = await make_bucket(storage="memory")
-    for _ in range(5):
-        await kv.put("anna", b"on")
-        await kv.put("ben", b"on")
-
-        async def leave(tx: kvx.Transaction, who: str, other: str) -> bool:
-            if (await tx.get(other)).value != b"on":  # type: ignore[union-attr]
-                return False
-            await asyncio.sleep(0.005)
-            tx.put(who, b"off")
-            return True
-
-        left = await asyncio.gather(
-            kvx.retry_transaction(kv, lambda tx: leave(tx, "anna", "ben")),
-            kvx.retry_transaction(kv, lambda tx: leave(tx, "ben", "anna")),
-        )
-        assert sorted(left) == [False, True]
-
-
-@pytest.mark.parametrize("found", [0, 1, 3])
-async def test_transaction_that_found_a_key_sends_one_more_request_before_the_commit(
-    make_bucket, monkeypatch: pytest.MonkeyPatch, found: int
-) -> None:
-    kv = await make_bucket()
-    for number in range(found):
-        await kv.put(f"found.{number}", b"0")
-    states: list[None] = []
-    requests: list[dict[str, Any]] = []
-    state, get = Bucket.unchecked_state, Bucket.get_at_leader
-
-    async def counted_state(bucket: Bucket) -> Any:
-        states.append(None)
-        return await state(bucket)
-
-    async def counted_get(bucket: Bucket, **request: Any) -> Any:
-        requests.append(request)
-        return await get(bucket, **request)
-
-    monkeypatch.setattr(Bucket, "unchecked_state", counted_state)
-    monkeypatch.setattr(Bucket, "get_at_leader", counted_get)
-    async with kvx.transaction(kv) as tx:
-        for key in ("missing", *(f"found.{number}" for number in range(found))):
-            await tx.get(key)
-            tx.put(key, b"1")
-    assert states == []
-    assert [request for request in requests if "seq" in request] == [{"seq": 1}][:found]
-    assert len(requests) == 1 + found + (found > 0)
+    assert {key: (m.headers["Nats-TTL"], m.headers.get("Nats-Rollup")) for key, m in stored.items()} == {
+        "a": ("60", "sub"), "b": ("61", None), "c": ("62", "sub"), "d": ("never", None), "e": ("63", "sub"),
+    }  # fmt: skip

@@ -24,7 +24,7 @@ from history_model import Tally
 FULL = bool(os.environ.get("JETSTREAM_EXT_FULL"))
 SEED = os.environ.get("JETSTREAM_EXT_HISTORY_SEED")
 # Operations in all, in how many tests, and the steps of an example; a step has up to 30 operations.
-OPERATIONS = 100_000 if FULL else 2_000
+OPERATIONS = 100_000 if FULL else 1_500
 TURNS = 8 if FULL else 1
 STEPS = 40 if FULL else 25
 

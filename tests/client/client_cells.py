@@ -1,0 +1,47 @@
+"""Tables of test cases as loops inside one test."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def named(**cell: Any) -> Iterator[None]:
+    """Name the cell of a table in the error that it causes."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note("with " + ", ".join(f"{name}={repr(value)[:200]}" for name, value in cell.items()))
+        raise
+
+
+def each(names: str, values: Iterable[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Run the test for every value, one after the other in one case with the same fixtures; an error names its value.
+
+    `names` and `values` are as of `pytest.mark.parametrize`; several of these decorators run every combination.
+    """
+    arguments = [name.strip() for name in names.split(",")]
+    cells = [dict(zip(arguments, row if len(arguments) > 1 else (row,), strict=True)) for row in values]
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(test)
+        async def run_async(*given: Any, **fixtures: Any) -> None:
+            for cell in cells:
+                with named(**cell):
+                    await test(*given, **fixtures, **cell)
+
+        @functools.wraps(test)
+        def run(*given: Any, **fixtures: Any) -> None:
+            for cell in cells:
+                with named(**cell):
+                    test(*given, **fixtures, **cell)
+
+        chosen: Any = run_async if inspect.iscoroutinefunction(test) else run
+        signature = inspect.signature(test)
+        fixtures = [parameter for name, parameter in signature.parameters.items() if name not in arguments]
+        chosen.__signature__ = signature.replace(parameters=fixtures)
+        return chosen  # type: ignore[no-any-return]
+
+    return decorate
