@@ -812,6 +812,7 @@ async def _connect(
         drain_timeout=1,
         error_cb=cell.note,
     )
+    proxies.push_async_callback(end_connection, nc)
     if cell.fallback:
         without_internals(nc)
     return nc, freezer
@@ -885,8 +886,6 @@ async def run_round(server: NatsServer, cells: list[Cell], *, timeout: float) ->
             # nats-py can lose track of a task that reconnects. It would open the closed client again.
             for task in [task for task in owners if not task.done() and _name(task).startswith(_OF_NATS_PY)]:
                 await abandon(task)
-            for nc in [running.t.nc for running in everything if not running.t.nc.is_closed]:
-                await end_connection(nc)
             if not faults.isdisjoint(FAULTS["the server is killed"]):
                 await asyncio.to_thread(server.restart)
             elif stops:
