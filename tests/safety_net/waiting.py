@@ -23,6 +23,10 @@ async def end_connection(nc: Client) -> None:
     if writer is not None and not writer.transport.is_closing():
         writer.transport.abort()  # otherwise close() would wait until the pending bytes are written
         await asyncio.sleep(0)
+    # Its close() may fail before it has ended them all.
+    callbacks = [subscription._wait_for_msgs_task for subscription in nc._subs.values()]
     closing = asyncio.ensure_future(nc.close())
     await asyncio.wait([closing], timeout=2)
-    await abandon(closing)
+    for task in (closing, *callbacks):
+        if task is not None:
+            await abandon(task)
