@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-import pytest
+from cells import walk
 
 from jetstream_ext.errors import ErrorCode
 from jetstream_ext.protocol.advice import after_refusal, enable_bucket, enable_command, enable_stream
@@ -20,7 +20,7 @@ def test_advice_names_the_call_and_the_command() -> None:
     )
 
 
-@pytest.mark.parametrize("stream", ["a;rm b", "$(id)", "it's", "-x", "--server=nats://elsewhere"])
+@walk("stream", ["a;rm b", "$(id)", "it's", "-x", "--server=nats://elsewhere"])
 def test_a_shell_takes_the_name_of_a_stream_as_one_argument(stream: str) -> None:
     words = shlex.split(enable_command(stream, "direct"))
     assert stream in words

@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 import pytest
+from cells import walk
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -109,7 +110,7 @@ def without(*seqs: int) -> dict[int, StoredMsg]:
 BATCH = {seq: stored(seq, number) for number, seq in enumerate((8, 9, 10), 1)}
 
 
-@pytest.mark.parametrize("direct", [True, False])
+@walk("direct", [True, False])
 def test_a_batch_is_found_by_any_of_its_messages(direct: bool) -> None:
     state = replace(STATE, config={**STATE.config, "allow_direct": direct})
     for kept in BATCH:
@@ -124,7 +125,7 @@ def test_the_last_message_of_the_last_subject_is_enough() -> None:
     assert [type(each) for each in world.asked] == [AskState, AskMessage]
 
 
-@pytest.mark.parametrize("direct", [True, False])
+@walk("direct", [True, False])
 def test_a_stream_without_holes_proves_that_nothing_is_stored(direct: bool) -> None:
     state = replace(STATE, config={**STATE.config, "allow_direct": direct})
     assert World(without(), state=state).follow(find_commit(commit(opened=state))) is None
@@ -157,8 +158,8 @@ def lose_the_majority(look: int, world: World) -> None:
     world.state = replace(STATE, leader_is_certain=look < 3)
 
 
-@pytest.mark.parametrize(
-    ("world", "facts", "verdict", "why"),
+@walk(
+    "world, facts, verdict, why",
     [
         ({}, {"opened": None}, NeverKnown, "could not be read when the batch was opened"),
         ({"state": None}, {}, NeverKnown, "no longer exists"),
@@ -226,7 +227,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("direct", [True, False])
+@walk("direct", [True, False])
 def test_a_batch_with_an_id_of_the_caller_is_compared(direct: bool) -> None:
     state = replace(STATE, config={**STATE.config, "allow_direct": direct})
     own = run("xyz", 8)
@@ -236,8 +237,8 @@ def test_a_batch_with_an_id_of_the_caller_is_compared(direct: bool) -> None:
         assert world.follow(find_earlier(given_id(opened=state), NOW)) == BatchAck("S", 10, "b1", 3)
 
 
-@pytest.mark.parametrize("messages", OTHERS.values(), ids=OTHERS)
-@pytest.mark.parametrize("newest", [True, False])
+@walk("messages", OTHERS.values())
+@walk("newest", [True, False])
 def test_another_batch_is_not_taken_for_this_one(messages: dict[int, StoredMsg], newest: bool) -> None:
     world = World({**without(*messages), **messages}, last=messages[max(messages)] if newest else None)
     assert world.follow(find_earlier(given_id(), NOW)) is None
@@ -249,7 +250,7 @@ def test_another_batch_is_not_taken_for_this_one(messages: dict[int, StoredMsg],
         assert world.follow(find_commit(given_id(after=6))) is None
 
 
-@pytest.mark.parametrize("missing", [8, 9, 10])
+@walk("missing", [8, 9, 10])
 def test_a_batch_with_an_id_of_the_caller_and_a_hole_proves_nothing(missing: int) -> None:
     messages = {**without(8, 9, 10), **run("xyz", 8)}
     del messages[missing]
@@ -268,8 +269,8 @@ def test_an_earlier_batch_is_found_behind_another_one() -> None:
     assert world.follow(find_earlier(given_id(), NOW)) == BatchAck("S", 7, "b1", 3)
 
 
-@pytest.mark.parametrize(
-    ("state", "first", "proved"),
+@walk(
+    "state, first, proved",
     [
         ({}, None, True),  # never removed
         ({"first_seq": 3, "messages": 8}, stored(3), True),
@@ -293,7 +294,7 @@ def test_only_a_stream_that_keeps_everything_proves_that_there_is_no_earlier_bat
             world.follow(find_earlier(given_id(), NOW))
 
 
-@pytest.mark.parametrize("find", [find_commit, lambda facts: find_earlier(facts, NOW)])
+@walk("find", [find_commit, lambda facts: find_earlier(facts, NOW)])
 def test_what_cannot_be_compared_is_never_known(find: Callable[[Commit], Plan]) -> None:
     state = replace(STATE, config={**STATE.config, "subject_transform": {"src": "s.>", "dest": "t.>"}})
     with pytest.raises(NeverKnown, match="transforms subjects"):
@@ -400,8 +401,8 @@ def test_similar_ids_and_sequences_are_not_the_batch() -> None:
     assert (looking.last_seq, looking.room) == (None, False)
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
+@walk(
+    "one, other, same",
     [
         (("a", {}, b"1"), ("a", {}, b"1"), True),
         (("a", {}, b"1"), ("a", {}, b"2"), False),
@@ -431,8 +432,8 @@ def test_the_fence_is_two_messages_that_are_never_stored() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
+@walk(
+    "text, why",
     [
         ("wrong last sequence: 2022", "has not yet applied all messages"),
         ("wrong last sequence", "did not report the stream's last sequence"),

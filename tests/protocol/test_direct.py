@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from cells import walk
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -306,7 +307,7 @@ def decoded(frames: Sequence[Frame], cuts: Sequence[int]) -> tuple[Any, ...]:
     return rows, decoder.end, lost, decoder.last_seq, decoder.count, decoder.size
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@walk("case", CASES.values())
 class TestReplies:
     def test_decoding_in_one_piece(self, case: Case) -> None:
         decoder = ReplyDecoder("D")
@@ -336,7 +337,7 @@ class TestReplies:
         assert decoded(case.frames, cuts) == decoded(case.frames, [])
 
 
-@pytest.mark.parametrize("frame", [message(520, 510), eob(0, 510)], ids=["message", "end"])
+@walk("frame", [message(520, 510), eob(0, 510)])
 def test_a_loss_at_the_beginning_names_the_requested_sequence(frame: Frame) -> None:
     decoder = ReplyDecoder("D", start=500)
     decoder.feed([frame])
@@ -344,8 +345,8 @@ def test_a_loss_at_the_beginning_names_the_requested_sequence(frame: Frame) -> N
     assert (decoder.broken.expected, decoder.broken.got) == (499, 510)
 
 
-@pytest.mark.parametrize("version", ["", "2.10.26"])
-@pytest.mark.parametrize("case", [case for name, case in CASES.items() if name.startswith("2.10: ")], ids=str)
+@walk("version", ["", "2.10.26"])
+@walk("case", [case for name, case in CASES.items() if name.startswith("2.10: ")])
 def test_the_error_names_a_server_without_batches(case: Case, version: str) -> None:
     decoder = ReplyDecoder("D", server_version=version)
     with pytest.raises(errors.UnsupportedFeatureError) as caught:
@@ -373,7 +374,7 @@ def test_rows_have_all_headers_of_the_server() -> None:
     assert block.pending(0) == 8
 
 
-@pytest.mark.parametrize("cut", range(1, len(SERVER % (b"D", b"d.A", 2, TIME, 0, 1))))
+@walk("cut", range(1, len(SERVER % (b"D", b"d.A", 2, TIME, 0, 1))))
 def test_header_block_that_is_cut_is_never_a_message_with_other_fields(cut: int) -> None:
     """Whatever is missing of the server's lines, nothing that the publisher stored takes their place."""
     stored = SERVER[:-2] % (b"X", b"x", 77, TIME, 9, 1)
@@ -388,7 +389,7 @@ def test_header_block_that_is_cut_is_never_a_message_with_other_fields(cut: int)
         pass
 
 
-@pytest.mark.parametrize("name", [b"Nats-Subject", b"Nats-Sequence", b"Nats-Time-Stamp", b"Nats-Num-Pending"])
+@walk("name", [b"Nats-Subject", b"Nats-Sequence", b"Nats-Time-Stamp", b"Nats-Num-Pending"])
 def test_a_missing_header_in_a_later_message_is_a_response_error(name: bytes) -> None:
     """Only the header names of the first message are checked while a reply is decoded."""
     changed = raw(block_of(message(2, 1)).replace(name + b": ", b"X" * len(name) + b": "))
@@ -434,7 +435,7 @@ def test_blocks_can_be_filtered_and_joined() -> None:
     assert block.size == sum(map(len, block.bodies))
 
 
-@pytest.mark.parametrize("stored", [b"", b"K: v\r\n", b"Nats-Msg-Id: 1\r\nTraceparent: 00-x\r\n"])
+@walk("stored", [b"", b"K: v\r\n", b"Nats-Msg-Id: 1\r\nTraceparent: 00-x\r\n"])
 def test_size_is_what_max_bytes_counts(stored: bytes) -> None:
     decoder = ReplyDecoder("D")
     decoder.feed([message(4, 0, data=b"12345", stored=stored), message(5, 4, data=b"", stored=stored)])

@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 import pytest
+from cells import walk
 
 from jetstream_ext import errors
 from jetstream_ext.protocol import direct
@@ -22,8 +23,8 @@ def raw(block: bytes, data: bytes = b"") -> Frame:
 # -- requests
 
 
-@pytest.mark.parametrize(
-    ("request_", "body"),
+@walk(
+    "request_, body",
     [
         (Request(seq=5), {"seq": 5}),
         (Request(last_by_subj="orders.*"), {"last_by_subj": "orders.*"}),
@@ -77,8 +78,8 @@ def test_a_single_message_with_a_stored_status_is_a_message() -> None:
     assert direct.decode_single("D", raw(block)).seq == 5
 
 
-@pytest.mark.parametrize(
-    ("block", "error"),
+@walk(
+    "block, error",
     [
         (b"NATS/1.0 404 Message Not Found\r\n\r\n", errors.MessageNotFoundError),
         (b"NATS/1.0 408 Empty Request\r\n\r\n", errors.UnsupportedFeatureError),
@@ -101,8 +102,8 @@ def test_single_refusals(block: bytes, error: type[Exception]) -> None:
     assert type(caught.value) is error
 
 
-@pytest.mark.parametrize(
-    ("code", "attributes"),
+@walk(
+    "code, attributes",
     [
         (404, {"code": 404, "stream": "D"}),
         (408, {"code": 408, "description": "Some Text", "stream": "D"}),

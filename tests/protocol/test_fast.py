@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 import pytest
+from cells import walk
 
 from jetstream_ext import errors
 from jetstream_ext.protocol import frames
@@ -194,16 +195,17 @@ TABLE: list[tuple[State, GapMode | None, str, Frame, State, Any]] = [
     (E, None, "garbage", GARBAGE, E, (EndReason.COMMITTED, None, None)),
 ]  # fmt: skip
 CELLS = [
-    pytest.param(state, mode, *rest, id=f"{state.value}, {mode.value}: {what}")
+    (f"{state.value}, {mode.value}: {what}", state, mode, *rest)
     for state, only, what, *rest in TABLE
     for mode in ([only] if only else [OK, FAIL])
 ]
 
 
-@pytest.mark.parametrize(("state", "mode", "frame", "after", "ending"), CELLS)
+@walk("cell, state, mode, frame, after, ending", CELLS)
 def test_every_state_and_reply(
-    state: State, mode: GapMode, frame: Frame, after: State, ending: Any, caplog: pytest.LogCaptureFixture
+    cell: str, state: State, mode: GapMode, frame: Frame, after: State, ending: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.clear()
     machine = in_state(state, mode)
     sent, acked = machine.sent, machine.acked
     with caplog.at_level(logging.DEBUG, logger="jetstream_ext.fast"):
@@ -239,7 +241,7 @@ def test_every_state_and_reply(
         assert pickle.loads(pickle.dumps(caught.value)).ack == machine.ack
 
 
-@pytest.mark.parametrize("state", [state for state in State if state not in (State.NEW, State.ENDED)])
+@walk("state", [state for state in State if state not in (State.NEW, State.ENDED)])
 def test_deadline_ends_the_batch_with_its_outcome(state: State) -> None:
     machine = in_state(state)
     machine.waiting(10.0)
@@ -256,7 +258,7 @@ def test_deadline_ends_the_batch_with_its_outcome(state: State) -> None:
         assert machine.error.outcome == "unknown"
 
 
-@pytest.mark.parametrize("state", list(State))
+@walk("state", list(State))
 def test_discard_ends_the_batch_in_every_state(state: State) -> None:
     machine = in_state(state)
     events = machine.discard()
@@ -272,9 +274,7 @@ def test_discard_ends_the_batch_in_every_state(state: State) -> None:
     assert caught.value.outcome == ("not_stored" if state is State.NEW else "unknown")
 
 
-@pytest.mark.parametrize(
-    ("said", "outcome"), [([ack(4)], "unknown"), ([ack(5)], "stored"), ([err(3), ack(5)], "partial")]
-)
+@walk("said, outcome", [([ack(4)], "unknown"), ([ack(5)], "stored"), ([err(3), ack(5)], "partial")])
 def test_outcome_without_a_final_ack(said: list[Frame], outcome: str) -> None:
     machine = in_state(O, OK)
     machine.receive(said, 0.0)
@@ -284,8 +284,8 @@ def test_outcome_without_a_final_ack(said: list[Frame], outcome: str) -> None:
     assert caught.value.outcome == outcome
 
 
-@pytest.mark.parametrize("state", list(State))
-@pytest.mark.parametrize("acked", [0, 2, 5])
+@walk("state", list(State))
+@walk("acked", [0, 2, 5])
 def test_lost_connection_in_every_state(state: State, acked: int) -> None:
     machine = in_state(state)
     if state in (State.NEW, P, E):
@@ -323,10 +323,9 @@ def test_a_closed_batch_raises_a_new_error_each_time() -> None:
     assert (caught[0].first_lost, caught[0].last_lost, caught[0].ack) == (3, 4, BatchAck("F", 102, "b1", 2))
 
 
-@pytest.mark.parametrize(
-    ("said", "outcome"),
+@walk(
+    "said, outcome",
     [([], "stored"), ([gap(3, 5)], "partial"), ([err(3)], "partial"), ([refusal(10054)], "partial")],
-    ids=["all", "gap", "err", "too large"],
 )
 def test_outcome_of_a_committed_batch(said: list[Frame], outcome: str) -> None:
     machine = in_state(C, OK)
@@ -339,8 +338,8 @@ def test_outcome_of_a_committed_batch(said: list[Frame], outcome: str) -> None:
 # -- the window
 
 
-@pytest.mark.parametrize("outstanding", [1, 2, 3])
-@pytest.mark.parametrize("msgs", [1, 5, 500])
+@walk("outstanding", [1, 2, 3])
+@walk("msgs", [1, 5, 500])
 def test_the_window_is_flow_times_outstanding(outstanding: int, msgs: int) -> None:
     machine = batch(max_outstanding_acks=outstanding)
     assert machine.room == 10 * outstanding
@@ -368,7 +367,7 @@ def test_acks_are_cumulative_and_never_go_back() -> None:
     assert events == [BatchFlowAck(4, 20), BatchFlowAck(4, 30)], "one that is older than what is known says nothing"
 
 
-@pytest.mark.parametrize("mode", [OK, FAIL])
+@walk("mode", [OK, FAIL])
 def test_a_gap_report_never_moves_the_window(mode: GapMode) -> None:
     machine = in_state(O, mode)
     machine.receive([ack(2)], 0.0)
@@ -379,7 +378,7 @@ def test_a_gap_report_never_moves_the_window(mode: GapMode) -> None:
     assert (list(machine.gaps), machine.gap_count) == ([BatchFlowGap(3, 5)], 1)
 
 
-@pytest.mark.parametrize("mode", [FAIL, OK])
+@walk("mode", [FAIL, OK])
 def test_gap_beyond_what_was_sent_changes_nothing(mode: GapMode) -> None:
     machine = in_state(O, mode)
     forged = gap(machine.sent, machine.sent + 2)
@@ -462,9 +461,9 @@ def test_a_refused_message_is_reported_with_its_sequence() -> None:
     assert [report.seq for report in machine.errors] == [2, 3]
 
 
-@pytest.mark.parametrize("mode", [FAIL, OK])
-@pytest.mark.parametrize("state", [S, O, C])
-@pytest.mark.parametrize("reported", [True, False], ids=["2.15", "2.14"])
+@walk("mode", [FAIL, OK])
+@walk("state", [S, O, C])
+@walk("reported", [True, False])
 def test_the_final_ack_of_another_batch_with_the_same_id_acknowledges_nothing(
     mode: GapMode, state: State, reported: bool
 ) -> None:
@@ -479,11 +478,11 @@ def test_the_final_ack_of_another_batch_with_the_same_id_acknowledges_nothing(
     assert ("nothing is stored" in str(machine.error)) == (state is S)
 
 
-@pytest.mark.parametrize(
-    ("why", "text"),
+@walk(
+    "why, text",
     [({}, "the connection was lost"), ({"why": "the connection is draining"}, "the connection is draining")],
 )
-@pytest.mark.parametrize("state", [S, O, C])
+@walk("state", [S, O, C])
 def test_the_error_says_what_happened_to_the_connection(state: State, why: dict[str, str], text: str) -> None:
     machine = in_state(state)
     machine.disconnected(0.0, for_good=True, **why)
@@ -501,8 +500,8 @@ def test_dropped_message_in_fail_mode_is_followed_by_a_ping() -> None:
     assert machine.acked == 2
 
 
-@pytest.mark.parametrize("said", [[gap(3, 6), final(2)], [final(2)]], ids=["reported", "report lost"])
-@pytest.mark.parametrize("refused", [refusal(10054, 3), no_responders(3)], ids=["too large", "503"])
+@walk("said", [[gap(3, 6), final(2)], [final(2)]])
+@walk("refused", [refusal(10054, 3), no_responders(3)])
 def test_in_fail_mode_a_refusal_after_the_commit_is_the_reason(refused: Frame, said: list[Frame]) -> None:
     machine = in_state(C)
     machine.receive([refused, *said], 0.0)
@@ -560,7 +559,7 @@ def test_every_change_of_state_is_one_debug_record(caplog: pytest.LogCaptureFixt
     ]
 
 
-@pytest.mark.parametrize("mode", [OK, FAIL])
+@walk("mode", [OK, FAIL])
 def test_a_call_that_the_table_refuses_changes_nothing(mode: GapMode) -> None:
     calls = {Input.MESSAGE: lambda it: it.add(message(), 9.0), Input.PING: lambda it: it.ping(9.0),
              Input.COMMIT: lambda it: it.commit(9.0)}  # fmt: skip
@@ -578,7 +577,7 @@ def test_a_call_that_the_table_refuses_changes_nothing(mode: GapMode) -> None:
                 assert work(machine)
 
 
-@pytest.mark.parametrize("operation", ["ping", "commit"])
+@walk("operation", ["ping", "commit"])
 def test_a_batch_without_messages_has_nothing_to_ping_or_commit(operation: str) -> None:
     machine = batch()
     with pytest.raises(errors.EmptyBatchError) as caught:
@@ -587,8 +586,8 @@ def test_a_batch_without_messages_has_nothing_to_ping_or_commit(operation: str) 
     assert machine.state is State.NEW
 
 
-@pytest.mark.parametrize(
-    ("first", "seq", "text"),
+@walk(
+    "first, seq, text",
     [
         (1, 2, "message 1 was lost; nothing is stored"),
         (2, 3, "message 2 was lost; message 1 is stored, later ones are not"),

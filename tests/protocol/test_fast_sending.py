@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from cells import walk
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,7 +72,7 @@ def test_plain_and_full_messages_are_the_same_bytes() -> None:
     assert (count, size) == (3, 4)
 
 
-@pytest.mark.parametrize("made", [batch, opened])
+@walk("made", [batch, opened])
 def test_encoded_headers_are_the_same_bytes(made: Callable[..., FastBatch]) -> None:
     one, other = made(max_payload=100), made(max_payload=100)
     headers = {"K": "v", "Nats-Msg-Id": "1"}
@@ -118,8 +119,8 @@ REFUSED: list[tuple[Any, type[Exception]]] = [
 ]
 
 
-@pytest.mark.parametrize(("bad", "error"), REFUSED)
-@pytest.mark.parametrize("made", [batch, opened])
+@walk("bad, error", REFUSED)
+@walk("made", [batch, opened])
 def test_a_refused_message_changes_nothing(
     made: Callable[..., FastBatch], bad: BatchMessage, error: type[Exception]
 ) -> None:
@@ -138,26 +139,26 @@ def test_headers_of_the_caller_are_not_changed() -> None:
     assert headers == {"K": "v"}
 
 
-@pytest.mark.parametrize("option", [{"flow": 0}, {"flow": 65536}, {"flow": True}, {"flow": 1.5}, {"flow": "1"}])
+@walk("option", [{"flow": 0}, {"flow": 65536}, {"flow": True}, {"flow": 1.5}, {"flow": "1"}])
 def test_flow_is_checked(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="flow"):
         FastBatch(batch_id="b", **option)
 
 
-@pytest.mark.parametrize("value", [0, 4, True, 1.0, -1])
+@walk("value", [0, 4, True, 1.0, -1])
 def test_outstanding_acks_are_checked(value: Any) -> None:
     with pytest.raises(ValueError, match="max_outstanding_acks"):
         batch(max_outstanding_acks=value)
 
 
-@pytest.mark.parametrize(("gap_mode", "batch_id"), [("maybe", "b"), ("ok", "a.b"), ("fail", "")])
+@walk("gap_mode, batch_id", [("maybe", "b"), ("ok", "a.b"), ("fail", "")])
 def test_mode_and_id_are_checked(gap_mode: Any, batch_id: str) -> None:
     with pytest.raises(ValueError, match=r"maybe|batch id"):
         FastBatch(batch_id=batch_id, gap=gap_mode)
 
 
 class TestAddMany:
-    @pytest.mark.parametrize("limit", [1, 3, 100])
+    @walk("limit", [1, 3, 100])
     def test_takes_no_more_than_the_window_has_room_for(self, limit: int) -> None:
         machine = opened(max_outstanding_acks=1)
         machine.receive([(b"_INBOX.x.b1.10.fail.5.1.$FI", b'{"type":"ack","seq":5,"msgs":%d}' % limit, 0)], 0.0)
@@ -184,14 +185,14 @@ class TestAddMany:
         assert (count, stopped, machine.state, machine.room) == (1, None, State.STARTING, 0)
         assert commands(data)[0].reply.endswith(".1.0.$FI")
 
-    @pytest.mark.parametrize("over", [0, 5])
+    @walk("over", [0, 5])
     def test_takes_nothing_without_room(self, over: int) -> None:
         entries, machine = iter([("f.1", b"x")]), opened()
         machine.sent = machine.window.limit + over
         assert machine.add_many(entries, 0.0) == (b"", 0, 0, None)
         assert next(entries)
 
-    @pytest.mark.parametrize(("bad", "error"), [
+    @walk("bad, error", [
         *REFUSED, (("a b", b""), errors.BadSubjectError), (("f.1", "x"), TypeError), (("f.1",), TypeError), ("ab", TypeError),
         ((), TypeError), (None, TypeError), (5, TypeError), (("f.1", bytes(2000)), errors.MaxPayloadError),
         ((None, b"x"), TypeError), (([], b"x"), TypeError), (("f.1", b"", {"K": "\n"}), errors.BadHeaderError),
@@ -205,7 +206,7 @@ class TestAddMany:
         assert [c.payload for c in commands(data)] == [b"a", b"b"]
         assert b".4.1.$FI" in machine.add(message(), 0.0)
 
-    @pytest.mark.parametrize("error", [RuntimeError("source"), KeyboardInterrupt(), OSError("gone")])
+    @walk("error", [RuntimeError("source"), KeyboardInterrupt(), OSError("gone")])
     def test_source_errors_come_after_the_messages_before_them(self, error: BaseException) -> None:
         def source() -> Iterator[Entry]:
             yield ("f.1", b"a")

@@ -4,6 +4,7 @@ from typing import Any
 
 import orjson
 import pytest
+from cells import walk
 
 from jetstream_ext import errors
 from jetstream_ext.protocol.fast import FastBatch, State
@@ -143,7 +144,7 @@ class TestStalled:
         machine.handle_timer(27.0)
         assert machine.end_reason is EndReason.TIMEOUT
 
-    @pytest.mark.parametrize("gap", list(GapMode))
+    @walk("gap", list(GapMode))
     def test_a_repeated_ack_does_not_extend_it(self, gap: GapMode) -> None:
         machine = batch(gap=gap)
         machine.receive([ack(3)], 10.0)
@@ -166,8 +167,8 @@ class TestStalled:
         machine.handle_timer(15.0)
         assert (machine.end_reason, machine.gap_count) == (EndReason.TIMEOUT, 1)
 
-    @pytest.mark.parametrize("gap", list(GapMode))
-    @pytest.mark.parametrize("reconnects", [False, True])
+    @walk("gap", list(GapMode))
+    @walk("reconnects", [False, True])
     def test_a_wait_ends_while_pings_are_answered_and_nothing_is_acknowledged(
         self, gap: GapMode, reconnects: bool
     ) -> None:

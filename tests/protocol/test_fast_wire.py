@@ -4,6 +4,7 @@ from typing import Any
 
 import orjson
 import pytest
+from cells import walk
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,12 +42,12 @@ SAID: list[tuple[bytes, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("payload", "said"), SAID, ids=lambda value: str(value)[:40])
+@walk("payload, said", SAID)
 def test_replies(payload: bytes, said: Any) -> None:
     assert decode(SUBJECT, b"", payload) == replies.Reply(7, b"1", said)
 
 
-@pytest.mark.parametrize(
+@walk(
     "payload",
     [
         b'{"type":"err","seq":2,"error":{"code":400,"err_code":10071,"description":"wrong last sequence: 90"}}',
@@ -62,8 +63,8 @@ def test_a_refused_message(payload: bytes) -> None:
     assert (said.error.code, said.error.description) == (400, "wrong last sequence: 90")
 
 
-@pytest.mark.parametrize(
-    ("header", "payload", "code", "err_code"),
+@walk(
+    "header, payload, code, err_code",
     [
         (b"", b'{"error":{"code":400,"err_code":10208,"description":"batch publish ID unknown"},"stream":"F","seq":0}', 400, 10208),
         (
@@ -86,8 +87,8 @@ def test_refusals(header: bytes, payload: bytes, code: int | None, err_code: int
     assert str(said)
 
 
-@pytest.mark.parametrize(
-    ("subject", "seq", "op"),
+@walk(
+    "subject, seq, op",
     [
         (b"_INBOX.X.raw.10.ok.1.0.$FI", 1, b"0"),
         (b"p.q.r._INBOX.id.65535.fail.123456.4.$FI", 123456, b"4"),
@@ -99,13 +100,13 @@ def test_the_subject_names_the_message_that_is_answered(subject: bytes, seq: int
     assert (reply.seq, reply.op) == (seq, op)
 
 
-@pytest.mark.parametrize("subject", [b"", b"a.b", b"_INBOX.x", b"a.x.1.$FI", b"a.-1.1.$FI", b"a..1.$FI", b"2.3.$FI"])
+@walk("subject", [b"", b"a.b", b"_INBOX.x", b"a.x.1.$FI", b"a.-1.1.$FI", b"a..1.$FI", b"2.3.$FI"])
 def test_another_subject_is_a_response_error(subject: bytes) -> None:
     with pytest.raises(errors.ResponseError, match="subject"):
         decode(subject, b"", SAID[0][0])
 
 
-@pytest.mark.parametrize(
+@walk(
     "payload",
     [
         b"", b"\xff", b"nonsense", b"[]", b"1", b'"text"', b"null", b"{}", b'{"seq":1}', b'{"stream":"S"}',
@@ -126,9 +127,9 @@ def test_malformed_replies_are_response_errors(payload: bytes) -> None:
         decode(SUBJECT, b"", payload)
 
 
-@pytest.mark.parametrize("depth", [100, 300, 1000])
-@pytest.mark.parametrize(
-    ("payload", "said"),
+@walk("depth", [100, 300, 1000])
+@walk(
+    "payload, said",
     [
         (b'{"type":"ack","seq":%b,"msgs":1}', None),
         (b'{"type":"ack","seq":"x","msgs":1,"more":%b}', None),

@@ -4,6 +4,7 @@ import string
 from collections.abc import Callable
 
 import pytest
+from cells import walk
 from hypothesis import given
 from hypothesis import strategies as st
 from nats.protocol import command
@@ -17,8 +18,8 @@ subjects = st.text(string.ascii_letters + string.digits + "-_$äß", min_size=1,
 payloads = st.binary(max_size=60) | st.just(b"PUB a 1\r\nx\r\n")
 
 
-@pytest.mark.parametrize(
-    ("parts", "data"),
+@walk(
+    "parts, data",
     [
         ((b"a.b", b"", b"", b""), b"PUB a.b 0\r\n\r\n"),
         ((b"a.b", b"", b"", b"xyz"), b"PUB a.b 3\r\nxyz\r\n"),
@@ -49,43 +50,43 @@ def test_parse_pubs_reads_what_pub_writes(commands: list[tuple[str, str, bytes, 
 BAD_EVERYWHERE = ["", " ", "a b", "a\tb", "a\r\nb", "a\0", "a\x7f", ".", "a.", ".a", "a..b", "\ud800"]
 
 
-@pytest.mark.parametrize("subject", ["a", "a.b.c", "$KV.bucket.key", "ä.ß", "a*.b", "a.b>", "_INBOX.x", "a=/b"])
+@walk("subject", ["a", "a.b.c", "$KV.bucket.key", "ä.ß", "a*.b", "a.b>", "_INBOX.x", "a=/b"])
 def test_valid_subjects(subject: str) -> None:
     check_subject(subject)
     assert SubjectCache().encode(subject) == subject.encode()
 
 
-@pytest.mark.parametrize("subject", [*BAD_EVERYWHERE, "*", "a.*", "a.>", ">", "a.*.b"])
+@walk("subject", [*BAD_EVERYWHERE, "*", "a.*", "a.>", ">", "a.*.b"])
 def test_invalid_subjects(subject: str) -> None:
     with pytest.raises(BadSubjectError) as caught:
         check_subject(subject)
     assert repr(subject) in str(caught.value)
 
 
-@pytest.mark.parametrize("subject", ["a", "*", ">", "a.*.c", "a.>", "*.*.>"])
+@walk("subject", ["a", "*", ">", "a.*.c", "a.>", "*.*.>"])
 def test_valid_filters(subject: str) -> None:
     check_filter(subject)
 
 
-@pytest.mark.parametrize("subject", [*BAD_EVERYWHERE, "a.>.b", ">.a"])
+@walk("subject", [*BAD_EVERYWHERE, "a.>.b", ">.a"])
 def test_invalid_filters(subject: str) -> None:
     with pytest.raises(BadSubjectError):
         check_filter(subject)
 
 
-@pytest.mark.parametrize("name", ["S", "KV_bucket", "a-b", "ä", "$x"])
+@walk("name", ["S", "KV_bucket", "a-b", "ä", "$x"])
 def test_valid_names(name: str) -> None:
     check_name(name, "stream name")
 
 
-@pytest.mark.parametrize("name", ["", "a.b", "a b", "*", ">", "a/b", "a\\b", "a\r\n", "a>", "\x7f", "\ud800"])
+@walk("name", ["", "a.b", "a b", "*", ">", "a/b", "a\\b", "a\r\n", "a>", "\x7f", "\ud800"])
 def test_invalid_names(name: str) -> None:
     with pytest.raises(BadSubjectError, match="stream name"):
         check_name(name, "stream name")
 
 
-@pytest.mark.parametrize("check", [check_subject, check_filter, lambda name: check_name(name, "x")])
-@pytest.mark.parametrize("value", [None, b"a", 5])
+@walk("check", [check_subject, check_filter, lambda name: check_name(name, "x")])
+@walk("value", [None, b"a", 5])
 def test_only_text_is_a_subject_or_name(check: Callable[[object], None], value: object) -> None:
     with pytest.raises(TypeError, match="must be str"):
         check(value)
@@ -111,7 +112,7 @@ class TestSubjectCache:
             with pytest.raises(BadSubjectError):
                 cache.encode("a b")
 
-    @pytest.mark.parametrize("subject", [None, b"a", 5, ["a"]])
+    @walk("subject", [None, b"a", 5, ["a"]])
     def test_takes_text_only(self, subject: object) -> None:
         with pytest.raises(TypeError):
             SubjectCache().encode(subject)  # type: ignore[arg-type]

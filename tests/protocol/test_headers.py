@@ -4,6 +4,7 @@ import string
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from cells import walk
 from hypothesis import given
 from hypothesis import strategies as st
 from nats.aio.client import Client
@@ -70,8 +71,8 @@ def test_nats_py_reads_the_same(headers: dict[str, str]) -> None:
     assert Client._parse_header_lines(block[len(b"NATS/1.0\r\n") :]) == dict(h.parse_lines(block))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
+@walk(
+    "name, value",
     [
         ("", "v"),
         ("a b", "v"),
@@ -93,7 +94,7 @@ def test_headers_that_could_end_their_line_are_refused(name: str, value: str) ->
         h.encode([("fine", "fine"), (name, value)])
 
 
-@pytest.mark.parametrize("value", ["\ud800", "a\udfffb", "\ud800" * 3])
+@walk("value", ["\ud800", "a\udfffb", "\ud800" * 3])
 def test_value_that_utf_8_cannot_encode_is_refused_with_the_headers_name(value: str) -> None:
     h.encode([("Culprit", "known by now"), ("Other", "1")])
     with pytest.raises(BadHeaderError, match="the value of header 'Culprit' has half of a surrogate pair"):
@@ -104,16 +105,14 @@ def test_value_that_utf_8_cannot_encode_is_refused_with_the_headers_name(value: 
         h.check_header("Culprit", value)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [(b"K", "v"), ("K", b"v"), ("K", 1), ("K", None), (None, "v"), ("K", ["v"])]
-)
+@walk("name, value", [(b"K", "v"), ("K", b"v"), ("K", 1), ("K", None), (None, "v"), ("K", ["v"])])
 def test_headers_must_be_text(name: object, value: object) -> None:
     with pytest.raises(TypeError, match="must be str"):
         h.check_header(name, value)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("block", "status"),
+@walk(
+    "block, status",
     [
         (b"NATS/1.0\r\n\r\n", None),
         (b"NATS/1.0\r\nStatus: 204\r\n\r\n", None),
@@ -129,7 +128,7 @@ def test_status(block: bytes, status: tuple[int, str] | None) -> None:
     assert h.parse_status(block) == status
 
 
-@pytest.mark.parametrize("block", [b"", b"HTTP/1.1 200\r\n\r\n", b"NATS/1.0 abc\r\n\r\n", b"NATS/1.0 -1\r\n\r\n"])
+@walk("block", [b"", b"HTTP/1.1 200\r\n\r\n", b"NATS/1.0 abc\r\n\r\n", b"NATS/1.0 -1\r\n\r\n"])
 def test_an_invalid_status_is_a_response_error_with_its_bytes(block: bytes) -> None:
     with pytest.raises(ResponseError) as caught:
         h.parse_status(block)
@@ -165,12 +164,12 @@ def test_stored_headers_exclude_the_servers_headers() -> None:
     assert h.decode_stored(b"") == {}
 
 
-@pytest.mark.parametrize("name", ["Nats-TTL", "Nats-Anything", "Nats-"])
+@walk("name", ["Nats-TTL", "Nats-Anything", "Nats-"])
 def test_names_that_nats_reserves(name: str) -> None:
     assert h.is_reserved(name)
 
 
-@pytest.mark.parametrize("name", ["nats-ttl", "NATS-TTL", "NATS-App", "Natsy", "X-Nats-TTL", "KV-Operation", ""])
+@walk("name", ["nats-ttl", "NATS-TTL", "NATS-App", "Natsy", "X-Nats-TTL", "KV-Operation", ""])
 def test_names_of_the_user(name: str) -> None:
     assert not h.is_reserved(name)
 
@@ -182,12 +181,12 @@ def test_lines_without_a_colon_are_skipped_and_values_may_have_colons() -> None:
     ]
 
 
-@pytest.mark.parametrize(("line", "number"), [(b"Nats-Num-Pending: 8", 8), (b"X: 0", 0)])
+@walk("line, number", [(b"Nats-Num-Pending: 8", 8), (b"X: 0", 0)])
 def test_the_number_of_a_line(line: bytes, number: int) -> None:
     assert h.line_number(line) == number
 
 
-@pytest.mark.parametrize("line", [b"X: a", b"X: ", b"X"])
+@walk("line", [b"X: a", b"X: ", b"X"])
 def test_a_line_without_a_number_is_a_response_error(line: bytes) -> None:
     with pytest.raises(ResponseError):
         h.line_number(line)
@@ -201,7 +200,7 @@ def test_times_are_exact(second: int, ns: int, digits: int) -> None:
     assert h.parse_time_ns(text.encode()) == second * 1_000_000_000 + int(fraction.ljust(9, "0"))
 
 
-@pytest.mark.parametrize(
+@walk(
     "text",
     [
         b"", b"Z", b"2026-11-20T21:23:31", b"2026-11-20T21:23:31+01:00", b"2026-11-20T21:23:31+01:00Z",
@@ -215,16 +214,16 @@ def test_invalid_times_are_refused(text: bytes) -> None:
     assert caught.value.frame == text
 
 
-@pytest.mark.parametrize(
-    ("text", "ns"),
+@walk(
+    "text, ns",
     [(b"2022-08-06 00:29:27.587861324 +0000 UTC", 587861324), (b"2022-08-06 00:29:27 +0000 UTC", 0)],
 )
 def test_times_in_the_form_of_the_adr_are_accepted(text: bytes, ns: int) -> None:
     assert h.parse_time_ns(text) == 1_659_745_767 * 1_000_000_000 + ns
 
 
-@pytest.mark.parametrize(
-    ("text", "utc"),
+@walk(
+    "text, utc",
     [
         ("2026-11-20T21:23:31Z", b"2026-11-20T21:23:31Z"),
         ("2026-11-20T21:23:31.000000001Z", b"2026-11-20T21:23:31.000000001Z"),

@@ -1,6 +1,6 @@
 """What one member of a group does, event by event."""
 
-import pytest
+from cells import walk
 
 from jetstream_ext.protocol.membership import RETRY, Claim, Lose, Membership, Owner, Phase, Release, Revoke
 from jetstream_ext.protocol.partitions import assign
@@ -76,8 +76,8 @@ class TestClaiming:
         assert machine.due(5.0 + TTL - MARGIN) == []
         assert list(claims(machine, 5.0 + TTL - MARGIN - 0.01)) == [0, 1]
 
-    @pytest.mark.parametrize(
-        ("owner", "may"),
+    @walk(
+        "owner, may",
         [
             (None, True),
             (Owner("", 40), True),  # released

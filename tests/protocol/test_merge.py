@@ -5,6 +5,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
+from cells import walk
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -186,13 +187,13 @@ class TestMergingPays:
 
     MESSAGES, SIZE = 2_000_000, 332_000_000
 
-    @pytest.mark.parametrize("filters", [2, 8, 32])
-    @pytest.mark.parametrize("matching", [0, 10, 1000, 100_000])
+    @walk("filters", [2, 8, 32])
+    @walk("matching", [0, 10, 1000, 100_000])
     def test_rare_subjects(self, filters: int, matching: int) -> None:
         assert filtering_pays(counts(filters, matching), self.MESSAGES, self.SIZE)
 
-    @pytest.mark.parametrize("filters", [2, 8])
-    @pytest.mark.parametrize(("share", "pays"), [(0.05, True), (0.2, True), (0.5, True), (1.0, False)])
+    @walk("filters", [2, 8])
+    @walk("share, pays", [(0.05, True), (0.2, True), (0.5, True), (1.0, False)])
     def test_more_frequent_subjects(self, filters: int, share: float, pays: bool) -> None:
         assert filtering_pays(counts(filters, int(share * self.MESSAGES)), self.MESSAGES, self.SIZE) is pays
 

@@ -6,6 +6,7 @@ import random
 from statistics import mean
 
 import pytest
+from cells import walk
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +22,7 @@ def message(subject: str | bytes, seq: int = 1) -> StoredMsg:
 
 
 class TestPartitionOf:
-    @pytest.mark.parametrize(("text", "value"), [("a", 0xE40C292C), ("foobar", 0xBF9CF968)])
+    @walk("text, value", [("a", 0xE40C292C), ("foobar", 0xBF9CF968)])
     def test_it_is_fnv_1a_of_32_bits(self, text: str, value: int) -> None:
         assert partition_of(text, 2**32, None) == value
         assert partition_of(text, 7, None) == value % 7
@@ -40,8 +41,8 @@ class TestPartitionOf:
             "subjects that have them, with a filter such as '*.*.>', or take another key"
         )
 
-    @pytest.mark.parametrize(
-        ("stored", "from_leader"),
+    @walk(
+        "stored, from_leader",
         [
             (b"a.\xff.b", "a.\ufffd.b"),
             (b"a.\xe2\x82.b", "a.\ufffd\ufffd.b"),
@@ -86,14 +87,14 @@ class TestPartitioner:
         with pytest.raises(BadSubjectError, match=r"^stream 'S', sequence 8: subject 'a' has 1 token, but"):
             Partitioner(8, (1,)).of(messages)
 
-    @pytest.mark.parametrize("subject_filter", ["a.>", "*.*", "a.b.c", ">"])
+    @walk("subject_filter", ["a.>", "*.*", "a.b.c", ">"])
     def test_filters_of_long_subjects_are_accepted(self, subject_filter: str) -> None:
         Partitioner(8).check_filter(subject_filter)
         Partitioner(8, (0,)).check_filter(subject_filter)
         if subject_filter != ">":
             Partitioner(8, (1, 0)).check_filter(subject_filter)
 
-    @pytest.mark.parametrize("subject_filter", ["a.>", "*.*", "a", ">"])
+    @walk("subject_filter", ["a.>", "*.*", "a", ">"])
     def test_filters_of_subjects_that_are_too_short_are_refused(self, subject_filter: str) -> None:
         with pytest.raises(BadSubjectError, match="but the partition key is the tokens 0, 2"):
             Partitioner(8, (0, 2)).check_filter(subject_filter)
@@ -102,7 +103,7 @@ class TestPartitioner:
         for key in ((0,), (1,), (0, 4)):
             Partitioner(8, key).check_filter(".".join(["*"] * max(key) + [">"]))
 
-    @pytest.mark.parametrize(("count", "key"), [(0, None), (-1, None), (4, ()), (4, (0, -1))])
+    @walk("count, key", [(0, None), (-1, None), (4, ()), (4, (0, -1))])
     def test_invalid_arguments_are_refused(self, count: int, key: tuple[int, ...] | None) -> None:
         with pytest.raises(ValueError, match=r"^(partitions must be at least 1|key must be zero-based positions)"):
             Partitioner(count, key)
@@ -144,7 +145,7 @@ class TestAssign:
         assert assign(["only"], 4) == {"only": [0, 1, 2, 3]}
         assert assign([], 4) == {}
 
-    @pytest.mark.parametrize(("count", "members", "most"), MOVED)
+    @walk("count, members, most", MOVED)
     def test_few_partitions_move_when_a_member_joins_or_leaves(self, count: int, members: int, most: float) -> None:
         rng, moved = random.Random(count * members), []
         for _ in range(10):

@@ -1,14 +1,15 @@
 """Lists of servers, and the credentials in their URLs."""
 
 import pytest
+from cells import walk
 
 from jetstream_ext.protocol.servers import Servers, parse_servers
 
 HOST = "nats://h:1"
 
 
-@pytest.mark.parametrize(
-    ("text", "urls"),
+@walk(
+    "text, urls",
     [
         ("h", ["nats://h"]),
         (" h:1 , tls://i,j:2,", [HOST, "tls://i", "nats://j:2"]),
@@ -27,8 +28,8 @@ def test_a_list_is_split_into_urls_with_schemes(text: str, urls: list[str] | Non
         assert parse_servers(text) == Servers(tuple(urls))
 
 
-@pytest.mark.parametrize(
-    ("text", "user", "password"),
+@walk(
+    "text, user, password",
     [
         ("nats://u:p@h:1", "u", "p"),
         ("u:p@h:1", "u", "p"),
@@ -59,8 +60,8 @@ def test_a_comma_after_the_credentials_starts_another_server() -> None:
     assert parse_servers("nats://i,nats://u:a,b@h:1") == Servers(("nats://i", HOST), "u", "a,b")
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
+@walk(
+    "text, problem",
     [
         ("", "it is empty"),
         (" , ", "it is empty"),

@@ -4,6 +4,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from cells import walk
 
 from jetstream_ext.errors import (
     DirectGetDisabledError,
@@ -45,8 +46,8 @@ def test_an_empty_stream_begins_after_its_last_sequence() -> None:
     assert not state.never_removed
 
 
-@pytest.mark.parametrize(
-    ("active", "offline", "certain"),
+@walk(
+    "active, offline, certain",
     [((1, 1), (), True), ((1, 9), (), True), ((9, 9), (), False), ((1, 9), (0,), False)],
 )
 def test_a_leader_is_certain_while_a_majority_hears_from_it(
@@ -86,7 +87,7 @@ def test_the_configuration_that_the_server_returns() -> None:
     state.check_direct_reads("2.15.1")
 
 
-@pytest.mark.parametrize(
+@walk(
     "broken",
     [
         {"config": None},
@@ -129,8 +130,8 @@ def test_a_stream_without_direct_gets_is_refused_with_what_to_do() -> None:
         StreamState("S", CREATED, {"allow_direct": True}).check_direct_reads("2.10.2")
 
 
-@pytest.mark.parametrize(
-    ("config", "last_seq", "refused"),
+@walk(
+    "config, last_seq, refused",
     [
         ({}, (1 << 62) - 1, False),
         ({}, 1 << 62, True),
@@ -156,8 +157,8 @@ def transform(source: str, destination: str) -> dict[str, str]:
     return {"src": source, "dest": destination}
 
 
-@pytest.mark.parametrize(
-    ("config", "copies"),
+@walk(
+    "config, copies",
     [
         ({}, []),
         ({"mirror": {"name": "O"}}, ["o.at.w"]),

@@ -7,6 +7,7 @@ import random
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from cells import walk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -193,7 +194,7 @@ class TestContent:
         assert not content.has_more_than(4, 1, 4, at(30))
         assert not content.has_more_than(3, 1, 3, at(30)), "d is newer than what was counted"
 
-    @pytest.mark.parametrize("found", ["older", "the same", "newer", "nothing"])
+    @walk("found", ["older", "the same", "newer", "nothing"])
     def test_a_value_that_expires_may_expose_an_older_one(self, found: str) -> None:
         content = Content(deep=True, markers=True)
         content.feed([put("a", 5, ttl=timedelta(seconds=10))])
