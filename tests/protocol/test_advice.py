@@ -31,13 +31,6 @@ def test_a_name_that_a_terminal_would_obey_is_not_in_the_command() -> None:
     assert enable_command("\x1b[2J", "direct") == "jetstream-ext enable NAME --direct"
 
 
-def test_the_advice_says_what_the_name_of_an_unknown_stream_is() -> None:
-    assert enable_stream("", "batched", subject="orders.new") == (
-        "enable it with allow_batched=True (jetstream_ext.ensure_stream) or 'jetstream-ext enable NAME --batched', where "
-        "NAME is the stream that stores subject 'orders.new'"
-    )
-
-
 def test_a_refusal_is_explained_as_far_as_the_streams_are_known() -> None:
     mismatch, both = ErrorCode.STREAM_MISMATCH, "a message expects stream 'A', and stream 'B' stores its subject"
     assert after_refusal(mismatch, "B", "s", {"A", "B"}) == f"; {both}"

@@ -156,29 +156,6 @@ def test_a_new_batch_can_only_be_opened_or_discarded() -> None:
         machine.prepare(message())
 
 
-@walk("own_id", [True, False])
-def test_a_message_that_is_held_back_is_not_sent_over_a_lower_limit(own_id: bool) -> None:
-    machine = batch(2, own_id=own_id)
-    add(machine, message("a.1"))
-    add(machine, message("a.2", bytes(1000)))
-    machine.receive(1, *STAGED)
-    encoded = machine.prepare(message("a.3", bytes(1000)))
-    before = visible(machine)
-    machine.limit_messages(500)
-    for call in (
-        lambda: machine.add(encoded),
-        lambda: machine.add(machine.prepare(message("a.4"))),
-        lambda: machine.add_many(iter([("a.5", b"")]), 1),
-        lambda: machine.commit(None),
-        lambda: machine.commit(machine.prepare(message("a.6"))),
-    ):
-        with pytest.raises(errors.MaxPayloadError, match="max_payload of 500"):
-            call()
-        assert visible(machine) == before
-    machine.limit_messages(10_000)
-    assert [command[0] for command in commit(machine, message("a.7"))] == ["a.2", "a.7"]
-
-
 def test_a_prepared_message_is_not_sent_over_a_lower_limit() -> None:
     machine = at(OPEN)
     encoded = machine.prepare(message(payload=bytes(1000)))
@@ -285,21 +262,6 @@ def test_a_batch_of_a_named_stream_takes_subjects_that_the_stream_does_not_list(
     machine.open(first, api_level=4, server_version="", reply="_INBOX.r", stream=STREAM)
     for subject in ("b.1", "a.1", "c.1"):
         assert add(machine, message(subject))
-
-
-def test_a_subject_that_was_checked_before_the_batch_was_opened_is_checked_again() -> None:
-    machine = AtomicBatchMachine("b1")
-    first = machine.prepare(message("a.1"))
-    assert machine.prepare(message("b.1"))
-    machine.open(first, api_level=4, server_version="", reply="_INBOX.r", stream=STREAM)
-    with pytest.raises(SubjectElsewhere):
-        machine.prepare(message("b.1"))
-    add(machine, message("a.1"))
-    for answer in (None, "S"):  # to several calls at once
-        machine.check_stream("b.1", answer)
-    assert add(machine, message("b.1"))
-    with pytest.raises(errors.BadSubjectError):
-        machine.check_stream("c.1", "T")
 
 
 @LEVELS
@@ -546,13 +508,6 @@ class TestAnEarlierBatchWithTheId:
         bulk = batch(ack_first=False).add_many(iter([message()] * 3), 1 << 20)
         assert (bulk.messages, bulk.awaited, bulk.last_asked) == (3, 0, 0)
 
-    def test_a_later_reply_does_not_tell_that_message_1_was_taken(self) -> None:
-        machine = batch(ack_first=False)
-        add(machine, message())
-        add(machine, message(), ack=True)
-        machine.receive(2, *STAGED)
-        assert machine.begin(None) is not None
-
     def test_a_batch_of_one_message_continues_no_other(self) -> None:
         machine = batch()
         last = machine.prepare(message())
@@ -576,13 +531,6 @@ class TestAnEarlierBatchWithTheId:
         with pytest.raises(errors.BatchAbandonedError, match="first message") as caught:
             add(machine, message())
         assert caught.value.outcome == "not_stored"
-
-
-def test_a_batch_on_a_server_that_stored_it_as_ordinary_messages() -> None:
-    machine = at(OPEN)
-    machine.receive(1, b"", b'{"stream":"A", "seq":1}')
-    with pytest.raises(errors.UnsupportedFeatureError, match="2 messages of batch b1 may be stored"):
-        add(machine, message())
 
 
 def test_a_refusal_that_no_caller_awaits_ends_the_batch() -> None:
@@ -617,15 +565,6 @@ def test_with_the_marker_every_message_goes_out_at_once() -> None:
         "a.1", "_INBOX.r", {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "3", "Nats-Batch-Commit": "eob"}, b"",
     )  # fmt: skip
     assert (machine.size, machine.sent) == (2, 3)
-
-
-def test_with_the_marker_a_last_message_commits_itself() -> None:
-    machine = at(OPEN)
-    (step,) = commit(machine, message("a.3", b"last"))
-    assert plain(step) == (
-        "a.3", "_INBOX.r", {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "3", "Nats-Batch-Commit": "1"}, b"last",
-    )  # fmt: skip
-    assert (machine.size, machine.sent, machine.last_subject) == (3, 3, "a.3")
 
 
 class TestHeldBack:
@@ -679,11 +618,6 @@ class TestHeldBack:
             add(machine, message(name))
         assert machine.receive(2, *refusal(10054)) is None
         assert machine.state is FAILED
-
-    def test_a_requested_reply_stays_with_its_message(self) -> None:
-        machine = batch(self.level, ack_first=False)
-        add(machine, message(), ack=True)
-        assert plain(add(machine, message("a.2"), ack=False))[1]
 
 
 @walk(

@@ -12,7 +12,7 @@ from jetstream_ext import errors
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.atomic import AtomicBatchMachine, State
-from jetstream_ext.types import BatchAck, BatchMessage
+from jetstream_ext.types import BatchMessage
 
 LEVELS = walk("level", [3, 4])  # without the end-of-batch marker, and with it
 # -- what is refused
@@ -220,24 +220,6 @@ def test_add_many_and_add_send_the_same_bytes(
         assert commit(one) == commit(many)
 
 
-def test_the_headers_of_a_block_count_as_well() -> None:
-    block = batch(own_id=True).add_many(iter([("a.1", b"", {"K": "x" * 10_000})] * 10), 1 << 15)
-    assert (block.messages, block.stopped) == (4, None)
-
-
-def test_messages_before_a_failure_of_the_source_are_sent() -> None:
-    machine = batch()
-
-    def source() -> Any:
-        yield message()
-        yield message("a.2")
-        raise KeyboardInterrupt
-
-    block = machine.add_many(source(), 1 << 20)
-    assert isinstance(block.stopped, KeyboardInterrupt)
-    assert (block.messages, machine.size, machine.sent) == (2, 2, 2)
-
-
 @LEVELS
 @walk("ack_every, waits", [(None, [1000, 2000, 3000]), (300, [1200, 2400]), (7000, [])])
 def test_add_many_waits_for_a_server_that_is_far_behind(level: int, ack_every: int | None, waits: list[int]) -> None:
@@ -252,19 +234,6 @@ def test_add_many_waits_for_a_server_that_is_far_behind(level: int, ack_every: i
         machine.receive(block.awaited, b"", b"")
     assert asked == waits
     assert machine.size == 3500
-
-
-def test_add_many_does_not_wait_for_a_server_that_keeps_up() -> None:
-    machine = batch()
-
-    def source() -> Any:
-        for _ in range(3500):
-            yield message()
-            if machine.sent and machine.sent % 1000 == 1:
-                machine.receive(machine.sent, b"", b"")
-
-    block = machine.add_many(source(), 1 << 30)
-    assert (block.messages, block.awaited, block.last_asked) == (3500, 0, 3000)
 
 
 class TestDisconnection:
@@ -316,12 +285,6 @@ class TestDisconnection:
         assert caught.value.outcome == "not_stored"
         assert isinstance(caught.value.__cause__, errors.AtomicPublishIncompleteError)
 
-    def test_10176_without_a_disconnection_is_the_servers_refusal(self) -> None:
-        machine = batch(own_id=True)
-        add(machine, message())
-        machine.receive(1, *refusal(10176))
-        assert isinstance(machine.error, errors.AtomicPublishIncompleteError)
-
     def test_the_message_after_a_refused_one_asks_for_a_reply(self) -> None:
         machine = batch(own_id=True)
         add(machine, message())
@@ -332,17 +295,6 @@ class TestDisconnection:
 
 
 class TestResolved:
-    def test_a_found_batch_is_committed(self) -> None:
-        machine, ack = batch(), BatchAck("S", 7, "b1", 1)
-        add(machine, message())
-        commit(machine)
-        machine.lost("silence")
-        machine.resolved(ack)
-        assert (machine.state, machine.ack) == (State.COMMITTED, ack)
-        with pytest.raises(errors.BatchClosedError) as caught:
-            add(machine, message())
-        assert caught.value.outcome == "stored"
-
     def test_a_batch_that_was_not_found_has_failed(self) -> None:
         machine = batch()
         add(machine, message())
@@ -353,15 +305,6 @@ class TestResolved:
             add(machine, message())
         assert caught.value.outcome == "not_stored"
         assert isinstance(caught.value.__cause__, errors.BatchOutcomeUnknownError)
-
-
-@walk("in_one_go", [False, True])
-def test_each_message_of_a_bulk_has_its_own_sizes(in_one_go: bool) -> None:
-    # The sequence grows by a digit where the payload shrinks by a byte: the total stays the same.
-    one, many = batch(5, in_one_go=in_one_go), batch(5, in_one_go=in_one_go)
-    entries = [message(payload=b"x" * (20 if seq < 10 else 19 if seq < 12 else seq)) for seq in range(1, 30)]
-    single = b"".join(one.add(one.prepare(each)).data for each in entries)
-    assert many.add_many(iter(entries), 1 << 20).data == single
 
 
 # -- messages that are larger than their stream takes

@@ -119,19 +119,6 @@ def test_a_batch_is_found_by_any_of_its_messages(direct: bool) -> None:
     assert any(isinstance(each, AskRange) for each in world.asked) is direct
 
 
-def test_the_last_message_of_the_last_subject_is_enough() -> None:
-    world = World(last=BATCH[10])
-    assert world.follow(find_commit(commit())) == BatchAck("S", 10, "b1", 3)
-    assert [type(each) for each in world.asked] == [AskState, AskMessage]
-
-
-@walk("direct", [True, False])
-def test_a_stream_without_holes_proves_that_nothing_is_stored(direct: bool) -> None:
-    state = replace(STATE, config={**STATE.config, "allow_direct": direct})
-    assert World(without(), state=state).follow(find_commit(commit(opened=state))) is None
-    assert World(without(8, 9), state=state).follow(find_commit(commit(opened=state))) is None
-
-
 def test_the_read_waits_until_the_leader_has_applied_everything() -> None:
     def moved(look: int, world: World) -> None:
         world.state = replace(STATE, last_seq=min(10, 6 + look))
@@ -188,10 +175,6 @@ def test_what_leaves_the_outcome_open(
 ) -> None:
     with pytest.raises(verdict, match=why):
         World(**{"messages": without(), **world}).follow(find_commit(commit(**facts)))
-
-
-def test_a_replaced_connection_settles_what_the_server_had_acknowledged() -> None:
-    assert World(without(), session=1).follow(find_commit(commit(staged=1))) is None
 
 
 # -- batches with an id that others may use
@@ -263,12 +246,6 @@ def test_a_batch_with_an_id_of_the_caller_and_a_hole_proves_nothing(missing: int
             world.follow(find_earlier(given_id(), NOW))
 
 
-def test_an_earlier_batch_is_found_behind_another_one() -> None:
-    messages = {**without(*range(5, 11)), **run("xyz", 5), **run("xyw", 8)}
-    world = World(messages, last=messages[10])
-    assert world.follow(find_earlier(given_id(), NOW)) == BatchAck("S", 7, "b1", 3)
-
-
 @walk(
     "state, first, proved",
     [
@@ -303,12 +280,6 @@ def test_what_cannot_be_compared_is_never_known(find: Callable[[Commit], Plan]) 
         World().follow(find(given_id(opened=None)))
     with pytest.raises(NeverKnown, match="no longer exists"):
         World(state=None).follow(find(given_id()))
-
-
-def test_the_search_for_an_earlier_batch_waits_for_messages_that_the_leader_has_accepted() -> None:
-    world = World(without(), mark=refused(10071, "wrong last sequence: 11"))
-    with pytest.raises(NotYetKnown, match="not yet applied"):
-        world.follow(find_earlier(given_id(), NOW))
 
 
 # -- the messages of a stream

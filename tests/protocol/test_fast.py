@@ -12,7 +12,6 @@ from jetstream_ext import errors
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol.fast import ERR, KEPT_REPORTS, Ended, FastBatch, Input, State
 from jetstream_ext.protocol.fast import TABLE as TABLE_OF_THE_MACHINE
-from jetstream_ext.protocol.fast_wire import BatchFlowError, UnrecognisedReply
 from jetstream_ext.protocol.frames import Command, Frame
 from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowGap, BatchMessage, EndReason, GapMode
 
@@ -311,18 +310,6 @@ def test_lost_connection_in_every_state(state: State, acked: int) -> None:
     assert error.outcome == ("unknown" if acked < machine.sent or state is C else "stored")
 
 
-def test_a_closed_batch_raises_a_new_error_each_time() -> None:
-    machine = in_state(O)
-    machine.receive([gap(3, 5), final(2)], 0.0)
-    caught = []
-    for _ in range(2):
-        with pytest.raises(errors.BatchGapError) as info:
-            machine.check_open()
-        caught.append(info.value)
-    assert caught[0] is not caught[1]
-    assert (caught[0].first_lost, caught[0].last_lost, caught[0].ack) == (3, 4, BatchAck("F", 102, "b1", 2))
-
-
 @walk(
     "said, outcome",
     [([], "stored"), ([gap(3, 5)], "partial"), ([err(3)], "partial"), ([refusal(10054)], "partial")],
@@ -353,13 +340,6 @@ def test_the_window_is_flow_times_outstanding(outstanding: int, msgs: int) -> No
     assert machine.room == msgs * outstanding
 
 
-def test_the_flow_follows_the_server_up_and_down() -> None:
-    machine = in_state(O)
-    for seq, msgs in ((1, 2), (2, 500), (3, 1), (4, 0)):
-        machine.receive([ack(seq, msgs)], 0.0)
-        assert machine.window.flow == max(1, msgs)
-
-
 def test_acks_are_cumulative_and_never_go_back() -> None:
     machine = in_state(O)
     events, _ = machine.receive([ack(4, 20), ack(2, 1), ack(4, 30), ack(3, 1)], 0.0)
@@ -378,15 +358,6 @@ def test_a_gap_report_never_moves_the_window(mode: GapMode) -> None:
     assert (list(machine.gaps), machine.gap_count) == ([BatchFlowGap(3, 5)], 1)
 
 
-@walk("mode", [FAIL, OK])
-def test_gap_beyond_what_was_sent_changes_nothing(mode: GapMode) -> None:
-    machine = in_state(O, mode)
-    forged = gap(machine.sent, machine.sent + 2)
-    events, _ = machine.receive([forged], 0.0)
-    assert (machine.state, events) == (O, [UnrecognisedReply(forged[1])])
-    assert not machine.gaps
-
-
 def test_reports_are_bounded_and_counted() -> None:
     machine = in_state(O, OK)
     machine.sent = 1010
@@ -395,23 +366,6 @@ def test_reports_are_bounded_and_counted() -> None:
     machine.receive([err(2)] * (KEPT_REPORTS + 5), 0.0)
     assert (machine.gap_count, len(machine.gaps), machine.gaps[-1].first_lost) == (1010, 1000, 1010)
     assert (machine.error_count, len(machine.errors)) == (1005, 1000)
-
-
-def test_refused_messages_do_not_count_in_the_window() -> None:
-    # No ack covers it before a later message is stored: a window full of refused messages would never open again.
-    machine = batch(OK, max_outstanding_acks=1)
-    machine.add(message(), 0.0)
-    machine.receive([ack(0, 3, op=0)], 0.0)
-    machine.add(message(), 0.0)
-    machine.add(message(), 0.0)
-    assert machine.room == 0
-    machine.receive([err(2), err(2), err(3)], 0.0)
-    assert machine.room == 2
-    machine.receive([ack(1, 3)], 0.0)
-    assert machine.room == 3
-    machine.add(message(), 0.0)
-    machine.receive([ack(4, 3)], 0.0)
-    assert machine.room == 3
 
 
 def test_memory_of_refused_messages_is_bounded() -> None:
@@ -450,17 +404,6 @@ def test_window_opens_after_lost_refusal_reports() -> None:
     assert machine.room == 1
 
 
-def test_a_refused_message_is_reported_with_its_sequence() -> None:
-    machine = in_state(O, OK)
-    for frame, cls in ((err(2), errors.WrongLastSequenceError), (refusal(10054, 3), errors.MessageTooLargeError)):
-        events, out = machine.receive([frame], 0.0)
-        (report,) = events
-        assert isinstance(report, BatchFlowError)
-        assert type(report.error) is cls
-        assert (report, out) == (machine.errors[-1], b"")
-    assert [report.seq for report in machine.errors] == [2, 3]
-
-
 @walk("mode", [FAIL, OK])
 @walk("state", [S, O, C])
 @walk("reported", [True, False])
@@ -476,18 +419,6 @@ def test_the_final_ack_of_another_batch_with_the_same_id_acknowledges_nothing(
     assert (machine.error.acked, machine.error.outcome) == (acked, "not_stored" if state is S else "unknown")
     assert "another publisher, or an earlier one of up to 10 s ago" in str(machine.error)
     assert ("nothing is stored" in str(machine.error)) == (state is S)
-
-
-@walk(
-    "why, text",
-    [({}, "the connection was lost"), ({"why": "the connection is draining"}, "the connection is draining")],
-)
-@walk("state", [S, O, C])
-def test_the_error_says_what_happened_to_the_connection(state: State, why: dict[str, str], text: str) -> None:
-    machine = in_state(state)
-    machine.disconnected(0.0, for_good=True, **why)
-    assert text in str(machine.error)
-    assert ("was lost" in str(machine.error)) == (not why)
 
 
 def test_dropped_message_in_fail_mode_is_followed_by_a_ping() -> None:
@@ -512,53 +443,6 @@ def test_in_fail_mode_a_refusal_after_the_commit_is_the_reason(refused: Frame, s
     assert (machine.error.outcome, machine.error.ack, machine.error.acked) == ("partial", machine.ack, 2)
 
 
-def test_settled_by_acks_or_by_a_pong() -> None:
-    machine = in_state(O)
-    assert not machine.is_settled(machine.sent)
-    machine.receive([ack(5)], 0.0)
-    assert machine.is_settled(machine.sent)
-    machine.add(message(), 0.0)
-    assert not machine.is_settled(machine.sent)
-    events, _ = machine.receive([ack(5, seq=6, op=4)], 0.0)
-    assert events == [BatchFlowAck(5, 10)]
-    assert (machine.is_settled(machine.sent), machine.acked, machine.window.arrived, machine.pongs) == (True, 5, 6, 1)
-
-
-def test_an_unknown_reply_is_an_event() -> None:
-    assert in_state(O).receive([UNKNOWN], 0.0) == ([UnrecognisedReply(b'{"type":"weather"}')], b"")
-
-
-def test_replies_after_the_end_are_ignored() -> None:
-    machine = in_state(C)
-    assert machine.receive([final(5), gap(1, 2), refusal(10208)], 0.0) == ([Ended(EndReason.COMMITTED)], b"")
-    assert machine.gap_count == 0
-
-
-def test_the_error_of_a_batch_that_was_discarded_unused_says_that_nothing_was_sent() -> None:
-    machine = batch()
-    machine.discard()
-    with pytest.raises(errors.BatchClosedError, match="discarded, so it has no final ack; nothing was sent"):
-        machine.result()
-
-
-def test_every_change_of_state_is_one_debug_record(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, logger="jetstream_ext.fast")
-    machine = batch()
-    machine.add(message(), 0.0)
-    machine.receive([ack(0, op=0), ack(0, op=0)], 0.0)
-    machine.add(message(), 0.0)
-    machine.receive([ack(2), gap(2, 2), ack(2)], 0.0)
-    machine.receive([final(2), final(2)], 0.0)
-    machine.discard()
-    abandoned = "error=BatchAbandonedError"
-    assert [record.getMessage() for record in caplog.records] == [
-        "batch b1: NEW -> STARTING (a message is sent); sent=1, acked=0",
-        "batch b1: STARTING -> OPEN (an ack frame); sent=1, acked=0",
-        f"batch b1: OPEN -> DRAINING (the server received a sequence of the batch twice); sent=2, acked=2, {abandoned}",
-        f"batch b1: DRAINING -> ENDED (the final ack covers every message); sent=2, acked=2, end_reason=error, {abandoned}",
-    ]
-
-
 @walk("mode", [OK, FAIL])
 def test_a_call_that_the_table_refuses_changes_nothing(mode: GapMode) -> None:
     calls = {Input.MESSAGE: lambda it: it.add(message(), 9.0), Input.PING: lambda it: it.ping(9.0),
@@ -575,15 +459,6 @@ def test_a_call_that_the_table_refuses_changes_nothing(mode: GapMode) -> None:
                 assert (machine.state, machine.sent, machine.next_timer()) == (state, *before)
             else:
                 assert work(machine)
-
-
-@walk("operation", ["ping", "commit"])
-def test_a_batch_without_messages_has_nothing_to_ping_or_commit(operation: str) -> None:
-    machine = batch()
-    with pytest.raises(errors.EmptyBatchError) as caught:
-        getattr(machine, operation)(0.0)
-    assert caught.value.outcome == "not_stored"
-    assert machine.state is State.NEW
 
 
 @walk(

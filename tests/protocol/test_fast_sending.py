@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from jetstream_ext import errors
 from jetstream_ext.protocol import frames
-from jetstream_ext.protocol.fast import FastBatch, State
+from jetstream_ext.protocol.fast import FastBatch
 from jetstream_ext.protocol.frames import Command
 from jetstream_ext.protocol.headers import EncodedHeaders, encode
 from jetstream_ext.protocol.options import as_message
-from jetstream_ext.types import NEVER, BatchMessage, Entry, GapMode
+from jetstream_ext.types import NEVER, BatchMessage, GapMode
 
 FIRST = (b"_INBOX.x.b1.10.ok.1.0.$FI", b'{"type":"ack","seq":0,"msgs":500}', 0)
 
@@ -60,18 +60,6 @@ def test_the_commands_on_the_wire() -> None:
     assert machine.sent == 3
 
 
-def test_plain_and_full_messages_are_the_same_bytes() -> None:
-    for made in (batch, opened):
-        one, other = made(), made()
-        assert one.add(message(payload=b"abc"), 1.0) == other.add_plain("f.1", b"abc", 1.0)
-        assert (one.sent, one.state, one.next_timer()) == (other.sent, other.state, other.next_timer())
-    one, other = opened(), opened()
-    many, count, size, _ = one.add_many(iter([("f.1", b"abc"), ("f.2", b"", {"K": "v"}), message(payload=b"z")]), 1.0)
-    single = [message(payload=b"abc"), message("f.2", b"", headers={"K": "v"}), message(payload=b"z")]
-    assert many == b"".join(other.add(entry, 1.0) for entry in single)
-    assert (count, size) == (3, 4)
-
-
 @walk("made", [batch, opened])
 def test_encoded_headers_are_the_same_bytes(made: Callable[..., FastBatch]) -> None:
     one, other = made(max_payload=100), made(max_payload=100)
@@ -83,16 +71,6 @@ def test_encoded_headers_are_the_same_bytes(made: Callable[..., FastBatch]) -> N
         ]
         assert found[0][:3] == found[1][:3]
         assert str(found[0][3]) == str(found[1][3])
-
-
-def test_a_block_of_large_messages_ends_before_its_window() -> None:
-    machine = opened(max_payload=1 << 20)
-    for large in (("f.1", bytes(600_000)), ("f.1", bytes(600_000), {"K": "v"}), message(payload=bytes(600_000))):
-        entries = iter([large] * 5)
-        data, count, size, stopped = machine.add_many(entries, 1.0)
-        assert (count, size, stopped) == (2, 1_200_000, None)
-        assert len(commands(data)) == 2
-        assert len(list(entries)) == 3
 
 
 def test_the_headers_of_a_block_count_as_well() -> None:
@@ -133,12 +111,6 @@ def test_a_refused_message_changes_nothing(
     assert machine.add(message(), 6.0) == other.add(message(), 6.0)
 
 
-def test_headers_of_the_caller_are_not_changed() -> None:
-    headers = {"K": "v"}
-    opened().add(message(headers=headers, msg_id="m"), 0.0)
-    assert headers == {"K": "v"}
-
-
 @walk("option", [{"flow": 0}, {"flow": 65536}, {"flow": True}, {"flow": 1.5}, {"flow": "1"}])
 def test_flow_is_checked(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="flow"):
@@ -158,64 +130,12 @@ def test_mode_and_id_are_checked(gap_mode: Any, batch_id: str) -> None:
 
 
 class TestAddMany:
-    @walk("limit", [1, 3, 100])
-    def test_takes_no_more_than_the_window_has_room_for(self, limit: int) -> None:
-        machine = opened(max_outstanding_acks=1)
-        machine.receive([(b"_INBOX.x.b1.10.fail.5.1.$FI", b'{"type":"ack","seq":5,"msgs":%d}' % limit, 0)], 0.0)
-        entries = iter([("f.1", b"%d" % i) for i in range(10)])
-        data, count, size, stopped = machine.add_many(entries, 0.0)
-        taken = min(limit, 10)
-        assert (count, size, machine.sent) == (taken, taken, 5 + taken)
-        assert [c.payload for c in commands(data)] == [b"%d" % i for i in range(taken)]
-        assert [int(c.reply.split(".")[-3]) for c in commands(data)] == list(range(6, 6 + taken))
-        assert isinstance(stopped, StopIteration) is (limit == 100)
-        assert len(list(entries)) == 10 - taken
-
     def test_a_block_is_not_larger_than_what_the_server_acknowledges_at_once(self) -> None:
         machine = opened(max_outstanding_acks=2)
         machine.receive([(b"_INBOX.x.b1.10.fail.5.1.$FI", b'{"type":"ack","seq":5,"msgs":3}', 0)], 0.0)
         entries = iter([("f.1", b"x")] * 10)
         assert [machine.add_many(entries, 0.0)[1] for _ in range(3)] == [3, 3, 0]
         assert len(list(entries)) == 4
-
-    def test_sends_only_the_first_message_before_the_first_reply(self) -> None:
-        machine = batch()
-        entries = iter([("f.1", b"x")] * 5)
-        data, count, _, stopped = machine.add_many(entries, 0.0)
-        assert (count, stopped, machine.state, machine.room) == (1, None, State.STARTING, 0)
-        assert commands(data)[0].reply.endswith(".1.0.$FI")
-
-    @walk("over", [0, 5])
-    def test_takes_nothing_without_room(self, over: int) -> None:
-        entries, machine = iter([("f.1", b"x")]), opened()
-        machine.sent = machine.window.limit + over
-        assert machine.add_many(entries, 0.0) == (b"", 0, 0, None)
-        assert next(entries)
-
-    @walk("bad, error", [
-        *REFUSED, (("a b", b""), errors.BadSubjectError), (("f.1", "x"), TypeError), (("f.1",), TypeError), ("ab", TypeError),
-        ((), TypeError), (None, TypeError), (5, TypeError), (("f.1", bytes(2000)), errors.MaxPayloadError),
-        ((None, b"x"), TypeError), (([], b"x"), TypeError), (("f.1", b"", {"K": "\n"}), errors.BadHeaderError),
-    ])  # fmt: skip
-    def test_a_refused_message_has_no_sequence_and_those_before_it_do(self, bad: Any, error: Any) -> None:
-        machine = opened(max_payload=1000, sent=1)
-        good: list[Entry] = [("f.1", b"a"), message(payload=b"b")]
-        data, count, size, stopped = machine.add_many(iter([*good, bad, ("f.1", b"c")]), 0.0)
-        assert isinstance(stopped, error)
-        assert (count, size, machine.sent) == (2, 2, 3)
-        assert [c.payload for c in commands(data)] == [b"a", b"b"]
-        assert b".4.1.$FI" in machine.add(message(), 0.0)
-
-    @walk("error", [RuntimeError("source"), KeyboardInterrupt(), OSError("gone")])
-    def test_source_errors_come_after_the_messages_before_them(self, error: BaseException) -> None:
-        def source() -> Iterator[Entry]:
-            yield ("f.1", b"a")
-            raise error
-
-        machine = opened()
-        data, count, _, stopped = machine.add_many(source(), 0.0)
-        assert (count, machine.sent, stopped) == (1, 6, error)
-        assert len(commands(data)) == 1
 
     def test_a_closed_batch_takes_nothing_from_the_source(self) -> None:
         machine, entries = opened(), iter([("f.1", b"x")])

@@ -3,7 +3,6 @@
 from typing import Any
 
 import orjson
-import pytest
 from cells import walk
 
 from jetstream_ext import errors
@@ -39,14 +38,6 @@ def batch(sent: int = 5, **options: Any) -> FastBatch:
     return machine
 
 
-def test_a_batch_that_was_never_used_has_no_timers() -> None:
-    machine = batch(0)
-    assert machine.next_timer() is None
-    machine.waiting(0.0)  # `wait_closed` on a batch without messages may last
-    assert machine.next_timer() is None
-    assert machine.handle_timer(1e9) == ([], b"")
-
-
 def test_the_first_reply_has_a_deadline_and_no_pings() -> None:
     machine = batch(0)
     machine.add(MESSAGE, 100.0)
@@ -79,9 +70,6 @@ class TestIdle:
         assert machine.next_timer() == 37.0
         assert machine.handle_timer(36.9) == ([], b"")
 
-    def test_keepalive_can_be_off(self) -> None:
-        assert batch(keepalive=0).next_timer() is None
-
     def test_unanswered_pings_are_repeated_until_the_deadline(self) -> None:
         machine = batch()
         assert machine.handle_timer(20.0) == ([], PING % 5)
@@ -92,16 +80,6 @@ class TestIdle:
         machine.handle_timer(25.0)
         assert machine.end_reason is EndReason.TIMEOUT
         assert isinstance(machine.error, errors.BatchOutcomeUnknownError)
-
-    def test_leader_elected_in_time_keeps_the_batch(self) -> None:
-        machine = batch()
-        machine.handle_timer(20.0)
-        for second in (21.0, 22.0, 23.0):
-            machine.receive([reply(5, 4, None)], second - 0.5)  # 503: an election
-            assert machine.handle_timer(second) == ([], PING % 5)
-        machine.receive([ack(0, seq=5, op=4)], 23.5)
-        assert machine.next_timer() == 43.0
-        assert machine.end_reason is None
 
 
 class TestStalled:
@@ -117,33 +95,6 @@ class TestStalled:
         machine.not_waiting()
         assert machine.next_timer() == 31.0
 
-    def test_a_lost_ack_is_recovered_by_the_ping(self) -> None:
-        machine = batch(sent=20)
-        assert machine.room == 0
-        machine.waiting(0.0)
-        _, ping = machine.handle_timer(1.0)
-        assert ping == PING % 20
-        machine.receive([ack(20, seq=20, op=4)], 1.1)
-        assert (machine.room, machine.is_settled(machine.sent)) == (20, True)
-
-    def test_ends_when_nothing_comes_in_time(self) -> None:
-        machine = batch()
-        machine.waiting(10.0)
-        assert machine.handle_timer(14.9)[0] == []
-        machine.handle_timer(15.0)
-        assert machine.end_reason is EndReason.TIMEOUT
-        assert "acknowledged 0 of 5 messages and then nothing for 5 s" in str(machine.error)
-
-    def test_every_new_ack_extends_it(self) -> None:
-        machine = batch()
-        machine.waiting(10.0)
-        for now, seq in ((14.0, 1), (18.0, 2), (22.0, 3)):
-            machine.receive([ack(seq)], now)
-            assert machine.handle_timer(now + 0.5)[0] == []
-        assert machine.end_reason is None
-        machine.handle_timer(27.0)
-        assert machine.end_reason is EndReason.TIMEOUT
-
     @walk("gap", list(GapMode))
     def test_a_repeated_ack_does_not_extend_it(self, gap: GapMode) -> None:
         machine = batch(gap=gap)
@@ -154,18 +105,6 @@ class TestStalled:
             machine.handle_timer(now)
         machine.handle_timer(15.0)
         assert machine.end_reason is EndReason.TIMEOUT
-
-    def test_a_repeated_gap_does_not_extend_it(self) -> None:
-        machine, gap = batch(gap=GapMode.OK), b'{"type":"gap","last_seq":2,"seq":4}'
-        report = ack(0)[0], gap, 0
-        machine.receive([report], 10.0)
-        assert machine.gap_count == 1
-        machine.waiting(10.0)
-        for now in (11.0, 14.9):
-            machine.receive([report] * 100, now)
-            machine.handle_timer(now)
-        machine.handle_timer(15.0)
-        assert (machine.end_reason, machine.gap_count) == (EndReason.TIMEOUT, 1)
 
     @walk("gap", list(GapMode))
     @walk("reconnects", [False, True])
@@ -195,13 +134,6 @@ class TestStalled:
             assert machine.sent <= window
         assert machine.end_reason is EndReason.TIMEOUT
         assert now < 15.0
-
-    def test_the_flow_of_a_forged_ack_is_corrected_by_the_answer_to_a_ping(self) -> None:
-        machine = batch(gap=GapMode.OK)
-        machine.receive([reply(5, 1, {"type": "ack", "seq": 3, "msgs": 0})], 0.0)
-        assert machine.room == 0
-        machine.receive([ack(0, seq=5, op=4)], 0.5)
-        assert (machine.acked, machine.window.flow, machine.room) == (3, 10, 18)
 
     def test_pings_that_prove_the_arrival_of_more_are_signs_of_life(self) -> None:
         machine = batch(sent=20)
@@ -241,34 +173,6 @@ class TestStalled:
             assert "the last error of the server: insufficient resources" in str(machine.error)
             assert isinstance(machine.error.__cause__, errors.ServerError)
 
-    def test_timeout_error_omits_a_refusal_before_another_reply(self) -> None:
-        machine = batch()
-        machine.waiting(0.0)
-        machine.receive([reply(5, 4, None)], 1.0)
-        machine.receive([ack(3)], 2.0)
-        machine.handle_timer(7.0)
-        assert machine.end_reason is EndReason.TIMEOUT
-        assert "last error of the server" not in str(machine.error)
-        assert machine.error is not None
-        assert machine.error.__cause__ is None
-
-    def test_a_wait_that_is_over_leaves_no_deadline(self) -> None:
-        machine = batch()
-        machine.waiting(10.0)
-        machine.not_waiting()
-        assert machine.handle_timer(16.0) == ([], b"")
-        assert machine.next_timer() == 20.0
-
-    def test_a_later_wait_starts_its_own_deadline(self) -> None:
-        machine = batch()
-        machine.waiting(1.0)
-        machine.not_waiting()
-        machine.waiting(18.0)
-        assert machine.next_timer() == 19.0
-        machine.handle_timer(19.0)
-        machine.handle_timer(22.9)
-        assert machine.end_reason is None
-
 
 class TestCommitting:
     def test_no_ping_is_ever_sent_after_the_commit(self) -> None:
@@ -287,20 +191,6 @@ class TestCommitting:
         assert machine.end_reason is EndReason.TIMEOUT
         assert isinstance(machine.error, errors.BatchOutcomeUnknownError)
 
-    def test_deadline_holds_without_a_waiting_caller(self) -> None:
-        machine = batch()
-        machine.commit(3.0)
-        machine.not_waiting()
-        assert machine.next_timer() == 8.0
-
-    def test_commit_starts_its_own_deadline(self) -> None:
-        machine = batch()
-        machine.ping(0.0)
-        machine.commit(4.0)
-        assert machine.next_timer() == 9.0
-        assert machine.handle_timer(8.9) == ([], b"")
-        assert machine.end_reason is None
-
     def test_a_marker_that_was_not_taken_is_sent_again_until_the_deadline(self) -> None:
         machine = batch()
         marker = machine.commit(0.0)
@@ -316,14 +206,6 @@ class TestCommitting:
         machine.handle_timer(5.0)
         assert machine.end_reason is EndReason.TIMEOUT
 
-    def test_a_marker_that_may_have_been_taken_is_not_sent_again(self) -> None:
-        machine = batch()
-        marker = machine.commit(0.0)
-        machine.receive([reply(6, 3, None)], 0.1)
-        assert machine.handle_timer(1.0) == ([], marker)
-        assert machine.next_timer() == 5.0
-        assert machine.handle_timer(4.9) == ([], b"")
-
 
 class TestSuspended:
     """In ok mode a batch may survive a lost connection."""
@@ -338,18 +220,6 @@ class TestSuspended:
         assert machine.end_reason is EndReason.DISCONNECTED
         assert "did not answer on a new one within 5 s" in str(machine.error)
         assert "1 to 5" in str(machine.error)
-
-    def test_sends_nothing_meanwhile(self) -> None:
-        machine = batch(gap=GapMode.OK)
-        machine.disconnected(10.0)
-        for operation in (machine.commit, machine.ping):
-            with pytest.raises(errors.BatchClosedError, match="takes no messages until"):
-                operation(11.0)
-        with pytest.raises(errors.BatchClosedError):
-            machine.add(MESSAGE, 11.0)
-        with pytest.raises(errors.BatchClosedError):
-            machine.add_plain("f.1", b"", 11.0)
-        assert machine.sent == 5
 
     def test_asks_on_the_new_connection_until_it_is_answered(self) -> None:
         machine = batch(gap=GapMode.OK)
@@ -377,23 +247,6 @@ class TestSuspended:
         assert InDoubt(3, 3) in events
         assert (machine.state, machine.acked) == (State.OPEN, 2)
 
-    def test_nothing_is_in_doubt_if_everything_was_acknowledged(self) -> None:
-        machine = batch(gap=GapMode.OK)
-        machine.receive([ack(5)], 9.0)
-        machine.disconnected(10.0)
-        machine.reconnected(11.0)
-        machine.receive([ack(5, seq=5, op=4)], 11.1)
-        assert (machine.state, list(machine.in_doubt)) == (State.OPEN, [])
-
-    def test_a_lost_first_reply(self) -> None:
-        machine = batch(0, gap=GapMode.OK)
-        machine.add(MESSAGE, 0.0)
-        machine.disconnected(1.0)
-        assert machine.state is State.SUSPENDED
-        assert machine.reconnected(2.0) == OK_PING % 1
-        machine.receive([ack(0, seq=1, op=4)], 2.1)
-        assert (machine.state, list(machine.in_doubt)) == (State.OPEN, [InDoubt(1, 1)])
-
     def test_a_connection_that_comes_and_goes_ends_in_bounded_time(self) -> None:
         machine = batch(gap=GapMode.OK)
         now = 10.0
@@ -407,33 +260,8 @@ class TestSuspended:
         assert machine.end_reason is EndReason.DISCONNECTED
         assert now <= 10.0 + 2 * 5.0 + 1.0
 
-    def test_a_lost_answer_leaves_everything_in_doubt(self) -> None:
-        machine = batch(gap=GapMode.OK)
-        machine.disconnected(10.0)
-        machine.reconnected(11.0)  # the server reports the gap 4 … 5 now, and the report is lost
-        machine.disconnected(11.5)
-        machine.reconnected(12.0)
-        machine.receive([ack(5, seq=5, op=4)], 12.1)
-        assert list(machine.in_doubt) == [InDoubt(1, 5)]
-
-    def test_reconnect_without_a_loss_does_nothing(self) -> None:
-        for machine in (batch(0), batch(), batch(gap=GapMode.OK)):
-            assert machine.reconnected(1.0) == b""
-
 
 class TestDraining:
-    def test_ends_without_the_final_ack_at_the_deadline(self) -> None:
-        machine = batch()
-        machine.receive([reply(5, 1, {"type": "gap", "last_seq": 3, "seq": 5})], 2.0)
-        assert machine.state is State.DRAINING
-        machine.not_waiting()
-        assert machine.next_timer() == 7.0
-        assert machine.handle_timer(6.9) == ([], b"")
-        machine.handle_timer(7.0)
-        assert machine.end_reason is EndReason.GAP
-        assert isinstance(machine.error, errors.BatchGapError)
-        assert machine.error.ack is None
-
     def test_starts_its_own_deadline_and_asks_for_the_final_ack(self) -> None:
         machine = batch()
         machine.ping(0.0)
@@ -462,16 +290,6 @@ class TestDraining:
             if out:
                 machine.receive([ack(0, seq=5, op=4)], now)
         assert (machine.end_reason, now) == (EndReason.ERROR, 5.0)
-
-    def test_acknowledgements_extend_the_deadline(self) -> None:
-        machine = batch()
-        machine.receive([reply(3, 1, None)], 0.0)
-        machine.receive([ack(2)], 4.0)
-        assert machine.handle_timer(5.0)[0] == []
-        machine.receive([reply(5, 4, {"type": "gap", "last_seq": 3, "seq": 6})], 8.0)
-        final = {"stream": "F", "seq": 2, "batch": "b1", "count": 2}
-        machine.receive([reply(5, 4, final)], 8.0)
-        assert (machine.end_reason, machine.acked) == (EndReason.ERROR, 2)
 
 
 def test_the_end_has_no_timers() -> None:

@@ -87,19 +87,6 @@ def test_refusals(header: bytes, payload: bytes, code: int | None, err_code: int
     assert str(said)
 
 
-@walk(
-    "subject, seq, op",
-    [
-        (b"_INBOX.X.raw.10.ok.1.0.$FI", 1, b"0"),
-        (b"p.q.r._INBOX.id.65535.fail.123456.4.$FI", 123456, b"4"),
-        (b"a.2.3.$FI", 2, b"3"),
-    ],
-)
-def test_the_subject_names_the_message_that_is_answered(subject: bytes, seq: int, op: bytes) -> None:
-    reply = decode(subject, b"", SAID[0][0])
-    assert (reply.seq, reply.op) == (seq, op)
-
-
 @walk("subject", [b"", b"a.b", b"_INBOX.x", b"a.x.1.$FI", b"a.-1.1.$FI", b"a..1.$FI", b"2.3.$FI"])
 def test_another_subject_is_a_response_error(subject: bytes) -> None:
     with pytest.raises(errors.ResponseError, match="subject"):
@@ -163,12 +150,6 @@ def test_an_ack_is_the_same_with_and_without_blanks(seq: int, flow: int, before:
 
     compact = f'{{"type":"ack","seq":{before}{seq},"msgs":{before}{flow}}}'
     assert said(compact) == said(compact.replace(",", ", "))
-
-
-def test_an_unknown_reply_is_kept_in_part_only() -> None:
-    said = decode(SUBJECT, b"", orjson.dumps({"type": "x", "y": "z" * 5000})).said
-    assert isinstance(said, UnrecognisedReply)
-    assert len(said.payload) == 1024
 
 
 keys = st.sampled_from(

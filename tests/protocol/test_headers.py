@@ -12,7 +12,6 @@ from nats.js.api import Header
 
 from jetstream_ext.errors import BadHeaderError, ResponseError
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.types import BatchMessage
 
 TOKEN = "!#$%&'*+-.^_`|~" + string.digits + string.ascii_letters
 names = st.text(TOKEN, min_size=1, max_size=20).filter(lambda name: name != h.MSG_ID)  # it must not be blank
@@ -23,10 +22,6 @@ def test_encodes_as_on_the_wire() -> None:
     assert h.encode([("X-U", "v5"), ("Y", "")]) == b"NATS/1.0\r\nX-U: v5\r\nY: \r\n\r\n"
 
 
-def test_headers_are_encoded_in_their_order() -> None:
-    assert h.encode({"b": "1", "a": "2"}.items()) == b"NATS/1.0\r\nb: 1\r\na: 2\r\n\r\n"
-
-
 @given(st.dictionaries(names, values, min_size=1))
 def test_encoded_headers_are_decoded_again(headers: dict[str, str]) -> None:
     block = h.encode(headers.items())
@@ -34,15 +29,6 @@ def test_encoded_headers_are_decoded_again(headers: dict[str, str]) -> None:
     assert h.parse_lines(block) == [(name, value.strip()) for name, value in headers.items()]
     assert block.count(b"\r\n") == len(headers) + 2
     assert h.parse_status(block) is None
-
-
-@given(st.dictionaries(names, values, min_size=1))
-def test_encoded_headers_are_a_mapping(headers: dict[str, str]) -> None:
-    encoded = h.EncodedHeaders(h.encode(headers.items()))
-    assert dict(encoded) == {name: value.strip() for name, value in headers.items()}
-    assert len(encoded) == len(headers)
-    assert "no header" not in encoded
-    assert BatchMessage("s", headers=encoded).headers == dict(encoded)
 
 
 async def test_a_value_is_written_as_nats_py_writes_it() -> None:
@@ -135,27 +121,6 @@ def test_an_invalid_status_is_a_response_error_with_its_bytes(block: bytes) -> N
     assert caught.value.frame == block
 
 
-@given(st.binary(max_size=200) | st.binary(max_size=100).map(lambda tail: b"NATS/1.0 " + tail))
-def test_any_bytes_are_a_status_none_or_a_response_error(block: bytes) -> None:
-    try:
-        h.parse_status(block)
-    except ResponseError:
-        pass
-    h.parse_lines(block)
-    h.decode_stored(block)
-
-
-def test_a_status_of_absurd_length_is_a_response_error() -> None:
-    # int() itself refuses texts of more than 4300 digits, with a ValueError.
-    with pytest.raises(ResponseError):
-        h.parse_status(b"NATS/1.0 " + b"1" * 5000 + b"\r\n\r\n")
-
-
-def test_of_two_lines_with_one_name_the_last_counts() -> None:
-    block = b"NATS/1.0\r\nNats-Sequence: 77\r\nX: 1\r\nNats-Sequence: 5\r\nX: 2\r\n\r\n"
-    assert dict(h.parse_lines(block)) == {"Nats-Sequence": "5", "X": "2"}
-
-
 def test_stored_headers_exclude_the_servers_headers() -> None:
     lines = "".join(f"{name}: 1\r\n" for name in h.REPLY_HEADERS)
     block = f"NATS/1.0\r\nX: 1\r\n{lines}Nats-Msg-Id: 2\r\nNats-Batch-Id: 3\r\n\r\n".encode()
@@ -164,26 +129,11 @@ def test_stored_headers_exclude_the_servers_headers() -> None:
     assert h.decode_stored(b"") == {}
 
 
-@walk("name", ["Nats-TTL", "Nats-Anything", "Nats-"])
-def test_names_that_nats_reserves(name: str) -> None:
-    assert h.is_reserved(name)
-
-
-@walk("name", ["nats-ttl", "NATS-TTL", "NATS-App", "Natsy", "X-Nats-TTL", "KV-Operation", ""])
-def test_names_of_the_user(name: str) -> None:
-    assert not h.is_reserved(name)
-
-
 def test_lines_without_a_colon_are_skipped_and_values_may_have_colons() -> None:
     assert h.parse_lines(b"NATS/1.0\r\nnonsense\r\nTime: 12:30:00\r\nNo:space\r\n\r\n") == [
         ("Time", "12:30:00"),
         ("No", "space"),
     ]
-
-
-@walk("line, number", [(b"Nats-Num-Pending: 8", 8), (b"X: 0", 0)])
-def test_the_number_of_a_line(line: bytes, number: int) -> None:
-    assert h.line_number(line) == number
 
 
 @walk("line", [b"X: a", b"X: ", b"X"])
@@ -252,11 +202,6 @@ def test_rebuilt_block_ends_with_the_lines_of_the_server_in_their_order() -> Non
         b"NATS/1.0\r\nA: b\r\nNats-Stream: S\r\nNats-Subject: s\r\nNats-Sequence: 2\r\nNats-Time-Stamp: T\r\n"
         b"Nats-Num-Pending: 0\r\nNats-Last-Sequence: 1\r\n\r\n"
     )
-
-
-def test_rebuilt_end_of_a_batch_keeps_its_status_line() -> None:
-    parsed = {"Status": "204", "Description": "EOB", "Nats-Num-Pending": "7", "Nats-Last-Sequence": "5"}
-    assert h.rebuild(parsed) == b"NATS/1.0 204 EOB\r\nNats-Num-Pending: 7\r\nNats-Last-Sequence: 5\r\n\r\n"
 
 
 class TestHeaderCache:

@@ -2,7 +2,7 @@
 
 from cells import walk
 
-from jetstream_ext.protocol.membership import RETRY, Claim, Lose, Membership, Owner, Phase, Release, Revoke
+from jetstream_ext.protocol.membership import RETRY, Claim, Lose, Membership, Owner, Release, Revoke
 from jetstream_ext.protocol.partitions import assign
 
 TTL, MARGIN = 9.0, 0.9
@@ -57,16 +57,6 @@ def join(machine: Membership, *others: str, revision: int = 30) -> set[int]:
 
 
 class TestClaiming:
-    def test_a_new_group_is_claimed_completely(self) -> None:
-        machine = member()
-        attempts = claims(machine, 0.0)
-        assert list(attempts) == [0, 1]
-        assert machine.due(0.0) == []
-        assert machine.claimed(0, attempts[0], 11, 0.1)
-        assert machine.owned == (0,)
-        assert machine.holds(0, 11)
-        assert not machine.holds(0, 10)
-
     def test_nothing_is_claimed_before_the_key_is_stored_or_after_it_may_have_ended(self) -> None:
         machine = Membership("me", 2, ttl=TTL, margin=MARGIN)
         machine.see((), (), {}, 10)
@@ -90,14 +80,6 @@ class TestClaiming:
     def test_what_may_be_claimed(self, owner: Owner | None, may: bool) -> None:
         assert member(alive=("me", "alive")).may_claim(owner) is may
 
-    def test_a_partition_of_a_live_member_is_not_claimed(self) -> None:
-        machine = member()
-        machine.see({"me"}, (), {0: Owner("other", 5), 1: Owner("", 6)}, 10)
-        assert list(claims(machine, 0.0)) == [0, 1]
-        machine = member()
-        machine.see({"me", "other"}, {"other"}, {0: Owner("other", 5), 1: Owner("", 6)}, 10)
-        assert list(claims(machine, 0.0)) == [1]
-
     def test_a_claim_that_failed_is_tried_again_after_a_pause(self) -> None:
         machine = member(1)
         machine.failed(0, claims(machine, 0.0)[0], 1.0)
@@ -113,19 +95,6 @@ class TestClaiming:
         machine.see({"me"}, (), {0: Owner("me", 11)}, 12)
         assert list(claims(machine, TTL + 1)) == [0]
 
-    def test_the_result_of_an_older_attempt_changes_nothing(self) -> None:
-        machine = member(1)
-        old = claims(machine, 0.0)[0]
-        assert machine.due(TTL) == [Lose((0,))]
-        machine.renewed(TTL, TTL)
-        new = claims(machine, TTL)[0]
-        machine.failed(0, old, TTL)
-        assert machine.claimed(0, new, 12, TTL)
-        assert not machine.claimed(0, old, 11, TTL)
-        machine.failed(0, old, TTL)
-        assert machine.owned == (0,)
-        assert machine.holds(0, 12)
-
 
 class TestHandingOver:
     def test_what_is_assigned_to_another_member_is_revoked_and_then_released(self) -> None:
@@ -138,13 +107,6 @@ class TestHandingOver:
         machine.released(moved, releases(machine, 1.0)[moved], 40)
         assert machine.due(1.0) == []
         assert machine.phase(moved) is None
-
-    def test_a_release_that_failed_is_tried_again(self) -> None:
-        machine = owning()
-        [moved] = join(machine, "other")
-        machine.revoked(moved, revokes(machine, 1.0)[moved])
-        machine.failed(moved, releases(machine, 1.0)[moved], 1.0)
-        assert list(releases(machine, 1.0 + RETRY)) == [moved]
 
     def test_a_member_whose_release_is_tried_again_is_not_idle(self) -> None:
         machine = owning(1)
@@ -208,12 +170,6 @@ class TestLosing:
         machine.renewed(2.0, 3.2)  # an older one, answered later
         assert machine.valid_until == 3.0 + TTL - MARGIN
 
-    def test_whether_the_server_has_answered_since_a_time(self) -> None:
-        machine = owning()
-        machine.renewed(3.0, 3.1)
-        assert machine.was_renewed_since(2.9)
-        assert not machine.was_renewed_since(3.05)
-
     def test_a_renewal_that_comes_after_the_end_does_not_hide_it(self) -> None:
         """The key may have ended before it was stored again, and the answer is handled before the timer."""
         machine = owning()
@@ -228,31 +184,6 @@ class TestLosing:
         machine.stored(0, 50)
         machine.see({"me", "other"}, {"other"}, {0: Owner("other", 40), 1: Owner("other", 41)}, 41)
         assert machine.due(1.0) == [Lose((1,))]
-
-    def test_a_revoked_partition_can_be_lost(self) -> None:
-        machine = owning()
-        [moved] = join(machine, "other")
-        revoked = revokes(machine, 1.0)
-        assert machine.phase(moved) is Phase.REVOKING
-        assert machine.due(TTL) == [Lose((0, 1))]
-        machine.revoked(moved, revoked[moved])  # the callback ends later
-        assert machine.phase(moved) is None
-
-    def test_an_older_revocation_that_ends_later_changes_nothing(self) -> None:
-        machine = owning()
-        [moved] = join(machine, "other")
-        older = revokes(machine, 1.0)
-        assert machine.due(TTL) == [Lose((0, 1))]
-        machine.renewed(TTL, TTL)
-        machine.see({"me"}, (), owned_by("me", "me"), 31)
-        for number, attempt in claims(machine, TTL).items():
-            machine.claimed(number, attempt, 41 + number, TTL)
-        machine.see({"me", "other"}, (), owned_by("me", "me", revision=41), 50)
-        newer = revokes(machine, TTL)
-        machine.revoked(moved, older[moved])
-        assert machine.phase(moved) is Phase.REVOKING
-        machine.revoked(moved, newer[moved])
-        assert machine.phase(moved) is None
 
     def test_a_fenced_commit_gives_the_partition_up(self) -> None:
         machine = owning()

@@ -3,7 +3,6 @@
 import itertools
 import logging
 import random
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -180,19 +179,6 @@ class TestFailed:
 
     error = errors.RequestTimeoutError("late")
 
-    def test_a_request(self) -> None:
-        script = Script(scan())
-        script.machine.next_action(0.0)
-        script.machine.failed(self.error)
-        assert failure(script.act()) is self.error
-
-    def test_the_proof_of_the_end(self) -> None:
-        script = Script(scan(9), prove_to=9)
-        script.answer(reply([1]))
-        script.machine.failed(self.error)
-        assert failure(script.act()) is self.error
-        assert script.delivered == [1]
-
     def test_rows_without_the_proof_of_their_gaps_are_not_delivered(self) -> None:
         script = Script(scan(9), prove_to=9)
         script.answer(reply([2, 3], stream="M"))
@@ -231,13 +217,6 @@ class TestSingle:
         read.disconnected(closed)
         with pytest.raises(error):
             read.result()
-
-    def test_a_request_that_was_not_sent_leaves_the_retry(self) -> None:
-        read = self.read()
-        read.not_sent(nats.errors.ConnectionReconnectingError())
-        read.connected()
-        read.disconnected(None)
-        assert read.state is State.RESUMING
 
     @walk("lost, what", [(False, "no answer"), (True, "did not come back")])
     def test_the_timeout_names_what_was_awaited(self, lost: bool, what: str) -> None:
@@ -313,13 +292,6 @@ class TestReading:
         assert script.act() == Done()
         assert script.delivered == list(range(1, 13))
 
-    def test_a_refusal_ends_the_read_after_what_came_before(self) -> None:
-        script = Script(scan())
-        script.answer([row(1, 0, 3)])
-        assert isinstance(failure(script.answer([status("408 Bad Request")])), errors.BadRequestError)
-        assert script.delivered == [1]
-        assert script.machine.state is State.ENDED
-
     @walk(
         "plan, most",
         [
@@ -380,31 +352,6 @@ class TestSilence:
         done = machine.next_action(TIMEOUT)
         assert isinstance(failure(done), errors.RequestTimeoutError)
 
-    @walk("prefetch", [1, 2, 3])
-    def test_an_answer_ends_the_count_of_sending(self, prefetch: int) -> None:
-        """Each request waits long for room, and the answers come meanwhile."""
-        machine, now, read = RangeRead("S", scan(up_to=40, prefetch=prefetch), TIMEOUT, pause=PAUSE), 0.0, []
-        unanswered: list[SentRequest] = []
-
-        def answer(when: float) -> None:
-            for sent in unanswered:
-                start = sent.request.seq or 1
-                machine.receive(sent, reply(range(start, start + 4), pending=37 - start), when)
-            unanswered.clear()
-
-        while not isinstance(action := machine.next_action(now), Done):
-            if isinstance(action, SendRequest):
-                sent_at = min(now + 3.0, action.until)
-                answer((now + sent_at) / 2)
-                unanswered.append(action.sent)
-                now = sent_at
-            elif isinstance(action, Deliver):
-                read += action.block.seqs
-            elif isinstance(action, Wait):
-                answer(now)
-        assert action.error is None
-        assert read == list(range(1, 41))
-
     def test_is_repeated_behind_the_last_row_and_fails_the_second_time(self) -> None:
         script = Script(scan())
         script.answer([row(1, 0, 9)])
@@ -440,15 +387,6 @@ class TestSilence:
         assert script.now == before + PAUSE
         assert script.plan.end == EndOfBatch(0, 3)
 
-    def test_after_the_last_message_of_an_answer_that_counts_as_a_whole_ends_the_read_in_time(self) -> None:
-        script = Script(OneReply(Request(seq=1, batch=2), whole=True))
-        script.answer([row(1, 0, 1), row(2, 1, 0)])
-        for _ in range(3):
-            if isinstance(action := script.expire(), Done):
-                break
-        assert isinstance(failure(action), errors.RequestTimeoutError)
-        assert script.now == TIMEOUT
-
     @walk("before", [0, 1])
     @walk(
         "make, end",
@@ -472,15 +410,6 @@ class TestSilence:
         script.machine.receive(script.sent[0], frames[before:], script.now)
         assert script.act() == Done()
         assert script.delivered == [1, 2, 3]
-
-    def test_a_first_reply_that_is_lost_ends_no_wait_for_the_repetition(self) -> None:
-        script = Script(scan())
-        script.act()
-        script.now = TIMEOUT / 2
-        script.machine.handle_timer(script.now)
-        script.machine.disconnected()  # and the connection is back before the repetition is sent
-        assert script.act() == Wait(TIMEOUT)
-        assert "no answer" in str(failure(script.expire()))
 
     def test_a_reply_that_a_blocked_loop_has_not_read_still_counts(self) -> None:
         script = Script(scan())
@@ -555,12 +484,6 @@ class TestProof:
         assert script.act() == AskLeader((Request(seq=3, next_by_subj=">"),))
         assert script.leader(None) == Done()
 
-    @walk("found", [None, 10])
-    def test_messages_behind_the_range_are_not_missing(self, found: int | None) -> None:
-        script = Script(scan(9), prove_to=9)
-        script.answer(reply([1]))
-        assert script.leader(found) == Done()
-
     def test_a_lagging_replica_is_asked_again_after_a_pause(self) -> None:
         script = Script(scan(9), prove_to=9)
         script.answer(reply([1]))
@@ -573,21 +496,6 @@ class TestProof:
         assert script.answer(reply([3, 4, 9])) == Done()
         assert script.now == PAUSE
         assert script.delivered == [1, 2, 3, 4, 9]
-
-    def test_the_rest_is_read_from_the_leader_if_no_replica_catches_up(self) -> None:
-        script, last = Script(scan(1000), prove_to=1000), 1000
-        script.answer(reply([1]))
-        rounds = 0
-        while not isinstance(action := script.leader_with(*range(2, last + 1)), Done):
-            if script.machine.state is State.PAUSED:
-                script.expire()
-                script.reconnect()
-            script.answer(reply([]))
-            rounds += 1
-        assert action == Done()
-        assert script.delivered == list(range(1, last + 1))
-        assert script.now <= (MAX_MIRROR_ANSWERS + 1) * PAUSE
-        assert rounds < 2 * last / MAX_LEADER_REQUESTS, "many messages at once"
 
     def test_a_mirror_is_asked_again_because_a_replica_may_answer(self) -> None:
         script = Script(scan(3), prove_to=3)
@@ -613,71 +521,12 @@ class TestProof:
             for seq, pending, last in ((2, 2, 0), (3, 1, 2), (6, 0, 3))
         ]  # fmt: skip
 
-    def test_rows_of_a_mirror_that_the_stream_has_removed_do_not_count(self) -> None:
-        script = Script(scan(9), prove_to=9)
-        script.answer_by_mirror(reply([2, 3, 6, 9], stream="M"))
-        assert script.leader(3, 3, 9, 9, None) == Done()
-        assert script.delivered == [3, 9]
-
     def test_a_read_ends_if_the_leader_has_nothing_instead_of_the_rows_of_a_mirror(self) -> None:
         script = Script(scan(200, batch=100), prove_to=200)
         script.answer_by_mirror(reply(range(1, 101), 100, stream="M"))
         assert script.leader(*[None] * MAX_LEADER_REQUESTS) == Done()
         assert script.plan.end is not None
         assert (script.delivered, script.plan.end.last_seq, script.plan.end.num_pending) == ([], 0, 0)
-
-    def test_the_messages_of_the_leader_end_with_the_range(self) -> None:
-        script = Script(scan(3), prove_to=3)
-        script.answer_by_mirror(reply([2, 3, 4], stream="M"))
-        assert script.leader(2, 3, 4, 5) == Done()
-        assert script.delivered == [2, 3]
-        assert script.plan.end is not None
-        assert (script.plan.end.last_seq, script.plan.end.num_pending) == (3, 2)
-
-    def test_a_range_without_an_end_goes_on_behind_what_is_proved(self) -> None:
-        script = Script(scan(), prove_to=2)
-        script.answer_by_mirror(reply([1, 2, 3], 2, stream="M"))
-        script.leader(1, 2, 3, 4)
-        script.answer(reply([]))
-        assert script.answer(reply([])) == Done()
-        assert script.delivered == [1, 2, 3, 4]
-
-    def test_a_request_asks_for_no_more_than_the_leader_is_asked_for_if_only_mirrors_answer(self) -> None:
-        script = Script(scan(2000, batch=1000, prefetch=4), prove_to=2000)
-        script.answer_by_mirror(reply(range(1, MAX_LEADER_REQUESTS + 1), 2000 - MAX_LEADER_REQUESTS, stream="M"))
-        assert script.sent[0].request.batch == 1000
-        assert script.sent[MAX_MIRROR_ANSWERS].request.batch == MAX_LEADER_REQUESTS
-        assert len(script.sent) == MAX_MIRROR_ANSWERS + 1, "none before the leader has answered"
-        script.leader(*range(1, MAX_LEADER_REQUESTS + 1))
-        assert script.sent[-1].request.batch == MAX_LEADER_REQUESTS
-        assert len(script.plan.in_flight) == 1
-
-    def test_requests_grow_again_if_a_replica_answers(self) -> None:
-        script = Script(scan(200, batch=1000), prove_to=200)
-        script.answer_by_mirror(reply([1, 2], 198, stream="M"))
-        script.leader(1, 2, 3)
-        script.answer(reply(range(4, 4 + MAX_LEADER_REQUESTS), 200 - 3 - MAX_LEADER_REQUESTS))
-        assert script.delivered[-1] == 3 + MAX_LEADER_REQUESTS
-        assert script.sent[-1].request.batch == 200 - 3 - MAX_LEADER_REQUESTS
-        for _ in range(MAX_MIRROR_ANSWERS):
-            script.answer(reply([150], stream="M"))
-            script.reconnect()
-        assert script.machine.state is State.READING, "the leader is asked after as many answers as before"
-
-    def test_the_loss_of_a_mirrors_answer_is_no_end(self) -> None:
-        script = Script(scan(6), prove_to=6)
-        for _ in range(MAX_MIRROR_ANSWERS):
-            script.answer(reply([1], 9, stream="M"))
-            script.reconnect()
-        script.answer([row(3, 0, 9, "M")])
-        script.machine.disconnected()
-        assert isinstance(script.act(), AwaitConnection)
-        script.reconnect()
-        script.act()
-        assert script.sent[-1].request.seq == 1
-        script.answer([row(3, 0, 2, "M"), row(6, 4, 0, "M")])  # 4 was lost
-        assert script.leader_with(2, 6) != Done()
-        assert script.delivered == [2]
 
     def test_messages_that_a_mirror_lacks_are_looked_for_in_ever_larger_steps(self) -> None:
         """It has the newest messages alone."""
@@ -716,19 +565,6 @@ class TestProof:
         script.answer(reply([4]))
         assert isinstance(failure(script.leader(4)), errors.ResponseError)
 
-    def test_a_failure_behind_a_message_of_the_leader_is_forgotten(self) -> None:
-        script = Script(scan(6), prove_to=6)
-        script.answer([row(1, 0, 9)])
-        script.expire()
-        for _ in range(MAX_MIRROR_ANSWERS):
-            script.answer(reply([3, 6], stream="M"))
-            script.reconnect()
-        script.answer([row(3, 0, 2, "M"), row(6, 4, 0, "M")])  # 4 was lost: the second failure at one place
-        assert script.machine.state is State.PROVING
-        script.leader(2, 6)
-        assert script.answer(reply([6])) == Done()
-        assert script.delivered == [1, 2, 6]
-
     def test_a_read_by_time_is_proved_by_time(self) -> None:
         when = datetime(2026, 1, 1, tzinfo=UTC)
         script = Script(Scan(start_time=when, up_to_seq=9, max_bytes=100, subject="a"), prove_to=9)
@@ -747,12 +583,6 @@ class TestProvedBatch:
     @staticmethod
     def script(batch: int, prove_to: int) -> Script:
         return Script(OneReply(Request(seq=1, next_by_subj="a", batch=batch, max_bytes=100)), prove_to=prove_to)
-
-    @walk("batch, seqs, pending", [(2, [1, 2], 0), (2, [1, 2], 9), (5, [1], 4)])
-    def test_a_batch_that_its_own_limits_end_is_complete(self, batch: int, seqs: list[int], pending: int) -> None:
-        script = self.script(batch, 9)
-        assert script.answer(reply(seqs, pending)) == Done()
-        assert script.delivered == seqs
 
     @walk("limit", [100, 1000])
     def test_a_batch_beside_a_near_mirror_is_read_with_short_requests(self, limit: int) -> None:
@@ -782,49 +612,6 @@ class TestProvedBatch:
         assert script.delivered == [1, 2, 3, 4, 5]
         assert script.plan.end is not None
         assert script.plan.end.num_pending == 145
-
-
-def test_every_change_is_one_debug_record(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, logger="jetstream_ext.direct"):
-        script = Script(scan(9), prove_to=9)
-        script.answer([row(1, 0, 2)])
-        script.expire()
-        script.answer([status("503")])
-        script.expire()
-        script.reconnect()
-        script.answer(reply([2]))
-        script.leader(3)
-        script.expire()
-        script.reconnect()
-        script.answer(reply([4], stream="M"))
-        script.reconnect()
-        script.answer(reply([]))
-        script.leader_with()
-    said = [re.split(r" \(|; ", record.message.removeprefix("stream 'S': "), maxsplit=1) for record in caplog.records]
-    assert all(record.name == "jetstream_ext.direct" for record in caplog.records)
-    expected = [
-        ("request sent", "request=seq 1"),
-        ("request repeated", "no answer); seconds=2.5"),
-        ("request sent", "request=seq 2"),
-        ("READING -> PAUSED", "no server answers direct gets"),
-        ("PAUSED -> RESUMING", "the pause is over"),
-        ("RESUMING -> READING", "usable"),
-        ("request sent", "request=seq 2"),
-        ("reply ended", "rows=1, pending=0"),
-        ("READING -> PROVING", "nothing came after sequence 2"),
-        ("PROVING -> PAUSED", "the leader has sequence 3, which no responder delivered"),
-        ("PAUSED -> RESUMING", "over"),
-        ("RESUMING -> READING", "usable"),
-        ("request sent", "request=seq 4"),
-        ("READING -> RESUMING", "mirror 'M' answers"),
-        ("RESUMING -> READING", "usable"),
-        ("request sent", "request=seq 4"),
-        ("reply ended", "rows=0, pending=0"),
-        ("READING -> PROVING", "nothing came after sequence 3"),
-        ("PROVING -> ENDED", "the leader has nothing else in the range after sequence 3"),
-    ]
-    assert [what for what, _ in said] == [what for what, _ in expected]
-    assert all(why in detail for (_, detail), (_, why) in zip(said, expected, strict=True))
 
 
 # -- a model cluster ----------------------------------------------------------------------------------------------------

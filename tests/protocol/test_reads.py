@@ -200,20 +200,6 @@ class TestScan:
                 assert request.max_bytes * min(readers, MAX_IN_FLIGHT) <= link.room(1) / 0.75
                 assert request.batch == 1 or request.batch * 256 <= 80_000 // readers
 
-    def test_the_last_read_of_a_group_asks_for_as_much_as_a_read_alone(self) -> None:
-        group = Group(4)
-        plan = Scan(subject="a", max_bytes=80_000, group=group)
-        plan.link = Link(1e12)
-        driver = Driver(plan, Model(dict.fromkeys(range(1, 2001), ("a", 300))))
-
-        def end_others() -> None:
-            if len(driver.model.requests) == 2:
-                group.readers = 1
-
-        assert driver.run(end_others) == list(range(1, 2001))
-        asked = [request.max_bytes for request in driver.model.requests]
-        assert (asked[0], asked[-1]) == (20_000, 80_000)
-
     def test_sends_guesses_ahead_on_a_dense_stream_and_throws_none_away(self) -> None:
         model = Model(dict.fromkeys(range(1, 101), ("a", 10)))
         plan = Scan(batch=10, max_bytes=1 << 20, prefetch=3)
@@ -273,12 +259,6 @@ class TestScan:
         Driver(plan, Model({6: ("a", 1)})).run()
         assert plan.request_after(6) == Request(seq=7, next_by_subj="a")
 
-    def test_a_range_by_time_without_messages_is_asked_for_by_time_again(self) -> None:
-        plan = Scan(start_time=(when := datetime.fromtimestamp(5, UTC)), max_bytes=100)
-        Driver(plan, Model({})).run()
-        plan.reopen()
-        assert plan.next_request().request.start_time == when  # type: ignore[union-attr]
-
     def test_messages_of_the_leader_beyond_the_range_end_it(self) -> None:
         plan = Scan(seq=1, up_to_seq=4, max_bytes=100)
         assert plan.take([StoredMsg(stream="S", subject="a", seq=seq) for seq in (2, 4, 6)], 5).seqs == [2, 4]
@@ -313,12 +293,6 @@ class TestOneReply:
         assert Driver(plan, model, [5]).run() == [1, 2, 3, 4, 5]
         assert plan.end == EndOfBatch(25, 5)
 
-    def test_a_read_by_time_continues_by_sequence(self) -> None:
-        model = Model(dict.fromkeys(range(1, 31), ("a", 1)))
-        plan = OneReply(Request(start_time=datetime.fromtimestamp(4, UTC), batch=6, max_bytes=100))
-        assert Driver(plan, model, [2]).run() == [4, 5, 6, 7, 8, 9]
-        assert (model.requests[1].seq, model.requests[1].start_time, model.requests[1].batch) == (6, None, 4)
-
 
 LOG = Request(seq=7, batch=10)
 LASTS = Request(multi_last=("a.>",))
@@ -346,14 +320,6 @@ class TestOneWholeReply:
         accept(plan, ask, [7], 1)
         plan.finish(ask, EndOfBatch(0, 7, 12))  # as 2.11 ends it
         assert plan.end == EndOfBatch(1, 7, 12)
-
-    def test_the_end_of_a_cut_batch_is_what_the_end_says(self) -> None:
-        plan = OneReply(LOG, whole=True)
-        ask = plan.next_request()
-        assert ask is not None
-        accept(plan, ask, [7], 1)
-        plan.finish(ask, EndOfBatch(0, 7))  # on 2.11 a message of a batch counts itself
-        assert plan.end == EndOfBatch(0, 7)
 
     def test_a_loss_after_a_message_fails_the_read(self) -> None:
         plan = OneReply(LOG, whole=True)

@@ -7,10 +7,8 @@ import pytest
 from cells import walk
 
 from jetstream_ext.errors import (
-    DirectGetDisabledError,
     ResponseError,
     StreamConfigMismatchError,
-    UnsupportedFeatureError,
 )
 from jetstream_ext.protocol.api import StreamState, parse_stream_state
 
@@ -121,13 +119,6 @@ def test_the_configuration_that_the_server_returns() -> None:
 def test_a_malformed_answer_is_a_response_error_that_names_the_stream(broken: dict[str, Any]) -> None:
     with pytest.raises(ResponseError, match="'S'"):
         parse_stream_state(answer(**broken), "S")
-
-
-def test_a_stream_without_direct_gets_is_refused_with_what_to_do() -> None:
-    with pytest.raises(DirectGetDisabledError, match="or 'jetstream-ext enable S --direct'"):
-        StreamState("S", CREATED, {}, api_level=1).check_direct_reads("2.15.1")
-    with pytest.raises(UnsupportedFeatureError, match=r"2\.10\.2"):
-        StreamState("S", CREATED, {"allow_direct": True}).check_direct_reads("2.10.2")
 
 
 @walk(
