@@ -266,16 +266,11 @@ def test_a_batch_of_a_named_stream_takes_subjects_that_the_stream_does_not_list(
 
 @LEVELS
 @walk("operation", ["add", "commit", "commit_eob"])
-@walk(
-    "state, error, outcome",
-    [
-        (COMMITTING, errors.BatchClosedError, "unknown"),
-        (COMMITTED, errors.BatchClosedError, "stored"),
-        (DISCARDED, errors.BatchClosedError, "not_stored"),
-        (FAILED, errors.AtomicPublishDisabledError, "not_stored"),
-        (UNKNOWN, errors.BatchOutcomeUnknownError, "unknown"),
-    ],
-)
+@walk("state, error, outcome", [
+    (COMMITTING, errors.BatchClosedError, "unknown"), (COMMITTED, errors.BatchClosedError, "stored"),
+    (DISCARDED, errors.BatchClosedError, "not_stored"), (FAILED, errors.AtomicPublishDisabledError, "not_stored"),
+    (UNKNOWN, errors.BatchOutcomeUnknownError, "unknown"),
+])  # fmt: skip
 def test_a_batch_that_is_not_open_takes_nothing(
     state: State, error: type[errors.BatchError], outcome: str, operation: str, level: int
 ) -> None:

@@ -363,15 +363,6 @@ def with_content(seq: int, message: StoredMsg) -> StoredMsg:
     return StoredMsg(stream="S", subject="s.a", seq=seq, headers=message.headers, data=message.data)
 
 
-def test_similar_ids_and_sequences_are_not_the_batch() -> None:
-    looking = search()
-    for seq, headers in enumerate(
-        [header("b", "x"), header("b", 0), header("b", 4), header("B", 1), header("b", "9" * 5000), {}], 1
-    ):
-        looking.see(with_headers(seq, headers))
-    assert (looking.last_seq, looking.room) == (None, False)
-
-
 @walk(
     "one, other, same",
     [

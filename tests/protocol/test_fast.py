@@ -4,65 +4,15 @@ import logging
 import pickle
 from typing import Any
 
-import orjson
 import pytest
 from cells import walk
+from fast_batches import FAIL, OK, ack, batch, commands, err, final, gap, message, no_responders, refusal, reply
 
 from jetstream_ext import errors
-from jetstream_ext.protocol import frames
 from jetstream_ext.protocol.fast import ERR, KEPT_REPORTS, Ended, FastBatch, Input, State
 from jetstream_ext.protocol.fast import TABLE as TABLE_OF_THE_MACHINE
-from jetstream_ext.protocol.frames import Command, Frame
-from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowGap, BatchMessage, EndReason, GapMode
-
-OK, FAIL = GapMode.OK, GapMode.FAIL
-
-
-def batch(gap: GapMode = FAIL, **options: Any) -> FastBatch:
-    machine = FastBatch(batch_id="b1", flow=10, gap=gap, **options)
-    machine.open("_INBOX.x")
-    return machine
-
-
-def message(subject: str = "f.1", payload: bytes = b"x", **options: Any) -> BatchMessage:
-    return BatchMessage(subject, payload, **options)
-
-
-def reply(body: dict[str, Any] | bytes, seq: int = 1, op: int = 1, header: bytes = b"") -> Frame:
-    """An answer to the message `seq`, sent with `op`."""
-    payload = body if isinstance(body, bytes) else orjson.dumps(body)
-    return b"_INBOX.x.b1.10.fail.%d.%d.$FI" % (seq, op), header + payload, len(header)
-
-
-def ack(up_to: int, msgs: int = 10, *, seq: int | None = None, op: int = 1) -> Frame:
-    return reply({"type": "ack", "seq": up_to, "msgs": msgs}, seq or max(1, up_to), op)
-
-
-def gap(first: int, seq: int) -> Frame:
-    return reply({"type": "gap", "last_seq": first, "seq": seq}, seq)
-
-
-def err(seq: int, err_code: int = 10071) -> Frame:
-    return reply({"type": "err", "seq": seq, "error": {"code": 400, "err_code": err_code, "description": "no"}}, seq)
-
-
-def refusal(err_code: int, seq: int = 2, op: int = 1, code: int = 400) -> Frame:
-    body = {"error": {"code": code, "err_code": err_code, "description": "no"}, "stream": "F", "seq": 0}
-    header = b"NATS/1.0 429 Too Many Requests\r\n\r\n" if code == 429 else b""
-    return reply(body, seq, op, header)
-
-
-def no_responders(seq: int = 2, op: int = 1) -> Frame:
-    return reply(b"", seq, op, b"NATS/1.0 503\r\nNats-Subject: f.1\r\n\r\n")
-
-
-def final(count: int, batch_id: str = "b1", *, seq: int | None = None, op: int = 3) -> Frame:
-    body = {"stream": "F", "seq": 100 + count, "batch": batch_id, "count": count}
-    return reply(body, seq or max(1, count), op)
-
-
-def commands(data: bytes) -> list[Command]:
-    return list(frames.parse_pubs(data))
+from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.types import BatchAck, BatchFlowAck, EndReason, GapMode
 
 
 def in_state(state: State, mode: GapMode | None = None) -> FastBatch:
@@ -150,7 +100,7 @@ TABLE: list[tuple[State, GapMode | None, str, Frame, State, Any]] = [
     (O, None, "err about a message never sent", err(7), O, None),
     (O, FAIL, "gap that goes back", gap(6, 3), D, None),
     (O, OK, "gap that goes back", gap(6, 3), D, None),
-    (O, None, "a batch opened by a ping", reply({"type": "gap", "last_seq": 1, "seq": 6}, 5, 4), E, (EndReason.ERROR, errors.FastPublishUnknownBatchError, "unknown")),
+    (O, None, "a batch opened by a ping", gap(1, 6, at=5, op=4), E, (EndReason.ERROR, errors.FastPublishUnknownBatchError, "unknown")),
     (C, None, "ack", ack(5), C, None),
     (C, None, "ack of the marker", ack(6), C, None),
     (C, FAIL, "gap", gap(3, 5), D, None),
@@ -185,7 +135,7 @@ TABLE: list[tuple[State, GapMode | None, str, Frame, State, Any]] = [
     (P, OK, "429 to the ping", refusal(10167, 5, 4, 429), P, None),
     (P, OK, "503", no_responders(5), P, None),
     (P, OK, "unknown batch", refusal(10208, 5, 4), E, (EndReason.DISCONNECTED, errors.BatchAbandonedError, "unknown")),
-    (P, OK, "a batch opened by the ping", reply({"type": "gap", "last_seq": 1, "seq": 6}, 5, 4), E, (EndReason.DISCONNECTED, errors.BatchAbandonedError, "unknown")),
+    (P, OK, "a batch opened by the ping", gap(1, 6, at=5, op=4), E, (EndReason.DISCONNECTED, errors.BatchAbandonedError, "unknown")),
     (P, OK, "final", final(3), E, (EndReason.ERROR, errors.BatchAbandonedError, "partial")),
     (P, OK, "garbage", GARBAGE, P, None),
     (E, None, "ack", ack(5), E, (EndReason.COMMITTED, None, None)),
@@ -347,17 +297,6 @@ def test_acks_are_cumulative_and_never_go_back() -> None:
     assert events == [BatchFlowAck(4, 20), BatchFlowAck(4, 30)], "one that is older than what is known says nothing"
 
 
-@walk("mode", [OK, FAIL])
-def test_a_gap_report_never_moves_the_window(mode: GapMode) -> None:
-    machine = in_state(O, mode)
-    machine.receive([ack(2)], 0.0)
-    room = machine.room
-    events, _ = machine.receive([gap(3, 5)], 0.0)
-    assert (machine.acked, machine.room) == (2, room)
-    assert events == [BatchFlowGap(3, 5)]
-    assert (list(machine.gaps), machine.gap_count) == ([BatchFlowGap(3, 5)], 1)
-
-
 def test_reports_are_bounded_and_counted() -> None:
     machine = in_state(O, OK)
     machine.sent = 1010
@@ -385,23 +324,6 @@ def test_memory_of_refused_messages_is_bounded() -> None:
     assert machine.window._refused_count == 2
     machine.receive([err(4990), err(5001), ack(5000, 5)], 0.0)
     assert (machine.room, machine.window._refused_count, len(machine.window._refused)) == (10, 0, 0)
-
-
-def test_window_opens_after_lost_refusal_reports() -> None:
-    machine = batch(OK, max_outstanding_acks=1, stall_ping=1.0)
-    machine.add(message(), 0.0)
-    machine.receive([ack(0, 2, op=0)], 0.0)
-    machine.add(message(), 0.0)
-    machine.disconnected(0.5)  # reports are lost only with a connection
-    machine.reconnected(0.5)
-    machine.receive([ack(0, 2, seq=2, op=4)], 1.0)
-    machine.receive([ack(0, 2, seq=2, op=4)], 1.5)
-    assert machine.room == 0, "a replica may be slow"
-    assert machine.window.settled_without_ack == 0
-    machine.receive([ack(0, 2, seq=2, op=4)], 2.0)
-    assert (machine.room, machine.acked) == (2, 0)
-    machine.add(message(), 2.0)
-    assert machine.room == 1
 
 
 @walk("mode", [FAIL, OK])

@@ -5,50 +5,22 @@ from typing import Any
 
 import pytest
 from cells import walk
+from fast_batches import ack, batch, commands, message, opened
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jetstream_ext import errors
-from jetstream_ext.protocol import frames
 from jetstream_ext.protocol.fast import FastBatch
-from jetstream_ext.protocol.frames import Command
 from jetstream_ext.protocol.headers import EncodedHeaders, encode
 from jetstream_ext.protocol.options import as_message
 from jetstream_ext.types import NEVER, BatchMessage, GapMode
-
-FIRST = (b"_INBOX.x.b1.10.ok.1.0.$FI", b'{"type":"ack","seq":0,"msgs":500}', 0)
-
-
-def batch(max_payload: int = 1 << 20, **options: Any) -> FastBatch:
-    machine = FastBatch(batch_id="b1", flow=10, **options)
-    machine.set_max_payload(max_payload)
-    machine.open("_INBOX.x")
-    return machine
-
-
-def opened(sent: int = 5, **options: Any) -> FastBatch:
-    """A batch that has sent this many messages and had its first reply."""
-    machine = batch(**options)
-    machine.add(message(), 0.0)
-    machine.receive([FIRST], 0.0)
-    for _ in range(sent - 1):
-        machine.add(message(), 0.0)
-    return machine
-
-
-def message(subject: str = "f.1", payload: bytes = b"x", **options: Any) -> BatchMessage:
-    return BatchMessage(subject, payload, **options)
-
-
-def commands(data: bytes) -> list[Command]:
-    return list(frames.parse_pubs(data))
 
 
 def test_the_commands_on_the_wire() -> None:
     machine = batch(gap=GapMode.OK)
     data = machine.add(message(payload=b"one"), 0.0)
     assert data == b"PUB f.1 _INBOX.x.b1.10.ok.1.0.$FI 3\r\none\r\n"
-    machine.receive([FIRST], 0.0)
+    machine.receive([ack(0, 500, op=0)], 0.0)
     # The reply subject keeps the flow that was asked for, whatever the server sets.
     assert machine.add_plain("f.2", b"two", 0.0) == b"PUB f.2 _INBOX.x.b1.10.ok.2.1.$FI 3\r\ntwo\r\n"
     (third,) = commands(machine.add(message(payload=b"", headers={"K": "v"}, msg_id="m", msg_ttl=NEVER), 0.0))
@@ -77,6 +49,7 @@ def test_the_headers_of_a_block_count_as_well() -> None:
     machine = opened(max_payload=1 << 20)
     headers = {"K": "x" * 60_000}
     for large in (("f.1", b"", headers), message(headers=headers)):
+        machine.receive([ack(machine.sent, 500)], 1.0)
         data, count, _, stopped = machine.add_many(iter([large] * 30), 1.0)
         assert (count, stopped) == (18, None)
         assert len(data) < 1_200_000
@@ -132,7 +105,7 @@ def test_mode_and_id_are_checked(gap_mode: Any, batch_id: str) -> None:
 class TestAddMany:
     def test_a_block_is_not_larger_than_what_the_server_acknowledges_at_once(self) -> None:
         machine = opened(max_outstanding_acks=2)
-        machine.receive([(b"_INBOX.x.b1.10.fail.5.1.$FI", b'{"type":"ack","seq":5,"msgs":3}', 0)], 0.0)
+        machine.receive([ack(5, 3)], 0.0)
         entries = iter([("f.1", b"x")] * 10)
         assert [machine.add_many(entries, 0.0)[1] for _ in range(3)] == [3, 3, 0]
         assert len(list(entries)) == 4
@@ -195,8 +168,7 @@ def test_a_bulk_is_the_same_as_its_messages_one_by_one(
 ) -> None:
     one, other = opened(sent, max_payload=300), opened(sent, max_payload=300)
     for machine in (one, other):
-        ack = b'{"type":"ack","seq":%d,"msgs":%d}' % (sent, flow)
-        machine.receive([(b"_INBOX.x.b1.10.fail.%d.1.$FI" % sent, ack, 0)], 0.0)
+        machine.receive([ack(sent, flow)], 0.0)
     source, expected = _Source(entries, error), _Source(entries, error)
     data, count, size, stopped = b"", 0, 0, None
     while stopped is None and one.room > 0:

@@ -1,46 +1,23 @@
 """The timers of the fast batch, on a virtual clock."""
 
-from typing import Any
+from functools import partial
 
-import orjson
 from cells import walk
+from fast_batches import ack, batch, gap, message, no_responders, opened, reply
 
 from jetstream_ext import errors
-from jetstream_ext.protocol.fast import FastBatch, State
-from jetstream_ext.protocol.frames import Frame
-from jetstream_ext.types import BatchFlowGap, BatchMessage, EndReason, GapMode, InDoubt
+from jetstream_ext.protocol.fast import State
+from jetstream_ext.types import BatchFlowGap, EndReason, GapMode, InDoubt
 
 PING = b"PUB f.1 _INBOX.x.b1.10.fail.%d.4.$FI 0\r\n\r\n"
 OK_PING = PING.replace(b"fail", b"ok")
-MESSAGE = BatchMessage("f.1", b"x")
-
-
-def reply(seq: int, op: int, body: dict[str, Any] | None) -> Frame:
-    """An answer to the message `seq`, sent with `op`; None is 503."""
-    header, payload = (b"NATS/1.0 503\r\n\r\n", b"") if body is None else (b"", orjson.dumps(body))
-    return b"_INBOX.x.b1.10.fail.%d.%d.$FI" % (seq, op), header + payload, len(header)
-
-
-def ack(up_to: int, *, seq: int | None = None, op: int = 1) -> Frame:
-    return reply(seq or max(1, up_to), op, {"type": "ack", "seq": up_to, "msgs": 10})
-
-
-def batch(sent: int = 5, **options: Any) -> FastBatch:
-    """A batch that is open at 0 s with `sent` messages; 5 s to answer, pings after 1 s, kept alive after 20 s."""
-    options = {"ack_timeout": 5.0, "stall_ping": 1.0, "keepalive": 20.0, **options}
-    machine = FastBatch(batch_id="b1", flow=10, **options)
-    machine.open("_INBOX.x")
-    if sent:
-        machine.add(MESSAGE, 0.0)
-        machine.receive([ack(0, op=0)], 0.0)
-    for _ in range(sent - 1):
-        machine.add(MESSAGE, 0.0)
-    return machine
+TIMES = {"ack_timeout": 5.0, "stall_ping": 1.0, "keepalive": 20.0}
+timed = partial(opened, **TIMES)
 
 
 def test_the_first_reply_has_a_deadline_and_no_pings() -> None:
-    machine = batch(0)
-    machine.add(MESSAGE, 100.0)
+    machine = batch(**TIMES)
+    machine.add(message(), 100.0)
     machine.waiting(100.0)
     assert machine.next_timer() == 105.0
     assert machine.handle_timer(104.9) == ([], b"")
@@ -52,7 +29,7 @@ def test_the_first_reply_has_a_deadline_and_no_pings() -> None:
 
 class TestIdle:
     def test_is_kept_alive(self) -> None:
-        machine = batch()
+        machine = timed()
         now = 0.0
         for _ in range(10):
             assert machine.next_timer() == now + 20.0
@@ -61,8 +38,8 @@ class TestIdle:
             machine.receive([ack(0, seq=5, op=4)], now + 0.1)
 
     def test_writing_puts_it_off(self) -> None:
-        machine = batch()
-        machine.add(MESSAGE, 15.0)
+        machine = timed()
+        machine.add(message(), 15.0)
         assert machine.next_timer() == 35.0
         machine.add_plain("f.1", b"", 16.0)
         assert machine.next_timer() == 36.0
@@ -71,7 +48,7 @@ class TestIdle:
         assert machine.handle_timer(36.9) == ([], b"")
 
     def test_unanswered_pings_are_repeated_until_the_deadline(self) -> None:
-        machine = batch()
+        machine = timed()
         assert machine.handle_timer(20.0) == ([], PING % 5)
         for second in (21.0, 22.0, 23.0, 24.0):
             assert machine.next_timer() == second
@@ -84,7 +61,7 @@ class TestIdle:
 
 class TestStalled:
     def test_pings_every_second_until_something_comes(self) -> None:
-        machine = batch()
+        machine = timed()
         machine.waiting(10.0)
         assert machine.next_timer() == 11.0
         assert machine.handle_timer(10.99) == ([], b"")
@@ -97,7 +74,7 @@ class TestStalled:
 
     @walk("gap", list(GapMode))
     def test_a_repeated_ack_does_not_extend_it(self, gap: GapMode) -> None:
-        machine = batch(gap=gap)
+        machine = timed(gap=gap)
         machine.receive([ack(3)], 10.0)
         machine.waiting(10.0)
         for now in (11.0, 14.9):
@@ -112,7 +89,7 @@ class TestStalled:
         self, gap: GapMode, reconnects: bool
     ) -> None:
         # As by a leader whose followers are away: it takes messages and answers pings, and stores nothing.
-        machine = batch(sent=20, gap=gap)
+        machine = timed(20, gap=gap)
         window, now, entries = 20, 0.0, (("f.1", b"x") for _ in range(10_000))
         if reconnects and gap is GapMode.OK:  # the unacknowledged messages are in doubt from then on
             machine.disconnected(now)
@@ -136,7 +113,7 @@ class TestStalled:
         assert now < 15.0
 
     def test_pings_that_prove_the_arrival_of_more_are_signs_of_life(self) -> None:
-        machine = batch(sent=20)
+        machine = timed(20)
         machine.waiting(0.0)
         for second in (1.0, 2.0, 3.0, 4.0):
             machine.handle_timer(second)
@@ -146,7 +123,7 @@ class TestStalled:
 
     def test_a_refused_ping_is_no_sign_of_life(self) -> None:
         # A stream that was deleted answers every ping with 503, indefinitely.
-        machine = batch()
+        machine = timed()
         machine.waiting(10.0)
         now = 10.0
         while machine.end_reason is None and now < 60:
@@ -155,18 +132,18 @@ class TestStalled:
             now = due
             _, out = machine.handle_timer(now)
             if out:
-                machine.receive([reply(5, 4, None)], now + 0.1)
+                machine.receive([no_responders(5, 4)], now + 0.1)
         assert (machine.end_reason, now) == (EndReason.TIMEOUT, 15.0)
 
     def test_timeout_error_has_the_last_refusal(self) -> None:
         for end, text in ((False, "and then nothing for"), (True, "no answer to the commit")):
-            machine = batch(gap=GapMode.OK)
+            machine = timed(gap=GapMode.OK)
             machine.waiting(0.0)
             seq, op = (6, 3) if end else (5, 4)
             if end:
                 machine.commit(0.0)
             full = {"error": {"code": 503, "err_code": 10023, "description": "insufficient resources"}}
-            machine.receive([reply(seq, op, full)], 1.0)
+            machine.receive([reply(full, seq, op)], 1.0)
             machine.handle_timer(5.0)
             assert isinstance(machine.error, errors.BatchOutcomeUnknownError)
             assert text in str(machine.error)
@@ -176,7 +153,7 @@ class TestStalled:
 
 class TestCommitting:
     def test_no_ping_is_ever_sent_after_the_commit(self) -> None:
-        machine = batch()
+        machine = timed()
         machine.waiting(0.0)
         machine.commit(0.0)
         machine.waiting(0.0)
@@ -192,13 +169,13 @@ class TestCommitting:
         assert isinstance(machine.error, errors.BatchOutcomeUnknownError)
 
     def test_a_marker_that_was_not_taken_is_sent_again_until_the_deadline(self) -> None:
-        machine = batch()
+        machine = timed()
         marker = machine.commit(0.0)
         assert marker.startswith(b"PUB f.1 _INBOX.x.b1.10.fail.6.3.$FI")
         assert machine.next_timer() == 5.0
         now = 0.0
         for second in (1.0, 2.0, 3.0, 4.0):
-            machine.receive([reply(6, 3, None)], now + 0.1)
+            machine.receive([no_responders(6, 3)], now + 0.1)
             assert machine.next_timer() == second
             assert machine.handle_timer(second) == ([], marker)
             now = second
@@ -211,7 +188,7 @@ class TestSuspended:
     """In ok mode a batch may survive a lost connection."""
 
     def test_ends_if_the_connection_is_not_back_in_time(self) -> None:
-        machine = batch(gap=GapMode.OK)
+        machine = timed(gap=GapMode.OK)
         assert machine.disconnected(10.0) == []
         assert (machine.state, machine.room, machine.can_send()) == (State.SUSPENDED, 0, False)
         assert machine.next_timer() == 15.0
@@ -222,13 +199,13 @@ class TestSuspended:
         assert "1 to 5" in str(machine.error)
 
     def test_asks_on_the_new_connection_until_it_is_answered(self) -> None:
-        machine = batch(gap=GapMode.OK)
+        machine = timed(gap=GapMode.OK)
         machine.disconnected(10.0)
         assert machine.reconnected(12.0) == OK_PING % 5
         for second in (13.0, 14.0):
             assert machine.next_timer() == second
             assert machine.handle_timer(second) == ([], OK_PING % 5)
-            machine.receive([reply(5, 4, None)], second)
+            machine.receive([no_responders(5, 4)], second)
         machine.receive([ack(2, seq=5, op=4)], 14.5)
         assert (machine.state, machine.acked, machine.is_settled(machine.sent)) == (State.OPEN, 2, True)
         # The acknowledged messages are stored. A report about the others may have been lost with the old connection.
@@ -236,11 +213,11 @@ class TestSuspended:
         assert machine.next_timer() == 34.0, "no caller waits; the batch is kept alive"
 
     def test_what_the_ping_proves_lost_is_a_gap_and_not_in_doubt(self) -> None:
-        machine = batch(gap=GapMode.OK)
+        machine = timed(gap=GapMode.OK)
         machine.receive([ack(2)], 9.0)
         machine.disconnected(10.0)
         machine.reconnected(11.0)
-        lost = reply(5, 4, {"type": "gap", "last_seq": 4, "seq": 6})
+        lost = gap(4, 6, at=5, op=4)
         events, _ = machine.receive([lost, ack(2, seq=5, op=4)], 11.1)
         assert list(machine.gaps) == [BatchFlowGap(4, 6)]
         assert list(machine.in_doubt) == [InDoubt(3, 3)]
@@ -248,7 +225,7 @@ class TestSuspended:
         assert (machine.state, machine.acked) == (State.OPEN, 2)
 
     def test_a_connection_that_comes_and_goes_ends_in_bounded_time(self) -> None:
-        machine = batch(gap=GapMode.OK)
+        machine = timed(gap=GapMode.OK)
         now = 10.0
         while machine.end_reason is None:
             machine.disconnected(now)
@@ -263,24 +240,24 @@ class TestSuspended:
 
 class TestDraining:
     def test_starts_its_own_deadline_and_asks_for_the_final_ack(self) -> None:
-        machine = batch()
+        machine = timed()
         machine.ping(0.0)
-        _, ping = machine.receive([reply(3, 1, None)], 4.0)
+        _, ping = machine.receive([no_responders(3)], 4.0)
         assert machine.state is State.DRAINING
         # The next message would make the server notice the hole; a ping does too, once it has a leader again.
         assert ping == PING % 5
         for second in (5.0, 6.0, 7.0, 8.0):
             assert machine.next_timer() == second
             assert machine.handle_timer(second) == ([], PING % 5)
-            machine.receive([reply(5, 4, None)], second)
+            machine.receive([no_responders(5, 4)], second)
         assert machine.next_timer() == 9.0
         machine.handle_timer(9.0)
         assert machine.end_reason is EndReason.ERROR
 
     def test_answers_to_its_pings_do_not_extend_the_deadline(self) -> None:
         # After a forged 503 the batch pings a server that knows of no loss, and answers every ping.
-        machine = batch()
-        machine.receive([reply(3, 1, None)], 0.0)
+        machine = timed()
+        machine.receive([no_responders(3)], 0.0)
         now = 0.0
         while machine.end_reason is None and now < 60:
             due = machine.next_timer()
@@ -293,7 +270,7 @@ class TestDraining:
 
 
 def test_the_end_has_no_timers() -> None:
-    machine = batch()
+    machine = timed()
     machine.waiting(0.0)
     machine.discard()
     assert machine.next_timer() is None

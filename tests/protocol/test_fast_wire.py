@@ -48,22 +48,6 @@ def test_replies(payload: bytes, said: Any) -> None:
 
 
 @walk(
-    "payload",
-    [
-        b'{"type":"err","seq":2,"error":{"code":400,"err_code":10071,"description":"wrong last sequence: 90"}}',
-        b'{"seq":2,"error":{"code":400,"err_code":10071,"description":"wrong last sequence: 90"}}',
-        b'{"seq":2,"ack_msgs":5,"error":{"code":400,"err_code":10071,"description":"wrong last sequence: 90"}}',
-    ],
-)
-def test_a_refused_message(payload: bytes) -> None:
-    said = decode(SUBJECT, b"", payload).said
-    assert isinstance(said, BatchFlowError)
-    assert said.seq == 2
-    assert type(said.error) is errors.WrongLastSequenceError
-    assert (said.error.code, said.error.description) == (400, "wrong last sequence: 90")
-
-
-@walk(
     "header, payload, code, err_code",
     [
         (b"", b'{"error":{"code":400,"err_code":10208,"description":"batch publish ID unknown"},"stream":"F","seq":0}', 400, 10208),

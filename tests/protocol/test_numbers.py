@@ -12,27 +12,10 @@ def test_decimal_digits_are_a_number(text: str, number: int) -> None:
     assert parse_number(text.encode()) == number
 
 
-@walk(
-    "text",
-    [
-        "",
-        "-5",
-        "+7",
-        " 7",
-        "7 ",
-        "7\n",
-        "1_000",
-        "0x7",
-        "7.0",
-        "1e3",
-        "٣",
-        "\uff15",
-        "²",
-        "∞",
-        "\ud800",
-        str(LARGEST + 1),
-    ],
-)
+@walk("text", [
+    "", "-5", "+7", " 7", "7 ", "7\n", "1_000", "0x7", "7.0", "1e3", "٣", "\uff15", "²", "∞", "\ud800",
+    str(LARGEST + 1),
+])  # fmt: skip
 def test_other_text_is_no_number(text: str) -> None:
     assert parse_number(text) is None
     assert parse_number(text.encode("utf-8", "surrogatepass")) is None

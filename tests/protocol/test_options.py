@@ -12,22 +12,18 @@ from jetstream_ext.protocol import options
 from jetstream_ext.types import NEVER, BatchMessage, RepeatedHeaders
 
 
-@walk(
-    "ttl, text",
-    [
-        (1, "1"), (1.0, "1"), (90, "90"), (86400.0, "86400"), (timedelta(seconds=1), "1"), (timedelta(days=2), "172800"),
-        (NEVER, "never"), (options.MAX_TTL, "3155760000"), (timedelta(days=36525), "3155760000"),
-    ],
-)  # fmt: skip
+@walk("ttl, text", [
+    (1, "1"), (1.0, "1"), (90, "90"), (86400.0, "86400"), (timedelta(seconds=1), "1"), (timedelta(days=2), "172800"),
+    (NEVER, "never"), (options.MAX_TTL, "3155760000"), (timedelta(days=36525), "3155760000"),
+])  # fmt: skip
 def test_a_ttl_becomes_header_text(ttl: Any, text: str) -> None:
     assert options.ttl_value(ttl) == text
 
 
-@walk(
-    "ttl",
-    [0, -1, 0.5, 1.5, 0.999, -0.0, math.nan, math.inf, -math.inf, timedelta(0), timedelta(milliseconds=1500),
-     timedelta(seconds=-1), timedelta(microseconds=1), options.MAX_TTL + 1, timedelta.max, 2**63, 1e300],
-)  # fmt: skip
+@walk("ttl", [
+    0, -1, 0.5, 1.5, 0.999, -0.0, math.nan, math.inf, -math.inf, timedelta(0), timedelta(milliseconds=1500),
+    timedelta(seconds=-1), timedelta(microseconds=1), options.MAX_TTL + 1, timedelta.max, 2**63, 1e300,
+])  # fmt: skip
 def test_a_ttl_the_server_would_refuse_or_truncate_is_refused(ttl: Any) -> None:
     with pytest.raises(ValueError, match="TTL"):
         options.ttl_value(ttl)

@@ -11,6 +11,7 @@ from unittest import mock
 import nats.errors
 import pytest
 from cells import walk
+from direct_replies import eob, row, status
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,30 +52,12 @@ def stored(seq: int, size: int = 1) -> StoredMsg:
     return StoredMsg(stream="S", subject="a", seq=seq, data=b"x" * size, headers={"K": "v"}, time_ns=TIME_NS)
 
 
-def row(seq: int, last: int, pending: int, stream: str = "S") -> Frame:
-    block = (
-        f"NATS/1.0\r\nK: v\r\nNats-Stream: {stream}\r\nNats-Subject: a\r\nNats-Sequence: {seq}\r\n"
-        f"Nats-Time-Stamp: 2025-11-20T21:23:31.2Z\r\nNats-Num-Pending: {pending}\r\nNats-Last-Sequence: {last}\r\n\r\n"
-    ).encode()
-    return b"_INBOX.x", block, len(block)
-
-
-def status(text: str) -> Frame:
-    block = f"NATS/1.0 {text}\r\n\r\n".encode()
-    return b"_INBOX.x", block, len(block)
-
-
-def eob(last: int, pending: int, up_to: int | None = None) -> Frame:
-    text = f"204 EOB\r\nNats-Num-Pending: {pending}\r\nNats-Last-Sequence: {last}"
-    return status(text if up_to is None else f"{text}\r\nNats-UpTo-Sequence: {up_to}")
-
-
 def reply(seqs: Sequence[int], pending: int = 0, stream: str = "S") -> list[Frame]:
     """A whole reply."""
     if not seqs:
         return [status("404 Message Not Found")]
     rows = [
-        row(seq, last, pending + len(seqs) - i, stream) for i, (seq, last) in enumerate(zip(seqs, [0, *seqs], strict=False), 1)
+        row(seq, last, pending + len(seqs) - i, stream, stored="K: v\r\n") for i, (seq, last) in enumerate(zip(seqs, [0, *seqs], strict=False), 1)
     ]  # fmt: skip
     return [*rows, eob(seqs[-1], pending)]
 

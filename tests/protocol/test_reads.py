@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jetstream_ext.protocol import reads
-from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, StoredMsg
+from jetstream_ext.protocol.direct import Block, EndOfBatch, Request
 from jetstream_ext.protocol.reads import MAX_IN_FLIGHT, Group, Link, OneReply, Plan, Scan, SentRequest
 
 NOT_FOUND = EndOfBatch(0, 0, found=False)
@@ -160,30 +160,6 @@ class TestScan:
             # Nothing is requested beyond a range, so nothing may be known of what follows it.
             assert plan.end.num_pending in (0, len(after))
 
-    @given(
-        messages=streams | dense, doomed=st.lists(st.integers(1, 120), max_size=20), prefetch=st.integers(1, 4),
-        batch=st.none() | st.integers(1, 20), max_bytes=st.integers(10, 400), new=st.integers(0, 5),
-    )  # fmt: skip
-    def test_while_messages_come_and_go(
-        self, messages: dict[int, tuple[str, int]], doomed: list[int], prefetch: int, batch: int | None,
-        max_bytes: int, new: int,
-    ) -> None:  # fmt: skip
-        model = Model(dict(messages))
-        plan = small(lambda: Scan(batch=batch, max_bytes=max_bytes, prefetch=prefetch))
-        left = list(doomed)
-        coming = iter(range(200, 200 + new))
-
-        def change() -> None:
-            if left:
-                model.messages.pop(left.pop(), None)
-            if (seq := next(coming, None)) is not None:
-                model.messages[seq] = ("a", 5)
-
-        delivered = Driver(plan, model).run(change)
-        assert delivered == sorted(set(delivered))
-        stayed = {seq for seq in messages if seq not in doomed}
-        assert stayed <= set(delivered) <= set(messages) | set(range(200, 200 + new))
-
     @walk("readers", [1, 2, 5, MAX_IN_FLIGHT, 100, 10_000])
     def test_the_reads_of_a_group_ask_for_no_more_than_one_read(self, readers: int) -> None:
         group = Group(readers)
@@ -242,77 +218,12 @@ class TestScan:
         plan = Scan(seq=seq, up_to_seq=up_to, max_bytes=10)
         assert (plan.done, plan.end, plan.next_request()) == (True, NOT_FOUND, None)
 
-    def test_a_range_that_ends_in_a_gap_can_be_opened_again(self) -> None:
-        # A partial replica shows 12, and the leader says that 9 exists, so the plan asks again.
-        partial, whole = Model({8: ("a", 1), 12: ("a", 1)}), Model(dict.fromkeys((8, 9, 11, 12), ("a", 1)))
-        plan = Scan(seq=8, up_to_seq=11, batch=2, max_bytes=100, prefetch=2)
-        assert Driver(plan, partial).run() == [8]
-        assert plan.request_after(8) == Request(seq=9, next_by_subj=">")
-        assert plan.take([StoredMsg(stream="S", subject="a", seq=9)], 2).seqs == [9]
-        assert Driver(plan, whole).run() == [11]
-        assert plan.end == EndOfBatch(1, 11)
-
-    def test_a_range_by_time_continues_by_sequence(self) -> None:
-        when = datetime.fromtimestamp(5, UTC)
-        plan = Scan(start_time=when, subject="a", max_bytes=100)
-        assert plan.request_after(0) == Request(start_time=when, next_by_subj="a")
-        Driver(plan, Model({6: ("a", 1)})).run()
-        assert plan.request_after(6) == Request(seq=7, next_by_subj="a")
-
-    def test_messages_of_the_leader_beyond_the_range_end_it(self) -> None:
-        plan = Scan(seq=1, up_to_seq=4, max_bytes=100)
-        assert plan.take([StoredMsg(stream="S", subject="a", seq=seq) for seq in (2, 4, 6)], 5).seqs == [2, 4]
-        assert (plan.done, plan.end) == (True, EndOfBatch(6, 4))
-
-
-class TestOneReply:
-    @given(
-        messages=streams, subject=st.sampled_from([None, "a"]), seq=st.integers(1, 130), batch=st.integers(1, 20),
-        max_bytes=st.integers(1, 400), lost=losses, piece=st.integers(1, 7), old=st.booleans(),
-    )  # fmt: skip
-    def test_any_batch_of_any_stream(
-        self, messages: dict[int, tuple[str, int]], subject: str | None, seq: int, batch: int, max_bytes: int,
-        lost: list[int | None], piece: int, old: bool,
-    ) -> None:  # fmt: skip
-        plan = OneReply(Request(seq=seq, next_by_subj=subject, batch=batch, max_bytes=max_bytes))
-        delivered = Driver(plan, Model(messages, old=old), lost, piece).run()
-        matching = [s for s in sorted(messages) if s >= seq and subject in (None, messages[s][0])]
-        assert delivered == matching[: len(delivered)]
-        assert len(delivered) <= batch, "never more than was asked for"
-        size = sum(messages[s][1] for s in delivered)
-        assert len(delivered) == min(batch, len(matching)) or size >= max_bytes
-        assert plan.end is not None
-        assert plan.end.last_seq == (delivered[-1] if delivered else 0)
-        assert plan.end.found is bool(delivered)
-        if not old and not any(loss is not None for loss in lost):
-            assert plan.end.num_pending == len(matching) - len(delivered)
-
-    def test_a_lost_end_is_not_requested_again(self) -> None:
-        model = Model(dict.fromkeys(range(1, 31), ("a", 1)))
-        plan = OneReply(Request(seq=1, batch=5, max_bytes=100))
-        assert Driver(plan, model, [5]).run() == [1, 2, 3, 4, 5]
-        assert plan.end == EndOfBatch(25, 5)
-
 
 LOG = Request(seq=7, batch=10)
 LASTS = Request(multi_last=("a.>",))
 
 
 class TestOneWholeReply:
-    @walk("request_", [LOG, LASTS])
-    def test_one_request_and_all_of_its_rows(self, request_: Request) -> None:
-        plan = OneReply(request_, whole=True)
-        ask = plan.next_request()
-        assert ask is not None
-        assert ask.request is request_
-        assert plan.next_request() is None
-        assert accept(plan, ask, [7, 9], 1) == [7, 9]
-        assert accept(plan, ask, [11], 0) == [11]
-        plan.finish(ask, EndOfBatch(0, 11, 12))
-        assert plan.done
-        assert plan.end == EndOfBatch(0, 11, 12)
-        assert plan.next_request() is None
-
     def test_the_end_of_a_cut_multi_last_is_what_its_last_message_says(self) -> None:
         plan = OneReply(LASTS, whole=True)
         ask = plan.next_request()
@@ -320,10 +231,3 @@ class TestOneWholeReply:
         accept(plan, ask, [7], 1)
         plan.finish(ask, EndOfBatch(0, 7, 12))  # as 2.11 ends it
         assert plan.end == EndOfBatch(1, 7, 12)
-
-    def test_a_loss_after_a_message_fails_the_read(self) -> None:
-        plan = OneReply(LOG, whole=True)
-        ask = plan.next_request()
-        assert ask is not None
-        accept(plan, ask, [7], 1)
-        assert not plan.retry()

@@ -5,6 +5,7 @@ from itertools import count, pairwise
 
 import pytest
 from cells import walk
+from direct_replies import eob, row
 
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.range_read import AwaitConnection, Deliver, Done, DropReply, RangeRead, SendRequest, Wait
@@ -12,19 +13,6 @@ from jetstream_ext.protocol.reads import Link, Scan, SentRequest, Stopwatch
 
 CHUNK = 32_768
 MIB = 1 << 20
-
-
-def row(seq: int, last: int, pending: int, size: int) -> Frame:
-    block = (
-        f"NATS/1.0\r\nNats-Stream: S\r\nNats-Subject: a\r\nNats-Sequence: {seq}\r\n"
-        f"Nats-Time-Stamp: 2026-11-20T21:23:31.2Z\r\nNats-Num-Pending: {pending}\r\nNats-Last-Sequence: {last}\r\n\r\n"
-    ).encode()
-    return b"_INBOX.x", block + bytes(size), len(block)
-
-
-def end(last: int, pending: int) -> Frame:
-    block = f"NATS/1.0 204 EOB\r\nNats-Num-Pending: {pending}\r\nNats-Last-Sequence: {last}\r\n\r\n".encode()
-    return b"_INBOX.x", block, len(block)
 
 
 class Path:
@@ -74,8 +62,8 @@ class Path:
         assert request.max_bytes is not None
         fit = -(-request.max_bytes // (self.size + 1))
         seqs = range(request.seq, min(self.messages + 1, request.seq + request.batch, request.seq + fit))
-        frames = [row(seq, seq - 1 if seq > request.seq else 0, self.messages - seq, self.size) for seq in seqs]
-        frames.append(end(seqs[-1], self.messages - seqs[-1]))
+        frames = [row(seq, seq - 1 if seq > request.seq else 0, self.messages - seq, size=self.size) for seq in seqs]
+        frames.append(eob(seqs[-1], self.messages - seqs[-1]))
         self.asked.append(sum(len(body) for _, body, _ in frames))
         start = max(self.now + self.latency, self.free_at)
         arrived: list[tuple[float, list[Frame]]] = []
@@ -103,12 +91,9 @@ def test_other_calls_wait_for_about_half_a_second_on_a_slow_link(size: int, rate
     assert path.now < 1.25 * path.messages * (size + 170) / rate, "the link is busy all the time"
 
 
-@walk(
-    "size, rate, latency",
-    [
-        (128, 1e9, 0.0001), (10_000, 50e6, 0.2), (10_000, 125e6, 0.6), (500_000, 125e6, 0.2),
-    ],
-)  # fmt: skip
+@walk("size, rate, latency", [
+    (128, 1e9, 0.0001), (10_000, 50e6, 0.2), (10_000, 125e6, 0.6), (500_000, 125e6, 0.2),
+])  # fmt: skip
 def test_requests_grow_to_the_usual_size_on_a_fast_link(size: int, rate: float, latency: float) -> None:
     messages = 150_000 if size == 128 else 100 * MIB // size
     fast, known = (Path(messages, size, rate, latency, link=link) for link in (None, Link(1e12)))
@@ -173,15 +158,6 @@ def test_a_link_that_becomes_slow_is_noticed() -> None:
     first = path.waits[0][1]
     assert first > 5, "the first requests rely on what is known"
     assert all(wait < 0.8 for sent, wait in path.waits if sent > 3 * first)
-
-
-def test_a_batch_size_of_the_caller_is_a_limit() -> None:
-    fast = Path(5_000, 1_000, 1e9, 0.0001, link=Link(1e12))
-    fast.run(batch=500)
-    assert len(fast.asked) == 10
-    slow = Path(5_000, 1_000, 400e3, 0.01)
-    assert slow.run(batch=5_000) == list(range(1, 5_001))
-    assert max(wait for _, wait in slow.waits[3:]) < 0.8
 
 
 class TestStopwatch:

@@ -121,15 +121,10 @@ def test_a_malformed_answer_is_a_response_error_that_names_the_stream(broken: di
         parse_stream_state(answer(**broken), "S")
 
 
-@walk(
-    "config, last_seq, refused",
-    [
-        ({}, (1 << 62) - 1, False),
-        ({}, 1 << 62, True),
-        ({"storage": "file"}, (1 << 64) - 1, True),
-        ({"storage": "memory"}, (1 << 64) - 1, False),
-    ],
-)
+@walk("config, last_seq, refused", [
+    ({}, (1 << 62) - 1, False), ({}, 1 << 62, True), ({"storage": "file"}, (1 << 64) - 1, True),
+    ({"storage": "memory"}, (1 << 64) - 1, False),
+])  # fmt: skip
 def test_a_stream_whose_server_cannot_find_its_newest_messages_is_refused(
     config: dict[str, Any], last_seq: int, refused: bool
 ) -> None:
