@@ -256,14 +256,6 @@ def test_a_subject_that_the_stream_lacks_is_a_question() -> None:
             assert machine.prepare(message("b.2"))
 
 
-def test_a_batch_of_a_named_stream_takes_subjects_that_the_stream_does_not_list() -> None:
-    machine = AtomicBatchMachine("b1")
-    first = machine.prepare(message("b.1", stream="S"))
-    machine.open(first, api_level=4, server_version="", reply="_INBOX.r", stream=STREAM)
-    for subject in ("b.1", "a.1", "c.1"):
-        assert add(machine, message(subject))
-
-
 @LEVELS
 @walk("operation", ["add", "commit", "commit_eob"])
 @walk("state, error, outcome", [
@@ -502,14 +494,6 @@ class TestAnEarlierBatchWithTheId:
         assert (block.awaited, block.last_asked) == (0, 0)
         bulk = batch(ack_first=False).add_many(iter([message()] * 3), 1 << 20)
         assert (bulk.messages, bulk.awaited, bulk.last_asked) == (3, 0, 0)
-
-    def test_a_batch_of_one_message_continues_no_other(self) -> None:
-        machine = batch()
-        last = machine.prepare(message())
-        assert machine.begin(last) is None
-        machine.commit(last)
-        machine.receive(1, *ack(1))
-        assert machine.state is COMMITTED
 
     @LEVELS
     def test_a_generated_id_needs_no_reply(self, level: int) -> None:

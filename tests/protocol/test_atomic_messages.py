@@ -344,20 +344,6 @@ def test_the_largest_message_of_an_incomplete_batch_is_named(place: int, bulk: b
     assert blamed(machine, machine.error, suspect[0].size) is None, "a message may have as many bytes as the limit"
 
 
-@pytest.mark.parametrize("size", [-1, None])
-def test_a_stream_without_a_limit_blames_no_message(size: int | None) -> None:
-    machine = batch(own_id=True)
-    add(machine, LARGE)
-    commit(machine)
-    machine.receive(2, *refusal(10176))
-    state = limited_to(-1)
-    if size is None:
-        state = StreamState("A", "2026-01-01T00:00:00Z", {})
-    suspect = machine.suspect(machine.error or errors.JetStreamExtError())
-    assert suspect is not None
-    assert machine.too_large(suspect[0], state) is None
-
-
 def test_other_refusals_have_nothing_to_do_with_a_size() -> None:
     machine = batch(own_id=True)
     add(machine, LARGE)

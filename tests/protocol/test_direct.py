@@ -326,25 +326,6 @@ def test_size_is_what_max_bytes_counts(stored: bytes) -> None:
 
 
 @given(
-    st.lists(st.integers(1, 10), min_size=1, max_size=30),
-    st.lists(st.integers(0, 30), max_size=6),
-    st.lists(st.booleans(), min_size=30, max_size=30),
-)
-def test_any_reply_in_any_pieces(gaps: list[int], cuts: list[int], with_headers: list[bool]) -> None:
-    seqs = list(itertools.accumulate(gaps))
-    frames = [
-        message(seq, last, len(seqs) - i - 1, b"%d" % seq, stored=b"K: v\r\n" if with_headers[i] else b"")
-        for i, (last, seq) in enumerate(itertools.pairwise([0, *seqs]))
-    ]
-    frames.append(eob(0, seqs[-1]))
-    pieces = decoded(frames, sorted(min(cut, len(frames)) for cut in cuts))
-    assert pieces == decoded(frames, [])
-    assert [row[1] for row in pieces[0]] == seqs
-    assert pieces[1] == EndOfBatch(0, seqs[-1])
-    assert pieces[2] is None
-
-
-@given(
     st.lists(st.integers(1, 10), min_size=2, max_size=20),
     st.data(),
     st.lists(st.integers(0, 30), max_size=4),

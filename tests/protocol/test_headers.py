@@ -18,10 +18,6 @@ names = st.text(TOKEN, min_size=1, max_size=20).filter(lambda name: name != h.MS
 values = st.text(st.characters(exclude_characters="\r\n\0", exclude_categories=["Cs"]), max_size=40)
 
 
-def test_encodes_as_on_the_wire() -> None:
-    assert h.encode([("X-U", "v5"), ("Y", "")]) == b"NATS/1.0\r\nX-U: v5\r\nY: \r\n\r\n"
-
-
 @given(st.dictionaries(names, values, min_size=1))
 def test_encoded_headers_are_decoded_again(headers: dict[str, str]) -> None:
     block = h.encode(headers.items())
@@ -29,14 +25,6 @@ def test_encoded_headers_are_decoded_again(headers: dict[str, str]) -> None:
     assert h.parse_lines(block) == [(name, value.strip()) for name, value in headers.items()]
     assert block.count(b"\r\n") == len(headers) + 2
     assert h.parse_status(block) is None
-
-
-async def test_a_value_is_written_as_nats_py_writes_it() -> None:
-    # Servers compare message ids byte by byte, and nats-py may send the same message.
-    nc = Client()
-    for value in (" padded ", "tail  ", "\ttab", "\u00a0no break\u2003", "in the middle"):
-        await nc._send_publish("s", "", b"", 0, {"Nats-Msg-Id": value})
-        assert h.encode([("Nats-Msg-Id", value)]) in nc._pending.pop()
 
 
 def test_a_name_of_nats_py_s_enum_is_its_value(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,13 +80,6 @@ class TestClaiming:
     def test_what_may_be_claimed(self, owner: Owner | None, may: bool) -> None:
         assert member(alive=("me", "alive")).may_claim(owner) is may
 
-    def test_a_claim_that_failed_is_tried_again_after_a_pause(self) -> None:
-        machine = member(1)
-        machine.failed(0, claims(machine, 0.0)[0], 1.0)
-        assert machine.due(1.0) == []
-        assert machine.wake_at(1.0) == 1.0 + RETRY
-        assert list(claims(machine, 1.0 + RETRY)) == [0]
-
     def test_a_claim_whose_answer_comes_too_late_is_no_ownership(self) -> None:
         machine = member(1)
         assert not machine.claimed(0, claims(machine, 0.0)[0], 11, TTL)
@@ -97,17 +90,6 @@ class TestClaiming:
 
 
 class TestHandingOver:
-    def test_what_is_assigned_to_another_member_is_revoked_and_then_released(self) -> None:
-        machine = owning()
-        [moved] = join(machine, "other")
-        revoked = revokes(machine, 1.0)
-        assert list(revoked) == [moved]
-        assert machine.due(1.0) == []
-        machine.revoked(moved, revoked[moved])
-        machine.released(moved, releases(machine, 1.0)[moved], 40)
-        assert machine.due(1.0) == []
-        assert machine.phase(moved) is None
-
     def test_a_member_whose_release_is_tried_again_is_not_idle(self) -> None:
         machine = owning(1)
         machine.leave()
@@ -130,29 +112,6 @@ class TestHandingOver:
         attempts = claims(machine, TTL)
         assert machine.failed(0, attempts[0], 3 * TTL)
 
-    def test_leaving_gives_everything_back(self) -> None:
-        machine = owning()
-        machine.leave()
-        revoked = revokes(machine, 1.0)
-        assert list(revoked) == [0, 1]
-        assert not machine.idle
-        machine.revoked(0, revoked[0])
-        machine.revoked(1, revoked[1])
-        attempts = releases(machine, 1.0)
-        machine.released(0, attempts[0], 41)
-        machine.released(1, attempts[1], 42)
-        assert machine.idle
-        machine.see({"me"}, (), owned_by("", "", revision=41), 42)
-        assert machine.due(1.0) == []
-
-    def test_a_partition_that_comes_back_while_it_is_revoked_is_claimed_again(self) -> None:
-        machine = owning()
-        [moved] = join(machine, "other")
-        revoked = revokes(machine, 1.0)
-        machine.see({"me"}, (), owned_by("me", "me"), 31)
-        machine.revoked(moved, revoked[moved])
-        assert list(claims(machine, 1.0)) == [moved]
-
 
 class TestLosing:
     def test_everything_is_lost_when_the_key_was_not_renewed(self) -> None:
@@ -164,12 +123,6 @@ class TestLosing:
         assert machine.owned == ()
         assert machine.wake_at(end) == float("inf")
 
-    def test_a_renewal_counts_from_the_moment_it_was_sent(self) -> None:
-        machine = owning()
-        machine.renewed(3.0, 3.1)
-        machine.renewed(2.0, 3.2)  # an older one, answered later
-        assert machine.valid_until == 3.0 + TTL - MARGIN
-
     def test_a_renewal_that_comes_after_the_end_does_not_hide_it(self) -> None:
         """The key may have ended before it was stored again, and the answer is handled before the timer."""
         machine = owning()
@@ -178,12 +131,6 @@ class TestLosing:
         [lost, *claimed] = machine.due(TTL + 1.0)
         assert lost == Lose((0, 1))
         assert [it.partition for it in claimed if isinstance(it, Claim)] == [0, 1]
-
-    def test_a_partition_with_a_newer_record_of_another_member_is_lost(self) -> None:
-        machine = owning()
-        machine.stored(0, 50)
-        machine.see({"me", "other"}, {"other"}, {0: Owner("other", 40), 1: Owner("other", 41)}, 41)
-        assert machine.due(1.0) == [Lose((1,))]
 
     def test_a_fenced_commit_gives_the_partition_up(self) -> None:
         machine = owning()

@@ -169,15 +169,3 @@ class TestMergingPays:
     @walk("share, pays", [(0.05, True), (0.2, True), (0.5, True), (1.0, False)])
     def test_more_frequent_subjects(self, filters: int, share: float, pays: bool) -> None:
         assert filtering_pays(counts(filters, int(share * self.MESSAGES)), self.MESSAGES, self.SIZE) is pays
-
-    def test_wildcards_may_cost_more(self) -> None:
-        assert filtering_pays(counts(2, 200_000, "r.{}.*"), self.MESSAGES, self.SIZE)
-        assert not filtering_pays(counts(2, 500_000, "r.{}.*"), self.MESSAGES, self.SIZE)
-
-    def test_in_large_streams_each_filter_reads_all_blocks_that_have_its_messages(self) -> None:
-        """The server has forgotten them when the next filter needs them."""
-        messages, size = 1_000_000_000, 166_000_000_000
-        assert filtering_pays(counts(2, 100), messages, size)
-        assert filtering_pays(counts(100, 10_000), messages, size)
-        assert filtering_pays(counts(8, 1_000_000), messages, size)
-        assert not filtering_pays(counts(32, 1_000_000), messages, size)

@@ -244,16 +244,6 @@ class TestGroup:
         assert isinstance(error, errors.RequestTimeoutError)
         assert script.now == waited + TIMEOUT
 
-    def test_its_own_answers_are_the_others_news(self) -> None:
-        script, group = self.script(2)
-        script.act()
-        script.now = 3.0
-        assert not script.machine.others_answered(0.0)
-        script.machine.receive(script.sent[0], [row(1, 0, 3)], script.now)
-        assert group.heard == 3.0
-        assert script.machine.others_answered(2.0)
-        assert not script.machine.others_answered(3.0)
-
 
 class TestReading:
     def test_rows_are_delivered_after_the_next_request_is_sent(self) -> None:
@@ -308,19 +298,6 @@ class TestReading:
             script.machine.receive(script.plan.in_flight[0], [frame], script.now)
         assert script.act() == Done()
         assert script.delivered == [1, 2]
-
-    @walk(
-        "plan, frames",
-        [
-            (OneReply(Request(seq=1, batch=2)), reply([1, 2], 3)),
-            (OneReply(Request(seq=1, batch=2), whole=True), reply([1, 2], 3)),
-            (MultiLast(Request(multi_last=("a",))), [row(1, 0, 1), row(2, 1, 0), eob(2, 0, 2)]),
-        ],
-    )
-    def test_other_plans(self, plan: Plan, frames: list[Frame]) -> None:
-        script = Script(plan)
-        assert script.answer(frames) == Done()
-        assert (script.delivered, plan.end and plan.end.last_seq) == ([1, 2], 2)
 
 
 class TestSilence:
@@ -403,12 +380,6 @@ class TestSilence:
         script.machine.receive(script.sent[0], reply([1]), script.now)
         assert script.act() == Done()
 
-    def test_a_timer_that_is_not_due_changes_nothing(self) -> None:
-        script = Script(scan())
-        first = script.act()
-        script.machine.handle_timer(TIMEOUT / 2 - 0.1)
-        assert script.act() == first
-
 
 class TestConnection:
     def test_a_second_loss_at_the_same_place_is_an_error(self) -> None:
@@ -461,12 +432,6 @@ class TestNoResponder:
 
 
 class TestProof:
-    def test_the_leader_is_asked_about_the_end(self) -> None:
-        script = Script(scan(9), prove_to=9)
-        script.answer(reply([1, 2]))
-        assert script.act() == AskLeader((Request(seq=3, next_by_subj=">"),))
-        assert script.leader(None) == Done()
-
     def test_a_lagging_replica_is_asked_again_after_a_pause(self) -> None:
         script = Script(scan(9), prove_to=9)
         script.answer(reply([1]))
@@ -479,15 +444,6 @@ class TestProof:
         assert script.answer(reply([3, 4, 9])) == Done()
         assert script.now == PAUSE
         assert script.delivered == [1, 2, 3, 4, 9]
-
-    def test_a_mirror_is_asked_again_because_a_replica_may_answer(self) -> None:
-        script = Script(scan(3), prove_to=3)
-        for _ in range(3):
-            assert isinstance(script.answer(reply([1, 2, 3], stream="M")), AwaitConnection)
-            script.reconnect()
-        assert script.now == 0.0, "it is asked again at once"
-        assert script.answer(reply([1, 3])) == Done()
-        assert script.delivered == [1, 3]
 
     def test_the_leader_sends_the_messages_if_only_mirrors_answer(self) -> None:
         script = Script(scan(9), prove_to=9)

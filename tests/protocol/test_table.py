@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from datetime import UTC, datetime, timedelta
 
@@ -64,34 +63,12 @@ class TestContent:
         assert {key: held[0] for key, held in content.deleted.items()} == {"b": 4}
         assert len(content) == 3
 
-    def test_a_value_of_its_own_ttl_expires_by_the_leaders_clock(self) -> None:
-        content = Content()
-        content.feed([put("a", 1, ttl=timedelta(seconds=5)), put("b", 2)])
-        assert content.next_expiry() == at(5)
-        content.expire(at(4.999))
-        assert seqs(content) == {"a": 1, "b": 2}
-        content.expire(at(5))
-        assert seqs(content) == {"b": 2}
-        assert content.next_expiry() is None
-
     def test_ttls_that_the_server_does_not_heed_do_not_count(self) -> None:
         content = Content(own_ttls=False)
         content.feed([put("a", 1, ttl=timedelta(seconds=5))])
         assert content.next_expiry() is None
         content.expire(at(9))
         assert seqs(content) == {"a": 1}
-
-    def test_the_maximum_age_applies_unless_a_message_never_expires(self) -> None:
-        content = Content(max_age=timedelta(seconds=10))
-        content.feed([put("b", 2, 1), put("never", 1, ttl=FOREVER), put("c", 3, 2), delete("d", 4, 2)])
-        assert content.next_expiry() <= at(11)  # it was never looked
-        content.expire(at(2))
-        assert content.next_expiry() == at(11)
-        content.expire(at(11))
-        assert seqs(content) == {"never": 1, "c": 3}
-        content.expire(at(12))
-        assert seqs(content) == {"never": 1}
-        assert len(content) == 1, "the delete marker has expired"
 
     def test_where_the_server_leaves_markers_only_they_expire_without_a_message(self) -> None:
         content = Content(max_age=timedelta(seconds=10), markers=True)
@@ -112,14 +89,6 @@ class TestContent:
         content.commit(8)
         content.drop_below(4)
         assert (list(content.values), content.deleted) == (["a", "c", "d"], {})
-
-    def test_the_garbage_collector_does_not_walk_through_it(self) -> None:
-        content = Content()
-        content.feed({f"k{n}": record(n) for n in range(1, 1000)})
-        gc.collect()
-        content.feed({f"k{n}": record(n) for n in range(1000, 2000)})
-        content.feed([put(f"k{n}", n) for n in range(2000, 3000)])
-        assert not gc.is_tracked(content.values)
 
     def test_only_what_is_stored_is_kept(self) -> None:
         content = Content()
