@@ -98,7 +98,7 @@ class TestFeed:
 
     def test_bytes_are_bounded_up_to_one_message(self) -> None:
         stream, dispatcher = Stream(), Dispatcher(partitions_of, buffer_bytes=1000)
-        for size in (600, 600, 5000, 1, 1):
+        for size in (599, 399, 5000, 1, 1):  # a subject of one byte counts, too
             stream.store(0, size)
         dispatcher.add(0, 1)
         given = []
@@ -284,6 +284,12 @@ class TestCost:
         read, _, taken = run_pipeline(8, lambda number: 10_000 if number else speed, buffer=buffer, count=count)
         assert sum(taken[1:]) == count * 7 // 8, "the others are not stopped"
         assert read <= 2.2 * count
+
+    @walk("buffer", [50, 1000])
+    def test_slow_partitions_share_reads(self, buffer: int) -> None:
+        """The handlers are the limit here: what is read again is read while they work."""
+        read, taken, _ = run_pipeline(8, lambda number: 5.0 + number / 10, buffer=buffer, count=20_000)
+        assert read <= 4 * taken
 
 
 STEPS = st.lists(

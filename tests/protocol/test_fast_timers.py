@@ -237,6 +237,14 @@ class TestSuspended:
         assert machine.end_reason is EndReason.DISCONNECTED
         assert now <= 10.0 + 2 * 5.0 + 1.0
 
+    def test_nothing_is_in_doubt_if_everything_was_acknowledged(self) -> None:
+        machine = timed(gap=GapMode.OK)
+        machine.receive([ack(5)], 9.0)
+        machine.disconnected(10.0)
+        machine.reconnected(11.0)
+        machine.receive([ack(5, seq=5, op=4)], 11.1)
+        assert (machine.state, list(machine.in_doubt)) == (State.OPEN, [])
+
 
 class TestDraining:
     def test_starts_its_own_deadline_and_asks_for_the_final_ack(self) -> None:

@@ -88,6 +88,19 @@ class TestClaiming:
         machine.see({"me"}, (), {0: Owner("me", 11)}, 12)
         assert list(claims(machine, TTL + 1)) == [0]
 
+    def test_the_result_of_an_older_attempt_changes_nothing(self) -> None:
+        machine = member(1)
+        old = claims(machine, 0.0)[0]
+        assert machine.due(TTL) == [Lose((0,))]
+        machine.renewed(TTL, TTL)
+        new = claims(machine, TTL)[0]
+        machine.failed(0, old, TTL)
+        assert machine.claimed(0, new, 12, TTL)
+        assert not machine.claimed(0, old, 11, TTL)
+        machine.failed(0, old, TTL)
+        assert machine.owned == (0,)
+        assert machine.holds(0, 12)
+
 
 class TestHandingOver:
     def test_a_member_whose_release_is_tried_again_is_not_idle(self) -> None:

@@ -413,6 +413,15 @@ class TestConnection:
         assert failure(action) is error
         assert TIMEOUT <= script.now <= 1.5 * TIMEOUT
 
+    def test_the_second_loss_of_a_closed_connection_is_its_error(self) -> None:
+        script = Script(scan())
+        script.act()
+        script.machine.disconnected()
+        script.reconnect()
+        script.act()
+        script.machine.disconnected(closed := nats.errors.ConnectionClosedError())
+        assert failure(script.act()) is closed
+
 
 class TestNoResponder:
     def test_before_the_first_answer_it_is_an_error(self) -> None:
@@ -517,6 +526,19 @@ class TestProof:
         assert script.answer(reply([7, 9])) == Done()
         assert script.delivered == [5, 7, 9]
 
+    @walk("pieces", [1, 7])
+    def test_a_mirrors_answer_is_read_to_its_end_before_the_leader_is_asked(self, pieces: int) -> None:
+        script = Script(scan(300, batch=1000), prove_to=300)
+        for _ in range(MAX_MIRROR_ANSWERS):
+            script.answer(reply([1], 9, stream="M"))
+            script.reconnect()
+        frames = reply(range(1, 8), 293, stream="M")
+        size = len(frames) // pieces
+        for start in range(0, len(frames), size):
+            action = script.answer(frames[start : start + size]) if start else script.answer(frames[:size])
+        assert isinstance(action, AskLeader)
+        assert len(action.requests) == 8
+
 
 class TestProvedBatch:
     @staticmethod
@@ -551,6 +573,12 @@ class TestProvedBatch:
         assert script.delivered == [1, 2, 3, 4, 5]
         assert script.plan.end is not None
         assert script.plan.end.num_pending == 145
+
+    @walk("batch, seqs, pending", [(2, [1, 2], 0), (2, [1, 2], 9), (5, [1], 4)])
+    def test_a_batch_that_its_own_limits_end_is_complete(self, batch: int, seqs: list[int], pending: int) -> None:
+        script = self.script(batch, 9)
+        assert script.answer(reply(seqs, pending)) == Done()
+        assert script.delivered == seqs
 
 
 # -- a model cluster ----------------------------------------------------------------------------------------------------
@@ -750,3 +778,13 @@ def test_a_read_never_reports_a_gap_as_success_and_always_ends(seed: int, proved
 def test_a_read_beside_a_near_mirror_reports_no_gap_as_success(seed: int, limited: bool, most: int) -> None:
     with mock.patch.multiple(range_read, MAX_MIRROR_ANSWERS=1, MAX_LEADER_REQUESTS=most):
         World(seed, proved=True, limited=limited).check()
+
+
+def test_nothing_is_logged_for_a_row(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="jetstream_ext.direct"):
+        Script(scan(batch=1000)).answer(reply(range(1, 1001)))
+    assert [record.message.partition(": ")[2].split("; ")[0] for record in caplog.records] == [
+        "request sent",
+        "reply ended",
+        "READING -> ENDED (everything was delivered, and nothing is left to prove)",
+    ]

@@ -152,6 +152,12 @@ class TestContent:
         changes = drain(watcher)
         assert sum(change.skipped for change in changes) + len(changes) == seq
 
+    def test_what_is_below_the_streams_first_sequence_is_gone(self) -> None:
+        content = Content()
+        content.feed([put("c", 3), put("a", 1), delete("b", 2)])
+        content.drop_below(3)
+        assert (seqs(content), len(content)) == ({"c": 3}, 1)
+
 
 class TestWatcher:
     def test_a_slow_one_gets_the_newest_state_of_each_key(self) -> None:
