@@ -599,17 +599,13 @@ class TestHeldBack:
         assert machine.state is FAILED
 
 
-@walk(
-    "options, asks, replies",
-    [
-        ({}, {}, [True, False, False, False]),
-        ({"ack_first": False}, {}, [False, False, False, False]),
-        ({"ack_every": 2}, {}, [True, True, False, True]),
-        ({"ack_first": False, "ack_every": 3}, {}, [False, False, True, False]),
-        ({"ack_every": 1}, {2: False}, [True, False, True, True]),
-        ({}, {1: False, 3: True}, [False, False, True, False]),
-    ],
-)
+@walk("options, asks, replies", [
+    ({}, {}, [True, False, False, False]), ({"ack_first": False}, {}, [False, False, False, False]),
+    ({"ack_every": 2}, {}, [True, True, False, True]),
+    ({"ack_first": False, "ack_every": 3}, {}, [False, False, True, False]),
+    ({"ack_every": 1}, {2: False}, [True, False, True, True]),
+    ({}, {1: False, 3: True}, [False, False, True, False]),
+])  # fmt: skip
 def test_which_messages_ask_for_a_reply(options: dict[str, Any], asks: dict[int, bool], replies: list[bool]) -> None:
     machine = batch(own_id=True, **options)
     steps = [add(machine, message(), asks.get(seq)) for seq in range(1, 5)]

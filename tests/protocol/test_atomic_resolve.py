@@ -394,15 +394,11 @@ def test_the_fence_is_two_messages_that_are_never_stored() -> None:
     }  # fmt: skip
 
 
-@walk(
-    "text, why",
-    [
-        ("wrong last sequence: 2022", "has not yet applied all messages"),
-        ("wrong last sequence", "did not report the stream's last sequence"),
-        ("", "did not report the stream's last sequence"),
-        ("x: 7", "did not report the stream's last sequence"),
-    ],
-)
+@walk("text, why", [
+    ("wrong last sequence: 2022", "has not yet applied all messages"),
+    ("wrong last sequence", "did not report the stream's last sequence"),
+    ("", "did not report the stream's last sequence"), ("x: 7", "did not report the stream's last sequence"),
+])  # fmt: skip
 def test_the_second_refusal_may_name_the_sequence_that_the_leader_will_reach(text: str, why: str) -> None:
     world = World(without(), state=replace(STATE, replicated=True), mark=refused(10071, text))
     with pytest.raises(NotYetKnown, match=why):

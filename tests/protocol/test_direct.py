@@ -410,17 +410,12 @@ def test_single_refusals(block: bytes, error: type[Exception]) -> None:
     assert type(caught.value) is error
 
 
-@walk(
-    "code, attributes",
-    [
-        (404, {"code": 404, "stream": "D"}),
-        (408, {"code": 408, "description": "Some Text", "stream": "D"}),
-        (412, {"code": 412, "err_code": 10185, "outcome": "not_stored"}),
-        (500, {"code": 500, "description": "Some Text"}),
-        (503, {"stream": "D"}),
-        (299, {"frame": b"NATS/1.0 299 Some Text\r\n\r\n"}),
-    ],
-)
+@walk("code, attributes", [
+    (404, {"code": 404, "stream": "D"}), (408, {"code": 408, "description": "Some Text", "stream": "D"}),
+    (412, {"code": 412, "err_code": 10185, "outcome": "not_stored"}),
+    (500, {"code": 500, "description": "Some Text"}), (503, {"stream": "D"}),
+    (299, {"frame": b"NATS/1.0 299 Some Text\r\n\r\n"}),
+])  # fmt: skip
 def test_refusals_name_the_stream_and_what_the_server_said(code: int, attributes: dict[str, Any]) -> None:
     error = direct.status_error("D", b"NATS/1.0 %d Some Text\r\n\r\n" % code)
     assert {name: getattr(error, name) for name in attributes} == attributes

@@ -383,14 +383,11 @@ def test_a_call_that_the_table_refuses_changes_nothing(mode: GapMode) -> None:
                 assert work(machine)
 
 
-@walk(
-    "first, seq, text",
-    [
-        (1, 2, "message 1 was lost; nothing is stored"),
-        (2, 3, "message 2 was lost; message 1 is stored, later ones are not"),
-        (3, 5, "messages 3 to 4 were lost; messages 1 to 2 are stored, later ones are not"),
-    ],
-)
+@walk("first, seq, text", [
+    (1, 2, "message 1 was lost; nothing is stored"),
+    (2, 3, "message 2 was lost; message 1 is stored, later ones are not"),
+    (3, 5, "messages 3 to 4 were lost; messages 1 to 2 are stored, later ones are not"),
+])  # fmt: skip
 def test_a_gap_names_what_is_lost_and_what_is_stored(first: int, seq: int, text: str) -> None:
     machine = in_state(O)
     machine.receive([gap(first, seq), final(first - 1, seq=seq)], 0.0)

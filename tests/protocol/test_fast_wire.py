@@ -77,39 +77,32 @@ def test_another_subject_is_a_response_error(subject: bytes) -> None:
         decode(subject, b"", SAID[0][0])
 
 
-@walk(
-    "payload",
-    [
-        b"", b"\xff", b"nonsense", b"[]", b"1", b'"text"', b"null", b"{}", b'{"seq":1}', b'{"stream":"S"}',
-        b'{"type":"ack"}', b'{"type":"ack","seq":1}', b'{"type":"ack","seq":-1,"msgs":1}',
-        b'{"type":"ack","seq":"1","msgs":1}', b'{"type":"ack","seq":true,"msgs":1}', b'{"type":"ack","seq":1.5,"msgs":1}',
-        b'{"type":"ack","seq":1,"msgs":null}', b'{"type":"gap","seq":1}', b'{"type":"gap","last_seq":1}',
-        b'{"type":"err","seq":1}', b'{"type":"err","seq":1,"error":"no"}', b'{"type":"err","error":{}}',
-        b'{"error":"no"}', b'{"error":[]}', b'{"batch":"u1"}', b'{"batch":"u1","stream":"F","seq":-1,"count":1}',
-        b'{"batch":"u1","stream":"F","seq":1,"count":"1"}', b'{"batch":1,"stream":"F","seq":1,"count":1}',
-        b'{"batch":"a\x01b","stream":"F","seq":1,"count":1}', b'{"last_seq":-1,"ack_msgs":1}',
-        b'{"seq":123456789012345678901234567890,"type":"ack","msgs":1}', b'{"type":"ack","seq":1,"msgs":65536}',
-        b'{"type":"ack","seq":1,"msgs":9223372036854775808}', b'{"type":"ack","seq":1,"msgs":1.0}',
-        b'{"seq":1,"ack_msgs":65536}',
-    ],
-)  # fmt: skip
+@walk("payload", [
+    b"", b"\xff", b"nonsense", b"[]", b"1", b'"text"', b"null", b"{}", b'{"seq":1}', b'{"stream":"S"}',
+    b'{"type":"ack"}', b'{"type":"ack","seq":1}', b'{"type":"ack","seq":-1,"msgs":1}',
+    b'{"type":"ack","seq":"1","msgs":1}', b'{"type":"ack","seq":true,"msgs":1}',
+    b'{"type":"ack","seq":1.5,"msgs":1}', b'{"type":"ack","seq":1,"msgs":null}', b'{"type":"gap","seq":1}',
+    b'{"type":"gap","last_seq":1}', b'{"type":"err","seq":1}', b'{"type":"err","seq":1,"error":"no"}',
+    b'{"type":"err","error":{}}', b'{"error":"no"}', b'{"error":[]}', b'{"batch":"u1"}',
+    b'{"batch":"u1","stream":"F","seq":-1,"count":1}', b'{"batch":"u1","stream":"F","seq":1,"count":"1"}',
+    b'{"batch":1,"stream":"F","seq":1,"count":1}', b'{"batch":"a\x01b","stream":"F","seq":1,"count":1}',
+    b'{"last_seq":-1,"ack_msgs":1}', b'{"seq":123456789012345678901234567890,"type":"ack","msgs":1}',
+    b'{"type":"ack","seq":1,"msgs":65536}', b'{"type":"ack","seq":1,"msgs":9223372036854775808}',
+    b'{"type":"ack","seq":1,"msgs":1.0}', b'{"seq":1,"ack_msgs":65536}',
+])  # fmt: skip
 def test_malformed_replies_are_response_errors(payload: bytes) -> None:
     with pytest.raises(errors.ResponseError):
         decode(SUBJECT, b"", payload)
 
 
 @walk("depth", [100, 300, 1000])
-@walk(
-    "payload, said",
-    [
-        (b'{"type":"ack","seq":%b,"msgs":1}', None),
-        (b'{"type":"ack","seq":"x","msgs":1,"more":%b}', None),
-        (b'{"error":{"err_code":10208,"description":%b}}', errors.FastPublishUnknownBatchError),
-        (b'{"type":"err","seq":1,"error":{"description":%b}}', BatchFlowError),
-        (b'{"stream":"F","seq":1,"batch":"u1","count":1,"domain":%b,"val":%b}', BatchAck),
-        (b'{"type":%b}', UnrecognisedReply),
-    ],
-)
+@walk("payload, said", [
+    (b'{"type":"ack","seq":%b,"msgs":1}', None), (b'{"type":"ack","seq":"x","msgs":1,"more":%b}', None),
+    (b'{"error":{"err_code":10208,"description":%b}}', errors.FastPublishUnknownBatchError),
+    (b'{"type":"err","seq":1,"error":{"description":%b}}', BatchFlowError),
+    (b'{"stream":"F","seq":1,"batch":"u1","count":1,"domain":%b,"val":%b}', BatchAck),
+    (b'{"type":%b}', UnrecognisedReply),
+])  # fmt: skip
 def test_deeply_nested_replies_are_decoded_or_refused(payload: bytes, said: type[object] | None, depth: int) -> None:
     # JSON libraries and Python limit the nesting, each with an error of its own.
     payload = payload.replace(b"%b", b"[" * depth + b"]" * depth)

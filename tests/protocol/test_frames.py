@@ -17,16 +17,12 @@ subjects = st.text(string.ascii_letters + string.digits + "-_$äß", min_size=1,
 payloads = st.binary(max_size=60) | st.just(b"PUB a 1\r\nx\r\n")
 
 
-@walk(
-    "parts, data",
-    [
-        ((b"a.b", b"", b"", b""), b"PUB a.b 0\r\n\r\n"),
-        ((b"a.b", b"", b"", b"xyz"), b"PUB a.b 3\r\nxyz\r\n"),
-        ((b"a.b", b"_INBOX.1", b"", b"xyz"), b"PUB a.b _INBOX.1 3\r\nxyz\r\n"),
-        ((b"a", b"", b"NATS/1.0\r\nX: 1\r\n\r\n", b""), b"HPUB a 18 18\r\nNATS/1.0\r\nX: 1\r\n\r\n\r\n"),
-        ((b"a", b"r", b"NATS/1.0\r\nX: 1\r\n\r\n", b"z"), b"HPUB a r 18 19\r\nNATS/1.0\r\nX: 1\r\n\r\nz\r\n"),
-    ],
-)
+@walk("parts, data", [
+    ((b"a.b", b"", b"", b""), b"PUB a.b 0\r\n\r\n"), ((b"a.b", b"", b"", b"xyz"), b"PUB a.b 3\r\nxyz\r\n"),
+    ((b"a.b", b"_INBOX.1", b"", b"xyz"), b"PUB a.b _INBOX.1 3\r\nxyz\r\n"),
+    ((b"a", b"", b"NATS/1.0\r\nX: 1\r\n\r\n", b""), b"HPUB a 18 18\r\nNATS/1.0\r\nX: 1\r\n\r\n\r\n"),
+    ((b"a", b"r", b"NATS/1.0\r\nX: 1\r\n\r\n", b"z"), b"HPUB a r 18 19\r\nNATS/1.0\r\nX: 1\r\n\r\nz\r\n"),
+])  # fmt: skip
 def test_pub(parts: tuple[bytes, bytes, bytes, bytes], data: bytes) -> None:
     assert frames.pub(*parts) == data
 

@@ -65,23 +65,15 @@ def test_options_become_headers(given_options: dict[str, Any], headers: list[tup
     assert options.message_headers(BatchMessage("a", b"", **given_options)) == headers
 
 
-@walk(
-    "given_options, error",
-    [
-        ({"msg_id": ""}, ValueError),
-        ({"msg_ttl": 0.5}, ValueError),
-        ({"expected_last_seq": -1}, ValueError),
-        ({"expected_last_seq": 2**64}, ValueError),
-        ({"expected_last_seq": 1.0}, TypeError),
-        ({"expected_last_seq": True}, TypeError),
-        ({"expected_last_subject_seq": "3"}, TypeError),
-        ({"expected_last_subject_seq": -1}, ValueError),
-        ({"expected_last_subject": "a"}, ValueError),
-        ({"headers": {"Nats-Msg-Id": "1"}, "msg_id": "2"}, BadHeaderError),
-        ({"headers": {"Nats-TTL": "1"}, "msg_ttl": 2}, BadHeaderError),
-        ({"headers": {"Nats-Expected-Stream": "S"}, "stream": "S"}, BadHeaderError),
-    ],
-)
+@walk("given_options, error", [
+    ({"msg_id": ""}, ValueError), ({"msg_ttl": 0.5}, ValueError), ({"expected_last_seq": -1}, ValueError),
+    ({"expected_last_seq": 2**64}, ValueError), ({"expected_last_seq": 1.0}, TypeError),
+    ({"expected_last_seq": True}, TypeError), ({"expected_last_subject_seq": "3"}, TypeError),
+    ({"expected_last_subject_seq": -1}, ValueError), ({"expected_last_subject": "a"}, ValueError),
+    ({"headers": {"Nats-Msg-Id": "1"}, "msg_id": "2"}, BadHeaderError),
+    ({"headers": {"Nats-TTL": "1"}, "msg_ttl": 2}, BadHeaderError),
+    ({"headers": {"Nats-Expected-Stream": "S"}, "stream": "S"}, BadHeaderError),
+])  # fmt: skip
 def test_options_out_of_range_are_refused(given_options: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         options.message_headers(BatchMessage("a", b"", **given_options))

@@ -265,16 +265,11 @@ class TestReading:
         assert script.act() == Done()
         assert script.delivered == list(range(1, 13))
 
-    @walk(
-        "plan, most",
-        [
-            (scan(), 4),
-            (scan(up_to=2), 2),
-            (OneReply(Request(seq=1, batch=3, max_bytes=1 << 20)), 3),
-            (OneReply(Request(seq=1, batch=1000, max_bytes=9000)), 100),
-            (MultiLast(Request(multi_last=("a",), max_bytes=9000)), range_read._MOST_ROWS),
-        ],
-    )
+    @walk("plan, most", [
+        (scan(), 4), (scan(up_to=2), 2), (OneReply(Request(seq=1, batch=3, max_bytes=1 << 20)), 3),
+        (OneReply(Request(seq=1, batch=1000, max_bytes=9000)), 100),
+        (MultiLast(Request(multi_last=("a",), max_bytes=9000)), range_read._MOST_ROWS),
+    ])  # fmt: skip
     def test_a_reply_without_an_end_is_refused_when_it_exceeds_its_request(self, plan: Plan, most: int) -> None:
         script = Script(plan)
         assert isinstance(script.act(), Wait)
@@ -348,16 +343,12 @@ class TestSilence:
         assert script.plan.end == EndOfBatch(0, 3)
 
     @walk("before", [0, 1])
-    @walk(
-        "make, end",
-        [
-            (scan, eob(3, 0)),
-            (lambda: scan(batch=2, prefetch=3), eob(3, 0)),
-            (lambda: OneReply(Request(seq=1, batch=4)), eob(3, 0)),
-            (lambda: OneReply(Request(seq=1, batch=4), whole=True), eob(3, 0)),
-            (lambda: MultiLast(Request(multi_last=("a",))), eob(3, 0, 3)),
-        ],
-    )
+    @walk("make, end", [
+        (scan, eob(3, 0)), (lambda: scan(batch=2, prefetch=3), eob(3, 0)),
+        (lambda: OneReply(Request(seq=1, batch=4)), eob(3, 0)),
+        (lambda: OneReply(Request(seq=1, batch=4), whole=True), eob(3, 0)),
+        (lambda: MultiLast(Request(multi_last=("a",))), eob(3, 0, 3)),
+    ])  # fmt: skip
     def test_the_first_reply_counts_although_it_was_repeated(
         self, make: Callable[[], Plan], end: Frame, before: int
     ) -> None:

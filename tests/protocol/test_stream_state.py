@@ -85,37 +85,22 @@ def test_the_configuration_that_the_server_returns() -> None:
     state.check_direct_reads("2.15.1")
 
 
-@walk(
-    "broken",
-    [
-        {"config": None},
-        {"state": {}},
-        {"state": {"messages": "x", "last_seq": 1, "first_seq": 1}},
-        {"ts": "now"},
-        {"cluster": {"replicas": [3]}},
-        {"config": {"name": "S", "mirror": ["ORIGIN"]}},
-        {"config": {"name": 1}},
-        {"config": {"name": "OTHER"}},
-        {"config": {"name": "S", "max_msg_size": "5"}},
-        {"config": {"name": "S", "max_msgs_per_subject": 1.5}},
-        {"config": {"name": "S", "max_age": True}},
-        {"config": {"name": "S", "max_msg_size": {}}},
-        {"config": {"name": "S", "first_seq": ""}},
-        {"config": {"name": "S", "max_age": 1 << 63}},
-        {"config": {"name": "S", "first_seq": -1}},
-        {"config": {"name": "S", "subjects": [1]}},
-        {"config": {"name": "S", "subjects": 1}},
-        {"config": {"name": "S", "sources": [{"name": 1}]}},
-        {"config": {"name": "S", "sources": [{"subject_transforms": [{"src": 1}]}]}},
-        {"config": {"name": "S", "metadata": {"a": 1}}},
-        {"created": "2026-01-02T03:04:05"},
-        {"created": ""},
-        {"created": "9999-12-31T23:59:59-23:59"},
-        {"state": {"messages": 9.0, "first_seq": 1, "last_seq": 9, "last_ts": CREATED}},
-        {"state": {"messages": 9, "first_seq": 1, "last_seq": 1 << 64, "last_ts": CREATED}},
-        {"state": {"messages": 9, "first_seq": -1, "last_seq": 9, "last_ts": CREATED}},
-    ],
-)
+@walk("broken", [
+    {"config": None}, {"state": {}}, {"state": {"messages": "x", "last_seq": 1, "first_seq": 1}}, {"ts": "now"},
+    {"cluster": {"replicas": [3]}}, {"config": {"name": "S", "mirror": ["ORIGIN"]}}, {"config": {"name": 1}},
+    {"config": {"name": "OTHER"}}, {"config": {"name": "S", "max_msg_size": "5"}},
+    {"config": {"name": "S", "max_msgs_per_subject": 1.5}}, {"config": {"name": "S", "max_age": True}},
+    {"config": {"name": "S", "max_msg_size": {}}}, {"config": {"name": "S", "first_seq": ""}},
+    {"config": {"name": "S", "max_age": 1 << 63}}, {"config": {"name": "S", "first_seq": -1}},
+    {"config": {"name": "S", "subjects": [1]}}, {"config": {"name": "S", "subjects": 1}},
+    {"config": {"name": "S", "sources": [{"name": 1}]}},
+    {"config": {"name": "S", "sources": [{"subject_transforms": [{"src": 1}]}]}},
+    {"config": {"name": "S", "metadata": {"a": 1}}}, {"created": "2026-01-02T03:04:05"}, {"created": ""},
+    {"created": "9999-12-31T23:59:59-23:59"},
+    {"state": {"messages": 9.0, "first_seq": 1, "last_seq": 9, "last_ts": CREATED}},
+    {"state": {"messages": 9, "first_seq": 1, "last_seq": 1 << 64, "last_ts": CREATED}},
+    {"state": {"messages": 9, "first_seq": -1, "last_seq": 9, "last_ts": CREATED}},
+])  # fmt: skip
 def test_a_malformed_answer_is_a_response_error_that_names_the_stream(broken: dict[str, Any]) -> None:
     with pytest.raises(ResponseError, match="'S'"):
         parse_stream_state(answer(**broken), "S")
