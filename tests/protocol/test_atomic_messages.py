@@ -344,14 +344,6 @@ def test_the_largest_message_of_an_incomplete_batch_is_named(place: int, bulk: b
     assert blamed(machine, machine.error, suspect[0].size) is None, "a message may have as many bytes as the limit"
 
 
-def test_other_refusals_have_nothing_to_do_with_a_size() -> None:
-    machine = batch(own_id=True)
-    add(machine, LARGE)
-    commit(machine)
-    machine.receive(2, *refusal(10071))
-    assert blamed(machine, machine.error) is None
-
-
 def test_a_message_that_was_taken_back_is_blamed_only_for_its_own_refusal() -> None:
     machine = batch(own_id=True)
     add(machine, message())
@@ -362,10 +354,3 @@ def test_a_message_that_was_taken_back_is_blamed_only_for_its_own_refusal() -> N
     commit(machine)
     machine.receive(3, *refusal(10176))
     assert blamed(machine, machine.error) is None
-
-
-def test_a_refused_last_message_is_named() -> None:
-    machine = batch(own_id=True)
-    add(machine, message())
-    commit(machine, LARGE)
-    assert blamed(machine, machine.receive(2, *refusal(10054))) == "a.large"

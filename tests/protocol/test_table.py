@@ -158,6 +158,25 @@ class TestContent:
         content.drop_below(3)
         assert (seqs(content), len(content)) == ({"c": 3}, 1)
 
+    def test_readers_see_only_what_is_committed(self) -> None:
+        content = Content()
+        content.stage([put("a", 1), put("b", 2)])
+        assert (seqs(content), content.revision, content.staged) == ({}, 0, 2)
+        content.commit(2)
+        assert (seqs(content), content.revision, content.staged) == ({"a": 1, "b": 2}, 2, 0)
+
+    def test_the_maximum_age_applies_unless_a_message_never_expires(self) -> None:
+        content = Content(max_age=timedelta(seconds=10))
+        content.feed([put("b", 2, 1), put("never", 1, ttl=FOREVER), put("c", 3, 2), delete("d", 4, 2)])
+        assert content.next_expiry() <= at(11)  # it was never looked
+        content.expire(at(2))
+        assert content.next_expiry() == at(11)
+        content.expire(at(11))
+        assert seqs(content) == {"never": 1, "c": 3}
+        content.expire(at(12))
+        assert seqs(content) == {"never": 1}
+        assert len(content) == 1, "the delete marker has expired"
+
 
 class TestWatcher:
     def test_a_slow_one_gets_the_newest_state_of_each_key(self) -> None:
