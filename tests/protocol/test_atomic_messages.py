@@ -294,17 +294,16 @@ class TestDisconnection:
         assert reply_of(add(machine, message())) == "_INBOX.r.2"
 
 
-class TestResolved:
-    def test_a_batch_that_was_not_found_has_failed(self) -> None:
-        machine = batch()
+def test_a_batch_that_was_not_found_has_failed() -> None:
+    machine = batch()
+    add(machine, message())
+    commit(machine)
+    machine.lost("silence")
+    machine.resolved(None)
+    with pytest.raises(errors.BatchAbandonedError) as caught:
         add(machine, message())
-        commit(machine)
-        machine.lost("silence")
-        machine.resolved(None)
-        with pytest.raises(errors.BatchAbandonedError) as caught:
-            add(machine, message())
-        assert caught.value.outcome == "not_stored"
-        assert isinstance(caught.value.__cause__, errors.BatchOutcomeUnknownError)
+    assert caught.value.outcome == "not_stored"
+    assert isinstance(caught.value.__cause__, errors.BatchOutcomeUnknownError)
 
 
 # -- messages that are larger than their stream takes

@@ -305,84 +305,81 @@ STEPS = st.lists(
 )
 
 
-class TestSchedules:
-    @settings(max_examples=150)
-    @given(STEPS, st.integers(1, 12), st.integers(1, 400), st.integers(1, 30))
-    def test_each_partition_takes_its_messages_in_order_once(
-        self, steps: list[tuple[str, int, int]], buffer: int, buffer_bytes: int, chunk: int
-    ) -> None:
-        woken = list[int]()
-        stream = Stream()
-        dispatcher = Dispatcher(partitions_of, buffer=buffer, buffer_bytes=buffer_bytes, wake=lambda: woken.append(1))
-        stream.store(0)
-        begun: dict[int, int] = dict.fromkeys(range(4), 1)
-        taken: dict[int, list[int]] = {number: [] for number in begun}
-        for number in begun:
-            dispatcher.add(number, 1)
-        under_way: tuple[list[StoredMsg], int, int] | None = None
-        owned_then: set[int] = set()
+@settings(max_examples=150)
+@given(STEPS, st.integers(1, 12), st.integers(1, 400), st.integers(1, 30))
+def test_each_partition_takes_its_messages_in_order_once(
+    steps: list[tuple[str, int, int]], buffer: int, buffer_bytes: int, chunk: int
+) -> None:
+    woken = list[int]()
+    stream = Stream()
+    dispatcher = Dispatcher(partitions_of, buffer=buffer, buffer_bytes=buffer_bytes, wake=lambda: woken.append(1))
+    stream.store(0)
+    begun: dict[int, int] = dict.fromkeys(range(4), 1)
+    taken: dict[int, list[int]] = {number: [] for number in begun}
+    for number in begun:
+        dispatcher.add(number, 1)
+    under_way: tuple[list[StoredMsg], int, int] | None = None
+    owned_then: set[int] = set()
 
-        def check() -> None:
-            for number in dispatcher:
-                position, state = dispatcher.position(number), dispatcher._owned[number]
-                assert taken[number] == stream.of(number, begun[number], position)
-                assert stream.of(number, position, state.next) == seqs(state.queue)
-                assert state.size == sum(it.size for it in state.queue)
-                assert len(state.queue) <= buffer
-                assert not state.queue or state.size - state.queue[-1].size < buffer_bytes
-                assert dispatcher.pending(number) == bool(state.queue)
-            owned = [dispatcher._owned[number] for number in dispatcher]
-            one_is_full = any(it.is_full for it in owned)
-            waiting = [it.next for it in owned if not it.is_full and not (one_is_full and len(it.queue) > buffer // 4)]
-            assert (dispatcher.wanted() in waiting) if waiting else dispatcher.wanted() is None
-            assert dispatcher.has_messages == any(map(dispatcher.pending, dispatcher))
+    def check() -> None:
+        for number in dispatcher:
+            position, state = dispatcher.position(number), dispatcher._owned[number]
+            assert taken[number] == stream.of(number, begun[number], position)
+            assert stream.of(number, position, state.next) == seqs(state.queue)
+            assert state.size == sum(it.size for it in state.queue)
+            assert len(state.queue) <= buffer
+            assert not state.queue or state.size - state.queue[-1].size < buffer_bytes
+            assert dispatcher.pending(number) == bool(state.queue)
+        owned = [dispatcher._owned[number] for number in dispatcher]
+        one_is_full = any(it.is_full for it in owned)
+        waiting = [it.next for it in owned if not it.is_full and not (one_is_full and len(it.queue) > buffer // 4)]
+        assert (dispatcher.wanted() in waiting) if waiting else dispatcher.wanted() is None
+        assert dispatcher.has_messages == any(map(dispatcher.pending, dispatcher))
 
-        def feed(messages: list[StoredMsg], begin: int, end: int, only: set[int] | None = None) -> None:
-            before = {
-                number: (dispatcher.position(number), len(dispatcher._owned[number].queue)) for number in dispatcher
-            }
-            fed = dispatcher.feed(messages, begin, end, only=only)
-            assert fed.moved == {number for number in dispatcher if dispatcher.position(number) != before[number][0]}
-            assert fed.given == {
-                number for number in dispatcher if len(dispatcher._owned[number].queue) != before[number][1]
-            }
+    def feed(messages: list[StoredMsg], begin: int, end: int, only: set[int] | None = None) -> None:
+        before = {number: (dispatcher.position(number), len(dispatcher._owned[number].queue)) for number in dispatcher}
+        fed = dispatcher.feed(messages, begin, end, only=only)
+        assert fed.moved == {number for number in dispatcher if dispatcher.position(number) != before[number][0]}
+        assert fed.given == {
+            number for number in dispatcher if len(dispatcher._owned[number].queue) != before[number][1]
+        }
 
-        for step, number, amount in steps:
-            waits = dispatcher.next_read() is None
-            woken.clear()
-            if step == "store":
-                stream.store(number, size=amount * 3, removed=amount % 3)
-            elif step == "add" and number not in dispatcher:
-                begun[number], taken[number] = 1 + amount, []
-                dispatcher.add(number, 1 + amount)
-            elif step == "remove":
-                dispatcher.remove(number)
-            elif step == "under way":  # a read that ends after other steps, of the partitions that are owned now
-                if under_way is not None:
-                    feed(*under_way, only=owned_then)
-                owned_then = set(dispatcher)
-                under_way = stream.read(1 + amount, chunk, owned_then)
-            elif step == "read" and (read := dispatcher.next_read()) is not None:
-                feed(*stream.read(read.start, min(chunk, read.max_messages)))
-            elif step == "take":
-                found = seqs(dispatcher.take(number, amount // 5))
-                assert len(found) <= amount // 5
-                taken[number] = taken.get(number, []) + found
-            elif step == "take_any" and (one := dispatcher.take_any()) is not None:
+    for step, number, amount in steps:
+        waits = dispatcher.next_read() is None
+        woken.clear()
+        if step == "store":
+            stream.store(number, size=amount * 3, removed=amount % 3)
+        elif step == "add" and number not in dispatcher:
+            begun[number], taken[number] = 1 + amount, []
+            dispatcher.add(number, 1 + amount)
+        elif step == "remove":
+            dispatcher.remove(number)
+        elif step == "under way":  # a read that ends after other steps, of the partitions that are owned now
+            if under_way is not None:
+                feed(*under_way, only=owned_then)
+            owned_then = set(dispatcher)
+            under_way = stream.read(1 + amount, chunk, owned_then)
+        elif step == "read" and (read := dispatcher.next_read()) is not None:
+            feed(*stream.read(read.start, min(chunk, read.max_messages)))
+        elif step == "take":
+            found = seqs(dispatcher.take(number, amount // 5))
+            assert len(found) <= amount // 5
+            taken[number] = taken.get(number, []) + found
+        elif step == "take_any" and (one := dispatcher.take_any()) is not None:
+            taken[one[0]].append(one[1].seq)
+        check()
+        assert not waits or woken or dispatcher.next_read() is None, "a reader that waits is woken"
+
+    for _ in range(10_000):  # and nothing is left in the end
+        if all(dispatcher.position(each) > stream.last_seq for each in dispatcher):
+            break
+        if (read := dispatcher.next_read()) is not None:
+            feed(*stream.read(read.start, min(chunk, read.max_messages)))
+        elif (one := dispatcher.take_any()) is not None:
+            taken[one[0]].append(one[1].seq)
+        if not dispatcher.wanted() or dispatcher.wanted() > stream.last_seq:
+            while (one := dispatcher.take_any()) is not None:
                 taken[one[0]].append(one[1].seq)
-            check()
-            assert not waits or woken or dispatcher.next_read() is None, "a reader that waits is woken"
-
-        for _ in range(10_000):  # and nothing is left in the end
-            if all(dispatcher.position(each) > stream.last_seq for each in dispatcher):
-                break
-            if (read := dispatcher.next_read()) is not None:
-                feed(*stream.read(read.start, min(chunk, read.max_messages)))
-            elif (one := dispatcher.take_any()) is not None:
-                taken[one[0]].append(one[1].seq)
-            if not dispatcher.wanted() or dispatcher.wanted() > stream.last_seq:
-                while (one := dispatcher.take_any()) is not None:
-                    taken[one[0]].append(one[1].seq)
-            check()
-        else:
-            pytest.fail("the reads make no progress")
+        check()
+    else:
+        pytest.fail("the reads make no progress")

@@ -78,10 +78,9 @@ def test_only_text_is_a_subject_or_name(check: Callable[[object], None], value: 
         check(value)
 
 
-class TestSubjectCache:
-    def test_stays_bounded_and_right(self) -> None:
-        cache = SubjectCache()
-        for i in range(20_000):
-            assert cache.encode(f"s.{i}") == b"s.%d" % i
-        assert len(cache) <= cache._LIMIT
-        assert cache.encode("s.1") == b"s.1"
+def test_stays_bounded_and_right() -> None:
+    cache = SubjectCache()
+    for i in range(20_000):
+        assert cache.encode(f"s.{i}") == b"s.%d" % i
+    assert len(cache) <= cache._LIMIT
+    assert cache.encode("s.1") == b"s.1"

@@ -90,26 +90,23 @@ def test_batch_ids_that_would_break_the_ack_or_the_reply_subject_are_refused(bat
         options.check_batch_id(batch_id)
 
 
-class TestTimes:
-    """Servers accept only RFC 3339 with an offset in whole minutes."""
-
-    @walk(
-        "when",
-        [
-            datetime(2026, 11, 20, 21, 23, 31, 123456, UTC),
-            datetime(2026, 11, 20, 21, 23, 31, tzinfo=timezone(timedelta(hours=-5, minutes=-30))),
-            datetime(1, 1, 1, tzinfo=UTC),
-            # Local mean time, as zoneinfo gives for the 19th century, has seconds in its offset.
-            datetime(1880, 1, 1, tzinfo=timezone(timedelta(minutes=19, seconds=32))),
-            datetime(2026, 1, 1, tzinfo=timezone(timedelta(seconds=1))),
-        ],
-    )
-    def test_an_aware_time_stays_the_same_instant(self, when: datetime) -> None:
-        text = options.rfc3339(when, "when")
-        assert datetime.fromisoformat(text) == when
-        offset = text[19:].lstrip(".0123456789")
-        assert offset == "Z" or (len(offset) == 6 and offset[3] == ":")
-        assert text[10] == "T"
+@walk(
+    "when",
+    [
+        datetime(2026, 11, 20, 21, 23, 31, 123456, UTC),
+        datetime(2026, 11, 20, 21, 23, 31, tzinfo=timezone(timedelta(hours=-5, minutes=-30))),
+        datetime(1, 1, 1, tzinfo=UTC),
+        # Local mean time, as zoneinfo gives for the 19th century, has seconds in its offset.
+        datetime(1880, 1, 1, tzinfo=timezone(timedelta(minutes=19, seconds=32))),
+        datetime(2026, 1, 1, tzinfo=timezone(timedelta(seconds=1))),
+    ],
+)
+def test_an_aware_time_stays_the_same_instant(when: datetime) -> None:
+    text = options.rfc3339(when, "when")
+    assert datetime.fromisoformat(text) == when
+    offset = text[19:].lstrip(".0123456789")
+    assert offset == "Z" or (len(offset) == 6 and offset[3] == ":")
+    assert text[10] == "T"
 
 
 @walk("zero", [False, True])

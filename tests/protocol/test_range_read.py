@@ -157,17 +157,13 @@ def test_every_input_in_every_state(caplog: pytest.LogCaptureFixture) -> None:
             assert caplog.messages == ([] if after is state else said), where
 
 
-class TestFailed:
-    """The caller could not do what the machine asked for."""
-
+def test_a_read_that_fails_delivers_no_rows_without_the_proof_of_their_gaps() -> None:
     error = errors.RequestTimeoutError("late")
-
-    def test_rows_without_the_proof_of_their_gaps_are_not_delivered(self) -> None:
-        script = Script(scan(9), prove_to=9)
-        script.answer(reply([2, 3], stream="M"))
-        script.machine.failed(self.error)
-        assert failure(script.act()) is self.error
-        assert script.delivered == []
+    script = Script(scan(9), prove_to=9)
+    script.answer(reply([2, 3], stream="M"))
+    script.machine.failed(error)
+    assert failure(script.act()) is error
+    assert script.delivered == []
 
 
 class TestSingle:
