@@ -405,3 +405,20 @@ def test_an_error_that_is_raised_before_the_final_ack_states_no_number_that_chan
     machine.receive([final(2)], 0.0)
     assert machine.error is not None
     assert (machine.error.acked, str(machine.error)) == (2, str(caught.value))
+
+
+def test_window_opens_after_lost_refusal_reports() -> None:
+    machine = batch(OK, max_outstanding_acks=1, stall_ping=1.0)
+    machine.add(message(), 0.0)
+    machine.receive([ack(0, 2, op=0)], 0.0)
+    machine.add(message(), 0.0)
+    machine.disconnected(0.5)  # reports are lost only with a connection
+    machine.reconnected(0.5)
+    machine.receive([ack(0, 2, seq=2, op=4)], 1.0)
+    machine.receive([ack(0, 2, seq=2, op=4)], 1.5)
+    assert machine.room == 0, "a replica may be slow"
+    assert machine.window.settled_without_ack == 0
+    machine.receive([ack(0, 2, seq=2, op=4)], 2.0)
+    assert (machine.room, machine.acked) == (2, 0)
+    machine.add(message(), 2.0)
+    assert machine.room == 1
