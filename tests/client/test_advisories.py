@@ -109,17 +109,6 @@ async def test_closing_a_watch_ends_its_waiting_iterations(js: JetStreamContext,
     await leak_check.assert_clean()
 
 
-async def test_a_closed_connection_ends_the_watch(own_nc: Client, own_js: JetStreamContext) -> None:
-    async with jsx.watch_abandoned(own_js, "S") as watch:
-        waiting = asyncio.ensure_future(anext(watch))
-        await asyncio.sleep(0.01)
-        await own_nc.close()
-        with pytest.raises(nats.errors.ConnectionClosedError):
-            await waiting
-    with pytest.raises(nats.errors.ConnectionClosedError):
-        await jsx.watch_abandoned(own_js, "S").__aenter__()
-
-
 def test_an_invalid_stream_name_is_refused(js: JetStreamContext) -> None:
     with pytest.raises(errors.BadSubjectError):
         jsx.watch_abandoned(js, "a.b")

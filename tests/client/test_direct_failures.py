@@ -134,14 +134,6 @@ class TestSilence:
         assert await seqs(direct.scan(batch=5, prefetch=1)) == [1, 2, 3, 4, 5]
         assert [request["seq"] for request in fake.requests] == [1, 4]
 
-    async def test_twice_at_one_place_is_a_timeout(self, fake: Responder, direct: jsx.DirectGet) -> None:
-        fake.answers = [lambda request: from_(request["seq"], request["seq"], 9)]
-        fake.silent = range(1, 100)
-        read: list[int] = []
-        with pytest.raises(errors.RequestTimeoutError, match=r"stopped after 1 message, .*20 s"):
-            await read_until_error(direct.scan(batch=5), read)
-        assert read == [1, 2]
-
     @each(
         "read",
         [
@@ -156,13 +148,6 @@ class TestSilence:
         async with asyncio.timeout(20):
             with pytest.raises(errors.RequestTimeoutError, match=f"{fake.stream}.*no answer"):
                 await read(jsx.DirectGet(js, fake.stream, timeout=0.2))
-
-    async def test_a_lost_end_of_a_batch_loses_no_message(self, fake: Responder, direct: jsx.DirectGet) -> None:
-        fake.answers = [lambda _: from_(1, 3, 5)]
-        fake.silent = (1,)
-        batch = direct.batch(3)
-        assert (await seqs(batch), batch.num_pending, batch.last_seq) == ([1, 2, 3], 2, 3)
-        assert len(fake.requests) == 1
 
     async def test_a_page_of_multi_last_counts_only_as_a_whole(self, fake: Responder, direct: jsx.DirectGet) -> None:
         fake.answers = [lambda _: [row(4, 0, 2)]]
@@ -182,14 +167,6 @@ class TestGaps:
         fake.answers = [lambda _: holed, lambda _: [*from_(3, 5, 5), end(5, 0)]]
         assert await seqs(direct.scan(prefetch=1)) == [1, 2, 3, 4, 5]
         assert [request["seq"] for request in fake.requests] == [1, 3]
-
-    async def test_twice_at_one_place_is_an_error(self, fake: Responder, direct: jsx.DirectGet) -> None:
-        fake.answers = [lambda _: [*from_(1, 2, 5), row(4, 3, 1)], lambda _: [row(4, 3, 1)]]
-        read: list[int] = []
-        with pytest.raises(errors.MessagesLostError) as caught:
-            await read_until_error(direct.scan(prefetch=1), read)
-        assert read == [1, 2]
-        assert (caught.value.expected, caught.value.got) == (2, 3)
 
 
 class TestMalformedReplies:

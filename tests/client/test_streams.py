@@ -287,15 +287,6 @@ async def test_a_configuration_that_the_server_changed_is_an_error(
     assert mismatch.value.diff == {"deny_purge": (True, False)}
 
 
-async def test_an_option_that_cannot_be_enabled_later_is_refused_by_the_server(
-    js: JetStreamContext, stream_name: Callable[[], str]
-) -> None:
-    name = stream_name()
-    await js.add_stream(name=name)
-    with pytest.raises(ServerError, match="counter"):
-        await jsx.ensure_stream(js, name=name, allow_msg_counter=True)
-
-
 async def test_a_service_can_call_it_at_every_start(
     nc: Client, js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
