@@ -299,8 +299,7 @@ class TestNothingStored:
 
     async def test_a_batch_that_the_server_dropped_is_refused_at_commit(self, stream_name: Callable[[], str]) -> None:
         config = 'jetstream { limits { batch { timeout: "100ms" } } }'
-        async with NatsServer(config=config) as server:
-            nc = await nats.connect(server.url, connect_timeout=10)
+        async with NatsServer(config=config) as server, await nats.connect(server.url, connect_timeout=10) as nc:
             js = nc.jetstream()
             name = stream_name()
             await js.add_stream(name=name, subjects=[f"{name}.>"], allow_atomic=True)
@@ -311,7 +310,6 @@ class TestNothingStored:
             with pytest.raises(errors.AtomicPublishIncompleteError):
                 await batch.commit_eob()
             assert await count(js, name) == 0
-            await nc.close()
 
 
 class TestRefusedAtOnce:

@@ -241,10 +241,12 @@ async def quiet(error: Exception) -> None:
 @each("max_bytes", [100_000, 8 << 20])
 async def test_a_connection_cut_for_slow_reading_skips_no_message(max_bytes: int) -> None:
     """A server may cut the connection if a reply is larger than its ``max_pending`` for a client."""
-    with NatsServer(config="max_pending: 262144\nmax_payload: 65536\nwrite_deadline: 200ms") as server:
-        nc = await nats.connect(
+    async with (
+        NatsServer(config="max_pending: 262144\nmax_payload: 65536\nwrite_deadline: 200ms") as server,
+        await nats.connect(
             server.url, reconnect_time_wait=0.02, max_reconnect_attempts=-1, error_cb=quiet, connect_timeout=10
-        )
+        ) as nc,
+    ):
         js = nc.jetstream()
         await js.add_stream(name="S", subjects=["s"], allow_direct=True)
         for _ in range(1000):
@@ -261,7 +263,6 @@ async def test_a_connection_cut_for_slow_reading_skips_no_message(max_bytes: int
         else:
             assert len(read) == 1000
         assert read == list(range(1, len(read) + 1))
-        await nc.close()
 
 
 async def test_a_connection_closed_in_mid_read_ends_it(fake: Responder, server: NatsServer) -> None:
@@ -280,12 +281,11 @@ async def test_a_connection_closed_in_mid_read_ends_it(fake: Responder, server: 
 
 
 async def test_a_connection_that_stays_away_is_a_timeout_that_names_the_whole_timeout(own_server: NatsServer) -> None:
-    nc = await nats.connect(own_server.url, max_reconnect_attempts=-1, error_cb=quiet, connect_timeout=10)
-    own_server.kill()
-    while nc.is_connected:
-        await asyncio.sleep(0.01)
-    direct = jsx.DirectGet(nc.jetstream(), "S", timeout=0.3)
-    for read in (direct.get(1), direct.get_last("a"), direct.get_at(datetime.now(UTC)), direct.scan().to_list()):
-        with pytest.raises(errors.RequestTimeoutError, match=r"did not come back within 0\.3 s"):
-            await read
-    await nc.close()
+    async with await nats.connect(own_server.url, max_reconnect_attempts=-1, error_cb=quiet, connect_timeout=10) as nc:
+        own_server.kill()
+        while nc.is_connected:
+            await asyncio.sleep(0.01)
+        direct = jsx.DirectGet(nc.jetstream(), "S", timeout=0.3)
+        for read in (direct.get(1), direct.get_last("a"), direct.get_at(datetime.now(UTC)), direct.scan().to_list()):
+            with pytest.raises(errors.RequestTimeoutError, match=r"did not come back within 0\.3 s"):
+                await read

@@ -277,12 +277,13 @@ async def test_a_lookup_without_permission_is_not_repeated() -> None:
     async def note(error: Exception) -> None:
         refused.append(error)
 
-    async with NatsServer(config=config) as server:
-        nc = await nats.connect(server.url, user="u", password="p", connect_timeout=10, error_cb=note)
+    async with (
+        NatsServer(config=config) as server,
+        await nats.connect(server.url, user="u", password="p", connect_timeout=10, error_cb=note) as nc,
+    ):
         js = nc.jetstream(domain="hub")
         await nc.jetstream(domain="hub", timeout=30).add_stream(name="S", subjects=["s.>"], allow_batched=True)
         for _ in range(3):
             async with jsx.FastPublisher(js, ack_timeout=8) as pub:
                 await pub.add("s.a", b"x")
             assert len(refused) == 2
-        await nc.close()

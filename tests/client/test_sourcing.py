@@ -228,8 +228,10 @@ async def test_an_unknown_stream_is_not_found(js: JetStreamContext) -> None:
 
 
 async def test_the_entry_of_a_domain_has_an_external_api() -> None:
-    async with NatsServer(config="jetstream { domain: hub }") as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
+    async with (
+        NatsServer(config="jetstream { domain: hub }") as server,
+        await nats.connect(server.url, connect_timeout=10) as nc,
+    ):
         js = nc.jetstream(domain="hub")
         await js.add_stream(name="S", subjects=["s.>"], retention=RetentionPolicy.WORK_QUEUE)
         await publish(js, "s", range(3))
@@ -247,7 +249,6 @@ async def test_the_entry_of_a_domain_has_an_external_api() -> None:
         given = ExternalStream(api="$JS.elsewhere.API", deliver="x")
         again = await jsx.create_source_consumer(js, "S", "c", deliver_subject="d", external=given)
         assert again.external == given
-        await nc.close()
 
 
 # -- health -----------------------------------------------------------------------------------------------------------
