@@ -14,7 +14,6 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
-from jetstream_ext.client import atomic_session
 from jetstream_ext.testing import NatsServer
 
 MakeStream = Callable[..., Awaitable[str]]
@@ -121,12 +120,10 @@ class TestDebugRecords:
         js: JetStreamContext,
         stream: str,
         caplog: pytest.LogCaptureFixture,
-        monkeypatch: pytest.MonkeyPatch,
         end: str,
     ) -> None:
         caplog.clear()
         caplog.set_level("DEBUG", logger="jetstream_ext.atomic")
-        monkeypatch.setattr(atomic_session, "_ANSWER_TIMEOUT", 60)  # a late answer would be asked for twice
         batch = jsx.AtomicBatch(js)
         await batch.add(f"{stream}.secret", b"hidden", headers={"Token": "hidden"})
         changes = ["NEW -> OPEN (the server that takes the batch is known); messages=0, sent=0, acked=0"]

@@ -213,8 +213,10 @@ class TestMalformedReplies:
         self, fake: Responder, direct: jsx.DirectGet, text: str, error: type[errors.JetStreamExtError]
     ) -> None:
         fake.answers = [lambda _: [status(text)]]
-        with pytest.raises(error):
+        with pytest.raises(error) as caught:
             await direct.get(1)
+        if isinstance(caught.value, errors.BadRequestError):
+            assert caught.value.description == "Bad Request", "the server's text"
         if error is errors.MessageNotFoundError:
             assert await direct.scan().to_list() == []
         else:

@@ -9,11 +9,11 @@ import pytest
 from client_cells import each
 from nats.aio.client import Client
 from nats.js import JetStreamContext
+from nats.js.kv import KeyValue
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext import errors
-from jetstream_ext.client.connection import open_bucket
 from jetstream_ext.testing import NatsServer
 
 Connect = Callable[..., Awaitable[Client]]
@@ -23,7 +23,7 @@ NONE = "the server has no JetStream"
 
 
 async def write(js: JetStreamContext) -> None:
-    async with kvx.transaction(open_bucket(js, "B")) as tx:
+    async with kvx.transaction(KeyValue("B", "KV_B", "$KV.B.", js, direct=False)) as tx:
         tx.put("a", b"1")
 
 
