@@ -1,4 +1,4 @@
-"""Reads of several subject filters from a real server: in order, each message once, complete, and with few bytes at once."""
+"""Reads of several subject filters from a real server: in order, each message once, and complete."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
