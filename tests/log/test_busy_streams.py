@@ -176,12 +176,3 @@ async def test_an_unconfirmed_read_ends_although_its_start_leaves_out_what_is_st
         assert await reader.read(timeout=0) == []
     assert len(stored) == 1
     await asyncio.gather(*stored)
-
-
-@pytest.mark.parametrize("bad", [{"seconds": 0}, {"seconds": -1}, {"seconds": 1, "max_messages": 0}])
-async def test_read_for_checks_its_arguments(js: JetStreamContext, make_stream: Make, bad: dict[str, Any]) -> None:
-    reader = LogReader(js, await make_stream(1))
-    with pytest.raises(ValueError, match="must be"):
-        await reader.read_for(**bad)
-    assert len(await reader.read_for(1) or []) == 1
-    assert await reader.read_for(1) is None

@@ -348,35 +348,65 @@ async def test_an_attempt_that_arrives_late_is_refused(
     assert (await payloads(js, source))[3:] == [b"0", b"1", b"2"]
 
 
-async def test_an_attempt_that_arrives_between_two_calls_is_found(
-    js: JetStreamContext, bury: Bury, offsets: OffsetStore
+async def test_an_attempt_of_a_dead_call_that_arrives_later_is_found(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call for other letters does not make the next one forget to look."""
-    stream, dead, source = await bury(3, duplicate_window=0.1)
-    copies = await die(js, stream, dead, offsets, 0)
-    assert await redrive(js, stream, f"{stream}.other", offsets=offsets) == Redriven(0, 0, 0)
-    subject, payload, headers = copies.sent[0]
-    await js.publish(subject, payload, headers=headers)
-    await asyncio.sleep(0.3)
-    assert await redrive(js, stream, dead, offsets=offsets) == Redriven(sent=2, found=1, left=0)
-    assert (await payloads(js, source))[3:] == [b"0", b"1", b"2"]
+    """Between two calls, of which one is for other letters, or while the next call sends."""
+
+    async def arrive(number: int = 1) -> None:
+        if number == 1:
+            subject, payload, headers = dead_copies.sent[0]
+            await js.publish(subject, payload, headers=headers)
+            await asyncio.sleep(0.3)
+
+    for later in (False, True):
+        stream, dead, source = await bury(3, duplicate_window=0.1)
+        dead_copies = await die(js, stream, dead, offsets, 0)
+        assert await redrive(js, stream, f"{stream}.other", offsets=offsets) == Redriven(0, 0, 0)
+        with monkeypatch.context() as patch:
+            if later:
+                Copies(js, patch, arrive)
+            else:
+                await arrive()
+            assert await redrive(js, stream, dead, offsets=offsets) == Redriven(sent=2, found=1, left=0)
+        assert (await payloads(js, source))[3:] == [b"0", b"1", b"2"]
+
+
+async def test_letters_that_others_send_or_drop_during_the_call(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, dead, source = await bury(4)
+    letters = await stored(js, stream, dead)
+    copy = {"Nats-Msg-Id": f"redrive:{stream}:{letters[1].seq}:{letters[1].time_ns}"}
+
+    async def interfere(number: int) -> None:
+        if number == 1:
+            await js.publish(f"{source}.1", b"1", headers=copy)
+            await drop(js, stream, [letters[2].seq])
+
+    with monkeypatch.context() as patch:
+        Copies(js, patch, interfere)
+        assert await redrive(js, stream, dead, offsets=offsets) == Redriven(sent=2, found=1, left=0)
+    assert sorted((await payloads(js, source))[4:]) == [b"0", b"1", b"3"]
 
 
 async def test_other_producers_on_the_subject_do_not_stop_a_redrive(
     js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream, dead, source = await bury(3)
+    """After ten refusals in a row a letter has no fence, also if an attempt had no answer."""
+    for unanswered in (0, 1):
+        stream, dead, source = await bury(3)
 
-    async def interfere(number: int) -> None:
-        await js.publish(f"{source}.0", b"other")
+        async def interfere(number: int) -> bool:
+            await js.publish(f"{source}.0", b"other")  # noqa: B023
+            return number > unanswered  # noqa: B023
 
-    with monkeypatch.context() as patch:
-        copies = Copies(js, patch, interfere)
-        assert (await redrive(js, stream, dead, offsets=offsets)).sent == 3
-    fences = copies.header("Nats-Expected-Last-Subject-Sequence")
-    assert None not in fences[:10]
-    assert None in fences, "ten refusals in a row"
-    assert [it for it in await payloads(js, source) if it != b"other"] == 2 * [b"0", b"1", b"2"]
+        with monkeypatch.context() as patch:
+            copies = Copies(js, patch, interfere)
+            assert (await redrive(js, stream, dead, offsets=offsets)).sent == 3
+        fences = copies.header("Nats-Expected-Last-Subject-Sequence")
+        assert fences.index(None) == 10 + unanswered
+        assert [it for it in await payloads(js, source) if it != b"other"] == 2 * [b"0", b"1", b"2"]
 
 
 async def test_a_stream_that_stores_under_other_subjects_has_no_fence(
