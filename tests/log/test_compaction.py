@@ -162,13 +162,6 @@ async def test_a_reader_passes_over_a_stream_whose_old_messages_were_all_replace
     assert await seqs(reader) == [32, 33, 34]
 
 
-async def test_a_filtered_reader_passes_over_what_was_replaced(js: JetStreamContext, make_stream: Make) -> None:
-    name = await make_stream(**KEEP_ONE)
-    await publish(js, name, "abab")
-    reader = LogReader(js, name, start=Seq(1), subject=f"{name}.b")
-    assert await seqs(reader) == [4]
-
-
 PURGES: dict[str, dict[str, Any]] = {
     "everything": {},
     "up to a sequence": {"seq": 5},

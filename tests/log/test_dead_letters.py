@@ -20,9 +20,19 @@ from nats.js.errors import APIError
 
 import jetstream_ext as jsx
 from jetstream_ext import BatchMessage, StoredMsg, errors
-from jetstream_ext.client.fenced_write import FencedWriter
-from jetstream_ext.log import DeadLetter, Last, LogReader, OffsetStore, Processed, exactly_once, takeover
+from jetstream_ext.log import (
+    DeadLetter,
+    Group,
+    Last,
+    LogReader,
+    Processed,
+    dead_letters,
+    exactly_once,
+    exactly_once_group,
+    takeover,
+)
 from jetstream_ext.protocol.dead_letters import KEPT, RAW, origin, raw_headers
+from jetstream_ext.protocol.partitions import partition_of
 from jetstream_ext.testing import NatsServer
 
 Make = Callable[..., Awaitable[str]]
@@ -44,6 +54,10 @@ async def stored(js: JetStreamContext, target: str, suffix: str) -> list[StoredM
 
 async def numbers(js: JetStreamContext, target: str) -> list[int]:
     return [int(msg.data) for msg in await stored(js, target, "out")]
+
+
+async def letters_of(js: JetStreamContext, target: str) -> list[int]:
+    return [int(msg.data) for msg in await stored(js, target, "dead")]
 
 
 async def records(js: JetStreamContext, target: str) -> list[dict[str, Any]]:
@@ -121,14 +135,6 @@ async def test_outputs_of_the_inputs_before_are_stored_with_the_failed_attempt(
     assert [(record["seq"], record["failed"]["seq"], record["failed"]["attempts"]) for record in found] == [(4, 4, 1)]
     assert found[0]["failed"]["error"] == "ZeroDivisionError: input 4"
     assert await numbers(js, target) == [1, 2, 3, 4, 5]
-
-
-async def test_without_dead_letters_a_record_is_as_before(js: JetStreamContext, make_stream: Make) -> None:
-    source, target = await make_stream(5), await make_stream()
-    done = await work(LogReader(js, source), target, Failing(target, {}), dead_letter=None)
-    assert done.commits == 2
-    fields = {"v", "stream", "created", "seq", "worker", "commit", "inbox", "took_over"}
-    assert all(record.keys() == fields for record in await records(js, target))
 
 
 def bad_results(target: str) -> dict[str, Any]:
@@ -481,6 +487,147 @@ def test_a_dead_letter_option_is_a_value() -> None:
     assert DeadLetter("a", backoff=2).pause_after(7) == 2.0
 
 
+async def test_a_grouped_handler_may_change_its_list(js: JetStreamContext, make_stream: Make) -> None:
+    source, target = await make_stream(6), await make_stream()
+
+    def handle(messages: list[StoredMsg]) -> list[BatchMessage]:
+        outputs = []
+        while messages:
+            outputs.append(BatchMessage(f"{target}.out", messages.pop(0).data))
+        return outputs
+
+    async with asyncio.timeout(30):
+        done = await work(LogReader(js, source), target, handle, grouped=True)
+    assert (done.inputs, done.outputs) == (6, 6)
+    assert await numbers(js, target) == [1, 2, 3, 4, 5, 6]
+
+
+async def test_a_cancellation_that_the_handler_hides(js: JetStreamContext, make_stream: Make) -> None:
+    for swallows in (False, True):
+        source, target = await make_stream(3), await make_stream()
+        there = asyncio.Event()
+
+        async def handle(message: StoredMsg) -> BatchMessage:
+            there.set()  # noqa: B023
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError as error:
+                if not swallows:  # noqa: B023
+                    raise RuntimeError("interrupted") from error
+            return BatchMessage(f"{target}.out", message.data)  # noqa: B023
+
+        working = asyncio.ensure_future(
+            work(LogReader(js, source, tail=True), target, handle, dead_letter=letter(target, 1))
+        )
+        async with asyncio.timeout(30):
+            await there.wait()
+            working.cancel()
+            await asyncio.wait({working})
+        assert working.cancelled(), f"{swallows=}"
+        assert await letters_of(js, target) == []
+
+
+async def test_an_input_that_kills_a_member_leaves_those_of_its_other_partitions_alone(
+    js: JetStreamContext, server: NatsServer, make_stream: Make, stream_name: Callable[[], str]
+) -> None:
+    """Of those that may kill a process, only one at a time is in its hands."""
+    source, target, bucket = await make_stream(), await make_stream(), stream_name()
+    keys = [next(k for k in range(99) if partition_of(f"{source}.{k}", 4, [1]) == number) for number in range(4)]
+    for key in keys:
+        await js.publish(f"{source}.{key}", b"%d" % key)
+    killed, release = asyncio.Event(), asyncio.Event()
+
+    async def handle(message: StoredMsg) -> BatchMessage:
+        if message.data == b"%d" % keys[1]:
+            await asyncio.sleep(0.1)
+            killed.set()
+            await asyncio.Event().wait()
+        await release.wait()
+        return BatchMessage(f"{target}.out", message.data)
+
+    async def run(nc: Any) -> None:
+        group = Group(
+            nc.jetstream(timeout=30), source, "g", partitions=4, key=[1], bucket=bucket, heartbeat=0.3, poll=0.05
+        )
+        await exactly_once_group(group, target, handle, prefix=f"{target}.at", dead_letter=letter(target, 1))
+
+    async with asyncio.timeout(120):
+        while not (found := await letters_of(js, target)):
+            async with await nats.connect(server.url, connect_timeout=10) as nc:
+                working = asyncio.ensure_future(run(nc))
+                if killed.is_set():
+                    release.set()  # the other inputs were in the hands of the member that died
+                killed.clear()
+                while not killed.is_set() and not await letters_of(js, target):
+                    await asyncio.wait({working}, timeout=0.05)
+                if await letters_of(js, target):
+                    while len(await numbers(js, target)) < 3:
+                        await asyncio.wait({working}, timeout=0.05)
+            working.cancel()  # without its connection, it stores no end
+            await asyncio.wait({working})
+    assert found == [keys[1]]
+    assert sorted(await numbers(js, target)) == sorted({*keys} - {keys[1]})
+
+
+async def test_blanks_that_a_client_strips_are_kept(js: JetStreamContext, nc: Any, make_stream: Make) -> None:
+    """The input is not handed back with another subject or header."""
+    source, target = await make_stream(), await make_stream()
+    blanks = ["\u00a0", "\u0085", "\x1f"]
+    inbox = await nc.subscribe(nc.new_inbox())
+    for blank in blanks:
+        block = f"NATS/1.0\r\nA:{blank}x\r\nB: y\r\n\r\n".encode()
+        subject = f"{source}.x{blank}" if blank != "\x1f" else f"{source}.x"
+        line = f"HPUB {subject} {inbox.subject} {len(block)} {len(block)}\r\n".encode()
+        await nc._send_command(line + block + b"\r\n")
+        await nc._flush_pending()
+        await inbox.next_msg(30)
+
+    def fail(_: StoredMsg) -> None:
+        raise ZeroDivisionError
+
+    await work(LogReader(js, source), target, fail, dead_letter=letter(target, 1))
+    letters = [it async for it in dead_letters(js, target, f"{target}.dead")]
+    assert len(letters) == len(blanks)
+    for blank, found in zip(blanks, letters, strict=True):
+        assert not found.complete, repr(blank)
+        assert found.headers == (("B", "y"),), repr(blank)
+
+
+class _HostileStr(str):
+    def __bool__(self) -> bool:
+        raise ZeroDivisionError
+
+    def __format__(self, _: str) -> str:
+        raise ZeroDivisionError
+
+
+class _HostileError(Exception):
+    def __str__(self) -> str:
+        return _HostileStr("text")
+
+    def __repr__(self) -> str:
+        raise ZeroDivisionError
+
+
+async def test_errors_that_cannot_be_printed_do_not_end_the_worker(
+    js: JetStreamContext, make_stream: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor do they fill the log."""
+
+    def fail(_: Any) -> None:
+        raise _HostileError("x" * 100_000)
+
+    def fail_at_length(_: Any) -> None:
+        raise RuntimeError("x" * 1_000_000)
+
+    with caplog.at_level(logging.DEBUG, "jetstream_ext"):
+        for handler in (fail, fail_at_length):
+            source, target = await make_stream(3), await make_stream()
+            done = await work(LogReader(js, source), target, handler, grouped=handler is fail)
+            assert done.dead_letters == 3
+    assert max(len(record.getMessage()) for record in caplog.records if "worker" in record.getMessage()) < 2000
+
+
 # -- workers that die -------------------------------------------------------------------------------------------------
 
 PROGRAM = """
@@ -580,34 +727,3 @@ async def test_a_planned_stop_does_not_count_as_an_attempt(
     done = await work(LogReader(js, source), target, Failing(target, {}), **options)
     assert not done.dead_letters
     assert await numbers(js, target) == list(range(1, 31))
-
-
-async def test_an_end_is_not_stored_behind_a_commit_whose_outcome_is_unknown(
-    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The position would go back behind stored outputs."""
-    source, target = await make_stream(10), await make_stream()
-    publish = FencedWriter._publish
-
-    async def cancelled_behind(writer: FencedWriter, messages: Any, record: bytes, timeout: float) -> Any:
-        ack = await publish(writer, messages, record, timeout)
-        if messages:
-            raise asyncio.CancelledError
-        return ack
-
-    with monkeypatch.context() as patched:
-        patched.setattr(FencedWriter, "_publish", cancelled_behind)
-        with pytest.raises(asyncio.CancelledError):
-            await work(LogReader(js, source), target, Failing(target, {}))
-    done = await work(LogReader(js, source), target, Failing(target, {}))
-    assert done.inputs == 0
-    assert await numbers(js, target) == list(range(1, 11))
-
-
-async def test_a_standby_worker_has_dead_letters_too(
-    js: JetStreamContext, make_stream: Make, stream_name: Callable[[], str]
-) -> None:
-    source, target = await make_stream(5), await make_stream()
-    reader = LogReader(js, source, offsets=OffsetStore(js, stream_name()))
-    done = await work(reader, target, Failing(target, {3: ALWAYS}), standby=True)
-    assert (done.inputs, done.dead_letters) == (5, 1)

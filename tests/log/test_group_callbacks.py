@@ -428,19 +428,6 @@ class TestLosses:
             await running
         assert "the handler of partition 0, which was lost, has failed: OSError('the rollback failed')" in caplog.text
 
-    async def test_a_commit_that_no_server_answers_does_not_end_the_iteration(self) -> None:
-        """Also the one that `every` asks for, during an outage longer than `patience`."""
-        async with breakable_server() as (server, js), asyncio.timeout(60):
-            await js.publish("S", b"2")
-            group = Group(js, "S", "g", partitions=1, bucket="B", heartbeat=2.0, patience=0.5, poll=0.05)
-            async with group.join(every=1) as member:
-                assert (await anext(member)).data == b"1"
-                await asyncio.to_thread(server.pause)
-                following = asyncio.ensure_future(anext(member))
-                await asyncio.sleep(1.5)
-                await asyncio.to_thread(server.resume)
-                assert (await following).data == b"2"
-
 
 async def test_run_is_refused_while_a_loop_has_a_message_in_hand(make_stream: Make, make_group: MakeGroup) -> None:
     group = make_group(await make_stream(messages=3), partitions=1)
