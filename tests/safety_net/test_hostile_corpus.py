@@ -1,7 +1,6 @@
 """Every read path returns every message of a stream, whatever publishers have stored as header blocks."""
 
 import asyncio
-import json
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -161,19 +160,15 @@ async def test_get_many_has_each_value(js: JetStreamContext, corpus: Corpus) -> 
 
 
 @versions
-def test_export_has_each_message(corpus: Corpus, tmp_path: Path) -> None:
+def test_export_refuses_the_message_that_its_file_cannot_hold(corpus: Corpus, tmp_path: Path) -> None:
     for name in ("messages.jsonl", "messages.csv"):
         command = ("export", STREAM, str(tmp_path / name), "--server", corpus.url)
         refused = run_cli(*command, home=tmp_path)
         assert refused.status == 1, refused.output
         assert (
-            "column 'headers' would lose the line 'garbage', which is no header; --lossy leaves it out"
+            "column 'headers' would lose the line 'garbage', which is no header; export other messages"
             in refused.output
         )
-        done = run_cli(*command, "--lossy", home=tmp_path)
-        assert done.status == 0, done.output
-    lines = [json.loads(line) for line in (tmp_path / "messages.jsonl").read_text().splitlines()]
-    assert [line["seq"] for line in lines] == [message.seq for message in corpus.messages]
 
 
 @versions

@@ -1,7 +1,6 @@
-"""Keys that are not UTF-8, cells that a spreadsheet runs, and names that a type checker looks for."""
+"""Keys that are not UTF-8, and names that a type checker looks for."""
 
 import ast
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,10 +10,6 @@ import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext.errors import JetStreamExtError
 from jetstream_ext.testing import NatsServer
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from run_cli import run_cli
 
 
 async def test_snapshot_keeps_keys_that_are_not_utf8_apart(
@@ -32,12 +27,6 @@ async def test_snapshot_keeps_keys_that_are_not_utf8_apart(
     except JetStreamExtError:
         return  # an error is also correct
     assert {entry.value for entry in snapshot.values()} == {b"1", b"2", b"3"} or not snapshot.complete
-
-
-def test_export_offers_cells_that_a_spreadsheet_does_not_run(tmp_path: Path) -> None:
-    done = run_cli("export", "--help", home=tmp_path)
-    assert done.status == 0
-    assert "spreadsheet" in done.output.lower()
 
 
 def test_package_imports_its_errors_by_name() -> None:
