@@ -109,31 +109,22 @@ def test_a_websocket_url_without_aiohttp_names_the_package(run: Run, monkeypatch
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "aiohttp" else find(name, *rest)
     )
-    done = run("doctor", "ws://127.0.0.1:1")
-    assert (done.exit_code, done.stderr) == (
-        1,
-        "Error: WebSockets need the package aiohttp: pip install 'nats-py[aiohttp]'\n",
-    )
+    words = "Error: WebSockets need the package aiohttp: pip install 'nats-py[aiohttp]'\n"
+    assert_fails(run("doctor", "ws://127.0.0.1:1"), words)
 
 
 def test_a_server_without_tls_gets_no_password(run: Run) -> None:
     with NatsServer(config="authorization { user: u, password: p }") as plain:
         place = plain.url.removeprefix("nats://")
-        done = run("doctor", f"tls://u:p@{place}")
-        assert (done.exit_code, done.stderr) == (
-            1,
-            f"Error: no connection to tls://{place}: the server does not require TLS, but TLS was requested; nothing was sent\n",
-        )
+        reason = "the server does not require TLS, but TLS was requested; nothing was sent\n"
+        assert_fails(run("doctor", f"tls://u:p@{place}"), f"Error: no connection to tls://{place}: {reason}")
         write_context("first", url=plain.url, tls_first=True, user="u", password="p")
-        done = run("doctor", "--context", "first", url=None)
-        assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
-        assert done.stderr.startswith(f"Error: no connection to {plain.url}: ")
+        assert_fails(run("doctor", "--context", "first", url=None), f"Error: no connection to {plain.url}: ")
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
-@pytest.mark.parametrize("first", [False, True])
 def test_tls_connects_with_and_without_handshake_first(
-    process: Callable[..., subprocess.Popen[str]], run: Run, tmp_path: Path, first: bool
+    process: Callable[..., subprocess.Popen[str]], run: Run, ok: Json, tmp_path: Path
 ) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
     subprocess.run(
@@ -142,16 +133,15 @@ def test_tls_connects_with_and_without_handshake_first(
         capture_output=True,
         check=True,
     )
-    options = "handshake_first: true" if first else ""
-    with NatsServer(config=f'tls {{ cert_file: "{certificate}", key_file: "{key}", {options} }}') as server:
-        write_context("mine", url=server.url, ca=str(certificate), tls_first=first)
-        flags = ["--tlsfirst"] if first else []
-        ways: list[list[object]] = [["--context", "mine"], [server.url, "--tlsca", certificate, *flags]]
-        for arguments in ways:
+    for first in (False, True):
+        options = "handshake_first: true" if first else ""
+        with NatsServer(config=f'tls {{ cert_file: "{certificate}", key_file: "{key}", {options} }}') as server:
+            write_context("mine", url=server.url, ca=str(certificate), tls_first=first)
+            assert ok("doctor", "--context", "mine", url=None)["streams"] == []
             # As a process: warnings of asyncio about TLS would be on its stderr.
-            with process("doctor", "--json", *arguments, url=None) as asking:
+            flags = ["--tlsfirst"] if first else []
+            with process("doctor", "--json", server.url, "--tlsca", certificate, *flags, url=None) as asking:
                 shown, said = asking.communicate(timeout=60)
             assert (asking.returncode, said) == (0, "")
             assert json.loads(shown)["streams"] == []
-        done = run("doctor", server.url, "--timeout", "2s")  # a certificate that is not trusted
-        assert (done.exit_code, done.stderr.count("\n")) == (1, 1), done.output
+            assert_fails(run("doctor", server.url, "--timeout", "2s"))  # a certificate that is not trusted
