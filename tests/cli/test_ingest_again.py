@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import csv
+import json
 import re
 import shlex
 import time
@@ -17,7 +18,8 @@ from typing import Any
 
 import orjson
 import pytest
-from cli_tools import Json, Run, assert_fails, assert_usage, payloads, with_js
+from cli_tools import Run, assert_fails, assert_usage, payloads, with_js
+from click.testing import Result
 from nats.js import JetStreamContext
 from nats.js.api import StreamSource
 from nats.js.errors import NotFoundError
@@ -35,12 +37,12 @@ WINDOW = 0.1  # seconds, the shortest that servers take: afterwards they know no
 class Stream:
     """A stream whose server soon forgets message ids, and a CSV file for it."""
 
-    def __init__(self, url: str, name: str, path: Path, run: Run, ok: Json) -> None:
+    def __init__(self, url: str, name: str, path: Path, run: Run) -> None:
         self.name = name
         self.path = path
         self._url = url
         self._run = run
-        self._ok = ok
+        self._sent_at = -WINDOW
         self.options: dict[str, object] = {"--subject": f"{name}.{{to}}", "--data-from": "n"}
 
     @property
@@ -64,15 +66,22 @@ class Stream:
         with self.path.open("w", newline="") as file:
             csv.writer(file).writerows([("to", "n"), *(("a", row) for row in rows)])
 
+    def run(self, *options: object) -> Result:
+        """Run the command when the server has forgotten all ids."""
+        time.sleep(max(0.0, self._sent_at + 1.2 * WINDOW - time.monotonic()))
+        done = self._run(*self.how, *options)
+        self._sent_at = time.monotonic()
+        return done
+
     def ingest(self, *options: object) -> tuple[int, int]:
-        """Run the command when the server has forgotten all ids; return how many rows were stored before, and sent."""
-        time.sleep(1.2 * WINDOW)
-        done = self._ok(*self.how, *options)
-        return done["already_stored"], done["sent"]
+        """Return how many rows were stored before, and sent."""
+        done = self.run("--json", *options)
+        assert done.exit_code == 0, done.output
+        found = json.loads(done.stdout)
+        return found["already_stored"], found["sent"]
 
     def refused(self, *options: object) -> str:
-        time.sleep(1.2 * WINDOW)
-        done = self._run(*self.how, *options)
+        done = self.run(*options)
         assert_fails(done)
         return str(done.stderr)
 
@@ -82,14 +91,12 @@ class Stream:
 
 
 @pytest.fixture
-def make(
-    server: NatsServer, stream_name: Callable[[], str], tmp_path: Path, run: Run, ok: Json
-) -> Callable[..., Stream]:
+def make(server: NatsServer, stream_name: Callable[[], str], tmp_path: Path, run: Run) -> Callable[..., Stream]:
     """Create one more stream, with a file of its own."""
 
     def make(**options: Any) -> Stream:
         name = stream_name()
-        stream = Stream(server.url, name, tmp_path / f"{name}.csv", run, ok)
+        stream = Stream(server.url, name, tmp_path / f"{name}.csv", run)
         stream.create(**options)
         return stream
 
@@ -97,9 +104,9 @@ def make(
 
 
 @pytest.fixture
-def stream(server: NatsServer, stream_name: Callable[[], str], tmp_path: Path, run: Run, ok: Json) -> Stream:
+def stream(server: NatsServer, stream_name: Callable[[], str], tmp_path: Path, run: Run) -> Stream:
     """A stream that is not created yet."""
-    return Stream(server.url, stream_name(), tmp_path / "rows.csv", run, ok)
+    return Stream(server.url, stream_name(), tmp_path / "rows.csv", run)
 
 
 def numbers(*ranges: range) -> list[str]:
@@ -113,13 +120,13 @@ def sends_the_rest(said: str) -> tuple[str, ...]:
     return tuple(found[1].split())
 
 
-def test_the_same_command_minutes_later_stores_nothing_again(stream: Stream, run: Run) -> None:
+def test_the_same_command_minutes_later_stores_nothing_again(stream: Stream) -> None:
     stream.create()
     stream.write(*range(300), 7, 7)
     assert stream.ingest() == (0, 302)
     assert stream.ingest() == (302, 0)
     assert stream.ingest("--resume") == (302, 0)
-    assert f"302 rows of {stream.path} are in {stream.name}: 302 already stored, 0 sent" in run(*stream.how).stdout
+    assert f"302 rows of {stream.path} are in {stream.name}: 302 already stored, 0 sent" in stream.run().stdout
     assert stream.rows == [*numbers(range(300)), "7", "7"]
 
 
@@ -267,7 +274,7 @@ def test_again_goes_on_after_a_bad_row_with_the_options_that_the_error_names(str
 
 
 def test_again_goes_on_after_ctrl_c_with_the_options_that_are_printed(
-    stream: Stream, run: Run, monkeypatch: pytest.MonkeyPatch
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream.create()
     stream.write(*range(50))
@@ -281,7 +288,7 @@ def test_again_goes_on_after_ctrl_c_with_the_options_that_are_printed(
 
     with monkeypatch.context() as patch:
         patch.setattr(_Ingest, "_rows_to_send", stopped_after_20)
-        done = run(*stream.how, "--again", "--skip", 10)
+        done = stream.run("--again", "--skip", 10)
     assert (done.exit_code, done.stdout) == (130, "")
     assert f"stopped: this run has stored exactly 20 rows of {stream.path} in {stream.name}; " in done.stderr
     assert stream.ingest("--again", "--skip", 10, *sends_the_rest(done.stderr)) == (0, 20)
@@ -431,7 +438,7 @@ def test_another_file_and_other_content_at_the_same_place_are_sent_whole(stream:
     assert stream.rows == numbers(range(20), range(10, 20))
 
 
-def test_with_other_options_the_rows_are_other_messages_which_is_said(stream: Stream, run: Run) -> None:
+def test_with_other_options_the_rows_are_other_messages_which_is_said(stream: Stream) -> None:
     stream.create()
     stream.write(*range(3))
     stream.ingest()
@@ -439,7 +446,7 @@ def test_with_other_options_the_rows_are_other_messages_which_is_said(stream: St
     for rows, options in ((3, {"--data-from": "to"}), (6, {"--subject": f"{stream.name}.b"})):
         stream.options |= options
         for dry in (("--dry-run",), ()):
-            done = run(*stream.how, *dry)
+            done = stream.run(*dry)
             assert (done.exit_code, done.stderr) == (
                 0,
                 f"{words.format(rows)}none of which is in it now: all its rows count as new\n",
@@ -490,9 +497,7 @@ def test_a_value_that_was_replaced_does_not_come_back(stream: Stream) -> None:
     assert stream.rows == ["2", "4", "5"]
 
 
-def test_a_row_that_was_changed_and_changed_back_is_sent_where_the_stream_keeps_the_last_value(
-    stream: Stream, run: Run
-) -> None:
+def test_a_row_that_was_changed_and_changed_back_is_sent_where_the_stream_keeps_the_last_value(stream: Stream) -> None:
     stream.create(duplicate_window=120, max_msgs_per_subject=1)
 
     def write(values: str) -> None:
@@ -503,7 +508,7 @@ def test_a_row_that_was_changed_and_changed_back_is_sent_where_the_stream_keeps_
     write("abCd")
     assert stream.ingest("--resume") == (3, 1)
     write("abcd")
-    assert "3 already stored, 1 to send" in run(*stream.how, "--dry-run").stdout
+    assert "3 already stored, 1 to send" in stream.run("--dry-run").stdout
     assert stream.ingest() == (3, 1)
     write("aBCd")
     assert stream.ingest("--resume") == (2, 2)
@@ -543,7 +548,7 @@ def test_rows_in_place_are_told_from_those_that_the_stream_has_removed(stream: S
     assert stream.rows == ["17", "18", "19", "corrected", "20"]
 
 
-def test_what_a_stream_has_removed_is_said(make: Callable[..., Stream], run: Run) -> None:
+def test_what_a_stream_has_removed_is_said(make: Callable[..., Stream]) -> None:
     removed = "has removed messages: "
     maybe = f"{removed}if rows of this file were among them, they may be sent again"
     counted = f"{removed}rows of this file that were among them count as stored; --again sends all rows"
@@ -563,19 +568,18 @@ def test_what_a_stream_has_removed_is_said(make: Callable[..., Stream], run: Run
         stream.path.write_text("to,n\na,1\nb,2\n")
         stream.ingest()
         stream.js(remove)
-        time.sleep(1.2 * WINDOW)
         for dry in (True, False):
-            done = run(*stream.how, *(["--dry-run"] if dry else []))
+            done = stream.run(*(["--dry-run"] if dry else []))
             assert done.exit_code == 0, (cell, done.output)
             assert done.stderr.startswith(f"stream '{stream.name}' {words}"), cell
             assert (f"{sent} to send" if dry else f"{sent} sent") in done.stdout, cell
 
 
-def test_rows_that_the_stream_removes_while_they_are_sent_are_said(make: Callable[..., Stream], run: Run) -> None:
+def test_rows_that_the_stream_removes_while_they_are_sent_are_said(make: Callable[..., Stream]) -> None:
     for options, kept in (({"max_msgs": 10}, 10), ({"max_msgs_per_subject": 1}, 1)):
         stream = make(**options)
         stream.write(*range(100))
-        done = run(*stream.how)
+        done = stream.run()
         assert done.exit_code == 0
         assert done.stderr == (
             f"stream '{stream.name}' has removed {100 - kept} messages while the rows were sent, because of its limits, newer "
@@ -584,8 +588,7 @@ def test_rows_that_the_stream_removes_while_they_are_sent_are_said(make: Callabl
         assert done.stdout.startswith(f"100 rows of {stream.path} were stored in {stream.name}: 100 sent")
         assert len(stream.rows) == kept
         stream.write(*range(101))
-        time.sleep(1.2 * WINDOW)
-        assert run(*stream.how, "--again", "--json").stdout.count('"removed_meanwhile":101') == 1
+        assert stream.run("--again", "--json").stdout.count('"removed_meanwhile":101') == 1
 
 
 async def forget_all_but(stream: Stream, js: JetStreamContext, first: int) -> None:
@@ -616,11 +619,11 @@ def test_rows_that_a_stream_never_had_since_it_was_created_again_are_sent(stream
 # -- which streams take rows, and under which subjects -----------------------------------------------------------------
 
 
-def test_a_stream_without_direct_get_is_refused_unless_it_is_empty_or_again(stream: Stream, run: Run) -> None:
+def test_a_stream_without_direct_get_is_refused_unless_it_is_empty_or_again(stream: Stream) -> None:
     stream.create(allow_direct=False)
     stream.write(1)
     enable = f"'jetstream-ext enable {stream.name} --direct' enables it"
-    done = run(*stream.how)
+    done = stream.run()
     assert (done.exit_code, done.stderr) == (
         0,
         f"stream '{stream.name}' does not allow direct get, so the next run cannot look for the rows of this one; {enable}\n",
@@ -632,11 +635,11 @@ def test_a_stream_without_direct_get_is_refused_unless_it_is_empty_or_again(stre
         )
         assert stream.ingest("--again") == (0, 1)
     assert "does not allow direct get" in stream.refused("--dry-run")
-    done = run(*stream.how, "--create", stream.name, "--dry-run")
+    done = stream.run("--create", stream.name, "--dry-run")
     assert (done.exit_code, done.stderr.count("\n"), "1 to send" in done.stdout) == (0, 1, True)
     assert f"stream '{stream.name}' does not allow direct get, which --create turns on; " in done.stderr
     assert stream.ingest("--create", stream.name) == (1, 0)
-    assert "1 already stored, 0 to send" in run(*stream.how, "--create", stream.name, "--dry-run").stdout
+    assert "1 already stored, 0 to send" in stream.run("--create", stream.name, "--dry-run").stdout
 
 
 def test_what_ingest_needs_is_asked_for_at_once_and_the_command_that_is_named_enables_it(
@@ -671,7 +674,7 @@ def test_a_stream_that_takes_no_rows_is_refused_by_name(make: Callable[..., Stre
     assert "enable it with" not in done.stdout
 
 
-def test_a_stream_that_keeps_messages_for_its_consumers_is_refused_without_one(stream: Stream, run: Run) -> None:
+def test_a_stream_that_keeps_messages_for_its_consumers_is_refused_without_one(stream: Stream) -> None:
     stream.create(retention="interest")
     stream.write(1, 2, 3)
     for options in ((), ("--again",), ("--dry-run",)):
@@ -682,11 +685,10 @@ def test_a_stream_that_keeps_messages_for_its_consumers_is_refused_without_one(s
         )
         assert "nothing was sent; create the consumer first" in said
     stream.js(lambda js: js.add_consumer(stream.name, durable_name="c", filter_subject=f"{stream.name}.b"))
-    done = run(*stream.how)
+    done = stream.run()
     assert done.exit_code == 0
     assert "has removed 3 messages while the rows were sent, because no consumer has yet to acknowledge" in done.stderr
-    time.sleep(1.2 * WINDOW)
-    again = run(*stream.how)
+    again = stream.run()
     assert "keeps only messages that a consumer has yet to acknowledge (retention interest): rows of" in again.stderr
 
 
@@ -736,9 +738,9 @@ def test_rows_are_found_under_the_subjects_that_a_transform_made_of_them(stream:
     assert stream.ingest() == (12, 0)
 
 
-def test_rows_are_found_under_the_subjects_that_the_account_maps_them_to(tmp_path: Path, run: Run, ok: Json) -> None:
+def test_rows_are_found_under_the_subjects_that_the_account_maps_them_to(tmp_path: Path, run: Run) -> None:
     with NatsServer(config='mappings = {"o.*": "p.v2.$1"}') as mapping:
-        stream = Stream(mapping.url, "O", tmp_path / "rows.csv", run, lambda *given: ok(*given, url=mapping.url))
+        stream = Stream(mapping.url, "O", tmp_path / "rows.csv", lambda *given: run(*given, url=mapping.url))
         stream.create(subjects=["o.>", "p.>"])
         stream.options["--subject"] = "o.new"
         stream.write(1, 2, 3)
