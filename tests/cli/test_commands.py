@@ -208,11 +208,7 @@ def test_snapshot_shortens_long_values(server: NatsServer, ok: Json, run: Run, s
 
 
 def test_snapshot_shows_keys_that_are_not_utf8_escaped(
-    server: NatsServer,
-    ok: Json,
-    run: Run,
-    stream_name: Callable[[], str],
-    publish_raw: Callable[..., None],
+    server: NatsServer, ok: Json, run: Run, stream_name: Callable[[], str], publish_raw: Callable[..., None]
 ) -> None:
     bucket = stream_name()
 

@@ -197,9 +197,7 @@ def test_rows_after_a_skipped_row_that_cannot_be_sent_are_stored_once(stream: St
     assert stream.rows == ["0", "2", "3"]
 
 
-def test_equal_rows_with_skip_and_resume_in_any_order_are_stored_as_often_as_the_file_has_them(
-    stream: Stream,
-) -> None:
+def test_equal_rows_with_skip_and_resume_in_any_order_are_stored_as_often_as_the_file_has_them(stream: Stream) -> None:
     stream.create()
     random = Random(7)
     rows: list[str] = []
@@ -453,16 +451,6 @@ def test_with_other_options_the_rows_are_other_messages_which_is_said(stream: St
             )
         assert stream.ingest() == (3, 0)
     assert stream.rows == [*numbers(range(3)), *"aaaaaa"]
-
-
-def test_the_option_that_the_first_error_names_needs_resume(stream: Stream) -> None:
-    stream.create()
-    stream.path.write_text("to,n\na,x\na,\u00e9\n", encoding="latin-1")
-    said = stream.refused()
-    assert "give its --encoding; the 1 row before it is stored; correct the row or the options; " in said
-    assert ", or stored with other options: 1 of its 2 rows is stored; " in stream.refused("--encoding", "latin-1")
-    assert stream.ingest("--encoding", "latin-1", *sends_the_rest(said)) == (1, 1)
-    assert stream.rows == ["x", "\u00e9"]
 
 
 def test_a_brace_that_belongs_to_no_column_is_a_usage_error(stream: Stream, run: Run) -> None:

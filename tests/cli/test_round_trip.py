@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import time
 from collections.abc import Callable
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
@@ -18,7 +17,6 @@ import pytest
 from cli_tools import Json, Run, assert_fails, fill, payloads, stored, with_js
 
 from jetstream_ext import arrow
-from jetstream_ext.cli.files.row_files import Rows, Source
 from jetstream_ext.testing import NatsServer
 
 TEXTS = pa.map_(pa.string(), pa.string())
@@ -292,13 +290,12 @@ def test_maps_of_which_some_are_empty_survive_ingest_and_export_of_rows(
     assert pq.read_table(out).to_pylist() == [{"tags": {"k": "v"}}, {"tags": {"k": None}}]
 
 
-def test_a_file_with_very_many_columns_is_checked_quickly(tmp_path: Path) -> None:
+def test_a_file_with_very_many_columns_is_checked_quickly(ok: Json, tmp_path: Path) -> None:
     rows = tmp_path / "rows.csv"
     names = [f"c{number}" for number in range(100_000)]
     rows.write_text("\n".join([",".join(names), ",".join("1" * len(names))]))
-    start = time.process_time()
-    (row,) = Rows(Source(rows, "rows.csv", "csv")).read()
-    assert (len(row), time.process_time() - start < 30) == (len(names), True)
+    how = ("ingest", rows, "--stream", "NONE", "--create", "s", "--subject", "s", "--data-from", "c99999", "--dry-run")
+    assert ok(*how)["examples"] == [{"subject": "s", "data": "1"}]  # with work for each pair of columns it takes hours
 
 
 def test_a_column_of_json_lines_is_stored_with_the_digits_of_its_numbers(
