@@ -7,10 +7,12 @@ import csv
 import json
 import re
 import shlex
+import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -25,12 +27,11 @@ from nats.js.api import StreamSource
 from nats.js.errors import NotFoundError
 
 import jetstream_ext as jsx
-from jetstream_ext.cli import ingest as cli_ingest
-from jetstream_ext.cli.files.row_files import Row
-from jetstream_ext.cli.ingest import _Ingest
 from jetstream_ext.errors import IngestError
 from jetstream_ext.testing import NatsServer
 
+Messages = Iterable[jsx.BatchMessage]
+Sending = Callable[..., AbstractContextManager[None]]
 WINDOW = 0.1  # seconds, the shortest that servers take: afterwards they know no id
 
 
@@ -109,6 +110,19 @@ def stream(server: NatsServer, stream_name: Callable[[], str], tmp_path: Path, r
     return Stream(server.url, stream_name(), tmp_path / "rows.csv", run)
 
 
+@pytest.fixture
+def sending(monkeypatch: pytest.MonkeyPatch) -> Sending:
+    """Let the command call another function instead of `jetstream_ext.ingest`, for the duration of a block."""
+
+    @contextmanager
+    def sending(function: Callable[..., Awaitable[jsx.IngestReport]]) -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr("jetstream_ext.cli.ingest.ingest", function)
+            yield
+
+    return sending
+
+
 def numbers(*ranges: range) -> list[str]:
     return [str(n) for some in ranges for n in some]
 
@@ -152,23 +166,23 @@ def test_rows_are_stored_after_a_purge_although_the_server_remembers_their_ids(s
     assert stream.ingest("--again") == (0, 51)
 
 
-def test_two_runs_at_the_same_time_store_each_row_once(
-    make: Callable[..., Stream], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def nothing_found(*_: object, **__: object) -> None: ...
-
+def test_two_runs_at_the_same_time_store_each_row_once(make: Callable[..., Stream], sending: Sending) -> None:
     async def remove_one(js: JetStreamContext) -> None:
         await js.publish(f"{stream.name}.other", b"x")
         await js.delete_msg(stream.name, 1)
 
-    # Another run ends while this one sends: what it has stored was not there when this one looked.
-    monkeypatch.setattr(_Ingest, "_look", nothing_found)
+    async def other_run_first(js: JetStreamContext, messages: Messages, **options: Any) -> jsx.IngestReport:
+        with sending(jsx.ingest):
+            assert await asyncio.to_thread(stream.ingest) == (0, 20)
+        return await jsx.ingest(js, messages, **options)
+
     for removed in (False, True):
         stream = make(duplicate_window=120)
         if removed:
             stream.js(remove_one)
         stream.write(*range(20))
-        assert (stream.ingest(), stream.ingest()) == ((0, 20), (0, 20))
+        with sending(other_run_first):
+            assert stream.ingest() == (0, 20)
         assert stream.rows == numbers(range(20)), removed
 
 
@@ -271,41 +285,39 @@ def test_again_goes_on_after_a_bad_row_with_the_options_that_the_error_names(str
     assert stream.refused("--again").endswith("; this run has stored nothing\n")
 
 
-def test_again_goes_on_after_ctrl_c_with_the_options_that_are_printed(
-    stream: Stream, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_again_goes_on_after_ctrl_c_with_the_options_that_are_printed(stream: Stream, sending: Sending) -> None:
     stream.create()
-    stream.write(*range(50))
-    stream.ingest()
-    rows_to_send = _Ingest._rows_to_send
+    stream.write(*range(3_000))
 
-    def stopped_after_20(ingest: _Ingest) -> Generator[tuple[int, Row, str | None, int], None, None]:
-        for number, row in enumerate(rows_to_send(ingest)):
-            ingest.stopping = number == 20
-            yield row
+    async def stopped(js: JetStreamContext, messages: Messages, **options: Any) -> jsx.IngestReport:
+        def until_ctrl_c() -> Iterator[jsx.BatchMessage]:
+            for number, message in enumerate(messages):
+                if number == 20:
+                    signal.raise_signal(signal.SIGINT)
+                yield message
 
-    with monkeypatch.context() as patch:
-        patch.setattr(_Ingest, "_rows_to_send", stopped_after_20)
+        return await jsx.ingest(js, until_ctrl_c(), **options)
+
+    with sending(stopped):
         done = stream.run("--again", "--skip", 10)
     assert (done.exit_code, done.stdout) == (130, "")
-    assert f"stopped: this run has stored exactly 20 rows of {stream.path} in {stream.name}; " in done.stderr
-    assert stream.ingest("--again", "--skip", 10, *sends_the_rest(done.stderr)) == (0, 20)
-    assert stream.rows == numbers(range(50), range(10, 50))
+    assert "stopping after the messages in flight; press Ctrl-C again to stop at once" in done.stderr
+    stored = len(stream.rows)
+    assert f"stopped: this run has stored exactly {stored:,} rows of {stream.path} in {stream.name}; " in done.stderr
+    assert stream.ingest("--again", "--skip", 10, *sends_the_rest(done.stderr)) == (0, 2_990 - stored)
+    assert stream.rows == numbers(range(10, 3_000))
 
 
-def test_again_goes_on_after_an_outage_with_the_options_that_the_error_names(
-    stream: Stream, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_again_goes_on_after_an_outage_with_the_options_that_the_error_names(stream: Stream, sending: Sending) -> None:
     stream.create()
     stream.write(*range(10))
     stream.ingest()
 
-    async def lost(js: JetStreamContext, messages: Iterable[jsx.BatchMessage], **_: object) -> None:
+    async def lost(js: JetStreamContext, messages: Messages, **_: Any) -> jsx.IngestReport:
         await jsx.ingest(js, list(islice(messages, 4)))
         raise IngestError("no server", index=4, in_doubt=2)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(cli_ingest, "ingest", lost)
+    with sending(lost):
         said = stream.refused("--again")
         assert "the same command continues" in stream.refused("--skip", 1, "--resume")
     assert "row 5" in said
@@ -337,33 +349,38 @@ def test_a_full_stream_asks_for_a_higher_limit_before_the_same_command_continues
         assert stream.rows == numbers(range(9)), words
 
 
+async def recreate(js: JetStreamContext, name: str) -> None:
+    config = (await js.stream_info(name)).config
+    await js.delete_stream(name)
+    await js.add_stream(config)
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_a_stream_that_is_created_again_while_rows_are_sent_is_an_error_and_the_next_run_sends_the_missing_rows(
-    stream: Stream, monkeypatch: pytest.MonkeyPatch, again: bool
+    stream: Stream, sending: Sending, again: bool
 ) -> None:
     stream.create()
     stream.write(*range(5))
     stream.ingest()
     stream.write(*range(3_000))
-    rows_to_send = _Ingest._rows_to_send
 
-    def recreated_after_1_000(ingest: _Ingest) -> Generator[tuple[int, Row, str | None, int], None, None]:
-        for number, row in enumerate(rows_to_send(ingest)):
-            if number == 1_000:
-                with ThreadPoolExecutor(1) as other:
-                    other.submit(lambda: stream.js(recreate)).result()
-            yield row
-
-    async def recreate(js: JetStreamContext) -> None:
+    async def recreated_after_500(js: JetStreamContext) -> None:
         async with asyncio.timeout(60):
             while (await js.stream_info(stream.name)).state.messages < 500:
                 await asyncio.sleep(0.01)
-        config = (await js.stream_info(stream.name)).config
-        await js.delete_stream(stream.name)
-        await js.add_stream(config)
+        await recreate(js, stream.name)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(_Ingest, "_rows_to_send", recreated_after_1_000)
+    async def recreated(js: JetStreamContext, messages: Messages, **options: Any) -> jsx.IngestReport:
+        def recreated_meanwhile() -> Iterator[jsx.BatchMessage]:
+            for number, message in enumerate(messages):
+                if number == 1_000:
+                    with ThreadPoolExecutor(1) as other:
+                        other.submit(stream.js, recreated_after_500).result()
+                yield message
+
+        return await jsx.ingest(js, recreated_meanwhile(), **options)
+
+    with sending(recreated):
         said = stream.refused("--again" if again else "--resume")
     assert f"Error: stream '{stream.name}' was deleted and created again while the rows were sent: " in said
     without = " without --again" if again else ""
@@ -373,32 +390,24 @@ def test_a_stream_that_is_created_again_while_rows_are_sent_is_an_error_and_the_
     assert Counter(stream.rows) == Counter(numbers(range(3_000)))
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["deleted", "created again"])
-def test_a_stream_that_is_deleted_after_the_search_is_an_error(
-    stream: Stream, monkeypatch: pytest.MonkeyPatch, again: bool
-) -> None:
+def test_a_stream_that_is_deleted_after_the_search_is_an_error(stream: Stream, sending: Sending) -> None:
     stream.create()
     stream.write(*range(10))
     stream.ingest()
-    stream.write(*range(12 if again else 10))
-    look = _Ingest._look
 
-    async def deleted_afterwards(ingest: _Ingest, js: JetStreamContext, *rest: Any, **options: Any) -> None:
-        await look(ingest, js, *rest, **options)
-        config = (await js.stream_info(stream.name)).config
-        await js.delete_stream(stream.name)
+    async def deleted(js: JetStreamContext, messages: Messages, **options: Any) -> jsx.IngestReport:
+        await (recreate(js, stream.name) if again else js.delete_stream(stream.name))
+        return await jsx.ingest(js, messages, **options)
+
+    for again in (True, False):
+        with sending(deleted):
+            said = stream.refused("--resume")
         if again:
-            await js.add_stream(config)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(_Ingest, "_look", deleted_afterwards)
-        said = stream.refused("--resume")
-    if again:
-        assert "was deleted and created again while the rows were sent" in said
-        assert stream.ingest() == (2, 10)
-        assert Counter(stream.rows) == Counter(numbers(range(12)))
-    else:
-        assert f"stream '{stream.name}' was deleted while the rows were sent: no row of {stream.path} is" in said
+            assert "was deleted and created again while the rows were sent" in said
+            stream.write(*range(12))
+            assert stream.ingest() == (0, 12)
+        else:
+            assert f"stream '{stream.name}' was deleted while the rows were sent: no row of {stream.path} is" in said
 
 
 # -- changed files and options -----------------------------------------------------------------------------------------
