@@ -113,15 +113,6 @@ def test_a_websocket_url_without_aiohttp_names_the_package(run: Run, monkeypatch
     assert_fails(run("doctor", "ws://127.0.0.1:1"), words)
 
 
-def test_a_server_without_tls_gets_no_password(run: Run) -> None:
-    with NatsServer(config="authorization { user: u, password: p }") as plain:
-        place = plain.url.removeprefix("nats://")
-        reason = "the server does not require TLS, but TLS was requested; nothing was sent\n"
-        assert_fails(run("doctor", f"tls://u:p@{place}"), f"Error: no connection to tls://{place}: {reason}")
-        write_context("first", url=plain.url, tls_first=True, user="u", password="p")
-        assert_fails(run("doctor", "--context", "first", url=None), f"Error: no connection to {plain.url}: ")
-
-
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
 def test_tls_connects_with_and_without_handshake_first(
     process: Callable[..., subprocess.Popen[str]], run: Run, ok: Json, tmp_path: Path

@@ -50,7 +50,6 @@ COMMANDS: dict[str, Command] = {
     "enable-bucket": lambda url, folder: ["enable-bucket", "B0", "--spark", "--server", url],
     "snapshot": lambda url, folder: ["snapshot", "B0", "--server", url],
     "snapshot-at": lambda url, folder: ["snapshot", "B0", "--at", "2", "--partial", "--server", url],
-    "positions": lambda url, folder: ["positions", "B0", "--server", url],
     "export": to_file,
     "export-lines": lambda url, folder: ["export", "R0", str(folder / "rows.jsonl"), "--json", "--server", url],
     "export-stdout": lambda url, folder: ["export", "R0", "-", "--format", "csv", "--server", url],
@@ -73,7 +72,6 @@ COMMANDS: dict[str, Command] = {
     "dlq-show": lambda url, folder: ["dlq", "show", "R0", "r0.>", "1", "--server", url],
     "dlq-redrive": lambda url, folder: ["dlq", "redrive", "R0", "r0.>", "--bucket", "B0", "--server", url],
     "dlq-drop": lambda url, folder: ["dlq", "drop", "R0", "1", "--server", url],
-    "bench": lambda url, folder: ["bench", url, "--messages", "40", "--rounds", "1"],
 }
 DATA = {"export-lines", "doctor-json"}
 """Their standard output is data for another program: it is not the terminal here."""
@@ -87,11 +85,11 @@ def parts() -> list[list[Case]]:
         # `ingest` may take a minute each time.
         calls = {0: COMMANDS, **dict.fromkeys(range(1, 6), COMMANDS.keys() - {"ingest"})}
         return [[Case(name, seed, call) for seed in calls for call in sorted(calls[seed])] for name in ATTACKS]
-    sample = "refusal:0:bench same-answer:0:doctor texts:4:doctor texts:5:snapshot texts:6:export texts:9:export-lines texts:7:export-stdout"
+    sample = "refusal:0:enable-bucket same-answer:0:doctor texts:4:doctor texts:5:snapshot texts:6:export texts:9:export-lines texts:7:export-stdout"
     return [
         [
             Case.parse(text)
-            for text in f"{sample} errors:0:doctor texts:1:group-status texts:2:dlq texts:3:dlq-show texts:10:positions errors:1:dlq-redrive refusal:1:snapshot texts:8:bench second-info:5:doctor status:5:doctor texts:1:enable".split()
+            for text in f"{sample} errors:0:doctor texts:1:group-status texts:2:dlq texts:3:dlq-show texts:10:group errors:1:dlq-redrive refusal:1:snapshot texts:8:snapshot-at second-info:5:doctor status:5:doctor texts:1:enable".split()
         ]
     ]
 
