@@ -66,7 +66,6 @@ CAMPAIGNS: dict[str, tuple[list[str], dict[str, str]]] = {
             "pytest",
             "tests/bench/test_figures.py",
             "tests/client/test_sourcing_over_a_leaf.py",
-            "tests/conformance/test_feature_table.py",
             "tests/kv/test_bank.py",
             "tests/kv/test_model.py",
         ],
@@ -95,10 +94,7 @@ CAMPAIGNS: dict[str, tuple[list[str], dict[str, str]]] = {
     ),
     "differential": (
         ["-m", "pytest", "tests/conformance/test_differential.py"],
-        {
-            "JETSTREAM_EXT_DIFFERENTIAL": "10000",
-            "JETSTREAM_EXT_DIFFERENTIAL_VERSIONS": "2.10.26,2.11.11,2.12.8,2.14.6,2.15.1",
-        },
+        {"JETSTREAM_EXT_DIFFERENTIAL": "10000"},
     ),
     "history": (["-m", "pytest", "-s", "--timeout=7200", "tests/kv/test_whole_history.py"], {}),
     "simulation": (["tests/simulation"], {}),
@@ -138,6 +134,15 @@ def full(session: nox.Session) -> None:
             session.install("atheris>=2.3")
             extra = arguments or ["-max_total_time=300"]
         session.run("python", *command, *extra, env={"JETSTREAM_EXT_FULL": "1", **environment})
+
+
+@nox.session
+def conformance(session: nox.Session) -> None:
+    """Compare the reference server with real servers of every release line: after a change of it, or of those releases."""
+    session.install("-e", ".[server]", *group("test"))
+    tests = session.posargs or ["tests/conformance"]
+    environment = {"JETSTREAM_EXT_FULL": "1", "JETSTREAM_EXT_DIFFERENTIAL": "3000"}
+    session.run("python", "-m", "pytest", "--timeout=3600", *tests, env=environment)
 
 
 @nox.session
