@@ -15,7 +15,7 @@ import pytest
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
-from jetstream_ext.testing import NatsServer, ReferenceServer
+from jetstream_ext.testing import NatsServer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -71,16 +71,6 @@ async def connect() -> AsyncIterator[Connect]:
     made.clear()
     gc.collect()  # here, where warnings about sockets that nats-py leaves open are expected
     await asyncio.sleep(0)
-
-
-@pytest.fixture(params=["nats-server", "reference"])
-async def either_server(request: pytest.FixtureRequest, server: NatsServer) -> AsyncIterator[str]:
-    """The URL of the shared server, and of a reference server."""
-    if request.param == "nats-server":
-        yield server.url
-    else:
-        async with ReferenceServer() as reference:
-            yield reference.url
 
 
 @pytest.fixture

@@ -93,11 +93,11 @@ class TestLimits:
         return asyncio.Event()
 
     @pytest.fixture
-    async def js(self, either_server: str, connect: Connect, lost: asyncio.Event) -> JetStreamContext:
+    async def js(self, server: NatsServer, connect: Connect, lost: asyncio.Event) -> JetStreamContext:
         async def disconnected() -> None:
             lost.set()
 
-        nc = await connect(either_server, disconnected_cb=disconnected)
+        nc = await connect(server.url, disconnected_cb=disconnected)
         return nc.jetstream(timeout=30)
 
     async def longest(self, call: Callable[[int], Awaitable[Any]], start: int, refusal: type[Exception]) -> int:

@@ -48,11 +48,7 @@ async def refused_batch(js: JetStreamContext, messages: list[BatchMessage], batc
 
 
 class TestBatchesWithOneId:
-    """Every report about a batch with an id of the caller is about this batch, on every server."""
-
-    @pytest.fixture
-    async def js(self, either_server: str, connect: Connect) -> JetStreamContext:
-        return (await connect(either_server)).jetstream(timeout=30)
+    """Every report about a batch with an id of the caller is about this batch."""
 
     def batch(self, stream: str, text: str, *, ids: str = "") -> list[BatchMessage]:
         """Return one message for each letter of `text`; the letters in `ids` have a message id."""
@@ -264,14 +260,6 @@ async def until_answered(call: Callable[[], Awaitable[object]]) -> None:
 
 class TestTwoStreams:
     """A batch over two streams is refused before anything is sent, if the servers can tell."""
-
-    @pytest.fixture
-    async def nc(self, either_server: str, connect: Connect) -> Client:
-        return await connect(either_server)
-
-    @pytest.fixture
-    def js(self, nc: Client) -> JetStreamContext:
-        return nc.jetstream(timeout=30)
 
     async def test_nothing_is_stored(self, nc: Client, js: JetStreamContext, make_stream: MakeStream) -> None:
         first, second = await make_stream(), await make_stream()

@@ -79,10 +79,6 @@ def test_every_call_meets_every_kind_of_end() -> None:
         assert met == set(itertools.product(faults, SIZES, (False, True), (False, True)))
 
 
-async def _leave_a_task(t: Try) -> None:
-    t.left = asyncio.create_task(asyncio.sleep(1000))  # type: ignore[attr-defined]
-
-
 async def _leave_a_timer(t: Try) -> None:
     asyncio.get_running_loop().call_later(1000, print)
 
@@ -100,6 +96,11 @@ async def _cannot_be_prepared(t: Try) -> Callable[[], Awaitable[object]]:
 
 
 async def test_the_matrix_finds_what_is_wrong(filled_server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[asyncio.Task[None]] = []
+
+    async def leave_a_task(t: Try) -> None:
+        left.append(asyncio.create_task(asyncio.sleep(1000)))
+
     wrong: dict[str, tuple[Callable[[Try], Awaitable[object]], str]] = {
         "waits": (lambda t: asyncio.Event().wait(), "still waits: .*Event.wait"),
         "takes too long": (lambda t: asyncio.sleep(t.timeout + WAIT_SLACK + 2), "still waits: .*sleep"),
@@ -107,7 +108,7 @@ async def test_the_matrix_finds_what_is_wrong(filled_server: NatsServer, monkeyp
             lambda t: asyncio.sleep(t.timeout + t.patience + WAIT_SLACK + 2),
             "still waits: .*sleep",
         ),
-        "leaves a task": (_leave_a_task, "tasks are left: .*sleep"),
+        "leaves a task": (leave_a_task, "tasks are left: .*sleep"),
         "leaves a timer": (_leave_a_timer, "timers are left: .*print"),
         "leaves a subscription": (_leave_a_subscription, "subscriptions are left: .*left"),
         "raises": (_raise, "raised InvalidStateError"),
@@ -119,6 +120,8 @@ async def test_the_matrix_finds_what_is_wrong(filled_server: NatsServer, monkeyp
     monkeypatch.setitem(CALLS, "cannot be prepared", _cannot_be_prepared)
     cells = [Cell(name, "stop") for name in wrong]
     await run_cells(filled_server, cells, timeout=0.5)
+    for task in left:
+        await abandon(task)
     for cell in cells:
         assert re.search(wrong[cell.call][1], cell.wrong), str(cell)
     assert [cell.call for cell in cells if not cell.wrong] == ["is right"]

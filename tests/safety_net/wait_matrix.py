@@ -812,6 +812,7 @@ async def _connect(
         drain_timeout=1,
         error_cb=cell.note,
     )
+    proxies.push_async_callback(end_connection, nc)
     if cell.fallback:
         without_internals(nc)
     return nc, freezer
@@ -843,8 +844,8 @@ async def run_round(server: NatsServer, cells: list[Cell], *, timeout: float) ->
 
     def caught(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         task = context.get("future", context.get("task"))
-        name = getattr(task.get_coro(), "__qualname__", "") if isinstance(task, asyncio.Task) else ""
-        if not name.startswith(("Client.", "Subscription.")):
+        name = _name(task) if isinstance(task, asyncio.Task) else ""
+        if not name.startswith(_OF_NATS_PY):
             uncaught.append(f"{context.get('message')} {name} {context.get('exception')!r}")
 
     loop.set_task_factory(factory)
@@ -882,6 +883,9 @@ async def run_round(server: NatsServer, cells: list[Cell], *, timeout: float) ->
                 await abandon(task)
             for running in everything:
                 await end_connection(running.t.nc)
+            # nats-py can lose track of a task that reconnects. It would open the closed client again.
+            for task in [task for task in owners if not task.done() and _name(task).startswith(_OF_NATS_PY)]:
+                await abandon(task)
             if not faults.isdisjoint(FAULTS["the server is killed"]):
                 await asyncio.to_thread(server.restart)
             elif stops:
@@ -891,6 +895,13 @@ async def run_round(server: NatsServer, cells: list[Cell], *, timeout: float) ->
     loop.set_exception_handler(None)
     if uncaught:
         cells[0].wrong += f" [in this round: uncaught: {uncaught[0]}]"
+
+
+_OF_NATS_PY = ("Client.", "Subscription.")
+
+
+def _name(task: asyncio.Task[Any]) -> str:
+    return getattr(task.get_coro(), "__qualname__", "")
 
 
 def _start(running: _Running) -> asyncio.Task[object]:
