@@ -122,7 +122,6 @@ SPARK_SESSIONS = {
         "test_bad_rows",
         "test_kv_sink",
         "test_msg_ttl",
-        "test_progress",
         "test_feed_queries",
         "test_time_nanos",
     ),

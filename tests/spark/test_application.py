@@ -132,9 +132,8 @@ def test_the_runtime_extra_is_the_spark_extra_without_pyspark() -> None:
     assert extras["spark-runtime"] == [one for one in extras["spark"] if not one.startswith("pyspark")]
 
 
-def test_the_listener_and_unknown_names_of_the_package() -> None:
+def test_unknown_names_of_the_package() -> None:
     from jetstream_ext import spark
 
-    assert spark.ProgressListener.__name__ == "ProgressListener"
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         spark.nothing  # noqa: B018

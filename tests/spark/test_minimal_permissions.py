@@ -32,7 +32,7 @@ from jetstream_ext.spark.row_sizes import RowSizes
 from jetstream_ext.spark.rows import Columns, RowReader, Rows
 from jetstream_ext.spark.sink import Task, check_sink, write_partition
 from jetstream_ext.spark.source import JetStreamDataSource
-from jetstream_ext.spark.streaming import HAS_LIMITS, JetStreamStreamReader
+from jetstream_ext.spark.streaming import HAS_LIMITS
 from jetstream_ext.testing import NatsServer
 
 SECRET = "pass"
@@ -199,24 +199,6 @@ def test_writing_buckets_needs_only_the_documented_permissions(given: Any, cache
         assert lease.run(write(context, target.state, "first")) == (0, 0)
         assert lease.run(write(context, target.state, "second")) == (1500, 0)
         assert lease.connection.client.refusal is None
-
-
-def test_a_mirrored_position_needs_only_the_documented_permission(
-    given: Any, cache: Connections, guarded: NatsServer, with_js: Any
-) -> None:
-    options = given("mirroring") | {"stream": "S", "progressBucket": "B", "progressName": "query"}
-    read, schema = ReadOptions.parse(options, streaming=True), JetStreamDataSource(options).schema()
-    reader = JetStreamStreamReader(read, schema)
-    end = reader.latestOffset(reader.initialOffset())
-    assert reader.latestOffset(end) == end
-    with cache.lend(read.connection, "driver") as lease:
-        assert lease.connection.client.refusal is None
-
-    async def mirrored(js: JetStreamContext) -> Any:
-        return json.loads((await (await js.key_value("B")).get("query")).value or b"")
-
-    found = with_js(mirrored, guarded.url, user="admin", password=SECRET)
-    assert found["streams"]["S"].items() >= {"last_read": 0, "lag": 100}.items()  # the next one a second later
 
 
 @pytest.mark.parametrize("history", [1, 5])
