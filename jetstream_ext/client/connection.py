@@ -655,9 +655,18 @@ class OwnClient(Client):
             reconnecting = getattr(self, "_reconnection_task", None)
             if reconnecting is not None:  # it may have lost the cancellation of nats-py's close()
                 await cancel(reconnecting, _CLOSE_TIMEOUT)
+            for task in self._callback_tasks():
+                await cancel(task, _CLOSE_TIMEOUT)
         finally:
             closing.cancel()
+            for task in self._callback_tasks():
+                task.cancel()
             self._abort()
+
+    def _callback_tasks(self) -> list[asyncio.Task[None]]:
+        """Return the tasks of subscriptions that nats-py's close() leaves running where it fails, as after an outage."""
+        tasks = [getattr(sub, "_wait_for_msgs_task", None) for sub in getattr(self, "_subs", {}).values()]
+        return [task for task in tasks if task is not None and not task.done()]
 
     def _abort(self) -> None:
         # The transport's own close() waits for a peer that does not read. The AttributeError is of a WebSocket, which

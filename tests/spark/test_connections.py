@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,18 +19,19 @@ import pytest
 from nats.js.errors import APIError
 
 from jetstream_ext.errors import JetStreamExtError, RequestTimeoutError
-from jetstream_ext.spark.connection import ConnectError, Connections, RefusedError, WorkerConnection, ask, connections
+from jetstream_ext.spark.connection import (
+    ConnectError,
+    Connections,
+    Lease,
+    RefusedError,
+    WorkerConnection,
+    ask,
+    connections,
+)
 from jetstream_ext.spark.options import ConnectionOptions, OptionError
 from jetstream_ext.testing import NatsServer
 
 Names = Callable[[], list[str]]
-
-
-@pytest.fixture
-def cache() -> Iterator[Connections]:
-    cache = Connections()
-    yield cache
-    cache.close()
 
 
 @pytest.fixture
@@ -340,9 +341,7 @@ def test_each_process_has_its_own_connections() -> None:
     with pytest.MonkeyPatch.context() as patch:
         mine = connections()
         patch.setattr(os, "getpid", lambda: -1)
-        forked = connections()
-        assert forked is not mine
-        forked.close()
+        assert connections() is not mine
 
 
 EVIL = "\x1b]0;owned\x07\x9b2J"
@@ -404,3 +403,52 @@ def test_an_error_that_is_its_own_cause_is_raised_once(cache: Connections, optio
     shown = ("JetStreamExtError: APIError: ", "JetStreamExtError: gave up", f"noted {ESCAPED}")
     assert [text.count(words) for words in shown] == [1, 1, 1]
     assert text.replace("\n", "").isprintable()
+
+
+async def _tasks() -> set[object]:
+    return asyncio.all_tasks() - {asyncio.current_task()}
+
+
+def test_a_connection_that_is_closed_during_an_outage_leaves_no_task(
+    cache: Connections, options: ConnectionOptions
+) -> None:
+    """nats-py's own close() stops where it cannot send what is still to be sent."""
+
+    async def send(lease: Lease) -> None:
+        await lease.connection.client.publish("a")
+
+    def lose(server: NatsServer) -> None:
+        with cache.lend(ConnectionOptions((server.url,)), "lost") as lease:
+            lease.run(lease.connection.context().account_info())
+            server.kill()
+            eventually(lambda: not lease.connection.client.is_connected)
+            lease.run(send(lease))
+            raise ZeroDivisionError
+
+    with cache.lend(options, "beside") as beside, NatsServer() as server:
+        before = beside.run(_tasks())
+        with pytest.raises(ZeroDivisionError):
+            lose(server)
+        eventually(lambda: beside.run(_tasks()) <= before)
+
+
+def test_closing_ends_what_is_still_lent(options: ConnectionOptions, connection_names: Names) -> None:
+    ended = threading.Event()
+
+    async def items() -> AsyncIterator[int]:
+        try:
+            yield 1
+            await asyncio.sleep(3600)
+        finally:
+            ended.set()
+
+    cache = Connections()
+    with cache.lend(options, "still lent") as lease:
+        iterator = lease.iterate(items())  # type: ignore[arg-type]
+        assert next(iterator) == 1
+        with pytest.raises(ZeroDivisionError), cache.lend(options, "still lent"):
+            raise ZeroDivisionError  # so it is not lent again
+        cache.close()
+        iterator.close()  # type: ignore[attr-defined]
+    assert ended.is_set()
+    eventually(lambda: "still lent" not in connection_names())

@@ -18,7 +18,7 @@ import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext.kv.staging import Staged
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.spark import connection, kv, reading
+from jetstream_ext.spark import kv, reading
 from jetstream_ext.spark.bad_rows import BadRows
 from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.kv import plan_kv
@@ -65,13 +65,9 @@ def guarded() -> Iterator[NatsServer]:
         yield server
 
 
-@pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
+@pytest.fixture(autouse=True)
+def _password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JETSTREAM_EXT_PERMISSIONS", SECRET)
-    cache = Connections()
-    monkeypatch.setattr(connection, "connections", lambda: cache)
-    yield cache
-    cache.close()
 
 
 @pytest.fixture

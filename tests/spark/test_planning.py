@@ -47,8 +47,7 @@ async def test_a_whole_stream_is_cut_into_partitions(js: JetStreamContext, strea
 
 @pytest.mark.parametrize("storage", ["memory", "file"])
 async def test_a_time_finds_its_message_where_the_server_answers_with_another_one(storage: str) -> None:
-    async with NatsServer(version="2.11.11") as old:
-        nc = await nats.connect(old.url, connect_timeout=10)
+    async with NatsServer(version="2.11.11") as old, await nats.connect(old.url, connect_timeout=10) as nc:
         js = nc.jetstream(timeout=10)
         await js.add_stream(name="S", subjects=["S"], allow_direct=True, storage=storage)
         for _ in range(10):
@@ -60,7 +59,6 @@ async def test_a_time_finds_its_message_where_the_server_answers_with_another_on
         for subjects in ({}, {"subjects": "S"}):
             assert spans(await plan(js, "S", startingTime=last.isoformat(), **subjects)) == [(9, 9), (10, 10)]
             assert spans(await plan(js, "S", endingTime=last.isoformat(), minPartitions="1")) == [(1, 8)]
-        await nc.close()
 
 
 async def test_an_empty_stream_has_no_partitions(js: JetStreamContext, stream_name: Callable[[], str]) -> None:

@@ -20,8 +20,6 @@ from pyspark.sql.types import (
     StructType,
 )
 
-from jetstream_ext.spark import connection
-from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.options import OptionError
 from jetstream_ext.spark.planning import PlanningError
 from jetstream_ext.spark.source import JetStreamDataSource
@@ -55,10 +53,7 @@ def make(with_js: Any, stream_name: Callable[[], str]) -> Callable[..., str]:
 
 
 @pytest.fixture
-def writer(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> Any:
-    cache = Connections()
-    monkeypatch.setattr(connection, "connections", lambda: cache)
-
+def writer(server: NatsServer) -> Any:
     def make_writer(
         columns: dict[str, str], name: str, *, overwrite: bool = False, streaming: bool = False, **options: str
     ) -> Any:
@@ -68,8 +63,7 @@ def writer(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> Any:
             schema = schema.add(column, TYPES[kind])
         return (source.streamWriter if streaming else source.writer)(schema, overwrite)
 
-    yield make_writer
-    cache.close()
+    return make_writer
 
 
 TRANSACTIONAL = {"semantics": "transactional"}

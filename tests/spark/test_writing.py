@@ -22,7 +22,6 @@ from jetstream_ext.errors import (
     server_error,
 )
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.spark import connection
 from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.markers import ReplayError
 from jetstream_ext.spark.options import WriteOptions
@@ -270,7 +269,7 @@ class TestTransactions:
     @pytest.mark.parametrize("others", [range(2500), [*reversed(range(2500))]], ids=["the same order", "another order"])
     @pytest.mark.parametrize("at", [1, 2, 3])
     def test_two_attempts_at_once_store_each_row_once(
-        self, write: Any, stored: Any, monkeypatch: pytest.MonkeyPatch, others: Any, at: int
+        self, write: Any, stored: Any, monkeypatch: pytest.MonkeyPatch, own_connections: Any, others: Any, at: int
     ) -> None:
         """Before one of the first attempt's transactions, and after it has read the markers, the second stores everything."""
         publish, calls = fenced_write.publish_atomic, [0]
@@ -278,10 +277,8 @@ class TestTransactions:
         async def late(js: JetStreamContext, messages: Any, **options: Any) -> Any:
             calls[0] += 1
             if calls[0] == at:
-                cache = Connections()  # as of another process
-                monkeypatch.setattr(connection, "connections", lambda: cache)
-                await asyncio.to_thread(write, others, transactionRows="600")
-                cache.close()
+                with own_connections():
+                    await asyncio.to_thread(write, others, transactionRows="600")
             return await publish(js, messages, **options)
 
         monkeypatch.setattr(fenced_write, "publish_atomic", late)
@@ -462,17 +459,15 @@ class TestRemovedMarkers:
         assert stored() == list(range(1998))
 
     def test_two_attempts_at_once_of_which_one_cannot_read_the_markers_of_the_other(
-        self, write: Any, stored: Any, remove: Any, monkeypatch: pytest.MonkeyPatch
+        self, write: Any, stored: Any, remove: Any, own_connections: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         publish, calls = fenced_write.publish_atomic, [0]
 
         async def late(js: JetStreamContext, messages: Any, **options: Any) -> Any:
             calls[0] += 1
             if calls[0] == 3:
-                cache = Connections()  # as of another process
-                monkeypatch.setattr(connection, "connections", lambda: cache)
-                await asyncio.to_thread(write, range(2500), transactionRows="100")
-                cache.close()
+                with own_connections():
+                    await asyncio.to_thread(write, range(2500), transactionRows="100")
                 await asyncio.to_thread(remove, 1)
             return await publish(js, messages, **options)
 

@@ -28,19 +28,18 @@ REQUESTS = [
 
 async def _fill(url: str, wait_for_interest: Any, replicas: int = 1) -> str:
     """Return the name of the leader of stream S."""
-    nc = await nats.connect(url, connect_timeout=10)
-    js = nc.jetstream(timeout=30)
-    config = StreamConfig(name="S", subjects=["S.>"], allow_direct=True, allow_batched=True, num_replicas=replicas)
-    await js.add_stream(config)
-    await js.add_stream(StreamConfig(name="KV_B", subjects=["$KV.B.>"], allow_direct=True, max_msgs_per_subject=1))
-    await wait_for_interest(js, "S.a")
-    await wait_for_interest(js, "$KV.B.key")
-    for _ in range(10):
-        await js.publish("S.a")
-    await js.publish("$KV.B.key")
-    cluster = (await js.stream_info("S")).cluster
-    await nc.close()
-    return (cluster and cluster.leader) or ""
+    async with await nats.connect(url, connect_timeout=10) as nc:
+        js = nc.jetstream(timeout=30)
+        config = StreamConfig(name="S", subjects=["S.>"], allow_direct=True, allow_batched=True, num_replicas=replicas)
+        await js.add_stream(config)
+        await js.add_stream(StreamConfig(name="KV_B", subjects=["$KV.B.>"], allow_direct=True, max_msgs_per_subject=1))
+        await wait_for_interest(js, "S.a")
+        await wait_for_interest(js, "$KV.B.key")
+        for _ in range(10):
+            await js.publish("S.a")
+        await js.publish("$KV.B.key")
+        cluster = (await js.stream_info("S")).cluster
+        return (cluster and cluster.leader) or ""
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +69,9 @@ def requests(
 
 
 @pytest.fixture(scope="module")
-def sent(requests: Any, wait_for_interest: Any) -> Iterator[dict[str, Future[Any]]]:
+def sent(requests: Any, wait_for_interest: Any, own_connections: Any) -> Iterator[dict[str, Future[Any]]]:
     """Send all requests to a server that dies before it replies and restarts a moment later."""
-    with NatsServer() as server:
+    with NatsServer() as server, own_connections():
         asyncio.run(_fill(server.url, wait_for_interest))
         prepared = requests(server.url)
         server.pause()  # requests sent now are lost with the server
@@ -86,9 +85,9 @@ def sent(requests: Any, wait_for_interest: Any) -> Iterator[dict[str, Future[Any
 
 
 @pytest.fixture(scope="module")
-def sent_in_election(requests: Any, wait_for_interest: Any) -> Iterator[dict[str, Future[Any]]]:
+def sent_in_election(requests: Any, wait_for_interest: Any, own_connections: Any) -> Iterator[dict[str, Future[Any]]]:
     """Send all requests about a stream whose leader was killed; the others need 4 to 9 s to elect a new one."""
-    with NatsCluster(3) as cluster:
+    with NatsCluster(3) as cluster, own_connections():
         leader = asyncio.run(_fill(cluster.url, wait_for_interest, replicas=3))
         [gone] = [server for server in cluster.servers if server.name == leader]
         prepared = requests(",".join(url for url in cluster.urls if url != gone.url), timeout=60)

@@ -179,14 +179,13 @@ def losing_a_row_and_failing(url: str, source: str, out: str) -> Any:
     """Fail the first attempt at partition 0 when some of its rows are stored and its first row is gone from the source."""
 
     async def lose() -> None:
-        nc = await nats.connect(url, connect_timeout=10)
-        js = nc.jetstream()
-        async with asyncio.timeout(60):
-            rows = f"{out}.rows.0"
-            while (((await js.stream_info(out, subjects_filter=rows)).state.subjects or {}).get(rows) or 0) < 2:
-                await asyncio.sleep(0.05)
-        await js.delete_msg(source, 1)
-        await nc.close()
+        async with await nats.connect(url, connect_timeout=10) as nc:
+            js = nc.jetstream()
+            async with asyncio.timeout(60):
+                rows = f"{out}.rows.0"
+                while (((await js.stream_info(out, subjects_filter=rows)).state.subjects or {}).get(rows) or 0) < 2:
+                    await asyncio.sleep(0.05)
+            await js.delete_msg(source, 1)
 
     def work(batches: Any) -> Any:
         from pyspark import TaskContext

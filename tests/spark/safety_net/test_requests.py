@@ -25,13 +25,12 @@ def rare(measured: Any) -> str:
     """A stream of many messages, three of which are on rare subjects."""
 
     async def fill() -> None:
-        nc = await nats.connect(measured.url, connect_timeout=10)
-        js = nc.jetstream()
-        await js.add_stream(StreamConfig(name="RARE", subjects=["RARE.>"], allow_direct=True, allow_batched=True))
-        subjects = {100: "RARE.first", 10_000: "RARE.second", 19_000: "RARE.first"}
-        async with jsx.FastPublisher(js) as publisher:
-            await publisher.add_many((subjects.get(seq, "RARE.common"), b"") for seq in range(1, MESSAGES + 1))
-        await nc.close()
+        async with await nats.connect(measured.url, connect_timeout=10) as nc:
+            js = nc.jetstream()
+            await js.add_stream(StreamConfig(name="RARE", subjects=["RARE.>"], allow_direct=True, allow_batched=True))
+            subjects = {100: "RARE.first", 10_000: "RARE.second", 19_000: "RARE.first"}
+            async with jsx.FastPublisher(js) as publisher:
+                await publisher.add_many((subjects.get(seq, "RARE.common"), b"") for seq in range(1, MESSAGES + 1))
 
     asyncio.run(fill())
     return "RARE"
@@ -118,11 +117,14 @@ class Distance:
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever)
         thread.start()
-        listener = asyncio.run_coroutine_threadsafe(asyncio.start_server(self._serve, "127.0.0.1", 0), loop).result()
         try:
-            yield f"nats://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+            serving = asyncio.start_server(self._serve, "127.0.0.1", 0)
+            listener = asyncio.run_coroutine_threadsafe(serving, loop).result()
+            try:
+                yield f"nats://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+            finally:
+                asyncio.run_coroutine_threadsafe(self._end(listener), loop).result()
         finally:
-            asyncio.run_coroutine_threadsafe(self._end(listener), loop).result()
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
             loop.close()
