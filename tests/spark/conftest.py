@@ -146,6 +146,21 @@ def with_js(server: NatsServer) -> Callable[..., Any]:
     return run
 
 
+@contextmanager
+def _cell(*what: object) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in the cell {what!r:.1000}")
+        raise
+
+
+@pytest.fixture(scope="session")
+def cell() -> Callable[..., AbstractContextManager[None]]:
+    """Name the cell of a table in the errors of a block: ``for row in TABLE: with cell(row): …``."""
+    return _cell
+
+
 @pytest.fixture
 def small_batches(spark: SparkSession) -> Iterator[None]:
     """The sink gets rows while the task is running, not when the partition is complete."""

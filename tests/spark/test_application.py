@@ -28,27 +28,25 @@ if TYPE_CHECKING:
 VARIABLES = ("SPARK_APPLICATION_ID", "CONTAINER_ID")
 
 
-@pytest.mark.parametrize(
-    ("environment", "found"),
-    [
+def test_a_process_of_the_driver_knows_its_application_from_kubernetes_and_yarn(
+    cell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for environment, found in [
         ({}, None),
         ({"SPARK_APPLICATION_ID": "spark-4f1c"}, "spark-4f1c"),
         ({"CONTAINER_ID": "container_1410901929433_0001_01_000005"}, "application_1410901929433_0001"),
         ({"CONTAINER_ID": "container_e17_1410901929433_0001_01_000005"}, "application_1410901929433_0001"),
         ({"SPARK_APPLICATION_ID": "two words"}, None),
         ({"CONTAINER_ID": "d94f1c"}, None),
-    ],
-)
-def test_a_process_of_the_driver_knows_its_application_from_kubernetes_and_yarn(
-    environment: dict[str, str], found: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert application_id() == found
-    assert connection_name("driver") == (f"spark-{found}-driver" if found else "spark-driver")
-    assert connection_name("driver", "given") == "spark-given-driver"
+    ]:
+        with cell(environment, found):
+            for name in VARIABLES:
+                monkeypatch.delenv(name, raising=False)
+            for name, value in environment.items():
+                monkeypatch.setenv(name, value)
+            assert application_id() == found
+            assert connection_name("driver") == (f"spark-{found}-driver" if found else "spark-driver")
+            assert connection_name("driver", "given") == "spark-given-driver"
 
 
 def test_a_wrong_application_id_is_refused() -> None:
@@ -109,21 +107,19 @@ except ModuleNotFoundError as error:
 """
 
 
-@pytest.mark.parametrize(
-    ("missing", "advice"),
-    [
+def test_what_is_not_installed_is_named_with_its_extra(cell: Any) -> None:
+    for missing, advice in [
         ("pyspark", "pip install 'nats-jetstream-ext[spark]'; on a platform that brings its own PySpark, run"),
         ("pyarrow", "pip install 'nats-jetstream-ext[spark-runtime]', here and on every executor"),
-    ],
-)
-def test_what_is_not_installed_is_named_with_its_extra(missing: str, advice: str) -> None:
-    code = WITHOUT_PYSPARK.format(missing=missing)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
-    )
-    assert done.stdout.startswith(f"{missing} | ")
-    assert advice in done.stdout
-    assert sys.executable in done.stdout
+    ]:
+        with cell(missing, advice):
+            code = WITHOUT_PYSPARK.format(missing=missing)
+            done = subprocess.run(
+                [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
+            )
+            assert done.stdout.startswith(f"{missing} | ")
+            assert advice in done.stdout
+            assert sys.executable in done.stdout
 
 
 def test_the_runtime_extra_is_the_spark_extra_without_pyspark() -> None:

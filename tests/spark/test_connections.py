@@ -12,6 +12,7 @@ import traceback
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import nats.errors
 import nkeys
@@ -176,14 +177,6 @@ def test_an_unreachable_server_is_a_connect_error(cache: Connections) -> None:
         pass
 
 
-async def test_a_connection_is_opened_afresh_after_a_failure() -> None:
-    connection = WorkerConnection(ConnectionOptions(("nats://127.0.0.1:1",), timeout=0.2))
-    for _ in range(2):
-        with pytest.raises(ConnectError):
-            await connection.open("x")
-        assert len(connection.client._server_pool) <= 1
-
-
 def test_a_server_that_stops_in_the_tls_handshake_is_a_connect_error(cache: Connections) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as threads:
 
@@ -231,12 +224,15 @@ def test_a_timeout_names_the_missing_permission(cache: Connections, options: Con
         lease.run(lease.connection.context().stream_info("A"))
 
 
-@pytest.mark.parametrize(
-    ("where", "prefix"), [({}, "$JS.API"), ({"domain": "hub"}, "$JS.hub.API"), ({"api_prefix": "JS.other"}, "JS.other")]
-)
-def test_the_context_uses_the_domain_or_prefix(where: dict[str, str], prefix: str) -> None:
-    context = WorkerConnection(ConnectionOptions(("nats://unused",), timeout=7, **where)).context()  # type: ignore[arg-type]
-    assert (context._prefix, context._timeout) == (prefix, 7)
+def test_the_context_uses_the_domain_or_prefix(cell: Any) -> None:
+    for where, prefix in [
+        ({}, "$JS.API"),
+        ({"domain": "hub"}, "$JS.hub.API"),
+        ({"api_prefix": "JS.other"}, "JS.other"),
+    ]:
+        with cell(where, prefix):
+            context = WorkerConnection(ConnectionOptions(("nats://unused",), timeout=7, **where)).context()  # type: ignore[arg-type]
+            assert (context._prefix, context._timeout) == (prefix, 7)
 
 
 def test_a_token_authenticates(cache: Connections, secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,9 +288,8 @@ def test_tls_authenticates_server_and_client(cache: Connections, tmp_path: Path)
             pass
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_an_invalid_reference_is_named_without_its_value(cell: Any, cache: Connections, server: NatsServer) -> None:
+    for given, message in [
         ({"user": "u", "password_env": "JETSTREAM_EXT_NOT_SET"}, "'passwordEnv'.*environment variable that is set"),
         ({"token_env": "JETSTREAM_EXT_NOT_SET"}, "'tokenEnv'.*environment variable that is set"),
         ({"tls_ca": "/no/such/file"}, "'tlsCa'.*file '/no/such/file' does not exist on this node"),
@@ -303,18 +298,15 @@ def test_tls_authenticates_server_and_client(cache: Connections, tmp_path: Path)
         ({"nkey_file": "JETSTREAM_EXT_NOT_SET" + "x" * 300}, "'nkeyFile'.*holds the secret itself"),
         ({"tls_ca": __file__}, "'tlsCa'.*holds no certificates"),
         ({"tls_cert": __file__, "tls_key": __file__}, "'tlsCert', 'tlsKey'"),
-    ],
-)
-def test_an_invalid_reference_is_named_without_its_value(
-    cache: Connections, server: NatsServer, given: dict[str, str], message: str
-) -> None:
-    with (
-        pytest.raises(OptionError, match=message) as caught,
-        cache.lend(ConnectionOptions((server.url,), **given), "x"),  # type: ignore[arg-type]
-    ):
-        pass
-    assert "JETSTREAM_EXT_NOT_SET" not in str(caught.value)
-    assert "SUAA" not in str(caught.value)
+    ]:
+        with cell(given, message):
+            with (
+                pytest.raises(OptionError, match=message) as caught,
+                cache.lend(ConnectionOptions((server.url,), **given), "x"),  # type: ignore[arg-type]
+            ):
+                pass
+            assert "JETSTREAM_EXT_NOT_SET" not in str(caught.value)
+            assert "SUAA" not in str(caught.value)
 
 
 def test_unusable_credentials_files_are_refused(

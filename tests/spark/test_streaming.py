@@ -168,27 +168,11 @@ def test_a_running_query_reads_new_messages(query: Query, make: Any, more: Any) 
     assert query.seqs() == list(range(1, 41))
 
 
-def test_several_streams_are_read_together(query: Query, spark: SparkSession, make: Any) -> None:
-    one, other = make(10), make(20)
-    query.run(f"{one},{other}")
-    counts = spark.read.schema("stream string").parquet(str(query.out)).groupBy("stream").count().collect()
-    assert {row.stream: row["count"] for row in counts} == {one: 10, other: 20}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"endingOffsets": "latest"}, "'endingoffsets': it is for batch reads"),
-        ({"maxBytesPerPartition": "1m"}, "set their number with 'minPartitions'"),
-        ({"startingOfsets": "latest"}, "did you mean 'startingOffsets'"),
-    ],
-)
-def test_invalid_options_fail_the_query(query: Query, make: Any, options: dict[str, str], message: str) -> None:
+def test_invalid_options_fail_the_query(query: Query, make: Any) -> None:
     from pyspark.errors import PySparkException
 
-    with pytest.raises(PySparkException) as caught:
-        query.run(make(1), **options)
-    assert message in str(caught.value)
+    with pytest.raises(PySparkException, match="'endingoffsets': it is for batch reads"):
+        query.run(make(1), endingOffsets="latest")
 
 
 @pytest.fixture(params=[False, True], ids=["off", "on"])

@@ -55,13 +55,6 @@ def test_a_micro_batch_of_several_rare_subjects_is_sent_few_other_messages(
     assert measured.sent() - before < 500
 
 
-def test_a_batch_read_of_one_rare_subject_is_sent_few_other_messages(measured: Any, rare: str, batch_read: Any) -> None:
-    reader = batch_read(rare, servers=measured.url, subjects="RARE.first")
-    before = measured.sent()
-    assert [row["seq"] for row in reader.rows()] == [100, 19_000]
-    assert measured.sent() - before < 500
-
-
 @pytest.mark.parametrize("options", [{"minPartitions": "20"}, {"maxRowsPerTrigger": "50"}], ids=str)
 def test_many_subjects_are_planned_with_few_requests(
     make_stream: Any, stream_query: Any, publish: Any, requests_seen: Any, options: dict[str, str]
