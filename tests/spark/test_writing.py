@@ -149,6 +149,12 @@ def test_dedupe_stores_repeated_rows_once(write: Any, stored: Any) -> None:
     assert len(stored()) == 400
 
 
+def test_dedupe_recognises_rows_in_another_order(write: Any, stored: Any) -> None:
+    write([1, 2, 3, 2], semantics="dedupe")
+    write([2, 2, 1, 3], semantics="dedupe")
+    assert stored() == [1, 2, 3, 2]
+
+
 def test_dedupe_recognises_the_rest_after_equal_rows_vanished(write: Any, stored: Any) -> None:
     write([*[5] * 10, *range(10, 20)], semantics="dedupe")
     write([5, *range(10, 30)], semantics="dedupe")
