@@ -63,10 +63,7 @@ def watched() -> Iterator[NatsServer]:
         yield server
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_few_connections_with_the_id_of_the_application(
-    spark: SparkSession, watched: NatsServer, with_js: Any, given: bool
-) -> None:
+def test_few_connections_with_the_id_of_the_application(spark: SparkSession, watched: NatsServer, with_js: Any) -> None:
     async def fill(js: JetStreamContext) -> None:
         for name in ("S", "T"):
             await js.add_stream(StreamConfig(name=name, subjects=[f"{name}.*"], allow_direct=True, allow_batched=True))
@@ -76,7 +73,7 @@ def test_few_connections_with_the_id_of_the_application(
     with_js(fill, watched.url)
     application = spark.conf.get("spark.app.id")
     assert application
-    options = {"servers": watched.url} | ({"applicationId": application} if given else {})
+    options = {"servers": watched.url, "applicationId": application}
     for _ in range(4):  # with 16 tasks each, all of which read and write
         rows = spark.read.format("jetstream").options(**options, minPartitions="16").load("S")
         rows = rows.selectExpr("concat('T.', seq) AS subject", "data")
@@ -84,7 +81,7 @@ def test_few_connections_with_the_id_of_the_application(
     assert with_js(lambda js: js.stream_info("T"), watched.url).state.messages == 640
     with urllib.request.urlopen(f"{watched.endpoints['monitoring'][0]}/connz?state=all") as answer:
         names = Counter(one.get("name", "") for one in json.load(answer)["connections"])
-    driver = f"spark-{application}-driver" if given else "spark-driver"
+    driver = f"spark-{application}-driver"
     names = +Counter({name: count for name, count in names.items() if name.startswith("spark")})
     assert set(names) == {f"spark-{application}-executor", driver}
     # A slot has a worker that reads and one that writes. Spark sometimes replaces one.

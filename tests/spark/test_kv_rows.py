@@ -210,7 +210,7 @@ def test_markers_have_subjects_of_their_own(cell: Any) -> None:
 def test_options_without_effect_are_refused(cell: Any) -> None:
     for given, problem in [
         ({"ttl": "500ms"}, "option 'ttl': '500ms' is not a whole number of seconds"),
-        ({"asOf": "now"}, "option 'asOf': it applies only to reads"),
+        ({"asOf": "now"}, "option 'asof': it applies only to reads"),
         ({"transactionRows": "999"}, "999 is more than 998"),
         ({"writeId": "a", "txnAppId": "b", "txnVersion": "1"}, "cannot be combined"),
     ]:

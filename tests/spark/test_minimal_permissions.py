@@ -71,7 +71,7 @@ def documented(row: str) -> set[str]:
     table = PAGE.read_text(encoding="utf-8").partition("## Permissions")[2]
     cells = dict(re.findall(r"^\| ([^|]+) \| (.+) \|$", table.replace("`", ""), re.MULTILINE))
     if row == "buckets, reading and following":
-        return {subject.replace(".S", ".KV_B") for subject in documented("reading")}
+        return {re.sub(r"\.S$", ".KV_B", subject) for subject in documented("reading")}
     named = {
         subject.replace("<S>", "S").replace("<bucket>", "B")
         for subject in re.findall(r"[\w$.<>]+\.[\w$.<>]+", cells[row])

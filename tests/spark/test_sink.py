@@ -182,9 +182,8 @@ def test_wrong_sink_partitions_fail_the_first_micro_batch(
     assert len(stored(name)) == 2000
 
 
-@pytest.mark.parametrize("semantics", ["dedupe", "transactional", "none"])
 def test_a_query_stores_each_row_once(
-    spark: SparkSession, make: Any, stored: Any, with_js: Any, server: NatsServer, tmp_path: Path, semantics: str
+    spark: SparkSession, make: Any, stored: Any, with_js: Any, server: NatsServer, tmp_path: Path
 ) -> None:
     source, sink = make(), make()
 
@@ -197,9 +196,7 @@ def test_a_query_stores_each_row_once(
         if hasattr(spark, "version") and tuple(map(int, spark.version.split(".")[:2])) >= (4, 2):
             frame = frame.option("maxOffsetsPerTrigger", "1300")
         out = frame.load(source).selectExpr(f"'{sink}.b' AS subject", "data")
-        options = {"servers": server.url, "stream": sink, "semantics": semantics}
-        if semantics == "transactional":
-            options["sinkPartitions"] = "2"
+        options = {"servers": server.url, "stream": sink, "semantics": "transactional", "sinkPartitions": "2"}
         query = (
             out.writeStream.format("jetstream")
             .options(**options)
@@ -216,19 +213,16 @@ def test_a_query_stores_each_row_once(
         assert query.lastProgress["sources"][0]["endOffset"]
         expected = {b"%d" % i: round_ for i in range(3000)}
         assert Counter(message.data for message in stored(sink)) == expected
-    if semantics == "transactional":
-        found = with_js(lambda js: jsx.DirectGet(js, sink).scan(subject="_spark.>").to_list())
-        assert {json.loads(message.data).get("partitions") for message in found} == {2}
+    found = with_js(lambda js: jsx.DirectGet(js, sink).scan(subject="_spark.>").to_list())
+    assert {json.loads(message.data).get("partitions") for message in found} == {2}
 
 
-@pytest.mark.parametrize("semantics", ["dedupe", "transactional"])
 def test_versions_in_foreach_batch_store_each_row_once(
-    spark: SparkSession, make: Any, stored: Any, with_js: Any, server: NatsServer, tmp_path: Path, semantics: str
+    spark: SparkSession, make: Any, stored: Any, with_js: Any, server: NatsServer, tmp_path: Path
 ) -> None:
     source, sink = make(), make(allow_rollup_hdrs=True)
-    options = {"servers": server.url, "stream": sink, "subject": f"{sink}.b", "semantics": semantics, "txnAppId": "app"}
-    if semantics == "transactional":
-        options["sinkPartitions"] = "2"
+    options = {"servers": server.url, "stream": sink, "subject": f"{sink}.b", "txnAppId": "app"}
+    options |= {"semantics": "transactional", "sinkPartitions": "2"}
 
     async def publish(js: JetStreamContext) -> None:
         async with jsx.FastPublisher(js) as publisher:
@@ -249,7 +243,6 @@ def test_versions_in_foreach_batch_store_each_row_once(
         with_js(publish)
         run()
         assert Counter(message.data for message in stored(sink)) == {b"%d" % i: round_ for i in range(3000)}
-    if semantics == "transactional":
-        # More than the buffers between Spark and its workers hold; the tasks do not read it.
-        save(spark.range(0, 200_000, numPartitions=2).selectExpr("repeat('x', 100) AS data"), 0)
-        assert len(stored(sink)) == 6000
+    # More than the buffers between Spark and its workers hold; the tasks do not read it.
+    save(spark.range(0, 200_000, numPartitions=2).selectExpr("repeat('x', 100) AS data"), 0)
+    assert len(stored(sink)) == 6000
