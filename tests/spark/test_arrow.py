@@ -80,11 +80,6 @@ def test_times_of_any_precision_are_parsed(cell: Any) -> None:
             assert time == datetime(1999, 12, 31, 23, 59, 59, microseconds, UTC)
 
 
-def test_a_schema_selects_and_orders_the_columns() -> None:
-    batch = build(row(b"a"), datas=[b"x"], schema=StructType().add(ALL["data"]).add(ALL["seq"]))
-    assert batch.to_pylist() == [{"data": b"x", "seq": 1}]
-
-
 def test_invalid_utf_8_is_replaced() -> None:
     batch = build(row(b"a.\xff", headers=b"X: \xff"), row("a.é".encode()))
     assert batch.column("subject").to_pylist() == ["a.\ufffd", "a.é"]

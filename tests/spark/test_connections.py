@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import nats.errors
-import nkeys
 import pytest
 from nats.js.errors import APIError
 
@@ -233,26 +232,6 @@ def test_the_context_uses_the_domain_or_prefix(cell: Any) -> None:
         with cell(where, prefix):
             context = WorkerConnection(ConnectionOptions(("nats://unused",), timeout=7, **where)).context()  # type: ignore[arg-type]
             assert (context._prefix, context._timeout) == (prefix, 7)
-
-
-def test_a_token_authenticates(cache: Connections, secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JETSTREAM_EXT_TOKEN", secret)
-    with (
-        NatsServer(config=f'authorization {{token: "{secret}"}}') as server,
-        cache.lend(ConnectionOptions((server.url,), token_env="JETSTREAM_EXT_TOKEN"), "token") as lease,
-    ):
-        assert lease.run(rtt(lease.connection.client)) > 0
-
-
-def test_an_nkey_authenticates(cache: Connections, tmp_path: Path) -> None:
-    seed = tmp_path / "user.nk"
-    seed.write_bytes(nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER))
-    public = nkeys.from_seed(bytearray(seed.read_bytes())).public_key.decode()
-    with (
-        NatsServer(config=f"authorization {{users: [{{nkey: {public}}}]}}") as server,
-        cache.lend(ConnectionOptions((server.url,), nkey_file=str(seed)), "nkey") as lease,
-    ):
-        assert lease.run(rtt(lease.connection.client)) > 0
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")

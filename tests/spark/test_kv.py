@@ -164,13 +164,6 @@ class TestChangedMeanwhile:
         assert values(rows) == TEN | {"k.1": b"new", "k.2": b"new"}
         assert sorted(row["revision"] for row in rows)[-2:] == [11, 12]
 
-    def test_without_history_a_strict_read_fails(self, make: Callable[..., str], read: Read) -> None:
-        bucket = make(ten)
-        with pytest.raises(
-            HistoryUnavailableError, match=r"at revision 10: the history needed for 2 of .* keys \(such as 'k.1'\)"
-        ):
-            read(bucket, between=put(bucket, k_1=b"new", k_2=None), consistency="strict", minPartitions="1")
-
 
 class TestThePast:
     def test_with_history_the_past_is_exact(self, make: Callable[..., str], read: Read, with_js: Any) -> None:

@@ -390,7 +390,7 @@ class TestEveryMode:
 
                 for number in range(keys):
                     await change(number)
-                for _ in range(12):
+                for _ in range(6):
                     reading = asyncio.ensure_future(asyncio.to_thread(read_once))
                     while not reading.done():
                         await change(keys + random.randrange(keys))

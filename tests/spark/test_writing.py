@@ -379,14 +379,12 @@ class TestRemovedMarkers:
         return run
 
     def test_other_rows_are_refused(self, cell: Any, write: Any, stored: Any, remove: Any) -> None:
-        for rows in [[1, 0, *range(2, 2500)], range(1000), [], [*range(1997), 5]]:
-            with cell(rows):
-                write(range(2500))
-                remove(1)
-                with pytest.raises(
-                    ReplayError,
-                    match=r"partition 0 of micro-batch 0: 2,500 of its rows .* their markers were removed from the stream",
-                ):
+        write(range(2500))
+        remove(1)
+        refusal = r"partition 0 of micro-batch 0: 2,500 of its rows .* their markers were removed from the stream"
+        for rows in ([1, 0, *range(2, 2500)], range(1000), [], [*range(1997), 5]):
+            with cell(len(rows)):
+                with pytest.raises(ReplayError, match=refusal):
                     write(rows)
                 assert stored() == list(range(2500))
 
@@ -443,9 +441,9 @@ class TestVersion1:
         assert stored() == list(range(40))
 
     def test_other_rows_are_refused(self, cell: Any, write: Any, stored: Any, store: Any) -> None:
-        for rows in [range(24), [1, 0, *range(2, 30)]]:
+        store(range(25))
+        for rows in (range(24), [1, 0, *range(2, 30)]):
             with cell(rows):
-                store(range(25))
                 with pytest.raises(ReplayError, match=r"25 of its rows .* written by an older version of this library"):
                     write(rows)
                 assert stored() == list(range(25))

@@ -39,7 +39,7 @@ def _purge_while_reading(reader: Any, partition: Any, purge: Callable[[], Any]) 
         return None
 
 
-STARTS = [("first sequence", 0), ("first sequence", 1), ("earliest", 0), ("earliest", 1)]
+STARTS = [("first sequence", 1), ("earliest", 0)]
 
 
 def _starting(name: str, start: str) -> str:
