@@ -166,6 +166,8 @@ class Connections:
 
     def close(self) -> None:
         """Close all connections, also those that are lent, and end what runs on them."""
+        if self._loop.is_closed():
+            return
         _run(self._loop, self._close_all())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

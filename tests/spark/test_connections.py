@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -75,14 +76,13 @@ def test_an_unused_connection_answers_pings(cache: Connections) -> None:
 
 
 def test_an_idle_connection_is_closed(options: ConnectionOptions, connection_names: Names) -> None:
-    cache = Connections(idle=0.1)
-    with cache.lend(options, "idle"):
-        time.sleep(0.3)
-        assert "idle" in connection_names()
-    eventually(lambda: "idle" not in connection_names())
-    with cache.lend(options, "idle"):
-        assert "idle" in connection_names()
-    cache.close()
+    with closing(Connections(idle=0.1)) as cache:
+        with cache.lend(options, "idle"):
+            time.sleep(0.3)
+            assert "idle" in connection_names()
+        eventually(lambda: "idle" not in connection_names())
+        with cache.lend(options, "idle"):
+            assert "idle" in connection_names()
     eventually(lambda: "idle" not in connection_names())
 
 
@@ -413,8 +413,7 @@ def test_closing_ends_what_is_still_lent(options: ConnectionOptions, connection_
         finally:
             ended.set()
 
-    cache = Connections()
-    with cache.lend(options, "still lent") as lease:
+    with closing(Connections()) as cache, cache.lend(options, "still lent") as lease:
         iterator = lease.iterate(items())  # type: ignore[arg-type]
         assert next(iterator) == 1
         with pytest.raises(ZeroDivisionError), cache.lend(options, "still lent"):
