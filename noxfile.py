@@ -399,7 +399,7 @@ def compat(session: nox.Session, what: str) -> None:
     else:
         requirements, environment = SPARK[what]
         session.install(*everything, *requirements)
-        files = ("streaming", "sink", "kv", "kv_sink", "progress", "application")
+        files = ("streaming", "sink", "kv", "kv_sink", "application")
         main = [f"tests/spark/test_{name}.py" for name in files]
         if "JETSTREAM_EXT_SPARK_MASTER" in environment:
             main.append("tests/spark/test_source_faults.py")
