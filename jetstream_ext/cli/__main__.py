@@ -17,7 +17,6 @@ try:
     import nats.errors
 
     from jetstream_ext.cli import (
-        bench,
         dead_letters,
         doctor,
         enabling,
@@ -25,7 +24,6 @@ try:
         groups,
         ingest,
         local,
-        positions,
         snapshot,
     )
     from jetstream_ext.cli.options import CommandGroup
@@ -68,7 +66,7 @@ class _Formatter(logging.Formatter):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="nats-jetstream-ext")
 def cli() -> None:
-    """Examine NATS JetStream servers, ingest and export files, read buckets, show positions, and manage groups and dead letters.
+    """Examine NATS JetStream servers, ingest and export files, read buckets, and manage groups and dead letters.
 
     The exit status is 0 for success, 1 for a failure, 2 for wrong usage, and 130 after Ctrl-C.
 
@@ -84,7 +82,7 @@ def cli() -> None:
         logging.lastResort.setFormatter(_Formatter())
 
 
-for _module in (bench, dead_letters, doctor, export, groups, ingest, positions, snapshot):
+for _module in (dead_letters, doctor, export, groups, ingest, snapshot):
     cli.add_command(_module.command)
 cli.add_command(enabling.stream_command)
 cli.add_command(enabling.bucket_command)

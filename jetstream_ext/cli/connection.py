@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import shlex
@@ -148,20 +147,14 @@ class Target:
         }
         return shlex.join(part for option, value in given.items() if value for part in (option, value))
 
-    def at(self, url: str) -> Target:
-        return dataclasses.replace(self, settings=dataclasses.replace(self.settings, url=url))
 
-
-def connection_options(*, url_argument: bool = False, own_server: bool = False) -> Callable[[_Command], _Command]:
+def connection_options(*, url_argument: bool = False) -> Callable[[_Command], _Command]:
     """Return a decorator that adds the connection options to a command, which gets their `Target` as `where`.
 
     Args:
         url_argument: Whether the server may also be given as an argument.
-        own_server: Whether the command starts a server if none is named. It then ignores the selected context. Other
-            commands use that context if no server and no context is named. It is never used for a named server, because
-            its credentials are meant for its own server.
     """
-    default = "a temporary server" if own_server else f"that of the selected context, or {_DEFAULT_URL}"
+    default = f"that of the selected context, or {_DEFAULT_URL}"
 
     def decorate(function: _Command) -> _Command:
         @functools.wraps(function)
@@ -173,8 +166,7 @@ def connection_options(*, url_argument: bool = False, own_server: bool = False) 
             context_given = context if source("context") is ParameterSource.COMMANDLINE else ""
             names = [each.name for each in fields(Settings) if each.name in arguments]
             given = Settings(**{name: arguments.pop(name) for name in names})
-            settings = _in_context(given, context, selected=not own_server)
-            function(where=Target(settings, timeout, server_given, context_given), **arguments)
+            function(where=Target(_in_context(given, context), timeout, server_given, context_given), **arguments)
 
         options = [
             cli_option(
@@ -222,13 +214,17 @@ def target_of(ctx: click.Context) -> Target:
         click.ClickException: The context cannot be read.
     """
     given = {each.name: ctx.params[each.name] for each in fields(Settings) if ctx.params.get(each.name)}
-    settings = _in_context(Settings(**given), ctx.params.get("context") or "", selected=True)
+    settings = _in_context(Settings(**given), ctx.params.get("context") or "")
     return Target(settings, ctx.params.get("timeout") or _FIRST_ANSWER)
 
 
-def _in_context(given: Settings, context: str, *, selected: bool) -> Settings:
-    """Return the settings with those of the context, or if `selected` of the selected one, where they are unset."""
-    if selected and not given.url:
+def _in_context(given: Settings, context: str) -> Settings:
+    """Return the settings with those of the context where they are unset.
+
+    Without a server and a context it is the selected one. That one is never used for a named server, because its
+    credentials are meant for its own server.
+    """
+    if not given.url:
         context = context or _selected_context()
     return given.over(_load_context(context)) if context else given
 

@@ -24,7 +24,7 @@ from nats.js import JetStreamContext
 from jetstream_ext.cli.completion import complete_streams
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
 from jetstream_ext.cli.files.formats import FORMATS, STDIO, check_open, converted, delimiter_of, exclusive, format_of
-from jetstream_ext.cli.files.message_files import START_AGAIN, Csv, JsonLines, Parquet, SpreadsheetCsv, UnwritableError
+from jetstream_ext.cli.files.message_files import INSTEAD, START_AGAIN, Csv, JsonLines, Parquet, UnwritableError
 from jetstream_ext.cli.files.table_files import TableCsv, TableLines, TableParquet
 from jetstream_ext.cli.options import Command, cli_option, json_option
 from jetstream_ext.cli.output import Stopped, count, is_are, one_line, progress, say, write_json, write_stdout
@@ -59,18 +59,6 @@ _REPORT_EVERY: Final = 500
 )
 @cli_option("--delimiter", metavar="CHAR", group=_FILE, help="What separates the fields of CSV: a character, or 'tab'.")
 @cli_option(
-    "--spreadsheet",
-    is_flag=True,
-    group=_FILE,
-    help="In CSV, put an apostrophe before all that a spreadsheet may run as a formula; ingest keeps it.",
-)
-@cli_option(
-    "--lossy",
-    is_flag=True,
-    group=_FILE,
-    help="Write U+FFFD for bytes of subjects and headers that are not UTF-8, and leave out header lines that are no headers.",
-)
-@cli_option(
     "--subject", default="", metavar="FILTER", group=_MESSAGES, help="Export only messages of this subject or filter."
 )
 @cli_option(
@@ -93,8 +81,6 @@ def command(
     given: str | None,
     rows: bool,
     delimiter: str | None,
-    spreadsheet: bool,
-    lossy: bool,
     subject: str,
     start_seq: int,
     resume: bool,
@@ -118,7 +104,7 @@ def command(
     """
     check_name(stream, "stream name")  # servers do not answer requests with an invalid one
     form = format_of(file, given)
-    writer = _writer(form, delimiter_of(file, delimiter, form), rows=rows, spreadsheet=spreadsheet, lossy=lossy)
+    writer = _writer(form, delimiter_of(file, delimiter, form), rows=rows)
     wanted = _Journal(stream, "", subject, start_seq, writer.name)
     start = time.monotonic()
     if file == STDIO:
@@ -217,17 +203,11 @@ def _to_stdout(where: Target, wanted: _Journal, writer: JsonLines, *, show: bool
         return dataclasses.replace(part.saved, size=file.stat().st_size)
 
 
-def _writer(form: str, delimiter: str, *, rows: bool, spreadsheet: bool, lossy: bool) -> JsonLines:
-    if spreadsheet and form != "csv":
-        raise click.UsageError(f"--spreadsheet is for CSV, not for {form}")
-    if lossy and (rows or form == "parquet"):
-        raise click.UsageError(f"--lossy is for CSV and JSON lines of messages, not for {'--rows' if rows else form}")
+def _writer(form: str, delimiter: str, *, rows: bool) -> JsonLines:
     if form == "csv":
-        if rows:
-            return TableCsv(delimiter=delimiter, spreadsheet=spreadsheet)
-        return (SpreadsheetCsv if spreadsheet else Csv)(lossy=lossy, delimiter=delimiter)
+        return TableCsv(delimiter) if rows else Csv(delimiter)
     if form == "jsonl":
-        return TableLines() if rows else JsonLines(lossy=lossy)
+        return TableLines() if rows else JsonLines()
     return TableParquet() if rows else Parquet()
 
 
@@ -287,8 +267,7 @@ async def _copy_batches(
                 part.add_batch(batch)
                 yield part.last_seq, batch.num_rows
     except ConversionError as error:
-        other = "export to CSV or JSON lines with --lossy, which writes U+FFFD for bytes that are not UTF-8"
-        raise UnwritableError(f"{one_line(error)}; {other}, and leaves out lines that are no headers") from error
+        raise UnwritableError(f"{one_line(error)}; {INSTEAD}") from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -658,6 +658,8 @@ class OwnClient(Client):
             await asyncio.gather(*(cancel(task, _CLOSE_TIMEOUT) for task in tasks))
         finally:
             closing.cancel()
+            for task in tasks:
+                task.cancel()
             self._abort()
 
     def _tasks(self) -> set[asyncio.Task[Any]]:

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from jetstream_ext.spark.listener import ProgressListener, StreamProgress
     from jetstream_ext.spark.offsets import lag
     from jetstream_ext.spark.upserts import upsert
 else:
-    _MODULES = {"ProgressListener": "listener", "StreamProgress": "listener", "lag": "offsets", "upsert": "upserts"}
+    _MODULES = {"lag": "offsets", "upsert": "upserts"}
 
     def __getattr__(name: str) -> object:
         # Imported when it is used, because every process of a Spark query imports this package.
@@ -27,7 +26,7 @@ else:
         return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
-__all__ = ["ProgressListener", "StreamProgress", "lag", "register", "upsert"]
+__all__ = ["lag", "register", "upsert"]
 
 
 def register(spark: SparkSession) -> None:

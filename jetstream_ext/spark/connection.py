@@ -123,8 +123,9 @@ class Lease:
                 wait = self.start(_next(items))
                 yield item
         finally:
-            self.abandon()  # the item ahead, or its error, is discarded: the caller stopped iterating
-            self.run(items.aclose())
+            if not self._loop.is_closed():  # or else `Connections.close` has ended them
+                self.abandon()  # the item ahead, or its error, is discarded: the caller stopped iterating
+                self.run(items.aclose())
 
 
 async def _next(items: AsyncGenerator[_Item, None]) -> _Item | None:
@@ -137,6 +138,7 @@ class Connections:
     def __init__(self, *, idle: float = _IDLE_SECONDS) -> None:
         self._idle = idle
         self._shared: dict[ConnectionOptions, WorkerConnection] = {}
+        self._open: set[WorkerConnection] = set()  # also those that are not lent again
         self._closing: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         # A daemon: Spark ends its workers without notice, and the end of the process closes the sockets.
@@ -159,9 +161,13 @@ class Connections:
             yield Lease(self._loop, connection)
             finished = True
         finally:
-            _run(self._loop, self._give_back(connection, finished))
+            if not self._loop.is_closed():
+                _run(self._loop, self._give_back(connection, finished))
 
     def close(self) -> None:
+        """Close all connections, also those that are lent, and end what runs on them."""
+        if self._loop.is_closed():
+            return
         _run(self._loop, self._close_all())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -175,6 +181,7 @@ class Connections:
             log_state(_log, "connection", "lost", servers=",".join(options.servers))
         if connection is None:
             connection = self._shared[options] = WorkerConnection(options)
+            self._open.add(connection)
         if connection.expiry is not None:
             connection.expiry.cancel()
             connection.expiry = None
@@ -206,18 +213,22 @@ class Connections:
 
     def _close_unused(self, connection: WorkerConnection) -> None:
         if connection.users == 0 and self._shared.get(connection.options) is not connection:
+            self._open.discard(connection)
             log_state(_log, "connection", "closed", servers=",".join(connection.options.servers))
             task = self._loop.create_task(connection.client.close_quickly())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
     async def _close_all(self) -> None:
-        for connection in list(self._shared.values()):
+        for connection in list(self._open):
             if connection.expiry is not None:
                 connection.expiry.cancel()
             connection.users = 0
             self._forget(connection)
         await asyncio.gather(*self._closing)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            await cancel(task, _ABANDON_TIMEOUT)
+        await self._loop.shutdown_asyncgens()
 
 
 def _run(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, _Result]) -> _Result:

@@ -37,7 +37,6 @@ from jetstream_ext.spark.kv_rows import DIGEST_SIZE, KeyWrite, KvColumns, KvRowR
 from jetstream_ext.spark.kv_transactions import DRIVER, Conflict, KeyTransactions, KvMicroBatch
 from jetstream_ext.spark.options import KvWriteOptions
 from jetstream_ext.spark.planning import PlanningError
-from jetstream_ext.spark.progress import SinkRecord, store_sink_progress
 from jetstream_ext.spark.row_sizes import RowSizes, batch_headers
 from jetstream_ext.spark.sink import HAS_STREAM_ARROW, StreamWriter
 from jetstream_ext.spark.tasks import current_task, micro_batch_of, run_of
@@ -156,23 +155,10 @@ class _KvWriter:
             of, left = found[0], list(writes.values())
             others, bad = run_on_driver(self._options.connection, lambda context: self._finish(context, of, left))
             skipped += others
-        writer, batch, where = found[0].writer, found[0].batch, f"bucket {self._options.bucket!r}"
+        batch, where = found[0].batch, f"bucket {self._options.bucket!r}"
         what = "%s: micro-batch %d writes %s; already stored, or with that value: %d"
         _log.info(what, where, batch, counted(rows, "key"), skipped)
-        counts = [*found, *bad]
-        log_bad_rows(where, batch, counts)
-        record = SinkRecord(
-            self._target.state.name,
-            writer,
-            None
-            if self._options.txn_version is None and batchId is None and not self._options.per_micro_batch
-            else batch,
-            rows,
-            skipped,
-            sum(one.dropped for one in counts),
-            sum(one.diverted for one in counts),
-        )
-        store_sink_progress(self._options, record)
+        log_bad_rows(where, batch, [*found, *bad])
 
     async def _finish(
         self, context: JetStreamContext, of: Partition, writes: Sequence[KeyWrite]

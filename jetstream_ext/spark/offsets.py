@@ -201,18 +201,6 @@ def lag(progress: Any) -> dict[str, int]:
     return behind
 
 
-def sequences_read(source: Any) -> dict[str, tuple[int, int]]:
-    """Return for each stream of a source in a progress the last sequence read, and how many the micro-batch covers."""
-    begin, end = _positions(_get(source, "startOffset")), _positions(_get(source, "endOffset"))
-    read: dict[str, tuple[int, int]] = {}
-    for stream, at in end.items():
-        before = begin.get(stream)
-        since = before.seq if before is not None and _same_stream(before, at) else 0
-        first = max(since + 1, at.first or at.head or 1)  # where the stream began
-        read[stream] = at.seq, max(0, at.seq + 1 - first)
-    return read
-
-
 def _same_stream(one: Position, other: Position) -> bool:
     return not recreated(one.created, other.created) or (not set(one.ends).isdisjoint(other.ends))
 

@@ -195,16 +195,6 @@ def _bad_row_policy(text: str) -> str:
 
 
 _bucket = _text_like(r"[A-Za-z0-9_-]+", "a valid bucket name (characters of A-Z, a-z, 0-9, _ and -)")
-
-
-def _key(text: str) -> str:
-    from jetstream_ext.kv.entries import is_key  # imports all of `kv`, which few queries need so early
-
-    if not is_key(text.strip()):
-        raise ValueError(f"{text!r} is not a key of tokens of [-/_=a-zA-Z0-9] joined by single dots")
-    return text.strip()
-
-
 _application_id = _text_like(r"[A-Za-z0-9_.-]{1,128}", "1 to 128 characters of A-Z, a-z, 0-9, _, . and -")
 _write_id = _text_like(r"[A-Za-z0-9_-]{1,64}", "1 to 64 characters of A-Z, a-z, 0-9, _ and -")
 
@@ -439,8 +429,6 @@ class ReadOptions:
     max_bytes: int | None = _option("maxBytesPerTrigger", _size)
     min_rows: int | None = _option("minRowsPerTrigger", _positive)
     max_delay: float = _option("maxTriggerDelay", _delay, 900.0)
-    progress_bucket: str | None = _option("progressBucket", _bucket)
-    progress_name: str | None = _option("progressName", _key)  # the key of the query's record in that bucket
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool | None = False) -> ReadOptions:
@@ -474,7 +462,6 @@ class ReadOptions:
 
 def _read_values(reader: OptionReader) -> dict[str, Any]:
     """Return the values of the declared fields of `ReadOptions`."""
-    reader.pair("progressBucket", "progressName")
     reader.exclude("maxRowsPerTrigger", "maxOffsetsPerTrigger")
     if "maxTriggerDelay" in reader and "minRowsPerTrigger" not in reader:
         reader.fail("maxTriggerDelay", "it limits the wait for minRowsPerTrigger; give that as well, or leave it out")
@@ -501,8 +488,6 @@ class WriteOptions:
     sink_partitions: int | None = _option("sinkPartitions", _positive)
     marker_prefix: str = _option("markerPrefix", _subject)  # ``_spark.<stream>`` if it is not given
     transaction_rows: int = _option("transactionRows", _rows_and_a_marker, _MAX_TRANSACTION_ROWS)
-    progress_bucket: str | None = _option("progressBucket", _bucket)
-    progress_name: str | None = _option("progressName", _key)
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool) -> WriteOptions:
@@ -515,7 +500,6 @@ class WriteOptions:
         write = cls(ConnectionOptions.parse(reader), stream, **values)
         reader.exclude("writeId", "txnAppId")
         reader.pair("txnAppId", "txnVersion")
-        reader.pair("progressBucket", "progressName")
         for name in ("writeId", "txnAppId"):
             if name in reader and streaming:
                 reader.fail(
@@ -611,8 +595,6 @@ class KvWriteOptions:
     per_micro_batch: bool = _option("perMicroBatch", _boolean, False)  # the same, but Spark names both (`upsert`)
     marker_prefix: str = _option("markerPrefix", _subject)  # ``_spark.KV_<bucket>`` if it is not given
     transaction_rows: int = _option("transactionRows", _key_writes, _MAX_KEY_WRITES)
-    progress_bucket: str | None = _option("progressBucket", _bucket)
-    progress_name: str | None = _option("progressName", _key)
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool) -> KvWriteOptions:
@@ -620,7 +602,6 @@ class KvWriteOptions:
         bucket = reader.get_bucket("as in option('bucket', 'PRICES')")
         values = reader.values(cls)
         values["marker_prefix"] = values["marker_prefix"] or f"_spark.KV_{bucket}"
-        reader.pair("progressBucket", "progressName")
         reader.exclude("writeId", "txnAppId")
         reader.exclude("perMicroBatch", "txnAppId")
         reader.pair("txnAppId", "txnVersion")
@@ -655,7 +636,6 @@ FEED_OPTIONS: Final = (
     *_declared(FeedOptions),
     *("minPartitions", "maxRecordsPerPartition", "failOnDataLoss", "onRecreate", "tailCheck"),
     *("maxRowsPerTrigger", "maxOffsetsPerTrigger", "maxBytesPerTrigger", "minRowsPerTrigger", "maxTriggerDelay"),
-    *("progressBucket", "progressName"),
 )
 _SPARK_SINK_OPTIONS: Final = ("checkpointLocation", "queryName")  # Spark passes them on to the sink
 
@@ -672,10 +652,7 @@ _STREAMING_ONLY: Final = {
         ("maxRowsPerTrigger", "maxOffsetsPerTrigger", "maxBytesPerTrigger", "minRowsPerTrigger", "maxTriggerDelay"),
         "it limits streaming reads and has no effect on a batch read; leave it out",
     ),
-    **dict.fromkeys(
-        ("onRecreate", "progressBucket", "progressName"),
-        "it applies to streaming reads and has no effect on a batch read; leave it out",
-    ),
+    "onRecreate": "it applies to streaming reads and has no effect on a batch read; leave it out",
 }
 _FOR_READING: Final = {
     name: "it applies only to reads; leave it out" for name in READ_OPTIONS if name not in WRITE_OPTIONS

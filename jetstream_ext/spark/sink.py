@@ -36,7 +36,6 @@ from jetstream_ext.spark.connection import Lease, connected, run_on_driver
 from jetstream_ext.spark.markers import ReplayError
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.planning import PlanningError, state_of
-from jetstream_ext.spark.progress import SinkRecord, store_sink_progress
 from jetstream_ext.spark.row_sizes import RowSizes, batch_headers
 from jetstream_ext.spark.rows import DIGEST_TEXT, Columns, MessageIds, RowReader, Rows
 from jetstream_ext.spark.tasks import current_task, micro_batch_of
@@ -122,15 +121,6 @@ class _Writer:
         what = "stream %r: micro-batch %d has %s; already stored: %d"
         _log.info(what, options.stream, batch, counted(rows, "row"), skipped)
         log_bad_rows(f"stream {options.stream!r}", batch, written)
-        if written:
-            number = options.txn_version if batchId is None else batchId
-            counts = {
-                "rows": rows,
-                "already_stored": skipped,
-                "dropped": sum(task.dropped for task in written),
-                "diverted": sum(task.diverted for task in written),
-            }
-            store_sink_progress(options, SinkRecord(options.stream, written[0].writer, number, **counts))
         count = options.sink_partitions
         if count is None:
             return

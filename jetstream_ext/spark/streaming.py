@@ -27,7 +27,7 @@ from pyspark.sql.types import StructType
 from jetstream_ext.client.api import gather_bounded
 from jetstream_ext.protocol.api import StreamState, recreated
 from jetstream_ext.spark.connection import run_on_driver
-from jetstream_ext.spark.offsets import Offset, Position, decode, encode, held_by, lag
+from jetstream_ext.spark.offsets import Offset, Position, decode, encode, held_by
 from jetstream_ext.spark.options import MOST_PARTITIONS, Bound, OptionError, ReadOptions
 from jetstream_ext.spark.planning import (
     STREAMS_AT_ONCE,
@@ -46,7 +46,6 @@ from jetstream_ext.spark.planning import (
     stored_since,
     streams_of,
 )
-from jetstream_ext.spark.progress import PositionMirror
 from jetstream_ext.spark.ranges import SequenceRange, end_of_rows, even_cuts, shares
 from jetstream_ext.spark.resume import go_on_in, not_behind, resume, still_there
 from jetstream_ext.text import get_logger, log_state
@@ -95,10 +94,6 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
         self._schema = schema
         self._follower = Follower(options, snapshot=snapshot)
         self._ends = False  # when everything stored by now is read (``trigger(availableNow=True)``)
-        self._mirror: PositionMirror | None = None
-        if options.progress_bucket and options.progress_name:
-            application = options.connection.application_id
-            self._mirror = PositionMirror(options.progress_bucket, options.progress_name, application)
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 - Spark's name
         return run_on_driver(self._options.connection, self._follower.initial)
@@ -122,18 +117,9 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
             rows = limit.max_rows if isinstance(limit, ReadMaxRows) else self._options.max_rows
             size = limit.max_bytes if isinstance(limit, ReadMaxBytes) else self._options.max_bytes
 
-        async def latest(context: JetStreamContext) -> dict[str, Any]:
-            end = await self._follower.latest(context, start, rows=rows, size=size)
-            if start is not None:
-                await self._mirror_position(context, start, last=self._ends and end == start)
-            return end
-
-        return run_on_driver(self._options.connection, latest)
-
-    async def _mirror_position(self, context: JetStreamContext, finished: dict[str, Any], *, last: bool) -> None:
-        if self._mirror is not None:
-            progress = {"sources": [{"endOffset": finished, "latestOffset": self._follower.reported()}]}
-            await self._mirror.store(context, decode(finished).streams, lag(progress), last=last)
+        return run_on_driver(
+            self._options.connection, lambda context: self._follower.latest(context, start, rows=rows, size=size)
+        )
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
         return self._follower.reported()  # for ``progress.sources[].latestOffset``
@@ -148,9 +134,7 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
         return read_range(self._options, self._schema, getattr(partition, "value", None))
 
     def commit(self, end: dict[str, Any]) -> None:
-        """Mirror the position where `latestOffset` is not given it; Spark's checkpoint is the only record of the query."""
-        if self._mirror is not None and not HAS_LIMITS:
-            run_on_driver(self._options.connection, lambda context: self._mirror_position(context, end, last=True))
+        """Do nothing: Spark's checkpoint is the only record of the query."""
 
     def stop(self) -> None:
         """Do nothing: the connection belongs to the process."""

@@ -122,13 +122,12 @@ async def test_a_pull_that_waits_ends_with_the_block(own_server: NatsServer, str
         before = set(nc._subs)
         async with arrow.RecordBatchReader(js, stream) as reader:
             own_server.pause()
-            pull = asyncio.ensure_future(asyncio.to_thread(reader.read_all))
-            await asyncio.sleep(0.2)
+            pulls = {asyncio.ensure_future(asyncio.to_thread(reader.read_next_batch)) for _ in range(2)}
+            refused, waiting = await asyncio.wait(pulls, timeout=60, return_when=asyncio.FIRST_COMPLETED)
             with pytest.raises(RuntimeError, match="another thread is waiting for a batch of this reader"):
-                await asyncio.to_thread(reader.read_next_batch)
-            assert not pull.done()
+                await refused.pop()
         with pytest.raises(RuntimeError, match="this reader was closed while a batch was read"):
-            await pull
+            await waiting.pop()
         own_server.resume()
         assert set(nc._subs) <= before
 

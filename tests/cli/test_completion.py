@@ -53,18 +53,15 @@ def names(server: NatsServer, stream_name: Callable[[], str]) -> tuple[str, str]
     return stream, bucket
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_names_are_completed_from_the_server(
-    server: NatsServer, complete: Complete, names: tuple[str, str], shell: str
-) -> None:
+def test_names_are_completed_from_the_server(server: NatsServer, complete: Complete, names: tuple[str, str]) -> None:
     stream, bucket = names
-    for line, name in (
-        (f"export {stream[:-1]}", stream),
-        (f"doctor -s {server.url} --stream {stream[:-1]}", stream),
-        (f"group status --server {server.url} {stream[:-1]}", stream),
-        (f"ingest rows.csv --stream {stream[:-1]}", stream),
-        (f"snapshot {bucket[:-1]}", bucket),
-        (f"group list --bucket {bucket[:-1]}", bucket),
+    for shell, line, name in (
+        ("bash", f"export {stream[:-1]}", stream),
+        ("bash", f"doctor -s {server.url} --stream {stream[:-1]}", stream),
+        ("bash", f"group status --server {server.url} {stream[:-1]}", stream),
+        ("bash", f"ingest rows.csv --stream {stream[:-1]}", stream),
+        ("zsh", f"snapshot {bucket[:-1]}", bucket),
+        ("fish", f"group list --bucket {bucket[:-1]}", bucket),
     ):
         named = "nats://127.0.0.1:1" if server.url in line else server.url
         done = complete(f"jetstream-ext {line}", shell=shell, url=named)

@@ -24,10 +24,7 @@ def stream(server: NatsServer, stream_name: Callable[[], str]) -> str:
 
 
 def messages(url: str, stream: str) -> int:
-    async def count(js: JetStreamContext) -> int:
-        return (await js.stream_info(stream)).state.messages
-
-    found: int = with_js(url, count)
+    found: int = with_js(url, lambda js: js.stream_info(stream)).state.messages
     return found
 
 

@@ -64,50 +64,51 @@ def parse(arguments: list[str]) -> tuple[str, ...]:
     return words
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_every_help_has_examples_that_are_valid(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    examples = EVERY[name].examples
-    assert examples, (
-        f"'jetstream-ext {name}' has no examples: end its docstring with a section 'Examples:', one command line per line"
-    )
+def test_every_help_has_examples_that_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    shown = help_of(name)
-    for line in examples:
-        assert f"  {line}\n" in shown
-        for file in FILES.findall(line):
-            Path(file).touch()
-        found = list(calls(line))
-        assert found, f"{line!r} does not run jetstream-ext"
-        for arguments in found:
-            try:
-                words = parse(arguments)
-            except click.UsageError as error:
-                pytest.fail(f"the example {line!r} of 'jetstream-ext {name}' is wrong usage: {error.format_message()}")
-            assert " ".join(words).startswith(name), f"{line!r} is no example of 'jetstream-ext {name}'"
+    for name, command in EVERY.items():
+        assert command.examples, (
+            f"'jetstream-ext {name}' has no examples: end its docstring with a section 'Examples:', one command line per line"
+        )
+        shown = help_of(name)
+        for line in command.examples:
+            assert f"  {line}\n" in shown
+            for file in FILES.findall(line):
+                Path(file).touch()
+            found = list(calls(line))
+            assert found, f"{line!r} does not run jetstream-ext"
+            for arguments in found:
+                try:
+                    words = parse(arguments)
+                except click.UsageError as error:
+                    pytest.fail(
+                        f"the example {line!r} of 'jetstream-ext {name}' is wrong usage: {error.format_message()}"
+                    )
+                assert " ".join(words).startswith(name), f"{line!r} is no example of 'jetstream-ext {name}'"
 
 
 LEAVES = {name: command for name, command in EVERY.items() if not isinstance(command, CommandGroup)}
 
 
-@pytest.mark.parametrize("name", LEAVES)
-def test_options_are_in_groups_and_all_commands_have_json(name: str) -> None:
-    shown = help_of(name)
-    headings = re.findall(r"^(\w.*):$", shown, re.MULTILINE)
-    assert len(headings) == len(set(headings))
-    sections = dict(zip(headings, re.split(r"^\w.*:$", shown, flags=re.MULTILINE)[1:], strict=True))
-    assert "  --json" in sections[OUTPUT]
-    assert "-h, --help" in sections["Options"]
-    connects = any("--server" in parameter.opts for parameter in LEAVES[name].params)
-    assert ("-s, --server URL" in sections.get(CONNECTION, "")) == connects
-    lines = [line for section in sections.values() for line in section.splitlines() if re.match(r"  -", line)]
-    columns = {len(match[0]) for line in lines if (match := re.match(r"  -.*?  +(?=\S)", line))}
-    assert len(columns) == 1, "the descriptions do not begin in the same column"
-    for parameter in LEAVES[name].params:
-        if isinstance(parameter, click.Option):
-            assert parameter.help, f"{parameter.opts} has no description"
-            named = parameter.metavar or parameter.is_flag or not isinstance(parameter.type, click.IntRange)
-            assert named, f"{parameter.opts}: name the value with metavar"
-            assert re.match(r"[A-Z].*[.…]", parameter.help), f"{parameter.opts}: {parameter.help!r} is no sentence"
+def test_options_are_in_groups_and_all_commands_have_json() -> None:
+    for name, command in LEAVES.items():
+        shown = help_of(name)
+        headings = re.findall(r"^(\w.*):$", shown, re.MULTILINE)
+        assert len(headings) == len(set(headings)), name
+        sections = dict(zip(headings, re.split(r"^\w.*:$", shown, flags=re.MULTILINE)[1:], strict=True))
+        assert "  --json" in sections[OUTPUT], name
+        assert "-h, --help" in sections["Options"], name
+        connects = any("--server" in parameter.opts for parameter in command.params)
+        assert ("-s, --server URL" in sections.get(CONNECTION, "")) == connects, name
+        lines = [line for section in sections.values() for line in section.splitlines() if re.match(r"  -", line)]
+        columns = {len(match[0]) for line in lines if (match := re.match(r"  -.*?  +(?=\S)", line))}
+        assert len(columns) == 1, f"{name}: the descriptions do not begin in the same column"
+        for parameter in command.params:
+            if isinstance(parameter, click.Option):
+                assert parameter.help, f"{parameter.opts} has no description"
+                named = parameter.metavar or parameter.is_flag or not isinstance(parameter.type, click.IntRange)
+                assert named, f"{parameter.opts}: name the value with metavar"
+                assert re.match(r"[A-Z].*[.…]", parameter.help), f"{parameter.opts}: {parameter.help!r} is no sentence"
 
 
 ROOT = Path(__file__).parents[2]

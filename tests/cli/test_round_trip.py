@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import time
 from collections.abc import Callable
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
@@ -15,33 +14,35 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from cli_tools import Json, Run, with_js
-from nats.js import JetStreamContext
+from cli_tools import Json, Run, assert_fails, fill, payloads, stored, with_js
 
-import jetstream_ext as jsx
-from jetstream_ext.cli.files.row_files import Rows, Source
+from jetstream_ext import arrow
 from jetstream_ext.testing import NatsServer
 
 TEXTS = pa.map_(pa.string(), pa.string())
-Stored = tuple[str, bytes, list[tuple[str, str]]]
+AWKWARD = (
+    b"x\r",
+    b"a\rb",
+    b"a\r\nb",
+    b"\n",
+    b"",
+    b"\x00",
+    b'"',
+    b'a,"b"\t',
+    b" x ",
+    b"\xff",
+    b'{"n": 1.10}',
+    b"x" * 200_000,
+)
+Found = tuple[str, bytes, list[tuple[str, str]]]
 
 
-def create(url: str, stream: str, **options: Any) -> None:
-    options = {"subjects": [f"{stream}.>"], "allow_direct": True, "allow_batched": True} | options
-    with_js(url, lambda js: jsx.ensure_stream(js, name=stream, **options))
-
-
-def stored(url: str, stream: str) -> list[Stored]:
+def own(url: str, stream: str) -> list[Found]:
     """Return the subject, the payload and the headers of each message, without those for the server."""
-
-    async def read(js: JetStreamContext) -> list[Stored]:
-        found = await jsx.DirectGet(js, stream).scan().to_list()
-        return [
-            (m.subject, m.data, [pair for pair in m.header_pairs if not pair[0].startswith("Nats-")]) for m in found
-        ]
-
-    messages: list[Stored] = with_js(url, read)
-    return messages
+    return [
+        (m.subject, m.data, [pair for pair in m.header_pairs if not pair[0].startswith("Nats-")])
+        for m in stored(url, stream)
+    ]
 
 
 def block(*lines: str) -> bytes:
@@ -59,27 +60,46 @@ def test_an_export_is_stored_again_as_it_was_without_options(
     suffix: str,
 ) -> None:
     stream, out = stream_name(), tmp_path / f"out.{suffix}"
-    create(server.url, stream)
+    fill(server.url, stream, AWKWARD)
     a, b = f"{stream}.a".encode(), f"{stream}.b.\u00e9".encode()
     publish_raw(
         server, [(a, b"\xff"), (b, b'{"n": 1.10}')], block=block("X: 1", "Y: two, \u00e9", "X: 3", "Nats-Msg-Id: 7")
     )
-    publish_raw(server, [(b, b""), (a, b'a,"b"\t\r\n')], block=block("empty:", 'q: "'))
-    before = stored(server.url, stream)
-    assert [len(headers) for _, _, headers in before] == [3, 2, 2]  # the server knows the id
-    ok("export", stream, out)
+    publish_raw(server, [(b, b""), (a, b"x")], block=block("empty:", 'q: "'))
+    before = own(server.url, stream)
+    done = ok("export", stream, out)
+    assert (done["messages"], done["last_seq"], done["bytes"]) == (len(before), len(before), out.stat().st_size)
     with_js(server.url, lambda js: js.delete_stream(stream))
-    how = ("ingest", out, "--stream", stream, "--create", f"{stream}.>")
+    how = ("ingest", out, "--stream", stream, "--create", stream, "--create", f"{stream}.>")
     done = run(*how)
     assert done.exit_code == 0, done.output
     assert done.stderr == "left out headers that were instructions to the server: Nats-Msg-Id (1)\n"
-    after = stored(server.url, stream)
+    after = own(server.url, stream)
     assert [(subject, data, sorted(headers)) for subject, data, headers in after] == [
         (subject, data, sorted(headers)) for subject, data, headers in before
     ]
-    assert [value for name, value in after[0][2] if name == "X"] == ["1", "3"]
+    assert [value for name, value in after[len(AWKWARD)][2] if name == "X"] == ["1", "3"]
     again = ok(*how)
-    assert (again["already_stored"], again["sent"], again["headers_left_out"]) == (3, 0, 0)
+    assert (again["already_stored"], again["sent"], again["headers_left_out"]) == (len(before), 0, 0)
+
+
+def test_parquet_has_exact_times_and_every_value_of_a_header(
+    server: NatsServer, ok: Json, tmp_path: Path, stream_name: Callable[[], str], publish_raw: Callable[..., None]
+) -> None:
+    stream, out, lines = stream_name(), tmp_path / "out.parquet", tmp_path / "out.jsonl"
+    fill(server.url, stream, [b"\xff", b""])
+    publish_raw(server, [(stream.encode(), b"x")], block=block("X: 1", "Y: two", "X: 3"))
+    times = [message.time_ns for message in stored(server.url, stream)]
+    ok("export", stream, out)
+    table = pq.read_table(out)
+    assert table.schema.remove_metadata() == pa.schema(
+        [arrow.SCHEMA.field(name) for name in ("seq", "time", "subject", "headers", "data")]
+    )
+    assert table["time"].cast(pa.int64()).to_pylist() == times
+    assert table["headers"].to_pylist()[2] == [("X", ["1", "3"]), ("Y", ["two"])]
+    ok("export", stream, lines)
+    texts = [json.loads(line)["time"] for line in lines.read_text().splitlines()]
+    assert pa.array(texts).cast(pa.timestamp("ns", tz="UTC")).cast(pa.int64()).to_pylist() == times
 
 
 def test_a_line_that_is_none_of_the_export_that_the_file_seems_to_be_is_refused(
@@ -106,155 +126,125 @@ def test_explicit_options_win_over_the_columns_of_an_export(
     ok(*how, "--subject", f"{two}.{{seq}}")
     ok(*how, "--subject", f"{two}.b", "--data-from", "time")
     ok(*how, "--subject", f"{two}.c", "--no-restore")
-    assert stored(server.url, two) == [
+    assert own(server.url, two) == [
         (f"{two}.4", b"d", [("X", "1"), ("X", "2")]),
         (f"{two}.b", b"t", [("X", "1"), ("X", "2")]),
         (f"{two}.c", out.read_bytes().strip(), []),
     ]
 
 
-@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
-@pytest.mark.parametrize("column", ["subject", "headers"])
-def test_bytes_that_are_not_utf_8_are_refused_unless_lossy(
+def test_bytes_that_are_not_utf_8_are_refused(
     server: NatsServer,
     run: Run,
     ok: Json,
     tmp_path: Path,
     stream_name: Callable[[], str],
     publish_raw: Callable[..., None],
-    suffix: str,
-    column: str,
 ) -> None:
-    stream, out = stream_name(), tmp_path / f"out.{suffix}"
-    create(server.url, stream)
-    subject = stream.encode() + b"."
-    publish_raw(server, [(subject + "\ufffd".encode(), b"fine")], block=block("X: \ufffd"))
-    if column == "subject":
-        publish_raw(server, [(subject + b"\xff", b"x")])
-    else:
-        publish_raw(server, [(subject + b"a", b"x")], block=block("X: 1").replace(b"1", b"\xff"))
-    done = run("export", stream, out)
-    assert (done.exit_code, done.stdout, list(tmp_path.iterdir())) == (1, "", [])
-    assert done.stderr == (
-        f"Error: message 2 of stream '{stream}': column '{column}' would lose bytes that are not UTF-8; --lossy writes "
-        "U+FFFD in their place\n"
-    )
-    assert ok("export", stream, out, "--lossy")["messages"] == 2
-    assert out.read_text().count("\ufffd") == 3
-    assert run("export", stream, tmp_path / "x.parquet", "--lossy").exit_code == 2
+    instead = "; export other messages with --subject or --start-seq, and read this one with DirectGet\n"
+    for column in ("subject", "headers"):
+        stream = stream_name()
+        fill(server.url, stream, [])
+        fine = f"{stream}.\ufffd".encode()
+        publish_raw(server, [(fine, b"fine")] * 1500, block=block("X: \ufffd"))
+        if column == "subject":
+            publish_raw(server, [(stream.encode() + b".\xff", b"x")])
+        else:
+            publish_raw(server, [(stream.encode(), b"x")], block=block("X: 1").replace(b"1", b"\xff"))
+        publish_raw(server, [(stream.encode(), b"fine")])
+        for suffix in ("csv", "jsonl", "parquet"):
+            out = tmp_path / f"out.{suffix}"
+            done = run("export", stream, out)
+            lost = (
+                f"message 1501 of stream '{stream}' does not fit column '{column}', which is "
+                if suffix == "parquet"
+                else f"message 1501 of stream '{stream}': column '{column}' would lose bytes that are not UTF-8"
+            )
+            assert_fails(done, f"Error: {lost}", instead)
+            assert list(tmp_path.iterdir()) == []
+            # As the message says:
+            assert ok("export", stream, out, "--start-seq", 1502)["messages"] == 1
+            assert ok("export", stream, out, "--overwrite", "--subject", fine.decode())["messages"] == 1500
+            out.unlink()
 
 
-@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
-@pytest.mark.parametrize(
-    ("lines", "lost"),
-    [
-        (["NATS/1.0 408 Request Timeout", "X: 1"], "NATS/1.0 408 Request Timeout"),
-        (["NATS/1.0 408 Request Timeout"], "NATS/1.0 408 Request Timeout"),
-        (["NATS/1.0", "X: 1", "no colon"], "no colon"),
-        (["NATS/1.0", "X: 1", "X: 2", "no colon", "Y: 1"], "no colon"),
-        (["NATS/1.0", "no colon"], "no colon"),
-    ],
-    ids=["status", "only a status", "last line", "among values of one name", "only line"],
-)
-def test_lines_that_are_no_headers_are_refused_unless_lossy(
-    run: Run,
-    ok: Json,
-    tmp_path: Path,
-    publish_raw: Callable[..., None],
-    suffix: str,
-    lines: list[str],
-    lost: str,
+def test_lines_that_are_no_headers_are_refused(
+    run: Run, ok: Json, tmp_path: Path, publish_raw: Callable[..., None]
 ) -> None:
-    out, fine = tmp_path / f"out.{suffix}", [(b"s", b"fine")]
+    status, fine = "NATS/1.0 408 Request Timeout", [(b"s", b"fine")]
     with NatsServer(version="2.11.10") as server:  # newer ones store no status
         with_js(server.url, lambda js: js.add_stream(name="S", subjects=["s"], allow_direct=True))
         publish_raw(server, fine)
         publish_raw(server, fine, block=block())
         publish_raw(server, fine, block=block("X: 1", "Nats-Sequence: 7", ": of no name"))
-        assert ok("export", "S", out, url=server.url)["messages"] == 3
-        out.unlink()
-        publish_raw(server, fine, block="".join(f"{line}\r\n" for line in (*lines, "")).encode())
-        done = run("export", "S", out, url=server.url)
-        assert (done.exit_code, done.stdout, list(tmp_path.iterdir())) == (1, "", [])
-        words = f"message 4 of stream 'S': column 'headers' would lose the line '{lost}', which is no header; "
-        assert done.stderr.startswith(f"Error: {words}")
-        if suffix == "parquet":
-            assert "export to CSV or JSON lines with --lossy" in done.stderr
-        else:
-            assert done.stderr.endswith("; --lossy leaves it out\n")
-            assert ok("export", "S", out, "--lossy", url=server.url)["messages"] == 4
-            assert lost not in out.read_text()
+        for suffix in ("csv", "jsonl", "parquet"):
+            assert ok("export", "S", tmp_path / f"fine.{suffix}", url=server.url)["messages"] == 3
+            (tmp_path / f"fine.{suffix}").unlink()
+        refused = (
+            ([status, "X: 1"], status),
+            ([status], status),
+            (["NATS/1.0", "X: 1", "no colon"], "no colon"),
+            (["NATS/1.0", "X: 1", "X: 2", "no colon", "Y: 1"], "no colon"),
+            (["NATS/1.0", "no colon"], "no colon"),
+        )
+        for lines, _ in refused:
+            publish_raw(server, fine, block="".join(f"{line}\r\n" for line in (*lines, "")).encode())
+        for suffix in ("csv", "jsonl", "parquet"):
+            for seq, (_, lost) in enumerate(refused, 4):
+                out = tmp_path / f"{seq}.{suffix}"
+                done = run("export", "S", out, "--start-seq", seq, url=server.url)
+                words = (
+                    f"message {seq} of stream 'S': column 'headers' would lose the line '{lost}', which is no header; "
+                )
+                assert_fails(done, f"Error: {words}", "export other messages with --subject or --start-seq, and ")
+                assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
 def test_a_header_without_a_name_is_exported_and_refused_by_ingest(
-    server: NatsServer,
-    run: Run,
-    ok: Json,
-    tmp_path: Path,
-    stream_name: Callable[[], str],
-    publish_raw: Callable[..., None],
-    suffix: str,
+    server: NatsServer, run: Run, ok: Json, tmp_path: Path, stream_name: Callable[[], str], publish_raw: Any
 ) -> None:
-    stream, out = stream_name(), tmp_path / f"out.{suffix}"
-    create(server.url, stream)
+    stream = stream_name()
+    fill(server.url, stream, [])
     publish_raw(server, [(f"{stream}.a".encode(), b"x")], block=block(": of no name"))
-    ok("export", stream, out)
-    done = run("ingest", out, "--stream", stream)
-    assert (done.exit_code, "row 1" in done.stderr, "header name ''" in done.stderr) == (1, True, True), done.output
+    for suffix in ("csv", "jsonl", "parquet"):
+        out = tmp_path / f"out.{suffix}"
+        ok("export", stream, out)
+        assert_fails(run("ingest", out, "--stream", stream), "row 1", "header name ''")
 
 
-def test_times_are_exported_with_nanoseconds(
-    server: NatsServer, ok: Json, tmp_path: Path, stream_name: Callable[[], str], publish_raw: Callable[..., None]
+def test_numbers_that_json_cannot_express_are_refused_by_row_and_column(
+    server: NatsServer, run: Run, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
 ) -> None:
-    stream, out = stream_name(), tmp_path / "out.jsonl"
-    create(server.url, stream)
-    publish_raw(server, [(f"{stream}.a".encode(), b"")])
-    ok("export", stream, out)
-
-    async def stored_at(js: JetStreamContext) -> int:
-        return (await jsx.DirectGet(js, stream).get(1)).time_ns
-
-    time = json.loads(out.read_text())["time"]
-    assert pa.scalar(time).cast(pa.timestamp("ns", tz="UTC")).value == with_js(server.url, stored_at)
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
+    stream, rows = stream_name(), tmp_path / "rows.parquet"
+    how = ("ingest", rows, "--stream", stream, "--subject", stream, "--create", stream)
+    for value, shown in (
         (pa.array([1.5, float("inf")]), "inf"),
         (pa.array([1.5, float("nan")], pa.float32()), "nan"),
         (pa.array([[1.5], [float("-inf")]]), "-inf"),
         (pa.array([{"a": None}, {"a": [float("nan")]}]), "nan"),
-    ],
-    ids=["inf", "nan", "list", "struct"],
-)
-def test_numbers_that_json_cannot_express_are_refused_by_row_and_column(
-    server: NatsServer, run: Run, ok: Json, tmp_path: Path, stream_name: Callable[[], str], value: pa.Array, shown: str
-) -> None:
-    stream, rows = stream_name(), tmp_path / "rows.parquet"
-    pq.write_table(pa.table({"n": pa.array([None, 1]), "x": value}), rows)
-    for how in ((), ("--data-from", "x")):
-        done = run("ingest", rows, "--stream", stream, "--subject", f"{stream}.a", "--create", f"{stream}.>", *how)
-        assert (done.exit_code, done.stdout) == (1, "")
-        assert (
-            f"row 2: column 'x' has {shown}, which JSON cannot express; --non-finite null stores null; " in done.stderr
-        )
-    ok("ingest", rows, "--stream", stream, "--subject", f"{stream}.a", "--non-finite", "null", "--again")
-    assert b"null" in stored(server.url, stream)[-1][1]
+    ):
+        pq.write_table(pa.table({"n": pa.array([None, 1]), "x": value}), rows)
+        for column in ((), ("--data-from", "x")):
+            words = f"row 2: column 'x' has {shown}, which JSON cannot express; --non-finite null stores null; "
+            assert_fails(run(*how, "--again", *column), words)
+        ok(*how, "--non-finite", "null", "--again")
+        assert b"null" in payloads(server.url, stream)[-1]
 
 
 def test_values_of_every_arrow_type_become_json_without_loss(
     server: NatsServer, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
 ) -> None:
     stream, rows = stream_name(), tmp_path / "rows.parquet"
-    berlin = pa.timestamp("ms", tz="Europe/Berlin")
+    berlin, nanos = pa.timestamp("ms", tz="Europe/Berlin"), 1_600_000_000_123_456_789
     columns: dict[str, tuple[Any, object]] = {
         "decimal": (pa.array([Decimal("1.10")]), "1.10"),
         "uint64": (pa.array([2**64 - 1], pa.uint64()), 2**64 - 1),
         "date": (pa.array([date(2020, 1, 2)]), "2020-01-02"),
         "time": (pa.array([1], pa.time64("us")), "00:00:00.000001"),
+        "time in nanoseconds": (pa.array([1], pa.time64("ns")), "00:00:00.000000001"),
         "zone": (pa.array([datetime(2020, 7, 1, tzinfo=UTC)], berlin), "2020-07-01T02:00:00+02:00"),
+        "UTC": (pa.array([nanos], pa.timestamp("ns", tz="UTC")), "2020-09-13T12:26:40.123456789Z"),
+        "here": (pa.array([nanos], pa.timestamp("ns", tz="-05:30")), "2020-09-13T06:56:40.123456789-05:30"),
         "duration": (pa.array([timedelta(days=1, microseconds=-1)]), "PT86399.999999S"),
         "nanos": (pa.array([-1_500_000_001], pa.duration("ns")), "-PT1.500000001S"),
         "durations": (pa.array([[timedelta(seconds=90)]]), ["PT90S"]),
@@ -280,14 +270,18 @@ def test_values_of_every_arrow_type_become_json_without_loss(
         "null": (pa.nulls(1), None),
         "float": (pa.array([0.1]), 0.1),
     }
-    pq.write_table(pa.table({name: array for name, (array, _) in columns.items()}), rows)
+    table = pa.table({name: array for name, (array, _) in columns.items()})
+    missing = pa.table({name: pa.nulls(1, array.type) for name, (array, _) in columns.items()})
+    pq.write_table(pa.concat_tables([table, missing]), rows)
     ok("ingest", rows, "--stream", stream, "--subject", f"{stream}.a", "--create", f"{stream}.>")
-    [(_, data, _)] = stored(server.url, stream)
-    assert json.loads(data) == {name: value for name, (_, value) in columns.items()}
+    assert [json.loads(data) for data in payloads(server.url, stream)] == [
+        {name: value for name, (_, value) in columns.items()},
+        dict.fromkeys(columns),
+    ]
 
 
 def test_maps_of_which_some_are_empty_survive_ingest_and_export_of_rows(
-    server: NatsServer, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
+    ok: Json, tmp_path: Path, stream_name: Callable[[], str]
 ) -> None:
     stream, rows, out = stream_name(), tmp_path / "rows.parquet", tmp_path / "out.parquet"
     pq.write_table(pa.table({"tags": pa.array([[("k", "v")], []], TEXTS)}), rows)
@@ -296,13 +290,12 @@ def test_maps_of_which_some_are_empty_survive_ingest_and_export_of_rows(
     assert pq.read_table(out).to_pylist() == [{"tags": {"k": "v"}}, {"tags": {"k": None}}]
 
 
-def test_a_file_with_very_many_columns_is_checked_quickly(tmp_path: Path) -> None:
+def test_a_file_with_very_many_columns_is_checked_quickly(ok: Json, tmp_path: Path) -> None:
     rows = tmp_path / "rows.csv"
     names = [f"c{number}" for number in range(100_000)]
     rows.write_text("\n".join([",".join(names), ",".join("1" * len(names))]))
-    start = time.process_time()
-    (row,) = Rows(Source(rows, "rows.csv", "csv")).read()
-    assert (len(row), time.process_time() - start < 30) == (len(names), True)
+    how = ("ingest", rows, "--stream", "NONE", "--create", "s", "--subject", "s", "--data-from", "c99999", "--dry-run")
+    assert ok(*how)["examples"] == [{"subject": "s", "data": "1"}]  # with work for each pair of columns it takes hours
 
 
 def test_a_column_of_json_lines_is_stored_with_the_digits_of_its_numbers(
@@ -311,7 +304,7 @@ def test_a_column_of_json_lines_is_stored_with_the_digits_of_its_numbers(
     stream, rows = stream_name(), tmp_path / "rows.jsonl"
     rows.write_text('{"d": {"id": 12345678901234567890123, "price": 1.10}}\n{"d": 1.0e2}\n')
     ok("ingest", rows, "--stream", stream, "--subject", f"{stream}.a", "--data-from", "d", "--create", f"{stream}.>")
-    assert [data for _, data, _ in stored(server.url, stream)] == [
+    assert payloads(server.url, stream) == [
         b'{"id":12345678901234567890123,"price":1.10}',
         b"1.0e2",
     ]
@@ -329,98 +322,76 @@ def test_every_field_of_a_csv_file_is_stored_as_it_is(
     with rows.open("w", newline="", encoding="utf-8-sig") as file:
         csv.writer(file, quoting=csv.QUOTE_ALL).writerows([["a", "\u00e9 b"], *([field, "y"] for field in fields)])
     ok("ingest", rows, "--stream", stream, "--subject", f"{stream}.a", "--create", f"{stream}.>")
-    assert [json.loads(data) for _, data, _ in stored(server.url, stream)] == [
+    assert [json.loads(data) for data in payloads(server.url, stream)] == [
         {"a": field, "\u00e9 b": "y"} for field in fields
     ]
 
 
-@pytest.mark.parametrize("suffix", ["csv.gz", "jsonl.zst", "tsv.zst", "ndjson.gz"])
 def test_compressed_files_have_the_rows_of_the_others(
-    server: NatsServer, run: Run, ok: Json, tmp_path: Path, stream_name: Callable[[], str], suffix: str
+    server: NatsServer, run: Run, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
 ) -> None:
-    stream, out, plain = stream_name(), tmp_path / f"out.{suffix}", tmp_path / f"plain.{suffix.partition('.')[0]}"
-    payloads = [b"%d" % n for n in range(1_000)]
-    create(server.url, stream, allow_atomic=True)
-    messages = [(f"{stream}.a", payload) for payload in payloads]
-    with_js(server.url, lambda js: jsx.publish_atomic(js, messages))
-    ok("export", stream, out)
-    ok("export", stream, plain)
-    assert sorted(path.name for path in tmp_path.glob("*.*")) == sorted([out.name, plain.name])
-    if suffix.endswith("gz"):
-        assert gzip.decompress(out.read_bytes()) == plain.read_bytes()
-    with_js(server.url, lambda js: js.purge_stream(stream))
-    ok("ingest", out, "--stream", stream)
-    assert [data for _, data, _ in stored(server.url, stream)] == payloads
-    out.write_bytes(out.read_bytes()[:-20])
-    done = run("ingest", out, "--stream", stream)
-    assert (done.exit_code, done.stderr.count("\n"), f"{out} is damaged" in done.stderr) == (1, 1, True), done.output
+    stream, content = stream_name(), [b"%d" % n for n in range(1_000)]
+    fill(server.url, stream, content)
+    for suffix in ("csv.gz", "jsonl.zst", "tsv.zst", "ndjson.gz"):
+        out, plain, copy = tmp_path / f"out.{suffix}", tmp_path / f"plain.{suffix.partition('.')[0]}", stream_name()
+        ok("export", stream, out)
+        ok("export", stream, plain)
+        assert sorted(path.name for path in tmp_path.glob("*.*")) == sorted([out.name, plain.name])
+        if suffix.endswith("gz"):
+            assert gzip.decompress(out.read_bytes()) == plain.read_bytes()
+        ok("ingest", out, "--stream", copy, "--subject", copy, "--create", copy)
+        assert payloads(server.url, copy) == content, suffix
+        out.write_bytes(out.read_bytes()[:-20])
+        assert_fails(run("ingest", out, "--stream", copy, "--subject", copy), f"{out} is damaged")
+        out.unlink()
+        plain.unlink()
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "utf-16-le", "cp037", "shift_jis"])
 def test_files_in_other_encodings_are_ingested(
-    server: NatsServer, run: Run, ok: Json, tmp_path: Path, stream_name: Callable[[], str], encoding: str
+    server: NatsServer, run: Run, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
 ) -> None:
-    stream, rows = stream_name(), tmp_path / "rows.csv"
-    texts = ["\u30a2\n\u30bd" if encoding == "shift_jis" else "\u00e9\u00fc\r\n", "a"]
-    with rows.open("w", encoding=encoding, newline="") as file:
-        csv.writer(file, delimiter=";").writerows([["n"], *([text] for text in texts)])
-    how = (
-        "ingest",
-        rows,
-        "--stream",
-        stream,
-        "--subject",
-        f"{stream}.a",
-        "--create",
-        f"{stream}.>",
-        "--delimiter",
-        ";",
-    )
-    done = run(*how)
-    assert done.exit_code == 1
-    if encoding != "utf-16-le":  # its NULs are characters of UTF-8
-        assert "line 2: the text is not UTF-8; give its --encoding" in done.stderr.replace("line 1", "line 2")
-    ok(*how, "--encoding", encoding)
-    assert [json.loads(data) for _, data, _ in stored(server.url, stream)] == [{"n": text} for text in texts]
-    done = run(*how, "--encoding", "latin-2000")
-    assert (done.exit_code, "--encoding 'latin-2000' is not known" in done.stderr) == (2, True)
+    for encoding in ("latin-1", "utf-16", "utf-16-le", "cp037", "shift_jis"):
+        stream, rows = stream_name(), tmp_path / f"{encoding}.csv"
+        texts = ["\u30a2\n\u30bd" if encoding == "shift_jis" else "\u00e9\u00fc\r\n", "a"]
+        with rows.open("w", encoding=encoding, newline="") as file:
+            csv.writer(file, delimiter=";").writerows([["n"], *([text] for text in texts)])
+        how = ("ingest", rows, "--stream", stream, "--subject", stream, "--create", stream, "--delimiter", ";")
+        done = run(*how)
+        assert done.exit_code == 1
+        if encoding != "utf-16-le":  # its NULs are characters of UTF-8
+            assert "line 2: the text is not UTF-8; give its --encoding" in done.stderr.replace("line 1", "line 2")
+        ok(*how, "--encoding", encoding)
+        assert [json.loads(data) for data in payloads(server.url, stream)] == [{"n": text} for text in texts], encoding
+        done = run(*how, "--encoding", "latin-2000")
+        assert (done.exit_code, "--encoding 'latin-2000' is not known" in done.stderr) == (2, True)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "status", "words"),
-    [
+def test_files_and_options_that_do_not_fit_are_refused(
+    run: Run, tmp_path: Path, stream_name: Callable[[], str]
+) -> None:
+    no_delimiter = "--delimiter is 'tab' or one ASCII character, no letter, digit or quote"
+    headers = "the headers (--headers-from); the columns are 'a', 'a'"
+    stream, failures = stream_name(), []
+    for name, options, status, words in (
         ("x.parquet", ("--encoding", "latin-1"), 2, "--encoding is for CSV and JSON lines, not for parquet"),
         ("x.parquet", ("--delimiter", ";"), 2, "--delimiter is for CSV, not for parquet"),
         ("x.csv", ("--encoding", "punycode"), 1, "the text is not in the encoding punycode"),
-        ("x.csv", ("--delimiter", "ab"), 2, "--delimiter is 'tab' or one ASCII character, no letter, digit or quote"),
-        ("x.csv", ("--delimiter", "a"), 2, "--delimiter is 'tab' or one ASCII character, no letter, digit or quote"),
+        ("x.csv", ("--delimiter", "ab"), 2, no_delimiter),
+        ("x.csv", ("--delimiter", "a"), 2, no_delimiter),
         ("x.parquet.gz", (), 1, "Parquet files are compressed inside; leave out .gz"),
         ("x.csv.gz", (), 1, "x.csv.gz is damaged: "),
         ("x.csv.zst", (), 1, "x.csv.zst is damaged: "),
         ("x.gz", (), 1, "the name has no known suffix"),
         ("x.parquet", (), 1, "x.parquet: there are two columns 'a'"),
-        (
-            "x.parquet",
-            ("--headers-from", "h"),
-            1,
-            "x.parquet: there is no column 'h' for the headers (--headers-from); the columns are 'a', 'a'",
-        ),
+        ("x.parquet", ("--headers-from", "h"), 1, f"x.parquet: there is no column 'h' for {headers}"),
         ("x.csv", ("--skip", str(2**63)), 2, "'--skip'"),
-    ],
-)
-def test_files_and_options_that_do_not_fit_are_refused(
-    run: Run,
-    tmp_path: Path,
-    stream_name: Callable[[], str],
-    name: str,
-    options: tuple[str, ...],
-    status: int,
-    words: str,
-) -> None:
-    stream, rows = stream_name(), tmp_path / name
-    pq.write_table(pa.table([[1], [2]], names=["a", "a"]), rows)
-    done = run("ingest", rows, "--stream", stream, "--subject", stream, "--create", stream, *options)
-    assert (done.exit_code, words in done.stderr) == (status, True), done.output
+    ):
+        rows = tmp_path / name
+        pq.write_table(pa.table([[1], [2]], names=["a", "a"]), rows)
+        done = run("ingest", rows, "--stream", stream, "--subject", stream, "--create", stream, *options)
+        if (done.exit_code, words in done.stderr) != (status, True):
+            failures.append(f"{name} {options}: {done.output}")
+    assert not failures, "\n".join(failures)
 
 
 def test_what_zstd_and_parquet_need_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

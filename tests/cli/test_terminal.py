@@ -12,7 +12,7 @@ from pathlib import Path
 
 import nkeys
 import pytest
-from cli_tools import Json, Run, lacking, run_fix, with_js
+from cli_tools import Json, Run, assert_fails, assert_usage, lacking, run_fix, with_js
 from nats.js import JetStreamContext
 
 from jetstream_ext.cli import doctor, output
@@ -34,29 +34,21 @@ def letters(text: str) -> str:
     return "".join(char for char in text if char.isalnum())
 
 
-@pytest.mark.parametrize("width", [40, 80])
 def test_a_narrow_terminal_gets_the_whole_text(
-    server: NatsServer, run: Run, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch, width: int
+    server: NatsServer, run: Run, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
     name = stream_name()
     bucket(server.url, name, {"k" * 90: b"", "b": b"v" * 250, "c": b"\xff" * 90})
-    shown = {
-        arguments: run(*arguments).stdout
-        for arguments in [
-            ("doctor", "--need", "direct"),
-            ("snapshot", name, "--full"),
-            ("bench", "--messages", 500, "--rounds", 1),
-        ]
-    }
-    for arguments, text in shown.items():
-        assert "…" not in text
-        for line in text.splitlines():
-            to_copy = line.startswith("    jetstream-ext ")  # such a command is not wrapped
-            assert len(line) <= width or to_copy, arguments
-    table = shown["snapshot", name, "--full"]
-    for char, number in {"k": 90, "v": 250}.items():
-        assert letters(table).count(char) >= number
+    for width in (40, 80):
+        monkeypatch.setenv("COLUMNS", str(width))
+        for arguments in (("doctor", "--need", "direct"), ("snapshot", name, "--full")):
+            shown = run(*arguments).stdout
+            assert "…" not in shown
+            for line in shown.splitlines():
+                to_copy = line.startswith("    jetstream-ext ")  # such a command is not wrapped
+                assert len(line) <= width or to_copy, arguments
+        for char, number in {"k": 90, "v": 250}.items():
+            assert letters(shown).count(char) >= number
 
 
 def test_no_foreign_escape_sequence_reaches_the_terminal(ok: Json, run: Run) -> None:
@@ -80,9 +72,8 @@ EVIL = "\x1b]0;owned\x07\x1b[31mred\x9b2J\x7f\u202e[bold]"
 ESCAPED = r"\x1b]0;owned\x07\x1b[31mred\x9b2J\x7f\u202e[bold]"
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_no_escape_sequence_of_an_argument_reaches_the_terminal(run: Run) -> None:
+    for arguments in (
         [EVIL],
         [f"--{EVIL}"],
         ["doctor", f"--{EVIL}"],
@@ -107,19 +98,15 @@ ESCAPED = r"\x1b]0;owned\x07\x1b[31mred\x9b2J\x7f\u202e[bold]"
         ["export", "S", "out.csv", "--format", EVIL],
         ["ingest", EVIL, "--stream", "S"],
         ["serve", "--config", EVIL],
-    ],
-    ids=lambda arguments: " ".join(arguments).replace(EVIL, "EVIL"),
-)
-def test_no_escape_sequence_of_an_argument_reaches_the_terminal(run: Run, arguments: list[str]) -> None:
-    done = run(*arguments)
-    assert done.exit_code in (1, 2)
-    assert done.stderr
-    assert done.output.replace("\n", "").isprintable()
+    ):
+        done = run(*arguments)
+        assert done.exit_code in (1, 2), arguments
+        assert done.stderr, arguments
+        assert done.output.replace("\n", "").isprintable(), arguments
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_a_url_or_password_in_the_wrong_place_is_not_repeated(run: Run) -> None:
+    for arguments in (
         ["URL"],
         ["export", "URL", "out.csv"],
         ["export", "S", "URL"],
@@ -129,82 +116,57 @@ def test_no_escape_sequence_of_an_argument_reaches_the_terminal(run: Run, argume
         ["doctor", "--stream", "URL"],
         ["doctor", "127.0.0.1", "URL"],
         ["serve", "--store", __file__, "URL"],
-    ],
-    ids=" ".join,
-)
-def test_a_url_in_the_wrong_place_is_shown_without_its_credentials(run: Run, arguments: list[str]) -> None:
-    done = run(*(each.replace("URL", "nats://u:hun/t@er2x@127.0.0.1:4222") for each in arguments))
-    assert done.exit_code in (1, 2)
-    assert "hun" not in done.output
-    assert "er2x" not in done.output
+    ):
+        done = run(*(each.replace("URL", "nats://u:hun/t@er2x@127.0.0.1:4222") for each in arguments))
+        assert done.exit_code in (1, 2), arguments
+        assert "hun" not in done.output, arguments
+        assert "er2x" not in done.output, arguments
+    for extra in (
+        ["u:hunter2@127.0.0.1"],  # a URL without a scheme
+        ["--password", "first", "hunter2"],  # half a password
+        ["nats://u:hunter2\n@127.0.0.1", "hunter2"],  # two lines
+    ):
+        done = run("snapshot", "B", *extra)
+        assert_usage(done, "Got unexpected extra argument")
+        assert "hunter2" not in done.output, extra
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["snapshot", "B", "u:SECRET@127.0.0.1"],
-        ["snapshot", "B", "--password", "first", "SECRET"],
-        ["snapshot", "B", "nats://u:SECRET\n@127.0.0.1", "SECRET"],
-    ],
-    ids=["URL without a scheme", "half a password", "two lines"],
-)
-def test_an_extra_argument_is_not_repeated(run: Run, arguments: list[str]) -> None:
-    done = run(*(each.replace("SECRET", "hunter2") for each in arguments))
-    assert done.exit_code == 2
-    assert "Got unexpected extra argument" in done.stderr
-    assert "hunter2" not in done.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_values_that_no_server_has_are_wrong_usage(run: Run) -> None:
+    for arguments, words in (
         (["export", "S", "x.csv", "--subject", "\udcff"], "Invalid value for '--subject': it is not UTF-8"),
         (["ingest", __file__, "--stream", "S", "--create", "a", "--create", "\udcff"], "'--create': it is not UTF-8"),
         (["dlq", "show", "S", "D", str(2**64)], "is not in the range"),
         (["dlq", "redrive", "S", "D", "1", str(2**64), "--bucket", "B"], "is not in the range"),
-    ],
-)
-def test_values_that_no_server_has_are_wrong_usage(run: Run, arguments: list[str], words: str) -> None:
-    done = run(*arguments)
-    assert (done.exit_code, words in done.stderr) == (2, True), done.output
+    ):
+        assert_usage(run(*arguments), words)
 
 
-@pytest.mark.parametrize("option", ["--creds", "--nkey", "--tlsca", "NATS_CREDS", "NATS_NKEY", "NATS_CA"])
-@pytest.mark.parametrize("secret", ["seed", "file", "line"])
-def test_a_secret_in_place_of_its_file_is_not_repeated(
-    run: Run, monkeypatch: pytest.MonkeyPatch, option: str, secret: str
-) -> None:
+def test_a_secret_in_place_of_its_file_is_not_repeated(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     seed = nkeys.encode_seed(bytes(range(32)), nkeys.PREFIX_BYTE_USER).decode()
-    text = {
-        "seed": seed,
-        "file": f"-----BEGIN NATS USER JWT-----\n{'x' * 400}\n-----BEGIN USER NKEY SEED-----\n{seed}\n",
-        "line": f"{seed}{'x' * 400}",
-    }[secret]
-    arguments = [option, text]
-    if option.startswith("NATS_"):
-        monkeypatch.setenv(option, text)
-        arguments = []
-    done = run("doctor", *arguments)
-    assert (done.exit_code, "give the path of the file, not what it holds" in done.stderr) == (1, True)
-    assert seed not in done.output
+    file = f"-----BEGIN NATS USER JWT-----\n{'x' * 400}\n-----BEGIN USER NKEY SEED-----\n{seed}\n"
+    for text in (seed, file, f"{seed}{'x' * 400}"):
+        for option, variable in (("--creds", "NATS_CREDS"), ("--nkey", "NATS_NKEY"), ("--tlsca", "NATS_CA")):
+            with monkeypatch.context() as patch:
+                patch.setenv(variable, text)
+                for done in (run("doctor"), run("doctor", option, text)):
+                    assert_fails(done, "give the path of the file, not what it holds")
+                    assert seed not in done.output, (option, text)
 
 
 def test_help_shows_no_value_of_an_environment_variable(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NATS_PASSWORD", "NATS_TOKEN", "NATS_USER", "NATS_CREDS"):
         monkeypatch.setenv(name, "hunter2")
-    for command in ("doctor", "bench", "export", "snapshot", "ingest", "group list", "dlq list"):
+    for command in ("doctor", "export", "snapshot", "ingest", "group list", "dlq list"):
         done = run(*command.split(), "--help", url="nats://u:hunter2@127.0.0.1")
-        assert (done.exit_code, "hunter2" in done.output, "127.0.0.1:4222" in done.output) == (
-            0,
-            False,
-            command != "bench",  # which starts a server if none is named
-        )
+        assert (done.exit_code, "hunter2" in done.output, "127.0.0.1:4222" in done.output) == (0, False, True), command
 
 
-def test_json_has_escapes_for_what_is_not_printable(ok: Json, run: Run, server: NatsServer) -> None:
-    with NatsServer() as own:
-        bucket(own.url, "B", {"k": f"{EVIL}\ud7ff\U000e0001Zoë".encode()})
-        done = run("snapshot", "B", "--json", url=own.url)
+def test_json_has_escapes_for_what_is_not_printable(
+    run: Run, server: NatsServer, stream_name: Callable[[], str]
+) -> None:
+    name = stream_name()
+    bucket(server.url, name, {"k": f"{EVIL}\ud7ff\U000e0001Zoë".encode()})
+    done = run("snapshot", name, "--json")
     assert done.stdout.removesuffix("\n").isprintable()
     assert "Zoë" in done.stdout
     assert json.loads(done.stdout)["entries"]["k"]["value"] == f"{EVIL}\ud7ff\U000e0001Zoë"
@@ -264,32 +226,15 @@ def test_records_that_no_handler_takes_are_printable(capsys: pytest.CaptureFixtu
 def test_output_escapes_characters_that_the_terminal_lacks(server: NatsServer, stream_name: Callable[[], str]) -> None:
     name = stream_name()
     bucket(server.url, name, {"a": "Zoë…".encode()})
-    said = {}
-    for option in ([], ["--json"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "jetstream_ext.cli", "snapshot", name, "--server", server.url, *option],
-            env=os.environ | {"PYTHONIOENCODING": "ascii"},
-            capture_output=True,
-            timeout=60,
-            check=False,
-        )
-        assert (done.returncode, done.stderr) == (0, b"")
-        said[bool(option)] = done.stdout
-    assert rb"Zo\xeb\u2026" in said[False]
-    assert json.loads(said[True])["entries"]["a"]["value"] == "Zoë…"
-
-
-def test_a_closed_pipe_ends_the_command(server: NatsServer) -> None:
-    command = [sys.executable, "-m", "jetstream_ext.cli", "doctor", "--json", server.url]
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (1, "")
-
-
-def test_count_uses_singular_and_plural() -> None:
-    assert [output.count(number, "row") for number in (0, 1, 2_000)] == ["0 rows", "1 row", "2,000 rows"]
+    done = subprocess.run(
+        [sys.executable, "-m", "jetstream_ext.cli", "snapshot", name, "--server", server.url],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert rb"Zo\xeb\u2026" in done.stdout
 
 
 def test_a_server_that_cannot_start_is_reported_in_one_line(server: NatsServer, run: Run) -> None:

@@ -1,5 +1,6 @@
 """Tables of test cases as loops inside one test."""
 
+import asyncio
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
@@ -17,20 +18,31 @@ def named(**cell: Any) -> Iterator[None]:
         raise
 
 
-def each(names: str, values: Iterable[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def each(
+    names: str, values: Iterable[Any], *, together: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Run the test for every value, one after the other in one case with the same fixtures; an error names its value.
 
-    `names` and `values` are as of `pytest.mark.parametrize`; several of these decorators run every combination.
+    `names` and `values` are as of `pytest.mark.parametrize`; several of these decorators run every combination. With
+    `together`, all values at once, for a test that mostly waits.
     """
     arguments = [name.strip() for name in names.split(",")]
     cells = [dict(zip(arguments, row if len(arguments) > 1 else (row,), strict=True)) for row in values]
 
     def decorate(test: Callable[..., Any]) -> Callable[..., Any]:
+        async def run_cell(cell: dict[str, Any], *given: Any, **fixtures: Any) -> None:
+            with named(**cell):
+                await test(*given, **fixtures, **cell)
+
         @functools.wraps(test)
         async def run_async(*given: Any, **fixtures: Any) -> None:
-            for cell in cells:
-                with named(**cell):
-                    await test(*given, **fixtures, **cell)
+            if together:
+                async with asyncio.TaskGroup() as group:
+                    for cell in cells:
+                        group.create_task(run_cell(cell, *given, **fixtures))
+            else:
+                for cell in cells:
+                    await run_cell(cell, *given, **fixtures)
 
         @functools.wraps(test)
         def run(*given: Any, **fixtures: Any) -> None:

@@ -21,8 +21,10 @@ SHORT = 'jetstream { limits { batch { timeout: "200ms", max_msgs: 5 } }, %s }'
 @pytest.mark.parametrize("version", ["2.12.0", "2.12.8", "2.14.6", "2.15.1"])
 @each("domain", [None, "hub"])
 async def test_every_reason_is_reported(version: str, domain: str | None) -> None:
-    async with NatsServer(version=version, config=SHORT % (f"domain: {domain}" if domain else "")) as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
+    async with (
+        NatsServer(version=version, config=SHORT % (f"domain: {domain}" if domain else "")) as server,
+        await nats.connect(server.url, connect_timeout=10) as nc,
+    ):
         js = nc.jetstream(domain=domain) if domain else nc.jetstream()
         for name in ("S", "OTHER"):
             await js.add_stream(name=name, subjects=[f"{name}.>"], allow_atomic=True)
@@ -56,7 +58,6 @@ async def test_every_reason_is_reported(version: str, domain: str | None) -> Non
             ("S", "idle", "timeout"), ("S", "many", "large"), ("S", "holey", "incomplete"), ("S", "new", "unsupported"),
         ][: len(heard)]  # fmt: skip
         assert all(abs(each.time - datetime.now(UTC)) < timedelta(minutes=1) for each in heard)
-        await nc.close()
 
 
 async def test_advisories_of_other_domains_and_malformed_ones_are_ignored(nc: Client) -> None:
@@ -107,17 +108,6 @@ async def test_closing_a_watch_ends_its_waiting_iterations(js: JetStreamContext,
             with pytest.raises(StopAsyncIteration):
                 await each
     await leak_check.assert_clean()
-
-
-async def test_a_closed_connection_ends_the_watch(own_nc: Client, own_js: JetStreamContext) -> None:
-    async with jsx.watch_abandoned(own_js, "S") as watch:
-        waiting = asyncio.ensure_future(anext(watch))
-        await asyncio.sleep(0.01)
-        await own_nc.close()
-        with pytest.raises(nats.errors.ConnectionClosedError):
-            await waiting
-    with pytest.raises(nats.errors.ConnectionClosedError):
-        await jsx.watch_abandoned(own_js, "S").__aenter__()
 
 
 def test_an_invalid_stream_name_is_refused(js: JetStreamContext) -> None:

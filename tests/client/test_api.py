@@ -134,8 +134,7 @@ async def test_closing_the_connection_ends_the_wait(
 @each("version", ["2.11.0", "2.11.11", "2.12.8", "2.15.1"])
 async def test_a_time_finds_the_same_message_on_every_server(version: str) -> None:
     """2.11 answers with an earlier or a later message, or none, where sequences were deleted."""
-    async with NatsServer(version=version) as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
+    async with NatsServer(version=version) as server, await nats.connect(server.url, connect_timeout=10) as nc:
         js = nc.jetstream(timeout=10)
         for storage in ("memory", "file"):
             for number, deleted in enumerate([(), (4, 5, 6), (4, 5, 6, 10), (4, 5, 6, 9, 10)]):
@@ -152,7 +151,6 @@ async def test_a_time_finds_the_same_message_on_every_server(version: str) -> No
                     assert await LogReader(js, name, start=Time(when)).open() == min(left, default=11)
                     odd = LogReader(js, name, start=Time(when), subject=f"{name}.1")
                     assert await odd.open() == min((seq for seq in left if seq % 2), default=11)
-        await nc.close()
 
 
 NO_LEADER = b'{"error":{"code":503,"err_code":10008,"description":"JetStream system temporarily unavailable"}}'
@@ -202,11 +200,12 @@ async def test_a_refusal_is_known_under_the_name_that_the_server_maps_to(prefix:
     async def ignore(_: Exception) -> None:
         pass
 
-    async with NatsServer(config=config) as server:
-        nc = await nats.connect(server.url, user="u", password="p", connect_timeout=10, error_cb=ignore)
+    async with (
+        NatsServer(config=config) as server,
+        await nats.connect(server.url, user="u", password="p", connect_timeout=10, error_cb=ignore) as nc,
+    ):
         async with asyncio.timeout(20):
             assert await known_stream_name(Context(nc.jetstream(prefix=prefix, timeout=60)), "a", 30) is None
-        await nc.close()
 
 
 async def test_a_refused_lookup_is_repeated_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,8 +218,10 @@ async def test_a_refused_lookup_is_repeated_after_a_while(monkeypatch: pytest.Mo
     async def note(error: Exception) -> None:
         refused.append(str(error))
 
-    async with NatsServer(config=config) as server:
-        nc = await nats.connect(server.url, user="u", password="p", connect_timeout=10, error_cb=note)
+    async with (
+        NatsServer(config=config) as server,
+        await nats.connect(server.url, user="u", password="p", connect_timeout=10, error_cb=note) as nc,
+    ):
         context = Context(nc.jetstream(timeout=30))
         for name in "AB":
             await context.js.add_stream(name=name, subjects=[name])
@@ -238,4 +239,3 @@ async def test_a_refused_lookup_is_repeated_after_a_while(monkeypatch: pytest.Mo
             monkeypatch.setattr(api, "_REFUSED_TTL", 0.0)
             api._cache(context).check_refused("")
             monkeypatch.undo()
-        await nc.close()

@@ -14,7 +14,6 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
-from jetstream_ext.client import atomic_session
 from jetstream_ext.testing import NatsServer
 
 MakeStream = Callable[..., Awaitable[str]]
@@ -121,12 +120,10 @@ class TestDebugRecords:
         js: JetStreamContext,
         stream: str,
         caplog: pytest.LogCaptureFixture,
-        monkeypatch: pytest.MonkeyPatch,
         end: str,
     ) -> None:
         caplog.clear()
         caplog.set_level("DEBUG", logger="jetstream_ext.atomic")
-        monkeypatch.setattr(atomic_session, "_ANSWER_TIMEOUT", 60)  # a late answer would be asked for twice
         batch = jsx.AtomicBatch(js)
         await batch.add(f"{stream}.secret", b"hidden", headers={"Token": "hidden"})
         changes = ["NEW -> OPEN (the server that takes the batch is known); messages=0, sent=0, acked=0"]
@@ -299,8 +296,7 @@ class TestNothingStored:
 
     async def test_a_batch_that_the_server_dropped_is_refused_at_commit(self, stream_name: Callable[[], str]) -> None:
         config = 'jetstream { limits { batch { timeout: "100ms" } } }'
-        async with NatsServer(config=config) as server:
-            nc = await nats.connect(server.url, connect_timeout=10)
+        async with NatsServer(config=config) as server, await nats.connect(server.url, connect_timeout=10) as nc:
             js = nc.jetstream()
             name = stream_name()
             await js.add_stream(name=name, subjects=[f"{name}.>"], allow_atomic=True)
@@ -311,7 +307,6 @@ class TestNothingStored:
             with pytest.raises(errors.AtomicPublishIncompleteError):
                 await batch.commit_eob()
             assert await count(js, name) == 0
-            await nc.close()
 
 
 class TestRefusedAtOnce:

@@ -236,8 +236,10 @@ async def test_an_open_batch_fails_once_allow_atomic_is_off(old_js: JetStreamCon
 
 async def test_an_overloaded_server_stores_only_whole_batches() -> None:
     # The refusal has a status and a JSON body. The server has dropped the message and keeps the batch without it.
-    async with NatsServer(config="jetstream { max_buffered_msgs: 1 }") as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
+    async with (
+        NatsServer(config="jetstream { max_buffered_msgs: 1 }") as server,
+        await nats.connect(server.url, connect_timeout=10) as nc,
+    ):
         js = nc.jetstream(timeout=30)
         await js.add_stream(name="S", subjects=["S.>"], allow_atomic=True)
         refused = 0
@@ -251,4 +253,3 @@ async def test_an_overloaded_server_stores_only_whole_batches() -> None:
                 refused += 1
         assert refused
         assert (await js.stream_info("S")).state.messages % 900 == 0
-        await nc.close()

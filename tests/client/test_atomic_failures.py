@@ -119,8 +119,10 @@ class TestConnections:
         self, stream_name: Callable[[], str], has_only: Callable[[Client, set[int]], Awaitable[bool]]
     ) -> None:
         # Behind a domain the batch requests the API level before it opens.
-        async with NatsServer(config="jetstream { domain: hub }") as server:
-            nc = await nats.connect(server.url, connect_timeout=10)
+        async with (
+            NatsServer(config="jetstream { domain: hub }") as server,
+            await nats.connect(server.url, connect_timeout=10) as nc,
+        ):
             js = nc.jetstream(domain="hub")
             name = stream_name()
             await js.add_stream(name=name, subjects=[f"{name}.>"], allow_atomic=True)
@@ -136,4 +138,3 @@ class TestConnections:
             assert batch.state == "discarded"
             assert await has_only(nc, held)
             assert (await js.stream_info(name)).state.messages == 1
-            await nc.close()

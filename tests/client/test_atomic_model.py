@@ -210,8 +210,7 @@ async def read(js: JetStreamContext, stream: str, version: str) -> list[tuple[st
 @pytest.mark.parametrize("version", ["2.12.0", "2.12.8", "2.14.6", "2.15.1"])
 async def test_the_server_agrees_with_the_model(version: str) -> None:
     outcomes: set[str] = set()
-    with NatsServer(version=version) as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
+    async with NatsServer(version=version) as server, await nats.connect(server.url, connect_timeout=10) as nc:
         js = nc.jetstream(timeout=30)
         for seed in range(25):
             run = Run(seed, js, version)
@@ -230,7 +229,6 @@ async def test_the_server_agrees_with_the_model(version: str) -> None:
                 error.add_note(f"version {version}, seed {seed}")
                 raise
             outcomes |= set(run.outcomes)
-        await nc.close()
     every = {"stored", "10060", "10071", "10111", "10165", "10166", "10193"}
     every |= set() if version == "2.12.0" else {"10201"}
     assert outcomes == every | ({"hole"} if version >= "2.14" else set())

@@ -32,17 +32,16 @@ async def behind(version: str) -> AsyncIterator[JetStreamContext]:
             direct = await nats.connect(leaf.url, connect_timeout=10)
             await direct.jetstream().add_stream(name="S", subjects=["s.>"], allow_atomic=True)
             await direct.close()
-            nc = await nats.connect(hub.url, connect_timeout=10)
-            js = nc.jetstream()
-            async with asyncio.timeout(60):
-                while True:
-                    try:
-                        await js.stream_info("S")
-                        break
-                    except nats.js.errors.ServiceUnavailableError:
-                        await asyncio.sleep(0.01)  # the leaf has not connected yet
-            yield js
-            await nc.close()
+            async with await nats.connect(hub.url, connect_timeout=10) as nc:
+                js = nc.jetstream()
+                async with asyncio.timeout(60):
+                    while True:
+                        try:
+                            await js.stream_info("S")
+                            break
+                        except nats.js.errors.ServiceUnavailableError:
+                            await asyncio.sleep(0.01)  # the leaf has not connected yet
+                yield js
 
 
 async def assert_refused(js: JetStreamContext, version: str) -> None:
@@ -61,11 +60,9 @@ async def assert_refused(js: JetStreamContext, version: str) -> None:
 
 @pytest.mark.parametrize("version", ["2.10.26", "2.11.11"])
 async def test_nothing_is_sent_to_an_old_server(version: str) -> None:
-    async with NatsServer(version=version) as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
+    async with NatsServer(version=version) as server, await nats.connect(server.url, connect_timeout=10) as nc:
         await nc.jetstream().add_stream(name="S", subjects=["s.>"], allow_atomic=True)
         await assert_refused(nc.jetstream(), "older" if version.startswith("2.10") else version)
-        await nc.close()
 
 
 async def test_nothing_is_sent_to_an_old_server_behind_a_new_one() -> None:
@@ -88,8 +85,7 @@ async def test_subject_expectations_are_refused_on_2_12_0(
     has_only: Callable[[Client, set[int]], Awaitable[bool]],
 ) -> None:
     # 2.12.0 compares them with another subject: it would store a batch whose expectation does not hold.
-    async with NatsServer(version="2.12.0") as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
+    async with NatsServer(version="2.12.0") as server, await nats.connect(server.url, connect_timeout=10) as nc:
         js = nc.jetstream()
         await js.add_stream(name="S", subjects=["s.>"], allow_atomic=True)
         await js.publish("s.a", b"")
@@ -112,4 +108,3 @@ async def test_subject_expectations_are_refused_on_2_12_0(
             await batch.add_message(wrong)
         assert (await batch.commit_eob()).batch_size == 1
         assert (await js.stream_info("S")).state.messages == 2
-        await nc.close()

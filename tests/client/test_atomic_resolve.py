@@ -198,8 +198,7 @@ async def test_resolve_needs_an_ended_batch(js: JetStreamContext, make_stream: M
 async def test_resolve_works_on_older_servers(
     version: str, monkeypatch: pytest.MonkeyPatch, stream_name: Callable[[], str]
 ) -> None:
-    with NatsServer(version=version) as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
+    async with NatsServer(version=version) as server, await nats.connect(server.url, connect_timeout=10) as nc:
         js = nc.jetstream(timeout=30)
         name = stream_name()
         await js.add_stream(name=name, subjects=[f"{name}.>"], allow_atomic=True, allow_direct=True)
@@ -215,4 +214,3 @@ async def test_resolve_works_on_older_servers(
                 with pytest.raises(errors.BatchOutcomeUnknownError):
                     await commit_unanswered(batch)
             assert await batch.resolve() == "not_stored"
-        await nc.close()

@@ -129,14 +129,6 @@ async def test_deliver_policies_that_forbid_a_sequence_are_refused(
     await jsx.reset_consumer(js, name, "c")
 
 
-async def test_a_reset_below_the_start_sequence_is_refused(js: JetStreamContext, ten: Any) -> None:
-    config = ConsumerConfig(name="c", deliver_policy=DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=5)
-    name = await ten(config)
-    with pytest.raises(ConsumerInvalidResetError, match="below start seq"):
-        await jsx.reset_consumer(js, name, "c", seq=4)
-    assert (await jsx.reset_consumer(js, name, "c", seq=5)).reset_seq == 5
-
-
 @each(
     "wrong",
     [

@@ -91,28 +91,31 @@ async def perm(js: JetStreamContext, make: Make) -> str:
 
 
 async def test_permission_for_one_subject_is_enough_for_get_last(server: NatsServer, perm: str) -> None:
-    nc = await connect(server, "reader")
-    assert (await jsx.DirectGet(nc.jetstream(), perm, timeout=20).get_last(f"{perm}.open")).data == b"2"
-    direct = jsx.DirectGet(nc.jetstream(), perm, timeout=0.3)
-    refused = (direct.get_last(f"{perm}.shut"), direct.get_last(f"{perm}.>"), direct.get(1), direct.scan().to_list())
-    async with asyncio.timeout(20):
-        ends = await asyncio.gather(*refused, return_exceptions=True)
-    # Servers drop requests without permission, and report it only to error_cb.
-    assert [type(end) for end in ends] == [errors.RequestTimeoutError] * 4
-    await nc.close()
+    async with await connect(server, "reader") as nc:
+        assert (await jsx.DirectGet(nc.jetstream(), perm, timeout=20).get_last(f"{perm}.open")).data == b"2"
+        direct = jsx.DirectGet(nc.jetstream(), perm, timeout=0.3)
+        refused = (
+            direct.get_last(f"{perm}.shut"),
+            direct.get_last(f"{perm}.>"),
+            direct.get(1),
+            direct.scan().to_list(),
+        )
+        async with asyncio.timeout(20):
+            ends = await asyncio.gather(*refused, return_exceptions=True)
+        # Servers drop requests without permission, and report it only to error_cb.
+        assert [type(end) for end in ends] == [errors.RequestTimeoutError] * 4
 
 
 async def test_the_client_s_inbox_prefix_is_used(server: NatsServer, perm: str, version: tuple[int, ...]) -> None:
-    nc = await connect(server, "direct", inbox_prefix="_MINE")
-    direct = jsx.DirectGet(nc.jetstream(), perm, timeout=20)
-    assert (await direct.get_last(f"{perm}.shut")).seq == 6
-    assert (await direct.get(3)).seq == 3
-    if version >= (2, 11):
-        assert await seqs(direct.scan(batch=2)) == [1, 2, 3, 4, 5, 6]
-        assert await seqs(direct.multi_last([f"{perm}.>"], max_bytes=1)) == [5, 6]
-        with pytest.raises(errors.RequestTimeoutError):
-            await jsx.DirectGet(nc.jetstream(timeout=0.3), perm, timeout=0.3).scan(confirm=True).to_list()
-    await nc.close()
+    async with await connect(server, "direct", inbox_prefix="_MINE") as nc:
+        direct = jsx.DirectGet(nc.jetstream(), perm, timeout=20)
+        assert (await direct.get_last(f"{perm}.shut")).seq == 6
+        assert (await direct.get(3)).seq == 3
+        if version >= (2, 11):
+            assert await seqs(direct.scan(batch=2)) == [1, 2, 3, 4, 5, 6]
+            assert await seqs(direct.multi_last([f"{perm}.>"], max_bytes=1)) == [5, 6]
+            with pytest.raises(errors.RequestTimeoutError):
+                await jsx.DirectGet(nc.jetstream(timeout=0.3), perm, timeout=0.3).scan(confirm=True).to_list()
 
 
 async def test_a_domain_is_honoured(nc: Client, stream: str, version: tuple[int, ...]) -> None:
@@ -125,28 +128,26 @@ async def test_a_domain_is_honoured(nc: Client, stream: str, version: tuple[int,
 
 
 async def test_an_imported_api_is_usable(server: NatsServer, stream: str, version: tuple[int, ...]) -> None:
-    nc = await connect(server, "good")
-    direct = jsx.DirectGet(nc.jetstream(prefix="APP.API"), stream, timeout=20)
-    assert (await direct.get_last(f"{stream}.A", min_seq=12)).seq == 10
-    assert (await direct.get_next(f"{stream}.C", seq=4)).seq == 6
-    if version >= (2, 11):
-        for confirm in (False, True):
-            assert await seqs(direct.scan(batch=4, confirm=confirm)) == [1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12]
-        assert await seqs(direct.multi_last([f"{stream}.>"], max_bytes=1)) == [10, 11, 12]
-    with pytest.raises(errors.DirectGetDisabledError):
-        await jsx.DirectGet(nc.jetstream(), stream).get(1)
-    await nc.close()
+    async with await connect(server, "good") as nc:
+        direct = jsx.DirectGet(nc.jetstream(prefix="APP.API"), stream, timeout=20)
+        assert (await direct.get_last(f"{stream}.A", min_seq=12)).seq == 10
+        assert (await direct.get_next(f"{stream}.C", seq=4)).seq == 6
+        if version >= (2, 11):
+            for confirm in (False, True):
+                assert await seqs(direct.scan(batch=4, confirm=confirm)) == [1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12]
+            assert await seqs(direct.multi_last([f"{stream}.>"], max_bytes=1)) == [10, 11, 12]
+        with pytest.raises(errors.DirectGetDisabledError):
+            await jsx.DirectGet(nc.jetstream(), stream).get(1)
 
 
 async def test_an_export_for_single_answers_is_an_error(server: NatsServer, stream: str, batches: None) -> None:
-    nc = await connect(server, "narrow")
-    assert (await jsx.DirectGet(nc.jetstream(prefix="APP.API"), stream, timeout=30).get(3)).seq == 3
-    timeout, ends = 0.5, []
-    while not (ends and all("response_type" in str(end) for end in ends)):
-        timeout *= 2  # the one answer that each read gets may be late on a busy machine
-        assert timeout < 30, ends
-        direct = jsx.DirectGet(nc.jetstream(prefix="APP.API"), stream, timeout=timeout)
-        reads = (direct.scan(), direct.batch(5), direct.multi_last([f"{stream}.>"]))
-        ends = await asyncio.gather(*(read.to_list() for read in reads), return_exceptions=True)
-        assert [type(end) for end in ends] == [errors.RequestTimeoutError] * 3
-    await nc.close()
+    async with await connect(server, "narrow") as nc:
+        assert (await jsx.DirectGet(nc.jetstream(prefix="APP.API"), stream, timeout=30).get(3)).seq == 3
+        timeout, ends = 0.5, []
+        while not (ends and all("response_type" in str(end) for end in ends)):
+            timeout *= 2  # the one answer that each read gets may be late on a busy machine
+            assert timeout < 30, ends
+            direct = jsx.DirectGet(nc.jetstream(prefix="APP.API"), stream, timeout=timeout)
+            reads = (direct.scan(), direct.batch(5), direct.multi_last([f"{stream}.>"]))
+            ends = await asyncio.gather(*(read.to_list() for read in reads), return_exceptions=True)
+            assert [type(end) for end in ends] == [errors.RequestTimeoutError] * 3

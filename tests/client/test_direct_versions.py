@@ -11,7 +11,6 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
-from jetstream_ext.protocol.direct import Request
 from jetstream_ext.testing import NatsServer
 
 VERSIONS = ["2.10.26", "2.11.0", "2.11.11", "2.12.8", "2.14.6", "2.15.1"]
@@ -338,15 +337,3 @@ class TestRefusals:
                 await read(jsx.DirectGet(js, name, timeout=60))
         assert caught.value.stream == name
         await leak_check.assert_clean()
-
-    async def test_408_has_the_server_s_text(
-        self, direct: jsx.DirectGet, monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...]
-    ) -> None:
-        monkeypatch.setattr(Request, "address", lambda _, api: (api, b'{"seq":1,"last_by_subj":"x","batch":1}'))
-        with pytest.raises(errors.BadRequestError, match="Bad Request") as caught:
-            await direct.get(1)
-        assert caught.value.description == "Bad Request"
-        monkeypatch.setattr(Request, "address", lambda _, api: (api, b'{"seq":-1}'))
-        for read in (direct.get(1), direct.batch(1).to_list(), direct.multi_last([">"]).to_list()):
-            with pytest.raises(errors.BadRequestError, match="Malformed Request"):
-                await read

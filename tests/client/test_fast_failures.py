@@ -14,7 +14,6 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
-from jetstream_ext.protocol.fast import State
 from jetstream_ext.testing import NatsServer
 
 MakeStream = Callable[..., Awaitable[str]]
@@ -84,8 +83,9 @@ class TestCancellation:
         await jsx.FastPublisher(own_js).commit(f"{stream}.a", b"0")  # from here on the stream is known
         pub = jsx.FastPublisher(own_js)
         own_server.pause()
+        sent = own_js._nc.stats["out_msgs"]
         adding = asyncio.create_task(pub.add(f"{stream}.a", b"1"))
-        while pub._batch.state is not State.STARTING:
+        while own_js._nc.stats["out_msgs"] == sent:
             await asyncio.sleep(0)
         await _cancel_after(5, pub.commit_eob())
         own_server.resume()
@@ -108,7 +108,6 @@ class TestCancellation:
                         await pub.add(f"{stream}.a", b"x")
 
             await _cancel_after(ticks, block() if call == "block" else pub.commit(f"{stream}.a", b"x"))
-            assert pub._batch.state in (State.NEW, State.STARTING, State.OPEN, State.ENDED)
             if pub.end_reason is None and call == "commit":
                 await pub.discard()  # it was cancelled before the commit
             assert pub.end_reason is not None or pub.batch_seq == 0
@@ -277,12 +276,13 @@ async def test_a_lookup_without_permission_is_not_repeated() -> None:
     async def note(error: Exception) -> None:
         refused.append(error)
 
-    async with NatsServer(config=config) as server:
-        nc = await nats.connect(server.url, user="u", password="p", connect_timeout=10, error_cb=note)
+    async with (
+        NatsServer(config=config) as server,
+        await nats.connect(server.url, user="u", password="p", connect_timeout=10, error_cb=note) as nc,
+    ):
         js = nc.jetstream(domain="hub")
         await nc.jetstream(domain="hub", timeout=30).add_stream(name="S", subjects=["s.>"], allow_batched=True)
         for _ in range(3):
             async with jsx.FastPublisher(js, ack_timeout=8) as pub:
                 await pub.add("s.a", b"x")
             assert len(refused) == 2
-        await nc.close()

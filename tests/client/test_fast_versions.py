@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import nats
@@ -16,40 +15,25 @@ import jetstream_ext as jsx
 from jetstream_ext import errors
 from jetstream_ext.testing import NatsServer
 
-CONFIG = "jetstream { limits { batch { timeout: %ds } } }"
+VERSIONS = ["2.14.0", "2.14.6", "2.15.1"]
 OK, FAIL = jsx.GapMode.OK, jsx.GapMode.FAIL
 
 
-@pytest.fixture(scope="module")
-def servers() -> Iterator[Callable[..., NatsServer]]:
-    """Servers of a version, which drop an idle batch after ten seconds, or as many as given."""
-    with ExitStack() as stack:
-        running: dict[tuple[str, int | None], NatsServer] = {}
-
-        def get(version: str, forgets_after: int | None = None) -> NatsServer:
-            if (version, forgets_after) not in running:
-                config = CONFIG % forgets_after if forgets_after else None
-                running[version, forgets_after] = stack.enter_context(NatsServer(version=version, config=config))
-            return running[version, forgets_after]
-
-        yield get
-
-
-@pytest.fixture(params=["2.14.0", "2.14.6", "2.15.1"])
+@pytest.fixture(scope="module", params=VERSIONS)
 def version(request: pytest.FixtureRequest) -> str:
     chosen: str = request.param
     return chosen
 
 
-@pytest.fixture
-def forgets_after() -> int | None:
-    """When the server drops an idle batch, in seconds; None is its default."""
-    return None
+@pytest.fixture(scope="module")
+def server(version: str) -> Iterator[NatsServer]:
+    with NatsServer(version=version) as server:
+        yield server
 
 
 @pytest.fixture
-async def there(servers: Callable[..., NatsServer], version: str, forgets_after: int | None) -> AsyncIterator[Client]:
-    nc = await nats.connect(servers(version, forgets_after).url, connect_timeout=10)
+async def there(server: NatsServer) -> AsyncIterator[Client]:
+    nc = await nats.connect(server.url, connect_timeout=10)
     yield nc
     await nc.close()
 
@@ -173,8 +157,16 @@ async def test_refused_messages_are_reported_or_end_the_batch(js: JetStreamConte
     assert await stored(js, stream) == [b"good"] * 30
 
 
-@pytest.mark.parametrize("forgets_after", [3])
-async def test_a_batch_that_the_server_dropped_is_an_error(js: JetStreamContext, stream: str) -> None:
+@each("version", VERSIONS, together=True)
+async def test_a_batch_that_the_server_dropped_is_an_error(version: str) -> None:
+    with NatsServer(version=version, config="jetstream { limits { batch { timeout: 3s } } }") as server:
+        async with await nats.connect(server.url, connect_timeout=10) as nc:
+            js = nc.jetstream(timeout=30)
+            await js.add_stream(name="S", subjects=["S.>"], allow_direct=True, allow_batched=True)
+            await check_dropped_batches(js, "S")
+
+
+async def check_dropped_batches(js: JetStreamContext, stream: str) -> None:
     # Servers before 2.15 open another batch for a ping after message 1, and report that message as lost.
     batches = [(jsx.FastPublisher(js, gap=gap, keepalive=0), sent) for gap in jsx.GapMode for sent in (1, 5)]
     for pub, sent in batches:
@@ -190,7 +182,7 @@ async def test_a_batch_that_the_server_dropped_is_an_error(js: JetStreamContext,
     assert len(await stored(js, stream)) == 12
 
 
-@pytest.mark.parametrize("version", ["2.11.11", "2.12.8"])
+@pytest.mark.parametrize("version", ["2.11.11", "2.12.8"], indirect=True)
 @each("prefix", [{}, {"prefix": "$JS.API"}])
 async def test_nothing_is_sent_to_servers_without_fast_ingest(
     js: JetStreamContext, there: Client, version: str, stream_name: Callable[[], str], prefix: dict[str, str]
@@ -235,7 +227,7 @@ INJECTED: list[tuple[str, int, int, bytes, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("version", ["2.15.1"])
+@pytest.mark.parametrize("version", ["2.15.1"], indirect=True)
 @each("what, seq, op, said, after", INJECTED)
 async def test_forged_replies_do_no_harm(
     js: JetStreamContext, there: Client, stream: str, what: str, seq: int, op: int, said: bytes, after: Any

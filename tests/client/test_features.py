@@ -56,11 +56,9 @@ async def test_the_api_level_decides_the_features(
 
 
 async def test_a_server_without_jetstream_is_an_error() -> None:
-    async with NatsServer(jetstream=False) as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
+    async with NatsServer(jetstream=False) as server, await nats.connect(server.url, connect_timeout=10) as nc:
         with pytest.raises(nats.js.errors.ServiceUnavailableError):
             await jsx.features(nc.jetstream())
-        await nc.close()
 
 
 async def test_without_the_permission_to_ask_the_server_info_is_used() -> None:
@@ -73,13 +71,14 @@ async def test_without_the_permission_to_ask_the_server_info_is_used() -> None:
     async def quiet(error: Exception) -> None:
         pass  # the server reports a denied publish to the connection, not to the request
 
-    async with NatsServer(config=config) as server:
-        nc = await nats.connect(server.url, user="u", password="p", connect_timeout=10, error_cb=quiet)
+    async with (
+        NatsServer(config=config) as server,
+        await nats.connect(server.url, user="u", password="p", connect_timeout=10, error_cb=quiet) as nc,
+    ):
         found = await jsx.features(nc.jetstream(), timeout=0.2)
         assert found.api_level >= 5  # from the connected server's INFO
         with pytest.raises(RequestTimeoutError):
             await jsx.features(nc.jetstream(domain="hub"), timeout=0.2)
-        await nc.close()
 
 
 def test_the_error_of_a_feature_names_the_version_that_it_needs() -> None:

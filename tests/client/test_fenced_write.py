@@ -108,8 +108,7 @@ async def test_a_refused_message_is_not_taken_for_another_writer(js: JetStreamCo
 
 
 async def test_2_12_0_takes_only_records_without_messages() -> None:
-    async with NatsServer(version="2.12.0") as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
+    async with NatsServer(version="2.12.0") as server, await nats.connect(server.url, connect_timeout=10) as nc:
         js = nc.jetstream()
         await js.add_stream(name="S", subjects=["S.>"], allow_atomic=True)
         one = writer(js, "S")
@@ -117,7 +116,6 @@ async def test_2_12_0_takes_only_records_without_messages() -> None:
         with pytest.raises(errors.UnsupportedFeatureError, match=r"2\.12\.1"):
             await one.store([("S.a", b"")], b"2")
         assert (await js.stream_info("S")).state.messages == 1
-        await nc.close()
 
 
 # -- answers that are lost
@@ -128,17 +126,18 @@ async def faulty(faults: Faults) -> AsyncIterator[JetStreamContext]:
     async def quiet(error: Exception) -> None:
         pass
 
-    async with ReferenceServer(faults=faults) as server:
-        nc = await nats.connect(
+    async with (
+        ReferenceServer(faults=faults) as server,
+        await nats.connect(
             server.url, reconnect_time_wait=0.01, max_reconnect_attempts=-1, error_cb=quiet, connect_timeout=10
-        )
+        ) as nc,
+    ):
         js = nc.jetstream(timeout=30)
         await js.add_stream(name="S", subjects=["S.>"], allow_atomic=True, allow_direct=True)
         with pytest.MonkeyPatch.context() as patch:
             # The timeout of a writer is for the answers that are lost. The leader's answers to its reads are not.
             patch.setattr(fenced_write, "get_at_leader", lambda *where: get_at_leader(*where[:3], 30))
             yield js
-        await nc.close()
 
 
 @each("messages", [[], [("S.a", b"x")], [("S.a", b"x")] * 3])

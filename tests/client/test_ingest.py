@@ -4,6 +4,7 @@ import asyncio
 import pickle
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import nats
@@ -201,14 +202,12 @@ class TestRefusals:
 
     @each("version", ["2.11.11", "2.12.8"])
     async def test_a_server_without_fast_ingest_is_an_error(self, version: str) -> None:
-        async with NatsServer(version=version) as server:
-            nc = await nats.connect(server.url, connect_timeout=10)
+        async with NatsServer(version=version) as server, await nats.connect(server.url, connect_timeout=10) as nc:
             js = nc.jetstream()
             await js.add_stream(name="S", subjects=["s.>"])
             with pytest.raises(errors.UnsupportedFeatureError, match=f"{version}.*nothing was sent"):
                 await jsx.ingest(js, [("s.1", b"x")])
             assert (await js.stream_info("S")).state.messages == 0
-            await nc.close()
 
     @each("options", [{"timeout": 0}, {"timeout": float("nan")}, {"progress_every": -1}])
     async def test_options_are_checked(self, js: JetStreamContext, options: dict[str, Any]) -> None:
@@ -369,46 +368,43 @@ class TestPermissions:
             yield server
 
     @staticmethod
-    async def connect(server: NatsServer, user: str, timeout: float) -> JetStreamContext:
+    @asynccontextmanager
+    async def connected(server: NatsServer, user: str, timeout: float) -> AsyncIterator[JetStreamContext]:
         async def ignore(error: Exception) -> None:
             pass
 
-        nc = await nats.connect(server.url, user=user, password="p", error_cb=ignore, connect_timeout=10)
-        return nc.jetstream(timeout=timeout)
+        options = {"user": user, "password": "p", "error_cb": ignore, "connect_timeout": 10}
+        async with await nats.connect(server.url, **options) as nc:
+            yield nc.jetstream(timeout=timeout)
 
     @each("place, expectation", [(0, {}), (1, {}), (299, {}), (150, {"expected_last_subject_seq": 0})])
     async def test_a_message_without_permission_ends_the_call(
         self, guarded: NatsServer, place: int, expectation: dict[str, int]
     ) -> None:
-        admin = await self.connect(guarded, "admin", 30)
-        await admin.add_stream(name="S", subjects=["s.>"], allow_batched=True, allow_direct=True)
-        await admin.purge_stream("S")
-        js = await self.connect(guarded, "writer", 2)
         entries: list[Any] = [("s.a", b"%d" % n) for n in range(300)]
         entries[place] = jsx.BatchMessage("s.refused", b"", **expectation)
-        async with asyncio.timeout(60):
-            with pytest.raises(errors.IngestError) as caught:
-                await jsx.ingest(js, entries, timeout=300)
+        async with self.connected(guarded, "admin", 30) as admin, self.connected(guarded, "writer", 2) as js:
+            await admin.add_stream(name="S", subjects=["s.>"], allow_batched=True, allow_direct=True)
+            await admin.purge_stream("S")
+            async with asyncio.timeout(60):
+                with pytest.raises(errors.IngestError) as caught:
+                    await jsx.ingest(js, entries, timeout=300)
+            stored = await messages(admin, "S")
         before = {0: "nothing is stored", 1: "the message before it is stored"}
         assert str(caught.value) == (
             f"the message at index {place} (subject 's.refused') was refused: the server has refused a message to 's.refused': "
             f"the user had no permission to publish to it; {before.get(place, f'the {place} messages before it are stored')}"
         )
         assert (caught.value.index, caught.value.in_doubt) == (place, 0)
-        assert [each.data for each in await messages(admin, "S")] == [b"%d" % n for n in range(place)]
-        await js._nc.close()
-        await admin._nc.close()
+        assert [message.data for message in stored] == [b"%d" % n for n in range(place)]
 
     async def test_a_client_that_may_not_hear_answers_ends_the_call(self, guarded: NatsServer) -> None:
-        admin = await self.connect(guarded, "admin", 30)
-        await admin.add_stream(name="S", subjects=["s.>"], allow_batched=True, allow_direct=True)
-        js = await self.connect(guarded, "deaf", 1)
-        async with asyncio.timeout(60):
-            with pytest.raises(errors.IngestError) as caught:
-                await jsx.ingest(js, [("s.a", b"x")], timeout=300)
+        async with self.connected(guarded, "admin", 30) as admin, self.connected(guarded, "deaf", 1) as js:
+            await admin.add_stream(name="S", subjects=["s.>"], allow_batched=True, allow_direct=True)
+            async with asyncio.timeout(60):
+                with pytest.raises(errors.IngestError) as caught:
+                    await jsx.ingest(js, [("s.a", b"x")], timeout=300)
         assert str(caught.value) == (
             "the message at index 0 (subject 's.a') was not acknowledged; the server has refused a subscription: the user had no "
             "permission to subscribe to _INBOX.>, where answers come; it may be stored"
         )
-        await js._nc.close()
-        await admin._nc.close()

@@ -75,8 +75,8 @@ async def becomes(js: JetStreamContext, stream: str, state: jsx.SourceState) -> 
 # -- the consumer and its entry ---------------------------------------------------------------------------------------
 
 
-@each("retention", RetentionPolicy)
-@each("mirror", [False, True])
+@each("retention", RetentionPolicy, together=True)
+@each("mirror", [False, True], together=True)
 async def test_streams_of_every_retention_can_be_read(
     js: JetStreamContext, origin: Any, stream_name: Callable[[], str], retention: RetentionPolicy, mirror: bool
 ) -> None:
@@ -94,9 +94,7 @@ async def test_streams_of_every_retention_can_be_read(
     await publish(js, name, range(10, 20))
     await holds(js, copy, list(range(20)))
     if retention is not RetentionPolicy.LIMITS:
-        async with asyncio.timeout(
-            SLACK
-        ):  # the reading stream acknowledges what it has stored, with the next heartbeat at the latest
+        async with asyncio.timeout(SLACK):  # the reading stream acknowledges with the next heartbeat at the latest
             while await messages(js, name):
                 await asyncio.sleep(0.02)
     health = await becomes(js, copy, jsx.SourceState.OK)
@@ -139,6 +137,7 @@ async def test_a_repeated_call_succeeds_and_a_different_one_fails(js: JetStreamC
         ({"deliver_policy": DeliverPolicy.ALL}, list(range(10))),
         ({"deliver_policy": DeliverPolicy.NEW}, []),
     ],
+    together=True,
 )
 async def test_filters_and_start_sequences_apply(
     js: JetStreamContext, origin: Any, stream_name: Callable[[], str], options: dict[str, Any], expected: list[int]
@@ -157,7 +156,7 @@ async def test_filters_and_start_sequences_apply(
     await holds(js, copy, [*expected, 10])
 
 
-@each("mirror", [False, True])
+@each("mirror", [False, True], together=True)
 async def test_a_reset_of_the_consumer_repeats_nothing(
     js: JetStreamContext, origin: Any, stream_name: Callable[[], str], mirror: bool
 ) -> None:
@@ -229,8 +228,10 @@ async def test_an_unknown_stream_is_not_found(js: JetStreamContext) -> None:
 
 
 async def test_the_entry_of_a_domain_has_an_external_api() -> None:
-    async with NatsServer(config="jetstream { domain: hub }") as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
+    async with (
+        NatsServer(config="jetstream { domain: hub }") as server,
+        await nats.connect(server.url, connect_timeout=10) as nc,
+    ):
         js = nc.jetstream(domain="hub")
         await js.add_stream(name="S", subjects=["s.>"], retention=RetentionPolicy.WORK_QUEUE)
         await publish(js, "s", range(3))
@@ -248,7 +249,6 @@ async def test_the_entry_of_a_domain_has_an_external_api() -> None:
         given = ExternalStream(api="$JS.elsewhere.API", deliver="x")
         again = await jsx.create_source_consumer(js, "S", "c", deliver_subject="d", external=given)
         assert again.external == given
-        await nc.close()
 
 
 # -- health -----------------------------------------------------------------------------------------------------------

@@ -176,8 +176,8 @@ def test_every_option_is_in_the_table() -> None:
 
 
 async def test_the_same_call_again_finds_no_difference(js: JetStreamContext, nc: Client, server: NatsServer) -> None:
-    for options in CALLS:
-        for as_config in [False, True] if server.version == VERSIONS[-1] else [False]:
+    for number, options in enumerate(CALLS):
+        for as_config in [False, True] if server.version == VERSIONS[-1] and number % 3 == 0 else [False]:
             given: dict[str, Any] = {"name": "S", **options}
             if as_config:
                 given = {"config": StreamConfig(**given)}

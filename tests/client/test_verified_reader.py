@@ -55,8 +55,8 @@ def answer(*seqs: int, stream: str = "KV_B", up_to: int = 0, pending: int = 0, k
 class Scripted(VerifiedReader):
     """Gets the next answer of a list to any request, and the last one from then on. None is an incomplete reply."""
 
-    def __init__(self, log: Log, need: int, *answers: Answer | None) -> None:
-        super().__init__(log, "KV_B", 2.0, need=need)  # type: ignore[arg-type]  # the patched functions below take the log
+    def __init__(self, log: Log, need: int, *answers: Answer | None, timeout: float = 2.0) -> None:
+        super().__init__(log, "KV_B", timeout, need=need)  # type: ignore[arg-type]  # the patched functions below take the log
         self.answers = list(answers)
         self.requests: list[Any] = []
 
@@ -106,7 +106,7 @@ class TestLastOf:
 
     @each("bad, why", [(answer(5, up_to=8), "no replica with sequence 9"), (None, "was incomplete")])
     async def test_refused_answers_end_in_a_timeout(self, bad: Answer | None, why: str) -> None:
-        source = Scripted(Log(s9="b"), 9, bad)
+        source = Scripted(Log(s9="b"), 9, bad, timeout=0.3)
         with pytest.raises(RequestTimeoutError, match=why):
             await source.last_of(["$KV.B.a"])
 
@@ -186,7 +186,7 @@ class TestOldestOf:
         assert (await source.oldest_of("$KV.B.a", after=7)) == (answer(9).block.message(0), 1)
         if bad is None or bad.block.stream == "KV_B":
             with pytest.raises(RequestTimeoutError):
-                await Scripted(Log(s9="a"), 9, bad).oldest_of("$KV.B.a", after=7)
+                await Scripted(Log(s9="a"), 9, bad, timeout=0.3).oldest_of("$KV.B.a", after=7)
 
 
 class TestCatchUp:

@@ -9,11 +9,11 @@ import pytest
 from client_cells import each
 from nats.aio.client import Client
 from nats.js import JetStreamContext
+from nats.js.kv import KeyValue
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext import errors
-from jetstream_ext.client.connection import open_bucket
 from jetstream_ext.testing import NatsServer
 
 Connect = Callable[..., Awaitable[Client]]
@@ -23,7 +23,7 @@ NONE = "the server has no JetStream"
 
 
 async def write(js: JetStreamContext) -> None:
-    async with kvx.transaction(open_bucket(js, "B")) as tx:
+    async with kvx.transaction(KeyValue("B", "KV_B", "$KV.B.", js, direct=False)) as tx:
         tx.put("a", b"1")
 
 
@@ -56,7 +56,7 @@ CALLS: dict[str, tuple[Call, str, str]] = {
     ),
     "transaction": (write, "bucket 'B' does not exist, or has no leader", "; nothing was written"),
 }
-EVERY = each("call, before, after", CALLS.values())
+EVERY = each("call, before, after", CALLS.values(), together=True)
 KINDS = (errors.DirectGetDisabledError, errors.NoStreamError, errors.IngestError)
 
 
@@ -88,14 +88,21 @@ async def test_a_server_without_jetstream(
         await call(js)
 
 
-@EVERY
-async def test_an_account_without_jetstream(connect: Connect, call: Call, before: str, after: str) -> None:
+@pytest.fixture(scope="module")
+def server_of_accounts() -> Iterator[NatsServer]:
     with NatsServer(config=ACCOUNTS) as server:
-        js = (await connect(server.url, user="a", password="p")).jetstream(timeout=30)
-        with pytest.raises(errors.ServerError, match="JetStream not enabled for account"):
-            await jsx.features(js)
-        with pytest.raises(KINDS, match=re.escape(f"{before}, or the account has no JetStream{after}")):
-            await call(js)
+        yield server
+
+
+@EVERY
+async def test_an_account_without_jetstream(
+    server_of_accounts: NatsServer, connect: Connect, call: Call, before: str, after: str
+) -> None:
+    js = (await connect(server_of_accounts.url, user="a", password="p")).jetstream(timeout=30)
+    with pytest.raises(errors.ServerError, match="JetStream not enabled for account"):
+        await jsx.features(js)
+    with pytest.raises(KINDS, match=re.escape(f"{before}, or the account has no JetStream{after}")):
+        await call(js)
 
 
 def without_cause(name: str, before: str, after: str) -> str:

@@ -45,95 +45,94 @@ def batches(pair: Any, headers: Any) -> Any:
 ONE = {"Nats_Msg_Id": "one"}
 
 
-@pytest.mark.parametrize(
-    "messages",
+BATCHES: list[list[dict[str, object]]] = [
+    [lines(), lines(seq=2), lines(seq=3, commit="1")],
+    [lines(commit="1")],
+    [lines(commit="eob")],
+    [lines(), lines(seq=2), lines(seq=3, commit="eob")],
+    [lines(), lines(seq=2, commit="eob"), lines(seq=3)],
+    [lines(), lines(seq=2), lines(seq=2, commit="eob")],
+    [lines(), lines(seq=3)],
+    [lines(), lines(seq=1)],
+    [lines(), lines(seq=1), lines(), lines(seq=2, commit="1")],
+    [lines(seq=2)],
+    [lines(seq=2000)],
+    [lines(seq=1001, commit="eob")],
+    [lines(seq=0)],
+    [lines(seq="abc")],
+    [lines(seq="-1")],
+    [lines(seq="1.0")],
+    [lines(seq="")],
+    [lines(seq="01"), lines(seq=" 2", commit="1")],
+    [{"Nats_Batch_Id": "b"}],
+    [{"Nats_Batch_Id": "", "Nats_Batch_Sequence": 1}],
+    [{"nats-batch-id": "b", "Nats_Batch_Sequence": 1}],
+    [lines("x" * 64), lines("x" * 64, 2, "1")],
+    [lines("x" * 65)],
+    *([lines(), lines(seq=2, commit=value), lines(seq=3, commit="1")] for value in ("EOB", "0", "true", "", "2")),
+    [lines(), lines(seq=2, Nats_Required_Api_Level=99), lines(seq=3)],
+    [lines(Nats_Required_Api_Level=2), lines(seq=2, commit="1")],
+    [lines(Nats_Expected_Last_Msg_Id="x"), lines(seq=2, commit="1")],
+    [ONE, lines(Nats_Msg_Id="one"), lines(seq=2, commit="1")],
+    [lines(Nats_Msg_Id="a"), lines(seq=2, Nats_Msg_Id="a", commit="1")],
+    [lines(Nats_Msg_Id="a"), lines(seq=2, Nats_Msg_Id="b", commit="1"), lines("c", 1, "1", Nats_Msg_Id="b")],
+    [ONE, lines(Nats_Expected_Last_Sequence=1), lines(seq=2, commit="1")],
+    [ONE, lines(Nats_Expected_Last_Sequence=0), lines(seq=2, commit="1")],
+    [ONE, lines(), lines(seq=2, Nats_Expected_Last_Sequence=1, commit="1")],
+    [ONE, lines(), lines(seq=2, Nats_Expected_Last_Sequence=2, commit="1")],
+    [ONE, lines(subject="s.0", Nats_Expected_Last_Subject_Sequence=1), lines(seq=2, commit="1")],
+    [ONE, lines(subject="s.0", Nats_Expected_Last_Subject_Sequence=0), lines(seq=2, commit="1")],
+    [lines(subject="s.a"), lines(subject="s.a", seq=2, Nats_Expected_Last_Subject_Sequence=0, commit="1")],
+    [lines(Nats_Expected_Last_Subject_Sequence=0), lines(seq=2, Nats_Expected_Last_Subject_Sequence=0, commit="1")],
     [
-        [lines(), lines(seq=2), lines(seq=3, commit="1")],
-        [lines(commit="1")],
-        [lines(commit="eob")],
-        [lines(), lines(seq=2), lines(seq=3, commit="eob")],
-        [lines(), lines(seq=2, commit="eob"), lines(seq=3)],
-        [lines(), lines(seq=2), lines(seq=2, commit="eob")],
-        [lines(), lines(seq=3)],
-        [lines(), lines(seq=1)],
-        [lines(), lines(seq=1), lines(), lines(seq=2, commit="1")],
-        [lines(seq=2)],
-        [lines(seq=2000)],
-        [lines(seq=1001, commit="eob")],
-        [lines(seq=0)],
-        [lines(seq="abc")],
-        [lines(seq="-1")],
-        [lines(seq="1.0")],
-        [lines(seq="")],
-        [lines(seq="01"), lines(seq=" 2", commit="1")],
-        [{"Nats_Batch_Id": "b"}],
-        [{"Nats_Batch_Id": "", "Nats_Batch_Sequence": 1}],
-        [{"nats-batch-id": "b", "Nats_Batch_Sequence": 1}],
-        [lines("x" * 64), lines("x" * 64, 2, "1")],
-        [lines("x" * 65)],
-        *([lines(), lines(seq=2, commit=value), lines(seq=3, commit="1")] for value in ("EOB", "0", "true", "", "2")),
-        [lines(), lines(seq=2, Nats_Required_Api_Level=99), lines(seq=3)],
-        [lines(Nats_Required_Api_Level=2), lines(seq=2, commit="1")],
-        [lines(Nats_Expected_Last_Msg_Id="x"), lines(seq=2, commit="1")],
-        [ONE, lines(Nats_Msg_Id="one"), lines(seq=2, commit="1")],
-        [lines(Nats_Msg_Id="a"), lines(seq=2, Nats_Msg_Id="a", commit="1")],
-        [lines(Nats_Msg_Id="a"), lines(seq=2, Nats_Msg_Id="b", commit="1"), lines("c", 1, "1", Nats_Msg_Id="b")],
-        [ONE, lines(Nats_Expected_Last_Sequence=1), lines(seq=2, commit="1")],
-        [ONE, lines(Nats_Expected_Last_Sequence=0), lines(seq=2, commit="1")],
-        [ONE, lines(), lines(seq=2, Nats_Expected_Last_Sequence=1, commit="1")],
-        [ONE, lines(), lines(seq=2, Nats_Expected_Last_Sequence=2, commit="1")],
-        [ONE, lines(subject="s.0", Nats_Expected_Last_Subject_Sequence=1), lines(seq=2, commit="1")],
-        [ONE, lines(subject="s.0", Nats_Expected_Last_Subject_Sequence=0), lines(seq=2, commit="1")],
-        [lines(subject="s.a"), lines(subject="s.a", seq=2, Nats_Expected_Last_Subject_Sequence=0, commit="1")],
-        [lines(Nats_Expected_Last_Subject_Sequence=0), lines(seq=2, Nats_Expected_Last_Subject_Sequence=0, commit="1")],
-        [
-            ONE,
-            lines(Nats_Expected_Last_Subject_Sequence=1, Nats_Expected_Last_Subject_Sequence_Subject="s.0", commit="1"),
-        ],
-        [lines(Nats_Expected_Last_Subject_Sequence_Subject="s.0", commit="1")],
-        [lines(Nats_Expected_Stream="S"), lines(seq=2, Nats_Expected_Stream="T", commit="1")],
-        [lines(Nats_TTL=5), lines(seq=2, commit="1")],
-        [lines(Nats_TTL="bad"), lines(seq=2, commit="1")],
-        [lines(Nats_Rollup="sub"), lines(seq=2, commit="1")],
-        [lines(), lines(seq=2), lines("c"), lines("c", 2, "1"), lines(seq=3, commit="1")],
-        [lines(commit="1"), lines(commit="1")],
+        ONE,
+        lines(Nats_Expected_Last_Subject_Sequence=1, Nats_Expected_Last_Subject_Sequence_Subject="s.0", commit="1"),
     ],
-    ids=str,
-)
-def test_batches_are_stored_or_refused_alike(batches: Any, messages: list[dict[str, object]]) -> None:
-    batches(*messages)
+    [lines(Nats_Expected_Last_Subject_Sequence_Subject="s.0", commit="1")],
+    [lines(Nats_Expected_Stream="S"), lines(seq=2, Nats_Expected_Stream="T", commit="1")],
+    [lines(Nats_TTL=5), lines(seq=2, commit="1")],
+    [lines(Nats_TTL="bad"), lines(seq=2, commit="1")],
+    [lines(Nats_Rollup="sub"), lines(seq=2, commit="1")],
+    [lines(), lines(seq=2), lines("c"), lines("c", 2, "1"), lines(seq=3, commit="1")],
+    [lines(commit="1"), lines(commit="1")],
+]
 
 
-@pytest.mark.parametrize(
-    "rollups", [("sub", None), (None, "sub"), ("all", None), (None, "all"), ("odd", None)], ids=str
-)
-def test_rollups_in_a_batch_are_checked(batches: Any, rollups: tuple[str | None, str | None]) -> None:
-    first, second = ({} if value is None else {"Nats_Rollup": value} for value in rollups)
+def test_batches_are_stored_or_refused_alike(batches: Any, pair: Any) -> None:
+    pair.each(BATCHES, lambda messages: batches(*messages))
+
+
+def test_rollups_in_a_batch_are_checked(batches: Any, pair: Any) -> None:
     same = {"subject": "s.a"}
-    batches(ONE | same, lines(**first, **same), lines(seq=2, commit="1", **second, **same), allow_rollup_hdrs=True)
+
+    def check(rollups: tuple[str | None, str | None]) -> None:
+        first, second = ({} if value is None else {"Nats_Rollup": value} for value in rollups)
+        batches(ONE | same, lines(**first, **same), lines(seq=2, commit="1", **second, **same), allow_rollup_hdrs=True)
+
+    pair.each([("sub", None), (None, "sub"), ("all", None), (None, "all"), ("odd", None)], check)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"allow_atomic": False},
-        {"discard": "new", "max_msgs": 2},
-        {"discard": "new", "max_msgs": 3},
-        {"discard": "new", "max_bytes": 150},
-        {"discard": "new", "max_msgs_per_subject": 1, "discard_new_per_subject": True},
-        {"max_msgs": 2},
-        {"max_msg_size": 62},
-        {"allow_msg_ttl": True},
-        {"no_ack": True},
-        {"storage": "file"},
-    ],
-    ids=str,
-)
-def test_batch_respects_the_stream_configuration(batches: Any, pair: Any, config: dict[str, Any]) -> None:
+CONFIGURATIONS: list[dict[str, Any]] = [
+    {"allow_atomic": False},
+    {"discard": "new", "max_msgs": 2},
+    {"discard": "new", "max_msgs": 3},
+    {"discard": "new", "max_bytes": 150},
+    {"max_msgs": 2},
+    {"max_msg_size": 62},
+    {"allow_msg_ttl": True},
+    {"no_ack": True},
+    {"storage": "file"},
+]
+
+
+def test_batch_respects_the_stream_configuration(batches: Any, pair: Any) -> None:
     same = {"subject": "s.a"}
-    batches(
-        ONE, lines(Nats_TTL=5 if "allow_msg_ttl" in config else 0, **same), lines(seq=2, commit="1", **same), **config
-    )
+
+    def check(config: dict[str, Any]) -> None:
+        ttl = 5 if "allow_msg_ttl" in config else 0
+        batches(ONE, lines(Nats_TTL=ttl, **same), lines(seq=2, commit="1", **same), **config)
+
+    pair.each(CONFIGURATIONS, check)
 
 
 def test_batch_above_the_limit_of_open_batches_is_refused(pair: Any, headers: Any) -> None:

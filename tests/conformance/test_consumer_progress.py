@@ -1,6 +1,7 @@
 """The position of a consumer after purges, deletions, and acknowledgements that come too early."""
 
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,54 +30,54 @@ PURGES: list[dict[str, Any]] = [
 CONSUMERS = {"ALL": "", "ONE": "s.a", "MATCHING": "s.*"}  # names and filters
 
 
-@pytest.mark.parametrize("purge", PURGES, ids=str)
-@pytest.mark.parametrize("taken", [0, 2])
-@pytest.mark.parametrize("storage", ["memory", "file"])
-def test_purge_moves_the_consumers(pair: Any, storage: str, taken: int, purge: dict[str, Any]) -> None:
+STORAGES = ("memory", "file")
+
+
+@pytest.mark.since("2.14.6")
+def test_purge_moves_the_consumers(pair: Any) -> None:
     def settle() -> None:
         for name in CONSUMERS:
             pair.eventually(lambda name=name: info(pair, name))
 
-    if not pair.since("2.11.0"):
-        # 2.10 reports the last sequence that it examined.
-        pair.hidden |= {("delivered", "stream_seq"), ("ack_floor", "stream_seq")}
-    if not pair.since("2.14.0"):
-        pair.hidden.add(("ack_floor", "last_active"))  # older releases notify the consumer in two ways, in either order
-    pair.stream(storage=storage, max_msgs=5)
-    for name, pattern in CONSUMERS.items():
-        create(pair, name, filter_subject=pattern)
-    for subject in ("s.a", "s.b", "s.a"):
-        pair.publish(subject)
-    settle()  # until the consumers count all three messages as pending
-    if taken:
+    def check(cell: tuple[str, int, dict[str, Any]]) -> None:
+        storage, taken, purge = cell
+        pair.stream(storage=storage, max_msgs=5)
+        for name, pattern in CONSUMERS.items():
+            create(pair, name, filter_subject=pattern)
+        for subject in ("s.a", "s.b", "s.a"):
+            pair.publish(subject)
+        settle()  # until the consumers count all three messages as pending
+        if taken:
+            for name in CONSUMERS:
+                pull(pair, {"batch": taken, "no_wait": True}, wait=taken, name=name)
+        for subject in ("s.b", "s.a", "s.b", "s.a"):
+            pair.publish(subject)
+        pair.api(f"STREAM.PURGE.{pair.name}", purge)
+        settle()
         for name in CONSUMERS:
-            pull(pair, {"batch": taken, "no_wait": True}, wait=taken, name=name)
-    for subject in ("s.b", "s.a", "s.b", "s.a"):
-        pair.publish(subject)
-    pair.api(f"STREAM.PURGE.{pair.name}", purge)
-    settle()
-    for name in CONSUMERS:
-        pull(pair, {"batch": 4, "no_wait": True}, name=name)
-    settle()
+            pull(pair, {"batch": 4, "no_wait": True}, name=name)
+        settle()
+
+    pair.each(product(STORAGES, (0, 2), PURGES), check)
 
 
-@pytest.mark.parametrize("purge", [{"seq": 3}, {"seq": 4}, {"seq": 5}, {"keep": 3, "filter": ">"}], ids=str)
-@pytest.mark.parametrize("storage", ["memory", "file"])
-def test_purge_of_some_unacknowledged_messages_moves_the_floor(pair: Any, storage: str, purge: dict[str, Any]) -> None:
+@pytest.mark.since("2.14.6")
+def test_purge_of_some_unacknowledged_messages_moves_the_floor(pair: Any) -> None:
     """Between those that are gone and those that are left is a message that does not match."""
-    if not pair.since("2.11.0"):
-        pair.hidden |= {("delivered", "stream_seq"), ("ack_floor", "stream_seq")}
-    if not pair.since("2.14.0"):
-        pair.hidden.add(("ack_floor", "last_active"))
-    pair.stream(storage=storage)
-    for subject in ("s.b", "s.a", "s.a", "s.b"):
-        pair.publish(subject)
-    create(pair, filter_subject="s.a")
-    for subject in ("s.a", "s.b", "s.a"):
-        pair.publish(subject)
-    pull(pair, {"batch": 4}, wait=4)
-    pair.api(f"STREAM.PURGE.{pair.name}", purge)
-    pair.eventually(lambda: info(pair))
+
+    def check(cell: tuple[str, dict[str, Any]]) -> None:
+        storage, purge = cell
+        pair.stream(storage=storage)
+        for subject in ("s.b", "s.a", "s.a", "s.b"):
+            pair.publish(subject)
+        create(pair, filter_subject="s.a")
+        for subject in ("s.a", "s.b", "s.a"):
+            pair.publish(subject)
+        pull(pair, {"batch": 4}, wait=4)
+        pair.api(f"STREAM.PURGE.{pair.name}", purge)
+        pair.eventually(lambda: info(pair))
+
+    pair.each(product(STORAGES, [{"seq": 3}, {"seq": 4}, {"seq": 5}, {"keep": 3, "filter": ">"}]), check)
 
 
 def test_last_per_subject_waits_at_a_deleted_message(pair: Any) -> None:
@@ -90,44 +91,35 @@ def test_last_per_subject_waits_at_a_deleted_message(pair: Any) -> None:
     info(pair)
 
 
-@pytest.mark.parametrize("storage", ["memory", "file"])
-def test_request_passes_deleted_messages(pair: Any, storage: str) -> None:
-    pair.hidden |= set() if pair.since("2.11.0") else {("delivered", "stream_seq"), ("ack_floor", "stream_seq")}
-    pair.stream(storage=storage)
-    pair.publish("s.a")
-    create(pair)
-    pair.api(f"STREAM.MSG.DELETE.{pair.name}", {"seq": 1, "no_erase": True})
-    pull(pair, {"batch": 1}, wait=0)
-    pair.eventually(lambda: info(pair))
-
-
-def test_ack_before_the_delivery(pair: Any) -> None:
-    pair.stream()
-    create(pair, ack_policy="all")
-    for _ in range(3):
+@pytest.mark.since("2.14.6")
+def test_request_passes_deleted_messages(pair: Any) -> None:
+    def check(storage: str) -> None:
+        pair.stream(storage=storage)
         pair.publish("s.a")
-    pull(pair)
-    ack(pair, 1, delivery=2)
-    pair.eventually(lambda: info(pair))
-    pull(pair)
-    pair.eventually(lambda: info(pair))
-
-
-@pytest.mark.parametrize("word", [b"", b"-NAK", b"+TERM"], ids=str)
-@pytest.mark.parametrize("policy", ["all", "explicit"])
-@pytest.mark.parametrize("storage", ["memory", "file"])
-def test_ack_below_the_start_of_the_consumer(pair: Any, storage: str, policy: str, word: bytes) -> None:
-    pair.hidden |= set() if pair.since("2.11.0") else {("delivered", "stream_seq"), ("ack_floor", "stream_seq")}
-    pair.stream(storage=storage)
-    for _ in range(3):
-        pair.publish("s.a")
-    pair.api(f"STREAM.PURGE.{pair.name}", {"seq": 3})
-    create(pair, ack_policy=policy)
-    for seq in (1, 2):
-        ack(pair, seq, word, delivery=1)
+        create(pair)
+        pair.api(f"STREAM.MSG.DELETE.{pair.name}", {"seq": 1, "no_erase": True})
+        pull(pair, {"batch": 1}, wait=0)
         pair.eventually(lambda: info(pair))
-    pull(pair)
-    ack(pair, 1, word, delivery=1)
-    pair.eventually(lambda: info(pair))
-    ack(pair, 3, word, delivery=1)
-    pair.eventually(lambda: info(pair))
+
+    pair.each(STORAGES, check)
+
+
+@pytest.mark.since("2.14.6")
+def test_ack_below_the_start_of_the_consumer(pair: Any) -> None:
+    def check(cell: tuple[str, str, bytes]) -> None:
+        storage, policy, word = cell
+        pair.stream(storage=storage)
+        for _ in range(3):
+            pair.publish("s.a")
+        pair.api(f"STREAM.PURGE.{pair.name}", {"seq": 3})
+        create(pair, ack_policy=policy)
+        for seq in (1, 2):
+            ack(pair, seq, word, delivery=1)
+            pair.eventually(lambda: info(pair))
+        pull(pair)
+        ack(pair, 1, word, delivery=1)
+        pair.eventually(lambda: info(pair))
+        ack(pair, 3, word, delivery=1)
+        pair.eventually(lambda: info(pair))
+
+    pair.each(product(STORAGES, ("all", "explicit"), (b"", b"-NAK", b"+TERM")), check)

@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,16 @@ from consuming import ack, create, info, pull
 SECOND = 1_000_000_000
 
 
-@pytest.fixture
-def stream(pair: Any, headers: Any) -> Any:
-    """A stream of six messages on two subjects."""
+def fill(pair: Any, headers: Any) -> None:
+    """Create a stream of six messages on two subjects."""
     pair.stream()
     for index in range(6):
         pair.publish(f"s.{'ab'[index % 2]}", b"m" * (index + 1), header=headers(N=index) if index == 3 else b"")
+
+
+@pytest.fixture
+def stream(pair: Any, headers: Any) -> Any:
+    fill(pair, headers)
     return pair
 
 
@@ -68,8 +73,6 @@ CONFIGURATIONS: list[dict[str, Any]] = [
     {"deliver_subject": "out", "deliver_group": "g"},
     {"idle_heartbeat": SECOND},
     {"flow_control": True},
-    {"max_expires": 5},
-    {"rate_limit_bps": 1000},
     {"num_replicas": 3},
     {"num_replicas": -1},
     {"name": "other"},
@@ -123,46 +126,32 @@ def test_consumer_api_requests_are_answered_alike(stream: Any) -> None:
     stream.api(f"CONSUMER.NAMES.{stream.name}")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"ack_policy": "all"},
-        {"deliver_policy": "new"},
-        {"max_ack_pending": 2},
-        {"deliver_subject": "out"},
-        {"max_waiting": 5},
-        {"description": "x"},
-        {"filter_subject": "s.a"},
-        {"replay_policy": "original"},
-        {"max_deliver": 4},
-    ],
-    ids=str,
-)
-def test_consumer_updates_are_checked_alike(stream: Any, change: dict[str, Any]) -> None:
-    create(stream)
-    create(stream, **change)
-    info(stream)
+REQUESTS: list[list[tuple[object, int]]] = [
+    [(b"", 1), (b"2", 2), ({"batch": 2}, 2)],
+    [({"batch": 10, "no_wait": True}, 7)],
+    [({"batch": 6, "no_wait": True}, 6), ({"batch": 1, "no_wait": True}, 1)],
+    [({"batch": 10, "expires": SECOND // 5}, 7)],
+    [(b"x", 1), (b"{", 1), ({"batch": 1, "idle_heartbeat": SECOND, "expires": SECOND}, 1)],
+]
 
 
-@pytest.mark.parametrize(
-    "requests",
-    [
-        [(b"", 1), (b"2", 2), ({"batch": 2}, 2)],
-        [({"batch": 10, "no_wait": True}, 7)],
-        [({"batch": 6, "no_wait": True}, 6), ({"batch": 1, "no_wait": True}, 1)],
-        [({"batch": 10, "expires": SECOND // 5}, 7)],
-        [({"batch": 3, "max_bytes": 150}, 3)],
-        [({"batch": 1, "max_bytes": 150}, 2)],
-        [({"batch": 3, "max_bytes": 10}, 1)],
-        [(b"x", 1), (b"{", 1), ({"batch": 1, "idle_heartbeat": SECOND, "expires": SECOND}, 1)],
-    ],
-    ids=str,
-)
-def test_pull_requests_get_the_same_replies(stream: Any, requests: list[tuple[object, int]]) -> None:
-    create(stream)
-    for request, replies in requests:
-        pull(stream, request, wait=replies)
-        info(stream)
+def test_pull_requests_get_the_same_replies(pair: Any, headers: Any) -> None:
+    def check(requests: list[tuple[object, int]]) -> None:
+        fill(pair, headers)
+        create(pair)
+        for request, replies in requests:
+            pull(pair, request, wait=replies)
+            info(pair)
+
+    pair.each(REQUESTS, check)
+
+
+def test_pull_requests_above_max_waiting_are_refused(pair: Any) -> None:
+    pair.stream()
+    create(pair, max_waiting=1)
+    pull(pair, {"batch": 1, "expires": 60 * SECOND}, wait=0)
+    [refused] = pull(pair, {"batch": 1, "expires": 60 * SECOND})
+    assert refused.status == "409 Exceeded MaxWaiting"
 
 
 def test_waiting_pull_request_gets_new_messages(pair: Any) -> None:
@@ -195,59 +184,24 @@ def test_pull_request_gets_heartbeats_until_it_expires(newest: Any) -> None:
     assert heard[0] == heard[1]
 
 
-@pytest.mark.parametrize("config", [{}, {"deliver_policy": "last"}], ids=str)
-def test_message_too_large_for_a_request_goes_to_the_next_one(stream: Any, config: dict[str, Any]) -> None:
-    create(stream, **config)
-    pull(stream, {"batch": 3, "max_bytes": 10})
-    info(stream)
-    stream.publish("s.b", b"late")
-    pull(stream, {"batch": 9, "no_wait": True}, wait=2)
-    info(stream)
+ACKS = ((2, b""), (1, b"+ACK"), (1, b"+ACK"), (4, b"+WPI"), (5, b"+TERM"), (3, b"+OK"), (99, b""), (6, b"nonsense"))
 
 
-def test_last_per_subject_loses_a_message_too_large_for_a_request(newest: Any) -> None:
-    newest.stream()
-    for subject in ("s.a", "s.b"):
-        newest.publish(subject, b"x")
-    create(newest, deliver_policy="last_per_subject", filter_subject="s.*")
-    pull(newest, {"batch": 1, "max_bytes": 10})
-    # The numbers of pending messages differ, in the replies as well: a real server still counts the lost message.
-    for raw in newest._clients:
-        raw.publish(f"$JS.API.CONSUMER.MSG.NEXT.{newest.name}.C", b'{"batch":2,"expires":200000000}', reply="R.last")
-        assert raw.wait(lambda raw=raw: bool(raw.frames) and raw.frames[-1].status.startswith("408"))
-        assert [each.subject for each in raw.frames] == ["s.b", "R.last"]
-        raw.frames.clear()
+def test_acknowledgements_change_the_same_state(pair: Any, headers: Any) -> None:
+    def check(policy: str) -> None:
+        fill(pair, headers)
+        create(pair, ack_policy=policy)
+        pull(pair, {"batch": 6, "no_wait": True}, wait=6)
+        info(pair)
+        for seq, word in ACKS:
+            ack(pair, seq, word)
+            info(pair)
+        ack(pair, 6, b"+NXT")
+        pair.api(f"STREAM.INFO.{pair.name}")
+
+    pair.each(["explicit", "all", "none"], check)
 
 
-def test_pull_request_above_a_limit_is_refused(stream: Any) -> None:
-    create(stream, max_batch=2, max_expires=SECOND, max_bytes=100, max_waiting=1)
-    pull(stream, {"batch": 3})
-    pull(stream, {"batch": 1, "expires": 5 * SECOND})
-    pull(stream, {"batch": 1, "max_bytes": 200})
-
-
-@pytest.mark.parametrize("policy", ["explicit", "all", "none"])
-def test_acknowledgements_change_the_same_state(stream: Any, policy: str) -> None:
-    create(stream, ack_policy=policy)
-    pull(stream, {"batch": 6, "no_wait": True}, wait=6)
-    info(stream)
-    for seq, word in (
-        (2, b""),
-        (1, b"+ACK"),
-        (1, b"+ACK"),
-        (4, b"+WPI"),
-        (5, b"+TERM"),
-        (3, b"+OK"),
-        (99, b""),
-        (6, b"nonsense"),
-    ):
-        ack(stream, seq, word)
-        info(stream)
-    ack(stream, 6, b"+NXT")
-    stream.api(f"STREAM.INFO.{stream.name}")
-
-
-@pytest.mark.parametrize("version", ["2.10.26", "2.12.8", "2.15.1"])
 def test_naks_and_timeouts_redeliver(stream: Any) -> None:
     create(stream, ack_wait=60 * SECOND, max_deliver=3)
     pull(stream, {"batch": 2, "no_wait": True}, wait=2)
@@ -256,12 +210,6 @@ def test_naks_and_timeouts_redeliver(stream: Any) -> None:
     ack(stream, 2, b'-NAK {"delay": 100000000}')
     time.sleep(0.5)  # longer than the delay
     pull(stream, {"batch": 1, "no_wait": True})
-    info(stream)
-    # Only here may an ack_wait end, so that the test may take its time everywhere else.
-    create(stream, ack_wait=SECOND // 10, max_deliver=3)
-    time.sleep(0.8)  # longer than ack_wait
-    create(stream, ack_wait=60 * SECOND, max_deliver=3)
-    pull(stream, {"batch": 10, "no_wait": True}, wait=6)
     info(stream)
 
 
@@ -294,34 +242,47 @@ def test_max_ack_pending_stops_delivery_until_an_ack(stream: Any) -> None:
     info(stream)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"ack_policy": "none"},
-        {"filter_subject": "s.b"},
-        {"filter_subjects": ["s.a", "s.z"]},
-        {"deliver_policy": "last"},
-        {"deliver_policy": "new"},
-        {"deliver_policy": "last_per_subject", "filter_subject": "s.*"},
-        {"deliver_policy": "by_start_sequence", "opt_start_seq": 4},
-        {"headers_only": True},
-        {"max_ack_pending": 2},
-    ],
-    ids=str,
-)
-def test_push_consumer_delivers_the_same_messages(stream: Any, config: dict[str, Any]) -> None:
-    if "filter_subjects" in config and not stream.since("2.11.0"):
-        # 2.10 reports the last sequence that it examined.
-        stream.hidden |= {("delivered", "stream_seq"), ("ack_floor", "stream_seq")}
+PUSHED: list[dict[str, Any]] = [
+    {},
+    {"ack_policy": "none"},
+    {"filter_subject": "s.b"},
+    {"filter_subjects": ["s.a", "s.z"]},
+    {"deliver_policy": "last"},
+    {"deliver_policy": "new"},
+    {"deliver_policy": "last_per_subject", "filter_subject": "s.*"},
+    {"deliver_policy": "by_start_sequence", "opt_start_seq": 4},
+    {"headers_only": True},
+    {"max_ack_pending": 2},
+]
+
+
+def test_push_consumer_delivers_the_same_messages(pair: Any, headers: Any) -> None:
+    def check(config: dict[str, Any]) -> None:
+        if "filter_subjects" in config and not pair.since("2.11.0"):
+            # 2.10 reports the last sequence that it examined.
+            pair.hidden |= {("delivered", "stream_seq"), ("ack_floor", "stream_seq")}
+        fill(pair, headers)
+        pair.raw(b"SUB Q.out 7\r\n")
+        create(pair, deliver_subject="Q.out", **config)
+        info(pair)
+        pair.publish("s.a", b"more")
+        pair.publish("s.b", b"more")
+        ack(pair, 1)
+        info(pair)
+        pull(pair, b"1")
+
+    pair.each(PUSHED, check)
+
+
+def test_push_consumer_of_a_group_delivers_to_the_group(stream: Any) -> None:
+    create(stream, deliver_subject="Q.out", deliver_group="g")
     stream.raw(b"SUB Q.out 7\r\n")
-    create(stream, deliver_subject="Q.out", **config)
+    stream.settle()
     info(stream)
-    stream.publish("s.a", b"more")
-    stream.publish("s.b", b"more")
-    ack(stream, 1)
+    stream.raw(b"SUB Q.out g 8\r\n")
+    stream.settle()
+    stream.publish("s.a", wait=2)
     info(stream)
-    pull(stream, b"1")
 
 
 def test_push_consumer_waits_for_a_subscriber(stream: Any) -> None:
@@ -382,32 +343,26 @@ def test_removed_messages_are_no_longer_pending(stream: Any) -> None:
     info(stream)
 
 
-@pytest.mark.parametrize("retention", ["workqueue", "interest"])
-def test_message_is_removed_when_no_consumer_needs_it(pair: Any, retention: str) -> None:
-    pair.stream(retention=retention)
-    create(pair, filter_subject="s.a")
-    create(pair, "D", filter_subject="s.a")
-    create(pair, "E", filter_subject="s.>")
-    create(pair, "F", filter_subject="s.b", ack_policy="none")
-    for subject in ("s.a", "s.b", "s.c", "s.a"):
-        pair.publish(subject, b"x")
-    pair.api(f"STREAM.INFO.{pair.name}", {"deleted_details": True})
-    pull(pair, {"batch": 5, "no_wait": True}, wait=2)
-    ack(pair, 1)
-    pair.api(f"STREAM.INFO.{pair.name}", {"deleted_details": True})
-    for name in pair.api(f"CONSUMER.NAMES.{pair.name}")["consumers"]:
-        pair.api(f"CONSUMER.DELETE.{pair.name}.{name}")
-    pair.settle()
-    pair.api(f"STREAM.INFO.{pair.name}", {"deleted_details": True})
+@pytest.mark.since("2.15.1")
+def test_message_is_removed_when_no_consumer_needs_it(pair: Any) -> None:
+    def check(retention: str) -> None:
+        pair.stream(retention=retention)
+        create(pair, filter_subject="s.a")
+        create(pair, "D", filter_subject="s.a")
+        create(pair, "E", filter_subject="s.>")
+        create(pair, "F", filter_subject="s.b", ack_policy="none")
+        for subject in ("s.a", "s.b", "s.c", "s.a"):
+            pair.publish(subject, b"x")
+        pair.api(f"STREAM.INFO.{pair.name}", {"deleted_details": True})
+        pull(pair, {"batch": 5, "no_wait": True}, wait=2)
+        ack(pair, 1)
+        pair.api(f"STREAM.INFO.{pair.name}", {"deleted_details": True})
+        for name in pair.api(f"CONSUMER.NAMES.{pair.name}")["consumers"]:
+            pair.api(f"CONSUMER.DELETE.{pair.name}.{name}")
+        pair.settle()
+        pair.api(f"STREAM.INFO.{pair.name}", {"deleted_details": True})
 
-
-def test_pause_until_a_past_time_does_not_pause(newest: Any) -> None:
-    newest.stream()
-    newest.publish("s.a", b"x")
-    create(newest)
-    assert newest.api(f"CONSUMER.PAUSE.{newest.name}.C", {"pause_until": "2020-01-01T00:00:00Z"})["paused"] is False
-    newest.api(f"CONSUMER.PAUSE.{newest.name}.C", {})
-    newest.api(f"CONSUMER.PAUSE.{newest.name}.nope", {})
+    pair.each(["workqueue", "interest"], check)
 
 
 RESETS: list[object] = [
@@ -424,12 +379,11 @@ RESETS: list[object] = [
 ]
 
 
-@pytest.mark.parametrize("policy", ["explicit", "all"])
-def test_reset_changes_the_same_state(stream: Any, policy: str) -> None:
+def test_reset_changes_the_same_state(stream: Any) -> None:
     if not stream.since("2.14.0"):
         assert stream.api(f"CONSUMER.RESET.{stream.name}.C", timeout=0.05) is None
         return
-    for request in RESETS:
+    for policy, request in product(("explicit", "all"), RESETS):
         create(stream, ack_policy=policy)
         pull(stream, {"batch": 4, "no_wait": True}, wait=4)
         for seq in (1, 2, 4):
@@ -441,28 +395,28 @@ def test_reset_changes_the_same_state(stream: Any, policy: str) -> None:
         stream.api(f"CONSUMER.DELETE.{stream.name}.C")
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"deliver_policy": "new"},
-        {"deliver_policy": "last"},
-        {"deliver_policy": "by_start_sequence", "opt_start_seq": 3},
-        {"deliver_policy": "by_start_time", "opt_start_time": "2020-01-01T00:00:00Z"},
-        {"deliver_subject": "Q.out"},
-    ],
-    ids=str,
-)
-def test_reset_respects_the_deliver_policy(stream: Any, config: dict[str, Any], headers: Any) -> None:
-    stream.raw(b"SUB Q.out 7\r\n")
-    create(stream, **config)
-    if not stream.since("2.14.0"):
-        assert stream.api(f"CONSUMER.RESET.{stream.name}.C", {"seq": 2}, timeout=0.05) is None
-        return
-    for request in ({"seq": 2}, {"seq": 3}, {"seq": 5}, b""):
-        stream.api(f"CONSUMER.RESET.{stream.name}.C", request)
-        info(stream)
-    stream.api(f"CONSUMER.RESET.{stream.name}.C", header=headers(Nats_Required_Api_Level=99))
-    stream.api(f"CONSUMER.RESET.{stream.name}.nope", timeout=0.05)
+STARTS: list[dict[str, Any]] = [
+    {"deliver_policy": "new"},
+    {"deliver_policy": "last"},
+    {"deliver_policy": "by_start_sequence", "opt_start_seq": 3},
+    {"deliver_policy": "by_start_time", "opt_start_time": "2020-01-01T00:00:00Z"},
+    {"deliver_subject": "Q.out"},
+]
+
+
+@pytest.mark.since("2.14.6")
+def test_reset_respects_the_deliver_policy(pair: Any, headers: Any) -> None:
+    def check(config: dict[str, Any]) -> None:
+        fill(pair, headers)
+        pair.raw(b"SUB Q.out 7\r\n")
+        create(pair, **config)
+        for request in ({"seq": 2}, {"seq": 3}, {"seq": 5}, b""):
+            pair.api(f"CONSUMER.RESET.{pair.name}.C", request)
+            info(pair)
+        pair.api(f"CONSUMER.RESET.{pair.name}.C", header=headers(Nats_Required_Api_Level=99))
+        pair.api(f"CONSUMER.RESET.{pair.name}.nope", timeout=0.05)
+
+    pair.each(STARTS, check)
 
 
 def test_flow_control_acks_limit_delivery(newest: Any, headers: Any) -> None:

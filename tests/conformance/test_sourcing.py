@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+from itertools import product
 from typing import Any
 
 import pytest
@@ -54,21 +55,33 @@ def fill(pair: Any, headers: Any, **config: Any) -> None:
         )
 
 
-@pytest.mark.parametrize("config", [{}, {"filter_subject": "o.a"}, {"opt_start_seq": 3}], ids=str)
-@pytest.mark.parametrize("kind", ["mirror", "source"])
-def test_mirrors_and_sources_copy_the_same_messages(pair: Any, headers: Any, kind: str, config: dict[str, Any]) -> None:
-    origin, copy = pair.named("O"), pair.named("C")
-    fill(pair, headers)
-    pair.api(f"STREAM.MSG.DELETE.{origin}", {"seq": 4})
-    for raw in pair._clients:
-        assert "error" not in create(raw, copy, kind, {"name": origin, **config})
-    expected = 3 if config else 5
-    answer = wait_for_copies(pair, copy, expected)
-    assert rows(answer)[0]["active"]
-    pair.publish("o.a", b"late")
-    wait_for_copies(pair, copy, expected + 1)
-    real, reference = contents(pair, copy, 8)
-    assert reference == real
+KINDS = ("mirror", "source")
+PARTS: list[dict[str, Any]] = [
+    {},
+    {"filter_subject": "o.a"},
+    {"opt_start_seq": 3},
+    {"opt_start_time": "2020-01-01T00:00:00Z"},
+]
+
+
+@pytest.mark.since("2.12.8")
+def test_mirrors_and_sources_copy_the_same_messages(pair: Any, headers: Any) -> None:
+    def check(cell: tuple[str, dict[str, Any]]) -> None:
+        kind, config = cell
+        origin, copy = pair.named("O"), pair.named("C")
+        fill(pair, headers)
+        pair.api(f"STREAM.MSG.DELETE.{origin}", {"seq": 4})
+        for raw in pair._clients:
+            assert "error" not in create(raw, copy, kind, {"name": origin, **config})
+        expected = 3 if {"filter_subject", "opt_start_seq"} & config.keys() else 5
+        answer = wait_for_copies(pair, copy, expected)
+        assert rows(answer)[0]["active"]
+        pair.publish("o.a", b"late")
+        wait_for_copies(pair, copy, expected + 1)
+        real, reference = contents(pair, copy, 8)
+        assert reference == real
+
+    pair.each(product(KINDS, PARTS), check)
 
 
 def test_mirror_keeps_sequences(newest: Any, headers: Any) -> None:
@@ -82,25 +95,25 @@ def test_mirror_keeps_sequences(newest: Any, headers: Any) -> None:
     assert answer["config"]["mirror_direct"] is True
 
 
-@pytest.mark.parametrize("retention", ["workqueue", "interest"])
-@pytest.mark.parametrize("kind", ["mirror", "source"])
-def test_copied_messages_leave_work_queue_and_interest_streams(
-    newest: Any, headers: Any, retention: str, kind: str
-) -> None:
-    origin, copy = newest.named("O"), newest.named("C")
-    newest.stream(origin, retention=retention)
-    for raw in newest._clients:
-        create(raw, copy, kind, {"name": origin})
-    # Without a consumer, an interest stream stores nothing.
-    newest.ask_until(f"$JS.API.CONSUMER.LIST.{origin}", lambda answer: answer["consumers"])
-    for _ in range(3):
-        newest.publish("o.a", b"x")
-    wait_for_copies(newest, copy, 3)
-    for raw in newest._clients:
-        (consumer,) = raw.ask(f"$JS.API.CONSUMER.LIST.{origin}")["consumers"]
-        assert consumer["config"]["ack_policy"] == "flow_control"
-        assert consumer["name"].startswith("JS_MIRROR_" if kind == "mirror" else "JS_SRC_")
-    newest.ask_until(f"$JS.API.STREAM.INFO.{origin}", lambda answer: not answer["state"]["messages"])
+def test_copied_messages_leave_work_queue_and_interest_streams(newest: Any, headers: Any) -> None:
+    def check(cell: tuple[str, str]) -> None:
+        retention, kind = cell
+        origin, copy = newest.named("O"), newest.named("C")
+        newest.stream(origin, retention=retention)
+        for raw in newest._clients:
+            create(raw, copy, kind, {"name": origin})
+        # Without a consumer, an interest stream stores nothing.
+        newest.ask_until(f"$JS.API.CONSUMER.LIST.{origin}", lambda answer: answer["consumers"])
+        for _ in range(3):
+            newest.publish("o.a", b"x")
+        wait_for_copies(newest, copy, 3)
+        for raw in newest._clients:
+            (consumer,) = raw.ask(f"$JS.API.CONSUMER.LIST.{origin}")["consumers"]
+            assert consumer["config"]["ack_policy"] == "flow_control"
+            assert consumer["name"].startswith("JS_MIRROR_" if kind == "mirror" else "JS_SRC_")
+        newest.ask_until(f"$JS.API.STREAM.INFO.{origin}", lambda answer: not answer["state"]["messages"])
+
+    newest.each(product(("workqueue", "interest"), KINDS), check)
 
 
 def test_source_copies_through_a_durable_consumer(newest: Any, headers: Any) -> None:
@@ -121,24 +134,23 @@ def test_source_copies_through_a_durable_consumer(newest: Any, headers: Any) -> 
     assert reference == real
 
 
-@pytest.mark.parametrize(
-    "consumer",
-    [
-        {"name": "x"},
-        {"deliver_subject": "d"},
-        {"name": "x", "deliver_subject": "d.*"},
-        {"name": "x.y", "deliver_subject": "d"},
-        {"name": "x", "deliver_subject": "d", "server_managed": True},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("more", [{}, {"opt_start_seq": 5}, {"filter_subject": "a"}], ids=str)
-def test_durable_sourcing_configurations_are_checked_alike(
-    pair: Any, consumer: dict[str, Any], more: dict[str, Any]
-) -> None:
-    source = {"name": pair.named("O"), "consumer": consumer, **more}
-    for name, wanted in ((pair.named("C"), {"sources": [source]}), (pair.named("D"), {"mirror": source})):
-        pair.api(f"STREAM.CREATE.{name}", {"name": name, "storage": "memory", **wanted})
+DURABLE: list[dict[str, Any]] = [
+    {"name": "x"},
+    {"deliver_subject": "d"},
+    {"name": "x", "deliver_subject": "d.*"},
+    {"name": "x.y", "deliver_subject": "d"},
+    {"name": "x", "deliver_subject": "d", "server_managed": True},
+]
+
+
+def test_durable_sourcing_configurations_are_checked_alike(pair: Any) -> None:
+    def check(cell: tuple[dict[str, Any], dict[str, Any]]) -> None:
+        consumer, more = cell
+        source = {"name": pair.named("O"), "consumer": consumer, **more}
+        for name, wanted in ((pair.named("C"), {"sources": [source]}), (pair.named("D"), {"mirror": source})):
+            pair.api(f"STREAM.CREATE.{name}", {"name": name, "storage": "memory", **wanted})
+
+    pair.each(product(DURABLE, [{}, {"opt_start_seq": 5}, {"filter_subject": "a"}]), check)
 
 
 def test_source_reports_a_consumer_without_flow_control_acks(newest: Any) -> None:

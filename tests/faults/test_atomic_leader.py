@@ -25,7 +25,7 @@ import jetstream_ext as jsx
 from jetstream_ext import errors
 from jetstream_ext.testing import NatsCluster, NatsServer
 
-BATCHES = int(os.environ.get("JETSTREAM_EXT_ATOMIC_BATCHES", "8"))
+BATCHES = int(os.environ.get("JETSTREAM_EXT_ATOMIC_BATCHES", "4"))
 SEED = int(os.environ.get("JETSTREAM_EXT_ATOMIC_SEED", "1"))
 STREAMS = 9
 

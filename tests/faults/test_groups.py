@@ -188,11 +188,16 @@ class Owners:
 
 
 async def kill_leaders(
-    cluster: NatsCluster, js: JetStreamContext, dice: random.Random, until: float, killed: list[float]
+    cluster: NatsCluster,
+    js: JetStreamContext,
+    dice: random.Random,
+    until: float,
+    killed: list[float],
+    between: tuple[float, float],
 ) -> None:
     """Kill the leader of one of the streams, and restart it, again and again; note when."""
     while time.time() < until:
-        await asyncio.sleep(dice.uniform(2.0, 5.0))
+        await asyncio.sleep(dice.uniform(*between))
         leader: str | None = None
         with contextlib.suppress(nats.errors.Error, nats.js.errors.Error):
             info = await js.stream_info(dice.choice(["IN", "OUT", "KV_groups"]))
@@ -274,20 +279,20 @@ async def test_every_input_is_handled_in_order(
             await asyncio.sleep(0.1)
     owners, killed = Owners(store), list[float]()
     await nc.subscribe(f"{store.bucket.prefix}{store.prefix}>", cb=owners.note)
-    end = time.time() + (60 if full else 12)
+    end = time.time() + (60 if full else 6)
     inputs = Inputs(js)
 
     async def disturb() -> None:
         while time.time() < end:
-            await asyncio.sleep(1.0)
-            await group.disturb(60.0 if full else 6.0)
+            await asyncio.sleep(1.0 if full else 0.5)
+            await group.disturb(60.0 if full else 5.0)
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(inputs.produce(end))
         tasks.create_task(inputs.probe("OUT.probes.x", end))
         tasks.create_task(inputs.probe(store.bucket.subject("probe"), end))
         tasks.create_task(disturb())
-        tasks.create_task(kill_leaders(cluster, js, dice, end, killed))
+        tasks.create_task(kill_leaders(cluster, js, dice, end, killed, (2.0, 5.0) if full else (1.0, 2.0)))
     if len(group.running) < 2:
         await group.start()
     async with asyncio.timeout(120):

@@ -55,7 +55,7 @@ class Milestones:
 async def test_ingest_stores_everything_once_through_kills(
     victim: NatsServer, connect: Connect, stored: Stored, full: bool
 ) -> None:
-    count, kills = (1_000_000, 5) if full else (50_000, 5)
+    count, kills = (1_000_000, 5) if full else (20_000, 2)
     js = (await connect(victim.url)).jetstream()
     await make_stream(js)
     done = Milestones(count)
@@ -78,9 +78,9 @@ async def test_ingest_stores_everything_once_through_kills(
 
 @pytest.mark.parametrize("fault", ["cut", "refuse", "stall", "pause"])
 async def test_ingest_stores_everything_once_through_a_bad_connection(
-    victim: NatsServer, connect: Connect, stored: Stored, fault: str
+    victim: NatsServer, connect: Connect, stored: Stored, full: bool, fault: str
 ) -> None:
-    count = 20_000
+    count, times = (20_000, 4) if full else (8_000, 2)
     async with Proxy(victim.port) as proxy:
         nc = await connect(proxy.url)
         js = nc.jetstream(timeout=PATIENCE)
@@ -88,8 +88,8 @@ async def test_ingest_stores_everything_once_through_a_bad_connection(
         done = Milestones(count)
 
         async def break_it() -> None:
-            for i in range(4):
-                await done.until((i + 1) / 5)
+            for i in range(times):
+                await done.until((i + 1) / (times + 1))
                 if fault in ("cut", "refuse"):
                     reconnects = nc.stats["reconnects"]
                     proxy.cut(refuse=fault == "refuse")
@@ -182,7 +182,7 @@ async def test_stored_message_with_an_expectation_is_not_refused_when_sent_again
 async def test_ingest_stores_everything_once_through_leader_kills(
     cluster: NatsCluster, connect: Connect, stored: Stored, full: bool
 ) -> None:
-    count, kills = (300_000, 4) if full else (20_000, 1)
+    count, kills = (300_000, 4) if full else (10_000, 1)
     js = (await connect(cluster.urls)).jetstream()
     await make_stream(js, num_replicas=3)
     done = Milestones(count)

@@ -119,12 +119,17 @@ async def test_another_value_of_an_option_is_an_error_and_nothing_changes(
             js, name, description="", history=1, ttl=90.0, storage=StorageType.FILE, limit_marker_ttl=20, replicas=1
         )
     assert caught.value.diff == {
-        "description": ("", "mine"), "history": (1, 5), "ttl": (90.0, 60.0), "storage": ("file", "memory"), "limit_marker_ttl": (20.0, 10.0),
-    }  # fmt: skip
+        "description": ("", "mine"),
+        "history": (1, 5),
+        "ttl": (90.0, 60.0),
+        "storage": ("file", "memory"),
+        "limit_marker_ttl": (20.0, 10.0),
+    }
     assert str(caught.value) == (
-        f"bucket '{name}' exists with another configuration: description is 'mine', not '', history is 5, not 1, ttl is 60.0, not 90.0, storage is 'memory', "
-        "not 'file', limit_marker_ttl is 10.0, not 20.0; nothing was changed; give the existing values, or change the bucket "
-        f"with js.update_stream or 'nats kv edit {name}'"
+        f"bucket '{name}' exists with another configuration: description is 'mine', not '', history is 5, not 1, "
+        "ttl is 60.0, not 90.0, storage is 'memory', not 'file', limit_marker_ttl is 10.0, not 20.0; nothing was "
+        "changed; give the existing values, or change the bucket with js.update_stream or "
+        f"'nats kv edit {name}'"
     )
     assert vars(await config_of(js, name)) == before
     await kvx.ensure_bucket(js, name)  # what is left out matches any value

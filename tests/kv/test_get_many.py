@@ -57,21 +57,6 @@ async def test_requests_fit_a_small_max_payload() -> None:
             await nc.close()
 
 
-async def test_all_chunks_of_a_past_read_are_of_one_revision(make_bucket, load) -> None:
-    kv = await make_bucket(history=3)
-    keys = [f"k.{n}" for n in range(3_000)]
-    await load(kv, dict.fromkeys(keys, b"old"))
-    then = (await kv._js.stream_info(kv._stream)).state.last_seq
-    await load(kv, dict.fromkeys(keys[::2], b"new"))
-    await kv.delete(keys[1])
-    found = await kvx.get_many(kv, keys, at=then)
-    assert list(found) == keys
-    assert {entry.value for entry in found.values()} == {b"old"}
-    now = await kvx.get_many(kv, keys)
-    assert sum(entry.value == b"new" for entry in now.values()) == 1_500
-    assert keys[1] not in now
-
-
 async def test_invalid_keys_are_refused_before_any_request(make_bucket) -> None:
     kv = await make_bucket(allow=False)
     for key in ("", "a b", "a..b", ".a", "a.", "a.*", ">", "é", "a\n"):

@@ -34,7 +34,8 @@ def test_record_holds_as_long_as_the_limits_do() -> None:
     recorded = with_record(CONFIG, SINCE)
     assert known_since(state(recorded)) == SINCE
     assert known_since(state({**recorded, "allow_direct": True})) == SINCE
-    assert known_since(state({**recorded, "subject_delete_marker_ttl": None})) == SINCE, "no limit either"
+    for no_limit in ({"subject_delete_marker_ttl": None}, {"max_bytes": 0}, {"max_msgs": -1}):
+        assert known_since(state({**recorded, **no_limit})) == SINCE, no_limit
     for changed in ({"max_age": 6}, {"max_age": 0}, {"max_bytes": 9}, {"max_msgs_per_subject": 2}, {"discard": "new"}):
         assert known_since(state({**recorded, **changed})) is None, changed
     assert with_record({"metadata": {"owner": "me"}}, SINCE)["metadata"].keys() == {"owner", RECORD}

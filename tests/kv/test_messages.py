@@ -92,7 +92,7 @@ def test_the_newest_message_of_each_key_wins_in_any_order() -> None:
         put(41, "k2", b"", KV_Operation="PURGE"),
         put(42, "k3", b"", Nats_Marker_Reason="MaxAge"),
         put(43, "k4", b"", KV_Operation="DEL"),
-        put(44, "k4", b"again"),
+        put(44, "k4", b"again", Nats_TTL="1h"),
         put(45, "k5", prefix="$KV.C."),
         put(46, "k5", prefix=""),
     ]

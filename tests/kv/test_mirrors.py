@@ -48,7 +48,8 @@ async def test_mirrors_that_keep_removed_messages_are_not_trusted(make_bucket, m
 async def test_bucket_is_read_at_its_leader_if_only_a_mirror_is_near(
     make_bucket, load, mirrored, near, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = [f"k{n}.{n % 3}" for n in range(1200)]  # more than one answer has room for
+    monkeypatch.setattr(present, "_CHUNK", 50)
+    keys = [f"k{n}.{n % 3}" for n in range(150)]  # more than one answer has room for
     there = set(keys[1:])
     for source, by_name in (({}, False), ({"filter_subject": "$KV.*.*.0"}, True)):
         if by_name:
@@ -56,21 +57,21 @@ async def test_bucket_is_read_at_its_leader_if_only_a_mirror_is_near(
                 monkeypatch.setattr(module, name, 0)
         kv = await make_bucket(history=2)
         await load(kv, dict.fromkeys(keys, b"1"))
-        await load(kv, dict.fromkeys(keys[:300], b"2"))
-        stream = await mirrored(kv, "NEAR", 500 if source else 1500, allow_direct=True, **source)
+        await load(kv, dict.fromkeys(keys[:40], b"2"))
+        stream = await mirrored(kv, "NEAR", 64 if source else 190, allow_direct=True, **source)
         await kv._js.purge_stream(kv._stream, subject=f"{kv._pre}{keys[0]}")
         near(kv._stream, stream)
         assert {key: entry.value for key, entry in (await kvx.snapshot(kv)).items()} == {
-            key: b"2" if key in keys[:300] else b"1" for key in there
+            key: b"2" if key in keys[:40] else b"1" for key in there
         }
         assert set(await kvx.snapshot(kv, ["*.1"])) == set(keys[1::3])
         assert set(await kvx.get_many(kv, keys)) == there
         assert await kvx.get_many(kv, ["nothing", "else"]) == {}
-        past = await kvx.get_many(kv, keys[1:100], at=1250)
-        assert [entry.value for entry in past.values()] == [b"2"] * 49 + [b"1"] * 50
-        assert set(await kvx.snapshot(kv, ["*.1"], at=1250, strict=False)) == set(keys[1::3])
-        await kv.put("k599.2", b"3")
-        assert (await kvx.get_many(kv, ["k599.2"]))["k599.2"].value == b"3"
+        past = await kvx.get_many(kv, keys[1:20], at=160)
+        assert [entry.value for entry in past.values()] == [b"2"] * 9 + [b"1"] * 10
+        assert set(await kvx.snapshot(kv, ["*.1"], at=160, strict=False)) == set(keys[1::3])
+        await kv.put("k149.2", b"3")
+        assert (await kvx.get_many(kv, ["k149.2"]))["k149.2"].value == b"3"
 
 
 @pytest.fixture
@@ -204,7 +205,7 @@ async def test_reads_wait_for_lagging_replicas(wait_for_interest: Any) -> None:
         js = nc.jetstream(timeout=30)
         kv = await kvx.enable(await js.create_key_value(bucket="B", replicas=3, history=2))
         await wait_for_interest(js, "$KV.B.a")
-        for n in range(60):
+        for n in range(30):
             revision = await kv.put("a", b"%d" % n)
             assert (await kvx.get_many(kv, ["a"]))["a"].value == b"%d" % n
             snap = await kvx.snapshot(kv)
@@ -212,7 +213,7 @@ async def test_reads_wait_for_lagging_replicas(wait_for_interest: Any) -> None:
             if n:
                 past = await kvx.get_many(kv, ["a"], at=revision - 1)
                 assert past["a"].value == b"%d" % (n - 1)
-        for n in range(40):
+        for n in range(20):
             await kv.put("a", b"%d" % n)
             await js.purge_stream("KV_B", subject="$KV.B.a")
             await kv.put("b", b"%d" % n)

@@ -144,20 +144,6 @@ async def test_invalid_filters_are_refused(make_bucket) -> None:
         await kvx.snapshot(kv, [])
 
 
-async def test_include_deletes_returns_delete_markers(make_bucket) -> None:
-    kv = await make_bucket(history=3)
-    for key in ("a", "b", "c"):
-        await kv.put(key, b"1")
-    await kv.delete("b")
-    await kv.purge("c")
-    for at in (None, 5):
-        assert set(await kvx.snapshot(kv, at=at)) == {"a"}
-        shown = await kvx.snapshot(kv, at=at, include_deletes=True)
-        assert {key: entry.operation for key, entry in shown.items()} == {"a": "PUT", "b": "DEL", "c": "PURGE"}
-        assert shown["b"].value == b""
-    assert set(await kvx.snapshot(kv, ["a", "b"], at=3)) == {"a", "b"}
-
-
 async def test_overwritten_key_raises_or_is_listed_as_unavailable(make_bucket) -> None:
     kv = await make_bucket(history=2)
     await kv.put("hot", b"1")
@@ -172,24 +158,6 @@ async def test_overwritten_key_raises_or_is_listed_as_unavailable(make_bucket) -
     loose = await kvx.snapshot(kv, at=4, strict=False)
     assert (values(loose), loose.unavailable) == ({"cold": b"2"}, ("hot",))
     assert "1 unavailable" in repr(loose)
-
-
-async def test_unexplained_gap_makes_the_past_incomplete(make_bucket) -> None:
-    kv = await make_bucket(history=5)
-    await kv.put("x", b"1")
-    await kv.put("y", b"2")
-    await kv.delete("x")
-    await kv.purge_deletes(olderthan=0)
-    with pytest.raises(HistoryUnavailableError, match="may be missing") as caught:
-        await kvx.snapshot(kv, at=2)
-    assert caught.value.keys == ()
-    loose = await kvx.snapshot(kv, at=2, strict=False)
-    assert (values(loose), loose.complete) == ({"y": b"2"}, False)
-    with pytest.raises(HistoryUnavailableError) as caught:
-        await kvx.snapshot(kv, ["x", "y"], at=2)
-    assert caught.value.keys == ("x",)
-    now = await kvx.snapshot(kv)
-    assert (values(now), now.complete) == ({"y": b"2"}, True)
 
 
 async def test_bucket_with_a_higher_first_sequence(js, stream_name) -> None:

@@ -569,7 +569,7 @@ class TestLife:
         async with await nats.connect(own_server.url, **options) as nc:
             kv = await kvx.enable(await nc.jetstream(timeout=10).create_key_value(bucket="B"))
             await kv.put("a", b"1")
-            impatient = await nc.jetstream(timeout=1).key_value("B")
+            impatient = await nc.jetstream(timeout=3).key_value("B")
             with caplog.at_level(logging.WARNING, "jetstream_ext"):
                 async with kvx.Table(impatient) as table:
                     own_server.kill()

@@ -2,13 +2,12 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from nats.js import JetStreamContext
 
-from jetstream_ext.log import LogReader, OffsetStore, Stored, Time, exactly_once
+from jetstream_ext.log import LogReader, OffsetStore, Stored, exactly_once
 from jetstream_ext.log import reader as reader_module
 from jetstream_ext.log import worker as worker_module
 
@@ -155,33 +154,3 @@ async def test_committing_commits_while_nothing_matches(
     assert 1 < committing[0].committed < 401
     task.cancel()
     await asyncio.wait([task])
-
-
-async def test_an_unconfirmed_read_ends_although_its_start_leaves_out_what_is_stored(
-    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = await make_stream(3)
-    reader = LogReader(js, name, start=Time(datetime.now(UTC) + timedelta(hours=1)), confirm=False)
-    await reader.open()
-    make_ready = reader._make_ready
-    stored: list[Any] = []
-
-    def growing(*arguments: Any) -> None:
-        stored.append(asyncio.ensure_future(js.publish(f"{name}.other")))
-        make_ready(*arguments)
-
-    monkeypatch.setattr(reader, "_make_ready", growing)
-    await js.publish(f"{name}.other")
-    async with asyncio.timeout(60):
-        assert await reader.read(timeout=0) == []
-    assert len(stored) == 1
-    await asyncio.gather(*stored)
-
-
-@pytest.mark.parametrize("bad", [{"seconds": 0}, {"seconds": -1}, {"seconds": 1, "max_messages": 0}])
-async def test_read_for_checks_its_arguments(js: JetStreamContext, make_stream: Make, bad: dict[str, Any]) -> None:
-    reader = LogReader(js, await make_stream(1))
-    with pytest.raises(ValueError, match="must be"):
-        await reader.read_for(**bad)
-    assert len(await reader.read_for(1) or []) == 1
-    assert await reader.read_for(1) is None

@@ -1,8 +1,9 @@
 """Streams that keep the newest messages of each subject: what a newer message replaced is not lost, what a purge removed is."""
 
 import asyncio
+import itertools
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -13,9 +14,8 @@ from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy, StreamSource
 
 from jetstream_ext import StoredMsg
-from jetstream_ext.client import replaced
 from jetstream_ext.errors import PositionLostError
-from jetstream_ext.log import First, LogReader, Seq, Time, exactly_once
+from jetstream_ext.log import First, LogReader, Seq, Time
 from jetstream_ext.log import reader as reader_module
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.gaps import only_a_rollup, were_replaced
@@ -40,9 +40,9 @@ COMPACTING: dict[str, Any] = {"max_msgs_per_subject": 1}
 REFUSING: dict[str, Any] = COMPACTING | {"discard": "new", "discard_new_per_subject": True}
 
 
-@pytest.mark.parametrize(
-    ("config", "fields", "replaced"),
-    [
+def test_the_state_decides_without_an_earlier_one() -> None:
+    failures = []
+    for config, fields, replaced in (
         ({}, {}, False),
         ({"allow_msg_ttl": True}, {}, False),
         (COMPACTING, {}, True),
@@ -68,23 +68,34 @@ REFUSING: dict[str, Any] = COMPACTING | {"discard": "new", "discard_new_per_subj
         # Newer messages are refused, and replace nothing.
         (REFUSING, {}, False),
         (REFUSING | {"allow_rollup_hdrs": True}, {}, True),
-    ],
-)
-def test_the_state_decides_without_an_earlier_one(
-    config: dict[str, Any], fields: dict[str, Any], replaced: bool
-) -> None:
-    assert were_replaced(state_of(config, **fields), None, None) is replaced
+    ):
+        if were_replaced(state_of(config, **fields), None, None) is not replaced:
+            failures.append((config, fields, replaced))
+    assert not failures, "\n".join(map(repr, failures))
 
 
-@pytest.mark.parametrize(("minutes", "replaced"), [(59, True), (60, False)])
-def test_messages_younger_than_max_age_have_not_expired(minutes: int, replaced: bool) -> None:
-    state = state_of(COMPACTING | {"max_age": HOUR_NS})
-    assert were_replaced(state, None, NOW - timedelta(minutes=minutes)) is replaced
+def test_the_age_of_a_message_decides_whether_it_can_have_expired() -> None:
+    """Its marker replaces it; a limit that was lifted since may have acted."""
+    limit = COMPACTING | {"max_age": HOUR_NS}
+    markers = limit | {"subject_delete_marker_ttl": HOUR_NS // 2}
+    for config, earlier, minutes, replaced in (
+        (limit, None, 59, True),
+        (limit, None, 60, False),
+        (markers, None, 89, True),
+        (markers, None, 90, False),
+        (markers, limit, 89, False),  # it stored no markers then
+        (COMPACTING, limit, 59, True),
+        (COMPACTING, limit, 60, False),
+    ):
+        state = state_of(config)
+        before = None if earlier is None else replace(state, config=earlier)
+        found = were_replaced(state, before, NOW - timedelta(minutes=minutes))
+        assert found is replaced, (config, earlier, minutes)
 
 
-@pytest.mark.parametrize(
-    ("config", "before", "replaced"),
-    [
+def test_an_earlier_state_shows_that_something_else_removed_messages() -> None:
+    failures = []
+    for config, before, replaced in (
         (COMPACTING, {}, True),
         (COMPACTING, {"num_subjects": 9, "messages": 9}, True),
         (COMPACTING, {"num_subjects": 11, "messages": 10}, False),
@@ -105,43 +116,26 @@ def test_messages_younger_than_max_age_have_not_expired(minutes: int, replaced: 
         (COMPACTING, {"config": COMPACTING | {"max_msgs": 10, "discard": "new"}}, True),
         (COMPACTING, {"config": COMPACTING | {"max_bytes": 1500}}, False),
         (COMPACTING, {"config": COMPACTING | {"max_age": HOUR_NS}}, False),
-    ],
-)
-def test_an_earlier_state_shows_that_something_else_removed_messages(
-    config: dict[str, Any], before: dict[str, Any], replaced: bool
-) -> None:
-    state = state_of(config)
-    assert were_replaced(state, replace(state, **before), None) is replaced
+    ):
+        state = state_of(config)
+        if were_replaced(state, replace(state, **before), None) is not replaced:
+            failures.append((config, before, replaced))
+    assert not failures, "\n".join(map(repr, failures))
 
 
-@pytest.mark.parametrize(
-    ("config", "before", "only"),
-    [
+def test_fewer_messages_may_need_a_rollup() -> None:
+    failures = []
+    for config, before, only in (
         (COMPACTING, {"messages": 11}, False),
         ({"allow_rollup_hdrs": True}, {"messages": 11}, True),
         ({"allow_rollup_hdrs": True}, {"messages": 10}, False),
         (COMPACTING, {"messages": 11, "config": COMPACTING | {"allow_rollup_hdrs": True}}, True),
         (COMPACTING | {"allow_rollup_hdrs": True}, {"messages": 11, "config": {"max_msgs_per_subject": 2}}, False),
-    ],
-)
-def test_fewer_messages_may_need_a_rollup(config: dict[str, Any], before: dict[str, Any], only: bool) -> None:
-    state = state_of(config)
-    assert only_a_rollup(state, replace(state, **before)) is only
-
-
-@pytest.mark.parametrize(("minutes", "replaced"), [(89, True), (90, False)])
-def test_a_delete_marker_replaces_an_expired_message(minutes: int, replaced: bool) -> None:
-    state = state_of(COMPACTING | {"max_age": HOUR_NS, "subject_delete_marker_ttl": HOUR_NS // 2})
-    assert were_replaced(state, None, NOW - timedelta(minutes=minutes)) is replaced
-    before = replace(state, config=COMPACTING | {"max_age": HOUR_NS})  # it stored no markers then
-    assert not were_replaced(state, before, NOW - timedelta(minutes=minutes))
-
-
-@pytest.mark.parametrize(("minutes", "replaced"), [(59, True), (60, False)])
-def test_a_max_age_that_was_lifted_may_have_acted(minutes: int, replaced: bool) -> None:
-    state = state_of(COMPACTING)
-    before = replace(state, config=COMPACTING | {"max_age": HOUR_NS})
-    assert were_replaced(state, before, NOW - timedelta(minutes=minutes)) is replaced
+    ):
+        state = state_of(config)
+        if only_a_rollup(state, replace(state, **before)) is not only:
+            failures.append((config, before, only))
+    assert not failures, "\n".join(map(repr, failures))
 
 
 async def publish(js: JetStreamContext, name: str, subjects: str, **options: Any) -> None:
@@ -168,21 +162,6 @@ async def test_a_reader_passes_over_a_stream_whose_old_messages_were_all_replace
     assert await seqs(reader) == [32, 33, 34]
 
 
-async def test_a_hot_subject_never_loses_a_tailing_reader(js: JetStreamContext, make_stream: Make) -> None:
-    name = await make_stream(max_msgs_per_subject=3)
-    reader = LogReader(js, name, tail=True)
-    for last in range(7, 70, 7):
-        await publish(js, name, "a" * 7)
-        assert await seqs(reader) == [last - 2, last - 1, last]
-
-
-async def test_a_filtered_reader_passes_over_what_was_replaced(js: JetStreamContext, make_stream: Make) -> None:
-    name = await make_stream(**KEEP_ONE)
-    await publish(js, name, "abab")
-    reader = LogReader(js, name, start=Seq(1), subject=f"{name}.b")
-    assert await seqs(reader) == [4]
-
-
 PURGES: dict[str, dict[str, Any]] = {
     "everything": {},
     "up to a sequence": {"seq": 5},
@@ -192,31 +171,28 @@ PURGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("purge", PURGES)
-@pytest.mark.parametrize("keep", [1, 2])
-async def test_a_purge_of_unread_messages_is_reported(
-    js: JetStreamContext, make_stream: Make, purge: str, keep: int
-) -> None:
-    name = await make_stream(max_msgs_per_subject=keep)
-    await publish(js, name, "hh" + "abcdef" if purge.endswith("its newest") else "abcdefgh")
-    reader = LogReader(js, name, start=Seq(1))
-    await reader.open()
-    options = dict(PURGES[purge])
-    if "subject" in options:
-        options["subject"] = f"{name}.{options['subject']}"
-    before = (await js.stream_info(name)).state
-    await js.purge_stream(name, **options)
-    after = (await js.stream_info(name)).state
-    if after.first_seq == before.first_seq:
-        assert (purge, keep) == ("a subject but its newest", 1), "only then nothing is removed"
-        return
-    with pytest.raises(PositionLostError) as caught:
-        await reader.read()
-    assert (caught.value.expected, caught.value.got) == (1, max(after.first_seq, 1))
-    with pytest.raises(PositionLostError):
-        await reader.read()
-    reader.seek(caught.value.got or 0)
-    assert len(await seqs(reader)) == after.messages
+async def test_a_purge_of_unread_messages_is_reported(js: JetStreamContext, make_stream: Make) -> None:
+    for purge, keep in itertools.product(PURGES, (1, 2)):
+        case = f"{purge}, {keep=}"
+        name = await make_stream(max_msgs_per_subject=keep)
+        await publish(js, name, "hh" + "abcdef" if purge.endswith("its newest") else "abcdefgh")
+        reader = LogReader(js, name, start=Seq(1))
+        await reader.open()
+        options = dict(PURGES[purge])
+        if "subject" in options:
+            options["subject"] = f"{name}.{options['subject']}"
+        before = (await js.stream_info(name)).state
+        await js.purge_stream(name, **options)
+        after = (await js.stream_info(name)).state
+        if after.first_seq == before.first_seq:
+            assert (purge, keep) == ("a subject but its newest", 1), "only then nothing is removed"
+            continue
+        for _ in range(2):
+            with pytest.raises(PositionLostError) as caught:
+                pytest.fail(f"{case}: {await reader.read()}")
+            assert (caught.value.expected, caught.value.got) == (1, max(after.first_seq, 1)), case
+        reader.seek(caught.value.got or 0)
+        assert len(await seqs(reader)) == after.messages, case
 
 
 async def test_a_purge_is_reported_although_the_beginning_was_replaced_before(
@@ -331,12 +307,10 @@ async def test_rollups_of_a_subject_replace_and_rollups_of_the_stream_do_not(
         await reader.read()
 
 
-@pytest.mark.parametrize("keep", [-1, 5])
-@pytest.mark.parametrize("newer", ["", "a", "abcab"])
 async def test_a_purge_is_reported_unless_a_rollup_may_have_replaced_the_messages(
-    js: JetStreamContext, make_stream: Make, newer: str, keep: int
+    js: JetStreamContext, make_stream: Make
 ) -> None:
-    async def purged(**options: Any) -> LogReader:
+    async def purged(keep: int, newer: str, **options: Any) -> LogReader:
         name = await make_stream(allow_rollup_hdrs=True, max_msgs_per_subject=keep)
         await publish(js, name, "abc" * 5)
         reader = LogReader(js, name, start=Seq(1))
@@ -346,96 +320,98 @@ async def test_a_purge_is_reported_unless_a_rollup_may_have_replaced_the_message
         await publish(js, name, newer[1:])
         return reader
 
-    with pytest.raises(PositionLostError) as caught:
-        await (await purged()).read()
-    assert caught.value.expected == 1
-    if newer:
-        reader = await purged(headers=ROLLUP)
-        assert len([message async for message in reader]) == 2 + len(newer), (
-            "its effect cannot be told from that of the purge"
-        )
+    for keep, newer in itertools.product((-1, 5), ("", "a", "abcab")):
+        reader = await purged(keep, newer)
+        with pytest.raises(PositionLostError) as caught:
+            pytest.fail(f"{keep=}, {newer=}: {await reader.read()}")
+        assert caught.value.expected == 1
+        if newer:  # the effect of the rollup cannot be told from that of the purge
+            reader = await purged(keep, newer, headers=ROLLUP)
+            assert len([message async for message in reader]) == 2 + len(newer), (keep, newer)
 
 
-@pytest.mark.parametrize("mirror", [False, True])
-@pytest.mark.parametrize("seconds", [1, 6])
-async def test_a_rollup_right_before_the_check_may_not_have_acted_yet(seconds: int, mirror: bool) -> None:
+@pytest.fixture
+async def timed() -> AsyncIterator[tuple[JetStreamContext, VirtualClock]]:
+    """A server whose clock the test moves."""
     clock = VirtualClock()
-    async with ReferenceServer(clock=clock) as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
-        js = nc.jetstream(timeout=30)
-        await js.add_stream(name="S", subjects=["S.>"], allow_direct=True, allow_rollup_hdrs=True)
-        await publish(js, "S", "aaaabbbb")
-        await publish(js, "S", "b", headers=ROLLUP)
-        name = "S"
+    async with ReferenceServer(clock=clock) as server, await nats.connect(server.url, connect_timeout=10) as nc:
+        yield nc.jetstream(timeout=30), clock
+
+
+TTLS: dict[str, Any] = {"allow_direct": True, "allow_msg_ttl": True, "allow_rollup_hdrs": True}
+
+
+async def test_a_rollup_right_before_the_check_may_not_have_acted_yet(
+    timed: tuple[JetStreamContext, VirtualClock],
+) -> None:
+    js, clock = timed
+    for number, (seconds, mirror) in enumerate(itertools.product((1, 6), (False, True))):
+        name = f"S{number}"
+        await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_rollup_hdrs=True)
+        await publish(js, name, "aaaabbbb")
+        await publish(js, name, "b", headers=ROLLUP)
         if mirror:
-            await js.add_stream(
-                name=(name := "M"), mirror=StreamSource(name="S"), allow_direct=True, allow_rollup_hdrs=True
-            )
-            while (await js.stream_info("M")).state.last_seq < 9:
-                await asyncio.sleep(0.01)
+            origin, name = StreamSource(name=name), f"M{number}"
+            await js.add_stream(name=name, mirror=origin, allow_direct=True, allow_rollup_hdrs=True)
+            async with asyncio.timeout(60):
+                while (await js.stream_info(name)).state.last_seq < 9:
+                    await asyncio.sleep(0.01)
         clock.advance(seconds)
         reader = LogReader(js, name, start=Seq(1))
         await reader.open()
         await js.purge_stream(name, seq=3)
-        if seconds < 5 or mirror:
-            assert (await reader.read())[-1].seq == 9, "its effect cannot be told from that of the purge"
+        if seconds < 5 or mirror:  # its effect cannot be told from that of the purge
+            assert (await reader.read())[-1].seq == 9, (seconds, mirror)
         else:
             with pytest.raises(PositionLostError):
-                await reader.read()
-        await nc.close()
+                pytest.fail(f"{seconds=}, {mirror=}: {await reader.read()}")
 
 
-@pytest.mark.parametrize(("newer", "seconds", "replaced"), [
-    ("rollup", 3, True), ("purged", 3, True), ("purged", 0, False), ("kept", 3, False), ("deleted", 0.9, False),
-])  # fmt: skip
 async def test_a_rollup_that_has_expired_may_have_replaced_the_messages(
-    newer: str, seconds: float, replaced: bool
+    timed: tuple[JetStreamContext, VirtualClock],
 ) -> None:
-    clock = VirtualClock()
-    async with ReferenceServer(clock=clock) as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
-        js = nc.jetstream(timeout=30)
-        await js.add_stream(name="S", subjects=["S.>"], allow_direct=True, allow_msg_ttl=True, allow_rollup_hdrs=True)
-        await publish(js, "S", "aaaabb")
+    js, clock = timed
+    for newer, seconds, replaced in (
+        ("rollup", 3, True), ("purged", 3, True), ("purged", 0, False), ("kept", 3, False), ("deleted", 0.9, False),
+    ):  # fmt: skip
+        name = f"{newer}{replaced}"
+        await js.add_stream(name=name, subjects=[f"{name}.>"], **TTLS)
+        await publish(js, name, "aaaabb")
         clock.advance(10)
-        reader = LogReader(js, "S", start=Seq(1))
+        reader = LogReader(js, name, start=Seq(1))
         await reader.open()
-        await publish(js, "S", "a", headers=ROLLUP | {"Nats-TTL": "1"} if newer == "rollup" else None)
-        await publish(js, "S", "ab")
+        await publish(js, name, "a", headers=ROLLUP | {"Nats-TTL": "1"} if newer == "rollup" else None)
+        await publish(js, name, "ab")
         if newer == "deleted":
-            await js.delete_msg("S", 7)
+            await js.delete_msg(name, 7)
         if newer != "rollup":
-            await js.purge_stream("S", seq=8 if newer == "purged" else 5)
+            await js.purge_stream(name, seq=8 if newer == "purged" else 5)
         clock.advance(seconds)
         if replaced:
-            assert [each.seq async for each in reader] == ([8, 9] if newer == "purged" else [5, 6, 8, 9])
+            found = [each.seq async for each in reader]
+            assert found == ([8, 9] if newer == "purged" else [5, 6, 8, 9]), newer
         else:
             with pytest.raises(PositionLostError):
-                await reader.read()
-        await nc.close()
+                pytest.fail(f"{newer}, {seconds} s: {await reader.read()}")
 
 
-async def test_messages_of_one_subject_that_expire_are_reported() -> None:
-    clock = VirtualClock()
-    async with ReferenceServer(clock=clock) as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
-        js = nc.jetstream(timeout=30)
-        await js.add_stream(name="S", subjects=["S.>"], allow_direct=True, allow_msg_ttl=True, allow_rollup_hdrs=True)
-        await publish(js, "S", "aaa", headers={"Nats-TTL": "60"})
-        await publish(js, "S", "a")
-        reader = LogReader(js, "S", start=Seq(1))
-        await reader.open()
-        clock.advance(61)
-        with pytest.raises(PositionLostError):
-            await reader.read()
-        await nc.close()
+async def test_messages_of_one_subject_that_expire_are_reported(timed: tuple[JetStreamContext, VirtualClock]) -> None:
+    js, clock = timed
+    await js.add_stream(name="S", subjects=["S.>"], **TTLS)
+    await publish(js, "S", "aaa", headers={"Nats-TTL": "60"})
+    await publish(js, "S", "a")
+    reader = LogReader(js, "S", start=Seq(1))
+    await reader.open()
+    clock.advance(61)
+    with pytest.raises(PositionLostError):
+        await reader.read()
 
 
 async def test_too_many_new_messages_are_not_searched_for_a_rollup(
     js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader_module, "_GROUP", 10)
-    monkeypatch.setattr(replaced, "_MOST_MESSAGES", 10)
+    monkeypatch.setattr("jetstream_ext.client.replaced._MOST_MESSAGES", 10)
     for count in (9, 10):
         name = await make_stream(allow_rollup_hdrs=True)
         await publish(js, name, "a" * 30)
@@ -451,26 +427,24 @@ async def test_too_many_new_messages_are_not_searched_for_a_rollup(
 
 
 @pytest.mark.parametrize("markers", [True, False])
-async def test_a_marker_replaces_the_message_that_expired(markers: bool) -> None:
-    clock = VirtualClock()
-    async with ReferenceServer(clock=clock) as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
-        js = nc.jetstream(timeout=30)
-        options = {"subject_delete_marker_ttl": 60} if markers else {"max_msgs_per_subject": 1}
-        await js.add_stream(name="S", subjects=["S.>"], allow_direct=True, allow_msg_ttl=True, **options)
-        await publish(js, "S", "a", headers={"Nats-TTL": "60"})
-        await publish(js, "S", "b")
-        reader = LogReader(js, "S", start=Seq(1))
-        await reader.open()
-        clock.advance(61)
-        if markers:
-            found = [message async for message in reader]
-            assert [message.seq for message in found] == [2, 3]
-            assert found[1].headers["Nats-Marker-Reason"] == "MaxAge"
-        else:
-            with pytest.raises(PositionLostError):
-                await reader.read()
-        await nc.close()
+async def test_a_marker_replaces_the_message_that_expired(
+    timed: tuple[JetStreamContext, VirtualClock], markers: bool
+) -> None:
+    js, clock = timed
+    options = {"subject_delete_marker_ttl": 60} if markers else {"max_msgs_per_subject": 1}
+    await js.add_stream(name="S", subjects=["S.>"], allow_direct=True, allow_msg_ttl=True, **options)
+    await publish(js, "S", "a", headers={"Nats-TTL": "60"})
+    await publish(js, "S", "b")
+    reader = LogReader(js, "S", start=Seq(1))
+    await reader.open()
+    clock.advance(61)
+    if markers:
+        found = [message async for message in reader]
+        assert [message.seq for message in found] == [2, 3]
+        assert found[1].headers["Nats-Marker-Reason"] == "MaxAge"
+    else:
+        with pytest.raises(PositionLostError):
+            await reader.read()
 
 
 async def test_buckets_are_compacted_streams(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
@@ -491,23 +465,7 @@ async def test_buckets_are_compacted_streams(js: JetStreamContext, stream_name: 
     assert await seqs(reader) == [26, 27, 28]
 
 
-async def test_a_worker_handles_the_newest_message_of_every_subject(js: JetStreamContext, make_stream: Make) -> None:
-    name, target = await make_stream(**KEEP_ONE), await make_stream()
-    handled: list[int] = []
-
-    async def work() -> None:
-        await exactly_once(
-            LogReader(js, name), target, lambda message: handled.append(message.seq), name="w", prefix=f"{target}.at"
-        )
-
-    await publish(js, name, "ab")
-    await work()
-    await publish(js, name, "abbaab")
-    await work()
-    assert handled == [1, 2, 7, 8]
-
-
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 async def test_every_newest_message_is_returned_once_and_in_order(
     js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

@@ -5,21 +5,34 @@ import contextlib
 import json
 import logging
 import pickle
+import signal
 import sys
 import textwrap
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import nats
 import nats.errors
 import pytest
 from nats.js import JetStreamContext
+from nats.js.errors import APIError
 
 import jetstream_ext as jsx
 from jetstream_ext import BatchMessage, StoredMsg, errors
-from jetstream_ext.client.fenced_write import FencedWriter
-from jetstream_ext.log import DeadLetter, Last, LogReader, OffsetStore, Processed, exactly_once, takeover
+from jetstream_ext.log import (
+    DeadLetter,
+    Group,
+    Last,
+    LogReader,
+    Processed,
+    dead_letters,
+    exactly_once,
+    exactly_once_group,
+    takeover,
+)
 from jetstream_ext.protocol.dead_letters import KEPT, RAW, origin, raw_headers
+from jetstream_ext.protocol.partitions import partition_of
 from jetstream_ext.testing import NatsServer
 
 Make = Callable[..., Awaitable[str]]
@@ -41,6 +54,10 @@ async def stored(js: JetStreamContext, target: str, suffix: str) -> list[StoredM
 
 async def numbers(js: JetStreamContext, target: str) -> list[int]:
     return [int(msg.data) for msg in await stored(js, target, "out")]
+
+
+async def letters_of(js: JetStreamContext, target: str) -> list[int]:
+    return [int(msg.data) for msg in await stored(js, target, "dead")]
 
 
 async def records(js: JetStreamContext, target: str) -> list[dict[str, Any]]:
@@ -120,14 +137,6 @@ async def test_outputs_of_the_inputs_before_are_stored_with_the_failed_attempt(
     assert await numbers(js, target) == [1, 2, 3, 4, 5]
 
 
-async def test_without_dead_letters_a_record_is_as_before(js: JetStreamContext, make_stream: Make) -> None:
-    source, target = await make_stream(5), await make_stream()
-    done = await work(LogReader(js, source), target, Failing(target, {}), dead_letter=None)
-    assert done.commits == 2
-    fields = {"v", "stream", "created", "seq", "worker", "commit", "inbox", "took_over"}
-    assert all(record.keys() == fields for record in await records(js, target))
-
-
 def bad_results(target: str) -> dict[str, Any]:
     return {
         "a subject of another stream": BatchMessage("elsewhere", b""),
@@ -146,49 +155,45 @@ def bad_results(target: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("kind", list(bad_results("t")))
 async def test_outputs_that_cannot_be_stored_are_a_failure_of_their_input(
-    js: JetStreamContext, make_stream: Make, kind: str, grouped: bool
+    js: JetStreamContext, make_stream: Make, grouped: bool
 ) -> None:
-    source, target = await make_stream(5), await make_stream(max_msg_size=1500)
+    failures: list[str] = []
+    for kind in bad_results("t"):
+        source, target = await make_stream(5), await make_stream(max_msg_size=1500)
 
-    def handler(given: Any) -> Any:
-        messages = given if grouped else [given]
-        if any(message.seq == 3 for message in messages):
-            return bad_results(target)[kind]
-        return [BatchMessage(f"{target}.out", message.data) for message in messages]
+        def handler(given: Any) -> Any:
+            messages = given if grouped else [given]
+            if any(message.seq == 3 for message in messages):
+                return bad_results(target)[kind]  # noqa: B023
+            return [BatchMessage(f"{target}.out", message.data) for message in messages]  # noqa: B023
 
-    done = await work(LogReader(js, source), target, handler, grouped=grouped, dead_letter=letter(target, 2))
-    assert (done.inputs, done.outputs, done.dead_letters) == (5, 4, 1)
-    assert await numbers(js, target) == [1, 2, 4, 5]
-    (dead,) = await stored(js, target, "dead")
-    assert (dead.data, dead.headers["Dead-Letter-Attempts"]) == (b"3", "2")
+        done = await work(LogReader(js, source), target, handler, grouped=grouped, dead_letter=letter(target, 2))
+        dead = [(it.data, it.headers["Dead-Letter-Attempts"]) for it in await stored(js, target, "dead")]
+        found = done.inputs, done.outputs, done.dead_letters, await numbers(js, target), dead
+        if found != (5, 4, 1, [1, 2, 4, 5], [(b"3", "2")]):
+            failures.append(f"{kind}: {found}")
+    assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("made", [7, b"x", ["text"], {}])
-async def test_a_handler_that_returns_no_outputs_ends_the_worker(
-    js: JetStreamContext, make_stream: Make, made: Any, grouped: bool
-) -> None:
+async def test_a_handler_that_returns_no_outputs_ends_the_worker(js: JetStreamContext, make_stream: Make) -> None:
     """It is an error of the program: otherwise every input could become a dead letter."""
     source, target = await make_stream(5), await make_stream()
-    calls = 0
+    for grouped in (False, True):
+        for made in (7, b"x", ["text"], {}):
+            calls = 0
 
-    def handler(given: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        messages = given if grouped else [given]
-        if any(message.seq == 3 for message in messages):
-            return made
-        return [BatchMessage(f"{target}.out", message.data) for message in messages]
+            def handler(given: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                return made  # noqa: B023
 
-    with pytest.raises(TypeError, match=f"of stream {source!r}: the handler returned "):
-        await work(LogReader(js, source), target, handler, grouped=grouped)
-    assert calls == (1 if grouped else 3)
+            with pytest.raises(TypeError, match=f"of stream {source!r}: the handler returned "):
+                await work(LogReader(js, source), target, handler, grouped=grouped)
+            assert calls == 1, (grouped, made)
     assert not any("failed" in record for record in await records(js, target))
     done = await work(LogReader(js, source), target, Failing(target, {}))
     assert (done.dead_letters, await numbers(js, target)) == (0, [1, 2, 3, 4, 5])
-    assert await stored(js, target, "dead") == []
 
 
 async def test_a_grouped_handler_gets_one_input_at_a_time_after_a_failure(
@@ -263,51 +268,62 @@ async def test_a_worker_that_was_fenced_during_a_pause_stores_nothing(
     assert not await stored(js, target, "dead")
 
 
-@pytest.mark.parametrize("error", [errors.RequestTimeoutError("no answer"), asyncio.CancelledError()])
-async def test_what_the_handler_raises_counts_whatever_it_is(
-    js: JetStreamContext, make_stream: Make, error: BaseException
-) -> None:
-    """Also a cancellation of something that it waited for."""
-    source, target = await make_stream(3), await make_stream()
+async def test_what_the_handler_raises_counts_whatever_it_is(js: JetStreamContext, make_stream: Make) -> None:
+    """Also a cancellation of something that it waited for, and the failure of a task group.
+
+    Before Python 3.13, `Task.cancelling` counts the cancellation that a TaskGroup makes when it fails.
+    """
+
+    async def fail() -> None:
+        await asyncio.sleep(0)
+        raise ZeroDivisionError
 
     async def handler(message: StoredMsg) -> BatchMessage:
         if message.seq == 2:
-            raise error
+            raise errors.RequestTimeoutError("no answer")
+        if message.seq == 3:
+            raise asyncio.CancelledError
+        if message.seq == 4:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(fail())
         return BatchMessage(f"{target}.out", message.data)
 
+    source, target = await make_stream(5), await make_stream()
     done = await work(LogReader(js, source), target, handler)
-    assert done.dead_letters == 1
-    (dead,) = await stored(js, target, "dead")
-    assert dead.headers["Dead-Letter-Error"].startswith(type(error).__name__)
+    assert (done.dead_letters, await numbers(js, target)) == (3, [1, 5])
+    kinds = [it.headers["Dead-Letter-Error"].partition(":")[0] for it in await stored(js, target, "dead")]
+    assert kinds == ["RequestTimeoutError", "CancelledError", "ExceptionGroup"]
 
 
-@pytest.mark.parametrize("error", [
-    errors.RequestTimeoutError("no answer"),
-    errors.BatchOutcomeUnknownError("no answer"),
-    nats.errors.ConnectionClosedError(),
-    errors.BatchServerError(code=503, err_code=10077, description="maximum messages exceeded", outcome="not_stored"),
-    errors.BatchServerError(code=400, err_code=10109, description="sealed", outcome="not_stored"),
-    errors.AtomicPublishDisabledError(code=400, err_code=10174, outcome="not_stored"),
-    errors.StreamRecreatedError("another one"),
-])  # fmt: skip
 async def test_an_error_that_is_not_the_inputs_ends_the_worker(
-    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch, error: Exception
+    js: JetStreamContext, server: NatsServer, make_stream: Make
 ) -> None:
-    source, target = await make_stream(3), await make_stream()
-    publish = FencedWriter._publish
+    async def update(**config: Any) -> None:
+        await js.update_stream((await js.stream_info(target)).config.evolve(**config))
 
-    async def fail(writer: FencedWriter, messages: Any, record: bytes, timeout: float) -> Any:
-        if messages:
-            raise error
-        return await publish(writer, messages, record, timeout)
+    faults: dict[str, tuple[Callable[[Any], Awaitable[Any]], Callable[[], Awaitable[Any]]]] = {
+        "atomic writes are disabled": (lambda _: update(allow_atomic=False), lambda: update(allow_atomic=True)),
+        "the stream is full": (lambda _: update(max_msgs=1, discard="new"), lambda: update(max_msgs=-1, discard="old")),
+        "the connection is closed": (lambda own: own._nc.close(), lambda: asyncio.sleep(0)),
+        "the stream is deleted": (lambda _: js.delete_stream(target), lambda: js.add_stream(config)),
+    }
+    for fault, (begin, end) in faults.items():
+        source, target = await make_stream(3), await make_stream()
+        config = (await js.stream_info(target)).config
+        async with await nats.connect(server.url, connect_timeout=10) as nc:
+            own = nc.jetstream(timeout=30)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(FencedWriter, "_publish", fail)
-        with pytest.raises(type(error)):
-            await work(LogReader(js, source), target, Failing(target, {}), patience=2)
-    assert not any("failed" in record for record in await records(js, target))
-    await work(LogReader(js, source), target, Failing(target, {}))
-    assert await numbers(js, target) == [1, 2, 3]
+            async def handler(message: StoredMsg) -> BatchMessage:
+                if message.seq == 2:
+                    await begin(own)  # noqa: B023
+                return BatchMessage(f"{target}.out", message.data)  # noqa: B023
+
+            with pytest.raises((errors.JetStreamExtError, nats.errors.Error, APIError)):
+                await work(LogReader(own, source), target, handler, patience=1, dead_letter=letter(target, 1))
+        await end()
+        assert not any("failed" in record for record in await records(js, target)), fault
+        await work(LogReader(js, source), target, Failing(target, {}))
+        assert await numbers(js, target) == [1, 2, 3], fault
 
 
 HEADERS = [
@@ -354,34 +370,27 @@ async def test_a_dead_letter_keeps_the_headers_of_its_input(js: JetStreamContext
     assert "Nats-Msg-Id" not in dead.headers
 
 
-@pytest.mark.parametrize("text", ["", "two\r\nlines\x1b[31m", "x" * 100_000, "\ud800", "☃" * 5000])
-async def test_the_error_of_a_dead_letter_is_one_short_line(js: JetStreamContext, make_stream: Make, text: str) -> None:
-    source, target = await make_stream(1), await make_stream()
-
-    def handler(message: StoredMsg) -> None:
-        raise LookupError(text)
-
-    await work(LogReader(js, source), target, handler, dead_letter=letter(target, 2))
-    (dead,) = await stored(js, target, "dead")
-    error = dead.headers["Dead-Letter-Error"]
-    assert error.startswith("LookupError")
-    assert error.isprintable()
-    assert len(error.encode()) <= 1024
-    assert all(len(json.dumps(record)) < 1500 for record in await records(js, target))
-
-
-async def test_an_error_whose_text_fails_is_a_failure_too(js: JetStreamContext, make_stream: Make) -> None:
+async def test_the_error_of_a_dead_letter_is_one_short_line(js: JetStreamContext, make_stream: Make) -> None:
     class OddError(Exception):
         def __str__(self) -> str:
             raise RuntimeError
 
-    source, target = await make_stream(1), await make_stream()
+    raised = [LookupError(text) for text in ("", "two\r\nlines\x1b[31m", "x" * 100_000, "\ud800", "☃" * 5000)]
+    raised.append(OddError())  # type: ignore[arg-type]
+    source, target = await make_stream(len(raised)), await make_stream()
 
     def handler(message: StoredMsg) -> None:
-        raise OddError
+        raise raised[message.seq - 1]
 
-    done = await work(LogReader(js, source), target, handler)
-    assert done.dead_letters == 1
+    await work(LogReader(js, source), target, handler, dead_letter=letter(target, 2))
+    dead = await stored(js, target, "dead")
+    assert len(dead) == len(raised)
+    for it, error in zip(dead, raised, strict=True):
+        text = it.headers["Dead-Letter-Error"]
+        assert text.startswith(type(error).__qualname__)
+        assert text.isprintable()
+        assert len(text.encode()) <= 1024
+    assert all(len(json.dumps(record)) < 1500 for record in await records(js, target))
 
 
 @pytest.mark.parametrize("headers", [0, 65_400])
@@ -417,18 +426,20 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("forged", HOSTILE, ids=repr)
 async def test_a_record_with_odd_fields_is_read_as_one_without_them(
-    js: JetStreamContext, make_stream: Make, more: More, forged: dict[str, Any]
+    js: JetStreamContext, make_stream: Make, more: More
 ) -> None:
     source, target = await make_stream(1), await make_stream()
     await work(LogReader(js, source), target, Failing(target, {}))
-    (found,) = await LogReader(js, target, subject=f"{target}.at.w", start=Last()).read()
-    await js.publish(found.subject, json.dumps(json.loads(found.data) | forged).encode())
-    await more(source, 2, 5)
-    done = await work(LogReader(js, source), target, Failing(target, {3: ALWAYS}))
-    assert (done.inputs, done.dead_letters) == (4, 1)
-    assert await numbers(js, target) == [1, 2, 4, 5]
+    last = 1
+    for forged in HOSTILE:
+        (found,) = await LogReader(js, target, subject=f"{target}.at.w", start=Last()).read()
+        await js.publish(found.subject, json.dumps(json.loads(found.data) | forged).encode())
+        await more(source, last + 1, last + 4)
+        done = await work(LogReader(js, source), target, Failing(target, {last + 2: ALWAYS}))
+        assert (done.inputs, done.dead_letters) == (4, 1), forged
+        assert (await numbers(js, target))[-3:] == [last + 1, last + 3, last + 4], forged
+        last += 4
 
 
 async def test_the_dead_letters_subject_is_checked_at_the_start(js: JetStreamContext, make_stream: Make) -> None:
@@ -456,33 +467,16 @@ async def test_a_dead_letter_outlives_the_streams_max_age(js: JetStreamContext, 
     assert dead.headers["Nats-TTL"] == "never"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"attempts": 0},
-        {"attempts": True},
-        {"attempts": 1.5},
-        {"backoff": -1},
-        {"backoff": ()},
-        {"backoff": [1, -1]},
-        {"backoff": float("inf")},
-        {"backoff": float("nan")},
-        {"subject": "a.*"},
-        {"subject": ""},
-        {"subject": "a b"},
-    ],
-    ids=repr,
-)
-def test_bad_options_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 - each has a text of its own
-        DeadLetter(**{"subject": "a", **options})
-
-
-def test_options_of_another_type_are_refused() -> None:
-    with pytest.raises(TypeError):
-        DeadLetter("a", backoff="1")  # type: ignore[arg-type]
-    with pytest.raises(TypeError):
-        DeadLetter(7)  # type: ignore[arg-type]
+def test_bad_options_are_refused() -> None:
+    for options in (
+        {"attempts": 0}, {"attempts": True}, {"attempts": 1.5}, {"backoff": -1}, {"backoff": ()}, {"backoff": [1, -1]},
+        {"backoff": float("inf")}, {"backoff": float("nan")}, {"subject": "a.*"}, {"subject": ""}, {"subject": "a b"},
+    ):  # fmt: skip
+        with pytest.raises(ValueError):  # noqa: PT011 - each has a text of its own
+            pytest.fail(f"{options}: {DeadLetter(**{'subject': 'a', **options})}")
+    for subject, backoff in (("a", "1"), (7, 0)):
+        with pytest.raises(TypeError):
+            DeadLetter(subject, backoff=backoff)  # type: ignore[arg-type]
 
 
 def test_a_dead_letter_option_is_a_value() -> None:
@@ -491,6 +485,147 @@ def test_a_dead_letter_option_is_a_value() -> None:
     assert len({one, DeadLetter("a", 3, (1, 2))}) == 1
     assert [one.pause_after(n) for n in (1, 2, 3, 99)] == [1.0, 2.0, 2.0, 2.0]
     assert DeadLetter("a", backoff=2).pause_after(7) == 2.0
+
+
+async def test_a_grouped_handler_may_change_its_list(js: JetStreamContext, make_stream: Make) -> None:
+    source, target = await make_stream(6), await make_stream()
+
+    def handle(messages: list[StoredMsg]) -> list[BatchMessage]:
+        outputs = []
+        while messages:
+            outputs.append(BatchMessage(f"{target}.out", messages.pop(0).data))
+        return outputs
+
+    async with asyncio.timeout(30):
+        done = await work(LogReader(js, source), target, handle, grouped=True)
+    assert (done.inputs, done.outputs) == (6, 6)
+    assert await numbers(js, target) == [1, 2, 3, 4, 5, 6]
+
+
+async def test_a_cancellation_that_the_handler_hides(js: JetStreamContext, make_stream: Make) -> None:
+    for swallows in (False, True):
+        source, target = await make_stream(3), await make_stream()
+        there = asyncio.Event()
+
+        async def handle(message: StoredMsg) -> BatchMessage:
+            there.set()  # noqa: B023
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError as error:
+                if not swallows:  # noqa: B023
+                    raise RuntimeError("interrupted") from error
+            return BatchMessage(f"{target}.out", message.data)  # noqa: B023
+
+        working = asyncio.ensure_future(
+            work(LogReader(js, source, tail=True), target, handle, dead_letter=letter(target, 1))
+        )
+        async with asyncio.timeout(30):
+            await there.wait()
+            working.cancel()
+            await asyncio.wait({working})
+        assert working.cancelled(), f"{swallows=}"
+        assert await letters_of(js, target) == []
+
+
+async def test_an_input_that_kills_a_member_leaves_those_of_its_other_partitions_alone(
+    js: JetStreamContext, server: NatsServer, make_stream: Make, stream_name: Callable[[], str]
+) -> None:
+    """Of those that may kill a process, only one at a time is in its hands."""
+    source, target, bucket = await make_stream(), await make_stream(), stream_name()
+    keys = [next(k for k in range(99) if partition_of(f"{source}.{k}", 4, [1]) == number) for number in range(4)]
+    for key in keys:
+        await js.publish(f"{source}.{key}", b"%d" % key)
+    killed, release = asyncio.Event(), asyncio.Event()
+
+    async def handle(message: StoredMsg) -> BatchMessage:
+        if message.data == b"%d" % keys[1]:
+            await asyncio.sleep(0.1)
+            killed.set()
+            await asyncio.Event().wait()
+        await release.wait()
+        return BatchMessage(f"{target}.out", message.data)
+
+    async def run(nc: Any) -> None:
+        group = Group(
+            nc.jetstream(timeout=30), source, "g", partitions=4, key=[1], bucket=bucket, heartbeat=0.3, poll=0.05
+        )
+        await exactly_once_group(group, target, handle, prefix=f"{target}.at", dead_letter=letter(target, 1))
+
+    async with asyncio.timeout(120):
+        while not (found := await letters_of(js, target)):
+            async with await nats.connect(server.url, connect_timeout=10) as nc:
+                working = asyncio.ensure_future(run(nc))
+                if killed.is_set():
+                    release.set()  # the other inputs were in the hands of the member that died
+                killed.clear()
+                while not killed.is_set() and not await letters_of(js, target):
+                    await asyncio.wait({working}, timeout=0.05)
+                if await letters_of(js, target):
+                    while len(await numbers(js, target)) < 3:
+                        await asyncio.wait({working}, timeout=0.05)
+            working.cancel()  # without its connection, it stores no end
+            await asyncio.wait({working})
+    assert found == [keys[1]]
+    assert sorted(await numbers(js, target)) == sorted({*keys} - {keys[1]})
+
+
+async def test_blanks_that_a_client_strips_are_kept(js: JetStreamContext, nc: Any, make_stream: Make) -> None:
+    """The input is not handed back with another subject or header."""
+    source, target = await make_stream(), await make_stream()
+    blanks = ["\u00a0", "\u0085", "\x1f"]
+    inbox = await nc.subscribe(nc.new_inbox())
+    for blank in blanks:
+        block = f"NATS/1.0\r\nA:{blank}x\r\nB: y\r\n\r\n".encode()
+        subject = f"{source}.x{blank}" if blank != "\x1f" else f"{source}.x"
+        line = f"HPUB {subject} {inbox.subject} {len(block)} {len(block)}\r\n".encode()
+        await nc._send_command(line + block + b"\r\n")
+        await nc._flush_pending()
+        await inbox.next_msg(30)
+
+    def fail(_: StoredMsg) -> None:
+        raise ZeroDivisionError
+
+    await work(LogReader(js, source), target, fail, dead_letter=letter(target, 1))
+    letters = [it async for it in dead_letters(js, target, f"{target}.dead")]
+    assert len(letters) == len(blanks)
+    for blank, found in zip(blanks, letters, strict=True):
+        assert not found.complete, repr(blank)
+        assert found.headers == (("B", "y"),), repr(blank)
+
+
+class _HostileStr(str):
+    def __bool__(self) -> bool:
+        raise ZeroDivisionError
+
+    def __format__(self, _: str) -> str:
+        raise ZeroDivisionError
+
+
+class _HostileError(Exception):
+    def __str__(self) -> str:
+        return _HostileStr("text")
+
+    def __repr__(self) -> str:
+        raise ZeroDivisionError
+
+
+async def test_errors_that_cannot_be_printed_do_not_end_the_worker(
+    js: JetStreamContext, make_stream: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor do they fill the log."""
+
+    def fail(_: Any) -> None:
+        raise _HostileError("x" * 100_000)
+
+    def fail_at_length(_: Any) -> None:
+        raise RuntimeError("x" * 1_000_000)
+
+    with caplog.at_level(logging.DEBUG, "jetstream_ext"):
+        for handler in (fail, fail_at_length):
+            source, target = await make_stream(3), await make_stream()
+            done = await work(LogReader(js, source), target, handler, grouped=handler is fail)
+            assert done.dead_letters == 3
+    assert max(len(record.getMessage()) for record in caplog.records if "worker" in record.getMessage()) < 2000
 
 
 # -- workers that die -------------------------------------------------------------------------------------------------
@@ -518,7 +653,7 @@ async def main():
     nc = await nats.connect(url)
     js = nc.jetstream(timeout=30)
     done = await exactly_once(LogReader(js, source), target, handler, name="w", prefix=target + ".at",
-                              dead_letter=DeadLetter(target + ".dead", 3, 0), **options)
+                              dead_letter=DeadLetter(target + ".dead", 2, 0), **options)
     print(done)
     await nc.close()
 
@@ -530,38 +665,25 @@ async def run_worker(server: NatsServer, *arguments: str) -> int:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", textwrap.dedent(PROGRAM), server.url, *arguments, cwd=Path(__file__).parents[2]
     )
-    return await asyncio.wait_for(process.wait(), 60)
+    return await asyncio.wait_for(process.wait(), 120)
 
 
-@pytest.mark.parametrize(("how", "options"), [("kill", {}), ("kill", {"grouped": True}), ("exit", {})])
 async def test_an_input_that_kills_the_process_does_not_wedge_the_worker(
-    js: JetStreamContext, server: NatsServer, make_stream: Make, how: str, options: dict[str, Any]
+    js: JetStreamContext, server: NatsServer, make_stream: Make
 ) -> None:
     source, target = await make_stream(30), await make_stream()
-    options = {"max_messages": 10, **options}
+    options = {"max_messages": 10, "grouped": True}
     codes = []
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(240):
         while not codes or codes[-1]:
+            how = "exit" if len(codes) == 1 else "kill"
             codes.append(await run_worker(server, source, target, "14", how, repr(options)))
     # The first end is of a group, and the others are of this input alone.
-    assert len(codes) == 5
+    assert codes == [-signal.SIGKILL, 7, -signal.SIGKILL, 0]
     assert await numbers(js, target) == [n for n in range(1, 31) if n != 14]
     (dead,) = await stored(js, target, "dead")
-    assert (dead.data, dead.headers["Dead-Letter-Attempts"]) == (b"14", "3")
+    assert (dead.data, dead.headers["Dead-Letter-Attempts"]) == (b"14", "2")
     assert "the worker ended" in dead.headers["Dead-Letter-Error"]
-
-
-async def die(working: "asyncio.Future[Any]", monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop a worker as a kill does: it stores nothing more."""
-    from jetstream_ext.log.worker import Worker
-
-    async def nothing(self: Any, error: BaseException) -> None: ...
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Worker, "_store_end", nothing)
-        working.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await working
 
 
 class Hanging(Failing):
@@ -588,99 +710,20 @@ async def start_hanging(
     return working
 
 
-async def test_the_inputs_before_one_that_kills_are_handled_once(
-    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, target = await make_stream(30), await make_stream()
-    for _ in range(4):
-        await die(await start_hanging(js, source, target, 14, max_messages=10), monkeypatch)
-    done = await work(LogReader(js, source), target, Failing(target, {}), max_messages=10)
-    assert done.dead_letters == 1
-    assert await numbers(js, target) == [n for n in range(1, 31) if n != 14]
-    attempts = [record["failed"]["attempts"] for record in await records(js, target)
-                if record.get("failed", {}).get("seq") == 14]  # fmt: skip
-    assert sorted(set(attempts)) == [1, 2, 3]
-
-
 async def test_a_planned_stop_does_not_count_as_an_attempt(
-    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
+    js: JetStreamContext, server: NatsServer, make_stream: Make
 ) -> None:
     source, target = await make_stream(30), await make_stream()
-    await die(await start_hanging(js, source, target, 14, max_messages=10), monkeypatch)
-    for _ in range(5):
-        stopped = await start_hanging(js, source, target, 14, max_messages=10)
-        assert (await records(js, target))[-1]["failed"] == {"seq": 14, "attempts": 1, "error": ""}
+    options: dict[str, Any] = {"max_messages": 10, "dead_letter": letter(target, 1)}
+    async with await nats.connect(server.url, connect_timeout=10) as nc:
+        dying = await start_hanging(nc.jetstream(timeout=30), source, target, 14, **options)
+    dying.cancel()  # without its connection, it stores no end
+    await asyncio.wait({dying})
+    for _ in range(3):
+        stopped = await start_hanging(js, source, target, 14, **options)
         stopped.cancel()
         with pytest.raises(asyncio.CancelledError):
             await stopped
-        assert "failed" not in (await records(js, target))[-1]
-    done = await work(LogReader(js, source), target, Failing(target, {}))
+    done = await work(LogReader(js, source), target, Failing(target, {}), **options)
     assert not done.dead_letters
     assert await numbers(js, target) == list(range(1, 31))
-
-
-async def test_a_planned_stop_needs_no_care_afterwards(js: JetStreamContext, make_stream: Make) -> None:
-    source, target = await make_stream(30), await make_stream()
-    stopped = await start_hanging(js, source, target, 14, max_messages=10)
-    stopped.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await stopped
-    assert (await records(js, target))[-1]["careful"] == 0
-    done = await work(LogReader(js, source), target, Failing(target, {}), max_messages=10)
-    assert (done.inputs, done.commits) == (20, 4)  # the claim, two groups, the end
-
-
-async def test_care_ends_behind_what_the_dead_worker_had_in_its_hands(
-    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The group is that of the worker that died, whatever this one's is; each input costs one commit."""
-    source, target = await make_stream(100), await make_stream()
-    await die(await start_hanging(js, source, target, 14, max_messages=10), monkeypatch)
-    handler = Failing(target, {})
-    done = await work(LogReader(js, source), target, handler, max_messages=50)
-    assert (done.inputs, done.dead_letters) == (90, 0)
-    assert done.commits == 1 + 1 + 10 + 2 + 1  # the claim, the first attempt, ten inputs, the rest, the end
-    assert await numbers(js, target) == list(range(1, 101))
-
-
-async def test_an_input_that_is_gone_after_a_crash_is_not_a_dead_letter(
-    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, target = await make_stream(30), await make_stream()
-    for _ in range(4):
-        await die(await start_hanging(js, source, target, 14, max_messages=10), monkeypatch)
-    await js.delete_msg(source, 14)
-    done = await work(LogReader(js, source), target, Failing(target, {}), max_messages=10)
-    assert done.dead_letters == 0
-    assert await numbers(js, target) == [n for n in range(1, 31) if n != 14]
-
-
-async def test_an_end_is_not_stored_behind_a_commit_whose_outcome_is_unknown(
-    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The position would go back behind stored outputs."""
-    source, target = await make_stream(10), await make_stream()
-    publish = FencedWriter._publish
-
-    async def cancelled_behind(writer: FencedWriter, messages: Any, record: bytes, timeout: float) -> Any:
-        ack = await publish(writer, messages, record, timeout)
-        if messages:
-            raise asyncio.CancelledError
-        return ack
-
-    with monkeypatch.context() as patched:
-        patched.setattr(FencedWriter, "_publish", cancelled_behind)
-        with pytest.raises(asyncio.CancelledError):
-            await work(LogReader(js, source), target, Failing(target, {}))
-    done = await work(LogReader(js, source), target, Failing(target, {}))
-    assert done.inputs == 0
-    assert await numbers(js, target) == list(range(1, 11))
-
-
-async def test_a_standby_worker_has_dead_letters_too(
-    js: JetStreamContext, make_stream: Make, stream_name: Callable[[], str]
-) -> None:
-    source, target = await make_stream(5), await make_stream()
-    reader = LogReader(js, source, offsets=OffsetStore(js, stream_name()))
-    done = await work(reader, target, Failing(target, {3: ALWAYS}), standby=True)
-    assert (done.inputs, done.dead_letters) == (5, 1)

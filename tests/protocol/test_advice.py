@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-import pytest
+from cells import walk
 
 from jetstream_ext.errors import ErrorCode
 from jetstream_ext.protocol.advice import after_refusal, enable_bucket, enable_command, enable_stream
@@ -20,7 +20,7 @@ def test_advice_names_the_call_and_the_command() -> None:
     )
 
 
-@pytest.mark.parametrize("stream", ["a;rm b", "$(id)", "it's", "-x", "--server=nats://elsewhere"])
+@walk("stream", ["a;rm b", "$(id)", "it's", "-x", "--server=nats://elsewhere"])
 def test_a_shell_takes_the_name_of_a_stream_as_one_argument(stream: str) -> None:
     words = shlex.split(enable_command(stream, "direct"))
     assert stream in words
@@ -29,13 +29,6 @@ def test_a_shell_takes_the_name_of_a_stream_as_one_argument(stream: str) -> None
 
 def test_a_name_that_a_terminal_would_obey_is_not_in_the_command() -> None:
     assert enable_command("\x1b[2J", "direct") == "jetstream-ext enable NAME --direct"
-
-
-def test_the_advice_says_what_the_name_of_an_unknown_stream_is() -> None:
-    assert enable_stream("", "batched", subject="orders.new") == (
-        "enable it with allow_batched=True (jetstream_ext.ensure_stream) or 'jetstream-ext enable NAME --batched', where "
-        "NAME is the stream that stores subject 'orders.new'"
-    )
 
 
 def test_a_refusal_is_explained_as_far_as_the_streams_are_known() -> None:

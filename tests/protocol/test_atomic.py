@@ -2,13 +2,13 @@
 
 import logging
 import pickle
-import re
-from itertools import pairwise
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 import pytest
 from atomic_batches import Command, add, batch, commands, commit, message, refusal, visible
+from cells import walk
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +22,7 @@ from jetstream_ext.types import NEVER, BatchAck, BatchMessage
 
 NEW, OPEN, COMMITTING, COMMITTED = State.NEW, State.OPEN, State.COMMITTING, State.COMMITTED
 DISCARDED, FAILED, UNKNOWN = State.DISCARDED, State.FAILED, State.UNKNOWN
-LEVELS = pytest.mark.parametrize("level", [2, 3, 4, 5])
+LEVELS = walk("level", [3, 4])  # without the end-of-batch marker, and with it
 STAGED = (b"", b"")
 NO_RESPONDERS = (b"NATS/1.0 503\r\nNats-Subject: a.1\r\n\r\n", b"")
 
@@ -65,38 +65,72 @@ def at(state: State, level: int = 4, **options: Any) -> AtomicBatchMachine:
 # -- the table
 
 
-def changes(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return the records of changes of state, without their counts."""
-    return [record.getMessage().partition("; ")[0] for record in caplog.records]
-
-
-def test_the_table_has_a_cell_for_every_input_in_every_state() -> None:
-    assert TABLE.keys() == set(Input)
-    assert {len(row) for row in TABLE.values()} == {len(State)}
-
-
-@pytest.mark.parametrize("event", list(Input), ids=lambda event: event.name)
-@pytest.mark.parametrize("state", list(State))
-def test_every_change_of_state_is_one_debug_record(
-    state: State, event: Input, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_every_input_in_every_state(caplog: pytest.LogCaptureFixture) -> None:
+    """Each cell leads where the table says, by one record; an ignored input changes nothing."""
     caplog.set_level(logging.DEBUG, logger="jetstream_ext.atomic")
-    machine = at(state)
-    states = [re.findall(r"[A-Z]{3,}", change)[:2] for change in changes(caplog)]
-    assert all(former[1] == later[0] for former, later in pairwise(states))
-    caplog.clear()
-    before = visible(machine)
-    machine._apply(event, "no", seq=1, ack=BatchAck("A", 12, "b1", 2))
-    cell = TABLE[event][list(State).index(state)]
-    assert machine.state is (cell or state)
-    if cell is state and event is not Input.STAGED:
-        assert changes(caplog) == [f"batch b1: {event.name.lower().replace('_', ' ')} ({event.value})"]
-    elif cell in (None, state):
-        assert changes(caplog) == []
-    else:
-        assert changes(caplog) == [f"batch b1: {state.name} -> {cell.name} ({event.value})"]
-    if cell is None:
-        assert visible(machine) == before
+    assert TABLE.keys() == set(Input)
+    for event, row in TABLE.items():
+        for state, cell in zip(State, row, strict=True):
+            machine = at(state)
+            caplog.clear()
+            before = visible(machine)
+            machine._apply(event, "no", seq=1, ack=BatchAck("A", 12, "b1", 2))
+            records = [record.getMessage().partition("; ")[0] for record in caplog.records]
+            where = f"{event.name} in {state.name}"
+            assert machine.state is (cell or state), where
+            if cell is state and event is not Input.STAGED:
+                assert records == [f"batch b1: {event.name.lower().replace('_', ' ')} ({event.value})"], where
+            elif cell in (None, state):
+                assert records == [], where
+            else:
+                assert records == [f"batch b1: {state.name} -> {cell.name} ({event.value})"], where
+            assert cell is not None or visible(machine) == before, where
+
+
+CALLS: dict[str, tuple[Callable[[AtomicBatchMachine], object], dict[State, State]]] = {
+    "discard": (lambda it: it.discard(), {NEW: DISCARDED, OPEN: DISCARDED, COMMITTING: UNKNOWN}),
+    "lost": (lambda it: it.lost("no answer within 5 s"), {OPEN: FAILED, COMMITTING: UNKNOWN}),
+    "commit_cancelled": (lambda it: it.commit_cancelled(), {COMMITTING: UNKNOWN}),
+    "disconnected": (lambda it: it.disconnected(reply_awaited=False), {}),
+    "cannot_send": (lambda it: it.cannot_send(), {}),
+    "refusal_unobserved": (lambda it: it.refusal_unobserved(errors.MessageTooLargeError("no")), {OPEN: FAILED}),
+    "resolved, not found": (lambda it: it.resolved(None), {UNKNOWN: FAILED}),
+    "resolved": (lambda it: it.resolved(BatchAck("A", 12, "b1", 2)), {UNKNOWN: COMMITTED}),
+}
+
+
+@LEVELS
+@walk("name", CALLS)
+def test_every_call_in_every_state(name: str, level: int) -> None:
+    call, leads = CALLS[name]
+    for state in State:
+        machine = at(state, level)
+        before = visible(machine)
+        call(machine)
+        assert machine.state is leads.get(state, state), state
+        assert state in leads or visible(machine) == before, state
+        after = visible(machine)
+        call(machine)
+        assert visible(machine) == after, state
+
+
+def test_what_a_lost_answer_says() -> None:
+    for state, error, outcome, text in (
+        (OPEN, errors.BatchAbandonedError, "not_stored", "no answer within 5 s"),
+        (COMMITTING, errors.BatchOutcomeUnknownError, "unknown", "2 messages"),
+    ):
+        machine = at(state)
+        machine.lost("no answer within 5 s")
+        assert isinstance(machine.error, error)
+        assert machine.error.outcome == outcome  # type: ignore[attr-defined]
+        assert text in str(machine.error)
+
+
+@walk("in_one_go, sent", [(True, True), (True, False), (False, True), (False, False)])
+def test_a_lost_connection_ends_a_batch_that_is_sent_in_one_go(in_one_go: bool, sent: bool) -> None:
+    machine = at(OPEN, in_one_go=in_one_go) if sent else batch(in_one_go=in_one_go)
+    machine.cannot_send()
+    assert machine.state is (FAILED if in_one_go and sent else OPEN)
 
 
 # -- operations in every state
@@ -120,42 +154,6 @@ def test_a_new_batch_can_only_be_opened_or_discarded() -> None:
         machine.open(first, api_level=4, server_version="2.15.1", reply="_INBOX.r")
     with pytest.raises(errors.BatchClosedError):
         machine.prepare(message())
-
-
-@pytest.mark.parametrize("max_payload", [100, 10_000])
-def test_messages_are_checked_against_the_newest_limit_of_the_server(max_payload: int) -> None:
-    machine = at(OPEN)
-    machine.limit_messages(max_payload)
-    large = message(payload=bytes(1000))
-    if max_payload == 100:
-        with pytest.raises(errors.MaxPayloadError, match="max_payload of 100"):
-            add(machine, large)
-        assert isinstance(machine.add_many(iter([large]), 1).stopped, errors.MaxPayloadError)
-    else:
-        assert add(machine, large)
-
-
-@pytest.mark.parametrize("own_id", [True, False])
-def test_a_message_that_is_held_back_is_not_sent_over_a_lower_limit(own_id: bool) -> None:
-    machine = batch(2, own_id=own_id)
-    add(machine, message("a.1"))
-    add(machine, message("a.2", bytes(1000)))
-    machine.receive(1, *STAGED)
-    encoded = machine.prepare(message("a.3", bytes(1000)))
-    before = visible(machine)
-    machine.limit_messages(500)
-    for call in (
-        lambda: machine.add(encoded),
-        lambda: machine.add(machine.prepare(message("a.4"))),
-        lambda: machine.add_many(iter([("a.5", b"")]), 1),
-        lambda: machine.commit(None),
-        lambda: machine.commit(machine.prepare(message("a.6"))),
-    ):
-        with pytest.raises(errors.MaxPayloadError, match="max_payload of 500"):
-            call()
-        assert visible(machine) == before
-    machine.limit_messages(10_000)
-    assert [command[0] for command in commit(machine, message("a.7"))] == ["a.2", "a.7"]
 
 
 def test_a_prepared_message_is_not_sent_over_a_lower_limit() -> None:
@@ -184,35 +182,10 @@ def test_a_clean_exit_commits_an_open_batch_with_messages() -> None:
     assert machine.finish() is False
 
 
-@pytest.mark.parametrize("sent", [True, False])
-@pytest.mark.parametrize("in_one_go", [True, False])
-def test_a_lost_connection_ends_a_batch_that_is_sent_in_one_go(in_one_go: bool, sent: bool) -> None:
-    machine = at(OPEN, in_one_go=in_one_go) if sent else batch(in_one_go=in_one_go)
-    machine.cannot_send()
-    assert machine.state is (FAILED if in_one_go and sent else OPEN)
-
-
-@pytest.mark.parametrize("state", list(State))
-def test_a_cancelled_commit_leaves_the_outcome_unknown(state: State) -> None:
-    machine = at(state)
-    machine.commit_cancelled()
-    assert machine.state is (UNKNOWN if state is COMMITTING else state)
-
-
-@pytest.mark.parametrize(
-    ("state", "unresolved"),
-    [
-        (COMMITTED, Unresolved.NONE),
-        (DISCARDED, Unresolved.NONE),
-        (FAILED, Unresolved.NONE),
-        (UNKNOWN, Unresolved.COMMIT),
-    ],
-)
-def test_resolve_only_looks_into_an_unknown_outcome(state: State, unresolved: Unresolved) -> None:
-    assert at(state).unresolved() is unresolved
-
-
-def test_resolve_of_open_duplicate_and_separately_stored_batches() -> None:
+def test_what_resolve_looks_into() -> None:
+    for state in (COMMITTED, DISCARDED, FAILED):
+        assert at(state).unresolved() is Unresolved.NONE
+    assert at(UNKNOWN).unresolved() is Unresolved.COMMIT
     for state in (NEW, OPEN, COMMITTING):
         with pytest.raises(errors.BatchError, match="is still open"):
             at(state).unresolved()
@@ -283,41 +256,13 @@ def test_a_subject_that_the_stream_lacks_is_a_question() -> None:
             assert machine.prepare(message("b.2"))
 
 
-def test_a_batch_of_a_named_stream_takes_subjects_that_the_stream_does_not_list() -> None:
-    machine = AtomicBatchMachine("b1")
-    first = machine.prepare(message("b.1", stream="S"))
-    machine.open(first, api_level=4, server_version="", reply="_INBOX.r", stream=STREAM)
-    for subject in ("b.1", "a.1", "c.1"):
-        assert add(machine, message(subject))
-
-
-def test_a_subject_that_was_checked_before_the_batch_was_opened_is_checked_again() -> None:
-    machine = AtomicBatchMachine("b1")
-    first = machine.prepare(message("a.1"))
-    assert machine.prepare(message("b.1"))
-    machine.open(first, api_level=4, server_version="", reply="_INBOX.r", stream=STREAM)
-    with pytest.raises(SubjectElsewhere):
-        machine.prepare(message("b.1"))
-    add(machine, message("a.1"))
-    for answer in (None, "S"):  # to several calls at once
-        machine.check_stream("b.1", answer)
-    assert add(machine, message("b.1"))
-    with pytest.raises(errors.BadSubjectError):
-        machine.check_stream("c.1", "T")
-
-
 @LEVELS
-@pytest.mark.parametrize("operation", ["add", "commit", "commit_eob"])
-@pytest.mark.parametrize(
-    ("state", "error", "outcome"),
-    [
-        (COMMITTING, errors.BatchClosedError, "unknown"),
-        (COMMITTED, errors.BatchClosedError, "stored"),
-        (DISCARDED, errors.BatchClosedError, "not_stored"),
-        (FAILED, errors.AtomicPublishDisabledError, "not_stored"),
-        (UNKNOWN, errors.BatchOutcomeUnknownError, "unknown"),
-    ],
-)
+@walk("operation", ["add", "commit", "commit_eob"])
+@walk("state, error, outcome", [
+    (COMMITTING, errors.BatchClosedError, "unknown"), (COMMITTED, errors.BatchClosedError, "stored"),
+    (DISCARDED, errors.BatchClosedError, "not_stored"), (FAILED, errors.AtomicPublishDisabledError, "not_stored"),
+    (UNKNOWN, errors.BatchOutcomeUnknownError, "unknown"),
+])  # fmt: skip
 def test_a_batch_that_is_not_open_takes_nothing(
     state: State, error: type[errors.BatchError], outcome: str, operation: str, level: int
 ) -> None:
@@ -330,33 +275,6 @@ def test_a_batch_that_is_not_open_takes_nothing(
         assert (caught.value.batch_id, caught.value.outcome, caught.value.ack) == ("b1", outcome, machine.ack)
         assert caught.value is not machine.error, "each call raises an error of its own"
     assert visible(machine) == before
-
-
-@LEVELS
-@pytest.mark.parametrize("state", list(State))
-def test_discard_ends_an_open_batch_and_makes_a_sent_commit_unknown(state: State, level: int) -> None:
-    machine = at(state, level)
-    machine.discard()
-    machine.discard()
-    assert machine.state is {NEW: DISCARDED, OPEN: DISCARDED, COMMITTING: UNKNOWN}.get(state, state)
-    if state is COMMITTING:
-        assert isinstance(machine.error, errors.BatchOutcomeUnknownError)
-
-
-@LEVELS
-@pytest.mark.parametrize("state", list(State))
-def test_a_lost_answer_fails_an_open_batch_and_makes_a_sent_commit_unknown(state: State, level: int) -> None:
-    machine = at(state, level)
-    machine.lost("no answer within 5 s")
-    assert machine.state is {OPEN: FAILED, COMMITTING: UNKNOWN}.get(state, state)
-    if state is OPEN:
-        assert isinstance(machine.error, errors.BatchAbandonedError)
-        assert machine.error.outcome == "not_stored"
-        assert "no answer within 5 s" in str(machine.error)
-    if state is COMMITTING:
-        assert isinstance(machine.error, errors.BatchOutcomeUnknownError)
-        assert machine.error.outcome == "unknown"
-        assert "2 messages" in str(machine.error)
 
 
 # -- replies in every state
@@ -392,17 +310,29 @@ REFUSED = {
 }
 
 
-@LEVELS
-@pytest.mark.parametrize("reply", REPLIES)
-@pytest.mark.parametrize("state", [COMMITTED, DISCARDED, FAILED, UNKNOWN])
-def test_a_late_reply_changes_nothing(state: State, reply: str, level: int) -> None:
-    machine = at(state, level)
-    before = visible(machine)
-    assert machine.receive(machine.sent, *REPLIES[reply]) is None
-    assert visible(machine) == before
+def test_replies_that_change_nothing() -> None:
+    """After the end of the batch, and replies to a sequence that was not sent."""
+    for state in State:
+        for name, answer in REPLIES.items():
+            machine = at(state)
+            before = visible(machine)
+            late = [machine.sent] if state in (COMMITTED, DISCARDED, FAILED, UNKNOWN) else []
+            for seq in (*late, 0, machine.sent + 1, 1 << 70):
+                assert machine.receive(seq, *answer) is None, (state, name)
+                assert visible(machine) == before, (state, name)
 
 
-@pytest.mark.parametrize("reply", REPLIES)
+def test_staged_messages() -> None:
+    machine = at(OPEN)
+    for seq, staged in ((2, 2), (1, 2)):
+        machine.receive(seq, *STAGED)
+        assert machine.staged == staged, "it never decreases"
+    machine = at(COMMITTING)
+    assert machine.receive(2, *STAGED) is None
+    assert (machine.state, machine.staged) == (COMMITTING, 2)
+
+
+@walk("reply", REPLIES)
 def test_replies_to_the_newest_message_while_open(reply: str) -> None:
     machine = at(OPEN)
     returned = machine.receive(2, *REPLIES[reply])
@@ -421,8 +351,8 @@ def test_replies_to_the_newest_message_while_open(reply: str) -> None:
         assert type(machine.error) is REFUSED.get(reply, expected)
 
 
-@pytest.mark.parametrize("reply", sorted(STILL_OPEN | REFUSED.keys()))
-@pytest.mark.parametrize("seq", [1, 2])
+@walk("reply", sorted(STILL_OPEN | REFUSED.keys()))
+@walk("seq", [1, 2])
 def test_a_refusal_of_an_older_message_ends_the_batch(reply: str, seq: int) -> None:
     machine = at(OPEN)
     add(machine, message("a.3"))
@@ -431,20 +361,12 @@ def test_a_refusal_of_an_older_message_ends_the_batch(reply: str, seq: int) -> N
     assert type(machine.error) is REFUSED[reply]
     assert machine.error.outcome == "not_stored"  # type: ignore[attr-defined]
     assert f"message {seq}" in str(machine.error)
-
-
-@pytest.mark.parametrize("reply", sorted(REFUSED))
-def test_a_refusal_of_the_first_message_ends_the_batch(reply: str) -> None:
-    machine = batch()
-    add(machine, message())
-    assert machine.receive(1, *REPLIES[reply]) is None
-    assert machine.state is FAILED
     assert pickle.loads(pickle.dumps(machine.error)).outcome == "not_stored"
 
 
 @LEVELS
-@pytest.mark.parametrize("last", [None, message("a.3")], ids=["eob", "with a message"])
-@pytest.mark.parametrize("reply", REPLIES)
+@walk("last", [None, message("a.3")])
+@walk("reply", REPLIES)
 def test_replies_to_the_commit(reply: str, last: BatchMessage | None, level: int) -> None:
     machine = at(OPEN, level)
     steps = commit(machine, last)
@@ -478,20 +400,15 @@ def test_replies_to_the_commit(reply: str, last: BatchMessage | None, level: int
         assert isinstance(machine.error.__cause__, errors.ResponseError)
 
 
-def test_a_message_is_staged_while_the_commit_is_under_way() -> None:
-    machine = at(COMMITTING)
-    assert machine.receive(2, *STAGED) is None
-    assert (machine.state, machine.staged) == (COMMITTING, 2)
-
-
-@pytest.mark.parametrize("reply", REPLIES)
-@pytest.mark.parametrize("state", [OPEN, COMMITTING])
-def test_a_reply_to_what_was_never_sent_changes_nothing(state: State, reply: str) -> None:
-    machine = at(state)
-    before = visible(machine)
-    for seq in (0, machine.sent + 1, 1 << 70):
-        assert machine.receive(seq, *REPLIES[reply]) is None
-        assert visible(machine) == before
+def test_a_refusal_of_the_only_message_or_of_one_during_the_commit_ends_the_batch() -> None:
+    for reply, error in REFUSED.items():
+        machine = batch()
+        add(machine, message())
+        assert machine.receive(1, *REPLIES[reply]) is None
+        assert (machine.state, type(machine.error)) == (FAILED, error)
+    machine = at(COMMITTING, own_id=True)
+    assert machine.receive(2, *refusal(10054)) is None
+    assert machine.state is FAILED
 
 
 def test_refusals_of_the_two_newest_messages() -> None:
@@ -505,13 +422,7 @@ def test_refusals_of_the_two_newest_messages() -> None:
         add(machine, message("a.1", expected_last_subject_seq=0))
 
 
-def test_a_refusal_of_an_earlier_message_during_the_commit_ends_the_batch() -> None:
-    machine = at(COMMITTING, own_id=True)
-    assert machine.receive(2, *refusal(10054)) is None
-    assert machine.state is FAILED
-
-
-@pytest.mark.parametrize("answer", ["503", "overload", "incomplete", "wrong last sequence", "ack", None])
+@walk("answer", ["503", "overload", "incomplete", "wrong last sequence", "ack", None])
 def test_the_answer_to_the_commit_decides_if_another_batch_may_have_the_id(answer: str | None) -> None:
     # The place of the refused message may have been taken by one of another batch.
     machine = at(COMMITTING)
@@ -535,7 +446,7 @@ class TestAnEarlierBatchWithTheId:
     """A batch of the same id may be open on the server. If it has one message, message 2 of this one continues it."""
 
     @LEVELS
-    @pytest.mark.parametrize("options", [{}, {"ack_first": False}, {"in_one_go": True}])
+    @walk("options", [{}, {"ack_first": False}, {"in_one_go": True}])
     def test_it_is_not_committed(self, options: dict[str, Any], level: int) -> None:
         machine = batch(level, **options)
         sent = add(machine, message(), ack=False), add(machine, message("a.2"), ack=False)
@@ -584,21 +495,6 @@ class TestAnEarlierBatchWithTheId:
         bulk = batch(ack_first=False).add_many(iter([message()] * 3), 1 << 20)
         assert (bulk.messages, bulk.awaited, bulk.last_asked) == (3, 0, 0)
 
-    def test_a_later_reply_does_not_tell_that_message_1_was_taken(self) -> None:
-        machine = batch(ack_first=False)
-        add(machine, message())
-        add(machine, message(), ack=True)
-        machine.receive(2, *STAGED)
-        assert machine.begin(None) is not None
-
-    def test_a_batch_of_one_message_continues_no_other(self) -> None:
-        machine = batch()
-        last = machine.prepare(message())
-        assert machine.begin(last) is None
-        machine.commit(last)
-        machine.receive(1, *ack(1))
-        assert machine.state is COMMITTED
-
     @LEVELS
     def test_a_generated_id_needs_no_reply(self, level: int) -> None:
         machine = batch(level, own_id=True, ack_first=False)
@@ -616,20 +512,6 @@ class TestAnEarlierBatchWithTheId:
         assert caught.value.outcome == "not_stored"
 
 
-def test_staged_never_decreases() -> None:
-    machine = at(OPEN)
-    for seq, staged in ((2, 2), (1, 2)):
-        machine.receive(seq, *STAGED)
-        assert machine.staged == staged
-
-
-def test_a_batch_on_a_server_that_stored_it_as_ordinary_messages() -> None:
-    machine = at(OPEN)
-    machine.receive(1, b"", b'{"stream":"A", "seq":1}')
-    with pytest.raises(errors.UnsupportedFeatureError, match="2 messages of batch b1 may be stored"):
-        add(machine, message())
-
-
 def test_a_refusal_that_no_caller_awaits_ends_the_batch() -> None:
     # Its caller was cancelled after the message had become part of the batch.
     machine = at(OPEN)
@@ -639,21 +521,6 @@ def test_a_refusal_that_no_caller_awaits_ends_the_batch() -> None:
     assert machine.state is FAILED
     with pytest.raises(errors.MessageTooLargeError):
         commit(machine)
-
-
-@pytest.mark.parametrize("state", [COMMITTING, COMMITTED, DISCARDED, UNKNOWN])
-def test_a_refusal_that_no_caller_awaits_changes_nothing_after_the_commit(state: State) -> None:
-    machine = at(state)
-    before = visible(machine)
-    machine.refusal_unobserved(errors.MessageTooLargeError("no"))
-    assert visible(machine) == before
-
-
-@given(st.integers(1, 3), st.binary(max_size=30), st.binary(max_size=40), st.sampled_from([OPEN, COMMITTING]))
-def test_any_bytes_leave_a_batch_in_a_state_of_the_table(seq: int, header: bytes, payload: bytes, state: State) -> None:
-    machine = at(state)
-    machine.receive(seq, header, payload)
-    assert machine.state in ({OPEN, FAILED} if state is OPEN else {OPEN, COMMITTING, FAILED, UNKNOWN})
 
 
 # -- what goes out
@@ -679,21 +546,13 @@ def test_with_the_marker_every_message_goes_out_at_once() -> None:
     assert (machine.size, machine.sent) == (2, 3)
 
 
-def test_with_the_marker_a_last_message_commits_itself() -> None:
-    machine = at(OPEN)
-    (step,) = commit(machine, message("a.3", b"last"))
-    assert plain(step) == (
-        "a.3", "_INBOX.r", {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "3", "Nats-Batch-Commit": "1"}, b"last",
-    )  # fmt: skip
-    assert (machine.size, machine.sent, machine.last_subject) == (3, 3, "a.3")
-
-
-@pytest.mark.parametrize("level", [2, 3])
 class TestHeldBack:
     """Servers before 2.14 have no marker, so the newest message is held back to carry the commit."""
 
-    def test_the_newest_message_carries_the_commit(self, level: int) -> None:
-        machine = batch(level)
+    level = 3
+
+    def test_the_newest_message_carries_the_commit(self) -> None:
+        machine = batch(self.level)
         assert add(machine, message()) is None
         assert plain(add(machine, message("a.2")))[2] == {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "1"}
         assert (machine.size, machine.sent, machine.last_subject) == (2, 1, "a.2")
@@ -702,22 +561,16 @@ class TestHeldBack:
             "a.2", "_INBOX.r", {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "2", "Nats-Batch-Commit": "1"}, b"x",
         )  # fmt: skip
 
-    def test_a_single_message_carries_the_commit(self, level: int) -> None:
-        machine = batch(level)
-        add(machine, message())
-        (step,) = commit(machine)
-        assert step[2] == {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "1", "Nats-Batch-Commit": "1"}
-
-    def test_a_last_message_follows_the_held_one(self, level: int) -> None:
-        machine = batch(level)
+    def test_a_last_message_follows_the_held_one(self) -> None:
+        machine = batch(self.level)
         add(machine, message())
         first, last = commit(machine, message("a.2"))
         assert plain(first)[:3] == ("a.1", "_INBOX.r", {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "1"})
         assert last[2]["Nats-Batch-Commit"] == "1"
 
-    def test_the_marker_is_never_sent(self, level: int) -> None:
+    def test_the_marker_is_never_sent(self) -> None:
         # 2.12.0 would store it; 2.12.1 drops the batch.
-        machine = at(OPEN, level)
+        machine = at(OPEN, self.level)
         steps = commit(machine, message("a.3"))
         machine.receive(machine.sent, *NO_RESPONDERS)
         assert machine.state is OPEN
@@ -727,8 +580,8 @@ class TestHeldBack:
         (step,) = commit(machine, message("a.3"))
         assert step == steps[-1]
 
-    def test_later_changes_to_headers_and_payload_have_no_effect(self, level: int) -> None:
-        machine = batch(level)
+    def test_later_changes_to_headers_and_payload_have_no_effect(self) -> None:
+        machine = batch(self.level)
         headers, payload = {"K": "v"}, bytearray(b"one")
         add(machine, message(payload=payload, headers=headers))  # type: ignore[arg-type]
         headers["K"] = "broken\r\n"
@@ -737,40 +590,22 @@ class TestHeldBack:
         step = plain(add(machine, message("a.2")))
         assert step[2:] == ({"K": "v", "Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "1"}, b"one")
 
-    def test_a_refusal_that_would_reach_the_next_caller_ends_the_batch(self, level: int) -> None:
+    def test_a_refusal_that_would_reach_the_next_caller_ends_the_batch(self) -> None:
         # Adding the third sends the second; its refusal must not look as if the third could be tried again.
-        machine = batch(level, ack_every=1)
+        machine = batch(self.level, ack_every=1)
         for name in ("a.1", "a.2", "a.3"):
             add(machine, message(name))
         assert machine.receive(2, *refusal(10054)) is None
         assert machine.state is FAILED
 
-    def test_a_requested_reply_stays_with_its_message(self, level: int) -> None:
-        machine = batch(level, ack_first=False)
-        add(machine, message(), ack=True)
-        assert plain(add(machine, message("a.2"), ack=False))[1]
 
-
-@LEVELS
-def test_an_empty_batch_cannot_be_committed(level: int) -> None:
-    machine = batch(level)
-    with pytest.raises(errors.EmptyBatchError) as caught:
-        commit(machine)
-    assert (caught.value.outcome, machine.state) == ("not_stored", OPEN)
-    assert commit(machine, message())
-
-
-@pytest.mark.parametrize(
-    ("options", "asks", "replies"),
-    [
-        ({}, {}, [True, False, False, False]),
-        ({"ack_first": False}, {}, [False, False, False, False]),
-        ({"ack_every": 2}, {}, [True, True, False, True]),
-        ({"ack_first": False, "ack_every": 3}, {}, [False, False, True, False]),
-        ({"ack_every": 1}, {2: False}, [True, False, True, True]),
-        ({}, {1: False, 3: True}, [False, False, True, False]),
-    ],
-)
+@walk("options, asks, replies", [
+    ({}, {}, [True, False, False, False]), ({"ack_first": False}, {}, [False, False, False, False]),
+    ({"ack_every": 2}, {}, [True, True, False, True]),
+    ({"ack_first": False, "ack_every": 3}, {}, [False, False, True, False]),
+    ({"ack_every": 1}, {2: False}, [True, False, True, True]),
+    ({}, {1: False, 3: True}, [False, False, True, False]),
+])  # fmt: skip
 def test_which_messages_ask_for_a_reply(options: dict[str, Any], asks: dict[int, bool], replies: list[bool]) -> None:
     machine = batch(own_id=True, **options)
     steps = [add(machine, message(), asks.get(seq)) for seq in range(1, 5)]
@@ -812,81 +647,3 @@ def test_sequences_on_the_wire_are_1_to_n_whatever_is_refused(level: int, data: 
     assert list(staged) == list(range(1, len(accepted) + 1))
     machine.receive(machine.sent, *ack(len(accepted)))
     assert machine.state is COMMITTED
-
-
-# -- messages that are larger than their stream takes
-
-
-LARGE = message("a.large", bytes(500))
-
-
-def limited_to(size: int) -> StreamState:
-    return StreamState("A", "2026-01-01T00:00:00Z", {"subjects": ["a.>"], "max_msg_size": size})
-
-
-def blamed(machine: AtomicBatchMachine, error: errors.JetStreamExtError | None, size: int = 400) -> str | None:
-    """Return the subject that the error for a stream with this limit names."""
-    suspect = None if error is None else machine.suspect(error)
-    found = suspect and machine.too_large(suspect[0], limited_to(size))
-    return str(found).partition("subject '")[2].partition("'")[0] if found else None
-
-
-@pytest.mark.parametrize("bulk", [False, True])
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_the_largest_message_of_an_incomplete_batch_is_named(place: int, bulk: bool) -> None:
-    machine = batch(own_id=True)
-    messages = [message("a.1"), message("a.2"), message("a.3")]
-    messages[place] = LARGE
-    if bulk:
-        machine.add_many(iter(messages), 1 << 20)
-    else:
-        for each in messages:
-            add(machine, each)
-    commit(machine)
-    machine.receive(machine.sent, *refusal(10176))
-    suspect = machine.suspect(machine.error or errors.JetStreamExtError())
-    assert suspect is not None
-    assert suspect[0].size > 500, "headers count"
-    assert blamed(machine, machine.error, suspect[0].size - 1) == "a.large"
-    assert blamed(machine, machine.error, suspect[0].size) is None, "a message may have as many bytes as the limit"
-
-
-@pytest.mark.parametrize("size", [-1, None])
-def test_a_stream_without_a_limit_blames_no_message(size: int | None) -> None:
-    machine = batch(own_id=True)
-    add(machine, LARGE)
-    commit(machine)
-    machine.receive(2, *refusal(10176))
-    state = limited_to(-1)
-    if size is None:
-        state = StreamState("A", "2026-01-01T00:00:00Z", {})
-    suspect = machine.suspect(machine.error or errors.JetStreamExtError())
-    assert suspect is not None
-    assert machine.too_large(suspect[0], state) is None
-
-
-def test_other_refusals_have_nothing_to_do_with_a_size() -> None:
-    machine = batch(own_id=True)
-    add(machine, LARGE)
-    commit(machine)
-    machine.receive(2, *refusal(10071))
-    assert blamed(machine, machine.error) is None
-
-
-def test_a_message_that_was_taken_back_is_blamed_only_for_its_own_refusal() -> None:
-    machine = batch(own_id=True)
-    add(machine, message())
-    add(machine, LARGE, ack=True)
-    refused = machine.receive(2, *refusal(10054))
-    assert blamed(machine, refused) == "a.large"
-    add(machine, message("a.2"))
-    commit(machine)
-    machine.receive(3, *refusal(10176))
-    assert blamed(machine, machine.error) is None
-
-
-def test_a_refused_last_message_is_named() -> None:
-    machine = batch(own_id=True)
-    add(machine, message())
-    commit(machine, LARGE)
-    assert blamed(machine, machine.receive(2, *refusal(10054))) == "a.large"

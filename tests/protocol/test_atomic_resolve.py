@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 import pytest
+from cells import walk
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -109,26 +110,13 @@ def without(*seqs: int) -> dict[int, StoredMsg]:
 BATCH = {seq: stored(seq, number) for number, seq in enumerate((8, 9, 10), 1)}
 
 
-@pytest.mark.parametrize("direct", [True, False])
+@walk("direct", [True, False])
 def test_a_batch_is_found_by_any_of_its_messages(direct: bool) -> None:
     state = replace(STATE, config={**STATE.config, "allow_direct": direct})
     for kept in BATCH:
         world = World({**without(*BATCH), kept: BATCH[kept]}, state=state)
         assert world.follow(find_commit(commit(opened=state))) == BatchAck("S", 10, "b1", 3)
     assert any(isinstance(each, AskRange) for each in world.asked) is direct
-
-
-def test_the_last_message_of_the_last_subject_is_enough() -> None:
-    world = World(last=BATCH[10])
-    assert world.follow(find_commit(commit())) == BatchAck("S", 10, "b1", 3)
-    assert [type(each) for each in world.asked] == [AskState, AskMessage]
-
-
-@pytest.mark.parametrize("direct", [True, False])
-def test_a_stream_without_holes_proves_that_nothing_is_stored(direct: bool) -> None:
-    state = replace(STATE, config={**STATE.config, "allow_direct": direct})
-    assert World(without(), state=state).follow(find_commit(commit(opened=state))) is None
-    assert World(without(8, 9), state=state).follow(find_commit(commit(opened=state))) is None
 
 
 def test_the_read_waits_until_the_leader_has_applied_everything() -> None:
@@ -157,8 +145,8 @@ def lose_the_majority(look: int, world: World) -> None:
     world.state = replace(STATE, leader_is_certain=look < 3)
 
 
-@pytest.mark.parametrize(
-    ("world", "facts", "verdict", "why"),
+@walk(
+    "world, facts, verdict, why",
     [
         ({}, {"opened": None}, NeverKnown, "could not be read when the batch was opened"),
         ({"state": None}, {}, NeverKnown, "no longer exists"),
@@ -187,10 +175,6 @@ def test_what_leaves_the_outcome_open(
 ) -> None:
     with pytest.raises(verdict, match=why):
         World(**{"messages": without(), **world}).follow(find_commit(commit(**facts)))
-
-
-def test_a_replaced_connection_settles_what_the_server_had_acknowledged() -> None:
-    assert World(without(), session=1).follow(find_commit(commit(staged=1))) is None
 
 
 # -- batches with an id that others may use
@@ -226,7 +210,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("direct", [True, False])
+@walk("direct", [True, False])
 def test_a_batch_with_an_id_of_the_caller_is_compared(direct: bool) -> None:
     state = replace(STATE, config={**STATE.config, "allow_direct": direct})
     own = run("xyz", 8)
@@ -236,8 +220,8 @@ def test_a_batch_with_an_id_of_the_caller_is_compared(direct: bool) -> None:
         assert world.follow(find_earlier(given_id(opened=state), NOW)) == BatchAck("S", 10, "b1", 3)
 
 
-@pytest.mark.parametrize("messages", OTHERS.values(), ids=OTHERS)
-@pytest.mark.parametrize("newest", [True, False])
+@walk("messages", OTHERS.values())
+@walk("newest", [True, False])
 def test_another_batch_is_not_taken_for_this_one(messages: dict[int, StoredMsg], newest: bool) -> None:
     world = World({**without(*messages), **messages}, last=messages[max(messages)] if newest else None)
     assert world.follow(find_earlier(given_id(), NOW)) is None
@@ -249,7 +233,7 @@ def test_another_batch_is_not_taken_for_this_one(messages: dict[int, StoredMsg],
         assert world.follow(find_commit(given_id(after=6))) is None
 
 
-@pytest.mark.parametrize("missing", [8, 9, 10])
+@walk("missing", [8, 9, 10])
 def test_a_batch_with_an_id_of_the_caller_and_a_hole_proves_nothing(missing: int) -> None:
     messages = {**without(8, 9, 10), **run("xyz", 8)}
     del messages[missing]
@@ -262,14 +246,8 @@ def test_a_batch_with_an_id_of_the_caller_and_a_hole_proves_nothing(missing: int
             world.follow(find_earlier(given_id(), NOW))
 
 
-def test_an_earlier_batch_is_found_behind_another_one() -> None:
-    messages = {**without(*range(5, 11)), **run("xyz", 5), **run("xyw", 8)}
-    world = World(messages, last=messages[10])
-    assert world.follow(find_earlier(given_id(), NOW)) == BatchAck("S", 7, "b1", 3)
-
-
-@pytest.mark.parametrize(
-    ("state", "first", "proved"),
+@walk(
+    "state, first, proved",
     [
         ({}, None, True),  # never removed
         ({"first_seq": 3, "messages": 8}, stored(3), True),
@@ -293,7 +271,7 @@ def test_only_a_stream_that_keeps_everything_proves_that_there_is_no_earlier_bat
             world.follow(find_earlier(given_id(), NOW))
 
 
-@pytest.mark.parametrize("find", [find_commit, lambda facts: find_earlier(facts, NOW)])
+@walk("find", [find_commit, lambda facts: find_earlier(facts, NOW)])
 def test_what_cannot_be_compared_is_never_known(find: Callable[[Commit], Plan]) -> None:
     state = replace(STATE, config={**STATE.config, "subject_transform": {"src": "s.>", "dest": "t.>"}})
     with pytest.raises(NeverKnown, match="transforms subjects"):
@@ -302,12 +280,6 @@ def test_what_cannot_be_compared_is_never_known(find: Callable[[Commit], Plan]) 
         World().follow(find(given_id(opened=None)))
     with pytest.raises(NeverKnown, match="no longer exists"):
         World(state=None).follow(find(given_id()))
-
-
-def test_the_search_for_an_earlier_batch_waits_for_messages_that_the_leader_has_accepted() -> None:
-    world = World(without(), mark=refused(10071, "wrong last sequence: 11"))
-    with pytest.raises(NotYetKnown, match="not yet applied"):
-        world.follow(find_earlier(given_id(), NOW))
 
 
 # -- the messages of a stream
@@ -391,17 +363,8 @@ def with_content(seq: int, message: StoredMsg) -> StoredMsg:
     return StoredMsg(stream="S", subject="s.a", seq=seq, headers=message.headers, data=message.data)
 
 
-def test_similar_ids_and_sequences_are_not_the_batch() -> None:
-    looking = search()
-    for seq, headers in enumerate(
-        [header("b", "x"), header("b", 0), header("b", 4), header("B", 1), header("b", "9" * 5000), {}], 1
-    ):
-        looking.see(with_headers(seq, headers))
-    assert (looking.last_seq, looking.room) == (None, False)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
+@walk(
+    "one, other, same",
     [
         (("a", {}, b"1"), ("a", {}, b"1"), True),
         (("a", {}, b"1"), ("a", {}, b"2"), False),
@@ -431,15 +394,11 @@ def test_the_fence_is_two_messages_that_are_never_stored() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("wrong last sequence: 2022", "has not yet applied all messages"),
-        ("wrong last sequence", "did not report the stream's last sequence"),
-        ("", "did not report the stream's last sequence"),
-        ("x: 7", "did not report the stream's last sequence"),
-    ],
-)
+@walk("text, why", [
+    ("wrong last sequence: 2022", "has not yet applied all messages"),
+    ("wrong last sequence", "did not report the stream's last sequence"),
+    ("", "did not report the stream's last sequence"), ("x: 7", "did not report the stream's last sequence"),
+])  # fmt: skip
 def test_the_second_refusal_may_name_the_sequence_that_the_leader_will_reach(text: str, why: str) -> None:
     world = World(without(), state=replace(STATE, replicated=True), mark=refused(10071, text))
     with pytest.raises(NotYetKnown, match=why):

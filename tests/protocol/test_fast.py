@@ -4,65 +4,15 @@ import logging
 import pickle
 from typing import Any
 
-import orjson
 import pytest
+from cells import walk
+from fast_batches import FAIL, OK, ack, batch, commands, err, final, gap, message, no_responders, refusal, reply
 
 from jetstream_ext import errors
-from jetstream_ext.protocol import frames
 from jetstream_ext.protocol.fast import ERR, KEPT_REPORTS, Ended, FastBatch, Input, State
 from jetstream_ext.protocol.fast import TABLE as TABLE_OF_THE_MACHINE
-from jetstream_ext.protocol.fast_wire import BatchFlowError, UnrecognisedReply
-from jetstream_ext.protocol.frames import Command, Frame
-from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowGap, BatchMessage, EndReason, GapMode
-
-OK, FAIL = GapMode.OK, GapMode.FAIL
-
-
-def batch(gap: GapMode = FAIL, **options: Any) -> FastBatch:
-    machine = FastBatch(batch_id="b1", flow=10, gap=gap, **options)
-    machine.open("_INBOX.x")
-    return machine
-
-
-def message(subject: str = "f.1", payload: bytes = b"x", **options: Any) -> BatchMessage:
-    return BatchMessage(subject, payload, **options)
-
-
-def reply(body: dict[str, Any] | bytes, seq: int = 1, op: int = 1, header: bytes = b"") -> Frame:
-    """An answer to the message `seq`, sent with `op`."""
-    payload = body if isinstance(body, bytes) else orjson.dumps(body)
-    return b"_INBOX.x.b1.10.fail.%d.%d.$FI" % (seq, op), header + payload, len(header)
-
-
-def ack(up_to: int, msgs: int = 10, *, seq: int | None = None, op: int = 1) -> Frame:
-    return reply({"type": "ack", "seq": up_to, "msgs": msgs}, seq or max(1, up_to), op)
-
-
-def gap(first: int, seq: int) -> Frame:
-    return reply({"type": "gap", "last_seq": first, "seq": seq}, seq)
-
-
-def err(seq: int, err_code: int = 10071) -> Frame:
-    return reply({"type": "err", "seq": seq, "error": {"code": 400, "err_code": err_code, "description": "no"}}, seq)
-
-
-def refusal(err_code: int, seq: int = 2, op: int = 1, code: int = 400) -> Frame:
-    body = {"error": {"code": code, "err_code": err_code, "description": "no"}, "stream": "F", "seq": 0}
-    header = b"NATS/1.0 429 Too Many Requests\r\n\r\n" if code == 429 else b""
-    return reply(body, seq, op, header)
-
-
-def no_responders(seq: int = 2, op: int = 1) -> Frame:
-    return reply(b"", seq, op, b"NATS/1.0 503\r\nNats-Subject: f.1\r\n\r\n")
-
-
-def final(count: int, batch_id: str = "b1", *, seq: int | None = None, op: int = 3) -> Frame:
-    body = {"stream": "F", "seq": 100 + count, "batch": batch_id, "count": count}
-    return reply(body, seq or max(1, count), op)
-
-
-def commands(data: bytes) -> list[Command]:
-    return list(frames.parse_pubs(data))
+from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.types import BatchAck, BatchFlowAck, EndReason, GapMode
 
 
 def in_state(state: State, mode: GapMode | None = None) -> FastBatch:
@@ -150,7 +100,7 @@ TABLE: list[tuple[State, GapMode | None, str, Frame, State, Any]] = [
     (O, None, "err about a message never sent", err(7), O, None),
     (O, FAIL, "gap that goes back", gap(6, 3), D, None),
     (O, OK, "gap that goes back", gap(6, 3), D, None),
-    (O, None, "a batch opened by a ping", reply({"type": "gap", "last_seq": 1, "seq": 6}, 5, 4), E, (EndReason.ERROR, errors.FastPublishUnknownBatchError, "unknown")),
+    (O, None, "a batch opened by a ping", gap(1, 6, at=5, op=4), E, (EndReason.ERROR, errors.FastPublishUnknownBatchError, "unknown")),
     (C, None, "ack", ack(5), C, None),
     (C, None, "ack of the marker", ack(6), C, None),
     (C, FAIL, "gap", gap(3, 5), D, None),
@@ -185,7 +135,7 @@ TABLE: list[tuple[State, GapMode | None, str, Frame, State, Any]] = [
     (P, OK, "429 to the ping", refusal(10167, 5, 4, 429), P, None),
     (P, OK, "503", no_responders(5), P, None),
     (P, OK, "unknown batch", refusal(10208, 5, 4), E, (EndReason.DISCONNECTED, errors.BatchAbandonedError, "unknown")),
-    (P, OK, "a batch opened by the ping", reply({"type": "gap", "last_seq": 1, "seq": 6}, 5, 4), E, (EndReason.DISCONNECTED, errors.BatchAbandonedError, "unknown")),
+    (P, OK, "a batch opened by the ping", gap(1, 6, at=5, op=4), E, (EndReason.DISCONNECTED, errors.BatchAbandonedError, "unknown")),
     (P, OK, "final", final(3), E, (EndReason.ERROR, errors.BatchAbandonedError, "partial")),
     (P, OK, "garbage", GARBAGE, P, None),
     (E, None, "ack", ack(5), E, (EndReason.COMMITTED, None, None)),
@@ -194,16 +144,17 @@ TABLE: list[tuple[State, GapMode | None, str, Frame, State, Any]] = [
     (E, None, "garbage", GARBAGE, E, (EndReason.COMMITTED, None, None)),
 ]  # fmt: skip
 CELLS = [
-    pytest.param(state, mode, *rest, id=f"{state.value}, {mode.value}: {what}")
+    (f"{state.value}, {mode.value}: {what}", state, mode, *rest)
     for state, only, what, *rest in TABLE
     for mode in ([only] if only else [OK, FAIL])
 ]
 
 
-@pytest.mark.parametrize(("state", "mode", "frame", "after", "ending"), CELLS)
+@walk("cell, state, mode, frame, after, ending", CELLS)
 def test_every_state_and_reply(
-    state: State, mode: GapMode, frame: Frame, after: State, ending: Any, caplog: pytest.LogCaptureFixture
+    cell: str, state: State, mode: GapMode, frame: Frame, after: State, ending: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.clear()
     machine = in_state(state, mode)
     sent, acked = machine.sent, machine.acked
     with caplog.at_level(logging.DEBUG, logger="jetstream_ext.fast"):
@@ -239,7 +190,7 @@ def test_every_state_and_reply(
         assert pickle.loads(pickle.dumps(caught.value)).ack == machine.ack
 
 
-@pytest.mark.parametrize("state", [state for state in State if state not in (State.NEW, State.ENDED)])
+@walk("state", [state for state in State if state not in (State.NEW, State.ENDED)])
 def test_deadline_ends_the_batch_with_its_outcome(state: State) -> None:
     machine = in_state(state)
     machine.waiting(10.0)
@@ -256,7 +207,7 @@ def test_deadline_ends_the_batch_with_its_outcome(state: State) -> None:
         assert machine.error.outcome == "unknown"
 
 
-@pytest.mark.parametrize("state", list(State))
+@walk("state", list(State))
 def test_discard_ends_the_batch_in_every_state(state: State) -> None:
     machine = in_state(state)
     events = machine.discard()
@@ -272,9 +223,7 @@ def test_discard_ends_the_batch_in_every_state(state: State) -> None:
     assert caught.value.outcome == ("not_stored" if state is State.NEW else "unknown")
 
 
-@pytest.mark.parametrize(
-    ("said", "outcome"), [([ack(4)], "unknown"), ([ack(5)], "stored"), ([err(3), ack(5)], "partial")]
-)
+@walk("said, outcome", [([ack(4)], "unknown"), ([ack(5)], "stored"), ([err(3), ack(5)], "partial")])
 def test_outcome_without_a_final_ack(said: list[Frame], outcome: str) -> None:
     machine = in_state(O, OK)
     machine.receive(said, 0.0)
@@ -284,8 +233,8 @@ def test_outcome_without_a_final_ack(said: list[Frame], outcome: str) -> None:
     assert caught.value.outcome == outcome
 
 
-@pytest.mark.parametrize("state", list(State))
-@pytest.mark.parametrize("acked", [0, 2, 5])
+@walk("state", list(State))
+@walk("acked", [0, 2, 5])
 def test_lost_connection_in_every_state(state: State, acked: int) -> None:
     machine = in_state(state)
     if state in (State.NEW, P, E):
@@ -311,22 +260,9 @@ def test_lost_connection_in_every_state(state: State, acked: int) -> None:
     assert error.outcome == ("unknown" if acked < machine.sent or state is C else "stored")
 
 
-def test_a_closed_batch_raises_a_new_error_each_time() -> None:
-    machine = in_state(O)
-    machine.receive([gap(3, 5), final(2)], 0.0)
-    caught = []
-    for _ in range(2):
-        with pytest.raises(errors.BatchGapError) as info:
-            machine.check_open()
-        caught.append(info.value)
-    assert caught[0] is not caught[1]
-    assert (caught[0].first_lost, caught[0].last_lost, caught[0].ack) == (3, 4, BatchAck("F", 102, "b1", 2))
-
-
-@pytest.mark.parametrize(
-    ("said", "outcome"),
+@walk(
+    "said, outcome",
     [([], "stored"), ([gap(3, 5)], "partial"), ([err(3)], "partial"), ([refusal(10054)], "partial")],
-    ids=["all", "gap", "err", "too large"],
 )
 def test_outcome_of_a_committed_batch(said: list[Frame], outcome: str) -> None:
     machine = in_state(C, OK)
@@ -339,8 +275,8 @@ def test_outcome_of_a_committed_batch(said: list[Frame], outcome: str) -> None:
 # -- the window
 
 
-@pytest.mark.parametrize("outstanding", [1, 2, 3])
-@pytest.mark.parametrize("msgs", [1, 5, 500])
+@walk("outstanding", [1, 2, 3])
+@walk("msgs", [1, 5, 500])
 def test_the_window_is_flow_times_outstanding(outstanding: int, msgs: int) -> None:
     machine = batch(max_outstanding_acks=outstanding)
     assert machine.room == 10 * outstanding
@@ -354,38 +290,11 @@ def test_the_window_is_flow_times_outstanding(outstanding: int, msgs: int) -> No
     assert machine.room == msgs * outstanding
 
 
-def test_the_flow_follows_the_server_up_and_down() -> None:
-    machine = in_state(O)
-    for seq, msgs in ((1, 2), (2, 500), (3, 1), (4, 0)):
-        machine.receive([ack(seq, msgs)], 0.0)
-        assert machine.window.flow == max(1, msgs)
-
-
 def test_acks_are_cumulative_and_never_go_back() -> None:
     machine = in_state(O)
     events, _ = machine.receive([ack(4, 20), ack(2, 1), ack(4, 30), ack(3, 1)], 0.0)
     assert (machine.acked, machine.window.flow) == (4, 30)
     assert events == [BatchFlowAck(4, 20), BatchFlowAck(4, 30)], "one that is older than what is known says nothing"
-
-
-@pytest.mark.parametrize("mode", [OK, FAIL])
-def test_a_gap_report_never_moves_the_window(mode: GapMode) -> None:
-    machine = in_state(O, mode)
-    machine.receive([ack(2)], 0.0)
-    room = machine.room
-    events, _ = machine.receive([gap(3, 5)], 0.0)
-    assert (machine.acked, machine.room) == (2, room)
-    assert events == [BatchFlowGap(3, 5)]
-    assert (list(machine.gaps), machine.gap_count) == ([BatchFlowGap(3, 5)], 1)
-
-
-@pytest.mark.parametrize("mode", [FAIL, OK])
-def test_gap_beyond_what_was_sent_changes_nothing(mode: GapMode) -> None:
-    machine = in_state(O, mode)
-    forged = gap(machine.sent, machine.sent + 2)
-    events, _ = machine.receive([forged], 0.0)
-    assert (machine.state, events) == (O, [UnrecognisedReply(forged[1])])
-    assert not machine.gaps
 
 
 def test_reports_are_bounded_and_counted() -> None:
@@ -396,23 +305,6 @@ def test_reports_are_bounded_and_counted() -> None:
     machine.receive([err(2)] * (KEPT_REPORTS + 5), 0.0)
     assert (machine.gap_count, len(machine.gaps), machine.gaps[-1].first_lost) == (1010, 1000, 1010)
     assert (machine.error_count, len(machine.errors)) == (1005, 1000)
-
-
-def test_refused_messages_do_not_count_in_the_window() -> None:
-    # No ack covers it before a later message is stored: a window full of refused messages would never open again.
-    machine = batch(OK, max_outstanding_acks=1)
-    machine.add(message(), 0.0)
-    machine.receive([ack(0, 3, op=0)], 0.0)
-    machine.add(message(), 0.0)
-    machine.add(message(), 0.0)
-    assert machine.room == 0
-    machine.receive([err(2), err(2), err(3)], 0.0)
-    assert machine.room == 2
-    machine.receive([ack(1, 3)], 0.0)
-    assert machine.room == 3
-    machine.add(message(), 0.0)
-    machine.receive([ack(4, 3)], 0.0)
-    assert machine.room == 3
 
 
 def test_memory_of_refused_messages_is_bounded() -> None:
@@ -434,37 +326,9 @@ def test_memory_of_refused_messages_is_bounded() -> None:
     assert (machine.room, machine.window._refused_count, len(machine.window._refused)) == (10, 0, 0)
 
 
-def test_window_opens_after_lost_refusal_reports() -> None:
-    machine = batch(OK, max_outstanding_acks=1, stall_ping=1.0)
-    machine.add(message(), 0.0)
-    machine.receive([ack(0, 2, op=0)], 0.0)
-    machine.add(message(), 0.0)
-    machine.disconnected(0.5)  # reports are lost only with a connection
-    machine.reconnected(0.5)
-    machine.receive([ack(0, 2, seq=2, op=4)], 1.0)
-    machine.receive([ack(0, 2, seq=2, op=4)], 1.5)
-    assert machine.room == 0, "a replica may be slow"
-    assert machine.window.settled_without_ack == 0
-    machine.receive([ack(0, 2, seq=2, op=4)], 2.0)
-    assert (machine.room, machine.acked) == (2, 0)
-    machine.add(message(), 2.0)
-    assert machine.room == 1
-
-
-def test_a_refused_message_is_reported_with_its_sequence() -> None:
-    machine = in_state(O, OK)
-    for frame, cls in ((err(2), errors.WrongLastSequenceError), (refusal(10054, 3), errors.MessageTooLargeError)):
-        events, out = machine.receive([frame], 0.0)
-        (report,) = events
-        assert isinstance(report, BatchFlowError)
-        assert type(report.error) is cls
-        assert (report, out) == (machine.errors[-1], b"")
-    assert [report.seq for report in machine.errors] == [2, 3]
-
-
-@pytest.mark.parametrize("mode", [FAIL, OK])
-@pytest.mark.parametrize("state", [S, O, C])
-@pytest.mark.parametrize("reported", [True, False], ids=["2.15", "2.14"])
+@walk("mode", [FAIL, OK])
+@walk("state", [S, O, C])
+@walk("reported", [True, False])
 def test_the_final_ack_of_another_batch_with_the_same_id_acknowledges_nothing(
     mode: GapMode, state: State, reported: bool
 ) -> None:
@@ -479,18 +343,6 @@ def test_the_final_ack_of_another_batch_with_the_same_id_acknowledges_nothing(
     assert ("nothing is stored" in str(machine.error)) == (state is S)
 
 
-@pytest.mark.parametrize(
-    ("why", "text"),
-    [({}, "the connection was lost"), ({"why": "the connection is draining"}, "the connection is draining")],
-)
-@pytest.mark.parametrize("state", [S, O, C])
-def test_the_error_says_what_happened_to_the_connection(state: State, why: dict[str, str], text: str) -> None:
-    machine = in_state(state)
-    machine.disconnected(0.0, for_good=True, **why)
-    assert text in str(machine.error)
-    assert ("was lost" in str(machine.error)) == (not why)
-
-
 def test_dropped_message_in_fail_mode_is_followed_by_a_ping() -> None:
     machine = in_state(O)
     _, out = machine.receive([no_responders(3)], 0.0)
@@ -501,8 +353,8 @@ def test_dropped_message_in_fail_mode_is_followed_by_a_ping() -> None:
     assert machine.acked == 2
 
 
-@pytest.mark.parametrize("said", [[gap(3, 6), final(2)], [final(2)]], ids=["reported", "report lost"])
-@pytest.mark.parametrize("refused", [refusal(10054, 3), no_responders(3)], ids=["too large", "503"])
+@walk("said", [[gap(3, 6), final(2)], [final(2)]])
+@walk("refused", [refusal(10054, 3), no_responders(3)])
 def test_in_fail_mode_a_refusal_after_the_commit_is_the_reason(refused: Frame, said: list[Frame]) -> None:
     machine = in_state(C)
     machine.receive([refused, *said], 0.0)
@@ -513,54 +365,7 @@ def test_in_fail_mode_a_refusal_after_the_commit_is_the_reason(refused: Frame, s
     assert (machine.error.outcome, machine.error.ack, machine.error.acked) == ("partial", machine.ack, 2)
 
 
-def test_settled_by_acks_or_by_a_pong() -> None:
-    machine = in_state(O)
-    assert not machine.is_settled(machine.sent)
-    machine.receive([ack(5)], 0.0)
-    assert machine.is_settled(machine.sent)
-    machine.add(message(), 0.0)
-    assert not machine.is_settled(machine.sent)
-    events, _ = machine.receive([ack(5, seq=6, op=4)], 0.0)
-    assert events == [BatchFlowAck(5, 10)]
-    assert (machine.is_settled(machine.sent), machine.acked, machine.window.arrived, machine.pongs) == (True, 5, 6, 1)
-
-
-def test_an_unknown_reply_is_an_event() -> None:
-    assert in_state(O).receive([UNKNOWN], 0.0) == ([UnrecognisedReply(b'{"type":"weather"}')], b"")
-
-
-def test_replies_after_the_end_are_ignored() -> None:
-    machine = in_state(C)
-    assert machine.receive([final(5), gap(1, 2), refusal(10208)], 0.0) == ([Ended(EndReason.COMMITTED)], b"")
-    assert machine.gap_count == 0
-
-
-def test_the_error_of_a_batch_that_was_discarded_unused_says_that_nothing_was_sent() -> None:
-    machine = batch()
-    machine.discard()
-    with pytest.raises(errors.BatchClosedError, match="discarded, so it has no final ack; nothing was sent"):
-        machine.result()
-
-
-def test_every_change_of_state_is_one_debug_record(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, logger="jetstream_ext.fast")
-    machine = batch()
-    machine.add(message(), 0.0)
-    machine.receive([ack(0, op=0), ack(0, op=0)], 0.0)
-    machine.add(message(), 0.0)
-    machine.receive([ack(2), gap(2, 2), ack(2)], 0.0)
-    machine.receive([final(2), final(2)], 0.0)
-    machine.discard()
-    abandoned = "error=BatchAbandonedError"
-    assert [record.getMessage() for record in caplog.records] == [
-        "batch b1: NEW -> STARTING (a message is sent); sent=1, acked=0",
-        "batch b1: STARTING -> OPEN (an ack frame); sent=1, acked=0",
-        f"batch b1: OPEN -> DRAINING (the server received a sequence of the batch twice); sent=2, acked=2, {abandoned}",
-        f"batch b1: DRAINING -> ENDED (the final ack covers every message); sent=2, acked=2, end_reason=error, {abandoned}",
-    ]
-
-
-@pytest.mark.parametrize("mode", [OK, FAIL])
+@walk("mode", [OK, FAIL])
 def test_a_call_that_the_table_refuses_changes_nothing(mode: GapMode) -> None:
     calls = {Input.MESSAGE: lambda it: it.add(message(), 9.0), Input.PING: lambda it: it.ping(9.0),
              Input.COMMIT: lambda it: it.commit(9.0)}  # fmt: skip
@@ -578,23 +383,11 @@ def test_a_call_that_the_table_refuses_changes_nothing(mode: GapMode) -> None:
                 assert work(machine)
 
 
-@pytest.mark.parametrize("operation", ["ping", "commit"])
-def test_a_batch_without_messages_has_nothing_to_ping_or_commit(operation: str) -> None:
-    machine = batch()
-    with pytest.raises(errors.EmptyBatchError) as caught:
-        getattr(machine, operation)(0.0)
-    assert caught.value.outcome == "not_stored"
-    assert machine.state is State.NEW
-
-
-@pytest.mark.parametrize(
-    ("first", "seq", "text"),
-    [
-        (1, 2, "message 1 was lost; nothing is stored"),
-        (2, 3, "message 2 was lost; message 1 is stored, later ones are not"),
-        (3, 5, "messages 3 to 4 were lost; messages 1 to 2 are stored, later ones are not"),
-    ],
-)
+@walk("first, seq, text", [
+    (1, 2, "message 1 was lost; nothing is stored"),
+    (2, 3, "message 2 was lost; message 1 is stored, later ones are not"),
+    (3, 5, "messages 3 to 4 were lost; messages 1 to 2 are stored, later ones are not"),
+])  # fmt: skip
 def test_a_gap_names_what_is_lost_and_what_is_stored(first: int, seq: int, text: str) -> None:
     machine = in_state(O)
     machine.receive([gap(first, seq), final(first - 1, seq=seq)], 0.0)
@@ -612,3 +405,20 @@ def test_an_error_that_is_raised_before_the_final_ack_states_no_number_that_chan
     machine.receive([final(2)], 0.0)
     assert machine.error is not None
     assert (machine.error.acked, str(machine.error)) == (2, str(caught.value))
+
+
+def test_window_opens_after_lost_refusal_reports() -> None:
+    machine = batch(OK, max_outstanding_acks=1, stall_ping=1.0)
+    machine.add(message(), 0.0)
+    machine.receive([ack(0, 2, op=0)], 0.0)
+    machine.add(message(), 0.0)
+    machine.disconnected(0.5)  # reports are lost only with a connection
+    machine.reconnected(0.5)
+    machine.receive([ack(0, 2, seq=2, op=4)], 1.0)
+    machine.receive([ack(0, 2, seq=2, op=4)], 1.5)
+    assert machine.room == 0, "a replica may be slow"
+    assert machine.window.settled_without_ack == 0
+    machine.receive([ack(0, 2, seq=2, op=4)], 2.0)
+    assert (machine.room, machine.acked) == (2, 0)
+    machine.add(message(), 2.0)
+    assert machine.room == 1

@@ -4,50 +4,23 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from cells import walk
+from fast_batches import ack, batch, commands, message, opened
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jetstream_ext import errors
-from jetstream_ext.protocol import frames
-from jetstream_ext.protocol.fast import FastBatch, State
-from jetstream_ext.protocol.frames import Command
+from jetstream_ext.protocol.fast import FastBatch
 from jetstream_ext.protocol.headers import EncodedHeaders, encode
 from jetstream_ext.protocol.options import as_message
-from jetstream_ext.types import NEVER, BatchMessage, Entry, GapMode
-
-FIRST = (b"_INBOX.x.b1.10.ok.1.0.$FI", b'{"type":"ack","seq":0,"msgs":500}', 0)
-
-
-def batch(max_payload: int = 1 << 20, **options: Any) -> FastBatch:
-    machine = FastBatch(batch_id="b1", flow=10, **options)
-    machine.set_max_payload(max_payload)
-    machine.open("_INBOX.x")
-    return machine
-
-
-def opened(sent: int = 5, **options: Any) -> FastBatch:
-    """A batch that has sent this many messages and had its first reply."""
-    machine = batch(**options)
-    machine.add(message(), 0.0)
-    machine.receive([FIRST], 0.0)
-    for _ in range(sent - 1):
-        machine.add(message(), 0.0)
-    return machine
-
-
-def message(subject: str = "f.1", payload: bytes = b"x", **options: Any) -> BatchMessage:
-    return BatchMessage(subject, payload, **options)
-
-
-def commands(data: bytes) -> list[Command]:
-    return list(frames.parse_pubs(data))
+from jetstream_ext.types import NEVER, BatchMessage, GapMode
 
 
 def test_the_commands_on_the_wire() -> None:
     machine = batch(gap=GapMode.OK)
     data = machine.add(message(payload=b"one"), 0.0)
     assert data == b"PUB f.1 _INBOX.x.b1.10.ok.1.0.$FI 3\r\none\r\n"
-    machine.receive([FIRST], 0.0)
+    machine.receive([ack(0, 500, op=0)], 0.0)
     # The reply subject keeps the flow that was asked for, whatever the server sets.
     assert machine.add_plain("f.2", b"two", 0.0) == b"PUB f.2 _INBOX.x.b1.10.ok.2.1.$FI 3\r\ntwo\r\n"
     (third,) = commands(machine.add(message(payload=b"", headers={"K": "v"}, msg_id="m", msg_ttl=NEVER), 0.0))
@@ -59,19 +32,7 @@ def test_the_commands_on_the_wire() -> None:
     assert machine.sent == 3
 
 
-def test_plain_and_full_messages_are_the_same_bytes() -> None:
-    for made in (batch, opened):
-        one, other = made(), made()
-        assert one.add(message(payload=b"abc"), 1.0) == other.add_plain("f.1", b"abc", 1.0)
-        assert (one.sent, one.state, one.next_timer()) == (other.sent, other.state, other.next_timer())
-    one, other = opened(), opened()
-    many, count, size, _ = one.add_many(iter([("f.1", b"abc"), ("f.2", b"", {"K": "v"}), message(payload=b"z")]), 1.0)
-    single = [message(payload=b"abc"), message("f.2", b"", headers={"K": "v"}), message(payload=b"z")]
-    assert many == b"".join(other.add(entry, 1.0) for entry in single)
-    assert (count, size) == (3, 4)
-
-
-@pytest.mark.parametrize("made", [batch, opened])
+@walk("made", [batch, opened])
 def test_encoded_headers_are_the_same_bytes(made: Callable[..., FastBatch]) -> None:
     one, other = made(max_payload=100), made(max_payload=100)
     headers = {"K": "v", "Nats-Msg-Id": "1"}
@@ -84,20 +45,11 @@ def test_encoded_headers_are_the_same_bytes(made: Callable[..., FastBatch]) -> N
         assert str(found[0][3]) == str(found[1][3])
 
 
-def test_a_block_of_large_messages_ends_before_its_window() -> None:
-    machine = opened(max_payload=1 << 20)
-    for large in (("f.1", bytes(600_000)), ("f.1", bytes(600_000), {"K": "v"}), message(payload=bytes(600_000))):
-        entries = iter([large] * 5)
-        data, count, size, stopped = machine.add_many(entries, 1.0)
-        assert (count, size, stopped) == (2, 1_200_000, None)
-        assert len(commands(data)) == 2
-        assert len(list(entries)) == 3
-
-
 def test_the_headers_of_a_block_count_as_well() -> None:
     machine = opened(max_payload=1 << 20)
     headers = {"K": "x" * 60_000}
     for large in (("f.1", b"", headers), message(headers=headers)):
+        machine.receive([ack(machine.sent, 500)], 1.0)
         data, count, _, stopped = machine.add_many(iter([large] * 30), 1.0)
         assert (count, stopped) == (18, None)
         assert len(data) < 1_200_000
@@ -118,8 +70,8 @@ REFUSED: list[tuple[Any, type[Exception]]] = [
 ]
 
 
-@pytest.mark.parametrize(("bad", "error"), REFUSED)
-@pytest.mark.parametrize("made", [batch, opened])
+@walk("bad, error", REFUSED)
+@walk("made", [batch, opened])
 def test_a_refused_message_changes_nothing(
     made: Callable[..., FastBatch], bad: BatchMessage, error: type[Exception]
 ) -> None:
@@ -132,89 +84,31 @@ def test_a_refused_message_changes_nothing(
     assert machine.add(message(), 6.0) == other.add(message(), 6.0)
 
 
-def test_headers_of_the_caller_are_not_changed() -> None:
-    headers = {"K": "v"}
-    opened().add(message(headers=headers, msg_id="m"), 0.0)
-    assert headers == {"K": "v"}
-
-
-@pytest.mark.parametrize("option", [{"flow": 0}, {"flow": 65536}, {"flow": True}, {"flow": 1.5}, {"flow": "1"}])
+@walk("option", [{"flow": 0}, {"flow": 65536}, {"flow": True}, {"flow": 1.5}, {"flow": "1"}])
 def test_flow_is_checked(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="flow"):
         FastBatch(batch_id="b", **option)
 
 
-@pytest.mark.parametrize("value", [0, 4, True, 1.0, -1])
+@walk("value", [0, 4, True, 1.0, -1])
 def test_outstanding_acks_are_checked(value: Any) -> None:
     with pytest.raises(ValueError, match="max_outstanding_acks"):
         batch(max_outstanding_acks=value)
 
 
-@pytest.mark.parametrize(("gap_mode", "batch_id"), [("maybe", "b"), ("ok", "a.b"), ("fail", "")])
+@walk("gap_mode, batch_id", [("maybe", "b"), ("ok", "a.b"), ("fail", "")])
 def test_mode_and_id_are_checked(gap_mode: Any, batch_id: str) -> None:
     with pytest.raises(ValueError, match=r"maybe|batch id"):
         FastBatch(batch_id=batch_id, gap=gap_mode)
 
 
 class TestAddMany:
-    @pytest.mark.parametrize("limit", [1, 3, 100])
-    def test_takes_no_more_than_the_window_has_room_for(self, limit: int) -> None:
-        machine = opened(max_outstanding_acks=1)
-        machine.receive([(b"_INBOX.x.b1.10.fail.5.1.$FI", b'{"type":"ack","seq":5,"msgs":%d}' % limit, 0)], 0.0)
-        entries = iter([("f.1", b"%d" % i) for i in range(10)])
-        data, count, size, stopped = machine.add_many(entries, 0.0)
-        taken = min(limit, 10)
-        assert (count, size, machine.sent) == (taken, taken, 5 + taken)
-        assert [c.payload for c in commands(data)] == [b"%d" % i for i in range(taken)]
-        assert [int(c.reply.split(".")[-3]) for c in commands(data)] == list(range(6, 6 + taken))
-        assert isinstance(stopped, StopIteration) is (limit == 100)
-        assert len(list(entries)) == 10 - taken
-
     def test_a_block_is_not_larger_than_what_the_server_acknowledges_at_once(self) -> None:
         machine = opened(max_outstanding_acks=2)
-        machine.receive([(b"_INBOX.x.b1.10.fail.5.1.$FI", b'{"type":"ack","seq":5,"msgs":3}', 0)], 0.0)
+        machine.receive([ack(5, 3)], 0.0)
         entries = iter([("f.1", b"x")] * 10)
         assert [machine.add_many(entries, 0.0)[1] for _ in range(3)] == [3, 3, 0]
         assert len(list(entries)) == 4
-
-    def test_sends_only_the_first_message_before_the_first_reply(self) -> None:
-        machine = batch()
-        entries = iter([("f.1", b"x")] * 5)
-        data, count, _, stopped = machine.add_many(entries, 0.0)
-        assert (count, stopped, machine.state, machine.room) == (1, None, State.STARTING, 0)
-        assert commands(data)[0].reply.endswith(".1.0.$FI")
-
-    @pytest.mark.parametrize("over", [0, 5])
-    def test_takes_nothing_without_room(self, over: int) -> None:
-        entries, machine = iter([("f.1", b"x")]), opened()
-        machine.sent = machine.window.limit + over
-        assert machine.add_many(entries, 0.0) == (b"", 0, 0, None)
-        assert next(entries)
-
-    @pytest.mark.parametrize(("bad", "error"), [
-        *REFUSED, (("a b", b""), errors.BadSubjectError), (("f.1", "x"), TypeError), (("f.1",), TypeError), ("ab", TypeError),
-        ((), TypeError), (None, TypeError), (5, TypeError), (("f.1", bytes(2000)), errors.MaxPayloadError),
-        ((None, b"x"), TypeError), (([], b"x"), TypeError), (("f.1", b"", {"K": "\n"}), errors.BadHeaderError),
-    ])  # fmt: skip
-    def test_a_refused_message_has_no_sequence_and_those_before_it_do(self, bad: Any, error: Any) -> None:
-        machine = opened(max_payload=1000, sent=1)
-        good: list[Entry] = [("f.1", b"a"), message(payload=b"b")]
-        data, count, size, stopped = machine.add_many(iter([*good, bad, ("f.1", b"c")]), 0.0)
-        assert isinstance(stopped, error)
-        assert (count, size, machine.sent) == (2, 2, 3)
-        assert [c.payload for c in commands(data)] == [b"a", b"b"]
-        assert b".4.1.$FI" in machine.add(message(), 0.0)
-
-    @pytest.mark.parametrize("error", [RuntimeError("source"), KeyboardInterrupt(), OSError("gone")])
-    def test_source_errors_come_after_the_messages_before_them(self, error: BaseException) -> None:
-        def source() -> Iterator[Entry]:
-            yield ("f.1", b"a")
-            raise error
-
-        machine = opened()
-        data, count, _, stopped = machine.add_many(source(), 0.0)
-        assert (count, machine.sent, stopped) == (1, 6, error)
-        assert len(commands(data)) == 1
 
     def test_a_closed_batch_takes_nothing_from_the_source(self) -> None:
         machine, entries = opened(), iter([("f.1", b"x")])
@@ -274,8 +168,7 @@ def test_a_bulk_is_the_same_as_its_messages_one_by_one(
 ) -> None:
     one, other = opened(sent, max_payload=300), opened(sent, max_payload=300)
     for machine in (one, other):
-        ack = b'{"type":"ack","seq":%d,"msgs":%d}' % (sent, flow)
-        machine.receive([(b"_INBOX.x.b1.10.fail.%d.1.$FI" % sent, ack, 0)], 0.0)
+        machine.receive([ack(sent, flow)], 0.0)
     source, expected = _Source(entries, error), _Source(entries, error)
     data, count, size, stopped = b"", 0, 0, None
     while stopped is None and one.room > 0:

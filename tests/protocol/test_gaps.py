@@ -1,6 +1,6 @@
 """Gaps between sequences."""
 
-import pytest
+from cells import walk
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,7 +31,7 @@ def test_gaps_of_a_run_in_pieces(seqs: list[int], first: int, last: int, piece: 
     assert (gaps.lowest, gaps.highest) == (min(missing, default=0), max(missing, default=0))
 
 
-@pytest.mark.parametrize(("pieces", "lowest"), [([[1, 2, 4]], 3), ([[1, 2], [3]], 0), ([[2]], 1), ([[]], 0)])
+@walk("pieces, lowest", [([[1, 2, 4]], 3), ([[1, 2], [3]], 0), ([[2]], 1), ([[]], 0)])
 def test_a_gap_is_known_before_the_end(pieces: list[list[int]], lowest: int) -> None:
     gaps = Gaps(1, 9)
     for seqs in pieces:

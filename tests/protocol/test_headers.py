@@ -4,6 +4,7 @@ import string
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from cells import walk
 from hypothesis import given
 from hypothesis import strategies as st
 from nats.aio.client import Client
@@ -11,19 +12,10 @@ from nats.js.api import Header
 
 from jetstream_ext.errors import BadHeaderError, ResponseError
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.types import BatchMessage
 
 TOKEN = "!#$%&'*+-.^_`|~" + string.digits + string.ascii_letters
 names = st.text(TOKEN, min_size=1, max_size=20).filter(lambda name: name != h.MSG_ID)  # it must not be blank
 values = st.text(st.characters(exclude_characters="\r\n\0", exclude_categories=["Cs"]), max_size=40)
-
-
-def test_encodes_as_on_the_wire() -> None:
-    assert h.encode([("X-U", "v5"), ("Y", "")]) == b"NATS/1.0\r\nX-U: v5\r\nY: \r\n\r\n"
-
-
-def test_headers_are_encoded_in_their_order() -> None:
-    assert h.encode({"b": "1", "a": "2"}.items()) == b"NATS/1.0\r\nb: 1\r\na: 2\r\n\r\n"
 
 
 @given(st.dictionaries(names, values, min_size=1))
@@ -33,23 +25,6 @@ def test_encoded_headers_are_decoded_again(headers: dict[str, str]) -> None:
     assert h.parse_lines(block) == [(name, value.strip()) for name, value in headers.items()]
     assert block.count(b"\r\n") == len(headers) + 2
     assert h.parse_status(block) is None
-
-
-@given(st.dictionaries(names, values, min_size=1))
-def test_encoded_headers_are_a_mapping(headers: dict[str, str]) -> None:
-    encoded = h.EncodedHeaders(h.encode(headers.items()))
-    assert dict(encoded) == {name: value.strip() for name, value in headers.items()}
-    assert len(encoded) == len(headers)
-    assert "no header" not in encoded
-    assert BatchMessage("s", headers=encoded).headers == dict(encoded)
-
-
-async def test_a_value_is_written_as_nats_py_writes_it() -> None:
-    # Servers compare message ids byte by byte, and nats-py may send the same message.
-    nc = Client()
-    for value in (" padded ", "tail  ", "\ttab", "\u00a0no break\u2003", "in the middle"):
-        await nc._send_publish("s", "", b"", 0, {"Nats-Msg-Id": value})
-        assert h.encode([("Nats-Msg-Id", value)]) in nc._pending.pop()
 
 
 def test_a_name_of_nats_py_s_enum_is_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,21 +45,10 @@ def test_nats_py_reads_the_same(headers: dict[str, str]) -> None:
     assert Client._parse_header_lines(block[len(b"NATS/1.0\r\n") :]) == dict(h.parse_lines(block))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("", "v"),
-        ("a b", "v"),
-        ("a:", "v"),
-        ("a\r\nNats-Msg-Id", "v"),
-        ("ä", "v"),
-        ("a\0", "v"),
-        ("K", "v\r\nNats-Msg-Id: 1"),
-        ("K", "v\n"),
-        ("K", "\r"),
-        ("K", "a\0b"),
-    ],
-)
+@walk("name, value", [
+    ("", "v"), ("a b", "v"), ("a:", "v"), ("a\r\nNats-Msg-Id", "v"), ("ä", "v"), ("a\0", "v"),
+    ("K", "v\r\nNats-Msg-Id: 1"), ("K", "v\n"), ("K", "\r"), ("K", "a\0b"),
+])  # fmt: skip
 def test_headers_that_could_end_their_line_are_refused(name: str, value: str) -> None:
     with pytest.raises(BadHeaderError) as caught:
         h.check_header(name, value)
@@ -93,7 +57,7 @@ def test_headers_that_could_end_their_line_are_refused(name: str, value: str) ->
         h.encode([("fine", "fine"), (name, value)])
 
 
-@pytest.mark.parametrize("value", ["\ud800", "a\udfffb", "\ud800" * 3])
+@walk("value", ["\ud800", "a\udfffb", "\ud800" * 3])
 def test_value_that_utf_8_cannot_encode_is_refused_with_the_headers_name(value: str) -> None:
     h.encode([("Culprit", "known by now"), ("Other", "1")])
     with pytest.raises(BadHeaderError, match="the value of header 'Culprit' has half of a surrogate pair"):
@@ -104,16 +68,14 @@ def test_value_that_utf_8_cannot_encode_is_refused_with_the_headers_name(value: 
         h.check_header("Culprit", value)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [(b"K", "v"), ("K", b"v"), ("K", 1), ("K", None), (None, "v"), ("K", ["v"])]
-)
+@walk("name, value", [(b"K", "v"), ("K", b"v"), ("K", 1), ("K", None), (None, "v"), ("K", ["v"])])
 def test_headers_must_be_text(name: object, value: object) -> None:
     with pytest.raises(TypeError, match="must be str"):
         h.check_header(name, value)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("block", "status"),
+@walk(
+    "block, status",
     [
         (b"NATS/1.0\r\n\r\n", None),
         (b"NATS/1.0\r\nStatus: 204\r\n\r\n", None),
@@ -129,32 +91,11 @@ def test_status(block: bytes, status: tuple[int, str] | None) -> None:
     assert h.parse_status(block) == status
 
 
-@pytest.mark.parametrize("block", [b"", b"HTTP/1.1 200\r\n\r\n", b"NATS/1.0 abc\r\n\r\n", b"NATS/1.0 -1\r\n\r\n"])
+@walk("block", [b"", b"HTTP/1.1 200\r\n\r\n", b"NATS/1.0 abc\r\n\r\n", b"NATS/1.0 -1\r\n\r\n"])
 def test_an_invalid_status_is_a_response_error_with_its_bytes(block: bytes) -> None:
     with pytest.raises(ResponseError) as caught:
         h.parse_status(block)
     assert caught.value.frame == block
-
-
-@given(st.binary(max_size=200) | st.binary(max_size=100).map(lambda tail: b"NATS/1.0 " + tail))
-def test_any_bytes_are_a_status_none_or_a_response_error(block: bytes) -> None:
-    try:
-        h.parse_status(block)
-    except ResponseError:
-        pass
-    h.parse_lines(block)
-    h.decode_stored(block)
-
-
-def test_a_status_of_absurd_length_is_a_response_error() -> None:
-    # int() itself refuses texts of more than 4300 digits, with a ValueError.
-    with pytest.raises(ResponseError):
-        h.parse_status(b"NATS/1.0 " + b"1" * 5000 + b"\r\n\r\n")
-
-
-def test_of_two_lines_with_one_name_the_last_counts() -> None:
-    block = b"NATS/1.0\r\nNats-Sequence: 77\r\nX: 1\r\nNats-Sequence: 5\r\nX: 2\r\n\r\n"
-    assert dict(h.parse_lines(block)) == {"Nats-Sequence": "5", "X": "2"}
 
 
 def test_stored_headers_exclude_the_servers_headers() -> None:
@@ -165,16 +106,6 @@ def test_stored_headers_exclude_the_servers_headers() -> None:
     assert h.decode_stored(b"") == {}
 
 
-@pytest.mark.parametrize("name", ["Nats-TTL", "Nats-Anything", "Nats-"])
-def test_names_that_nats_reserves(name: str) -> None:
-    assert h.is_reserved(name)
-
-
-@pytest.mark.parametrize("name", ["nats-ttl", "NATS-TTL", "NATS-App", "Natsy", "X-Nats-TTL", "KV-Operation", ""])
-def test_names_of_the_user(name: str) -> None:
-    assert not h.is_reserved(name)
-
-
 def test_lines_without_a_colon_are_skipped_and_values_may_have_colons() -> None:
     assert h.parse_lines(b"NATS/1.0\r\nnonsense\r\nTime: 12:30:00\r\nNo:space\r\n\r\n") == [
         ("Time", "12:30:00"),
@@ -182,12 +113,7 @@ def test_lines_without_a_colon_are_skipped_and_values_may_have_colons() -> None:
     ]
 
 
-@pytest.mark.parametrize(("line", "number"), [(b"Nats-Num-Pending: 8", 8), (b"X: 0", 0)])
-def test_the_number_of_a_line(line: bytes, number: int) -> None:
-    assert h.line_number(line) == number
-
-
-@pytest.mark.parametrize("line", [b"X: a", b"X: ", b"X"])
+@walk("line", [b"X: a", b"X: ", b"X"])
 def test_a_line_without_a_number_is_a_response_error(line: bytes) -> None:
     with pytest.raises(ResponseError):
         h.line_number(line)
@@ -201,38 +127,32 @@ def test_times_are_exact(second: int, ns: int, digits: int) -> None:
     assert h.parse_time_ns(text.encode()) == second * 1_000_000_000 + int(fraction.ljust(9, "0"))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"", b"Z", b"2026-11-20T21:23:31", b"2026-11-20T21:23:31+01:00", b"2026-11-20T21:23:31+01:00Z",
-        b"2026-11-20Z", b"2026-11-20T21:23:31.Z1", b"2026-11-20T21:23:31.1234567890Z", b"2026-13-20T21:23:31Z",
-        b"2026-11-20T21:23:31.12aZ", b"2022-08-06 00:29:27 +0100 UTC", b" +0000 UTC", b"\xff", b"20261120T212331Z",
-    ],
-)  # fmt: skip
+@walk("text", [
+    b"", b"Z", b"2026-11-20T21:23:31", b"2026-11-20T21:23:31+01:00", b"2026-11-20T21:23:31+01:00Z", b"2026-11-20Z",
+    b"2026-11-20T21:23:31.Z1", b"2026-11-20T21:23:31.1234567890Z", b"2026-13-20T21:23:31Z",
+    b"2026-11-20T21:23:31.12aZ", b"2022-08-06 00:29:27 +0100 UTC", b" +0000 UTC", b"\xff", b"20261120T212331Z",
+])  # fmt: skip
 def test_invalid_times_are_refused(text: bytes) -> None:
     with pytest.raises(ResponseError, match="not RFC 3339") as caught:
         h.parse_time_ns(text)
     assert caught.value.frame == text
 
 
-@pytest.mark.parametrize(
-    ("text", "ns"),
+@walk(
+    "text, ns",
     [(b"2022-08-06 00:29:27.587861324 +0000 UTC", 587861324), (b"2022-08-06 00:29:27 +0000 UTC", 0)],
 )
 def test_times_in_the_form_of_the_adr_are_accepted(text: bytes, ns: int) -> None:
     assert h.parse_time_ns(text) == 1_659_745_767 * 1_000_000_000 + ns
 
 
-@pytest.mark.parametrize(
-    ("text", "utc"),
-    [
-        ("2026-11-20T21:23:31Z", b"2026-11-20T21:23:31Z"),
-        ("2026-11-20T21:23:31.000000001Z", b"2026-11-20T21:23:31.000000001Z"),
-        ("2026-11-20T22:23:31.123456789+01:00", b"2026-11-20T21:23:31.123456789Z"),
-        ("2026-11-20T16:23:31-05:00", b"2026-11-20T21:23:31Z"),
-        ("2027-01-01T00:30:00.5+05:30", b"2026-12-31T19:00:00.5Z"),
-    ],
-)
+@walk("text, utc", [
+    ("2026-11-20T21:23:31Z", b"2026-11-20T21:23:31Z"),
+    ("2026-11-20T21:23:31.000000001Z", b"2026-11-20T21:23:31.000000001Z"),
+    ("2026-11-20T22:23:31.123456789+01:00", b"2026-11-20T21:23:31.123456789Z"),
+    ("2026-11-20T16:23:31-05:00", b"2026-11-20T21:23:31Z"),
+    ("2027-01-01T00:30:00.5+05:30", b"2026-12-31T19:00:00.5Z"),
+])  # fmt: skip
 def test_a_leader_s_time_in_its_own_zone_becomes_utc(text: str, utc: bytes) -> None:
     assert h.to_utc(text) == utc
     assert h.parse_time_ns(h.to_utc(text)) == h.parse_time_ns(utc)
@@ -253,11 +173,6 @@ def test_rebuilt_block_ends_with_the_lines_of_the_server_in_their_order() -> Non
         b"NATS/1.0\r\nA: b\r\nNats-Stream: S\r\nNats-Subject: s\r\nNats-Sequence: 2\r\nNats-Time-Stamp: T\r\n"
         b"Nats-Num-Pending: 0\r\nNats-Last-Sequence: 1\r\n\r\n"
     )
-
-
-def test_rebuilt_end_of_a_batch_keeps_its_status_line() -> None:
-    parsed = {"Status": "204", "Description": "EOB", "Nats-Num-Pending": "7", "Nats-Last-Sequence": "5"}
-    assert h.rebuild(parsed) == b"NATS/1.0 204 EOB\r\nNats-Num-Pending: 7\r\nNats-Last-Sequence: 5\r\n\r\n"
 
 
 class TestHeaderCache:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
+from cells import walk
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,44 +23,38 @@ def verdicts(
     return search.verdicts()
 
 
-@pytest.mark.parametrize(
-    ("stream", "ids", "options", "expected"),
+@walk(
+    "stream, ids, options, expected",
     [
-        pytest.param({}, ["run-1"], {"last_seq": 0}, [MISSING], id="an empty stream"),
-        pytest.param({1: "run-1"}, ["run-1", "run-2"], {"last_seq": 1}, [STORED, MISSING], id="a prefix"),
-        pytest.param({1: "run-1", 9: "run-1"}, ["run-1"], {"last_seq": 9}, [DOUBTFUL], id="two copies"),
-        pytest.param({2: "run-2"}, ["run-1", "run-2"], {"last_seq": 2}, [STORED, STORED], id="replaced by its successor"),
-        pytest.param({2: "b"}, ["a", "b"], {"last_seq": 2}, [UNKNOWN, STORED], id="another may have stored the successor"),
-        pytest.param(
+        ({}, ["run-1"], {"last_seq": 0}, [MISSING]),  # an empty stream
+        ({1: "run-1"}, ["run-1", "run-2"], {"last_seq": 1}, [STORED, MISSING]),  # a prefix
+        ({1: "run-1", 9: "run-1"}, ["run-1"], {"last_seq": 9}, [DOUBTFUL]),  # two copies
+        ({2: "run-2"}, ["run-1", "run-2"], {"last_seq": 2}, [STORED, STORED]),  # replaced by its successor
+        ({2: "b"}, ["a", "b"], {"last_seq": 2}, [UNKNOWN, STORED]),  # another may have stored the successor
+        (
             {2: "b"}, ["a", "b", "c", "d", "b"], {"last_seq": 2}, [UNKNOWN, STORED, UNKNOWN, UNKNOWN, STORED],
-            id="an id twice",
-        ),
-        pytest.param(
+        ),  # an id twice
+        (
             {1: "x", 9: "b"}, ["a", "b", "c"], {"last_seq": 9}, [UNKNOWN, STORED, UNKNOWN],
-            id="another may have stored it behind its successors",
-        ),
-        pytest.param({1: "b"}, ["a", "b"], {"last_seq": 1}, [MISSING, STORED], id="another stored the successor"),
-        pytest.param({1: "x"}, ["run-1"], {"last_seq": 2}, [UNKNOWN], id="the last message was removed"),
-        pytest.param({3: "x"}, ["run-1"], {"last_seq": 3, "base": 2}, [MISSING], id="a hole before the search"),
-        pytest.param({3: "run-1"}, ["run-1", "run-2"], {"last_seq": 3}, [STORED, MISSING], id="a hole before a proof"),
-        pytest.param({1: "run-1"}, ["run-1", "run-2"], {"last_seq": 2}, [STORED, UNKNOWN], id="a hole behind a proof"),
-        pytest.param({4: "run-0", 5: "x"}, ["run-1"], {"last_seq": 5, "before": "run-0"}, [MISSING], id="behind the newest"),
-        pytest.param(
+        ),  # another may have stored it behind its successors
+        ({1: "b"}, ["a", "b"], {"last_seq": 1}, [MISSING, STORED]),  # another stored the successor
+        ({1: "x"}, ["run-1"], {"last_seq": 2}, [UNKNOWN]),  # the last message was removed
+        ({3: "x"}, ["run-1"], {"last_seq": 3, "base": 2}, [MISSING]),  # a hole before the search
+        ({3: "run-1"}, ["run-1", "run-2"], {"last_seq": 3}, [STORED, MISSING]),  # a hole before a proof
+        ({1: "run-1"}, ["run-1", "run-2"], {"last_seq": 2}, [STORED, UNKNOWN]),  # a hole behind a proof
+        ({4: "run-0", 5: "x"}, ["run-1"], {"last_seq": 5, "before": "run-0"}, [MISSING]),  # behind the newest
+        (
             {5: "run-1"}, ["run-1", "run-2"], {"last_seq": 5, "sent_again": True}, [DOUBTFUL, UNKNOWN],
-            id="sent again over a successor that it replaced",
-        ),
-        pytest.param(
+        ),  # sent again over a successor that it replaced
+        (
             {1: "run-1", 2: "x"}, ["run-1", "run-2"], {"last_seq": 2, "sent_again": True}, [STORED, MISSING],
-            id="sent again and still all there",
-        ),
-        pytest.param(
+        ),  # sent again and still all there
+        (
             {1: "run-1", 2: "x"}, ["run-1", "run-2"], {"last_seq": 2, "sent_again": True, "settled": False},
-            [DOUBTFUL, MISSING], id="sent again and perhaps not all there yet",
-        ),
-        pytest.param(
+            [DOUBTFUL, MISSING]),  # sent again and perhaps not all there yet
+        (
             {1: "run-1"}, ["run-1", "run-2"], {"last_seq": 1, "settled": False}, [STORED, MISSING],
-            id="sent only once and perhaps not all there yet",
-        ),
+        ),  # sent only once and perhaps not all there yet
     ],
 )  # fmt: skip
 def test_verdicts(stream: Stream, ids: list[str], options: dict[str, object], expected: list[Verdict]) -> None:

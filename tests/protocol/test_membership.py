@@ -1,8 +1,8 @@
 """What one member of a group does, event by event."""
 
-import pytest
+from cells import walk
 
-from jetstream_ext.protocol.membership import RETRY, Claim, Lose, Membership, Owner, Phase, Release, Revoke
+from jetstream_ext.protocol.membership import RETRY, Claim, Lose, Membership, Owner, Release, Revoke
 from jetstream_ext.protocol.partitions import assign
 
 TTL, MARGIN = 9.0, 0.9
@@ -57,16 +57,6 @@ def join(machine: Membership, *others: str, revision: int = 30) -> set[int]:
 
 
 class TestClaiming:
-    def test_a_new_group_is_claimed_completely(self) -> None:
-        machine = member()
-        attempts = claims(machine, 0.0)
-        assert list(attempts) == [0, 1]
-        assert machine.due(0.0) == []
-        assert machine.claimed(0, attempts[0], 11, 0.1)
-        assert machine.owned == (0,)
-        assert machine.holds(0, 11)
-        assert not machine.holds(0, 10)
-
     def test_nothing_is_claimed_before_the_key_is_stored_or_after_it_may_have_ended(self) -> None:
         machine = Membership("me", 2, ttl=TTL, margin=MARGIN)
         machine.see((), (), {}, 10)
@@ -76,8 +66,8 @@ class TestClaiming:
         assert machine.due(5.0 + TTL - MARGIN) == []
         assert list(claims(machine, 5.0 + TTL - MARGIN - 0.01)) == [0, 1]
 
-    @pytest.mark.parametrize(
-        ("owner", "may"),
+    @walk(
+        "owner, may",
         [
             (None, True),
             (Owner("", 40), True),  # released
@@ -89,21 +79,6 @@ class TestClaiming:
     )
     def test_what_may_be_claimed(self, owner: Owner | None, may: bool) -> None:
         assert member(alive=("me", "alive")).may_claim(owner) is may
-
-    def test_a_partition_of_a_live_member_is_not_claimed(self) -> None:
-        machine = member()
-        machine.see({"me"}, (), {0: Owner("other", 5), 1: Owner("", 6)}, 10)
-        assert list(claims(machine, 0.0)) == [0, 1]
-        machine = member()
-        machine.see({"me", "other"}, {"other"}, {0: Owner("other", 5), 1: Owner("", 6)}, 10)
-        assert list(claims(machine, 0.0)) == [1]
-
-    def test_a_claim_that_failed_is_tried_again_after_a_pause(self) -> None:
-        machine = member(1)
-        machine.failed(0, claims(machine, 0.0)[0], 1.0)
-        assert machine.due(1.0) == []
-        assert machine.wake_at(1.0) == 1.0 + RETRY
-        assert list(claims(machine, 1.0 + RETRY)) == [0]
 
     def test_a_claim_whose_answer_comes_too_late_is_no_ownership(self) -> None:
         machine = member(1)
@@ -128,24 +103,6 @@ class TestClaiming:
 
 
 class TestHandingOver:
-    def test_what_is_assigned_to_another_member_is_revoked_and_then_released(self) -> None:
-        machine = owning()
-        [moved] = join(machine, "other")
-        revoked = revokes(machine, 1.0)
-        assert list(revoked) == [moved]
-        assert machine.due(1.0) == []
-        machine.revoked(moved, revoked[moved])
-        machine.released(moved, releases(machine, 1.0)[moved], 40)
-        assert machine.due(1.0) == []
-        assert machine.phase(moved) is None
-
-    def test_a_release_that_failed_is_tried_again(self) -> None:
-        machine = owning()
-        [moved] = join(machine, "other")
-        machine.revoked(moved, revokes(machine, 1.0)[moved])
-        machine.failed(moved, releases(machine, 1.0)[moved], 1.0)
-        assert list(releases(machine, 1.0 + RETRY)) == [moved]
-
     def test_a_member_whose_release_is_tried_again_is_not_idle(self) -> None:
         machine = owning(1)
         machine.leave()
@@ -168,29 +125,6 @@ class TestHandingOver:
         attempts = claims(machine, TTL)
         assert machine.failed(0, attempts[0], 3 * TTL)
 
-    def test_leaving_gives_everything_back(self) -> None:
-        machine = owning()
-        machine.leave()
-        revoked = revokes(machine, 1.0)
-        assert list(revoked) == [0, 1]
-        assert not machine.idle
-        machine.revoked(0, revoked[0])
-        machine.revoked(1, revoked[1])
-        attempts = releases(machine, 1.0)
-        machine.released(0, attempts[0], 41)
-        machine.released(1, attempts[1], 42)
-        assert machine.idle
-        machine.see({"me"}, (), owned_by("", "", revision=41), 42)
-        assert machine.due(1.0) == []
-
-    def test_a_partition_that_comes_back_while_it_is_revoked_is_claimed_again(self) -> None:
-        machine = owning()
-        [moved] = join(machine, "other")
-        revoked = revokes(machine, 1.0)
-        machine.see({"me"}, (), owned_by("me", "me"), 31)
-        machine.revoked(moved, revoked[moved])
-        assert list(claims(machine, 1.0)) == [moved]
-
 
 class TestLosing:
     def test_everything_is_lost_when_the_key_was_not_renewed(self) -> None:
@@ -202,18 +136,6 @@ class TestLosing:
         assert machine.owned == ()
         assert machine.wake_at(end) == float("inf")
 
-    def test_a_renewal_counts_from_the_moment_it_was_sent(self) -> None:
-        machine = owning()
-        machine.renewed(3.0, 3.1)
-        machine.renewed(2.0, 3.2)  # an older one, answered later
-        assert machine.valid_until == 3.0 + TTL - MARGIN
-
-    def test_whether_the_server_has_answered_since_a_time(self) -> None:
-        machine = owning()
-        machine.renewed(3.0, 3.1)
-        assert machine.was_renewed_since(2.9)
-        assert not machine.was_renewed_since(3.05)
-
     def test_a_renewal_that_comes_after_the_end_does_not_hide_it(self) -> None:
         """The key may have ended before it was stored again, and the answer is handled before the timer."""
         machine = owning()
@@ -222,37 +144,6 @@ class TestLosing:
         [lost, *claimed] = machine.due(TTL + 1.0)
         assert lost == Lose((0, 1))
         assert [it.partition for it in claimed if isinstance(it, Claim)] == [0, 1]
-
-    def test_a_partition_with_a_newer_record_of_another_member_is_lost(self) -> None:
-        machine = owning()
-        machine.stored(0, 50)
-        machine.see({"me", "other"}, {"other"}, {0: Owner("other", 40), 1: Owner("other", 41)}, 41)
-        assert machine.due(1.0) == [Lose((1,))]
-
-    def test_a_revoked_partition_can_be_lost(self) -> None:
-        machine = owning()
-        [moved] = join(machine, "other")
-        revoked = revokes(machine, 1.0)
-        assert machine.phase(moved) is Phase.REVOKING
-        assert machine.due(TTL) == [Lose((0, 1))]
-        machine.revoked(moved, revoked[moved])  # the callback ends later
-        assert machine.phase(moved) is None
-
-    def test_an_older_revocation_that_ends_later_changes_nothing(self) -> None:
-        machine = owning()
-        [moved] = join(machine, "other")
-        older = revokes(machine, 1.0)
-        assert machine.due(TTL) == [Lose((0, 1))]
-        machine.renewed(TTL, TTL)
-        machine.see({"me"}, (), owned_by("me", "me"), 31)
-        for number, attempt in claims(machine, TTL).items():
-            machine.claimed(number, attempt, 41 + number, TTL)
-        machine.see({"me", "other"}, (), owned_by("me", "me", revision=41), 50)
-        newer = revokes(machine, TTL)
-        machine.revoked(moved, older[moved])
-        assert machine.phase(moved) is Phase.REVOKING
-        machine.revoked(moved, newer[moved])
-        assert machine.phase(moved) is None
 
     def test_a_fenced_commit_gives_the_partition_up(self) -> None:
         machine = owning()

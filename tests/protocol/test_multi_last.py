@@ -7,6 +7,8 @@ from datetime import UTC, datetime
 from unittest import mock
 
 import pytest
+from cells import walk
+from direct_replies import eob, row, status
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,35 +27,23 @@ from jetstream_ext.protocol.range_read import (
     SendRequest,
     Wait,
 )
-from jetstream_ext.protocol.reads import NEWEST, MultiLast, SentRequest
+from jetstream_ext.protocol.reads import MultiLast, SentRequest
 from jetstream_ext.protocol.subjects import matcher
 
 TIMEOUT, PAUSE = 5.0, 0.05
 Rows = list[tuple[int, str]]
 
 
-def status(text: str) -> Frame:
-    block = f"NATS/1.0 {text}\r\n\r\n".encode()
-    return b"_INBOX.x", block, len(block)
-
-
 def reply(
     rows: Rows, pending: int = 0, up_to: int | None = None, stream: str = "S", *, old: bool = False
 ) -> list[Frame]:
     """A whole reply; with `old`, its end counts one message too few, as on 2.11."""
-    frames: list[Frame] = []
-    last = 0
-    for place, (seq, subject) in enumerate(rows, 1):
-        block = (
-            f"NATS/1.0\r\nNats-Stream: {stream}\r\nNats-Subject: {subject}\r\nNats-Sequence: {seq}\r\n"
-            f"Nats-Time-Stamp: 2026-11-20T21:23:31.2Z\r\nNats-Num-Pending: {pending + len(rows) - place}\r\n"
-            f"Nats-Last-Sequence: {last}\r\n\r\n"
-        ).encode()
-        frames.append((b"_INBOX.x", block, len(block)))
-        last = seq
-    said = max(0, pending - 1) if old else pending
-    point = "" if up_to is None else f"\r\nNats-UpTo-Sequence: {up_to}"
-    return [*frames, status(f"204 EOB\r\nNats-Num-Pending: {said}\r\nNats-Last-Sequence: {last}{point}")]
+    lasts = [0, *(seq for seq, _ in rows)]
+    frames = [
+        row(seq, last, pending + len(rows) - place, stream, subject=subject)
+        for place, ((seq, subject), last) in enumerate(zip(rows, lasts, strict=False), 1)
+    ]
+    return [*frames, eob(lasts[-1], max(0, pending - 1) if old else pending, up_to)]
 
 
 NOTHING = [status("404 No Results")]
@@ -208,24 +198,12 @@ def one(
     return World(stream, [replica], MultiLast(request, proved=proved), random.Random(1), **options)
 
 
-BOTH = pytest.mark.parametrize("file", [True, False], ids=["file", "memory"])
+BOTH = walk("file", [True, False])
 
 
-@BOTH
 class TestOneReplica:
-    def test_one_page_is_one_request(self, file: bool) -> None:
-        world = one("abcab", Request(multi_last=(">",), max_bytes=100), file=file)
-        assert world.act() is None
-        assert world.delivered == [(3, "c"), (4, "a"), (5, "b")]
-        assert world.plan.end == EndOfBatch(0, 5, 5)
-        assert (len(world.requests), world.leader_asked) == (1, [])
-
-    def test_nothing_found_is_one_request(self, file: bool) -> None:
-        world = one("abc", Request(multi_last=("d",)), file=file)
-        assert (world.act(), world.delivered, len(world.requests)) == (None, [], 1)
-        assert world.plan.end == EndOfBatch(0, 0, found=False)
-
-    @pytest.mark.parametrize("old", [False, True])
+    @BOTH
+    @walk("old", [False, True])
     def test_pages_are_of_one_moment_and_ask_no_leader(self, file: bool, old: bool) -> None:
         world = one("abcde", Request(multi_last=(">",), max_bytes=2), file=file, old=old)
         world.coming = list("azaza")
@@ -235,53 +213,7 @@ class TestOneReplica:
         assert world.leader_asked == []
         assert {request.up_to_seq for request in world.requests if request.multi_last} == {None, 5}
 
-    @pytest.mark.parametrize("size", [1, 2, 100])
-    def test_a_point_in_the_past(self, file: bool, size: int) -> None:
-        world = one("abcabc", Request(multi_last=("a", "b"), up_to_seq=3, max_bytes=size), file=file)
-        assert world.act() is None
-        assert world.delivered == [(1, "a"), (2, "b")], "c, which the last message up to there is of, was not asked for"
-        assert world.plan.end == EndOfBatch(0, 2, 3)
-        assert world.leader_asked == []
-
-    @pytest.mark.parametrize("size", [1, 2, 100])
-    def test_a_point_beyond_the_end_is_the_end(self, file: bool, size: int) -> None:
-        world = one("abcabc", Request(multi_last=("a", "b"), up_to_seq=1000, max_bytes=size), file=file)
-        world.coming = list("aaa")
-        assert world.act() is None
-        assert world.plan.end is not None
-        assert 6 <= (world.plan.end.up_to_seq or 0) <= 9
-        assert world.delivered == world.stream.lasts(["a", "b"], world.plan.end.up_to_seq or 0)
-        assert world.leader_asked == [1000]
-
-    def test_a_point_that_was_removed(self, file: bool) -> None:
-        world = one("abcabc", Request(multi_last=(">",), up_to_seq=4, max_bytes=1), file=file)
-        world.stream.deleted = {4}
-        assert world.act() is None
-        assert world.delivered == [(1, "a"), (2, "b"), (3, "c")]
-        assert world.plan.end == EndOfBatch(0, 3, 3), "what was stored after it is not known any more"
-
-    @pytest.mark.parametrize("limit", [1, 2, 3, 4])
-    def test_a_limit_ends_the_read_with_the_number_of_those_left(self, file: bool, limit: int) -> None:
-        for point in (None, 3, 4, 99):
-            world = one("abcz", Request(multi_last=("a", "b", "c"), up_to_seq=point, batch=limit), file=file)
-            assert world.act() is None
-            assert world.delivered == [(1, "a"), (2, "b"), (3, "c")][:limit]
-            assert world.plan.end == EndOfBatch(max(0, 3 - limit), min(3, limit), min(point or 4, 4))
-
-    def test_nothing_up_to_the_point(self, file: bool) -> None:
-        for log, point, said in (("", 5, 0), ("ab", 5, 2), ("ab", 1, 1)):
-            world = one(log, Request(multi_last=("x",), up_to_seq=point), file=file)
-            assert (world.act(), world.delivered) == (None, [])
-            assert world.plan.end == EndOfBatch(0, 0, said, found=False)
-
-    def test_a_message_that_is_overwritten_between_two_pages_is_missing(self, file: bool) -> None:
-        world = one("abcd", Request(multi_last=(">",), max_bytes=1), file=file)
-        world.stream.history = 1
-        world.coming = list("d")
-        assert world.act() is None
-        assert world.delivered == [(1, "a"), (2, "b"), (3, "c")]
-        assert world.plan.end == EndOfBatch(0, 3, 3)
-
+    @BOTH
     def test_the_read_by_time_pages_by_sequence(self, file: bool) -> None:
         when = datetime(2026, 1, 1, tzinfo=UTC)
         world = one("abc", Request(multi_last=(">",), up_to_time=when, max_bytes=2), file=file)
@@ -289,16 +221,7 @@ class TestOneReplica:
         assert [request.up_to_time for request in world.requests] == [when, None, None]
         assert world.delivered == [(1, "a"), (2, "b"), (3, "c")]
 
-    def test_a_page_that_breaks_off_is_asked_again(self, file: bool) -> None:
-        world = one("abc", Request(multi_last=(">",)), file=file)
-        action = world.machine.next_action(0.0)
-        assert isinstance(action, SendRequest)
-        world.machine.receive(action.sent, reply([(1, "a")], 2, 3)[:1], 0.0)
-        assert isinstance(world.machine.next_action(0.0), Wait)
-        world.machine.disconnected()
-        assert world.act() is None
-        assert world.delivered == [(1, "a"), (2, "b"), (3, "c")], "also without a point in time"
-
+    @BOTH
     def test_a_malformed_header_ends_the_read(self, file: bool) -> None:
         world = one("abc", Request(multi_last=(">",), up_to_seq=3), file=file)
         action = world.machine.next_action(0.0)
@@ -310,6 +233,7 @@ class TestOneReplica:
         assert isinstance(world.act(), errors.ResponseError)
         assert world.machine.state.value == "ended"
 
+    @BOTH
     def test_a_responder_that_is_behind_the_point_is_a_timeout(self, file: bool) -> None:
         world = one("abca", Request(multi_last=("a",), up_to_seq=4), file=file, reached=3)
         error = world.act()
@@ -318,30 +242,7 @@ class TestOneReplica:
         assert (world.delivered, world.plan.done) == ([], False)
         assert TIMEOUT <= world.now <= TIMEOUT + 2 * PAUSE
 
-    def test_proved_shows_what_the_leader_has(self, file: bool) -> None:
-        world = one("abca", Request(multi_last=("a", "x")), file=file, proved=True)
-        assert world.act() is None
-        assert world.delivered == [(4, "a")]
-        assert (world.plan.end, world.leader_asked) == (EndOfBatch(0, 4, 4), [NEWEST])
-        late = one("abca", Request(multi_last=("x",)), file=file, proved=True, reached=3)
-        assert isinstance(late.act(), errors.RequestTimeoutError)
-
-    @pytest.mark.parametrize("size", [1, 100])
-    def test_proved_contains_a_subject_that_is_overwritten_meanwhile(self, file: bool, size: int) -> None:
-        world = one("abca", Request(multi_last=("a",), max_bytes=size), file=file, proved=True)
-        world.stream.history = 1
-        for _ in range(3):
-            action = world.machine.next_action(0.0)
-            if isinstance(action, SendRequest):
-                break
-            world.happen(action)
-            world.stream.write("a")
-        world.replicas[0].reached = world.stream.last
-        world.happen(action)
-        assert world.act() is None
-        assert [subject for _, subject in world.delivered] == ["a"]
-        assert len([request for request in world.requests if request.multi_last]) == 1
-
+    @BOTH
     def test_proved_finds_nothing_only_where_the_witness_is(self, file: bool) -> None:
         world = one("abca", Request(multi_last=("x",), batch=1, max_bytes=1), file=file, proved=True)
         assert (world.act(), world.delivered) == (None, [])
@@ -351,23 +252,7 @@ class TestOneReplica:
         hot.coming = list("abcabcabc" * 100)
         assert isinstance(hot.act(), errors.RequestTimeoutError), "also while the leader's newest message changes"
 
-    @pytest.mark.parametrize("filters", [("*",), ("a", "b", "c", "d")])
-    @pytest.mark.parametrize("size", [1, 3, 100])
-    def test_as_many_subjects_as_the_server_answers_for(self, file: bool, filters: tuple[str, ...], size: int) -> None:
-        for point, proved in ((9, True), (9, False), (7, False), (6, False), (None, True), (None, False)):
-            log = ["a", "b", "c", "d", "a.x", "a", "a.y", "b", "a.z"]
-            stream = Stream()
-            for subject in log:
-                stream.write(subject)
-            replicas = [Replica(stream, 9, file, most=4), Replica(stream, 5, file, stuck=True, most=4)]
-            for seed in range(8):
-                request = Request(multi_last=filters, up_to_seq=point, max_bytes=size)
-                plan = MultiLast(request, proved=proved)
-                world = World(stream, replicas if point else replicas[:1], plan, random.Random(seed))
-                assert world.act() is None
-                assert world.delivered == stream.lasts(filters, point or 9)
-                assert plan.end == EndOfBatch(0, world.delivered[-1][0], point or 9)
-
+    @BOTH
     def test_too_many_subjects_are_an_error(self, file: bool) -> None:
         for point, proved in ((4, True), (4, False), (None, True), (None, False)):
             world = one("abcd", Request(multi_last=("a", "b", "c"), up_to_seq=point), file=file, proved=proved)
@@ -375,6 +260,7 @@ class TestOneReplica:
             assert isinstance(world.act(), errors.TooManySubjectsError)
             assert world.now == 0.0
 
+    @BOTH
     def test_proved_does_not_believe_a_mirror(self, file: bool) -> None:
         world = one("abca", Request(multi_last=(">",)), file=file, proved=True)
         mirror = Replica(world.stream, 4, file, name="M", only="a")
@@ -389,6 +275,7 @@ class TestOneReplica:
         )
         assert "mirror 'M'" in str(world.act())
 
+    @BOTH
     def test_proved_asks_again_without_a_pause_after_a_mirror_s_answer(self, file: bool) -> None:
         world = one("abca", Request(multi_last=(">",)), file=file, proved=True)
         mirror = Replica(world.stream, 4, file, name="M")

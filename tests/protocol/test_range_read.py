@@ -1,8 +1,8 @@
 """The machine of a read, without a socket: scripts for each row of its table, and a fuzz against a model cluster."""
 
+import itertools
 import logging
 import random
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -10,6 +10,8 @@ from unittest import mock
 
 import nats.errors
 import pytest
+from cells import walk
+from direct_replies import eob, row, status
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -50,30 +52,12 @@ def stored(seq: int, size: int = 1) -> StoredMsg:
     return StoredMsg(stream="S", subject="a", seq=seq, data=b"x" * size, headers={"K": "v"}, time_ns=TIME_NS)
 
 
-def row(seq: int, last: int, pending: int, stream: str = "S") -> Frame:
-    block = (
-        f"NATS/1.0\r\nK: v\r\nNats-Stream: {stream}\r\nNats-Subject: a\r\nNats-Sequence: {seq}\r\n"
-        f"Nats-Time-Stamp: 2025-11-20T21:23:31.2Z\r\nNats-Num-Pending: {pending}\r\nNats-Last-Sequence: {last}\r\n\r\n"
-    ).encode()
-    return b"_INBOX.x", block, len(block)
-
-
-def status(text: str) -> Frame:
-    block = f"NATS/1.0 {text}\r\n\r\n".encode()
-    return b"_INBOX.x", block, len(block)
-
-
-def eob(last: int, pending: int, up_to: int | None = None) -> Frame:
-    text = f"204 EOB\r\nNats-Num-Pending: {pending}\r\nNats-Last-Sequence: {last}"
-    return status(text if up_to is None else f"{text}\r\nNats-UpTo-Sequence: {up_to}")
-
-
 def reply(seqs: Sequence[int], pending: int = 0, stream: str = "S") -> list[Frame]:
     """A whole reply."""
     if not seqs:
         return [status("404 Message Not Found")]
     rows = [
-        row(seq, last, pending + len(seqs) - i, stream) for i, (seq, last) in enumerate(zip(seqs, [0, *seqs], strict=False), 1)
+        row(seq, last, pending + len(seqs) - i, stream, stored="K: v\r\n") for i, (seq, last) in enumerate(zip(seqs, [0, *seqs], strict=False), 1)
     ]  # fmt: skip
     return [*rows, eob(seqs[-1], pending)]
 
@@ -152,73 +136,34 @@ def failure(action: Action) -> Exception:
     return action.error
 
 
-class TestTable:
-    def test_it_has_a_cell_for_every_input_in_every_state(self) -> None:
-        assert TABLE.keys() == set(Input)
-        assert {len(row) for row in TABLE.values()} == {len(State)}
-
-    @pytest.mark.parametrize("event", list(Input), ids=lambda event: event.name)
-    @pytest.mark.parametrize("state", list(State))
-    @pytest.mark.parametrize("give_up", [False, True])
-    def test_every_change_of_state_is_one_debug_record(
-        self, state: State, event: Input, give_up: bool, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        caplog.set_level(logging.DEBUG, logger="jetstream_ext.direct")
-        machine = Script(scan()).machine
-        machine.state = state
-        cell = TABLE[event][list(State).index(state)]
-        if cell is ERR:
-            with pytest.raises(RuntimeError, match=event.name):
+def test_every_input_in_every_state(caplog: pytest.LogCaptureFixture) -> None:
+    """Each cell leads where the table says, by one record; an input that cannot be is an error and changes nothing."""
+    caplog.set_level(logging.DEBUG, logger="jetstream_ext.direct")
+    assert TABLE.keys() == set(Input)
+    for (event, cells), give_up in itertools.product(TABLE.items(), (False, True)):
+        for state, cell in zip(State, cells, strict=True):
+            caplog.clear()
+            where = f"{event.name} in {state.name}"
+            machine = Script(scan()).machine
+            machine.state = state
+            if cell is ERR:
+                with pytest.raises(RuntimeError, match=event.name):
+                    machine._happen(event, give_up=give_up)
+            else:
                 machine._happen(event, give_up=give_up)
-        else:
-            machine._happen(event, give_up=give_up)
-        after = cell[give_up] if isinstance(cell, tuple) else cell or state
-        assert machine.state is after
-        said = [f"stream 'S': {state.name} -> {after.name} ({event.value})"]
-        assert caplog.messages == ([] if after is state else said)
-
-    def test_an_ended_read_takes_late_inputs(self) -> None:
-        script = Script(scan())
-        assert script.answer(reply([1])) == Done()
-        script.machine.receive(script.sent[0], reply([1]), script.now)
-        script.machine.disconnected()
-        script.machine.handle_timer(1e9)
-        script.machine.failed(ValueError())
-        assert script.act() == Done()
+            after = cell[give_up] if isinstance(cell, tuple) else cell or state
+            assert machine.state is after, where
+            said = [f"stream 'S': {state.name} -> {after.name} ({event.value})"]
+            assert caplog.messages == ([] if after is state else said), where
 
 
-class TestFailed:
-    """The caller could not do what the machine asked for."""
-
+def test_a_read_that_fails_delivers_no_rows_without_the_proof_of_their_gaps() -> None:
     error = errors.RequestTimeoutError("late")
-
-    def test_a_request(self) -> None:
-        script = Script(scan())
-        script.machine.next_action(0.0)
-        script.machine.failed(self.error)
-        assert failure(script.act()) is self.error
-
-    def test_a_reconnect(self) -> None:
-        script = Script(scan())
-        script.act()
-        script.machine.disconnected()
-        assert isinstance(script.act(), AwaitConnection)
-        script.machine.failed(self.error)
-        assert failure(script.act()) is self.error
-
-    def test_the_proof_of_the_end(self) -> None:
-        script = Script(scan(9), prove_to=9)
-        script.answer(reply([1]))
-        script.machine.failed(self.error)
-        assert failure(script.act()) is self.error
-        assert script.delivered == [1]
-
-    def test_rows_without_the_proof_of_their_gaps_are_not_delivered(self) -> None:
-        script = Script(scan(9), prove_to=9)
-        script.answer(reply([2, 3], stream="M"))
-        script.machine.failed(self.error)
-        assert failure(script.act()) is self.error
-        assert script.delivered == []
+    script = Script(scan(9), prove_to=9)
+    script.answer(reply([2, 3], stream="M"))
+    script.machine.failed(error)
+    assert failure(script.act()) is error
+    assert script.delivered == []
 
 
 class TestSingle:
@@ -243,7 +188,7 @@ class TestSingle:
         read.receive([row(7, 0, 0)])
         assert read.result().seq == 7
 
-    @pytest.mark.parametrize(("closed", "error"), [(None, errors.MessagesLostError), (closed, type(closed))])
+    @walk("closed, error", [(None, errors.MessagesLostError), (closed, type(closed))])
     def test_the_second_loss_is_an_error(self, closed: Exception | None, error: type[Exception]) -> None:
         read = self.read()
         read.disconnected(None)
@@ -252,14 +197,7 @@ class TestSingle:
         with pytest.raises(error):
             read.result()
 
-    def test_a_request_that_was_not_sent_leaves_the_retry(self) -> None:
-        read = self.read()
-        read.not_sent(nats.errors.ConnectionReconnectingError())
-        read.connected()
-        read.disconnected(None)
-        assert read.state is State.RESUMING
-
-    @pytest.mark.parametrize(("lost", "what"), [(False, "no answer"), (True, "did not come back")])
+    @walk("lost, what", [(False, "no answer"), (True, "did not come back")])
     def test_the_timeout_names_what_was_awaited(self, lost: bool, what: str) -> None:
         read = self.read()
         if lost:
@@ -276,7 +214,7 @@ class TestGroup:
         group = Group(readers)
         return Script(Scan(subject="a", up_to_seq=9, batch=2, max_bytes=1 << 20, group=group), prove_to), group
 
-    @pytest.mark.parametrize("readers", [MAX_IN_FLIGHT, MAX_IN_FLIGHT + 1])
+    @walk("readers", [MAX_IN_FLIGHT, MAX_IN_FLIGHT + 1])
     def test_only_a_few_reads_ask_for_more_before_their_rows_are_taken(self, readers: int) -> None:
         script, _ = self.script(readers)
         script.act()
@@ -302,16 +240,6 @@ class TestGroup:
         assert isinstance(error, errors.RequestTimeoutError)
         assert script.now == waited + TIMEOUT
 
-    def test_its_own_answers_are_the_others_news(self) -> None:
-        script, group = self.script(2)
-        script.act()
-        script.now = 3.0
-        assert not script.machine.others_answered(0.0)
-        script.machine.receive(script.sent[0], [row(1, 0, 3)], script.now)
-        assert group.heard == 3.0
-        assert script.machine.others_answered(2.0)
-        assert not script.machine.others_answered(3.0)
-
 
 class TestReading:
     def test_rows_are_delivered_after_the_next_request_is_sent(self) -> None:
@@ -333,34 +261,11 @@ class TestReading:
         assert script.act() == Done()
         assert script.delivered == list(range(1, 13))
 
-    def test_late_frames_of_a_dropped_reply_are_ignored(self) -> None:
-        script = Script(scan())
-        script.act()
-        first = script.sent[0]
-        script.expire()
-        assert isinstance(script.answer([row(1, 0, 1)]), Wait)
-        script.machine.receive(first, reply([1]), script.now)
-        assert script.answer([row(2, 1, 0), eob(2, 0)]) == Done()
-        assert script.delivered == [1, 2]
-
-    def test_a_refusal_ends_the_read_after_what_came_before(self) -> None:
-        script = Script(scan())
-        script.answer([row(1, 0, 3)])
-        assert isinstance(failure(script.answer([status("408 Bad Request")])), errors.BadRequestError)
-        assert script.delivered == [1]
-        assert script.machine.state is State.ENDED
-
-    @pytest.mark.parametrize(
-        ("plan", "most"),
-        [
-            (scan(), 4),
-            (scan(up_to=2), 2),
-            (OneReply(Request(seq=1, batch=3, max_bytes=1 << 20)), 3),
-            (OneReply(Request(seq=1, batch=1000, max_bytes=9000)), 100),
-            (MultiLast(Request(multi_last=("a",), max_bytes=9000)), range_read._MOST_ROWS),
-        ],
-        ids=["batch", "range", "one reply", "max_bytes", "multi_last"],
-    )
+    @walk("plan, most", [
+        (scan(), 4), (scan(up_to=2), 2), (OneReply(Request(seq=1, batch=3, max_bytes=1 << 20)), 3),
+        (OneReply(Request(seq=1, batch=1000, max_bytes=9000)), 100),
+        (MultiLast(Request(multi_last=("a",), max_bytes=9000)), range_read._MOST_ROWS),
+    ])  # fmt: skip
     def test_a_reply_without_an_end_is_refused_when_it_exceeds_its_request(self, plan: Plan, most: int) -> None:
         script = Script(plan)
         assert isinstance(script.act(), Wait)
@@ -385,19 +290,6 @@ class TestReading:
         assert script.act() == Done()
         assert script.delivered == [1, 2]
 
-    @pytest.mark.parametrize(
-        ("plan", "frames"),
-        [
-            (OneReply(Request(seq=1, batch=2)), reply([1, 2], 3)),
-            (OneReply(Request(seq=1, batch=2), whole=True), reply([1, 2], 3)),
-            (MultiLast(Request(multi_last=("a",))), [row(1, 0, 1), row(2, 1, 0), eob(2, 0, 2)]),
-        ],
-    )
-    def test_other_plans(self, plan: Plan, frames: list[Frame]) -> None:
-        script = Script(plan)
-        assert script.answer(frames) == Done()
-        assert (script.delivered, plan.end and plan.end.last_seq) == ([1, 2], 2)
-
 
 class TestSilence:
     def test_sending_and_the_reply_share_the_timeout(self) -> None:
@@ -410,31 +302,6 @@ class TestSilence:
         machine.handle_timer(TIMEOUT)
         done = machine.next_action(TIMEOUT)
         assert isinstance(failure(done), errors.RequestTimeoutError)
-
-    @pytest.mark.parametrize("prefetch", [1, 2, 3])
-    def test_an_answer_ends_the_count_of_sending(self, prefetch: int) -> None:
-        """Each request waits long for room, and the answers come meanwhile."""
-        machine, now, read = RangeRead("S", scan(up_to=40, prefetch=prefetch), TIMEOUT, pause=PAUSE), 0.0, []
-        unanswered: list[SentRequest] = []
-
-        def answer(when: float) -> None:
-            for sent in unanswered:
-                start = sent.request.seq or 1
-                machine.receive(sent, reply(range(start, start + 4), pending=37 - start), when)
-            unanswered.clear()
-
-        while not isinstance(action := machine.next_action(now), Done):
-            if isinstance(action, SendRequest):
-                sent_at = min(now + 3.0, action.until)
-                answer((now + sent_at) / 2)
-                unanswered.append(action.sent)
-                now = sent_at
-            elif isinstance(action, Deliver):
-                read += action.block.seqs
-            elif isinstance(action, Wait):
-                answer(now)
-        assert action.error is None
-        assert read == list(range(1, 41))
 
     def test_is_repeated_behind_the_last_row_and_fails_the_second_time(self) -> None:
         script = Script(scan())
@@ -457,8 +324,8 @@ class TestSilence:
         assert "no answer to a direct get within 5 s" in str(error)
         assert (script.now, len(script.sent)) == (TIMEOUT, 2)
 
-    @pytest.mark.parametrize("silences", [0, 1])
-    @pytest.mark.parametrize("make", [lambda: scan(up_to=3), lambda: OneReply(Request(seq=1, batch=3))])
+    @walk("silences", [0, 1])
+    @walk("make", [lambda: scan(up_to=3), lambda: OneReply(Request(seq=1, batch=3))])
     def test_after_the_last_message_ends_the_read_soon(self, make: Callable[[], Plan], silences: int) -> None:
         """A server may stop between the last message and the end of its reply."""
         script = Script(make())
@@ -471,33 +338,13 @@ class TestSilence:
         assert script.now == before + PAUSE
         assert script.plan.end == EndOfBatch(0, 3)
 
-    def test_after_the_last_message_of_an_answer_that_counts_as_a_whole_ends_the_read_in_time(self) -> None:
-        script = Script(OneReply(Request(seq=1, batch=2), whole=True))
-        script.answer([row(1, 0, 1), row(2, 1, 0)])
-        for _ in range(3):
-            if isinstance(action := script.expire(), Done):
-                break
-        assert isinstance(failure(action), errors.RequestTimeoutError)
-        assert script.now == TIMEOUT
-
-    def test_a_complete_reply_allows_another_repetition(self) -> None:
-        script = Script(scan(batch=1))
-        for seq in (1, 2, 3):
-            script.expire()
-            script.answer(reply([seq], 9))
-        assert script.delivered == [1, 2, 3]
-
-    @pytest.mark.parametrize("before", [0, 1])
-    @pytest.mark.parametrize(
-        ("make", "end"),
-        [
-            (scan, eob(3, 0)),
-            (lambda: scan(batch=2, prefetch=3), eob(3, 0)),
-            (lambda: OneReply(Request(seq=1, batch=4)), eob(3, 0)),
-            (lambda: OneReply(Request(seq=1, batch=4), whole=True), eob(3, 0)),
-            (lambda: MultiLast(Request(multi_last=("a",))), eob(3, 0, 3)),
-        ],
-    )
+    @walk("before", [0, 1])
+    @walk("make, end", [
+        (scan, eob(3, 0)), (lambda: scan(batch=2, prefetch=3), eob(3, 0)),
+        (lambda: OneReply(Request(seq=1, batch=4)), eob(3, 0)),
+        (lambda: OneReply(Request(seq=1, batch=4), whole=True), eob(3, 0)),
+        (lambda: MultiLast(Request(multi_last=("a",))), eob(3, 0, 3)),
+    ])  # fmt: skip
     def test_the_first_reply_counts_although_it_was_repeated(
         self, make: Callable[[], Plan], end: Frame, before: int
     ) -> None:
@@ -511,32 +358,6 @@ class TestSilence:
         assert script.act() == Done()
         assert script.delivered == [1, 2, 3]
 
-    def test_requests_sent_ahead_count_with_the_first_reply(self) -> None:
-        script = Script(scan(batch=2, prefetch=3))
-        script.answer(reply([1, 2], 6))
-        ahead = list(script.plan.in_flight)
-        script.expire()
-        for sent, seq in zip(ahead, (3, 5, 7), strict=True):
-            script.machine.receive(sent, reply([seq, seq + 1], 7 - seq), script.now)
-        assert script.act() == Done()
-        assert script.delivered == list(range(1, 9))
-
-    def test_a_repetition_that_is_not_sent_waits_for_the_connection(self) -> None:
-        script = Script(scan())
-        script.expire()
-        script.machine.not_sent(script.sent[1], nats.errors.ConnectionReconnectingError())
-        script.reconnect()
-        assert script.answer(reply([1])) == Done()
-
-    def test_a_first_reply_that_is_lost_ends_no_wait_for_the_repetition(self) -> None:
-        script = Script(scan())
-        script.act()
-        script.now = TIMEOUT / 2
-        script.machine.handle_timer(script.now)
-        script.machine.disconnected()  # and the connection is back before the repetition is sent
-        assert script.act() == Wait(TIMEOUT)
-        assert "no answer" in str(failure(script.expire()))
-
     def test_a_reply_that_a_blocked_loop_has_not_read_still_counts(self) -> None:
         script = Script(scan())
         script.act()
@@ -546,40 +367,8 @@ class TestSilence:
         script.machine.receive(script.sent[0], reply([1]), script.now)
         assert script.act() == Done()
 
-    def test_the_time_starts_when_the_wait_starts(self) -> None:
-        script = Script(scan())
-        script.answer([row(1, 0, 9)])
-        script.now = 4.0
-        script.machine.receive(script.sent[0], [row(2, 1, 8)], script.now)
-        script.now = 100.0  # the reader was busy
-        action = script.act()
-        assert isinstance(action, Wait)
-        assert action.until == 100.0 + TIMEOUT / 2
-
-    def test_a_timer_that_is_not_due_changes_nothing(self) -> None:
-        script = Script(scan())
-        first = script.act()
-        script.machine.handle_timer(TIMEOUT / 2 - 0.1)
-        assert script.act() == first
-
-    def test_a_frame_that_comes_with_the_timer_counts(self) -> None:
-        script = Script(scan())
-        script.act()
-        script.machine.receive(script.sent[0], reply([1]), script.now)
-        script.machine.handle_timer(TIMEOUT)
-        assert script.act() == Done()
-
 
 class TestConnection:
-    def test_rows_before_the_loss_count_and_the_rest_is_requested_again(self) -> None:
-        script = Script(scan())
-        script.act()
-        script.machine.receive(script.sent[0], [row(1, 0, 3)], script.now)
-        script.machine.disconnected()
-        script.reconnect()
-        assert script.answer(reply([2, 3, 4])) == Done()
-        assert script.delivered == [1, 2, 3, 4]
-
     def test_a_second_loss_at_the_same_place_is_an_error(self) -> None:
         script = Script(scan())
         for _ in range(2):
@@ -588,13 +377,6 @@ class TestConnection:
             if script.machine.state is not State.ENDED and isinstance(script.act(), AwaitConnection):
                 script.machine.connected()
         assert isinstance(failure(script.act()), errors.MessagesLostError)
-
-    def test_a_request_that_could_not_be_sent_is_sent_again(self) -> None:
-        script = Script(scan())
-        assert isinstance(script.machine.next_action(0.0), SendRequest)
-        script.machine.not_sent(script.plan.in_flight[0], nats.errors.ConnectionReconnectingError())
-        script.reconnect()
-        assert script.answer(reply([1])) == Done()
 
     def test_a_request_that_could_not_be_sent_leaves_the_repetition(self) -> None:
         script = Script(scan())
@@ -627,12 +409,6 @@ class TestConnection:
         script.machine.disconnected(closed := nats.errors.ConnectionClosedError())
         assert failure(script.act()) is closed
 
-    def test_one_answer_is_never_continued(self) -> None:
-        script = Script(OneReply(Request(seq=1, batch=9), whole=True))
-        script.answer([row(1, 0, 3)])
-        script.machine.disconnected()
-        assert isinstance(failure(script.act()), errors.MessagesLostError)
-
 
 class TestNoResponder:
     def test_before_the_first_answer_it_is_an_error(self) -> None:
@@ -650,38 +426,8 @@ class TestNoResponder:
         assert TIMEOUT <= script.now <= TIMEOUT + 2 * PAUSE
         assert script.delivered == [1]
 
-    def test_a_row_restarts_the_timeout(self) -> None:
-        script = Script(scan(batch=1))
-        script.answer(reply([1], 9))
-        for seq in (2, 3):
-            for _ in range(60):
-                script.answer([status("503")])
-                script.expire()
-                script.reconnect()
-            script.answer(reply([seq], 9))
-        assert script.delivered == [1, 2, 3]
-
 
 class TestProof:
-    def test_the_leader_is_asked_about_the_end(self) -> None:
-        script = Script(scan(9), prove_to=9)
-        script.answer(reply([1, 2]))
-        assert script.act() == AskLeader((Request(seq=3, next_by_subj=">"),))
-        assert script.leader(None) == Done()
-
-    @pytest.mark.parametrize("found", [None, 10])
-    def test_messages_behind_the_range_are_not_missing(self, found: int | None) -> None:
-        script = Script(scan(9), prove_to=9)
-        script.answer(reply([1]))
-        assert script.leader(found) == Done()
-
-    def test_a_range_that_came_to_its_end_needs_no_request_to_the_leader(self) -> None:
-        assert Script(scan(2), prove_to=2).answer(reply([1, 2])) == Done()
-
-    def test_only_the_part_to_prove_is_proved(self) -> None:
-        script = Script(scan(), prove_to=2)
-        assert script.answer(reply([1, 2])) == Done()
-
     def test_a_lagging_replica_is_asked_again_after_a_pause(self) -> None:
         script = Script(scan(9), prove_to=9)
         script.answer(reply([1]))
@@ -694,30 +440,6 @@ class TestProof:
         assert script.answer(reply([3, 4, 9])) == Done()
         assert script.now == PAUSE
         assert script.delivered == [1, 2, 3, 4, 9]
-
-    def test_the_rest_is_read_from_the_leader_if_no_replica_catches_up(self) -> None:
-        script, last = Script(scan(1000), prove_to=1000), 1000
-        script.answer(reply([1]))
-        rounds = 0
-        while not isinstance(action := script.leader_with(*range(2, last + 1)), Done):
-            if script.machine.state is State.PAUSED:
-                script.expire()
-                script.reconnect()
-            script.answer(reply([]))
-            rounds += 1
-        assert action == Done()
-        assert script.delivered == list(range(1, last + 1))
-        assert script.now <= (MAX_MIRROR_ANSWERS + 1) * PAUSE
-        assert rounds < 2 * last / MAX_LEADER_REQUESTS, "many messages at once"
-
-    def test_a_mirror_is_asked_again_because_a_replica_may_answer(self) -> None:
-        script = Script(scan(3), prove_to=3)
-        for _ in range(3):
-            assert isinstance(script.answer(reply([1, 2, 3], stream="M")), AwaitConnection)
-            script.reconnect()
-        assert script.now == 0.0, "it is asked again at once"
-        assert script.answer(reply([1, 3])) == Done()
-        assert script.delivered == [1, 3]
 
     def test_the_leader_sends_the_messages_if_only_mirrors_answer(self) -> None:
         script = Script(scan(9), prove_to=9)
@@ -734,98 +456,12 @@ class TestProof:
             for seq, pending, last in ((2, 2, 0), (3, 1, 2), (6, 0, 3))
         ]  # fmt: skip
 
-    def test_rows_of_a_mirror_that_the_stream_has_removed_do_not_count(self) -> None:
-        script = Script(scan(9), prove_to=9)
-        script.answer_by_mirror(reply([2, 3, 6, 9], stream="M"))
-        assert script.leader(3, 3, 9, 9, None) == Done()
-        assert script.delivered == [3, 9]
-
-    def test_a_read_goes_on_behind_rows_that_the_stream_has_removed(self) -> None:
-        script = Script(scan(20), prove_to=20)
-        script.answer_by_mirror(reply([2, 3], stream="M"))
-        assert isinstance(script.leader(9, 9, 9), Wait), "behind the leader's next message, without a pause"
-        assert script.sent[-1].request.seq == 10
-        assert script.answer(reply([20])) == Done()
-        assert script.delivered == [9, 20]
-
     def test_a_read_ends_if_the_leader_has_nothing_instead_of_the_rows_of_a_mirror(self) -> None:
         script = Script(scan(200, batch=100), prove_to=200)
         script.answer_by_mirror(reply(range(1, 101), 100, stream="M"))
         assert script.leader(*[None] * MAX_LEADER_REQUESTS) == Done()
         assert script.plan.end is not None
         assert (script.delivered, script.plan.end.last_seq, script.plan.end.num_pending) == ([], 0, 0)
-
-    def test_a_next_message_of_the_leader_beyond_the_range_ends_the_read(self) -> None:
-        script = Script(scan(9), prove_to=9)
-        script.answer_by_mirror(reply([2, 3], stream="M"))
-        assert script.leader(20, 20, 20) == Done()
-        assert script.delivered == []
-
-    def test_the_messages_of_the_leader_end_with_the_range(self) -> None:
-        script = Script(scan(3), prove_to=3)
-        script.answer_by_mirror(reply([2, 3, 4], stream="M"))
-        assert script.leader(2, 3, 4, 5) == Done()
-        assert script.delivered == [2, 3]
-        assert script.plan.end is not None
-        assert (script.plan.end.last_seq, script.plan.end.num_pending) == (3, 2)
-
-    def test_a_range_without_an_end_goes_on_behind_what_is_proved(self) -> None:
-        script = Script(scan(), prove_to=2)
-        script.answer_by_mirror(reply([1, 2, 3], 2, stream="M"))
-        script.leader(1, 2, 3, 4)
-        script.answer(reply([]))
-        assert script.answer(reply([])) == Done()
-        assert script.delivered == [1, 2, 3, 4]
-
-    def test_a_request_asks_for_no_more_than_the_leader_is_asked_for_if_only_mirrors_answer(self) -> None:
-        script = Script(scan(2000, batch=1000, prefetch=4), prove_to=2000)
-        script.answer_by_mirror(reply(range(1, MAX_LEADER_REQUESTS + 1), 2000 - MAX_LEADER_REQUESTS, stream="M"))
-        assert script.sent[0].request.batch == 1000
-        assert script.sent[MAX_MIRROR_ANSWERS].request.batch == MAX_LEADER_REQUESTS
-        assert len(script.sent) == MAX_MIRROR_ANSWERS + 1, "none before the leader has answered"
-        script.leader(*range(1, MAX_LEADER_REQUESTS + 1))
-        assert script.sent[-1].request.batch == MAX_LEADER_REQUESTS
-        assert len(script.plan.in_flight) == 1
-
-    def test_requests_grow_again_if_a_replica_answers(self) -> None:
-        script = Script(scan(200, batch=1000), prove_to=200)
-        script.answer_by_mirror(reply([1, 2], 198, stream="M"))
-        script.leader(1, 2, 3)
-        script.answer(reply(range(4, 4 + MAX_LEADER_REQUESTS), 200 - 3 - MAX_LEADER_REQUESTS))
-        assert script.delivered[-1] == 3 + MAX_LEADER_REQUESTS
-        assert script.sent[-1].request.batch == 200 - 3 - MAX_LEADER_REQUESTS
-        for _ in range(MAX_MIRROR_ANSWERS):
-            script.answer(reply([150], stream="M"))
-            script.reconnect()
-        assert script.machine.state is State.READING, "the leader is asked after as many answers as before"
-
-    @pytest.mark.parametrize("pieces", [1, 2, 7])
-    def test_a_mirrors_answer_is_read_to_its_end_before_the_leader_is_asked(self, pieces: int) -> None:
-        script = Script(scan(300, batch=1000), prove_to=300)
-        for _ in range(MAX_MIRROR_ANSWERS):
-            script.answer(reply([1], 9, stream="M"))
-            script.reconnect()
-        frames = reply(range(1, 8), 293, stream="M")
-        size = len(frames) // pieces
-        for start in range(0, len(frames), size):
-            action = script.answer(frames[start : start + size]) if start else script.answer(frames[:size])
-        assert isinstance(action, AskLeader)
-        assert len(action.requests) == 8
-
-    def test_the_loss_of_a_mirrors_answer_is_no_end(self) -> None:
-        script = Script(scan(6), prove_to=6)
-        for _ in range(MAX_MIRROR_ANSWERS):
-            script.answer(reply([1], 9, stream="M"))
-            script.reconnect()
-        script.answer([row(3, 0, 9, "M")])
-        script.machine.disconnected()
-        assert isinstance(script.act(), AwaitConnection)
-        script.reconnect()
-        script.act()
-        assert script.sent[-1].request.seq == 1
-        script.answer([row(3, 0, 2, "M"), row(6, 4, 0, "M")])  # 4 was lost
-        assert script.leader_with(2, 6) != Done()
-        assert script.delivered == [2]
 
     def test_messages_that_a_mirror_lacks_are_looked_for_in_ever_larger_steps(self) -> None:
         """It has the newest messages alone."""
@@ -842,19 +478,6 @@ class TestProof:
         assert script.delivered == list(range(1, last + 1))
         assert len(script.sent) < MAX_MIRROR_ANSWERS + 2 * last / MAX_LEADER_REQUESTS
         assert asked < 2 * last
-
-    def test_a_sparse_stream_is_read_where_the_mirror_shows_messages(self) -> None:
-        script, held = Script(scan(10_000, batch=1000), prove_to=10_000), range(10, 10_001, 10)
-        action = script.answer_by_mirror(reply(held[:100], 900, stream="M"))
-        while isinstance(action, AskLeader):
-            action = script.leader_with(*held)
-            if isinstance(action, Wait):
-                at = len(script.delivered)
-                rows = held[at : at + MAX_LEADER_REQUESTS]
-                action = script.answer(reply(rows, len(held) - at - len(rows), stream="M"))
-        assert action == Done()
-        assert script.delivered == list(held)
-        assert len(script.sent) - MAX_MIRROR_ANSWERS <= len(held) / MAX_LEADER_REQUESTS + 1
 
     def test_large_messages_are_looked_for_in_small_steps(self) -> None:
         """The leader's answers need memory all at once."""
@@ -877,58 +500,6 @@ class TestProof:
         script.answer(reply([4]))
         assert isinstance(failure(script.leader(4)), errors.ResponseError)
 
-    def test_the_leader_is_not_asked_about_gaps_of_the_stream_itself(self) -> None:
-        script = Script(scan(6), prove_to=6)
-        assert script.answer(reply([2, 3, 6])) == Done()
-
-    def test_messages_before_one_that_the_mirror_lacks_are_delivered(self) -> None:
-        script = Script(scan(6), prove_to=6)
-        script.answer_by_mirror(reply([1, 2, 3, 6], stream="M"))
-        assert isinstance(script.leader(1, 2, 3, 5, None), Wait)
-        assert script.delivered == [1, 2, 3, 5], "and that one, too"
-        assert script.answer(reply([6])) == Done()
-        assert script.sent[-1].request.seq == 6
-        assert script.delivered == [1, 2, 3, 5, 6]
-
-    def test_a_failure_behind_a_message_of_the_leader_is_forgotten(self) -> None:
-        script = Script(scan(6), prove_to=6)
-        script.answer([row(1, 0, 9)])
-        script.expire()
-        for _ in range(MAX_MIRROR_ANSWERS):
-            script.answer(reply([3, 6], stream="M"))
-            script.reconnect()
-        script.answer([row(3, 0, 2, "M"), row(6, 4, 0, "M")])  # 4 was lost: the second failure at one place
-        assert script.machine.state is State.PROVING
-        script.leader(2, 6)
-        assert script.answer(reply([6])) == Done()
-        assert script.delivered == [1, 2, 6]
-
-    def test_the_leader_is_asked_for_some_messages_at_a_time(self) -> None:
-        count = 2 * MAX_LEADER_REQUESTS + 1
-        script = Script(scan(count, batch=1000), prove_to=count)
-        action = script.answer_by_mirror(reply(range(1, count + 1), stream="M"))
-        for start in (0, MAX_LEADER_REQUESTS):
-            assert isinstance(action, AskLeader)
-            assert [request.seq for request in action.requests] == list(
-                range(start + 1, start + MAX_LEADER_REQUESTS + 1)
-            )
-            script.leader_with(*range(1, count + 1))
-            action = script.answer(reply(range(len(script.delivered) + 1, count + 1), stream="M"))
-        assert script.leader(count, None) == Done()
-        assert script.delivered == list(range(1, count + 1))
-
-    def test_a_mirror_that_never_gets_a_message_ends_no_read(self) -> None:
-        many = range(3, 3 * MAX_LEADER_REQUESTS)
-        script = Script(scan(many[-1], batch=1000), prove_to=many[-1])
-        action = script.answer_by_mirror(reply(many, stream="M"))
-        while isinstance(action, AskLeader):
-            action = script.leader_with(2, *many)
-            if not isinstance(action, Done):
-                rows = many[len(script.delivered) - 1 :]
-                action = script.answer(reply(rows, stream="M"))
-        assert action == Done()
-        assert script.delivered == [2, *many]
-
     def test_a_read_by_time_is_proved_by_time(self) -> None:
         when = datetime(2026, 1, 1, tzinfo=UTC)
         script = Script(Scan(start_time=when, up_to_seq=9, max_bytes=100, subject="a"), prove_to=9)
@@ -942,47 +513,26 @@ class TestProof:
         assert script.answer(reply([7, 9])) == Done()
         assert script.delivered == [5, 7, 9]
 
+    @walk("pieces", [1, 7])
+    def test_a_mirrors_answer_is_read_to_its_end_before_the_leader_is_asked(self, pieces: int) -> None:
+        script = Script(scan(300, batch=1000), prove_to=300)
+        for _ in range(MAX_MIRROR_ANSWERS):
+            script.answer(reply([1], 9, stream="M"))
+            script.reconnect()
+        frames = reply(range(1, 8), 293, stream="M")
+        size = len(frames) // pieces
+        for start in range(0, len(frames), size):
+            action = script.answer(frames[start : start + size]) if start else script.answer(frames[:size])
+        assert isinstance(action, AskLeader)
+        assert len(action.requests) == 8
+
 
 class TestProvedBatch:
     @staticmethod
     def script(batch: int, prove_to: int) -> Script:
         return Script(OneReply(Request(seq=1, next_by_subj="a", batch=batch, max_bytes=100)), prove_to=prove_to)
 
-    def test_the_rest_of_a_lagging_replica_is_requested_when_it_may_have_caught_up(self) -> None:
-        script = self.script(5, 4)
-        script.answer(reply([1]))
-        assert script.act() == AskLeader((Request(seq=2, next_by_subj="a"),))
-        assert isinstance(script.leader(2), Wait)
-        script.expire()
-        script.reconnect()
-        assert script.answer(reply([3, 4])) == Done()
-        assert script.delivered == [1, 2, 3, 4]
-        assert (script.sent[-1].request.seq, script.sent[-1].request.batch) == (3, 3)
-
-    def test_nothing_found_is_proved(self) -> None:
-        script = self.script(5, 3)
-        script.answer(reply([]))
-        assert script.leader(None) == Done()
-        assert script.plan.end is not None
-        assert (script.delivered, script.plan.end.last_seq, script.plan.end.found) == ([], 0, False)
-
-    def test_the_leader_sends_the_rest_if_no_replica_catches_up(self) -> None:
-        script = self.script(5, 3)
-        script.answer(reply([]))
-        while not isinstance(action := script.leader_with(2, 3), Done):
-            script.expire()
-            script.reconnect()
-            script.answer(reply([]))
-        assert action == Done()
-        assert script.delivered == [2, 3]
-
-    @pytest.mark.parametrize(("batch", "seqs", "pending"), [(2, [1, 2], 0), (2, [1, 2], 9), (5, [1], 4)])
-    def test_a_batch_that_its_own_limits_end_is_complete(self, batch: int, seqs: list[int], pending: int) -> None:
-        script = self.script(batch, 9)
-        assert script.answer(reply(seqs, pending)) == Done()
-        assert script.delivered == seqs
-
-    @pytest.mark.parametrize("limit", [100, 1000])
+    @walk("limit", [100, 1000])
     def test_a_batch_beside_a_near_mirror_is_read_with_short_requests(self, limit: int) -> None:
         script, count, most = self.script(limit, 150), min(limit, 150), MAX_LEADER_REQUESTS
         script.plan._request = replace(script.plan._request, max_bytes=1 << 20)  # type: ignore[attr-defined]
@@ -1011,67 +561,11 @@ class TestProvedBatch:
         assert script.plan.end is not None
         assert script.plan.end.num_pending == 145
 
-    def test_a_batch_goes_on_behind_rows_that_the_stream_has_removed(self) -> None:
-        script = self.script(5, 40)
-        script.answer_by_mirror(reply([1, 2, 3, 4, 5], 35, stream="M"))
-        script.leader(30, 30, 30, 30, 30, 30)
-        assert (script.sent[-1].request.seq, script.sent[-1].request.batch) == (31, 4)
-        script.answer(reply([40], stream="M"))
-        assert script.leader_with(30, 40) == Done()
-        assert script.delivered == [30, 40]
-
-
-def test_every_change_is_one_debug_record(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, logger="jetstream_ext.direct"):
-        script = Script(scan(9), prove_to=9)
-        script.answer([row(1, 0, 2)])
-        script.expire()
-        script.answer([status("503")])
-        script.expire()
-        script.reconnect()
-        script.answer(reply([2]))
-        script.leader(3)
-        script.expire()
-        script.reconnect()
-        script.answer(reply([4], stream="M"))
-        script.reconnect()
-        script.answer(reply([]))
-        script.leader_with()
-    said = [re.split(r" \(|; ", record.message.removeprefix("stream 'S': "), maxsplit=1) for record in caplog.records]
-    assert all(record.name == "jetstream_ext.direct" for record in caplog.records)
-    expected = [
-        ("request sent", "request=seq 1"),
-        ("request repeated", "no answer); seconds=2.5"),
-        ("request sent", "request=seq 2"),
-        ("READING -> PAUSED", "no server answers direct gets"),
-        ("PAUSED -> RESUMING", "the pause is over"),
-        ("RESUMING -> READING", "usable"),
-        ("request sent", "request=seq 2"),
-        ("reply ended", "rows=1, pending=0"),
-        ("READING -> PROVING", "nothing came after sequence 2"),
-        ("PROVING -> PAUSED", "the leader has sequence 3, which no responder delivered"),
-        ("PAUSED -> RESUMING", "over"),
-        ("RESUMING -> READING", "usable"),
-        ("request sent", "request=seq 4"),
-        ("READING -> RESUMING", "mirror 'M' answers"),
-        ("RESUMING -> READING", "usable"),
-        ("request sent", "request=seq 4"),
-        ("reply ended", "rows=0, pending=0"),
-        ("READING -> PROVING", "nothing came after sequence 3"),
-        ("PROVING -> ENDED", "the leader has nothing else in the range after sequence 3"),
-    ]
-    assert [what for what, _ in said] == [what for what, _ in expected]
-    assert all(why in detail for (_, detail), (_, why) in zip(said, expected, strict=True))
-
-
-def test_nothing_is_logged_for_a_row(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, logger="jetstream_ext.direct"):
-        Script(scan(batch=1000)).answer(reply(range(1, 1001)))
-    assert [record.message.partition(": ")[2].split("; ")[0] for record in caplog.records] == [
-        "request sent",
-        "reply ended",
-        "READING -> ENDED (everything was delivered, and nothing is left to prove)",
-    ]
+    @walk("batch, seqs, pending", [(2, [1, 2], 0), (2, [1, 2], 9), (5, [1], 4)])
+    def test_a_batch_that_its_own_limits_end_is_complete(self, batch: int, seqs: list[int], pending: int) -> None:
+        script = self.script(batch, 9)
+        assert script.answer(reply(seqs, pending)) == Done()
+        assert script.delivered == seqs
 
 
 # -- a model cluster ----------------------------------------------------------------------------------------------------
@@ -1271,3 +765,13 @@ def test_a_read_never_reports_a_gap_as_success_and_always_ends(seed: int, proved
 def test_a_read_beside_a_near_mirror_reports_no_gap_as_success(seed: int, limited: bool, most: int) -> None:
     with mock.patch.multiple(range_read, MAX_MIRROR_ANSWERS=1, MAX_LEADER_REQUESTS=most):
         World(seed, proved=True, limited=limited).check()
+
+
+def test_nothing_is_logged_for_a_row(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="jetstream_ext.direct"):
+        Script(scan(batch=1000)).answer(reply(range(1, 1001)))
+    assert [record.message.partition(": ")[2].split("; ")[0] for record in caplog.records] == [
+        "request sent",
+        "reply ended",
+        "READING -> ENDED (everything was delivered, and nothing is left to prove)",
+    ]

@@ -1,447 +1,241 @@
-"""Plans of reads against a model of a server: every message once and in order, whatever the replies look like."""
+"""Which requests a read sends, over a link of some rate and latency in virtual time: how large, how many, how soon."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from unittest import mock
+import heapq
+from bisect import bisect_left
+from itertools import count
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from cells import walk
+from direct_replies import eob, row
 
 from jetstream_ext.protocol import reads
-from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, StoredMsg
-from jetstream_ext.protocol.reads import MAX_IN_FLIGHT, Group, Link, MultiLast, OneReply, Plan, Scan, SentRequest
+from jetstream_ext.protocol.direct import Block, EndOfBatch, Request
+from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.protocol.range_read import AwaitConnection, Deliver, Done, DropReply, RangeRead, SendRequest, Wait
+from jetstream_ext.protocol.reads import MAX_IN_FLIGHT, Group, Link, OneReply, Scan, SentRequest
 
+CHUNK = 32_768
+MIB = 1 << 20
 NOT_FOUND = EndOfBatch(0, 0, found=False)
-NO_LOSS: list[int | None] = []
 
 
-@dataclass
-class Reply:
-    seqs: list[int]
-    pendings: list[int]
-    end: EndOfBatch
+class Path:
+    """A server with every `step`-th message of a stream, behind a link that carries `rate` bytes per second in pieces."""
 
-
-@dataclass
-class Model:
-    """A stream on a server: sequence to (subject, size). It answers as servers do."""
-
-    messages: dict[int, tuple[str, int]]
-    last_seq: int = 0
-    old: bool = False
-    """2.11: a batch's messages count themselves."""
-    requests: list[Request] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.last_seq = max([self.last_seq, *self.messages])
-
-    def answer(self, request: Request) -> Reply:
-        self.requests.append(request)
-        assert request.batch is None or request.batch >= 1, "0 and less mean something else to a server"
-        assert (request.seq is None) != (request.start_time is None)
-        first = request.seq or int(request.start_time.timestamp())  # type: ignore[union-attr]
-        wanted = request.next_by_subj
-        found = [s for s in sorted(self.messages) if s >= first and wanted in (None, ">", self.messages[s][0])]
-        taken = self._cut(found, request)
-        if not taken:
-            return Reply([], [], NOT_FOUND)
-        pendings = [len(found) - i - (0 if self.old else 1) for i in range(len(taken))]
-        return Reply(taken, pendings, EndOfBatch(len(found) - len(taken), taken[-1]))
-
-    def _cut(self, found: list[int], request: Request) -> list[int]:
-        taken, size = [], 0
-        for seq in found[: request.batch]:
-            taken.append(seq)
-            size += self.messages[seq][1]
-            if request.max_bytes is not None and size >= request.max_bytes:
-                break
-        return taken
-
-
-class Driver:
-    """What the shell does, without a network: requests are answered when sent, replies read oldest first."""
-
-    def __init__(self, plan: Plan, model: Model, losses: list[int | None] | None = None, piece: int = 3) -> None:
-        self.plan = plan
-        self.model = model
-        self.losses = list(losses or [])
-        self.piece = piece
-        self.replies: dict[SentRequest, Reply] = {}
-        self.delivered: list[int] = []
+    def __init__(
+        self,
+        messages: int,
+        size: int,
+        rate: float = 1e9,
+        latency: float = 0.0001,
+        *,
+        step: int = 1,
+        link: Link | None = None,
+    ) -> None:
+        self.held, self.size, self.rate, self.latency = range(1, messages * step + 1, step), size, rate, latency
+        self.link = link or Link()
+        self.now = self.free_at = 0.0
+        self.waits: list[tuple[float, float]] = []
+        """When a request was sent, and how long another call would wait for its answer at that moment."""
+        self.requests: list[Request] = []
+        self.asked: list[int] = []
+        """The bytes that each request let the server send."""
         self.in_flight = 0
-        self.gave_up = False
+        """The most requests at once."""
 
-    def run(self, between: Callable[[], None] = lambda: None) -> list[int]:
-        for _ in range(1000):
-            if self.plan.done or self.gave_up:
-                assert self.gave_up or self.plan.next_request() is None
-                return self.delivered
-            while (sent := self.plan.next_request()) is not None:
-                self.replies[sent] = self.model.answer(sent.request)
-            self.in_flight = max(self.in_flight, len(self.replies))
-            between()
-            assert list(self.plan.in_flight) == list(self.replies)
-            self._read(self.plan.in_flight[0])
-        pytest.fail("the plan does not end")
+    def run(self, *, consume: float = 0.0, max_bytes: int = 8 * MIB, **options: Any) -> list[int]:
+        plan = Scan(max_bytes=max_bytes, **options)
+        machine = RangeRead("S", plan, 30.0, pause=0.05, link=self.link)
+        coming: list[tuple[float, int, SentRequest, list[Frame]]] = []
+        number = count()
+        read: list[int] = []
+        while True:
+            match machine.next_action(self.now):
+                case Done(error):
+                    assert error is None
+                    return read
+                case Deliver(block):
+                    read += block.seqs
+                    self.now += consume
+                case SendRequest(sent):
+                    for at, frames in self.answer(sent.request):
+                        heapq.heappush(coming, (at, next(number), sent, frames))
+                    self.waits.append((self.now, self.free_at - self.now - self.latency))
+                    self.in_flight = max(self.in_flight, len(plan.in_flight))
+                case Wait():
+                    at, _, sent, frames = heapq.heappop(coming)
+                    self.now = max(self.now, at)
+                    machine.receive(sent, frames, at)
+                case DropReply(_):
+                    pass
+                case AwaitConnection():
+                    pytest.fail("the connection is not lost")
 
-    def _read(self, sent: SentRequest) -> None:
-        reply = self.replies[sent]
-        lost = self.losses.pop(0) if self.losses else None
-        arrived = len(reply.seqs) if lost is None else min(lost, len(reply.seqs))
-        size = 0
-        for start in range(0, arrived, self.piece):
-            seqs = reply.seqs[start : min(start + self.piece, arrived)]
-            size += sum(self.model.messages.get(seq, ("", 1))[1] for seq in seqs)
-            block = Block("S", list(seqs), [b"%d" % seq for seq in seqs], [0] * len(seqs))
-            block = self.plan.accept(sent, block, size, reply.pendings[start + len(seqs) - 1])
-            assert block.seqs == [int(data) for data in block.datas]
-            self.delivered += block.seqs
-            if self.plan.done:
-                return
-        if lost is None:
-            self.plan.finish(sent, reply.end)
-            assert sent not in self.plan.in_flight
-            self.replies = {sent: self.replies[sent] for sent in self.plan.in_flight}
-            return
-        if not self.plan.retry():
-            self.gave_up = True
-            return
-        assert not self.plan.in_flight, "nothing stays in flight over a retry"
-        self.replies = {}
+    def answer(self, request: Request) -> list[tuple[float, list[Frame]]]:
+        """Return what arrives and when: the frames that each piece completes."""
+        self.requests.append(request)
+        assert request.seq is not None
+        assert request.batch is not None
+        assert request.max_bytes is not None
+        first = bisect_left(self.held, request.seq)
+        seqs = self.held[first : first + min(request.batch, -(-request.max_bytes // (self.size + 1)))]
+        left = len(self.held) - first
+        frames = [
+            row(seq, last, left - place, size=self.size)
+            for place, (seq, last) in enumerate(zip(seqs, [0, *seqs], strict=False), 1)
+        ]
+        frames.append(eob(seqs[-1], left - len(seqs)))
+        self.asked.append(sum(len(body) for _, body, _ in frames))
+        start = max(self.now + self.latency, self.free_at)
+        arrived: list[tuple[float, list[Frame]]] = []
+        done = 0
+        for frame in frames:
+            done += len(frame[1])
+            at = start + -(-done // CHUNK) * CHUNK / self.rate
+            if arrived and arrived[-1][0] == at:
+                arrived[-1][1].append(frame)
+            else:
+                arrived.append((at, [frame]))
+        self.free_at = start + done / self.rate
+        return arrived
 
 
-def accept(plan: Plan, sent: SentRequest, seqs: list[int], pending: int) -> list[int]:
-    """Hand rows to a plan, if there are any; return those to deliver."""
-    if not seqs:
-        return []
-    return plan.accept(sent, Block("S", list(seqs), [b""] * len(seqs), [0] * len(seqs)), 1, pending).seqs
+@walk(
+    "size, rate, latency",
+    [(128, 1e6, 0.0002), (128, 400e3, 0.05), (10_000, 3e6, 0.05), (100_000, 400e3, 0.0002), (100_000, 1e6, 0.05)],
+)
+def test_other_calls_wait_for_about_half_a_second_on_a_slow_link(size: int, rate: float, latency: float) -> None:
+    path = Path(int(30 * rate / (size + 170)), size, rate, latency)
+    assert path.run() == list(range(1, len(path.held) + 1))
+    assert max(wait for _, wait in path.waits[3:]) < 0.8
+    assert max(wait for _, wait in path.waits) < 1.0, "nor while the link is not yet known"
+    assert path.now < 1.25 * len(path.held) * (size + 170) / rate, "the link is busy all the time"
 
 
-def small(plan: Callable[[], Scan]) -> Scan:
-    """A scan that begins with small requests, so that small streams take many."""
-    with mock.patch.object(reads, "FIRST_BATCH", 3):
-        return plan()
+@walk("size, rate, latency", [
+    (128, 1e9, 0.0001), (10_000, 50e6, 0.2), (10_000, 125e6, 0.6), (500_000, 125e6, 0.2),
+])  # fmt: skip
+def test_requests_grow_to_the_usual_size_on_a_fast_link(size: int, rate: float, latency: float) -> None:
+    messages = 150_000 if size == 128 else 100 * MIB // size
+    fast, known = (Path(messages, size, rate, latency, link=link) for link in (None, Link(1e12)))
+    for path in (fast, known):
+        assert path.run() == list(range(1, messages + 1))
+    usual = max(known.asked[1:])
+    assert usual > 4 * MIB
+    assert next(place for place, asked in enumerate(fast.asked) if asked > 0.9 * usual) <= 8
+    assert len(fast.asked) <= len(known.asked) + 8
 
 
-streams = st.dictionaries(st.integers(1, 120), st.tuples(st.sampled_from("ab"), st.integers(1, 40)), max_size=60)
-dense = st.integers(0, 60).map(lambda n: dict.fromkeys(range(1, n + 1), ("a", 10)))
-losses = st.lists(st.none() | st.integers(0, 10), max_size=8)
-maybe = st.none() | st.integers(1, 130)
+def test_the_next_scan_on_the_connection_starts_as_fast_as_the_last_one_ended() -> None:
+    link = Link()
+    Path(5_000, 10_000, 200e6, 0.001, link=link).run()
+    again = Path(5_000, 10_000, 200e6, 0.001, link=link)
+    again.run()
+    assert again.asked[0] >= 8 * MIB
 
 
-class TestScan:
-    @given(
-        messages=streams | dense, subject=st.sampled_from([None, "a", "b"]), seq=st.integers(1, 130), up_to=maybe,
-        batch=st.none() | st.integers(1, 20), max_bytes=st.integers(1, 400), prefetch=st.integers(1, 4),
-        lost=losses, piece=st.integers(1, 7), old=st.booleans(), by_time=st.booleans(),
-    )  # fmt: skip
-    def test_any_range_of_any_stream(
-        self, messages: dict[int, tuple[str, int]], subject: str | None, seq: int, up_to: int | None,
-        batch: int | None, max_bytes: int, prefetch: int, lost: list[int | None], piece: int, old: bool, by_time: bool,
-    ) -> None:  # fmt: skip
-        # By time: the model's clock ticks once per sequence.
-        start = datetime.fromtimestamp(seq, UTC) if by_time else None
-        plan = small(lambda: Scan(
-            subject=subject, seq=1 if by_time else seq, start_time=start, up_to_seq=up_to, batch=batch,
-            max_bytes=max_bytes, prefetch=prefetch,
-        ))  # fmt: skip
-        driver = Driver(plan, Model(messages, old=old), lost, piece)
-        expected = [s for s in sorted(messages) if seq <= s <= (up_to or 999) and subject in (None, messages[s][0])]
-        assert driver.run() == expected
-        assert plan.end is not None
-        assert plan.end.last_seq == (expected[-1] if expected else 0)
-        assert driver.in_flight <= prefetch
-        assert all(up_to is None or not r.seq or r.seq + (r.batch or 0) - 1 <= up_to for r in driver.model.requests)
-        if not old:
-            after = [s for s in messages if s > (up_to or 999) and s >= seq and subject in (None, messages[s][0])]
-            # Nothing is requested beyond a range, so nothing may be known of what follows it.
-            assert plan.end.num_pending in (0, len(after))
+@walk("latency", [0.05, 0.6])
+@walk("messages, size", [(3, 100), (3, 10_000), (1, 1_000_000)])
+def test_replies_in_one_piece_do_not_make_a_link_slow(messages: int, size: int, latency: float) -> None:
+    link = Link(100e6)
+    for _ in range(50):
+        Path(messages, size, 1e9, latency, link=link).run()
+    assert link.rate >= 100e6
 
-    @given(
-        messages=streams | dense, doomed=st.lists(st.integers(1, 120), max_size=20), prefetch=st.integers(1, 4),
-        batch=st.none() | st.integers(1, 20), max_bytes=st.integers(10, 400), new=st.integers(0, 5),
-    )  # fmt: skip
-    def test_while_messages_come_and_go(
-        self, messages: dict[int, tuple[str, int]], doomed: list[int], prefetch: int, batch: int | None,
-        max_bytes: int, new: int,
-    ) -> None:  # fmt: skip
-        model = Model(dict(messages))
-        plan = small(lambda: Scan(batch=batch, max_bytes=max_bytes, prefetch=prefetch))
-        left = list(doomed)
-        coming = iter(range(200, 200 + new))
 
-        def change() -> None:
-            if left:
-                model.messages.pop(left.pop(), None)
-            if (seq := next(coming, None)) is not None:
-                model.messages[seq] = ("a", 5)
+@walk("size, latency, subject", [(1_000, 0.6, None), (1_000, 0.05, ">"), (10_000, 0.3, ">"), (30_000, 0.15, None)])
+def test_a_link_that_was_slow_becomes_fast_again(size: int, latency: float, subject: str | None) -> None:
+    link = Link()
+    for _ in range(2):
+        link.adapt(100, 1000.0)
+    path = Path(20_000_000 // (size + 170), size, 50e6, latency, link=link)
+    path.run(subject=subject)
+    assert len(path.asked) <= 15
+    assert path.link.rate > 5e6
 
-        delivered = Driver(plan, model).run(change)
-        assert delivered == sorted(set(delivered))
-        stayed = {seq for seq in messages if seq not in doomed}
-        assert stayed <= set(delivered) <= set(messages) | set(range(200, 200 + new))
 
-    @pytest.mark.parametrize("readers", [1, 2, 5, MAX_IN_FLIGHT, 100, 10_000])
-    def test_the_reads_of_a_group_ask_for_no_more_than_one_read(self, readers: int) -> None:
-        group = Group(readers)
-        plans = [Scan(subject="a", max_bytes=80_000, group=group) for _ in range(2)]
-        link = Link(1e5)
-        for plan in plans:
-            plan.link = link
-            driver = Driver(plan, Model(dict.fromkeys(range(1, 301), ("a", 100))))
-            assert driver.run() == list(range(1, 301))
-            for request in driver.model.requests:
-                assert request.max_bytes is not None
-                assert request.batch is not None
-                assert request.max_bytes <= max(1, 80_000 // readers)
-                assert request.max_bytes * min(readers, MAX_IN_FLIGHT) <= link.room(1) / 0.75
-                assert request.batch == 1 or request.batch * 256 <= 80_000 // readers
+@walk(
+    "size, latency, subject, known",
+    [(1_000, 0.0002, None, None), (1_000, 0.3, ">", 100e6), (10_000, 0.3, None, 100e6), (10_000, 0.0002, ">", None)],
+)
+def test_a_very_slow_link_is_recognised(size: int, latency: float, subject: str | None, known: float | None) -> None:
+    link = Link() if known is None else Link(known)
+    path = Path(20_000_000 // (size + 170), size, 100e3, latency, link=link)
+    path.run(subject=subject)
+    assert 50e3 <= link.rate <= 300e3
+    assert all(wait < 1.5 for sent, wait in path.waits if sent > 2 * path.waits[0][1] + 5)
 
-    def test_the_last_read_of_a_group_asks_for_as_much_as_a_read_alone(self) -> None:
-        group = Group(4)
-        plan = Scan(subject="a", max_bytes=80_000, group=group)
-        plan.link = Link(1e12)
-        driver = Driver(plan, Model(dict.fromkeys(range(1, 2001), ("a", 300))))
 
-        def end_others() -> None:
-            if len(driver.model.requests) == 2:
-                group.readers = 1
+def test_a_link_that_becomes_slow_is_noticed() -> None:
+    link = Link(200e6)
+    path = Path(300, 100_000, 1e6, 0.01, link=link)
+    path.run()
+    first = path.waits[0][1]
+    assert first > 5, "the first requests rely on what is known"
+    assert all(wait < 0.8 for sent, wait in path.waits if sent > 3 * first)
 
-        assert driver.run(end_others) == list(range(1, 2001))
-        asked = [request.max_bytes for request in driver.model.requests]
-        assert (asked[0], asked[-1]) == (20_000, 80_000)
 
-    def test_sends_guesses_ahead_on_a_dense_stream_and_throws_none_away(self) -> None:
-        model = Model(dict.fromkeys(range(1, 101), ("a", 10)))
-        plan = Scan(batch=10, max_bytes=1 << 20, prefetch=3)
-        driver = Driver(plan, model)
-        assert driver.run() == list(range(1, 101))
-        assert driver.in_flight == 3
-        assert [request.seq for request in model.requests] == list(range(1, 101, 10))
+@walk("readers", [1, 2, 5, MAX_IN_FLIGHT, 100, 10_000])
+def test_the_reads_of_a_group_ask_for_no_more_than_one_read(readers: int) -> None:
+    group, link = Group(readers), Link(1e5)
+    for _ in range(2):
+        path = Path(300, 100, 1e5, link=link)
+        assert path.run(subject="a", max_bytes=80_000, group=group) == list(range(1, 301))
+        for request in path.requests:
+            assert request.max_bytes is not None
+            assert request.batch is not None
+            assert request.max_bytes <= max(1, 80_000 // readers)
+            assert request.batch == 1 or request.batch * 256 <= 80_000 // readers
 
-    def test_does_not_guess_where_sequences_are_missing_or_filtered(self) -> None:
-        for subject, step in ((None, 2), ("a", 1)):
-            driver = Driver(
-                Scan(subject=subject, batch=5, max_bytes=1 << 20, prefetch=4),
-                Model(dict.fromkeys(range(1, 61, step), ("a", 1))),
-            )
-            driver.run()
-            assert driver.in_flight == 1
 
-    def test_an_empty_reply_of_a_lagging_replica_is_requested_once_more(self) -> None:
-        plan = Scan(batch=2, max_bytes=100, prefetch=1)
-        for seqs, end in (([1, 2], EndOfBatch(2, 2)), ([], NOT_FOUND), ([3, 4], EndOfBatch(0, 4))):
-            assert not plan.done
-            ask = plan.next_request()
-            assert ask is not None
-            assert ask.request.seq == (seqs[0] if seqs else 3)
-            accept(plan, ask, seqs, end.num_pending)
-            plan.finish(ask, end)
-        assert plan.done
+def test_sends_guesses_ahead_on_a_dense_stream_and_throws_none_away() -> None:
+    path = Path(100, 10)
+    assert path.run(batch=10, prefetch=3) == list(range(1, 101))
+    assert path.in_flight == 3
+    assert [request.seq for request in path.requests] == list(range(1, 101, 10))
 
-    def test_two_empty_replies_end_the_scan(self) -> None:
-        plan = Scan(batch=2, max_bytes=100, prefetch=1)
-        for end in (EndOfBatch(2, 2), NOT_FOUND, NOT_FOUND):
-            ask = plan.next_request()
-            assert ask is not None
-            seqs = [1, 2] if end.found else []
-            accept(plan, ask, seqs, end.num_pending)
-            plan.finish(ask, end)
-        assert plan.done
-        assert plan.end == EndOfBatch(0, 2, found=False)
 
-    def test_a_guess_after_a_cut_reply_is_void(self) -> None:
-        model = Model(dict.fromkeys(range(1, 31), ("a", 10)))
-        model.messages |= dict.fromkeys(range(15, 18), ("a", 100))
-        driver = Driver(Scan(batch=5, max_bytes=100, prefetch=2), model)
-        assert driver.run() == list(range(1, 31))
-        starts = [request.seq for request in model.requests]
-        assert len(starts) > 6, "some were asked again"
+def test_does_not_guess_where_sequences_are_missing_or_filtered() -> None:
+    for subject, step in ((None, 2), ("a", 1)):
+        path = Path(60, 1, step=step)
+        assert path.run(subject=subject, batch=5, prefetch=4) == list(path.held)
+        assert path.in_flight == 1
 
-    def test_a_reply_that_is_cut_by_one_voids_the_guess_too(self) -> None:
-        # The guess starts at 9, the reply before it ends at 7: taking the guess would lose 8.
-        model = Model(dict.fromkeys(range(1, 13), ("a", 1)) | {7: ("a", 100)})
-        assert Driver(Scan(batch=4, max_bytes=100, prefetch=2), model).run() == list(range(1, 13))
 
-    def test_requests_end_with_the_range(self) -> None:
-        model = Model(dict.fromkeys(range(1, 31), ("a", 1)))
-        assert Driver(Scan(seq=5, up_to_seq=16, batch=5, max_bytes=100, prefetch=3), model).run() == list(range(5, 17))
-        assert [(r.seq, r.batch) for r in model.requests] == [(5, 5), (10, 5), (15, 2)]
+def test_requests_follow_the_size_of_the_messages() -> None:
+    big = Path(99, 100, link=Link(1e12))
+    big.run(max_bytes=1000, prefetch=1)
+    assert big.requests[0].batch == reads.FIRST_BATCH
+    assert {request.batch for request in big.requests[1:]} == {7}, "three quarters of the bytes"
+    tiny = Path(6000, 1, link=Link(1e12))
+    tiny.run(max_bytes=1 << 20, prefetch=1)
+    assert [request.batch for request in tiny.requests] == [1000, 4000, 16000]
 
-    def test_requests_follow_the_size_of_the_messages(self) -> None:
-        big = Driver(Scan(max_bytes=1000, prefetch=1), Model(dict.fromkeys(range(1, 100), ("a", 100))))
-        big.run()
-        assert big.model.requests[0].batch == reads.FIRST_BATCH
-        assert {request.batch for request in big.model.requests[1:]} == {7}, "three quarters of the bytes"
-        tiny = Driver(Scan(max_bytes=1 << 20, prefetch=1), Model(dict.fromkeys(range(1, 6001), ("a", 1))))
-        tiny.run()
-        assert [request.batch for request in tiny.model.requests] == [1000, 4000, 16000]
 
-    def test_a_message_over_max_bytes_still_comes(self) -> None:
-        driver = Driver(Scan(max_bytes=10, prefetch=2), Model(dict.fromkeys(range(1, 9), ("a", 1000))))
-        assert driver.run() == list(range(1, 9))
+def test_two_empty_replies_end_the_scan() -> None:
+    plan = Scan(batch=2, max_bytes=100, prefetch=1)
+    for end in (EndOfBatch(2, 2), NOT_FOUND, NOT_FOUND):
+        assert not plan.done
+        ask = plan.next_request()
+        assert ask is not None
+        if end.found:
+            plan.accept(ask, Block("S", [1, 2], [b""] * 2, [0] * 2), 1, end.num_pending)
+        plan.finish(ask, end)
+    assert plan.done
+    assert plan.end == EndOfBatch(0, 2, found=False)
 
-    @pytest.mark.parametrize(("seq", "up_to"), [(5, 4), (2, 1), (1, 0)])
-    def test_an_empty_range_sends_no_request(self, seq: int, up_to: int) -> None:
+
+def test_an_empty_range_sends_no_request() -> None:
+    for seq, up_to in ((5, 4), (2, 1), (1, 0)):
         plan = Scan(seq=seq, up_to_seq=up_to, max_bytes=10)
         assert (plan.done, plan.end, plan.next_request()) == (True, NOT_FOUND, None)
 
-    @pytest.mark.parametrize("messages", [{}, {9: ("a", 1)}])
-    def test_a_range_without_messages_has_no_last_sequence(self, messages: dict[int, tuple[str, int]]) -> None:
-        plan = Scan(seq=5, up_to_seq=7, max_bytes=10)
-        assert Driver(plan, Model(messages)).run() == []
-        assert plan.end is not None
-        assert plan.end.last_seq == 0
-        assert plan.end.num_pending == len(messages)
 
-    def test_a_range_that_ends_in_a_gap_can_be_opened_again(self) -> None:
-        # A partial replica shows 12, and the leader says that 9 exists, so the plan asks again.
-        partial, whole = Model({8: ("a", 1), 12: ("a", 1)}), Model(dict.fromkeys((8, 9, 11, 12), ("a", 1)))
-        plan = Scan(seq=8, up_to_seq=11, batch=2, max_bytes=100, prefetch=2)
-        assert Driver(plan, partial).run() == [8]
-        assert plan.request_after(8) == Request(seq=9, next_by_subj=">")
-        assert plan.take([StoredMsg(stream="S", subject="a", seq=9)], 2).seqs == [9]
-        assert Driver(plan, whole).run() == [11]
-        assert plan.end == EndOfBatch(1, 11)
-
-    def test_a_range_by_time_continues_by_sequence(self) -> None:
-        when = datetime.fromtimestamp(5, UTC)
-        plan = Scan(start_time=when, subject="a", max_bytes=100)
-        assert plan.request_after(0) == Request(start_time=when, next_by_subj="a")
-        Driver(plan, Model({6: ("a", 1)})).run()
-        assert plan.request_after(6) == Request(seq=7, next_by_subj="a")
-
-    def test_a_range_by_time_without_messages_is_asked_for_by_time_again(self) -> None:
-        plan = Scan(start_time=(when := datetime.fromtimestamp(5, UTC)), max_bytes=100)
-        Driver(plan, Model({})).run()
-        plan.reopen()
-        assert plan.next_request().request.start_time == when  # type: ignore[union-attr]
-
-    def test_messages_of_the_leader_beyond_the_range_end_it(self) -> None:
-        plan = Scan(seq=1, up_to_seq=4, max_bytes=100)
-        assert plan.take([StoredMsg(stream="S", subject="a", seq=seq) for seq in (2, 4, 6)], 5).seqs == [2, 4]
-        assert (plan.done, plan.end) == (True, EndOfBatch(6, 4))
-
-
-class TestOneReply:
-    @given(
-        messages=streams, subject=st.sampled_from([None, "a"]), seq=st.integers(1, 130), batch=st.integers(1, 20),
-        max_bytes=st.integers(1, 400), lost=losses, piece=st.integers(1, 7), old=st.booleans(),
-    )  # fmt: skip
-    def test_any_batch_of_any_stream(
-        self, messages: dict[int, tuple[str, int]], subject: str | None, seq: int, batch: int, max_bytes: int,
-        lost: list[int | None], piece: int, old: bool,
-    ) -> None:  # fmt: skip
-        plan = OneReply(Request(seq=seq, next_by_subj=subject, batch=batch, max_bytes=max_bytes))
-        delivered = Driver(plan, Model(messages, old=old), lost, piece).run()
-        matching = [s for s in sorted(messages) if s >= seq and subject in (None, messages[s][0])]
-        assert delivered == matching[: len(delivered)]
-        assert len(delivered) <= batch, "never more than was asked for"
-        size = sum(messages[s][1] for s in delivered)
-        assert len(delivered) == min(batch, len(matching)) or size >= max_bytes
-        assert plan.end is not None
-        assert plan.end.last_seq == (delivered[-1] if delivered else 0)
-        assert plan.end.found is bool(delivered)
-        if not old and not any(loss is not None for loss in lost):
-            assert plan.end.num_pending == len(matching) - len(delivered)
-
-    def test_sends_one_request(self) -> None:
-        model = Model(dict.fromkeys(range(1, 31), ("a", 10)))
-        assert Driver(OneReply(Request(seq=3, batch=5, max_bytes=35)), model).run() == [3, 4, 5, 6]
-        assert len(model.requests) == 1
-
-    def test_a_lost_end_is_not_requested_again(self) -> None:
-        model = Model(dict.fromkeys(range(1, 31), ("a", 1)))
-        plan = OneReply(Request(seq=1, batch=5, max_bytes=100))
-        assert Driver(plan, model, [5]).run() == [1, 2, 3, 4, 5]
-        assert plan.end == EndOfBatch(25, 5)
-
-    def test_a_read_by_time_continues_by_sequence(self) -> None:
-        model = Model(dict.fromkeys(range(1, 31), ("a", 1)))
-        plan = OneReply(Request(start_time=datetime.fromtimestamp(4, UTC), batch=6, max_bytes=100))
-        assert Driver(plan, model, [2]).run() == [4, 5, 6, 7, 8, 9]
-        assert (model.requests[1].seq, model.requests[1].start_time, model.requests[1].batch) == (6, None, 4)
-
-
-LOG = Request(seq=7, batch=10)
-LASTS = Request(multi_last=("a.>",))
-
-
-class TestOneWholeReply:
-    @pytest.mark.parametrize("request_", [LOG, LASTS])
-    def test_one_request_and_all_of_its_rows(self, request_: Request) -> None:
-        plan = OneReply(request_, whole=True)
-        ask = plan.next_request()
-        assert ask is not None
-        assert ask.request is request_
-        assert plan.next_request() is None
-        assert accept(plan, ask, [7, 9], 1) == [7, 9]
-        assert accept(plan, ask, [11], 0) == [11]
-        plan.finish(ask, EndOfBatch(0, 11, 12))
-        assert plan.done
-        assert plan.end == EndOfBatch(0, 11, 12)
-        assert plan.next_request() is None
-
-    def test_the_end_of_a_cut_multi_last_is_what_its_last_message_says(self) -> None:
-        plan = OneReply(LASTS, whole=True)
-        ask = plan.next_request()
-        assert ask is not None
-        accept(plan, ask, [7], 1)
-        plan.finish(ask, EndOfBatch(0, 7, 12))  # as 2.11 ends it
-        assert plan.end == EndOfBatch(1, 7, 12)
-
-    def test_the_end_of_a_cut_batch_is_what_the_end_says(self) -> None:
-        plan = OneReply(LOG, whole=True)
-        ask = plan.next_request()
-        assert ask is not None
-        accept(plan, ask, [7], 1)
-        plan.finish(ask, EndOfBatch(0, 7))  # on 2.11 a message of a batch counts itself
-        assert plan.end == EndOfBatch(0, 7)
-
-    def test_nothing_found_is_an_empty_end(self) -> None:
-        plan = OneReply(LASTS, whole=True)
-        ask = plan.next_request()
-        assert ask is not None
-        missing = EndOfBatch(0, 0, found=False)
-        plan.finish(ask, missing)
-        assert plan.end == missing
-
-    def test_a_loss_before_any_message_is_requested_again(self) -> None:
-        plan = OneReply(LOG, whole=True)
-        assert plan.next_request() is not None
-        assert plan.retry()
-        again = plan.next_request()
-        assert again is not None
-        assert again.request is LOG
-
-    def test_a_loss_after_a_message_fails_the_read(self) -> None:
-        plan = OneReply(LOG, whole=True)
-        ask = plan.next_request()
-        assert ask is not None
-        accept(plan, ask, [7], 1)
-        assert not plan.retry()
-
-
-def test_every_plan_has_one_request_out_at_first_and_none_when_done() -> None:
-    for plan in (
-        Scan(max_bytes=10),
-        OneReply(Request(seq=1, batch=1)),
-        MultiLast(Request(multi_last=("a",))),
-        OneReply(Request(multi_last=("a",)), whole=True),
-    ):
-        first = plan.next_request()
-        assert first is not None
-        assert list(plan.in_flight) == [first]
-        assert plan.next_request() is None
-        plan.finish(first, NOT_FOUND)
-        assert (plan.done, list(plan.in_flight), plan.next_request()) == (True, [], None)
-        assert plan.end is not None
-        assert (plan.end.num_pending, plan.end.last_seq, plan.end.found) == (0, 0, False)
-
-
-def test_equal_requests_are_told_apart() -> None:
-    one, other = (SentRequest(Request(seq=1, batch=1), 1, 1) for _ in range(2))
-    assert one != other
-    assert len({one: 1, other: 2}) == 2
+def test_the_end_of_a_cut_multi_last_is_what_its_last_message_says() -> None:
+    plan = OneReply(Request(multi_last=("a.>",)), whole=True)
+    ask = plan.next_request()
+    assert ask is not None
+    plan.accept(ask, Block("S", [7], [b""], [0]), 1, 1)
+    plan.finish(ask, EndOfBatch(0, 7, 12))  # as 2.11 ends it
+    assert plan.end == EndOfBatch(1, 7, 12)

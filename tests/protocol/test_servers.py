@@ -1,24 +1,18 @@
 """Lists of servers, and the credentials in their URLs."""
 
 import pytest
+from cells import walk
 
 from jetstream_ext.protocol.servers import Servers, parse_servers
 
 HOST = "nats://h:1"
 
 
-@pytest.mark.parametrize(
-    ("text", "urls"),
-    [
-        ("h", ["nats://h"]),
-        (" h:1 , tls://i,j:2,", [HOST, "tls://i", "nats://j:2"]),
-        ("TLS://H:1, wss://i/path?x=1", ["tls://H:1", "wss://i/path?x=1"]),
-        ("nats://[::1]:4222,::", None),
-        ("nats://[::1]:4222", ["nats://[::1]:4222"]),
-        ("h:1,h:1", [HOST]),
-        ("@h:1", [HOST]),
-    ],
-)
+@walk("text, urls", [
+    ("h", ["nats://h"]), (" h:1 , tls://i,j:2,", [HOST, "tls://i", "nats://j:2"]),
+    ("TLS://H:1, wss://i/path?x=1", ["tls://H:1", "wss://i/path?x=1"]), ("nats://[::1]:4222,::", None),
+    ("nats://[::1]:4222", ["nats://[::1]:4222"]), ("h:1,h:1", [HOST]), ("@h:1", [HOST]),
+])  # fmt: skip
 def test_a_list_is_split_into_urls_with_schemes(text: str, urls: list[str] | None) -> None:
     if urls is None:
         with pytest.raises(ValueError, match="server 2 is invalid"):
@@ -27,8 +21,8 @@ def test_a_list_is_split_into_urls_with_schemes(text: str, urls: list[str] | Non
         assert parse_servers(text) == Servers(tuple(urls))
 
 
-@pytest.mark.parametrize(
-    ("text", "user", "password"),
+@walk(
+    "text, user, password",
     [
         ("nats://u:p@h:1", "u", "p"),
         ("u:p@h:1", "u", "p"),
@@ -59,26 +53,19 @@ def test_a_comma_after_the_credentials_starts_another_server() -> None:
     assert parse_servers("nats://i,nats://u:a,b@h:1") == Servers(("nats://i", HOST), "u", "a,b")
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("", "it is empty"),
-        (" , ", "it is empty"),
-        ("nats://", "server 1 is invalid: it needs a host"),
-        ("hun:ter2", "server 1 is invalid: it needs a host, and a port"),
-        ("nats://hun:ter2", "server 1 is invalid: it needs a host, and a port"),
-        ("nats://hun:ter2@", r"server 1 \(''\) is invalid: it needs a host"),
-        ("nats://hun:ter2@h:0", r"server 1 \('h:0'\) is invalid"),
-        ("nats://hun:ter2@h:1,i:port", r"server 2 \('i:port'\) is invalid"),
-        ("http://hun:ter2@h", r"server 1 \('h'\) is invalid: its scheme must be"),
-        ("hunter2://x@h", r"server 1 \('h'\) is invalid: its scheme must be"),
-        ("hun:ter2@h,hun:ter2@i", "percent-encode"),
-        ("nats://hun:ter2,@@h", "percent-encode"),
-        ("nats://hun:ter2@h,nats://hun:ter3@h", "different credentials"),
-        ("nats://hun:ter2%ff@h", "not UTF-8"),
-        ("wss://h/hun@ter2", "'/' in front of '@'"),
-    ],
-)
+@walk("text, problem", [
+    ("", "it is empty"), (" , ", "it is empty"), ("nats://", "server 1 is invalid: it needs a host"),
+    ("hun:ter2", "server 1 is invalid: it needs a host, and a port"),
+    ("nats://hun:ter2", "server 1 is invalid: it needs a host, and a port"),
+    ("nats://hun:ter2@", r"server 1 \(''\) is invalid: it needs a host"),
+    ("nats://hun:ter2@h:0", r"server 1 \('h:0'\) is invalid"),
+    ("nats://hun:ter2@h:1,i:port", r"server 2 \('i:port'\) is invalid"),
+    ("http://hun:ter2@h", r"server 1 \('h'\) is invalid: its scheme must be"),
+    ("hunter2://x@h", r"server 1 \('h'\) is invalid: its scheme must be"),
+    ("hun:ter2@h,hun:ter2@i", "percent-encode"), ("nats://hun:ter2,@@h", "percent-encode"),
+    ("nats://hun:ter2@h,nats://hun:ter3@h", "different credentials"), ("nats://hun:ter2%ff@h", "not UTF-8"),
+    ("wss://h/hun@ter2", "'/' in front of '@'"),
+])  # fmt: skip
 def test_an_error_repeats_no_part_of_the_credentials(text: str, problem: str) -> None:
     with pytest.raises(ValueError, match=problem) as caught:
         parse_servers(text)

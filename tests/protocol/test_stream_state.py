@@ -4,12 +4,11 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from cells import walk
 
 from jetstream_ext.errors import (
-    DirectGetDisabledError,
     ResponseError,
     StreamConfigMismatchError,
-    UnsupportedFeatureError,
 )
 from jetstream_ext.protocol.api import StreamState, parse_stream_state
 
@@ -45,8 +44,8 @@ def test_an_empty_stream_begins_after_its_last_sequence() -> None:
     assert not state.never_removed
 
 
-@pytest.mark.parametrize(
-    ("active", "offline", "certain"),
+@walk(
+    "active, offline, certain",
     [((1, 1), (), True), ((1, 9), (), True), ((9, 9), (), False), ((1, 9), (0,), False)],
 )
 def test_a_leader_is_certain_while_a_majority_hears_from_it(
@@ -86,58 +85,31 @@ def test_the_configuration_that_the_server_returns() -> None:
     state.check_direct_reads("2.15.1")
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        {"config": None},
-        {"state": {}},
-        {"state": {"messages": "x", "last_seq": 1, "first_seq": 1}},
-        {"ts": "now"},
-        {"cluster": {"replicas": [3]}},
-        {"config": {"name": "S", "mirror": ["ORIGIN"]}},
-        {"config": {"name": 1}},
-        {"config": {"name": "OTHER"}},
-        {"config": {"name": "S", "max_msg_size": "5"}},
-        {"config": {"name": "S", "max_msgs_per_subject": 1.5}},
-        {"config": {"name": "S", "max_age": True}},
-        {"config": {"name": "S", "max_msg_size": {}}},
-        {"config": {"name": "S", "first_seq": ""}},
-        {"config": {"name": "S", "max_age": 1 << 63}},
-        {"config": {"name": "S", "first_seq": -1}},
-        {"config": {"name": "S", "subjects": [1]}},
-        {"config": {"name": "S", "subjects": 1}},
-        {"config": {"name": "S", "sources": [{"name": 1}]}},
-        {"config": {"name": "S", "sources": [{"subject_transforms": [{"src": 1}]}]}},
-        {"config": {"name": "S", "metadata": {"a": 1}}},
-        {"created": "2026-01-02T03:04:05"},
-        {"created": ""},
-        {"created": "9999-12-31T23:59:59-23:59"},
-        {"state": {"messages": 9.0, "first_seq": 1, "last_seq": 9, "last_ts": CREATED}},
-        {"state": {"messages": 9, "first_seq": 1, "last_seq": 1 << 64, "last_ts": CREATED}},
-        {"state": {"messages": 9, "first_seq": -1, "last_seq": 9, "last_ts": CREATED}},
-    ],
-)
+@walk("broken", [
+    {"config": None}, {"state": {}}, {"state": {"messages": "x", "last_seq": 1, "first_seq": 1}}, {"ts": "now"},
+    {"cluster": {"replicas": [3]}}, {"config": {"name": "S", "mirror": ["ORIGIN"]}}, {"config": {"name": 1}},
+    {"config": {"name": "OTHER"}}, {"config": {"name": "S", "max_msg_size": "5"}},
+    {"config": {"name": "S", "max_msgs_per_subject": 1.5}}, {"config": {"name": "S", "max_age": True}},
+    {"config": {"name": "S", "max_msg_size": {}}}, {"config": {"name": "S", "first_seq": ""}},
+    {"config": {"name": "S", "max_age": 1 << 63}}, {"config": {"name": "S", "first_seq": -1}},
+    {"config": {"name": "S", "subjects": [1]}}, {"config": {"name": "S", "subjects": 1}},
+    {"config": {"name": "S", "sources": [{"name": 1}]}},
+    {"config": {"name": "S", "sources": [{"subject_transforms": [{"src": 1}]}]}},
+    {"config": {"name": "S", "metadata": {"a": 1}}}, {"created": "2026-01-02T03:04:05"}, {"created": ""},
+    {"created": "9999-12-31T23:59:59-23:59"},
+    {"state": {"messages": 9.0, "first_seq": 1, "last_seq": 9, "last_ts": CREATED}},
+    {"state": {"messages": 9, "first_seq": 1, "last_seq": 1 << 64, "last_ts": CREATED}},
+    {"state": {"messages": 9, "first_seq": -1, "last_seq": 9, "last_ts": CREATED}},
+])  # fmt: skip
 def test_a_malformed_answer_is_a_response_error_that_names_the_stream(broken: dict[str, Any]) -> None:
     with pytest.raises(ResponseError, match="'S'"):
         parse_stream_state(answer(**broken), "S")
 
 
-def test_a_stream_without_direct_gets_is_refused_with_what_to_do() -> None:
-    with pytest.raises(DirectGetDisabledError, match="or 'jetstream-ext enable S --direct'"):
-        StreamState("S", CREATED, {}, api_level=1).check_direct_reads("2.15.1")
-    with pytest.raises(UnsupportedFeatureError, match=r"2\.10\.2"):
-        StreamState("S", CREATED, {"allow_direct": True}).check_direct_reads("2.10.2")
-
-
-@pytest.mark.parametrize(
-    ("config", "last_seq", "refused"),
-    [
-        ({}, (1 << 62) - 1, False),
-        ({}, 1 << 62, True),
-        ({"storage": "file"}, (1 << 64) - 1, True),
-        ({"storage": "memory"}, (1 << 64) - 1, False),
-    ],
-)
+@walk("config, last_seq, refused", [
+    ({}, (1 << 62) - 1, False), ({}, 1 << 62, True), ({"storage": "file"}, (1 << 64) - 1, True),
+    ({"storage": "memory"}, (1 << 64) - 1, False),
+])  # fmt: skip
 def test_a_stream_whose_server_cannot_find_its_newest_messages_is_refused(
     config: dict[str, Any], last_seq: int, refused: bool
 ) -> None:
@@ -156,8 +128,8 @@ def transform(source: str, destination: str) -> dict[str, str]:
     return {"src": source, "dest": destination}
 
 
-@pytest.mark.parametrize(
-    ("config", "copies"),
+@walk(
+    "config, copies",
     [
         ({}, []),
         ({"mirror": {"name": "O"}}, ["o.at.w"]),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from cells import walk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,40 +56,12 @@ def drain(watcher: Watcher) -> list[Change]:
 
 
 class TestContent:
-    def test_readers_see_only_what_is_committed(self) -> None:
-        content = Content()
-        content.stage([put("a", 1), put("b", 2)])
-        assert (seqs(content), content.revision, content.staged) == ({}, 0, 2)
-        content.commit(2)
-        assert (seqs(content), content.revision, content.staged) == ({"a": 1, "b": 2}, 2, 0)
-
-    def test_a_revision_without_messages_can_be_committed(self) -> None:
-        content = Content()
-        content.commit(7)
-        assert content.revision == 7
-
     def test_messages_may_be_fed_in_any_order_and_twice(self) -> None:
         content = Content()
         content.feed([put("a", 5), put("a", 3), delete("b", 4), put("b", 2), put("a", 5), put("c", 1)])
         assert seqs(content) == {"a": 5, "c": 1}
         assert {key: held[0] for key, held in content.deleted.items()} == {"b": 4}
         assert len(content) == 3
-
-    def test_a_value_of_its_own_ttl_expires_by_the_leaders_clock(self) -> None:
-        content = Content()
-        content.feed([put("a", 1, ttl=timedelta(seconds=5)), put("b", 2)])
-        assert content.next_expiry() == at(5)
-        content.expire(at(4.999))
-        assert seqs(content) == {"a": 1, "b": 2}
-        content.expire(at(5))
-        assert seqs(content) == {"b": 2}
-        assert content.next_expiry() is None
-
-    def test_a_newer_message_ends_the_ttl_of_the_older_one(self) -> None:
-        content = Content()
-        content.feed([put("a", 1, ttl=timedelta(seconds=5)), put("a", 2)])
-        content.expire(at(9))
-        assert seqs(content) == {"a": 2}
 
     def test_ttls_that_the_server_does_not_heed_do_not_count(self) -> None:
         content = Content(own_ttls=False)
@@ -98,18 +70,6 @@ class TestContent:
         content.expire(at(9))
         assert seqs(content) == {"a": 1}
 
-    def test_the_maximum_age_applies_unless_a_message_never_expires(self) -> None:
-        content = Content(max_age=timedelta(seconds=10))
-        content.feed([put("b", 2, 1), put("never", 1, ttl=FOREVER), put("c", 3, 2), delete("d", 4, 2)])
-        assert content.next_expiry() <= at(11)  # it was never looked
-        content.expire(at(2))
-        assert content.next_expiry() == at(11)
-        content.expire(at(11))
-        assert seqs(content) == {"never": 1, "c": 3}
-        content.expire(at(12))
-        assert seqs(content) == {"never": 1}
-        assert len(content) == 1, "the delete marker has expired"
-
     def test_where_the_server_leaves_markers_only_they_expire_without_a_message(self) -> None:
         content = Content(max_age=timedelta(seconds=10), markers=True)
         content.feed([put("a", 1, ttl=timedelta(seconds=5)), put("b", 2), delete("c", 3)])
@@ -117,20 +77,6 @@ class TestContent:
         content.expire(at(10))
         assert seqs(content) == {"a": 1, "b": 2}
         assert not content.deleted
-
-    def test_a_ttl_beyond_the_last_time_never_ends(self) -> None:
-        content = Content()
-        content.feed([put("a", 1, ttl=timedelta(days=4_000_000))])
-        content.expire(at(1e9))
-        assert seqs(content) == {"a": 1}
-
-    def test_deadlines_of_a_renewed_key_do_not_pile_up(self) -> None:
-        content = Content()
-        for seq in range(1, 10 * table.MOST_CHANGES):
-            content.feed([put("a", seq, ttl=timedelta(hours=1))])
-        assert len(content._deadlines) <= table.MOST_CHANGES + 2
-        content.expire(at(3600))
-        assert seqs(content) == {}
 
     def test_plain_messages_may_come_as_a_dictionary(self) -> None:
         content = Content()
@@ -143,20 +89,6 @@ class TestContent:
         content.commit(8)
         content.drop_below(4)
         assert (list(content.values), content.deleted) == (["a", "c", "d"], {})
-
-    def test_the_garbage_collector_does_not_walk_through_it(self) -> None:
-        content = Content()
-        content.feed({f"k{n}": record(n) for n in range(1, 1000)})
-        gc.collect()
-        content.feed({f"k{n}": record(n) for n in range(1000, 2000)})
-        content.feed([put(f"k{n}", n) for n in range(2000, 3000)])
-        assert not gc.is_tracked(content.values)
-
-    def test_what_is_below_the_streams_first_sequence_is_gone(self) -> None:
-        content = Content()
-        content.feed([put("c", 3), put("a", 1), delete("b", 2)])
-        content.drop_below(3)
-        assert (seqs(content), len(content)) == ({"c": 3}, 1)
 
     def test_only_what_is_stored_is_kept(self) -> None:
         content = Content()
@@ -193,7 +125,7 @@ class TestContent:
         assert not content.has_more_than(4, 1, 4, at(30))
         assert not content.has_more_than(3, 1, 3, at(30)), "d is newer than what was counted"
 
-    @pytest.mark.parametrize("found", ["older", "the same", "newer", "nothing"])
+    @walk("found", ["older", "the same", "newer", "nothing"])
     def test_a_value_that_expires_may_expose_an_older_one(self, found: str) -> None:
         content = Content(deep=True, markers=True)
         content.feed([put("a", 5, ttl=timedelta(seconds=10))])
@@ -220,31 +152,33 @@ class TestContent:
         changes = drain(watcher)
         assert sum(change.skipped for change in changes) + len(changes) == seq
 
+    def test_what_is_below_the_streams_first_sequence_is_gone(self) -> None:
+        content = Content()
+        content.feed([put("c", 3), put("a", 1), delete("b", 2)])
+        content.drop_below(3)
+        assert (seqs(content), len(content)) == ({"c": 3}, 1)
+
+    def test_readers_see_only_what_is_committed(self) -> None:
+        content = Content()
+        content.stage([put("a", 1), put("b", 2)])
+        assert (seqs(content), content.revision, content.staged) == ({}, 0, 2)
+        content.commit(2)
+        assert (seqs(content), content.revision, content.staged) == ({"a": 1, "b": 2}, 2, 0)
+
+    def test_the_maximum_age_applies_unless_a_message_never_expires(self) -> None:
+        content = Content(max_age=timedelta(seconds=10))
+        content.feed([put("b", 2, 1), put("never", 1, ttl=FOREVER), put("c", 3, 2), delete("d", 4, 2)])
+        assert content.next_expiry() <= at(11)  # it was never looked
+        content.expire(at(2))
+        assert content.next_expiry() == at(11)
+        content.expire(at(11))
+        assert seqs(content) == {"never": 1, "c": 3}
+        content.expire(at(12))
+        assert seqs(content) == {"never": 1}
+        assert len(content) == 1, "the delete marker has expired"
+
 
 class TestWatcher:
-    def test_changes_have_what_was_there_before(self) -> None:
-        content = Content()
-        content.feed([put("a", 1)])
-        watcher = watched(content)
-        content.stage([put("a", 2), put("b", 3), delete("a", 4), delete("c", 5)])
-        content.commit(5)
-        found = drain(watcher)
-        assert found == [
-            Change("a", record(1), record(2), 2),
-            Change("b", None, record(3), 3),
-            Change("a", record(2), None, 4),
-        ]
-
-    def test_one_that_keeps_up_gets_every_change(self) -> None:
-        content = Content()
-        watcher, got = watched(content), []
-        for seq in range(1, 3 * table.MOST_CHANGES):
-            content.stage([put("a", seq)])
-            content.commit(seq)
-            got += drain(watcher)
-        assert [change.revision for change in got] == list(range(1, 3 * table.MOST_CHANGES))
-        assert {change.skipped for change in got} == {0}
-
     def test_a_slow_one_gets_the_newest_state_of_each_key(self) -> None:
         content = Content()
         content.feed([put("old", 1), put("gone", 2)])
@@ -279,15 +213,6 @@ class TestWatcher:
         changes = drain(watcher)
         assert (changes[-1].revision, sum(1 + change.skipped for change in changes)) == (219, 219)
 
-    def test_removals_without_a_message_have_the_revision_of_the_table(self) -> None:
-        content = Content()
-        content.stage([put("a", 1), put("b", 2, ttl=timedelta(seconds=1))])
-        content.commit(6)
-        watcher = watched(content)
-        content.expire(at(1))
-        content.drop_below(2)
-        assert drain(watcher) == [Change("b", record(2), None, 6), Change("a", record(1), None, 6)]
-
     def test_a_reload_is_told_as_changes(self) -> None:
         content = Content()
         content.feed([put("same", 1), put("changed", 2), put("gone", 3)])
@@ -305,12 +230,6 @@ class TestWatcher:
         new.stage([delete("added", 9)])
         new.commit(9)
         assert [change.key for change in drain(watcher)] == ["added"], "the watcher goes on"
-
-    def test_one_that_is_dropped_is_forgotten(self) -> None:
-        content = Content()
-        watched(content)
-        gc.collect()
-        assert not content.watchers
 
     def test_it_is_woken(self) -> None:
         content, woken = Content(), []

@@ -8,19 +8,19 @@ import os
 import sys
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import nats
 import pytest
 from nats.js import JetStreamContext
 
+from jetstream_ext.spark import connection
+from jetstream_ext.spark.connection import Connections
 from jetstream_ext.testing import NatsServer
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-    from jetstream_ext.spark.connection import Connections
 
 SECRET = "correct-horse-battery"
 
@@ -59,15 +59,35 @@ def connection_names(guarded: NatsServer) -> Callable[[], list[str]]:
     return names
 
 
-@pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
-    """The connections of the test, which are closed with it."""
-    from jetstream_ext.spark import connection
+@contextmanager
+def _own_connections() -> Iterator[None]:
+    made: dict[int, Connections] = {}
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(connection, "_by_process", made)
+            yield
+    finally:
+        for one in made.values():
+            one.close()
 
-    cache = connection.Connections()
-    monkeypatch.setattr(connection, "connections", lambda: cache)
-    yield cache
-    cache.close()
+
+@pytest.fixture(autouse=True)
+def _connections_are_closed() -> Iterator[None]:
+    """Close the connections of this process after each test, also those that a failure has left lent."""
+    with _own_connections():
+        yield
+
+
+@pytest.fixture(scope="session")
+def own_connections() -> Callable[[], AbstractContextManager[None]]:
+    """Let the connector have connections of its own in a block, as in another process, and close them after it."""
+    return _own_connections
+
+
+@pytest.fixture
+def cache() -> Connections:
+    """The connections of the test."""
+    return connection.connections()
 
 
 @pytest.fixture(scope="session")
@@ -124,6 +144,21 @@ def with_js(server: NatsServer) -> Callable[..., Any]:
         return asyncio.run(connected())
 
     return run
+
+
+@contextmanager
+def _cell(*what: object) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in the cell {what!r:.1000}")
+        raise
+
+
+@pytest.fixture(scope="session")
+def cell() -> Callable[..., AbstractContextManager[None]]:
+    """Name the cell of a table in the errors of a block: ``for row in TABLE: with cell(row): …``."""
+    return _cell
 
 
 @pytest.fixture

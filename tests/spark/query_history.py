@@ -102,15 +102,26 @@ class Streams:
         self.streams = {name: Stream(name, chance.choice(limits)) for name in names}
         self.numbers: dict[str, int] = {}  # by the time of creation
         self.subjects: dict[Message, str] = {}
-        for stream in self.streams.values():
-            self.create(stream)
+        try:
+            for stream in self.streams.values():
+                self.create(stream)
+        except BaseException:
+            self._disconnect()
+            raise
 
     def close(self) -> None:
-        for stream in self.streams.values():
-            if stream.exists:
-                self.delete(stream)
-        self._runner.run(self._nc.close())
-        self._runner.close()
+        try:
+            for stream in self.streams.values():
+                if stream.exists:
+                    self.delete(stream)
+        finally:
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        try:
+            self._runner.run(self._nc.close())
+        finally:
+            self._runner.close()
 
     def _ask(self, subject: str, **request: Any) -> dict[str, Any]:
         answer = self._runner.run(self._nc.request(f"$JS.API.{subject}", json.dumps(request).encode(), timeout=30))

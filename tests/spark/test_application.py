@@ -28,27 +28,25 @@ if TYPE_CHECKING:
 VARIABLES = ("SPARK_APPLICATION_ID", "CONTAINER_ID")
 
 
-@pytest.mark.parametrize(
-    ("environment", "found"),
-    [
+def test_a_process_of_the_driver_knows_its_application_from_kubernetes_and_yarn(
+    cell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for environment, found in [
         ({}, None),
         ({"SPARK_APPLICATION_ID": "spark-4f1c"}, "spark-4f1c"),
         ({"CONTAINER_ID": "container_1410901929433_0001_01_000005"}, "application_1410901929433_0001"),
         ({"CONTAINER_ID": "container_e17_1410901929433_0001_01_000005"}, "application_1410901929433_0001"),
         ({"SPARK_APPLICATION_ID": "two words"}, None),
         ({"CONTAINER_ID": "d94f1c"}, None),
-    ],
-)
-def test_a_process_of_the_driver_knows_its_application_from_kubernetes_and_yarn(
-    environment: dict[str, str], found: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert application_id() == found
-    assert connection_name("driver") == (f"spark-{found}-driver" if found else "spark-driver")
-    assert connection_name("driver", "given") == "spark-given-driver"
+    ]:
+        with cell(environment, found):
+            for name in VARIABLES:
+                monkeypatch.delenv(name, raising=False)
+            for name, value in environment.items():
+                monkeypatch.setenv(name, value)
+            assert application_id() == found
+            assert connection_name("driver") == (f"spark-{found}-driver" if found else "spark-driver")
+            assert connection_name("driver", "given") == "spark-given-driver"
 
 
 def test_a_wrong_application_id_is_refused() -> None:
@@ -65,10 +63,7 @@ def watched() -> Iterator[NatsServer]:
         yield server
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_few_connections_with_the_id_of_the_application(
-    spark: SparkSession, watched: NatsServer, with_js: Any, given: bool
-) -> None:
+def test_few_connections_with_the_id_of_the_application(spark: SparkSession, watched: NatsServer, with_js: Any) -> None:
     async def fill(js: JetStreamContext) -> None:
         for name in ("S", "T"):
             await js.add_stream(StreamConfig(name=name, subjects=[f"{name}.*"], allow_direct=True, allow_batched=True))
@@ -78,7 +73,7 @@ def test_few_connections_with_the_id_of_the_application(
     with_js(fill, watched.url)
     application = spark.conf.get("spark.app.id")
     assert application
-    options = {"servers": watched.url} | ({"applicationId": application} if given else {})
+    options = {"servers": watched.url, "applicationId": application}
     for _ in range(4):  # with 16 tasks each, all of which read and write
         rows = spark.read.format("jetstream").options(**options, minPartitions="16").load("S")
         rows = rows.selectExpr("concat('T.', seq) AS subject", "data")
@@ -86,7 +81,7 @@ def test_few_connections_with_the_id_of_the_application(
     assert with_js(lambda js: js.stream_info("T"), watched.url).state.messages == 640
     with urllib.request.urlopen(f"{watched.endpoints['monitoring'][0]}/connz?state=all") as answer:
         names = Counter(one.get("name", "") for one in json.load(answer)["connections"])
-    driver = f"spark-{application}-driver" if given else "spark-driver"
+    driver = f"spark-{application}-driver"
     names = +Counter({name: count for name, count in names.items() if name.startswith("spark")})
     assert set(names) == {f"spark-{application}-executor", driver}
     # A slot has a worker that reads and one that writes. Spark sometimes replaces one.
@@ -109,21 +104,19 @@ except ModuleNotFoundError as error:
 """
 
 
-@pytest.mark.parametrize(
-    ("missing", "advice"),
-    [
+def test_what_is_not_installed_is_named_with_its_extra(cell: Any) -> None:
+    for missing, advice in [
         ("pyspark", "pip install 'nats-jetstream-ext[spark]'; on a platform that brings its own PySpark, run"),
         ("pyarrow", "pip install 'nats-jetstream-ext[spark-runtime]', here and on every executor"),
-    ],
-)
-def test_what_is_not_installed_is_named_with_its_extra(missing: str, advice: str) -> None:
-    code = WITHOUT_PYSPARK.format(missing=missing)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
-    )
-    assert done.stdout.startswith(f"{missing} | ")
-    assert advice in done.stdout
-    assert sys.executable in done.stdout
+    ]:
+        with cell(missing, advice):
+            code = WITHOUT_PYSPARK.format(missing=missing)
+            done = subprocess.run(
+                [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
+            )
+            assert done.stdout.startswith(f"{missing} | ")
+            assert advice in done.stdout
+            assert sys.executable in done.stdout
 
 
 def test_the_runtime_extra_is_the_spark_extra_without_pyspark() -> None:
@@ -132,9 +125,8 @@ def test_the_runtime_extra_is_the_spark_extra_without_pyspark() -> None:
     assert extras["spark-runtime"] == [one for one in extras["spark"] if not one.startswith("pyspark")]
 
 
-def test_the_listener_and_unknown_names_of_the_package() -> None:
+def test_unknown_names_of_the_package() -> None:
     from jetstream_ext import spark
 
-    assert spark.ProgressListener.__name__ == "ProgressListener"
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         spark.nothing  # noqa: B018

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import warnings
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -14,13 +14,15 @@ import nkeys
 import pytest
 from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
+from pyspark.sql.types import BinaryType, IntegerType, LongType, MapType, StringType, StructType, TimestampNTZType
 
 import jetstream_ext as jsx
 import jetstream_ext.spark
+from jetstream_ext.spark.source import JetStreamDataSource, SchemaError
 from jetstream_ext.testing import NatsServer
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, DataFrameReader, SparkSession
+    from pyspark.sql import DataFrameReader, SparkSession
 
 # The JVM starts once for all of them.
 
@@ -57,10 +59,6 @@ def make(with_js: Any, stream_name: Callable[[], str]) -> Callable[..., str]:
         return name
 
     return make_stream
-
-
-def seqs(frame: DataFrame) -> list[int]:
-    return sorted(row.seq for row in frame.select("seq").collect())
 
 
 def failure(action: Callable[[], object]) -> str:
@@ -118,21 +116,6 @@ def test_every_column_is_right(
     assert {row.seq: epoch + timedelta(microseconds=row.micros) for row in micros} == with_js(stored)
 
 
-def test_min_partitions_sets_the_number_of_partitions(
-    read: Callable[..., DataFrameReader], make: Callable[..., str]
-) -> None:
-    from pyspark.sql.functions import spark_partition_id
-
-    name = make(100)
-
-    def parts(frame: DataFrame) -> list[tuple[int, int]]:
-        rows = frame.groupBy(spark_partition_id().alias("part")).agg({"seq": "min", "*": "count"}).collect()
-        return sorted((row["min(seq)"], row["count(1)"]) for row in rows)
-
-    assert parts(read().load(name)) == [(1, 50), (51, 50)]
-    assert parts(read(minPartitions="3").load(name)) == [(1, 33), (34, 33), (67, 34)]
-
-
 def test_a_schema_selects_the_columns(read: Callable[..., DataFrameReader], make: Callable[..., str]) -> None:
     name = make(3)
     assert sorted(map(tuple, read().schema("seq long").load(name).collect())) == [(1,), (2,), (3,)]
@@ -141,57 +124,19 @@ def test_a_schema_selects_the_columns(read: Callable[..., DataFrameReader], make
     assert read().schema(DDL).load(name).count() == 3
 
 
-@pytest.mark.parametrize(
-    ("schema", "message"),
-    [
-        ("nope binary", f"column 'nope' does not exist; the format has: {DDL}"),
-        ("value binary", "column 'value' does not exist; the format has: stream string"),
-        ("Seq long", "; did you mean 'seq'?"),
-        ("data string", "column 'data' is binary, not string; declare that type and cast the column"),
-        ("seq int", "column 'seq' is bigint, not int"),
-        ("time timestamp_ntz", "column 'time' is timestamp, not timestamp_ntz"),
-        ("headers map<string,string>", "column 'headers' is map<string,array<string>>, not map<string,string>"),
-    ],
-)
-def test_an_unsupported_schema_is_refused(
-    read: Callable[..., DataFrameReader], make: Callable[..., str], schema: str, message: str
-) -> None:
-    assert message in failure(lambda: read().schema(schema).load(make()).collect())
-
-
-def test_an_empty_stream_and_an_empty_range_have_no_rows(
-    read: Callable[..., DataFrameReader], make: Callable[..., str]
-) -> None:
-    assert read().load(make()).collect() == []
-    assert read(startingOffsets="latest").load(make(10)).collect() == []
-
-
-def test_offsets_and_times_bound_the_read(read: Callable[..., DataFrameReader], make: Callable[..., str]) -> None:
-    name = make(50)
-
-    def offsets(**ends: int) -> dict[str, str]:
-        return {end: json.dumps({name: seq}) for end, seq in ends.items()}
-
-    assert seqs(read(**offsets(startingOffsets=11, endingOffsets=20)).load(name)) == list(range(11, 21))
-    assert seqs(read(**offsets(startingOffsets=41)).load(name)) == list(range(41, 51))
-    assert seqs(read(**offsets(endingOffsets=1)).load(name)) == [1]
-    assert seqs(read(startingTime="2020-01-01T00:00:00Z", endingTime="2020-01-02T00:00:00Z").load(name)) == []
-    assert seqs(read(startingTime="2020-01-01T00:00:00Z").load(name)) == list(range(1, 51))
-
-
-def test_several_streams_are_read_together(read: Callable[..., DataFrameReader], make: Callable[..., str]) -> None:
-    one, other = make(10), make(5)
-    for frame in (read().load(f"{one},{other}"), read(stream=f"{one},{other}").load(), read().load([one, other])):
-        counts = {row.stream: row["count"] for row in frame.groupBy("stream").count().collect()}
-        assert counts == {one: 10, other: 5}
-
-
-def test_subjects_filter_the_rows(read: Callable[..., DataFrameReader], make: Callable[..., str]) -> None:
-    name = make(50)
-    assert seqs(read(subjects=f"{name}.3").load(name)) == [3, 13, 23, 33, 43]
-    assert seqs(read(subjects=f"{name}.3,{name}.4").load(name)) == [3, 4, 13, 14, 23, 24, 33, 34, 43, 44]
-    assert seqs(read(subjects=f"{name}.*").load(name)) == list(range(1, 51))
-    assert seqs(read(subjects="other").load(name)) == []
+def test_an_unsupported_schema_is_refused(cell: Any) -> None:
+    source = JetStreamDataSource({"servers": "nats://n", "stream": "A"})
+    for name, kind, message in [
+        ("nope", BinaryType(), f"column 'nope' does not exist; the format has: {DDL}"),
+        ("value", BinaryType(), "column 'value' does not exist; the format has: stream string"),
+        ("Seq", LongType(), "; did you mean 'seq'?"),
+        ("data", StringType(), "column 'data' is binary, not string; declare that type and cast the column"),
+        ("seq", IntegerType(), "column 'seq' is bigint, not int"),
+        ("time", TimestampNTZType(), "column 'time' is timestamp, not timestamp_ntz"),
+        ("headers", MapType(StringType(), StringType()), "is map<string,array<string>>, not map<string,string>"),
+    ]:
+        with cell(name, kind), pytest.raises(SchemaError, match=re.escape(message)):
+            source.reader(StructType().add(name, kind))
 
 
 def test_limit_stops_early(read: Callable[..., DataFrameReader], make: Callable[..., str]) -> None:
@@ -214,21 +159,9 @@ def test_messages_larger_than_a_request_are_read(
     }
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"startingOfsets": "latest"}, "did you mean 'startingOffsets'"),
-        ({"startingTime": "2026-01-31T13:45:00"}, "no time zone"),
-        ({"semantics": "dedupe"}, "applies only to writes"),
-        ({"password": "hunter2"}, "use 'passwordEnv'"),
-        ({"servers": "nats://me:hunter2@host"}, "credentials in it"),
-    ],
-)
-def test_options_are_checked_when_the_frame_is_made(
-    read: Callable[..., DataFrameReader], options: dict[str, str], message: str
-) -> None:
-    text = failure(lambda: read(**options).load("ANY"))
-    assert message in text
+def test_options_are_checked_when_the_frame_is_made(read: Callable[..., DataFrameReader]) -> None:
+    text = failure(lambda: read(password="hunter2").load("ANY"))
+    assert "use 'passwordEnv'" in text
     assert "hunter2" not in text
 
 
@@ -242,21 +175,6 @@ def test_streams_are_checked_on_the_driver(
     text = failure(lambda: read().load(closed).collect())
     assert f"stream '{closed}': direct get is disabled" in text
     assert f"jetstream-ext enable {closed} --direct" in text
-
-
-def test_limits_of_streaming_are_refused_at_planning(read: Callable[..., DataFrameReader]) -> None:
-    text = failure(lambda: read(maxOffsetsPerTrigger="10").load("ANY").collect())
-    assert "limits streaming reads" in text
-    assert "PYTHON_DATA_SOURCE_ERROR" in text  # at planning: no task has failed
-
-
-@pytest.mark.parametrize("retention", ["workqueue", "interest"])
-def test_streams_without_limits_retention_are_refused(
-    read: Callable[..., DataFrameReader], make: Callable[..., str], retention: str
-) -> None:
-    name = make(retention=retention)
-    assert f"has {retention} retention" in failure(lambda: read().load(name).collect())
-    assert read(allowUnstableRetention="true").load(name).count() == 0
 
 
 def test_sql_works_after_registering_twice(spark: SparkSession, server: NatsServer, make: Callable[..., str]) -> None:
@@ -286,61 +204,3 @@ def test_a_credentials_file_shipped_by_spark_is_found(spark: SparkSession, with_
         assert "'nkeyFile': the file 'other.nk' does not exist on this node" in failure(
             lambda: missing.load("A").count()
         )
-
-
-class TestCredentials:
-    @pytest.fixture
-    def secured(self, with_js: Any, guarded: NatsServer, secret: str, stream_name: Callable[[], str]) -> str:
-        name = stream_name()
-
-        async def fill(js: JetStreamContext) -> None:
-            await js.add_stream(name=name, subjects=[name], allow_direct=True)
-            for i in range(100):
-                await js.publish(name, b"%d" % i)
-
-        with_js(fill, guarded.url, user="all", password=secret)
-        return name
-
-    @pytest.fixture
-    def reader(self, spark: SparkSession, guarded: NatsServer) -> Callable[..., DataFrameReader]:
-        def read(
-            user: str = "all", variable: str = "JETSTREAM_EXT_TEST_PASSWORD", timeout: str = "30"
-        ) -> DataFrameReader:
-            options = {"servers": guarded.url, "user": user, "passwordEnv": variable, "requestTimeout": timeout}
-            return spark.read.format("jetstream").options(**options)
-
-        return read
-
-    def test_many_queries_share_few_connections(
-        self, secured: str, reader: Callable[..., DataFrameReader], connection_names: Callable[[], list[str]]
-    ) -> None:
-        def ours() -> list[str]:
-            return [name for name in connection_names() if name.startswith("spark-")]
-
-        before = len(ours())  # of other tests' workers
-        for _ in range(12):
-            assert reader().load(secured).count() == 100
-        # One for the planner and one for each of two workers, not one for each of 12 plans and 24 tasks. Spark sometimes
-        # replaces a worker, whose connection may remain for a moment.
-        assert 2 <= len(ours()) <= before + 6, ours()
-
-    def test_no_plan_shows_credentials(
-        self, secured: str, reader: Callable[..., DataFrameReader], secret: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        frame = reader().load(secured)
-        frame.explain(extended=True)
-        frame.explain(mode="formatted")
-        shown = capsys.readouterr().out
-        assert "jetstream" in shown.lower()
-        assert secret not in shown
-
-    def test_no_error_shows_credentials(
-        self, secured: str, reader: Callable[..., DataFrameReader], secret: str
-    ) -> None:
-        wrong_user = failure(lambda: reader(user="nobody").load(secured).count())
-        assert "uthorization" in wrong_user
-        no_variable = failure(lambda: reader(variable=secret).load(secured).count())
-        assert "must name an environment variable" in no_variable
-        no_permission = failure(lambda: reader(user="less", timeout="2").load(secured).count())
-        assert "permissions violation" in no_permission
-        assert secret not in wrong_user + no_variable + no_permission

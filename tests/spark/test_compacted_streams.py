@@ -52,55 +52,6 @@ async def read_to_the_end(js: JetStreamContext, query: Follower) -> Offset:
     return through_the_log(await query.latest(js, start))
 
 
-@pytest.mark.parametrize("restarted", [False, True], ids=["running", "restarted"])
-@pytest.mark.parametrize("subjects", ["", "*.a"])
-async def test_a_message_that_a_newer_one_replaced_is_no_loss(
-    js: JetStreamContext, make: Make, restarted: bool, subjects: str
-) -> None:
-    name = await make()
-    options = {"subjects": subjects} if subjects else {}
-    await put(js, name, "a")
-    query = follower(name, **options)
-    at = await read_to_the_end(js, query)
-    await put(js, name, "a", "a", "a")
-    if restarted:
-        query = follower(name, **options)
-    end = await query.latest(js, at)
-    parts = await query.plan(js, at, end)
-    assert [(part.first, part.last) for part in parts if len(part)] == [(4, 4)]
-    # Replaced once more, before the micro-batch is read again.
-    await put(js, name, "a")
-    assert await follower(name, **options).plan(js, at, through_the_log(end))
-
-
-@pytest.mark.parametrize("restarted", [False, True], ids=["running", "restarted"])
-@pytest.mark.parametrize("rollups", [False, True], ids=["plain", "with rollups"])
-async def test_a_purge_of_messages_that_were_not_read_is_a_loss(
-    js: JetStreamContext, make: Make, restarted: bool, rollups: bool
-) -> None:
-    name = await make(allow_rollup_hdrs=rollups)
-    await put(js, name, "a", "b", "c")
-    query = follower(name)
-    at = await read_to_the_end(js, query)
-    await put(js, name, "a", "b", "c", "a")
-    await js.purge_stream(name, seq=7)  # only "a" is left
-    if restarted:
-        query = follower(name)
-    with pytest.raises(DataLossError, match=rf"sequences 4 to 6 of stream '{name}' are gone"):
-        await query.latest(js, at)
-
-
-async def test_a_stream_that_is_emptied_is_a_loss(js: JetStreamContext, make: Make) -> None:
-    name = await make()
-    await put(js, name, "a")
-    query = follower(name)
-    at = await read_to_the_end(js, query)
-    await put(js, name, "a", "a")
-    await js.purge_stream(name)
-    with pytest.raises(DataLossError, match="sequences 2 to 3"):
-        await query.latest(js, at)
-
-
 async def test_a_purge_of_a_stream_that_allows_rollups_is_a_loss_whatever_is_stored_since(
     js: JetStreamContext, make: Make
 ) -> None:
@@ -126,18 +77,6 @@ async def test_messages_that_may_have_expired_are_a_loss(js: JetStreamContext, m
     await put(js, name, "a")
     with pytest.raises(DataLossError, match="sequences 2 to 3"):
         await query.latest(js, at)
-
-
-async def test_a_replay_of_a_purged_micro_batch_is_a_loss(js: JetStreamContext, make: Make) -> None:
-    name = await make()
-    await put(js, name, "a", "b", "c")
-    query = follower(name, startingOffsets=json.dumps({name: 1}))
-    start = await query.initial(js)
-    end = through_the_log(await query.latest(js, start))
-    assert len(await query.plan(js, start, end)) == 2
-    await js.purge_stream(name, seq=3)
-    with pytest.raises(DataLossError, match="sequences 1 to 2"):
-        await follower(name, startingOffsets=json.dumps({name: 1})).plan(js, start, end)
 
 
 async def test_only_streams_that_replace_messages_count_them_in_the_offset(js: JetStreamContext, make: Make) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import time
@@ -15,7 +16,6 @@ from nats.js.kv import KeyValue
 from pyspark.sql.datasource import CaseInsensitiveDict
 
 import jetstream_ext.kv as kvx
-from jetstream_ext.kv.entries import PURGE_HEADERS
 from jetstream_ext.spark import lag, streaming
 from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.options import FeedOptions, KvOptions, OptionError
@@ -156,55 +156,36 @@ def feed(server: NatsServer, cache: Connections) -> Callable[..., Feed]:
 
 
 class TestStart:
-    @pytest.mark.parametrize("history", [1, 5])
     def test_the_state_comes_first_and_then_every_change(
-        self, make: Make, feed: Callable[..., Feed], put: Any, history: int
+        self, cell: Any, make: Make, feed: Callable[..., Feed], put: Any
     ) -> None:
-        query = feed(make(history=history))
-        assert changes(query.drain()) == SNAPSHOT
-        put(query.bucket, ("a", b"a3"), ("d", None), ("new", b"1"))
-        assert changes(query.drain()) == [(10, "a", "PUT", b"a3"), (11, "d", "DEL", b""), (12, "new", "PUT", b"1")]
+        for history in [1, 5]:
+            with cell(history):
+                query = feed(make(history=history))
+                assert changes(query.drain()) == SNAPSHOT
+                put(query.bucket, ("a", b"a3"), ("d", None), ("new", b"1"))
+                assert changes(query.drain()) == [
+                    (10, "a", "PUT", b"a3"),
+                    (11, "d", "DEL", b""),
+                    (12, "new", "PUT", b"1"),
+                ]
 
-    @pytest.mark.parametrize("history", [1, 5])
-    def test_the_snapshot_has_delete_markers_on_request(
-        self, make: Make, feed: Callable[..., Feed], history: int
-    ) -> None:
-        query = feed(make(history=history), includeDeleted="true")
-        assert sorted(changes(query.drain())) == SNAPSHOT + MARKERS
-
-    def test_with_history_the_snapshot_has_what_changes_before_it_is_read(
-        self, make: Make, feed: Callable[..., Feed], put: Any
-    ) -> None:
-        query = feed(make(history=5))
-        end = query.plan()
-        put(query.bucket, ("a", b"a3"), ("d", None))
-        assert changes(query.read(end)) == SNAPSHOT
-
-    def test_without_history_a_key_that_changes_before_it_is_read_comes_as_a_change(
-        self, make: Make, feed: Callable[..., Feed], put: Any
-    ) -> None:
-        query = feed(make())
-        end = query.plan()
-        put(query.bucket, ("a", b"a3"), ("d", None))
-        assert changes(query.read(end)) == [(5, "e", "PUT", b"e")]
-        query.offset = end
-        assert changes(query.drain()) == [(10, "a", "PUT", b"a3"), (11, "d", "DEL", b"")]
-
-    @pytest.mark.parametrize("history", [1, 5])
     def test_the_revision_of_the_snapshot_survives_a_restart_before_the_first_commit(
-        self, make: Make, feed: Callable[..., Feed], put: Any, history: int
+        self, cell: Any, make: Make, feed: Callable[..., Feed], put: Any
     ) -> None:
-        query = feed(make(history=history))
-        end = query.plan()  # Spark has written it down
-        put(query.bucket, ("e", b"e2"), ("e", b"e3"))
-        query.restart()
-        assert query.start()["streams"][f"KV_{query.bucket}"]["snapshot"] == 11
-        rows = query.read(end)
-        query.offset = end
-        left = [row for row in SNAPSHOT if history > 1 or row[1] != "e"]
-        assert changes(rows) == left
-        later = [(10, "e", "PUT", b"e2"), (11, "e", "PUT", b"e3")]
-        assert changes(query.drain()) == later[-history:]
+        for history in [1, 5]:
+            with cell(history):
+                query = feed(make(history=history))
+                end = query.plan()  # Spark has written it down
+                put(query.bucket, ("e", b"e2"), ("e", b"e3"))
+                query.restart()
+                assert query.start()["streams"][f"KV_{query.bucket}"]["snapshot"] == 11
+                rows = query.read(end)
+                query.offset = end
+                left = [row for row in SNAPSHOT if history > 1 or row[1] != "e"]
+                assert changes(rows) == left
+                later = [(10, "e", "PUT", b"e2"), (11, "e", "PUT", b"e3")]
+                assert changes(query.drain()) == later[-history:]
 
     @pytest.mark.skipif(not HAS_LIMITS, reason="needs limits on micro-batches, which Spark 4.2 has")
     def test_the_revision_of_the_snapshot_survives_until_all_of_it_is_read(
@@ -219,46 +200,12 @@ class TestStart:
         assert changes(query.drain()) == [*SNAPSHOT[1:], (10, "d", "PUT", b"d2"), (11, "a", "DEL", b"")]
         assert "snapshot" not in json.dumps(query.offset)
 
-    def test_latest_is_pinned_before_the_first_micro_batch(
-        self, make: Make, feed: Callable[..., Feed], put: Any
-    ) -> None:
-        query = feed(make(), startingOffsets="latest")
-        assert query.trigger() == []
-        put(query.bucket, ("d", None))
-        query.restart()
-        assert changes(query.drain()) == [(10, "d", "DEL", b"")]
-
     def test_a_revision_is_the_first_one_that_is_read(self, make: Make, feed: Callable[..., Feed]) -> None:
         bucket = make(history=5)
         assert changes(feed(bucket, startingOffsets="5").drain()) == [*SNAPSHOT[1:], *MARKERS]
         assert [row["revision"] for row in feed(bucket, startingOffsets="1").drain()] == [1, 2, 4, 5, 6, 7, 9]
         with pytest.raises(DataLossError, match="ends at sequence 9, before the start at 11"):
             feed(bucket, startingOffsets="11").drain()
-
-    def test_an_empty_bucket_has_no_snapshot(self, make: Make, feed: Callable[..., Feed], put: Any) -> None:
-        query = feed(make(nothing, history=5))
-        assert query.trigger() == []
-        put(query.bucket, ("a", b"1"), ("a", b"2"))
-        query.restart()
-        assert changes(query.drain()) == [(1, "a", "PUT", b"1"), (2, "a", "PUT", b"2")]
-
-    @pytest.mark.parametrize("history", [1, 5])
-    def test_spark_before_4_2_passes_no_start(
-        self, make: Make, feed: Callable[..., Feed], put: Any, history: int
-    ) -> None:
-        query = feed(make(history=history))
-        end = through_the_log(query.reader.latestOffset())
-        put(query.bucket, ("x", b"1"), ("x", b"2"))
-        query.restart()  # before the first commit
-        assert changes(query.read(end)) == SNAPSHOT
-        query.offset = end
-        later = [(10, "x", "PUT", b"1"), (11, "x", "PUT", b"2")][-history:]
-        end = through_the_log(query.reader.latestOffset())
-        assert changes(query.read(end)) == later
-        query.offset = end
-        put(query.bucket, ("x", b"3"))
-        query.restart()
-        assert changes(query.read(through_the_log(query.reader.latestOffset()))) == [(12, "x", "PUT", b"3")]
 
 
 class TestRows:
@@ -277,17 +224,6 @@ class TestRows:
         assert {tuple(batch.schema.names) for batch in batches} == {("revision", "key")}
         with pytest.raises(SchemaError, match="'seq' does not exist"):
             source.streamReader(StructType().add("seq", LongType()))
-
-    @pytest.mark.parametrize("history", [1, 5])
-    def test_keys_select_the_rows(self, make: Make, feed: Callable[..., Feed], put: Any, history: int) -> None:
-        async def fill(kv: KeyValue) -> None:
-            for key in ("x.1", "y.1", "x.2", "z"):
-                await kv.put(key, b"")
-
-        query = feed(make(fill, history=history), keys="x.*,z,x.1")
-        assert [row["key"] for row in query.drain()] == ["x.1", "x.2", "z"]
-        put(query.bucket, ("y.1", b"1"), ("x.1", b"1"), ("z", None), ("z.1", b"1"))
-        assert [row["key"] for row in query.drain()] == ["x.1", "z"]
 
     def test_keys_that_clients_refuse_are_rows_with_different_keys(
         self, make: Make, feed: Callable[..., Feed], server: NatsServer, publish_raw: Any
@@ -375,25 +311,14 @@ class TestForeignSubjects:
         with_js(lambda js: add_foreign(js, bucket))
         return bucket
 
-    @pytest.mark.parametrize("start", ["snapshot", "1"])
-    @pytest.mark.parametrize("keys", [">", "a,d,e"])
-    def test_the_feed_has_no_rows_for_them(self, shared: str, feed: Callable[..., Feed], start: str, keys: str) -> None:
-        query = feed(shared, startingOffsets=start, keys=keys, minPartitions="3")
-        rows = query.drain()
-        assert {row["key"] for row in rows} <= set("abcde")
-        assert changes(rows)[-1][1:] == ("a", "PUT", b"a3")
-        assert query.drain() == []
-
-    @pytest.mark.parametrize("options", [{}, {"consistency": "strict"}, {"includeDeleted": "true"}, {"asOf": "9"}])
-    def test_the_batch_reader_has_no_rows_for_them(
-        self, shared: str, server: NatsServer, cache: Connections, options: dict[str, str]
-    ) -> None:
-        source = DefaultSource(CaseInsensitiveDict({"servers": server.url, "bucket": shared} | options))
-        reader: Any = source.reader(source.schema())
-        rows = [row for part in reader.partitions() for batch in reader.read(part) for row in batch.to_pylist()]
-        values = {row["key"]: row["value"] for row in rows if row["operation"] == "PUT"}
-        assert values == {"a": b"a2" if "asOf" in options else b"a3", "d": b"d", "e": b"e"}
-        assert {row["key"] for row in rows} <= set("abcde")
+    def test_the_feed_has_no_rows_for_them(self, cell: Any, shared: str, feed: Callable[..., Feed]) -> None:
+        for start, keys in itertools.product(["snapshot", "1"], [">", "a,d,e"]):
+            with cell(start, keys):
+                query = feed(shared, startingOffsets=start, keys=keys, minPartitions="3")
+                rows = query.drain()
+                assert {row["key"] for row in rows} <= set("abcde")
+                assert changes(rows)[-1][1:] == ("a", "PUT", b"a3")
+                assert query.drain() == []
 
     def test_the_batch_reader_of_a_large_bucket_has_no_rows_for_them(
         self, make: Make, server: NatsServer, cache: Connections, with_js: Any, monkeypatch: pytest.MonkeyPatch
@@ -407,69 +332,26 @@ class TestForeignSubjects:
         rows = [row for part in reader.partitions() for batch in reader.read(part) for row in batch.to_pylist()]
         assert {row["key"]: row["value"] for row in rows} == {"a": b"a3", "d": b"d", "e": b"e"}
 
-    def test_the_other_readers_of_a_bucket_do_not_see_them(self, shared: str, with_js: Any) -> None:
-        async def read(js: JetStreamContext) -> None:
-            kv = await js.key_value(shared)
-            now = {"a": b"a3", "d": b"d", "e": b"e"}
-            assert {key: entry.value for key, entry in (await kvx.snapshot(kv)).items()} == now
-            past = await kvx.snapshot(kv, at=9)
-            assert {key: entry.value for key, entry in past.items()} == now | {"a": b"a2"}
-            assert {key: entry.value for key, entry in (await kvx.get_many(kv, [*"abcdex"])).items()} == now
-            async with kvx.Table(kv) as table:
-                assert {key: entry.value for key, entry in table.items()} == now
-                changes = table.changes()
-                await js.publish(FOREIGN.format(shared), b"more")
-                await kvx.enable(kv, atomic=True)
-                async with kvx.transaction(kv) as tx:
-                    tx.put("a", b"a4")
-                    tx.delete("d")
-                await table.wait_for(tx.revisions["d"])
-                assert {key: entry.value for key, entry in table.items()} == {"a": b"a4", "e": b"e"}
-                seen = [await anext(changes), await anext(changes)]
-                assert {change.key for change in seen} == {"a", "d"}
-
-        with_js(read)
-
 
 class TestLoss:
-    def test_values_that_newer_ones_replaced_are_no_loss(self, make: Make, feed: Callable[..., Feed], put: Any) -> None:
-        query = feed(make(nothing))
-        put(query.bucket, ("hot", b"1"))
-        query.drain()
-        for number in range(3):
-            put(query.bucket, ("hot", b"a%d" % number), ("hot", b"b%d" % number))
-            if number == 1:
-                query.restart()
-            assert [row["value"] for row in query.drain()] == [b"b%d" % number]
-
-    def test_what_is_replaced_while_a_micro_batch_is_read_is_no_loss(
-        self, make: Make, feed: Callable[..., Feed], put: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("jetstream_ext.spark.reading.DEFAULT_MAX_BYTES", 100)
-        query = feed(make(nothing), startingOffsets="latest", minPartitions="1")
-        query.drain()
-        put(query.bucket, *((f"k{number}", b"1") for number in range(20)))
-        end = query.plan()
-        rewrite = [(f"k{number}", b"2") for number in range(20)]
-        assert query.read(end, between=lambda: put(query.bucket, *rewrite)) == []
-        query.offset = end
-        assert [row["value"] for row in query.drain()] == [b"2"] * 20
-
-    @pytest.mark.parametrize("plain", [False, True], ids=["with the start", "without the start"])
-    @pytest.mark.parametrize("restarted", [False, True], ids=["running", "restarted"])
     def test_a_purge_of_changes_that_were_not_read_is_a_loss(
-        self, make: Make, feed: Callable[..., Feed], put: Any, with_js: Any, restarted: bool, plain: bool
+        self, cell: Any, make: Make, feed: Callable[..., Feed], put: Any, with_js: Any
     ) -> None:
-        query = feed(make())
-        query.trigger(plain=plain)
-        put(query.bucket, ("a", b"1"), ("b", b"1"), ("c", b"1"))
-        with_js(lambda js: js.purge_stream(f"KV_{query.bucket}", seq=12))
-        if restarted:
-            query.restart()
-        with pytest.raises(DataLossError, match=rf"sequences 10 to 11 of stream 'KV_{query.bucket}' are gone"):
+        def check(restarted: bool, plain: bool) -> None:
+            query = feed(make())
             query.trigger(plain=plain)
-        query.restart(failOnDataLoss="false")
-        assert changes(query.trigger(plain=plain) or []) == [(12, "c", "PUT", b"1")]
+            put(query.bucket, ("a", b"1"), ("b", b"1"), ("c", b"1"))
+            with_js(lambda js: js.purge_stream(f"KV_{query.bucket}", seq=12))
+            if restarted:
+                query.restart()
+            with pytest.raises(DataLossError, match=rf"sequences 10 to 11 of stream 'KV_{query.bucket}' are gone"):
+                query.trigger(plain=plain)
+            query.restart(failOnDataLoss="false")
+            assert changes(query.trigger(plain=plain) or []) == [(12, "c", "PUT", b"1")]
+
+        for plain, restarted in itertools.product([False, True], [False, True]):
+            with cell(plain, restarted):
+                check(restarted, plain)
 
     def test_keys_that_are_purged_before_the_snapshot_is_read_are_no_loss(
         self, make: Make, feed: Callable[..., Feed], put: Any, with_js: Any
@@ -506,25 +388,29 @@ class TestLoss:
             put(query.bucket, ("hot", b"2"), ("hot", b"3"))
             assert [row["value"] for row in query.drain()] == [b"3"]
 
-    @pytest.mark.parametrize("plain", [False, True], ids=["with the start", "without the start"])
-    @pytest.mark.parametrize("own", [False, True], ids=["of the bucket", "of the keys"])
     def test_changes_after_a_quiet_time_are_no_loss(
-        self, make: Make, feed: Callable[..., Feed], with_js: Any, put: Any, plain: bool, own: bool
+        self, cell: Any, make: Make, feed: Callable[..., Feed], with_js: Any, put: Any
     ) -> None:
         """Nothing was written for longer than the TTL, and then one key several times."""
-        query = feed(make(nothing, ttl=None if own else 1))
 
-        async def two(js: JetStreamContext) -> None:
-            for key in "ab":
-                await js.publish(f"$KV.{query.bucket}.{key}", headers={"Nats-TTL": "1"} if own else None)
+        def check(plain: bool, own: bool) -> None:
+            query = feed(make(nothing, ttl=None if own else 1))
 
-        with_js(two)
-        query.trigger(plain=plain)
-        while with_js(lambda js: js.stream_info(f"KV_{query.bucket}")).state.messages:
-            pass
-        assert not query.trigger(plain=plain)
-        put(query.bucket, ("hot", b"1"), ("hot", b"2"), ("hot", b"3"))
-        assert [row["value"] for row in query.trigger(plain=plain) or []] == [b"3"]
+            async def two(js: JetStreamContext) -> None:
+                for key in "ab":
+                    await js.publish(f"$KV.{query.bucket}.{key}", headers={"Nats-TTL": "1"} if own else None)
+
+            with_js(two)
+            query.trigger(plain=plain)
+            while with_js(lambda js: js.stream_info(f"KV_{query.bucket}")).state.messages:
+                pass
+            assert not query.trigger(plain=plain)
+            put(query.bucket, ("hot", b"1"), ("hot", b"2"), ("hot", b"3"))
+            assert [row["value"] for row in query.trigger(plain=plain) or []] == [b"3"]
+
+        for plain, own in itertools.product([False, True], [False, True]):
+            with cell(plain, own):
+                check(plain, own)
 
     def test_a_bucket_that_was_created_again(
         self, make: Make, feed: Callable[..., Feed], put: Any, with_js: Any
@@ -544,21 +430,25 @@ class TestLoss:
         # There is no snapshot of the new bucket: each of its revisions is a change.
         assert changes(query.drain()) == [(1, "a", "PUT", b"1"), (2, "a", "PUT", b"2"), (3, "b", "PUT", b"1")]
 
-    @pytest.mark.parametrize("history", [1, 5])
     def test_a_bucket_that_was_created_again_before_its_snapshot_is_read(
-        self, make: Make, feed: Callable[..., Feed], put: Any, with_js: Any, history: int
+        self, cell: Any, make: Make, feed: Callable[..., Feed], put: Any, with_js: Any
     ) -> None:
-        query = feed(make(history=history))
-        end = query.plan()
+        def check(history: int) -> None:
+            query = feed(make(history=history))
+            end = query.plan()
 
-        async def recreate(js: JetStreamContext) -> None:
-            await js.delete_key_value(query.bucket)
-            await js.create_key_value(KeyValueConfig(bucket=query.bucket, history=history, direct=True))
+            async def recreate(js: JetStreamContext) -> None:
+                await js.delete_key_value(query.bucket)
+                await js.create_key_value(KeyValueConfig(bucket=query.bucket, history=history, direct=True))
 
-        with pytest.raises(DataLossError, match="deleted or re-created while it was read"):
-            query.read(end, between=lambda: with_js(recreate))
-        query.restart(onRecreate="earliest")
-        assert query.read(end) == []
+            with pytest.raises(DataLossError, match="deleted or re-created while it was read"):
+                query.read(end, between=lambda: with_js(recreate))
+            query.restart(onRecreate="earliest")
+            assert query.read(end) == []
+
+        for history in [1, 5]:
+            with cell(history):
+                check(history)
 
     def test_a_bucket_that_is_missing_or_none_is_an_error(
         self, make: Make, feed: Callable[..., Feed], with_js: Any, stream_name: Callable[[], str]
@@ -598,26 +488,11 @@ def test_limits_bound_micro_batches_and_lag_counts_the_rest(make: Make, feed: Ca
     assert behind == [{f"KV_{query.bucket}": left} for left in (5, 2, 0)]
 
 
-def test_purge_of_a_key_removes_its_earlier_changes(make: Make, feed: Callable[..., Feed], with_js: Any) -> None:
-    """That is what compaction coalesces: only changes that a newer one of the same key replaced."""
-    query = feed(make(nothing, history=5), startingOffsets="latest")
-    query.drain()
-
-    async def write(js: JetStreamContext) -> None:
-        for value in (b"1", b"2", b"3"):
-            await js.publish(f"$KV.{query.bucket}.a", value)
-        await js.publish(f"$KV.{query.bucket}.a", headers=PURGE_HEADERS)
-
-    with_js(write)
-    assert changes(query.drain()) == [(4, "a", "PURGE", b"")]
-
-
 CONNECTION = {"servers": "nats://n:4222", "bucket": "B"}
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_a_streaming_read_refuses_an_option_without_effect(cell: Any) -> None:
+    for given, message in [
         ({"startingOffsets": "earliest"}, "'startingOffsets': 'earliest' is not 'snapshot', 'latest' or a revision"),
         ({"startingOffsets": "0"}, "'startingOffsets': '0' is not"),
         ({"asOf": "5"}, "'asof': it is for batch reads; a streaming query starts at 'startingOffsets'"),
@@ -630,18 +505,17 @@ CONNECTION = {"servers": "nats://n:4222", "bucket": "B"}
         ({"startingTime": "2026-01-01T00:00:00Z"}, "'startingtime': unknown option; did you mean"),
         ({"endingOffsets": "5"}, "'endingoffsets': unknown option"),
         ({"bucket": ""}, "'bucket'"),
-    ],
-)
-def test_a_streaming_read_refuses_an_option_without_effect(given: dict[str, str], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        FeedOptions.parse(CaseInsensitiveDict(CONNECTION | given))
+    ]:
+        with cell(given, message), pytest.raises(OptionError, match=message):
+            FeedOptions.parse(CaseInsensitiveDict(CONNECTION | given))
 
 
-@pytest.mark.parametrize("name", ["startingOffsets", "failOnDataLoss", "onRecreate", "maxRowsPerTrigger", "tailCheck"])
-def test_a_batch_read_refuses_the_options_of_a_streaming_read(name: str) -> None:
-    with pytest.raises(OptionError, match=f"'{name.lower()}': it applies to streaming reads"):
-        KvOptions.parse(CaseInsensitiveDict(CONNECTION | {name: "1"}))
-    KvOptions.parse(CaseInsensitiveDict(CONNECTION | {name: "1"}), streaming=None)
+def test_a_batch_read_refuses_the_options_of_a_streaming_read(cell: Any) -> None:
+    for name in ["startingOffsets", "failOnDataLoss", "onRecreate", "maxRowsPerTrigger", "tailCheck"]:
+        with cell(name):
+            with pytest.raises(OptionError, match=f"'{name.lower()}': it applies to streaming reads"):
+                KvOptions.parse(CaseInsensitiveDict(CONNECTION | {name: "1"}))
+            KvOptions.parse(CaseInsensitiveDict(CONNECTION | {name: "1"}), streaming=None)
 
 
 def test_every_option_of_a_feed_is_parsed() -> None:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from feed_history import FeedHistory
 
-FEEDS = int(os.environ.get("JETSTREAM_EXT_SPARK_FEEDS", "4"))
+FEEDS = int(os.environ.get("JETSTREAM_EXT_SPARK_FEEDS", "1"))
 SEED = os.environ.get("JETSTREAM_EXT_SPARK_SEED")
 TRIGGERS = 25
 

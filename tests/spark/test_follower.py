@@ -82,52 +82,27 @@ async def test_an_earliest_start_reads_the_whole_stream(
     assert seqs(reported) == seqs(later)
 
 
-async def test_partitions_depend_on_offsets_only(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
-    name = await make(100)
-    query = follower(name, minPartitions="4")
-    start = await query.initial(js)
-    end = await query.latest(js, start)
-    before = spans(await query.plan(js, start, end))
-    await js.purge_stream(name, seq=60)
-    await more(js, name, 50, 10_000)
-    parts = await follower(name, minPartitions="4").plan(js, start, end)
-    assert spans(parts) == before == [(1, 25), (26, 50), (51, 75), (76, 100)]
-    assert [part.from_head for part in parts] == [True, True, True, False]
-
-
-@pytest.mark.parametrize("option", ["startingOffsets", "startingTime"])
 async def test_a_start_that_depends_on_the_moment_is_pinned(
-    js: JetStreamContext, make: Callable[..., Awaitable[str]], option: str
+    cell: Any, js: JetStreamContext, make: Callable[..., Awaitable[str]]
 ) -> None:
-    name = await make(10)
-    options = {option: "latest" if option == "startingOffsets" else datetime.now(UTC).isoformat()}
-    query = follower(name, **options)
-    start = await query.initial(js)
-    await more(js, name, 2)
-    assert await query.initial(js) == start
-    assert await query.latest(js, start) == start  # batch 0 is empty and puts it into the checkpoint
-    end = await query.latest(js, start)
-    assert (seqs(start), seqs(end)) == ({name: 10}, {name: 12})
-    # The query died before batch 0 was committed: the start is resolved again, maybe later, and the end of the batch stays.
-    again = follower(name, **options)
-    await more(js, name, 3)
-    moved = await again.initial(js)
-    assert seqs(moved) == {name: 15 if option == "startingOffsets" else 10}
-    assert await again.plan(js, moved, start) == []
-    assert seqs(await again.latest(js, start)) == {name: 15}
-
-
-async def test_spark_before_4_2_passes_no_start(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
-    name = await make(10)
-    query = follower(name, startingOffsets="latest")
-    pinned = await query.latest(js, None)
-    await more(js, name, 2)
-    assert seqs(pinned) == seqs(await query.initial(js)) == {name: 10}
-    assert seqs(await query.latest(js, None)) == {name: 12}
-    assert seqs(await query.latest(js, None)) == {name: 12}
-    earliest = follower(name)
-    assert seqs(await earliest.latest(js, None)) == {name: 12}
-    assert seqs(await earliest.initial(js)) == {name: 0}
+    for option in ["startingOffsets", "startingTime"]:
+        with cell(option):
+            name = await make(10)
+            options = {option: "latest" if option == "startingOffsets" else datetime.now(UTC).isoformat()}
+            query = follower(name, **options)
+            start = await query.initial(js)
+            await more(js, name, 2)
+            assert await query.initial(js) == start
+            assert await query.latest(js, start) == start  # batch 0 is empty and puts it into the checkpoint
+            end = await query.latest(js, start)
+            assert (seqs(start), seqs(end)) == ({name: 10}, {name: 12})
+            # The query died before batch 0 was committed: the start is resolved again, maybe later, and the end of the batch stays.
+            again = follower(name, **options)
+            await more(js, name, 3)
+            moved = await again.initial(js)
+            assert seqs(moved) == {name: 15 if option == "startingOffsets" else 10}
+            assert await again.plan(js, moved, start) == []
+            assert seqs(await again.latest(js, start)) == {name: 15}
 
 
 async def test_a_stream_that_has_not_reached_the_start_holds_no_other_one_back_on_spark_before_4_2(
@@ -210,13 +185,6 @@ async def test_streams_share_a_limit_by_their_backlogs(
     assert seqs(by_size) == {large: 30}
     least = await follower(large).latest(js, await follower(large).initial(js), size=1)
     assert seqs(least) == {large: 1}
-
-
-async def test_a_limit_does_not_count_a_purged_head(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
-    name = await make(50)
-    await js.purge_stream(name, seq=41)
-    query = follower(name)
-    assert seqs(await query.latest(js, await query.initial(js), rows=5)) == {name: 45}
 
 
 async def test_available_now_ends_at_the_messages_stored_before(
@@ -302,28 +270,6 @@ class TestLoss:
             parts = await follower(name, failOnDataLoss="false").plan(js, start, end)
         assert (spans(parts), [part.from_head for part in parts]) == ([(11, 15), (16, 20)], [True, False])
         assert caplog.text.count("sequences 11 to 14") == 1
-
-    async def test_a_head_purged_up_to_the_offset_is_no_loss(
-        self, js: JetStreamContext, read: tuple[str, Offset]
-    ) -> None:
-        name, start = read
-        await js.purge_stream(name, seq=11)
-        query = follower(name)
-        assert spans(await query.plan(js, start, await query.latest(js, start))) == [(11, 15), (16, 20)]
-
-    async def test_a_purge_of_everything_is_a_loss(self, js: JetStreamContext, read: tuple[str, Offset]) -> None:
-        name, start = read
-        await js.purge_stream(name)
-        query = follower(name)
-        with pytest.raises(DataLossError, match="sequences 11 to 20"):
-            await query.plan(js, start, await query.latest(js, start))
-
-    async def test_interior_deletes_are_no_loss(self, js: JetStreamContext, read: tuple[str, Offset]) -> None:
-        name, start = read
-        for seq in (12, 15):
-            await js.delete_msg(name, seq)
-        query = follower(name)
-        assert spans(await query.plan(js, start, await query.latest(js, start))) == [(11, 15), (16, 20)]
 
     async def test_a_recreated_stream_is_a_loss(
         self, js: JetStreamContext, make: Callable[..., Awaitable[str]], read: tuple[str, Offset]
@@ -434,14 +380,18 @@ class TestLoss:
         end = await lax.latest(js, start)
         assert spans(await lax.plan(js, start, end)) == [(1, 1), (2, 3)]
 
-    @pytest.mark.parametrize("retention", ["workqueue", "interest"])
     async def test_streams_without_limits_retention_are_refused(
-        self, js: JetStreamContext, make: Callable[..., Awaitable[str]], retention: str
+        self, cell: Any, js: JetStreamContext, make: Callable[..., Awaitable[str]]
     ) -> None:
-        name = await make(0, retention=retention)
-        with pytest.raises(PlanningError, match=f"has {retention} retention.*allowUnstableRetention"):
-            await follower(name).initial(js)
-        assert seqs(await follower(name, allowUnstableRetention="true").initial(js)) == {name: 0}
+        async def check(retention: str) -> None:
+            name = await make(0, retention=retention)
+            with pytest.raises(PlanningError, match=f"has {retention} retention.*allowUnstableRetention"):
+                await follower(name).initial(js)
+            assert seqs(await follower(name, allowUnstableRetention="true").initial(js)) == {name: 0}
+
+        for retention in ["workqueue", "interest"]:
+            with cell(retention):
+                await check(retention)
 
 
 async def test_every_decision_is_a_debug_record(
@@ -463,20 +413,6 @@ async def test_every_decision_is_a_debug_record(
 
 class TestPlans:
     """The plan of a micro-batch is in its end, so that a replay has the same partitions."""
-
-    async def test_a_replay_has_the_same_partitions_whatever_happened(
-        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
-    ) -> None:
-        name = await make(0, max_msgs_per_subject=100)
-        await more(js, name, 3000)
-        query = follower(name, minPartitions="4")
-        start = await query.initial(js)
-        end = json.loads(json.dumps(await query.latest(js, start)))
-        before = spans(await query.plan(js, start, end))
-        assert (len(before), before[0][0], before[-1][1]) == (4, 2001, 3000)
-        await more(js, name, 900)  # most of the old messages are replaced
-        again = follower(name, minPartitions="3", maxRecordsPerPartition="10", subjects=f"{name}.1")
-        assert spans(await again.plan(js, start, end)) == before
 
     async def test_a_micro_batch_of_version_1_has_the_partitions_that_its_release_made(
         self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
@@ -500,43 +436,6 @@ class TestPlans:
         assert (later["v"], seqs(later)) == (2, {one: 100, other: 10})
         assert spans(await query.plan(js, offset(90, 10), later)) == [(91, 93), (94, 96), (97, 100)]
 
-    async def test_before_spark_4_2_a_micro_batch_is_cut_where_the_stream_starts(
-        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
-    ) -> None:
-        name = await make(100)
-        await js.purge_stream(name, seq=81)
-        query = follower(name, minPartitions="2")
-        end = await query.latest(js, None)
-        start = await query.initial(js)
-        assert spans(await query.plan(js, start, end)) == [(81, 90), (91, 100)]
-        await js.purge_stream(name, seq=95)
-        assert spans(await follower(name, minPartitions="5").plan(js, start, end)) == [(81, 90), (91, 100)]
-        assert await query.latest(js, None) == end
-
-    async def test_before_spark_4_2_a_replay_has_the_same_partitions_after_messages_expired(
-        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
-    ) -> None:
-        name = await make(100)
-        query = follower(name)
-        start = await query.latest(js, None)
-        await more(js, name, 100)
-        end = await query.latest(js, None)
-        parts = spans(await query.plan(js, start, end))
-        assert parts == [(101, 150), (151, 200)]
-        await js.purge_stream(name, seq=131)
-        assert spans(await follower(name, failOnDataLoss="false").plan(js, start, end)) == parts
-
-    async def test_before_spark_4_2_a_replay_has_partitions_of_the_same_size(
-        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
-    ) -> None:
-        name = await make(95)
-        query = follower(name, maxRecordsPerPartition="20")
-        start = await query.initial(js)
-        end = await query.latest(js, None)
-        parts = spans(await query.plan(js, start, end))
-        assert parts == [(1, 19), (20, 38), (39, 57), (58, 76), (77, 95)]
-        assert spans(await follower(name, maxRecordsPerPartition="7").plan(js, start, end)) == parts
-
     async def test_before_spark_4_2_the_first_micro_batch_keeps_the_start_that_it_was_planned_with(
         self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
     ) -> None:
@@ -553,25 +452,6 @@ class TestPlans:
         moved = await again.initial(js)
         assert seqs(moved) == {name: 30}
         assert spans(await again.plan(js, moved, end)) == parts
-
-    @pytest.mark.parametrize("limits", [True, False], ids=["", "before 4.2"])
-    @pytest.mark.parametrize("recreate", [False, True])
-    async def test_a_stream_that_is_gone_moves_no_other_one_into_another_partition(
-        self, js: JetStreamContext, make: Callable[..., Awaitable[str]], recreate: bool, limits: bool
-    ) -> None:
-        gone, kept = sorted([await make(100), await make(50)])
-        options = {"minPartitions": "5"}
-        query = follower(gone, kept, **options)
-        start = await query.initial(js)
-        end = await query.latest(js, start if limits else None)
-        parts = await query.plan(js, start, end)
-        await js.delete_stream(gone)
-        if recreate:
-            await make(10, gone)
-        again = await follower(gone, kept, failOnDataLoss="false", **options).plan(js, start, end)
-        assert [(part.first, part.last) if part.stream == kept else len(part) for part in again] == [
-            (part.first, part.last) if part.stream == kept else 0 for part in parts
-        ]
 
     async def test_before_spark_4_2_a_restart_reads_on_where_the_checkpoint_ends(
         self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
@@ -593,51 +473,22 @@ class TestPlans:
             (added, 7, 8),
         ]
 
-    async def test_partitions_of_filtered_rows_are_even(
-        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
-    ) -> None:
-        name = await make(0)
-        async with jsx.FastPublisher(js) as publisher:
-            rare = range(9_000, 10_000, 10)
-            await publisher.add_many((f"{name}.{'rare' if i in rare else 'common'}", b"") for i in range(20_000))
-        query = follower(name, subjects=f"{name}.rare", minPartitions="4")
-        start = await query.initial(js)
-        parts = await query.plan(js, start, await query.latest(js, start))
-        assert all(part.on_server for part in parts)
-        held = [sum(part.first <= 1 + i <= part.last for i in rare) for part in parts]
-        assert (sum(held), len(held)) == (100, 4)
-        assert all(15 <= count <= 35 for count in held)
-
-    @pytest.mark.parametrize("limit", [1, 7, 1000])
-    async def test_no_partition_of_a_sparse_stream_has_more_rows_than_allowed(
-        self, js: JetStreamContext, make: Callable[..., Awaitable[str]], limit: int
-    ) -> None:
-        name = await make(2_000)
-        for subject in range(1, 10):
-            await js.purge_stream(name, subject=f"{name}.{subject}", keep=1)
-        stored = [message.seq for message in await jsx.DirectGet(js, name).scan().to_list()]
-        query = follower(name, maxRecordsPerPartition=f"{limit}")
-        start = await query.initial(js)
-        parts = await query.plan(js, start, await query.latest(js, start))
-        held = [sum(part.first <= seq <= part.last for seq in stored) for part in parts]
-        assert sum(held) == len(stored) == 209
-        assert max(held) <= limit
-
 
 class TestAStartThatTheStreamHasNotReached:
-    @pytest.mark.parametrize("messages", [0, 10])
     async def test_a_restarted_query_still_waits_for_it(
-        self, js: JetStreamContext, make: Callable[..., Awaitable[str]], messages: int
+        self, cell: Any, js: JetStreamContext, make: Callable[..., Awaitable[str]]
     ) -> None:
-        name = await make(messages)
-        options = {"startingOffsets": json.dumps({name: 20}), "failOnDataLoss": "false"}
-        query = follower(name, **options)
-        start = await query.initial(js)
-        assert await query.latest(js, start) == await query.latest(js, start) == start
-        restarted = follower(name, **options)
-        assert await restarted.latest(js, start) == start
-        await more(js, name, 21 - messages)
-        assert spans(await restarted.plan(js, start, await restarted.latest(js, start))) == [(20, 20), (21, 21)]
+        for messages in [0, 10]:
+            with cell(messages):
+                name = await make(messages)
+                options = {"startingOffsets": json.dumps({name: 20}), "failOnDataLoss": "false"}
+                query = follower(name, **options)
+                start = await query.initial(js)
+                assert await query.latest(js, start) == await query.latest(js, start) == start
+                restarted = follower(name, **options)
+                assert await restarted.latest(js, start) == start
+                await more(js, name, 21 - messages)
+                assert spans(await restarted.plan(js, start, await restarted.latest(js, start))) == [(20, 20), (21, 21)]
 
     async def test_before_spark_4_2_a_query_still_waits_for_it(
         self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
@@ -654,20 +505,6 @@ class TestAStartThatTheStreamHasNotReached:
 
 
 class TestRecreation:
-    @pytest.mark.parametrize("limits", [True, False], ids=["", "before 4.2"])
-    async def test_a_stream_that_never_had_a_message_cannot_be_lost(
-        self, js: JetStreamContext, make: Callable[..., Awaitable[str]], limits: bool
-    ) -> None:
-        name = await make(0)
-        query = follower(name)
-        start = await query.initial(js)
-        begun = await query.latest(js, start if limits else None)
-        await js.delete_stream(name)
-        await make(5, name)
-        restarted = follower(name)
-        end = await restarted.latest(js, begun if limits else None)
-        assert spans(await restarted.plan(js, begun, end)) == [(1, 2), (3, 5)]
-
     async def test_a_recreated_stream_is_a_loss_for_an_offset_of_version_1(
         self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
     ) -> None:
@@ -707,49 +544,6 @@ class TestRecreation:
             assert await query.plan(js, away, kept) == []
         await more(js, name, 8)
         assert spans(await query.plan(js, kept, await query.latest(js, None))) == [(11, 11), (12, 12)]
-
-    async def test_keep_waits_for_the_sequence_that_was_read(
-        self, js: JetStreamContext, make: Callable[..., Awaitable[str]], caplog: pytest.LogCaptureFixture
-    ) -> None:
-        name = await make(10)
-        query = follower(name, onRecreate="keep")
-        offset = await query.latest(js, await query.initial(js))
-        await js.delete_stream(name)
-        await make(4, name)
-        kept = await query.latest(js, offset)
-        assert seqs(kept) == {name: 10}
-        assert await query.plan(js, offset, kept) == []
-        assert await query.latest(js, kept) == kept
-        await more(js, name, 8)
-        end = await query.latest(js, kept)
-        assert spans(await query.plan(js, kept, end)) == [(11, 11), (12, 12)]
-        assert caplog.text.count("re-created") == 1
-
-    async def test_keep_waits_on_spark_before_4_2(
-        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
-    ) -> None:
-        name = await make(10)
-        query = follower(name, onRecreate="keep")
-        await query.initial(js)
-        end = await query.latest(js, None)
-        await js.delete_stream(name)
-        await make(4, name)
-        for _ in range(2):
-            kept = await query.latest(js, None)
-            assert seqs(kept) == {name: 10}
-            assert await query.plan(js, end, kept) == []
-            end = kept
-
-    async def test_a_query_goes_on_in_a_stream_that_was_empty_when_it_started(
-        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
-    ) -> None:
-        name = await make(0)
-        query = follower(name)
-        start = await query.initial(js)
-        assert await query.latest(js, start) == start
-        await more(js, name, 3)
-        end = await query.latest(js, start)
-        assert spans(await query.plan(js, start, end)) == [(1, 1), (2, 3)]
 
     async def test_a_micro_batch_that_was_planned_before_the_recreation(
         self, js: JetStreamContext, make: Callable[..., Awaitable[str]]

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,20 +19,19 @@ def install(home: Path, answer: str, *, status: int = 0) -> Path:
     return java
 
 
-@pytest.mark.parametrize(
-    ("answer", "major"),
-    [
+def test_the_version_is_parsed(cell: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for answer, major in [
         ('openjdk version "17.0.15" 2025-04-15\nOpenJDK Runtime Environment (build 17.0.15+6)', 17),
         ('openjdk version "21" 2023-09-19', 21),
         ('java version "25-ea" 2025-09-16', 25),
         ('Picked up JAVA_TOOL_OPTIONS: -Dversion=1\nopenjdk version "17.0.1" 2021-10-19', 17),
-    ],
-)
-def test_the_version_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, major: int) -> None:
-    path = install(tmp_path, answer)
-    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
-    java = require_java()
-    assert (java.path, java.major) == (str(path), major)
+    ]:
+        home = tmp_path / f"{major}-{len(answer)}"
+        with cell(answer, major):
+            path = install(home, answer)
+            monkeypatch.setenv("JAVA_HOME", str(home))
+            java = require_java()
+            assert (java.path, java.major) == (str(path), major)
 
 
 def test_java_home_is_preferred_to_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,22 +44,19 @@ def test_java_home_is_preferred_to_path(tmp_path: Path, monkeypatch: pytest.Monk
     assert require_java().path == str(on_path)
 
 
-@pytest.mark.parametrize(
-    ("answer", "status", "message"),
-    [
+def test_an_unusable_java_is_named_with_the_fix(cell: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for answer, status, message in [
         ('java version "1.8.0_402"', 0, "is Java 8"),
         ('openjdk version "11.0.22" 2024-01-16', 0, "is Java 11"),
         ("Unable to locate a Java Runtime.", 1, "not a working Java(?s:.*)Unable to locate"),
         ("hello", 0, "not a working Java(?s:.*)hello"),
-    ],
-)
-def test_an_unusable_java_is_named_with_the_fix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, status: int, message: str
-) -> None:
-    install(tmp_path, answer, status=status)
-    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
-    with pytest.raises(JavaError, match=f"{message}(?s:.*)Java 17 or newer(?s:.*)apt install"):
-        require_java()
+    ]:
+        home = tmp_path / f"{len(answer)}"
+        with cell(answer, status, message):
+            install(home, answer, status=status)
+            monkeypatch.setenv("JAVA_HOME", str(home))
+            with pytest.raises(JavaError, match=f"{message}(?s:.*)Java 17 or newer(?s:.*)apt install"):
+                require_java()
 
 
 def test_a_missing_java_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

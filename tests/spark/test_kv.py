@@ -24,7 +24,7 @@ from jetstream_ext.spark.kv import plan_kv
 from jetstream_ext.spark.kv_source import JetStreamKvDataSource
 from jetstream_ext.spark.options import KvOptions, OptionError
 from jetstream_ext.spark.planning import PlanningError
-from jetstream_ext.testing import NatsCluster, NatsServer
+from jetstream_ext.testing import NatsServer
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -108,28 +108,6 @@ def test_every_column_is_read(make: Callable[..., str], read: Read) -> None:
     assert row == {"bucket": bucket, "key": "k.3", "value": b"3", "revision": 4, "operation": "PUT"}
 
 
-def test_keys_select_the_rows(make: Callable[..., str], read: Read) -> None:
-    bucket = make(ten)
-    assert values(read(bucket)) == TEN
-    assert values(read(bucket, keys="k.*")) == TEN
-    assert sorted(values(read(bucket, keys="k.1,k.5,none"))) == ["k.1", "k.5"]
-    assert read(bucket, keys="none.>") == []
-    assert read(make(lambda kv: asyncio.sleep(0))) == []
-
-
-def test_deleted_keys_are_read_on_request(make: Callable[..., str], read: Read, with_js: Any) -> None:
-    bucket = make(ten, history=5)
-    with_js(put(bucket, k_1=None))
-
-    async def purge(js: JetStreamContext) -> None:
-        await (await js.key_value(bucket)).purge("k.2")
-
-    with_js(purge)
-    assert values(read(bucket)) == {key: value for key, value in TEN.items() if key not in ("k.1", "k.2")}
-    found = {row["key"]: row["operation"] for row in read(bucket, includeDeleted="true")}
-    assert (found["k.1"], found["k.2"], found["k.3"], len(found)) == ("DEL", "PURGE", "PUT", 10)
-
-
 ODD = {b"\xff": "\\xff", b"\xfe": "\\xfe", b"\\xff": "\\\\xff", "\ufffd".encode(): "\ufffd", b"k.\xff": "k.\\xff"}
 
 
@@ -141,13 +119,17 @@ def odd(make: Callable[..., str], server: NatsServer, publish_raw: Callable[...,
     return bucket
 
 
-@pytest.mark.parametrize("consistency", ["latest", "strict"])
-def test_keys_that_clients_refuse_are_rows_with_different_keys(odd: str, read: Read, consistency: str) -> None:
-    texts = {text: key for key, text in ODD.items()}
-    assert values(read(odd, consistency=consistency)) == TEN | texts
-    assert values(read(odd, consistency=consistency, asOf="12")) == TEN | {"\\xff": b"\xff", "\\xfe": b"\xfe"}
-    assert values(read(odd, consistency=consistency, keys="k.>")) == TEN | {"k.\\xff": b"k.\xff"}
-    assert values(read(odd, consistency=consistency, keys="k.1,\ufffd")) == {"k.1": b"1", "\ufffd": "\ufffd".encode()}
+def test_keys_that_clients_refuse_are_rows_with_different_keys(cell: Any, odd: str, read: Read) -> None:
+    for consistency in ["latest", "strict"]:
+        with cell(consistency):
+            texts = {text: key for key, text in ODD.items()}
+            assert values(read(odd, consistency=consistency)) == TEN | texts
+            assert values(read(odd, consistency=consistency, asOf="12")) == TEN | {"\\xff": b"\xff", "\\xfe": b"\xfe"}
+            assert values(read(odd, consistency=consistency, keys="k.>")) == TEN | {"k.\\xff": b"k.\xff"}
+            assert values(read(odd, consistency=consistency, keys="k.1,\ufffd")) == {
+                "k.1": b"1",
+                "\ufffd": "\ufffd".encode(),
+            }
 
 
 def test_keys_that_clients_refuse_have_their_present_values_if_history_is_gone(
@@ -163,48 +145,24 @@ def test_keys_that_clients_refuse_have_their_present_values_if_history_is_gone(
         read(odd, asOf="15", consistency="strict", minPartitions="1")
 
 
-@pytest.mark.parametrize("count", [1023, 1024, 1025, 3000])
-def test_more_keys_than_a_request_takes_are_read(make: Callable[..., str], read: Read, count: int) -> None:
-    async def fill(kv: KeyValue) -> None:
-        await asyncio.gather(*(kv.put(f"k{i}", b"%d" % i) for i in range(count)))
+def test_more_keys_than_a_request_takes_are_read(cell: Any, make: Callable[..., str], read: Read) -> None:
+    def check(count: int) -> None:
+        async def fill(kv: KeyValue) -> None:
+            await asyncio.gather(*(kv.put(f"k{i}", b"%d" % i) for i in range(count)))
 
-    assert values(read(make(fill), minPartitions="1")) == {f"k{i}": b"%d" % i for i in range(count)}
+        assert values(read(make(fill), minPartitions="1")) == {f"k{i}": b"%d" % i for i in range(count)}
+
+    for count in [1023, 1024, 1025, 3000]:
+        with cell(count):
+            check(count)
 
 
 class TestChangedMeanwhile:
-    @pytest.mark.parametrize("consistency", ["latest", "strict"])
-    def test_with_history_no_change_shows(self, make: Callable[..., str], read: Read, consistency: str) -> None:
-        bucket = make(ten, history=5)
-        between = put(bucket, k_1=b"new", k_2=None, k_new=b"new")
-        assert values(read(bucket, between=between, consistency=consistency)) == TEN
-
     def test_without_history_every_key_is_read_once(self, make: Callable[..., str], read: Read) -> None:
         bucket = make(ten)
         rows = read(bucket, between=put(bucket, k_1=b"new", k_2=b"new"))
         assert values(rows) == TEN | {"k.1": b"new", "k.2": b"new"}
         assert sorted(row["revision"] for row in rows)[-2:] == [11, 12]
-
-    def test_without_history_a_new_key_looks_like_one_that_has_changed(
-        self, make: Callable[..., str], read: Read
-    ) -> None:
-        bucket = make(ten)
-        between = put(bucket, k_1=b"new", k_new=b"new")
-        assert values(read(bucket, between=between)) == TEN | {"k.1": b"new", "k.new": b"new"}
-
-    @pytest.mark.parametrize("consistency", ["latest", "strict"])
-    def test_new_keys_do_not_show_if_no_key_has_changed(
-        self, make: Callable[..., str], read: Read, with_js: Any, consistency: str
-    ) -> None:
-        bucket = make(ten)
-        with_js(put(bucket, k_1=b"1"))  # so that a sequence is missing
-        assert values(read(bucket, between=put(bucket, k_new=b"new"), consistency=consistency)) == TEN
-
-    def test_without_history_a_strict_read_fails(self, make: Callable[..., str], read: Read) -> None:
-        bucket = make(ten)
-        with pytest.raises(
-            HistoryUnavailableError, match=r"at revision 10: the history needed for 2 of .* keys \(such as 'k.1'\)"
-        ):
-            read(bucket, between=put(bucket, k_1=b"new", k_2=None), consistency="strict", minPartitions="1")
 
 
 class TestThePast:
@@ -289,29 +247,8 @@ def test_a_listing_of_several_pages_is_complete(
     assert values(read(bucket)) == TEN
 
 
-def test_replicas_return_the_latest_values(with_js: Any, read: Read, wait_for_interest: Any) -> None:
-    with NatsCluster() as cluster:
-        url = cluster.servers[0].url
-
-        async def create(js: JetStreamContext) -> None:
-            bucket = await js.create_key_value(KeyValueConfig(bucket="R", direct=True, replicas=3))
-            await wait_for_interest(js, "$KV.R.k")
-            await ten(bucket)
-
-        with_js(create, url)
-        for i in range(20):
-            with_js(put("R", k_1=b"%d" % i, k_2=b"%d" % i), url)
-            assert values(read("R", url=url)) == TEN | {"k.1": b"%d" % i, "k.2": b"%d" % i}
-        # Overwritten between the plan and the read: at the leader, the message that proves a replica up to date is gone.
-        # A replica that lags may still have it, and the value of the plan's revision.
-        found = values(read("R", url=url, between=put("R", k_1=b"x", k_2=b"x")))
-        assert {found.pop("k.1"), found.pop("k.2")} <= {b"19", b"x"}
-        assert found == {key: value for key, value in TEN.items() if key not in ("k.1", "k.2")}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_an_invalid_option_is_named(cell: Any) -> None:
+    for options, message in [
         ({}, "'bucket': it is missing; give the name of one bucket"),
         ({"bucket": "A,B"}, "'bucket': 'A,B' is not a valid bucket name"),
         ({"bucket": "a.b"}, "'bucket': 'a.b' is not a valid bucket name"),
@@ -319,11 +256,9 @@ def test_replicas_return_the_latest_values(with_js: Any, read: Read, wait_for_in
         ({"bucket": "A", "consistency": "exact"}, "'consistency': 'exact' is not one of latest, strict"),
         ({"bucket": "A", "keys": "a..b"}, "'keys'"),
         ({"bucket": "A", "key": "a"}, "did you mean 'keys'"),
-    ],
-)
-def test_an_invalid_option_is_named(options: dict[str, str], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        JetStreamKvDataSource(CaseInsensitiveDict({"servers": "nats://n"} | options)).schema()
+    ]:
+        with cell(options, message), pytest.raises(OptionError, match=message):
+            JetStreamKvDataSource(CaseInsensitiveDict({"servers": "nats://n"} | options)).schema()
 
 
 def test_an_unreadable_bucket_is_refused(with_js: Any, read: Read, stream_name: Callable[[], str]) -> None:
@@ -350,12 +285,6 @@ def test_a_mirror_bucket_names_the_bucket_to_read(with_js: Any, read: Read, make
         PlanningError, match=f"'bucket': bucket '{mirror}' is a mirror of stream 'KV_{origin}'; open the"
     ):
         read(mirror)
-
-
-def test_a_key_that_clients_refuse_is_read(with_js: Any, read: Read, make: Callable[..., str]) -> None:
-    bucket = make(ten)
-    with_js(lambda js: js.publish(f"$KV.{bucket}.ключ", b"odd"))
-    assert values(read(bucket)) == TEN | {"ключ": b"odd"}
 
 
 def test_spark_reads_a_bucket(spark: SparkSession, server: NatsServer, make: Callable[..., str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,6 +17,7 @@ from jetstream_ext.kv.staging import Staged
 from jetstream_ext.spark import kv_rows
 from jetstream_ext.spark.bad_rows import BadRow, BadRows
 from jetstream_ext.spark.kv_rows import KeyWrite, KvColumns, KvRowReader, LastRows
+from jetstream_ext.spark.kv_source import JetStreamKvDataSource
 from jetstream_ext.spark.options import KvWriteOptions, OptionError
 from jetstream_ext.spark.row_sizes import RowSizes
 from jetstream_ext.types import NEVER, BatchMessage
@@ -72,15 +74,16 @@ def read(rows: list[tuple[Any, ...]], *, arrow: bool = True, **options: str) -> 
         return list(last), bad.rows
 
 
-@pytest.mark.parametrize("arrow", [True, False])
-def test_the_last_row_of_each_key_in_the_order_of_these_rows(arrow: bool) -> None:
-    rows = [("a", None, b"1", None, None), ("b", "PUT", None, None, None), ("a", "DEL", None, None, 3)]
-    writes, bad = read(rows, arrow=arrow)
-    assert not bad
-    assert writes == [
-        KeyWrite("b", b"", Staged("PUT"), 1, 7),
-        KeyWrite("a", b"", Staged("DEL", expected=3), 2, 7),
-    ]
+def test_the_last_row_of_each_key_in_the_order_of_these_rows(cell: Any) -> None:
+    for arrow in [True, False]:
+        with cell(arrow):
+            rows = [("a", None, b"1", None, None), ("b", "PUT", None, None, None), ("a", "DEL", None, None, 3)]
+            writes, bad = read(rows, arrow=arrow)
+            assert not bad
+            assert writes == [
+                KeyWrite("b", b"", Staged("PUT"), 1, 7),
+                KeyWrite("a", b"", Staged("DEL", expected=3), 2, 7),
+            ]
 
 
 def test_values_beyond_the_memory_are_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,14 +114,14 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("arrow", [True, False])
-@pytest.mark.parametrize("what", BAD)
-def test_a_row_that_can_never_be_stored_is_bad(what: str, arrow: bool) -> None:
-    row, reason = BAD[what]
-    writes, bad = read([ROW, row, ("last", None, b"", None, None)], arrow=arrow)
-    assert [write.key for write in writes] == ["k", "last"]
-    assert [(one.row, one.subject, one.data) for one in bad] == [(1, row[0], row[2] or b"")]
-    assert reason in bad[0].reason
+def test_a_row_that_can_never_be_stored_is_bad(cell: Any) -> None:
+    for arrow, what in itertools.product([True, False], BAD):
+        with cell(arrow, what):
+            row, reason = BAD[what]
+            writes, bad = read([ROW, row, ("last", None, b"", None, None)], arrow=arrow)
+            assert [write.key for write in writes] == ["k", "last"]
+            assert [(one.row, one.subject, one.data) for one in bad] == [(1, row[0], row[2] or b"")]
+            assert reason in bad[0].reason
 
 
 def test_times_to_live() -> None:
@@ -148,9 +151,8 @@ def test_a_row_becomes_a_message_as_a_transaction_would_write_it() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("schema", "reason"),
-    [
+def test_other_columns_are_refused(cell: Any) -> None:
+    for schema, reason in [
         ("value binary", "column 'key': it is missing"),
         ("key string", "column 'value': it is missing"),
         ("key string, value int", "column 'value': it is int, but must be binary or string"),
@@ -159,12 +161,11 @@ def test_a_row_becomes_a_message_as_a_transaction_would_write_it() -> None:
         ("subject string, data binary", "column 'subject': .* expectedRevision; did you mean 'key'\\?"),
         ("key string, KEY string, value binary", "the schema has it twice"),
         ("key string, value binary, ttl double", "column 'ttl': it is double, but must be"),
-    ],
-)
-def test_other_columns_are_refused(schema: str, reason: str) -> None:
-    options = KvWriteOptions.parse({"servers": "nats://unused:4222", "bucket": "b"}, streaming=False)
-    with pytest.raises(OptionError, match=reason):
-        KvColumns.of(schema_of(schema), options)
+    ]:
+        with cell(schema, reason):
+            options = KvWriteOptions.parse({"servers": "nats://unused:4222", "bucket": "b"}, streaming=False)
+            with pytest.raises(OptionError, match=reason):
+                KvColumns.of(schema_of(schema), options)
 
 
 @pytest.fixture
@@ -194,15 +195,33 @@ def test_the_file_of_few_keys_with_many_rows_stays_small(last: LastRows, monkeyp
     ]
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
+def test_markers_have_subjects_of_their_own(cell: Any) -> None:
+    for options, problem in [
         ({"markerPrefix": "$KV.B"}, "option 'markerPrefix': below '$KV', the markers would be keys of a bucket"),
         ({"markerPrefix": "$KV"}, "option 'markerPrefix': below '$KV', the markers would be keys of a bucket"),
         ({"onBadRow": "_spark.KV_B.dead"}, "option 'onBadRow': subjects below '_spark.KV_B' are for the markers"),
-    ],
-)
-def test_markers_have_subjects_of_their_own(options: dict[str, str], problem: str) -> None:
-    with pytest.raises(OptionError) as raised:
-        KvWriteOptions.parse({"servers": "nats://unused:4222", "bucket": "B", **options}, streaming=True)
-    assert str(raised.value).startswith(problem)
+    ]:
+        with cell(options, problem):
+            with pytest.raises(OptionError) as raised:
+                KvWriteOptions.parse({"servers": "nats://unused:4222", "bucket": "B", **options}, streaming=True)
+            assert str(raised.value).startswith(problem)
+
+
+def test_options_without_effect_are_refused(cell: Any) -> None:
+    for given, problem in [
+        ({"ttl": "500ms"}, "option 'ttl': '500ms' is not a whole number of seconds"),
+        ({"asOf": "now"}, "option 'asof': it applies only to reads"),
+        ({"transactionRows": "999"}, "999 is more than 998"),
+        ({"writeId": "a", "txnAppId": "b", "txnVersion": "1"}, "cannot be combined"),
+    ]:
+        with cell(given), pytest.raises(OptionError, match=problem):
+            KvWriteOptions.parse({"servers": "nats://unused:4222", "bucket": "B", **given}, streaming=False)
+    options = KvWriteOptions.parse({"servers": "nats://unused:4222", "bucket": "B", "ttl": "5s"}, streaming=False)
+    with pytest.raises(OptionError, match="option 'ttl': there is a column 'ttl' as well"):
+        KvColumns.of(schema_of("key string, value binary, ttl bigint"), options)
+
+
+def test_overwriting_is_refused() -> None:
+    source = JetStreamKvDataSource({"servers": "nats://unused:4222", "bucket": "B"})
+    with pytest.raises(OptionError, match="mode 'overwrite' is not supported"):
+        source.writer(schema_of("key string, value binary"), True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -326,13 +325,6 @@ def test_a_bucket_that_lost_the_place_for_markers_goes_on_when_it_has_it_again(
 # -- rows that cannot be stored -----------------------------------------------------------------------------------
 
 
-def test_a_key_that_no_client_takes_is_refused_with_its_row(spark: SparkSession, target: Target) -> None:
-    frame = spark.createDataFrame([("good", b"1"), ("a b", b"2")], "key string, value binary").coalesce(1)
-    with pytest.raises(PySparkException, match=r"row 1 cannot be stored: key 'a b' must be tokens of"):
-        target.write(frame)
-    assert target.values() == {}
-
-
 def test_bad_rows_are_dropped_or_diverted(spark: SparkSession, target: Target, stream_name: Callable[[], str]) -> None:
     """`test_kv_rows` has every kind of bad row."""
     rows = [("good", "PUT", b"1"), ("bad", "PATCH", b"2"), (None, "PUT", b"3"), ("bad", "DEL", b"4")]
@@ -430,24 +422,3 @@ def test_a_bucket_that_drops_its_oldest_messages_is_refused(
     with_js(edit)
     with pytest.raises(PySparkException, match="drops its oldest messages when it is full"):
         target.write(rows_of(spark, 0, 1, 1))
-
-
-def test_wrong_columns_and_options_are_refused(spark: SparkSession, target: Target) -> None:
-    good = rows_of(spark, 0, 1, 1)
-    for frame, options, reason in (
-        (good.drop("key"), {}, "column 'key': it is missing"),
-        (good.drop("value"), {}, "column 'value': it is missing"),
-        (good.selectExpr("*", "1 AS other"), {}, "column 'other': the sink writes only the columns key, value"),
-        (good.selectExpr("key", "1 AS value"), {}, "column 'value': it is int, but must be binary or string"),
-        (good.selectExpr("*", "1 AS ttl"), {"ttl": "5s"}, "option 'ttl': there is a column 'ttl' as well"),
-        (good, {"ttl": "500ms"}, "option 'ttl': '500ms' is not a whole number of seconds"),
-        (good, {"asOf": "now"}, "option 'asof': it applies only to reads"),
-        (good, {"transactionRows": "999"}, "999 is more than 998"),
-        (good, {"writeId": "a", "txnAppId": "b", "txnVersion": "1"}, "cannot be combined"),
-    ):
-        with pytest.raises(PySparkException, match=re.escape(reason)):
-            target.write(frame, **options)
-    writer = good.write.format("jetstream_kv").options(servers=target.server.url, bucket=target.name)
-    with pytest.raises(PySparkException, match="mode 'overwrite' is not supported"):
-        writer.mode("overwrite").save()
-    assert target.values() == {}

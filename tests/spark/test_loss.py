@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,51 +10,6 @@ from jetstream_ext.spark.loss import HeadWatch
 
 def watch(*, from_head: bool = False, first: int = 1, last: int = 100) -> HeadWatch:
     return HeadWatch(first, last, from_head=from_head, now=0.0)
-
-
-def test_a_range_without_gaps_needs_no_question() -> None:
-    reading = watch()
-    assert not reading.add(range(1, 60), 0.0)
-    assert not reading.add(range(60, 101), 9.0)
-    assert not reading.close()
-
-
-def test_a_gap_below_the_first_sequence_is_a_loss() -> None:
-    reading = watch()
-    assert reading.add([1, 2, 5], 0.0)
-    assert reading.answered(4, 0.0) == range(3, 4)
-
-
-def test_a_gap_at_or_above_the_first_sequence_is_none() -> None:
-    reading = watch()
-    assert reading.add([1, 2, 5], 0.0)
-    assert reading.answered(3, 0.0) is None
-    assert reading.close()  # what follows is missing as well
-    assert reading.answered(101, 0.0) == range(6, 101)
-
-
-def test_what_a_later_purge_passes_was_read_before() -> None:
-    """A message was deleted long ago, and the purge came after the next ones were read."""
-    reading = watch(last=9)
-    reading.add([1, 2, 4], 0.0)
-    assert reading.answered(1, 0.0) is None
-    assert not reading.add([5, 6, 7, 8, 9], 5.0)
-    assert not reading.close()
-
-
-@pytest.mark.parametrize("from_head", [False, True])
-def test_what_expired_before_a_range_from_the_head_is_no_loss(from_head: bool) -> None:
-    reading = watch(from_head=from_head)
-    assert reading.add([11, 12, 14], 0.0)
-    assert reading.answered(14, 0.0) == (None if from_head else range(1, 11))
-    reading.add([15, 20], 0.0)
-    reading.close()
-    assert reading.answered(18, 0.0) == range(16, 18)
-
-
-def test_a_range_from_the_head_may_be_empty() -> None:
-    assert not watch(from_head=True).close()
-    assert watch().close()
 
 
 def test_questions_become_rare() -> None:

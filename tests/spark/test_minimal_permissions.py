@@ -5,8 +5,11 @@ A server does not reply to a request that it refuses, so each would cost its who
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +21,7 @@ import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext.kv.staging import Staged
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.spark import connection, kv, reading
+from jetstream_ext.spark import kv, reading
 from jetstream_ext.spark.bad_rows import BadRows
 from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.kv import plan_kv
@@ -32,7 +35,7 @@ from jetstream_ext.spark.row_sizes import RowSizes
 from jetstream_ext.spark.rows import Columns, RowReader, Rows
 from jetstream_ext.spark.sink import Task, check_sink, write_partition
 from jetstream_ext.spark.source import JetStreamDataSource
-from jetstream_ext.spark.streaming import HAS_LIMITS, JetStreamStreamReader
+from jetstream_ext.spark.streaming import HAS_LIMITS
 from jetstream_ext.testing import NatsServer
 
 SECRET = "pass"
@@ -47,8 +50,45 @@ PERMISSIONS = {
     "buckets": [one.format("KV_B") for one in READ],
     "keys": ["$KV.B.>", "_spark.KV_B.>", "$JS.API.STREAM.INFO.KV_B", "$JS.API.STREAM.MSG.GET.KV_B"],
     "changes": ["$KV.B.>", "_spark.KV_B.>", *(one.format("KV_B") for one in READ)],
-    "mirroring": [*(one.format("S") for one in READ), "$KV.B.query"],
 }
+
+PAGE = Path(__file__).parents[2] / "docs" / "spark.md"
+ROWS = {
+    "reader": "reading",
+    "trusting": "reading",
+    "writer": "writing, dedupe or none",
+    "transactional": "writing, transactional",
+    "diverting": "writing with a subject as onBadRow",
+    "unasked": "writing with a subject as onBadRow",
+    "buckets": "buckets, reading and following",
+    "keys": "buckets, writing",
+    "changes": "buckets, writing",
+}
+
+
+def documented(row: str) -> set[str]:
+    """Return the subjects that a row of the page allows, for stream S, bucket B and dead letters on ``dead.rows``."""
+    table = PAGE.read_text(encoding="utf-8").partition("## Permissions")[2]
+    cells = dict(re.findall(r"^\| ([^|]+) \| (.+) \|$", table.replace("`", ""), re.MULTILINE))
+    if row == "buckets, reading and following":
+        return {re.sub(r"\.S$", ".KV_B", subject) for subject in documented("reading")}
+    named = {
+        subject.replace("<S>", "S").replace("<bucket>", "B")
+        for subject in re.findall(r"[\w$.<>]+\.[\w$.<>]+", cells[row])
+    }
+    if row.startswith("writing"):
+        named |= {"S.*"}
+        named |= documented("writing, dedupe or none") if row == "writing, transactional" else set()
+        named |= {"dead.rows"} | documented("writing, transactional") if "onBadRow" in row else set()
+    return named
+
+
+def test_the_users_here_have_only_permissions_of_the_page() -> None:
+    assert documented("reading") == set(PERMISSIONS["reader"])
+    assert documented("buckets, writing") == set(PERMISSIONS["changes"])
+    assert "$JS.API.STREAM.NAMES" in documented("writing, transactional")
+    for user, row in ROWS.items():
+        assert set(PERMISSIONS[user]) <= documented(row), user
 
 
 @pytest.fixture
@@ -65,13 +105,9 @@ def guarded() -> Iterator[NatsServer]:
         yield server
 
 
-@pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
+@pytest.fixture(autouse=True)
+def _password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JETSTREAM_EXT_PERMISSIONS", SECRET)
-    cache = Connections()
-    monkeypatch.setattr(connection, "connections", lambda: cache)
-    yield cache
-    cache.close()
 
 
 @pytest.fixture
@@ -104,18 +140,16 @@ def given(guarded: NatsServer, with_js: Any) -> Callable[[str], dict[str, str]]:
     }
 
 
-@pytest.mark.parametrize(("user", "tail_check"), [("reader", "true"), ("trusting", "false")])
-@pytest.mark.parametrize("subjects", ["S.1", "S.*"])
-def test_reading_needs_only_the_documented_permissions(
-    given: Any, cache: Connections, user: str, tail_check: str, subjects: str
-) -> None:
-    options = given(user) | {"stream": "S", "tailCheck": tail_check, "subjects": subjects, "minPartitions": "3"}
-    read, schema = ReadOptions.parse(options), JetStreamDataSource(options).schema()
-    with cache.lend(read.connection, "driver") as lease:
-        parts = lease.run(plan_read(lease.connection.context(), read))
-        rows = sum(batch.num_rows for part in parts for batch in reading.read_range(read, schema, part))
-        assert lease.connection.client.refusal is None
-    assert rows == (10 if subjects == "S.1" else 99)
+def test_reading_needs_only_the_documented_permissions(cell: Any, given: Any, cache: Connections) -> None:
+    for (user, tail_check), subjects in itertools.product([("reader", "true"), ("trusting", "false")], ["S.1", "S.*"]):
+        with cell(user, tail_check, subjects):
+            options = given(user) | {"stream": "S", "tailCheck": tail_check, "subjects": subjects, "minPartitions": "3"}
+            read, schema = ReadOptions.parse(options), JetStreamDataSource(options).schema()
+            with cache.lend(read.connection, "driver") as lease:
+                parts = lease.run(plan_read(lease.connection.context(), read))
+                rows = sum(batch.num_rows for part in parts for batch in reading.read_range(read, schema, part))
+                assert lease.connection.client.refusal is None
+            assert rows == (10 if subjects == "S.1" else 99)
 
 
 @pytest.mark.parametrize(
@@ -199,24 +233,6 @@ def test_writing_buckets_needs_only_the_documented_permissions(given: Any, cache
         assert lease.run(write(context, target.state, "first")) == (0, 0)
         assert lease.run(write(context, target.state, "second")) == (1500, 0)
         assert lease.connection.client.refusal is None
-
-
-def test_a_mirrored_position_needs_only_the_documented_permission(
-    given: Any, cache: Connections, guarded: NatsServer, with_js: Any
-) -> None:
-    options = given("mirroring") | {"stream": "S", "progressBucket": "B", "progressName": "query"}
-    read, schema = ReadOptions.parse(options, streaming=True), JetStreamDataSource(options).schema()
-    reader = JetStreamStreamReader(read, schema)
-    end = reader.latestOffset(reader.initialOffset())
-    assert reader.latestOffset(end) == end
-    with cache.lend(read.connection, "driver") as lease:
-        assert lease.connection.client.refusal is None
-
-    async def mirrored(js: JetStreamContext) -> Any:
-        return json.loads((await (await js.key_value("B")).get("query")).value or b"")
-
-    found = with_js(mirrored, guarded.url, user="admin", password=SECRET)
-    assert found["streams"]["S"].items() >= {"last_read": 0, "lag": 100}.items()  # the next one a second later
 
 
 @pytest.mark.parametrize("history", [1, 5])

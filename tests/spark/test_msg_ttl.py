@@ -65,9 +65,8 @@ def until_left(stored: Any, stream: str, left: set[str]) -> None:
         time.sleep(0.1)  # the server's clock decides
 
 
-@pytest.mark.parametrize("semantics", SEMANTICS)
 def test_messages_expire_and_never_outlives_max_age(
-    spark: SparkSession, server: NatsServer, make: Any, stored: Any, with_js: Any, semantics: str
+    spark: SparkSession, server: NatsServer, make: Any, stored: Any, with_js: Any
 ) -> None:
     texts = spark.createDataFrame(
         [("short", "1s"), ("never", "never"), ("long", "1h"), ("none", None)], "data string, msgTtl string"
@@ -75,7 +74,7 @@ def test_messages_expire_and_never_outlives_max_age(
     numbers = spark.range(1).selectExpr("'number' AS data", "CAST(1 AS smallint) AS msgTtl")
 
     def write(rows: DataFrame, name: str) -> None:
-        options = given(server, name, semantics, subject=f"{name}.a")
+        options = given(server, name, "dedupe", subject=f"{name}.a")
         rows.coalesce(1).write.format("jetstream").mode("append").options(**options).save()
 
     name, limited = make(), make(max_age=2)
@@ -109,14 +108,18 @@ def write(server: NatsServer, cache: Connections, with_js: Any) -> Callable[...,
     return run
 
 
-@pytest.mark.parametrize("semantics", ["dedupe", "transactional"])
-def test_the_ttl_is_part_of_what_a_row_is(make: Any, write: Any, with_js: Any, semantics: str) -> None:
-    name = make()
-    rows = [(f"{name}.a", b"x", ttl) for ttl in ("90", "90s", "2h", None)]
-    write(name, rows[:2], semantics)
-    write(name, [*reversed(rows)], semantics)
-    messages = with_js(lambda js: jsx.DirectGet(js, name).scan(subject=f"{name}.*").to_list())
-    assert sorted(message.headers.get("Nats-TTL", "") for message in messages) == ["", "7200", "90", "90"]
+def test_the_ttl_is_part_of_what_a_row_is(cell: Any, make: Any, write: Any, with_js: Any) -> None:
+    def check(semantics: str) -> None:
+        name = make()
+        rows = [(f"{name}.a", b"x", ttl) for ttl in ("90", "90s", "2h", None)]
+        write(name, rows[:2], semantics)
+        write(name, [*reversed(rows)], semantics)
+        messages = with_js(lambda js: jsx.DirectGet(js, name).scan(subject=f"{name}.*").to_list())
+        assert sorted(message.headers.get("Nats-TTL", "") for message in messages) == ["", "7200", "90", "90"]
+
+    for semantics in ["dedupe", "transactional"]:
+        with cell(semantics):
+            check(semantics)
 
 
 def test_a_replay_does_not_store_expired_rows_again(make: Any, write: Any, stored: Any) -> None:
@@ -130,48 +133,26 @@ def test_a_replay_does_not_store_expired_rows_again(make: Any, write: Any, store
             until_left(stored, name, {"y"})
 
 
-@pytest.mark.parametrize("semantics", SEMANTICS)
-def test_the_option_is_for_all_rows(make: Any, write: Any, stored: Any, semantics: str) -> None:
-    name = make()
-    write(name, [(f"{name}.a", b"x"), (f"{name}.b", b"y")], semantics, msgTtl="24h")
-    assert stored(name) == {"x": "86400", "y": "86400"}
+def test_the_stream_must_allow_it(cell: Any, make: Any, write: Any) -> None:
+    for semantics in SEMANTICS:
+        with cell(semantics):
+            name = make(allow_msg_ttl=False)
+            advice = rf"needs it; enable it with allow_msg_ttl=True .*jetstream-ext enable {name} --ttl"
+            with pytest.raises(PlanningError, match=f"allow_msg_ttl is off, and the option 'msgTtl' {advice}"):
+                write(name, [], semantics, msgTtl="never")
+            with pytest.raises(PlanningError, match=f"allow_msg_ttl is off, and the column 'msgTtl' {advice}"):
+                write(name, [], semantics)
 
 
-@pytest.mark.parametrize("semantics", SEMANTICS)
-def test_a_bad_ttl_is_a_bad_row(make: Any, write: Any, stored: Any, semantics: str) -> None:
-    name = make()
-    rows = [(f"{name}.a", b"%d" % index, ttl) for index, ttl in enumerate(["1h", "0", "500ms", "soon", None])]
-    done = write(name, rows, semantics, onBadRow=f"{name}.dead")
-    assert (done.rows, done.diverted) == (2, 3)
-    assert (
-        done.example
-        == "row 1 of partition 0: its msgTtl is invalid: a TTL must be a whole number of seconds of at least 1, not 0"
-    )
-    assert stored(name) == {"0": "3600", "4": None, "1": None, "2": None, "3": None}  # with the dead letters
-
-
-@pytest.mark.parametrize("semantics", SEMANTICS)
-def test_the_stream_must_allow_it(make: Any, write: Any, semantics: str) -> None:
-    name = make(allow_msg_ttl=False)
-    advice = rf"needs it; enable it with allow_msg_ttl=True .*jetstream-ext enable {name} --ttl"
-    with pytest.raises(PlanningError, match=f"allow_msg_ttl is off, and the option 'msgTtl' {advice}"):
-        write(name, [], semantics, msgTtl="never")
-    with pytest.raises(PlanningError, match=f"allow_msg_ttl is off, and the column 'msgTtl' {advice}"):
-        write(name, [], semantics)
-
-
-@pytest.mark.parametrize(
-    ("value", "problem"),
-    [
+def test_an_invalid_option_is_refused(cell: Any) -> None:
+    for value, problem in [
         ("0", "must be a whole number of seconds of at least 1, not 0"),
         ("500ms", "'500ms' is not a whole number of seconds, a duration such as 90s, 15m or 24h, or never"),
         ("101y", "is not a whole number of seconds"),
         ("36526d", "must be at most 100 years"),
-    ],
-)
-def test_an_invalid_option_is_refused(value: str, problem: str) -> None:
-    with pytest.raises(OptionError, match=f"option 'msgTtl': .*{problem}"):
-        WriteOptions.parse({"servers": "nats://s", "stream": "S", "msgTtl": value}, streaming=True)
+    ]:
+        with cell(value, problem), pytest.raises(OptionError, match=f"option 'msgTtl': .*{problem}"):
+            WriteOptions.parse({"servers": "nats://s", "stream": "S", "msgTtl": value}, streaming=True)
 
 
 def test_the_option_beside_the_column_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 import pickle
 from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
 
 import pytest
 from pyspark.sql.datasource import CaseInsensitiveDict
@@ -74,17 +75,15 @@ def test_one_time_applies_to_all_streams() -> None:
     assert parse(stream="A,B", startingTime="2026-01-31T00:00:00Z").starting == Bounds(moment)
 
 
-@pytest.mark.parametrize(
-    "loaded", [{"path": "A"}, {"path": "A,B"}, {"paths": '["A","B"]'}, {"stream": "A,B", "path": "A,B"}]
-)
-def test_load_names_the_streams(loaded: dict[str, str]) -> None:
-    read = ReadOptions.parse(CaseInsensitiveDict({"servers": URL} | loaded))
-    assert read.streams == ("A", "B")[: len(read.streams)]
+def test_load_names_the_streams(cell: Any) -> None:
+    for loaded in [{"path": "A"}, {"path": "A,B"}, {"paths": '["A","B"]'}, {"stream": "A,B", "path": "A,B"}]:
+        with cell(loaded):
+            read = ReadOptions.parse(CaseInsensitiveDict({"servers": URL} | loaded))
+            assert read.streams == ("A", "B")[: len(read.streams)]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_an_error_names_the_option_and_the_fix(cell: Any) -> None:
+    for given, message in [
         ({"servers": ""}, "'servers'.*empty"),
         ({"servers": "ftp://x"}, "'servers'.*server 1 is invalid: its scheme"),
         ({"servers": "nats://x:notaport"}, "'servers'.*server 1 is invalid: it needs a host, and a port"),
@@ -147,36 +146,33 @@ def test_load_names_the_streams(loaded: dict[str, str]) -> None:
         ({"maxOffsetsPerTrigger": "5"}, "streaming reads"),
         ({"subject": "a"}, "applies only to writes; to read some subjects only, use 'subjects'"),
         ({"semantics": "none"}, "applies only to writes"),
-    ],
-)
-def test_an_error_names_the_option_and_the_fix(options: dict[str, str], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        parse(**options)
+    ]:
+        with cell(given, message), pytest.raises(OptionError, match=message):
+            parse(**given)
 
 
-@pytest.mark.parametrize(("missing", "message"), [("servers", "'servers': it is missing"), ("stream", "or as in load")])
-def test_a_missing_option_is_named(missing: str, message: str) -> None:
-    options = {"servers": URL, "stream": "A"}
-    del options[missing]
-    with pytest.raises(OptionError, match=message):
-        ReadOptions.parse(CaseInsensitiveDict(options))
+def test_a_missing_option_is_named(cell: Any) -> None:
+    for missing, message in [("servers", "'servers': it is missing"), ("stream", "or as in load")]:
+        with cell(missing, message):
+            options = {"servers": URL, "stream": "A"}
+            del options[missing]
+            with pytest.raises(OptionError, match=message):
+                ReadOptions.parse(CaseInsensitiveDict(options))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_a_secret_in_the_wrong_place_is_not_repeated(cell: Any) -> None:
+    for given in [
         {"password": "hunter2"},
         {"token": "hunter2"},
         {"creds": "hunter2"},
         {"secretSauce": "hunter2"},
         {"servers": "nats://me:hunter2@host:4222"},
         {"servers": "nats://hunter2@host"},
-    ],
-)
-def test_a_secret_in_the_wrong_place_is_not_repeated(options: dict[str, str]) -> None:
-    with pytest.raises(OptionError) as caught:
-        parse(**options)
-    assert "hunter2" not in str(caught.value)
+    ]:
+        with cell(given):
+            with pytest.raises(OptionError) as caught:
+                parse(**given)
+            assert "hunter2" not in str(caught.value)
 
 
 def test_repr_shows_no_credentials() -> None:

@@ -1,6 +1,5 @@
 """Partitions of filtered and gappy ranges have about the same number of messages."""
 
-import itertools
 from collections import Counter
 from collections.abc import Callable
 
@@ -34,18 +33,6 @@ async def fill(js: JetStreamContext, stream: str, subjects: list[str]) -> None:
 
 async def plan(js: JetStreamContext, stream: str, **options: str) -> list[SequenceRange]:
     return await plan_read(js, ReadOptions.parse({"servers": "nats://unused", "stream": stream} | options))
-
-
-async def test_partitions_are_even_where_most_messages_were_deleted(
-    js: JetStreamContext, stream_name: Callable[[], str]
-) -> None:
-    stream = stream_name()
-    await fill(js, stream, ["keep", *["drop"] * 20_000, *["keep"] * 1_000])
-    await js.purge_stream(stream, subject=f"{stream}.drop")
-    parts = await plan(js, stream, minPartitions="4")
-    assert (parts[0].first, parts[-1].last) == (1, 21_001)
-    assert all(one.last + 1 == other.first for one, other in itertools.pairwise(parts))
-    assert all(200 <= count <= 300 for count in await counts(js, parts))
 
 
 async def test_partitions_are_even_where_a_filter_matches_in_one_place(

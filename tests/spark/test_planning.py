@@ -1,9 +1,9 @@
 """The plan of a batch read, made on the driver before any task runs."""
 
 import asyncio
-import logging
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import nats
 import pytest
@@ -45,22 +45,21 @@ async def test_a_whole_stream_is_cut_into_partitions(js: JetStreamContext, strea
     assert all(part.filters == () and part.created for part in parts)
 
 
-@pytest.mark.parametrize("storage", ["memory", "file"])
-async def test_a_time_finds_its_message_where_the_server_answers_with_another_one(storage: str) -> None:
-    async with NatsServer(version="2.11.11") as old:
-        nc = await nats.connect(old.url, connect_timeout=10)
-        js = nc.jetstream(timeout=10)
-        await js.add_stream(name="S", subjects=["S"], allow_direct=True, storage=storage)
-        for _ in range(10):
-            await js.publish("S")
-        last = (await jsx.DirectGet(js, "S").get(9)).time
-        for seq in (4, 5, 6, 10):
-            await js.delete_msg("S", seq)
-        assert await plan(js, "S", startingTime="2100-01-01T00:00:00Z") == []
-        for subjects in ({}, {"subjects": "S"}):
-            assert spans(await plan(js, "S", startingTime=last.isoformat(), **subjects)) == [(9, 9), (10, 10)]
-            assert spans(await plan(js, "S", endingTime=last.isoformat(), minPartitions="1")) == [(1, 8)]
-        await nc.close()
+async def test_a_time_finds_its_message_where_the_server_answers_with_another_one(cell: Any) -> None:
+    for storage in ["memory", "file"]:
+        with cell(storage):
+            async with NatsServer(version="2.11.11") as old, await nats.connect(old.url, connect_timeout=10) as nc:
+                js = nc.jetstream(timeout=10)
+                await js.add_stream(name="S", subjects=["S"], allow_direct=True, storage=storage)
+                for _ in range(10):
+                    await js.publish("S")
+                last = (await jsx.DirectGet(js, "S").get(9)).time
+                for seq in (4, 5, 6, 10):
+                    await js.delete_msg("S", seq)
+                assert await plan(js, "S", startingTime="2100-01-01T00:00:00Z") == []
+                for subjects in ({}, {"subjects": "S"}):
+                    assert spans(await plan(js, "S", startingTime=last.isoformat(), **subjects)) == [(9, 9), (10, 10)]
+                    assert spans(await plan(js, "S", endingTime=last.isoformat(), minPartitions="1")) == [(1, 8)]
 
 
 async def test_an_empty_stream_has_no_partitions(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
@@ -93,9 +92,17 @@ async def test_several_streams_share_the_partitions(js: JetStreamContext, stream
     ]
 
 
-@pytest.mark.parametrize(
-    ("start", "end", "expected"),
-    [
+async def test_sequences_bound_the_read(cell: Any, js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+    async def check(start: str, end: str, expected: tuple[int, int] | None) -> None:
+        stream = await fill(js, stream_name())
+
+        def option(text: str) -> str:
+            return f'{{"{stream}": {text}}}' if text.isdigit() else text
+
+        parts = await plan(js, stream, startingOffsets=option(start), endingOffsets=option(end), minPartitions="1")
+        assert spans(parts) == ([expected] if expected else [])
+
+    for start, end, expected in [
         ("earliest", "latest", (1, 10)),
         ("3", "7", (3, 7)),
         ("3", "latest", (3, 10)),
@@ -103,18 +110,9 @@ async def test_several_streams_share_the_partitions(js: JetStreamContext, stream
         ("11", "latest", None),
         ("latest", "latest", None),
         ("5", "4", None),
-    ],
-)
-async def test_sequences_bound_the_read(
-    js: JetStreamContext, stream_name: Callable[[], str], start: str, end: str, expected: tuple[int, int] | None
-) -> None:
-    stream = await fill(js, stream_name())
-
-    def option(text: str) -> str:
-        return f'{{"{stream}": {text}}}' if text.isdigit() else text
-
-    parts = await plan(js, stream, startingOffsets=option(start), endingOffsets=option(end), minPartitions="1")
-    assert spans(parts) == ([expected] if expected else [])
+    ]:
+        with cell(start, end, expected):
+            await check(start, end, expected)
 
 
 async def test_times_bound_the_read(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
@@ -142,19 +140,6 @@ async def test_times_bound_the_read(js: JetStreamContext, stream_name: Callable[
     assert await between(before, second) == [(1, 1)]
 
 
-async def test_a_missing_stream_is_a_loss(
-    js: JetStreamContext, stream_name: Callable[[], str], caplog: pytest.LogCaptureFixture
-) -> None:
-    missing = stream_name()
-    with pytest.raises(DataLossError, match=f"'{missing}' does not exist; check 'stream'.*set failOnDataLoss to false"):
-        await plan(js, missing)
-    there = await fill(js, stream_name())
-    with caplog.at_level(logging.WARNING, "jetstream_ext"):
-        parts = await plan(js, f"{missing},{there}", failOnDataLoss="false")
-    assert {part.stream for part in parts} == {there}
-    assert f"'{missing}' does not exist" in caplog.text
-
-
 async def test_a_stream_without_allow_direct_is_refused(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
     stream = await fill(js, stream_name(), allow_direct=False)
     with pytest.raises(DirectGetDisabledError, match=f"'{stream}': .*jetstream-ext enable {stream} --direct"):
@@ -167,44 +152,30 @@ async def test_an_unanswered_api_prefix_is_named(server: NatsServer, js: JetStre
         await plan(elsewhere, "A")
 
 
-@pytest.mark.parametrize(
-    ("start", "end", "message", "instead"),
-    [
+async def test_missing_sequences_are_a_loss(
+    cell: Any, js: JetStreamContext, stream_name: Callable[[], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for start, end, message, instead in [
         ("2", "8", "sequences 2 to 4 of stream .* are gone .*; the stream now starts at 5", [(5, 8)]),
         ("30", "40", "ends at sequence 10, before the start at 30; the stream may have been re-created", []),
         ("6", "12", "ends at sequence 10, before the end of the read at 12", [(6, 10)]),
-    ],
-)
-async def test_missing_sequences_are_a_loss(
-    js: JetStreamContext,
-    stream_name: Callable[[], str],
-    caplog: pytest.LogCaptureFixture,
-    start: str,
-    end: str,
-    message: str,
-    instead: list[tuple[int, int]],
+    ]:
+        with cell(start, end, message, instead):
+            stream = await fill(js, stream_name())
+            await js.purge_stream(stream, seq=5)
+            ends = {"startingOffsets": f'{{"{stream}": {start}}}', "endingOffsets": f'{{"{stream}": {end}}}'}
+            with pytest.raises(DataLossError, match=message):
+                await plan(js, stream, **ends)
+            parts = await plan(js, stream, failOnDataLoss="false", minPartitions="1", **ends)
+            assert spans(parts) == instead
+            assert "failOnDataLoss is false" in caplog.text
+            assert spans(await plan(js, stream, minPartitions="1")) == [(5, 10)]  # earliest is the first stored message
+
+
+async def test_the_server_filters_only_where_few_messages_match(
+    cell: Any, js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
-    stream = await fill(js, stream_name())
-    await js.purge_stream(stream, seq=5)
-    ends = {"startingOffsets": f'{{"{stream}": {start}}}', "endingOffsets": f'{{"{stream}": {end}}}'}
-    with pytest.raises(DataLossError, match=message):
-        await plan(js, stream, **ends)
-    parts = await plan(js, stream, failOnDataLoss="false", minPartitions="1", **ends)
-    assert spans(parts) == instead
-    assert "failOnDataLoss is false" in caplog.text
-    assert spans(await plan(js, stream, minPartitions="1")) == [(5, 10)]  # earliest is the first stored message
-
-
-async def test_interior_deletes_are_no_loss(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
-    stream = await fill(js, stream_name())
-    await js.delete_msg(stream, 4)
-    [part] = await plan(js, stream, minPartitions="1", startingOffsets=f'{{"{stream}": 1}}')
-    assert (part.first, part.last) == (1, 10)
-
-
-@pytest.mark.parametrize(
-    ("subjects", "filters", "on_server"),
-    [
+    for subjects, filters, on_server in [
         (">", (), False),
         ("other,>", (), False),
         ("{stream}.>", ("{stream}.>",), False),
@@ -214,19 +185,12 @@ async def test_interior_deletes_are_no_loss(js: JetStreamContext, stream_name: C
         ("{stream}.1,{stream}.1,{stream}.2", ("{stream}.1", "{stream}.2"), True),
         (",".join(f"{{stream}}.{one}" for one in range(9)), tuple(f"{{stream}}.{one}" for one in range(9)), False),
         ("other", ("other",), True),
-    ],
-)
-async def test_the_server_filters_only_where_few_messages_match(
-    js: JetStreamContext,
-    stream_name: Callable[[], str],
-    subjects: str,
-    filters: tuple[str, ...],
-    on_server: bool,
-) -> None:
-    stream = await fill(js, stream_name(), messages=2000)
-    [part] = await plan(js, stream, subjects=subjects.format(stream=stream), minPartitions="1")
-    assert (part.filters, part.on_server) == (tuple(one.format(stream=stream) for one in filters), on_server)
-    assert (part.first, part.last) == (1, 2000)
+    ]:
+        with cell(subjects, filters, on_server):
+            stream = await fill(js, stream_name(), messages=2000)
+            [part] = await plan(js, stream, subjects=subjects.format(stream=stream), minPartitions="1")
+            assert (part.filters, part.on_server) == (tuple(one.format(stream=stream) for one in filters), on_server)
+            assert (part.first, part.last) == (1, 2000)
 
 
 async def test_a_filter_equal_to_the_subjects_still_filters(

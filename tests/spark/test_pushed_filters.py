@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
-
 from jetstream_ext.spark.pushed import PushedFilters, parse_pushed_filters
 
 
@@ -45,9 +43,8 @@ class Not(EqualTo):
 SEQ, SUBJECT = ("seq",), ("subject",)
 
 
-@pytest.mark.parametrize(
-    ("filters", "left"),
-    [
+def test_filters_narrow_the_read(cell: Any) -> None:
+    for filters, left in [
         ([], PushedFilters()),
         ([EqualTo(SEQ, 5)], PushedFilters(5, 5)),
         ([In(SEQ, [9, 5, None])], PushedFilters(5, 9)),
@@ -67,15 +64,13 @@ SEQ, SUBJECT = ("seq",), ("subject",)
         ([StringStartsWith(SUBJECT, "a.*.")], PushedFilters()),
         ([EqualTo(SUBJECT, "a.b"), StringStartsWith(SUBJECT, "a.")], PushedFilters(subjects=("a.b",))),
         ([EqualTo(SUBJECT, "a.b"), EqualTo(SUBJECT, "c")], PushedFilters(subjects=())),
-    ],
-)
-def test_filters_narrow_the_read(filters: list[Any], left: PushedFilters) -> None:
-    assert parse_pushed_filters(filters) == left
+    ]:
+        with cell(filters, left):
+            assert parse_pushed_filters(filters) == left
 
 
-@pytest.mark.parametrize(
-    ("subjects", "own", "left"),
-    [
+def test_pushed_filters_combine_with_those_of_the_read(cell: Any) -> None:
+    for subjects, own, left in [
         (None, (), ()),
         (None, ("a",), ("a",)),
         (("a.b",), (), ("a.b",)),
@@ -85,9 +80,6 @@ def test_filters_narrow_the_read(filters: list[Any], left: PushedFilters) -> Non
         ((), (), None),
         (("a.b.>",), ("a.*.c",), ("a.*.c",)),  # no single filter expresses both: more is read, and Spark filters it
         (("a.b",), ("a.b.>",), None),
-    ],
-)
-def test_pushed_filters_combine_with_those_of_the_read(
-    subjects: tuple[str, ...] | None, own: tuple[str, ...], left: tuple[str, ...] | None
-) -> None:
-    assert PushedFilters(subjects=subjects).within(own) == left
+    ]:
+        with cell(subjects, own, left):
+            assert PushedFilters(subjects=subjects).within(own) == left

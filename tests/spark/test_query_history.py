@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from query_history import History
 
-HISTORIES = int(os.environ.get("JETSTREAM_EXT_SPARK_HISTORIES", "12"))
+HISTORIES = int(os.environ.get("JETSTREAM_EXT_SPARK_HISTORIES", "2"))
 SEED = os.environ.get("JETSTREAM_EXT_SPARK_SEED")
 STEPS = 40
 

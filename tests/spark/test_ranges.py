@@ -46,16 +46,6 @@ def test_even_cuts_are_even(first: int, count: int, parts: int) -> None:
     assert all(one.last + 1 == other.first for one, other in pairwise(ranges))
 
 
-@given(st.lists(st.integers(0, 100), max_size=6, unique=True))
-def test_a_range_has_as_many_parts_as_cuts_ask_for(cuts: list[int]) -> None:
-    parts = SequenceRange("A", 20, 60, from_head=True).cut(cuts)
-    assert len(parts) == len(cuts) + 1
-    assert (parts[0].first, parts[-1].last) == (20, 60)
-    assert all(one.last + 1 == other.first for one, other in pairwise(parts))
-    assert [part.from_head for part in parts] == [part.first == 20 for part in parts]
-    assert SequenceRange("A", 5, 4).cut(cuts) == []
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(1, 50), st.integers(0, 60)), max_size=6),
     st.integers(0, 100),
@@ -66,14 +56,6 @@ def test_shares_are_within_their_bounds(given: list[tuple[int, int, int]], total
     lowest = [min(top, max(1, low)) for top, low in zip(most, least, strict=True)]
     assert all(low <= count <= top for low, count, top in zip(lowest, counts, most, strict=True))
     assert sum(counts) == min(sum(most), max(sum(lowest), total))
-
-
-@pytest.mark.parametrize(
-    ("weights", "total", "expected"),
-    [([900, 100], 10, [9, 1]), ([1, 1, 1], 4, [2, 1, 1]), ([0, 0], 3, [2, 1]), ([5], 3, [3]), ([], 3, [])],
-)
-def test_shares_follow_the_weights(weights: list[int], total: int, expected: list[int]) -> None:
-    assert shares(weights, [1000] * len(weights), [1] * len(weights), total) == expected
 
 
 @given(SEQUENCES, st.integers(1, 20), st.one_of(st.none(), st.integers(1, 40)))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
@@ -21,8 +21,6 @@ from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.row_sizes import RowSizes
 from jetstream_ext.spark.rows import Columns, Message, RowReader, Rows
 from jetstream_ext.spark.sink import _transactions_of
-
-Reads = Callable[..., Rows]
 
 ONE, SEVERAL = MapType(StringType(), StringType()), MapType(StringType(), ArrayType(StringType()))
 ARROW = {
@@ -49,56 +47,66 @@ class Collected(BadRows):
         self.rows.append(bad)
 
 
-@pytest.fixture(params=["arrow", "rows"])
-def read(request: pytest.FixtureRequest) -> Reads:
+def _read(
+    *rows: tuple[Any, ...],
+    arrow: bool,
+    several: bool = False,
+    ttl: Any = None,
+    bad: BadRows | None = None,
+    sizes: RowSizes = SIZES,
+    **options: str,
+) -> Rows:
     """Make messages of rows of subject, data, headers and (with dedupe) id, from Arrow or from single rows.
 
     With a type of the column `ttl`, rows also have that. Bad rows are an error, unless they go to `bad`.
     """
-
-    def run(
-        *rows: tuple[Any, ...],
-        several: bool = False,
-        ttl: Any = None,
-        bad: BadRows | None = None,
-        sizes: RowSizes = SIZES,
-        **options: str,
-    ) -> Rows:
-        given = {"servers": "nats://unused", "stream": "S"} | options
-        if options.get("semantics") == "transactional":
-            given["sinkPartitions"] = "1"
-        schema = StructType().add("subject", StringType()).add("data", BinaryType())
-        schema = schema.add("headers", SEVERAL if several else ONE)
-        if options.get("semantics", "dedupe") == "dedupe":
-            schema = schema.add("msgId", StringType())
-        if ttl is not None:
-            schema = schema.add("msgTtl", ttl)
-        parsed = WriteOptions.parse(given, streaming=True)
-        what = "stream 'S', partition 3 of micro-batch 7"
-        collected = BadRows(parsed.on_bad_row, what=what) if bad is None else bad
-        reader = RowReader(Columns.of(schema, parsed), parsed, STREAM.subjects, sizes, collected)
-        width = len(schema.fields)
-        table = [(*row, *[None] * 5)[:width] for row in rows]
-        if request.param == "rows":
-            return reader.from_rows(table)
-        arrays = [
-            pa.array(
-                [list(row[index].items()) if isinstance(row[index], dict) else row[index] for row in table],
-                ARROW[field.dataType.simpleString()],
-            )
-            for index, field in enumerate(schema.fields)
-        ]
-        return reader.from_arrow(pa.RecordBatch.from_arrays(arrays, names=schema.names))
-
-    return run
+    given = {"servers": "nats://unused", "stream": "S"} | options
+    if options.get("semantics") == "transactional":
+        given["sinkPartitions"] = "1"
+    schema = StructType().add("subject", StringType()).add("data", BinaryType())
+    schema = schema.add("headers", SEVERAL if several else ONE)
+    if options.get("semantics", "dedupe") == "dedupe":
+        schema = schema.add("msgId", StringType())
+    if ttl is not None:
+        schema = schema.add("msgTtl", ttl)
+    parsed = WriteOptions.parse(given, streaming=True)
+    what = "stream 'S', partition 3 of micro-batch 7"
+    collected = BadRows(parsed.on_bad_row, what=what) if bad is None else bad
+    reader = RowReader(Columns.of(schema, parsed), parsed, STREAM.subjects, sizes, collected)
+    width = len(schema.fields)
+    table = [(*row, *[None] * 5)[:width] for row in rows]
+    if not arrow:
+        return reader.from_rows(table)
+    arrays = [
+        pa.array(
+            [list(row[index].items()) if isinstance(row[index], dict) else row[index] for row in table],
+            ARROW[field.dataType.simpleString()],
+        )
+        for index, field in enumerate(schema.fields)
+    ]
+    return reader.from_arrow(pa.RecordBatch.from_arrays(arrays, names=schema.names))
 
 
-def test_rows_become_messages(read: Reads) -> None:
+def read(*rows: tuple[Any, ...], bad: Collected | None = None, **given: Any) -> Rows:
+    """Return the messages of rows: the same ones from Arrow as from single rows, with the same bad rows."""
+    try:
+        messages = _read(*rows, arrow=True, bad=bad, **given)
+    except RowError as error:
+        with pytest.raises(RowError, match=f"^{re.escape(str(error))}$"):
+            _read(*rows, arrow=False, **given)
+        raise
+    others = None if bad is None else Collected()
+    assert list(_read(*rows, arrow=False, bad=others, **given)) == list(messages)
+    assert bad is None or others is None or others.rows == bad.rows
+    return messages
+
+
+def test_rows_become_messages() -> None:
     rows = [("s.a", b"x", {"A": "1"}, "id"), ("s.b", b"", None, None), ("s.a", None, {}, None)]
     assert list(read(*rows)) == [("s.a", b"x", {"A": "1"}, "id"), ("s.b", b"", None, None), ("s.a", b"", None, None)]
 
 
-def test_nats_headers_are_stripped_on_request(read: Reads) -> None:
+def test_nats_headers_are_stripped_on_request() -> None:
     headers = {"Nats-Msg-Id": "1", "nats-rollup": "all", "NATS-TTL": "1s", "Natsy": "stays", "Nats-Rollup": "all"}
     kept = {"nats-rollup": "all", "NATS-TTL": "1s", "Natsy": "stays"}
     assert list(read(("s.a", b"", headers), natsHeaders="strip")) == [("s.a", b"", kept, None)]
@@ -106,7 +114,7 @@ def test_nats_headers_are_stripped_on_request(read: Reads) -> None:
     assert list(read(("s.a", b"", {"Nats-TTL": "1s"}), natsHeaders="strip")) == [("s.a", b"", None, None)]
 
 
-def test_headers_keep_several_values(read: Reads) -> None:
+def test_headers_keep_several_values() -> None:
     [(_, _, headers, _)] = read(("s.a", b"", {"A": ["1", "2"]}), several=True, semantics="transactional")
     assert headers is not None
     assert list(headers.items()) == [("A", "1"), ("A", "2")]
@@ -114,9 +122,8 @@ def test_headers_keep_several_values(read: Reads) -> None:
     assert headers == {"A": "1"}
 
 
-@pytest.mark.parametrize(
-    ("row", "options", "problem"),
-    [
+def test_a_row_that_cannot_be_a_message_is_refused(cell: Any) -> None:
+    for row, options, problem in [
         ((None, b""), {}, "its subject is null"),
         (("", b""), {}, "subject '' is empty"),
         (("elsewhere", b""), {}, "its subject 'elsewhere' is not among the subjects of stream 'S' (s.>, _spark.S.>)"),
@@ -143,30 +150,27 @@ def test_headers_keep_several_values(read: Reads) -> None:
             {},
             "it has 1048577 bytes with its headers, more than the server's max_payload",
         ),
-    ],
-)
-def test_a_row_that_cannot_be_a_message_is_refused(
-    read: Reads, row: tuple[Any, ...], options: dict[str, str], problem: str
-) -> None:
-    with pytest.raises(RowError, match=re.escape(problem)) as caught:
-        read(("s.ok", b""), row, **options)
-    text = str(caught.value)
-    assert text.startswith("stream 'S', partition 3 of micro-batch 7: row 1 cannot be stored: ")
-    assert text.endswith("set the option onBadRow to drop, or to a subject for dead letters")
-    bad = Collected()
-    kept = read(("s.ok", b""), row, ("s.ok", b"2"), bad=bad, **options)
-    assert [message[:2] for message in kept] == [("s.ok", b""), ("s.ok", b"2")]
-    [found] = bad.rows
-    assert problem in found.reason
-    assert (found.row, found.subject, found.data) == (1, row[0], row[1])
+    ]:
+        with cell(row, options, problem):
+            with pytest.raises(RowError, match=re.escape(problem)) as caught:
+                read(("s.ok", b""), row, **options)
+            text = str(caught.value)
+            assert text.startswith("stream 'S', partition 3 of micro-batch 7: row 1 cannot be stored: ")
+            assert text.endswith("set the option onBadRow to drop, or to a subject for dead letters")
+            bad = Collected()
+            kept = read(("s.ok", b""), row, ("s.ok", b"2"), bad=bad, **options)
+            assert [message[:2] for message in kept] == [("s.ok", b""), ("s.ok", b"2")]
+            [found] = bad.rows
+            assert problem in found.reason
+            assert (found.row, found.subject, found.data) == (1, row[0], row[1])
 
 
-def test_dedupe_refuses_headers_with_several_values(read: Reads) -> None:
+def test_dedupe_refuses_headers_with_several_values() -> None:
     with pytest.raises(RowError, match=r"partition 3 .* row 0 .* has several values"):
         read(("s.a", b"", {"A": ["1", "2"]}), several=True)
 
 
-def test_every_value_of_a_header_is_sent(read: Reads) -> None:
+def test_every_value_of_a_header_is_sent() -> None:
     (entry,) = read(("s.a", b"", {"A": ["1", "2"]}), several=True, semantics="transactional").entries()
     assert message_headers(as_message(entry)) == [("A", "1"), ("A", "2")]
 
@@ -250,7 +254,7 @@ def check_surrogates(kept: list[Message], bad: Collected) -> None:
     ]
 
 
-def test_bad_rows_keep_all_that_they_had(read: Reads) -> None:
+def test_bad_rows_keep_all_that_they_had() -> None:
     bad = Collected()
     headers = {"A": ["1", "2"], "Nats-Rollup": ["all"], "B c": [None]}
     read(("s.a", b"x", headers, "own", -5), bad=bad, several=True, ttl=LongType())
@@ -262,46 +266,40 @@ def test_bad_rows_keep_all_that_they_had(read: Reads) -> None:
     ]
 
 
-@pytest.mark.parametrize("semantics", ["dedupe", "none"])
-@pytest.mark.parametrize(
-    ("kind", "values"),
-    [
-        (LongType(), [(90, "90"), (1, "1"), (3_155_760_000, "3155760000"), (None, None)]),
-        (
-            StringType(),
-            [("90", "90"), ("90s", "90"), ("15m", "900"), ("2h", "7200"), (" Never ", "never"), (None, None)],
-        ),
-    ],
-    ids=["numbers", "texts"],
-)
-def test_the_time_to_live_is_a_header(
-    read: Reads, kind: Any, values: list[tuple[Any, str | None]], semantics: str
-) -> None:
-    ids = [None] if semantics == "dedupe" else []
-    for own in (None, {"A": "1"}):
-        rows = [("s.a", b"", own, *ids, given) for given, _ in values]
-        found = [headers for _, _, headers, _ in read(*rows, ttl=kind, semantics=semantics)]
-        expected = [(own or {}) | ({} if text is None else {"Nats-TTL": text}) for _, text in values]
-        assert [headers or {} for headers in found] == expected
+def test_the_time_to_live_is_a_header(cell: Any) -> None:
+    for semantics, (kind, values) in itertools.product(
+        ["dedupe", "none"],
+        [
+            (LongType(), [(90, "90"), (1, "1"), (3_155_760_000, "3155760000"), (None, None)]),
+            (
+                StringType(),
+                [("90", "90"), ("90s", "90"), ("15m", "900"), ("2h", "7200"), (" Never ", "never"), (None, None)],
+            ),
+        ],
+    ):
+        with cell(semantics, kind, values):
+            ids = [None] if semantics == "dedupe" else []
+            for own in (None, {"A": "1"}):
+                rows = [("s.a", b"", own, *ids, given) for given, _ in values]
+                found = [headers for _, _, headers, _ in read(*rows, ttl=kind, semantics=semantics)]
+                expected = [(own or {}) | ({} if text is None else {"Nats-TTL": text}) for _, text in values]
+                assert [headers or {} for headers in found] == expected
 
 
-@pytest.mark.parametrize(
-    ("kind", "values"),
-    [
+def test_an_invalid_time_to_live_is_bad(cell: Any) -> None:
+    for kind, values in [
         (LongType(), [0, -1, 3_155_760_001, -(1 << 63), (1 << 63) - 1]),
         (StringType(), ["", "0", "-1", "1.5", "500ms", "soon", "1h30m", "never ever", "99999999999d", "\u0661"]),
-    ],
-    ids=["numbers", "texts"],
-)
-def test_an_invalid_time_to_live_is_bad(read: Reads, kind: Any, values: list[Any]) -> None:
-    bad = Collected()
-    rows = [("s.a", b"", None, None, given) for given in values]
-    assert list(read(*rows, ("s.a", b"good", None, None, values[0]), bad=bad, ttl=kind)) == []
-    assert [row.row for row in bad.rows] == list(range(len(values) + 1))
-    assert all(row.reason.startswith("its msgTtl is invalid: ") for row in bad.rows)
+    ]:
+        with cell(kind, values):
+            bad = Collected()
+            rows = [("s.a", b"", None, None, given) for given in values]
+            assert list(read(*rows, ("s.a", b"good", None, None, values[0]), bad=bad, ttl=kind)) == []
+            assert [row.row for row in bad.rows] == list(range(len(values) + 1))
+            assert all(row.reason.startswith("its msgTtl is invalid: ") for row in bad.rows)
 
 
-def test_the_option_gives_every_row_its_time_to_live(read: Reads) -> None:
+def test_the_option_gives_every_row_its_time_to_live() -> None:
     rows = [("s.a", b""), ("s.a", b"", {"A": "1"}), ("s.a", b"", {"Nats-TTL": "7"})]
     ttl = {"Nats-TTL": "900"}
     for some in (rows[:1], rows):
@@ -309,9 +307,9 @@ def test_the_option_gives_every_row_its_time_to_live(read: Reads) -> None:
         assert [headers for _, _, headers, _ in found] == [ttl, {"A": "1"} | ttl, ttl][: len(some)]
 
 
-def test_a_row_is_as_large_as_its_message(read: Reads) -> None:
+def test_a_row_is_as_large_as_its_message() -> None:
     """No row that fits is bad, and none that does not fit is good."""
-    for most in range(100, 200, 7):
+    for most in range(100, 200, 31):
         sizes = RowSizes.of(most, STREAM)
         for headers in (None, {"A": "1"}, {"\u00fc".encode().hex(): "\u00fc\u20ac\U0001f600 "}):
             block = len(encode_headers(headers.items())) if headers else 0

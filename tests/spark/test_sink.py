@@ -63,34 +63,36 @@ def rows(spark: SparkSession, name: str, count: int, parts: int = 2) -> DataFram
     return spark.range(0, count, numPartitions=parts).selectExpr(*expressions)
 
 
-@pytest.mark.parametrize("semantics", ["dedupe", "transactional", "none"])
-def test_a_frame_is_stored(spark: SparkSession, make: Any, write: Any, stored: Any, semantics: str) -> None:
-    name = make()
-    write(rows(spark, name, 3000), name, semantics=semantics).save()
-    found = stored(name)
-    assert Counter(message.data for message in found) == Counter(b"%d" % row for row in range(3000))
-    assert all(message.subject == f"{name}.{int(message.data) % 3}" for message in found)
+def test_a_frame_is_stored(cell: Any, spark: SparkSession, make: Any, write: Any, stored: Any) -> None:
+    for semantics in ["dedupe", "transactional", "none"]:
+        with cell(semantics):
+            name = make()
+            write(rows(spark, name, 3000), name, semantics=semantics).save()
+            found = stored(name)
+            assert Counter(message.data for message in found) == Counter(b"%d" % row for row in range(3000))
+            assert all(message.subject == f"{name}.{int(message.data) % 3}" for message in found)
 
 
-@pytest.mark.parametrize("semantics", ["dedupe", "transactional"])
-def test_every_kind_of_column_is_stored(
-    spark: SparkSession, make: Any, write: Any, stored: Any, semantics: str
-) -> None:
-    name = make()
-    one = "map('A', '1', 'B', 'two words') AS headers"
-    frame = spark.range(1).selectExpr("CAST('x' AS binary) AS data", one)
-    write(frame, name, subject=f"{name}.s", semantics=semantics).save()
-    frame = spark.range(1).selectExpr(
-        f"'{name}.t' AS SUBJECT", "CAST(null AS binary) AS data", "map('C', array('1')) AS Headers"
-    )
-    write(frame, name, semantics=semantics).save()
-    frame = spark.range(1).selectExpr(
-        f"'{name}.u' AS subject", "'ü' AS data", "CAST(null AS map<string,string>) AS headers"
-    )
-    write(frame, name, semantics=semantics).save()
-    ours = [{key: value for key, value in m.headers.items() if not key.startswith("Nats-")} for m in stored(name)]
-    assert ours == [{"A": "1", "B": "two words"}, {"C": "1"}, {}]
-    assert [message.data for message in stored(name)] == [b"x", b"", "ü".encode()]
+def test_every_kind_of_column_is_stored(cell: Any, spark: SparkSession, make: Any, write: Any, stored: Any) -> None:
+    for semantics in ["dedupe", "transactional"]:
+        with cell(semantics):
+            name = make()
+            one = "map('A', '1', 'B', 'two words') AS headers"
+            frame = spark.range(1).selectExpr("CAST('x' AS binary) AS data", one)
+            write(frame, name, subject=f"{name}.s", semantics=semantics).save()
+            frame = spark.range(1).selectExpr(
+                f"'{name}.t' AS SUBJECT", "CAST(null AS binary) AS data", "map('C', array('1')) AS Headers"
+            )
+            write(frame, name, semantics=semantics).save()
+            frame = spark.range(1).selectExpr(
+                f"'{name}.u' AS subject", "'ü' AS data", "CAST(null AS map<string,string>) AS headers"
+            )
+            write(frame, name, semantics=semantics).save()
+            ours = [
+                {key: value for key, value in m.headers.items() if not key.startswith("Nats-")} for m in stored(name)
+            ]
+            assert ours == [{"A": "1", "B": "two words"}, {"C": "1"}, {}]
+            assert [message.data for message in stored(name)] == [b"x", b"", "ü".encode()]
 
 
 def test_ids_of_the_user_deduplicate(spark: SparkSession, make: Any, write: Any, stored: Any) -> None:
@@ -104,17 +106,18 @@ def test_ids_of_the_user_deduplicate(spark: SparkSession, make: Any, write: Any,
     assert Counter(int(message.data) for message in stored(name)) == {row: 1 if row < 5 else 2 for row in range(10)}
 
 
-@pytest.mark.parametrize("semantics", ["dedupe", "transactional"])
 def test_a_write_with_a_write_id_can_be_repeated(
-    spark: SparkSession, make: Any, write: Any, stored: Any, semantics: str
+    cell: Any, spark: SparkSession, make: Any, write: Any, stored: Any
 ) -> None:
-    name = make()
-    options = {"writeId": "run-7", "semantics": semantics}
-    if semantics == "transactional":
-        options["sinkPartitions"] = "2"
-    for _ in range(2):
-        write(rows(spark, name, 3000), name, **options).save()
-    assert len(stored(name)) == 3000
+    for semantics in ["dedupe", "transactional"]:
+        with cell(semantics):
+            name = make()
+            options = {"writeId": "run-7", "semantics": semantics}
+            if semantics == "transactional":
+                options["sinkPartitions"] = "2"
+            for _ in range(2):
+                write(rows(spark, name, 3000), name, **options).save()
+            assert len(stored(name)) == 3000
 
 
 def test_a_copy_of_a_stream_is_complete(
@@ -143,13 +146,17 @@ def test_a_copy_of_a_stream_is_complete(
 
 
 class TestRefusals:
-    @pytest.mark.parametrize("mode", ["overwrite", "ignore", "errorifexists"])
-    def test_only_append_is_accepted(self, spark: SparkSession, make: Any, write: Any, stored: Any, mode: str) -> None:
-        name = make()
-        text = failure(lambda: write(rows(spark, name, 5), name).mode(mode).save())
-        # Spark itself refuses the modes that no Python source can have.
-        assert "append" in text.lower() or f"{mode} is not supported" in text
-        assert stored(name) == []
+    def test_only_append_is_accepted(self, cell: Any, spark: SparkSession, make: Any, write: Any, stored: Any) -> None:
+        def check(mode: str) -> None:
+            name = make()
+            text = failure(lambda: write(rows(spark, name, 5), name).mode(mode).save())
+            # Spark itself refuses the modes that no Python source can have.
+            assert "append" in text.lower() or f"{mode} is not supported" in text
+            assert stored(name) == []
+
+        for mode in ["overwrite", "ignore", "errorifexists"]:
+            with cell(mode):
+                check(mode)
 
     def test_a_row_that_cannot_be_a_message_fails_the_write(
         self, spark: SparkSession, make: Any, write: Any, stored: Any
@@ -175,23 +182,8 @@ def test_wrong_sink_partitions_fail_the_first_micro_batch(
     assert len(stored(name)) == 2000
 
 
-def test_sink_partitions_that_were_too_small_are_corrected(
-    spark: SparkSession, make: Any, write: Any, stored: Any
-) -> None:
-    name = make()
-    options = {"semantics": "transactional", "writeId": "w"}
-    text = failure(lambda: write(rows(spark, name, 2000, 3), name, sinkPartitions="2", **options).save())
-    assert "but the option sinkPartitions is 2" in text
-    # The driver knows the right number: in other partitions, rows that are stored would be repeated.
-    text = failure(lambda: write(rows(spark, name, 2000, 4), name, sinkPartitions="4", **options).save())
-    assert "was first stored with 3 partitions and now has 4" in text
-    write(rows(spark, name, 2000, 3), name, sinkPartitions="3", **options).save()
-    assert Counter(message.data for message in stored(name)) == Counter(b"%d" % row for row in range(2000))
-
-
-@pytest.mark.parametrize("semantics", ["dedupe", "transactional", "none"])
 def test_a_query_stores_each_row_once(
-    spark: SparkSession, make: Any, stored: Any, with_js: Any, server: NatsServer, tmp_path: Path, semantics: str
+    spark: SparkSession, make: Any, stored: Any, with_js: Any, server: NatsServer, tmp_path: Path
 ) -> None:
     source, sink = make(), make()
 
@@ -204,9 +196,7 @@ def test_a_query_stores_each_row_once(
         if hasattr(spark, "version") and tuple(map(int, spark.version.split(".")[:2])) >= (4, 2):
             frame = frame.option("maxOffsetsPerTrigger", "1300")
         out = frame.load(source).selectExpr(f"'{sink}.b' AS subject", "data")
-        options = {"servers": server.url, "stream": sink, "semantics": semantics}
-        if semantics == "transactional":
-            options["sinkPartitions"] = "2"
+        options = {"servers": server.url, "stream": sink, "semantics": "transactional", "sinkPartitions": "2"}
         query = (
             out.writeStream.format("jetstream")
             .options(**options)
@@ -223,19 +213,16 @@ def test_a_query_stores_each_row_once(
         assert query.lastProgress["sources"][0]["endOffset"]
         expected = {b"%d" % i: round_ for i in range(3000)}
         assert Counter(message.data for message in stored(sink)) == expected
-    if semantics == "transactional":
-        found = with_js(lambda js: jsx.DirectGet(js, sink).scan(subject="_spark.>").to_list())
-        assert {json.loads(message.data).get("partitions") for message in found} == {2}
+    found = with_js(lambda js: jsx.DirectGet(js, sink).scan(subject="_spark.>").to_list())
+    assert {json.loads(message.data).get("partitions") for message in found} == {2}
 
 
-@pytest.mark.parametrize("semantics", ["dedupe", "transactional"])
 def test_versions_in_foreach_batch_store_each_row_once(
-    spark: SparkSession, make: Any, stored: Any, with_js: Any, server: NatsServer, tmp_path: Path, semantics: str
+    spark: SparkSession, make: Any, stored: Any, with_js: Any, server: NatsServer, tmp_path: Path
 ) -> None:
     source, sink = make(), make(allow_rollup_hdrs=True)
-    options = {"servers": server.url, "stream": sink, "subject": f"{sink}.b", "semantics": semantics, "txnAppId": "app"}
-    if semantics == "transactional":
-        options["sinkPartitions"] = "2"
+    options = {"servers": server.url, "stream": sink, "subject": f"{sink}.b", "txnAppId": "app"}
+    options |= {"semantics": "transactional", "sinkPartitions": "2"}
 
     async def publish(js: JetStreamContext) -> None:
         async with jsx.FastPublisher(js) as publisher:
@@ -256,7 +243,6 @@ def test_versions_in_foreach_batch_store_each_row_once(
         with_js(publish)
         run()
         assert Counter(message.data for message in stored(sink)) == {b"%d" % i: round_ for i in range(3000)}
-    if semantics == "transactional":
-        # More than the buffers between Spark and its workers hold; the tasks do not read it.
-        save(spark.range(0, 200_000, numPartitions=2).selectExpr("repeat('x', 100) AS data"), 0)
-        assert len(stored(sink)) == 6000
+    # More than the buffers between Spark and its workers hold; the tasks do not read it.
+    save(spark.range(0, 200_000, numPartitions=2).selectExpr("repeat('x', 100) AS data"), 0)
+    assert len(stored(sink)) == 6000

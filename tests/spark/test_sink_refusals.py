@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +21,6 @@ from pyspark.sql.types import (
     StructType,
 )
 
-from jetstream_ext.spark import connection
-from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.options import OptionError
 from jetstream_ext.spark.planning import PlanningError
 from jetstream_ext.spark.source import JetStreamDataSource
@@ -55,10 +54,7 @@ def make(with_js: Any, stream_name: Callable[[], str]) -> Callable[..., str]:
 
 
 @pytest.fixture
-def writer(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> Any:
-    cache = Connections()
-    monkeypatch.setattr(connection, "connections", lambda: cache)
-
+def writer(server: NatsServer) -> Any:
     def make_writer(
         columns: dict[str, str], name: str, *, overwrite: bool = False, streaming: bool = False, **options: str
     ) -> Any:
@@ -68,69 +64,65 @@ def writer(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> Any:
             schema = schema.add(column, TYPES[kind])
         return (source.streamWriter if streaming else source.writer)(schema, overwrite)
 
-    yield make_writer
-    cache.close()
+    return make_writer
 
 
 TRANSACTIONAL = {"semantics": "transactional"}
 VERSION = {"txnAppId": "a", "txnVersion": "0"}
 
 
-@pytest.mark.parametrize("streaming", [False, True], ids=["batch", "streaming"])
-@pytest.mark.parametrize(
-    ("config", "options", "message"),
-    [
-        ({"allow_batched": False}, {}, "allow_batched is off, and semantics=dedupe needs it; enable it"),
-        ({"allow_batched": False}, {"semantics": "none"}, "allow_batched is off"),
-        ({"allow_atomic": False}, TRANSACTIONAL | {"sinkPartitions": "2"}, "allow_atomic is off"),
-        ({"no_ack": True}, {"semantics": "none"}, "has no_ack, so it never confirms that a row is stored"),
-        ({"allow_msg_counter": True, "allow_direct": True}, {}, "holds counters (allow_msg_counter)"),
-        ({"max_msgs_per_subject": 2}, {}, "drop the newer one as a duplicate; use semantics=transactional"),
-        ({"retention": "interest"}, TRANSACTIONAL | {"sinkPartitions": "2"}, "removes the sink's markers at once"),
-        (
-            {"max_msgs_per_subject": 1, "discard": "new", "discard_new_per_subject": True},
-            TRANSACTIONAL | {"sinkPartitions": "2"},
-            "has discard_new_per_subject, so it refuses new markers of the sink",
-        ),
-        (
-            {"subjects": "one"},
-            TRANSACTIONAL | {"sinkPartitions": "2"},
-            "keeps its markers: add that to the stream",
-        ),
-        ({}, {"subject": "other.subject"}, "'other.subject' is not among the subjects of stream"),
-        ({}, {"subject": "a.*"}, "'subject': subject 'a.*' has a wildcard"),
-        ({}, {"stream": "NOT_THERE"}, "stream 'NOT_THERE' does not exist"),
-        ({}, {"stream": "A,B"}, "a write goes to one stream"),
-        ({}, {"semantic": "none"}, "did you mean 'semantics'"),
-        ({}, {"semantics": "exactly"}, "not one of dedupe, transactional, none"),
-        ({}, {"startingOffsets": "latest"}, "applies only to reads"),
-        ({}, {"sinkPartitions": "3"}, "it is for semantics=transactional, not for dedupe"),
-        ({}, TRANSACTIONAL | {"sinkPartitions": "0"}, "'sinkPartitions': '0' is not an integer of at least 1"),
-        ({}, TRANSACTIONAL | {"sinkPartitions": "2", "transactionRows": "1000"}, "1000 is more than 999"),
-        ({}, {"domain": "a", "apiPrefix": "b"}, "cannot be combined"),
-        (
-            {"max_msg_size": 400},
-            TRANSACTIONAL | {"sinkPartitions": "2"},
-            "its max_msg_size (400) or the server's max_payload is too small",
-        ),
-        ({}, {"natsHeaders": "keep"}, "not one of refuse, strip"),
-        ({}, {"password": "hunter2"}, "use 'passwordEnv'"),
-    ],
-)
-def test_unsuitable_streams_and_options_are_refused(
-    make: Any, writer: Any, config: dict[str, Any], options: dict[str, str], message: str, streaming: bool
-) -> None:
-    name = make(**config)
-    options = {"subject": f"{name}.a"} | options
-    with pytest.raises((OptionError, PlanningError)) as caught:
-        writer({"data": "string"}, options.pop("stream", name), streaming=streaming, **options)
-    assert message in str(caught.value)
-    assert "hunter2" not in str(caught.value)
+def test_unsuitable_streams_and_options_are_refused(cell: Any, make: Any, writer: Any) -> None:
+    for streaming, (config, options, message) in itertools.product(
+        [False, True],
+        [
+            ({"allow_batched": False}, {}, "allow_batched is off, and semantics=dedupe needs it; enable it"),
+            ({"allow_batched": False}, {"semantics": "none"}, "allow_batched is off"),
+            ({"allow_atomic": False}, TRANSACTIONAL | {"sinkPartitions": "2"}, "allow_atomic is off"),
+            ({"no_ack": True}, {"semantics": "none"}, "has no_ack, so it never confirms that a row is stored"),
+            ({"allow_msg_counter": True, "allow_direct": True}, {}, "holds counters (allow_msg_counter)"),
+            ({"max_msgs_per_subject": 2}, {}, "drop the newer one as a duplicate; use semantics=transactional"),
+            ({"retention": "interest"}, TRANSACTIONAL | {"sinkPartitions": "2"}, "removes the sink's markers at once"),
+            (
+                {"max_msgs_per_subject": 1, "discard": "new", "discard_new_per_subject": True},
+                TRANSACTIONAL | {"sinkPartitions": "2"},
+                "has discard_new_per_subject, so it refuses new markers of the sink",
+            ),
+            (
+                {"subjects": "one"},
+                TRANSACTIONAL | {"sinkPartitions": "2"},
+                "keeps its markers: add that to the stream",
+            ),
+            ({}, {"subject": "other.subject"}, "'other.subject' is not among the subjects of stream"),
+            ({}, {"subject": "a.*"}, "'subject': subject 'a.*' has a wildcard"),
+            ({}, {"stream": "NOT_THERE"}, "stream 'NOT_THERE' does not exist"),
+            ({}, {"stream": "A,B"}, "a write goes to one stream"),
+            ({}, {"semantic": "none"}, "did you mean 'semantics'"),
+            ({}, {"semantics": "exactly"}, "not one of dedupe, transactional, none"),
+            ({}, {"startingOffsets": "latest"}, "applies only to reads"),
+            ({}, {"sinkPartitions": "3"}, "it is for semantics=transactional, not for dedupe"),
+            ({}, TRANSACTIONAL | {"sinkPartitions": "0"}, "'sinkPartitions': '0' is not an integer of at least 1"),
+            ({}, TRANSACTIONAL | {"sinkPartitions": "2", "transactionRows": "1000"}, "1000 is more than 999"),
+            ({}, {"domain": "a", "apiPrefix": "b"}, "cannot be combined"),
+            (
+                {"max_msg_size": 400},
+                TRANSACTIONAL | {"sinkPartitions": "2"},
+                "its max_msg_size (400) or the server's max_payload is too small",
+            ),
+            ({}, {"natsHeaders": "keep"}, "not one of refuse, strip"),
+            ({}, {"password": "hunter2"}, "use 'passwordEnv'"),
+        ],
+    ):
+        with cell(streaming, config, options, message):
+            name = make(**config)
+            options = {"subject": f"{name}.a"} | options
+            with pytest.raises((OptionError, PlanningError)) as caught:
+                writer({"data": "string"}, options.pop("stream", name), streaming=streaming, **options)
+            assert message in str(caught.value)
+            assert "hunter2" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "streaming", "message"),
-    [
+def test_options_of_another_kind_of_write_are_refused(cell: Any, make: Any, writer: Any) -> None:
+    for options, streaming, message in [
         (TRANSACTIONAL | {"writeId": "a"}, False, "'sinkPartitions': it is missing"),
         (TRANSACTIONAL, True, "'sinkPartitions': it is missing"),
         ({"semantics": "none", "writeId": "a"}, False, "'writeId': it has no effect"),
@@ -144,18 +136,13 @@ def test_unsuitable_streams_and_options_are_refused(
         (VERSION | {"txnAppId": "a.b"}, False, "'txnAppId': 'a.b' is not 1 to 64 characters"),
         (VERSION | {"txnVersion": "-1"}, False, "'txnVersion': '-1' is not an integer of at least 0"),
         (VERSION, True, "'txnAppId': it is for batch writes; a streaming query takes its id from its checkpoint"),
-    ],
-)
-def test_options_of_another_kind_of_write_are_refused(
-    make: Any, writer: Any, options: dict[str, str], streaming: bool, message: str
-) -> None:
-    with pytest.raises(OptionError, match=re.escape(message)):
-        writer(BOTH, make(), streaming=streaming, **options)
+    ]:
+        with cell(options, streaming, message), pytest.raises(OptionError, match=re.escape(message)):
+            writer(BOTH, make(), streaming=streaming, **options)
 
 
-@pytest.mark.parametrize(
-    ("columns", "options", "message"),
-    [
+def test_unsuitable_columns_are_refused(cell: Any, make: Any, writer: Any) -> None:
+    for columns, options, message in [
         (BOTH | {"data": "bigint"}, {}, "column 'data': it is bigint, but must be binary or string; cast it"),
         (BOTH | {"subject": "int"}, {}, "column 'subject': it is int, but must be string"),
         ({"data": "string"}, {}, "column 'subject': it is missing"),
@@ -172,14 +159,11 @@ def test_options_of_another_kind_of_write_are_refused(
         (BOTH, {"subject": "s"}, "there is a column 'subject' as well"),
         (BOTH | {"headers": "array<string>"}, {}, "column 'headers': it is array<string>"),
         (BOTH | {"msgId": "string"}, {"semantics": "none"}, "'msgId': it is for semantics=dedupe"),
-    ],
-)
-def test_unsuitable_columns_are_refused(
-    make: Any, writer: Any, columns: dict[str, str], options: dict[str, str], message: str
-) -> None:
-    with pytest.raises(OptionError, match=r"^(column|option) ") as caught:
-        writer(columns, make(), **options)
-    assert message in str(caught.value)
+    ]:
+        with cell(columns, options, message):
+            with pytest.raises(OptionError, match=r"^(column|option) ") as caught:
+                writer(columns, make(), **options)
+            assert message in str(caught.value)
 
 
 def test_names_of_columns_and_options_ignore_case(make: Any, writer: Any) -> None:
@@ -188,10 +172,10 @@ def test_names_of_columns_and_options_ignore_case(make: Any, writer: Any) -> Non
     writer(BOTH, make(), streaming=True, checkpointLocation="/somewhere", queryName="q")
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_overwriting_is_refused(make: Any, writer: Any, streaming: bool) -> None:
-    with pytest.raises(OptionError, match=r"mode 'overwrite'.*use \.mode\('append'\)"):
-        writer(BOTH, make(), overwrite=True, streaming=streaming)
+def test_overwriting_is_refused(cell: Any, make: Any, writer: Any) -> None:
+    for streaming in [False, True]:
+        with cell(streaming), pytest.raises(OptionError, match=r"mode 'overwrite'.*use \.mode\('append'\)"):
+            writer(BOTH, make(), overwrite=True, streaming=streaming)
 
 
 def test_a_mirror_is_refused(make: Any, writer: Any, with_js: Any, stream_name: Callable[[], str]) -> None:
@@ -219,15 +203,13 @@ def test_a_short_duplicate_window_is_logged(make: Any, writer: Any, caplog: pyte
     assert "its duplicate window is 5 s" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("options", "warning"),
-    [
+def test_a_stream_whose_messages_are_acknowledged_is_logged(
+    cell: Any, make: Any, writer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    for options, warning in [
         ({}, "replayed rows that were acknowledged are stored again"),
         (TRANSACTIONAL | {"sinkPartitions": "2"}, "no consumer may acknowledge the sink's markers (_spark."),
-    ],
-)
-def test_a_stream_whose_messages_are_acknowledged_is_logged(
-    make: Any, writer: Any, caplog: pytest.LogCaptureFixture, options: dict[str, str], warning: str
-) -> None:
-    writer(BOTH, make(retention="workqueue"), **options)
-    assert warning in caplog.text
+    ]:
+        with cell(options, warning):
+            writer(BOTH, make(retention="workqueue"), **options)
+            assert warning in caplog.text

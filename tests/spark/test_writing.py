@@ -1,6 +1,7 @@
 """One partition, written as an executor writes it, without Spark."""
 
 import asyncio
+import itertools
 import json
 import re
 import time
@@ -22,7 +23,6 @@ from jetstream_ext.errors import (
     server_error,
 )
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.spark import connection
 from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.markers import ReplayError
 from jetstream_ext.spark.options import WriteOptions
@@ -111,10 +111,11 @@ def test_rows_are_stored_in_order(write: Any, stored: Any, semantics: str) -> No
     assert stored() == list(range(2500))
 
 
-@pytest.mark.parametrize("semantics", ["dedupe", "transactional", "none"])
-def test_a_partition_without_rows_stores_nothing(write: Any, stored: Any, semantics: str) -> None:
-    assert write([], semantics=semantics) == Written(QUERY, 0)
-    assert stored() == []
+def test_a_partition_without_rows_stores_nothing(cell: Any, write: Any, stored: Any) -> None:
+    for semantics in ["dedupe", "transactional", "none"]:
+        with cell(semantics):
+            assert write([], semantics=semantics) == Written(QUERY, 0)
+            assert stored() == []
 
 
 def ids(with_js: Any, stream: str) -> list[str]:
@@ -204,43 +205,6 @@ class TestTransactions:
         assert write(range(2500)).rows == 2500
         assert stored() == list(range(2500))
 
-    def test_a_retry_with_other_transactions_stores_the_remaining_rows(self, write: Any, stored: Any) -> None:
-        with pytest.raises(ZeroDivisionError):
-            write([*range(2100), ZeroDivisionError()])
-        write(range(2500), transactionRows="70")
-        assert stored() == list(range(2500))
-
-    @pytest.mark.parametrize(
-        ("rows", "new"),
-        [
-            ([*reversed(range(2500))], []),
-            (range(1000), []),
-            ([], []),
-            ([*range(2499), 7], [7]),
-            ([*range(3), *range(4, 2500)], []),
-            ([*range(2000, 4000)], [*range(2500, 4000)]),
-        ],
-        ids=["another order", "fewer", "none", "another last one", "one vanished", "others as well"],
-    )
-    def test_rows_that_differ_are_stored_unless_an_equal_one_is(
-        self, write: Any, stored: Any, rows: Any, new: list[int]
-    ) -> None:
-        write(range(2500))
-        assert write(rows) == Written(QUERY, len(rows), skipped=len(rows) - len(new))
-        assert stored() == [*range(2500), *new]
-
-    def test_of_equal_rows_as_many_are_stored_as_an_attempt_had(self, write: Any, stored: Any) -> None:
-        write([1, 1, 2, 3, 1], transactionRows="2")
-        write([3, 1, 1], transactionRows="3")
-        write([1, 1, 1, 1, 2], transactionRows="4")
-        assert Counter(stored()) == {1: 4, 2: 1, 3: 1}
-
-    def test_an_attempt_that_ended_early_is_continued(self, write: Any, stored: Any) -> None:
-        # Spark ends the input of an attempt whose upstream fails as if it were complete.
-        write(range(1234))
-        assert write(range(2500)).skipped == 1234
-        assert stored() == list(range(2500))
-
     def test_an_old_attempt_is_fenced(self, write: Any, stored: Any) -> None:
         write(range(10), batch=0)
         write(range(10, 20), batch=1)
@@ -267,44 +231,52 @@ class TestTransactions:
         assert stored() == list(range(10))
         write(range(10), batch=1, sinkPartitions="3")
 
-    @pytest.mark.parametrize("others", [range(2500), [*reversed(range(2500))]], ids=["the same order", "another order"])
-    @pytest.mark.parametrize("at", [1, 2, 3])
     def test_two_attempts_at_once_store_each_row_once(
-        self, write: Any, stored: Any, monkeypatch: pytest.MonkeyPatch, others: Any, at: int
+        self, cell: Any, write: Any, stored: Any, own_connections: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Before one of the first attempt's transactions, and after it has read the markers, the second stores everything."""
-        publish, calls = fenced_write.publish_atomic, [0]
+        publish = fenced_write.publish_atomic
 
-        async def late(js: JetStreamContext, messages: Any, **options: Any) -> Any:
-            calls[0] += 1
-            if calls[0] == at:
-                cache = Connections()  # as of another process
-                monkeypatch.setattr(connection, "connections", lambda: cache)
-                await asyncio.to_thread(write, others, transactionRows="600")
-                cache.close()
-            return await publish(js, messages, **options)
+        def run(batch: int, others: Any, at: int) -> None:
+            calls = itertools.count(1)
 
-        monkeypatch.setattr(fenced_write, "publish_atomic", late)
-        assert write(range(2500)).rows == 2500
-        assert sorted(stored()) == list(range(2500))
-
-    @pytest.mark.parametrize("stored_before", [True, False])
-    def test_an_unknown_outcome_is_resolved(
-        self, write: Any, stored: Any, monkeypatch: pytest.MonkeyPatch, stored_before: bool
-    ) -> None:
-        publish, calls = fenced_write.publish_atomic, [0]
-
-        async def unsure(js: JetStreamContext, messages: Any, **options: Any) -> Any:
-            calls[0] += 1
-            if calls[0] != 2:
+            async def late(js: JetStreamContext, messages: Any, **options: Any) -> Any:
+                if next(calls) == at:
+                    with own_connections():
+                        await asyncio.to_thread(write, others, batch=batch, transactionRows="600")
                 return await publish(js, messages, **options)
-            if stored_before:
-                await publish(js, messages, **options)
-            raise BatchOutcomeUnknownError("no answer")
 
-        monkeypatch.setattr(fenced_write, "publish_atomic", unsure)
-        write(range(3500))
-        assert stored() == list(range(3500))
+            monkeypatch.setattr(fenced_write, "publish_atomic", late)
+            assert write(range(2500), batch=batch).rows == 2500
+            assert sorted(stored()) == sorted([*range(2500)] * (batch + 1))
+
+        orders = {"the same order": [*range(2500)], "another order": [*reversed(range(2500))]}
+        for batch, (order, at) in enumerate(itertools.product(orders, (1, 2, 3))):
+            with cell(order, at):
+                run(batch, orders[order], at)
+
+    def test_an_unknown_outcome_is_resolved(
+        self, cell: Any, write: Any, stored: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        publish = fenced_write.publish_atomic
+
+        def run(batch: int, stored_before: bool) -> None:
+            calls = itertools.count(1)
+
+            async def unsure(js: JetStreamContext, messages: Any, **options: Any) -> Any:
+                if next(calls) != 2:
+                    return await publish(js, messages, **options)
+                if stored_before:
+                    await publish(js, messages, **options)
+                raise BatchOutcomeUnknownError("no answer")
+
+            monkeypatch.setattr(fenced_write, "publish_atomic", unsure)
+            write(range(3500), batch=batch)
+            assert stored() == [*range(3500)] * (batch + 1)
+
+        for batch, stored_before in enumerate((True, False)):
+            with cell(stored_before):
+                run(batch, stored_before)
 
     def test_transient_errors_are_retried_and_others_are_raised(
         self, write: Any, stored: Any, monkeypatch: pytest.MonkeyPatch
@@ -339,23 +311,20 @@ class TestTransactions:
         ):
             write(range(10))
 
-    @pytest.mark.parametrize(
-        "message",
-        [
+    def test_a_foreign_message_on_the_subject_of_a_marker_is_refused(
+        self, cell: Any, write: Any, with_js: Any, stream: str
+    ) -> None:
+        for message in [
             b"hello",
             b'{"v":true,"batch":0,"rows":1,"digest":""}',
             b'{"v":1,"batch":-1,"rows":1,"digest":""}',
             b'{"v":1,"batch":0,"rows":1.0,"digest":""}',
             b'{"v":1,"batch":0,"rows":1,"digest":%b}' % (b"[" * 900 + b"]" * 900),
-        ],
-        ids=["text", "boolean version", "negative batch", "float", "nested"],
-    )
-    def test_a_foreign_message_on_the_subject_of_a_marker_is_refused(
-        self, write: Any, with_js: Any, stream: str, message: bytes
-    ) -> None:
-        with_js(lambda js: js.publish(f"_spark.{stream}.{QUERY}.0", message))
-        with pytest.raises(ReplayError, match="is not a marker of this sink"):
-            write(range(10))
+        ]:
+            with cell(message):
+                with_js(lambda js, message=message: js.publish(f"_spark.{stream}.{QUERY}.0", message))
+                with pytest.raises(ReplayError, match="is not a marker of this sink"):
+                    write(range(10))
 
     def test_an_expired_marker_whose_delete_marker_is_left_is_no_record(
         self, write: Any, change: Any, with_js: Any, stream: str
@@ -377,14 +346,14 @@ class TestTransactions:
         messages = with_js(lambda js: jsx.DirectGet(js, stream).scan(subject=f"{stream}.*").to_list())
         assert [int(message.data) for message in messages if message.data] == list(range(10, 25))
 
-    @pytest.mark.parametrize("limit", [450, 600, 1024, 4096])
-    def test_markers_fit_into_a_stream_of_small_messages(
-        self, write: Any, stored: Any, change: Any, with_js: Any, stream: str, limit: int
-    ) -> None:
-        change(max_msg_size=limit)
-        assert write(range(500), batch=(1 << 62) + 1) == Written(QUERY, 500)
-        assert write([*reversed(range(500))], batch=(1 << 62) + 1) == Written(QUERY, 500, skipped=500)
-        assert stored() == list(range(500))
+    def test_markers_fit_into_a_stream_of_small_messages(self, cell: Any, write: Any, stored: Any, change: Any) -> None:
+        for count, limit in enumerate((450, 600, 1024, 4096), 1):
+            with cell(limit):
+                change(max_msg_size=limit)
+                batch = (1 << 62) + count
+                assert write(range(500), batch=batch) == Written(QUERY, 500)
+                assert write([*reversed(range(500))], batch=batch) == Written(QUERY, 500, skipped=500)
+                assert stored() == [*range(500)] * count
 
     def test_rollup_keeps_only_the_records_of_the_newest_micro_batch(
         self, write: Any, with_js: Any, stream: str, change: Any
@@ -409,32 +378,15 @@ class TestRemovedMarkers:
 
         return run
 
-    @pytest.mark.parametrize("kept", [1, 2])
-    def test_the_same_rows_are_recognised(self, write: Any, stored: Any, remove: Any, kept: int) -> None:
-        write(range(2500))
-        remove(kept)
-        assert write(range(3000)).skipped == 2500
-        assert write([*range(2999), 3001], transactionRows="70").skipped == 2999
-        assert stored() == [*range(3000), 3001]
-
-    def test_rows_behind_the_removed_markers_may_differ(self, write: Any, stored: Any, remove: Any) -> None:
+    def test_other_rows_are_refused(self, cell: Any, write: Any, stored: Any, remove: Any) -> None:
         write(range(2500))
         remove(1)
-        write([*range(1998), *reversed(range(2000, 2600))])
-        assert sorted(stored()) == list(range(2600))
-
-    @pytest.mark.parametrize(
-        "rows", [[1, 0, *range(2, 2500)], range(1000), [], [*range(1997), 5]], ids=["order", "fewer", "none", "changed"]
-    )
-    def test_other_rows_are_refused(self, write: Any, stored: Any, remove: Any, rows: Any) -> None:
-        write(range(2500))
-        remove(1)
-        with pytest.raises(
-            ReplayError,
-            match=r"partition 0 of micro-batch 0: 2,500 of its rows .* their markers were removed from the stream",
-        ):
-            write(rows)
-        assert stored() == list(range(2500))
+        refusal = r"partition 0 of micro-batch 0: 2,500 of its rows .* their markers were removed from the stream"
+        for rows in ([1, 0, *range(2, 2500)], range(1000), [], [*range(1997), 5]):
+            with cell(len(rows)):
+                with pytest.raises(ReplayError, match=refusal):
+                    write(rows)
+                assert stored() == list(range(2500))
 
     def test_a_stream_that_keeps_one_message_of_each_subject(self, write: Any, change: Any) -> None:
         change(max_msgs_per_subject=1)
@@ -460,25 +412,6 @@ class TestRemovedMarkers:
         with pytest.raises(ReplayError, match="the markers of its first 1,998 rows were removed"):
             write(range(2500))
         assert stored() == list(range(1998))
-
-    def test_two_attempts_at_once_of_which_one_cannot_read_the_markers_of_the_other(
-        self, write: Any, stored: Any, remove: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        publish, calls = fenced_write.publish_atomic, [0]
-
-        async def late(js: JetStreamContext, messages: Any, **options: Any) -> Any:
-            calls[0] += 1
-            if calls[0] == 3:
-                cache = Connections()  # as of another process
-                monkeypatch.setattr(connection, "connections", lambda: cache)
-                await asyncio.to_thread(write, range(2500), transactionRows="100")
-                cache.close()
-                await asyncio.to_thread(remove, 1)
-            return await publish(js, messages, **options)
-
-        monkeypatch.setattr(fenced_write, "publish_atomic", late)
-        assert write(range(3500)).rows == 3500
-        assert stored() == list(range(3500))
 
 
 class TestVersion1:
@@ -507,35 +440,13 @@ class TestVersion1:
         assert write([*range(28), *range(29, 40), 28], transactionRows="20").skipped == 30
         assert stored() == list(range(40))
 
-    @pytest.mark.parametrize("rows", [range(24), [1, 0, *range(2, 30)]])
-    def test_other_rows_are_refused(self, write: Any, stored: Any, store: Any, rows: Any) -> None:
+    def test_other_rows_are_refused(self, cell: Any, write: Any, stored: Any, store: Any) -> None:
         store(range(25))
-        with pytest.raises(ReplayError, match=r"25 of its rows .* written by an older version of this library"):
-            write(rows)
-        assert stored() == list(range(25))
-
-    def test_a_marker_of_an_earlier_micro_batch_is_followed(self, write: Any, stored: Any, store: Any) -> None:
-        store(range(25), batch=3)
-        assert write(range(25), batch=4).skipped == 0
-        assert len(stored()) == 50
-
-    def test_an_earlier_version_stores_rows_during_an_attempt(
-        self, write: Any, stored: Any, store: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The next attempt recognises its rows."""
-        publish, calls = fenced_write.publish_atomic, [0]
-
-        async def late(js: JetStreamContext, messages: Any, **options: Any) -> Any:
-            calls[0] += 1
-            if calls[0] == 2:
-                await asyncio.to_thread(store, range(10, 15))
-            return await publish(js, messages, **options)
-
-        monkeypatch.setattr(fenced_write, "publish_atomic", late)
-        with pytest.raises(ReplayError, match="older version of this library"):
-            write(range(30), transactionRows="10")
-        assert write(range(30), transactionRows="10").skipped == 15
-        assert stored() == list(range(30))
+        for rows in (range(24), [1, 0, *range(2, 30)]):
+            with cell(rows):
+                with pytest.raises(ReplayError, match=r"25 of its rows .* written by an older version of this library"):
+                    write(rows)
+                assert stored() == list(range(25))
 
 
 def test_markers_fit_into_the_messages_that_a_server_takes(with_js: Any, cache: Connections) -> None:
@@ -550,32 +461,29 @@ def test_markers_fit_into_the_messages_that_a_server_takes(with_js: Any, cache: 
             assert done == Written(QUERY, 500, skipped)
 
 
-@pytest.mark.parametrize(
-    ("semantics", "where"),
-    [
-        ("transactional", r"partition 1 of micro-batch 0: one of its rows 10 to 14"),
-        ("none", r"row 0 of partition 1, or a later one, could not be stored"),
-    ],
-)
-@pytest.mark.parametrize(("data", "headers"), [(bytes(2 << 20), None), (b"", {"A": "1\r\nNats-Rollup: all"})])
 def test_an_error_names_the_rows_among_which_one_is_invalid(
-    stream: str,
-    server: NatsServer,
-    cache: Connections,
-    data: bytes,
-    headers: dict[str, str] | None,
-    semantics: str,
-    where: str,
+    cell: Any, stream: str, server: NatsServer, cache: Connections
 ) -> None:
-    given = {"servers": server.url, "stream": stream, "semantics": semantics}
-    if semantics == "transactional":
-        given |= {"sinkPartitions": "2", "transactionRows": "10"}
-    options = WriteOptions.parse(given, streaming=True)
-    rows = [(f"{stream}.1", b"1", None, None)] * 14 + [(f"{stream}.1", data, headers, None)]
-    with pytest.raises(SinkError, match=rf"{where}( was refused)?: .*(max_payload|line break)"):
-        write_partition(
-            options, StreamState(stream, "", {"subjects": [">"]}), Task(QUERY, 0, 1), lambda *_: [Rows.of(rows)]
-        )
+    for (semantics, where), (data, headers) in itertools.product(
+        [
+            ("transactional", r"partition 1 of micro-batch 0: one of its rows 10 to 14"),
+            ("none", r"row 0 of partition 1, or a later one, could not be stored"),
+        ],
+        [(bytes(2 << 20), None), (b"", {"A": "1\r\nNats-Rollup: all"})],
+    ):
+        with cell(semantics, where, data, headers):
+            given = {"servers": server.url, "stream": stream, "semantics": semantics}
+            if semantics == "transactional":
+                given |= {"sinkPartitions": "2", "transactionRows": "10"}
+            options = WriteOptions.parse(given, streaming=True)
+            rows = [(f"{stream}.1", b"1", None, None)] * 14 + [(f"{stream}.1", data, headers, None)]
+            with pytest.raises(SinkError, match=rf"{where}( was refused)?: .*(max_payload|line break)"):
+                write_partition(
+                    options,
+                    StreamState(stream, "", {"subjects": [">"]}),
+                    Task(QUERY, 0, 1),
+                    lambda *_, rows=rows: [Rows.of(rows)],
+                )
 
 
 def test_an_error_names_the_row_that_was_refused(stream: str, server: NatsServer, cache: Connections) -> None:

@@ -49,18 +49,13 @@ async def test_a_cluster_that_asks_for_a_password_is_ready() -> None:
         assert cluster.wait_ready() in cluster.servers
 
 
-@pytest.mark.parametrize(
-    "account",
-    [
-        "users: [{user: a, password: a}]",
-        "jetstream: enabled, users: [{user: a, password: a, permissions: {publish: [x]}}]",
-    ],
-    ids=["no JetStream", "no permission"],
-)
-async def test_a_cluster_whose_clients_may_not_ask_jetstream_is_ready(account: str) -> None:
-    config = f"accounts {{ A {{ {account} }} }}\nno_auth_user: a"
-    with NatsCluster(2, config=config) as cluster:
-        assert cluster.wait_ready() in cluster.servers
+def test_a_cluster_whose_clients_may_not_ask_jetstream_is_ready() -> None:
+    no_jetstream = "users: [{user: a, password: a}]"
+    no_permission = "jetstream: enabled, users: [{user: a, password: a, permissions: {publish: [x]}}]"
+    for account in (no_jetstream, no_permission):
+        config = f"accounts {{ A {{ {account} }} }}\nno_auth_user: a"
+        with NatsCluster(2, config=config) as cluster:
+            assert cluster.wait_ready() in cluster.servers, account
 
 
 async def test_stream_with_three_replicas_survives_a_kill(
@@ -139,5 +134,6 @@ def test_stopped_cluster_can_be_started_again() -> None:
 
 
 def test_cluster_of_one_server_is_refused() -> None:
+    assert "NatsCluster" in repr(NatsCluster(2))
     with pytest.raises(ValueError, match="NatsServer"):
         NatsCluster(1)

@@ -3,8 +3,6 @@
 import json
 from typing import Any
 
-import pytest
-
 from jetstream_ext.testing.reference import Engine, Profile
 from jetstream_ext.testing.reference.wire.protocol import Publish, Subscribe
 
@@ -63,18 +61,15 @@ def test_fast_ingest_is_level_3() -> None:
     assert Bench(allow_batched=True).created["config"]["metadata"]["_nats.req.level"] == "3"
 
 
-@pytest.mark.parametrize(
-    ("config", "reply", "code"),
-    [
+def test_fast_batch_errors_have_the_old_codes() -> None:
+    for config, reply, code in (
         ({}, "R.b.10.ok.1.0.$FI", 10203),
         ({"allow_batched": True}, "R.b.10.maybe.1.0.$FI", 10204),
         ({"allow_batched": True}, f"R.{'x' * 65}.10.ok.1.0.$FI", 10205),
         ({"allow_batched": True}, "R.b.10.ok.7.1.$FI", 10206),
-    ],
-)
-def test_fast_batch_errors_have_the_old_codes(config: dict[str, Any], reply: str, code: int) -> None:
-    (answer,) = Bench(**config).send("s.a", b"x", reply)
-    assert json.loads(answer.payload)["error"]["err_code"] == code
+    ):
+        (answer,) = Bench(**config).send("s.a", b"x", reply)
+        assert json.loads(answer.payload)["error"]["err_code"] == code, reply
 
 
 def test_fast_batch_timeout_publishes_an_advisory() -> None:

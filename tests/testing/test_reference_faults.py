@@ -246,23 +246,22 @@ def test_counts_of_a_plan_restart_with_every_server() -> None:
     assert plan.seen[id(rule)] == 3
 
 
-@pytest.mark.parametrize(
-    ("rule", "arguments"),
-    [
-        (Drop, {"kind": "puback"}),
-        (Lose, {"subject": "s", "kind": "pub_ack"}),
-        (Delay, {"subject": 0.02}),
-        (Drop, {"subject": "s..a"}),
-        (Drop, {"nth": 0}),
-        (Drop, {"times": 0}),
-        (Drop, {"chance": 0}),
-        (Drop, {"chance": 50}),
-    ],
-    ids=str,
-)
-def test_rule_that_can_never_match_is_refused(rule: type[Rule], arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"subject|kind|nth|chance"):
-        rule(**arguments)
+IMPOSSIBLE: list[tuple[type[Rule], dict[str, Any]]] = [
+    (Drop, {"kind": "puback"}),
+    (Lose, {"subject": "s", "kind": "pub_ack"}),
+    (Delay, {"subject": 0.02}),
+    (Drop, {"subject": "s..a"}),
+    (Drop, {"nth": 0}),
+    (Drop, {"times": 0}),
+    (Drop, {"chance": 0}),
+    (Drop, {"chance": 50}),
+]
+
+
+def test_rule_that_can_never_match_is_refused() -> None:
+    for rule, arguments in IMPOSSIBLE:
+        with pytest.raises(ValueError, match=r"subject|kind|nth|chance"):
+            rule(**arguments)
 
 
 def test_when_condition_selects_the_messages() -> None:

@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,39 +56,33 @@ class Bench:
         assert b"account_info_response" in answer.payload
 
 
-@pytest.mark.parametrize("number", [DIGITS, "\u00b2", "\u0663", "-1", "1_0", ""])
-def test_invalid_numbers_are_refused(number: str) -> None:
-    bench = Bench()
-    bench.send(f"$JS.ACK.S.C.1.{number or 'x'}.1.0.0")
-    bench.send("$JS.ACK.S.C.1.1.1.0.0", b"+NXT " + number.encode())
-    bench.send("$JS.ACK.S.C.1.1.1.0.0", b"-NAK " + number.encode())
-    bench.send("$JS.API.CONSUMER.MSG.NEXT.S.C", number.encode())
-    for name in NAMES.split():
-        bench.send("s.a", b"x", header=f"NATS/1.0\r\n{name}: {number}\r\n\r\n".encode())
-    (refused,) = bench.send("s.a", reply=f"R.b.10.ok.{number or 'x'}.1.$FI")
-    assert json.loads(refused.payload)["error"]["err_code"] in (10206, 10208)
-    bench.goes_on()
+def test_invalid_numbers_are_refused() -> None:
+    for number in (DIGITS, "\u00b2", "\u0663", "-1", "1_0", ""):
+        bench = Bench()
+        bench.send(f"$JS.ACK.S.C.1.{number or 'x'}.1.0.0")
+        bench.send("$JS.ACK.S.C.1.1.1.0.0", b"+NXT " + number.encode())
+        bench.send("$JS.ACK.S.C.1.1.1.0.0", b"-NAK " + number.encode())
+        bench.send("$JS.API.CONSUMER.MSG.NEXT.S.C", number.encode())
+        for name in NAMES.split():
+            bench.send("s.a", b"x", header=f"NATS/1.0\r\n{name}: {number}\r\n\r\n".encode())
+        (refused,) = bench.send("s.a", reply=f"R.b.10.ok.{number or 'x'}.1.$FI")
+        assert json.loads(refused.payload)["error"]["err_code"] in (10206, 10208), number
+        bench.goes_on()
 
 
-@pytest.mark.parametrize("ttl", [DIGITS, DIGITS + "s", "1" + "." * 3000, "1.s", ".s", "1h" * 2000])
-def test_invalid_ttls_are_refused_quickly(ttl: str) -> None:
-    (answer,) = Bench().send("s.a", header=f"NATS/1.0\r\nNats-TTL: {ttl}\r\n\r\n".encode())
-    assert (b'"err_code":10165' in answer.payload) == (ttl not in ("1.s", "1h" * 2000))
+def test_invalid_ttls_are_refused_quickly() -> None:
+    for ttl in (DIGITS, DIGITS + "s", "1" + "." * 3000, ".s", "1h" * 2000):
+        (answer,) = Bench().send("s.a", header=f"NATS/1.0\r\nNats-TTL: {ttl}\r\n\r\n".encode())
+        assert (b'"err_code":10165' in answer.payload) == (ttl != "1h" * 2000), ttl[:9]
 
 
-@pytest.mark.parametrize("subject", [*APIS, "CONSUMER.DELETE.S.C", "STREAM.DELETE.S"])
-def test_invalid_json_is_refused(subject: str) -> None:
-    bench = Bench()
-    for payload in (
-        b"[" * 5000,
-        b'{"seq":' + DIGITS.encode() + b"}",
-        b'{"name":NaN}',
-        b"\x00",
-        b"\xff{",
-        b'{"name":"\xff"}',
-    ):
-        bench.send(f"$JS.API.{subject}", payload)
-    bench.goes_on()
+def test_invalid_json_is_refused() -> None:
+    numbers = b'{"seq":' + DIGITS.encode() + b"}"
+    for subject in (*APIS, "CONSUMER.DELETE.S.C", "STREAM.DELETE.S"):
+        bench = Bench()
+        for payload in (b"[" * 5000, numbers, b'{"name":NaN}', b"\x00", b"\xff{", b'{"name":"\xff"}'):
+            bench.send(f"$JS.API.{subject}", payload)
+        bench.goes_on()
 
 
 def test_unpaired_surrogate_is_replaced() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import functools
 import io
-import re
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -23,14 +22,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 START_AGAIN: Final = "--overwrite discards the export and starts again"
+INSTEAD: Final = "export other messages with --subject or --start-seq, and read this one with DirectGet"
 COLUMNS: Final = ("seq", "time", "subject", "headers", "data", "data_base64")
 _VERSION_LINE: Final = VERSION + CRLF
 _PARQUET_ROWS: Final = 10_000  # converted at a time, or
 _PARQUET_BYTES: Final = 8 << 20
-# Spreadsheets take a cell with such a start as a formula, the last four in East Asian versions. Where a comma is the
-# decimal sign, they split the file at semicolons and line breaks instead, also inside quotes.
-_FORMULA: Final = re.compile('^(?=[\t\r\n])|(^|[;\t\r\n]"*)(?=[-=+@\uff1d\uff0b\uff0d\uff20])')
-_NUMBER: Final = re.compile(r"-(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")  # a negative one of JSON
 
 
 def is_export(columns: Iterable[str]) -> bool:
@@ -57,9 +53,8 @@ class JsonLines:
     appends: bool = True
     is_text: bool = True
 
-    def __init__(self, *, lossy: bool = False) -> None:
+    def __init__(self) -> None:
         self.headers_left_out: int = 0
-        self._lossy = lossy  # write U+FFFD for bytes that are not UTF-8
 
     def head(self) -> bytes:
         """Return the bytes before the first message."""
@@ -75,11 +70,10 @@ class JsonLines:
 
     def _row(self, message: StoredMsg) -> dict[str, Any]:
         subject, pairs, lines = message.subject, message.header_pairs, message.stored_lines
-        if not self._lossy:
-            if not (message.raw_subject.isascii() and lines.isascii()):
-                _check_utf_8(message)
-            if lines and (lines.count(CRLF) != len(pairs) or not lines.startswith(_VERSION_LINE)):
-                _check_lines(message)
+        if not (message.raw_subject.isascii() and lines.isascii()):
+            _check_utf_8(message)
+        if lines and (lines.count(CRLF) != len(pairs) or not lines.startswith(_VERSION_LINE)):
+            _check_lines(message)
         headers: dict[str, str | list[str]] = dict(pairs)
         if len(headers) < len(pairs):
             values: dict[str, list[str]] = {}
@@ -113,7 +107,7 @@ def _check_utf_8(message: StoredMsg) -> None:
         except UnicodeDecodeError:
             raise UnwritableError(
                 f"message {message.seq} of stream {message.stream!r}: column {what!r} would lose bytes that are not UTF-8; "
-                "--lossy writes U+FFFD in their place"
+                f"{INSTEAD}"
             ) from None
 
 
@@ -122,7 +116,7 @@ def _check_lines(message: StoredMsg) -> None:
     if (line := line_without_header(message.stored_lines)) is not None:
         raise UnwritableError(
             f"message {message.seq} of stream {message.stream!r}: column 'headers' would lose the line {line!r}, which is no "
-            "header; --lossy leaves it out"
+            f"header; {INSTEAD}"
         )
 
 
@@ -131,8 +125,8 @@ class Csv(JsonLines):
 
     name: str = "csv"
 
-    def __init__(self, *, lossy: bool = False, delimiter: str = ",") -> None:
-        super().__init__(lossy=lossy)
+    def __init__(self, delimiter: str) -> None:
+        super().__init__()
         self._delimiter = delimiter
         if delimiter != ",":
             self.name = f"{self.name} with {delimiter!r}"
@@ -148,25 +142,8 @@ class Csv(JsonLines):
         for message in messages:
             row = self._row(message)
             row["headers"] = orjson.dumps(row["headers"]).decode() if row["headers"] else ""
-            writer.writerow({name: self._cell(value) for name, value in row.items()})
+            writer.writerow(row)
         return text.getvalue().encode()
-
-    def _cell(self, value: str | int) -> str | int:
-        return value
-
-
-class SpreadsheetCsv(Csv):
-    """CSV whose text a spreadsheet does not run as formulas (OWASP, "CSV Injection"); numbers such as -5 stay numbers."""
-
-    name = "csv for spreadsheets"
-
-    def _cell(self, value: str | int) -> str | int:
-        return value if isinstance(value, int) else without_formulas(value)
-
-
-def without_formulas(text: str) -> str:
-    """Return a text of a cell with apostrophes before all that a spreadsheet may run as a formula."""
-    return text if _NUMBER.fullmatch(text) else _FORMULA.sub(r"\1'", text)
 
 
 class Parquet(JsonLines):

@@ -12,7 +12,7 @@ import orjson
 
 from jetstream_ext.cli.files.exact_json import decode_exact, decode_numbers
 from jetstream_ext.cli.files.formats import compressed, conversion
-from jetstream_ext.cli.files.message_files import JsonLines, UnwritableError, without_formulas
+from jetstream_ext.cli.files.message_files import JsonLines, UnwritableError
 from jetstream_ext.cli.files.row_files import types_in
 from jetstream_ext.cli.output import one_line
 from jetstream_ext.protocol.direct import StoredMsg
@@ -66,11 +66,10 @@ class _Table(TableLines):
 class TableCsv(_Table):
     """A column for each key; texts are quoted, and nested values are JSON. A missing value and null are an empty cell."""
 
-    def __init__(self, *, delimiter: str = ",", spreadsheet: bool = False) -> None:
+    def __init__(self, delimiter: str) -> None:
         super().__init__()
         self._delimiter = delimiter
-        self._spreadsheet = spreadsheet
-        self.name: str = f"rows in csv with {delimiter!r}{' for spreadsheets' if spreadsheet else ''}"
+        self.name: str = f"rows in csv with {delimiter!r}"
 
     def _check(self, data: bytes) -> None:
         decode_exact(data)
@@ -80,7 +79,6 @@ class TableCsv(_Table):
         for _, payload in _lines(part):
             names.update(orjson.loads(payload))
         _check_names(part, names)
-        self._check_headings(names)
         with conversion(part, file) as fresh, compressed(fresh, file) as target:
             if names:
                 target.write(self._joined(self._name(name) for name in names))
@@ -90,16 +88,6 @@ class TableCsv(_Table):
                     target.write(self._joined(self._cell(row.get(name)) for name in names))
                 except TypeError as error:  # orjson writes less depth than it reads
                     raise UnwritableError(f"message {seq}: its payload is nested too deeply; {_INSTEAD}") from error
-
-    def _check_headings(self, names: Iterable[str]) -> None:
-        """Raise UnwritableError if apostrophes make the headings of two columns equal."""
-        headings: dict[str, str] = {}
-        for name in names:
-            heading = without_formulas(name) if self._spreadsheet else name
-            if (other := headings.setdefault(heading, name)) != name:
-                raise UnwritableError(
-                    f"columns {other!r} and {name!r} would both have the heading {heading!r}; export without --spreadsheet"
-                )
 
     def _joined(self, cells: Iterable[str]) -> bytes:
         line = self._delimiter.join(cells) or '""'  # readers leave out empty lines
@@ -120,8 +108,6 @@ class TableCsv(_Table):
         return self._text(value if isinstance(value, str) else orjson.dumps(value).decode())
 
     def _text(self, text: str) -> str:
-        if self._spreadsheet:
-            text = without_formulas(text)
         return '"' + text.replace('"', '""') + '"'
 
 

@@ -7,7 +7,7 @@ servers, independently, so that a mistake of one does not hide a mistake of the 
 Where to look, from the highest layer to the lowest:
 
 * `server`: the TCP server, and the clocks.
-* `engine`: the state machine: connections, logins and commands.
+* `engine`: the state machine: connections and commands.
 * `api`: the JSON API. `faults`: fault plans, and how they are applied.
 * `jetstream`: all streams, each with its consumers, batches and copies. `sourcing`: mirrors and sources.
 * `consumers`: positions, acknowledgements, redelivery, pull and push.
@@ -18,33 +18,29 @@ Where to look, from the highest layer to the lowest:
 * `wire`: the client protocol, header blocks, subjects, the texts of Go (JSON, times), error codes.
 """
 
-from .context import Limits as Limits
-from .engine import Engine as Engine
-from .faults import ChangeLeader as ChangeLeader
-from .faults import Cut as Cut
-from .faults import Delay as Delay
-from .faults import Drop as Drop
-from .faults import Duplicate as Duplicate
-from .faults import Faults as Faults
-from .faults import Ignore as Ignore
-from .faults import Lose as Lose
-from .faults import Overload as Overload
-from .faults import Reorder as Reorder
-from .faults import Rule as Rule
-from .faults import StaleReplica as StaleReplica
-from .faults import Stall as Stall
-from .faults import Unavailable as Unavailable
-from .releases import Profile as Profile
-from .router import Permissions as Permissions
-from .router import User as User
-from .server import Clock as Clock
-from .server import ReferenceServer as ReferenceServer
-from .server import SystemClock as SystemClock
-from .server import VirtualClock as VirtualClock
+from .context import Limits
+from .engine import Engine
+from .faults import (
+    ChangeLeader,
+    Cut,
+    Delay,
+    Drop,
+    Duplicate,
+    Faults,
+    Ignore,
+    Lose,
+    Overload,
+    Reorder,
+    Rule,
+    StaleReplica,
+    Stall,
+    Unavailable,
+)
+from .releases import Profile
+from .server import ReferenceServer, VirtualClock
 
 __all__ = [
     "ChangeLeader",
-    "Clock",
     "Cut",
     "Delay",
     "Drop",
@@ -55,15 +51,12 @@ __all__ = [
     "Limits",
     "Lose",
     "Overload",
-    "Permissions",
     "Profile",
     "ReferenceServer",
     "Reorder",
     "Rule",
     "StaleReplica",
     "Stall",
-    "SystemClock",
     "Unavailable",
-    "User",
     "VirtualClock",
 ]

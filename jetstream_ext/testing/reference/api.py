@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +15,8 @@ from .router import Message
 from .streams.config import StreamConfig, check_create, check_update, invalid_config, request_schema
 from .streams.direct_get import get_schema
 from .wire import golang, subjects
-from .wire.errors import ApiError, api_error
-from .wire.golang import BOOL, INT, STRING, TIME, UINT, Struct
+from .wire.errors import ApiError, api_error, not_modelled
+from .wire.golang import BOOL, INT, STRING, UINT, Schema
 
 _PREFIX = "$JS.API."
 _TYPE = "io.nats.jetstream.api.v1."
@@ -26,13 +25,12 @@ _NAMES_LIMIT = 1024
 _LIST_LIMIT = 256
 _SUBJECTS_LIMIT = 100_000
 _EMPTY_PAGE: dict[str, Any] = {"total": 0, "offset": 0, "limit": 0}
-_STREAM_INFO = Struct("JSApiStreamInfoRequest", {"offset": INT, "deleted_details": BOOL, "subjects_filter": STRING})
-_STREAM_LIST = Struct("JSApiStreamListRequest", {"offset": INT, "subject": STRING})
-_STREAM_PURGE = Struct("JSApiStreamPurgeRequest", {"filter": STRING, "seq": UINT, "keep": UINT})
-_MESSAGE_DELETE = Struct("JSApiMsgDeleteRequest", {"seq": UINT, "no_erase": BOOL})
-_CONSUMER_LIST = Struct("JSApiConsumersRequest", {"offset": INT})
-_CONSUMER_PAUSE = Struct("JSApiConsumerPauseRequest", {"pause_until": TIME})
-_CONSUMER_RESET = Struct("JSApiConsumerResetRequest", {"seq": UINT})
+_STREAM_INFO: Schema = {"offset": INT, "deleted_details": BOOL, "subjects_filter": STRING}
+_STREAM_LIST: Schema = {"offset": INT, "subject": STRING}
+_STREAM_PURGE: Schema = {"filter": STRING, "seq": UINT, "keep": UINT}
+_MESSAGE_DELETE: Schema = {"seq": UINT, "no_erase": BOOL}
+_CONSUMER_LIST: Schema = {"offset": INT}
+_CONSUMER_RESET: Schema = {"seq": UINT}
 _OWN_METADATA = ("_nats.level", "_nats.req.level", "_nats.ver")
 
 
@@ -47,8 +45,6 @@ class Route:
     handler: Callable[[Request], dict[str, Any]]
     names: int = 1
     """How many names the subject ends with; -1 is one or more."""
-    on_error: dict[str, Any] = field(default_factory=dict)
-    """Further fields of a refusal."""
     strict: bool = True
     """Whether an unknown field is an error."""
     since: str = ""
@@ -82,20 +78,17 @@ class Request:
             raise api_error(10059)
         return hosted
 
-    def decode(self, schema: Struct) -> dict[str, Any]:
-        if not self.message.payload and self.profile.empty_request_is_default:
+    def decode(self, schema: Schema) -> dict[str, Any]:
+        if not self.message.payload:
             return {}
         try:
-            return golang.decode(self.message.payload, schema, strict=self.route.strict and self.profile.strict_json)
+            return golang.decode(self.message.payload, schema, strict=self.route.strict and self.profile.strict)
         except golang.JsonError as error:
             raise api_error(10025, error) from None
 
-    def decode_optional(self, schema: Struct) -> dict[str, Any]:
-        """Decode the payload of a request that needs none."""
-        if self.profile.empty_request_is_default:
-            given = self.message.payload.lstrip(b" \t\r\n")[:1] in (b"{", b"[")
-        else:
-            given = not _is_empty(self.message.payload)
+    def decode_optional(self, schema: Schema) -> dict[str, Any]:
+        """Decode the payload of a request that needs none; anything but an object or a list counts as none."""
+        given = self.message.payload.lstrip(b" \t\r\n")[:1] in (b"{", b"[")
         return self.decode(schema) if given else {}
 
     def require_empty(self) -> None:
@@ -105,12 +98,7 @@ class Request:
 
 def _is_empty(payload: bytes) -> bool:
     """Whether a payload is empty, or an empty JSON object."""
-    if not payload:
-        return True
-    try:
-        return bool(json.loads(payload) == {})
-    except (ValueError, RecursionError):
-        return False
+    return payload.strip() in (b"", b"{}")
 
 
 def _page(request: dict[str, Any], names: list[str], limit: int) -> tuple[dict[str, Any], list[str]]:
@@ -148,12 +136,12 @@ class Api:
         self._requests += 1
         answer: dict[str, Any] = {"type": f"{_TYPE}{route.type}_response"}
         try:
-            if context.profile.required_level and not context.profile.meets_required_level(request.message.header):
+            if context.profile.strict and not context.profile.meets_required_level(request.message.header):
                 raise api_error(10185)
             answer |= route.handler(request)
         except ApiError as error:
             self._refused += 1
-            answer |= {"error": error.as_json(), **route.on_error}
+            answer["error"] = error.as_json()
         except _UnansweredError:
             return
         if request.message.reply:
@@ -165,27 +153,19 @@ class Api:
         hosted = self._jetstream.streams.values()
         profile = request.profile
         used = {"file": 0, "memory": 0}
-        reserved = 0
         for each in hosted:
-            config = each.stream.config
-            used[config["storage"]] += each.stream.store.bytes
-            if profile.reserves_unlimited and config["storage"] == "file":
-                reserved += config["max_bytes"]
+            used[each.stream.config["storage"]] += each.stream.store.bytes
         unlimited = ("max_memory", "max_storage", "max_streams", "max_consumers", "max_ack_pending")
+        per_stream = ("memory_max_stream_bytes", "storage_max_stream_bytes")
         level = {"level": profile.api_level} if profile.api_level else {}
         return {
             "memory": used["memory"],
             "storage": used["file"],
             "reserved_memory": 0,
-            "reserved_storage": reserved % (1 << 64),
+            "reserved_storage": 0,
             "streams": len(hosted),
             "consumers": sum(len(each.consumers) for each in hosted),
-            "limits": {
-                **dict.fromkeys(unlimited, -1),
-                "memory_max_stream_bytes": -1,
-                "storage_max_stream_bytes": -1,
-                "max_bytes_required": False,
-            },
+            "limits": {**dict.fromkeys((*unlimited, *per_stream), -1), "max_bytes_required": False},
             "api": {**level, "total": self._requests, "errors": self._refused},
         }
 
@@ -201,8 +181,6 @@ def _create_stream(request: Request) -> dict[str, Any]:
         raise api_error(10056)
     if any(char in name for char in "\\/"):
         raise api_error(10128)
-    if wanted.get("sealed"):
-        raise invalid_config("stream configuration for create can not be sealed")
     if wanted.get("mirror_direct") and not wanted.get("mirror"):
         raise invalid_config("stream has no mirror but does have mirror direct")
     config = check_create(wanted, request.profile, jetstream.find_config)
@@ -235,7 +213,7 @@ def _update_stream(request: Request) -> dict[str, Any]:
     if request.names[0] != config["name"]:
         raise api_error(10056)
     hosted = request.find_stream()
-    check_update(hosted.stream.config, config, request.profile)
+    check_update(hosted.stream.config, config)
     _check_overlap(request, config)
     hosted.update(config)
     return hosted.info_json()
@@ -249,14 +227,10 @@ def _stream_info(request: Request) -> dict[str, Any]:
     totals = hosted.stream.store.totals(pattern) if pattern else {}
     if not totals:
         return _EMPTY_PAGE | info
-    offset = max(wanted.get("offset", 0), 0)
-    names = sorted(totals)[offset : offset + _SUBJECTS_LIMIT]
-    state = info["state"]
-    last = {name: state.pop(name) for name in ("num_deleted", "deleted", "consumer_count") if name in state}
+    page, names = _page(wanted, sorted(totals), _SUBJECTS_LIMIT)
     if names:
-        state["subjects"] = {name: totals[name] for name in names}
-    state |= last
-    return {"total": len(totals), "offset": offset, "limit": _SUBJECTS_LIMIT, **info}
+        info["state"]["subjects"] = {name: totals[name] for name in names}
+    return {**info, **page}
 
 
 def _delete_stream(request: Request) -> dict[str, Any]:
@@ -270,8 +244,6 @@ def _purge_stream(request: Request) -> dict[str, Any]:
     if wanted.get("seq") and wanted.get("keep"):
         raise api_error(10003)
     stream = request.find_stream().stream
-    if stream.config["sealed"]:
-        raise api_error(10109)
     if stream.config["deny_purge"]:
         raise api_error(10110, "stream purge not permitted")
     purged = stream.purge(wanted.get("filter", ""), seq=wanted.get("seq", 0), keep=wanted.get("keep", 0))
@@ -296,7 +268,7 @@ def _stream_names(request: Request) -> dict[str, Any]:
 
 def _list_streams(request: Request) -> dict[str, Any]:
     fields, names = _page_of_streams(request, _LIST_LIMIT)
-    return {**fields, "streams": [request.jetstream.streams[name].info_json(stored=True) for name in names]}
+    return {**fields, "streams": [request.jetstream.streams[name].info_json() for name in names]}
 
 
 def _get_message(request: Request) -> dict[str, Any]:
@@ -328,8 +300,6 @@ def _delete_message(request: Request) -> dict[str, Any]:
         raise api_error(10003)
     wanted = request.decode(_MESSAGE_DELETE)
     stream = request.find_stream().stream
-    if stream.config["sealed"]:
-        raise api_error(10109)
     if stream.config["deny_delete"]:
         raise api_error(10057, "message delete not permitted")
     seq = wanted.get("seq", 0)
@@ -350,23 +320,17 @@ def _create_consumer(request: Request) -> dict[str, Any]:
     stream_name, *rest = request.names
     if stream_name != wanted.get("stream_name", ""):
         raise api_error(10056)
-    name = rest[0] if rest else config.get("name", "")
+    durable = config.get("durable_name", "")
+    name, pattern = rest[0] if rest else config.get("name", ""), ".".join(rest[1:])
     if any(char in name for char in "\\/"):
         raise api_error(10127)
-    pattern = ".".join(rest[1:])
-    if request.message.subject.startswith("$JS.API.CONSUMER.DURABLE."):
-        if not config.get("durable_name"):
-            raise api_error(10018)
-        if name != config["durable_name"]:
-            raise api_error(10017)
-        if request.profile.strict_config:
-            config["name"] = name
-    elif rest:
-        if config.get("durable_name") and name != config["durable_name"]:
-            raise api_error(10017)
-        config["name"] = name
-    elif config.get("durable_name"):
+    if request.message.subject.startswith("$JS.API.CONSUMER.DURABLE.") and not durable:
+        raise api_error(10018)
+    if durable and not rest:
         raise api_error(10020)
+    if durable and name != durable:
+        raise api_error(10017)
+    config["name"] = name
     if pattern and config.get("filter_subjects"):
         raise api_error(10137)
     if pattern and config.get("filter_subject", "") != pattern:
@@ -374,8 +338,7 @@ def _create_consumer(request: Request) -> dict[str, Any]:
     if config.get("num_replicas", 0) > 1:
         raise api_error(10074)
     hosted = request.find_stream()
-    pedantic = wanted.get("pedantic", False)
-    consumer = hosted.consumers.create(hosted.stream, config, wanted.get("action", ""), pedantic=pedantic)
+    consumer = hosted.consumers.create(hosted.stream, config, wanted.get("action", ""))
     request.afterwards.append(consumer.pump)
     return consumer.info_json()
 
@@ -408,16 +371,7 @@ def _list_consumers(request: Request) -> dict[str, Any]:
     wanted = request.decode_optional(_CONSUMER_LIST)
     consumers = request.find_stream().consumers.by_name
     fields, names = _page(wanted, sorted(consumers), _LIST_LIMIT)
-    return {**fields, "consumers": [consumers[name].info_json(stored=True) for name in names]}
-
-
-def _pause_consumer(request: Request) -> dict[str, Any]:
-    until = request.decode_optional(_CONSUMER_PAUSE).get("pause_until")
-    consumer = _find_consumer(request)
-    consumer.pause(until)
-    shown = golang.ZERO_TIME if until is None else golang.rfc3339(until)
-    left = consumer.paused_for
-    return {"paused": bool(left), "pause_until": shown, **({"pause_remaining": left} if left else {})}
+    return {**fields, "consumers": [consumers[name].info_json() for name in names]}
 
 
 def _reset_consumer(request: Request) -> dict[str, Any]:
@@ -436,25 +390,32 @@ def _reset_consumer(request: Request) -> dict[str, Any]:
     return {**consumer.info_json(), "reset_seq": seq}
 
 
-_NO_STREAMS = _EMPTY_PAGE | {"streams": None}
-_NO_CONSUMERS = _EMPTY_PAGE | {"consumers": []}
-_NOT_PAUSED = {"paused": False, "pause_until": golang.ZERO_TIME}
+def _refuse(request: Request) -> dict[str, Any]:
+    raise not_modelled(f"the request {request.message.subject}")
+
+
 _ROUTES = {
     "STREAM.CREATE": Route("stream_create", _create_stream),
     "STREAM.UPDATE": Route("stream_update", _update_stream),
-    "STREAM.INFO": Route("stream_info", _stream_info, on_error=_EMPTY_PAGE),
+    "STREAM.INFO": Route("stream_info", _stream_info),
     "STREAM.DELETE": Route("stream_delete", _delete_stream),
-    "STREAM.PURGE": Route("stream_purge", _purge_stream, on_error={"purged": 0}),
-    "STREAM.NAMES": Route("stream_names", _stream_names, 0, _NO_STREAMS),
-    "STREAM.LIST": Route("stream_list", _list_streams, 0, _NO_STREAMS),
+    "STREAM.PURGE": Route("stream_purge", _purge_stream),
+    "STREAM.NAMES": Route("stream_names", _stream_names, 0),
+    "STREAM.LIST": Route("stream_list", _list_streams, 0),
     "STREAM.MSG.GET": Route("stream_msg_get", _get_message),
     "STREAM.MSG.DELETE": Route("stream_msg_delete", _delete_message),
     "CONSUMER.CREATE": Route("consumer_create", _create_consumer, -1),
     "CONSUMER.DURABLE.CREATE": Route("consumer_create", _create_consumer, 2),
     "CONSUMER.INFO": Route("consumer_info", _consumer_info, 2),
     "CONSUMER.DELETE": Route("consumer_delete", _delete_consumer, 2),
-    "CONSUMER.NAMES": Route("consumer_names", _consumer_names, on_error=_NO_CONSUMERS),
-    "CONSUMER.LIST": Route("consumer_list", _list_consumers, on_error=_NO_CONSUMERS),
-    "CONSUMER.PAUSE": Route("consumer_pause", _pause_consumer, 2, _NOT_PAUSED, since="pause"),
-    "CONSUMER.RESET": Route("consumer_reset", _reset_consumer, 2, {"reset_seq": 0}, strict=False, since="reset"),
+    "CONSUMER.NAMES": Route("consumer_names", _consumer_names),
+    "CONSUMER.LIST": Route("consumer_list", _list_consumers),
+    "CONSUMER.PAUSE": Route("consumer_pause", _refuse, 2, since="pause"),
+    "CONSUMER.RESET": Route("consumer_reset", _reset_consumer, 2, strict=False, since="reset"),
+    "STREAM.SNAPSHOT": Route("stream_snapshot", _refuse),
+    "STREAM.RESTORE": Route("stream_restore", _refuse),
+    "STREAM.LEADER.STEPDOWN": Route("stream_leader_stepdown", _refuse),
+    "STREAM.PEER.REMOVE": Route("stream_remove_peer", _refuse),
+    "CONSUMER.LEADER.STEPDOWN": Route("consumer_leader_stepdown", _refuse, 2),
+    "CONSUMER.UNPIN": Route("consumer_unpin", _refuse, 2, since="priorities"),
 }

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from .context import Timer
 from .router import Message
-from .streams.publish import DuplicateMessageError, Staged, check_intake, check_staged, pub_error, publish
+from .streams.publish import DuplicateMessageError, Staged, check_size, check_staged, pub_error, publish
 from .streams.stream import Stream
 from .wire.errors import ApiError, api_error
 from .wire.golang import SECOND
@@ -19,17 +19,6 @@ class _Batch:
     timeout: Timer
     last: int = 0
     staged: list[tuple[str, bytes, bytes]] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The batch headers of one message."""
-
-    id: str
-    seq: int
-    commit: bool = False
-    eob: bool = False
-    invalid_commit: bool = False
 
 
 class AtomicBatches:
@@ -57,67 +46,58 @@ class AtomicBatches:
     def _receive(self, batch_id: str, message: Message, header: bytes) -> None:
         stream = self._stream
         profile = stream.profile
-        check_intake(stream, header, message.payload)
+        check_size(stream, header, message.payload)
         if not stream.config["allow_atomic"]:
             raise api_error(10174)
         if len(batch_id.encode("utf-8", "surrogateescape")) > _MAX_ID:
             raise api_error(10179)
-        part = self._parse(batch_id, header)
-        batch = self._find_or_open(part)
-        if part.invalid_commit:
+        seq = parse_number(get_header(header, "Nats-Batch-Sequence"))
+        if seq is None:
+            raise api_error(10175)
+        commit = get_header(header, "Nats-Batch-Commit")
+        eob = commit == "eob" and profile.atomic_eob
+        batch = self._find_or_open(batch_id, seq, seq - eob)
+        if commit not in (None, "1") and not eob:
             self._drop(batch_id)
             raise api_error(10200)
-        if profile.required_level_in_batch and get_header(header, "Nats-Required-Api-Level"):
+        if get_header(header, "Nats-Required-Api-Level"):
             if not profile.meets_required_level(header):
-                self._abandon(batch_id, "unsupported" if profile.atomic_eob else "")
+                self._abandon(batch_id, "unsupported")
                 raise api_error(10185)
             header = remove_header(header, "Nats-Required-Api-Level")
         batch.timeout.set_in(round(stream.context.limits.batch_timeout * SECOND))
         batch.last += 1
-        if batch.last != part.seq or (part.seq == 1 and part.eob):
+        if batch.last != seq or (seq == 1 and eob):
             self._abandon(batch_id, "incomplete")
             raise api_error(10176)
         limit = stream.context.limits.batch_messages
-        if part.seq - part.eob > limit:
+        if seq - eob > limit:
             self._abandon(batch_id, "large")
             raise api_error(10199, limit)
-        if not part.eob:
+        if not eob:
             batch.staged.append((message.subject, header, message.payload))
-        if part.commit:
+        if commit is not None:
             self._drop(batch_id)
-            self._commit(part, batch, message.reply)
+            self._commit(batch_id, batch, message.reply, eob=eob)
         elif message.reply and not stream.config["no_ack"]:
             stream.context.send(message.reply)
 
-    def _parse(self, batch_id: str, header: bytes) -> _Part:
-        profile = self._stream.profile
-        text = get_header(header, "Nats-Batch-Sequence")
-        seq = parse_number(text)
-        if seq is None:
-            if not text or profile.atomic_busy_is_429:
-                raise api_error(10175)
-            seq = (1 << 64) - 1
-        commit = get_header(header, "Nats-Batch-Commit")
-        if commit is None:
-            return _Part(batch_id, seq)
-        eob = commit == "eob" and profile.atomic_eob
-        valid = eob or commit == "1" or profile.atomic_any_commit
-        return _Part(batch_id, seq, commit=True, eob=eob, invalid_commit=not valid)
-
-    def _find_or_open(self, part: _Part) -> _Batch:
-        batch = self._open.get(part.id)
+    def _find_or_open(self, batch_id: str, seq: int, size: int) -> _Batch:
+        batch = self._open.get(batch_id)
         if batch is not None:
             return batch
         context = self._stream.context
         limits = context.limits
-        if part.seq != 1:
+        if seq != 1:
             # The server's counter is unsigned: the end of a batch at sequence 0 is a very large batch.
-            if (part.seq - part.eob) % (1 << 64) > limits.batch_messages:
-                raise api_error(10199, limits.batch_messages)
-            raise api_error(10176)
+            raise (
+                api_error(10199, limits.batch_messages)
+                if size % (1 << 64) > limits.batch_messages
+                else api_error(10176)
+            )
         if len(self._open) >= limits.atomic_per_stream or self._count_on_server() >= limits.atomic_total:
-            raise api_error(10210 if self._stream.profile.atomic_busy_is_429 else 10176)
-        batch = self._open[part.id] = _Batch(Timer(context, lambda: self._abandon(part.id, "timeout")))
+            raise api_error(10210)
+        batch = self._open[batch_id] = _Batch(Timer(context, lambda: self._abandon(batch_id, "timeout")))
         return batch
 
     def _drop(self, batch_id: str) -> None:
@@ -127,24 +107,21 @@ class AtomicBatches:
 
     def _abandon(self, batch_id: str, reason: str) -> None:
         self._drop(batch_id)
-        if reason:
-            self._stream.send_batch_abandoned(batch_id, reason)
+        self._stream.send_batch_abandoned(batch_id, reason)
 
-    def _commit(self, part: _Part, batch: _Batch, reply: str) -> None:
+    def _commit(self, batch_id: str, batch: _Batch, reply: str, *, eob: bool) -> None:
         stream = self._stream
         staged = Staged()
         for subject, header, payload in batch.staged:
             if get_header(header, "Nats-Expected-Last-Msg-Id"):
                 raise api_error(10177, "Nats-Expected-Last-Msg-Id")
-            if not stream.profile.atomic_dedupe and get_header(header, "Nats-Msg-Id"):
-                raise api_error(10177, "Nats-Msg-Id")
             try:
                 check_staged(stream, staged, subject, header, payload)
             except DuplicateMessageError:
                 raise api_error(10201) from None
-        if part.eob:
+        if eob:
             subject, header, payload = batch.staged[-1]
             batch.staged[-1] = (subject, add_headers(header, ("Nats-Batch-Commit", "1")), payload)
         for index, (subject, header, payload) in enumerate(batch.staged, 1):
             last = index == len(batch.staged)
-            publish(stream, subject, header, payload, reply=reply if last else "", batch=(part.id, index))
+            publish(stream, subject, header, payload, reply=reply if last else "", batch=(batch_id, index))

@@ -1,8 +1,9 @@
 """The state that all parts of the server share: release, limits, time, timers, random numbers and router."""
 
-import heapq
+from __future__ import annotations
+
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 
 from .releases import Profile
@@ -10,7 +11,6 @@ from .router import Router
 from .wire.golang import SECOND
 from .wire.protocol import status_header
 
-_FEW_TIMERS = 64
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _BASE32 = "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567"
 
@@ -28,47 +28,36 @@ class Limits:
     """Seconds without a message after which the server drops a batch."""
 
 
-@dataclass(order=True, slots=True)
+@dataclass(eq=False, slots=True)
 class TimerHandle:
     when: int
-    order: int
-    call: Callable[[], None] = field(compare=False)
-    active: bool = field(default=True, compare=False)
+    call: Callable[[], None]
+    waiting: dict[TimerHandle, None]
 
     def cancel(self) -> None:
-        self.active = False
+        self.waiting.pop(self, None)
 
 
 class Timers:
-    """A heap of calls, ordered by time and then by creation. It never reads a clock."""
+    """Calls, ordered by time and then by creation. It never reads a clock."""
 
     def __init__(self) -> None:
-        self._heap: list[TimerHandle] = []
-        self._count = 0
-        self._sweep_at = _FEW_TIMERS
-
-    def __len__(self) -> int:
-        return len(self._heap)
+        self._waiting: dict[TimerHandle, None] = {}
 
     def call_at(self, when: int, call: Callable[[], None]) -> TimerHandle:
-        if len(self._heap) >= self._sweep_at:
-            # Every message of a batch cancels a timer; a virtual clock that stands still never reaches them.
-            self._heap = [handle for handle in self._heap if handle.active]
-            heapq.heapify(self._heap)
-            self._sweep_at = max(2 * len(self._heap), _FEW_TIMERS)
-        self._count += 1
-        handle = TimerHandle(when, self._count, call)
-        heapq.heappush(self._heap, handle)
+        handle = TimerHandle(when, call, self._waiting)
+        self._waiting[handle] = None
         return handle
 
     def next(self) -> int | None:
-        while self._heap and not self._heap[0].active:
-            heapq.heappop(self._heap)
-        return self._heap[0].when if self._heap else None
+        return min((handle.when for handle in self._waiting), default=None)
 
     def pop(self, now: int) -> TimerHandle | None:
-        when = self.next()
-        return heapq.heappop(self._heap) if when is not None and when <= now else None
+        first = min(self._waiting, key=lambda handle: handle.when, default=None)
+        if first is None or first.when > now:
+            return None
+        first.cancel()
+        return first
 
 
 class ServerContext:
@@ -78,7 +67,7 @@ class ServerContext:
         self.now: int = 0
         self.timers: Timers = Timers()
         self.random: Random = Random(seed)  # noqa: S311 — must be reproducible, and protects no secret
-        self.router: Router = Router(profile, self.random)
+        self.router: Router = Router(self.random)
         self.send: Callable[..., None] = self.router.send
         self.server_id: str = "N" + "".join(self.random.choices(_BASE32, k=55))
 

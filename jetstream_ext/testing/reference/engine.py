@@ -1,16 +1,17 @@
 """The reference server as a state machine: commands in, outputs out, without sockets, tasks or a clock."""
 
 import json
-from collections.abc import Iterable
 
 from .api import Api
 from .context import Limits, ServerContext
 from .faults import Faults, Injector
 from .jetstream import JetStream
 from .releases import DIALECTS, Profile
-from .router import Connection, Message, Permissions, Subscription, User
+from .router import Connection, Message, Subscription
+from .streams.publish import pub_error
 from .wire import subjects
-from .wire.protocol import Command, Connect, Output, Ping, Pong, Publish, Refused, Subscribe, Unsubscribe
+from .wire.errors import not_modelled
+from .wire.protocol import Command, Connect, Output, Ping, Publish, Refused, Subscribe, Unsubscribe, get_header
 
 MAX_PAYLOAD = 1 << 20
 
@@ -35,8 +36,6 @@ class Engine:
         profile: Profile | None = None,
         *,
         seed: int = 0,
-        users: Iterable[User] = (),
-        token: str | None = None,
         jetstream: bool = True,
         host: str = "127.0.0.1",
         port: int = 4222,
@@ -48,8 +47,6 @@ class Engine:
         self.context: ServerContext = ServerContext(self.profile, limits or Limits(), seed)
         self._router = self.context.router
         self.max_payload = max_payload
-        self._users = {user.name: user for user in users}
-        self._token = token
         self._address = (host, port)
         self.jetstream: JetStream | None = JetStream(self.context) if jetstream else None
         if self.jetstream is not None:
@@ -62,7 +59,7 @@ class Engine:
     def attach(self, connection: int, now: int) -> list[Output]:
         """Add a connection, under an id that the caller chooses, and send it INFO."""
         self._advance(now)
-        self._router.connections[connection] = Connection(connection, authorized=not self._needs_login)
+        self._router.connections[connection] = Connection(connection)
         self._send_info(connection)
         return self._take()
 
@@ -75,13 +72,12 @@ class Engine:
     def handle(self, connection: int, command: Command, now: int) -> list[Output]:
         """Process a command of a connection.
 
-        An unknown connection is added as one that is logged in and understands headers, so a simulation needs no
-        handshake.
+        An unknown connection is added as one that understands headers, so a simulation needs no handshake.
         """
         self._advance(now)
         client = self._router.connections.get(connection)
         if client is None:
-            client = Connection(connection, authorized=True, headers=True, no_responders=True)
+            client = Connection(connection, headers=True, no_responders=True)
             self._router.connections[connection] = client
         self._dispatch(client, command)
         return self._take()
@@ -126,36 +122,26 @@ class Engine:
     def info(self) -> dict[str, object]:
         """Return the fields of INFO that are the same for every connection."""
         host, port = self._address
-        info: dict[str, object] = {
+        return {
             "server_id": self.context.server_id,
             "server_name": self.context.server_id,
             "version": self.profile.version,
             "proto": 1,
-            "git_commit": self.profile.git_commit,
-            "go": self.profile.go,
             "host": host,
             "port": port,
             "headers": True,
+            "max_payload": self.max_payload,
+            "jetstream": self.jetstream is not None,
         }
-        if self._needs_login:
-            info["auth_required"] = True
-        return info | {"max_payload": self.max_payload, "jetstream": self.jetstream is not None}
 
     def set_address(self, host: str, port: int) -> None:
         """Set the address that INFO reports."""
         self._address = (host, port)
 
-    @property
-    def _needs_login(self) -> bool:
-        return bool(self._users) or self._token is not None
-
-    def _send_info(self, connection: int, *, after_connect: bool = False) -> None:
+    def _send_info(self, connection: int) -> None:
         info = self.info() | {"client_id": connection, "client_ip": "127.0.0.1"}
-        if after_connect:
-            info |= {"connect_info": True, "remote_account": "$G"}
-        if self.profile.announces_level:
+        if self.profile.strict:
             info["api_lvl"] = self.profile.api_level
-        info |= {"xkey": "X" + self.context.server_id[1:]}
         self._router.send_line(connection, f"INFO {json.dumps(info, separators=(',', ':'))} ")
 
     def _advance(self, now: int) -> None:
@@ -179,66 +165,37 @@ class Engine:
         match command:
             case Connect(options):
                 self._connect(client, options)
-                return
             case Refused(reason):
                 self._end(client, reason)
-                return
-            case Ping() if client.authorized:
+            case Ping():
                 self._router.send_line(client.id, "PONG")
-                if client.async_info and not client.ponged and self.profile.announces_level:
-                    self._send_info(client.id, after_connect=True)
-                client.ponged = True
-                return
-            case Pong() if client.authorized:
-                return
-        if not client.authorized:
-            self._end(client, "Authorization Violation")
-            return
-        match command:
             case Publish():
                 self._publish(client, command)
             case Subscribe():
                 self._subscribe(client, command)
             case Unsubscribe():
                 self._unsubscribe(client, command)
-        if client.verbose and client.id in self._router.connections:
-            self._router.send_line(client.id, "+OK")
 
     def _connect(self, client: Connection, options: dict[str, object]) -> None:
-        permissions = self._login(options)
-        if permissions is None:
-            self._end(client, "Authorization Violation")
-            return
-        client.authorized = True
-        client.permissions = permissions
-        client.verbose = options.get("verbose") is True
-        client.pedantic = options.get("pedantic") is True
         client.echo = options.get("echo") is not False
         client.headers = options.get("headers") is True
-        client.async_info = options.get("protocol") == 1
         client.no_responders = options.get("no_responders") is True
         if client.no_responders and not client.headers:
             self._end(client, "No Responders Requires Headers Support")
-        elif client.verbose:
-            self._router.send_line(client.id, "+OK")
-
-    def _login(self, options: dict[str, object]) -> Permissions | None:
-        if self._token is not None and options.get("auth_token") == self._token:
-            return Permissions()
-        user = self._users.get(str(options.get("user")))
-        if user is not None and options.get("pass") == user.password:
-            return user.permissions
-        return None if self._needs_login else Permissions()
+        for name in ("verbose", "pedantic"):
+            if options.get(name):
+                self._end(client, str(not_modelled(f"option {name} of CONNECT")))
 
     def _publish(self, client: Connection, command: Publish) -> None:
-        if client.pedantic and not subjects.is_literal(command.subject):
-            self._router.send_line(client.id, "-ERR 'Invalid Publish Subject'")
-            return
-        if not client.permissions.may_publish(command.subject):
-            self._router.send_line(client.id, f"-ERR 'Permissions Violation for Publish to \"{command.subject}\"'")
-            return
         if not subjects.is_valid(command.subject):
             return  # no subscription matches it
+        if self.profile.tracing and get_header(command.header, "Nats-Trace-Dest"):
+            refusal = not_modelled("header Nats-Trace-Dest")
+            if command.reply:
+                self.context.send(command.reply, pub_error("", refusal))
+            else:
+                self._router.send_line(client.id, f"-ERR '{refusal}'")
+            return
         message = Message(command.subject, command.payload, command.reply, command.header, client.id)
         if not self.injector.faults.rules or self.injector.incoming(message):
             self._router.publish(message)
@@ -246,11 +203,6 @@ class Engine:
     def _subscribe(self, client: Connection, command: Subscribe) -> None:
         if not subjects.is_valid(command.subject):
             self._router.send_line(client.id, "-ERR 'Invalid Subject'")
-            return
-        if not client.permissions.may_subscribe(command.subject):
-            group = f' using queue "{command.queue}"' if command.queue else ""
-            violation = f'Permissions Violation for Subscription to "{command.subject}"{group}'
-            self._router.send_line(client.id, f"-ERR '{violation}'")
             return
         if command.sid in client.subscriptions:
             return

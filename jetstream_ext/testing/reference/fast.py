@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from .context import Timer
 from .releases import Profile
 from .router import Message
-from .streams.publish import DuplicateMessageError, Staged, check_intake, check_staged, pub_ack, pub_error, publish
+from .streams.publish import DuplicateMessageError, Staged, check_size, check_staged, pub_ack, pub_error, publish
 from .streams.stream import Stream
 from .wire import golang
 from .wire.errors import ApiError, api_error
@@ -66,15 +66,6 @@ class _Batch:
         """Count everything up to `last` as stored, unless a message is still pending."""
         if self.pending == 0:
             self.stored = self.last
-
-
-@dataclass(frozen=True, slots=True)
-class _Gap:
-    """What the server does with a message that is out of order."""
-
-    frame: bytes | None
-    """The frame that reports the gap; `None` if the release sends none."""
-    ends_batch: bool
 
 
 def is_fast(reply: str) -> bool:
@@ -152,7 +143,7 @@ class FastBatches:
 
     def _receive(self, message: Message, header: bytes) -> None:
         config, profile = self._stream.config, self._profile
-        check_intake(self._stream, header, message.payload)
+        check_size(self._stream, header, message.payload)
         if not config["allow_batched"]:
             raise api_error(10205)
         part = _parse(message.reply)
@@ -207,32 +198,34 @@ class FastBatches:
 
     def _is_in_order(self, batch: _Batch, part: _Part, reply: str) -> bool:
         """Advance to the sequence of a message; a gap is reported, and may end the batch."""
-        gap = _find_gap(self._profile, last=batch.last, seq=part.seq, gap_ok=batch.gap_ok)
-        if gap is not None:
-            if gap.frame is not None:
-                self._send(reply, gap.frame)
-            if gap.ends_batch:
-                self._commit(batch, reply)
-                return False
+        if self._gap_ends(batch, part.seq, reply):
+            self._commit(batch, reply)
+            return False
         batch.last = part.seq
         return True
 
     def _ping(self, batch: _Batch, part: _Part, reply: str) -> None:
         """Answer with what is stored; a ping carries the last sequence the publisher has sent."""
         following = max(part.seq, batch.last) + 1
-        gap = _find_gap(self._profile, last=batch.last, seq=following, gap_ok=batch.gap_ok)
-        if gap is not None:
-            if gap.frame is not None:
-                self._send(reply, gap.frame)
-            if gap.ends_batch:
-                answered = self._commit(batch, reply)
-            else:
-                batch.last = part.seq
-                batch.skip_to_last()
-                answered = self._check_flow(batch, reply)
-            if answered:
-                return
-        self._send_ack(batch, reply)
+        answered = False
+        if self._gap_ends(batch, following, reply):
+            answered = self._commit(batch, reply)
+        elif following > batch.last + 1:
+            batch.last = part.seq
+            batch.skip_to_last()
+            answered = self._check_flow(batch, reply)
+        if not answered:
+            self._send_ack(batch, reply)
+
+    def _gap_ends(self, batch: _Batch, seq: int, reply: str) -> bool:
+        """Report the gap before the message with sequence `seq`, if there is one; return whether it ends the batch.
+
+        A repeated or smaller sequence also counts as a gap, and ends the batch in both modes.
+        """
+        expected = batch.last + 1
+        if seq > expected or (seq < expected and self._profile.fast_backward_gap):
+            self._send(reply, _flow_gap(self._profile, expected, seq))
+        return seq < expected or (seq > expected and not batch.gap_ok)
 
     # Storing messages.
 
@@ -293,7 +286,7 @@ class FastBatches:
             if isinstance(error, ApiError):
                 self._send(reply, pub_error(name, error))
             else:
-                self._send(reply, pub_ack(profile, name, error.seq, duplicate=True, batch=(part.id, part.seq)))
+                self._send(reply, pub_ack(name, error.seq, duplicate=True, batch=(part.id, part.seq)))
             return
         if isinstance(error, ApiError):
             self._send(reply, _flow_error(profile, part.seq, error))
@@ -317,7 +310,7 @@ class FastBatches:
         return True
 
     def _send_final_ack(self, batch: _Batch, reply: str) -> None:
-        ack = pub_ack(self._profile, self._stream.name, batch.last_stream_seq, batch=(batch.id, batch.last))
+        ack = pub_ack(self._stream.name, batch.last_stream_seq, batch=(batch.id, batch.last))
         self._send(reply, ack)
 
     def _send_ack(self, batch: _Batch, reply: str) -> None:
@@ -340,18 +333,6 @@ class FastBatches:
             batch.flow = max(batch.flow // 2, share)
         self._send_ack(batch, reply)
         return True
-
-
-def _find_gap(profile: Profile, *, last: int, seq: int, gap_ok: bool) -> _Gap | None:
-    """Return the gap between the last message of a batch and the message with sequence `seq`, or `None`.
-
-    A repeated or smaller sequence also counts as a gap, and ends the batch in both modes.
-    """
-    expected = last + 1
-    if seq == expected:
-        return None
-    reported = seq > expected or profile.fast_backward_gap
-    return _Gap(_flow_gap(profile, expected, seq) if reported else None, ends_batch=seq < expected or not gap_ok)
 
 
 def _flow_gap(profile: Profile, expected: int, seq: int) -> bytes:

@@ -71,9 +71,9 @@ class HostedStream:
         self.atomic.forget_all()
         self.fast.leader_changed()
 
-    def info_json(self, *, deleted: bool = False, cluster: bool = False, stored: bool = False) -> dict[str, Any]:
-        """Return the fields of an info reply; see `config_json` for `stored`."""
-        info = self.stream.info_json(deleted=deleted, stored=stored)
+    def info_json(self, *, deleted: bool = False, cluster: bool = False) -> dict[str, Any]:
+        """Return the fields of an info reply."""
+        info = self.stream.info_json(deleted=deleted)
         if cluster:
             info["cluster"] = {"leader": self._context.server_id}
         rows = [puller.info_json() for puller in self.pullers]
@@ -102,7 +102,7 @@ class HostedStream:
 
     def _receive(self, message: Message) -> None:
         profile = self._context.profile
-        header = strip_status(message.header) if profile.strips_status else message.header
+        header = strip_status(message.header)
         header = remove_header(header, "Nats-Request-Info") if header else header
         if profile.fast and is_fast(message.reply):
             self.fast.receive(message, header)

@@ -1,11 +1,10 @@
-"""Core NATS: client connections, subscriptions, permissions, and the delivery of messages."""
+"""Core NATS: client connections, subscriptions, and the delivery of messages."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from .releases import Profile
 from .wire import subjects
 from .wire.protocol import Close, Deliver, Line, Output, status_header
 
@@ -46,55 +45,14 @@ class Subscription:
     key: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Permissions:
-    """The subjects a user may publish and subscribe to; `None` allows everything that is not denied."""
-
-    publish: Sequence[str] | None = None
-    publish_deny: Sequence[str] = ()
-    subscribe: Sequence[str] | None = None
-    subscribe_deny: Sequence[str] = ()
-
-    def may_publish(self, subject: str) -> bool:
-        """Whether the user may publish to a subject."""
-        allowed = self.publish is None or any(subjects.matches(pattern, subject) for pattern in self.publish)
-        return allowed and not any(subjects.matches(pattern, subject) for pattern in self.publish_deny)
-
-    def may_subscribe(self, subject: str) -> bool:
-        """Whether the user may subscribe to a subject or pattern."""
-        allowed = self.subscribe is None or any(_covers(pattern, subject) for pattern in self.subscribe)
-        return allowed and not any(_covers(pattern, subject) for pattern in self.subscribe_deny)
-
-    def may_receive(self, subject: str) -> bool:
-        """Whether the user receives messages on a subject: a permitted pattern may match denied subjects."""
-        return not any(subjects.matches(pattern, subject) for pattern in self.subscribe_deny)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class User:
-    """A user with a name, a password and permissions."""
-
-    name: str
-    password: str
-    permissions: Permissions = field(default_factory=Permissions)
-
-
 @dataclass(eq=False, slots=True)
 class Connection:
     """The connection of one client, with the options of its CONNECT."""
 
     id: int
-    authorized: bool = False
-    permissions: Permissions = field(default_factory=Permissions)
-    verbose: bool = False
-    pedantic: bool = False
     echo: bool = True
     headers: bool = False
     no_responders: bool = False
-    async_info: bool = False
-    """Whether the client accepts an INFO after the first one."""
-    ponged: bool = False
-    """Whether the server has sent a PONG."""
     subscriptions: dict[str, Subscription] = field(default_factory=dict)
 
 
@@ -104,8 +62,7 @@ class Router:
     A message published during a delivery, such as an acknowledgement, waits in a queue, so handlers never nest.
     """
 
-    def __init__(self, profile: Profile, random: Random) -> None:
-        self._profile = profile
+    def __init__(self, random: Random) -> None:
         self._random = random
         self._subscriptions: subjects.Sublist[Subscription] = subjects.Sublist()
         self._queue: deque[Message] = deque()
@@ -120,7 +77,7 @@ class Router:
 
     def unsubscribe(self, *subscriptions: Subscription) -> None:
         for subscription in subscriptions:
-            self._subscriptions.remove(subscription.subject, subscription.key)
+            self._subscriptions.remove(subscription.key)
 
     def respond_to(self, subject: str, handler: Handler, *, queue: str = "") -> Subscription:
         """Call a handler of the server for messages on a subject, until `unsubscribe`."""
@@ -167,8 +124,7 @@ class Router:
         connection = self.connections.get(message.origin if message.origin is not None else -1)
         if connection is None or not (connection.headers and connection.no_responders):
             return
-        named = [("Nats-Subject", message.subject)] if self._profile.names_subject_in_503 else []
-        answer = Message(message.reply, header=status_header("503", *named))
+        answer = Message(message.reply, header=status_header("503", ("Nats-Subject", message.subject)))
         for subscription in list(self._subscriptions.match(message.reply)):
             if subscription.connection == connection.id:
                 self._hand_over(subscription, answer)
@@ -177,7 +133,8 @@ class Router:
         reached = 0
         groups: dict[str, list[Subscription]] = {}
         for subscription in list(self._subscriptions.match(message.subject)):
-            if not self._may_receive(subscription, message):
+            own = message.origin is not None and subscription.connection == message.origin
+            if own and not self.connections[message.origin or 0].echo:
                 continue
             if subscription.queue:
                 groups.setdefault(subscription.queue, []).append(subscription)
@@ -188,14 +145,6 @@ class Router:
             reached += self._hand_over(chosen, message)
         if not reached and message.reply and message.origin is not None:
             self.send_no_responders(message)
-
-    def _may_receive(self, subscription: Subscription, message: Message) -> bool:
-        if subscription.connection is None:
-            return True
-        connection = self.connections[subscription.connection]
-        if message.origin == connection.id and not connection.echo:
-            return False
-        return connection.permissions.may_receive(message.subject)
 
     def _hand_over(self, subscription: Subscription, message: Message) -> bool:
         if subscription.handler is not None:
@@ -212,11 +161,3 @@ class Router:
             self.unsubscribe(subscription)
             connection.subscriptions.pop(subscription.sid, None)
         return True
-
-
-def _covers(pattern: str, subject: str) -> bool:
-    # Here the wildcards of a subscription are ordinary tokens: a permission for `*` covers a subscription to `>`.
-    left, right = pattern.split("."), subject.split(".")
-    if left[-1] == ">":
-        left, right = left[:-1], right[: len(left) - 1] if len(right) >= len(left) else []
-    return len(left) == len(right) and all(one in ("*", other) for one, other in zip(left, right, strict=True))

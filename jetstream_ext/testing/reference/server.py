@@ -5,32 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Protocol, Self
+from collections.abc import Callable
+from typing import Self
 
 from .context import Limits
 from .engine import MAX_PAYLOAD, Engine
 from .faults import Faults
 from .releases import DIALECTS, Profile
-from .router import User
 from .wire.golang import SECOND
 from .wire.protocol import Close, Output, Parser, encode
-
-
-class Clock(Protocol):
-    """A source of time for the reference server."""
-
-    def now(self) -> int:
-        """Return nanoseconds since 1970."""
-        ...
-
-
-class SystemClock:
-    """The system's time."""
-
-    def now(self) -> int:
-        """Return nanoseconds since 1970."""
-        return time.time_ns()
 
 
 class VirtualClock:
@@ -93,10 +76,8 @@ class ReferenceServer:
         dialect: str = "2.15",
         version: str | None = None,
         api_level: int | None = None,
-        clock: Clock | None = None,
+        clock: VirtualClock | None = None,
         seed: int = 0,
-        users: Iterable[User] = (),
-        token: str | None = None,
         jetstream: bool = True,
         max_payload: int = MAX_PAYLOAD,
         limits: Limits | None = None,
@@ -109,10 +90,8 @@ class ReferenceServer:
             dialect: A release line, `"2.10"` to `"2.15"`, or `"draft"` for the first wording of the ADRs.
             version: An exact release such as `"2.12.0"`; the default is the newest one of the dialect.
             api_level: The JetStream API level to claim; the default is that of the release.
-            clock: The source of time; a `VirtualClock` stands still until a test moves it.
+            clock: A clock that stands still until a test moves it; the default is the system's time.
             seed: The seed of the server's random numbers: server id, names, and the choice in queue groups.
-            users: The users that may connect; without users and `token`, every client may.
-            token: A token that lets a client connect.
             jetstream: Whether to enable JetStream.
             max_payload: The size limit of a message, in bytes.
             limits: How many batches the server accepts, and their timeout.
@@ -125,14 +104,13 @@ class ReferenceServer:
         if dialect not in DIALECTS:
             raise ValueError(f"unknown dialect {dialect!r}; the dialects are {', '.join(DIALECTS)}")
         profile = Profile.of(version or DIALECTS[dialect], draft=dialect == "draft", api_level=api_level)
-        self._clock = clock if clock is not None else SystemClock()
+        self._clock = clock
+        self._now: Callable[[], int] = time.time_ns if clock is None else clock.now
         self._max_payload = max_payload
         self._wanted_port = port
         self.engine: Engine = Engine(
             profile,
             seed=seed,
-            users=users,
-            token=token,
             jetstream=jetstream,
             max_payload=max_payload,
             limits=limits,
@@ -186,7 +164,7 @@ class ReferenceServer:
         self._loop = asyncio.get_running_loop()
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._wanted_port)
         self.engine.set_address("127.0.0.1", self.port)
-        if isinstance(self._clock, VirtualClock):
+        if self._clock is not None:
             self._clock.on_advance(self._on_advance)
         return self
 
@@ -237,7 +215,7 @@ class ReferenceServer:
         Raises:
             KeyError: The stream does not exist.
         """
-        self._do(lambda: self.engine.change_leader(stream, self._clock.now(), unsaved=unsaved))
+        self._do(lambda: self.engine.change_leader(stream, self._now(), unsaved=unsaved))
 
     def disconnect_all(self) -> None:
         """Close every connection now."""
@@ -269,11 +247,11 @@ class ReferenceServer:
         self._writers[connection] = writer
         parser = Parser(self._max_payload)
         try:
-            self._send(self.engine.attach(connection, self._clock.now()))
+            self._send(self.engine.attach(connection, self._now()))
             while data := await reader.read(_READ_SIZE):
                 for command in parser.feed(data):
                     if connection in self._writers:
-                        self._send(self.engine.handle(connection, command, self._clock.now()))
+                        self._send(self.engine.handle(connection, command, self._now()))
                 await writer.drain()
         except ConnectionError:
             pass  # the client has closed the connection; `detach` follows
@@ -282,7 +260,7 @@ class ReferenceServer:
         finally:
             self._tasks.discard(task)
             if self._writers.pop(connection, None) is not None:
-                self._send(self.engine.detach(connection, self._clock.now()))
+                self._send(self.engine.detach(connection, self._now()))
             writer.close()
 
     def _send(self, outputs: list[Output]) -> None:
@@ -302,15 +280,15 @@ class ReferenceServer:
             self._alarm.cancel()
             self._alarm = None
         when = self.engine.next_timer()
-        if when is None or isinstance(self._clock, VirtualClock) or self._server is None:
+        if when is None or self._clock is not None or self._server is None:
             return
-        delay = max(when - self._clock.now(), 0) / SECOND
+        delay = max(when - self._now(), 0) / SECOND
         self._alarm = asyncio.get_running_loop().call_later(delay, self._on_timer)
 
     def _on_advance(self) -> None:
         if self._server is not None:
-            self._do(lambda: self.engine.handle_timer(self._clock.now()))
+            self._do(lambda: self.engine.handle_timer(self._now()))
 
     def _on_timer(self) -> None:
         if self._server is not None:
-            self._send(self.engine.handle_timer(self._clock.now()))
+            self._send(self.engine.handle_timer(self._now()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -66,14 +65,12 @@ class Puller:
     def connect(self) -> None:
         """Copy the messages that the origin has, and follow it."""
         origin = self._find_origin(self.origin_name)
-        if "external" in self._source:
-            return
         wanted = self._source.get("consumer")
         if wanted is not None and not wanted.get("server_managed"):
-            self._reset_consumer(wanted["name"], wanted["deliver_subject"])
+            self._use_consumer(origin, wanted["name"], wanted["deliver_subject"])
         elif origin is None:
             return
-        elif wanted is not None or (self._has_retention(origin.stream) and self._target.profile.durable_sourcing):
+        elif wanted is not None or origin.stream.config["retention"] != "limits":
             self._create_consumer(origin, wanted)
         else:
             store = origin.stream.store
@@ -94,26 +91,19 @@ class Puller:
             return
         if message.seq >= self._next and subjects.matches(self._pattern, message.subject):
             self._copy(message)
-            if self._has_retention(origin):
-                origin.acknowledged(message.seq)
 
     def info_json(self) -> dict[str, Any]:
         active = -1 if self._last_active is None else self._context.now - self._last_active
         row: dict[str, Any] = {"name": self.origin_name, "lag": 0, "active": active}
         if self._error is not None:
             row["error"] = self._error
-        known = not self._mirror or self._last_active is not None or self._target.profile.mirror_filter_known
-        if known and self._source.get("filter_subject"):
+        if self._source.get("filter_subject"):
             row["filter_subject"] = self._source["filter_subject"]
         return row
 
     @property
     def _pattern(self) -> str:
         return str(self._source.get("filter_subject") or ">")
-
-    @staticmethod
-    def _has_retention(origin: Stream) -> bool:
-        return bool(origin.config["retention"] != "limits")
 
     def _first_seq(self, origin: Stream) -> int:
         if self._source.get("opt_start_seq"):
@@ -135,9 +125,7 @@ class Puller:
                 header = remove_header(header, name)
         wanted = self._source.get("consumer")
         name = f"{self.origin_name}:{wanted['name']}" if wanted else self.origin_name
-        parts = [name, str(message.seq), self._pattern, ">"]
-        if profile.source_header_has_subject:
-            parts.append(message.subject)
+        parts = [name, str(message.seq), self._pattern, ">", message.subject]
         if profile.source_header_has_identity:
             origin = self._find_origin(self.origin_name)
             parts.append(origin.stream.identity if origin is not None else "")
@@ -162,34 +150,24 @@ class Puller:
         if self._source.get("opt_start_seq"):
             request |= {"deliver_policy": "by_start_sequence", "opt_start_seq": self._source["opt_start_seq"]}
         self._subscribe(deliver)
-        config = check_consumer(request, origin.stream.config, origin.stream.profile, pedantic=False)
+        config = check_consumer(request, origin.stream.config)
         self._consumer = origin.consumers.add(origin.stream, name, config)
         self._last_active = self._context.now
         self._consumer.pump()
 
-    def _reset_consumer(self, name: str, deliver: str) -> None:
-        """Ask the consumer to restart at its floor; without an answer, ask again later."""
+    def _use_consumer(self, origin: Origin | None, name: str, deliver: str) -> None:
+        """Restart a consumer at its floor, and copy what it delivers; if there is none, try again later."""
         self._unsubscribe()
-        self._retry.set_in(_RETRY)
-        reply = f"$JSC.R.{self._context.make_name()}"
-
-        def on_answer(message: Message) -> None:
-            self._context.router.unsubscribe(subscription)
-            self._retry.cancel()
-            answer = json.loads(message.payload)
-            if answer.get("config", {}).get("ack_policy") != "flow_control":
-                self._error = api_error(10214 if self._mirror else 10217).as_json()
-                return
-            self._error = None
-            self._last_active = self._context.now
+        consumer = origin.consumers.by_name.get(name) if origin is not None else None
+        if consumer is None:
+            self._retry.set_in(_RETRY)
+        elif consumer.config["ack_policy"] != "flow_control":
+            self._error = api_error(10214 if self._mirror else 10217).as_json()
+        else:
+            self._error, self._last_active = None, self._context.now
+            consumer.reset(0)
             self._subscribe(deliver)
-            origin = self._find_origin(self.origin_name)
-            consumer = origin.consumers.by_name.get(name) if origin is not None else None
-            if consumer is not None:
-                consumer.interest_changed()
-
-        subscription = self._context.router.respond_to(reply, on_answer)
-        self._context.send(f"$JS.API.CONSUMER.RESET.{self.origin_name}.{name}", reply=reply)
+            consumer.interest_changed()
 
     def _subscribe(self, deliver: str) -> None:
         self._delivery = 0

@@ -287,19 +287,18 @@ def requests_seen(server: NatsServer) -> Callable[[str], Any]:
                 if stream in msg.subject.split("."):
                     subjects.append(msg.subject)
 
-            nc = await nats.connect(server.url, connect_timeout=10)
-            requests = await nc.subscribe("$JS.API.>", cb=take)
-            await nc.flush()
-            ready.set()
-            await asyncio.to_thread(done.wait)
-            await nc.flush()
-            await requests.drain()  # the callback runs after the flush
-            await nc.close()
+            async with await nats.connect(server.url, connect_timeout=10) as nc:
+                requests = await nc.subscribe("$JS.API.>", cb=take)
+                await nc.flush()
+                ready.set()
+                await asyncio.to_thread(done.wait)
+                await nc.flush()
+                await requests.drain()  # the callback runs after the flush
 
         thread = threading.Thread(target=lambda: asyncio.run(listen()))
         thread.start()
-        assert ready.wait(60)
         try:
+            assert ready.wait(60)
             yield subjects
         finally:
             done.set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,19 +27,18 @@ REQUESTS = [
 
 async def _fill(url: str, wait_for_interest: Any, replicas: int = 1) -> str:
     """Return the name of the leader of stream S."""
-    nc = await nats.connect(url, connect_timeout=10)
-    js = nc.jetstream(timeout=30)
-    config = StreamConfig(name="S", subjects=["S.>"], allow_direct=True, allow_batched=True, num_replicas=replicas)
-    await js.add_stream(config)
-    await js.add_stream(StreamConfig(name="KV_B", subjects=["$KV.B.>"], allow_direct=True, max_msgs_per_subject=1))
-    await wait_for_interest(js, "S.a")
-    await wait_for_interest(js, "$KV.B.key")
-    for _ in range(10):
-        await js.publish("S.a")
-    await js.publish("$KV.B.key")
-    cluster = (await js.stream_info("S")).cluster
-    await nc.close()
-    return (cluster and cluster.leader) or ""
+    async with await nats.connect(url, connect_timeout=10) as nc:
+        js = nc.jetstream(timeout=30)
+        config = StreamConfig(name="S", subjects=["S.>"], allow_direct=True, allow_batched=True, num_replicas=replicas)
+        await js.add_stream(config)
+        await js.add_stream(StreamConfig(name="KV_B", subjects=["$KV.B.>"], allow_direct=True, max_msgs_per_subject=1))
+        await wait_for_interest(js, "S.a")
+        await wait_for_interest(js, "$KV.B.key")
+        for _ in range(10):
+            await js.publish("S.a")
+        await js.publish("$KV.B.key")
+        cluster = (await js.stream_info("S")).cluster
+        return (cluster and cluster.leader) or ""
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +68,9 @@ def requests(
 
 
 @pytest.fixture(scope="module")
-def sent(requests: Any, wait_for_interest: Any) -> Iterator[dict[str, Future[Any]]]:
+def sent(requests: Any, wait_for_interest: Any, own_connections: Any) -> Iterator[dict[str, Future[Any]]]:
     """Send all requests to a server that dies before it replies and restarts a moment later."""
-    with NatsServer() as server:
+    with NatsServer() as server, own_connections():
         asyncio.run(_fill(server.url, wait_for_interest))
         prepared = requests(server.url)
         server.pause()  # requests sent now are lost with the server
@@ -86,9 +84,9 @@ def sent(requests: Any, wait_for_interest: Any) -> Iterator[dict[str, Future[Any
 
 
 @pytest.fixture(scope="module")
-def sent_in_election(requests: Any, wait_for_interest: Any) -> Iterator[dict[str, Future[Any]]]:
+def sent_in_election(requests: Any, wait_for_interest: Any, own_connections: Any) -> Iterator[dict[str, Future[Any]]]:
     """Send all requests about a stream whose leader was killed; the others need 4 to 9 s to elect a new one."""
-    with NatsCluster(3) as cluster:
+    with NatsCluster(3) as cluster, own_connections():
         leader = asyncio.run(_fill(cluster.url, wait_for_interest, replicas=3))
         [gone] = [server for server in cluster.servers if server.name == leader]
         prepared = requests(",".join(url for url in cluster.urls if url != gone.url), timeout=60)
@@ -99,25 +97,28 @@ def sent_in_election(requests: Any, wait_for_interest: Any) -> Iterator[dict[str
         yield futures
 
 
-@pytest.mark.parametrize("kind", REQUESTS[:-1])
-def test_a_request_survives_the_leader_of_its_stream(sent_in_election: dict[str, Future[Any]], kind: str) -> None:
-    sent_in_election[kind].result()
+def test_a_request_survives_the_leader_of_its_stream(cell: Any, sent_in_election: dict[str, Future[Any]]) -> None:
+    for kind in REQUESTS[:-1]:
+        with cell(kind):
+            sent_in_election[kind].result()
 
 
-@pytest.mark.parametrize("kind", REQUESTS)
-def test_a_request_survives_its_server(sent: dict[str, Future[Any]], kind: str) -> None:
-    sent[kind].result()
+def test_a_request_survives_its_server(cell: Any, sent: dict[str, Future[Any]]) -> None:
+    for kind in REQUESTS:
+        with cell(kind):
+            sent[kind].result()
 
 
-@pytest.mark.parametrize("kind", REQUESTS)
-def test_a_request_waits_for_a_server_that_is_down(requests: Any, wait_for_interest: Any, kind: str) -> None:
+def test_a_request_waits_for_a_server_that_is_down(cell: Any, requests: Any, wait_for_interest: Any) -> None:
     with NatsServer() as server:
         asyncio.run(_fill(server.url, wait_for_interest))
-        send = requests(server.url)[kind]
+        prepared = requests(server.url)
         server.kill()
-        restart = threading.Timer(0.3, server.restart)
-        restart.start()
-        try:
-            send()
-        finally:
-            restart.join()
+        with ThreadPoolExecutor(len(prepared)) as pool:
+            futures = {name: pool.submit(request) for name, request in prepared.items()}
+            time.sleep(0.3)
+            assert not any(future.done() for future in futures.values())
+            server.restart()
+        for kind in REQUESTS:
+            with cell(kind):
+                futures[kind].result()

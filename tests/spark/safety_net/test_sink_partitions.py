@@ -61,23 +61,6 @@ def test_a_number_that_was_too_small_is_corrected(target: Target) -> None:
     assert target.stored() == target.once()
 
 
-def test_a_number_that_was_too_small_twice_is_corrected(target: Target) -> None:
-    parts = [target.rows[:3], target.rows[3:5], target.rows[5:7], target.rows[7:]]
-    for partitions in (2, 3):
-        with pytest.raises(ReplayError, match=f"a partition with index {partitions}"):
-            target.sink(partitions).write(parts)
-    target.sink(4).write(parts)
-    assert target.stored() == target.once()
-
-
-def test_the_task_that_finds_the_number_too_small_may_be_the_first(target: Target) -> None:
-    parts = [target.rows[:3], target.rows[3:6], target.rows[6:]]
-    with pytest.raises(ReplayError, match="a partition with index 1"):
-        target.sink(1).write([[], *parts[1:]])
-    target.sink(3).write(parts)
-    assert target.stored() == target.once()
-
-
 def test_more_partitions_than_an_earlier_attempt_had_do_not_change_the_number(target: Target) -> None:
     rows = target.rows
     with pytest.raises(RuntimeError, match="the task fails"):

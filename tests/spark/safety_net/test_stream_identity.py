@@ -14,7 +14,6 @@ from nats.js import JetStreamContext
 from nats.js.api import StreamConfig, StreamSource
 from nats.js.errors import NoStreamResponseError
 
-from jetstream_ext.errors import JetStreamExtError
 from jetstream_ext.testing import NatsCluster, NatsServer
 
 
@@ -132,26 +131,6 @@ def _recreate(js: JetStreamContext, name: str, messages: int) -> Any:
     return recreate()
 
 
-def test_a_recreated_stream_fails_the_query(make_stream: Any, stream_query: Any, with_js: Any) -> None:
-    name = make_stream(10)
-    end = (query := stream_query(name)).latest(query.initial())
-    with_js(lambda js: _recreate(js, name, 15))
-    query = stream_query(name)
-    with pytest.raises(JetStreamExtError, match=name):
-        query.partitions(end, query.latest(end))
-
-
-def test_on_recreate_fail_refuses_a_recreated_stream_even_where_losses_are_tolerated(
-    make_stream: Any, stream_query: Any, with_js: Any
-) -> None:
-    name = make_stream(10)
-    end = (query := stream_query(name)).latest(query.initial())
-    with_js(lambda js: _recreate(js, name, 15))
-    query = stream_query(name, onRecreate="fail", failOnDataLoss="false")
-    with pytest.raises(JetStreamExtError, match=name):
-        query.partitions(end, query.latest(end))
-
-
 @pytest.mark.parametrize(("choice", "expected"), [("earliest", range(1, 16)), ("keep", range(11, 16))])
 def test_on_recreate_decides_where_a_recreated_stream_continues(
     make_stream: Any, stream_query: Any, with_js: Any, choice: str, expected: range
@@ -163,27 +142,5 @@ def test_on_recreate_decides_where_a_recreated_stream_continues(
     assert query.seqs(end, query.latest(end)) == list(expected)
 
 
-def test_an_offset_of_version_1_is_continued(make_stream: Any, stream_query: Any, with_js: Any) -> None:
-    name = make_stream(10)
-    # As STREAM.INFO returns it, because nats-py's datetime lacks the nanoseconds.
-    answer = with_js(lambda js: _stream_info(js, name))
-    start = {"v": 1, "streams": {name: {"created": answer["created"], "seq": 4}}}
-    query = stream_query(name)
-    assert query.seqs(start, query.latest(start)) == list(range(5, 11))
-
-
 async def _stream_info(js: JetStreamContext, name: str) -> dict[str, Any]:
     return dict(json.loads((await js._nc.request(f"$JS.API.STREAM.INFO.{name}", timeout=30)).data))
-
-
-def test_new_offsets_are_of_version_2(make_stream: Any, stream_query: Any) -> None:
-    query = stream_query(make_stream(10))
-    start = query.initial()
-    assert [offset["v"] for offset in (start, query.latest(start))] == [2, 2]
-
-
-def test_an_offset_of_a_later_version_is_refused(make_stream: Any, stream_query: Any) -> None:
-    query = stream_query(make_stream(10))
-    start = query.latest(query.initial()) | {"v": 99}
-    with pytest.raises((JetStreamExtError, ValueError), match="version 99"):
-        query.partitions(start, query.latest(start))

@@ -1,17 +1,30 @@
 """Consumer configurations: fields, defaults, and the checks of create and update requests."""
 
+from itertools import permutations
 from typing import Any
 
 from ..releases import Profile
-from ..streams.config import Field, StreamConfig, invalid_config, is_asset_name, known_fields, metadata_json
+from ..streams.config import Field, StreamConfig, is_asset_name, known_fields, metadata_json
 from ..wire import golang, subjects
-from ..wire.errors import ApiError, api_error
-from ..wire.golang import BOOL, DURATION, DURATIONS, INT, STRING, STRING_MAP, STRINGS, TIME, UINT, Enum, Struct
+from ..wire.errors import Rule, refuse
+from ..wire.golang import (
+    BOOL,
+    DURATION,
+    DURATIONS,
+    INT,
+    NOT_MODELLED,
+    STRING,
+    STRING_MAP,
+    STRINGS,
+    TIME,
+    UINT,
+    one_of,
+)
 
 ConsumerConfig = dict[str, Any]
 """The fields by their JSON names, all of them present; times and durations are nanoseconds."""
 
-_POLICIES = Enum(("all", "last", "new", "by_start_sequence", "by_start_time", "last_per_subject"))
+_POLICIES = one_of("all", "last", "new", "by_start_sequence", "by_start_time", "last_per_subject")
 _ACKS = ("none", "all", "explicit")
 _FIELDS: dict[str, Field] = {
     "durable_name": Field(STRING, ""),
@@ -20,32 +33,35 @@ _FIELDS: dict[str, Field] = {
     "deliver_policy": Field(_POLICIES, "all", shown=True),
     "opt_start_seq": Field(UINT, 0),
     "opt_start_time": Field(TIME, None),
-    "ack_policy": Field(Enum(_ACKS), "none", shown=True),
+    "ack_policy": Field(one_of(*_ACKS), "none", shown=True),
     "ack_wait": Field(DURATION, 0),
     "max_deliver": Field(INT, 0),
     "backoff": Field(DURATIONS, []),
     "filter_subject": Field(STRING, ""),
     "filter_subjects": Field(STRINGS, []),
-    "replay_policy": Field(Enum(("instant", "original")), "instant", shown=True),
-    "rate_limit_bps": Field(UINT, 0),
-    "sample_freq": Field(STRING, ""),
     "max_waiting": Field(INT, 0),
     "max_ack_pending": Field(INT, 0),
     "flow_control": Field(BOOL, False),
     "headers_only": Field(BOOL, False),
-    "max_batch": Field(INT, 0),
-    "max_expires": Field(DURATION, 0),
-    "max_bytes": Field(INT, 0),
     "deliver_subject": Field(STRING, ""),
     "deliver_group": Field(STRING, ""),
     "idle_heartbeat": Field(DURATION, 0),
     "inactive_threshold": Field(DURATION, 0),
     "num_replicas": Field(INT, 0, shown=True),
     "mem_storage": Field(BOOL, False),
-    "direct": Field(BOOL, False),
-    "sourcing": Field(BOOL, False, since="durable_sourcing"),
     "metadata": Field(STRING_MAP, {}),
-    "pause_until": Field(TIME, None),
+    "max_batch": Field(NOT_MODELLED, None),
+    "max_expires": Field(NOT_MODELLED, None),
+    "max_bytes": Field(NOT_MODELLED, None),
+    "pause_until": Field(NOT_MODELLED, None, since="pause"),
+    "replay_policy": Field(NOT_MODELLED, "instant", shown=True),
+    "rate_limit_bps": Field(NOT_MODELLED, None),
+    "sample_freq": Field(NOT_MODELLED, None),
+    "direct": Field(NOT_MODELLED, None),
+    "sourcing": Field(NOT_MODELLED, False, since="durable_sourcing"),  # the server's own consumers have it
+    "priority_groups": Field(NOT_MODELLED, None, since="priorities"),
+    "priority_policy": Field(NOT_MODELLED, None, since="priorities"),
+    "priority_timeout": Field(NOT_MODELLED, None, since="priorities"),
 }
 _ACK_WAIT = 30 * golang.SECOND
 _MAX_WAITING = 512
@@ -54,197 +70,97 @@ _EPHEMERAL_THRESHOLD = 5 * golang.SECOND
 _SOURCING_HEARTBEAT = golang.SECOND
 
 
-def consumer_schema(profile: Profile) -> Struct:
+def consumer_schema(profile: Profile) -> golang.Schema:
     fields = {name: each.kind for name, each in known_fields(_FIELDS, profile).items()}
     if profile.durable_sourcing:
-        fields["ack_policy"] = Enum((*_ACKS, "flow_control"))
-    return Struct(
-        "CreateConsumerRequest",
-        {
-            "stream_name": STRING,
-            "config": Struct("ConsumerConfig", fields),
-            "action": Enum(("", "create", "update")),
-            "pedantic": BOOL,
-        },
-    )
+        fields["ack_policy"] = one_of(*_ACKS, "flow_control")
+    action = one_of("", "create", "update")
+    return {"stream_name": STRING, "config": fields, "action": action, "pedantic": NOT_MODELLED}
 
 
-def check_consumer(
-    request: dict[str, Any], stream: StreamConfig, profile: Profile, *, pedantic: bool
-) -> ConsumerConfig:
+_NO_NAME = "{} can not contain '.', '*', '>', '\\', '/'"
+_ALL_RULES: list[Rule] = [
+    (lambda c: c["name"] and not is_asset_name(c["name"]), 10052, _NO_NAME.format("consumer name")),
+    (
+        lambda c: c["durable_name"] and not is_asset_name(c["durable_name"]),
+        10052,
+        _NO_NAME.format("consumer durable name"),
+    ),
+    (lambda c: c["num_replicas"] < 0, 10133, ""),
+    (lambda c: 0 < c["max_deliver"] < len(c["backoff"]), 10116, ""),
+]
+_FLOW_CONTROL_RULES: list[Rule] = [
+    (lambda c: not c["deliver_subject"], 10218, ""),
+    (lambda c: c["max_ack_pending"] <= 0, 10220, ""),
+    (lambda c: c["ack_wait"] or c["backoff"], 10221, ""),
+    (lambda c: c["max_deliver"] > 0, 10222, ""),
+]
+_PUSH_RULES: list[Rule] = [
+    (lambda c: subjects.has_wildcard(c["deliver_subject"]), 10079, ""),
+    (lambda c: not subjects.is_valid(c["deliver_subject"]), 10112, ""),
+    (lambda c: any(subjects.collide(subject, c["deliver_subject"]) for subject in c["stream"]["subjects"]), 10081, ""),
+    (lambda c: c["max_waiting"], 10080, ""),
+    (lambda c: c["max_ack_pending"] > 0 and c["ack_policy"] == "none", 10082, ""),
+    (lambda c: 0 < c["idle_heartbeat"] < 100 * golang.MILLISECOND, 10083, ""),
+]
+_PULL_RULES: list[Rule] = [
+    (lambda c: c["ack_policy"] == "none" and c["stream"]["retention"] == "workqueue", 10084, ""),
+    (lambda c: c["idle_heartbeat"], 10088, ""),
+    (lambda c: c["flow_control"], 10089, ""),
+]
+_LAST_RULES: list[Rule] = [
+    (lambda c: c["filter_subject"] and c["filter_subjects"], 10136, ""),
+    (lambda c: "" in c["filter_subjects"], 10139, ""),
+    (lambda c: not all(subjects.is_valid(each) for each in _filters(c)), 10052, "invalid subject"),
+    (lambda c: any(subjects.is_subset(*pair) for pair in permutations(c["filter_subjects"], 2)), 10138, ""),
+    (lambda c: bool(c["opt_start_seq"]) != (c["deliver_policy"] == "by_start_sequence"), 10094, "start sequence"),
+    (lambda c: (c["opt_start_time"] is None) == (c["deliver_policy"] == "by_start_time"), 10094, "start time"),
+    (lambda c: c["deliver_policy"] == "last_per_subject" and not _filters(c), 10094, "filter subject"),
+    (lambda c: c["flow_control"] and not c["idle_heartbeat"], 10108, ""),
+    (lambda c: c["durable_name"] and c["name"] and c["durable_name"] != c["name"], 10132, ""),
+]
+
+
+def check_consumer(request: dict[str, Any], stream: StreamConfig) -> ConsumerConfig:
     """Return the configuration of a create request with the defaults filled in, or raise an `ApiError`."""
     config = {name: each.default for name, each in _FIELDS.items()} | request
-    _set_defaults(config, stream, profile, pedantic)
-    for name, what in (("name", "consumer name"), ("durable_name", "consumer durable name")):
-        if config[name] and not is_asset_name(config[name]):
-            raise invalid_config(f"{what} can not contain '.', '*', '>', '\\', '/'")
-    if config["num_replicas"] < 0:
-        raise api_error(10133)
-    if config["ack_policy"] == "flow_control":
-        _check_flow_control_acks(config)
-    backoff = config["backoff"]
-    if backoff and config["max_deliver"] != -1 and len(backoff) > config["max_deliver"]:
-        raise api_error(10116)
-    if config["deliver_subject"]:
-        _check_push(config, stream)
-    else:
-        _check_pull(config, stream, profile)
-    _check_filters(config)
-    _check_start(config)
-    if config["flow_control"] and not config["idle_heartbeat"]:
-        raise api_error(10108)
-    if config["durable_name"] and config["name"] and config["durable_name"] != config["name"]:
-        raise api_error(10132)
+    _set_defaults(config)
+    acks = _FLOW_CONTROL_RULES if config["ack_policy"] == "flow_control" else []
+    delivery = _PUSH_RULES if config["deliver_subject"] else _PULL_RULES
+    refuse([*_ALL_RULES, *acks, *delivery, *_LAST_RULES], config | {"stream": stream})
     return config
 
 
-def _set_defaults(config: ConsumerConfig, stream: StreamConfig, profile: Profile, pedantic: bool) -> None:
-    if config["max_deliver"] == 0 or (config["max_deliver"] < -1 and profile.strict_config):
-        config["max_deliver"] = -1
-    for name in ("max_waiting", "max_batch", "max_expires", "max_bytes", "idle_heartbeat", "inactive_threshold"):
+def _filters(config: ConsumerConfig) -> list[str]:
+    return [*config["filter_subjects"], *([config["filter_subject"]] if config["filter_subject"] else [])]
+
+
+def _set_defaults(config: ConsumerConfig) -> None:
+    config["max_deliver"] = config["max_deliver"] if config["max_deliver"] > 0 else -1
+    for name in ("max_waiting", "idle_heartbeat", "inactive_threshold"):
         config[name] = max(config[name], 0)
-    if profile.strict_config:
-        config["max_ack_pending"] = max(config["max_ack_pending"], -1)
+    config["max_ack_pending"] = max(config["max_ack_pending"], -1)
+    if not config["durable_name"] and not config["inactive_threshold"]:
+        config["inactive_threshold"] = _EPHEMERAL_THRESHOLD
     if not config["deliver_subject"] and not config["max_waiting"]:
         config["max_waiting"] = _MAX_WAITING
     if not config["ack_wait"] and config["ack_policy"] in ("explicit", "all"):
         config["ack_wait"] = _ACK_WAIT
     if config["backoff"]:
         config["ack_wait"] = config["backoff"][0]
-    limits = stream["consumer_limits"]
-    config["max_ack_pending"] = config["max_ack_pending"] or limits.get("max_ack_pending", 0)
-    config["inactive_threshold"] = config["inactive_threshold"] or limits.get("inactive_threshold", 0)
     if not config["max_ack_pending"] and config["ack_policy"] != "none":
         config["max_ack_pending"] = _MAX_ACK_PENDING
-    if config["ack_policy"] == "flow_control" and not pedantic:
+    if config["ack_policy"] == "flow_control":
         config["flow_control"] = True
         config["idle_heartbeat"] = _SOURCING_HEARTBEAT
 
 
-def _check_flow_control_acks(config: ConsumerConfig) -> None:
-    if not config["deliver_subject"]:
-        raise api_error(10218)
-    if not config["flow_control"]:
-        raise api_error(10219)
-    if config["idle_heartbeat"] != _SOURCING_HEARTBEAT:
-        raise invalid_config("flow control ack policy heartbeat needs to be 1s")
-    if config["max_ack_pending"] <= 0:
-        raise api_error(10220)
-    if config["ack_wait"] or config["backoff"]:
-        raise api_error(10221)
-    if config["max_deliver"] > 0:
-        raise api_error(10222)
-
-
-def _check_push(config: ConsumerConfig, stream: StreamConfig) -> None:
-    target = config["deliver_subject"]
-    if subjects.has_wildcard(target):
-        raise api_error(10079)
-    if not subjects.is_valid(target):
-        raise api_error(10112)
-    if any(subjects.collide(subject, target) for subject in stream["subjects"]):
-        raise api_error(10081)
-    if config["max_waiting"]:
-        raise api_error(10080)
-    if config["max_ack_pending"] > 0 and config["ack_policy"] == "none":
-        raise api_error(10082)
-    if 0 < config["idle_heartbeat"] < 100 * golang.MILLISECOND:
-        raise api_error(10083)
-
-
-def _check_pull(config: ConsumerConfig, stream: StreamConfig, profile: Profile) -> None:
-    if config["ack_policy"] == "none" and stream["retention"] == "workqueue":
-        if not profile.workqueue_ack_text:
-            raise ApiError(400, 10084, "consumer in pull mode requires ack policy")
-        raise api_error(10084)
-    if config["rate_limit_bps"]:
-        raise api_error(10086)
-    if config["idle_heartbeat"]:
-        raise api_error(10088)
-    if config["flow_control"]:
-        raise api_error(10089)
-    if 0 < config["max_expires"] < golang.MILLISECOND:
-        raise api_error(10115)
-
-
-def _check_filters(config: ConsumerConfig) -> None:
-    many = config["filter_subjects"]
-    if config["filter_subject"] and many:
-        raise api_error(10136)
-    if config["filter_subject"] and not subjects.is_valid(config["filter_subject"]):
-        raise invalid_config("invalid subject")
-    if "" in many:
-        raise api_error(10139)
-    for index, one in enumerate(many):
-        if not subjects.is_valid(one):
-            raise invalid_config("invalid subject")
-        if any(subjects.is_subset(one, other) for position, other in enumerate(many) if position != index):
-            raise api_error(10138)
-
-
-def _check_start(config: ConsumerConfig) -> None:
-    policy = config["deliver_policy"]
-    words = policy.replace("_", " ")
-    has_seq, has_time = bool(config["opt_start_seq"]), config["opt_start_time"] is not None
-    unset = "consumer delivery policy is deliver {}, but optional {} is not set"
-    also = "consumer delivery policy is deliver {}, but optional start {} is also set"
-    if policy == "by_start_sequence" and not has_seq:
-        raise api_error(10094, unset.format(words, "start sequence"))
-    if policy == "by_start_time" and not has_time:
-        raise api_error(10094, unset.format(words, "start time"))
-    if has_seq and policy != "by_start_sequence":
-        what = "start sequence" if policy == "by_start_time" else "sequence"
-        raise api_error(10094, also.format(words, what))
-    if has_time and policy != "by_start_time":
-        raise api_error(10094, also.format(words, "time"))
-    if policy == "last_per_subject" and not config["filter_subject"] and not config["filter_subjects"]:
-        raise api_error(10094, unset.format(words, "filter subject"))
-
-
-def set_inactive_threshold(config: ConsumerConfig) -> None:
-    if not config["durable_name"] and config["inactive_threshold"] <= 0:
-        config["inactive_threshold"] = _EPHEMERAL_THRESHOLD
-
-
-def check_consumer_update(old: ConsumerConfig, new: ConsumerConfig, *, bound: bool) -> None:
-    """Raise an `ApiError` if a configuration may not replace another.
-
-    `bound` says whether the old deliver subject has a subscriber.
-    """
-    fixed = (
-        ("deliver_policy", "deliver policy"),
-        ("mem_storage", "storage type"),
-        ("opt_start_seq", "start sequence"),
-        ("opt_start_time", "start time"),
-        ("ack_policy", "ack policy"),
-        ("replay_policy", "replay policy"),
-        ("idle_heartbeat", "heart beats"),
-        ("flow_control", "flow control"),
-    )
-    for name, what in fixed:
-        if old[name] != new[name]:
-            raise api_error(10012, f"{what} can not be updated")
-    if old["deliver_subject"] != new["deliver_subject"]:
-        if not old["deliver_subject"]:
-            raise api_error(10012, "can not update pull consumer to push based")
-        if not new["deliver_subject"]:
-            raise api_error(10012, "can not update push consumer to pull based")
-        if bound:
-            raise api_error(10013)
-    if old["max_waiting"] != new["max_waiting"]:
-        raise api_error(10012, "max waiting can not be updated")
-
-
-def consumer_json(config: ConsumerConfig, profile: Profile, *, stored: bool = False) -> dict[str, Any]:
-    """Return a configuration as replies show it; `stored` leaves out the fields of the running server."""
+def consumer_json(config: ConsumerConfig, profile: Profile) -> dict[str, Any]:
+    """Return a configuration as replies show it."""
     shown = {name: config[name] for name, each in _FIELDS.items() if config[name] or each.shown}
-    for name in ("opt_start_time", "pause_until"):
-        if config[name] is not None:
-            shown[name] = golang.rfc3339(config[name])
+    if config["opt_start_time"] is not None:
+        shown["opt_start_time"] = golang.rfc3339(config["opt_start_time"])
     if profile.metadata:
-        level = 4 if config["ack_policy"] == "flow_control" else 1 if config["pause_until"] is not None else 0
-        metadata = metadata_json(config, profile, level, stored=stored)
-        pause = {"pause_until": shown.pop("pause_until")} if "pause_until" in shown else {}
-        shown.pop("metadata", None)
-        shown |= {"metadata": metadata, **pause}
+        level = 4 if config["ack_policy"] == "flow_control" else 0
+        shown["metadata"] = metadata_json(config, profile, level)
     return shown

@@ -10,10 +10,10 @@ from ..router import Message, Subscription
 from ..streams.store import StoredMessage
 from ..streams.stream import Stream
 from ..wire import golang, subjects
-from ..wire.errors import api_error
+from ..wire.errors import api_error, not_modelled
 from ..wire.protocol import add_headers, parse_number
-from .config import ConsumerConfig, check_consumer, check_consumer_update, consumer_json, set_inactive_threshold
-from .delivery import Cursor, Pair, Pending, Progress, Pull, Push, moved_floor
+from .config import ConsumerConfig, check_consumer, consumer_json
+from .delivery import Cursor, Pair, Pending, Pull, Push
 
 
 class Consumer:
@@ -30,16 +30,13 @@ class Consumer:
         self.cursor: Cursor = Cursor(stream, config)
         self._forget_me = forget
         self._redeliveries: dict[int, int] = {}
-        self._floor = (0, self.cursor.next - 1)
-        self._progress = Progress(self._floor, stream.profile.stored_progress)
-        if not stream.profile.floor_at_start:
-            self._floor = self._progress.floor = (0, 0)
+        self._floor = self._delivered = (0, self.cursor.next - 1)
+        self._last_delivery: int | None = None
+        self._last_ack: int | None = None
         self._pumping = False
         self._ack_timer = Timer(stream.context, self._expire)
-        self._pause_timer = Timer(stream.context, self.pump)
         self._subscriptions = self._respond()
         self._target: Pull | Push = Push(self) if config["deliver_subject"] else Pull(self)
-        self._watch_pause()
 
     def _respond(self) -> list[Subscription]:
         respond_to = self.stream.context.router.respond_to
@@ -54,36 +51,13 @@ class Consumer:
     def close(self) -> None:
         self._target.close()
         self._ack_timer.cancel()
-        self._pause_timer.cancel()
         self.stream.context.router.unsubscribe(*self._subscriptions)
 
     def delete(self) -> None:
         """Stop, and leave the stream."""
         self.close()
         self._forget_me()
-        self.stream.drop_unneeded(deleted=True)
-
-    def update(self, config: ConsumerConfig) -> None:
-        moved = config["deliver_subject"] != self.config["deliver_subject"]
-        self.config = self.cursor.config = config
-        if moved:
-            self._target.close()
-            self._target = Push(self)
-        self._arm()
-        self._watch_pause()
-
-    def pause(self, until: int | None) -> None:
-        self.config["pause_until"] = until
-        self._watch_pause()
-        self.pump()
-
-    @property
-    def paused_for(self) -> int:
-        until = self.config["pause_until"]
-        return max(until - self.stream.context.now, 0) if until is not None else 0
-
-    def _watch_pause(self) -> None:
-        self._pause_timer.set(self.config["pause_until"] if self.paused_for else None)
+        self.stream.drop_unneeded()
 
     def reset(self, seq: int) -> int:
         """Restart at a sequence, or after the acknowledgement floor if it is 0; return the first sequence to deliver.
@@ -105,8 +79,8 @@ class Consumer:
         self._redeliveries.clear()
         self.cursor.restart(seq)
         self.next_delivery = 1
-        self._floor = (0, seq - 1)
-        self._progress = Progress(self._floor, self.stream.profile.stored_progress)
+        self._floor = self._delivered = (0, seq - 1)
+        self._last_delivery = self._last_ack = None
         self._arm()
         self.stream.drop_unneeded()
         return seq
@@ -149,7 +123,7 @@ class Consumer:
 
     def pump(self) -> None:
         """Deliver messages until the target or `max_ack_pending` stops it, or none is left."""
-        if self._pumping or self.paused_for:
+        if self._pumping:
             return
         self._pumping = True
         try:
@@ -168,8 +142,7 @@ class Consumer:
         header, payload = message.header, message.payload
         if self.config["headers_only"]:
             header, payload = add_headers(header, ("Nats-Msg-Size", str(len(payload)))), b""
-        size = len(message.subject) + len(reply) + len(header) + len(payload)
-        subject = self._target.take(size)
+        subject = self._target.take()
         if subject is None:
             if count == 1:
                 self.cursor.put_back(message.seq)
@@ -179,16 +152,16 @@ class Consumer:
             return False
         now = stream.context.now
         delivery, self.next_delivery = self.next_delivery, self.next_delivery + 1
-        self._progress.add_delivery(delivery, message.seq, now)
+        self._delivered, self._last_delivery = (delivery, max(message.seq, self._delivered[1])), now
         acknowledged = self.config["ack_policy"] == "none"
         if acknowledged:
-            self._floor = self._progress.floor = (delivery, message.seq)
+            self._floor = (delivery, message.seq)
         elif message.seq in self.pending:
             self.pending[message.seq].since = now
         else:
             self.pending[message.seq] = Pending(delivery, now)
         stream.context.send(subject, payload, header=header, reply=reply, shown=message.subject)
-        self._target.sent(size)
+        self._target.sent()
         self._arm()
         if acknowledged:
             stream.acknowledged(message.seq)
@@ -214,9 +187,7 @@ class Consumer:
         word = message.payload
         answers = bool(message.reply) and seq > 0
         if word in (b"", b"+ACK", b"+OK") or word.startswith(b"+TERM"):
-            # With limits retention and explicit acks, the store answers for sequence 0, where the consumer does not.
-            by_store = self.stream.config["retention"] == "limits" and self.config["ack_policy"] == "explicit"
-            answers = self.acknowledge(seq, delivery) and bool(message.reply) and (seq > 0 or by_store)
+            answers = self.acknowledge(seq, delivery) and answers
         elif word.startswith(b"+NXT"):
             self.acknowledge(seq, delivery)
             if message.reply:
@@ -239,13 +210,10 @@ class Consumer:
         if self.config["ack_policy"] == "explicit":
             entry = self.pending.pop(seq, None)
             if entry is not None:
-                self._floor = moved_floor(self.pending, self._floor, self._last_delivered, (entry.delivery, seq))
-                self._move_reported_floor((entry.delivery, seq))
+                self._move_floor((entry.delivery, seq))
             self._drop_redelivery(seq)
         elif delivery > self._floor[0] and seq > self._floor[1]:
             self._floor = (delivery, seq)
-            if seq in self.pending or not self._progress.stored:  # a store ignores all but pending messages
-                self._progress.floor = self._floor
             done = [each for each in self.pending if each <= seq]
             for each in done:
                 del self.pending[each]
@@ -253,7 +221,7 @@ class Consumer:
             self.redeliver = [each for each in self.redeliver if each > seq]
         else:
             return True
-        self._progress.last_ack = self.stream.context.now
+        self._last_ack = self.stream.context.now
         self._arm()
         for each in done:
             self.stream.acknowledged(each)
@@ -276,12 +244,17 @@ class Consumer:
         self.pump()
 
     @property
-    def _last_delivered(self) -> Pair:
+    def _position(self) -> Pair:
         return self.next_delivery - 1, self.cursor.next - 1
 
-    def _move_reported_floor(self, done: Pair) -> None:
-        progress = self._progress
-        progress.floor = moved_floor(self.pending, progress.floor, progress.delivered, done)
+    def _move_floor(self, done: Pair) -> None:
+        """Move the acknowledgement floor after a message that is acknowledged or no longer delivered."""
+        delivery, seq = done
+        if not self.pending:
+            self._floor = self._position
+        elif delivery == self._floor[0] + 1:
+            following = min((each for each in self.pending if each > seq), default=None)
+            self._floor = done if following is None else (self.pending[following].delivery - 1, following - 1)
 
     def _drop_redelivery(self, seq: int) -> None:
         self._redeliveries.pop(seq, None)
@@ -321,12 +294,7 @@ class Consumer:
                 "max_deliver",
                 {"consumer": self.name, "stream_seq": seq, "deliveries": count},
             )
-        self._forget(seq)
-
-    def _forget(self, seq: int) -> None:
-        entry = self.pending.pop(seq, None)
-        if entry is not None:
-            self._floor = moved_floor(self.pending, self._floor, self._last_delivered, (entry.delivery, seq))
+        self.pending.pop(seq, None)
 
     # Changes of the stream.
 
@@ -335,11 +303,10 @@ class Consumer:
             self.pump()
 
     def message_removed(self, message: StoredMessage) -> None:
-        entry = self.pending.get(message.seq)
+        entry = self.pending.pop(message.seq, None)
         if entry is not None:
-            self._forget(message.seq)
-            self._move_reported_floor((entry.delivery, message.seq))
-            self._progress.last_ack = self.stream.context.now
+            self._move_floor((entry.delivery, message.seq))
+            self._last_ack = self.stream.context.now
             self._drop_redelivery(message.seq)
             self._arm()
             self.pump()
@@ -347,66 +314,52 @@ class Consumer:
     def stream_purged(self, pattern: str) -> None:
         """Handle a purge of the messages that match a pattern; an empty one matches all."""
         store = self.stream.store
-        wider = False
+        if pattern and not self.cursor.overlaps([pattern]):
+            return
         first = store.first
-        if pattern and not (
-            self.cursor.filters and any(subjects.is_subset(each, pattern) for each in self.cursor.filters)
-        ):
-            if not self.cursor.overlaps([pattern]):
-                return
-            wider = True
-        elif pattern:
+        if pattern and any(subjects.is_subset(each, pattern) for each in self.cursor.filters):
             following = store.next_for(pattern, 0)
             first = following.seq if following is not None else store.last + 1
         self.cursor.next = max(self.cursor.next, first)
-        if self._floor[1] < first:
-            self._drop_purged(first, wider=wider)
+        for seq in [seq for seq in self.pending if store.get(seq) is None]:
+            entry = self.pending.pop(seq)
+            self._move_floor((entry.delivery, seq))
+            self._drop_redelivery(seq)
+            self._last_ack = self.stream.context.now
         if not self.pending:
             self._redeliveries.clear()
-            self._floor = self._last_delivered
-        self.redeliver = [seq for seq in self.redeliver if seq >= self.cursor.next]
-        self._progress.delivered = self._last_delivered
-        self._progress.floor = self._floor
+            self._floor = self._position
+        self._delivered = self._position
         self._arm()
-
-    def _drop_purged(self, first: int, *, wider: bool) -> None:
-        delivery = self._floor[0]
-        for seq, entry in list(self.pending.items()):
-            if seq < first or (wider and self.stream.store.get(seq) is None):
-                delivery = max(delivery, entry.delivery)
-                del self.pending[seq]
-                self._redeliveries.pop(seq, None)
-                if self.stream.profile.purge_is_activity:
-                    self._progress.last_ack = self.stream.context.now
-        if self.stream.profile.purge_is_activity and delivery > self._floor[0] and self.pending:
-            first = min(self.pending)  # as after acknowledgements
-        self._floor = (delivery, first - 1)
 
     def interest_changed(self) -> None:
         self._target.interest_changed()
 
-    def info_json(self, *, stored: bool = False) -> dict[str, Any]:
-        """Return the fields of an info reply; see `consumer_json` for `stored`."""
+    def info_json(self) -> dict[str, Any]:
+        """Return the fields of an info reply."""
         stream = self.stream
-        on_disk = stream.config["storage"] == "file" and not self.config["mem_storage"]
         # Before the first delivery, a consumer in memory has no stored state and reports its position.
-        reports_state = on_disk and stream.profile.stored_progress
+        in_memory = stream.config["storage"] == "memory" or self.config["mem_storage"]
+        delivered = self._position if in_memory and self._delivered == (0, 0) else self._delivered
         info: dict[str, Any] = {
             "stream_name": stream.name,
             "name": self.name,
             "created": golang.rfc3339(self.created),
-            "config": consumer_json(self.config, stream.profile, stored=stored),
-            **self._progress.as_json(None if reports_state else self._last_delivered),
+            "config": consumer_json(self.config, stream.profile),
+            "delivered": _sequences(delivered, self._last_delivery),
+            "ack_floor": _sequences(self._delivered if self._floor == self._position else self._floor, self._last_ack),
             "num_ack_pending": len(self.pending),
             "num_redelivered": 0 if self.config["max_deliver"] == 1 else len(self._redeliveries),
-            "num_waiting": self._target.waiting,
             "num_pending": self.cursor.num_pending(),
         }
         info |= self._target.info_json()
-        if self.paused_for:
-            info |= {"paused": True, "pause_remaining": self.paused_for}
         info["ts"] = golang.rfc3339(self.stream.context.now)
         return info
+
+
+def _sequences(pair: Pair, when: int | None) -> dict[str, Any]:
+    active = {} if when is None else {"last_active": golang.rfc3339(when)}
+    return {"consumer_seq": pair[0], "stream_seq": pair[1], **active}
 
 
 def _parse_delay(argument: bytes) -> int | None:
@@ -414,9 +367,8 @@ def _parse_delay(argument: bytes) -> int | None:
     if not argument:
         return None
     if argument.startswith(b"{"):
-        schema = golang.Struct("ConsumerNakOptions", {"delay": golang.DURATION})
         try:
-            return int(golang.decode(argument, schema, strict=False).get("delay", 0))
+            return int(golang.decode(argument, {"delay": golang.DURATION}, strict=False).get("delay", 0))
         except golang.JsonError:
             return None
     return golang.parse_duration(argument.decode("utf-8", "replace"))
@@ -429,20 +381,14 @@ class Consumers:
     def __len__(self) -> int:
         return len(self.by_name)
 
-    def create(self, stream: Stream, request: dict[str, Any], action: str, *, pedantic: bool) -> Consumer:
-        config = check_consumer(request, stream.config, stream.profile, pedantic=pedantic)
+    def create(self, stream: Stream, request: dict[str, Any], action: str) -> Consumer:
+        config = check_consumer(request, stream.config)
         name = config["durable_name"] or config["name"]
         existing = self.by_name.get(name) if name else None
         if existing is not None:
-            set_inactive_threshold(config)
-            if action == "create" and config != existing.config:
-                raise api_error(10148)
-            target = existing.config["deliver_subject"]
-            bound = bool(target) and stream.context.router.has_interest(target)
-            check_consumer_update(existing.config, config, bound=bound)
-            config["pause_until"] = existing.config["pause_until"]
-            existing.update(config)
-            return existing
+            if config == existing.config:
+                return existing
+            raise api_error(10148) if action == "create" else not_modelled("update of a consumer")
         if action == "update":
             raise api_error(10149)
         if 0 < stream.config["max_consumers"] <= len(self):
@@ -451,7 +397,6 @@ class Consumers:
             self._check_work_queue(config)
         if not name:
             name = config["name"] = stream.context.make_name()
-        set_inactive_threshold(config)
         return self.add(stream, name, config)
 
     def add(self, stream: Stream, name: str, config: ConsumerConfig) -> Consumer:

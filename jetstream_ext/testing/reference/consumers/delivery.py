@@ -11,7 +11,8 @@ from ..router import Message
 from ..streams.store import StoredMessage
 from ..streams.stream import Stream
 from ..wire import golang, subjects
-from ..wire.golang import BOOL, DURATION, INT, STRING, JsonError, Struct, decode
+from ..wire.errors import ApiError
+from ..wire.golang import BOOL, DURATION, INT, NOT_MODELLED, JsonError, decode
 from ..wire.protocol import get_header, parse_number, status_header
 from .config import ConsumerConfig
 
@@ -88,8 +89,7 @@ class Cursor:
         store = stream.store
         policy = config["deliver_policy"]
         if config["opt_start_seq"]:
-            first = max(int(config["opt_start_seq"]), store.first)
-            self.next = first if stream.profile.starts_beyond_end else min(first, store.last + 1)
+            self.next = max(int(config["opt_start_seq"]), store.first)
             return
         if policy == "all" or (policy == "last_per_subject" and stream.config["max_msgs_per_subject"] == 1):
             first = store.first
@@ -115,75 +115,21 @@ class Pending:
     since: int
 
 
-@dataclass(slots=True)
-class Progress:
-    delivered: Pair
-    stored: bool = True
-    """Whether this is the stored state: it leaves out a delivery below the acknowledgement floor."""
-    floor: Pair = (0, 0)
-    last_delivery: int | None = None
-    last_ack: int | None = None
-
-    def __post_init__(self) -> None:
-        self.floor = self.delivered
-
-    def add_delivery(self, delivery: int, seq: int, now: int) -> None:
-        if not self.stored or delivery > self.floor[0]:
-            self.delivered = (delivery, max(seq, self.delivered[1]))
-        self.last_delivery = now
-
-    def as_json(self, position: Pair | None) -> dict[str, Any]:
-        """Return the `delivered` and `ack_floor` fields; `position` replaces the former before the first delivery."""
-        delivered = position if position and self.delivered == (0, 0) else self.delivered
-        return {
-            "delivered": self._pair(delivered, self.last_delivery),
-            "ack_floor": self._pair(self.floor, self.last_ack),
-        }
-
-    @staticmethod
-    def _pair(pair: Pair, when: int | None) -> dict[str, Any]:
-        active = {} if when is None else {"last_active": golang.rfc3339(when)}
-        return {"consumer_seq": pair[0], "stream_seq": pair[1], **active}
-
-
-def moved_floor(pending: dict[int, Pending], floor: Pair, top: Pair, done: Pair) -> Pair:
-    """Return the acknowledgement floor after the message `done` is acknowledged or no longer delivered.
-
-    `pending` are the messages that are still unacknowledged, by stream sequence. `top` is the floor if there are none.
-    """
-    delivery, seq = done
-    if not pending:
-        return top
-    if delivery != floor[0] + 1:
-        return floor
-    following = min((each for each in pending if each > seq), default=None)
-    return done if following is None else (pending[following].delivery - 1, following - 1)
-
-
 # -- the target -------------------------------------------------------------------------------------------------------
 
-_NEXT = Struct(
-    "JSApiConsumerGetNextRequest",
-    {
-        "expires": DURATION,
-        "batch": INT,
-        "max_bytes": INT,
-        "no_wait": BOOL,
-        "idle_heartbeat": DURATION,
-        "group": STRING,
-        "min_pending": INT,
-        "min_ack_pending": INT,
-        "id": STRING,
-        "priority": INT,
-    },
-)
+_NEXT: golang.Schema = {
+    "expires": DURATION,
+    "batch": INT,
+    "no_wait": BOOL,
+    "idle_heartbeat": DURATION,
+    **dict.fromkeys(("max_bytes", "group", "min_pending", "min_ack_pending", "id", "priority"), NOT_MODELLED),
+}
 _NUMBER = re.compile(rb"[+-]?[0-9]{1,18}")
-_FLOW_WINDOW = 32 << 20
 _JITTER = 600 * golang.MILLISECOND
 
 
-class ConsumerView(Protocol):
-    """The part of a consumer that its delivery target uses."""
+class Consumer(Protocol):
+    """The part of a consumer that its target uses."""
 
     stream: Stream
     name: str
@@ -193,41 +139,36 @@ class ConsumerView(Protocol):
     pending: dict[int, Pending]
 
     def pump(self) -> None: ...
-
     def delete(self) -> None: ...
-
     def at_limit(self) -> bool: ...
-
     def acknowledge(self, seq: int, delivery: int) -> bool: ...
-
     def send_heartbeat(self, subject: str, *, stalled_on: str = "") -> None: ...
 
 
-class _Delivery:
-    """What pull and push delivery have in common.
+class Target:
+    """Where a consumer delivers its messages.
 
-    If `ready`, the consumer calls `take` with the size of its next message, sends the message to the returned subject, and
-    calls `sent`; `None` means that the message cannot be delivered now. It calls `idle` when it has nothing more to deliver.
+    If `ready`, the consumer calls `take`, sends its next message to the returned subject, and calls `sent`; `None` means
+    that no message can be delivered now. It calls `idle` when it has nothing more to deliver.
     """
 
-    def __init__(self, consumer: ConsumerView) -> None:
+    def __init__(self, consumer: Consumer) -> None:
         self._consumer = consumer
         self._context = consumer.stream.context
         self._send_status = self._context.send_status
+        self._inactivity = Timer(self._context, self._check_inactivity)
+        self._last_active = self._context.now
 
-    @property
-    def waiting(self) -> int:
-        """The number of waiting pull requests."""
-        return 0
+    def close(self) -> None:
+        self._inactivity.cancel()
 
-    def idle(self, *, end_of_stream: bool) -> None:
-        """Do nothing; push delivery has a timer for its heartbeats."""
+    def watch_inactivity(self) -> None:
+        """Delete the consumer some time after its last activity, if its configuration says so."""
+        if self._consumer.config["inactive_threshold"]:
+            self._inactivity.set(self._last_active + self._consumer.config["inactive_threshold"] + _JITTER)
 
-    def interest_changed(self) -> None:
-        """Do nothing; pull delivery checks the interest in a reply subject at each delivery."""
-
-    def info_json(self) -> dict[str, Any]:
-        return {}
+    def _check_inactivity(self) -> None:
+        self._consumer.delete()
 
 
 @dataclass(eq=False, slots=True)
@@ -236,7 +177,6 @@ class _Request:
 
     reply: str
     left: int
-    max_bytes: int
     no_wait: bool
     expires: int | None
     heartbeat: int
@@ -244,124 +184,75 @@ class _Request:
     delivered: int = 0
 
     def pending(self) -> tuple[tuple[str, str], ...]:
-        return (("Nats-Pending-Messages", str(self.left)), ("Nats-Pending-Bytes", str(self.max_bytes)))
+        return (("Nats-Pending-Messages", str(self.left)), ("Nats-Pending-Bytes", "0"))
 
 
-class Pull(_Delivery):
+class Pull(Target):
     """Deliver to a queue of pull requests."""
 
-    def __init__(self, consumer: ConsumerView) -> None:
+    def __init__(self, consumer: Consumer) -> None:
         super().__init__(consumer)
         self._queue: list[_Request] = []
-        self._taken: _Request | None = None
-        self._timer = Timer(self._context, lambda: self._expire(end_of_stream=True))
-        self._inactivity = Timer(self._context, self._check_inactivity)
-        self._last_active = self._context.now
-        self._watch_inactivity()
+        self._timer = Timer(self._context, lambda: self.idle(end_of_stream=True))
+        self.watch_inactivity()
 
     def close(self) -> None:
+        super().close()
         self._timer.cancel()
-        self._inactivity.cancel()
         for each in self._queue:
             self._send_status(each.reply, "409 Consumer Deleted")
         self._queue = []
 
-    @property
-    def waiting(self) -> int:
-        return len(self._queue)
+    def info_json(self) -> dict[str, Any]:
+        return {"num_waiting": len(self._queue)}
 
     def ready(self) -> bool:
         return bool(self._queue)
 
     def request(self, reply: str, payload: bytes) -> None:
-        config, now = self._consumer.config, self._context.now
+        now = self._context.now
         try:
             wanted = _parse(payload)
-        except JsonError as error:
+        except (ApiError, JsonError) as error:
             self._send_status(reply, f"400 Bad Request - {error}")
             return
-        batch, expires, max_bytes = wanted.get("batch", 0), wanted.get("expires", 0), wanted.get("max_bytes", 0)
-        if 0 < config["max_batch"] < batch:
-            self._send_status(reply, f"409 Exceeded MaxRequestBatch of {config['max_batch']}")
-        elif 0 < config["max_expires"] < expires:
-            limit = golang.format_duration(config["max_expires"])
-            self._send_status(reply, f"409 Exceeded MaxRequestExpires of {limit}")
-        elif 0 < config["max_bytes"] < max_bytes:
-            self._send_status(reply, f"409 Exceeded MaxRequestMaxBytes of {config['max_bytes']}")
-        elif self._has_room(reply, wanted):
-            beat = wanted.get("idle_heartbeat", 0)
+        if self._has_room(reply, wanted):
+            expires, beat = wanted.get("expires", 0), wanted.get("idle_heartbeat", 0)
             end = now + expires if expires else None
-            no_wait = wanted.get("no_wait", False)
-            self._queue.append(_Request(reply, batch, max_bytes, no_wait, end, beat, now + beat))
+            batch, no_wait = wanted.get("batch", 0), wanted.get("no_wait", False)
+            self._queue.append(_Request(reply, batch, no_wait, end, beat, now + beat))
             self._consumer.pump()
 
-    def take(self, size: int) -> str | None:
+    def take(self) -> str | None:
         while self._queue:
             each = self._queue.pop(0)
             if each.expires is not None and each.expires <= self._context.now:
                 self._send_status(each.reply, "408 Request Timeout", *each.pending())
-                continue
-            if each.max_bytes > 0:
-                if size > each.max_bytes:
-                    self._send_status(each.reply, "409 Message Size Exceeds MaxBytes", *each.pending())
-                    continue
-                each.max_bytes -= size
-                if each.max_bytes == 0:
-                    each.left = 1
-            if not self._context.router.has_interest(each.reply):
-                continue
-            each.delivered += 1
-            each.left -= 1
-            if each.left > 0:
-                self._queue.append(each)
-                each.next_beat = self._context.now + each.heartbeat
-            self._taken = each
-            self._last_active = self._context.now
-            return each.reply
+            elif self._context.router.has_interest(each.reply):
+                each.delivered += 1
+                each.left -= 1
+                if each.left > 0:
+                    self._queue.append(each)
+                    each.next_beat = self._context.now + each.heartbeat
+                self._last_active = self._context.now
+                return each.reply
         return None
 
-    def sent(self, size: int) -> None:
-        """Tell the request if it has all its messages but not all its bytes."""
-        taken = self._taken
-        if taken is not None and taken.left <= 0 < taken.max_bytes:
-            self._send_status(taken.reply, "409 Batch Completed", *taken.pending())
+    def sent(self) -> None:
+        """Do nothing: each message answers a request."""
+
+    def interest_changed(self) -> None:
+        """Do nothing: each delivery looks for interest in the request's reply subject."""
 
     def idle(self, *, end_of_stream: bool) -> None:
         """End the requests that do not wait any longer."""
-        self._expire(end_of_stream=end_of_stream)
-
-    def _has_room(self, reply: str, wanted: dict[str, Any]) -> bool:
-        consumer = self._consumer
-        if wanted.get("no_wait", False):
-            pending = consumer.cursor.num_pending() + len(consumer.redeliver)
-            if pending == 0 and not wanted.get("expires", 0):
-                self._last_active = self._context.now
-                self._send_status(reply, "404 No Messages")
-                return False
-            self._expire(end_of_stream=False)
-            if 0 < pending < sum(each.left for each in self._queue):
-                self._last_active = self._context.now
-                self._send_status(reply, "408 Requests Pending")
-                return False
-        if len(self._queue) >= consumer.config["max_waiting"]:
-            self._expire(end_of_stream=False)
-        if len(self._queue) >= consumer.config["max_waiting"]:
-            if not wanted.get("idle_heartbeat", 0):
-                self._send_status(reply, "409 Exceeded MaxWaiting")
-            return False
-        return True
-
-    def _expire(self, *, end_of_stream: bool) -> None:
         now = self._context.now
         for each in list(self._queue):
             if each.expires is not None and now >= each.expires:
                 self._send_status(each.reply, "408 Request Timeout", *each.pending())
                 self._queue.remove(each)
             elif end_of_stream and each.no_wait and (each.expires is None or each.delivered):
-                if self._context.profile.end_is_404:
-                    self._send_status(each.reply, "404 No Messages")
-                else:
-                    self._send_status(each.reply, "408 Request Timeout", *each.pending())
+                self._send_status(each.reply, "404 No Messages")
                 self._queue.remove(each)
             elif not self._context.router.has_interest(each.reply):
                 self._queue.remove(each)
@@ -372,17 +263,28 @@ class Pull(_Delivery):
         ends = [each.expires for each in self._queue if each.expires is not None]
         self._timer.set(min([*beats, *ends], default=None))
 
-    def _watch_inactivity(self) -> None:
-        threshold = self._consumer.config["inactive_threshold"]
-        if threshold:
-            self._inactivity.set(self._last_active + threshold + _JITTER)
+    def _has_room(self, reply: str, wanted: dict[str, Any]) -> bool:
+        consumer = self._consumer
+        if wanted.get("no_wait", False):
+            pending = consumer.cursor.num_pending() + len(consumer.redeliver)
+            if pending == 0 and not wanted.get("expires", 0):
+                self._last_active = self._context.now
+                self._send_status(reply, "404 No Messages")
+                return False
+        if len(self._queue) >= consumer.config["max_waiting"]:
+            self.idle(end_of_stream=False)
+        if len(self._queue) >= consumer.config["max_waiting"]:
+            if not wanted.get("idle_heartbeat", 0):
+                self._send_status(reply, "409 Exceeded MaxWaiting")
+            return False
+        return True
 
     def _check_inactivity(self) -> None:
         now = self._context.now
         if self._queue:
             self._last_active = now
         if now - self._last_active < self._consumer.config["inactive_threshold"]:
-            self._watch_inactivity()
+            self.watch_inactivity()
         else:
             self._consumer.delete()
 
@@ -398,55 +300,49 @@ def _parse(payload: bytes) -> dict[str, Any]:
     return wanted
 
 
-class Push(_Delivery):
-    """Deliver to a subject, with heartbeats and flow control."""
+class Push(Target):
+    """Deliver to a subject, with heartbeats, and with acknowledgements by flow control.
 
-    def __init__(self, consumer: ConsumerView) -> None:
+    A real server also asks for flow control when many bytes are on their way; the model never has to.
+    """
+
+    def __init__(self, consumer: Consumer) -> None:
         super().__init__(consumer)
-        stream = consumer.stream
-        self._window = _FLOW_WINDOW // 16 if consumer.config["flow_control"] else 0
-        self._unconfirmed = 0
-        self._confirming = 0
-        """How many of the unconfirmed bytes the open flow control request asks about."""
         self._open_request = ""
         """The reply subject of the flow control request without an answer."""
         self._heartbeat = Timer(self._context, self._on_heartbeat)
-        self._inactivity = Timer(self._context, consumer.delete)
-        self._flow_subject = f"$JS.FC.{stream.name}.{consumer.name}"
+        self._flow_subject = f"$JS.FC.{consumer.stream.name}.{consumer.name}"
         self._active = self._has_interest()
         self._subscription = self._context.router.respond_to(f"{self._flow_subject}.*", self._on_confirmation)
         self._restart_heartbeat()
         if not self._active:
-            self._watch_inactivity()
+            self.watch_inactivity()
 
     def close(self) -> None:
+        super().close()
         self._heartbeat.cancel()
-        self._inactivity.cancel()
         self._context.router.unsubscribe(self._subscription)
 
     def info_json(self) -> dict[str, Any]:
-        return {"push_bound": True} if self._active else {}
+        return {"num_waiting": 0, **({"push_bound": True} if self._active else {})}
 
     def ready(self) -> bool:
-        return self._active and not (self._window and self._unconfirmed > self._window)
+        return self._active
 
     def request(self, reply: str, payload: bytes) -> None:
         self._send_status(reply, "409 Consumer is push based")
 
-    def take(self, size: int) -> str | None:
+    def take(self) -> str | None:
         return self._subject
 
-    def sent(self, size: int) -> None:
-        """Count the bytes of a message, and send a flow control request if one is due."""
+    def sent(self) -> None:
+        """Ask for an acknowledgement by flow control if no message can be delivered without it."""
         self._restart_heartbeat()
-        if not self._window:
-            return
-        self._unconfirmed += size
-        stalled = self._acks_by_flow_control and self._consumer.at_limit()
-        if not self._open_request and (self._unconfirmed > self._window // 2 or stalled):
-            self._send_flow_request()
-        elif self._open_request and self._unconfirmed - self._confirming >= self._window:
-            self._confirming += size
+        if self._consumer.at_limit():
+            self._request_acknowledgement()
+
+    def idle(self, *, end_of_stream: bool) -> None:
+        """Do nothing: heartbeats have a timer."""
 
     def interest_changed(self) -> None:
         active = self._has_interest()
@@ -457,23 +353,15 @@ class Push(_Delivery):
             self._inactivity.cancel()
             self._consumer.pump()
         else:
-            self._unconfirmed, self._open_request = 0, ""
-            self._watch_inactivity()
+            self._open_request, self._last_active = "", self._context.now
+            self.watch_inactivity()
 
     @property
     def _subject(self) -> str:
         return str(self._consumer.config["deliver_subject"])
 
-    @property
-    def _acks_by_flow_control(self) -> bool:
-        return bool(self._consumer.config["ack_policy"] == "flow_control")
-
     def _has_interest(self) -> bool:
         return self._context.router.has_exact_interest(self._subject, self._consumer.config["deliver_group"])
-
-    def _watch_inactivity(self) -> None:
-        if self._consumer.config["inactive_threshold"]:
-            self._inactivity.set_in(self._consumer.config["inactive_threshold"])
 
     def _restart_heartbeat(self) -> None:
         if self._consumer.config["idle_heartbeat"]:
@@ -482,24 +370,20 @@ class Push(_Delivery):
     def _on_heartbeat(self) -> None:
         if self._active:
             self._consumer.send_heartbeat(self._subject, stalled_on=self._open_request)
-            if self._acks_by_flow_control and self._consumer.pending and not self._open_request:
-                self._send_flow_request()
+            if self._consumer.pending:
+                self._request_acknowledgement()
         self._restart_heartbeat()
 
-    def _send_flow_request(self) -> None:
-        self._open_request = f"{self._flow_subject}.{self._context.make_name()[:4]}"
-        self._confirming = self._unconfirmed
-        self._context.send(self._subject, header=status_header("100 FlowControl Request"), reply=self._open_request)
+    def _request_acknowledgement(self) -> None:
+        if self._consumer.config["ack_policy"] == "flow_control" and not self._open_request:
+            self._open_request = f"{self._flow_subject}.{self._context.make_name()[:4]}"
+            self._context.send(self._subject, header=status_header("100 FlowControl Request"), reply=self._open_request)
 
     def _on_confirmation(self, message: Message) -> None:
         if message.subject != self._open_request:
             return
-        self._window = min(self._window * 2, _FLOW_WINDOW)
-        self._unconfirmed = max(self._unconfirmed - self._confirming, 0)
-        self._open_request, self._confirming = "", 0
-        if self._acks_by_flow_control:
-            seq = parse_number(get_header(message.header, "Nats-Last-Stream"))
-            delivery = parse_number(get_header(message.header, "Nats-Last-Consumer"))
-            if seq:
-                self._consumer.acknowledge(seq, delivery or 0)
+        self._open_request = ""
+        seq = parse_number(get_header(message.header, "Nats-Last-Stream"))
+        if seq:
+            self._consumer.acknowledge(seq, parse_number(get_header(message.header, "Nats-Last-Consumer")) or 0)
         self._consumer.pump()

@@ -6,8 +6,8 @@ from typing import Any
 
 from ..releases import Profile
 from ..wire import golang, subjects
-from ..wire.errors import ApiError, api_error
-from ..wire.golang import BOOL, DURATION, INT, STRING, STRING_MAP, STRINGS, TIME, UINT, Enum, ListOf, Struct
+from ..wire.errors import ApiError, Rule, api_error, refuse
+from ..wire.golang import BOOL, DURATION, INT, NOT_MODELLED, STRING, STRING_MAP, STRINGS, TIME, UINT, one_of
 
 StreamConfig = dict[str, Any]
 """The fields by their JSON names, all of them present; times and durations are nanoseconds."""
@@ -23,75 +23,70 @@ class Field:
     """The row of `Profile` that knows the field; empty for all releases."""
 
 
-_TRANSFORM = Struct("SubjectTransformConfig", {"src": STRING, "dest": STRING})
 _SOURCE: dict[str, golang.Kind] = {
     "name": STRING,
     "opt_start_seq": UINT,
     "opt_start_time": TIME,
     "filter_subject": STRING,
-    "subject_transforms": ListOf(_TRANSFORM),
-    "external": Struct("ExternalStream", {"api": STRING, "deliver": STRING}),
+    "subject_transforms": NOT_MODELLED,
+    "external": NOT_MODELLED,
 }
 _FIELDS: dict[str, Field] = {
     "name": Field(STRING, "", shown=True),
     "description": Field(STRING, ""),
     "subjects": Field(STRINGS, []),
-    "retention": Field(Enum(("limits", "interest", "workqueue")), "limits", shown=True),
+    "retention": Field(one_of("limits", "interest", "workqueue"), "limits", shown=True),
     "max_consumers": Field(INT, -1, shown=True),
     "max_msgs": Field(INT, -1, shown=True),
     "max_bytes": Field(INT, -1, shown=True),
     "max_age": Field(DURATION, 0, shown=True),
     "max_msgs_per_subject": Field(INT, -1, shown=True),
     "max_msg_size": Field(INT, -1),
-    "discard": Field(Enum(("old", "new")), "old", shown=True),
-    "storage": Field(Enum(("file", "memory")), "file", shown=True),
+    "discard": Field(one_of("old", "new"), "old", shown=True),
+    "storage": Field(one_of("file", "memory"), "file", shown=True),
     "num_replicas": Field(INT, 1, shown=True),
     "no_ack": Field(BOOL, False),
     "duplicate_window": Field(DURATION, 0),
-    "placement": Field(Struct("Placement", {"cluster": STRING, "tags": STRINGS, "preferred": STRING}), {}),
-    "mirror": Field(Struct("StreamSource", _SOURCE), {}),
-    "sources": Field(ListOf(Struct("StreamSource", _SOURCE)), []),
-    "compression": Field(Enum(("none", "s2")), "none", shown=True),
+    "mirror": Field(_SOURCE, {}),
+    "sources": Field((_SOURCE,), []),
+    "compression": Field(one_of("none", "s2"), "none", shown=True),
     "first_seq": Field(UINT, 0),
-    "subject_transform": Field(_TRANSFORM, {}),
-    "republish": Field(Struct("RePublish", {"src": STRING, "dest": STRING, "headers_only": BOOL}), {}),
     "allow_direct": Field(BOOL, False, shown=True),
     "mirror_direct": Field(BOOL, False, shown=True),
-    "discard_new_per_subject": Field(BOOL, False),
-    "sealed": Field(BOOL, False, shown=True),
+    "discard_new_per_subject": Field(NOT_MODELLED, None),
+    "sealed": Field(NOT_MODELLED, False, shown=True),
     "deny_delete": Field(BOOL, False, shown=True),
     "deny_purge": Field(BOOL, False, shown=True),
     "allow_rollup_hdrs": Field(BOOL, False, shown=True),
-    "consumer_limits": Field(
-        Struct("StreamConsumerLimits", {"inactive_threshold": DURATION, "max_ack_pending": INT}), {}, shown=True
-    ),
+    "consumer_limits": Field(NOT_MODELLED, {}, shown=True),
     "allow_msg_ttl": Field(BOOL, False, shown=True, since="ttl"),
     "subject_delete_marker_ttl": Field(DURATION, 0, since="ttl"),
-    "allow_msg_counter": Field(BOOL, False, since="atomic"),
     "allow_atomic": Field(BOOL, False, since="atomic"),
-    "allow_msg_schedules": Field(BOOL, False, since="atomic"),
-    "persist_mode": Field(Enum(("", "default", "async")), "default", since="atomic"),
     "allow_batched": Field(BOOL, False, since="fast"),
     "metadata": Field(STRING_MAP, {}),
+    "placement": Field(NOT_MODELLED, None),
+    "subject_transform": Field(NOT_MODELLED, None),
+    "republish": Field(NOT_MODELLED, None),
+    "allow_msg_counter": Field(NOT_MODELLED, None, since="counters"),
+    "allow_msg_schedules": Field(NOT_MODELLED, None, since="schedules"),
+    "persist_mode": Field(NOT_MODELLED, None, since="async_persistence"),
 }
+_SHORTEST = 100 * golang.MILLISECOND
 
 
 def known_fields(table: dict[str, Field], profile: Profile) -> dict[str, Field]:
     return {name: each for name, each in table.items() if not each.since or getattr(profile, each.since)}
 
 
-def request_schema(profile: Profile) -> Struct:
+def request_schema(profile: Profile) -> golang.Schema:
     fields = {name: each.kind for name, each in known_fields(_FIELDS, profile).items()}
     if profile.durable_sourcing:
         managed: dict[str, golang.Kind] = {"server_managed": BOOL} if profile.draft else {}
-        consumer = Struct("StreamConsumerSource", {"name": STRING, "deliver_subject": STRING, **managed})
-        source = Struct("StreamSource", {**_SOURCE, "consumer": consumer})
-        fields |= {"mirror": source, "sources": ListOf(source)}
-    if profile.templates:
-        fields["template_owner"] = STRING
+        source = _SOURCE | {"consumer": {"name": STRING, "deliver_subject": STRING, **managed}}
+        fields |= {"mirror": source, "sources": (source,)}
     if profile.draft:
         fields["limits_ttl"] = DURATION
-    return Struct("StreamConfigRequest", {**fields, "pedantic": BOOL})
+    return {**fields, "pedantic": NOT_MODELLED}
 
 
 def invalid_config(text: str) -> ApiError:
@@ -102,119 +97,71 @@ def is_asset_name(name: str) -> bool:
     return bool(name) and not any(char in ". \t\r\n\f*>\\/" for char in name)
 
 
+_RULES: list[Rule] = [
+    (
+        lambda c: not is_asset_name(c["name"]),
+        10052,
+        "stream name is required and can not contain '.', '*', '>', '\\', '/'",
+    ),
+    (lambda c: len(c["name"]) > 255, 10052, "stream name is too long, maximum allowed is 255"),
+    (lambda c: c["num_replicas"] > 5, 10052, "maximum replicas is 5"),
+    (lambda c: c["num_replicas"] < 0, 10133, ""),
+    (lambda c: c["max_age"] < 0, 10052, "max age can not be negative"),
+    (lambda c: 0 < c["max_age"] < _SHORTEST, 10052, "max age needs to be >= 100ms"),
+    (lambda c: c["duplicate_window"] < 0, 10052, "duplicates window can not be negative"),
+    (
+        lambda c: 0 < c["max_age"] < c["duplicate_window"],
+        10052,
+        "duplicates window can not be larger then max age",
+    ),
+    (lambda c: 0 < c["duplicate_window"] < _SHORTEST, 10052, "duplicates window needs to be >= 100ms"),
+    (lambda c: c["deny_purge"] and c["allow_rollup_hdrs"], 10052, "roll-ups require the purge permission"),
+    (lambda c: c["subject_delete_marker_ttl"] < 0, 10052, "subject delete marker TTL must not be negative"),
+    (
+        lambda c: 0 < c["subject_delete_marker_ttl"] < golang.SECOND,
+        10052,
+        "subject delete marker TTL must be at least 1 second",
+    ),
+]
+_MIRROR_RULES: list[Rule] = [
+    (lambda c: c["first_seq"], 10143, ""),
+    (lambda c: c["subjects"], 10034, ""),
+    (lambda c: c["sources"], 10031, ""),
+    (lambda c: c["allow_atomic"], 10198, ""),
+    (lambda c: c["allow_batched"], 10209, ""),
+    (lambda c: "consumer" in c["mirror"] and not _is_durable_source(c["mirror"]), 10213, ""),
+    (lambda c: c["subject_delete_marker_ttl"] > 0, 10052, "subject delete markers forbidden on mirrors"),
+    (lambda c: not is_asset_name(c["mirror"].get("name", "")), 10142, ""),
+]
+
+
 def check_create(request: dict[str, Any], profile: Profile, find: Callable[[str], StreamConfig | None]) -> StreamConfig:
     """Return the configuration of a create request with the defaults filled in, or raise an `ApiError`.
 
     `find` looks up the configuration of another stream.
     """
-    pedantic = request.get("pedantic", False)
     config = {name: request.get(name, each.default) for name, each in _FIELDS.items()}
-    config["persist_mode"] = config["persist_mode"] or "default"
     if "limits_ttl" in request:
         config["subject_delete_marker_ttl"] = request["limits_ttl"]
-    if not is_asset_name(config["name"]):
-        raise invalid_config("stream name is required and can not contain '.', '*', '>', '\\', '/'")
-    if len(config["name"]) > 255:
-        raise invalid_config("stream name is too long, maximum allowed is 255")
     config["num_replicas"] = config["num_replicas"] or 1
-    if config["num_replicas"] > 5:
-        raise invalid_config("maximum replicas is 5")
-    if config["num_replicas"] < 0:
-        raise api_error(10133)
     for name in ("max_msgs", "max_msgs_per_subject", "max_bytes", "max_msg_size", "max_consumers"):
-        if config[name] == 0 or (config[name] < -1 and profile.strict_config):
-            if pedantic and config[name] < -1 and profile.strict_config:
-                raise api_error(10157, f"{name} must be set to -1")
-            config[name] = -1
-    _check_times(config, profile, pedantic)
-    if config["deny_purge"] and config["allow_rollup_hdrs"]:
-        raise invalid_config("roll-ups require the purge permission")
-    if config["discard_new_per_subject"]:
-        if config["discard"] != "new":
-            raise invalid_config("discard new per subject requires discard new policy to be set")
-        if config["max_msgs_per_subject"] <= 0:
-            raise invalid_config("discard new per subject requires max msgs per subject > 0")
-    _check_markers(config, pedantic)
-    if config["persist_mode"] == "async":
-        if config["storage"] != "file":
-            raise invalid_config("async persist mode is only supported on file storage")
-        if config["num_replicas"] > 1:
-            raise invalid_config("async persist mode is not supported on replicated streams")
-        if config["allow_atomic"]:
-            raise invalid_config("async persist mode is not supported with atomic batch publish")
+        config[name] = max(config[name], 0) or -1
+    if config["duplicate_window"] == 0 and not config["mirror"] and not config["sources"]:
+        config["duplicate_window"] = min(max(config["max_age"], 0) or 2 * golang.MINUTE, 2 * golang.MINUTE)
+    refuse(_RULES, config)
+    if config["subject_delete_marker_ttl"] > 0:
+        config.update(deny_purge=False, allow_msg_ttl=True, allow_rollup_hdrs=True)
     if config["mirror"]:
-        _check_mirror(config, pedantic, find)
+        refuse(_MIRROR_RULES, config)
+        origin = find(config["mirror"]["name"])
+        config["mirror_direct"] = origin["allow_direct"] if origin is not None else config["mirror_direct"]
     _check_sources(config)
-    _check_cycle(config, find)
-    _check_subjects(config, profile)
+    if _reaches(config, config["name"], find):
+        raise invalid_config("detected cycle")
+    _check_subjects(config)
     if profile.draft:
         config["allow_direct"] = config["max_msgs_per_subject"] > 0  # the field of the request has no effect
     return config
-
-
-def _check_times(config: StreamConfig, profile: Profile, pedantic: bool) -> None:
-    age = config["max_age"]
-    if age < 0 and profile.strict_config:
-        raise invalid_config("max age can not be negative")
-    if 0 < age < 100 * golang.MILLISECOND:
-        raise invalid_config("max age needs to be >= 100ms")
-    copies = config["mirror"] or (config["sources"] and profile.strict_config)
-    if config["duplicate_window"] == 0 and not copies:
-        config["duplicate_window"] = 2 * golang.MINUTE
-        if age != 0 and age < 2 * golang.MINUTE:
-            if pedantic:
-                raise api_error(10157, "duplicate window cannot be bigger than max age")
-            config["duplicate_window"] = age
-    window = config["duplicate_window"]
-    if window < 0:
-        raise invalid_config("duplicates window can not be negative")
-    if age and window > age:
-        raise invalid_config("duplicates window can not be larger then max age")
-    if 0 < window < 100 * golang.MILLISECOND:
-        raise invalid_config("duplicates window needs to be >= 100ms")
-
-
-def _check_markers(config: StreamConfig, pedantic: bool) -> None:
-    ttl = config["subject_delete_marker_ttl"]
-    if ttl < 0:
-        raise invalid_config("subject delete marker TTL must not be negative")
-    if ttl == 0:
-        return
-    if ttl < golang.SECOND:
-        raise invalid_config("subject delete marker TTL must be at least 1 second")
-    if pedantic and not config["allow_msg_ttl"]:
-        raise invalid_config("subject delete marker cannot be set if message TTLs are disabled")
-    if pedantic and not config["allow_rollup_hdrs"]:
-        raise invalid_config("subject delete marker cannot be set if roll-ups are disabled")
-    if not config["allow_rollup_hdrs"]:
-        config["deny_purge"] = False
-    config["allow_msg_ttl"] = config["allow_rollup_hdrs"] = True
-
-
-def _check_mirror(config: StreamConfig, pedantic: bool, find: Callable[[str], StreamConfig | None]) -> None:
-    mirror = config["mirror"]
-    for name, code in (
-        ("first_seq", 10143),
-        ("subjects", 10034),
-        ("sources", 10031),
-        ("allow_atomic", 10198),
-        ("allow_batched", 10209),
-    ):
-        if config[name]:
-            raise api_error(code)
-    if "consumer" in mirror and not _is_durable_source(mirror):
-        raise api_error(10213)
-    if config["subject_delete_marker_ttl"] > 0:
-        raise invalid_config("subject delete markers forbidden on mirrors")
-    if "external" in mirror:
-        return
-    if not is_asset_name(mirror.get("name", "")):
-        raise api_error(10142)
-    origin = find(mirror["name"])
-    if origin is not None:
-        if pedantic and config["mirror_direct"] != origin["allow_direct"]:
-            raise api_error(10157, "origin stream has direct get set, mirror has it disabled")
-        config["mirror_direct"] = origin["allow_direct"]
 
 
 def _is_durable_source(source: dict[str, Any]) -> bool:
@@ -234,12 +181,7 @@ def _check_sources(config: StreamConfig) -> None:
     for source in config["sources"]:
         if not is_asset_name(source.get("name", "")):
             raise api_error(10141)
-        identity = (
-            source["name"],
-            source.get("filter_subject"),
-            source.get("external"),
-            source.get("subject_transforms"),
-        )
+        identity = (source["name"], source.get("filter_subject"))
         if identity in seen and not ("consumer" in source and source["consumer"] not in consumers):
             raise api_error(10140)
         seen.append(identity)
@@ -252,23 +194,17 @@ def _check_sources(config: StreamConfig) -> None:
             consumers.append(name)
 
 
-def _check_cycle(config: StreamConfig, find: Callable[[str], StreamConfig | None]) -> None:
-    waiting, visited = [config], set()
-    while waiting:
-        each = waiting.pop(0)
-        visited.add(each["name"])
-        for source in each["sources"] + ([each["mirror"]] if each["mirror"] else []):
-            if "external" in source:
-                continue
-            pattern = source.get("filter_subject", "")
-            if source["name"] in visited:
-                if not pattern or any(subjects.collide(subject, pattern) for subject in each["subjects"]):
-                    raise invalid_config("detected cycle")
-            elif (other := find(source["name"])) is not None:
-                waiting.append(other)
+def _reaches(config: StreamConfig, name: str, find: Callable[[str], StreamConfig | None]) -> bool:
+    """Whether a stream copies, directly or through others, the stream with this name."""
+    origins = [source["name"] for source in (*config["sources"], *([config["mirror"]] if config["mirror"] else []))]
+    found = [find(origin) for origin in origins]
+    return name in origins or any(each is not None and _reaches(each, name, find) for each in found)
 
 
-def _check_subjects(config: StreamConfig, profile: Profile) -> None:
+_RESERVED = {"$JS.>": "jetstream", "$JSC.>": "jetstream", "$NRG.>": "jetstream", "$SYS.>": "system"}
+
+
+def _check_subjects(config: StreamConfig) -> None:
     wanted = list(config["subjects"])
     if not wanted and not config["mirror"] and not config["sources"]:
         wanted = [config["name"]]
@@ -277,51 +213,40 @@ def _check_subjects(config: StreamConfig, profile: Profile) -> None:
             raise invalid_config("invalid subject")
         if subject in wanted[:index]:
             raise invalid_config("duplicate subjects detected")
-        if subject == ">" and not config["no_ack"]:
-            raise invalid_config("capturing all subjects requires no-ack to be true")
         if not config["no_ack"]:
-            for space in ("$JS.>", "$JSC.>", "$NRG.>"):
-                if subjects.collide(subject, space) and not subjects.is_subset(subject, "$JS.EVENT.>"):
-                    raise invalid_config("subjects that overlap with jetstream api require no-ack to be true")
-            if subjects.collide(subject, "$SYS.>") and not subjects.is_subset(subject, "$SYS.ACCOUNT.>"):
-                raise invalid_config("subjects that overlap with system api require no-ack to be true")
+            if subject == ">":
+                raise invalid_config("capturing all subjects requires no-ack to be true")
+            events = subjects.is_subset(subject, "$JS.EVENT.>") or subjects.is_subset(subject, "$SYS.ACCOUNT.>")
+            for space, api in _RESERVED.items():
+                if subjects.collide(subject, space) and not events:
+                    raise invalid_config(f"subjects that overlap with {api} api require no-ack to be true")
         for other in wanted[index + 1 :]:
-            if subjects.collide(other, subject) and (other != subject or profile.strict_config):
+            if subjects.collide(other, subject):
                 raise invalid_config(f'subject "{subject}" overlaps with "{other}"')
     config["subjects"] = wanted
 
 
-def check_update(old: StreamConfig, new: StreamConfig, profile: Profile) -> None:
-    """Raise an `ApiError` if a configuration may not replace another; complete the new one."""
-    if new["num_replicas"] > 1 and profile.refuses_replicas_on_update:
+def check_update(old: StreamConfig, new: StreamConfig) -> None:
+    """Raise an `ApiError` if a configuration may not replace another."""
+    if new["num_replicas"] > 1:
         raise api_error(10074)
     if new["storage"] != old["storage"]:
         raise invalid_config("stream configuration update can not change storage type")
     if new["retention"] != old["retention"] and "workqueue" in (new["retention"], old["retention"]):
         raise invalid_config("stream configuration update can not change retention policy to/from workqueue")
-    for name, what in (
-        ("sealed", "unseal a sealed stream"),
-        ("deny_delete", "cancel deny message deletes"),
-        ("deny_purge", "cancel deny purge"),
-    ):
+    for name, what in (("deny_delete", "cancel deny message deletes"), ("deny_purge", "cancel deny purge")):
         if old[name] and not new[name]:
             raise invalid_config(f"stream configuration update can not {what}")
     if new["mirror"] and new["mirror"] != old["mirror"]:
         raise api_error(10055)
     if old["allow_msg_ttl"] and not new["allow_msg_ttl"]:
         raise invalid_config("message TTL status can not be disabled")
-    if new["persist_mode"] != old["persist_mode"]:
-        raise invalid_config("stream configuration update can not change persist mode")
-    if new["sealed"]:
-        new.update(max_age=0, discard="new", deny_delete=True, deny_purge=True, allow_rollup_hdrs=False)
 
 
-def config_json(config: StreamConfig, profile: Profile, *, stored: bool = False) -> dict[str, Any]:
-    """Return a configuration as replies show it; `stored` leaves out the fields of the running server."""
+def config_json(config: StreamConfig, profile: Profile) -> dict[str, Any]:
+    """Return a configuration as replies show it."""
     known = known_fields(_FIELDS, profile).items()
     shown = {name: config[name] for name, each in known if each.shown or config[name]}
-    if shown.get("persist_mode") == "default":
-        del shown["persist_mode"]
     if profile.draft and config["subject_delete_marker_ttl"]:
         shown["limits_ttl"] = config["subject_delete_marker_ttl"]
     if config["mirror"]:
@@ -329,22 +254,20 @@ def config_json(config: StreamConfig, profile: Profile, *, stored: bool = False)
     if config["sources"]:
         shown["sources"] = [_source_json(source) for source in config["sources"]]
     if profile.metadata:
-        shown["metadata"] = metadata_json(config, profile, _required_level(config, profile), stored=stored)
+        shown["metadata"] = metadata_json(config, profile, _required_level(config, profile))
     return shown
 
 
-def metadata_json(config: dict[str, Any], profile: Profile, level: int, *, stored: bool) -> dict[str, str]:
+def metadata_json(config: dict[str, Any], profile: Profile, level: int) -> dict[str, str]:
     """Return the metadata of a configuration, including the server's: API levels and version."""
-    own = {"_nats.req.level": str(level)}
-    if not stored:
-        own |= {"_nats.level": str(profile.api_level), "_nats.ver": profile.version}
-    return dict(sorted({**config["metadata"], **own}.items()))
+    own = {"_nats.level": str(profile.api_level), "_nats.req.level": str(level), "_nats.ver": profile.version}
+    return {**config["metadata"], **own}
 
 
 def _required_level(config: StreamConfig, profile: Profile) -> int:
     if config["allow_batched"]:
         return 3 if profile.draft else 4
-    if config["allow_atomic"] or config["persist_mode"] == "async":
+    if config["allow_atomic"]:
         return 2
     return 1 if config["allow_msg_ttl"] or config["subject_delete_marker_ttl"] else 0
 

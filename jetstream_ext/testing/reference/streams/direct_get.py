@@ -6,7 +6,7 @@ from typing import Any
 from ..releases import Profile
 from ..router import Message
 from ..wire import golang, subjects
-from ..wire.golang import BOOL, INT, STRING, STRINGS, TIME, UINT, JsonError, Kind, Struct, decode
+from ..wire.golang import BOOL, INT, STRING, STRINGS, TIME, UINT, JsonError, decode
 from ..wire.protocol import add_headers
 from .store import StoredMessage
 from .stream import Stream
@@ -29,21 +29,20 @@ _EXCLUSIVE = (
 Request = dict[str, Any]
 
 
-def get_schema(profile: Profile) -> Struct:
+_SINGLE: golang.Schema = {"seq": UINT, "last_by_subj": STRING, "next_by_subj": STRING, "no_hdr": BOOL}
+_BATCH: golang.Schema = {
+    "batch": INT,
+    "max_bytes": INT,
+    "start_time": TIME,
+    "multi_last": STRINGS,
+    "up_to_seq": UINT,
+    "up_to_time": TIME,
+}
+
+
+def get_schema(profile: Profile) -> golang.Schema:
     """Return the fields of a get request, which the JSON API's `STREAM.MSG.GET` shares."""
-    fields: dict[str, Kind] = {"seq": UINT, "last_by_subj": STRING, "next_by_subj": STRING}
-    if profile.batch_get:
-        fields |= {
-            "batch": INT,
-            "max_bytes": INT,
-            "start_time": TIME,
-            "multi_last": STRINGS,
-            "up_to_seq": UINT,
-            "up_to_time": TIME,
-        }
-    if profile.get_options_on_subject:
-        fields["no_hdr"] = BOOL
-    return Struct("JSApiMsgGetRequest", fields)
+    return {**_SINGLE, **_BATCH} if profile.batch_get else _SINGLE
 
 
 class DirectGet:
@@ -55,29 +54,23 @@ class DirectGet:
 
     def by_request(self, message: Message) -> None:
         """Answer a request in the payload."""
-        profile = self._stream.profile
         request = self._decode(message) if self._accepts(message) else None
         if request is None:
             return
         if not any(_has(request, name) for name in _SELECTORS):
             self._send_status(message.reply, "408 Empty Request")
-        elif any(
-            _has(request, one) and _has(request, other)
-            for one, other in _EXCLUSIVE
-            if one in request or profile.batch_get
-        ):
+        elif any(_has(request, one) and _has(request, other) for one, other in _EXCLUSIVE):
             self._send_status(message.reply, "408 Bad Request")
         else:
             self._answer(request, message.reply)
 
     def by_subject(self, message: Message) -> None:
         """Answer a request for the last message on the subject that is appended to the request's subject."""
-        profile = self._stream.profile
         if not self._accepts(message):
             return
         request: Request | None = {}
         if message.payload:
-            if profile.draft or not profile.get_options_on_subject:
+            if self._stream.profile.draft:
                 self._send_status(message.reply, "408 Bad Request")
                 return
             request = self._decode(message)
@@ -90,7 +83,7 @@ class DirectGet:
 
     def _accepts(self, message: Message) -> bool:
         profile = self._stream.profile
-        if message.reply and profile.required_level and not profile.meets_required_level(message.header):
+        if message.reply and profile.strict and not profile.meets_required_level(message.header):
             self._send_status(message.reply, "412 Required Api Level")
             return False
         return bool(message.reply)
@@ -145,7 +138,7 @@ class DirectGet:
                     self._send_status(reply, "404 Message Not Found")
                     return
                 break
-            shown = pending if profile.batch_counts_itself else max(pending - 1, 0)
+            shown = max(pending - 1, 0)
             if not request.get("no_hdr"):
                 pending = max(pending - 1, 0)  # the server does not count down without headers
             self._send(reply, message, request, *_position(shown, last))
@@ -188,8 +181,6 @@ class DirectGet:
                 break
             if 0 < request.get("batch", 0) <= len(wanted) - pending:
                 break
-        if profile.multi_end_off_by_one and pending:
-            pending -= 1
         shown = max(found) if profile.draft else up_to
         self._send_status(reply, "204 EOB", *_position(pending, last), ("Nats-UpTo-Sequence", str(shown)))
 

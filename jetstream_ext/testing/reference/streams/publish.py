@@ -1,6 +1,6 @@
 """One published message: its checks, storing it, and the answer to its publisher.
 
-A check raises an `ApiError` with the refusal, a `DuplicateMessageError`, or an `UnansweredRefusalError`.
+A check raises an `ApiError` with the refusal, or a `DuplicateMessageError`.
 """
 
 from collections.abc import Callable
@@ -9,11 +9,18 @@ from typing import Any
 
 from ..releases import Profile
 from ..wire import golang
-from ..wire.errors import ApiError, api_error
-from ..wire.protocol import get_header, parse_signed
-from .stream import FULL, Stream, message_ttl, valid_ttl
+from ..wire.errors import ApiError, api_error, not_modelled
+from ..wire.protocol import get_header, header_names, parse_signed
+from .stream import Stream, message_ttl, valid_ttl
 
 _MAX_HEADER = 65535
+_NOT_MODELLED = {
+    "Nats-Schedule": "schedules",
+    "Nats-Incr": "counters",
+    "Nats-Counter-": "counters",
+    "Nats-Trace-": "tracing",
+}
+"""Prefixes of headers, each with the row of `Profile` that knows them."""
 _OTHER_SUBJECT = "Nats-Expected-Last-Subject-Sequence-Subject"
 
 
@@ -23,10 +30,6 @@ class DuplicateMessageError(Exception):
     def __init__(self, seq: int) -> None:
         super().__init__(seq)
         self.seq = seq
-
-
-class UnansweredRefusalError(Exception):
-    """The release drops the message without an answer."""
 
 
 @dataclass(slots=True)
@@ -41,31 +44,28 @@ class Staged:
     """The expected last sequences by subject."""
 
 
-def check_intake(stream: Stream, header: bytes, payload: bytes) -> None:
-    """Make the checks that precede those of a batch: sealed stream and message size."""
-    if stream.config["sealed"]:
-        raise api_error(10109)
-    _check_message_size(stream, header, payload)
+def check_size(stream: Stream, header: bytes, payload: bytes) -> None:
+    """Check the size of a message, which precedes the checks of a batch."""
+    if 0 <= stream.config["max_msg_size"] < len(header) + len(payload):
+        raise api_error(10054)
 
 
 def check_single(stream: Stream, subject: str, header: bytes, payload: bytes) -> None:
     """Check a message that is not part of a batch."""
     profile, config = stream.profile, stream.config
-    if config["sealed"]:
-        raise api_error(10109)
-    if profile.checks_size_first:
-        _check_size(stream, header, payload)
+    check_size(stream, header, payload)
     if header:
+        if len(header) > _MAX_HEADER:
+            raise api_error(10097)
+        _check_modelled(profile, header)
         _check_stream(stream, header)
         if valid_ttl(profile, header) and not config["allow_msg_ttl"]:
             raise api_error(10166)
-        if profile.checks_id_first:
-            _check_duplicate(stream, header)
         wanted = _expected(header, "Nats-Expected-Last-Subject-Sequence")
         other = get_header(header, _OTHER_SUBJECT) if profile.expects_other_subject else None
         if wanted is not None:
             _check_last(stream, other or subject, wanted)
-        elif other and profile.refuses_subject_without_sequence:
+        elif other:
             raise api_error(10193)
         wanted = _expected(header, "Nats-Expected-Last-Sequence")
         if wanted is not None and wanted != stream.store.last:
@@ -74,7 +74,6 @@ def check_single(stream: Stream, subject: str, header: bytes, payload: bytes) ->
         _check_duplicate(stream, header)
         check_last_id(stream, header)
         _check_rollup(stream, header)
-    _check_size(stream, header, payload)
 
 
 def check_last_id(stream: Stream, header: bytes) -> None:
@@ -91,6 +90,7 @@ def check_staged(stream: Stream, staged: Staged, subject: str, header: bytes, pa
     if header:
         if len(header) > _MAX_HEADER:
             raise api_error(10097)
+        _check_modelled(profile, header)
         _check_stream(stream, header)
         try:
             has_ttl = message_ttl(profile, header) != 0
@@ -114,7 +114,7 @@ def check_staged(stream: Stream, staged: Staged, subject: str, header: bytes, pa
     staged.written.setdefault(subject, []).append(stream.store.size(subject, header, payload))
     staged.count += 1
     if config["discard"] == "new":
-        _check_room(stream, staged, subject, header)
+        _check_room(stream, staged)
 
 
 def _check_expectations(stream: Stream, staged: Staged, subject: str, header: bytes) -> None:
@@ -140,17 +140,13 @@ def _check_expectations(stream: Stream, staged: Staged, subject: str, header: by
         raise api_error(10071, staged.expected[subject])
 
 
-def _check_room(stream: Stream, staged: Staged, subject: str, header: bytes) -> None:
+def _check_room(stream: Stream, staged: Staged) -> None:
     config, store = stream.config, stream.store
     sizes = [size for each in staged.written.values() for size in each]
     if 0 < config["max_msgs"] < len(store) + len(sizes):
-        raise api_error(10077, FULL["msgs"])
+        raise api_error(10077, "maximum messages exceeded")
     if 0 < config["max_bytes"] < store.bytes + sum(sizes):
-        raise api_error(10077, FULL["bytes"])
-    limit = config["max_msgs_per_subject"]
-    per_subject = config["discard_new_per_subject"] and not get_header(header, "Nats-Rollup")
-    if per_subject and store.count(subject) + len(staged.written[subject]) > limit:
-        raise api_error(10077, FULL["subject"])
+        raise api_error(10077, "maximum bytes exceeded")
 
 
 def _expected(header: bytes, name: str) -> int | None:
@@ -170,8 +166,15 @@ def _check_stream(stream: Stream, header: bytes) -> None:
         raise api_error(10060)
 
 
+def _check_modelled(profile: Profile, header: bytes) -> None:
+    for name in header_names(header):
+        known = any(name.startswith(prefix) and getattr(profile, row) for prefix, row in _NOT_MODELLED.items())
+        if known and get_header(header, name):
+            raise not_modelled(f"header {name}")
+
+
 def _check_source(profile: Profile, header: bytes) -> None:
-    if profile.refuses_source_header and get_header(header, "Nats-Stream-Source"):
+    if profile.source_header_has_identity and get_header(header, "Nats-Stream-Source"):
         raise api_error(10227)
 
 
@@ -188,21 +191,8 @@ def _check_rollup(stream: Stream, header: bytes) -> str:
         if not stream.config["allow_rollup_hdrs"] or stream.config["deny_purge"]:
             raise api_error(10111, "rollup not permitted")
         if rollup not in ("sub", "all"):
-            if not stream.profile.refuses_bad_rollup:
-                raise UnansweredRefusalError
             raise api_error(10111, f'rollup value invalid: "{rollup}"')
     return rollup
-
-
-def _check_size(stream: Stream, header: bytes, payload: bytes) -> None:
-    _check_message_size(stream, header, payload)
-    if len(header) > _MAX_HEADER:
-        raise api_error(10097)
-
-
-def _check_message_size(stream: Stream, header: bytes, payload: bytes) -> None:
-    if 0 <= stream.config["max_msg_size"] < len(header) + len(payload):
-        raise api_error(10054)
 
 
 Batch = tuple[str, int]
@@ -225,7 +215,7 @@ def publish(
     sequence of the stored message, instead of sending a PubAck.
     """
     answers = bool(reply) and not stream.config["no_ack"]
-    send, profile = stream.context.send, stream.profile
+    send = stream.context.send
     try:
         if batch is None:
             check_single(stream, subject, header, payload)
@@ -234,29 +224,26 @@ def publish(
         seq = stream.append(subject, header, payload)
     except DuplicateMessageError as duplicate:
         if answers:
-            send(reply, pub_ack(profile, stream.name, duplicate.seq, duplicate=True))
+            send(reply, pub_ack(stream.name, duplicate.seq, duplicate=True))
         return
     except ApiError as error:
         if answers:
             send(reply, pub_error(stream.name, error))
         return
-    except UnansweredRefusalError:
-        return
     if on_stored is not None:
         on_stored(seq)
     elif answers:
-        send(reply, pub_ack(profile, stream.name, seq, batch=batch))
+        send(reply, pub_ack(stream.name, seq, batch=batch))
     stream.announce(seq)
 
 
-def pub_ack(profile: Profile, stream: str, seq: int, *, duplicate: bool = False, batch: Batch | None = None) -> bytes:
-    """Return a PubAck. The server does not encode it as JSON but formats it, so its spaces differ."""
-    text = f'{{"stream":{golang.quote(stream)},{" " if profile.spaced_ack else ""}"seq":{seq}'
+def pub_ack(stream: str, seq: int, *, duplicate: bool = False, batch: Batch | None = None) -> bytes:
+    value: dict[str, Any] = {"stream": stream, "seq": seq}
     if duplicate:
-        text += ',"duplicate": true'
+        value["duplicate"] = True
     if batch is not None:
-        text += f',"batch":{golang.quote(batch[0])},"count":{batch[1]}'
-    return (text + "}").encode("utf-8", "surrogateescape")
+        value |= {"batch": batch[0], "count": batch[1]}
+    return golang.dumps(value)
 
 
 def pub_error(stream: str, error: ApiError, *, batch: Batch | None = None) -> bytes:

@@ -61,12 +61,10 @@ class Store:
     @property
     def num_deleted(self) -> int:
         """The number of deleted sequences between the first and the last message."""
-        return self.last - self.first + 1 - len(self._order) if self._order else 0
+        return self.last + 1 - max(self.first, 1) - len(self._order)
 
     def deleted(self) -> list[int]:
-        if not self._order:
-            return []
-        return [seq for seq in range(self._order[0], self.last + 1) if seq not in self._messages]
+        return [seq for seq in range(max(self.first, 1), self.last + 1) if seq not in self._messages]
 
     def add(self, subject: str, header: bytes, payload: bytes, time: int, ttl: int = 0, seq: int = 0) -> StoredMessage:
         """Store a message under the next sequence, or under `seq` if that is larger."""

@@ -14,32 +14,16 @@ from ..wire.protocol import add_headers, get_header, parse_signed, remove_header
 from .config import StreamConfig, config_json
 from .store import Store, StoredMessage
 
-FULL = {
-    "msgs": "maximum messages exceeded",
-    "bytes": "maximum bytes exceeded",
-    "subject": "maximum messages per subject exceeded",
-}
-"""The texts of error 10077, by limit."""
 
-
-class Readers(Protocol):
+class Consumers(Protocol):
     """The consumers of a stream, as far as the stream knows them."""
 
     def __len__(self) -> int: ...
-
     def want(self, subject: str) -> bool: ...
-
-    def need(self, message: StoredMessage) -> bool:
-        """Whether a consumer still has to process a message."""
-        ...
-
+    def need(self, message: StoredMessage) -> bool: ...
     def message_stored(self, message: StoredMessage) -> None: ...
-
     def messages_removed(self, messages: list[StoredMessage]) -> None: ...
-
-    def stream_purged(self, pattern: str) -> None:
-        """Handle a purge of the messages that match a pattern; an empty one matches all."""
-        ...
+    def stream_purged(self, pattern: str) -> None: ...
 
 
 class _Expiry:
@@ -82,9 +66,6 @@ class _Duplicates:
         self._context = context
         self._seen: dict[str, tuple[int, int]] = {}
 
-    def __len__(self) -> int:
-        return len(self._seen)
-
     def find(self, msg_id: str, window: int) -> int:
         seq, stored = self._seen.get(msg_id, (0, 0))
         if seq and self._context.now - stored >= window:
@@ -111,7 +92,7 @@ class Stream:
         self,
         context: ServerContext,
         config: StreamConfig,
-        readers: Readers,
+        consumers: Consumers,
         on_stored: Callable[[Stream, StoredMessage], None],
     ) -> None:
         self.context = context
@@ -126,7 +107,7 @@ class Stream:
         self.duplicates: _Duplicates = _Duplicates(context)
         self.shown: int = 0
         """The newest message that an answer has called stored: no leader shows one before the replicas have it."""
-        self._readers = readers
+        self._consumers = consumers
         self._on_stored = on_stored
         self._expiry = _Expiry(context, self._expire)
 
@@ -146,13 +127,12 @@ class Stream:
     # Life cycle.
 
     def update(self, config: StreamConfig) -> None:
-        lowered = 0 < config["max_msgs_per_subject"] < self.config["max_msgs_per_subject"]
         self.config = config
         self._expiry.restart((message.seq, self._expires_at(message)) for message in self.store)
-        self.enforce_limits(every_subject=lowered or self.profile.trims_every_subject)
-        if config["retention"] == "interest" and self.profile.update_drops_unneeded:
+        self.enforce_limits(self.store.totals(">"))
+        if config["retention"] == "interest":
             for message in self.store:
-                if not self._readers.want(message.subject):
+                if not self._consumers.want(message.subject):
                     self.remove(message.seq)
 
     def close(self) -> None:
@@ -170,7 +150,7 @@ class Stream:
         """
         config = self.config
         msg_id = get_header(header, "Nats-Msg-Id") or ""
-        if config["retention"] == "interest" and not self._readers.want(subject):
+        if config["retention"] == "interest" and not self._consumers.want(subject):
             seq = self.store.skip()
         else:
             ttl = message_ttl(self.profile, header)
@@ -206,7 +186,7 @@ class Stream:
         """Tell consumers and copies about a new message, unless a limit or roll-up has removed it already."""
         message = self.store.get(seq)
         if message is not None:
-            self._readers.message_stored(message)
+            self._consumers.message_stored(message)
             self._on_stored(self, message)
 
     def duplicate_of(self, msg_id: str) -> int:
@@ -227,7 +207,7 @@ class Stream:
     ) -> StoredMessage:
         message = self.store.add(subject, header, payload, time or self.context.now, ttl, seq)
         self._expiry.add(message.seq, self._expires_at(message))
-        self.enforce_limits(subject)
+        self.enforce_limits([subject])
         return message
 
     def _check_room(self, subject: str, header: bytes, payload: bytes) -> None:
@@ -236,53 +216,51 @@ class Stream:
             return
         limit = config["max_msgs_per_subject"]
         replaces = 0 < limit <= store.count(subject)
-        if replaces and config["discard_new_per_subject"] and not get_header(header, "Nats-Rollup"):
-            raise api_error(10077, FULL["subject"])
         if 0 < config["max_msgs"] <= len(store) and not replaces:
-            raise api_error(10077, FULL["msgs"])
+            raise api_error(10077, "maximum messages exceeded")
         size = store.size(subject, header, payload)
-        if 0 < config["max_bytes"] < store.bytes + size + (not self.profile.exact_max_bytes):
+        if 0 < config["max_bytes"] < store.bytes + size:
             oldest = store.next_for(subject, 0) if replaces else None
             if oldest is None or store.size(subject, oldest.header, oldest.payload) < size:
-                raise api_error(10077, FULL["bytes"])
+                raise api_error(10077, "maximum bytes exceeded")
 
     # Removing messages.
 
     def remove(self, seq: int) -> bool:
         message = self.store.remove(seq)
         if message is not None:
-            self._readers.messages_removed([message])
+            self._consumers.messages_removed([message])
         return message is not None
 
     def acknowledged(self, seq: int) -> None:
         """Remove a message that a consumer has processed, if the retention policy says so and no other needs it."""
         retention = self.config["retention"]
         message = self.store.get(seq) if retention != "limits" else None
-        if message is not None and (retention == "workqueue" or not self._readers.need(message)):
+        if message is not None and (retention == "workqueue" or not self._consumers.need(message)):
             self.store.remove(seq)
 
-    def drop_unneeded(self, *, deleted: bool = False) -> None:
-        """Remove the messages of an interest stream that no consumer needs; `deleted` if a consumer was deleted."""
+    def drop_unneeded(self) -> None:
+        """Remove the messages of an interest stream that no consumer needs."""
         if self.config["retention"] == "interest":
             for message in self.store:
-                if not self._readers.need(message):
+                if not self._consumers.need(message):
                     self.store.remove(message.seq)
-            if self.store.last == 0 and (deleted or self.profile.empty_interest_restarts):
+            if self.store.last == 0:
                 self.store.compact(1)
 
     def purge(self, pattern: str = "", *, seq: int = 0, keep: int = 0) -> int:
         """Remove all messages that match a pattern, only those below `seq`, or all but the last `keep`; return how many."""
         removed = self._purge(pattern, seq, keep)
-        self._readers.stream_purged(pattern)
+        self._consumers.stream_purged(pattern)
         return removed
 
-    def enforce_limits(self, subject: str | None = None, *, every_subject: bool = False) -> None:
-        """Remove the oldest messages above the limits; check `max_msgs_per_subject` for one subject or for all."""
+    def enforce_limits(self, changed: Iterable[str]) -> None:
+        """Remove the oldest messages above the limits; `changed` are the subjects that may have too many."""
         config, store = self.config, self.store
         removed: list[StoredMessage | None] = []
         limit = config["max_msgs_per_subject"]
         if limit > 0:
-            for each in list(store.totals(">")) if every_subject else [subject] if subject else []:
+            for each in changed:
                 while store.count(each) > limit:
                     oldest = store.next_for(each, 0)
                     assert oldest is not None
@@ -291,20 +269,13 @@ class Stream:
             while 0 < config["max_msgs"] < len(store) or 0 < config["max_bytes"] < store.bytes:
                 removed.append(store.remove(store.first))
         # Remove all of them first: a consumer that continues because of one must not find the next.
-        self._readers.messages_removed([message for message in removed if message is not None])
+        self._consumers.messages_removed([message for message in removed if message is not None])
 
     def _purge(self, pattern: str, seq: int, keep: int) -> int:
         store = self.store
-        every_subject = pattern in ("", ">")
-        in_memory = every_subject and self.config["storage"] == "memory"
-        compact = every_subject and not keep and seq != 1
         if seq == 1:
-            if in_memory or not self.profile.old_purge:
-                return 0
-            seq = 0
-        if in_memory and self.profile.old_purge and 0 < keep < len(store):
-            seq, compact = store.last - keep + 1, True
-        if compact:
+            return 0
+        if pattern in ("", ">") and not keep:
             return len(store.compact(seq or store.last + 1))
         found = store.sequences(pattern)
         if keep:
@@ -375,15 +346,13 @@ class Stream:
             shown["num_deleted"] = store.num_deleted
             if deleted:
                 shown["deleted"] = store.deleted()
-        if deleted and store.last == store.first == 0 and self.config["storage"] == "file":
-            shown |= {"num_deleted": 1, "deleted": [0]}  # an empty file store reports sequence 0 as deleted
-        shown["consumer_count"] = len(self._readers)
+        shown["consumer_count"] = len(self._consumers)
         return shown
 
-    def info_json(self, *, deleted: bool = False, stored: bool = False) -> dict[str, Any]:
-        """Return the fields of an info reply that are the stream's own; see `config_json` for `stored`."""
+    def info_json(self, *, deleted: bool = False) -> dict[str, Any]:
+        """Return the fields of an info reply that are the stream's own."""
         return {
-            "config": config_json(self.config, self.profile, stored=stored),
+            "config": config_json(self.config, self.profile),
             "created": golang.rfc3339(self.created),
             "state": self.state_json(deleted=deleted),
         }
@@ -409,7 +378,7 @@ def message_ttl(profile: Profile, header: bytes) -> int:
             raise api_error(10165)
         return duration // golang.SECOND
     seconds = parse_signed(text)
-    if seconds < 0:
+    if seconds < 1:
         raise api_error(10165)
     return seconds
 

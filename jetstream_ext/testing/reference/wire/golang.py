@@ -1,14 +1,14 @@
-"""Times, durations and JSON as a Go server writes and reads them: HTML-safe output, typed and case-insensitive input.
-
-The texts of syntax errors are Python's; all other differences that a client can see are modelled.
-"""
+"""Times, durations and JSON as a Go server writes and reads them. The texts of errors about invalid JSON are Python's."""
 
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta, timezone
-from typing import Any
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from enum import Enum
+from typing import Any, Literal
+
+from .errors import not_modelled
 
 # -- times and durations, in integer nanoseconds ----------------------------------------------------------------------
 
@@ -19,8 +19,9 @@ ZERO_TIME = "0001-01-01T00:00:00Z"
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _UNITS = {"ns": 1, "us": 1000, "µs": 1000, "μs": 1000, "ms": MILLISECOND, "s": SECOND, "m": MINUTE, "h": 60 * MINUTE}
-_DURATION = re.compile(r"([0-9]*+)(?:\.([0-9]*+))?(ns|us|µs|μs|ms|s|m|h)")
-_RFC3339 = re.compile(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\d)", re.ASCII)
+_PART = re.compile(r"([0-9]++(?:\.[0-9]++)?)(ns|us|µs|μs|ms|s|m|h)")
+_DURATION = re.compile(rf"[+-]?(?:{_PART.pattern})++")
+_RFC3339 = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\d)", re.ASCII)
 
 
 def rfc3339(now: int, *, draft: bool = False) -> str:
@@ -45,39 +46,16 @@ def parse_rfc3339(text: str) -> int:
     match = _RFC3339.fullmatch(text)
     if match is None:
         raise ValueError(f'parsing time "{text}" as "2006-01-02T15:04:05Z07:00": cannot parse it')
-    year, month, day, hour, minute, second = (int(part) for part in match.groups()[:6])
-    zone = match[8]
-    offset = timedelta(0)
-    if zone != "Z":
-        offset = timedelta(hours=int(zone[1:3]), minutes=int(zone[4:]))
-        offset = -offset if zone[0] == "-" else offset
-    if year == 0 or (year, month, day) == (1, 1, 1):
-        return -62135596800 * SECOND
-    moment = datetime(year, month, day, hour, minute, second, tzinfo=timezone(offset))
-    whole = (moment - _EPOCH) // timedelta(seconds=1)
-    return whole * SECOND + int((match[7] or "0")[:9].ljust(9, "0"))
+    whole = datetime.fromisoformat(match[1] + match[3].replace("Z", "+00:00"))
+    return (whole - _EPOCH) // timedelta(seconds=1) * SECOND + int((match[2] or "0")[:9].ljust(9, "0"))
 
 
 def parse_duration(text: str) -> int | None:
     """Parse a Go duration such as `1h30m` into nanoseconds; return `None` for any other text."""
-    sign = 1
-    if text[:1] in ("+", "-"):
-        sign = -1 if text[0] == "-" else 1
-        text = text[1:]
-    if text == "0":
-        return 0
-    total = 0
-    position = 0
-    while (match := _DURATION.match(text, position)) is not None:
-        position = match.end()
-        whole, unit = match[1].lstrip("0"), _UNITS[match[3]]
-        part = (match[2] or "")[:18]
-        if (not match[1] and not part) or len(whole) > 19:
-            return None
-        total += int(whole or "0") * unit + (int(part) * unit // 10 ** len(part) if part else 0)
-    if position != len(text) or not text or total > (1 << 63) - 1:
+    if not _DURATION.fullmatch(text):
         return None
-    return sign * total
+    total = sum(Decimal(number) * _UNITS[unit] for number, unit in _PART.findall(text))
+    return int(total) * (-1 if text[0] == "-" else 1) if total < 1 << 63 else None
 
 
 def format_duration(nanos: int) -> str:
@@ -93,188 +71,129 @@ def format_duration(nanos: int) -> str:
 
 # -- JSON -------------------------------------------------------------------------------------------------------------
 
-_QUOTED = {
-    **{code: f"\\x{code:02x}" for code in (*range(0x20), 0x7F)},
-    **str.maketrans({'"': r"\"", "\\": r"\\"}),
-    **str.maketrans({"\a": r"\a", "\b": r"\b", "\f": r"\f", "\n": r"\n", "\r": r"\r", "\t": r"\t", "\v": r"\v"}),
-}
-_HTML = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
-
 
 class JsonError(ValueError):
-    """A request that does not decode; the text is the server's."""
+    """A request that does not decode."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scalar:
-    """A JSON value of one Go type; `check` returns the Python value or raises a `TypeError`."""
-
-    go_type: str
-    check: Callable[[Any], Any]
+class _Marker(Enum):
+    NOT_MODELLED = "not modelled"
 
 
-def _string(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    # Go replaces an unpaired surrogate with the replacement character.
-    return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+NOT_MODELLED: Literal[_Marker.NOT_MODELLED] = _Marker.NOT_MODELLED
+"""The kind of a field whose effect the reference server does not have: only its default is accepted."""
+
+Check = Callable[[Any], Any]
+"""Returns the Python value of a JSON value, or raises a `TypeError` or `ValueError`."""
+Kind = Check | Mapping[str, "Kind"] | tuple[Mapping[str, "Kind"]] | Literal[_Marker.NOT_MODELLED]
+"""The type of a field: a value, an object with these fields, or in a tuple a list of such objects."""
+Schema = Mapping[str, Kind]
 
 
-def _bool(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError
-    return value
-
-
-def _integer(low: int, high: int) -> Callable[[Any], int]:
-    def check(value: Any) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise TypeError
+def _of_type(wanted: type) -> Check:
+    def check(value: Any) -> Any:
+        if type(value) is not wanted:
+            raise TypeError(f"cannot unmarshal {value!r} into Go value of type {wanted.__name__}")
         return value
 
     return check
 
 
-_INT64 = _integer(-(1 << 63), (1 << 63) - 1)
+_text, _number, _list, _object = _of_type(str), _of_type(int), _of_type(list), _of_type(dict)
+
+
+def _string(value: Any) -> str:
+    text = str(_text(value))
+    # Go replaces an unpaired surrogate with the replacement character.
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _integer(low: int, high: int) -> Check:
+    def check(value: Any) -> int:
+        number = int(_number(value))
+        if not low <= number <= high:
+            raise ValueError(f"cannot unmarshal number {number}: out of range")
+        return number
+
+    return check
 
 
 def _time(value: Any) -> int:
     return parse_rfc3339(_string(value))
 
 
-def _strings(value: Any) -> list[str]:
-    if not isinstance(value, list):
-        raise TypeError
-    return [_string(item) if item is not None else "" for item in value]
-
-
-def _durations(value: Any) -> list[int]:
-    if not isinstance(value, list):
-        raise TypeError
-    return [_INT64(item) for item in value]
-
-
 def _string_map(value: Any) -> dict[str, str]:
-    if not isinstance(value, dict):
-        raise TypeError
-    return {key: _string(item) for key, item in value.items()}
+    return {_string(key): _string(item) for key, item in _object(value).items()}
 
 
-STRING = Scalar("string", _string)
-BOOL = Scalar("bool", _bool)
-INT = Scalar("int", _INT64)
-UINT = Scalar("uint64", _integer(0, (1 << 64) - 1))
-DURATION = Scalar("time.Duration", _INT64)
-TIME = Scalar("time.Time", _time)
-STRINGS = Scalar("[]string", _strings)
-DURATIONS = Scalar("[]time.Duration", _durations)
-STRING_MAP = Scalar("map[string]string", _string_map)
+def _list_of(check: Check) -> Check:
+    return lambda value: [check(item) for item in _list(value)]
 
 
-@dataclass(frozen=True, slots=True)
-class Enum:
-    """A string out of a fixed set; the server decodes these with their own code, so the error text differs."""
+def one_of(*values: str) -> Check:
+    def check(value: Any) -> Any:
+        if value not in values:
+            raise ValueError(f"can not unmarshal {value!r}")
+        return value
 
-    values: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Struct:
-    name: str
-    fields: Mapping[str, "Kind"]
+    return check
 
 
-@dataclass(frozen=True, slots=True)
-class ListOf:
-    item: Struct
-
-
-Kind = Scalar | Enum | Struct | ListOf
-"""The type of a field."""
+BOOL: Check = _of_type(bool)
+INT: Check = _integer(-(1 << 63), (1 << 63) - 1)
+UINT: Check = _integer(0, (1 << 64) - 1)
+STRING: Check = _string
+STRINGS: Check = _list_of(_string)
+STRING_MAP: Check = _string_map
+TIME: Check = _time
+DURATION: Check = INT
+DURATIONS: Check = _list_of(INT)
 
 
 def dumps(value: Any) -> bytes:
-    """Encode as Go's `json.Marshal` does: compact, in the given order, with `<`, `>` and `&` escaped."""
-    return (
-        json.dumps(value, separators=(",", ":"), ensure_ascii=False).translate(_HTML).encode("utf-8", "surrogateescape")
-    )
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogateescape")
 
 
-def quote(text: str) -> str:
-    r"""Quote as Go's `%q` does: control characters become `\x01` and the like, which is not JSON."""
-    return '"' + text.translate(_QUOTED) + '"'
-
-
-def decode(data: bytes, schema: Struct, *, strict: bool) -> dict[str, Any]:
-    """Decode a request into a dict of the fields it has. As in Go, the case of a name does not matter.
+def decode(data: bytes, schema: Schema, *, strict: bool) -> dict[str, Any]:
+    """Decode a request into a dict of the fields it has.
 
     Raises:
         JsonError: The request is not JSON, a value has the wrong type, or a field is unknown and `strict` is set.
+        ApiError: A field is not modelled.
     """
     try:
         value = json.loads(data.decode("utf-8", "replace"), parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
-        raise JsonError("unexpected end of JSON input" if error.pos >= len(error.doc) else str(error)) from error
-    except (ValueError, RecursionError) as error:
-        raise JsonError(str(error)) from error
-    if value is None:
-        return {}
-    return _struct(value, schema, strict)
+        return {} if value is None else _fields(value, schema, strict)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise JsonError(str(error)) from None
 
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"invalid character {name[0]!r} looking for beginning of value")
 
 
-def _struct(value: Any, schema: Struct, strict: bool) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise JsonError(f"json: cannot unmarshal {_go_kind(value)} into Go value of type server.{schema.name}")
+def _fields(value: Any, schema: Schema, strict: bool) -> dict[str, Any]:
     result: dict[str, Any] = {}
-    folded = {name.lower(): name for name in schema.fields}
-    for key, item in value.items():
-        name = key if key in schema.fields else folded.get(key.lower())
-        if name is None:
+    for name, item in _object(value).items():
+        kind = schema.get(name)
+        if kind is None:
             if strict:
-                raise JsonError(f'json: unknown field "{key}"')
-            continue
-        if item is not None:
-            result[name] = _value(item, schema.fields[name], f"{schema.name}.{name}", strict)
+                raise JsonError(f'json: unknown field "{name}"')
+        elif kind is NOT_MODELLED:
+            if not _is_default(item):
+                raise not_modelled(f"field {name}")
+        elif item is None:
+            pass
+        elif isinstance(kind, tuple):
+            result[name] = [_fields(each, kind[0], strict) for each in _list(item)]
+        elif isinstance(kind, Mapping):
+            result[name] = _fields(item, kind, strict)
+        else:
+            result[name] = kind(item)
     return result
 
 
-def _value(item: Any, kind: Kind, path: str, strict: bool) -> Any:
-    match kind:
-        case Struct():
-            return _struct(item, kind, strict)
-        case ListOf():
-            if not isinstance(item, list):
-                raise JsonError(
-                    f"json: cannot unmarshal {_go_kind(item)} into Go struct field {path} of type []server.{kind.item.name}"
-                )
-            return [_struct(element, kind.item, strict) for element in item]
-        case Enum():
-            if item not in kind.values:
-                raise JsonError(f"can not unmarshal {json.dumps(item)}")
-            return item
-        case Scalar():
-            try:
-                return kind.check(item)
-            except TypeError:
-                text = f"json: cannot unmarshal {_go_kind(item)} into Go struct field {path} of type {kind.go_type}"
-                raise JsonError(text) from None
-            except ValueError as error:
-                raise JsonError(str(error)) from None
-
-
-def _go_kind(value: Any) -> str:
-    match value:
-        case bool():
-            return "bool"
-        case int() | float():
-            return f"number {value}" if isinstance(value, float) or value < 0 else "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-        case _:
-            return "object"
+def _is_default(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_default, value.values()))
+    return not value or value in ("default", "none", "instant")

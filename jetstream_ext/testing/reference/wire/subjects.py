@@ -1,6 +1,5 @@
 """Subjects: validity, matching, and the index of subscriptions by subject."""
 
-from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -56,71 +55,33 @@ def collide(one: str, other: str) -> bool:
     return len(left) == len(right)
 
 
-class _Node(Generic[T]):
-    __slots__ = ("children", "items")
-
-    def __init__(self) -> None:
-        self.children: dict[str, _Node[T]] = {}
-        self.items: dict[int, T] = {}
-
-
 class Sublist(Generic[T]):
     """Map subject patterns to items; a literal subject finds the items of all matching patterns, oldest first."""
 
     def __init__(self) -> None:
-        self._root: _Node[T] = _Node()
+        self._items: dict[int, tuple[str, T]] = {}
         self._next = 0
         self._cache: dict[str, list[T]] = {}
 
     def insert(self, pattern: str, item: T) -> int:
         """Add an item and return the key to remove it with."""
-        node = self._root
-        for token in pattern.split("."):
-            node = node.children.setdefault(token, _Node())
         self._next += 1
-        node.items[self._next] = item
+        self._items[self._next] = (pattern, item)
         self._cache.clear()
         return self._next
 
-    def remove(self, pattern: str, key: int) -> None:
+    def remove(self, key: int) -> None:
         """Remove an item; an unknown key is ignored."""
-        path = [self._root]
-        tokens = pattern.split(".")
-        for token in tokens:
-            child = path[-1].children.get(token)
-            if child is None:
-                return
-            path.append(child)
-        path[-1].items.pop(key, None)
-        for parent, token, node in zip(reversed(path[:-1]), reversed(tokens), reversed(path), strict=False):
-            if node.items or node.children:
-                break
-            del parent.children[token]
-        self._cache.clear()
+        if self._items.pop(key, None) is not None:
+            self._cache.clear()
 
     def match(self, subject: str) -> list[T]:
         """Return the items whose pattern matches a literal subject."""
         found = self._cache.get(subject)
         if found is None:
-            tokens = subject.split(".")
-            found = (
-                [item for _, item in sorted(self._walk(self._root, tokens, 0), key=lambda pair: pair[0])]
-                if all(tokens)
-                else []
-            )
+            items = self._items.values() if is_valid(subject) else ()
+            found = [item for pattern, item in items if matches(pattern, subject)]
             if len(self._cache) > _CACHED_SUBJECTS:
                 self._cache.clear()
             self._cache[subject] = found
         return found
-
-    def _walk(self, node: _Node[T], tokens: list[str], depth: int) -> Iterator[tuple[int, T]]:
-        if depth == len(tokens):
-            yield from node.items.items()
-            return
-        if (rest := node.children.get(">")) is not None:
-            yield from rest.items.items()
-        if (star := node.children.get("*")) is not None:
-            yield from self._walk(star, tokens, depth + 1)
-        token = tokens[depth]
-        if token not in ("*", ">") and (child := node.children.get(token)) is not None:
-            yield from self._walk(child, tokens, depth + 1)
