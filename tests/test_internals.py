@@ -51,9 +51,9 @@ def _is_public(name: str) -> bool:
     return not last.startswith("_") and (name if is_module else ".".join(module)) in PUBLIC
 
 
-def internals(source: str) -> Iterator[str]:
-    """Yield what a file of tests uses that is private."""
-    own = _underscored(source)
+def internals(source: str, conftest: str = "") -> Iterator[str]:
+    """Yield what a file of tests, with a conftest beside it, uses that is private."""
+    own = _underscored(source) | _underscored(conftest)
     for node in ast.walk(ast.parse(source)):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -65,6 +65,12 @@ def internals(source: str) -> Iterator[str]:
         elif isinstance(node, ast.Attribute) and node.attr in OURS - own:
             names = [f"jetstream_ext.{node.attr}"]
         yield from (name for name in names if (found := _NAME.fullmatch(name)) and not _is_public(found[1]))
+
+
+def uses_internals(path: Path) -> bool:
+    conftest = path.parent / "conftest.py"
+    helpers = conftest.read_text(encoding="utf-8") if conftest.exists() else ""
+    return any(internals(path.read_text(encoding="utf-8"), helpers))
 
 
 def test_what_is_private_is_found() -> None:
@@ -95,7 +101,7 @@ def test_every_test_of_internals_is_listed() -> None:
     found = {
         path.relative_to(TESTS).as_posix()
         for path in TESTS.rglob("*.py")
-        if path.relative_to(TESTS).parts[0] not in MACHINES and any(internals(path.read_text(encoding="utf-8")))
+        if path.relative_to(TESTS).parts[0] not in MACHINES and uses_internals(path)
     }
     unlisted, gone = sorted(found - set(files)), sorted(set(files) - found)
     assert not unlisted, f"use the public API, the wire or the command line in {', '.join(unlisted)}"
