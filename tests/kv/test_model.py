@@ -221,7 +221,7 @@ async def check_expired(kv: KeyValue, history: int) -> None:
     await kv.create("long", b"0", msg_ttl=3600)
     model.events.append(Event(1, "long", "PUT", b"0", created=True))
     messages = []
-    for n, key in enumerate(rng.sample([*sessions, *KEYS * 3], 30), 2):
+    for n, key in enumerate(rng.sample([*sessions, *KEYS * 3], 22), 2):
         once = {"msg_ttl": 1, "expected_last_subject_seq": 0} if key in sessions else {}
         messages.append(jsx.BatchMessage(f"{kv._pre}{key}", b"%d" % n, **once))
         model.events.append(Event(n, key, "PUT", b"%d" % n))

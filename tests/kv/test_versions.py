@@ -13,8 +13,8 @@ import jetstream_ext.kv as kvx
 from jetstream_ext.errors import HistoryUnavailableError, KeyConflictError, UnsupportedFeatureError
 from jetstream_ext.testing import NatsServer
 
-READING = ["2.11.0", "2.11.11", "2.12.0", "2.12.8", "2.14.6"]
-WRITING = ["2.12.1", "2.12.8", "2.14.6"]
+READING = ["2.11.0", "2.12.0", "2.14.6"]
+WRITING = ["2.12.1", "2.14.6"]
 
 
 @pytest.fixture
