@@ -676,6 +676,13 @@ class TestProvedBatch:
         assert action == Done()
         assert script.delivered == [2, 3]
 
+    def test_nothing_found_is_proved(self) -> None:
+        script = self.script(5, 3)
+        script.answer(reply([]))
+        assert script.leader(None) == Done()
+        assert script.plan.end is not None
+        assert (script.delivered, script.plan.end.last_seq, script.plan.end.found) == ([], 0, False)
+
 
 # -- a model cluster ----------------------------------------------------------------------------------------------------
 
