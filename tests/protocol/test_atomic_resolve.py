@@ -412,3 +412,10 @@ def test_similar_ids_and_sequences_are_not_the_batch() -> None:
     ):
         looking.see(with_headers(seq, headers))
     assert (looking.last_seq, looking.room) == (None, False)
+
+
+@walk("direct", [True, False])
+def test_a_stream_without_holes_proves_that_nothing_is_stored(direct: bool) -> None:
+    state = replace(STATE, config={**STATE.config, "allow_direct": direct})
+    assert World(without(), state=state).follow(find_commit(commit(opened=state))) is None
+    assert World(without(8, 9), state=state).follow(find_commit(commit(opened=state))) is None
