@@ -403,3 +403,19 @@ def test_the_second_refusal_may_name_the_sequence_that_the_leader_will_reach(tex
     world = World(without(), state=replace(STATE, replicated=True), mark=refused(10071, text))
     with pytest.raises(NotYetKnown, match=why):
         world.follow(find_commit(commit()))
+
+
+def test_similar_ids_and_sequences_are_not_the_batch() -> None:
+    looking = search()
+    for seq, headers in enumerate(
+        [header("b", "x"), header("b", 0), header("b", 4), header("B", 1), header("b", "9" * 5000), {}], 1
+    ):
+        looking.see(with_headers(seq, headers))
+    assert (looking.last_seq, looking.room) == (None, False)
+
+
+@walk("direct", [True, False])
+def test_a_stream_without_holes_proves_that_nothing_is_stored(direct: bool) -> None:
+    state = replace(STATE, config={**STATE.config, "allow_direct": direct})
+    assert World(without(), state=state).follow(find_commit(commit(opened=state))) is None
+    assert World(without(8, 9), state=state).follow(find_commit(commit(opened=state))) is None

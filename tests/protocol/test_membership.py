@@ -101,6 +101,16 @@ class TestClaiming:
         assert machine.owned == (0,)
         assert machine.holds(0, 12)
 
+    def test_a_new_group_is_claimed_completely(self) -> None:
+        machine = member()
+        attempts = claims(machine, 0.0)
+        assert list(attempts) == [0, 1]
+        assert machine.due(0.0) == []
+        assert machine.claimed(0, attempts[0], 11, 0.1)
+        assert machine.owned == (0,)
+        assert machine.holds(0, 11)
+        assert not machine.holds(0, 10)
+
 
 class TestHandingOver:
     def test_a_member_whose_release_is_tried_again_is_not_idle(self) -> None:

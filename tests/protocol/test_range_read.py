@@ -367,6 +367,49 @@ class TestSilence:
         script.machine.receive(script.sent[0], reply([1]), script.now)
         assert script.act() == Done()
 
+    def test_a_first_reply_that_is_lost_ends_no_wait_for_the_repetition(self) -> None:
+        script = Script(scan())
+        script.act()
+        script.now = TIMEOUT / 2
+        script.machine.handle_timer(script.now)
+        script.machine.disconnected()  # and the connection is back before the repetition is sent
+        assert script.act() == Wait(TIMEOUT)
+        assert "no answer" in str(failure(script.expire()))
+
+    @walk("prefetch", [1, 2, 3])
+    def test_an_answer_ends_the_count_of_sending(self, prefetch: int) -> None:
+        """Each request waits long for room, and the answers come meanwhile."""
+        machine, now, read = RangeRead("S", scan(up_to=40, prefetch=prefetch), TIMEOUT, pause=PAUSE), 0.0, []
+        unanswered: list[SentRequest] = []
+
+        def answer(when: float) -> None:
+            for sent in unanswered:
+                start = sent.request.seq or 1
+                machine.receive(sent, reply(range(start, start + 4), pending=37 - start), when)
+            unanswered.clear()
+
+        while not isinstance(action := machine.next_action(now), Done):
+            if isinstance(action, SendRequest):
+                sent_at = min(now + 3.0, action.until)
+                answer((now + sent_at) / 2)
+                unanswered.append(action.sent)
+                now = sent_at
+            elif isinstance(action, Deliver):
+                read += action.block.seqs
+            elif isinstance(action, Wait):
+                answer(now)
+        assert action.error is None
+        assert read == list(range(1, 41))
+
+    def test_after_the_last_message_of_an_answer_that_counts_as_a_whole_ends_the_read_in_time(self) -> None:
+        script = Script(OneReply(Request(seq=1, batch=2), whole=True))
+        script.answer([row(1, 0, 1), row(2, 1, 0)])
+        for _ in range(3):
+            if isinstance(action := script.expire(), Done):
+                break
+        assert isinstance(failure(action), errors.RequestTimeoutError)
+        assert script.now == TIMEOUT
+
 
 class TestConnection:
     def test_a_second_loss_at_the_same_place_is_an_error(self) -> None:
@@ -526,6 +569,62 @@ class TestProof:
         assert isinstance(action, AskLeader)
         assert len(action.requests) == 8
 
+    def test_a_range_without_an_end_goes_on_behind_what_is_proved(self) -> None:
+        script = Script(scan(), prove_to=2)
+        script.answer_by_mirror(reply([1, 2, 3], 2, stream="M"))
+        script.leader(1, 2, 3, 4)
+        script.answer(reply([]))
+        assert script.answer(reply([])) == Done()
+        assert script.delivered == [1, 2, 3, 4]
+
+    def test_requests_grow_again_if_a_replica_answers(self) -> None:
+        script = Script(scan(200, batch=1000), prove_to=200)
+        script.answer_by_mirror(reply([1, 2], 198, stream="M"))
+        script.leader(1, 2, 3)
+        script.answer(reply(range(4, 4 + MAX_LEADER_REQUESTS), 200 - 3 - MAX_LEADER_REQUESTS))
+        assert script.delivered[-1] == 3 + MAX_LEADER_REQUESTS
+        assert script.sent[-1].request.batch == 200 - 3 - MAX_LEADER_REQUESTS
+        for _ in range(MAX_MIRROR_ANSWERS):
+            script.answer(reply([150], stream="M"))
+            script.reconnect()
+        assert script.machine.state is State.READING, "the leader is asked after as many answers as before"
+
+    def test_a_failure_behind_a_message_of_the_leader_is_forgotten(self) -> None:
+        script = Script(scan(6), prove_to=6)
+        script.answer([row(1, 0, 9)])
+        script.expire()
+        for _ in range(MAX_MIRROR_ANSWERS):
+            script.answer(reply([3, 6], stream="M"))
+            script.reconnect()
+        script.answer([row(3, 0, 2, "M"), row(6, 4, 0, "M")])  # 4 was lost: the second failure at one place
+        assert script.machine.state is State.PROVING
+        script.leader(2, 6)
+        assert script.answer(reply([6])) == Done()
+        assert script.delivered == [1, 2, 6]
+
+    def test_the_loss_of_a_mirrors_answer_is_no_end(self) -> None:
+        script = Script(scan(6), prove_to=6)
+        for _ in range(MAX_MIRROR_ANSWERS):
+            script.answer(reply([1], 9, stream="M"))
+            script.reconnect()
+        script.answer([row(3, 0, 9, "M")])
+        script.machine.disconnected()
+        assert isinstance(script.act(), AwaitConnection)
+        script.reconnect()
+        script.act()
+        assert script.sent[-1].request.seq == 1
+        script.answer([row(3, 0, 2, "M"), row(6, 4, 0, "M")])  # 4 was lost
+        assert script.leader_with(2, 6) != Done()
+        assert script.delivered == [2]
+
+    def test_the_messages_of_the_leader_end_with_the_range(self) -> None:
+        script = Script(scan(3), prove_to=3)
+        script.answer_by_mirror(reply([2, 3, 4], stream="M"))
+        assert script.leader(2, 3, 4, 5) == Done()
+        assert script.delivered == [2, 3]
+        assert script.plan.end is not None
+        assert (script.plan.end.last_seq, script.plan.end.num_pending) == (3, 2)
+
 
 class TestProvedBatch:
     @staticmethod
@@ -566,6 +665,23 @@ class TestProvedBatch:
         script = self.script(batch, 9)
         assert script.answer(reply(seqs, pending)) == Done()
         assert script.delivered == seqs
+
+    def test_the_leader_sends_the_rest_if_no_replica_catches_up(self) -> None:
+        script = self.script(5, 3)
+        script.answer(reply([]))
+        while not isinstance(action := script.leader_with(2, 3), Done):
+            script.expire()
+            script.reconnect()
+            script.answer(reply([]))
+        assert action == Done()
+        assert script.delivered == [2, 3]
+
+    def test_nothing_found_is_proved(self) -> None:
+        script = self.script(5, 3)
+        script.answer(reply([]))
+        assert script.leader(None) == Done()
+        assert script.plan.end is not None
+        assert (script.delivered, script.plan.end.last_seq, script.plan.end.found) == ([], 0, False)
 
 
 # -- a model cluster ----------------------------------------------------------------------------------------------------
