@@ -212,7 +212,7 @@ async def test_the_server_agrees_with_the_model(version: str) -> None:
     outcomes: set[str] = set()
     async with NatsServer(version=version) as server, await nats.connect(server.url, connect_timeout=10) as nc:
         js = nc.jetstream(timeout=30)
-        for seed in range(25):
+        for seed in range(18):
             run = Run(seed, js, version)
             ttl = run.random.random() < 0.5
             stream = Stream(f"S{seed}", ttl)

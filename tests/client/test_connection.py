@@ -308,6 +308,17 @@ async def test_a_write_times_out_while_nats_py_flushes() -> None:
     assert nc._pending == [b"PUB a 5\r\nabcde\r\n"]
 
 
+@each("kind", [Connection, FallbackConnection])
+async def test_room_in_the_write_buffer_is_waited_for(nc: Client, kind: type[Connection | FallbackConnection]) -> None:
+    connection = Connection(nc) if kind is Connection else FallbackConnection(nc, dict)
+    command = b"PUB a  1000000\r\n%b\r\n" % bytes(1_000_000)
+    assert connection.has_room
+    while connection.has_room:
+        connection.write_nowait(command, 1, 1_000_000)
+    await connection.wait_room(60)
+    assert connection.has_room
+
+
 @pytest.mark.usefixtures("full_transport_pauses_the_writer")
 @each("kind", [Connection, FallbackConnection])
 async def test_a_wait_for_room_ends(own_server: NatsServer, kind: type[Connection | FallbackConnection]) -> None:

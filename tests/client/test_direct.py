@@ -126,7 +126,7 @@ class TestScan:
 
         async with asyncio.TaskGroup() as group:
             group.create_task(overwrite())
-            for _ in range(40):
+            for _ in range(20):
                 ack = await js.publish(f"{name}.k")
                 (message,) = await direct.multi_last([f"{name}.k"], min_seq=ack.seq).to_list()
                 assert message.seq >= ack.seq

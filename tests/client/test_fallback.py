@@ -253,3 +253,19 @@ async def test_messages_with_any_header_block_are_read(
         ]
     single = await direct.get(2)
     assert (single.stream, single.seq, single.data, single.headers) == (stream, 2, b"2", headers)
+
+
+async def test_a_loss_is_known_before_the_next_write(own_nc: Client, own_server: NatsServer) -> None:
+    connection = connection_of(with_unknown_internals(own_nc))
+    told: list[str] = []
+    handler = InboxHandler(lambda _: None, lambda: told.append("lost"), lambda: told.append("back"))
+    inbox = await connection.inbox(handler, timeout=5)
+    assert connection._poll is not None
+    connection._poll.cancel()  # only the callers look at the connection
+    await own_nc.force_reconnect()
+    async with asyncio.timeout(30):
+        while not own_nc.is_connected or not own_nc.stats["reconnects"]:
+            await asyncio.sleep(0.001)
+    connection.write_nowait(pub(b"a", b"", b"", b""), 1, 0)
+    assert told == ["lost", "back"]
+    inbox.close()

@@ -144,11 +144,10 @@ class TestEnds:
 
 
 class TestLostConnections:
-    @each("count", [3, 2 * MAX_IN_FLIGHT])
     async def test_it_continues_after_a_restart(
-        self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: Make, count: int
+        self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: Make
     ) -> None:
-        name = await own_stream()
+        name, count = await own_stream(), 2 * MAX_IN_FLIGHT
         subjects = [f"{name}.{seq % count}" for seq in range(1, 6001)]
         await fill(own_js, subjects, size=100)
         found: list[int] = []

@@ -176,13 +176,15 @@ def test_every_option_is_in_the_table() -> None:
 
 
 async def test_the_same_call_again_finds_no_difference(js: JetStreamContext, nc: Client, server: NatsServer) -> None:
-    for number, options in enumerate(CALLS):
-        for as_config in [False, True] if server.version == VERSIONS[-1] and number % 3 == 0 else [False]:
+    """The newest server gets every call, each of the others every second one in turn."""
+    newest = server.version == VERSIONS[-1]
+    for number, options in enumerate(CALLS if newest else CALLS[VERSIONS.index(server.version) % 2 :: 2]):
+        for as_config in [False, True] if newest and number % 3 == 0 else [False]:
             given: dict[str, Any] = {"name": "S", **options}
             if as_config:
                 given = {"config": StreamConfig(**given)}
             with named(options=options, as_config=as_config):
-                await check_call(js, nc, given, may_be_refused=server.version != VERSIONS[-1])
+                await check_call(js, nc, given, may_be_refused=not newest)
 
 
 async def check_call(js: JetStreamContext, nc: Client, given: dict[str, Any], *, may_be_refused: bool) -> None:
