@@ -497,16 +497,20 @@ async def test_a_newcomer_takes_over_from_a_worker_that_commits_in_every_round_t
     monkeypatch.setattr(js, "publish", commit)
     monkeypatch.setattr(newcomer, "publish", claim)
     await more(start.source, 1, 1000)
-    active = work(js)
-    async with asyncio.timeout(60):
-        while len(handled) < 5:
-            await asyncio.sleep(0.01)
-        other = work(newcomer)
-        with pytest.raises(errors.FencedError):
-            await active
+    active, other = work(js), None
+    try:
+        async with asyncio.timeout(120):
+            while len(handled) < 5:
+                await asyncio.sleep(0.01)
+            other = work(newcomer)
+            with pytest.raises(errors.FencedError):
+                await active
         assert len(handled) < 1000, "it ended before its input did"
-    other.cancel()
-    await asyncio.wait({other})
+    finally:
+        running = [task for task in (active, other) if task is not None]
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)
 
 
 async def test_a_standby_works_with_the_options_that_the_streams_have_when_it_takes_over(
