@@ -22,6 +22,7 @@ import orjson
 import pytest
 from cli_tools import Run, assert_fails, assert_usage, payloads, with_js
 from click.testing import Result
+from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 from nats.js.api import StreamSource
 from nats.js.errors import NotFoundError
@@ -142,6 +143,32 @@ def test_the_same_command_minutes_later_stores_nothing_again(stream: Stream) -> 
     assert stream.ingest("--resume") == (302, 0)
     assert f"302 rows of {stream.path} are in {stream.name}: 302 already stored, 0 sent" in stream.run().stdout
     assert stream.rows == [*numbers(range(300)), "7", "7"]
+
+
+def test_rows_at_the_end_of_a_stream_are_found_there(stream: Stream) -> None:
+    stream.create()
+
+    async def publish_others(js: JetStreamContext) -> None:
+        async with jsx.FastPublisher(js) as publisher:
+            await publisher.add_many((f"{stream.name}.other", b"x") for _ in range(6_000))
+
+    async def run_again(js: JetStreamContext) -> list[int]:
+        asked: list[dict[str, int]] = []
+
+        async def note(request: Msg) -> None:
+            asked.append(json.loads(request.data))
+
+        await js._nc.subscribe(f"$JS.API.DIRECT.GET.{stream.name}", cb=note)
+        assert await asyncio.to_thread(stream.ingest) == (10, 0)
+        await js._nc.flush()
+        return [request["seq"] for request in asked if "batch" in request]
+
+    stream.js(publish_others)
+    stream.write(*range(10))
+    assert stream.ingest() == (0, 10)
+    read_from = stream.js(run_again)
+    assert read_from
+    assert min(read_from) > 1_000, "the command read more than the end of the stream"
 
 
 def test_again_stores_all_rows_again_and_later_runs_still_know_them(stream: Stream) -> None:
