@@ -45,7 +45,6 @@ CONFIGURATIONS: list[dict[str, Any]] = [
     {"name": "T", "subjects": [">"]},
     {"name": "T", "subjects": ["$JS.API.x"]},
     {"name": "T", "num_replicas": 3},
-    {"name": "T", "num_replicas": 9},
     {"name": "T", "num_replicas": -1},
     {"name": "T", "max_age": 5},
     {"name": "T", "max_age": -5},
