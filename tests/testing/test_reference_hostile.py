@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetstream_ext.testing.reference import Engine, Profile
-from jetstream_ext.testing.reference.wire.protocol import Deliver, Parser, Publish, Subscribe, encode
+from jetstream_ext.testing.reference.wire.protocol import Deliver, Publish, Subscribe, encode
 
 NOW = 1_800_000_000 * 10**9
 DIGITS = "9" * 5000
@@ -145,19 +145,3 @@ def test_random_commands_do_not_break_the_server(script: list[Any], draft: bool)
         for output in bench.engine.handle(1, Publish(subject, payload, reply, header), now):
             encode(output)
     assert bench.engine.handle(1, Publish("$JS.API.INFO", b"", "R.1"), now)
-
-
-@settings(max_examples=150, derandomize=True)
-@given(
-    data=st.lists(
-        st.sampled_from([b"PUB ", b"HPUB ", b"SUB ", b"a ", b"1", b"9" * 50, b"\xff", b"\r\n", b"\n", b" "])
-        | st.binary(max_size=4),
-        max_size=30,
-    )
-)
-def test_random_bytes_do_not_break_the_parser(data: list[bytes]) -> None:
-    parser, engine = Parser(100), Engine()
-    engine.attach(1, NOW)
-    for part in data:
-        for command in parser.feed(part):
-            engine.handle(1, command, NOW)

@@ -7,10 +7,9 @@ from typing import Any
 import nats
 import pytest
 from nats.aio.client import Client
-from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
-from nats.js.api import ConsumerConfig, DeliverPolicy, StreamConfig
-from nats.js.errors import BadRequestError, KeyNotFoundError, KeyWrongLastSequenceError, NotFoundError
+from nats.js.api import ConsumerConfig
+from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
 
 from jetstream_ext.testing import ReferenceServer, VirtualClock
 from jetstream_ext.testing.reference import Drop, Faults
@@ -27,31 +26,6 @@ async def nc() -> AsyncIterator[Client]:
 @pytest.fixture
 def js(nc: Client) -> Any:
     return nc.jetstream(timeout=30)
-
-
-async def test_request_gets_a_reply_or_no_responders(nc: Client) -> None:
-    async def answer(message: Any) -> None:
-        await message.respond(message.data.upper())
-
-    await nc.subscribe("shout", cb=answer)
-    assert (await nc.request("shout", b"hello", timeout=30)).data == b"HELLO"
-    with pytest.raises(NoRespondersError):
-        await nc.request("nobody", b"", timeout=30)
-
-
-async def test_drain_delivers_all_messages_first(nc: Client) -> None:
-    seen = []
-
-    async def take(message: Any) -> None:
-        await asyncio.sleep(0)
-        seen.append(message.data)
-
-    await nc.subscribe("work", cb=take)
-    for index in range(50):
-        await nc.publish("work", str(index).encode())
-    await nc.drain()
-    assert len(seen) == 50
-    assert nc.is_closed
 
 
 async def test_published_messages_can_be_fetched(js: Any) -> None:
@@ -111,19 +85,6 @@ async def test_push_and_queue_subscriptions_get_each_message(js: Any) -> None:
     assert sum(member.pending_msgs for member in members) == 15
 
 
-async def test_ordered_consumer_gets_messages_in_order(js: Any) -> None:
-    await js.add_stream(name="S", subjects=["s"])
-    for index in range(200):
-        await js.publish("s", str(index).encode())
-    sub = await js.subscribe("s", ordered_consumer=True)
-    for index in range(200):
-        message = await sub.next_msg(timeout=30)
-        assert message.data == str(index).encode()
-    await js.publish("s", b"late")
-    assert (await sub.next_msg(timeout=30)).data == b"late"
-    await sub.unsubscribe()
-
-
 async def test_ordered_consumer_recovers_missed_messages() -> None:
     """nats-py creates another consumer, and that one delivers the missed messages."""
     faults = Faults(Drop("_INBOX.>", when=lambda reply: reply.shown == "s", nth=20, times=3))
@@ -138,24 +99,6 @@ async def test_ordered_consumer_recovers_missed_messages() -> None:
         assert found == [str(index).encode() for index in range(60)]
         assert faults.seen[id(faults.rules[0])] >= 60 + 38, "nothing was missed"
         await nc.close()
-
-
-async def test_streams_are_managed(js: Any) -> None:
-    await js.add_stream(name="S", subjects=["s.>"])
-    with pytest.raises(BadRequestError):
-        await js.add_stream(name="S", subjects=["other"])
-    await js.update_stream(StreamConfig(name="S", subjects=["s.>"], max_msgs=2))
-    for _ in range(3):
-        await js.publish("s.a", b"x")
-    assert (await js.stream_info("S")).state.messages == 2
-    assert await js.find_stream_name_by_subject("s.q") == "S"
-    assert (await js.get_msg("S", 3)).data == b"x"
-    assert await js.delete_msg("S", 3)
-    assert await js.purge_stream("S")
-    assert [info.config.name for info in await js.streams_info()] == ["S"]
-    assert await js.delete_stream("S")
-    with pytest.raises(NotFoundError):
-        await js.stream_info("S")
 
 
 async def test_key_value_bucket_works(js: Any, found: Any) -> None:
@@ -193,24 +136,3 @@ async def test_object_store_works(js: Any) -> None:
     assert [entry.name for entry in await store.list()] == ["file"]
     await store.delete("file")
     assert await js.delete_object_store("O")
-
-
-async def test_last_per_subject_delivers_the_newest_messages(js: Any) -> None:
-    await js.add_stream(name="S", subjects=["s.*"])
-    for index in range(6):
-        await js.publish(f"s.{index % 3}", str(index).encode())
-    config = ConsumerConfig(deliver_policy=DeliverPolicy.LAST_PER_SUBJECT)
-    sub = await js.subscribe("s.*", config=config)
-    assert [(await sub.next_msg(timeout=30)).data for _ in range(3)] == [b"3", b"4", b"5"]
-
-
-async def test_consumer_reset_redelivers(js: Any) -> None:
-    await js.add_stream(name="S", subjects=["s"])
-    for _ in range(3):
-        await js.publish("s", b"x")
-    pull = await js.pull_subscribe("s", durable="d")
-    for message in await pull.fetch(3, timeout=30):
-        await message.ack_sync(timeout=30)
-    reset = await js.reset_consumer("S", "d", seq=2)
-    assert reset.reset_seq == 2
-    assert [message.metadata.sequence.stream for message in await pull.fetch(2, timeout=30)] == [2, 3]

@@ -51,36 +51,22 @@ def test_listens_on_the_loopback_interface_only(server: NatsServer) -> None:
 
 
 def test_stop_ends_the_process_and_removes_the_store() -> None:
-    server = NatsServer().start()
-    store, url = server.store_dir, server.url
-    assert store.is_dir()
-    assert server.running
-    server.stop()
+    server = NatsServer()
+    with contextlib.suppress(ZeroDivisionError), server:
+        store, url = server.store_dir, server.url
+        assert store.is_dir()
+        assert server.running
+        with pytest.raises(RuntimeError, match="already started"):
+            server.start()
+        raise ZeroDivisionError
     assert not server.running
     assert not store.parent.exists()
     assert refused(url)
-    server.stop()
-
-
-def test_log_is_readable_during_and_after_the_run() -> None:
-    with NatsServer() as server:
-        assert "Server is ready" in server.log
     assert "Server is ready" in server.log
     assert "Exiting" in server.log
-
-
-def test_can_be_started_again_with_an_empty_store() -> None:
-    server = NatsServer()
-    with server:
-        first = server.store_dir
-    with server:
-        assert server.store_dir != first
-
-
-def test_refuses_to_start_twice(own_server: NatsServer) -> None:
-    with pytest.raises(RuntimeError, match="already started"):
-        own_server.start()
-    assert own_server.running
+    with server:  # again, with an empty store
+        assert server.store_dir != store
+    server.stop()
 
 
 def test_server_that_is_not_started_is_reported() -> None:
@@ -91,26 +77,12 @@ def test_server_that_is_not_started_is_reported() -> None:
             use()
 
 
-def test_stops_when_the_body_raises() -> None:
-    with contextlib.suppress(ZeroDivisionError), NatsServer() as server:
-        url, folder = server.url, server.store_dir.parent
-        raise ZeroDivisionError
-    assert refused(url)
-    assert not folder.exists()
-
-
 def test_stops_a_paused_server_without_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_STOP_TIMEOUT", 60.0)
     with NatsServer() as server:
         server.pause()
         began = time.monotonic()
     assert time.monotonic() - began < 30
-
-
-async def test_jetstream_can_be_disabled() -> None:
-    async with NatsServer(jetstream=False) as server, connected(server.url) as nc:
-        with pytest.raises(nats.js.errors.ServiceUnavailableError):
-            await nc.jetstream().account_info()
 
 
 async def test_name_and_port_can_be_chosen() -> None:
@@ -174,20 +146,19 @@ async def test_cancelled_start_leaves_no_process() -> None:
 # Configuration
 
 
-async def test_config_text_is_used() -> None:
+async def test_config_is_used(tmp_path: Path) -> None:
+    (tmp_path / "included.conf").write_text("max_payload: 4096")
+    (tmp_path / "server.conf").write_text("include included.conf")
     config = "max_payload: 2048\njetstream { max_mem: 1MB }\nport: 1\n"
     async with NatsServer(config=config) as server, connected(server.url) as nc:
         assert nc.max_payload == 2048
         assert (await nc.jetstream().account_info()).limits is not None
         assert server.port != 1
         assert (server.store_dir / "jetstream").is_dir()
-
-
-async def test_config_file_is_used(tmp_path: Path) -> None:
-    (tmp_path / "included.conf").write_text("max_payload: 4096")
-    (tmp_path / "server.conf").write_text("include included.conf")
-    async with NatsServer(config=tmp_path / "server.conf") as server, connected(server.url) as nc:
+    async with NatsServer(config=tmp_path / "server.conf", jetstream=False) as server, connected(server.url) as nc:
         assert nc.max_payload == 4096
+        with pytest.raises(nats.js.errors.ServiceUnavailableError):
+            await nc.jetstream().account_info()
 
 
 def test_bad_config_error_shows_the_log_and_leaves_no_process() -> None:

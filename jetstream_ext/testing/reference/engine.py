@@ -47,7 +47,8 @@ class Engine:
         self.context: ServerContext = ServerContext(self.profile, limits or Limits(), seed)
         self._router = self.context.router
         self.max_payload = max_payload
-        self._address = (host, port)
+        self.address: tuple[str, int] = (host, port)
+        """What INFO reports."""
         self.jetstream: JetStream | None = JetStream(self.context) if jetstream else None
         if self.jetstream is not None:
             Api(self.jetstream)
@@ -121,7 +122,7 @@ class Engine:
 
     def info(self) -> dict[str, object]:
         """Return the fields of INFO that are the same for every connection."""
-        host, port = self._address
+        host, port = self.address
         return {
             "server_id": self.context.server_id,
             "server_name": self.context.server_id,
@@ -133,10 +134,6 @@ class Engine:
             "max_payload": self.max_payload,
             "jetstream": self.jetstream is not None,
         }
-
-    def set_address(self, host: str, port: int) -> None:
-        """Set the address that INFO reports."""
-        self._address = (host, port)
 
     def _send_info(self, connection: int) -> None:
         info = self.info() | {"client_id": connection, "client_ip": "127.0.0.1"}

@@ -21,7 +21,6 @@ _SUFFIX = ".$FI"
 _MAX_ID = 64
 _MAX_FLOW = 500
 _DEFAULT_FLOW = 10
-_DRAFT_CODES = {10205: 10203, 10206: 10204, 10207: 10205, 10208: 10206}
 _OPERATIONS = {"0": "start", "1": "append", "2": "commit", "3": "eob", "4": "ping"}
 
 
@@ -105,8 +104,8 @@ class FastBatches:
         try:
             self._receive(message, header)
         except ApiError as error:
-            if self._profile.draft and error.err_code in _DRAFT_CODES:
-                error = ApiError(error.code, _DRAFT_CODES[error.err_code], error.description)
+            if self._profile.draft and 10205 <= error.err_code <= 10208:
+                error = ApiError(error.code, error.err_code - 2, error.description)
             if not self._stream.config["no_ack"]:
                 self._send(message.reply, pub_error(self._stream.name, error))
 

@@ -59,7 +59,6 @@ class Profile:
     priorities: bool = _in((2, 11, 0))
     counters: bool = _in((2, 12, 0))
     schedules: bool = _in((2, 12, 0))
-    async_persistence: bool = _in((2, 12, 0))
 
     # How a client finds out what the server has.
     strict: bool = _in((2, 12, 0))

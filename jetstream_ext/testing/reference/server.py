@@ -163,7 +163,7 @@ class ReferenceServer:
         """Start listening."""
         self._loop = asyncio.get_running_loop()
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._wanted_port)
-        self.engine.set_address("127.0.0.1", self.port)
+        self.engine.address = ("127.0.0.1", self.port)
         if self._clock is not None:
             self._clock.on_advance(self._on_advance)
         return self

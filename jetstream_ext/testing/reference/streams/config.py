@@ -69,7 +69,7 @@ _FIELDS: dict[str, Field] = {
     "republish": Field(NOT_MODELLED, None),
     "allow_msg_counter": Field(NOT_MODELLED, None, since="counters"),
     "allow_msg_schedules": Field(NOT_MODELLED, None, since="schedules"),
-    "persist_mode": Field(NOT_MODELLED, None, since="async_persistence"),
+    "persist_mode": Field(NOT_MODELLED, None, since="atomic"),
 }
 _SHORTEST = 100 * golang.MILLISECOND
 
@@ -104,7 +104,6 @@ _RULES: list[Rule] = [
         "stream name is required and can not contain '.', '*', '>', '\\', '/'",
     ),
     (lambda c: len(c["name"]) > 255, 10052, "stream name is too long, maximum allowed is 255"),
-    (lambda c: c["num_replicas"] > 5, 10052, "maximum replicas is 5"),
     (lambda c: c["num_replicas"] < 0, 10133, ""),
     (lambda c: c["max_age"] < 0, 10052, "max age can not be negative"),
     (lambda c: 0 < c["max_age"] < _SHORTEST, 10052, "max age needs to be >= 100ms"),
