@@ -57,7 +57,7 @@ def imported(server: NatsServer, tmp_path_factory: pytest.TempPathFactory) -> li
     asyncio.run(fill())
     options = json.dumps({"servers": server.url, "stream": "COLD"})
     done = subprocess.run(
-        [sys.executable, "-c", QUERY, options], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", QUERY, options], capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 0, done.stderr
     return [set(json.loads(line)) for line in done.stdout.splitlines()]
