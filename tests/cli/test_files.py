@@ -126,14 +126,14 @@ def test_an_export_stopped_while_it_writes_parquet_can_be_resumed(
     server: NatsServer, run: Run, ok: Json, tmp_path: Path, stream_name: Callable[[], str], monkeypatch: Any
 ) -> None:
     stream, out = stream_name(), tmp_path / "out.parquet"
-    fill(server.url, stream, [b"1", b"2", b"3"])
+    fill(server.url, stream, (b"%d" % n for n in range(25_000)))  # which are converted in three parts
     with monkeypatch.context() as patch:
         patch.setattr(pq.ParquetWriter, "write_table", Mock(side_effect=KeyboardInterrupt))
         done = run("export", stream, out)
     assert (done.exit_code, done.stdout, "--resume continues" in done.stderr) == (130, "", True)
     assert files_of(tmp_path) == ["out.parquet.part", "out.parquet.part.json"]
-    assert ok("export", stream, out, "--resume")["messages"] == 3
-    assert pq.read_table(out)["data"].to_pylist() == [b"1", b"2", b"3"]
+    assert ok("export", stream, out, "--resume")["messages"] == 25_000
+    assert pq.read_table(out)["data"].to_pylist() == [b"%d" % n for n in range(25_000)]
 
 
 def test_an_export_to_a_file_that_may_not_grow_can_be_resumed(
