@@ -402,6 +402,8 @@ class Pair:
             shown = json.loads(payload)  # neither the order of the fields nor the spaces are compared
             if "type" in shown and "error" in shown:
                 shown = {"type": shown["type"], "error": shown["error"]}
+            if (state := shown.get("state", {})).get("deleted") == [0]:  # as an empty file store reports it
+                del state["deleted"], state["num_deleted"]
             hidden = [shown]
             if shown.get("type", "").endswith("list_response") and "error" not in shown:
                 hidden = shown.get("streams") or shown.get("consumers") or []

@@ -142,7 +142,7 @@ consumer_create = st.tuples(
 )
 consumer_next = steps(batch=st.integers(1, 4))("next")
 consumer_ack = steps(
-    seq=sequences, delivery=sequences, word=st.sampled_from([b"", b"+ACK", b"-NAK", b"+WPI", b"+TERM", b"+NXT"])
+    seq=st.integers(1, 9), delivery=sequences, word=st.sampled_from([b"", b"+ACK", b"-NAK", b"+WPI", b"+TERM", b"+NXT"])
 )("ack")
 consumer_info = st.just(("consumer_info", {}))
 reset = st.tuples(st.just("reset"), some(seq=sequences))

@@ -239,11 +239,10 @@ def publish(
 
 def pub_ack(stream: str, seq: int, *, duplicate: bool = False, batch: Batch | None = None) -> bytes:
     value: dict[str, Any] = {"stream": stream, "seq": seq}
-    if duplicate:
-        value["duplicate"] = True
     if batch is not None:
         value |= {"batch": batch[0], "count": batch[1]}
-    return golang.dumps(value)
+    ack = golang.dumps(value)
+    return ack[:-1] + b',"duplicate": true}' if duplicate else ack  # the server writes this space
 
 
 def pub_error(stream: str, error: ApiError, *, batch: Batch | None = None) -> bytes:
