@@ -146,6 +146,13 @@ def conformance(session: nox.Session) -> None:
 
 
 @nox.session
+def mutants(session: nox.Session) -> None:
+    """Mutate modules of the package, and name the mutants that no test kills; see tests/mutations/code.py for the arguments."""
+    session.install("-e", ".[spark,arrow,server,cli]", *group("test"))
+    session.run("python", "tests/mutations/code.py", *session.posargs)
+
+
+@nox.session
 def containers(session: nox.Session) -> None:
     """Test against a server in a container, with the running engine or a throw-away one; if neither works, say why."""
     session.install("--no-compile", "-e", ".[server]", *group("test"))
