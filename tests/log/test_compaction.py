@@ -4,138 +4,22 @@ import asyncio
 import itertools
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import nats
 import pytest
 from nats.js import JetStreamContext
-from nats.js.api import DiscardPolicy, StreamSource
+from nats.js.api import DiscardPolicy
 
-from jetstream_ext import StoredMsg
 from jetstream_ext.errors import PositionLostError
 from jetstream_ext.log import First, LogReader, Seq, Time
 from jetstream_ext.log import reader as reader_module
-from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.gaps import only_a_rollup, were_replaced
 from jetstream_ext.testing import ReferenceServer, VirtualClock
 
 Make = Callable[..., Awaitable[str]]
 KEEP_ONE: dict[str, Any] = {"max_msgs_per_subject": 1}
 ROLLUP = {"Nats-Rollup": "sub"}
-
-NOW = datetime(2026, 1, 1, tzinfo=UTC)
-CREATED = NOW - timedelta(days=1)
-HOUR_NS = 3600 * 10**9
-
-
-def state_of(config: dict[str, Any], **fields: Any) -> StreamState:
-    """A stream of 10 messages on 10 subjects, from sequence 51 to 60."""
-    given = {"first_seq": 51, "last_seq": 60, "messages": 10, "num_subjects": 10, "size": 1000, "now": NOW} | fields
-    return StreamState("S", CREATED.isoformat(), config, **given)
-
-
-COMPACTING: dict[str, Any] = {"max_msgs_per_subject": 1}
-REFUSING: dict[str, Any] = COMPACTING | {"discard": "new", "discard_new_per_subject": True}
-
-
-def test_the_state_decides_without_an_earlier_one() -> None:
-    failures = []
-    for config, fields, replaced in (
-        ({}, {}, False),
-        ({"allow_msg_ttl": True}, {}, False),
-        (COMPACTING, {}, True),
-        ({"allow_rollup_hdrs": True}, {}, True),
-        (COMPACTING | {"retention": "workqueue"}, {}, False),
-        (COMPACTING, {"messages": 0, "num_subjects": 0, "first_seq": 61}, False),
-        # A replaced message has as many newer ones as the stream keeps.
-        ({"max_msgs_per_subject": 5}, {"messages": 13}, False),
-        ({"max_msgs_per_subject": 5}, {"messages": 14}, True),
-        ({"max_msgs_per_subject": 5, "allow_rollup_hdrs": True}, {"messages": 13}, True),
-        (COMPACTING | {"max_msgs": 11}, {}, True),
-        (COMPACTING | {"max_msgs": 10}, {}, False),
-        (COMPACTING | {"max_msgs": 10, "discard": "new"}, {}, True),
-        (COMPACTING | {"max_bytes": 1500, "max_msg_size": 500}, {}, True),
-        (COMPACTING | {"max_bytes": 1500, "max_msg_size": 501}, {}, False),
-        (COMPACTING | {"max_bytes": 1 << 26}, {}, False),
-        (COMPACTING | {"max_bytes": 1 << 27}, {}, True),
-        (COMPACTING | {"max_bytes": 1500, "discard": "new"}, {}, True),
-        (COMPACTING | {"max_age": HOUR_NS}, {}, False),
-        (COMPACTING | {"max_age": 25 * HOUR_NS}, {}, True),
-        # A mirror keeps the times of its origin, which may be older than the mirror.
-        (COMPACTING | {"max_age": 25 * HOUR_NS}, {"origin": {"name": "O"}}, False),
-        # Newer messages are refused, and replace nothing.
-        (REFUSING, {}, False),
-        (REFUSING | {"allow_rollup_hdrs": True}, {}, True),
-    ):
-        if were_replaced(state_of(config, **fields), None, None) is not replaced:
-            failures.append((config, fields, replaced))
-    assert not failures, "\n".join(map(repr, failures))
-
-
-def test_the_age_of_a_message_decides_whether_it_can_have_expired() -> None:
-    """Its marker replaces it; a limit that was lifted since may have acted."""
-    limit = COMPACTING | {"max_age": HOUR_NS}
-    markers = limit | {"subject_delete_marker_ttl": HOUR_NS // 2}
-    for config, earlier, minutes, replaced in (
-        (limit, None, 59, True),
-        (limit, None, 60, False),
-        (markers, None, 89, True),
-        (markers, None, 90, False),
-        (markers, limit, 89, False),  # it stored no markers then
-        (COMPACTING, limit, 59, True),
-        (COMPACTING, limit, 60, False),
-    ):
-        state = state_of(config)
-        before = None if earlier is None else replace(state, config=earlier)
-        found = were_replaced(state, before, NOW - timedelta(minutes=minutes))
-        assert found is replaced, (config, earlier, minutes)
-
-
-def test_an_earlier_state_shows_that_something_else_removed_messages() -> None:
-    failures = []
-    for config, before, replaced in (
-        (COMPACTING, {}, True),
-        (COMPACTING, {"num_subjects": 9, "messages": 9}, True),
-        (COMPACTING, {"num_subjects": 11, "messages": 10}, False),
-        (COMPACTING, {"messages": 11}, False),
-        (COMPACTING, {"messages": 11, "config": {"max_msgs_per_subject": 2}}, True),
-        (COMPACTING, {"messages": 11, "config": COMPACTING | {"allow_rollup_hdrs": True}}, True),
-        (COMPACTING | {"allow_rollup_hdrs": True}, {"messages": 11}, True),
-        (COMPACTING | {"allow_rollup_hdrs": True}, {"messages": 11, "num_subjects": 11}, False),
-        # Options that were changed since: each of them may have acted.
-        ({"max_msgs_per_subject": 5}, {"config": COMPACTING}, True),
-        ({"max_msgs_per_subject": 5}, {"config": {}}, False),
-        ({}, {"config": COMPACTING}, True),
-        (REFUSING, {"config": COMPACTING}, True),
-        ({}, {"config": REFUSING}, False),
-        (COMPACTING, {"config": COMPACTING | {"retention": "interest"}}, False),
-        ({"allow_rollup_hdrs": True}, {"config": {"max_msgs": 10}}, False),
-        ({"allow_rollup_hdrs": True}, {"config": {"max_msgs": 11}}, True),
-        (COMPACTING, {"config": COMPACTING | {"max_msgs": 10, "discard": "new"}}, True),
-        (COMPACTING, {"config": COMPACTING | {"max_bytes": 1500}}, False),
-        (COMPACTING, {"config": COMPACTING | {"max_age": HOUR_NS}}, False),
-    ):
-        state = state_of(config)
-        if were_replaced(state, replace(state, **before), None) is not replaced:
-            failures.append((config, before, replaced))
-    assert not failures, "\n".join(map(repr, failures))
-
-
-def test_fewer_messages_may_need_a_rollup() -> None:
-    failures = []
-    for config, before, only in (
-        (COMPACTING, {"messages": 11}, False),
-        ({"allow_rollup_hdrs": True}, {"messages": 11}, True),
-        ({"allow_rollup_hdrs": True}, {"messages": 10}, False),
-        (COMPACTING, {"messages": 11, "config": COMPACTING | {"allow_rollup_hdrs": True}}, True),
-        (COMPACTING | {"allow_rollup_hdrs": True}, {"messages": 11, "config": {"max_msgs_per_subject": 2}}, False),
-    ):
-        state = state_of(config)
-        if only_a_rollup(state, replace(state, **before)) is not only:
-            failures.append((config, before, only))
-    assert not failures, "\n".join(map(repr, failures))
 
 
 async def publish(js: JetStreamContext, name: str, subjects: str, **options: Any) -> None:
@@ -257,20 +141,6 @@ async def test_limits_that_were_changed_since_the_last_read_count(js: JetStreamC
     assert (caught.value.expected, caught.value.got) == (4, 11)
 
 
-async def test_messages_that_a_mirror_gets_later_may_be_old(js: JetStreamContext, make_stream: Make) -> None:
-    origin = await make_stream()
-    await publish(js, origin, "abc")
-    mirror = f"{origin}M"
-    await js.add_stream(name=mirror, mirror=StreamSource(name=origin), allow_direct=True, max_msgs_per_subject=1)
-    reader = LogReader(js, mirror, start=Seq(1), tail=True)
-    found: list[StoredMsg] = []
-    async with asyncio.timeout(60):
-        while len(found) < 3:
-            found += await reader.read()
-    assert await reader.read(timeout=0) == []
-    assert reader._since == found[-1].time, "the stored time of the newest message, not the time of the read"
-
-
 async def test_expiry_by_age_is_reported_unless_the_messages_were_too_young(
     js: JetStreamContext, make_stream: Make
 ) -> None:
@@ -341,60 +211,6 @@ async def timed() -> AsyncIterator[tuple[JetStreamContext, VirtualClock]]:
 TTLS: dict[str, Any] = {"allow_direct": True, "allow_msg_ttl": True, "allow_rollup_hdrs": True}
 
 
-async def test_a_rollup_right_before_the_check_may_not_have_acted_yet(
-    timed: tuple[JetStreamContext, VirtualClock],
-) -> None:
-    js, clock = timed
-    for number, (seconds, mirror) in enumerate(itertools.product((1, 6), (False, True))):
-        name = f"S{number}"
-        await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_rollup_hdrs=True)
-        await publish(js, name, "aaaabbbb")
-        await publish(js, name, "b", headers=ROLLUP)
-        if mirror:
-            origin, name = StreamSource(name=name), f"M{number}"
-            await js.add_stream(name=name, mirror=origin, allow_direct=True, allow_rollup_hdrs=True)
-            async with asyncio.timeout(60):
-                while (await js.stream_info(name)).state.last_seq < 9:
-                    await asyncio.sleep(0.01)
-        clock.advance(seconds)
-        reader = LogReader(js, name, start=Seq(1))
-        await reader.open()
-        await js.purge_stream(name, seq=3)
-        if seconds < 5 or mirror:  # its effect cannot be told from that of the purge
-            assert (await reader.read())[-1].seq == 9, (seconds, mirror)
-        else:
-            with pytest.raises(PositionLostError):
-                pytest.fail(f"{seconds=}, {mirror=}: {await reader.read()}")
-
-
-async def test_a_rollup_that_has_expired_may_have_replaced_the_messages(
-    timed: tuple[JetStreamContext, VirtualClock],
-) -> None:
-    js, clock = timed
-    for newer, seconds, replaced in (
-        ("rollup", 3, True), ("purged", 3, True), ("purged", 0, False), ("kept", 3, False), ("deleted", 0.9, False),
-    ):  # fmt: skip
-        name = f"{newer}{replaced}"
-        await js.add_stream(name=name, subjects=[f"{name}.>"], **TTLS)
-        await publish(js, name, "aaaabb")
-        clock.advance(10)
-        reader = LogReader(js, name, start=Seq(1))
-        await reader.open()
-        await publish(js, name, "a", headers=ROLLUP | {"Nats-TTL": "1"} if newer == "rollup" else None)
-        await publish(js, name, "ab")
-        if newer == "deleted":
-            await js.delete_msg(name, 7)
-        if newer != "rollup":
-            await js.purge_stream(name, seq=8 if newer == "purged" else 5)
-        clock.advance(seconds)
-        if replaced:
-            found = [each.seq async for each in reader]
-            assert found == ([8, 9] if newer == "purged" else [5, 6, 8, 9]), newer
-        else:
-            with pytest.raises(PositionLostError):
-                pytest.fail(f"{newer}, {seconds} s: {await reader.read()}")
-
-
 async def test_messages_of_one_subject_that_expire_are_reported(timed: tuple[JetStreamContext, VirtualClock]) -> None:
     js, clock = timed
     await js.add_stream(name="S", subjects=["S.>"], **TTLS)
@@ -405,25 +221,6 @@ async def test_messages_of_one_subject_that_expire_are_reported(timed: tuple[Jet
     clock.advance(61)
     with pytest.raises(PositionLostError):
         await reader.read()
-
-
-async def test_too_many_new_messages_are_not_searched_for_a_rollup(
-    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reader_module, "_GROUP", 10)
-    monkeypatch.setattr("jetstream_ext.client.replaced._MOST_MESSAGES", 10)
-    for count in (9, 10):
-        name = await make_stream(allow_rollup_hdrs=True)
-        await publish(js, name, "a" * 30)
-        reader = LogReader(js, name, start=Seq(1))
-        await reader.open()
-        await js.purge_stream(name, keep=1)
-        await publish(js, name, "a" * count)
-        if count < 10:
-            with pytest.raises(PositionLostError):
-                await reader.read()
-        else:
-            assert await seqs(reader) == [*range(30, 41)]
 
 
 @pytest.mark.parametrize("markers", [True, False])
@@ -445,24 +242,6 @@ async def test_a_marker_replaces_the_message_that_expired(
     else:
         with pytest.raises(PositionLostError):
             await reader.read()
-
-
-async def test_buckets_are_compacted_streams(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
-    kv = await js.create_key_value(bucket=stream_name(), direct=True)
-    for n in range(5):
-        await kv.put("hot", b"%d" % n)
-        await kv.put(f"key{n % 2}", b"%d" % n)
-    reader = LogReader(js, f"KV_{kv._name}", start=Seq(1))
-    assert await seqs(reader) == [8, 9, 10]
-    for n in range(5):
-        await kv.put("key0", b"")
-        await kv.put("key1", b"")
-        await kv.put("hot", b"%d" % n)
-    assert await seqs(reader) == [23, 24, 25]
-    await kv.delete("hot")
-    await kv.purge("key0")
-    await kv.put("key1", b"")
-    assert await seqs(reader) == [26, 27, 28]
 
 
 @pytest.mark.parametrize("seed", range(3))

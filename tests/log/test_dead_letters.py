@@ -22,17 +22,14 @@ import jetstream_ext as jsx
 from jetstream_ext import BatchMessage, StoredMsg, errors
 from jetstream_ext.log import (
     DeadLetter,
-    Group,
     Last,
     LogReader,
     Processed,
     dead_letters,
     exactly_once,
-    exactly_once_group,
     takeover,
 )
 from jetstream_ext.protocol.dead_letters import KEPT, RAW, origin, raw_headers
-from jetstream_ext.protocol.partitions import partition_of
 from jetstream_ext.testing import NatsServer
 
 Make = Callable[..., Awaitable[str]]
@@ -124,17 +121,6 @@ async def test_the_dead_letter_and_the_position_are_one_batch(js: JetStreamConte
     assert position.headers["Nats-Batch-Id"] == dead.headers["Nats-Batch-Id"]
     assert json.loads(position.data)["seq"] == 3
     assert "failed" not in json.loads(position.data)
-
-
-async def test_outputs_of_the_inputs_before_are_stored_with_the_failed_attempt(
-    js: JetStreamContext, make_stream: Make
-) -> None:
-    source, target = await make_stream(5), await make_stream()
-    await work(LogReader(js, source), target, Failing(target, {4: 1}))
-    found = [record for record in await records(js, target) if "failed" in record]
-    assert [(record["seq"], record["failed"]["seq"], record["failed"]["attempts"]) for record in found] == [(4, 4, 1)]
-    assert found[0]["failed"]["error"] == "ZeroDivisionError: input 4"
-    assert await numbers(js, target) == [1, 2, 3, 4, 5]
 
 
 def bad_results(target: str) -> dict[str, Any]:
@@ -235,20 +221,6 @@ async def until_attempts(js: JetStreamContext, target: str, attempts: int) -> No
                 if record.get("failed", {}).get("attempts") == attempts:
                     return
             await asyncio.sleep(0.01)
-
-
-async def test_a_pause_ends_at_once_when_the_call_is_cancelled(
-    js: JetStreamContext, make_stream: Make, leak_check: Any
-) -> None:
-    source, target = await make_stream(1), await make_stream()
-    working = asyncio.ensure_future(
-        work(LogReader(js, source), target, Failing(target, {1: ALWAYS}), dead_letter=letter(target, 2, 3600))
-    )
-    await until_attempts(js, target, 1)
-    working.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(working, 60)
-    await leak_check.assert_clean()
 
 
 async def test_a_worker_that_was_fenced_during_a_pause_stores_nothing(
@@ -487,21 +459,6 @@ def test_a_dead_letter_option_is_a_value() -> None:
     assert DeadLetter("a", backoff=2).pause_after(7) == 2.0
 
 
-async def test_a_grouped_handler_may_change_its_list(js: JetStreamContext, make_stream: Make) -> None:
-    source, target = await make_stream(6), await make_stream()
-
-    def handle(messages: list[StoredMsg]) -> list[BatchMessage]:
-        outputs = []
-        while messages:
-            outputs.append(BatchMessage(f"{target}.out", messages.pop(0).data))
-        return outputs
-
-    async with asyncio.timeout(30):
-        done = await work(LogReader(js, source), target, handle, grouped=True)
-    assert (done.inputs, done.outputs) == (6, 6)
-    assert await numbers(js, target) == [1, 2, 3, 4, 5, 6]
-
-
 async def test_a_cancellation_that_the_handler_hides(js: JetStreamContext, make_stream: Make) -> None:
     for swallows in (False, True):
         source, target = await make_stream(3), await make_stream()
@@ -527,48 +484,6 @@ async def test_a_cancellation_that_the_handler_hides(js: JetStreamContext, make_
         assert await letters_of(js, target) == []
 
 
-async def test_an_input_that_kills_a_member_leaves_those_of_its_other_partitions_alone(
-    js: JetStreamContext, server: NatsServer, make_stream: Make, stream_name: Callable[[], str]
-) -> None:
-    """Of those that may kill a process, only one at a time is in its hands."""
-    source, target, bucket = await make_stream(), await make_stream(), stream_name()
-    keys = [next(k for k in range(99) if partition_of(f"{source}.{k}", 4, [1]) == number) for number in range(4)]
-    for key in keys:
-        await js.publish(f"{source}.{key}", b"%d" % key)
-    killed, release = asyncio.Event(), asyncio.Event()
-
-    async def handle(message: StoredMsg) -> BatchMessage:
-        if message.data == b"%d" % keys[1]:
-            await asyncio.sleep(0.1)
-            killed.set()
-            await asyncio.Event().wait()
-        await release.wait()
-        return BatchMessage(f"{target}.out", message.data)
-
-    async def run(nc: Any) -> None:
-        group = Group(
-            nc.jetstream(timeout=30), source, "g", partitions=4, key=[1], bucket=bucket, heartbeat=0.3, poll=0.05
-        )
-        await exactly_once_group(group, target, handle, prefix=f"{target}.at", dead_letter=letter(target, 1))
-
-    async with asyncio.timeout(120):
-        while not (found := await letters_of(js, target)):
-            async with await nats.connect(server.url, connect_timeout=10) as nc:
-                working = asyncio.ensure_future(run(nc))
-                if killed.is_set():
-                    release.set()  # the other inputs were in the hands of the member that died
-                killed.clear()
-                while not killed.is_set() and not await letters_of(js, target):
-                    await asyncio.wait({working}, timeout=0.05)
-                if await letters_of(js, target):
-                    while len(await numbers(js, target)) < 3:
-                        await asyncio.wait({working}, timeout=0.05)
-            working.cancel()  # without its connection, it stores no end
-            await asyncio.wait({working})
-    assert found == [keys[1]]
-    assert sorted(await numbers(js, target)) == sorted({*keys} - {keys[1]})
-
-
 async def test_blanks_that_a_client_strips_are_kept(js: JetStreamContext, nc: Any, make_stream: Make) -> None:
     """The input is not handed back with another subject or header."""
     source, target = await make_stream(), await make_stream()
@@ -591,41 +506,6 @@ async def test_blanks_that_a_client_strips_are_kept(js: JetStreamContext, nc: An
     for blank, found in zip(blanks, letters, strict=True):
         assert not found.complete, repr(blank)
         assert found.headers == (("B", "y"),), repr(blank)
-
-
-class _HostileStr(str):
-    def __bool__(self) -> bool:
-        raise ZeroDivisionError
-
-    def __format__(self, _: str) -> str:
-        raise ZeroDivisionError
-
-
-class _HostileError(Exception):
-    def __str__(self) -> str:
-        return _HostileStr("text")
-
-    def __repr__(self) -> str:
-        raise ZeroDivisionError
-
-
-async def test_errors_that_cannot_be_printed_do_not_end_the_worker(
-    js: JetStreamContext, make_stream: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Nor do they fill the log."""
-
-    def fail(_: Any) -> None:
-        raise _HostileError("x" * 100_000)
-
-    def fail_at_length(_: Any) -> None:
-        raise RuntimeError("x" * 1_000_000)
-
-    with caplog.at_level(logging.DEBUG, "jetstream_ext"):
-        for handler in (fail, fail_at_length):
-            source, target = await make_stream(3), await make_stream()
-            done = await work(LogReader(js, source), target, handler, grouped=handler is fail)
-            assert done.dead_letters == 3
-    assert max(len(record.getMessage()) for record in caplog.records if "worker" in record.getMessage()) < 2000
 
 
 # -- workers that die -------------------------------------------------------------------------------------------------
@@ -684,46 +564,3 @@ async def test_an_input_that_kills_the_process_does_not_wedge_the_worker(
     (dead,) = await stored(js, target, "dead")
     assert (dead.data, dead.headers["Dead-Letter-Attempts"]) == (b"14", "2")
     assert "the worker ended" in dead.headers["Dead-Letter-Error"]
-
-
-class Hanging(Failing):
-    """A handler that waits at one input."""
-
-    def __init__(self, target: str, seq: int) -> None:
-        super().__init__(target, {})
-        self.seq = seq
-        self.there = asyncio.Event()
-
-    async def hang(self, message: StoredMsg) -> BatchMessage:
-        if message.seq == self.seq:
-            self.there.set()
-            await asyncio.Event().wait()
-        return self(message)
-
-
-async def start_hanging(
-    js: JetStreamContext, source: str, target: str, seq: int, **options: Any
-) -> "asyncio.Future[Any]":
-    handler = Hanging(target, seq)
-    working = asyncio.ensure_future(work(LogReader(js, source), target, handler.hang, **options))
-    await asyncio.wait_for(handler.there.wait(), 60)
-    return working
-
-
-async def test_a_planned_stop_does_not_count_as_an_attempt(
-    js: JetStreamContext, server: NatsServer, make_stream: Make
-) -> None:
-    source, target = await make_stream(30), await make_stream()
-    options: dict[str, Any] = {"max_messages": 10, "dead_letter": letter(target, 1)}
-    async with await nats.connect(server.url, connect_timeout=10) as nc:
-        dying = await start_hanging(nc.jetstream(timeout=30), source, target, 14, **options)
-    dying.cancel()  # without its connection, it stores no end
-    await asyncio.wait({dying})
-    for _ in range(3):
-        stopped = await start_hanging(js, source, target, 14, **options)
-        stopped.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await stopped
-    done = await work(LogReader(js, source), target, Failing(target, {}), **options)
-    assert not done.dead_letters
-    assert await numbers(js, target) == list(range(1, 31))

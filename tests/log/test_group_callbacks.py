@@ -85,21 +85,6 @@ class TestLeaving:
             with pytest.raises(ZeroDivisionError):
                 await anext(member)
 
-    async def test_on_revoked_may_take_longer_than_patience(self, make_stream: Make, make_group: MakeGroup) -> None:
-        group = make_group(await make_stream(messages=5), partitions=2, patience=0.3)
-        done: list[tuple[int, ...]] = []
-
-        async def flush(numbers: tuple[int, ...]) -> None:
-            await asyncio.sleep(1.0)
-            done.append(numbers)
-
-        async with group.join(on_revoked=flush) as member:
-            await take(member, 5)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(anext(member), 0.1)
-        assert done == [(0, 1)]
-        assert await positions(group) == [6, 6]
-
     async def test_an_error_while_it_leaves_is_said_although_another_one_is_raised(
         self, make_stream: Make, make_group: MakeGroup, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -115,31 +100,6 @@ class TestLeaving:
             async with group.join(on_revoked=fill_the_disk) as member:
                 await member.run(handle)
         assert "has failed while it left: OSError('disk full')" in caplog.text
-
-    async def test_a_cancellation_that_ends_on_revoked_calls_nothing_more(
-        self, make_stream: Make, make_group: MakeGroup
-    ) -> None:
-        group = make_group(await make_stream(messages=5), partitions=3)
-        called: list[tuple[int, ...]] = []
-        has_all = asyncio.Event()
-
-        async def flush(numbers: tuple[int, ...]) -> None:
-            called.append(numbers)
-            await asyncio.Event().wait()
-
-        async def work() -> None:
-            async with group.join(on_revoked=flush) as member:
-                await take(member, 1)
-                await until(lambda: len(member.partitions) == 3)
-                has_all.set()
-                await asyncio.Event().wait()
-
-        working = asyncio.ensure_future(work())
-        async with asyncio.timeout(60):
-            await has_all.wait()
-        working.cancel()
-        await asyncio.wait({working})
-        assert called == [(0, 1, 2)]
 
     async def test_what_cannot_be_handed_over_is_said(
         self, make_stream: Make, caplog: pytest.LogCaptureFixture
@@ -186,36 +146,8 @@ class TestLeaving:
             with pytest.raises(RuntimeError, match=r"cannot be left in one of its callbacks; call stop\(\)"):
                 await anext(member)
 
-    async def test_run_before_the_member_has_joined_changes_nothing(
-        self, make_stream: Make, make_group: MakeGroup
-    ) -> None:
-        member = make_group(await make_stream(messages=5), partitions=1).join()
-        with pytest.raises(RuntimeError, match="not open"):
-            await member.run(print)
-        async with member:
-            assert [it.seq for it in await take(member, 2)] == [1, 2]
-
 
 class TestCommitsInCallbacks:
-    async def test_on_assigned_may_commit(self, make_stream: Make, make_group: MakeGroup) -> None:
-        group = make_group(await make_stream(messages=5), partitions=2)
-        found: list[list[int | None]] = []
-
-        async def commit(numbers: tuple[int, ...]) -> None:
-            await member.commit()
-            found.append(await positions(group))
-
-        member = group.join(auto_commit=False, on_assigned=commit)
-        async with member:
-            await take(member, 5)
-            following = asyncio.ensure_future(anext(member))
-            async with group.join() as other:
-                await until(lambda: other.partitions)
-                (kept,) = member.partitions
-            await until(lambda: len(found) == 2)
-            following.cancel()
-        assert found[1][kept] == 6
-
     async def test_a_commit_that_is_refused_after_a_loss_does_not_end_the_member(
         self, make_stream: Make, make_group: MakeGroup
     ) -> None:
@@ -254,20 +186,6 @@ class TestCommitsInCallbacks:
 
 
 class TestCallbacksThatHang:
-    async def test_one_for_lost_partitions_is_cancelled(
-        self, make_stream: Make, make_group: MakeGroup, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        group = make_group(await make_stream(messages=5), partitions=1)
-
-        async def hang(_: tuple[int, ...]) -> None:
-            await asyncio.Event().wait()
-
-        async with group.join(on_partitions_lost=hang, revoke_timeout=0.3) as member:
-            await take(member, 2)
-            lose_all(member)
-            assert [it.seq for it in await take(member, 2)] == [1, 2]
-        assert "the callback for the lost partitions (0,) was cancelled" in caplog.text
-
     async def test_on_assigned_does_not_keep_other_partitions(self, make_stream: Make, make_group: MakeGroup) -> None:
         """Those are given up in time: no message of them is handled when another member has them."""
         stream = await make_stream(messages=5)
@@ -297,62 +215,6 @@ class TestCallbacksThatHang:
                 loaded.set()
                 await until(lambda: taken & kept <= set(lost))
             running.cancel()
-
-    async def test_the_loss_of_all_partitions_of_a_hand_over_is_told_at_once(
-        self, make_stream: Make, make_group: MakeGroup
-    ) -> None:
-        """Also by a member that leaves."""
-        group = make_group(await make_stream(messages=5), partitions=4)
-        told: list[tuple[int, ...]] = []
-
-        async def hang(_: tuple[int, ...]) -> None:
-            await asyncio.Event().wait()
-
-        async def tell(numbers: tuple[int, ...]) -> None:
-            await asyncio.sleep(0.2)
-            told.append(numbers)
-
-        async with group.join(on_revoked=hang, on_partitions_lost=tell, revoke_timeout=0.3) as member:
-            await until(lambda: len(member.partitions) == 4)
-        assert told == [(0, 1, 2, 3)]
-
-    async def test_on_assigned_is_said(
-        self, make_stream: Make, make_group: MakeGroup, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        group = make_group(await make_stream(messages=5), partitions=1)
-        loaded = asyncio.Event()
-
-        async def load(_: tuple[int, ...]) -> None:
-            await loaded.wait()
-
-        async with group.join(on_assigned=load, revoke_timeout=0.1) as member:
-            await until(lambda: "on_assigned has not returned for 0.1 s; partitions (0,) wait for it" in caplog.text)
-            loaded.set()
-            await take(member, 1)
-
-    async def test_the_time_for_all_partitions_of_a_hand_over_is_one(
-        self, make_stream: Make, make_group: MakeGroup
-    ) -> None:
-        """Partitions whose handlers end one after the other share calls of `on_revoked`."""
-        group = make_group(await make_stream(messages=400), partitions=8)
-        revoked: list[tuple[int, ...]] = []
-        lost: list[int] = []
-
-        async def flush(numbers: tuple[int, ...]) -> None:
-            revoked.append(numbers)
-            await asyncio.sleep(0.4)
-
-        async def handle(message: StoredMsg) -> None:
-            await asyncio.sleep(0.05)
-
-        async with group.join(on_revoked=flush, on_partitions_lost=lost.extend, revoke_timeout=2.0) as member:
-            running = asyncio.ensure_future(member.run(handle))
-            await until(lambda: len(member.partitions) == 8)
-            member.stop()
-            await running
-        assert sorted(number for numbers in revoked for number in numbers) == list(range(8))
-        assert not lost
-        assert len(revoked) <= 3
 
 
 class TestLosses:

@@ -284,55 +284,6 @@ class TestCommits:
         async with make_group(stream, key=[1]).join() as member:
             assert {message.data for message in await take(member, 2)} == {b"slow", b"fast"}
 
-    async def test_commit_in_a_callback_leaves_out_the_message_in_hand(
-        self, make_stream: Make, make_group: MakeGroup
-    ) -> None:
-        stream = await make_stream(messages=40)
-        group = make_group(stream, key=[1])
-        called = list[tuple[int, ...]]()
-
-        async def revoked(partitions: tuple[int, ...]) -> None:
-            await member.commit()
-            called.append(partitions)
-
-        async with group.join(auto_commit=False, on_revoked=revoked) as member:
-            message = await anext(member)
-            other = Worker(group)
-            await until(lambda: called or other.member.partitions)
-            number = partition_of(message.subject, 4, [1])
-            assert (await group.status()).partitions[number].position <= message.seq
-            await member.commit()
-            assert number not in member.partitions or ((await group.status()).partitions[number].position > message.seq)
-            member_task = asyncio.ensure_future(anext(member))  # lets a revoked partition go
-            await asyncio.sleep(0)
-            member_task.cancel()
-        await other.stop()
-
-    async def test_a_slow_handler_holds_up_only_its_own_partition(
-        self, make_stream: Make, make_group: MakeGroup
-    ) -> None:
-        stream = await make_stream(messages=300)
-        group = make_group(stream, partitions=8)
-        started, release = asyncio.Event(), asyncio.Event()
-
-        async def handle(message: StoredMsg) -> None:
-            if message.subject.endswith(".1"):
-                started.set()
-                await release.wait()
-
-        async with group.join() as member:
-            running = asyncio.ensure_future(member.run(handle))
-            await started.wait()
-            others = [Worker(group) for _ in range(3)]
-            slow = partition_of(f"{stream}.1", 8, None)
-            shares = assign([member.id, *(it.member.id for it in others)], 8)
-            wanted = {n for it in others for n in shares[it.member.id]} - {slow}
-            await until(lambda: wanted <= {n for it in others for n in it.member.partitions})
-            release.set()
-            for other in others:
-                await other.stop()
-            running.cancel()
-
     async def test_a_handler_that_raises_cancelled_error_ends_the_member(
         self, make_stream: Make, make_group: MakeGroup
     ) -> None:
@@ -434,49 +385,6 @@ class TestStop:
                     await asyncio.wait({running})
                     running.exception()
 
-    async def test_an_iteration_goes_on_after_an_outage_longer_than_patience(self) -> None:
-        async with breakable_server() as (server, js):
-            async with asyncio.timeout(60):
-                group = Group(js, "S", "g", partitions=1, bucket="B", heartbeat=0.5, patience=0.5, poll=0.05)
-                async with group.join() as member:
-                    assert (await anext(member)).data == b"1"
-                    await member.commit()
-                    following = asyncio.ensure_future(anext(member))
-                    await asyncio.sleep(0.1)
-                    await asyncio.to_thread(server.kill)
-                    await asyncio.sleep(2.0)
-                    assert not following.done()
-                    await asyncio.to_thread(server.restart)
-                    while not following.done():
-                        with contextlib.suppress(nats.errors.Error):
-                            await js.publish("S", b"2")
-                        await asyncio.wait({following}, timeout=0.2)
-                    assert (await following).data == b"2"
-
-    async def test_what_was_handled_is_released_although_the_first_attempt_fails(
-        self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        group = make_group(await make_stream(messages=10), partitions=1)
-        records, publish, failures = Records(js, group), js.publish, list[str]()
-
-        async def move_once(subject: str, payload: bytes = b"", **options: Any) -> Any:
-            if subject.endswith(".partitions.0") and json.loads(payload)["owner"] == "" and not failures:
-                failures.append(subject)
-                await records.put("partitions.0", await records.get("partitions.0"))  # a copy, which no member knows
-            return await publish(subject, payload, **options)
-
-        monkeypatch.setattr(js, "publish", move_once)
-        async with group.join() as member:
-            await take(member, 5)
-            await member.commit()
-            await take(member, 1)
-            member.stop()
-            with pytest.raises(StopAsyncIteration):
-                await anext(member)
-        assert failures
-        status = await group.status()
-        assert [(each.owner, each.position) for each in status.partitions] == [(None, 7)]
-
 
 class TestHandOversThatTakeTooLong:
     async def other_gets_all(self, group: Group, numbers: set[int]) -> Member:
@@ -547,40 +455,6 @@ class TestHandOversThatTakeTooLong:
             await take(other, 1)
         await other.__aexit__(None, None, None)
 
-    async def test_a_handler_of_an_exactly_once_group(self, make_stream: Make, make_group: MakeGroup) -> None:
-        stream = await make_stream(messages=40)
-        output = await make_stream()
-        group = make_group(stream, partitions=2)
-
-        async def hang(_: StoredMsg) -> None:
-            await asyncio.Event().wait()
-
-        done = list[int]()
-
-        def handle(message: StoredMsg) -> BatchMessage:
-            done.append(message.seq)
-            return BatchMessage(f"{output}.out", message.data)
-
-        hanging = asyncio.ensure_future(
-            exactly_once_group(group, output, hang, prefix=f"{output}.at", revoke_timeout=0.5)
-        )
-        async with asyncio.timeout(30):
-            while not (await list_members(group)):
-                await asyncio.sleep(0.05)
-            working = asyncio.ensure_future(exactly_once_group(group, output, handle, prefix=f"{output}.at"))
-            await until(lambda: done)
-            hanging.cancel()
-            await until(lambda: len(done) == 40)
-            working.cancel()
-            await asyncio.wait({hanging, working})
-
-
-async def list_members(group: Group) -> list[str]:
-    try:
-        return [member.label for member in (await group.status()).members]
-    except BucketNotFoundError:
-        return []
-
 
 async def test_a_member_that_may_not_take_partitions_ends(stream_name: Callable[[], str]) -> None:
     allowed = '"$JS.API.>", "S", "$KV.B.S.g.config", "$KV.B.S.g.members.>"'
@@ -612,32 +486,6 @@ class TestHandlersThatCompute:
             running = asyncio.ensure_future(member.run(handle))
             await until(lambda: count == 120)
             running.cancel()
-        assert lost == []
-
-    async def test_a_hand_over_takes_few_messages(self, make_stream: Make, make_group: MakeGroup) -> None:
-        stream, count = await make_stream(messages=3000), 0
-        group = make_group(stream, partitions=4, subject=f"{stream}.>")
-
-        def handle(_: StoredMsg) -> None:
-            nonlocal count
-            count += 1
-            time.sleep(0.005)
-
-        async with group.join() as member:
-            running = asyncio.ensure_future(member.run(handle))
-            await until(lambda: count)
-            begun = count
-            async with group.join() as other:
-                await until(lambda: other.partitions)
-                assert count - begun < 1500  # about 250 on an idle machine; all 3,000 if handlers hold it up
-            running.cancel()
-
-    async def test_iteration(self, make_stream: Make, make_group: MakeGroup) -> None:
-        group, lost = make_group(await make_stream(messages=15)), list[tuple[int, ...]]()
-        async with group.join(on_partitions_lost=lost.append) as member:
-            for _ in range(15):
-                await anext(member)
-                time.sleep(0.2)
         assert lost == []
 
 
@@ -940,38 +788,6 @@ class TestSettings:
         async with wider.join() as member:
             assert sorted(it.seq for it in await take(member, 31 - lowest)) == list(range(lowest, 31))
 
-    async def test_reset_starts_at_the_lowest_position_of_the_partitions_that_there_are(
-        self, make_stream: Make, make_group: MakeGroup, more: More
-    ) -> None:
-        stream = await make_stream(messages=20)
-        wide, narrow = make_group(stream, partitions=8), make_group(stream, partitions=2)
-        async with wide.join() as member:
-            await take(member, 20)
-            await until(lambda: len(member.partitions) == 8)
-            await member.commit()
-        assert await narrow.reset() == 21
-        await more(stream, 21, 30)
-        async with narrow.join() as member:
-            await take(member, 10)
-            await member.commit()
-        assert {it.position for it in (await narrow.status()).partitions} == {31}
-        assert await wide.reset() == 31, "not the position of partition 7, which is that of the first reset"
-
-    async def test_reset_counts_a_partition_that_was_never_owned(
-        self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext
-    ) -> None:
-        stream = await make_stream(messages=20)
-        group = make_group(stream, partitions=1)
-        async with group.join() as member:
-            await take(member, 20)
-        records = Records(js, group)
-        record = await records.get("partitions.0")
-        wide = make_group(stream, partitions=2)
-        await wide.reset(Seq(5))
-        epoch = (await records.get("config"))["epoch"]
-        await records.put("partitions.0", record | {"owner": "", "seq": 21, "epoch": epoch})
-        assert await wide.reset() == 5
-
     async def test_members_of_before_a_reset_end(
         self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext
     ) -> None:
@@ -985,22 +801,6 @@ class TestSettings:
                     await anext(member)
         async with group.join() as member:
             assert sorted(it.seq for it in await take(member, 6)) == [5, 6, 7, 8, 9, 10]
-
-    async def test_members_end_when_the_settings_are_deleted_and_others_start_again(
-        self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext
-    ) -> None:
-        """Positions of other settings do not count."""
-        stream = await make_stream(messages=10)
-        group = make_group(stream)
-        async with group.join() as member:
-            await take(member, 10)
-            await member.commit()
-            await Records(js, group).delete("config")
-            with pytest.raises(errors.StreamConfigMismatchError, match="was reset"):
-                async with asyncio.timeout(30):
-                    await anext(member)
-        async with make_group(stream, partitions=3).join() as member:
-            assert sorted(it.seq for it in await take(member, 10)) == list(range(1, 11))
 
     async def test_an_exactly_once_group_starts_again(
         self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext
@@ -1205,44 +1005,6 @@ class TestOtherStreams:
         async with make_group(stream, partitions=1, on_lost="skip").join() as member:
             assert sorted(message.seq for message in await take(member, 6)) == list(range(25, 31))
 
-    @pytest.mark.parametrize("token", [False, True])
-    async def test_a_standby_notices_that_the_stream_was_created_again(
-        self, make_group: MakeGroup, js: JetStreamContext, stream_name: Callable[[], str], token: bool
-    ) -> None:
-        name = stream_name()
-
-        async def create(count: int) -> None:
-            await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True)
-            for n in range(count):
-                await js.publish(f"{name}.0.{n}", b"")
-
-        await create(10)
-        options = {"subject": f"{name}.*.>", "token": 1} if token else {}
-        group = make_group(name, partitions=1, **options)
-        async with group.join() as owner:
-            await take(owner, 10)
-            await owner.commit()
-            async with group.join() as standby:
-                await until(lambda: owner.partitions or standby.partitions)
-                await js.delete_stream(name)
-                await create(12)
-                for member in (owner, standby):
-                    with pytest.raises((errors.StreamRecreatedError, NotFoundError)):
-                        async with asyncio.timeout(30):
-                            await anext(member)
-
-    async def test_a_stream_whose_beginning_moves(
-        self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext
-    ) -> None:
-        """What is removed before a new group has read it is no loss, as for a reader."""
-        stream = await make_stream(messages=50)
-        group = make_group(stream, partitions=1)
-        async with group.join():
-            pass  # the start is known now
-        await js.purge_stream(stream, keep=5)
-        async with group.join() as member:
-            assert [it.seq for it in await take(member, 5)] == [46, 47, 48, 49, 50]
-
     async def test_a_mirror(
         self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext, stream_name: Callable[[], str]
     ) -> None:
@@ -1294,12 +1056,6 @@ class TestStatus:
 
 
 class TestEnds:
-    async def test_nothing_is_left(self, make_stream: Make, make_group: MakeGroup, leak_check: Any) -> None:
-        group = make_group(await make_stream(messages=10))
-        async with group.join() as member:
-            await take(member, 3)
-        await leak_check.assert_clean()
-
     async def test_a_closed_connection_ends_the_iteration(
         self, make_stream: Make, make_group: MakeGroup, own_nc: Client
     ) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import itertools
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -14,8 +13,8 @@ from nats.js.api import DiscardPolicy, RetentionPolicy, StreamConfig
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
-from jetstream_ext.client import api, direct_reader
-from jetstream_ext.log import First, Last, LogReader, New, OffsetStore, Seq, Stored, Time, exactly_once
+from jetstream_ext.client import api
+from jetstream_ext.log import First, Last, LogReader, New, OffsetStore, Seq, Stored, Time
 from jetstream_ext.log import reader as reader_module
 from jetstream_ext.protocol.reads import Scan
 from jetstream_ext.testing import NatsServer
@@ -51,29 +50,6 @@ def before_each_look(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, Cal
         monkeypatch.setattr(reader_module, "stream_state", counted)
 
     return plan
-
-
-async def test_a_slow_leader_does_not_end_a_group(
-    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The proof that nothing was left out may take long; the request after it has a timeout of its own."""
-    name, timeout = await make_stream(20), 20.0
-    proof, look = direct_reader.get_at_leader, reader_module.stream_state
-    timeouts: list[float] = []
-
-    async def slow(*arguments: Any) -> Any:
-        await asyncio.sleep(1)
-        return await proof(*arguments)
-
-    async def noted(context: Any, stream: str, seconds: float) -> Any:
-        timeouts.append(seconds)
-        return await look(context, stream, seconds)
-
-    monkeypatch.setattr(direct_reader, "get_at_leader", slow)
-    monkeypatch.setattr(reader_module, "stream_state", noted)
-    reader = LogReader(js, name, subject=f"{name}.1", timeout=timeout)
-    assert len(await numbers(reader)) > 0
-    assert min(timeouts) > timeout - 0.9
 
 
 async def test_a_purged_position_raises_and_stays(js: JetStreamContext, make_stream: Make) -> None:
@@ -209,31 +185,6 @@ async def test_a_purge_behind_the_first_message_is_a_loss_even_in_the_first_grou
         assert await seqs(reader.read()) == list(range(got, 41)), "the start is looked up again"
 
 
-async def test_skipping_reader_warns_of_a_purge_in_its_first_group(
-    js: JetStreamContext, make_stream: Make, during_the_read: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    name = await make_stream(40)
-    during_the_read(1, 10, lambda: js.purge_stream(name, seq=31))
-    with caplog.at_level(logging.WARNING, logger="jetstream_ext"):
-        assert await numbers(LogReader(js, name, on_lost="skip")) == [*range(1, 11), *range(31, 41)]
-    assert "11 to 30 were removed" in caplog.text
-
-
-async def test_a_purge_in_the_second_group_is_a_loss(
-    js: JetStreamContext, make_stream: Make, during_the_read: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reader_module, "_GROUP", 20)
-    name = await make_stream(60)
-    during_the_read(2, 5, lambda: js.purge_stream(name, seq=31))
-    reader = LogReader(js, name)
-    assert [msg.seq for _ in range(2) for msg in await reader.read()] == list(range(1, 25)), (
-        "the second group begins with message 20, which shows that the stream is the same"
-    )
-    with pytest.raises(errors.PositionLostError) as caught:
-        await reader.read()
-    assert (caught.value.expected, caught.value.got) == (25, 31)
-
-
 async def test_a_gap_that_may_be_older_than_the_read_moves_the_start_behind_it(
     js: JetStreamContext, make_stream: Make, during_the_read: Any
 ) -> None:
@@ -247,22 +198,6 @@ async def test_a_gap_that_may_be_older_than_the_read_moves_the_start_behind_it(
         assert await seqs(reader.read()) == [n for n in range(6, 41) if not filtered or n % 3 == 1]
         assert await seqs(reader.read()) == []
         assert reader.position == 41
-
-
-async def test_a_filtered_reader_has_lost_nothing_that_was_removed_before_its_first_verified_group(
-    js: JetStreamContext, make_stream: Make, more: More, monkeypatch: pytest.MonkeyPatch, before_each_look: Any
-) -> None:
-    monkeypatch.setattr(reader_module, "_GROUP", 10)
-    name = await make_stream(30)
-
-    async def overtake() -> None:
-        await more(name, 31, 60)
-        await js.purge_stream(name, seq=51)
-
-    before_each_look({2: overtake})  # the first group is gone when it is verified
-    reader = LogReader(js, name, subject=f"{name}.late")
-    assert await reader.read() == []
-    assert reader.position == 61
 
 
 async def test_a_filtered_reader_reports_what_is_removed_after_its_first_verified_group(
@@ -312,63 +247,6 @@ async def test_a_reader_starts_at_the_edge_of_a_stream_whose_oldest_messages_exp
         read = await seqs(reader.read())
         assert read == sorted(set(read)), (messages, subject)
         assert (subject == "late") is (read == []), (messages, subject)
-
-
-async def test_a_worker_starts_at_the_edge_of_a_stream_whose_oldest_messages_expire_all_the_time(
-    js: JetStreamContext, make_stream: Make, more: More, before_each_look: Any
-) -> None:
-    """The stream is empty when the worker takes its name over, or just before."""
-    for look in (1, 2):
-        name, output = await make_stream(0), await make_stream(0)
-        handled = list[int]()
-
-        async def expire() -> None:
-            await more(name, 1, 10)  # noqa: B023
-            await js.purge_stream(name, seq=8)  # noqa: B023
-
-        def handle(message: jsx.StoredMsg) -> None:
-            handled.append(message.seq)  # noqa: B023
-
-        before_each_look({look: expire})
-        await exactly_once(LogReader(js, name), output, handle, name="w", prefix=f"{output}.at")
-        assert handled == [8, 9, 10], look
-
-
-@pytest.mark.parametrize("on_lost", ["error", "skip"])
-async def test_a_purge_of_the_whole_stream_before_the_first_group_is_no_loss(
-    js: JetStreamContext, make_stream: Make, more: More, on_lost: Any
-) -> None:
-    name = await make_stream(40)
-    reader = LogReader(js, name, on_lost=on_lost)
-    assert await reader.open() == 1
-    await js.purge_stream(name)
-    assert await numbers(reader) == []
-    await more(name, 41, 42)
-    assert await numbers(reader) == [41, 42]
-
-
-async def test_messages_that_a_cancelled_call_made_ready_are_returned_by_the_next(
-    js: JetStreamContext, make_stream: Make, during_the_read: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = await make_stream(40)
-    during_the_read(1, 10, lambda: js.purge_stream(name, seq=31))
-    reader, read_group, is_ready = LogReader(js, name), LogReader._read_group, asyncio.Event()
-
-    async def never_returned(self: LogReader, *arguments: Any) -> None:
-        await read_group(self, *arguments)
-        is_ready.set()
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(LogReader, "_read_group", never_returned)
-    reading = asyncio.create_task(reader.read())
-    await is_ready.wait()
-    reading.cancel()
-    await asyncio.wait([reading])
-    monkeypatch.setattr(LogReader, "_read_group", read_group)
-    assert (reading.cancelled(), reader.position) == (True, 1)
-    assert await seqs(reader.read()) == list(range(1, 11))
-    with pytest.raises(errors.PositionLostError):
-        await reader.read()
 
 
 async def test_what_is_purged_before_the_first_message_is_a_loss_at_other_starts(

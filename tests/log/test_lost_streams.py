@@ -133,21 +133,6 @@ async def test_stream_restored_in_the_middle_of_a_filtered_read_is_an_error(
     assert reader.position == 107
 
 
-async def test_restored_stream_that_ends_before_the_position_has_lost_it(
-    restored: Restored, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reader = LogReader(restored.js, "S")
-    assert len(await reader.read()) == 110
-    await restored.restore()
-    await restored.publish(5)
-    with pytest.raises(errors.PositionLostError) as caught:
-        await reader.read()
-    assert (caught.value.expected, caught.value.got) == (111, 106)
-    reader.seek(caught.value.got or 0)
-    await restored.publish(20)
-    assert await seqs(reader.read()) == list(range(106, 126)), "seek accepts the loss"
-
-
 async def test_worker_does_not_end_as_a_success_when_its_input_was_restored(restored: Restored) -> None:
     handled: list[int] = []
 

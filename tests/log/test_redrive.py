@@ -3,19 +3,16 @@
 import asyncio
 import contextlib
 import random
-import shutil
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import nats.errors
 import nats.js.errors
-import orjson
 import pytest
 from nats.js import JetStreamContext
 from nats.js.api import StorageType, StreamSource, SubjectTransform
-from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
+from nats.js.errors import APIError, NoStreamResponseError
 
 from jetstream_ext import DirectGet, StoredMsg, errors
 from jetstream_ext.log import (
@@ -29,7 +26,6 @@ from jetstream_ext.log import (
     exactly_once,
     redrive,
 )
-from jetstream_ext.testing import NatsServer
 
 Make = Callable[..., Awaitable[str]]
 Bury = Callable[..., Awaitable[tuple[str, str, str]]]
@@ -270,28 +266,6 @@ async def test_letters_in_doubt_hold_up_no_others(js: JetStreamContext, bury: Bu
     assert await payloads(js, source) == [b"more", b"more"]
 
 
-async def test_a_lost_answer_puts_only_its_own_letter_in_doubt(
-    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream, dead, source = await bury(10)
-    publish, tried = js.publish, list[str]()
-
-    async def lose(subject: str, payload: bytes = b"", **options: Any) -> Any:
-        ack = await publish(subject, payload, **options)
-        if subject.startswith(f"{source}."):
-            tried.append(payload.decode())
-            if len(tried) == 2:
-                await js.purge_stream(source)  # the letter's copy, too
-                raise nats.errors.TimeoutError
-        return ack
-
-    monkeypatch.setattr(js, "publish", lose)
-    with pytest.raises(errors.HistoryUnavailableError, match="has handed back 9 others"):
-        await redrive(js, stream, dead, offsets=offsets)
-    assert len(set(tried)) == 10
-    assert len(await list_sequences(js, stream, dead)) == 1
-
-
 async def test_a_letter_of_unknown_outcome_is_found_behind_a_refusal(
     js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,48 +320,6 @@ async def test_an_attempt_that_arrives_late_is_refused(
     assert (await redrive(js, stream, dead, offsets=offsets)).sent == 3
     await arrives_late(js, copies.sent[0])
     assert (await payloads(js, source))[3:] == [b"0", b"1", b"2"]
-
-
-async def test_an_attempt_of_a_dead_call_that_arrives_later_is_found(
-    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between two calls, of which one is for other letters, or while the next call sends."""
-
-    async def arrive(number: int = 1) -> None:
-        if number == 1:
-            subject, payload, headers = dead_copies.sent[0]
-            await js.publish(subject, payload, headers=headers)
-            await asyncio.sleep(0.3)
-
-    for later in (False, True):
-        stream, dead, source = await bury(3, duplicate_window=0.1)
-        dead_copies = await die(js, stream, dead, offsets, 0)
-        assert await redrive(js, stream, f"{stream}.other", offsets=offsets) == Redriven(0, 0, 0)
-        with monkeypatch.context() as patch:
-            if later:
-                Copies(js, patch, arrive)
-            else:
-                await arrive()
-            assert await redrive(js, stream, dead, offsets=offsets) == Redriven(sent=2, found=1, left=0)
-        assert (await payloads(js, source))[3:] == [b"0", b"1", b"2"]
-
-
-async def test_letters_that_others_send_or_drop_during_the_call(
-    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream, dead, source = await bury(4)
-    letters = await stored(js, stream, dead)
-    copy = {"Nats-Msg-Id": f"redrive:{stream}:{letters[1].seq}:{letters[1].time_ns}"}
-
-    async def interfere(number: int) -> None:
-        if number == 1:
-            await js.publish(f"{source}.1", b"1", headers=copy)
-            await drop(js, stream, [letters[2].seq])
-
-    with monkeypatch.context() as patch:
-        Copies(js, patch, interfere)
-        assert await redrive(js, stream, dead, offsets=offsets) == Redriven(sent=2, found=1, left=0)
-    assert sorted((await payloads(js, source))[4:]) == [b"0", b"1", b"3"]
 
 
 async def test_other_producers_on_the_subject_do_not_stop_a_redrive(
@@ -462,21 +394,6 @@ async def test_a_target_that_cannot_be_read_holds_up_no_others(
         assert await payloads(js, other) == [b"other", b"other"]
     await update(js, source, allow_direct=True)
     assert await redrive(js, stream, dead, offsets=offsets, again=True) == Redriven(sent=0, found=2, left=0)
-
-
-async def test_letters_before_one_whose_target_is_missing_are_handed_back(
-    js: JetStreamContext, bury: Bury, offsets: OffsetStore, stream_name: Callable[[], str]
-) -> None:
-    stream, dead, source = await bury(1)
-    missing = stream_name()
-    await js.add_stream(name=missing, subjects=[missing], allow_direct=True)
-    await js.publish(missing, b"")
-    await bury_more(js, missing, stream, dead)
-    await js.delete_stream(missing)
-    with pytest.raises(NotFoundError):
-        await redrive(js, stream, dead, offsets=offsets)
-    assert await payloads(js, source) == [b"0", b"0"]
-    assert len(await list_sequences(js, stream, dead)) == 1
 
 
 async def test_what_would_repeat_letters_later_is_refused(
@@ -588,90 +505,3 @@ async def test_drop_deletes_dead_letters_only(js: JetStreamContext, bury: Bury) 
     assert await drop(js, stream, letters[:2]) == 2
     assert await drop(js, stream, letters[:2]) == 0
     assert await list_sequences(js, stream, dead) == letters[2:]
-
-
-async def test_notes_of_an_earlier_version_are_in_doubt(js: JetStreamContext, bury: Bury, offsets: OffsetStore) -> None:
-    """They say nothing by which a target shows that it has not lost its last messages; what it has is found."""
-    stream, dead, source = await bury(2)
-    await die(js, stream, dead, offsets, 2)
-    first, second = await stored(js, stream, dead)
-    kv = await js.key_value(offsets.bucket)
-    created = orjson.loads((await kv.get(f"redrive.{stream}")).value or b"")["letters"][0]
-    await js.delete_msg(source, (await stored(js, source))[-1].seq)
-    rows = [[it.seq, it.time_ns, source, f"{source}.0", str(created), 2, ""] for it in (first, second)]
-    note = {"v": 1, "writer": "x", "number": 1, "letters": rows}
-    await kv.put(f"redrive.{stream}", orjson.dumps(note))
-    with pytest.raises(errors.HistoryUnavailableError, match=rf"\[{second.seq}\]"):
-        await redrive(js, stream, dead, offsets=offsets)
-    assert await list_sequences(js, stream, dead) == [second.seq]
-    assert await redrive(js, stream, dead, offsets=offsets, again=True) == Redriven(sent=1, found=0, left=0)
-
-
-async def test_a_note_that_no_redrive_writes_is_refused(js: JetStreamContext, bury: Bury, offsets: OffsetStore) -> None:
-    stream, dead, _ = await bury(1)
-    await offsets.create()
-    kv = await js.key_value(offsets.bucket)
-    for note in (
-        b"", b"{}", b"[]", b'{"v": 3, "letters": []}', b'{"v": 2, "letters": [1]}', b'{"v": 2, "letters": [[]]}',
-        b'{"v": 2, "letters": [[1, 1, "S", "s", 1, "yesterday", ""]]}',
-        b'{"v": 2, "letters": [[1, 1, "S", "s", 1, 1, ""]]}', b'{"v": 2, "letters": [[1, 1, "S", "s", -1, null, ""]]}',
-        b'{"v": 1, "letters": [[1, 1, "S", "s", 1, ""]]}',
-    ):  # fmt: skip
-        await kv.put(f"redrive.{stream}", note)
-        with pytest.raises(ValueError, match="no redrive writes"):
-            await redrive(js, stream, dead, offsets=offsets)
-    assert len(await list_sequences(js, stream, dead)) == 1
-
-
-class TestRestoredTarget:
-    """A target that has lost its last messages, and has stored others at their sequences since."""
-
-    @pytest.fixture
-    def server(self) -> Any:
-        with NatsServer() as server:
-            yield server
-
-    @pytest.fixture
-    async def js(self, server: NatsServer) -> Any:
-        async def quiet(error: Exception) -> None:
-            pass
-
-        options: dict[str, Any] = {"max_reconnect_attempts": -1, "reconnect_time_wait": 0.05, "connect_timeout": 10}
-        nc = await nats.connect(server.url, error_cb=quiet, **options)
-        try:
-            yield nc.jetstream(timeout=10)
-        finally:
-            await nc.close()
-
-    # nats-py leaves the sockets of lost connections to the garbage collector.
-    @pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
-    async def test_its_letters_are_in_doubt(
-        self, server: NatsServer, js: JetStreamContext, bury: Bury, offsets: OffsetStore, tmp_path: Path
-    ) -> None:
-        async def restart() -> None:
-            await asyncio.to_thread(server.restart)
-            async with asyncio.timeout(60):
-                while True:
-                    with contextlib.suppress(nats.errors.Error, nats.js.errors.Error):
-                        await js.stream_info(source)
-                        return
-                    await asyncio.sleep(0.05)
-
-        stream, dead, source = await bury(3, duplicate_window=0.1)
-        (folder,) = server.store_dir.glob(f"**/streams/{source}")
-        server.kill()
-        shutil.copytree(folder, tmp_path / "copy")
-        await restart()
-        for _ in range(4):
-            await js.publish(f"{source}.0", b"lost")
-        await die(js, stream, dead, offsets, 3)
-        server.kill()
-        shutil.rmtree(folder)
-        shutil.copytree(tmp_path / "copy", folder)
-        await restart()
-        for _ in range(6):
-            await js.publish(f"{source}.0", b"new")
-        for _ in range(2):
-            with pytest.raises(errors.HistoryUnavailableError, match="has lost messages"):
-                await redrive(js, stream, dead, offsets=offsets)
-        assert await redrive(js, stream, dead, offsets=offsets, again=True) == Redriven(sent=3, found=0, left=0)

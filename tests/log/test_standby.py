@@ -15,7 +15,7 @@ from nats.js.errors import KeyNotFoundError, NotFoundError
 
 from jetstream_ext import BatchMessage, StoredMsg, errors
 from jetstream_ext.log import Last, LogReader, OffsetStore, Processed, exactly_once, lease, takeover, worker
-from jetstream_ext.testing import Ignore, NatsServer, ReferenceServer, VirtualClock
+from jetstream_ext.testing import NatsServer
 
 Make = Callable[..., Awaitable[str]]
 More = Callable[[str, int, int], Awaitable[None]]
@@ -234,77 +234,6 @@ async def test_a_worker_whose_lease_was_taken_stops(
     assert await lease_of(js, offsets, start.target) == taken, "the lease of the other worker stays"
 
 
-async def test_a_deleted_lease_is_stored_again(
-    js: JetStreamContext, start: Any, more: More, offsets: OffsetStore, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(lease, "SECONDS", 1)
-    active = start(standby=True)
-    await more(start.source, 1, 1)
-    await active.handles(1)
-    await (await js.key_value(offsets.bucket)).delete(lease_key(start.target))
-    await until_lease(js, offsets, start.target, lambda it: it["renewal"] > 1)
-    assert not active.task.done()
-
-
-@pytest.mark.parametrize("ttls", [True, False])
-async def test_only_the_clock_of_the_server_ends_a_lease(monkeypatch: pytest.MonkeyPatch, ttls: bool) -> None:
-    """Neither local time does, nor a time in which the server was away, so that no worker could renew its lease."""
-    monkeypatch.setattr(lease, "SECONDS", 3600)  # only the test renews it
-    monkeypatch.setattr(lease, "_POLL", 0.02)
-    clock = VirtualClock()
-    async with ReferenceServer(clock=clock) as server, await nats.connect(server.url, connect_timeout=10) as nc:
-        js = nc.jetstream(timeout=30)
-        for name in ("IN", "OUT"):
-            await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True)
-        await js.add_stream(name="KV_B", subjects=["$KV.B.>"], max_msgs_per_subject=1, allow_msg_ttl=ttls)
-        looks = stored = later = 0
-
-        def look(_: Any) -> bool:
-            """Let time pass just before the standby looks at the bucket, never while it does."""
-            nonlocal looks, later
-            clock.advance(later)
-            looks, later = looks + 1, 0
-            return False
-
-        async def wait(seconds: float) -> None:
-            """Let the standby look at the bucket after some time, and check that the other worker still works."""
-            nonlocal stored, later
-            later, until = seconds, looks + 3
-            async with asyncio.timeout(60):
-                while looks < until:
-                    await asyncio.sleep(0.01)
-            stored += 1
-            await js.publish("IN.x", b"%d" % stored)
-            await active.handles(stored)
-            assert not standby.handled
-
-        server.faults.add(Ignore("$JS.API.STREAM.INFO.KV_B", times=None, when=look))
-        active = Replica(js, "IN", "OUT", OffsetStore(js, "B"), standby=True)
-        await js.publish("IN.x", b"1")
-        stored = 1
-        await active.handles(1)
-        kv = await js.key_value("B")
-        held = (await kv.get(lease_key("OUT"))).value or b""
-        standby = Replica(js, "IN", "OUT", OffsetStore(js, "B"), standby=True)
-        try:
-            for seconds in (0, 2000, 5000, 1100):
-                await wait(seconds)
-            await kv.put(lease_key("OUT"), held)  # it was renewed at last
-            for seconds in (0, 2500, 1000):
-                await wait(seconds)
-            later = 1300
-            async with asyncio.timeout(60):
-                while not standby.handled:
-                    await js.publish("IN.x", b"more")
-                    await asyncio.sleep(0.02)
-            with pytest.raises(errors.FencedError):
-                await asyncio.wait_for(active.task, 60)
-        finally:
-            for replica in (active, standby):
-                replica.task.cancel()
-            await asyncio.gather(active.task, standby.task, return_exceptions=True)
-
-
 async def test_cancelling_a_standby_leaves_nothing(
     js: JetStreamContext, start: Any, more: More, offsets: OffsetStore, leak_check: Any
 ) -> None:
@@ -325,21 +254,6 @@ async def test_cancelling_a_standby_leaves_nothing(
     assert found["worker"] == held["worker"]
     await active.stop()
     await leak_check.assert_clean()
-
-
-async def test_a_worker_cancelled_at_any_moment_leaves_no_lease(
-    js: JetStreamContext, start: Any, more: More, leak_check: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lease, "SECONDS", 600)
-    await more(start.source, 1, 40)
-    for steps in range(0, 120, 3):
-        replica = start(standby=True, max_messages=5)
-        for _ in range(steps):
-            await asyncio.sleep(0)
-        await replica.stop()
-        await leak_check.assert_clean()
-    start(standby=True)
-    assert await outputs(js, start.target, 40) == list(range(1, 41))
 
 
 async def test_the_bucket_is_created(js: JetStreamContext, make_stream: Make, stream_name: Callable[[], str]) -> None:
@@ -511,32 +425,3 @@ async def test_a_newcomer_takes_over_from_a_worker_that_commits_in_every_round_t
         for task in running:
             task.cancel()
         await asyncio.wait(running)
-
-
-async def test_a_standby_works_with_the_options_that_the_streams_have_when_it_takes_over(
-    js: JetStreamContext,
-    start: Any,
-    more: More,
-    offsets: OffsetStore,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    streams = start.target, f"KV_{offsets.bucket}"
-    for name in streams:
-        config = (await js.stream_info(name)).config
-        await js.update_stream(config.evolve(allow_rollup_hdrs=True, deny_purge=False))
-    kv = await js.key_value(offsets.bucket)
-    key = lease_key(start.target)
-    await kv.put(key, json.dumps({"v": 1, "worker": "another", "seconds": 3600, "renewal": 1}).encode())
-    caplog.set_level("DEBUG", "jetstream_ext")
-    standby = start(standby=True)
-    async with asyncio.timeout(60):
-        while "stands by" not in caplog.text:
-            await asyncio.sleep(0.01)
-    for name in streams:
-        config = (await js.stream_info(name)).config
-        await js.update_stream(config.evolve(allow_rollup_hdrs=False))
-    await kv.delete(key)
-    await more(start.source, 1, 1)
-    await standby.handles(1)
-    await standby.stop()
