@@ -7,7 +7,6 @@ import io
 import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from decimal import Decimal
@@ -236,15 +235,6 @@ async def rows_of(batches: arrow.RecordBatches) -> int:
     return sum([batch.num_rows async for batch in batches])
 
 
-async def test_ipc_streams_are_expanded_a_few_at_a_time(js: JetStreamContext, make_stream: MakeStream) -> None:
-    stream = await make_stream()
-    payload = ipc(pa.table({"n": zeros(16 * MIB)}), compression="zstd")
-    await store(js, stream, *[payload] * 20)
-    with measured_pool() as pool:
-        assert await rows_of(arrow.record_batches(js, stream, schema=SEQ, payload="ipc")) == 20 * 16 * MIB // 8
-    assert pool.max_memory() < 64 * MIB
-
-
 async def test_ipc_streams_become_as_many_rows_as_they_have(js: JetStreamContext, make_stream: MakeStream) -> None:
     stream = await make_stream()
     schema = pa.schema([("n", pa.int64()), ("name", pa.dictionary(pa.int8(), pa.string()))])
@@ -287,39 +277,6 @@ async def test_a_payload_that_is_no_such_ipc_stream_is_an_error_with_its_sequenc
         await store(js, stream, first, payload)
         with pytest.raises(arrow.ConversionError, match=f"message {seq + 1} of .* {words}"):
             await arrow.to_arrow(js, stream, payload="ipc", seq=seq)
-
-
-async def test_dictionaries_that_cannot_be_joined_stay_apart(js: JetStreamContext, make_stream: MakeStream) -> None:
-    for columns in (
-        # More values than indices, a null among the values, and structs as values.
-        [pa.array([f"{letter}{n}" for n in range(100)], pa.dictionary(pa.int8(), pa.string())) for letter in "ab"],
-        [pa.DictionaryArray.from_arrays([1, 0], pa.array([None, letter])) for letter in "ab"],
-        [pa.DictionaryArray.from_arrays([1, 0], pa.array([{"x": letter}, None])) for letter in "ab"],
-    ):
-        stream = await make_stream()
-        await store(js, stream, *(ipc(pa.table({"name": column})) for column in columns))
-        table = await arrow.to_arrow(js, stream, schema=SEQ, payload="ipc")
-        assert table.column("name").to_pylist() == [value for column in columns for value in column.to_pylist()]
-        assert table.column("seq").to_pylist() == [1] * len(columns[0]) + [2] * len(columns[1])
-
-
-async def test_ipc_streams_may_differ_in_metadata_and_have_no_columns(
-    js: JetStreamContext, make_stream: MakeStream
-) -> None:
-    stream, other = await make_stream(), await make_stream()
-    tables = [pa.table({"n": [n]}).replace_schema_metadata({"n": str(n)} if n else None) for n in range(3)]
-    await store(js, stream, *map(ipc, tables))
-    table = await arrow.to_arrow(js, stream, schema=SEQ, payload="ipc")
-    assert table.column("n").to_pylist() == [0, 1, 2]
-    assert not table.schema.metadata
-    out = io.BytesIO()
-    batch = pa.record_batch({"n": [1, 2]}).select([])
-    with pa.ipc.new_stream(out, batch.schema) as writer:
-        writer.write_batch(batch)
-    await store(js, other, out.getvalue(), out.getvalue())
-    table = await arrow.to_arrow(js, other, schema=SEQ, payload="ipc")
-    assert table.to_pylist() == [{"seq": seq} for seq in (1, 1, 2, 2)]
-    assert await rows_of(arrow.record_batches(js, stream, payload="ipc", batch_rows=1 << 70)) == 3
 
 
 async def test_a_function_makes_the_columns(js: JetStreamContext, make_stream: MakeStream) -> None:
@@ -383,15 +340,6 @@ async def test_columns_with_one_name_are_refused(js: JetStreamContext, make_stre
     await store(js, stream, b"1")
     with pytest.raises(arrow.ConversionError, match="column 'data' is in the payload and in the message"):
         await arrow.to_arrow(js, stream, schema=arrow.SCHEMA, payload=lambda payloads: payloads)
-
-
-def test_fields_of_an_object_in_an_object_can_be_required() -> None:
-    inner = pa.struct([pa.field("x", pa.int64(), nullable=False)])
-    decoder = decoder_of(pa.schema([pa.field("a", inner, nullable=False), pa.field("b", pa.struct([("c", inner)]))]))
-    [(table, _)] = decoder.decode(pa.array([b'{"a": {"x": 1}, "b": {"c": {"x": 2}}}']), str)
-    assert table.to_pylist() == [{"a": {"x": 1}, "b": {"c": {"x": 2}}}]
-    with pytest.raises(arrow.ConversionError, match="the payload of 0 does not fit the schema"):
-        list(decoder.decode(pa.array([b'{"a": {}}']), str))
 
 
 def test_times_without_a_zone_are_in_utc() -> None:
@@ -479,19 +427,3 @@ async def test_a_cancelled_read_does_not_wait_for_the_function(
     async with asyncio.timeout(30):
         while threading.active_count() == threads:
             await asyncio.sleep(0.01)
-
-
-async def test_readers_in_every_thread_of_the_loop_do_not_wait_for_each_other(
-    js: JetStreamContext, make_stream: MakeStream
-) -> None:
-    stream = await make_stream()
-    await store(js, stream, *(b'{"n": %d}' % n for n in range(100)))
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
-
-    async def total() -> Any:
-        async with arrow.RecordBatchReader(js, stream, payload=N, batch_rows=10) as reader:
-            table = await asyncio.to_thread(reader.read_all)
-        return pc.sum(table.column("n")).as_py()
-
-    async with asyncio.timeout(60):
-        assert await asyncio.gather(*(total() for _ in range(6))) == [4950] * 6

@@ -13,8 +13,6 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import arrow
-from jetstream_ext.arrow.reading import _Builder
-from jetstream_ext.protocol.direct import Block, StoredMsg
 from jetstream_ext.testing import NatsServer
 
 INTERNALS = pytest.mark.internals(
@@ -178,18 +176,6 @@ async def test_batches_have_about_8_mib(js: JetStreamContext, make_stream: MakeS
     assert max(sizes) <= 17
 
 
-async def test_a_subject_of_the_leader_that_may_be_another_one_is_refused() -> None:
-    made = [StoredMsg(stream="S", subject=f"a.{end}", seq=seq, time_ns=1) for seq, end in enumerate("b\ufffd", 1)]
-
-    async def blocks() -> Any:
-        yield Block.of(made, 0)
-
-    with pytest.raises(arrow.ConversionError, match=r"message 2 of stream 'S': its subject .* is not known"):
-        _ = [batch async for batch in _Builder(arrow.SCHEMA, None, 10).batches(blocks())]
-    schema = only(seq=pa.uint64())
-    assert len([batch async for batch in _Builder(schema, None, 10).batches(blocks())]) == 1
-
-
 async def test_a_read_that_is_left_early_leaves_nothing(
     js: JetStreamContext, make_stream: MakeStream, leak_check: Any
 ) -> None:
@@ -239,13 +225,3 @@ async def test_a_stream_without_direct_gets_is_an_error(js: JetStreamContext, ma
     stream = await make_stream(allow_direct=False)
     with pytest.raises(jsx.errors.DirectGetDisabledError):
         await arrow.to_arrow(js, stream)
-
-
-def test_a_time_that_nanoseconds_cannot_express_is_exact_in_microseconds() -> None:
-    ancient = StoredMsg(stream="S", subject="a", seq=1, time_ns=-62_135_596_800_000_000_000)
-    block = Block.of([ancient], 0)
-    [time] = _Builder(only(time=pa.timestamp("us", tz="UTC")), None, 10)._messages(block).column(0).cast("int64")
-    assert time.as_py() * 1000 == ancient.time_ns
-    with pytest.raises(arrow.ConversionError, match="message 1 of stream 'S' does not fit column 'time'") as caught:
-        _Builder(only(time=pa.timestamp("ns", tz="UTC")), None, 10)._messages(block)
-    assert "can hold it" not in str(caught.value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
@@ -18,7 +17,6 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import arrow
-from jetstream_ext.arrow.writing import _Messages
 from jetstream_ext.testing import NatsServer
 
 INTERNALS = pytest.mark.internals(
@@ -117,33 +115,6 @@ async def test_a_relation_that_reads_a_stream_can_be_stored(js: JetStreamContext
         del relation
     assert report.stored == 3
     assert await stored(js, copy) == expected(copy)
-
-
-def test_values_that_share_their_memory_become_python_objects_few_at_a_time() -> None:
-    count, size = 1_000, 100_000
-    view = pa.array([b"x" * size], pa.binary_view()).buffers()
-    views = [None, pa.py_buffer(view[1].to_pybytes() * count), view[2]]
-    for data in (
-        pa.DictionaryArray.from_arrays(pa.array([0] * count), pa.array([b"x" * size])),
-        pa.Array.from_buffers(pa.binary_view(), count, views),
-    ):
-        before = pa.total_allocated_bytes()
-        tracemalloc.start()
-        try:
-            messages = iter(_Messages("x", strip=False).read(pa.table({"data": data})))  # type: ignore[arg-type]
-            for number in range(count):
-                assert next(messages) == ("x", b"x" * size), number
-            _, most = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-        assert most < count * size / 2
-        assert pa.total_allocated_bytes() - before < count * size / 2
-
-
-async def test_no_rows_are_no_messages(js: JetStreamContext, make_stream: MakeStream) -> None:
-    stream = await make_stream()
-    for source in (rows(stream, 0), rows(stream, 0).to_reader(), [], polars.from_arrow(rows(stream, 0))):
-        assert (await arrow.from_arrow(js, source)).stored == 0
 
 
 @INTERNALS
@@ -312,22 +283,6 @@ async def test_a_row_that_the_server_refuses_is_named(js: JetStreamContext, make
     with pytest.raises(jsx.errors.IngestError, match=r"the message at index 1 .* was refused"):
         await arrow.from_arrow(js, table)
     assert len(await stored(js, stream)) == 1
-
-
-async def test_instructions_to_the_server_can_be_left_out(js: JetStreamContext, make_stream: MakeStream) -> None:
-    stream = await make_stream()
-    table = headers(("Nats-TTL", ["1s"]), ("X", ["1"]), ("Nats-Expected-Last-Sequence", ["7"]))(rows(stream))
-    await arrow.from_arrow(js, table, nats_headers="strip")
-    assert [pairs for _, _, pairs in await stored(js, stream)] == [[], [("X", "1")], []]
-
-
-async def test_headers_in_another_case_than_the_servers_are_kept(js: JetStreamContext, make_stream: MakeStream) -> None:
-    pairs = [("nats-msg-id", ["a"]), ("NATS-Expected-Last-Sequence", ["7"]), ("NATS-App", ["1"])]
-    kept = [(name, value) for name, values in pairs for value in values]
-    for nats_headers in ("error", "strip"):
-        stream = await make_stream()
-        await arrow.from_arrow(js, headers(*pairs)(rows(stream)), nats_headers=nats_headers)
-        assert [found for _, _, found in await stored(js, stream)] == [[], kept, []]
 
 
 async def test_a_source_that_raises_stores_what_came_before(js: JetStreamContext, make_stream: MakeStream) -> None:

@@ -1,95 +1,16 @@
-"""The record of the time since which a bucket's limits hold."""
+"""Buckets whose limits, purges and changes remove messages before or during a read."""
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
-import nats
 import pytest
 from nats.js.api import DiscardPolicy
 from nats.js.kv import KeyValue
 
 import jetstream_ext.kv as kvx
-from jetstream_ext.errors import HistoryUnavailableError, RequestTimeoutError
-from jetstream_ext.kv.limits import RECORD, known_since, with_record
+from jetstream_ext.errors import HistoryUnavailableError
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.testing import NatsServer
-
-SINCE = datetime(2026, 1, 1, tzinfo=UTC)
-CONFIG = {"name": "KV_B", "max_age": 5, "max_bytes": -1, "max_msgs_per_subject": 3, "subject_delete_marker_ttl": 0}
-
-
-def state(config: dict[str, Any]) -> StreamState:
-    return StreamState("KV_B", "2026-01-01T00:00:00Z", config)
-
-
-async def since_of(kv: KeyValue) -> datetime | None:
-    bucket = kvx.bucket.Bucket(kv)
-    return known_since(await bucket.unchecked_state())
-
-
-def test_record_holds_as_long_as_the_limits_do() -> None:
-    recorded = with_record(CONFIG, SINCE)
-    assert known_since(state(recorded)) == SINCE
-    assert known_since(state({**recorded, "allow_direct": True})) == SINCE
-    for no_limit in ({"subject_delete_marker_ttl": None}, {"max_bytes": 0}, {"max_msgs": -1}):
-        assert known_since(state({**recorded, **no_limit})) == SINCE, no_limit
-    for changed in ({"max_age": 6}, {"max_age": 0}, {"max_bytes": 9}, {"max_msgs_per_subject": 2}, {"discard": "new"}):
-        assert known_since(state({**recorded, **changed})) is None, changed
-    assert with_record({"metadata": {"owner": "me"}}, SINCE)["metadata"].keys() == {"owner", RECORD}
-    others = ("", "{}", "[]", "3", "not JSON", '{"since":3,"limits":{}}', '{"since":"x"}')
-    naive = '{"since":"2026-01-01T00:00:00","limits":{}}'
-    configs: list[dict[str, Any]] = [{"metadata": {RECORD: text}} for text in (*others, naive)]
-    for config in (*configs, {}, {"metadata": None}, {"metadata": {}}, {"metadata": []}):
-        assert known_since(state(config)) is None, config
-
-
-async def test_enable_records_since_when_the_limits_hold(make_bucket) -> None:
-    """The creation if nothing was removed yet; else the time of the call, also after it has changed a limit."""
-    kv = await make_bucket(allow=False, history=1)
-    await kv.put("a", b"1")
-    await kvx.enable(kv)
-    assert await since_of(kv) == (await kvx.bucket.Bucket(kv).unchecked_state()).created_at
-    kv = await make_bucket(allow=False, history=1)
-    await kv.put("a", b"1")
-    await kv.put("a", b"2")
-    before = datetime.now(UTC)
-    await kvx.enable(kv)
-    since = await since_of(kv)
-    assert since is not None
-    assert before - timedelta(seconds=1) < since < datetime.now(UTC) + timedelta(seconds=1)
-    for _ in range(2):
-        await kvx.enable(kv, ttl=60)
-        second = await since_of(kv)
-        assert second is not None
-        assert second > since
-        since = second - timedelta(microseconds=1)  # the second call changes nothing
-
-
-async def test_enable_without_permission_to_update_returns_the_bucket(caplog: pytest.LogCaptureFixture) -> None:
-    denied = '{publish: {deny: ["$JS.API.STREAM.UPDATE.>"]}}'
-    users = f"{{user: all, password: p}}, {{user: some, password: p, permissions: {denied}}}"
-    with NatsServer(config=f"authorization {{users: [{users}]}}") as server:
-        async with (
-            await nats.connect(server.url, user="all", password="p", connect_timeout=10) as owner,
-            await nats.connect(server.url, user="some", password="p", error_cb=ignore, connect_timeout=10) as reader,
-        ):
-            await owner.jetstream(timeout=30).add_stream(
-                name="KV_B", subjects=["$KV.B.>"], max_msgs_per_subject=1, allow_direct=True, allow_atomic=True,
-                allow_rollup_hdrs=True, discard=DiscardPolicy.NEW,
-            )  # fmt: skip
-            kv = await reader.jetstream(timeout=30).key_value("B")
-            with caplog.at_level(logging.WARNING, logger="jetstream_ext"):
-                await kvx.enable(kv)
-            assert "may not update" in caplog.text
-            assert await since_of(kv) is None
-            await kvx.enable(await owner.jetstream(timeout=30).key_value("B"))
-            assert await since_of(kv) is not None
-
-
-async def ignore(_: Exception) -> None: ...
 
 
 async def test_past_of_a_bucket_without_a_record_is_unavailable_if_messages_are_missing(make_bucket) -> None:
@@ -243,22 +164,3 @@ async def test_ttl_that_is_raised_during_a_snapshot_ends_no_key(make_bucket, mon
 
     change_after_the_first_look(monkeypatch, raise_ttl)
     assert [entry.revision for entry in (await kvx.snapshot(kv)).values()] == revisions
-
-
-async def test_limits_that_change_during_every_read_are_an_error(make_bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    kv = await make_bucket(history=1)
-    await kv.put("a", b"1")
-    await kv.put("a", b"2")
-    config = (await kv._js.stream_info(kv._stream)).config
-    look, looks = kvx.bucket.Bucket.readable_state, 0
-
-    async def look_and_change(bucket: kvx.bucket.Bucket) -> StreamState:
-        nonlocal looks
-        looks += 1
-        state = await look(bucket)
-        await kv._js.update_stream(config.evolve(max_msgs_per_subject=1 + looks))
-        return state
-
-    monkeypatch.setattr(kvx.bucket.Bucket, "readable_state", look_and_change)
-    with pytest.raises(RequestTimeoutError, match="limits"):
-        await kvx.snapshot(kv, at=1, timeout=4)

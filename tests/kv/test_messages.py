@@ -1,4 +1,4 @@
-"""What stored messages say about keys: operation, TTL, and what they replaced; and the newest message of each key."""
+"""What stored messages say about keys: operation and TTL; and the newest message of each key."""
 
 import random
 from datetime import UTC, datetime, timedelta
@@ -7,14 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetstream_ext.kv.entries import KeyValueEntry, KeyValueSnapshot, Subjects, entry_of, ttl_of, updates_of
-from jetstream_ext.kv.history import replaced_all, replaced_everything, replaced_revision, shows_expiry
 from jetstream_ext.protocol import table
 from jetstream_ext.protocol.direct import Block, StoredMsg
 from jetstream_ext.protocol.headers import format_time_ns
 from jetstream_ext.protocol.subjects import matcher
 from jetstream_ext.protocol.table import Content
 
-EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 ALL = Subjects("B", "$KV.B.", matcher([">"]))
 
@@ -42,41 +40,6 @@ def test_ttl_is_read_as_servers_read_it() -> None:
     for text, value in (seconds | dict.fromkeys(none)).items():
         expected = None if value is None else timedelta(seconds=value)
         assert ttl_of({"Nats-TTL": text}) == expected, text[:20]
-
-
-def test_expectation_names_the_replaced_revision() -> None:
-    for headers, revision in (
-        ({}, None),
-        ({EXPECTED: "7"}, 7),
-        ({EXPECTED: "0"}, 0),
-        ({EXPECTED: "x"}, None),
-        ({EXPECTED: "\u00b2"}, None),
-        ({EXPECTED: "-5"}, None),
-        ({EXPECTED: str(1 << 64)}, None),
-        ({EXPECTED: "7", f"{EXPECTED}-Subject": "s"}, 7),
-        ({EXPECTED: "7", f"{EXPECTED}-Subject": "other"}, None),
-        ({EXPECTED: "7", "Nats-Rollup": "sub"}, None),
-    ):
-        assert replaced_revision(headers, "s") == revision, headers
-    for subject in ("$KV.B.\ufffd", "$KV.B.\udcff"):  # a subject that is not UTF-8 tells nothing of the key
-        named = {EXPECTED: "5", f"{EXPECTED}-Subject": "$KV.B.\ufffd"}
-        assert replaced_revision(named, subject) is None
-
-
-def test_headers_tell_what_a_message_removed_and_whether_keys_expire() -> None:
-    for headers, found in (
-        ({}, (False, False, False)),
-        ({"KV-Operation": "DEL"}, (False, False, False)),
-        ({"Nats-Rollup": ""}, (False, False, False)),  # servers ignore it
-        ({"Nats-Rollup": "sub"}, (True, False, False)),
-        ({"Nats-Rollup": "all"}, (True, True, False)),
-        ({"Nats-Rollup": "ALL"}, (True, True, False)),
-        ({"Nats-Marker-Reason": "MaxAge"}, (True, False, True)),
-        ({"Nats-TTL": "5"}, (False, False, True)),
-        ({"Nats-TTL": "Never"}, (False, False, False)),
-        ({"KV-Operation": "PURGE", "Nats-TTL": "5"}, (False, False, True)),  # then nothing is left of its key
-    ):
-        assert (replaced_all(headers), replaced_everything(headers), shows_expiry(headers)) == found, headers
 
 
 def put(seq: int, key: str, value: bytes = b"v", *, prefix: str = "$KV.B.", **headers: str) -> StoredMsg:

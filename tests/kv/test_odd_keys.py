@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from nats.js.kv import KeyValue
 
 import jetstream_ext.kv as kvx
-from jetstream_ext.errors import ResponseError
 from jetstream_ext.kv import present, reads
-from jetstream_ext.kv.entries import check_key, key_text
+from jetstream_ext.kv.entries import key_text
 from jetstream_ext.testing import NatsServer
 
 ODD = (b"\xff", b"\xfe", "\ufffd".encode(), b"\xc3", "é".encode(), b"\\xff", b"a.\xff", b"a.\xfe.b", b"\xed\xb3\xbf")
@@ -68,27 +67,8 @@ async def check_reads(nc: nats.NATS, server: NatsServer, name: str, publish_raw:
     assert values(await kvx.get_many(kv, ["ok"], at=first.revision)) == stored(b"1:", (b"ok",))
 
 
-async def test_key_that_the_leader_does_not_tell_is_an_error_beside_a_near_mirror(
-    make_bucket, server: NatsServer, publish_raw: PublishRaw, mirrored, near
-) -> None:
-    kv = await make_bucket(history=2)
-    publish_raw(server, messages(kv, b"1:"))
-    near(kv._stream, await mirrored(kv, "NEAR", len(KEYS), allow_direct=True))
-    for at in (None, len(KEYS) - 1):
-        with pytest.raises(ResponseError, match="the key of message 2 is not known"):
-            await kvx.snapshot(kv, at=at)
-        assert values(await kvx.snapshot(kv, ["ok", "*.c"], at=at)) == stored(b"1:", (b"ok",))
-        assert values(await kvx.get_many(kv, ["ok"], at=at)) == stored(b"1:", (b"ok",))
-
-
 @given(st.lists(st.binary(), min_size=2, max_size=2, unique=True), st.sampled_from([b"", b"\\xff", b"\\\\xff"]))
 def test_different_keys_have_different_texts(raw: list[bytes], more: bytes) -> None:
     one, other = (key.decode("utf-8", "surrogateescape") for key in (raw[0] + more, raw[1] + b"\xff"))
     assert (key_text(one) == key_text(other)) is (one == other)
     key_text(one).encode()
-
-
-def test_key_that_clients_accept_is_its_own_text() -> None:
-    check_key("a-/_=Z9.b")
-    assert key_text("a-/_=Z9.b") == "a-/_=Z9.b"
-    assert key_text("\udcff\\xff é") == "\\xff\\\\xff é"

@@ -1,19 +1,16 @@
 """`snapshot`: a bucket at one point in time, on a real server."""
 
 import asyncio
-import itertools
 import pickle
-from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 import pytest
 from nats.js.errors import InvalidKeyError
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
-from jetstream_ext.errors import HistoryUnavailableError, RequestTimeoutError, ResponseError
-from jetstream_ext.kv import bucket, keyed_stream, present
+from jetstream_ext.errors import HistoryUnavailableError
+from jetstream_ext.kv import present
 
 
 def values(snap: kvx.KeyValueSnapshot) -> dict[str, bytes]:
@@ -171,80 +168,6 @@ async def test_bucket_with_a_higher_first_sequence(js, stream_name) -> None:
     assert len(await kvx.snapshot(kv, at=99)) == 0
     then = await kvx.snapshot(kv, at=100)
     assert (set(then), then.complete) == ({"a"}, True)
-
-
-@pytest.fixture
-def pages_of_four(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Let the server list four keys at a time, and call a function with each page."""
-
-    def patch(
-        change: Callable[[dict[str, Any]], Awaitable[None]], monkeypatch: pytest.MonkeyPatch = monkeypatch
-    ) -> None:
-        ask = keyed_stream.Api.ask
-
-        async def paged(self: Any, what: str, body: Any = None, **options: Any) -> dict[str, Any]:
-            if not body or "offset" not in body:
-                return await ask(self, what, body, **options)
-            answer = await ask(self, what, body | {"offset": 0}, **options)
-            listed = sorted(answer["state"].get("subjects") or {})
-            answer |= {"total": len(listed), "limit": 4}
-            answer["state"]["subjects"] = dict.fromkeys(listed[body["offset"] :][:4], 1)
-            await change(answer)
-            return answer
-
-        monkeypatch.setattr(keyed_stream.Api, "ask", paged)
-
-    return patch
-
-
-async def test_keys_removed_between_two_pages_of_the_list_hide_no_other_key(make_bucket, pages_of_four) -> None:
-    kv = await make_bucket()
-    for n in range(10):
-        await kv.put(f"k{n}", b"")
-    removed = iter(range(5))
-
-    async def remove_two(_: object) -> None:
-        for n in itertools.islice(removed, 2):
-            await kv._js.purge_stream(kv._stream, subject=f"{kv._pre}k{n}")
-
-    pages_of_four(remove_two)
-    assert set(await bucket.Bucket(kv).list_keys(["other", ">"])) >= {"other", *(f"k{n}" for n in range(5, 10))}
-
-
-async def test_list_of_keys_that_lacks_some_is_malformed(make_bucket, pages_of_four) -> None:
-    kv = await make_bucket()
-    for n in range(10):
-        await kv.put(f"k{n}", b"")
-
-    async def promise_more(answer: dict[str, Any]) -> None:
-        answer["total"] = 1_000_000
-
-    pages_of_four(promise_more)
-    async with asyncio.timeout(20):
-        with pytest.raises(ResponseError, match="keys are missing"):
-            await bucket.Bucket(kv).list_keys([">"])
-
-
-async def test_list_of_keys_that_never_ends_is_an_error_after_the_timeout(make_bucket, pages_of_four) -> None:
-    kv = await make_bucket()
-    for n in range(10):
-        await kv.put(f"k{n}", b"")
-    numbers = itertools.count(1000)
-
-    async def repeat(answer: dict[str, Any]) -> None:
-        answer["total"] = 1 << 40
-        answer["state"]["subjects"] = {f"{kv._pre}k{n}": 1 for n in range(4)}
-
-    async def replace_all(answer: dict[str, Any]) -> None:
-        page = answer["state"]["subjects"]
-        answer["state"]["subjects"] = {f"{kv._pre}{next(numbers)}": 1 for _ in page}
-
-    for endless in (repeat, replace_all):
-        with pytest.MonkeyPatch.context() as patch:
-            pages_of_four(endless, patch)
-            async with asyncio.timeout(20):
-                with pytest.raises(RequestTimeoutError, match=r"within 0\.5 s"):
-                    await bucket.Bucket(kv, 0.5).list_keys([">"])
 
 
 async def test_stored_wildcard_subject_is_one_entry(make_bucket, load, monkeypatch) -> None:

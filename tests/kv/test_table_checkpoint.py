@@ -14,7 +14,6 @@ from nats.js.kv import KeyValue
 import jetstream_ext.kv as kvx
 import jetstream_ext.log as log
 from jetstream_ext.kv import live
-from jetstream_ext.kv.checkpoint import Checkpoint
 
 MakeBucket = Callable[..., Awaitable[KeyValue]]
 
@@ -224,22 +223,3 @@ async def test_a_file_of_another_kind_of_table(make_bucket: MakeBucket, path: Pa
         pass
     async with log.Table(kv._js, kv._stream, checkpoint=path) as table:
         assert set(table) == {kv._pre + key for key in (*await kvx.snapshot(kv), "k.0")}
-
-
-async def test_a_disk_that_is_full_at_the_end_hides_no_error(
-    make_bucket: MakeBucket, path: Path, monkeypatch: Any, caplog: Any
-) -> None:
-    kv = await make_bucket()
-    await fill(kv)
-
-    async def fail(*_: Any, **__: Any) -> None:
-        raise sqlite3.OperationalError("database or disk is full")
-
-    async def use() -> None:
-        async with kvx.Table(kv, checkpoint=path):
-            monkeypatch.setattr(Checkpoint, "save", fail)
-            raise KeyError("of the block")
-
-    with pytest.raises(KeyError, match="of the block"):
-        await use()
-    assert "could not be written at the end" in caplog.text

@@ -166,16 +166,6 @@ async def test_the_memory_is_that_of_keys_and_values(make_bucket: MakeBucket, lo
 
 
 class TestRemovals:
-    async def test_deletes_and_purges_of_keys(self, make_bucket: MakeBucket) -> None:
-        kv = await make_bucket()
-        for key in "abc":
-            await kv.put(key, b"1")
-        async with kvx.Table(kv) as table:
-            await kv.delete("a")
-            await kv.purge("b")
-            await table.wait_for(await kv.put("d", b"1"))
-            assert set(table) == {"c", "d"}
-
     async def test_expiry(self, make_bucket: MakeBucket) -> None:
         """By the TTL of the bucket or of the key, with and without markers."""
 
@@ -447,21 +437,6 @@ class TestChanges:
         assert await anext(changes, None) is None
         assert (await ends) is not None
         assert [change async for change in waiting] == []
-
-    async def test_a_callback_sees_the_table_of_its_change_and_may_end_itself(self, make_bucket: MakeBucket) -> None:
-        kv = await make_bucket(history=64)
-        called: list[tuple[str, bool]] = []
-        async with kvx.Table(kv) as table:
-
-            def once(change: kvx.KeyValueChange) -> None:
-                called.append((change.key, table.get(change.key) == change.new))
-                stop()
-
-            stop = table.on_change(once)
-            for n in range(20):
-                revision = await kv.put(f"k{n}", b"1")
-            await table.wait_for(revision)
-        assert called == [("k0", True)]
 
     async def test_changes_that_were_replaced_before_the_table_read_them_count(
         self, make_bucket: MakeBucket, server: NatsServer

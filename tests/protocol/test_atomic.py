@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 import pytest
-from atomic_batches import Command, add, batch, commands, commit, message, refusal, visible
+from atomic_batches import Command, add, batch, commit, message, refusal, visible
 from cells import walk
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from jetstream_ext import errors
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.atomic import TABLE, AtomicBatchMachine, Input, State, Unresolved
-from jetstream_ext.protocol.atomic_wire import fingerprint
-from jetstream_ext.protocol.options import as_message, message_headers
 from jetstream_ext.protocol.subjects import SubjectElsewhere
 from jetstream_ext.types import NEVER, BatchAck, BatchMessage
 
@@ -189,41 +187,16 @@ def test_what_resolve_looks_into() -> None:
     for state in (NEW, OPEN, COMMITTING):
         with pytest.raises(errors.BatchError, match="is still open"):
             at(state).unresolved()
-    duplicate = at(COMMITTING)
-    duplicate.receive(duplicate.sent, *refusal(10201))
-    assert (duplicate.unresolved(), duplicate.state) == (Unresolved.EARLIER, UNKNOWN)
-    duplicate.resolved(None)
-    assert duplicate.state is FAILED
     generated = at(COMMITTING, own_id=True)
     generated.receive(generated.sent, *refusal(10201))
     assert generated.state is FAILED
-    for machine in (duplicate, generated):
-        with pytest.raises(errors.AtomicPublishDuplicateMessageIDError) as caught:
-            machine.unresolved()
-        assert caught.value.outcome == "not_stored"
+    with pytest.raises(errors.AtomicPublishDuplicateMessageIDError) as caught:
+        generated.unresolved()
+    assert caught.value.outcome == "not_stored"
     separate = at(OPEN)
     separate.receive(2, *REPLIES["ordinary ack"])
     with pytest.raises(errors.UnsupportedFeatureError):
         separate.unresolved()
-
-
-def test_only_a_batch_with_an_id_of_the_caller_keeps_fingerprints() -> None:
-    assert at(COMMITTING, own_id=True).fingerprints is None
-    bulk, single = batch(), batch()
-    messages = [
-        ("a.1", b"1"), ("a.2", b"2", {"K": "v"}), message("a.3"), message("a.4", msg_id="4"), ("a.1", b"1"),
-    ]  # fmt: skip
-    assert isinstance(bulk.add_many(iter(messages), 1 << 20).stopped, StopIteration)
-    for entry in messages[:-1]:
-        add(single, as_message(entry))
-    commit(single, as_message(messages[-1]))
-    single.receive(single.sent, *refusal(10167))  # the newest message is not part of the batch
-    assert single.fingerprints == (bulk.fingerprints or ())[:-1]
-    commit(single, as_message(messages[-1]))
-    assert single.fingerprints == bulk.fingerprints
-    assert len(set(bulk.fingerprints or ())) == 4
-    stored = [fingerprint(m.subject, dict(message_headers(m)), m.payload) for m in map(as_message, messages)]
-    assert bulk.fingerprints == tuple(stored)
 
 
 STREAM = StreamState("S", "today", {"subjects": ["a.*"]})
@@ -422,96 +395,6 @@ def test_refusals_of_the_two_newest_messages() -> None:
         add(machine, message("a.1", expected_last_subject_seq=0))
 
 
-@walk("answer", ["503", "overload", "incomplete", "wrong last sequence", "ack", None])
-def test_the_answer_to_the_commit_decides_if_another_batch_may_have_the_id(answer: str | None) -> None:
-    # The place of the refused message may have been taken by one of another batch.
-    machine = at(COMMITTING)
-    assert machine.receive(2, *refusal(10054)) is None
-    assert machine.state is COMMITTING
-    if answer is None:
-        machine.lost("no answer within 5 s")
-    else:
-        assert machine.receive(machine.sent, *REPLIES[answer]) is None
-    if answer in ("ack", None):
-        assert (machine.state, machine.unresolved()) == (UNKNOWN, Unresolved.COMMIT)
-        assert machine.error is not None
-        assert isinstance(machine.error.__cause__, errors.MessageTooLargeError)
-    else:
-        assert machine.state is FAILED
-        assert isinstance(machine.error, errors.MessageTooLargeError)
-        assert machine.error.outcome == "not_stored"
-
-
-class TestAnEarlierBatchWithTheId:
-    """A batch of the same id may be open on the server. If it has one message, message 2 of this one continues it."""
-
-    @LEVELS
-    @walk("options", [{}, {"ack_first": False}, {"in_one_go": True}])
-    def test_it_is_not_committed(self, options: dict[str, Any], level: int) -> None:
-        machine = batch(level, **options)
-        sent = add(machine, message(), ack=False), add(machine, message("a.2"), ack=False)
-        last = machine.prepare(message("a.3"))
-        first = machine.begin(last)
-        assert first is not None
-        before = [command for command in (*sent, *commands(first)) if command is not None]
-        assert before[0][1] == "_INBOX.r.1"
-        assert all("Nats-Batch-Commit" not in headers for _, _, headers, _ in before)
-        with pytest.raises(AssertionError):
-            machine.commit(last)
-        machine.receive(1, *NO_RESPONDERS)
-        with pytest.raises(errors.NoStreamError) as caught:
-            machine.begin(last)
-        assert (caught.value.outcome, machine.state) == ("not_stored", FAILED)
-
-    @LEVELS
-    def test_a_held_message_is_sent_before_the_commit(self, level: int) -> None:
-        machine = batch(level, in_one_go=True)
-        assert add(machine, message()) is None
-        last = machine.prepare(message("a.2"))
-        first = machine.begin(last)
-        assert first is not None
-        (held,) = commands(first)
-        assert held[:2] == ("a.1", "_INBOX.r.1")
-        waiting = machine.begin(last)
-        assert waiting is not None
-        assert waiting.data == b""
-        machine.receive(1, *STAGED)
-        assert machine.begin(last) is None
-        (command,) = commands(machine.commit(last))
-        assert (command[0], command[2]["Nats-Batch-Sequence"], command[2]["Nats-Batch-Commit"]) == ("a.2", "2", "1")
-
-    def test_the_last_message_is_checked_before_the_held_one_is_sent(self) -> None:
-        machine = batch(2)
-        add(machine, message())
-        last = machine.prepare(message("a.1", expected_last_subject_seq=0))
-        with pytest.raises(ValueError, match="an earlier message"):
-            machine.begin(last)
-        assert machine.sent == 0
-
-    def test_the_reply_to_message_1_is_awaited_only_before_the_commit(self) -> None:
-        machine = batch(ack_first=False)
-        block = machine.add(machine.prepare(message()))
-        assert (block.awaited, block.last_asked) == (0, 0)
-        bulk = batch(ack_first=False).add_many(iter([message()] * 3), 1 << 20)
-        assert (bulk.messages, bulk.awaited, bulk.last_asked) == (3, 0, 0)
-
-    @LEVELS
-    def test_a_generated_id_needs_no_reply(self, level: int) -> None:
-        machine = batch(level, own_id=True, ack_first=False)
-        sent = [add(machine, message()), add(machine, message())]
-        assert not any(command[1] for command in sent if command is not None)
-        assert machine.begin(None) is machine.begin(machine.prepare(message())) is None
-
-    def test_a_connection_that_is_lost_before_the_reply_to_message_1_ends_the_batch(self) -> None:
-        machine = batch(ack_first=False)
-        add(machine, message())
-        machine.disconnected(reply_awaited=False)
-        assert machine.state is FAILED
-        with pytest.raises(errors.BatchAbandonedError, match="first message") as caught:
-            add(machine, message())
-        assert caught.value.outcome == "not_stored"
-
-
 def test_a_refusal_that_no_caller_awaits_ends_the_batch() -> None:
     # Its caller was cancelled after the message had become part of the batch.
     machine = at(OPEN)
@@ -561,13 +444,6 @@ class TestHeldBack:
             "a.2", "_INBOX.r", {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "2", "Nats-Batch-Commit": "1"}, b"x",
         )  # fmt: skip
 
-    def test_a_last_message_follows_the_held_one(self) -> None:
-        machine = batch(self.level)
-        add(machine, message())
-        first, last = commit(machine, message("a.2"))
-        assert plain(first)[:3] == ("a.1", "_INBOX.r", {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "1"})
-        assert last[2]["Nats-Batch-Commit"] == "1"
-
     def test_the_marker_is_never_sent(self) -> None:
         # 2.12.0 would store it; 2.12.1 drops the batch.
         machine = at(OPEN, self.level)
@@ -589,28 +465,6 @@ class TestHeldBack:
         payload[:] = b"two"
         step = plain(add(machine, message("a.2")))
         assert step[2:] == ({"K": "v", "Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "1"}, b"one")
-
-    def test_a_refusal_that_would_reach_the_next_caller_ends_the_batch(self) -> None:
-        # Adding the third sends the second; its refusal must not look as if the third could be tried again.
-        machine = batch(self.level, ack_every=1)
-        for name in ("a.1", "a.2", "a.3"):
-            add(machine, message(name))
-        assert machine.receive(2, *refusal(10054)) is None
-        assert machine.state is FAILED
-
-
-@walk("options, asks, replies", [
-    ({}, {}, [True, False, False, False]), ({"ack_first": False}, {}, [False, False, False, False]),
-    ({"ack_every": 2}, {}, [True, True, False, True]),
-    ({"ack_first": False, "ack_every": 3}, {}, [False, False, True, False]),
-    ({"ack_every": 1}, {2: False}, [True, False, True, True]),
-    ({}, {1: False, 3: True}, [False, False, True, False]),
-])  # fmt: skip
-def test_which_messages_ask_for_a_reply(options: dict[str, Any], asks: dict[int, bool], replies: list[bool]) -> None:
-    machine = batch(own_id=True, **options)
-    steps = [add(machine, message(), asks.get(seq)) for seq in range(1, 5)]
-    assert [bool(step[1]) for step in steps if step] == replies
-    assert commit(machine)[-1][1]
 
 
 @LEVELS

@@ -1,4 +1,4 @@
-"""The messages of an atomic batch: what is refused before it takes a sequence, bulks, disconnections, and sizes."""
+"""The messages of an atomic batch: what is refused before it takes a sequence, bulks, and disconnections."""
 
 from typing import Any
 
@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from jetstream_ext import errors
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.atomic import AtomicBatchMachine, State
+from jetstream_ext.protocol.atomic import State
 from jetstream_ext.types import BatchMessage
 
 LEVELS = walk("level", [3, 4])  # without the end-of-batch marker, and with it
@@ -260,13 +259,6 @@ class TestDisconnection:
         block = machine.add_many(source, 1 << 20)
         assert (block.messages, block.awaited) == (4, 0)
 
-    def test_a_reply_to_an_earlier_message_settles_nothing(self) -> None:
-        machine = batch(own_id=True)
-        add(machine, message())
-        machine.disconnected(reply_awaited=False)
-        machine.receive(1, b"", b"")
-        assert reply_of(add(machine, message())) == "_INBOX.r.2"
-
     @LEVELS
     @walk("at_commit", [True, False])
     def test_a_batch_that_the_server_lost_is_abandoned(self, level: int, at_commit: bool) -> None:
@@ -304,52 +296,3 @@ def test_a_batch_that_was_not_found_has_failed() -> None:
         add(machine, message())
     assert caught.value.outcome == "not_stored"
     assert isinstance(caught.value.__cause__, errors.BatchOutcomeUnknownError)
-
-
-# -- messages that are larger than their stream takes
-
-
-LARGE = message("a.large", bytes(500))
-
-
-def limited_to(size: int) -> StreamState:
-    return StreamState("A", "2026-01-01T00:00:00Z", {"subjects": ["a.>"], "max_msg_size": size})
-
-
-def blamed(machine: AtomicBatchMachine, error: errors.JetStreamExtError | None, size: int = 400) -> str | None:
-    """Return the subject that the error for a stream with this limit names."""
-    suspect = None if error is None else machine.suspect(error)
-    found = suspect and machine.too_large(suspect[0], limited_to(size))
-    return str(found).partition("subject '")[2].partition("'")[0] if found else None
-
-
-@pytest.mark.parametrize("bulk", [False, True])
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_the_largest_message_of_an_incomplete_batch_is_named(place: int, bulk: bool) -> None:
-    machine = batch(own_id=True)
-    messages = [message("a.1"), message("a.2"), message("a.3")]
-    messages[place] = LARGE
-    if bulk:
-        machine.add_many(iter(messages), 1 << 20)
-    else:
-        for each in messages:
-            add(machine, each)
-    commit(machine)
-    machine.receive(machine.sent, *refusal(10176))
-    suspect = machine.suspect(machine.error or errors.JetStreamExtError())
-    assert suspect is not None
-    assert suspect[0].size > 500, "headers count"
-    assert blamed(machine, machine.error, suspect[0].size - 1) == "a.large"
-    assert blamed(machine, machine.error, suspect[0].size) is None, "a message may have as many bytes as the limit"
-
-
-def test_a_message_that_was_taken_back_is_blamed_only_for_its_own_refusal() -> None:
-    machine = batch(own_id=True)
-    add(machine, message())
-    add(machine, LARGE, ack=True)
-    refused = machine.receive(2, *refusal(10054))
-    assert blamed(machine, refused) == "a.large"
-    add(machine, message("a.2"))
-    commit(machine)
-    machine.receive(3, *refusal(10176))
-    assert blamed(machine, machine.error) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from typing import Any
 
 import orjson
@@ -27,21 +26,16 @@ from jetstream_ext.protocol.atomic_resolve import (
     Query,
     Search,
     find_commit,
-    find_earlier,
 )
-from jetstream_ext.protocol.atomic_wire import fingerprint
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.types import BatchAck
 
 STATE = StreamState("S", "today", {"subjects": ["s.>"], "allow_direct": True}, last_seq=10, messages=10, leader="A")
-NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-def stored(seq: int, number: int = 0, batch: str = "b1", *, commit: bool = False, time_ns: int = 0) -> StoredMsg:
-    headers = {"Nats-Batch-Id": batch, "Nats-Batch-Sequence": str(number)} if number else {}
-    if commit:
-        headers["Nats-Batch-Commit"] = "1"
-    return StoredMsg(stream="S", subject="s.a", seq=seq, headers=headers, time_ns=time_ns)
+def stored(seq: int, number: int = 0) -> StoredMsg:
+    headers = {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": str(number)} if number else {}
+    return StoredMsg(stream="S", subject="s.a", seq=seq, headers=headers)
 
 
 def refused(err_code: int, description: str = "no", stream: str = "S") -> tuple[bytes, bytes]:
@@ -180,108 +174,6 @@ def test_what_leaves_the_outcome_open(
 # -- batches with an id that others may use
 
 
-def named(content: str, seq: int, number: int, *, commit: bool = False, batch: str = "b1") -> StoredMsg:
-    message = stored(seq, number, batch, commit=commit)
-    return StoredMsg(stream="S", subject="s.a", seq=seq, headers=message.headers, data=content.encode())
-
-
-def run(contents: str, first: int, *, batch: str = "b1") -> dict[int, StoredMsg]:
-    """Return the messages of a stored batch with one message for each letter of `contents`."""
-    size = len(contents)
-    return {
-        first + n: named(content, first + n, n + 1, commit=n + 1 == size, batch=batch)
-        for n, content in enumerate(contents)
-    }
-
-
-def given_id(contents: str = "xyz", **facts: Any) -> Commit:
-    """Return the facts of a batch ``b1`` with one message for each letter of `contents`."""
-    fingerprints = tuple(fingerprint("s.a", {}, content.encode()) for content in contents)
-    return commit(size=len(contents), fingerprints=fingerprints, **facts)
-
-
-OTHERS = {
-    "other content": run("xyw", 8),
-    "other messages only": run("uvw", 8),
-    "a longer batch": {**run("xyzw", 7)},
-    "a shorter batch": run("xy", 9),
-    "another id": run("xyz", 8, batch="b2"),
-    "another order": run("zyx", 8),
-}
-
-
-@walk("direct", [True, False])
-def test_a_batch_with_an_id_of_the_caller_is_compared(direct: bool) -> None:
-    state = replace(STATE, config={**STATE.config, "allow_direct": direct})
-    own = run("xyz", 8)
-    for world in (World({**without(8, 9, 10), **own}), World({**without(8, 9, 10), **own}, last=own[10])):
-        world.state = state
-        assert world.follow(find_commit(given_id(opened=state))) == BatchAck("S", 10, "b1", 3)
-        assert world.follow(find_earlier(given_id(opened=state), NOW)) == BatchAck("S", 10, "b1", 3)
-
-
-@walk("messages", OTHERS.values())
-@walk("newest", [True, False])
-def test_another_batch_is_not_taken_for_this_one(messages: dict[int, StoredMsg], newest: bool) -> None:
-    world = World({**without(*messages), **messages}, last=messages[max(messages)] if newest else None)
-    assert world.follow(find_earlier(given_id(), NOW)) is None
-    shared = [m for m in messages.values() if m.headers["Nats-Batch-Id"] == "b1" and m.data in (b"x", b"y", b"z")]
-    if any(m.data == b"xyz"[int(m.headers["Nats-Batch-Sequence"]) - 1 :][:1] for m in shared):
-        with pytest.raises(NeverKnown, match="another publisher uses the id"):
-            world.follow(find_commit(given_id(after=6)))
-    else:
-        assert world.follow(find_commit(given_id(after=6))) is None
-
-
-@walk("missing", [8, 9, 10])
-def test_a_batch_with_an_id_of_the_caller_and_a_hole_proves_nothing(missing: int) -> None:
-    messages = {**without(8, 9, 10), **run("xyz", 8)}
-    del messages[missing]
-    state = replace(STATE, messages=9)
-    for last in (None, messages.get(10)):
-        world = World(messages, state=state, last=last)
-        with pytest.raises(NeverKnown, match="removed messages"):
-            world.follow(find_commit(given_id()))
-        with pytest.raises(NeverKnown, match="removed messages"):
-            world.follow(find_earlier(given_id(), NOW))
-
-
-@walk(
-    "state, first, proved",
-    [
-        ({}, None, True),  # never removed
-        ({"first_seq": 3, "messages": 8}, stored(3), True),
-        (
-            {"first_seq": 3, "messages": 8},
-            stored(3, time_ns=int(NOW.timestamp() * 1e9)),
-            False,
-        ),  # removed messages may be as young
-        ({"first_seq": 3, "messages": 8}, None, False),
-        ({"messages": 9}, stored(1), False),
-    ],
-)
-def test_only_a_stream_that_keeps_everything_proves_that_there_is_no_earlier_batch(
-    state: dict[str, Any], first: StoredMsg | None, proved: bool
-) -> None:
-    world = World({} if first is None else {first.seq: first}, state=replace(STATE, **state))
-    if proved:
-        assert world.follow(find_earlier(given_id(), NOW)) is None
-    else:
-        with pytest.raises(NeverKnown, match="removed"):
-            world.follow(find_earlier(given_id(), NOW))
-
-
-@walk("find", [find_commit, lambda facts: find_earlier(facts, NOW)])
-def test_what_cannot_be_compared_is_never_known(find: Callable[[Commit], Plan]) -> None:
-    state = replace(STATE, config={**STATE.config, "subject_transform": {"src": "s.>", "dest": "t.>"}})
-    with pytest.raises(NeverKnown, match="transforms subjects"):
-        World(state=state).follow(find(given_id(opened=state)))
-    with pytest.raises(NeverKnown, match="could not be read"):
-        World().follow(find(given_id(opened=None)))
-    with pytest.raises(NeverKnown, match="no longer exists"):
-        World(state=None).follow(find(given_id()))
-
-
 # -- the messages of a stream
 
 
@@ -321,67 +213,6 @@ def test_a_search_never_proves_what_is_false(data: st.DataObject) -> None:
             assert looking.last_seq == before + size
     elif not looking.room:
         assert not stored
-
-
-CONTENTS = st.text("xy", min_size=1, max_size=3)
-
-
-@given(CONTENTS, st.lists(CONTENTS | st.none(), max_size=5), st.booleans(), st.data())
-def test_a_compared_search_never_proves_what_is_false(
-    own: str, stream: list[str | None], interleaved: bool, data: st.DataObject
-) -> None:
-    """The stream has batches with the same id, ``None`` stands for other messages; some are removed."""
-    messages: list[StoredMsg] = []
-    ends: set[int] = set()
-    for contents in stream:
-        if contents is None:
-            messages.append(stored_at(len(messages) + 1))
-            continue
-        for message in run(contents, 1).values():
-            if interleaved and data.draw(st.booleans()):
-                messages.append(stored_at(len(messages) + 1))
-            seq = len(messages) + 1
-            messages.append(with_content(seq, message))
-        if contents == own:
-            ends.add(len(messages))
-    looking = Search(given_id(own), 0, contiguous=not interleaved)
-    for message in messages:
-        if data.draw(st.booleans()) or data.draw(st.booleans()):
-            looking.see(message)
-    looking.skip(len(messages))
-    if looking.last_seq is not None:
-        assert looking.last_seq in ends
-    elif not looking.doubt and not looking.room:
-        assert not ends
-
-
-def stored_at(seq: int) -> StoredMsg:
-    return with_headers(seq, {})
-
-
-def with_content(seq: int, message: StoredMsg) -> StoredMsg:
-    return StoredMsg(stream="S", subject="s.a", seq=seq, headers=message.headers, data=message.data)
-
-
-@walk(
-    "one, other, same",
-    [
-        (("a", {}, b"1"), ("a", {}, b"1"), True),
-        (("a", {}, b"1"), ("a", {}, b"2"), False),
-        (("a", {}, b"1"), ("b", {}, b"1"), False),
-        (("a", {"K": "1"}, b""), ("a", {"K": "2"}, b""), False),
-        (("a", {"K": "1", "L": "2"}, b""), ("a", {"L": "2", "K": "1"}, b""), True),
-        (("a", {"Nats-TTL": "1"}, b""), ("a", {"Nats-TTL": "60"}, b""), True),  # servers raise it
-        (("a", {"Nats-Msg-Id": "1"}, b"1"), ("a", {"Nats-Msg-Id": "1", "K": "1"}, b"1"), True),
-        (("a", {"Nats-Msg-Id": "1"}, b"1"), ("a", {"Nats-Msg-Id": "1"}, b"2"), False),
-        (("a", {"Nats-Msg-Id": "1"}, b""), ("b", {"Nats-Msg-Id": "1"}, b""), False),
-        (("a", {"Nats-Msg-Id": "1"}, b""), ("a", {"Nats-Msg-Id": "2"}, b""), False),
-        (("a", {"Nats-Incr": "1"}, b""), ("a", {"Nats-Incr": "1"}, b'{"val":"7"}'), True),
-        (("a", {"Nats-Incr": "1"}, b""), ("a", {"Nats-Incr": "2"}, b""), False),
-    ],
-)
-def test_a_message_is_known_by_its_subject_its_payload_and_its_id_or_headers(one: Any, other: Any, same: bool) -> None:
-    assert (fingerprint(*one) == fingerprint(*other)) is same
 
 
 def test_the_fence_is_two_messages_that_are_never_stored() -> None:

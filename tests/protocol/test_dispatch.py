@@ -76,26 +76,6 @@ def stream_of(count: int, partitions: int) -> Stream:
 
 
 class TestFeed:
-    def test_a_full_partition_stays_at_its_first_message_that_has_no_room(self) -> None:
-        stream, dispatcher = stream_of(40, 2), Dispatcher(partitions_of, buffer=4)
-        dispatcher.add(0, 1)
-        dispatcher.add(1, 1)
-        dispatcher.feed(stream.messages[:8], 1, 9)
-        assert dispatcher.next_read() is None
-        assert len(dispatcher.take(1, 9)) == 4
-        assert dispatcher.wanted() == 9
-        dispatcher.feed(stream.messages[8:16], 9, 17)
-        assert seqs(dispatcher.take(1, 9)) == [10, 12, 14, 16]
-        dispatcher.take(0, 1)
-        assert dispatcher.wanted() == 17, "it has room again when it is half empty"
-        dispatcher.take(0, 1)
-        assert dispatcher.next_read() == Read(17, 16, may_wait=False)
-        dispatcher.feed([], 17, 17)
-        assert dispatcher.next_read() == Read(9, 16, may_wait=True)
-        dispatcher.feed(*stream.read(9, 16))
-        assert seqs(dispatcher.take(0, 9)) == [5, 7, 9, 11]
-        assert seqs(dispatcher.take(1, 9)) == [18, 20, 22, 24]
-
     def test_bytes_are_bounded_up_to_one_message(self) -> None:
         stream, dispatcher = Stream(), Dispatcher(partitions_of, buffer_bytes=1000)
         for size in (599, 399, 5000, 1, 1):  # a subject of one byte counts, too
@@ -107,15 +87,6 @@ class TestFeed:
                 break
             given.append(seqs(dispatcher.take(0, 9)))
         assert given == [[1, 2], [3], [4, 5]]
-
-    def test_a_partition_full_of_bytes_has_room_once_half_of_them_are_taken(self) -> None:
-        dispatcher = Dispatcher(partitions_of, buffer_bytes=1000)
-        dispatcher.add(0, 1)
-        dispatcher.feed([message(seq, 0, size) for seq, size in enumerate((10, 400, 400, 300), 1)], 1, 5)
-        dispatcher.take(0, 2)
-        assert dispatcher.next_read() is None
-        dispatcher.take(0)
-        assert dispatcher.wanted() == 5
 
     def test_messages_of_another_range_are_refused(self) -> None:
         dispatcher = Dispatcher(partitions_of)
@@ -146,17 +117,6 @@ class TestTake:
             taken.append((found[0], found[1].seq))
         assert taken == [(0, 1), (1, 5), (2, 6), (0, 2), (2, 7), (0, 3), (0, 4)]
 
-    def test_the_shell_is_woken_when_a_partition_has_room(self) -> None:
-        woken: list[int] = []
-        stream, dispatcher = stream_of(40, 1), Dispatcher(partitions_of, buffer=4, wake=lambda: woken.append(1))
-        dispatcher.add(0, 1)
-        assert len(woken) == 1
-        dispatcher.feed(*stream.read(1, 16))
-        dispatcher.take(0)
-        assert (dispatcher.next_read(), len(woken)) == (None, 1)
-        dispatcher.take(0)
-        assert (dispatcher.wanted(), len(woken)) == (5, 2)
-
     @walk("limits", [{"buffer": 0}, {"buffer_bytes": 0}])
     def test_limits_below_one_are_refused(self, limits: dict[str, int]) -> None:
         with pytest.raises(ValueError, match="must be at least 1"):
@@ -176,14 +136,6 @@ class TestReads:
             assert read.may_wait
             dispatcher.feed([message(read.start, 9)], read.start, read.start + 1)
         assert read == Read(1_000_000, 512, may_wait=False)
-
-    def test_partitions_that_are_near_each_other_are_read_for_together(self) -> None:
-        stream, dispatcher = stream_of(20_000, 4), Dispatcher(partitions_of, buffer=10**6)
-        for partition, position in enumerate((4000, 3000, 2000, 1000)):
-            dispatcher.add(partition, position)
-        while dispatcher.wanted() != 20_001:
-            feed_next(dispatcher, stream)
-        assert stream.count == 19_001
 
     def test_one_far_behind_and_those_at_the_end_have_turns(self) -> None:
         stream, dispatcher = stream_of(200_000, 4), Dispatcher(partitions_of, buffer=500)
@@ -224,31 +176,6 @@ class TestReads:
                 pass
         assert dispatcher.position(1) > 4001
 
-    @walk("seed", range(2))
-    def test_every_place_is_read_in_one_of_as_many_turns(self, seed: int) -> None:
-        """Nothing that other partitions take keeps the reader from one that waits."""
-        rng = random.Random(seed)
-        stream = Stream()
-        for _ in range(30_000):
-            stream.store(rng.randrange(8))
-        dispatcher = Dispatcher(partitions_of, buffer=rng.choice((1, 3, 50, 1000)))
-        for partition in range(8):
-            dispatcher.add(partition, rng.choice((1, rng.randrange(25_000), rng.randrange(5000))))
-        waiting = Counter[int]()
-        for _ in range(1500):
-            read = dispatcher.next_read()
-            if read is not None:
-                before = {number: dispatcher._owned[number].next for number in dispatcher}
-                full = {number for number in dispatcher if dispatcher._owned[number].is_full}
-                dispatcher.feed(*stream.read(read.start, read.max_messages))
-                waiting.update(set(before) - full)
-                for number, position in before.items():
-                    if number in full or dispatcher._owned[number].next != position or position == stream.last_seq + 1:
-                        waiting[number] = 0
-                assert max(waiting.values()) <= 8 * 10 * TURN_READS
-            for number in rng.sample(range(8), rng.randrange(9)):
-                dispatcher.take(number, rng.randrange(1, 100))
-
 
 def run_pipeline(
     partitions: int, rate: Callable[[int], float], *, buffer: int, count: int
@@ -284,12 +211,6 @@ class TestCost:
         read, _, taken = run_pipeline(8, lambda number: 10_000 if number else speed, buffer=buffer, count=count)
         assert sum(taken[1:]) == count * 7 // 8, "the others are not stopped"
         assert read <= 2.2 * count
-
-    @walk("buffer", [50, 1000])
-    def test_slow_partitions_share_reads(self, buffer: int) -> None:
-        """The handlers are the limit here: what is read again is read while they work."""
-        read, taken, _ = run_pipeline(8, lambda number: 5.0 + number / 10, buffer=buffer, count=20_000)
-        assert read <= 4 * taken
 
 
 STEPS = st.lists(

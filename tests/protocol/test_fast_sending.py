@@ -96,12 +96,6 @@ def test_outstanding_acks_are_checked(value: Any) -> None:
         batch(max_outstanding_acks=value)
 
 
-@walk("gap_mode, batch_id", [("maybe", "b"), ("ok", "a.b"), ("fail", "")])
-def test_mode_and_id_are_checked(gap_mode: Any, batch_id: str) -> None:
-    with pytest.raises(ValueError, match=r"maybe|batch id"):
-        FastBatch(batch_id=batch_id, gap=gap_mode)
-
-
 class TestAddMany:
     def test_a_block_is_not_larger_than_what_the_server_acknowledges_at_once(self) -> None:
         machine = opened(max_outstanding_acks=2)

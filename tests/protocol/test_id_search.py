@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cells import walk
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,44 +20,6 @@ def verdicts(
     while (block := search.next_block()) is not None:
         search.see((seq, stream[seq]) for seq in range(block[0], block[1] + 1) if seq in stream)
     return search.verdicts()
-
-
-@walk(
-    "stream, ids, options, expected",
-    [
-        ({}, ["run-1"], {"last_seq": 0}, [MISSING]),  # an empty stream
-        ({1: "run-1"}, ["run-1", "run-2"], {"last_seq": 1}, [STORED, MISSING]),  # a prefix
-        ({1: "run-1", 9: "run-1"}, ["run-1"], {"last_seq": 9}, [DOUBTFUL]),  # two copies
-        ({2: "run-2"}, ["run-1", "run-2"], {"last_seq": 2}, [STORED, STORED]),  # replaced by its successor
-        ({2: "b"}, ["a", "b"], {"last_seq": 2}, [UNKNOWN, STORED]),  # another may have stored the successor
-        (
-            {2: "b"}, ["a", "b", "c", "d", "b"], {"last_seq": 2}, [UNKNOWN, STORED, UNKNOWN, UNKNOWN, STORED],
-        ),  # an id twice
-        (
-            {1: "x", 9: "b"}, ["a", "b", "c"], {"last_seq": 9}, [UNKNOWN, STORED, UNKNOWN],
-        ),  # another may have stored it behind its successors
-        ({1: "b"}, ["a", "b"], {"last_seq": 1}, [MISSING, STORED]),  # another stored the successor
-        ({1: "x"}, ["run-1"], {"last_seq": 2}, [UNKNOWN]),  # the last message was removed
-        ({3: "x"}, ["run-1"], {"last_seq": 3, "base": 2}, [MISSING]),  # a hole before the search
-        ({3: "run-1"}, ["run-1", "run-2"], {"last_seq": 3}, [STORED, MISSING]),  # a hole before a proof
-        ({1: "run-1"}, ["run-1", "run-2"], {"last_seq": 2}, [STORED, UNKNOWN]),  # a hole behind a proof
-        ({4: "run-0", 5: "x"}, ["run-1"], {"last_seq": 5, "before": "run-0"}, [MISSING]),  # behind the newest
-        (
-            {5: "run-1"}, ["run-1", "run-2"], {"last_seq": 5, "sent_again": True}, [DOUBTFUL, UNKNOWN],
-        ),  # sent again over a successor that it replaced
-        (
-            {1: "run-1", 2: "x"}, ["run-1", "run-2"], {"last_seq": 2, "sent_again": True}, [STORED, MISSING],
-        ),  # sent again and still all there
-        (
-            {1: "run-1", 2: "x"}, ["run-1", "run-2"], {"last_seq": 2, "sent_again": True, "settled": False},
-            [DOUBTFUL, MISSING]),  # sent again and perhaps not all there yet
-        (
-            {1: "run-1"}, ["run-1", "run-2"], {"last_seq": 1, "settled": False}, [STORED, MISSING],
-        ),  # sent only once and perhaps not all there yet
-    ],
-)  # fmt: skip
-def test_verdicts(stream: Stream, ids: list[str], options: dict[str, object], expected: list[Verdict]) -> None:
-    assert verdicts(stream, ids, **options) == expected  # type: ignore[arg-type]
 
 
 @given(st.data())

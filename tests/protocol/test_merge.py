@@ -1,17 +1,15 @@
 """Merged reads without a server: every message once and in order, whatever arrives when, with few bytes held."""
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from random import Random
 
 import pytest
-from cells import walk
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jetstream_ext.errors import BadSubjectError
 from jetstream_ext.protocol.direct import Block
-from jetstream_ext.protocol.merge import FilteredRead, Merge, filtering_pays, in_order, widest
+from jetstream_ext.protocol.merge import FilteredRead, Merge, widest
 from jetstream_ext.protocol.reads import MAX_IN_FLIGHT
 
 
@@ -86,54 +84,10 @@ def test_merging_is_sorting_without_repetition(held: list[set[int]], max_bytes: 
     assert all(not read.blocks for read in readers.open)
 
 
-@given(st.lists(st.sets(st.integers(1, 40), min_size=1, max_size=10).map(sorted), max_size=6), st.data())
-def test_rows_are_put_in_order_with_the_name_of_their_responder(runs: list[list[int]], data: st.DataObject) -> None:
-    blocks = [block(*run, stream=data.draw(st.sampled_from("SM"))) for run in runs]
-    responders: dict[int, set[str]] = {}
-    for responder, seq in rows(blocks):
-        responders.setdefault(seq, set()).add(responder)
-    ordered = in_order(blocks)
-    assert seqs(ordered) == sorted(responders)
-    assert all(responder in responders[seq] for responder, seq in rows(ordered))
-    assert all(one.stream != other.stream for one, other in pairwise(ordered)) or len(blocks) < 2
-
-
 def test_a_message_of_many_reads_is_held_once() -> None:
     readers = Readers([[1, 2, 7]] * 20, 10, Random(1), 5000)
     assert readers.run() == [1, 2, 7]
     assert readers.most < 5 * 5100
-
-
-def test_reads_that_end_leave_their_part_of_the_limits_to_the_others() -> None:
-    merge = Merge(["a", "b", "c"], 1, 100)
-    assert (merge.group.readers, merge.group.in_flight) == (3, 3)
-    one, other, third = merge.needed()
-    merge.end(one)
-    merge.add(other, block(5, 6))
-    merge.end(other)
-    assert merge.group.readers == 1
-    merge.add(third, block(2, 5))
-    assert seqs(merge.take()) == [2, 5]
-    assert merge.needed() == [third], "6 is held, and may not be the next message"
-    merge.end(third)
-    assert (seqs(merge.take()), merge.reads) == ([6], [])
-
-
-def test_a_forgotten_read_is_continued_when_its_first_message_may_be_the_next() -> None:
-    merge = Merge(["a", "b"], 1, 10)
-    near, far = merge.needed()
-    merge.add(near, block(1, 2))
-    merge.add(far, block(50, size=1000))
-    merge.end(far)
-    assert merge.forget() == [far]
-    assert (far.next_seq, far.ended) == (50, False)
-    assert seqs(merge.take()) == [1, 2]
-    merge.add(near, block(30))
-    assert merge.needed() == []
-    assert seqs(merge.take()) == [30]
-    merge.add(near, block(60))
-    assert merge.needed() == [far]
-    assert merge.take() == []
 
 
 def test_a_filter_that_another_one_covers_is_left_out() -> None:
@@ -148,18 +102,3 @@ def test_invalid_filters_are_refused() -> None:
         Merge([], 1, 100)
     with pytest.raises(BadSubjectError):
         Merge(["a", "b..c"], 1, 100)
-
-
-def counts(filters: int, matching: int, subject: str = "r.{}") -> dict[str, int]:
-    return {subject.format(index): matching // filters for index in range(filters)}
-
-
-@walk("filters", [2, 8, 32])
-def test_whether_filtering_pays(filters: int) -> None:
-    """Measured: the stream has 2,000,000 messages of 128 bytes, and 41 blocks."""
-    messages, size = 2_000_000, 332_000_000
-    for matching in (0, 10, 1000, 100_000):
-        assert filtering_pays(counts(filters, matching), messages, size), matching
-    if filters < 32:
-        for share, pays in ((0.05, True), (0.2, True), (0.5, True), (1.0, False)):
-            assert filtering_pays(counts(filters, int(share * messages)), messages, size) is pays, share

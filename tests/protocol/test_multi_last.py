@@ -4,7 +4,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from unittest import mock
 
 import pytest
 from cells import walk
@@ -16,7 +15,6 @@ from jetstream_ext import errors
 from jetstream_ext.protocol.direct import EndOfBatch, Request
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.range_read import (
-    MAX_MIRROR_ANSWERS,
     Action,
     AwaitConnection,
     Deliver,
@@ -222,18 +220,6 @@ class TestOneReplica:
         assert world.delivered == [(1, "a"), (2, "b"), (3, "c")]
 
     @BOTH
-    def test_a_malformed_header_ends_the_read(self, file: bool) -> None:
-        world = one("abc", Request(multi_last=(">",), up_to_seq=3), file=file)
-        action = world.machine.next_action(0.0)
-        assert isinstance(action, SendRequest)
-        point, *rest = reply([(3, "c")], 0)
-        world.machine.receive(
-            action.sent, [(point[0], point[1].replace(b"Nats-Subject", b"Nats-Object"), 0), *rest], 0.0
-        )
-        assert isinstance(world.act(), errors.ResponseError)
-        assert world.machine.state.value == "ended"
-
-    @BOTH
     def test_a_responder_that_is_behind_the_point_is_a_timeout(self, file: bool) -> None:
         world = one("abca", Request(multi_last=("a",), up_to_seq=4), file=file, reached=3)
         error = world.act()
@@ -241,16 +227,6 @@ class TestOneReplica:
         assert "has sequence 4, which the leader has (tried for 5 s)" in str(error)
         assert (world.delivered, world.plan.done) == ([], False)
         assert TIMEOUT <= world.now <= TIMEOUT + 2 * PAUSE
-
-    @BOTH
-    def test_proved_finds_nothing_only_where_the_witness_is(self, file: bool) -> None:
-        world = one("abca", Request(multi_last=("x",), batch=1, max_bytes=1), file=file, proved=True)
-        assert (world.act(), world.delivered) == (None, [])
-        assert world.plan.end == EndOfBatch(0, 0, 4, found=False)
-        assert [request.multi_last for request in world.requests] == [("x",), ("x", "a")]
-        hot = one("abca", Request(multi_last=("x",)), file=file, proved=True, reached=0)
-        hot.coming = list("abcabcabc" * 100)
-        assert isinstance(hot.act(), errors.RequestTimeoutError), "also while the leader's newest message changes"
 
     @BOTH
     def test_too_many_subjects_are_an_error(self, file: bool) -> None:
@@ -274,18 +250,6 @@ class TestOneReplica:
             world.stream, [mirror], MultiLast(Request(multi_last=(">",)), proved=True), random.Random(1), prove_to=1
         )
         assert "mirror 'M'" in str(world.act())
-
-    @BOTH
-    def test_proved_asks_again_without_a_pause_after_a_mirror_s_answer(self, file: bool) -> None:
-        world = one("abca", Request(multi_last=(">",)), file=file, proved=True)
-        mirror = Replica(world.stream, 4, file, name="M")
-        world.replicas.append(mirror)
-        answers: list[Replica] = [*[mirror] * MAX_MIRROR_ANSWERS, world.replicas[0]]
-        world.rng = mock.Mock(
-            random=lambda: 1.0, choice=lambda some: answers.pop(0) if some is world.replicas else some[-1]
-        )
-        assert world.act() is None
-        assert (world.now, answers) == (0.0, [])
 
 
 @given(seed=st.integers(0, 1 << 40), proved=st.booleans(), loss=st.sampled_from([0.0, 0.0, 0.05]))

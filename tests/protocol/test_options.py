@@ -79,17 +79,6 @@ def test_options_out_of_range_are_refused(given_options: dict[str, Any], error: 
         options.message_headers(BatchMessage("a", b"", **given_options))
 
 
-@walk("batch_id", ["a", "A-z_0", "x" * 64])
-def test_valid_batch_ids(batch_id: str) -> None:
-    assert options.check_batch_id(batch_id) == batch_id
-
-
-@walk("batch_id", ["", "x" * 65, "a.b", "a b", "a*", "ä", "a\x01b", "a\r\nb", "a\x7f"])
-def test_batch_ids_that_would_break_the_ack_or_the_reply_subject_are_refused(batch_id: str) -> None:
-    with pytest.raises(ValueError, match="batch id"):
-        options.check_batch_id(batch_id)
-
-
 @walk(
     "when",
     [
@@ -128,12 +117,3 @@ def test_an_instruction_to_the_server_has_one_value() -> None:
         options.message_headers(BatchMessage("a", b"", RepeatedHeaders([("Nats-Msg-Id", "1"), ("Nats-Msg-Id", "2")])))
     pairs = [("A", "1"), ("Nats-Msg-Id", "1"), ("A", "2")]
     assert options.message_headers(BatchMessage("a", b"", RepeatedHeaders(pairs))) == pairs
-
-
-def test_a_single_text_of_any_class_is_shown_as_a_list() -> None:
-    class Text(str):
-        def __repr__(self) -> str:
-            return f"np.str_({str(self)!r})"
-
-    with pytest.raises(TypeError, match=r"keys must be a list of keys, not 'a'; give \['a'\]$"):
-        options.check_list(Text("a"), "keys", "keys")

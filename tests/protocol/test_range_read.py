@@ -4,7 +4,7 @@ import itertools
 import logging
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from unittest import mock
 
@@ -17,12 +17,11 @@ from hypothesis import strategies as st
 
 from jetstream_ext import errors
 from jetstream_ext.protocol import range_read, reads
-from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, StoredMsg
+from jetstream_ext.protocol.direct import EndOfBatch, Request, StoredMsg
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.range_read import (
     ERR,
     MAX_LEADER_REQUESTS,
-    MAX_MIRROR_ANSWERS,
     TABLE,
     Action,
     AskLeader,
@@ -47,9 +46,9 @@ TIME_NS = 1_763_673_811_200_000_000
 """When every message was stored."""
 
 
-def stored(seq: int, size: int = 1) -> StoredMsg:
+def stored(seq: int) -> StoredMsg:
     """A message at the leader: its subject, time and headers are the same as in `row`, and it has a payload."""
-    return StoredMsg(stream="S", subject="a", seq=seq, data=b"x" * size, headers={"K": "v"}, time_ns=TIME_NS)
+    return StoredMsg(stream="S", subject="a", seq=seq, data=b"x", headers={"K": "v"}, time_ns=TIME_NS)
 
 
 def reply(seqs: Sequence[int], pending: int = 0, stream: str = "S") -> list[Frame]:
@@ -70,7 +69,6 @@ class Script:
         self.machine = RangeRead("S", plan, TIMEOUT, pause=PAUSE, prove_to=prove_to)
         self.now = 0.0
         self.delivered: list[int] = []
-        self.blocks: list[Block] = []
         self.sent: list[SentRequest] = []
 
     def act(self) -> Action:
@@ -79,7 +77,6 @@ class Script:
             action = self.machine.next_action(self.now)
             if isinstance(action, Deliver):
                 self.delivered += action.block.seqs
-                self.blocks.append(action.block)
             elif isinstance(action, SendRequest):
                 self.sent.append(action.sent)
             elif not isinstance(action, DropReply):
@@ -90,13 +87,6 @@ class Script:
         assert isinstance(self.act(), Wait)
         self.machine.receive(self.plan.in_flight[0], frames, self.now)
         return self.act()
-
-    def answer_by_mirror(self, frames: list[Frame]) -> Action:
-        """Answer as a mirror until the machine asks the leader."""
-        while self.machine._mirror_answers < MAX_MIRROR_ANSWERS:
-            assert isinstance(self.answer(frames), AwaitConnection)
-            self.reconnect()
-        return self.answer(frames)
 
     def expire(self) -> Action:
         """Let the time of the wait pass."""
@@ -117,13 +107,6 @@ class Script:
         assert len(action.requests) == len(found)
         self.machine.leader_answered([None if seq is None else stored(seq) for seq in found], self.now)
         return self.act()
-
-    def leader_with(self, *held: int) -> Action:
-        """Answer each request to the leader as one that holds these sequences."""
-        action = self.act()
-        assert isinstance(action, AskLeader)
-        starts = [request.seq or 1 for request in action.requests]
-        return self.leader(*(min((seq for seq in held if seq >= start), default=None) for start in starts))
 
 
 def scan(up_to: int | None = None, batch: int = 4, prefetch: int = 1) -> Scan:
@@ -367,49 +350,6 @@ class TestSilence:
         script.machine.receive(script.sent[0], reply([1]), script.now)
         assert script.act() == Done()
 
-    def test_a_first_reply_that_is_lost_ends_no_wait_for_the_repetition(self) -> None:
-        script = Script(scan())
-        script.act()
-        script.now = TIMEOUT / 2
-        script.machine.handle_timer(script.now)
-        script.machine.disconnected()  # and the connection is back before the repetition is sent
-        assert script.act() == Wait(TIMEOUT)
-        assert "no answer" in str(failure(script.expire()))
-
-    @walk("prefetch", [1, 2, 3])
-    def test_an_answer_ends_the_count_of_sending(self, prefetch: int) -> None:
-        """Each request waits long for room, and the answers come meanwhile."""
-        machine, now, read = RangeRead("S", scan(up_to=40, prefetch=prefetch), TIMEOUT, pause=PAUSE), 0.0, []
-        unanswered: list[SentRequest] = []
-
-        def answer(when: float) -> None:
-            for sent in unanswered:
-                start = sent.request.seq or 1
-                machine.receive(sent, reply(range(start, start + 4), pending=37 - start), when)
-            unanswered.clear()
-
-        while not isinstance(action := machine.next_action(now), Done):
-            if isinstance(action, SendRequest):
-                sent_at = min(now + 3.0, action.until)
-                answer((now + sent_at) / 2)
-                unanswered.append(action.sent)
-                now = sent_at
-            elif isinstance(action, Deliver):
-                read += action.block.seqs
-            elif isinstance(action, Wait):
-                answer(now)
-        assert action.error is None
-        assert read == list(range(1, 41))
-
-    def test_after_the_last_message_of_an_answer_that_counts_as_a_whole_ends_the_read_in_time(self) -> None:
-        script = Script(OneReply(Request(seq=1, batch=2), whole=True))
-        script.answer([row(1, 0, 1), row(2, 1, 0)])
-        for _ in range(3):
-            if isinstance(action := script.expire(), Done):
-                break
-        assert isinstance(failure(action), errors.RequestTimeoutError)
-        assert script.now == TIMEOUT
-
 
 class TestConnection:
     def test_a_second_loss_at_the_same_place_is_an_error(self) -> None:
@@ -484,146 +424,10 @@ class TestProof:
         assert script.now == PAUSE
         assert script.delivered == [1, 2, 3, 4, 9]
 
-    def test_the_leader_sends_the_messages_if_only_mirrors_answer(self) -> None:
-        script = Script(scan(9), prove_to=9)
-        action = script.answer_by_mirror(reply([2, 3, 6], stream="M"))
-        assert action == AskLeader(tuple(Request(seq=seq, next_by_subj=">") for seq in (1, 3, 4, 7)))
-        assert script.delivered == []
-        assert script.leader(2, 3, 6, None) == Done()
-        (block,) = script.blocks
-        assert list(block.messages()) == [
-            StoredMsg(
-                stream="S", subject="a", seq=seq, data=b"x", headers={"K": "v"}, time_ns=TIME_NS,
-                num_pending=pending, last_seq=last,
-            )
-            for seq, pending, last in ((2, 2, 0), (3, 1, 2), (6, 0, 3))
-        ]  # fmt: skip
-
-    def test_a_read_ends_if_the_leader_has_nothing_instead_of_the_rows_of_a_mirror(self) -> None:
-        script = Script(scan(200, batch=100), prove_to=200)
-        script.answer_by_mirror(reply(range(1, 101), 100, stream="M"))
-        assert script.leader(*[None] * MAX_LEADER_REQUESTS) == Done()
-        assert script.plan.end is not None
-        assert (script.delivered, script.plan.end.last_seq, script.plan.end.num_pending) == ([], 0, 0)
-
-    def test_messages_that_a_mirror_lacks_are_looked_for_in_ever_larger_steps(self) -> None:
-        """It has the newest messages alone."""
-        script, last, asked = Script(scan(1000, batch=1000), prove_to=1000), 1000, 0
-        action = script.answer_by_mirror(reply(range(901, 1001), stream="M"))
-        while isinstance(action, AskLeader):
-            asked += len(action.requests)
-            action = script.leader_with(*range(1, last + 1))
-            if isinstance(action, Wait):
-                position = script.delivered[-1]
-                rows = range(max(position + 1, 901), last + 1)[:MAX_LEADER_REQUESTS]
-                action = script.answer(reply(rows, last - rows[-1], stream="M"))
-        assert action == Done()
-        assert script.delivered == list(range(1, last + 1))
-        assert len(script.sent) < MAX_MIRROR_ANSWERS + 2 * last / MAX_LEADER_REQUESTS
-        assert asked < 2 * last
-
-    def test_large_messages_are_looked_for_in_small_steps(self) -> None:
-        """The leader's answers need memory all at once."""
-        script = Script(scan(1000), prove_to=1000)
-        script.answer(reply([]))
-        for turn in range(40):
-            action = script.act()
-            assert isinstance(action, AskLeader)
-            assert len(action.requests) <= 8
-            script.machine.leader_answered(
-                [stored(request.seq or 1, 1 << 20) for request in action.requests], script.now
-            )
-            if turn < MAX_MIRROR_ANSWERS:
-                script.expire()
-                script.reconnect()
-            script.answer(reply([]))
-
     def test_an_answer_of_the_leader_that_does_not_go_on_is_an_error(self) -> None:
         script = Script(scan(9), prove_to=9)
         script.answer(reply([4]))
         assert isinstance(failure(script.leader(4)), errors.ResponseError)
-
-    def test_a_read_by_time_is_proved_by_time(self) -> None:
-        when = datetime(2026, 1, 1, tzinfo=UTC)
-        script = Script(Scan(start_time=when, up_to_seq=9, max_bytes=100, subject="a"), prove_to=9)
-        action = script.answer_by_mirror(reply([7, 9], stream="M"))
-        by_time = Request(start_time=when, next_by_subj="a")
-        assert action == AskLeader((by_time, Request(seq=8, next_by_subj="a"), Request(seq=10, next_by_subj="a")))
-        script.leader(5, 9, None)
-        assert script.delivered == [5]
-        assert (script.sent[-2].request.start_time, script.sent[-1].request.start_time) == (when, None)
-        assert script.sent[-1].request.seq == 6
-        assert script.answer(reply([7, 9])) == Done()
-        assert script.delivered == [5, 7, 9]
-
-    @walk("pieces", [1, 7])
-    def test_a_mirrors_answer_is_read_to_its_end_before_the_leader_is_asked(self, pieces: int) -> None:
-        script = Script(scan(300, batch=1000), prove_to=300)
-        for _ in range(MAX_MIRROR_ANSWERS):
-            script.answer(reply([1], 9, stream="M"))
-            script.reconnect()
-        frames = reply(range(1, 8), 293, stream="M")
-        size = len(frames) // pieces
-        for start in range(0, len(frames), size):
-            action = script.answer(frames[start : start + size]) if start else script.answer(frames[:size])
-        assert isinstance(action, AskLeader)
-        assert len(action.requests) == 8
-
-    def test_a_range_without_an_end_goes_on_behind_what_is_proved(self) -> None:
-        script = Script(scan(), prove_to=2)
-        script.answer_by_mirror(reply([1, 2, 3], 2, stream="M"))
-        script.leader(1, 2, 3, 4)
-        script.answer(reply([]))
-        assert script.answer(reply([])) == Done()
-        assert script.delivered == [1, 2, 3, 4]
-
-    def test_requests_grow_again_if_a_replica_answers(self) -> None:
-        script = Script(scan(200, batch=1000), prove_to=200)
-        script.answer_by_mirror(reply([1, 2], 198, stream="M"))
-        script.leader(1, 2, 3)
-        script.answer(reply(range(4, 4 + MAX_LEADER_REQUESTS), 200 - 3 - MAX_LEADER_REQUESTS))
-        assert script.delivered[-1] == 3 + MAX_LEADER_REQUESTS
-        assert script.sent[-1].request.batch == 200 - 3 - MAX_LEADER_REQUESTS
-        for _ in range(MAX_MIRROR_ANSWERS):
-            script.answer(reply([150], stream="M"))
-            script.reconnect()
-        assert script.machine.state is State.READING, "the leader is asked after as many answers as before"
-
-    def test_a_failure_behind_a_message_of_the_leader_is_forgotten(self) -> None:
-        script = Script(scan(6), prove_to=6)
-        script.answer([row(1, 0, 9)])
-        script.expire()
-        for _ in range(MAX_MIRROR_ANSWERS):
-            script.answer(reply([3, 6], stream="M"))
-            script.reconnect()
-        script.answer([row(3, 0, 2, "M"), row(6, 4, 0, "M")])  # 4 was lost: the second failure at one place
-        assert script.machine.state is State.PROVING
-        script.leader(2, 6)
-        assert script.answer(reply([6])) == Done()
-        assert script.delivered == [1, 2, 6]
-
-    def test_the_loss_of_a_mirrors_answer_is_no_end(self) -> None:
-        script = Script(scan(6), prove_to=6)
-        for _ in range(MAX_MIRROR_ANSWERS):
-            script.answer(reply([1], 9, stream="M"))
-            script.reconnect()
-        script.answer([row(3, 0, 9, "M")])
-        script.machine.disconnected()
-        assert isinstance(script.act(), AwaitConnection)
-        script.reconnect()
-        script.act()
-        assert script.sent[-1].request.seq == 1
-        script.answer([row(3, 0, 2, "M"), row(6, 4, 0, "M")])  # 4 was lost
-        assert script.leader_with(2, 6) != Done()
-        assert script.delivered == [2]
-
-    def test_the_messages_of_the_leader_end_with_the_range(self) -> None:
-        script = Script(scan(3), prove_to=3)
-        script.answer_by_mirror(reply([2, 3, 4], stream="M"))
-        assert script.leader(2, 3, 4, 5) == Done()
-        assert script.delivered == [2, 3]
-        assert script.plan.end is not None
-        assert (script.plan.end.last_seq, script.plan.end.num_pending) == (3, 2)
 
 
 class TestProvedBatch:
@@ -631,50 +435,11 @@ class TestProvedBatch:
     def script(batch: int, prove_to: int) -> Script:
         return Script(OneReply(Request(seq=1, next_by_subj="a", batch=batch, max_bytes=100)), prove_to=prove_to)
 
-    @walk("limit", [100, 1000])
-    def test_a_batch_beside_a_near_mirror_is_read_with_short_requests(self, limit: int) -> None:
-        script, count, most = self.script(limit, 150), min(limit, 150), MAX_LEADER_REQUESTS
-        script.plan._request = replace(script.plan._request, max_bytes=1 << 20)  # type: ignore[attr-defined]
-        script.answer_by_mirror(reply(range(1, most + 1), 150 - most, stream="M"))
-        action = script.leader_with(*range(1, 151))
-        while isinstance(action, Wait):
-            first = len(script.delivered) + 1
-            request = script.sent[-1].request
-            assert (request.seq, request.batch) == (first, min(most, limit - first + 1))
-            rows = range(first, min(first + most, count + 1))
-            script.answer(reply(rows, 150 - rows[-1], stream="M"))
-            action = script.leader_with(*range(1, 151))
-        assert action == Done()
-        assert script.delivered == list(range(1, count + 1))
-        assert script.plan.end is not None
-        assert script.plan.end.num_pending == 150 - count
-
-    def test_the_messages_of_the_leader_end_at_max_bytes(self) -> None:
-        script = self.script(1000, 150)  # 100 bytes; each message has one of subject and payload, and 18 of headers
-        script.answer_by_mirror(reply(range(1, 4), 147, stream="M"))
-        assert isinstance(script.leader(1, 2, 3, 4), Wait)
-        assert script.sent[-1].request.max_bytes == 20
-        script.answer(reply(range(5, 11), 140, stream="M"))
-        assert script.leader_with(*range(1, 151)) == Done()
-        assert script.delivered == [1, 2, 3, 4, 5]
-        assert script.plan.end is not None
-        assert script.plan.end.num_pending == 145
-
     @walk("batch, seqs, pending", [(2, [1, 2], 0), (2, [1, 2], 9), (5, [1], 4)])
     def test_a_batch_that_its_own_limits_end_is_complete(self, batch: int, seqs: list[int], pending: int) -> None:
         script = self.script(batch, 9)
         assert script.answer(reply(seqs, pending)) == Done()
         assert script.delivered == seqs
-
-    def test_the_leader_sends_the_rest_if_no_replica_catches_up(self) -> None:
-        script = self.script(5, 3)
-        script.answer(reply([]))
-        while not isinstance(action := script.leader_with(2, 3), Done):
-            script.expire()
-            script.reconnect()
-            script.answer(reply([]))
-        assert action == Done()
-        assert script.delivered == [2, 3]
 
     def test_nothing_found_is_proved(self) -> None:
         script = self.script(5, 3)

@@ -13,7 +13,7 @@ from jetstream_ext.protocol import reads
 from jetstream_ext.protocol.direct import Block, EndOfBatch, Request
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.range_read import AwaitConnection, Deliver, Done, DropReply, RangeRead, SendRequest, Wait
-from jetstream_ext.protocol.reads import MAX_IN_FLIGHT, Group, Link, OneReply, Scan, SentRequest, Stopwatch
+from jetstream_ext.protocol.reads import MAX_IN_FLIGHT, Group, Link, Scan, SentRequest
 
 CHUNK = 32_768
 MIB = 1 << 20
@@ -127,14 +127,6 @@ def test_requests_grow_to_the_usual_size_on_a_fast_link(size: int, rate: float, 
     assert len(fast.asked) <= len(known.asked) + 8
 
 
-def test_the_next_scan_on_the_connection_starts_as_fast_as_the_last_one_ended() -> None:
-    link = Link()
-    Path(5_000, 10_000, 200e6, 0.001, link=link).run()
-    again = Path(5_000, 10_000, 200e6, 0.001, link=link)
-    again.run()
-    assert again.asked[0] >= 8 * MIB
-
-
 @walk("latency", [0.05, 0.6])
 @walk("messages, size", [(3, 100), (3, 10_000), (1, 1_000_000)])
 def test_replies_in_one_piece_do_not_make_a_link_slow(messages: int, size: int, latency: float) -> None:
@@ -230,44 +222,3 @@ def test_an_empty_range_sends_no_request() -> None:
     for seq, up_to in ((5, 4), (2, 1), (1, 0)):
         plan = Scan(seq=seq, up_to_seq=up_to, max_bytes=10)
         assert (plan.done, plan.end, plan.next_request()) == (True, NOT_FOUND, None)
-
-
-def test_the_end_of_a_cut_multi_last_is_what_its_last_message_says() -> None:
-    plan = OneReply(Request(multi_last=("a.>",)), whole=True)
-    ask = plan.next_request()
-    assert ask is not None
-    plan.accept(ask, Block("S", [7], [b""], [0]), 1, 1)
-    plan.finish(ask, EndOfBatch(0, 7, 12))  # as 2.11 ends it
-    assert plan.end == EndOfBatch(1, 7, 12)
-
-
-def test_the_wait_for_the_first_bytes_of_a_reply_is_left_out() -> None:
-    watch = Stopwatch()
-    watch.start(1.0)
-    watch.add(30_000, 3.0, first=True)
-    for now in (3.1, 3.2, 3.3):
-        watch.add(20_000, now, first=False)
-    size, seconds, at_least = watch.lap()
-    assert (size, round(seconds, 6), at_least) == (60_000, 0.3, False)
-    assert watch.lap() == (0, 0.0, True)
-
-
-def test_the_rate_of_a_link() -> None:
-    """It follows the faster of two replies, and one reply raises it only so far."""
-    link = Link(1e6)
-    for rate in (2e6, 2e5, 2e6, 2e5):
-        link.adapt(int(rate), 1.0)
-        assert link.rate == 2e6
-    link.adapt(300_000, 1.0)
-    assert link.rate == 300_000
-    link.adapt(100, 10.0, at_least=True)
-    link.adapt(1, 0.05)
-    assert link.rate == 300_000, "neither shows that the link is slow"
-    link.adapt(1 << 40, 0.5)
-    assert link.rate == 4 * 300_000
-    link = Link()
-    for _ in range(2):
-        link.adapt(0, 1e9)
-    assert link.room(1) == 65_536
-    link.adapt(1, 0.0)
-    assert link.room(1) == 4 * 65_536, "requests can always show that the link is faster"

@@ -56,13 +56,6 @@ def drain(watcher: Watcher) -> list[Change]:
 
 
 class TestContent:
-    def test_messages_may_be_fed_in_any_order_and_twice(self) -> None:
-        content = Content()
-        content.feed([put("a", 5), put("a", 3), delete("b", 4), put("b", 2), put("a", 5), put("c", 1)])
-        assert seqs(content) == {"a": 5, "c": 1}
-        assert {key: held[0] for key, held in content.deleted.items()} == {"b": 4}
-        assert len(content) == 3
-
     def test_ttls_that_the_server_does_not_heed_do_not_count(self) -> None:
         content = Content(own_ttls=False)
         content.feed([put("a", 1, ttl=timedelta(seconds=5))])
@@ -77,53 +70,6 @@ class TestContent:
         content.expire(at(10))
         assert seqs(content) == {"a": 1, "b": 2}
         assert not content.deleted
-
-    def test_plain_messages_may_come_as_a_dictionary(self) -> None:
-        content = Content()
-        content.feed({"a": record(1), "b": record(3)})
-        content.feed({"c": record(2), "a": record(4)})
-        content.feed({"b": record(2), "d": record(5)})
-        assert seqs(content) == {"a": 4, "b": 3, "c": 2, "d": 5}
-        content.feed([delete("d", 6)])
-        content.stage({"c": record(7), "d": record(8)})
-        content.commit(8)
-        content.drop_below(4)
-        assert (list(content.values), content.deleted) == (["a", "c", "d"], {})
-
-    def test_only_what_is_stored_is_kept(self) -> None:
-        content = Content()
-        odd = b"\xff".decode("utf-8", "surrogateescape")
-        content.feed([put("a", 1), put("b", 2), put("c", 3), delete("d", 4), put("e", 9), put(odd, 5)])
-        watcher = watched(content)
-        content.stage([put("c", 10)])
-        content.keep_only({"a", "\ufffd"}, 5)
-        assert seqs(content) == {"a": 1, "c": 3, odd: 5, "e": 9}
-        assert not content.deleted
-        assert [change.key for change in drain(watcher)] == ["b"]
-
-    def test_what_the_stream_has_lost_is_noticed(self) -> None:
-        content = Content(max_age=timedelta(seconds=50))
-        content.feed([put("a", 1), put("b", 7, 20), put("c", 8, 20)])
-        assert not content.has_lost(8, 8, 1, at(30))
-        assert content.has_lost(4, 8, 1, at(30))
-        assert not content.has_lost(4, 8, 9, at(30)), "a purge up to sequence 9"
-        assert not content.has_lost(4, 8, 1, at(80)), "both have expired"
-        content.stage([put("b", 9, 21)])
-        assert content.has_lost(4, 8, 1, at(30))
-        content.stage([delete("c", 10, 21)])
-        assert not content.has_lost(4, 8, 1, at(30))
-
-    def test_keys_are_counted_as_the_stream_has_them(self) -> None:
-        content = Content(max_age=timedelta(seconds=50))
-        content.feed([put("a", 1), delete("b", 2), put("c", 3, 20)])
-        assert not content.has_more_than(3, 1, 3, at(30))
-        assert content.has_more_than(2, 1, 3, at(30))
-        assert not content.has_more_than(2, 2, 3, at(30)), "a is below the first sequence"
-        assert not content.has_more_than(1, 1, 3, at(60)), "a and b have expired"
-        content.stage({"d": record(4, 20), "a": record(5, 20)})
-        assert content.has_more_than(3, 1, 4, at(30))
-        assert not content.has_more_than(4, 1, 4, at(30))
-        assert not content.has_more_than(3, 1, 3, at(30)), "d is newer than what was counted"
 
     @walk("found", ["older", "the same", "newer", "nothing"])
     def test_a_value_that_expires_may_expose_an_older_one(self, found: str) -> None:
@@ -151,19 +97,6 @@ class TestContent:
         assert sorted(seqs(content).values()) == [seq - 2, seq - 1, seq]
         changes = drain(watcher)
         assert sum(change.skipped for change in changes) + len(changes) == seq
-
-    def test_what_is_below_the_streams_first_sequence_is_gone(self) -> None:
-        content = Content()
-        content.feed([put("c", 3), put("a", 1), delete("b", 2)])
-        content.drop_below(3)
-        assert (seqs(content), len(content)) == ({"c": 3}, 1)
-
-    def test_readers_see_only_what_is_committed(self) -> None:
-        content = Content()
-        content.stage([put("a", 1), put("b", 2)])
-        assert (seqs(content), content.revision, content.staged) == ({}, 0, 2)
-        content.commit(2)
-        assert (seqs(content), content.revision, content.staged) == ({"a": 1, "b": 2}, 2, 0)
 
     def test_the_maximum_age_applies_unless_a_message_never_expires(self) -> None:
         content = Content(max_age=timedelta(seconds=10))
@@ -230,16 +163,6 @@ class TestWatcher:
         new.stage([delete("added", 9)])
         new.commit(9)
         assert [change.key for change in drain(watcher)] == ["added"], "the watcher goes on"
-
-    def test_it_is_woken(self) -> None:
-        content, woken = Content(), []
-        watcher = Watcher(lambda: woken.append(1))
-        content.watchers.add(watcher)
-        content.commit(1)
-        assert not woken
-        content.stage([put("a", 2)])
-        content.commit(2)
-        assert (len(woken), len(watcher)) == (1, 1)
 
 
 @settings(deadline=None, max_examples=150)
