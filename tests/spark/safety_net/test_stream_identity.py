@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -140,7 +139,3 @@ def test_on_recreate_decides_where_a_recreated_stream_continues(
     with_js(lambda js: _recreate(js, name, 15))
     query = stream_query(name, onRecreate=choice)
     assert query.seqs(end, query.latest(end)) == list(expected)
-
-
-async def _stream_info(js: JetStreamContext, name: str) -> dict[str, Any]:
-    return dict(json.loads((await js._nc.request(f"$JS.API.STREAM.INFO.{name}", timeout=30)).data))
