@@ -24,6 +24,7 @@ from jetstream_ext.spark.planning import PlanningError
 from jetstream_ext.spark.row_sizes import RowSizes
 from jetstream_ext.spark.rows import Columns, RowReader, Rows
 from jetstream_ext.spark.sink import Task, Written, check_sink, write_partition
+from jetstream_ext.spark.source import JetStreamDataSource
 from jetstream_ext.testing import NatsServer
 
 if TYPE_CHECKING:
@@ -350,6 +351,24 @@ class TestOnTheDriver:
             OptionError, match=r"'onBadRow': subjects below '_spark\.S' are for the markers of the sink"
         ):
             WriteOptions.parse(given | {"onBadRow": "_spark.S.dead"}, streaming=True)
+
+    @pytest.mark.parametrize("streaming", [False, True], ids=["batch", "streaming"])
+    def test_the_commit_logs_the_numbers(
+        self, server: NatsServer, stream: str, cache: Connections, caplog: pytest.LogCaptureFixture, streaming: bool
+    ) -> None:
+        source = JetStreamDataSource({"servers": server.url, "stream": stream, "onBadRow": "drop"})
+        writer: Any = source.streamWriter(SCHEMA, False) if streaming else source.writer(SCHEMA, False)
+        messages = [
+            Written("q", 5),
+            None,
+            Written("q", 4, 0, 2, 0, "row 3 of partition 2: why"),
+            Written("q", 1, 0, 1, 4),
+        ]
+        writer.commit([Written("q", 5)], *[7] * streaming)
+        assert not caplog.text
+        writer.commit(messages, *[7] * streaming)
+        numbers = f"bad rows of micro-batch {7 * streaming}: dropped: 3, stored as dead letters: 4"
+        assert caplog.messages == [f"stream '{stream}': {numbers}; for example row 3 of partition 2: why"]
 
 
 def test_one_bad_row_does_not_wedge_a_query(

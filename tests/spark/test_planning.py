@@ -156,6 +156,17 @@ async def test_missing_sequences_are_a_loss(
             assert spans(await plan(js, stream, minPartitions="1")) == [(5, 10)]  # earliest is the first stored message
 
 
+async def test_a_filter_equal_to_the_subjects_still_filters(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    stream, other = stream_name(), stream_name()
+    await js.add_stream(StreamConfig(name=stream, subjects=[f"{stream}.*", other], allow_direct=True))
+    await js.publish(other, b"from before")
+    await js.update_stream(StreamConfig(name=stream, subjects=[f"{stream}.*"], allow_direct=True))
+    await js.publish(f"{stream}.1", b"")
+    assert {part.filters for part in await plan(js, stream, subjects=f"{stream}.*")} == {(f"{stream}.*",)}
+
+
 async def test_a_server_before_2_11_is_refused(stream_name: Callable[[], str]) -> None:
     with NatsServer(version="2.10.26") as old:
         nc = await nats.connect(old.url, connect_timeout=10)

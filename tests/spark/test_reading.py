@@ -84,6 +84,12 @@ def test_filters_select_the_rows(stream: str, seqs: Any) -> None:
     assert seqs(replace(part, filters=("other",), on_server=True)) == []
 
 
+def test_several_filters_read_in_small_replies(stream: str, seqs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "DEFAULT_MAX_BYTES", 300)
+    part = SequenceRange(stream, 1, 50, filters=("*.3", "*.4", f"{stream}.4", "*.5"), on_server=True)
+    assert seqs(part) == [seq for seq in range(1, 51) if seq % 10 in (3, 4, 5)]
+
+
 def test_a_schema_selects_the_columns(stream: str, batches: Callable[..., Iterator[pa.RecordBatch]]) -> None:
     schema = StructType().add("data", "binary").add("seq", "long")
     [batch] = batches(SequenceRange(stream, 5, 5), schema)
