@@ -1,7 +1,6 @@
 """Arrow record batches from the replies of a server."""
 
 import inspect
-from datetime import UTC, datetime
 from typing import Any
 
 import pyarrow as pa
@@ -41,43 +40,6 @@ def test_batches_have_the_schema_that_spark_requires(cell: Any) -> None:
         with cell(nullable):
             schema = StructType([StructField(field.name, field.dataType, nullable) for field in ALL.fields])
             assert build(row(b"a"), schema=schema).schema == wanted(schema)
-
-
-def test_every_column_is_built() -> None:
-    first = row(b"a.1", b"2026-11-20T21:23:31.244826317Z", b"X: 1\r\nY: two words \r\nX:3")
-    batch = build(first, row(b"a.2"), datas=[b"\0\xff", b""])
-    assert batch.to_pylist() == [
-        {
-            "stream": "A",
-            "seq": 1,
-            "subject": "a.1",
-            "time": datetime(2026, 11, 20, 21, 23, 31, 244826, UTC),
-            "data": b"\0\xff",
-            "headers": [("X", ["1", "3"]), ("Y", ["two words"])],
-        },
-        {
-            "stream": "A",
-            "seq": 2,
-            "subject": "a.2",
-            "time": datetime(2026, 11, 20, 21, 23, 31, tzinfo=UTC),
-            "data": b"",
-            "headers": [],
-        },
-    ]
-
-
-def test_times_of_any_precision_are_parsed(cell: Any) -> None:
-    for digits, microseconds in [
-        ("", 0),
-        (".1", 100000),
-        (".000001", 1),
-        (".0000019", 1),
-        (".999999999", 999999),
-        (".12345678", 123456),
-    ]:
-        with cell(digits, microseconds):
-            [time] = build(row(b"a", f"1999-12-31T23:59:59{digits}Z".encode())).column("time").to_pylist()
-            assert time == datetime(1999, 12, 31, 23, 59, 59, microseconds, UTC)
 
 
 def test_invalid_utf_8_is_replaced() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +16,8 @@ from nats.js.api import StreamConfig
 from pyspark.sql.types import BinaryType, MapType, StringType, StructType
 
 import jetstream_ext as jsx
-from jetstream_ext.spark import bad_rows, sink
-from jetstream_ext.spark.bad_rows import BadRow, BadRows, DeadLetterError, RowError
+from jetstream_ext.spark import sink
+from jetstream_ext.spark.bad_rows import BadRows, DeadLetterError, RowError
 from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.options import OptionError, WriteOptions
 from jetstream_ext.spark.planning import PlanningError
@@ -26,7 +25,6 @@ from jetstream_ext.spark.row_sizes import RowSizes
 from jetstream_ext.spark.rows import Columns, RowReader, Rows
 from jetstream_ext.spark.sink import Task, Written, check_sink, write_partition
 from jetstream_ext.spark.source import JetStreamDataSource
-from jetstream_ext.spark.transactional import SinkError
 from jetstream_ext.testing import NatsServer
 
 if TYPE_CHECKING:
@@ -286,32 +284,6 @@ def test_a_task_that_dies_repeats_no_dead_letter(
             assert len(stored(stream)) == 160
 
 
-def test_rows_of_other_micro_batches_and_partitions_are_other_dead_letters(
-    stream: str, dead: str, write: Any, stored: Any
-) -> None:
-    for batch in range(2):
-        for partition in range(2):
-            write(stream, [(None, b"x")], "dedupe", dead, batch=batch, partition=partition)
-    assert len(stored(dead.split(".")[0], dead)) == 4
-
-
-def test_few_bad_rows_are_in_memory(
-    stream: str, dead: str, write: Any, stored: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    most = 0
-    add = BadRows.add
-
-    def counted(self: BadRows, bad: BadRow) -> None:
-        nonlocal most
-        add(self, bad)
-        most = max(most, self.waiting)
-
-    monkeypatch.setattr(BadRows, "add", counted)
-    done = write(stream, [(None, b"%d" % number) for number in range(2000)], "dedupe", dead)
-    assert done.diverted == len(stored(dead.split(".")[0], dead)) == 2000
-    assert most <= 10  # two record batches
-
-
 def test_a_restart_of_the_server_neither_loses_nor_repeats_dead_letters(
     with_js: Any, write: Any, stored: Any, stream_name: Callable[[], str]
 ) -> None:
@@ -368,19 +340,6 @@ class TestOnTheDriver:
         with pytest.raises(PlanningError, match="'onBadRow': no stream stores the subject 'dorp'; create one, or give"):
             write(stream, [], "dedupe", "dorp")
 
-    def test_in_another_domain_that_is_logged(
-        self, cell: Any, server: NatsServer, with_js: Any, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        def check(given: dict[str, str]) -> None:
-            caplog.clear()
-            options = WriteOptions.parse({"servers": server.url, "stream": "S"} | given, streaming=True)
-            with_js(lambda js: bad_rows.check_dead_letters(js, options.connection, "nowhere"))
-            assert "no stream stores the subject 'nowhere' in the JetStream that the options name" in caplog.text
-
-        for given in [{"domain": "hub"}, {"apiPrefix": "hub"}]:
-            with cell(given):
-                check(given)
-
     def test_an_invalid_subject_is_refused(self, cell: Any) -> None:
         for value, problem in [("a.*", "has a wildcard"), ("", "is empty"), ("a b", "white space")]:
             with cell(value, problem), pytest.raises(OptionError, match=f"option 'onBadRow': .*{problem}"):
@@ -410,36 +369,6 @@ class TestOnTheDriver:
         writer.commit(messages, *[7] * streaming)
         numbers = f"bad rows of micro-batch {7 * streaming}: dropped: 3, stored as dead letters: 4"
         assert caplog.messages == [f"stream '{stream}': {numbers}; for example row 3 of partition 2: why"]
-
-
-def test_an_attempt_logs_a_few_bad_rows(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "jetstream_ext.spark"):
-        bad = BadRows("drop", what="stream 'S', partition 0 of micro-batch 0")
-        for row in range(10):
-            bad.add(BadRow(row, f"reason {row}", None, b""))
-    assert (bad.dropped, bad.waiting) == (10, 0)
-    assert [record.getMessage() for record in caplog.records] == [
-        f"stream 'S', partition 0 of micro-batch 0: row {row} is bad (onBadRow is drop): reason {row}"
-        for row in range(3)
-    ]
-
-
-def test_a_reason_is_short_whatever_the_row_has() -> None:
-    bad = BadRows("fail", what="stream 'S', partition 0 of micro-batch 0")
-    with pytest.raises(RowError) as caught:
-        bad.add(BadRow(0, f"subject {'x y' * (1 << 20)!r} has white space", None, b""))
-    assert len(str(caught.value)) < 1500
-
-
-def test_an_error_of_the_stream_does_not_count_bad_rows(with_js: Any, stream: str, write: Any) -> None:
-    with_js(
-        lambda js: js.update_stream(
-            StreamConfig(name=stream, subjects=[f"{stream}.>"], max_msgs=2, discard="new", allow_batched=True)
-        )
-    )
-    rows = [(f"{stream}.a", b"0"), (None, b""), (f"{stream}.a", b"1"), (f"{stream}.a", b"2")]
-    with pytest.raises(SinkError, match=r"row 2 of partition 0 \(bad rows not counted\): .*maximum messages exceeded"):
-        write(stream, rows, "dedupe", "drop")
 
 
 def test_one_bad_row_does_not_wedge_a_query(

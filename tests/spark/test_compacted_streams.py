@@ -79,15 +79,6 @@ async def test_messages_that_may_have_expired_are_a_loss(js: JetStreamContext, m
         await query.latest(js, at)
 
 
-async def test_only_streams_that_replace_messages_count_them_in_the_offset(js: JetStreamContext, make: Make) -> None:
-    name, plain = await make(), await make(max_msgs_per_subject=-1)
-    await put(js, name, "a", "b")
-    await put(js, plain, "a")
-    compacted = await read_to_the_end(js, follower(name))
-    assert compacted["streams"][name]["held"] == [2, 2]
-    assert "held" not in (await read_to_the_end(js, follower(plain)))["streams"][plain]
-
-
 async def test_a_batch_read_may_start_at_a_replaced_sequence(js: JetStreamContext, make: Make) -> None:
     name = await make()
     await put(js, name, "a", "a", "b", "a")

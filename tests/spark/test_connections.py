@@ -2,32 +2,27 @@
 
 import asyncio
 import dataclasses
-import os
 import shutil
 import socket
 import subprocess
-import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import nats.errors
 import pytest
 from nats.js.errors import APIError
 
-from jetstream_ext.errors import JetStreamExtError, RequestTimeoutError
+from jetstream_ext.errors import JetStreamExtError
 from jetstream_ext.spark.connection import (
     ConnectError,
     Connections,
     Lease,
     RefusedError,
     WorkerConnection,
-    ask,
-    connections,
 )
 from jetstream_ext.spark.options import ConnectionOptions, OptionError
 from jetstream_ext.testing import NatsServer
@@ -98,60 +93,6 @@ def test_the_connection_of_a_failed_task_is_dropped(
     eventually(lambda: "other task" not in connection_names())
 
 
-def test_a_lost_connection_is_replaced(options: ConnectionOptions, cache: Connections) -> None:
-    with cache.lend(options, "first") as lease:
-        first = lease.connection
-        lease.run(first.client.close())
-    with cache.lend(options, "second") as lease:
-        assert lease.connection is not first
-        assert lease.run(rtt(lease.connection.client)) > 0
-
-
-def test_iterate_prepares_one_item_ahead(cache: Connections, options: ConnectionOptions) -> None:
-    made: list[int] = []
-    closed = threading.Event()
-
-    async def items() -> AsyncIterator[int]:
-        try:
-            for item in range(100):
-                made.append(item)
-                yield item
-                await asyncio.sleep(0)
-        finally:
-            closed.set()
-
-    with cache.lend(options, "iterate") as lease:
-        assert list(lease.iterate(items())) == list(range(100))  # type: ignore[arg-type]
-        assert closed.is_set()
-        closed.clear()
-        made.clear()
-        iterator = lease.iterate(items())  # type: ignore[arg-type]
-        assert next(iterator) == 0
-        eventually(lambda: made == [0, 1])
-        time.sleep(0.05)
-        assert made == [0, 1]
-        iterator.close()  # type: ignore[attr-defined]
-        assert closed.is_set()
-
-
-def test_closing_the_iterator_cancels_the_item_ahead(cache: Connections, options: ConnectionOptions) -> None:
-    closed = threading.Event()
-
-    async def items() -> AsyncIterator[int]:
-        try:
-            yield 1
-            await asyncio.sleep(60)
-            yield 2
-        finally:
-            closed.set()
-
-    with cache.lend(options, "iterate") as lease:
-        iterator = lease.iterate(items())  # type: ignore[arg-type]
-        assert next(iterator) == 1
-        iterator.close()  # type: ignore[attr-defined]
-        assert closed.is_set()
-
-
 def test_a_wrong_password_fails_at_once(
     cache: Connections, options: ConnectionOptions, secret: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,24 +135,6 @@ def test_a_server_that_stops_in_the_tls_handshake_is_a_connect_error(cache: Conn
             connecting.result(timeout=20)
         finally:
             greeting.result().close()
-
-
-async def test_a_repeated_request_takes_no_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[float] = []
-    loop = asyncio.get_running_loop()
-    clock = loop.time
-
-    async def request(left: float) -> None:
-        given.append(left)
-        passed = 60 * len(given)
-        monkeypatch.setattr(loop, "time", lambda: clock() + passed)
-        raise RequestTimeoutError
-
-    with pytest.raises(RequestTimeoutError):
-        await ask(100, request)
-    assert len(given) == 2
-    assert 60 < given[0] <= 100
-    assert 0 < given[1] <= 40
 
 
 def test_a_timeout_names_the_missing_permission(cache: Connections, options: ConnectionOptions) -> None:
@@ -307,14 +230,6 @@ def test_unusable_credentials_files_are_refused(
         pass
 
 
-def test_each_process_has_its_own_connections() -> None:
-    assert connections() is connections()
-    with pytest.MonkeyPatch.context() as patch:
-        mine = connections()
-        patch.setattr(os, "getpid", lambda: -1)
-        assert connections() is not mine
-
-
 EVIL = "\x1b]0;owned\x07\x9b2J"
 ESCAPED = r"\x1b]0;owned\x07\x9b2J"
 
@@ -336,44 +251,6 @@ def test_the_traceback_that_spark_logs_is_printable(cache: Connections, options:
     for words in ("KeyError: 'harmless'", f"one {ESCAPED}", f"two {ESCAPED}", "raise APIError"):
         assert words in text
     assert caught.value.message == f"two {EVIL}"
-
-
-def test_another_librarys_error_that_is_not_printable_becomes_one_of_ours(
-    cache: Connections, options: ConnectionOptions
-) -> None:
-    async def fail(error: Exception) -> None:
-        raise error
-
-    for error in (APIError(description=EVIL), nats.errors.Error(EVIL), ZeroDivisionError(EVIL)):
-        with pytest.raises(JetStreamExtError) as caught, cache.lend(options, "x") as lease:
-            lease.run(fail(error))
-        assert type(error).__name__ in str(caught.value)
-        assert "".join(traceback.format_exception(caught.value)).replace("\n", "").isprintable()
-    plain = ZeroDivisionError("two\nlines")
-    with pytest.raises(ZeroDivisionError) as same, cache.lend(options, "x") as lease:
-        lease.run(fail(plain))
-    assert same.value is plain
-
-
-def test_an_error_that_is_its_own_cause_is_raised_once(cache: Connections, options: ConnectionOptions) -> None:
-    lost = APIError(description=f"lost {EVIL}")
-
-    async def fail() -> None:
-        try:
-            try:
-                raise lost
-            except APIError as error:
-                raise JetStreamExtError("gave up") from error
-        except JetStreamExtError:
-            lost.add_note(f"noted {EVIL}")
-            raise lost  # noqa: B904 # as errors that are kept, such as that of a lost connection
-
-    with pytest.raises(JetStreamExtError, match=r"APIError: .*lost") as caught, cache.lend(options, "x") as lease:
-        lease.run(fail())
-    text = "".join(traceback.format_exception(caught.value))
-    shown = ("JetStreamExtError: APIError: ", "JetStreamExtError: gave up", f"noted {ESCAPED}")
-    assert [text.count(words) for words in shown] == [1, 1, 1]
-    assert text.replace("\n", "").isprintable()
 
 
 async def _tasks() -> set[object]:
@@ -401,24 +278,3 @@ def test_a_connection_that_is_closed_during_an_outage_leaves_no_task(
         with pytest.raises(ZeroDivisionError):
             lose(server)
         eventually(lambda: beside.run(_tasks()) <= before)
-
-
-def test_closing_ends_what_is_still_lent(options: ConnectionOptions, connection_names: Names) -> None:
-    ended = threading.Event()
-
-    async def items() -> AsyncIterator[int]:
-        try:
-            yield 1
-            await asyncio.sleep(3600)
-        finally:
-            ended.set()
-
-    with closing(Connections()) as cache, cache.lend(options, "still lent") as lease:
-        iterator = lease.iterate(items())  # type: ignore[arg-type]
-        assert next(iterator) == 1
-        with pytest.raises(ZeroDivisionError), cache.lend(options, "still lent"):
-            raise ZeroDivisionError  # so it is not lent again
-        cache.close()
-        iterator.close()  # type: ignore[attr-defined]
-    assert ended.is_set()
-    eventually(lambda: "still lent" not in connection_names())

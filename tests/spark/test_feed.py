@@ -16,9 +16,9 @@ from nats.js.kv import KeyValue
 from pyspark.sql.datasource import CaseInsensitiveDict
 
 import jetstream_ext.kv as kvx
-from jetstream_ext.spark import lag, streaming
+from jetstream_ext.spark import streaming
 from jetstream_ext.spark.connection import Connections
-from jetstream_ext.spark.options import FeedOptions, KvOptions, OptionError
+from jetstream_ext.spark.options import FeedOptions, OptionError
 from jetstream_ext.spark.planning import DataLossError, PlanningError
 from jetstream_ext.spark.source import SchemaError
 from jetstream_ext.spark.streaming import HAS_LIMITS
@@ -224,26 +224,6 @@ class TestRows:
         assert {tuple(batch.schema.names) for batch in batches} == {("revision", "key")}
         with pytest.raises(SchemaError, match="'seq' does not exist"):
             source.streamReader(StructType().add("seq", LongType()))
-
-    def test_keys_that_clients_refuse_are_rows_with_different_keys(
-        self, make: Make, feed: Callable[..., Feed], server: NatsServer, publish_raw: Any
-    ) -> None:
-        """No request can name some of them, so the log shows which of their messages are the newest."""
-        keys = {b"\xff": "\\xff", b"\\xff": "\\\\xff", "\ufffd".encode(): "\ufffd", b"k.\xff": "k.\\xff"}
-
-        def publish(bucket: str, value: bytes) -> None:
-            publish_raw(server, ((b"$KV.%b.%b" % (bucket.encode(), key), value) for key in keys))
-
-        query = feed(make(nothing, history=5), minPartitions="3")
-        publish(query.bucket, b"1")
-        publish(query.bucket, b"2")
-        end = query.plan()
-        publish(query.bucket, b"3")
-        assert {row["key"]: row["value"] for row in query.read(end)} == dict.fromkeys(keys.values(), b"2")
-        query.offset = end
-        assert sorted((row["key"], row["value"]) for row in query.drain()) == sorted(
-            (key, b"3") for key in keys.values()
-        )
 
     def test_the_marker_of_an_expired_key_is_a_change(
         self, make: Make, feed: Callable[..., Feed], with_js: Any
@@ -474,20 +454,6 @@ def wait_until_empty(with_js: Any, bucket: str) -> None:
     with_js(wait)
 
 
-@pytest.mark.skipif(not HAS_LIMITS, reason="needs limits on micro-batches, which Spark 4.2 has")
-def test_limits_bound_micro_batches_and_lag_counts_the_rest(make: Make, feed: Callable[..., Feed], put: Any) -> None:
-    query = feed(make(nothing), startingOffsets="latest", maxOffsetsPerTrigger="3")
-    query.trigger()
-    put(query.bucket, *((f"k{number}", b"") for number in range(8)))
-    sizes, behind = [], []
-    while (rows := query.trigger()) is not None:
-        sizes.append(len(rows))
-        source = {"endOffset": query.offset, "latestOffset": query.reader.reportLatestOffset()}
-        behind.append(lag({"sources": [source]}))
-    assert sizes == [3, 3, 2]
-    assert behind == [{f"KV_{query.bucket}": left} for left in (5, 2, 0)]
-
-
 CONNECTION = {"servers": "nats://n:4222", "bucket": "B"}
 
 
@@ -508,38 +474,3 @@ def test_a_streaming_read_refuses_an_option_without_effect(cell: Any) -> None:
     ]:
         with cell(given, message), pytest.raises(OptionError, match=message):
             FeedOptions.parse(CaseInsensitiveDict(CONNECTION | given))
-
-
-def test_a_batch_read_refuses_the_options_of_a_streaming_read(cell: Any) -> None:
-    for name in ["startingOffsets", "failOnDataLoss", "onRecreate", "maxRowsPerTrigger", "tailCheck"]:
-        with cell(name):
-            with pytest.raises(OptionError, match=f"'{name.lower()}': it applies to streaming reads"):
-                KvOptions.parse(CaseInsensitiveDict(CONNECTION | {name: "1"}))
-            KvOptions.parse(CaseInsensitiveDict(CONNECTION | {name: "1"}), streaming=None)
-
-
-def test_every_option_of_a_feed_is_parsed() -> None:
-    options = FeedOptions.parse(
-        CaseInsensitiveDict(
-            CONNECTION
-            | {
-                "keys": "a.>,b",
-                "startingOffsets": " 42 ",
-                "minPartitions": "7",
-                "maxRecordsPerPartition": "9",
-                "failOnDataLoss": "false",
-                "onRecreate": "keep",
-                "tailCheck": "false",
-                "maxOffsetsPerTrigger": "5",
-                "maxBytesPerTrigger": "1m",
-                "minRowsPerTrigger": "2",
-                "maxTriggerDelay": "1m",
-            }
-        )
-    )
-    read = options.read
-    assert (options.bucket, options.starting, options.keys) == ("B", 42, ("a.>", "b"))
-    assert (read.streams, read.subjects, read.starting.common) == (("KV_B",), ("$KV.B.a.>", "$KV.B.b"), 42)
-    assert (read.min_partitions, read.max_records_per_partition, read.max_rows, read.max_bytes) == (7, 9, 5, 1 << 20)
-    assert (read.fail_on_data_loss, read.on_recreate, read.tail_check) == (False, "keep", False)
-    assert (read.min_rows, read.max_delay) == (2, 60.0)

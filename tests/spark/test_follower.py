@@ -5,7 +5,6 @@ import itertools
 import json
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -15,7 +14,7 @@ from nats.js.api import StreamConfig
 
 import jetstream_ext as jsx
 from jetstream_ext.client import api
-from jetstream_ext.spark import lag, planning, resume, streaming
+from jetstream_ext.spark import lag
 from jetstream_ext.spark.options import ReadOptions
 from jetstream_ext.spark.planning import DataLossError, PlanningError
 from jetstream_ext.spark.streaming import Follower
@@ -61,27 +60,6 @@ def spans(parts: list[Any]) -> list[tuple[int, int]]:
     return [(part.first, part.last) for part in parts]
 
 
-async def test_an_earliest_start_reads_the_whole_stream(
-    js: JetStreamContext, make: Callable[..., Awaitable[str]]
-) -> None:
-    name = await make(10)
-    query = follower(name)
-    start = await query.initial(js)
-    assert seqs(start) == {name: 0}
-    end = await query.latest(js, start)
-    assert seqs(end) == {name: 10}
-    assert spans(await query.plan(js, start, end)) == [(1, 5), (6, 10)]
-    assert await query.latest(js, end) == end
-    assert spans(await query.plan(js, end, end)) == []
-    await more(js, name, 1)
-    later = await query.latest(js, end)
-    # The number of partitions is constant, because the ids of a sink contain the partition.
-    assert spans(await query.plan(js, end, later)) == [(11, 11), (12, 11)]
-    reported = query.reported()
-    assert reported is not None
-    assert seqs(reported) == seqs(later)
-
-
 async def test_a_start_that_depends_on_the_moment_is_pinned(
     cell: Any, js: JetStreamContext, make: Callable[..., Awaitable[str]]
 ) -> None:
@@ -103,23 +81,6 @@ async def test_a_start_that_depends_on_the_moment_is_pinned(
             assert seqs(moved) == {name: 15 if option == "startingOffsets" else 10}
             assert await again.plan(js, moved, start) == []
             assert seqs(await again.latest(js, start)) == {name: 15}
-
-
-async def test_a_stream_that_has_not_reached_the_start_holds_no_other_one_back_on_spark_before_4_2(
-    js: JetStreamContext, make: Callable[..., Awaitable[str]]
-) -> None:
-    """A restarted query resolves the start again."""
-    busy, quiet = await make(10), await make(0)
-    options = {"startingOffsets": f'{{"{busy}": 5, "{quiet}": 1}}'}
-    query = follower(busy, quiet, **options)
-    await query.initial(js)
-    end = await query.latest(js, None)
-    await more(js, busy, 4)
-    again = follower(busy, quiet, **options)
-    later = await again.latest(js, None)
-    assert seqs(later) == {busy: 14, quiet: 0}
-    parts = await again.plan(js, end, later)
-    assert [(part.stream, part.first, part.last) for part in parts] == [(busy, 11, 12), (busy, 13, 14)]
 
 
 async def test_a_query_starts_at_a_sequence(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
@@ -245,19 +206,6 @@ class TestLoss:
         await more(js, name, 10)
         return name, offset
 
-    async def test_a_purged_head_is_a_loss(
-        self, js: JetStreamContext, read: tuple[str, Offset], caplog: pytest.LogCaptureFixture
-    ) -> None:
-        name, start = read
-        await js.purge_stream(name, seq=15)
-        with pytest.raises(DataLossError, match=f"sequences 11 to 14 of stream '{name}' are gone .*now starts at 15"):
-            await follower(name).latest(js, start)
-        lax = follower(name, failOnDataLoss="false")
-        with caplog.at_level(logging.WARNING, "jetstream_ext"):
-            end = await lax.latest(js, start)
-            assert spans(await lax.plan(js, start, end)) == [(15, 17), (18, 20)]
-        assert caplog.text.count("sequences 11 to 14") == 1
-
     async def test_a_head_purged_since_the_plan_is_a_loss(
         self, js: JetStreamContext, read: tuple[str, Offset], caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -271,28 +219,6 @@ class TestLoss:
         assert (spans(parts), [part.from_head for part in parts]) == ([(11, 15), (16, 20)], [True, False])
         assert caplog.text.count("sequences 11 to 14") == 1
 
-    async def test_a_recreated_stream_is_a_loss(
-        self, js: JetStreamContext, make: Callable[..., Awaitable[str]], read: tuple[str, Offset]
-    ) -> None:
-        name, start = read
-        old_end = await follower(name).latest(js, start)
-        await js.delete_stream(name)
-        await make(40, name)  # grown past the offset already
-        with pytest.raises(DataLossError, match=f"'{name}' was deleted and re-created"):
-            await follower(name).latest(js, start)
-        lax = follower(name, failOnDataLoss="false")
-        end = await lax.latest(js, start)
-        assert seqs(end) == {name: 40}
-        # The loss is reported when the micro-batch is planned. Its replays have the same rows, whatever the options say then.
-        for query in (lax, follower(name)):
-            assert spans(await query.plan(js, start, end)) == [(1, 20), (21, 40)]
-        # A micro-batch of the old stream cannot be replayed from the new one.
-        assert await lax.plan(js, start, old_end) == []
-        with pytest.raises(
-            DataLossError, match=r"sequences 11 to 20 .* are lost: the stream was deleted and re-created"
-        ):
-            await follower(name).plan(js, start, old_end)
-
     async def test_a_stream_that_lost_its_end_is_a_loss(self, js: JetStreamContext, read: tuple[str, Offset]) -> None:
         name, start = read
         start["streams"][name] |= {"seq": 30, "ends": []}
@@ -305,67 +231,6 @@ class TestLoss:
         end = {"v": 1, "streams": {name: {"created": start["streams"][name]["created"], "seq": 20}}}
         with pytest.raises(DataLossError, match=r"ended at sequence 20 .* had already read up to 30"):
             await follower(name).plan(js, start, end)
-
-    @pytest.mark.parametrize("call", ["latest", "plan"])
-    @pytest.mark.parametrize("recreate", [False, True])
-    async def test_a_stream_that_is_deleted_while_it_lags_is_reported_once(
-        self,
-        js: JetStreamContext,
-        make: Callable[..., Awaitable[str]],
-        read: tuple[str, Offset],
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
-        call: str,
-        recreate: bool,
-    ) -> None:
-        name, start = read
-        end = json.loads(json.dumps(start))
-        end["streams"][name] |= {"seq": 30, "ends": []}
-        describe, calls = streaming.readable_state, itertools.count()
-
-        async def delete_after_the_first(*arguments: Any) -> Any:
-            if next(calls) == 1:
-                await js.delete_stream(name)
-                if recreate:
-                    await make(40, name)
-            return await describe(*arguments)
-
-        for module in (streaming, resume):
-            monkeypatch.setattr(module, "readable_state", delete_after_the_first)
-        query = follower(name, failOnDataLoss="false")
-        with caplog.at_level(logging.WARNING):
-            found = await (query.latest(js, end) if call == "latest" else query.plan(js, start, end))
-        assert [("re-created" in text, "does not exist" in text) for text in caplog.messages] == [
-            (recreate, not recreate)
-        ]
-        if call == "plan":
-            assert found == []
-        else:
-            assert seqs(found) == {name: 40 if recreate else 30}
-
-    async def test_an_end_that_goes_back_is_a_loss_before_spark_4_2(
-        self, js: JetStreamContext, read: tuple[str, Offset], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Before 4.2, Spark does not pass the start of a micro-batch, so an offset that went back would repeat rows."""
-        name, _ = read
-        query = follower(name)
-        offset = await query.latest(js, None)
-        describe, lagging = streaming.readable_state, [5, 5, 5]
-
-        async def elected_a_moment_ago(*arguments: Any) -> Any:
-            state = await describe(*arguments)
-            assert state is not None
-            return replace(state, last_seq=lagging.pop()) if lagging else state
-
-        for module in (streaming, resume):
-            monkeypatch.setattr(module, "readable_state", elected_a_moment_ago)
-        monkeypatch.setattr(api, "SETTLE", 60)
-        assert await query.latest(js, None) == offset
-        assert not lagging
-        lagging.extend([5] * 1000)
-        monkeypatch.setattr(api, "SETTLE", 0.3)
-        with pytest.raises(DataLossError, match="ends at sequence 5, but the query has already read up to 20"):
-            await query.latest(js, None)
 
     async def test_a_missing_stream_is_a_loss(
         self, js: JetStreamContext, make: Callable[..., Awaitable[str]], stream_name: Callable[[], str]
@@ -394,86 +259,6 @@ class TestLoss:
                 await check(retention)
 
 
-async def test_every_decision_is_a_debug_record(
-    js: JetStreamContext, make: Callable[..., Awaitable[str]], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.DEBUG, "jetstream_ext.spark")
-    name = await make(10)
-    query = follower(name)
-    start = await query.initial(js)
-    end = await query.latest(js, start)
-    await query.plan(js, start, end)
-    await query.freeze(js)
-    records = [one.getMessage() for one in caplog.records if one.name == "jetstream_ext.spark"]
-    events = "start found", "end of micro-batch", "planned; partitions=2", "end found"
-    starts = [f"query: {event}" for event in events]
-    assert [text for text, start in zip(records, starts, strict=True) if not text.startswith(start)] == []
-    assert all(f"'{name}'" in text for text in records)
-
-
-class TestPlans:
-    """The plan of a micro-batch is in its end, so that a replay has the same partitions."""
-
-    async def test_a_micro_batch_of_version_1_has_the_partitions_that_its_release_made(
-        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
-    ) -> None:
-        one, other = await make(100), await make(10)
-        created = {name: (await follower(name).initial(js))["streams"][name]["created"] for name in (one, other)}
-
-        def offset(*seqs: int) -> Offset:
-            return {
-                "v": 1,
-                "streams": {
-                    name: {"created": created[name], "seq": seq} for name, seq in zip((one, other), seqs, strict=True)
-                },
-            }
-
-        await js.purge_stream(one, seq=11)
-        query = follower(one, other, minPartitions="3")
-        parts = await query.plan(js, offset(0, 0), offset(90, 10))
-        assert spans(parts) == [(1, 45), (46, 90), (1, 10)]
-        later = await query.latest(js, offset(90, 10))
-        assert (later["v"], seqs(later)) == (2, {one: 100, other: 10})
-        assert spans(await query.plan(js, offset(90, 10), later)) == [(91, 93), (94, 96), (97, 100)]
-
-    async def test_before_spark_4_2_the_first_micro_batch_keeps_the_start_that_it_was_planned_with(
-        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
-    ) -> None:
-        name = await make(10)
-        when = (await jsx.DirectGet(js, name).get(10)).time + timedelta(microseconds=1)
-        await more(js, name, 90)
-        options = {"startingTime": when.isoformat()}
-        query = follower(name, **options)
-        end = await query.latest(js, None)
-        parts = spans(await query.plan(js, await query.initial(js), end))
-        assert parts == [(11, 55), (56, 100)]
-        await js.purge_stream(name, seq=31)
-        again = follower(name, failOnDataLoss="false", **options)
-        moved = await again.initial(js)
-        assert seqs(moved) == {name: 30}
-        assert spans(await again.plan(js, moved, end)) == parts
-
-    async def test_before_spark_4_2_a_restart_reads_on_where_the_checkpoint_ends(
-        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
-    ) -> None:
-        """The start options apply to new streams only, also where the first answer of a process is pinned."""
-        name, added = await make(10), await make(5)
-        begun = await follower(name).latest(js, None)
-        await more(js, name, 10)
-        restarted = follower(name, added, startingOffsets="latest")
-        end = await restarted.latest(js, None)
-        assert [(one.stream, one.first, one.last) for one in await restarted.plan(js, begun, end)] == [
-            (name, 11, 15),
-            (name, 16, 20),
-        ]
-        await more(js, added, 3)
-        later = await restarted.latest(js, None)
-        assert [(one.stream, one.first, one.last) for one in await restarted.plan(js, end, later)] == [
-            (added, 6, 6),
-            (added, 7, 8),
-        ]
-
-
 class TestAStartThatTheStreamHasNotReached:
     async def test_a_restarted_query_still_waits_for_it(
         self, cell: Any, js: JetStreamContext, make: Callable[..., Awaitable[str]]
@@ -490,31 +275,8 @@ class TestAStartThatTheStreamHasNotReached:
                 await more(js, name, 21 - messages)
                 assert spans(await restarted.plan(js, start, await restarted.latest(js, start))) == [(20, 20), (21, 21)]
 
-    async def test_before_spark_4_2_a_query_still_waits_for_it(
-        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
-    ) -> None:
-        name = await make(10)
-        options = {"startingOffsets": json.dumps({name: 20}), "failOnDataLoss": "false"}
-        for query in (follower(name, **options), follower(name, **options)):
-            end = await query.latest(js, None)
-            start = await query.initial(js)
-            assert await query.plan(js, start, end) == []
-            assert await query.latest(js, None) == end
-        await more(js, name, 11)
-        assert spans(await query.plan(js, end, await query.latest(js, None))) == [(20, 20), (21, 21)]
-
 
 class TestRecreation:
-    async def test_a_recreated_stream_is_a_loss_for_an_offset_of_version_1(
-        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
-    ) -> None:
-        name = await make(5)
-        created = (await follower(name).initial(js))["streams"][name]["created"]
-        await js.delete_stream(name)
-        await make(15, name)
-        with pytest.raises(DataLossError, match="was deleted and re-created"):
-            await follower(name).latest(js, {"v": 1, "streams": {name: {"created": created, "seq": 5}}})
-
     async def test_fail_replays_no_micro_batch_of_a_recreated_stream(
         self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
     ) -> None:
@@ -545,21 +307,6 @@ class TestRecreation:
         await more(js, name, 8)
         assert spans(await query.plan(js, kept, await query.latest(js, None))) == [(11, 11), (12, 12)]
 
-    async def test_a_micro_batch_that_was_planned_before_the_recreation(
-        self, js: JetStreamContext, make: Callable[..., Awaitable[str]]
-    ) -> None:
-        name = await make(10)
-        planner = follower(name)
-        start = await planner.initial(js)
-        end = await planner.latest(js, start)
-        await js.delete_stream(name)
-        await make(20, name)
-        with pytest.raises(DataLossError, match=r"sequences 1 to 10 .* are lost"):
-            await follower(name).plan(js, start, end)
-        assert await follower(name, onRecreate="earliest").plan(js, start, end) == []
-        kept = await follower(name, onRecreate="keep").plan(js, start, end)
-        assert spans(kept) == [(1, 5), (6, 10)]
-
 
 async def test_a_pattern_follows_streams_that_come(
     js: JetStreamContext, make: Callable[..., Awaitable[str]], stream_name: Callable[[], str]
@@ -585,74 +332,3 @@ async def test_a_pattern_follows_streams_that_come(
     assert seqs(gone) == {f"{prefix}-a": 3}
     assert await lax.plan(js, end, gone) == []
     assert lag({"sources": [{"endOffset": gone, "latestOffset": lax.reported()}]}) == {f"{prefix}-a": 0}
-
-
-async def test_a_list_of_names_that_lacks_a_stream_removes_it_from_no_query(
-    js: JetStreamContext,
-    make: Callable[..., Awaitable[str]],
-    stream_name: Callable[[], str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The server lists names in pages, so a stream that is deleted between two of them hides another one."""
-    prefix = stream_name()
-    first = await make(3, f"{prefix}-a")
-    await make(3, f"{prefix}-b")
-    query = follower(streamPattern=f"{prefix}-.*")
-    end = await query.latest(js, await query.initial(js))
-
-    async def incomplete(*_: Any) -> list[str]:
-        return [first]
-
-    monkeypatch.setattr(planning, "stream_names", incomplete)
-    assert await query.latest(js, end) == end
-
-
-class TestPatternBeforeSpark42:
-    """A query starts at the end of the streams that match when it starts, and reads all of those that come later."""
-
-    @pytest.fixture
-    async def begun(
-        self, js: JetStreamContext, make: Callable[..., Awaitable[str]], stream_name: Callable[[], str]
-    ) -> tuple[str, Follower, Offset]:
-        prefix = stream_name()
-        await make(3, f"{prefix}-a")
-        query = follower(streamPattern=f"{prefix}-.*", startingOffsets="latest")
-        return prefix, query, await query.latest(js, None)
-
-    async def test_a_stream_that_came_while_the_query_was_down_is_read(
-        self, js: JetStreamContext, make: Callable[..., Awaitable[str]], begun: tuple[str, Follower, Offset]
-    ) -> None:
-        prefix, _, start = begun
-        added = await make(4, f"{prefix}-b")
-        restarted = follower(streamPattern=f"{prefix}-.*", startingOffsets="latest")
-        end = await restarted.latest(js, None)
-        assert [(part.stream, part.first, part.last) for part in await restarted.plan(js, start, end)] == [
-            (added, 1, 2),
-            (added, 3, 4),
-        ]
-        assert await restarted.plan(js, end, await restarted.latest(js, None)) == []
-
-    async def test_a_stream_whose_first_sequence_is_not_1_has_lost_nothing(
-        self, js: JetStreamContext, make: Callable[..., Awaitable[str]], begun: tuple[str, Follower, Offset]
-    ) -> None:
-        prefix, query, start = begun
-        await make(4, f"{prefix}-b", first_seq=1000)
-        assert spans(await query.plan(js, start, await query.latest(js, None))) == [(1000, 1001), (1002, 1003)]
-
-
-async def test_an_idle_query_asks_less_and_less_often(
-    js: JetStreamContext, make: Callable[..., Awaitable[str]], pauses: list[float]
-) -> None:
-    name = await make(1)
-    query = follower(name)
-    end = await query.latest(js, await query.initial(js))
-    pauses.clear()
-    for _ in range(4):
-        assert await query.latest(js, end) == end
-    assert pauses == pytest.approx([0.5, 0.75, 1.0], abs=0.2)
-    await more(js, name, 1)
-    end = await query.latest(js, end)
-    assert seqs(end) == {name: 2}
-    pauses.clear()
-    assert await query.latest(js, end) == end
-    assert pauses == []

@@ -15,7 +15,6 @@ from nats.js.errors import NoStreamResponseError
 from nats.js.kv import KeyValue
 from pyspark.sql.datasource import CaseInsensitiveDict
 
-from jetstream_ext.client.api import Api
 from jetstream_ext.errors import DirectGetDisabledError, HistoryUnavailableError
 from jetstream_ext.kv import snapshot
 from jetstream_ext.spark import kv
@@ -132,19 +131,6 @@ def test_keys_that_clients_refuse_are_rows_with_different_keys(cell: Any, odd: s
             }
 
 
-def test_keys_that_clients_refuse_have_their_present_values_if_history_is_gone(
-    odd: str, server: NatsServer, read: Read, with_js: Any
-) -> None:
-    async def overwrite(js: JetStreamContext) -> None:
-        for value in (b"1", b"2", b"3"):
-            await js.publish(f"$KV.{odd}.\ufffd", value)
-
-    with_js(overwrite)
-    assert values(read(odd, asOf="15"))["\ufffd"] == b"3"
-    with pytest.raises(HistoryUnavailableError, match=r"the history needed for 1 of 15 keys \(such as '\ufffd'\)"):
-        read(odd, asOf="15", consistency="strict", minPartitions="1")
-
-
 def test_more_keys_than_a_request_takes_are_read(cell: Any, make: Callable[..., str], read: Read) -> None:
     def check(count: int) -> None:
         async def fill(kv: KeyValue) -> None:
@@ -209,42 +195,9 @@ class TestThePast:
         with pytest.raises(HistoryUnavailableError, match="the history needed for 1 of"):
             read(bucket, asOf="10", consistency="strict", minPartitions="1")
 
-    def test_a_purge_removes_history(self, make: Callable[..., str], read: Read, with_js: Any) -> None:
-        bucket = make(ten, history=5)
-
-        async def purge(js: JetStreamContext) -> None:
-            await (await js.key_value(bucket)).purge("k.1")
-
-        with_js(purge)
-        with pytest.raises(HistoryUnavailableError, match=r"'k\.1'"):
-            read(bucket, asOf="10", consistency="strict", minPartitions="1")
-        assert "k.1" not in values(read(bucket, asOf="10"))
-
     def test_a_future_revision_is_refused(self, make: Callable[..., str], read: Read) -> None:
         with pytest.raises(PlanningError, match=r"'asOf': bucket .* has no revision 11 yet; its last is 10"):
             read(make(ten), asOf="11")
-
-
-def test_a_listing_of_several_pages_is_complete(
-    make: Callable[..., str], read: Read, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bucket = make(ten)
-    whole = Api.ask
-
-    async def from_start(self: Any, what: str, body: Any = None, **more: Any) -> Any:
-        return await whole(self, what, body | {"offset": 0} if body and "offset" in body else body, **more)
-
-    async def paged(self: Any, what: str, body: Any = None, **more: Any) -> Any:
-        answer = await from_start(self, what, body, **more)
-        if body and "offset" in body:
-            subjects = answer["state"].get("subjects") or {}
-            page = sorted(subjects)[body["offset"] : body["offset"] + 3]
-            answer |= {"total": len(subjects), "limit": 3}
-            answer["state"]["subjects"] = {name: subjects[name] for name in page}
-        return answer
-
-    monkeypatch.setattr(Api, "ask", paged)
-    assert values(read(bucket)) == TEN
 
 
 def test_an_invalid_option_is_named(cell: Any) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import pickle
-from collections.abc import Iterator
 from contextlib import closing
-from tempfile import SpooledTemporaryFile
 from typing import Any
 
 import pyarrow as pa
@@ -14,13 +11,12 @@ import pytest
 from pyspark.sql.types import BinaryType, DoubleType, IntegerType, LongType, StringType, StructField, StructType
 
 from jetstream_ext.kv.staging import Staged
-from jetstream_ext.spark import kv_rows
 from jetstream_ext.spark.bad_rows import BadRow, BadRows
 from jetstream_ext.spark.kv_rows import KeyWrite, KvColumns, KvRowReader, LastRows
 from jetstream_ext.spark.kv_source import JetStreamKvDataSource
 from jetstream_ext.spark.options import KvWriteOptions, OptionError
 from jetstream_ext.spark.row_sizes import RowSizes
-from jetstream_ext.types import NEVER, BatchMessage
+from jetstream_ext.types import NEVER
 
 TYPES = {
     "string": StringType(),
@@ -134,23 +130,6 @@ def test_times_to_live() -> None:
     assert [write.what.ttl for write in writes] == [900, None, None]  # markers stay
 
 
-def test_a_row_becomes_a_message_as_a_transaction_would_write_it() -> None:
-    (plain, deleted, created), _ = read(
-        [ROW, ("d", "DEL", None, None, 4), ("c", None, b"v", "5s", 0)],
-    )
-    assert plain.message("$KV.b.") == ("$KV.b.k", b"v")
-    message = deleted.message("$KV.b.")
-    assert isinstance(message, BatchMessage)
-    assert (message.headers, message.expected_last_subject_seq) == ({"KV-Operation": "DEL"}, 4)
-    message = pickle.loads(pickle.dumps(created)).message("$KV.b.")
-    assert (message.subject, message.payload, message.msg_ttl, message.expected_last_subject_seq) == (
-        "$KV.b.c",
-        b"v",
-        5,
-        0,
-    )
-
-
 def test_other_columns_are_refused(cell: Any) -> None:
     for schema, reason in [
         ("value binary", "column 'key': it is missing"),
@@ -166,33 +145,6 @@ def test_other_columns_are_refused(cell: Any) -> None:
             options = KvWriteOptions.parse({"servers": "nats://unused:4222", "bucket": "b"}, streaming=False)
             with pytest.raises(OptionError, match=reason):
                 KvColumns.of(schema_of(schema), options)
-
-
-@pytest.fixture
-def last() -> Iterator[LastRows]:
-    rows = LastRows(0)
-    yield rows
-    rows.close()
-
-
-def test_the_file_of_few_keys_with_many_rows_stays_small(last: LastRows, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[SpooledTemporaryFile[bytes]] = []
-
-    def open_file(max_size: int) -> SpooledTemporaryFile[bytes]:
-        written.append(SpooledTemporaryFile(max_size=max_size))  # noqa: SIM115
-        return written[-1]
-
-    monkeypatch.setattr(kv_rows, "_MEMORY", 10_000)
-    monkeypatch.setattr(kv_rows, "SpooledTemporaryFile", open_file)
-    for row in range(3000):
-        last.add(f"k.{row % 7}", b"%d" % row * 50, Staged("PUT"), row)
-        if written:
-            assert written[-1].tell() <= 10_200
-    assert written
-    assert all(file.closed for file in written[:-1])
-    assert [(one.key, one.value, one.row) for one in last] == [
-        (f"k.{row % 7}", b"%d" % row * 50, row) for row in range(2993, 3000)
-    ]
 
 
 def test_markers_have_subjects_of_their_own(cell: Any) -> None:

@@ -219,27 +219,3 @@ async def test_a_former_leader_that_answers_reads_makes_no_row_a_bad_row(
     await second.store(writes)  # `refuse` would raise RowError
     assert stale < 0
     assert second.skipped == 2
-
-
-async def test_a_version_that_was_never_completed_is_reported(
-    cell: Any, js: JetStreamContext, stream_name: Callable[[], str], caplog: pytest.LogCaptureFixture
-) -> None:
-    for by in ["a task", "the driver"]:
-        caplog.clear()
-        with cell(by):
-            bucket = stream_name()
-            await kvx.enable(await js.create_key_value(KeyValueConfig(bucket=bucket)), spark=True)
-            given = {"servers": "nats://unused:4222", "bucket": bucket, "txnAppId": "app", "txnVersion": "1"}
-            options, state = (
-                KvWriteOptions.parse(given, streaming=False),
-                await stream_state(Context(js), f"KV_{bucket}"),
-            )
-            first, second = (KvMicroBatch(js, options, state, "app", version, f"a{version}") for version in (1, 2))
-            assert await KeyTransactions(first, "0", refuse).open()
-            assert not caplog.records
-            if by == "a task":
-                assert await KeyTransactions(second, "0", refuse).open()
-            assert await KeyTransactions(second, DRIVER, refuse).finish([KeyWrite("a", b"", Staged("PUT"), 0, 0)])
-            warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-            assert len(warnings) == 1
-            assert "version 2 of 'app' begins, but version 1 was never completed" in warnings[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import pickle
 import time
 from collections import Counter
@@ -21,16 +20,15 @@ from nats.js.errors import NoStreamResponseError, ServiceUnavailableError
 from nats.js.kv import KeyValue
 from pyspark.sql.datasource import CaseInsensitiveDict
 
-from jetstream_ext.client.api import Api
-from jetstream_ext.errors import HistoryUnavailableError, StreamConfigMismatchError, StreamRecreatedError
-from jetstream_ext.kv import enable, parts, reads
-from jetstream_ext.kv.parts import KeyClass, LogRange
+from jetstream_ext.errors import HistoryUnavailableError, StreamRecreatedError
+from jetstream_ext.kv import parts
+from jetstream_ext.kv.parts import LogRange
 from jetstream_ext.spark import buckets, connection, kv
 from jetstream_ext.spark.kv import BucketPart, plan_kv
 from jetstream_ext.spark.kv_source import JetStreamKvDataSource
 from jetstream_ext.spark.options import KvOptions
-from jetstream_ext.spark.planning import PlanningError, state_of
-from jetstream_ext.testing import NatsCluster, NatsServer, ReferenceServer
+from jetstream_ext.spark.planning import PlanningError
+from jetstream_ext.testing import NatsServer, ReferenceServer
 from jetstream_ext.testing.reference.faults import Faults, StaleReplica
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -175,60 +173,6 @@ class TestThePlan:
         sizes = [len(pickle.dumps(part)) for part in (*small.parts, *large.parts)]
         assert max(sizes) < 2_000
         assert max(sizes) - min(sizes) < 50
-
-    def test_the_driver_asks_for_no_list_of_keys(
-        self, cell: Any, make: Callable[..., Read], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        [bucket, url] = (read := make(fill)).options.bucket, read.options.connection.servers[0]
-        ask, asked = Api.ask, list[Any]()
-
-        async def listen(self: Any, what: str, body: Any = None, **more: Any) -> Any:
-            asked.append((what.split(".")[1], body))
-            return await ask(self, what, body, **more)
-
-        monkeypatch.setattr(Api, "ask", listen)
-        for name, limit in (("_MOST_LISTED", kv._MOST_LISTED), ("_MOST_LISTED", 0), ("_SMALL_LOG", 0)):
-            monkeypatch.setattr(kv, name, limit)
-            for keys in (">", "customer.*.address", "customer.0000*.address,customer.01000.>"):
-                with cell(name, limit, keys):
-                    asked.clear()
-                    Read(url, bucket, keys=keys).plan()
-                    assert ("INFO", None) in asked
-                    assert not [body for _, body in asked if body and "subjects_filter" in json.dumps(body)]
-                    assert len(asked) <= 8
-
-    def test_ranges_have_about_as_many_messages(self, make: Callable[..., Read], ranges: None) -> None:
-        async def unevenly(bucket: KeyValue) -> None:
-            for _ in range(3):
-                await write(bucket, written(range(1_000), 0))
-            await fill(bucket)
-
-        read = make(unevenly, options={"minPartitions": "4"}).plan()
-        sizes = [sum(map(len, read.batches(part))) for part in read.parts]
-        assert sum(sizes) == KEYS
-        assert len(sizes) == 4
-        assert max(sizes) < 2 * min(sizes)
-
-    def test_the_size_of_a_bucket_decides_how_it_is_cut(self, cell: Any, make: Callable[..., Read]) -> None:
-        def check(exceeded: list[str], cut: str) -> None:
-            read = make(fill)
-            with pytest.MonkeyPatch.context() as patch:
-                for name in exceeded:
-                    patch.setattr(kv, name, KEYS - 1)
-                read.plan()
-            for part in read.parts:
-                in_class = isinstance(part.keys, KeyClass)
-                assert cut == ("by name" if in_class else "whole log" if part.keys.only else "ranges")
-            assert read.values() == EVERY_KEY
-
-        for exceeded, cut in [
-            ([], "by name"),
-            (["_MOST_LISTED"], "whole log"),
-            (["_MOST_LISTED", "_SMALL_LOG"], "ranges"),
-            (["_MOST_LISTED", "_SMALL_BYTES"], "ranges"),
-        ]:
-            with cell(exceeded, cut):
-                check(exceeded, cut)
 
 
 @pytest.mark.parametrize("mode", ["by_name", "whole_log", "ranges"])
@@ -413,12 +357,6 @@ async def expired(bucket: KeyValue) -> None:
             await asyncio.sleep(0.1)
 
 
-async def recreate(bucket: KeyValue) -> None:
-    await bucket._js.delete_key_value(bucket._name)
-    again = await bucket._js.create_key_value(KeyValueConfig(bucket=bucket._name, direct=True))
-    await write(again, {f"zz.{number}": b"" for number in range(30)})
-
-
 FIVE = {f"a.{number}": b"v" for number in range(5)}
 
 
@@ -434,24 +372,6 @@ class TestClassesWithoutKeys:
         for part in read.parts:
             with pytest.raises(HistoryUnavailableError, match="keys may be missing"):
                 list(read.batches(part))
-
-    def test_a_bucket_that_was_created_again_is_noticed(self, cell: Any, make: Callable[..., Read]) -> None:
-        for keys in ["a.*", "a.*,b", "a.1", "a.1,a.2,a.3"]:
-            with cell(keys):
-                read = make(partial(write, entries=FIVE), options={"keys": keys, "minPartitions": "3"}).plan()
-                [first, *_] = read.parts
-                empty = next(number for number in range(100) if not any(name in KeyClass(number, 100) for name in FIVE))
-                read.parts.append(replace(first, keys=KeyClass(empty, 100)))
-                read.change(recreate)
-                for part in read.parts:
-                    with pytest.raises(StreamRecreatedError):
-                        list(read.batches(part))
-
-
-async def allow_deletes(context: JetStreamContext, stream: str) -> Any:
-    state = await state_of(context, stream)
-    assert state is not None
-    return replace(state, config={**state.config, "deny_delete": False})
 
 
 @pytest.mark.usefixtures("ranges")
@@ -477,117 +397,28 @@ class TestHistoriesWithGaps:
             assert sum(row["key"] == "k" for row in rows) <= 1
             assert len({row["key"] for row in rows}) == len(rows) >= 98
 
-    def test_a_log_is_cut_only_if_older_values_never_outlive_newer_ones(
-        self, cell: Any, make: Callable[..., Read]
-    ) -> None:
-        for history, own_ttls, deletes, cut in [
-            (1, True, True, True),
-            (2, False, False, True),
-            (2, True, False, False),
-            (2, False, True, False),
-        ]:
-            with cell(history, own_ttls, deletes, cut):
-                read = make(several_versions, history=history, own_ttls=own_ttls, options={"minPartitions": "20"})
-                if deletes:
-                    with pytest.MonkeyPatch.context() as patch:
-                        patch.setattr(buckets, "state_of", allow_deletes)
-                        read.plan()
-                else:
-                    read.plan()
-                assert all((part.keys.only is None) == cut for part in read.parts)
-                assert len(read.parts) == (20 if cut else kv._MOST_WHOLE_READS)
-                assert read.values() == NEWEST
 
+def test_batches_of_large_values_are_cut_by_their_bytes(
+    cell: Any, make: Callable[..., Read], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, limit = 64 << 10, 512 << 10
+    monkeypatch.setattr(parts, "_BYTES_AT_ONCE", limit)
+    monkeypatch.setattr(buckets, "_BATCH_BYTES", limit)
 
-class TestLargeValues:
-    SIZE = 64 << 10
-    LIMIT = 512 << 10
-
-    @pytest.fixture
-    def limits(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(parts, "_BYTES_AT_ONCE", self.LIMIT)
-        monkeypatch.setattr(buckets, "_BATCH_BYTES", self.LIMIT)
-
-    async def fill(self, bucket: KeyValue) -> None:
+    async def fill(bucket: KeyValue) -> None:
         for number in range(200):
-            await bucket.put(key(number), number.to_bytes() * self.SIZE)
+            await bucket.put(key(number), number.to_bytes() * size)
 
-    @pytest.mark.parametrize("changed", [False, True])
-    def test_batches_and_answers_are_cut_by_their_bytes(
-        self, make: Callable[..., Read], limits: None, monkeypatch: pytest.MonkeyPatch, changed: bool
-    ) -> None:
-        asked: list[int] = []
-        for module, name in ((parts, "read_names"), (kv, "read_present")):
-            read_some = getattr(module, name)
-
-            def note(bucket: Any, point: Any, names: Any, *, _read: Any = read_some, **more: Any) -> Any:
-                asked.append(len(names))
-                return _read(bucket, point, names, **more)
-
-            monkeypatch.setattr(module, name, note)
-        read = make(self.fill, options={"minPartitions": "1"}).plan()
-        assert len(read.parts) == 1
-        if changed:
-            read.change(self.fill)
-        sizes, found = [], set[str]()
-        for batch in kv.read_keys(read.options, read.schema, read.parts[0]):
-            sizes.append(batch.nbytes)
-            found.update(batch.column("key").to_pylist())
-        assert found == {key(number) for number in range(200)}
-        assert max(sizes) <= self.LIMIT + 10_000
-        assert max(asked) <= self.LIMIT // self.SIZE
-
-    def test_larger_values_than_the_mean_are_read_a_few_at_a_time(
-        self, make: Callable[..., Read], limits: None, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(parts, "_KEYS_AT_ONCE", 50)
-
-        async def fill(bucket: KeyValue) -> None:
-            await write(bucket, {f"small.{number}": b"" for number in range(10_000)})
-            await self.fill(bucket)
-
-        read = make(fill, options={"keys": "customer.>", "minPartitions": "1"}).plan()
-        sizes = [batch.nbytes for batch in kv.read_keys(read.options, read.schema, read.parts[0])]
-        assert max(sizes) <= self.LIMIT + 10_000
-        assert sum(sizes) > 200 * self.SIZE
-
-    @pytest.mark.parametrize(("limit", "whole"), [(16 << 20, True), (2 << 20, False)])
-    def test_a_log_of_large_values_is_not_read_for_what_was_removed(
-        self, make: Callable[..., Read], monkeypatch: pytest.MonkeyPatch, limit: int, whole: bool
-    ) -> None:
-        async def fill_and_delete(bucket: KeyValue) -> None:
-            await self.fill(bucket)
-            await bucket.delete(key(1))
-
-        read_log, read_by = reads._read_log, list[Any]()
-
-        def note(source: Any, *given: Any) -> Any:
-            read_by.append(source)
-            return read_log(source, *given)
-
-        monkeypatch.setattr(reads, "_SMALL_BYTES", limit)
-        monkeypatch.setattr(reads, "_read_log", note)
-        assert len(make(fill_and_delete).plan().values()) == 199
-        assert bool(read_by) == whole
-
-    def test_large_values_make_more_partitions(
-        self, make: Callable[..., Read], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(kv, "_BYTES_PER_PARTITION", 2 << 20)
-        read = make(self.fill).plan()
-        assert 6 <= len(read.parts) <= 8
-        assert len(read.values()) == 200
-
-
-class TestWholeLog:
-    @pytest.mark.usefixtures("whole_log")
-    def test_a_key_that_has_changed_has_its_present_value(self, make: Callable[..., Read]) -> None:
-        read = make(several_versions).plan().change(writes(range(50), 5))
-        assert read.values() == NEWEST | written(range(50), 5)
-        strict = Read(read.options.connection.servers[0], read.options.bucket, consistency="strict", minPartitions="1")
-        strict.plan().change(writes(range(50), 6))
-        with pytest.raises(HistoryUnavailableError, match=f"the history needed for 50 of {KEYS:,} keys"):
-            strict.rows()
+    for changed in [False, True]:
+        with cell(changed):
+            read = make(fill, options={"minPartitions": "1"}).plan()
+            if changed:
+                read.change(fill)
+            [part] = read.parts
+            batches = list(kv.read_keys(read.options, read.schema, part))
+            found = [name for batch in batches for name in batch.column("key").to_pylist()]
+            assert sorted(found) == [key(number) for number in range(200)]
+            assert max(batch.nbytes for batch in batches) <= limit + 10_000
 
 
 @pytest.mark.usefixtures("ranges")
@@ -612,74 +443,6 @@ class TestRanges:
         with pytest.raises(HistoryUnavailableError, match=ERROR.format(1, key(KEYS - 1))):
             list(batches)
 
-    def test_history_that_is_too_short_is_an_error(self, cell: Any, make: Callable[..., Read]) -> None:
-        def check(purged: bool) -> None:
-            async def change(bucket: KeyValue) -> None:
-                if purged:
-                    await bucket.purge(key(5))
-                for version in range(1 if purged else 3):
-                    await write(bucket, written([5], version))
-                await write(bucket, written([6], 1) | {"new": b""})
-
-            read = make(several_versions, history=3).plan().change(change)
-            for part in read.parts:
-                with pytest.raises(HistoryUnavailableError, match=ERROR.format(1, key(5))):
-                    list(read.batches(part))
-
-        for purged in [True, False]:
-            with cell(purged):
-                check(purged)
-
-    def test_few_matching_messages_are_filtered_by_the_server(self, make: Callable[..., Read]) -> None:
-        async def fill_both(bucket: KeyValue) -> None:
-            await several_versions(bucket)
-            await write(bucket, {f"other.{number}": b"%d" % number for number in range(50)})
-            await fill(bucket)
-
-        read = make(fill_both, history=2, options={"keys": "other.*"}).plan()
-        assert [part.keys.subject for part in read.parts] == [f"$KV.{read.options.bucket}.other.*"] * 2
-        assert read.values() == {f"other.{number}": b"%d" % number for number in range(50)}
-
-    def test_a_strict_read_of_the_past_needs_a_record_of_the_limits(self, cell: Any, make: Callable[..., Read]) -> None:
-        def check(record: bool) -> None:
-            async def fill_twice(bucket: KeyValue) -> None:
-                if record:
-                    await enable(bucket)
-                await several_versions(bucket)
-                await write(bucket, written(range(KEYS), 5))
-
-            past = make(fill_twice, history=3, options={"consistency": "strict", "asOf": f"{KEYS + KEYS // 2}"}).plan()
-            if record:
-                assert past.values() == EVERY_KEY | written(range(0, KEYS, 2), 1)
-            else:
-                with pytest.raises(HistoryUnavailableError, match="record since when the bucket's limits hold"):
-                    past.rows()
-
-        for record in [True, False]:
-            with cell(record):
-                check(record)
-
-    def test_a_key_that_is_deleted_has_no_present_value(self, cell: Any, make: Callable[..., Read]) -> None:
-        for history in [1, 3]:
-            with cell(history):
-
-                async def delete(bucket: KeyValue) -> None:
-                    await bucket.delete(key(1))
-                    await bucket.purge(key(2))
-
-                read = make(several_versions, history=history).plan().change(delete)
-                present = read.values()
-                assert (
-                    NEWEST.items()
-                    >= present.items()
-                    >= {k: v for k, v in NEWEST.items() if k not in (key(1), key(2))}.items()
-                )
-                for options in ({"consistency": "strict"}, {"includeDeleted": "true"}):
-                    again = Read(read.options.connection.servers[0], read.options.bucket, **options)
-                    again.parts = read.parts
-                    with pytest.raises(HistoryUnavailableError, match=ERROR.format(2 if history == 1 else 1, ".*")):
-                        again.rows()
-
     def test_a_revision_too_far_in_the_past_is_refused(
         self, make: Callable[..., Read], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -689,26 +452,6 @@ class TestRanges:
             PlanningError, match=rf"'asOf': .* written 101 times since revision {KEYS - 101}; .* at most 100 rev"
         ):
             make(fill, history=2, options={"asOf": f"{KEYS - 101}"}).plan()
-
-    def test_a_longer_history_than_before_hides_no_change(self, make: Callable[..., Read]) -> None:
-        """What was removed while the limit was lower does not come back."""
-
-        async def change(bucket: KeyValue) -> None:
-            await write(bucket, written([7], 9))
-            config = (await bucket._js.stream_info(bucket._stream)).config
-            await bucket._js.update_stream(config.evolve(max_msgs_per_subject=5))
-
-        read = make(several_versions).plan().change(change)
-        with pytest.raises(HistoryUnavailableError, match=ERROR.format(1, key(7))):
-            read.rows()
-
-    def test_added_replicas_are_noticed(self, make: Callable[..., Read]) -> None:
-        read = make(fill).plan()
-        state = replace(read.parts[0].point.state, replicated=True)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("jetstream_ext.kv.parts.state_since", lambda *_: asyncio.sleep(0, state))
-            with pytest.raises(StreamConfigMismatchError, match="replicas were added"):
-                read.rows()
 
 
 @pytest.mark.usefixtures("ranges")
@@ -738,33 +481,3 @@ class TestReplicas:
         for history in [1, 3]:
             with cell(history):
                 check(history)
-
-    def test_a_replica_that_was_paused_repeats_no_key(self, with_js: Any, wait_for_interest: Any) -> None:
-        with NatsCluster() as cluster:
-            url = cluster.servers[0].url
-            config = KeyValueConfig(bucket="B", direct=True, replicas=3)
-
-            async def create(js: JetStreamContext) -> None:
-                bucket = await js.create_key_value(config)
-                await wait_for_interest(js, "$KV.B.k")
-                await fill(bucket)
-
-            async def leader(js: JetStreamContext) -> str:
-                info = await js.stream_info("KV_B")
-                assert info.cluster is not None
-                return str(info.cluster.leader)
-
-            with_js(create, url)
-            for version in range(1, 4):
-                name = with_js(leader, url)
-                follower = next(server for server in cluster.servers if server.name != name)
-                other = next(server for server in cluster.servers if server.name == name)
-                beside = Read(follower.url, "B", requestTimeout="20")
-                beside.plan()  # it is connected
-                follower.pause()
-                try:
-                    read = Read(other.url, "B", requestTimeout="20").change(writes(range(KEYS), version)).plan()
-                finally:
-                    follower.resume()
-                beside.parts = read.parts
-                assert beside.values() == written(range(KEYS), version)

@@ -12,16 +12,6 @@ def watch(*, from_head: bool = False, first: int = 1, last: int = 100) -> HeadWa
     return HeadWatch(first, last, from_head=from_head, now=0.0)
 
 
-def test_questions_become_rare() -> None:
-    reading, asked = watch(last=10_000), []
-    for piece in range(1, 200):
-        if reading.add([2 * piece], 0.0):
-            asked.append(piece)
-            reading.answered(1, 0.0)
-    assert asked == [1, 2, 4, 8, 16, 32, 64, 128]
-    assert reading.add([500], 2.0)  # but not rarer than once a second
-
-
 @given(st.data())
 def test_a_loss_is_never_missed(data: st.DataObject) -> None:
     """The first sequence moves up while a range is read; some messages were deleted before."""

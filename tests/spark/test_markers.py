@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Coroutine, Generator, Iterator, Sequence
-from hashlib import blake2b
 from types import SimpleNamespace, coroutine
 from typing import Any
 
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.spark import transactional
-from jetstream_ext.spark.markers import Layout, Marker, ReplayError, _add_content, decode, rows_per_marker
+from jetstream_ext.spark.markers import Marker, ReplayError, decode
 from jetstream_ext.spark.rows import Rows, digests_of
 from jetstream_ext.spark.transactional import Transactions
 
@@ -176,18 +175,11 @@ def test_attempts_at_once_store_every_row_once(attempts: list[tuple[list[int], i
 
 
 @settings(max_examples=300)
-@given(ROWS, SIZES, TURNS, st.integers(1, 3), st.integers(0, 3))
+@given(ROWS, SIZES, TURNS, st.integers(1, 3))
 def test_attempts_at_once_with_the_same_rows_need_only_the_newest_marker(
-    rows: list[int], sizes: list[int], turns: list[int], limit: int, old: int
+    rows: list[int], sizes: list[int], turns: list[int], limit: int
 ) -> None:
     partition = Partition(limit=limit)
-    if old and rows:  # an earlier version has stored some of them
-        first = rows_of(rows[:old])
-        digest = blake2b(digest_size=16)
-        _add_content(digest, first)
-        partition.rows.update(first.data)
-        partition.last_seq = len(first) + 1
-        partition.markers[partition.last_seq] = Marker(0, len(first), digest.hexdigest())
     run_at_once(partition, [(rows, size) for size in sizes], turns)
     assert partition.rows == Counter(b"%d" % row for row in rows)
 
@@ -232,23 +224,9 @@ def test_a_malformed_marker_is_refused(cell: Any) -> None:
                 decode(Marker, message(data))
 
 
-def test_records_of_the_first_version_are_read() -> None:
-    assert decode(Marker, message(b'{"v":1,"batch":3,"rows":2,"digest":"d"}')) == Marker(3, 2, "d")
-    assert decode(Layout, message(b'{"v":1,"batch":3,"partitions":2}')) == Layout(3, 2)
-    digest = blake2b(digest_size=16)
-    _add_content(digest, Rows(["s.0", "s.1", "s.ü"], [b"0", b"", b"2"], [None, {"A": "1", "B": "ü"}, None]))
-    assert digest.hexdigest() == "21bdb10e31341d69ba979e0d9ac8f233"  # of the code of that version
-
-
 def test_a_marker_that_names_itself_ends_the_chain() -> None:
     partition = Partition()
     assert run(attempt(partition, 0, [1, 2], 2)) == 0
     (seq, last), *_ = partition.markers.items()
     partition.markers[seq] = Marker(0, 2, last.digest, last.digests, previous=seq)
     assert run(attempt(partition, 0, [2, 1], 2)) == 2
-
-
-def test_the_rows_of_a_transaction_are_limited_by_the_size_of_a_message() -> None:
-    assert rows_per_marker("S", 1 << 20) > 999
-    assert rows_per_marker("S", 1024) == 38
-    assert rows_per_marker("S", 100) == 0

@@ -1,6 +1,5 @@
 """The options of reads and writes."""
 
-import pickle
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
@@ -15,21 +14,6 @@ URL = "nats://n:4222"
 
 def parse(**options: str) -> ReadOptions:
     return ReadOptions.parse(CaseInsensitiveDict({"servers": URL, "stream": "A"} | options))
-
-
-def test_options_have_defaults() -> None:
-    read = parse()
-    assert read == ReadOptions(
-        connection=ConnectionOptions((URL,)),
-        streams=("A",),
-        subjects=(),
-        starting=Bounds("earliest"),
-        ending=Bounds("latest"),
-    )
-    assert (read.min_partitions, read.max_bytes_per_partition) == (2, 64 << 20)
-    assert read.fail_on_data_loss
-    assert read.tail_check
-    assert pickle.loads(pickle.dumps(read)) == read
 
 
 def test_every_option_is_parsed() -> None:

@@ -37,14 +37,6 @@ def spans(parts: list[SequenceRange]) -> list[tuple[int, int]]:
     return [(part.first, part.last) for part in parts]
 
 
-async def test_a_whole_stream_is_cut_into_partitions(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
-    stream = await fill(js, stream_name())
-    parts = await plan(js, stream)
-    assert spans(parts) == [(1, 5), (6, 10)]
-    assert [part.from_head for part in parts] == [True, False]
-    assert all(part.filters == () and part.created for part in parts)
-
-
 async def test_a_time_finds_its_message_where_the_server_answers_with_another_one(cell: Any) -> None:
     for storage in ["memory", "file"]:
         with cell(storage):
@@ -70,14 +62,6 @@ async def test_an_empty_stream_has_no_partitions(js: JetStreamContext, stream_na
     await js.purge_stream(other)
     assert await plan(js, other) == []
     assert await plan(js, other, startingOffsets="latest") == []
-
-
-async def test_partitions_follow_the_bytes(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
-    stream = await fill(js, stream_name(), messages=1000, size=1000)
-    assert len(await plan(js, stream, maxBytesPerPartition="100k")) > 8
-    assert len(await plan(js, stream, minPartitions="7")) == 7
-    assert len(await plan(js, stream, minPartitions="1")) == 1
-    assert len(await plan(js, stream, maxBytesPerPartition="100k", startingOffsets=f'{{"{stream}": 900}}')) == 2
 
 
 async def test_several_streams_share_the_partitions(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
@@ -170,27 +154,6 @@ async def test_missing_sequences_are_a_loss(
             assert spans(parts) == instead
             assert "failOnDataLoss is false" in caplog.text
             assert spans(await plan(js, stream, minPartitions="1")) == [(5, 10)]  # earliest is the first stored message
-
-
-async def test_the_server_filters_only_where_few_messages_match(
-    cell: Any, js: JetStreamContext, stream_name: Callable[[], str]
-) -> None:
-    for subjects, filters, on_server in [
-        (">", (), False),
-        ("other,>", (), False),
-        ("{stream}.>", ("{stream}.>",), False),
-        ("{stream}.1", ("{stream}.1",), True),
-        ("{stream}.*", ("{stream}.*",), False),
-        ("{stream}.1,{stream}.2", ("{stream}.1", "{stream}.2"), True),
-        ("{stream}.1,{stream}.1,{stream}.2", ("{stream}.1", "{stream}.2"), True),
-        (",".join(f"{{stream}}.{one}" for one in range(9)), tuple(f"{{stream}}.{one}" for one in range(9)), False),
-        ("other", ("other",), True),
-    ]:
-        with cell(subjects, filters, on_server):
-            stream = await fill(js, stream_name(), messages=2000)
-            [part] = await plan(js, stream, subjects=subjects.format(stream=stream), minPartitions="1")
-            assert (part.filters, part.on_server) == (tuple(one.format(stream=stream) for one in filters), on_server)
-            assert (part.first, part.last) == (1, 2000)
 
 
 async def test_a_filter_equal_to_the_subjects_still_filters(

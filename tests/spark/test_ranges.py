@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetstream_ext.spark.ranges import Search, SequenceRange, balanced_cuts, end_of_rows, even_cuts, shares
+from jetstream_ext.spark.ranges import Search, balanced_cuts, end_of_rows
 
 _Result = TypeVar("_Result")
 
@@ -33,29 +33,6 @@ def run(search: Search[_Result], stored: list[int]) -> tuple[_Result, int]:
 def held(stored: list[int], bounds: list[int]) -> list[int]:
     """Return how many messages each of the ranges between `bounds` has."""
     return [bisect_left(stored, stop) - bisect_left(stored, start) for start, stop in pairwise(bounds)]
-
-
-@given(st.integers(1, 1 << 62), st.integers(0, 1 << 40), st.integers(1, 60))
-def test_even_cuts_are_even(first: int, count: int, parts: int) -> None:
-    last = first + count - 1
-    ranges = SequenceRange("A", first, last).cut(even_cuts(first, last, parts))
-    sizes = [len(one) for one in ranges]
-    assert len(ranges) == min(parts, count)
-    assert sum(sizes) == count
-    assert not sizes or max(sizes) - min(sizes) <= 1
-    assert all(one.last + 1 == other.first for one, other in pairwise(ranges))
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(1, 50), st.integers(0, 60)), max_size=6),
-    st.integers(0, 100),
-)
-def test_shares_are_within_their_bounds(given: list[tuple[int, int, int]], total: int) -> None:
-    weights, most, least = [list(column) for column in zip(*given, strict=True)] or [[], [], []]
-    counts = shares(weights, most, least, total)
-    lowest = [min(top, max(1, low)) for top, low in zip(most, least, strict=True)]
-    assert all(low <= count <= top for low, count, top in zip(lowest, counts, most, strict=True))
-    assert sum(counts) == min(sum(most), max(sum(lowest), total))
 
 
 @given(SEQUENCES, st.integers(1, 20), st.one_of(st.none(), st.integers(1, 40)))

@@ -1,8 +1,7 @@
 """One partition, read as an executor reads it, without Spark."""
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +14,6 @@ from pyspark.sql.types import StructType
 import jetstream_ext as jsx
 from jetstream_ext.client.api import stream_state
 from jetstream_ext.client.connection import Context
-from jetstream_ext.protocol.direct import Block
-from jetstream_ext.protocol.reads import Scan
 from jetstream_ext.spark import reading
 from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.options import ReadOptions
@@ -134,28 +131,6 @@ class TestHeadThatExpires:
         assert seqs(SequenceRange(stream, 26, 30)) == [26, 27, 29, 30]
 
 
-@pytest.mark.parametrize("deleted", [None, 10])
-def test_rows_that_expire_during_the_read_are_a_loss(
-    stream: str, seqs: Any, with_js: Any, monkeypatch: pytest.MonkeyPatch, deleted: int | None
-) -> None:
-    if deleted is not None:
-        with_js(lambda js: js.delete_msg(stream, deleted))
-    read_blocks = reading.read_blocks
-
-    async def slow_read(js: Context, name: str, plan: Scan, timeout: float, *, confirm: bool) -> AsyncIterator[Block]:
-        head = Scan(seq=2, up_to_seq=2, max_bytes=1 << 20)
-        async for block in read_blocks(js, name, head, timeout, confirm=confirm):
-            yield block
-        await js.js.purge_stream(name, seq=26)
-        plan.position = 2
-        async for block in read_blocks(js, name, plan, timeout, confirm=confirm):
-            yield block
-
-    monkeypatch.setattr(reading, "read_blocks", slow_read)
-    with pytest.raises(DataLossError, match="sequences 3 to 25"):
-        seqs(SequenceRange(stream, 2, 30))
-
-
 def _planned(with_js: Any, stream: str) -> SequenceRange:
     """Return the range of a whole stream as a plan makes it."""
     state = with_js(lambda js: stream_state(Context(js), stream, 10))
@@ -195,29 +170,3 @@ def test_a_stream_that_is_deleted_before_its_partition_is_read_is_a_loss(
     with caplog.at_level(logging.WARNING, "jetstream_ext.spark"):
         assert seqs(part, failOnDataLoss="false") == []
     assert "was deleted" in caplog.text
-
-
-def test_a_stream_that_is_deleted_before_the_end_is_verified_is_a_loss(
-    stream: str, seqs: Any, with_js: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    part, read_blocks = _planned(with_js, stream), reading.read_blocks
-
-    async def read(js: Context, name: str, plan: Scan, timeout: float, *, confirm: bool) -> AsyncIterator[Block]:
-        async for block in read_blocks(js, name, plan, timeout, confirm=confirm):
-            yield block
-        await js.js.delete_stream(name)
-        await stream_state(js, name, timeout)  # as for the verification
-
-    monkeypatch.setattr(reading, "read_blocks", read)
-    with pytest.raises(DataLossError, match="was deleted"):
-        seqs(part)
-
-
-def test_leaving_early_drops_the_connection(
-    stream: str, batches: Callable[..., Iterator[pa.RecordBatch]], cache: Connections
-) -> None:
-    list(batches(SequenceRange(stream, 1, 50)))
-    assert len(cache._shared) == 1
-    with closing(batches(SequenceRange(stream, 1, 50))) as left:  # type: ignore[type-var]
-        next(left)
-    assert len(cache._shared) == 0

@@ -14,13 +14,10 @@ from pyspark.sql.types import ArrayType, BinaryType, LongType, MapType, StringTy
 
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.headers import check_header
-from jetstream_ext.protocol.headers import encode as encode_headers
-from jetstream_ext.protocol.options import as_message, message_headers
 from jetstream_ext.spark.bad_rows import BadRow, BadRows, RowError
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.row_sizes import RowSizes
 from jetstream_ext.spark.rows import Columns, Message, RowReader, Rows
-from jetstream_ext.spark.sink import _transactions_of
 
 ONE, SEVERAL = MapType(StringType(), StringType()), MapType(StringType(), ArrayType(StringType()))
 ARROW = {
@@ -170,39 +167,6 @@ def test_dedupe_refuses_headers_with_several_values() -> None:
         read(("s.a", b"", {"A": ["1", "2"]}), several=True)
 
 
-def test_every_value_of_a_header_is_sent() -> None:
-    (entry,) = read(("s.a", b"", {"A": ["1", "2"]}), several=True, semantics="transactional").entries()
-    assert message_headers(as_message(entry)) == [("A", "1"), ("A", "2")]
-
-
-def test_single_rows_are_collected_into_chunks() -> None:
-    options = WriteOptions.parse({"servers": "nats://unused", "stream": "S", "subject": "s.a"}, streaming=True)
-    columns = Columns.of(StructType().add("data", BinaryType()), options)
-
-    def sizes(count: int, size: int) -> list[int]:
-        reader = RowReader(columns, options, ("s.>",), SIZES, Collected())
-        return [len(chunk) for chunk in reader.chunks_from_rows(iter([(bytes(size),)] * count)) if chunk]
-
-    assert sizes(25_000, 1) == [10_000, 10_000, 5_000]
-    assert sizes(250, 1 << 20) == [100, 100, 50]
-    assert sizes(0, 1) == []
-
-
-def test_bad_rows_neither_end_the_rows_nor_count_for_the_size_of_a_chunk_of_messages() -> None:
-    options = WriteOptions.parse({"servers": "nats://unused", "stream": "S"}, streaming=True)
-    columns = Columns.of(StructType().add("subject", StringType()).add("data", BinaryType()), options)
-    bad = Collected()
-    reader = RowReader(columns, options, ("s.>",), SIZES, bad)
-    rows = [(None, bytes(1 << 16))] * 1000 + [("s.a", b"last")]
-    chunks, seen = [], []
-    for chunk in reader.chunks_from_rows(iter(rows)):
-        chunks.append(list(chunk))
-        seen.append(len(bad.rows))
-    assert [row for chunk in chunks for row in chunk] == [("s.a", b"last", None, None)]
-    assert len(bad.rows) == 1000
-    assert seen[:2] == [200, 400]  # whoever reads them can store them a few at a time
-
-
 def test_texts_with_surrogates_are_bad() -> None:
     bad, wrong = Collected(), "s.\udcff"
     schema = StructType().add("subject", StringType()).add("data", StringType())
@@ -254,18 +218,6 @@ def check_surrogates(kept: list[Message], bad: Collected) -> None:
     ]
 
 
-def test_bad_rows_keep_all_that_they_had() -> None:
-    bad = Collected()
-    headers = {"A": ["1", "2"], "Nats-Rollup": ["all"], "B c": [None]}
-    read(("s.a", b"x", headers, "own", -5), bad=bad, several=True, ttl=LongType())
-    [row] = bad.rows
-    assert row.headers is not None
-    assert list(row.headers.items()) == [
-        *[("A", "1"), ("A", "2"), ("Nats-Rollup", "all"), ("B c", "")],
-        *[("Nats-Msg-Id", "own"), ("Nats-TTL", "-5")],
-    ]
-
-
 def test_the_time_to_live_is_a_header(cell: Any) -> None:
     for semantics, (kind, values) in itertools.product(
         ["dedupe", "none"],
@@ -307,18 +259,6 @@ def test_the_option_gives_every_row_its_time_to_live() -> None:
         assert [headers for _, _, headers, _ in found] == [ttl, {"A": "1"} | ttl, ttl][: len(some)]
 
 
-def test_a_row_is_as_large_as_its_message() -> None:
-    """No row that fits is bad, and none that does not fit is good."""
-    for most in range(100, 200, 31):
-        sizes = RowSizes.of(most, STREAM)
-        for headers in (None, {"A": "1"}, {"\u00fc".encode().hex(): "\u00fc\u20ac\U0001f600 "}):
-            block = len(encode_headers(headers.items())) if headers else 0
-            for size in range(most + 2):
-                bad = Collected()
-                read(("s.a", bytes(size), headers), bad=bad, sizes=sizes, semantics="none")
-                assert bool(bad.rows) == (block + size > most), (most, headers, size)
-
-
 @given(st.text(min_size=1, max_size=3), st.text(max_size=3))
 def test_a_header_is_good_exactly_if_it_can_be_sent(name: str, value: str) -> None:
     options = WriteOptions.parse({"servers": "nats://unused", "stream": "S", "subject": "s.a"}, streaming=True)
@@ -331,48 +271,3 @@ def test_a_header_is_good_exactly_if_it_can_be_sent(name: str, value: str) -> No
         assert bad.rows
     else:
         assert not bad.rows
-
-
-def transactions_of(chunks: list[list[Message]], most: int) -> list[list[Message]]:
-    return [list(rows) for some in _transactions_of(map(Rows.of, chunks), most) for rows in some]
-
-
-def test_the_headers_of_rows_count_for_the_size_of_a_transaction() -> None:
-    large: Message = ("s.a", b"", {"H": "x" * (5 << 20)}, None)
-    assert transactions_of([[large] * 5], 999) == [[large] * 2, [large] * 2, [large]]
-
-
-ROWS = st.lists(
-    st.tuples(st.just("s.a"), st.sampled_from([b"", bytes(3 << 20), bytes(8 << 20)]), st.none(), st.none()), max_size=9
-)
-
-
-@given(st.lists(ROWS, max_size=5), st.integers(1, 5))
-def test_transactions_have_all_rows_in_order_and_end_where_they_are_full(
-    chunks: list[list[Message]], most: int
-) -> None:
-    found = transactions_of(chunks, most)
-    assert [row for rows in found for row in rows] == [row for chunk in chunks for row in chunk]
-    for index, rows in enumerate(found):
-        sizes = [len(subject) + len(data) for subject, data, _, _ in rows]
-        assert len(rows) <= most
-        assert sum(sizes[:-1]) < 8 << 20
-        assert index == len(found) - 1 or len(rows) == most or sum(sizes) >= 8 << 20
-
-
-@given(
-    st.lists(
-        st.lists(
-            st.tuples(
-                st.just("s.a"), st.binary(max_size=2), st.none() | st.just({"A": "1"}), st.none() | st.text(max_size=2)
-            ),
-            max_size=4,
-        ),
-        min_size=1,
-    )
-)
-def test_joined_rows_are_the_rows_of_all_parts(parts: list[list[Message]]) -> None:
-    joined = Rows.joined([Rows.of(part) for part in parts])
-    assert list(joined) == [row for part in parts for row in part]
-    assert len(joined.sizes()) == len(joined)
-    assert list(joined[1:3]) == list(joined)[1:3]

@@ -13,18 +13,6 @@ def test_the_first_micro_batch_is_cut_where_the_stream_starts(make_stream: Any, 
     assert max(map(len, parts)) <= 20
 
 
-def test_the_first_micro_batch_of_a_stream_with_an_expired_head_is_cut_evenly(
-    make_stream: Any, stream_query: Any, with_js: Any
-) -> None:
-    name = make_stream(1000)
-    with_js(lambda js: js.purge_stream(name, seq=921))
-    query = stream_query(name, minPartitions="4")
-    start = query.initial()
-    parts = query.parts(start, query.latest(start))
-    assert sum(map(len, parts)) == 80, "rows are missing"
-    assert max(map(len, parts)) <= 40
-
-
 def test_a_batch_read_is_cut_where_the_stream_starts(make_stream: Any, batch_read: Any) -> None:
     reader = batch_read(make_stream(80, first_seq=900_000_000), minPartitions="8")
     assert [len(reader.read(partition)) for partition in reader.partitions()] == [10] * 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,19 +13,6 @@ except ImportError:
     pytest.skip("limits need Spark 4.2", allow_module_level=True)
 
 
-@pytest.fixture
-def sparse(make_stream: Any, publish: Any, with_js: Any) -> Callable[[], str]:
-    """Make a stream of 50 messages on ``<stream>.kept`` over 5,000 sequences; all others are purged."""
-
-    def make() -> str:
-        name: str = make_stream()
-        publish([(f"{name}.{'kept' if number % 100 == 99 else 'purged'}", b"") for number in range(5000)])
-        with_js(lambda js: js.purge_stream(name, subject=f"{name}.purged"))
-        return name
-
-    return make
-
-
 def _micro_batches(query: Any) -> list[int]:
     """Return how many rows each micro-batch has until all are read."""
     counts: list[int] = []
@@ -35,10 +21,6 @@ def _micro_batches(query: Any) -> list[int]:
         counts.append(len(query.seqs(at, end)))
         at = end
     return counts
-
-
-def test_max_rows_per_trigger_counts_the_rows_of_a_sparse_stream(sparse: Any, stream_query: Any) -> None:
-    assert _micro_batches(stream_query(sparse(), maxRowsPerTrigger="20")) == [20, 20, 10]
 
 
 def test_max_rows_per_trigger_counts_the_rows_that_match_a_filter(

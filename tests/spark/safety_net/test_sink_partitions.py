@@ -74,14 +74,6 @@ def test_more_partitions_than_an_earlier_attempt_had_do_not_change_the_number(ta
     assert target.stored() == target.once()
 
 
-def test_a_wrong_number_of_the_only_attempt_repeats_no_row(target: Target) -> None:
-    parts = [target.rows[:4], target.rows[4:]]
-    with pytest.raises(ReplayError, match=r"the rows had 2 partitions; .*every row is stored once"):
-        target.sink(4, writeId="w").save(parts)
-    target.sink(2, writeId="w").save(parts)
-    assert target.stored() == target.once()
-
-
 def test_a_wrong_number_of_a_later_attempt_is_not_said_to_repeat_no_row(target: Target) -> None:
     rows = target.rows
     wrong = target.sink(4, writeId="w")
@@ -116,17 +108,6 @@ class TestWithoutLayout:
             with pytest.raises(ReplayError, match="first stored with 3 partitions"):
                 interrupted.sink(len(parts)).write(parts, attempt=1)
         assert interrupted.stored() == interrupted.once(rows[:6])
-
-    def test_another_number_is_refused_although_the_layout_has_left_a_delete_marker(
-        self, interrupted: Target, with_js: Any
-    ) -> None:
-        async def expire(js: JetStreamContext) -> None:
-            for name in ("_layout", "2"):
-                subject = f"_spark.{interrupted.name}.a-query.{name}"
-                await js.publish(subject, b"", headers={"Nats-Marker-Reason": "MaxAge"})
-
-        with_js(expire)
-        self.test_another_number_is_refused(interrupted)
 
     def test_the_same_number_is_continued_and_stored_again(self, interrupted: Target, with_js: Any) -> None:
         rows = interrupted.rows
