@@ -17,7 +17,7 @@ from nats.js import JetStreamContext
 import jetstream_ext as jsx
 from jetstream_ext import errors
 from jetstream_ext.client.base_connection import FallbackConnection
-from jetstream_ext.client.connection import _CLIENT, connection_of
+from jetstream_ext.client.connection import connection_of
 from jetstream_ext.testing import NatsServer
 from jetstream_ext.types import own_headers
 
@@ -75,13 +75,6 @@ async def test_it_warns_once_per_connection(server: NatsServer) -> None:
         assert isinstance(connection_of(nc), FallbackConnection)
         assert connection_of(nc) is connection_of(nc)
         await nc.close()
-
-
-@each("missing", sorted(_CLIENT))
-def test_any_missing_internal_selects_the_fallback(missing: str) -> None:
-    nc = Client()
-    setattr(nc, missing, object())
-    assert isinstance(connection_of(nc), FallbackConnection)
 
 
 async def test_every_value_of_a_header_is_sent(js: JetStreamContext, stream: str) -> None:
