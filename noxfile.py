@@ -65,7 +65,6 @@ CAMPAIGNS: dict[str, tuple[list[str], dict[str, str]]] = {
             "-m",
             "pytest",
             "tests/bench/test_figures.py",
-            "tests/client/test_sourcing_over_a_leaf.py",
             "tests/kv/test_bank.py",
             "tests/kv/test_model.py",
         ],

@@ -1,19 +1,16 @@
 """The texts of errors about common mistakes: they name what is wrong, where, and what to do."""
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import nats
 import nats.errors
 import pyarrow as pa
 import pytest
-from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.api import ConsumerConfig, DeliverPolicy, StreamSource
 from nats.js.kv import KeyValue
@@ -21,11 +18,8 @@ from nats.js.kv import KeyValue
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext import arrow, errors, log
-from jetstream_ext.client.api import LeaderInfo
-from jetstream_ext.client.connection import OwnClient, connection_of, open_bucket
 from jetstream_ext.testing import NatsServer
 
-Call = Callable[..., Any]
 ENTRY = "a BatchMessage, (subject, payload) or (subject, payload, headers)"
 
 
@@ -275,20 +269,6 @@ async def test_an_async_function_is_refused_where_it_would_never_run_and_taken_w
             call(env, given)
 
 
-async def test_a_plain_function_that_returns_a_coroutine_is_reported(env: Env) -> None:
-    reported = list[str]()
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(str(context["exception"])))
-    function: Any = lambda given: coroutine_function(given)  # noqa: E731 - its result is a coroutine
-    never = "returned a coroutine, which never runs; give a function that starts a task"
-    await jsx.ingest(env.js, [(f"{env.one}.a", b"x")], on_progress=function)
-    assert set(reported) == {f"on_progress {never}"}
-    reported.clear()
-    async with kvx.Table(env.kv) as table:
-        table.on_change(function)
-        await table.wait_for(await env.kv.put("a", b"1"))
-    assert reported == [f"on_change: the function {never}"]
-
-
 async def test_the_key_of_a_group_must_be_a_list_of_positions(js: JetStreamContext) -> None:
     wanted = "key must be a list of positions of subject tokens, from 0, or None"
     for key, expected in (
@@ -447,13 +427,17 @@ async def test_a_missing_message_is_described(env: Env) -> None:
         assert text == f"stream {env.one!r}: no message {expected} was found"
 
 
-async def test_a_transaction_in_a_missing_bucket_names_it(env: Env) -> None:
+async def test_a_transaction_in_a_missing_bucket_names_it(env: Env, stream_name: Callable[[], str]) -> None:
+    name = stream_name()
+    kv = await kvx.ensure_bucket(env.js, name)
+    await env.js.delete_key_value(name)
+
     async def put() -> None:
-        async with kvx.transaction(open_bucket(env.js, "NOPE")) as tx:
+        async with kvx.transaction(kv) as tx:
             tx.put("a", b"1")
 
     text = await text_of(put, errors.NoStreamError)
-    assert text == "bucket 'NOPE' does not exist, or has no leader; nothing was written"
+    assert text == f"bucket {name!r} does not exist, or has no leader; nothing was written"
 
 
 # -- what the JetStream API refuses -------------------------------------------------------------------------------------
@@ -466,7 +450,7 @@ async def add_options_to_a_mirror(env: Env, name: str) -> None:
 
 async def add_markers_to_a_mirror(env: Env, name: str) -> None:
     await env.js.add_stream(name=f"KV_{name}", mirror=StreamSource(name=env.one), max_msgs_per_subject=1)
-    await kvx.enable(open_bucket(env.js, name))
+    await kvx.enable(await env.js.key_value(name))
 
 
 async def reset(env: Env, name: str) -> None:
@@ -522,43 +506,6 @@ async def test_a_refusal_names_the_stream_the_bucket_or_the_consumer(env: Env, s
         name = stream_name()
         text = await text_of(partial(refused, env, name), errors.ServerError)
         assert text.startswith(expected.format(name=name, one=env.one))
-
-
-async def test_a_refusal_keeps_the_words_of_the_server(js: JetStreamContext) -> None:
-    with pytest.raises(errors.ServerError) as caught:
-        await jsx.ensure_stream(js, name="NEW", subjects=["a b"])
-    assert caught.value.description == "invalid subject"
-
-
-# -- times and numbers ---------------------------------------------------------------------------------------------------
-
-
-async def test_a_timeout_of_nats_py_names_the_time_that_was_really_waited(nc: Client) -> None:
-    async def give_up() -> None:
-        raise nats.errors.TimeoutError
-
-    text = await text_of(lambda: connection_of(nc).bounded(give_up(), 50, "the answer"), errors.RequestTimeoutError)
-    found = re.fullmatch(r"timed out after (\S+) s while waiting for the answer", text)
-    assert found is not None
-    assert float(found[1]) < 40
-
-
-async def test_a_first_message_names_the_time_that_was_really_waited(
-    js: JetStreamContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A quarter of `ack_timeout` is kept for the reply."""
-
-    async def lookup(*_: object) -> LeaderInfo:
-        await asyncio.sleep(0.3)
-        return LeaderInfo(4, "2.14.0")
-
-    monkeypatch.setattr("jetstream_ext.client.fast.lookup_leader", lookup)
-    async with jsx.FastPublisher(js, ack_timeout=0.4) as publisher:
-        text = await text_of(lambda: publisher.add("a", b""), errors.RequestTimeoutError)
-    found = re.search(r"the first message was not sent within (\S+) s: no answer to the lookups", text)
-    assert found is not None
-    assert float(found[1]) >= 0.3
-    assert float(found[1]) != 0.4
 
 
 # -- permissions and logins ----------------------------------------------------------------------------------------------
@@ -626,49 +573,3 @@ async def test_an_answer_that_does_not_come_for_lack_of_a_permission_names_it(gu
 
     found = await asyncio.gather(*(without_the_reason(user, *row) for user, row in REFUSED.items()))
     assert found == [[]] * len(REFUSED)
-
-
-async def test_an_answer_that_does_not_come_for_another_reason_names_no_permission(guarded: NatsServer) -> None:
-    async with connected(guarded, "writer", 0.5) as js:
-        await text_of(lambda: jsx.DirectGet(js, "A").get(1), errors.RequestTimeoutError)
-        connection = connection_of(js._nc)
-        assert connection.why_silent(["$JS.API.DIRECT.GET.B", "a.1"]) == ""
-        # The next connection may have the permission.
-        assert connection.why_silent(["$JS.API.DIRECT.GET.A"])
-        reconnects = js._nc.stats["reconnects"]
-        js._nc._transport.close()
-        async with asyncio.timeout(5):
-            while js._nc.stats["reconnects"] == reconnects or not js._nc.is_connected:
-                await asyncio.sleep(0.01)
-        await js._nc.flush()
-        assert connection.why_silent(["$JS.API.DIRECT.GET.A"]) == ""
-
-
-async def test_a_refused_login_names_the_kind_of_credentials_and_no_secret(guarded: NatsServer, tmp_path: Path) -> None:
-    path = tmp_path / "user.nk"
-    path.write_text("SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY")
-    logins: list[tuple[dict[str, Any], str]] = [
-        ({}, "a login without credentials"),
-        ({"user": "bob", "password": "hunter2"}, "the user and password"),
-        ({"token": "hunter2"}, "the token"),
-        ({"user": "hunter2"}, "the user, which has no password"),
-        ({"nkeys_seed": str(path)}, f"the nkey of {path}"),
-    ]
-    for arguments, expected in logins:
-        call = OwnClient().open([guarded.url], shown=guarded.url, timeout=30, tries=1, **arguments)
-        text = await text_of(lambda: call, errors.JetStreamExtError)  # noqa: B023 - called at once
-        assert text == f"no connection to {guarded.url}: nats: 'Authorization Violation'; the server refused {expected}"
-
-
-async def test_a_login_that_took_too_long_is_not_called_refused() -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b'INFO {"auth_required":true,"max_payload":1048576}\r\n')
-        await reader.readuntil(b"PING\r\n")
-        writer.write(b"-ERR 'Authentication Timeout'\r\n")
-        writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1") as server:
-        url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        call = OwnClient().open([url], shown=url, timeout=5, tries=1, token="hunter2")
-        text = await text_of(lambda: call, errors.JetStreamExtError)
-    assert text == f"no connection to {url}: nats: 'Authentication Timeout'"

@@ -20,7 +20,6 @@ from nats.js import JetStreamContext
 import jetstream_ext as jsx
 from jetstream_ext import errors, log
 from jetstream_ext import kv as kvx
-from jetstream_ext.log.redriving import _Redriving
 from jetstream_ext.testing import NatsServer
 
 PAGE = Path(__file__).parents[1] / "docs" / "permissions.md"
@@ -424,32 +423,6 @@ async def test_confirmed_scan_with_an_end_works_without_the_state_of_the_stream(
     async with NatsServer(config=config) as server:
         await prepare(server.url, "scan(confirm=True)")
         await attempt(server.url, "some", call, 20, refused)
-
-
-async def test_what_a_redrive_needs_after_a_call_that_did_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs = ["$JS.API.DIRECT.GET.T", "$JS.API.STREAM.MSG.GET.T"]
-    users = [user("some", [*NEEDS["log.redrive"], *needs]), user("less", [*NEEDS["log.redrive"], needs[1]])]
-
-    async def call(js: JetStreamContext) -> None:
-        offsets = log.OffsetStore(js, "B", patience=js._timeout)
-        done = await log.redrive(js, "S", "s.dead", max_messages=1, offsets=offsets, patience=js._timeout)
-        assert done == log.Redriven(sent=1, found=1, left=0)
-
-    async def die(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    config = f"authorization {{ users: [ {{ user: admin, password: x }}, {', '.join(users)} ] }}"
-    async with NatsServer(config=config) as server:
-        await prepare(server.url, "log.redrive")
-        with monkeypatch.context() as patched:
-            patched.setattr(_Redriving, "delete", die)
-            with pytest.raises(KeyboardInterrupt):
-                await attempt(server.url, "admin", call, 30, [])
-        refused: list[str] = []
-        with pytest.raises(nats.errors.Error):
-            await attempt(server.url, "less", call, 1, refused)
-        assert any(needs[0].lower() in error for error in refused), refused
-        await attempt(server.url, "some", call, 30, [])
 
 
 async def test_watching_needs_a_subscription() -> None:

@@ -15,14 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from pathlib import Path
-from random import Random
 from typing import Any
 
-import orjson
 import pytest
 from cli_tools import Run, assert_fails, assert_usage, payloads, with_js
 from click.testing import Result
-from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 from nats.js.api import StreamSource
 from nats.js.errors import NotFoundError
@@ -145,32 +142,6 @@ def test_the_same_command_minutes_later_stores_nothing_again(stream: Stream) -> 
     assert stream.rows == [*numbers(range(300)), "7", "7"]
 
 
-def test_rows_at_the_end_of_a_stream_are_found_there(stream: Stream) -> None:
-    stream.create()
-
-    async def publish_others(js: JetStreamContext) -> None:
-        async with jsx.FastPublisher(js) as publisher:
-            await publisher.add_many((f"{stream.name}.other", b"x") for _ in range(6_000))
-
-    async def run_again(js: JetStreamContext) -> list[int]:
-        asked: list[dict[str, int]] = []
-
-        async def note(request: Msg) -> None:
-            asked.append(json.loads(request.data))
-
-        await js._nc.subscribe(f"$JS.API.DIRECT.GET.{stream.name}", cb=note)
-        assert await asyncio.to_thread(stream.ingest) == (10, 0)
-        await js._nc.flush()
-        return [request["seq"] for request in asked if "batch" in request]
-
-    stream.js(publish_others)
-    stream.write(*range(10))
-    assert stream.ingest() == (0, 10)
-    read_from = stream.js(run_again)
-    assert read_from
-    assert min(read_from) > 1_000, "the command read more than the end of the stream"
-
-
 def test_again_stores_all_rows_again_and_later_runs_still_know_them(stream: Stream) -> None:
     stream.create(duplicate_window=120.0)
     stream.write(*range(3))
@@ -227,33 +198,6 @@ def test_skipped_rows_are_not_taken_as_stored(stream: Stream) -> None:
         assert f"{stream.path} has only 100 rows; --skip {more} is more" in stream.refused("--skip", more)
 
 
-def test_rows_after_a_skipped_row_that_cannot_be_sent_are_stored_once(stream: Stream) -> None:
-    stream.create()
-    stream.path = stream.path.with_suffix(".jsonl")
-    stream.path.write_text("".join(f'{{"{to}": "a", "n": "{n}"}}\n' for n, to in enumerate(["to", "ot", "to", "to"])))
-    assert "the 1 row before it is stored" in stream.refused()
-    assert stream.ingest("--skip", 2) == (0, 2)
-    assert stream.ingest("--skip", 2) == (2, 0)
-    assert stream.ingest("--skip", 2, "--resume") == (2, 0)
-    assert stream.rows == ["0", "2", "3"]
-
-
-def test_equal_rows_with_skip_and_resume_in_any_order_are_stored_as_often_as_the_file_has_them(stream: Stream) -> None:
-    stream.create()
-    random = Random(7)
-    rows: list[str] = []
-    sent: set[int] = set()
-    for _ in range(25):
-        rows += random.choices("xy", k=random.randrange(3))
-        skip = random.randrange(len(rows) + 1) if random.random() < 0.5 else 0
-        if not rows:
-            continue
-        stream.write(*rows)
-        stream.ingest("--resume", *(["--skip", skip] if skip else []))
-        sent |= set(range(skip, len(rows)))
-        assert Counter(stream.rows) == Counter(rows[at] for at in sent)
-
-
 # -- errors and interruptions ------------------------------------------------------------------------------------------
 
 
@@ -275,41 +219,6 @@ def test_after_a_bad_row_the_corrected_file_continues_with_resume(stream: Stream
     said = stream.refused("--resume")
     assert f"row 83 of {stream.path}" in said
     assert "the 82 rows before it are stored" in said
-
-
-def test_after_a_malformed_row_the_same_command_sends_nothing_twice(stream: Stream) -> None:
-    stream.create()
-    stream.write(*range(5))
-    with stream.path.open("a") as file:
-        file.write("a,1,too many\n")
-    said = stream.refused()
-    assert "row 6: the number of fields differs from the header; the 5 rows before it are stored; correct" in said
-    assert stream.refused() == said
-    assert stream.rows == numbers(range(5))
-    # An error of the first row does not deny the rows of earlier runs.
-    stream.path.write_text("to,n\nb c,1\na,2\n")
-    assert f"; rows of earlier runs stay in {stream.name}, nothing else is stored" in stream.refused("--resume")
-    stream.path.write_text("to,n\na,1\na,2,3\n")
-    assert "nothing else is stored; correct the row" in stream.refused("--skip", 1)
-
-
-def test_again_goes_on_after_a_bad_row_with_the_options_that_the_error_names(stream: Stream) -> None:
-    stream.create(max_msg_size=250)
-    stream.write(*range(5))
-    stream.ingest()
-    stream.write(*range(3), "x" * 300, 4)
-    said = stream.refused("--again")
-    assert "this run has stored the 3 rows before it; correct the row" in said
-    stream.write(*range(5))
-    assert stream.ingest("--again", *sends_the_rest(said)) == (0, 2)
-    with stream.path.open("a") as file:
-        file.write("a,1,too many\n")
-    said = stream.refused("--again", "--skip", 2)
-    assert "row 6: the number of fields differs from the header; this run has stored the 3 rows before it; " in said
-    stream.write(*range(6))
-    assert stream.ingest("--again", "--skip", 2, *sends_the_rest(said)) == (0, 1)
-    stream.write("x" * 300)
-    assert stream.refused("--again").endswith("; this run has stored nothing\n")
 
 
 def test_again_goes_on_after_ctrl_c_with_the_options_that_are_printed(stream: Stream, sending: Sending) -> None:
@@ -354,28 +263,6 @@ def test_again_goes_on_after_an_outage_with_the_options_that_the_error_names(str
     assert stream.rows == numbers(range(10), range(10))
 
 
-def test_a_full_stream_asks_for_a_higher_limit_before_the_same_command_continues(make: Callable[..., Stream]) -> None:
-    free = {"max_msgs": -1, "max_bytes": -1, "max_msgs_per_subject": -1, "discard_new_per_subject": False}
-    for words, limit in {
-        "maximum messages exceeded": {"max_msgs": 3},
-        "maximum bytes exceeded": {"max_bytes": 500},
-        "maximum messages per subject exceeded": {"max_msgs_per_subject": 3, "discard_new_per_subject": True},
-    }.items():
-        stream = make(discard="new", **limit)
-        stream.write(*range(9))
-        for again in ((), ("--again",)):
-            said = stream.refused(*again)
-            assert words in said
-            assert "; raise this limit first, then the same command " in said
-
-        async def raise_limit(js: JetStreamContext, name: str = stream.name) -> None:
-            await js.update_stream((await js.stream_info(name)).config.evolve(**free))
-
-        stream.js(raise_limit)
-        assert sum(stream.ingest()) == 9, words
-        assert stream.rows == numbers(range(9)), words
-
-
 async def recreate(js: JetStreamContext, name: str) -> None:
     config = (await js.stream_info(name)).config
     await js.delete_stream(name)
@@ -417,26 +304,6 @@ def test_a_stream_that_is_created_again_while_rows_are_sent_is_an_error_and_the_
     assert Counter(stream.rows) == Counter(numbers(range(3_000)))
 
 
-def test_a_stream_that_is_deleted_after_the_search_is_an_error(stream: Stream, sending: Sending) -> None:
-    stream.create()
-    stream.write(*range(10))
-    stream.ingest()
-
-    async def deleted(js: JetStreamContext, messages: Messages, **options: Any) -> jsx.IngestReport:
-        await (recreate(js, stream.name) if again else js.delete_stream(stream.name))
-        return await jsx.ingest(js, messages, **options)
-
-    for again in (True, False):
-        with sending(deleted):
-            said = stream.refused("--resume")
-        if again:
-            assert "was deleted and created again while the rows were sent" in said
-            stream.write(*range(12))
-            assert stream.ingest() == (0, 12)
-        else:
-            assert f"stream '{stream.name}' was deleted while the rows were sent: no row of {stream.path} is" in said
-
-
 # -- changed files and options -----------------------------------------------------------------------------------------
 
 
@@ -472,23 +339,6 @@ def test_another_file_and_other_content_at_the_same_place_are_sent_whole(stream:
     assert stream.rows == numbers(range(20), range(10, 20))
 
 
-def test_with_other_options_the_rows_are_other_messages_which_is_said(stream: Stream) -> None:
-    stream.create()
-    stream.write(*range(3))
-    stream.ingest()
-    words = f"{stream.name} has {{}} rows of an earlier content of {stream.path}, or stored with other options, "
-    for rows, options in ((3, {"--data-from": "to"}), (6, {"--subject": f"{stream.name}.b"})):
-        stream.options |= options
-        for dry in (("--dry-run",), ()):
-            done = stream.run(*dry)
-            assert (done.exit_code, done.stderr) == (
-                0,
-                f"{words.format(rows)}none of which is in it now: all its rows count as new\n",
-            )
-        assert stream.ingest() == (3, 0)
-    assert stream.rows == [*numbers(range(3)), *"aaaaaa"]
-
-
 def test_a_brace_that_belongs_to_no_column_is_a_usage_error(stream: Stream, run: Run) -> None:
     stream.write(1)
     for option, text in (
@@ -521,57 +371,6 @@ def test_a_value_that_was_replaced_does_not_come_back(stream: Stream) -> None:
     assert stream.rows == ["2", "4", "5"]
 
 
-def test_a_row_that_was_changed_and_changed_back_is_sent_where_the_stream_keeps_the_last_value(stream: Stream) -> None:
-    stream.create(duplicate_window=120, max_msgs_per_subject=1)
-
-    def write(values: str) -> None:
-        stream.path.write_text("to,n\n" + "".join(f"{n},{value}\n" for n, value in enumerate(values)))
-
-    write("abcd")
-    assert stream.ingest() == (0, 4)
-    write("abCd")
-    assert stream.ingest("--resume") == (3, 1)
-    write("abcd")
-    assert "3 already stored, 1 to send" in stream.run("--dry-run").stdout
-    assert stream.ingest() == (3, 1)
-    write("aBCd")
-    assert stream.ingest("--resume") == (2, 2)
-    write("abcde")  # both changed back, and a new one
-    assert stream.ingest("--resume") == (2, 3)
-    assert sorted(stream.rows) == list("abcde")
-    stream.js(lambda js: js.publish(f"{stream.name}.1", b"newer, by another program"))
-    write("abcdef")
-    assert stream.ingest("--resume") == (5, 1)
-    assert "newer, by another program" in stream.rows
-
-
-def test_rows_that_may_be_new_or_may_have_been_removed_are_refused(stream: Stream) -> None:
-    stream.create(max_msgs=5)
-    stream.write(*range(20))
-    stream.ingest()
-    stream.write("new", *range(21))  # all indexes have moved
-    for options in ((), ("--resume",)):
-        said = stream.refused(*options)
-        assert said == (
-            f"Error: {stream.path} was changed since it was stored in {stream.name}, or stored with other options, and the stream has "
-            "removed messages since: it is not known whether 16 rows before row 21 of it are new, or stored and removed; --resume --skip 21 sends only "
-            "the rows after that one, --again sends all\n"
-        )
-    assert stream.ingest("--resume", "--skip", 21) == (0, 1)
-    assert stream.rows == numbers(range(16, 21))
-
-
-def test_rows_in_place_are_told_from_those_that_the_stream_has_removed(stream: Stream) -> None:
-    stream.create(max_msgs=5)
-    stream.write(*range(20))
-    stream.ingest()
-    stream.write(*range(17), "corrected", *range(18, 21))
-    said = "19 of its 21 rows are stored (15 of them and removed since, to judge by the rows around); --resume sends the other 2"
-    assert said in stream.refused()
-    assert stream.ingest("--resume") == (19, 2)
-    assert stream.rows == ["17", "18", "19", "corrected", "20"]
-
-
 def test_what_a_stream_has_removed_is_said(make: Callable[..., Stream]) -> None:
     removed = "has removed messages: "
     maybe = f"{removed}if rows of this file were among them, they may be sent again"
@@ -597,22 +396,6 @@ def test_what_a_stream_has_removed_is_said(make: Callable[..., Stream]) -> None:
             assert done.exit_code == 0, (cell, done.output)
             assert done.stderr.startswith(f"stream '{stream.name}' {words}"), cell
             assert (f"{sent} to send" if dry else f"{sent} sent") in done.stdout, cell
-
-
-def test_rows_that_the_stream_removes_while_they_are_sent_are_said(make: Callable[..., Stream]) -> None:
-    for options, kept in (({"max_msgs": 10}, 10), ({"max_msgs_per_subject": 1}, 1)):
-        stream = make(**options)
-        stream.write(*range(100))
-        done = stream.run()
-        assert done.exit_code == 0
-        assert done.stderr == (
-            f"stream '{stream.name}' has removed {100 - kept} messages while the rows were sent, because of its limits, newer "
-            "messages of the same subjects, or a deletion: rows of this file may be among them\n"
-        )
-        assert done.stdout.startswith(f"100 rows of {stream.path} were stored in {stream.name}: 100 sent")
-        assert len(stream.rows) == kept
-        stream.write(*range(101))
-        assert stream.run("--again", "--json").stdout.count('"removed_meanwhile":101') == 1
 
 
 async def forget_all_but(stream: Stream, js: JetStreamContext, first: int) -> None:
@@ -738,56 +521,3 @@ def test_a_row_is_no_request_to_another_program(stream: Stream) -> None:
         stream.options["--subject"] = subject
         assert f"row 1: stream '{stream.name}' does not store its subject '{foreign}'; " in stream.refused("--again")
     assert stream.rows == ["1"]
-
-
-def test_rows_are_found_under_the_subjects_that_a_transform_made_of_them(stream: Stream) -> None:
-    async def create(js: JetStreamContext, transform: dict[str, str] | None, verb: str) -> None:
-        config = {"name": stream.name, "subjects": [f"{stream.name}.>"], "subject_transform": transform}
-        config |= {"allow_direct": True, "allow_batched": True, "storage": "file", "retention": "limits"}
-        await js._api_request(
-            f"$JS.API.STREAM.{verb}.{stream.name}",
-            orjson.dumps(config | {"duplicate_window": int(WINDOW * 1e9), "num_replicas": 1, "discard": "old"}),
-        )
-
-    transform = {"src": f"{stream.name}.*", "dest": f"moved.{stream.name}.{{{{wildcard(1)}}}}"}
-    stream.js(lambda js: create(js, transform, "CREATE"))
-    stream.write(*range(10))
-    assert stream.ingest() == (0, 10)
-    assert stream.ingest() == (10, 0)
-    stream.js(lambda js: create(js, None, "UPDATE"))
-    stream.js(lambda js: js.publish(f"{stream.name}.a", b"of another program"))
-    assert stream.ingest() == (10, 0)
-    stream.write(*range(12))
-    assert stream.ingest("--resume") == (10, 2)  # now under two subjects
-    assert stream.ingest() == (12, 0)
-
-
-def test_rows_are_found_under_the_subjects_that_the_account_maps_them_to(tmp_path: Path, run: Run) -> None:
-    with NatsServer(config='mappings = {"o.*": "p.v2.$1"}') as mapping:
-        stream = Stream(mapping.url, "O", tmp_path / "rows.csv", lambda *given: run(*given, url=mapping.url))
-        stream.create(subjects=["o.>", "p.>"])
-        stream.options["--subject"] = "o.new"
-        stream.write(1, 2, 3)
-        assert stream.ingest() == (0, 3)
-        assert stream.ingest() == (3, 0)
-
-
-def test_an_id_that_someone_else_made_up_hides_no_row(stream: Stream) -> None:
-    stream.create()
-    stream.write(*range(10))
-    stream.ingest()
-
-    async def forge(js: JetStreamContext) -> None:
-        message = await js.get_last_msg(stream.name, f"{stream.name}.a")
-        path, content, _, row = (message.headers or {})["Nats-Msg-Id"].split(".")
-        await js.purge_stream(stream.name, keep=None, seq=6)
-        made_up = (f"{content}.{index}" for index in (8, 10**15, 2**63, f"{2**64}-1", "x", ""))
-        for forged in (*made_up, f"other.{2**63}"):
-            headers = {"Nats-Msg-Id": f"{path}.{forged}.{row}"}
-            await js.publish(f"{stream.name}.a", b"forged", headers=headers)
-        for seq in range(8, 11):
-            await js.delete_msg(stream.name, seq)
-
-    stream.js(forge)
-    assert stream.ingest() == (7, 3)
-    assert stream.rows == ["5", "6", *["forged"] * 7, "7", "8", "9"]

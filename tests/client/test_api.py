@@ -16,17 +16,7 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
-from jetstream_ext.client import api
-from jetstream_ext.client.api import (
-    Api,
-    get_at_leader,
-    known_stream_name,
-    lookup_stream,
-    stream_state,
-)
-from jetstream_ext.client.base_connection import NotPermittedError
-from jetstream_ext.client.connection import Context
-from jetstream_ext.errors import RequestTimeoutError, ResponseError
+from jetstream_ext.errors import ResponseError
 from jetstream_ext.log import LogReader, Time
 from jetstream_ext.testing import NatsServer
 
@@ -41,7 +31,6 @@ OTHERS: dict[str, Callable[[JetStreamContext], Awaitable[Any]]] = {
     "batch": lambda js: jsx.publish_atomic(js, [("S.a", b"")]),
     "get": lambda js: jsx.DirectGet(js, "S").get(1),
     "scan": lambda js: jsx.DirectGet(js, "S").scan(confirm=True, min_seq=7).to_list(),
-    "leader": lambda js: get_at_leader(Context(js), "S", {"seq": 1}, 1000),
     "log": lambda js: LogReader(js, "S").open(),
 }
 RESET = ("reset", "reset to a time")
@@ -156,7 +145,7 @@ async def test_a_time_finds_the_same_message_on_every_server(version: str) -> No
 NO_LEADER = b'{"error":{"code":503,"err_code":10008,"description":"JetStream system temporarily unavailable"}}'
 
 
-@each("call", [CALLS["ensure"], OTHERS["leader"], OTHERS["log"]])
+@each("call", [CALLS["ensure"], OTHERS["log"]])
 async def test_a_read_in_an_election_waits_for_the_leader(
     nc: Client, stream_name: Callable[[], str], leak_check: Any, call: Callable[[JetStreamContext], Awaitable[Any]]
 ) -> None:
@@ -171,71 +160,3 @@ async def test_a_read_in_an_election_waits_for_the_leader(
         await call(nc.jetstream(prefix=prefix, timeout=20))
     await sub.unsubscribe()
     await leak_check.assert_clean()
-
-
-async def test_no_leader_in_time_is_a_timeout(nc: Client, stream_name: Callable[[], str], leak_check: Any) -> None:
-    prefix = stream_name()
-
-    async def reply(msg: Msg) -> None:
-        await msg.respond(NO_LEADER)
-
-    sub = await nc.subscribe(f"{prefix}.>", cb=reply)
-    context = Context(nc.jetstream(prefix=prefix, timeout=0.5))
-    with pytest.raises(RequestTimeoutError) as caught:
-        await stream_state(context, "S")
-    assert isinstance(caught.value.__cause__, jsx.errors.ServerError)
-    assert caught.value.__cause__.err_code == 10008
-    await sub.unsubscribe()
-    await leak_check.assert_clean()
-
-
-@each("prefix", ["my.API", "$JS.hub.API"])
-async def test_a_refusal_is_known_under_the_name_that_the_server_maps_to(prefix: str) -> None:
-    config = """
-        jetstream { domain: hub }
-        accounts { A { jetstream: enabled, mappings: { "my.API.>": "$JS.API.>" }, users: [
-            { user: u, password: p, permissions: { publish: { deny: ["$JS.API.STREAM.NAMES"] } } } ] } }
-    """
-
-    async def ignore(_: Exception) -> None:
-        pass
-
-    async with (
-        NatsServer(config=config) as server,
-        await nats.connect(server.url, user="u", password="p", connect_timeout=10, error_cb=ignore) as nc,
-    ):
-        async with asyncio.timeout(20):
-            assert await known_stream_name(Context(nc.jetstream(prefix=prefix, timeout=60)), "a", 30) is None
-
-
-async def test_a_refused_lookup_is_repeated_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = """
-        authorization { users = [ { user: u, password: p, permissions: { publish: { deny: [
-            "$JS.API.STREAM.NAMES", "$JS.API.STREAM.INFO.A", "$JS.API.INFO"] } } } ] }
-    """
-    refused: list[str] = []
-
-    async def note(error: Exception) -> None:
-        refused.append(str(error))
-
-    async with (
-        NatsServer(config=config) as server,
-        await nats.connect(server.url, user="u", password="p", connect_timeout=10, error_cb=note) as nc,
-    ):
-        context = Context(nc.jetstream(timeout=30))
-        for name in "AB":
-            await context.js.add_stream(name=name, subjects=[name])
-        for count in (3, 6):
-            for _ in range(2):
-                assert await lookup_stream(context, "A", None, 20) is None
-                assert await known_stream_name(context, "B", 20) is None
-                assert await lookup_stream(context, "A", "A", 20) is None
-                with pytest.raises(NotPermittedError, match=r"no permission to publish to \$JS\.API\.INFO$"):
-                    await Api(context, 20, lookup=True).level()
-                found = await lookup_stream(context, "B", "B", 20)
-                assert found is not None
-                assert found[0].name == "B", "the refusal of one request says nothing about others"
-            assert len(refused) == count
-            monkeypatch.setattr(api, "_REFUSED_TTL", 0.0)
-            api._cache(context).check_refused("")
-            monkeypatch.undo()

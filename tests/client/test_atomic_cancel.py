@@ -11,7 +11,6 @@ from nats.js import JetStreamContext
 from nats.js.api import StorageType
 
 import jetstream_ext as jsx
-from jetstream_ext import errors
 from jetstream_ext.client.api import _caches
 
 pytestmark = pytest.mark.usefixtures("level")
@@ -113,23 +112,3 @@ async def test_a_cancelled_commit_or_block_stores_all_or_nothing(
 
     await at_every_point(once)
     assert not end.startswith("commit") or "unknown" in states
-
-
-async def test_a_cancelled_resolve_can_be_repeated(js: JetStreamContext, stream: str, leak_check: Any) -> None:
-    async def once(ticks: int) -> bool:
-        await emptied(js, stream)
-        batch = jsx.AtomicBatch(js)
-        await batch.add_many([jsx.BatchMessage(f"{stream}.a", b"x")] * 3)
-        machine = batch._session.machine
-        machine.commit(None)  # never sent
-        machine.lost("the commit was not sent")
-        with pytest.raises(errors.BatchOutcomeUnknownError):
-            await batch.add(f"{stream}.a")
-        cancelled = await cancelled_at(ticks, batch.resolve())
-        assert batch.state == ("unknown" if cancelled else "failed")
-        assert await batch.resolve() == "not_stored"
-        batch._session._settle()
-        await leak_check.assert_clean()
-        return cancelled
-
-    await at_every_point(once)

@@ -1,8 +1,7 @@
-"""Atomic batches when replies are unexpected, or the server dies or does not answer."""
+"""Atomic batches when the server dies or does not answer."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import nats
 import nats.errors
@@ -15,41 +14,6 @@ from jetstream_ext import errors
 from jetstream_ext.testing import NatsServer
 
 MakeStream = Callable[..., Awaitable[str]]
-
-
-class TestUnexpectedReplies:
-    async def test_an_empty_answer_to_the_commit_leaves_the_outcome_unknown(
-        self, js: JetStreamContext, nc: Client, make_stream: MakeStream, leak_check: Any
-    ) -> None:
-        stream = await make_stream(no_ack=True)  # the server will not answer
-        batch = jsx.AtomicBatch(js, ack_first=False, timeout=30)
-        await batch.add(f"{stream}.a", b"1")
-        committing = asyncio.ensure_future(batch.commit_eob())
-        await asyncio.sleep(0)
-        assert batch._session._inbox is not None
-        await nc.publish(f"{batch._session._inbox.subject}.2")
-        with pytest.raises(errors.BatchOutcomeUnknownError, match="the answer to the commit is empty"):
-            await committing
-        assert batch.state == "unknown"
-        assert await batch.resolve() == "stored"
-        await leak_check.assert_clean()
-
-    async def test_an_ack_without_a_commit_leaves_the_outcome_unknown(
-        self, js: JetStreamContext, nc: Client, make_stream: MakeStream, leak_check: Any
-    ) -> None:
-        stream = await make_stream()
-        batch = jsx.AtomicBatch(js)
-        await batch.add(f"{stream}.a", b"1")
-        assert batch._session._inbox is not None
-        ack = b'{"stream":"%b","seq":1,"batch":"%b","count":1}' % (stream.encode(), batch.batch_id.encode())
-        await nc.publish(f"{batch._session._inbox.subject}.1", ack)
-        async with asyncio.timeout(30):
-            while batch.state == "open":
-                await asyncio.sleep(0.001)
-        with pytest.raises(errors.BatchOutcomeUnknownError, match="a commit that was not sent"):
-            await batch.commit_eob()
-        assert await batch.resolve() == "not_stored"
-        await leak_check.assert_clean()
 
 
 class TestConnections:

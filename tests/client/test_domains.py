@@ -14,9 +14,6 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
-from jetstream_ext.client import api
-from jetstream_ext.client.base_connection import OtherDomainError
-from jetstream_ext.client.connection import Context
 from jetstream_ext.testing import NatsServer
 from jetstream_ext.testing.process import HeldPort
 
@@ -138,31 +135,3 @@ async def test_what_only_another_domain_stores_is_no_success(domains: Domains) -
         assert getattr(error, "in_doubt", 3) == 3
         assert "stream 'S' of domain 'leaf' has answered, not domain 'hub'" in str(error)
     assert await domains.stored() == [9]
-
-
-async def test_a_refusal_that_may_be_of_another_domain_leaves_the_outcome_unknown(
-    domains: Domains, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def unknown(*_: object) -> None:
-        return None
-
-    monkeypatch.setattr(api, "lookup_stream", unknown)  # as without the permission to ask
-    await domains.create(hub=None, leaf={}, leaf_name="LOCAL")
-    doubt = "a stream of another domain than 'hub' may have refused it, which stores the subject as well"
-    for call in CALLS:
-        with pytest.raises((errors.BatchError, errors.IngestError), match=doubt) as caught:
-            await call(domains.hub, stream="S")
-        assert getattr(caught.value, "outcome", "unknown") == "unknown"
-        assert getattr(caught.value, "in_doubt", 1) == 1
-        # The context's own domain, and a context without one, know whose refusal it is.
-        for js in (domains.leaf, domains.hub._nc.jetstream(timeout=20)):
-            with pytest.raises((errors.BatchError, errors.IngestError), match=r"nothing (of the batch )?is stored"):
-                await call(js, stream="S")
-
-
-async def test_the_ack_of_a_single_message_names_the_domain(domains: Domains) -> None:
-    await domains.create(hub=None, leaf={})
-    with pytest.raises(OtherDomainError, match="stream 'S' of domain 'leaf' has answered, not domain 'hub'"):
-        await Context(domains.hub).publish("s.a", b"", {}, 20, "the ack")
-    assert (await Context(domains.leaf).publish("s.a", b"", {}, 20, "the ack")).domain == "leaf"
-    assert (await Context(domains.leaf._nc.jetstream()).publish("s.a", b"", {}, 20, "the ack")).domain == "leaf"

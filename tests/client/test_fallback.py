@@ -4,7 +4,7 @@ import asyncio
 import base64
 import json
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import nats
@@ -16,9 +16,8 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
-from jetstream_ext.client.base_connection import FallbackConnection, InboxHandler
-from jetstream_ext.client.connection import _CLIENT, connection_of
-from jetstream_ext.protocol.frames import Frame, parts, pub
+from jetstream_ext.client.base_connection import FallbackConnection
+from jetstream_ext.client.connection import connection_of
 from jetstream_ext.testing import NatsServer
 from jetstream_ext.types import own_headers
 
@@ -78,75 +77,12 @@ async def test_it_warns_once_per_connection(server: NatsServer) -> None:
         await nc.close()
 
 
-@each("missing", sorted(_CLIENT))
-def test_any_missing_internal_selects_the_fallback(missing: str) -> None:
-    nc = Client()
-    setattr(nc, missing, object())
-    assert isinstance(connection_of(nc), FallbackConnection)
-
-
 async def test_every_value_of_a_header_is_sent(js: JetStreamContext, stream: str) -> None:
     headers = own_headers([("K", "1"), ("K", "2")])
     await jsx.publish_atomic(js, [jsx.BatchMessage(f"{stream}.a", b"", headers)])
     answer = await js._nc.request(f"$JS.API.STREAM.MSG.GET.{stream}", b'{"seq": 1}', timeout=30)
     lines = base64.b64decode(json.loads(answer.data)["message"]["hdrs"]).split(b"\r\n")
     assert [line for line in lines if line.startswith(b"K: ")] == [b"K: 1", b"K: 2"]
-
-
-async def test_fast_ingest_works(js: JetStreamContext, stream: str, leak_check: Any) -> None:
-    headers = {"K": "v", "Unicode": "ä"}
-    async with jsx.FastPublisher(js, flow=10) as publisher:
-        await publisher.add(f"{stream}.a", b"0", headers=headers)
-        await publisher.add_many((f"{stream}.{i % 3}", b"%d" % i) for i in range(1, 200))
-        await publisher.flush()
-    assert publisher.ack.batch_size == 200
-    messages = await jsx.DirectGet(js, stream).scan(batch=30).to_list()
-    assert [m.data for m in messages] == [b"%d" % i for i in range(200)]
-    assert messages[0].headers == headers
-    await settled(leak_check)
-
-
-async def test_concurrent_writes_keep_their_order(js: JetStreamContext, nc: Client, stream: str) -> None:
-    # Every publish waits for the flusher: reordered writes would be gaps.
-    nc._max_pending_size = 1
-    async with jsx.FastPublisher(js) as publisher:
-        await publisher.add(f"{stream}.a", b"first")
-        await asyncio.gather(*(publisher.add_many((f"{stream}.a", b"x") for _ in range(20)) for _ in range(5)))
-    assert publisher.ack.batch_size == 101
-
-
-async def test_a_cancelled_write_has_written_everything(
-    nc: Client, heard: tuple[FallbackConnection, str, list[Frame]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("jetstream_ext.client.base_connection._MAX_QUEUED", 0)
-    connection, subject, frames = heard
-    data = [pub(subject.encode(), b"", b"", b"%d" % i) for i in range(4)]
-    nc._max_pending_size = 1  # every publish waits for the flusher
-    first = asyncio.create_task(connection.write(data[0] + data[1], 2, 2, timeout=5))
-    second = asyncio.create_task(connection.write(data[2] + data[3], 2, 2, timeout=5))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    second.cancel()
-    await asyncio.wait([first, second])
-    assert second.cancelled()
-    async with asyncio.timeout(30):
-        while len(frames) < 4:
-            await asyncio.sleep(0.001)
-    assert [parts(frame)[2] for frame in frames] == [b"0", b"1", b"2", b"3"]
-
-
-async def test_atomic_batches_work(js: JetStreamContext, stream: str, leak_check: Any) -> None:
-    async with jsx.AtomicBatch(js, ack_every=2) as batch:
-        for i in range(5):
-            await batch.add(f"{stream}.a", b"%d" % i, headers={"I": str(i)})
-    assert batch.ack.batch_size == 5
-    failed = jsx.AtomicBatch(js)
-    await failed.add(f"{stream}.a", b"", expected_last_seq=99)
-    with pytest.raises(errors.WrongLastSequenceError):
-        await failed.commit_eob()
-    messages = await jsx.DirectGet(js, stream).batch(10).to_list()
-    assert [(m.data, m.headers["I"]) for m in messages] == [(b"%d" % i, str(i)) for i in range(5)]
-    await settled(leak_check)
 
 
 async def test_direct_gets_work(js: JetStreamContext, stream: str, leak_check: Any) -> None:
@@ -164,50 +100,6 @@ async def test_direct_gets_work(js: JetStreamContext, stream: str, leak_check: A
     with pytest.raises(errors.MessageNotFoundError):
         await direct.get(9)
     await settled(leak_check)
-
-
-async def test_a_closed_connection_ends_calls(nc: Client, js: JetStreamContext, stream: str) -> None:
-    publisher = jsx.FastPublisher(js)
-    await publisher.add(f"{stream}.a", b"x")
-    await nc.close()
-    with pytest.raises(errors.BatchAbandonedError, match="connection was closed"):
-        await publisher.add(f"{stream}.a", b"y")
-    assert publisher.end_reason is jsx.EndReason.DISCONNECTED
-    with pytest.raises(nats.errors.ConnectionClosedError):
-        await jsx.DirectGet(js, stream).get(1)
-
-
-async def test_a_lost_connection_ends_a_read_before_its_timeout(
-    own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: Callable[..., Awaitable[str]]
-) -> None:
-    with_unknown_internals(own_nc)
-    name = await own_stream()
-    for i in range(3):
-        await own_js.publish(f"{name}.a", b"%d" % i)
-    direct = jsx.DirectGet(own_js, name, timeout=60)
-    for read in (direct.get(2), direct.batch(1, seq=2).to_list()):
-        own_server.pause()
-        sent = own_nc.stats["out_msgs"]
-        reading = asyncio.ensure_future(read)
-        async with asyncio.timeout(10):
-            while own_nc.stats["out_msgs"] == sent:
-                await asyncio.sleep(0)
-        own_server.kill()
-        await asyncio.to_thread(own_server.restart)
-        async with asyncio.timeout(20):
-            found = await reading
-        assert (found if isinstance(found, jsx.StoredMsg) else found[0]).seq == 2
-
-
-@pytest.fixture
-async def heard(nc: Client) -> AsyncIterator[tuple[FallbackConnection, str, list[Frame]]]:
-    connection = connection_of(nc)
-    assert isinstance(connection, FallbackConnection)
-    frames: list[Frame] = []
-    inbox = await connection.inbox(InboxHandler(frames.extend, lambda: None), timeout=5)
-    yield connection, inbox.subject, frames
-    inbox.close()
-    await asyncio.sleep(0)
 
 
 UNFINISHED = {
@@ -253,19 +145,3 @@ async def test_messages_with_any_header_block_are_read(
         ]
     single = await direct.get(2)
     assert (single.stream, single.seq, single.data, single.headers) == (stream, 2, b"2", headers)
-
-
-async def test_a_loss_is_known_before_the_next_write(own_nc: Client, own_server: NatsServer) -> None:
-    connection = connection_of(with_unknown_internals(own_nc))
-    told: list[str] = []
-    handler = InboxHandler(lambda _: None, lambda: told.append("lost"), lambda: told.append("back"))
-    inbox = await connection.inbox(handler, timeout=5)
-    assert connection._poll is not None
-    connection._poll.cancel()  # only the callers look at the connection
-    await own_nc.force_reconnect()
-    async with asyncio.timeout(30):
-        while not own_nc.is_connected or not own_nc.stats["reconnects"]:
-            await asyncio.sleep(0.001)
-    connection.write_nowait(pub(b"a", b"", b"", b""), 1, 0)
-    assert told == ["lost", "back"]
-    inbox.close()

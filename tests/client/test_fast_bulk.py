@@ -13,7 +13,6 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
-from jetstream_ext.client.connection import connection_of
 
 MakeStream = Callable[..., Awaitable[str]]
 VARIABLE: ContextVar[str] = ContextVar("VARIABLE", default="unset")
@@ -143,26 +142,3 @@ async def test_other_callers_get_their_turn(js: JetStreamContext, stream: str) -
             await pub.flush()
         ended = True
         await adding
-
-
-@pytest.mark.internals("the fallback writes by nats-py's publish")
-async def test_a_handler_s_bytes_are_written_at_once_and_in_order(
-    js: JetStreamContext, nc: Client, stream: str
-) -> None:
-    connection = connection_of(nc)
-    pending: list[int] = []
-    written = connection.push  # type: ignore[union-attr]
-
-    def watch() -> bool:
-        done = written()
-        pending.append(len(nc._pending) if done else -1)
-        return done
-
-    connection.push = watch  # type: ignore[method-assign, union-attr]
-    try:
-        async with jsx.FastPublisher(js, flow=10) as pub:
-            await pub.add_many((f"{stream}.a", b"%d" % i) for i in range(1000))
-    finally:
-        del connection.push  # type: ignore[union-attr]
-    assert 0 in pending
-    assert await payloads(js, stream) == [b"%d" % i for i in range(1000)]

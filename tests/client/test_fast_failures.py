@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import nats
@@ -45,36 +45,6 @@ class TestCancellation:
             assert ack.batch_size == pub.batch_seq == sent + 5
             assert (await js.stream_info(stream)).state.messages == sent + 5
             await leak_check.assert_clean()
-
-    @each("call", ["add", "add_many", "add_many from an async iterable"])
-    async def test_cancelled_wait_for_room_sends_nothing(self, js: JetStreamContext, stream: str, call: str) -> None:
-        await js.purge_stream(stream)
-        taken = 0
-
-        def entries() -> Iterator[tuple[str, bytes]]:
-            nonlocal taken
-            while True:
-                taken += 1
-                yield f"{stream}.a", b"x"
-
-        async def slowly() -> AsyncIterator[tuple[str, bytes]]:
-            for entry in entries():
-                yield entry
-
-        pub = jsx.FastPublisher(js)
-        await pub.add(f"{stream}.a", b"1")
-        await pub.flush()
-        pub._batch.window.limit = pub.batch_seq  # no room
-        work: Any = {
-            "add": lambda: pub.add(f"{stream}.a", b"x"), "add_many": lambda: pub.add_many(entries()),
-            "add_many from an async iterable": lambda: pub.add_many(slowly()),
-        }[call]  # fmt: skip
-        await _cancel_after(10, work())
-        assert (pub.batch_seq, taken) == (1, 0)
-        pub._batch.window.limit = 10
-        await pub.add(f"{stream}.a", b"2")
-        assert (await pub.commit_eob()).batch_size == 2
-        assert await payloads(js, stream) == [b"1", b"2"]
 
     async def test_commit_cancelled_before_it_is_sent_leaves_the_batch_usable(
         self, own_server: NatsServer, own_js: JetStreamContext, own_stream: MakeStream
@@ -262,27 +232,3 @@ async def test_a_batch_on_a_draining_connection_says_so(server: NatsServer, stre
         await pub.commit_eob()
     assert pub.end_reason is jsx.EndReason.DISCONNECTED
     await draining
-
-
-async def test_a_lookup_without_permission_is_not_repeated() -> None:
-    config = """
-        jetstream { domain: hub }
-        authorization { users = [
-            { user: u, password: p, permissions: { publish: { deny: ["$JS.API.INFO", "$JS.API.STREAM.NAMES"] } } }
-        ] }
-    """
-    refused: list[Exception] = []
-
-    async def note(error: Exception) -> None:
-        refused.append(error)
-
-    async with (
-        NatsServer(config=config) as server,
-        await nats.connect(server.url, user="u", password="p", connect_timeout=10, error_cb=note) as nc,
-    ):
-        js = nc.jetstream(domain="hub")
-        await nc.jetstream(domain="hub", timeout=30).add_stream(name="S", subjects=["s.>"], allow_batched=True)
-        for _ in range(3):
-            async with jsx.FastPublisher(js, ack_timeout=8) as pub:
-                await pub.add("s.a", b"x")
-            assert len(refused) == 2

@@ -20,7 +20,7 @@ from jetstream_ext.client import fenced_write
 from jetstream_ext.client.api import get_at_leader
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
-from jetstream_ext.testing import Faults, NatsServer, ReferenceServer
+from jetstream_ext.testing import Faults, ReferenceServer
 from jetstream_ext.testing.reference import Cut, Drop, Lose
 
 MakeStream = Callable[..., Awaitable[str]]
@@ -91,31 +91,6 @@ async def test_a_removed_record_is_an_error_until_the_next_read(js: JetStreamCon
     assert (caught.value.record, caught.value.seq) == (None, None)
     await one.read()
     await one.store([], b"2")
-
-
-async def test_a_refused_message_is_not_taken_for_another_writer(js: JetStreamContext, stream: str) -> None:
-    one = writer(js, stream)
-    for bad, error in (
-        (jsx.BatchMessage(f"{stream}.a", expected_last_subject_seq=7), errors.WrongLastSequenceError),
-        (jsx.BatchMessage(f"{stream}.a", headers={"Nats-Expected-Last-Sequence": "7"}), errors.WrongLastSequenceError),
-        (jsx.BatchMessage(f"{stream}.a", stream="OTHER"), errors.StreamMismatchError),
-        (jsx.BatchMessage("a b"), errors.BadSubjectError),
-    ):
-        with pytest.raises(error) as caught:
-            await one.store([bad], b"1")
-        assert caught.value.__cause__ is None
-    assert (await one.store([(f"{stream}.a", b"")], b"1")).seq == 2
-
-
-async def test_2_12_0_takes_only_records_without_messages() -> None:
-    async with NatsServer(version="2.12.0") as server, await nats.connect(server.url, connect_timeout=10) as nc:
-        js = nc.jetstream()
-        await js.add_stream(name="S", subjects=["S.>"], allow_atomic=True)
-        one = writer(js, "S")
-        await one.store([], b"1")
-        with pytest.raises(errors.UnsupportedFeatureError, match=r"2\.12\.1"):
-            await one.store([("S.a", b"")], b"2")
-        assert (await js.stream_info("S")).state.messages == 1
 
 
 # -- answers that are lost
@@ -262,18 +237,6 @@ async def test_a_checked_writer_does_not_follow_the_record_of_another_stream(
     assert await payloads(js, stream) == [b"other"]
     await one.read()
     assert (await one.store(entries, b"second")).seq == 2 + messages
-
-
-async def test_a_checked_writer_follows_its_own_records(js: JetStreamContext, make_stream: MakeStream) -> None:
-    stream = await make_stream(max_msgs_per_subject=1)
-    one = writer(js, stream, checked=True)
-    for number in range(3):
-        assert (await one.store([], b"%d" % number)).seq == number + 1
-    other = writer(js, stream)
-    await other.read()
-    await other.store([], b"other")
-    with pytest.raises(RecordMovedError):  # its record is gone
-        await one.store([], b"3")
 
 
 async def test_a_store_whose_answer_is_lost_is_not_repeated_in_another_stream(

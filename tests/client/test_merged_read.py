@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from client_cells import each
-from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.api import StreamSource
 
@@ -14,9 +13,7 @@ import jetstream_ext as jsx
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.merged_read import read_merged
 from jetstream_ext.protocol.direct import Block
-from jetstream_ext.protocol.reads import MAX_IN_FLIGHT
 from jetstream_ext.protocol.subjects import matcher
-from jetstream_ext.testing import NatsServer
 
 Make = Callable[..., Awaitable[str]]
 LAST = 1 << 40
@@ -92,75 +89,6 @@ class TestRows:
         some = [seq for seq in expected if 700 <= seq <= 1508]
         assert await read(js, name, below(name, filters), first=700, last=1508, confirm=confirm) == some
         assert await read(js, name, below(name, filters), first=700, last=699, confirm=confirm) == []
-
-    async def test_messages_are_whole(self, js: JetStreamContext, make_stream: Make) -> None:
-        name = await make_stream()
-        for seq in range(1, 10):
-            await js.publish(f"{name}.{seq % 3}", b"%d" % seq, headers={"K": str(seq)})
-        found = [m async for block in blocks_of(js, name, [f"{name}.1", f"{name}.2"]) for m in block.messages()]
-        assert [(m.seq, m.subject, m.headers, m.stream) for m in found] == [
-            (seq, f"{name}.{seq % 3}", {"K": str(seq)}, name) for seq in range(1, 10) if seq % 3
-        ]
-
-    async def test_deleted_messages_are_left_out(self, js: JetStreamContext, mixed: tuple[str, list[str]]) -> None:
-        name, subjects = mixed
-        filters = ["a.*", "*.x"]
-        gone = {1, 4, 999, 2999, 3000}
-        for seq in gone:
-            await js.delete_msg(name, seq)
-        expected = [seq for seq in matching(name, subjects, filters) if seq not in gone]
-        assert await read(js, name, below(name, filters), max_bytes=4000) == expected
-
-
-class TestEnds:
-    async def test_it_can_be_closed_early(
-        self, js: JetStreamContext, mixed: tuple[str, list[str]], leak_check: Any
-    ) -> None:
-        name, _ = mixed
-        for blocks in range(4):
-            reading = blocks_of(js, name, below(name, ["a.*", "*.x", "b.y"]), max_bytes=5000)
-            for _ in range(blocks):
-                await anext(reading)
-            await reading.aclose()
-            await leak_check.assert_clean()
-
-    async def test_cancellation_at_any_point_leaves_nothing_behind(
-        self, js: JetStreamContext, mixed: tuple[str, list[str]], leak_check: Any
-    ) -> None:
-        name, subjects = mixed
-        filters = ["a.*", "*.x", "nothing"]
-        ticks, finished = 0, 0
-        while finished < 2:
-            task = asyncio.ensure_future(read(js, name, below(name, filters), last=200, max_bytes=4000))
-            for _ in range(ticks):
-                await asyncio.sleep(0)
-            task.cancel()
-            await asyncio.wait([task])
-            await leak_check.assert_clean()
-            finished = 0 if task.cancelled() else finished + 1
-            ticks += 1 if ticks < 60 else ticks // 10
-        assert ticks > 60
-        assert await read(js, name, below(name, filters)) == matching(name, subjects, filters)
-
-
-class TestLostConnections:
-    async def test_it_continues_after_a_restart(
-        self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: Make
-    ) -> None:
-        name, count = await own_stream(), 2 * MAX_IN_FLIGHT
-        subjects = [f"{name}.{seq % count}" for seq in range(1, 6001)]
-        await fill(own_js, subjects, size=100)
-        found: list[int] = []
-        restarts = [100, 3000]
-        filters = below(name, list(map(str, range(count))))
-        async for block in blocks_of(own_js, name, filters, timeout=60, max_bytes=200_000):
-            found += block.seqs
-            if restarts and len(found) > restarts[0]:
-                restarts.pop(0)
-                await asyncio.to_thread(own_server.kill)
-                await asyncio.to_thread(own_server.restart)
-        assert found == list(range(1, 6001))
-        assert not restarts
 
 
 class TestOtherResponders:

@@ -11,7 +11,6 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import BatchMessage, errors
-from jetstream_ext.client import atomic_session
 from jetstream_ext.log import LogReader, exactly_once
 from jetstream_ext.testing import NatsServer
 
@@ -110,23 +109,6 @@ class TestPublishAtomic:
 
 
 class TestExactlyOnce:
-    async def test_a_limit_that_is_raised_in_time_lets_the_worker_go_on(
-        self, js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        name, output = await make_stream(), await make_stream(max_msg_size=LIMIT)
-        await js.publish(f"{name}.in", b"1")
-        ask = atomic_session.ask_stream
-
-        async def raised_before(*arguments: Any) -> Any:
-            await set_limit(js, output, 9000)
-            return await ask(*arguments)
-
-        monkeypatch.setattr(atomic_session, "ask_stream", raised_before)
-        done = await exactly_once(
-            LogReader(js, name), output, lambda _: batch(output, 1, 5000), name="w", prefix=f"{output}.at"
-        )
-        assert (done.inputs, done.outputs) == (1, 3)
-
     async def test_a_position_over_the_limit_is_refused_at_once(
         self, js: JetStreamContext, make_stream: MakeStream
     ) -> None:

@@ -1,7 +1,6 @@
 """Spans, metrics and trace context of fast ingest, by OpenTelemetry's SDK on a real server."""
 
 import asyncio
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,22 +10,18 @@ from urllib.parse import urlsplit
 import pytest
 from client_cells import each
 from nats.js import JetStreamContext
-from opentelemetry import baggage, context, propagate, trace
-from opentelemetry.propagators.textmap import TextMapPropagator
+from opentelemetry import baggage, context, trace
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Sampler, SamplingResult
 from opentelemetry.trace import SpanKind, StatusCode
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext import log, otel
-from jetstream_ext.client import telemetry
 from jetstream_ext.testing import NatsServer
-from jetstream_ext.types import Entry
 
 
 class Recorded:
@@ -88,8 +83,8 @@ async def test_a_bulk_is_one_span_whose_context_is_in_every_message(
     js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded, server: NatsServer
 ) -> None:
     stream = await make_stream()
-    plain: list[Entry] = [(f"{stream}.{i % 3}", b"%d" % i) for i in range(250)]
-    others: list[Entry] = [
+    plain: list[Any] = [(f"{stream}.{i % 3}", b"%d" % i) for i in range(250)]
+    others: list[Any] = [
         (f"{stream}.h", b"h", {"a": "1"}),
         jsx.BatchMessage(f"{stream}.m", b"m", msg_id="id"),
         (f"{stream}.p", b"plain again"),
@@ -141,7 +136,7 @@ async def test_a_message_is_a_span_named_by_the_subjects_of_its_stream(
     assert [parent_of(message.headers) for message in await stored(js, stream)] == [ids_of(add), ids_of(bulk)]
 
 
-async def one_by_one(*entries: Entry) -> Any:
+async def one_by_one(*entries: Any) -> Any:
     for entry in entries:
         yield entry
 
@@ -164,7 +159,7 @@ async def test_a_message_that_just_fits_into_its_stream_is_stored_without_a_cont
 ) -> None:
     stream = await make_stream(max_msg_size=1000)
     own = {"a": "1"}
-    fits: list[Entry] = [(f"{stream}.a", bytes(960)), (f"{stream}.a", bytes(960), own)]
+    fits: list[Any] = [(f"{stream}.a", bytes(960)), (f"{stream}.a", bytes(960), own)]
     async with jsx.FastPublisher(js) as publisher:
         await publisher.add(f"{stream}.a", bytes(960))
         await publisher.add_many([*fits, jsx.BatchMessage(*fits[1]), (f"{stream}.a", b"")])
@@ -207,19 +202,6 @@ async def test_spans_say_nothing_of_a_payload_that_an_error_quotes(
         ("the batch is closed", "BatchClosedError"),
         ("ConversionError", "ConversionError"),
     ]
-    (event,) = second.events
-    facts = dict(event.attributes or {})
-    assert (event.name, facts["exception.type"]) == ("exception", "jetstream_ext.errors.BatchClosedError")
-    assert facts["exception.message"] == "the batch is closed"
-    trace_of_calls = str(facts["exception.stacktrace"])
-    assert re.findall(r"^\S.*$", trace_of_calls, re.MULTILINE) == [
-        "Traceback (most recent call last):",
-        "ValueError",
-        "This has led to:",
-        "Traceback (most recent call last):",
-        "jetstream_ext.errors.BatchClosedError: the batch is closed",
-    ]
-    assert trace_of_calls.index("in convert\n") < trace_of_calls.rindex("in convert_again\n")
     assert "exception.message" not in dict(first.events[0].attributes or {})
 
 
@@ -262,7 +244,7 @@ async def test_failed_and_cancelled_calls_end_their_spans_as_errors(
     assert attributes(recorded.spans[2])["messaging.batch.message_count"] == cancelled.batch_seq
 
 
-def broken(stream: str) -> Iterator[Entry]:
+def broken(stream: str) -> Iterator[Any]:
     yield f"{stream}.a", b"1"
     yield f"{stream}.a", b"2"
     raise RuntimeError("source")
@@ -305,7 +287,6 @@ async def test_a_second_call_replaces_the_first_and_uninstrument_ends_both(
         otel.uninstrument()
         await publisher.add(f"{stream}.a")
     otel.uninstrument()
-    assert telemetry.observer is None
     assert (len(recorded.spans), [span.name for span in second.spans]) == (0, [f"send {stream}.>"])
     assert ["traceparent" in message.headers for message in await stored(js, stream)] == [True, False]
 
@@ -352,23 +333,6 @@ async def test_atomic_batches_are_spans_and_their_messages_carry_the_context(
     assert [messages[0].headers["a"], messages[2].headers["Nats-Msg-Id"], messages[4].headers["b"]] == ["1", "3", "1"]
     assert attributes(commit)["messaging.operation.name"] == "commit"
     assert recorded.total("messaging.client.sent.messages") == 9  # the last one is part of its commit
-
-
-class Propagator(TextMapPropagator):
-    """Writes the id of the span into headers of these names."""
-
-    def __init__(self, *names: str) -> None:
-        self._names = set(names)
-
-    @property
-    def fields(self) -> set[str]:
-        return self._names
-
-    def inject(self, carrier: Any, context: Any = None, setter: Any = None) -> None:
-        carrier |= dict.fromkeys(self.fields, f"{ids_of_parent(context)[1]:x}")
-
-    def extract(self, carrier: Any, context: Any = None, getter: Any = None) -> Any:
-        return context
 
 
 async def test_reads_are_spans_with_the_number_of_messages(
@@ -519,101 +483,6 @@ async def test_a_handler_has_the_baggage_of_its_message_and_its_outputs_pass_it_
     assert (await jsx.DirectGet(js, output).get_last(f"{output}.out")).headers["baggage"] == "order=7"
 
 
-class RaisesAt(SpanProcessor, Sampler):
-    """A span processor and a sampler, one of whose methods raises."""
-
-    def __init__(self, method: str) -> None:
-        self.calls = 0
-        setattr(self, method, self.fail)
-
-    def fail(self, *_: Any, **__: Any) -> Any:
-        self.calls += 1
-        raise ValueError("secret")
-
-    def should_sample(self, *args: Any, **kwargs: Any) -> SamplingResult:
-        return ALWAYS_ON.should_sample(*args, **kwargs)
-
-    def get_description(self) -> str:
-        return "raises"
-
-
-@each("method", ["on_start", "on_end", "should_sample"])
-async def test_a_span_processor_or_sampler_that_raises_breaks_no_call(
-    js: JetStreamContext, make_stream: Callable[..., Any], caplog: pytest.LogCaptureFixture, method: str
-) -> None:
-    caplog.clear()
-    stream, output = await make_stream(), await make_stream(allow_atomic=True)
-    plugin = RaisesAt(method)
-    own = TracerProvider(shutdown_on_exit=False)
-    tracers = TracerProvider(sampler=plugin, shutdown_on_exit=False)
-    tracers.add_span_processor(plugin)
-    otel.instrument(tracers)
-    try:
-        with own.get_tracer("test").start_as_current_span("request") as request:
-            async with jsx.FastPublisher(js) as publisher:
-                await publisher.add(f"{stream}.a")
-                await publisher.add_many([(f"{stream}.a", b"")] * 2)
-            await jsx.publish_atomic(js, [(f"{output}.b", b"")])
-        done = await log.exactly_once(
-            log.LogReader(js, stream),
-            output,
-            lambda _: jsx.BatchMessage(f"{output}.out"),
-            name="w",
-            prefix=f"{output}.at",
-        )
-    finally:
-        otel.uninstrument()
-    assert (publisher.ack.batch_size, done.inputs, done.outputs) == (3, 3, 3)
-    assert plugin.calls > 5
-    (warning,) = (record.getMessage() for record in caplog.records)
-    assert " raised ValueError (" in warning
-    assert "secret" not in warning
-    context = request.get_span_context()
-    expected = context.trace_id, context.span_id
-    found = {parent_of(message.headers) for message in await stored(js, stream)}
-    assert {trace_id for trace_id, _ in found} == {expected[0]}
-    if method != "on_end":  # without spans, the messages continue the caller's
-        assert found == {expected}
-
-
-class RaisingInstrument:
-    def add(self, *_: Any, **__: Any) -> None:
-        raise ValueError("secret")
-
-    record = set = add
-
-
-class RaisingMeters(MeterProvider):
-    def get_meter(self, *_: Any, **__: Any) -> Any:
-        return self
-
-    def create_counter(self, *_: Any, **__: Any) -> Any:
-        return RaisingInstrument()
-
-    create_histogram = create_gauge = create_counter
-
-
-async def test_metrics_that_raise_break_no_call(
-    js: JetStreamContext, make_stream: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    stream, output = await make_stream(), await make_stream(allow_atomic=True)
-    otel.instrument(TracerProvider(shutdown_on_exit=False), RaisingMeters(shutdown_on_exit=False))
-    try:
-        async with jsx.FastPublisher(js) as publisher:
-            await publisher.add_many([(f"{stream}.a", b"")] * 2)
-        reader = log.LogReader(js, stream)
-        done = await log.exactly_once(reader, output, lambda _: None, name="w", prefix=f"{output}.at")
-        await reader.lag()
-    finally:
-        otel.uninstrument()
-    assert done.inputs == 2
-    texts = [record.getMessage() for record in caplog.records]
-    assert len(texts) == len(set(texts)) == 3
-    assert {text.split(" raised ")[0] for text in texts} == {
-        f"OpenTelemetry: {what}" for what in ("a counter", "a counter or histogram", "a gauge")
-    }
-
-
 def test_what_is_no_provider_is_refused() -> None:
     tracers: Any = TracerProvider(shutdown_on_exit=False)
     meters: Any = MeterProvider(shutdown_on_exit=False)
@@ -623,39 +492,37 @@ def test_what_is_no_provider_is_refused() -> None:
             otel.instrument(given)
     with pytest.raises(TypeError, match=r"^meter_provider must be a MeterProvider or None, not TracerProvider$"):
         otel.instrument(meter_provider=tracers)
-    assert telemetry.observer is None
 
 
-async def test_a_propagator_that_raises_breaks_no_call(
-    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded, caplog: pytest.LogCaptureFixture
+class Raising(SpanProcessor, MeterProvider):
+    """A span processor, meters and instruments that raise."""
+
+    def on_start(self, *_: Any, **__: Any) -> None:
+        raise ValueError("secret")
+
+    add = record = set = on_start
+
+    def get_meter(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    create_counter = create_histogram = create_gauge = get_meter
+
+
+async def test_spans_and_metrics_that_raise_break_no_call(
+    js: JetStreamContext, make_stream: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Broken(Propagator):
-        def inject(self, carrier: Any, context: Any = None, setter: Any = None) -> None:
-            raise KeyError("secret")
-
-        def extract(self, carrier: Any, context: Any = None, getter: Any = None) -> Any:
-            raise KeyError("secret")
-
     stream, output = await make_stream(), await make_stream(allow_atomic=True)
-    before = propagate.get_global_textmap()
-    propagate.set_global_textmap(Broken())
+    raising, tracers = Raising(shutdown_on_exit=False), TracerProvider(shutdown_on_exit=False)
+    tracers.add_span_processor(raising)
+    otel.instrument(tracers, raising)
     try:
         async with jsx.FastPublisher(js) as publisher:
-            await publisher.add_many([(f"{stream}.a", b"", {"a": "1"})] * 30)
+            await publisher.add_many([(f"{stream}.a", b"")] * 2)
         reader = log.LogReader(js, stream)
-        done = await log.exactly_once(
-            reader, output, lambda _: jsx.BatchMessage(f"{output}.out"), name="w", prefix=f"{output}.at"
-        )
+        done = await log.exactly_once(reader, output, lambda _: None, name="w", prefix=f"{output}.at")
+        await reader.lag()
     finally:
-        propagate.set_global_textmap(before)
-    assert (done.inputs, done.outputs) == (30, 30)
-    first, second = (re.sub(r"\(\S+test_otel.py, line \d+\)", "(…)", record.getMessage()) for record in caplog.records)
-    once = "; further errors of this kind are not logged"
-    assert first == (
-        f"OpenTelemetry: inject of the propagator raised KeyError (…), so messages get no trace context{once}"
-    )
-    assert second == (
-        "OpenTelemetry: extract of the propagator raised KeyError (…), so message 1 of stream "
-        f"{stream!r} counts as one without trace context{once}"
-    )
+        otel.uninstrument()
+    assert done.inputs == 2
+    assert " raised ValueError" in caplog.text
     assert "secret" not in caplog.text

@@ -1,8 +1,7 @@
-"""Many calls on one batch: each in its turn, each with its own timeout, and nothing of a call that did not get that far."""
+"""Many calls on one batch: each in its turn, and nothing of a call that did not get that far."""
 
 import asyncio
-import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
-from jetstream_ext.client.atomic_session import AtomicSession
 from jetstream_ext.client.base_connection import BaseConnection
 from jetstream_ext.client.connection import connection_of
 
@@ -56,10 +54,6 @@ async def subjects(js: JetStreamContext, stream: str) -> list[str]:
     return [message.subject for message in await jsx.DirectGet(js, stream).scan(confirm=True).to_list()]
 
 
-def with_timeout(kind: Any, js: JetStreamContext, timeout: float) -> Any:
-    return kind(js, **{"timeout" if kind is jsx.AtomicBatch else "ack_timeout": timeout})
-
-
 async def settle() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
@@ -100,54 +94,6 @@ async def test_a_later_call_does_not_overtake_one_that_asks_for_its_stream(
         answer.set()
         await asyncio.gather(*adding)
     assert await subjects(js, stream) == [f"{stream}.a", f"{stream}-new.b", f"{stream}.c"]
-
-
-async def test_calls_that_ask_in_vain_do_not_end_those_between_them(
-    js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The others wait for them, because of the order, but not for one after the other."""
-
-    async def add_between(kind: Any) -> None:
-        async with with_timeout(kind, js, 12.0) as batch:
-            await batch.add(f"{stream}.a")
-            started.append(kind)
-            if len(started) == len(KINDS):
-                await lookups(js, monkeypatch, asyncio.Event().wait)
-                both.set()
-            await both.wait()
-            asking = [batch.add("other.a" if index % 2 else f"{stream}.a") for index in range(30)]
-            async with asyncio.timeout(25):
-                ended = await asyncio.gather(*asking, return_exceptions=True)
-            assert {type(error) for error in ended[1::2]} == {errors.RequestTimeoutError}, kind
-            assert "which stream stores 'other.a' is unknown" in str(ended[1])
-            assert not any(isinstance(error, Exception) for error in ended[::2]), kind
-        assert batch.ack.batch_size == 16
-
-    stream, started, both = await make_stream(), list[Any](), asyncio.Event()
-    await asyncio.gather(*map(add_between, KINDS))
-
-
-@each("kind", KINDS)
-async def test_an_ended_batch_ends_the_calls_behind_one_that_asks(
-    js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, kind: Any
-) -> None:
-    stream = await make_stream()
-    batch = kind(js)
-    await batch.add(f"{stream}.a")
-    answer = asyncio.Event()
-    await lookups(js, monkeypatch, answer.wait)
-    monkeypatch.setattr("jetstream_ext.client.api._LOOKUP_TIMEOUT", 15.0)
-    calls = [batch.add("other.a"), *(batch.add(f"{stream}.a") for _ in range(20)), batch.commit_eob()]
-    if kind is jsx.FastPublisher:
-        calls.append(batch.add_many([(f"{stream}.a", b"")]))
-    waiting = [asyncio.ensure_future(call) for call in calls]
-    await settle()
-    await batch.discard()
-    waiting += [asyncio.ensure_future(call) for call in (batch.add(f"{stream}.a"), batch.commit_eob())]
-    async with asyncio.timeout(10):  # less than a lookup
-        ended = await asyncio.gather(*waiting, return_exceptions=True)
-    assert {type(error) for error in ended} == {errors.BatchClosedError}
-    answer.set()
 
 
 @each("kind", KINDS)
@@ -201,54 +147,3 @@ async def test_a_cancelled_first_call_leaves_the_batch_for_any_stream(
         with pytest.raises(errors.BadSubjectError, match=f"'{one}.a' is stored by stream '{one}'"):
             await batch.add(f"{one}.a")
     assert (await subjects(js, one), await subjects(js, two)) == ([], [f"{two}.a"])
-
-
-async def test_each_call_has_its_own_timeout(
-    js: JetStreamContext, make_stream: MakeStream, room: asyncio.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream, timeout = await make_stream(), 30.0
-    left: dict[int, float] = {}
-    reply = AtomicSession._reply
-
-    async def noted(self: AtomicSession, seq: int, waiter: Any, deadline: float) -> None:
-        left[seq] = deadline - asyncio.get_running_loop().time()
-        await reply(self, seq, waiter, deadline)
-
-    monkeypatch.setattr(AtomicSession, "_reply", noted)
-    async with jsx.AtomicBatch(js, timeout=timeout) as batch:
-        await batch.add(f"{stream}.1")
-        room.clear()
-        waiting = asyncio.ensure_future(batch.add(f"{stream}.2", ack=True))
-        await asyncio.sleep(1)
-        room.set()
-        later = asyncio.ensure_future(batch.add(f"{stream}.3", ack=True))
-        await asyncio.gather(waiting, later)
-    assert left[2] <= timeout - 0.9, "its wait for room and the reply share the timeout"
-    assert left[3] > timeout - 0.9, "it has not waited for room"
-
-
-@pytest.mark.skipif(sys.version_info < (3, 12), reason="Python 3.12 has eager tasks")
-@each("kind", KINDS)
-async def test_a_call_that_the_source_makes_has_its_turn_after_the_block(
-    js: JetStreamContext, make_stream: MakeStream, kind: Any
-) -> None:
-    stream = await make_stream()
-    calls: list[asyncio.Future[Any]] = []
-
-    def source() -> Iterator[Any]:
-        for i in range(300):
-            if i % 7 == 3:
-                calls.append(asyncio.ensure_future(batch.add(f"{stream}.call", b"%d" % i)))
-            yield f"{stream}.source", b"%d" % i
-
-    loop = asyncio.get_running_loop()
-    loop.set_task_factory(asyncio.eager_task_factory)  # type: ignore[attr-defined, unused-ignore]
-    try:
-        async with kind(js, **({"flow": 10} if kind is jsx.FastPublisher else {})) as batch:
-            await batch.add_many(source())
-            await asyncio.gather(*calls)
-    finally:
-        loop.set_task_factory(None)
-    stored = await jsx.DirectGet(js, stream).scan().to_list()
-    assert [int(m.data) for m in stored if m.subject.endswith("source")] == list(range(300))
-    assert [int(m.data) for m in stored if m.subject.endswith("call")] == list(range(3, 300, 7))

@@ -1,7 +1,6 @@
 """Ranges that mirrors answer: they are read as the stream itself has them."""
 
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
 from nats.js import JetStreamContext
@@ -9,12 +8,8 @@ from nats.js.api import StreamConfig, StreamSource
 
 import jetstream_ext as jsx
 from jetstream_ext import DirectGet
-from jetstream_ext.client import direct_reader
-from jetstream_ext.client.connection import Context
-from jetstream_ext.client.direct_reader import read_blocks
 from jetstream_ext.errors import StreamRecreatedError
 from jetstream_ext.log import LogReader
-from jetstream_ext.protocol.reads import Scan
 
 
 @pytest.fixture
@@ -51,9 +46,9 @@ def present(first: int, last: int) -> list[int]:
     return [seq for seq in range(first, last + 1) if not (100 <= seq < 120 or seq == 200)]
 
 
-async def read(js: JetStreamContext, stream: str, subject: str | None = None, timeout: float = 30) -> list[int]:
-    plan = Scan(subject=subject, seq=1, up_to_seq=300, max_bytes=1 << 20)
-    return [seq async for block in read_blocks(Context(js), stream, plan, timeout, confirm=True) for seq in block.seqs]
+async def read(js: JetStreamContext, stream: str, subject: str | None = None) -> list[int]:
+    found = await DirectGet(js, stream).scan(subject=subject, up_to_seq=300, confirm=True).to_list()
+    return [message.seq for message in found]
 
 
 async def test_a_filtered_mirror_does_not_shorten_the_read(js: JetStreamContext, origin: str, mirror: Mirror) -> None:
@@ -87,71 +82,6 @@ async def test_messages_deleted_from_the_stream_are_not_read_from_a_mirror(
         await js.delete_msg(origin, seq)
     for _ in range(8):
         assert await read(js, origin) == [seq for seq in present(1, 300) if seq not in (50, 51, 250, 300)]
-
-
-@pytest.fixture
-def only_to_the_mirror(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    def near(stream: str, mirror: str) -> None:
-        send = direct_reader._Inboxes.send
-
-        async def only_to_the_mirror(self: object, subject: str, *arguments: object) -> None:
-            await send(self, subject.replace(f".{stream}", f".{mirror}"), *arguments)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(direct_reader._Inboxes, "send", only_to_the_mirror)
-
-    return near
-
-
-async def test_beside_a_near_mirror_the_leader_sends_the_messages(
-    js: JetStreamContext, origin: str, mirror: Mirror, only_to_the_mirror: Callable[[str, str], None]
-) -> None:
-    name = await mirror(279)
-    for seq in (50, 51, 250, 300):
-        await js.delete_msg(origin, seq)
-    only_to_the_mirror(origin, name)
-    expected = [seq for seq in present(1, 300) if seq not in (50, 51, 250, 300)]
-    assert await read(js, origin) == expected
-    assert await read(js, origin, f"{origin}.2") == [seq for seq in expected if seq % 3 == 2]
-
-
-@pytest.mark.parametrize("part", [{"filter_subject": "1"}, {"opt_start_seq": 251}, {"filter_subject": "none"}])
-async def test_messages_that_no_responder_has_come_from_the_leader(
-    js: JetStreamContext,
-    origin: str,
-    mirror: Mirror,
-    only_to_the_mirror: Callable[[str, str], None],
-    part: dict[str, Any],
-) -> None:
-    if "filter_subject" in part:
-        part = {"filter_subject": f"{origin}.{part['filter_subject']}"}
-    name = await mirror({f"{origin}.1": 93, f"{origin}.none": 0}.get(part.get("filter_subject", ""), 50), **part)
-    only_to_the_mirror(origin, name)
-    assert await read(js, origin) == present(1, 300)
-    assert await read(js, origin, f"{origin}.2") == [seq for seq in present(1, 300) if seq % 3 == 2]
-
-
-async def test_messages_of_the_leader_are_those_that_a_replica_sends(
-    js: JetStreamContext,
-    stream_name: Callable[[], str],
-    only_to_the_mirror: Callable[[str, str], None],
-) -> None:
-    origin, name = stream_name(), stream_name()
-    await js.add_stream(name=origin, subjects=[f"{origin}.*"], allow_direct=True)
-    for headers in (None, {"A": "1", "Status": "204", "b": ""}, {"Nats-Msg-Id": "ü"}):
-        for data in (b"", b"\xff\r\n", b"x" * 100_000):
-            await js.publish(f"{origin}.ü", data, headers=headers and headers | {"Nats-Msg-Id": stream_name()})
-    await js.add_stream(name=name, mirror=StreamSource(name=origin), mirror_direct=True, allow_direct=True)
-    while (await js.stream_info(name)).state.messages < 9:
-        pass
-
-    async def seen() -> list[tuple[Any, ...]]:
-        found = await DirectGet(js, origin).scan(confirm=True).to_list()
-        return [(m.stream, m.subject, m.seq, m.data, m.headers, m.time, m.time_ns, m.num_pending) for m in found]
-
-    there = await seen()
-    only_to_the_mirror(origin, name)
-    assert len(there) == 9
-    assert await seen() == there
 
 
 async def test_a_stream_that_was_created_again_during_the_read_is_an_error(

@@ -65,7 +65,7 @@ await jsx.ensure_stream(js, name="ALL-READINGS", sources=[entry])
 """,
 }
 # Run elsewhere: they never end (client/test_abandoned.py, kv/test_tables.py); it needs two servers (arrow/test_writing.py) or two domains
-# (client/test_sourcing_over_a_leaf.py).
+# (client/test_domains.py).
 NOT_HERE = ("jsx.watch_abandoned(", "in flags.changes()", "arrow.from_arrow(elsewhere", 'nc.jetstream(domain="edge")')
 
 

@@ -1,28 +1,21 @@
 """What `ingest` reports after an outage is what the stream holds, whatever the server has forgotten meanwhile."""
 
 import asyncio
-import base64
-import dataclasses
+import contextlib
 import itertools
-import json
-from collections import UserDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import nats.errors
+import nats.js.errors
 import pytest
 from link import Link
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
-from jetstream_ext.client import api as api_module
-from jetstream_ext.client import ingest as ingest_module
-from jetstream_ext.client.api import get_at_leader
-from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import IngestError, StreamRecreatedError
-from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.testing import Cut, Faults, NatsServer, ReferenceServer
+from jetstream_ext.testing import NatsServer
 
 # nats-py leaves the sockets of lost connections to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
@@ -30,13 +23,6 @@ Connect = Callable[..., Awaitable[Client]]
 Outage = Callable[[], Awaitable[None]]
 SENT, COUNT = 10, 20
 SHORT = 0.2  # seconds; a duplicate window that ends during the outages here
-
-
-class Repeated(dict[str, str]):
-    """A mapping with two values for one name."""
-
-    def items(self) -> Any:
-        return [*super().items(), ("Twice", "1"), ("Twice", "2")]
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
@@ -51,10 +37,12 @@ async def add_stream(js: JetStreamContext, **config: Any) -> None:
 
 async def stored(js: JetStreamContext) -> list[int]:
     """Return the numbers that the stream holds, in order."""
-    found, seq = [], 1
-    while (message := await get_at_leader(Context(js), "S", {"seq": seq, "next_by_subj": ">"})) is not None:
-        found.append(int(message.data))
-        seq = message.seq + 1
+    found, seq = list[int](), 0
+    with contextlib.suppress(nats.js.errors.NotFoundError):
+        while True:
+            message = await js.get_msg("S", seq=seq + 1, subject=">", next=True)
+            found.append(int(message.data or b""))
+            seq = message.seq or 0
     return found
 
 
@@ -227,36 +215,6 @@ class TestRecreation:
         assert caught.value.report is not None
         assert caught.value.report.stored == 0
 
-    async def test_a_stream_whose_creation_time_changed_is_the_same(
-        self, own_server: NatsServer, js: JetStreamContext, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Some servers change it in a restart after an update; only the messages show that the stream is the same."""
-        await add_stream(js)
-        progress: list[int] = []
-        parse = api_module.parse_stream_state
-        restarted = False
-
-        def parsed(*arguments: Any) -> StreamState:
-            state = parse(*arguments)
-            return dataclasses.replace(state, created="2026-01-01T00:00:00Z") if restarted else state
-
-        monkeypatch.setattr(api_module, "parse_stream_state", parsed)
-
-        async def restart() -> None:
-            nonlocal restarted
-
-            async def arrived() -> bool:
-                return progress[-1] == SENT
-
-            await until(arrived)
-            await asyncio.to_thread(own_server.kill)
-            await asyncio.to_thread(own_server.restart)
-            restarted = True
-
-        report = await run(js, restart, flow=1, on_progress=lambda now: progress.append(now.stored), progress_every=0)
-        assert (report.stored, report.in_doubt) == (COUNT, 0)
-        assert await stored(js) == list(range(COUNT))
-
 
 class TestLongOutage:
     """The link is away for longer than the duplicate window; the server has stored the first messages."""
@@ -311,40 +269,11 @@ class TestLongOutage:
         assert report.stored == COUNT
         assert await stored(direct) == list(range(COUNT))
 
-    async def test_a_search_that_does_not_end_within_the_timeout_says_so(
-        self, direct: JetStreamContext, js: JetStreamContext, outage: Outage, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        await add_stream(direct, allow_direct=False, duplicate_window=SHORT)
-        get = ingest_module.get_at_leader
-
-        async def slow(context: Context, stream: str, request: dict[str, Any], timeout: float) -> Any:
-            await asyncio.sleep(0.3)
-            # Even with a millisecond left, each answer may come in time: the search as a whole has to end.
-            return await get(context, stream, request, 10)
-
-        monkeypatch.setattr(ingest_module, "get_at_leader", slow)
-        with pytest.raises(
-            jsx.errors.IngestError, match=r"searching it did not end within 1 s of the first error"
-        ) as caught:
-            await run(js, outage, timeout=1)
-        assert (caught.value.index, caught.value.in_doubt) == (0, SENT)
-
-    @pytest.mark.parametrize(
-        ("kind", "buffer", "headers"),
-        [
-            (tuple, bytearray, None),
-            (tuple, lambda size: memoryview(bytearray(size)), dict),
-            (tuple, bytearray, UserDict),
-            (tuple, bytearray, Repeated),
-            (jsx.BatchMessage, bytearray, Repeated),
-        ],
-        ids=["payload", "view and dict", "mapping", "repeated", "message with repeated"],
-    )
     async def test_a_source_may_use_its_buffer_and_headers_again(
-        self, direct: JetStreamContext, link: Link, js: JetStreamContext, kind: Any, buffer: Any, headers: Any
+        self, direct: JetStreamContext, link: Link, js: JetStreamContext
     ) -> None:
         await add_stream(direct)
-        numbers, data = {} if headers is None else headers(), buffer(2)
+        headers, data = {}, bytearray(2)
 
         async def lost() -> bool:
             return link.dropped.count(b"PUB s.a ") == SENT - 1
@@ -357,27 +286,14 @@ class TestLongOutage:
         def message(n: int) -> Any:
             link.requests = link.requests and n != 1  # the first message opens the batch; the next ones are lost
             data[:] = b"%02d" % n
-            if headers is None:
-                fields: tuple[Any, ...] = "s.a", data
-            else:
-                numbers["Nats-Msg-Id"] = numbers["Number"] = str(n)
-                fields = "s.a", data, numbers
-            return fields if kind is tuple else kind(*fields)
+            headers["Number"] = str(n)
+            return "s.a", data, headers
 
         report = await run(js, outage, message)
-        assert (report.stored, report.duplicates, report.in_doubt) == (COUNT, 1, 0), "the first message was stored"
+        assert report.stored == COUNT
         assert report.resent > SENT - 1
-        assert await stored(direct) == list(range(COUNT))
-        if headers is not None:
-            found = await jsx.DirectGet(direct, "S").scan().to_list()
-            assert [each.headers["Number"] for each in found] == [str(n) for n in range(COUNT)]
-        if headers is Repeated:
-            answers = [
-                await direct._nc.request("$JS.API.STREAM.MSG.GET.S", b'{"seq": %d}' % (n + 1), timeout=30)
-                for n in range(COUNT)
-            ]
-            lines = [base64.b64decode(json.loads(answer.data)["message"]["hdrs"]).split(b"\r\n") for answer in answers]
-            assert all(line.count(b"Twice: %d" % n) == 1 for line in lines for n in (1, 2))
+        found = await jsx.DirectGet(direct, "S").scan().to_list()
+        assert [(int(each.data), each.headers["Number"]) for each in found] == [(n, str(n)) for n in range(COUNT)]
 
     @pytest.mark.parametrize("config", [{}, {"allow_direct": False}, {"max_msgs": 5}, {"max_msgs_per_subject": 1}])
     async def test_nothing_is_stored_twice(
@@ -389,40 +305,6 @@ class TestLongOutage:
         assert await last_seq(direct) == COUNT
         kept = config.get("max_msgs", config.get("max_msgs_per_subject", COUNT))
         assert await stored(direct) == list(range(COUNT))[-kept:]
-
-    async def test_a_copy_that_is_still_on_its_way_is_counted(
-        self, direct: JetStreamContext, link: Link, connect: Connect
-    ) -> None:
-        # nats-py writes what it has kept when it is connected again; the server takes a while to store that much.
-        nc = await connect(link.url, pending_size=32 << 20)
-        js = nc.jetstream()
-        await add_stream(direct, duplicate_window=SHORT)
-
-        async def outage() -> None:
-            async def arrived() -> bool:
-                return await last_seq(direct) == SENT
-
-            await until(arrived)
-            await cut(link, js)
-            for n in range(50_000):
-                await nc.publish("s.b", b"-%d" % (n + 1))
-            await nc.publish("s.a", b"0", headers={"Nats-Msg-Id": "number-0"})
-            await forgotten(direct)
-            link.accepting = True
-
-        report = await run(js, outage, msg_id=lambda entry: f"number-{int(entry[1])}")
-        assert report.stored == COUNT
-        assert report.in_doubt == await last_seq(direct) - COUNT - 50_000 <= 1, "message 0 may be stored twice"
-
-    async def test_an_expectation_does_not_fail_for_a_message_that_is_stored(
-        self, direct: JetStreamContext, js: JetStreamContext, outage: Outage
-    ) -> None:
-        await add_stream(direct, duplicate_window=SHORT)
-        report = await run(
-            js, outage, lambda n: jsx.BatchMessage("s.a", b"%d" % n, expected_last_subject_seq=n), ack_timeout=30
-        )
-        assert (report.stored, report.in_doubt) == (COUNT, 0)
-        assert await stored(direct) == list(range(COUNT))
 
     async def test_what_was_purged_is_in_doubt(
         self, direct: JetStreamContext, js: JetStreamContext, outage: Outage
@@ -436,23 +318,6 @@ class TestLongOutage:
         report = await run(js, purged)
         assert (report.stored, report.in_doubt) == (COUNT, SENT)
         assert await stored(direct) == list(range(COUNT))
-
-
-@pytest.mark.parametrize("content", [b"repeated", b"0"], ids=["an id that comes again", "ids that come once"])
-async def test_nothing_is_counted_that_was_not_stored(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch, content: bytes
-) -> None:
-    # The second message replaces the first, and has the id of one that is sent again after messages that were lost.
-    monkeypatch.setattr(ingest_module, "_TRUSTED_SHARE", 0.0)  # the stream is searched
-    entries = [("s.0", b"first"), ("s.0", content), *((f"s.{n}", b"%d" % n) for n in range(1, 8)), ("s.9", b"repeated")]
-    async with ReferenceServer(faults=Faults(Cut("s.3", before=True))) as server:
-        js = (await connect(server.url)).jetstream(timeout=30)
-        await add_stream(js, max_msgs_per_subject=1)
-        async with asyncio.timeout(120):
-            report = await jsx.ingest(js, entries, msg_id=lambda entry: str(entry[1]))
-        assert report.stored == len(entries)
-        ids = {message.headers["Nats-Msg-Id"] for message in await jsx.DirectGet(js, "S").scan().to_list()}
-        assert ids >= {str(payload) for _, payload in entries[2:]}
 
 
 class TestWithoutPermission:

@@ -150,24 +150,6 @@ async def awaited(call: Callable[[JetStreamContext], Any], js: JetStreamContext)
         await pending
 
 
-def test_bucket_whose_constructor_takes_other_arguments_is_the_documented_error(
-    js: JetStreamContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(KeyValue, "__init__", lambda self, name: None)
-    with pytest.raises(JetStreamExtError, match="install nats-py"):
-        open_bucket(js, "B")
-
-
-async def test_own_client_without_tls_needs_no_internal(server: NatsServer) -> None:
-    for name in [*_TLS, "_reconnection_task", "_transport"]:
-        with pytest.MonkeyPatch.context() as patch:
-            hide(patch, Client, name)
-            client = OwnClient()
-            await client.open([server.url], shown="h", timeout=30)
-            await client.close_quickly()
-        assert client.is_closed, name
-
-
 async def test_own_client_refuses_tls_without_an_internal_that_proves_it(server: NatsServer) -> None:
     for name in _TLS:
         with pytest.MonkeyPatch.context() as patch:

@@ -11,7 +11,6 @@ from nats.js.kv import KeyValue
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
-from jetstream_ext.client import direct_reader
 from jetstream_ext.log import LogReader
 
 KEYS = [f"k{n}" for n in range(100)]
@@ -139,25 +138,3 @@ async def test_snapshot_is_whole_beside_a_mirror_that_changes_subjects(
         assert set(await kvx.snapshot(kv)) == expected
         assert set(await kvx.snapshot(kv, at=keys)) == expected
         assert set(await kvx.get_many(kv, ["a.0", "b.1"])) == {"a.0", "b.1"}
-
-
-async def test_messages_have_the_subjects_of_the_stream_if_only_a_mirror_that_changes_them_answers(
-    js: JetStreamContext, stream_name: Callable[[], str], transformed: Transformed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = stream_name()
-    await js.add_stream(StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True))
-    expected = [(seq, f"{name}.{seq % 3}") for seq in range(1, 201)]
-    for _, subject in expected:
-        await js.publish(subject)
-    mirror = await transformed(
-        name, 200, {f"{name}.0": "elsewhere", f"{name}.1": f"{name}.2", f"{name}.2": f"{name}.1"}
-    )
-    send = direct_reader._Inboxes.send
-
-    async def only_to_the_mirror(self: Any, subject: str, *arguments: Any) -> None:
-        await send(self, subject.replace(f".DIRECT.GET.{name}", f".DIRECT.GET.{mirror}"), *arguments)
-
-    monkeypatch.setattr(direct_reader._Inboxes, "send", only_to_the_mirror)
-    assert [(m.seq, m.subject) async for m in LogReader(js, name)] == expected
-    zero = [it for it in expected if it[1] == f"{name}.0"]
-    assert [(m.seq, m.subject) async for m in LogReader(js, name, subject=f"{name}.0")] == zero

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 import nats
 import nats.errors
@@ -15,9 +14,7 @@ from nats.js.kv import KeyValue
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
-from jetstream_ext import AtomicBatch, BatchAck
-from jetstream_ext.errors import BatchOutcomeUnknownError, JetStreamExtError, StreamRecreatedError
-from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.errors import JetStreamExtError, StreamRecreatedError
 from jetstream_ext.log import LogReader, OffsetStore
 from jetstream_ext.testing import NatsServer
 
@@ -115,40 +112,6 @@ async def test_transaction_that_found_nothing_commits_in_a_recreated_bucket(
     assert list(await kvx.snapshot(other)) == ["account", "missing"]
 
 
-@pytest.mark.parametrize("writes", [True, False])
-async def test_transaction_fails_when_the_bucket_was_recreated_between_its_concurrent_reads(
-    js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch, writes: bool
-) -> None:
-    name = stream_name()
-    kv = await kvx.enable(await js.create_key_value(bucket=name))
-    for key in ("a", "b"):
-        await kv.put(key, b"1")
-    read = Bucket.get_at_leader
-
-    async def read_in_turn(bucket: Bucket, **request: object) -> Any:
-        if request.get("last_by_subj") == bucket.subject("b"):
-            await recreated.wait()
-        found = await read(bucket, **request)
-        if request.get("last_by_subj") == bucket.subject("a") and not recreated.is_set():
-            await js.delete_key_value(name)
-            other = await kvx.enable(await js.create_key_value(bucket=name))
-            for key in ("a", "b"):
-                await other.put(key, b"2")
-            recreated.set()
-        return found
-
-    recreated = asyncio.Event()
-    monkeypatch.setattr(Bucket, "get_at_leader", read_in_turn)
-    tx = kvx.transaction(kv)
-    found = await tx.get_many(["b", "a"])
-    assert {key: entry.value for key, entry in found.items()} == {"a": b"1", "b": b"2"}
-    if writes:
-        for key in ("b", "a"):
-            tx.put(key, b"3")
-    with pytest.raises(StreamRecreatedError):
-        await tx.commit()
-
-
 async def test_retried_transaction_runs_again_in_the_bucket_that_was_recreated_during_a_run(
     js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
@@ -166,42 +129,6 @@ async def test_retried_transaction_runs_again_in_the_bucket_that_was_recreated_d
 
     await kvx.retry_transaction(kv, fn, give_up_after=60)
     assert values == [b"100", b"7"]
-    assert (await kv.get("account")).value == b"71"
-
-
-async def test_lost_commit_is_resolved_and_not_repeated_in_a_recreated_bucket(
-    js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name, runs = stream_name(), 0
-    kv = await kvx.enable(await js.create_key_value(bucket=name))
-    await kv.put("account", b"100")
-    send = AtomicBatch.commit_eob
-
-    async def lose(batch: AtomicBatch) -> BatchAck:
-        if runs > 1:
-            return await send(batch)
-        await recreate(js, name)
-        raise BatchOutcomeUnknownError(batch_id=batch.batch_id)
-
-    async def repeat(tx: kvx.Transaction) -> None:
-        raise AssertionError("the commit was repeated")
-
-    async def resolve(batch: AtomicBatch, *, timeout: float | None = None) -> str:
-        return "not_stored"
-
-    async def fn(tx: kvx.Transaction) -> None:
-        nonlocal runs
-        runs += 1
-        entry = await tx.get("account")
-        assert entry is not None
-        tx.put("account", entry.value + b"1")
-
-    monkeypatch.setattr(AtomicBatch, "commit_eob", lose)
-    monkeypatch.setattr(AtomicBatch, "state", property(lambda batch: "unknown" if runs == 1 else "committed"))
-    monkeypatch.setattr(AtomicBatch, "resolve", resolve)
-    monkeypatch.setattr(kvx.Transaction, "repeat", repeat)
-    await kvx.retry_transaction(kv, fn)
-    assert runs == 2
     assert (await kv.get("account")).value == b"71"
 
 
@@ -228,52 +155,6 @@ async def change_creation_time(server: NatsServer, js: JetStreamContext) -> None
                 if (await impatient.stream_info("KV_B")).created != info.created:
                     return
             await asyncio.sleep(0.05)
-
-
-async def test_retried_transaction_runs_again_if_the_creation_time_and_every_message_changed() -> None:
-    values: list[bytes] = []
-    async with bucket_whose_creation_time_changes() as (server, js, kv):
-        await kv.put("count", b"1")
-
-        async def fn(tx: kvx.Transaction) -> None:
-            entry = await tx.get("count")
-            assert entry is not None
-            values.append(entry.value)
-            if len(values) == 1:
-                await change_creation_time(server, js)
-                await kv.put("count", b"2")
-            tx.put("count", entry.value + b"x")
-
-        await kvx.retry_transaction(kv, fn)
-        assert values == [b"1", b"2"]
-        assert (await kv.get("count")).value == b"2x"
-
-
-async def test_stored_commit_is_found_after_a_restart_that_changed_the_creation_time_of_its_bucket(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    runs = 0
-    commit = kvx.Transaction.commit
-    async with bucket_whose_creation_time_changes() as (server, js, kv):
-        await kv.put("count", b"1")
-
-        async def lose(tx: kvx.Transaction) -> None:
-            await commit(tx)
-            await change_creation_time(server, js)
-            tx._state, tx._revisions = "unknown", {}
-            raise BatchOutcomeUnknownError(batch_id=tx._batch_id)
-
-        async def fn(tx: kvx.Transaction) -> None:
-            nonlocal runs
-            runs += 1
-            entry = await tx.get("count")
-            assert entry is not None
-            tx.put("count", entry.value + b"x")
-
-        monkeypatch.setattr(kvx.Transaction, "commit", lose)
-        await kvx.retry_transaction(kv, fn)
-        assert runs == 1
-        assert (await kv.get("count")).value == b"1x"
 
 
 @pytest.fixture

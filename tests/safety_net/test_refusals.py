@@ -13,9 +13,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import BatchMessage, errors
-from jetstream_ext.client.connection import Context
 from jetstream_ext.testing import NatsServer
-from jetstream_ext.types import own_headers
 
 # nats-py leaves the sockets of lost connections to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
@@ -168,19 +166,6 @@ class TestLimits:
             await js._nc.flush()
             assert not lost.is_set(), name
 
-    async def test_the_longest_subject_of_a_request_is_answered(
-        self, js: JetStreamContext, make_stream: MakeStream, lost: asyncio.Event
-    ) -> None:
-        stream = await make_stream()
-        direct = jsx.DirectGet(js, stream)
-
-        async def get(size: int) -> None:
-            with pytest.raises(errors.MessageNotFoundError):
-                await direct.get_last(f"{stream}." + "a" * size)
-
-        assert await self.longest(get, 4100, errors.BadSubjectError) > 3900
-        assert not lost.is_set()
-
     async def test_no_call_sends_a_blank_message_id(self, js: JetStreamContext, make_stream: MakeStream) -> None:
         stream = await make_stream()
         for call in STORE.values():
@@ -192,25 +177,6 @@ class TestLimits:
                 await call(js, BatchMessage(f"{stream}.a", b"1", msg_id=" "))
         stored = [message.data for message in await jsx.DirectGet(js, stream).scan().to_list()]
         assert set(stored) <= {b"0"}, "only what was before the message that was refused"
-
-    async def test_names_in_another_case_than_the_servers_are_ordinary_headers(
-        self, js: JetStreamContext, make_stream: MakeStream
-    ) -> None:
-        names = (
-            "msg-id",
-            "batch-id",
-            "batch-commit",
-            "expected-last-sequence",
-            "expected-last-msg-id",
-            "ttl",
-            "rollup",
-        )
-        headers = {f"nats-{name}": "7" for name in names}
-        stream = await make_stream()
-        for number, (name, call) in enumerate(STORE.items()):
-            await call(js, BatchMessage(f"{stream}.{number}", b"1", headers=headers))
-            found = (await jsx.DirectGet(js, stream).get_last(f"{stream}.{number}")).headers
-            assert {key: value for key, value in found.items() if key.islower()} == headers, name
 
 
 class TestMaxPayload:
@@ -260,31 +226,6 @@ class TestMaxPayload:
             await batch.discard()
             assert isinstance(outcome, nats.errors.MaxPayloadError), f"{type(batch).__name__}.{name}: {outcome!r}"
 
-    async def test_a_source_in_between_takes_the_limit_of_a_new_server(
-        self, reconnect: Any, make_stream: MakeStream, within: Within
-    ) -> None:
-        js, lower = reconnect
-        stream = await make_stream()
-        both, lowered = asyncio.Barrier(2), asyncio.Event()
-
-        async def source(kind: type) -> AsyncIterator[tuple[str, bytes]]:
-            yield f"{stream}.a", b"1"
-            await both.wait()
-            if kind is jsx.AtomicBatch:
-                await lower()
-                lowered.set()
-            await lowered.wait()
-            yield f"{stream}.a", bytes(2000)
-
-        async def outcome_of(batch: Any) -> Any:
-            outcome = await within(120, batch.add_many(source(type(batch))))
-            await batch.discard()
-            return outcome
-
-        batches = (jsx.AtomicBatch(js), jsx.FastPublisher(js, gap=jsx.GapMode.OK))
-        for outcome in await asyncio.gather(*map(outcome_of, batches)):
-            assert isinstance(outcome, nats.errors.MaxPayloadError)
-
     async def test_a_new_message_takes_the_limit_of_a_new_server(
         self, reconnect: Any, make_stream: MakeStream, within: Within
     ) -> None:
@@ -295,7 +236,4 @@ class TestMaxPayload:
         for call in ("publish_atomic", "publish_atomic_many", "ingest"):
             outcome = await within(60, STORE[call](js, BatchMessage(f"{stream}.a", bytes(2000))))
             assert isinstance(outcome, nats.errors.MaxPayloadError), call
-        headers = own_headers([("A", "x" * 600), ("A", "y" * 600)])
-        outcome = await within(60, Context(js).publish(f"{stream}.a", b"", headers, 10, "the ack"))
-        assert isinstance(outcome, nats.errors.MaxPayloadError)
         assert (await js.stream_info(stream)).state.messages == 1

@@ -7,7 +7,6 @@ import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import nats.errors
 import pytest
 from link import Link
 from nats.aio.client import Client
@@ -15,24 +14,18 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import BatchMessage, errors
-from jetstream_ext.client.connection import connection_of
-from jetstream_ext.testing import Faults, NatsServer, ReferenceServer, StaleReplica
+from jetstream_ext.testing import NatsServer, ReferenceServer, StaleReplica
 
 # nats-py leaves the sockets of lost connections to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
 Connect = Callable[..., Awaitable[Client]]
 MakeStream = Callable[..., Awaitable[str]]
 Within = Callable[[float, Awaitable[Any]], Awaitable[Any]]
-Entry = tuple[str, bytes]
 
 
 def level(api_level: int) -> Callable[[bytes], bytes]:
     """Return a function that replaces the API level in a server's greeting."""
     return lambda line: re.sub(rb'"api_lvl":[0-9]+', b'"api_lvl":%d' % api_level, line)
-
-
-async def payloads(js: JetStreamContext, stream: str) -> list[bytes]:
-    return [message.data for message in await jsx.DirectGet(js, stream).scan(confirm=True).to_list()]
 
 
 async def refused_batch(js: JetStreamContext, messages: list[BatchMessage], batch_id: str | None) -> jsx.AtomicBatch:
@@ -90,56 +83,6 @@ class TestBatchesWithOneId:
             assert batch.state == "failed", other
             assert (await js.stream_info(stream)).state.messages == len(other)
 
-    async def test_removed_messages_leave_the_outcome_unknown(
-        self, js: JetStreamContext, make_stream: MakeStream
-    ) -> None:
-        for overwritten in ("first", "last"):
-            stream = await make_stream(max_msgs_per_subject=1)
-            messages = [BatchMessage(f"{stream}.{name}", b"", msg_id=name) for name in ("first", "last")]
-            await jsx.publish_atomic(js, messages, batch_id="job")
-            await js.publish(f"{stream}.{overwritten}", b"newer")
-            with pytest.raises(errors.BatchOutcomeUnknownError, match="removed") as caught:
-                await jsx.publish_atomic(js, messages, batch_id="job")
-            assert caught.value.outcome == "unknown", overwritten
-            assert isinstance(caught.value.__cause__, errors.AtomicPublishDuplicateMessageIDError)
-
-    async def test_a_discarded_batch_is_not_stored_by_the_commit_of_a_later_one(
-        self, js: JetStreamContext, make_stream: MakeStream
-    ) -> None:
-        async def in_turn(batch: jsx.AtomicBatch, one: Entry, two: Entry) -> None:
-            await batch.add(*one)
-            await batch.add(*two)
-            await batch.commit_eob()
-
-        async def at_once(batch: jsx.AtomicBatch, one: Entry, two: Entry) -> None:
-            await batch.add_many([one, two])
-            await batch.commit_eob()
-
-        async def with_the_commit(batch: jsx.AtomicBatch, one: Entry, two: Entry) -> None:
-            await batch.add(*one)
-            await batch.commit(*two)
-
-        for publish in (in_turn, at_once, with_the_commit):
-            stream = await make_stream(max_msg_size=1000)
-            subject = f"{stream}.a"
-            earlier = jsx.AtomicBatch(js, batch_id="job")
-            await earlier.add(subject, b"earlier")
-            await earlier.discard()
-            # The server refuses message 1 and keeps the earlier batch, of which message 2 could be the next one.
-            with pytest.raises(errors.MessageTooLargeError) as caught:
-                await publish(self.second(js), (subject, bytes(2000)), (subject, b"2"))
-            assert caught.value.outcome == "not_stored", publish
-            assert (await js.stream_info(stream)).state.messages == 0, publish
-            assert await earlier.resolve() == "not_stored", publish
-            with pytest.raises(errors.AtomicPublishIncompleteError):  # its first message ends the earlier batch
-                await in_turn(self.second(js), (subject, b"1"), (subject, b"2"))
-            await in_turn(self.second(js), (subject, b"1"), (subject, b"2"))
-            assert await payloads(js, stream) == [b"1", b"2"], publish
-
-    @staticmethod
-    def second(js: JetStreamContext) -> jsx.AtomicBatch:
-        return jsx.AtomicBatch(js, batch_id="job", ack_first=False)
-
     async def test_no_other_batch_has_a_generated_id(self, js: JetStreamContext, make_stream: MakeStream) -> None:
         stream = await make_stream()
         messages = self.batch(stream, "xyz", ids="x")
@@ -163,21 +106,6 @@ class TestMultiLast:
             await js.publish(f"{stream}.0")
             found += [message async for message in messages]
         assert [message.seq for message in found] == [1, 2, 3, 4]
-
-    async def test_answer_of_a_lagging_replica_has_no_later_up_to_seq(self, connect: Connect) -> None:
-        faults = Faults(StaleReplica("$JS.API.DIRECT.GET.>", behind=3, times=None))
-        async with ReferenceServer(faults=faults) as server:
-            js = (await connect(server.url)).jetstream(timeout=3)
-            await js.add_stream(name="S", subjects=["s.>"], storage="memory", allow_direct=True)
-            for n in range(5):
-                await js.publish("s.a", b"%d" % n)
-            read = jsx.DirectGet(js, "S").multi_last(["s.a"], up_to_seq=5)
-            try:
-                found = await read.to_list()
-            except errors.JetStreamExtError:
-                return
-            assert read.up_to_seq is not None
-            assert [message.seq for message in found] == [read.up_to_seq]
 
     async def test_reads_wait_until_a_lagging_replica_has_caught_up(self, connect: Connect) -> None:
         async with ReferenceServer() as server:
@@ -220,7 +148,8 @@ class TestIngest:
 
             outcome = await within(90, jsx.ingest(js, source(), flow=10, timeout=60, ack_timeout=2))
         assert not isinstance(outcome, Exception)
-        assert [int(data) for data in await payloads(direct, "S")] == list(range(30))
+        stored = await jsx.DirectGet(direct, "S").scan(confirm=True).to_list()
+        assert [int(message.data) for message in stored] == list(range(30))
 
 
 class TestMixedClusters:
@@ -357,35 +286,6 @@ class TestTwoStreams:
             await batch.add_many([(f"{stream}most.a", b"3"), (f"{stream}.b", b"4"), (f"{stream}most.b", b"5")])
         assert batch.ack.batch_size == 4
 
-    async def test_a_subject_of_no_stream_is_left_to_the_server(
-        self, js: JetStreamContext, make_stream: MakeStream
-    ) -> None:
-        stream = await make_stream()
-        async with jsx.AtomicBatch(js) as batch:
-            await batch.add(f"{stream}.a", b"1")
-            with pytest.raises(errors.NoStreamError):
-                await batch.add(f"{stream}nowhere", b"2", ack=True)
-
-
-async def test_a_batch_for_a_stream_that_does_not_store_its_subject_says_so(
-    js: JetStreamContext, make_stream: MakeStream
-) -> None:
-    first, second = await make_stream(), await make_stream()
-    with pytest.raises(errors.JetStreamExtError, match=f"stream '{first}' does not store its subject '{second}.a'"):
-        await jsx.publish_atomic(js, [BatchMessage(f"{second}.a", b"1", stream=first), (f"{first}.a", b"2")])
-
-
-async def test_the_refusal_of_an_id_that_was_in_use_says_what_to_do(
-    js: JetStreamContext, make_stream: MakeStream
-) -> None:
-    stream = await make_stream()
-    async with jsx.AtomicBatch(js, batch_id="job") as batch:
-        await batch.add(f"{stream}.a", b"1")
-        await batch.discard()
-    with pytest.raises(errors.AtomicPublishIncompleteError, match=r"earlier batch with this id .* repeat the batch"):
-        await jsx.publish_atomic(js, [(f"{stream}.a", b"1")] * 2, batch_id="job")
-    await jsx.publish_atomic(js, [(f"{stream}.a", b"1")] * 2, batch_id="job")
-
 
 async def test_a_stall_does_not_end_the_check_for_two_streams(own_server: NatsServer, connect: Connect) -> None:
     js = (await connect(own_server.url)).jetstream(timeout=30)
@@ -402,48 +302,3 @@ async def test_a_stall_does_not_end_the_check_for_two_streams(own_server: NatsSe
         with pytest.raises(errors.BadSubjectError, match="must be of one stream"):
             await until_answered(lambda: batch.add("two.a", b"2"))
     assert batch.ack.batch_size == 1
-
-
-async def test_a_stall_does_not_blind_later_batches(
-    own_server: NatsServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    js = (await connect(own_server.url)).jetstream(timeout=30)
-    await js.add_stream(name="S", subjects=["s.>"], allow_atomic=True, allow_direct=True)
-    await asyncio.to_thread(own_server.pause)
-    stalled = asyncio.ensure_future(jsx.publish_atomic(js, [("s.a", b"1")], timeout=0.2))
-    with pytest.raises(nats.errors.Error):
-        await stalled
-    await asyncio.to_thread(own_server.resume)
-    monkeypatch.setattr("jetstream_ext.client.api._LOOKUP_TIMEOUT", 15.0)  # on a slow machine, too
-    batch = jsx.AtomicBatch(js)
-    await batch.add("s.a", b"2")
-    committing = asyncio.ensure_future(batch.commit_eob())
-    await asyncio.sleep(0)
-    committing.cancel()
-    await asyncio.wait({committing})
-    assert await batch.resolve(timeout=60) in ("stored", "not_stored")
-
-
-async def test_unanswered_lookups_do_not_end_the_check_for_two_streams(
-    js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server answers pings and messages meanwhile: its API is slow, or elects a leader."""
-    first, second = await make_stream(), await make_stream()
-    connection = connection_of(js._nc)
-    request, silent = connection.request, 3
-
-    async def slow(subject: str, payload: bytes, timeout: float, **options: Any) -> Any:
-        nonlocal silent
-        if subject.endswith("STREAM.NAMES") and silent:
-            silent -= 1
-            await asyncio.sleep(timeout)
-            raise errors.RequestTimeoutError(subject)
-        return await request(subject, payload, timeout, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(connection, "request", slow)
-        patch.setattr("jetstream_ext.client.api._LOOKUP_TIMEOUT", 0.1)
-        while silent:
-            await jsx.publish_atomic(js, [(f"{first}.a", b"1")])
-    with pytest.raises(errors.BadSubjectError, match="must be of one stream"):
-        await jsx.publish_atomic(js, [(f"{first}.a", b"1"), (f"{second}.a", b"2")])

@@ -18,12 +18,8 @@ from nats.js.kv import KeyValue
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext.errors import IngestError, MessageTooLargeError
-from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.log import LogReader, OffsetStore, exactly_once
-from jetstream_ext.log.lease import Lease
-from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.testing import NatsServer
-from jetstream_ext.types import NEVER
 
 
 async def bucket(nc: Client, name: str) -> KeyValue:
@@ -51,7 +47,7 @@ class AnyReader:
     async def open(self) -> int:
         return 1
 
-    async def read(self, max_messages: int = 1, timeout: float | None = None) -> list[StoredMsg]:
+    async def read(self, max_messages: int = 1, timeout: float | None = None) -> list[jsx.StoredMsg]:
         return []
 
 
@@ -65,7 +61,7 @@ async def touch_value(kv: KeyValue, size: int) -> None:
 
 async def touch_value_with_headers(kv: KeyValue, size: int) -> None:
     await kv._js.publish(f"{kv._pre}k", bytes(size - 100), headers={"X-Owner": "é" * 20})
-    await kvx.touch(kv, "k", NEVER)
+    await kvx.touch(kv, "k", jsx.NEVER)
 
 
 async def put(kv: KeyValue, size: int) -> None:
@@ -141,18 +137,10 @@ async def commit_a_position(kv: KeyValue, size: int) -> None:
     await offsets.commit(AnyReader("s" * (size - 100)), name="k")
 
 
-async def take_a_lease(kv: KeyValue, size: int) -> None:
-    await kv.purge("k")
-    lease = Lease(Bucket(kv), "k", holder="h" * (size - 100), name="w", patience=10)
-    await lease.acquire()
-    assert lease._renewing is not None
-    lease._renewing.cancel()
-
-
 async def work(kv: KeyValue, size: int) -> None:
     await kv._js.purge_stream(kv._stream, subject=f"{kv._pre}at.w")
 
-    def make(_: StoredMsg) -> jsx.BatchMessage:
+    def make(_: jsx.StoredMsg) -> jsx.BatchMessage:
         return jsx.BatchMessage(f"{kv._pre}k", bytes(size), headers={"X": "1"}, msg_ttl=60)
 
     reader = LogReader(kv._js, f"{kv._name}-in")
@@ -195,7 +183,6 @@ SPARE: dict[Sized, int] = {
     publish_fast: 0,
     ingest: 0,
     commit_a_position: 0,
-    take_a_lease: 0,
     work: 40,
 }
 WINDOW = 6  # sizes on each side of the first that is refused of which every one is tried
