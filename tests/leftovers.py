@@ -11,7 +11,7 @@ import sys
 import threading
 import weakref
 from asyncio.base_events import BaseEventLoop
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -69,14 +69,19 @@ def _things() -> set[Any]:
     return {*_clients, *(loop for loop in _loops if not loop.is_closed()), *threading.enumerate()}
 
 
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Let a test make in this block what a fixture of a wider scope keeps and ends."""
+    before = _things()
+    yield
+    _earlier.update(_things() - before)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
     """What a fixture makes that several tests share is not the test's that asked for it first."""
-    before = _things() if fixturedef.scope != "function" else None
-    result = yield
-    if before is not None:
-        _earlier.update(_things() - before)
-    return result
+    with kept() if fixturedef.scope != "function" else contextlib.nullcontext():
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

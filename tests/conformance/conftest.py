@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+import leftovers  # of the folder above, which its conftest puts on the path
 import pytest
 
 from jetstream_ext.testing import NatsServer
@@ -472,7 +473,8 @@ def servers(request: pytest.FixtureRequest) -> Iterator[Callable[[str], tuple[st
                     release = version_of(real)
                 else:
                     real, release = ("127.0.0.1", stack.enter_context(NatsServer(version=version)).port), version
-                reference = stack.enter_context(ReferenceServer(version=release))
+                with leftovers.kept():
+                    reference = stack.enter_context(ReferenceServer(version=release))
                 running[version] = (release, real, ("127.0.0.1", reference.port))
             return running[version]
 
