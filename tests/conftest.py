@@ -95,25 +95,21 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 # The scopes that `pytest -n` starts first, longest first. Otherwise one worker would run a long scope alone at the end.
 LONGEST = (
-    "spark session",
     "spark faults",
-    "spark sinks",
     "spark processes",
-    "tests/faults/test_ingest.py",
-    "tests/kv/test_model.py",
-    "tests/conformance/test_consumer_progress.py",
-    "tests/conformance/test_fast.py",
-    "tests/client/test_direct_cluster.py",
+    "spark session",
+    "spark sinks",
     "tests/test_permissions.py",
     "tests/docs/test_pages.py",
     "tests/test_examples.py",
-    "tests/cli/test_files.py",
-    "tests/conformance/test_consumers.py",
-    "tests/faults/test_fast.py",
+    "tests/safety_net/test_waits_end.py",
     "tests/log/test_cluster.py",
-    "tests/simulation/test_fast.py",
-    "tests/conformance/test_differential.py",
-    "tests/conformance/test_streams.py",
+    "tests/spark/test_large_buckets.py",
+    "tests/faults/test_groups.py",
+    "tests/cli/test_files.py",
+    "tests/faults/test_ingest.py",
+    "tests/safety_net/test_hostile_corpus.py",
+    "tests/kv/test_whole_history.py",
 )
 # These tests run programs that use Spark.
 SPARK_PROCESSES = (
