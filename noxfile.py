@@ -155,7 +155,7 @@ def mutants(session: nox.Session) -> None:
 def containers(session: nox.Session) -> None:
     """Test against a server in a container, with the running engine or a throw-away one; if neither works, say why."""
     session.install("--no-compile", "-e", ".[server]", *group("test"))
-    test = ["python", "-m", "pytest", *(session.posargs or ["tests/containers", "tests/conformance", "--nats-image"])]
+    test = ["python", "-m", "pytest", "-n", "0", *(session.posargs or ["tests/containers", "tests/conformance", "--nats-image"])]
     probe = "import docker; docker.from_env(timeout=5).ping()"
     if session.run("python", "-c", probe, success_codes=range(256), silent=True, log=False) == "":
         session.run(*test)
