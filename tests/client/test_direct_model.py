@@ -172,7 +172,21 @@ CALLS: list[Callable[[World], Awaitable[None]]] = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["2.11.11", "2.12.8", "2.14.6", "2.15.1"])
+async def agree(server: NatsServer, seed: int) -> None:
+    """Make 50 random calls on a random stream, and compare their answers with those of the model."""
+    rng = random.Random(seed)
+    nc = await nats.connect(server.url, connect_timeout=10)
+    try:
+        world = World(nc.jetstream(), rng, f"M{uuid.uuid4().hex}", server.version)
+        await world.fill()
+        for _ in range(50):
+            await rng.choice(CALLS)(world)
+        await world.js.delete_stream(world.name)
+    finally:
+        await nc.close()
+
+
+@pytest.fixture(scope="module", params=["2.12.8", "2.14.6", "2.15.1"])
 def server(request: pytest.FixtureRequest) -> Iterator[NatsServer]:
     with NatsServer(version=request.param) as server:
         yield server
@@ -181,17 +195,11 @@ def server(request: pytest.FixtureRequest) -> Iterator[NatsServer]:
 @given(seed=st.integers(0, 1 << 32))
 @settings(max_examples=5, deadline=None)
 def test_every_call_agrees_with_the_model(server: NatsServer, seed: int) -> None:
-    rng = random.Random(seed)
+    asyncio.run(agree(server, seed))
 
-    async def run() -> None:
-        nc = await nats.connect(server.url, connect_timeout=10)
-        try:
-            world = World(nc.jetstream(), rng, f"M{uuid.uuid4().hex}", server.version)
-            await world.fill()
-            for _ in range(50):
-                await rng.choice(CALLS)(world)
-            await world.js.delete_stream(world.name)
-        finally:
-            await nc.close()
 
-    asyncio.run(run())
+@pytest.mark.xfail(strict=True, raises=errors.RequestTimeoutError, reason="2.11 loses sight of messages; see the test")
+def test_multi_last_after_deletions_on_2_11() -> None:
+    """After deletions, nats-server 2.11 may not find the last message of a subject; the read ends with an error."""
+    with NatsServer(version="2.11.11") as server:
+        asyncio.run(agree(server, 591))
