@@ -63,7 +63,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """Run the tests of whole folders in several processes, because most of them wait; `-n 0` or `-s` runs them in one."""
     option = config.option
     parallel = config.pluginmanager.hasplugin("xdist") and option.numprocesses is None and option.capture != "no"
-    parallel = parallel and "PYTEST_XDIST_WORKER" not in os.environ
+    parallel = parallel and "PYTEST_XDIST_WORKER" not in os.environ and not (option.usepdb or option.trace)
     if parallel and not option.collectonly and all(Path(each).is_dir() for each in config.args):
         option.numprocesses = 2 * (os.cpu_count() or 1)
 

@@ -1,4 +1,4 @@
-"""No test leaves anything behind that a later test of the same process would meet: a client, task, timer, loop or thread.
+"""No test leaves anything behind that a later test of the same process would meet: a client, task, loop or thread.
 
 A test that does fails itself, at its own end, by name. What nats-py itself leaves after its client was closed is ended here,
 and nowhere else: tasks that still reconnect, callbacks of subscriptions, sockets.
@@ -7,6 +7,7 @@ and nowhere else: tasks that still reconnect, callbacks of subscriptions, socket
 import asyncio
 import contextlib
 import inspect
+import os
 import sys
 import threading
 import weakref
@@ -20,13 +21,14 @@ from nats.aio.client import Client
 # How long a task may take that has been told to end; only a test that fails waits for it.
 GRACE = 20.0
 
-_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+# Kept until the test ends: what the garbage collector finds would depend on the moment.
+_clients: set[Client] = set()
 _loops: weakref.WeakSet[BaseEventLoop] = weakref.WeakSet()
 # What the test found, what its wider fixtures made, and what it must not leave.
 _earlier: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def _record(kind: type, made: weakref.WeakSet[Any]) -> None:
+def _record(kind: type, made: "weakref.WeakSet[Any] | set[Any]") -> None:
     """Add each new instance of a class to `made`."""
     initialise: Callable[..., None] = kind.__init__  # type: ignore[misc]
 
@@ -53,15 +55,13 @@ def _is_open(client: Client) -> bool:
     return not client.is_closed and (has_socket or reconnecting)
 
 
-def _shared_by_spark() -> set[Any]:
-    """Return the loop, the thread and the clients of the connections that a process of Spark keeps until it ends."""
-    if (module := sys.modules.get("jetstream_ext.spark.connection")) is None:
-        return set()
-    kept: set[Any] = set()
-    for connections in module._by_process.values():
-        kept |= {connections._loop, connections._thread}
-        kept |= {connection.client for connection in connections._shared.values()}
-    return kept
+def _close_connections_of_spark() -> None:
+    """Close the connections that the connector keeps in this process, where a test has used it without a session."""
+    if (module := sys.modules.get("jetstream_ext.spark.connection")) is not None:
+        for process in list(module._by_process):
+            connections = module._by_process.pop(process)
+            if process == os.getpid():
+                connections.close()
 
 
 def _things() -> set[Any]:
@@ -69,19 +69,34 @@ def _things() -> set[Any]:
     return {*_clients, *(loop for loop in _loops if not loop.is_closed()), *threading.enumerate()}
 
 
+# What each fixture of a wider scope has made.
+_made: dict[int, set[Any]] = {}
+
+
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
-    """Let a test make in this block what a fixture of a wider scope keeps and ends."""
-    before = _things()
-    yield
-    _earlier.update(_things() - before)
+def kept() -> Iterator[set[Any]]:
+    """Let a test make in this block what a fixture of a wider scope keeps and ends; the value lists it at the end."""
+    before, made = _things(), set[Any]()
+    yield made
+    made |= _things() - before
+    _earlier.update(made)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
     """What a fixture makes that several tests share is not the test's that asked for it first."""
-    with kept() if fixturedef.scope != "function" else contextlib.nullcontext():
+    if fixturedef.scope == "function":
         return (yield)
+    with kept() as made:
+        result = yield
+    _made[id(fixturedef)] = made - set().union(*_made.values())  # without what fixtures inside it have made
+    return result
+
+
+def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[Any]) -> None:
+    """Fail the last test of a fixture that leaves something behind."""
+    if names := _left(_made.pop(id(fixturedef), set())):
+        pytest.fail(f"the fixture {fixturedef.argname} left behind: {', '.join(names)}", pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -93,16 +108,24 @@ def pytest_runtest_protocol() -> Generator[None, Any, Any]:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
     """Fail the test that left something behind, after all of its fixtures have ended."""
-    result = yield
-    allowed = _shared_by_spark()
-    left = [thing for thing in _things() - set(_earlier) if thing not in allowed and not _is_foreign(thing)]
-    names = [_describe(thing) for thing in left if not isinstance(thing, Client) or _is_open(thing)]
-    for loop in [loop for loop in _loops if loop.is_closed()]:
-        names += [f"task {_name(task)} of a closed event loop" for task in asyncio.all_tasks(loop)]
-        _loops.discard(loop)
-    if names:
-        pytest.fail(f"{item.nodeid} left behind: {', '.join(sorted(names))}", pytrace=False)
-    return result
+    try:
+        return (yield)
+    finally:
+        _close_connections_of_spark()
+        names = _left(_things() - set(_earlier))
+        for loop in [loop for loop in _loops if loop.is_closed()]:
+            names += [f"task {_name(task)} of a closed event loop" for task in asyncio.all_tasks(loop)]
+            _loops.discard(loop)
+        _clients.intersection_update([client for client in _clients if client in _earlier and not client.is_closed])
+        if names:
+            pytest.fail(f"{item.nodeid} left behind: {', '.join(sorted(names))}", pytrace=False)
+
+
+def _left(things: set[Any]) -> list[str]:
+    """Return the names of those that are still there."""
+    there = [thing for thing in things if not isinstance(thing, Client) or _is_open(thing)]
+    there = [thing for thing in there if not isinstance(thing, BaseEventLoop) or not thing.is_closed()]
+    return [_describe(thing) for thing in there if not _is_foreign(thing)]
 
 
 def _is_foreign(thing: Any) -> bool:
@@ -113,7 +136,7 @@ def _is_foreign(thing: Any) -> bool:
         return True
     target = getattr(thing, "_target", None) or type(thing)
     module = getattr(target, "__module__", "") or ""
-    if module.startswith(("py4j", "pyspark", "execnet", "polars", "duckdb", "grpc", "socketserver")):
+    if module.startswith(("py4j", "pyspark", "execnet", "polars", "duckdb", "grpc")):
         return True
     thing.join(GRACE)
     return not thing.is_alive()

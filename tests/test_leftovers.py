@@ -11,6 +11,7 @@ import threading
 
 import leftovers
 import nats
+import pytest
 
 leftovers.GRACE = 0.2
 kept = []
@@ -29,7 +30,7 @@ async def test_leaves_a_client(server):
 
 
 def test_leaves_a_client_of_its_own_loop(server):
-    kept.append(asyncio.run(nats.connect(server.url)))
+    asyncio.run(nats.connect(server.url))
 
 
 def test_leaves_a_loop():
@@ -63,6 +64,19 @@ def test_leaves_nothing_in_a_loop_of_its_own(server):
         await nc.close()
 
     asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def shared(server):
+    return asyncio.run(nats.connect(server.url))
+
+
+def test_uses_a_fixture(shared):
+    pass
+
+
+def test_is_the_last_of_a_fixture_that_leaves_a_client(shared):
+    pass
 """
 LEFT = {
     "test_leaves_a_task": "task Event.wait",
@@ -71,6 +85,7 @@ LEFT = {
     "test_leaves_a_loop": "event loop",
     "test_leaves_a_thread": "thread Thread-",
     "test_leaves_a_task_of_a_closed_loop": "task sleep of a closed event loop",
+    "test_is_the_last_of_a_fixture_that_leaves_a_client": "the fixture shared left behind: a client of nats-py",
 }
 
 
@@ -85,6 +100,8 @@ def test_what_a_test_leaves_behind_fails_that_test(tmp_path: Path) -> None:
         "no:cacheprovider",
         "-p",
         "no:randomly",
+        "-n",
+        "0",
         tmp_path,
     ]
     conftest = ["--rootdir", tmp_path, "-c", os.devnull, "-o", "asyncio_mode=auto", "-p", "conftest", "-rE", "-q"]
@@ -93,7 +110,7 @@ def test_what_a_test_leaves_behind_fails_that_test(tmp_path: Path) -> None:
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
     }
     done = subprocess.run([*command, *conftest], env=environment, capture_output=True, text=True, timeout=300)
-    assert f"8 passed, {len(LEFT)} errors" in done.stdout, done.stdout + done.stderr
+    assert f"10 passed, {len(LEFT)} errors" in done.stdout, done.stdout + done.stderr
     for name, left in LEFT.items():
         report = done.stdout.partition(f"at teardown of {name} _")[2].partition("___ ERROR")[0]
         assert left in report, done.stdout
