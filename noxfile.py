@@ -49,7 +49,7 @@ def tests(session: nox.Session) -> None:
     else:
         session.log(
             "Install the package with all extras (Spark alone is a download of half a gigabyte the first time), then run "
-            "about 14,000 tests against real nats-servers and Spark. With two processors, the tests take about 15 minutes."
+            "about 2,800 tests against real nats-servers and Spark. With two processors, the tests take less than ten minutes."
         )
     # The tests import, and so compile, a small part of what pip would compile.
     session.install("--no-compile", "-e", ".[spark,arrow,server,cli]", *group("test"))
@@ -70,7 +70,7 @@ CAMPAIGNS: dict[str, tuple[list[str], dict[str, str]]] = {
         ],
         {},
     ),
-    "faults": (["-m", "pytest", "tests/faults"], {}),
+    "faults": (["-m", "pytest", "-n", "0", "tests/faults"], {}),
     "group_faults": (["-m", "pytest", "-s", "tests/faults/test_groups.py", "tests/log/test_group_processes.py"], {}),
     "atomic_faults": (
         ["-m", "pytest", "-s", "tests/faults/test_atomic_leader.py"],
@@ -100,7 +100,7 @@ CAMPAIGNS: dict[str, tuple[list[str], dict[str, str]]] = {
     "call_simulation": (["tests/simulation", "--calls"], {}),
     "group_simulation": (["tests/simulation", "--groups"], {}),
     "waits": (["-m", "pytest", "--timeout=7200", "tests/safety_net/test_waits_end.py"], {}),
-    "hostile": (["-m", "pytest", "--timeout=3600", "tests/hostile"], {}),
+    "hostile": (["-m", "pytest", "-n", "0", "--timeout=3600", "tests/hostile"], {}),
     "mutations": (["tests/mutations"], {}),
     "fuzz": (["tests/fuzz/direct_get.py"], {}),
 }
@@ -155,7 +155,14 @@ def mutants(session: nox.Session) -> None:
 def containers(session: nox.Session) -> None:
     """Test against a server in a container, with the running engine or a throw-away one; if neither works, say why."""
     session.install("--no-compile", "-e", ".[server]", *group("test"))
-    test = ["python", "-m", "pytest", "-n", "0", *(session.posargs or ["tests/containers", "tests/conformance", "--nats-image"])]
+    test = [
+        "python",
+        "-m",
+        "pytest",
+        "-n",
+        "0",
+        *(session.posargs or ["tests/containers", "tests/conformance", "--nats-image"]),
+    ]
     probe = "import docker; docker.from_env(timeout=5).ping()"
     if session.run("python", "-c", probe, success_codes=range(256), silent=True, log=False) == "":
         session.run(*test)
