@@ -1,4 +1,4 @@
-"""Many calls on one batch: each in its turn, and nothing of a call that did not get that far."""
+"""Many calls on one batch: each in its turn, each with its own timeout, and nothing of a call that did not get that far."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -11,6 +11,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
+from jetstream_ext.client.atomic_session import AtomicSession
 from jetstream_ext.client.base_connection import BaseConnection
 from jetstream_ext.client.connection import connection_of
 
@@ -222,3 +223,27 @@ async def test_first_messages_of_two_streams_are_not_one_batch(
         assert isinstance(second, errors.BadSubjectError)
         await batch.add(f"{one}.b")
     assert (await subjects(js, one), await subjects(js, two)) == ([f"{one}.a", f"{one}.b"], [])
+
+
+async def test_each_call_has_its_own_timeout(
+    js: JetStreamContext, make_stream: MakeStream, room: asyncio.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, timeout = await make_stream(), 30.0
+    left: dict[int, float] = {}
+    reply = AtomicSession._reply
+
+    async def noted(self: AtomicSession, seq: int, waiter: Any, deadline: float) -> None:
+        left[seq] = deadline - asyncio.get_running_loop().time()
+        await reply(self, seq, waiter, deadline)
+
+    monkeypatch.setattr(AtomicSession, "_reply", noted)
+    async with jsx.AtomicBatch(js, timeout=timeout) as batch:
+        await batch.add(f"{stream}.1")
+        room.clear()
+        waiting = asyncio.ensure_future(batch.add(f"{stream}.2", ack=True))
+        await asyncio.sleep(1)
+        room.set()
+        later = asyncio.ensure_future(batch.add(f"{stream}.3", ack=True))
+        await asyncio.gather(waiting, later)
+    assert left[2] <= timeout - 0.9, "its wait for room and the reply share the timeout"
+    assert left[3] > timeout - 0.9, "it has not waited for room"
