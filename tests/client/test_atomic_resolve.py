@@ -1,8 +1,10 @@
 """`resolve`: whether a batch is stored although the answer to its commit was lost."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
+import nats
 import pytest
 from client_cells import each
 from nats.aio.client import Client
@@ -11,6 +13,7 @@ from nats.js import JetStreamContext
 import jetstream_ext as jsx
 from jetstream_ext import errors
 from jetstream_ext.client.connection import connection_of
+from jetstream_ext.testing import NatsServer
 
 MakeStream = Any
 
@@ -39,8 +42,7 @@ async def commit_unanswered(batch: jsx.AtomicBatch) -> None:
         batch._session._timeout = patient
 
 
-@pytest.fixture
-def lost_commits(nc: Client, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+def lose_commits(monkeypatch: pytest.MonkeyPatch, nc: Client) -> list[bytes]:
     """Drop every write that contains a commit; return the list that collects them."""
     connection = connection_of(nc)
     write, lost = connection.write_nowait, []
@@ -53,6 +55,11 @@ def lost_commits(nc: Client, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
     monkeypatch.setattr(connection, "write_nowait", lossy)
     return lost
+
+
+@pytest.fixture
+def lost_commits(nc: Client, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    return lose_commits(monkeypatch, nc)
 
 
 @each("count", [1, 2, 30])
@@ -184,3 +191,27 @@ async def test_resolve_needs_an_ended_batch(js: JetStreamContext, make_stream: M
     with pytest.raises(errors.WrongLastSequenceError):
         await batch.commit(f"{name}.1", expected_last_seq=77)
     assert await batch.resolve() == "not_stored"
+
+
+@each("version", ["2.12.0", "2.12.8", "2.14.6"])
+async def test_resolve_works_on_older_servers(
+    version: str, monkeypatch: pytest.MonkeyPatch, stream_name: Callable[[], str]
+) -> None:
+    with NatsServer(version=version) as server:
+        nc = await nats.connect(server.url, connect_timeout=10)
+        js = nc.jetstream(timeout=30)
+        name = stream_name()
+        await js.add_stream(name=name, subjects=[f"{name}.>"], allow_atomic=True, allow_direct=True)
+        batch = jsx.AtomicBatch(js)
+        await batch.add_many(messages(name, 3))
+        await commit_and_miss_the_answer(batch)
+        assert await batch.resolve() == "stored"
+        for count in (1, 3):
+            batch = jsx.AtomicBatch(js)
+            await batch.add_many(messages(name, count))
+            with monkeypatch.context() as patch:
+                lose_commits(patch, nc)
+                with pytest.raises(errors.BatchOutcomeUnknownError):
+                    await commit_unanswered(batch)
+            assert await batch.resolve() == "not_stored"
+        await nc.close()

@@ -9,15 +9,19 @@ from typing import Any
 import nats
 import nats.errors
 import pytest
+from client_cells import named
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
+from jetstream_ext.client import api
 from jetstream_ext.testing import NatsServer
 from jetstream_ext.testing.process import HeldPort
 
 STREAMS = {"subjects": ["s.>"], "allow_direct": True, "allow_atomic": True, "allow_batched": True}
+FULL = {"max_msgs": 1, "discard": "new"}
+"""Of a stream that refuses nearly everything."""
 
 
 @pytest.fixture(scope="module", params=["2.14.6", None], ids=["2.14", "newest"])
@@ -63,6 +67,12 @@ class Domains:
         await inbox.unsubscribe()
         return refusals
 
+    async def delete(self) -> None:
+        """Delete all streams of both domains."""
+        for js in (self.hub, self.leaf):
+            for info in await js.streams_info():
+                await js.delete_stream(str(info.config.name))
+
     async def stored(self) -> list[int]:
         """Return how many messages the streams of hub and leaf have."""
         counts: list[int] = []
@@ -79,9 +89,7 @@ async def domains(leaf: NatsServer) -> AsyncIterator[Domains]:
     async with asyncio.timeout(60):
         while True:
             try:
-                for js in (domains.hub, domains.leaf):
-                    for info in await js.streams_info():
-                        await js.delete_stream(str(info.config.name))
+                await domains.delete()
                 break
             except nats.errors.Error:  # the leaf node is not connected yet
                 await asyncio.sleep(0.05)
@@ -135,3 +143,38 @@ async def test_what_only_another_domain_stores_is_no_success(domains: Domains) -
         assert getattr(error, "in_doubt", 3) == 3
         assert "stream 'S' of domain 'leaf' has answered, not domain 'hub'" in str(error)
     assert await domains.stored() == [9]
+
+
+async def test_a_batch_that_only_another_domain_takes_is_no_success(domains: Domains) -> None:
+    for call in CALLS:
+        with named(call=call):
+            await domains.delete()
+            await domains.create(hub=FULL, leaf={})
+            with pytest.raises((errors.BatchError, errors.IngestError)) as caught:
+                await call(domains.hub)
+            (hub, _) = await domains.stored()
+            report = getattr(caught.value, "report", None)
+            assert report is None or report.stored <= hub
+
+
+async def test_a_refusal_that_may_be_of_another_domain_leaves_the_outcome_unknown(
+    domains: Domains, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unknown(*_: object) -> None:
+        return None
+
+    monkeypatch.setattr(api, "lookup_stream", unknown)  # as without the permission to ask
+    await domains.create(hub=None, leaf={}, leaf_name="LOCAL")
+    for call in CALLS:
+        with named(call=call):
+            with pytest.raises((errors.BatchError, errors.IngestError)) as caught:
+                await call(domains.hub, stream="S")
+            assert "a stream of another domain than 'hub' may have refused it, which stores the subject as well" in str(
+                caught.value
+            )
+            assert getattr(caught.value, "outcome", "unknown") == "unknown"
+            assert getattr(caught.value, "in_doubt", 1) == 1
+            # The context's own domain, and a context without one, know whose refusal it is.
+            for js in (domains.leaf, domains.hub._nc.jetstream(timeout=20)):
+                with pytest.raises((errors.BatchError, errors.IngestError), match=r"nothing (of the batch )?is stored"):
+                    await call(js, stream="S")

@@ -101,6 +101,15 @@ class TestCancellation:
         await unused.discard()
         assert await waiter is jsx.EndReason.DISCARDED
 
+    async def test_cancelled_wait_closed_keeps_the_batch_open(
+        self, js: JetStreamContext, stream: str, leak_check: Any
+    ) -> None:
+        pub = jsx.FastPublisher(js)
+        await pub.add(f"{stream}.a", b"1")
+        await _cancel_after(3, pub.wait_closed())
+        assert (await pub.commit_eob()).batch_size == 1
+        await leak_check.assert_clean()
+
 
 async def _cancel_after(ticks: int, work: Awaitable[object]) -> None:
     task = asyncio.ensure_future(work)
@@ -177,6 +186,16 @@ class TestConnections:
         own_server.resume()
         assert (caught.value.outcome, pub.end_reason) == ("unknown", jsx.EndReason.TIMEOUT)
 
+    async def test_an_unanswered_first_message_leaves_the_outcome_unknown(
+        self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream
+    ) -> None:
+        stream = await own_stream()
+        own_server.pause()
+        async with asyncio.timeout(20):
+            with pytest.raises(errors.BatchOutcomeUnknownError, match="first message"):
+                await jsx.FastPublisher(own_js, ack_timeout=3).add(f"{stream}.a", b"1")
+        own_server.resume()
+
     async def test_a_closed_connection_is_an_error(
         self, own_nc: Client, own_js: JetStreamContext, own_stream: MakeStream
     ) -> None:
@@ -232,3 +251,30 @@ async def test_a_batch_on_a_draining_connection_says_so(server: NatsServer, stre
         await pub.commit_eob()
     assert pub.end_reason is jsx.EndReason.DISCONNECTED
     await draining
+
+
+async def test_discard_while_the_batch_opens_sends_nothing(
+    stream_name: Callable[[], str], has_only: Callable[[Client, set[int]], Awaitable[bool]]
+) -> None:
+    # Behind a domain the batch requests the API level before it opens.
+    async with NatsServer(config="jetstream { domain: hub }") as server:
+        nc = await nats.connect(server.url, connect_timeout=10)
+        js = nc.jetstream(domain="hub")
+        name = stream_name()
+        await js.add_stream(name=name, subjects=[f"{name}.>"], allow_batched=True)
+        assert (await jsx.FastPublisher(js).commit(f"{name}.a", b"1")).domain == "hub"
+        await nc.close()  # the API level is cached
+        nc = await nats.connect(server.url, connect_timeout=10)
+        js = nc.jetstream(domain="hub")
+        await js.stream_info(name)
+        held = set(nc._subs)
+        pub = jsx.FastPublisher(js)
+        adding = asyncio.ensure_future(pub.add(f"{name}.a", b"1"))
+        await asyncio.sleep(0)
+        await pub.discard()
+        with pytest.raises(errors.BatchClosedError):
+            await adding
+        assert pub.end_reason is jsx.EndReason.DISCARDED
+        assert await has_only(nc, held)
+        assert (await js.stream_info(name)).state.messages == 1
+        await nc.close()

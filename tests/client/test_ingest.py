@@ -242,6 +242,42 @@ class TestRefusals:
                 await asyncio.sleep(0.05)
 
 
+@each("outcome, doubt", [("unknown", True), ("not_stored", False)])
+async def test_messages_before_the_end_of_fast_ingest_may_be_stored(
+    js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch, outcome: errors.Outcome, doubt: bool
+) -> None:
+    async def disabled(publisher: jsx.FastPublisher) -> None:
+        raise errors.FastPublishDisabledError("fast ingest is disabled", outcome=outcome)
+
+    monkeypatch.setattr(jsx.FastPublisher, "commit_eob", disabled)
+    monkeypatch.setattr(jsx.FastPublisher, "ack_seq", 0)
+    with pytest.raises(errors.IngestError, match="could not be sent: fast ingest is disabled") as caught:
+        await jsx.ingest(js, [(f"{stream}.a", b"x")] * 5)
+    assert caught.value.in_doubt == (5 if doubt else 0)
+    text = "it and the 4 after it may be stored" if doubt else "nothing is stored"
+    assert str(caught.value).endswith(f"disabled; {text}")
+
+
+@each(
+    "refusal", [nats.js.errors.APIError(code=400, err_code=10054, description="too large"), nats.errors.MaxPayloadError]
+)
+async def test_messages_that_are_refused_after_a_lost_answer_may_be_stored(
+    js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch, refusal: Any
+) -> None:
+    async def unanswered(publisher: jsx.FastPublisher) -> None:
+        raise errors.RequestTimeoutError
+
+    async def refuse(*arguments: Any, **options: Any) -> Any:
+        raise refusal
+
+    monkeypatch.setattr(jsx.FastPublisher, "commit_eob", unanswered)
+    monkeypatch.setattr(jsx.FastPublisher, "ack_seq", 0)
+    monkeypatch.setattr(js, "publish", refuse)
+    with pytest.raises(errors.IngestError, match=r"was refused: .*; it and the 4 after it may be stored$") as caught:
+        await jsx.ingest(js, [(f"{stream}.a", b"x")] * 5)
+    assert caught.value.in_doubt == 5
+
+
 @pytest.mark.parametrize("upgrade", [True, False], ids=["the stream has the option", "the stream lacks the option"])
 async def test_a_server_that_lost_fast_ingest_is_an_error_unless_the_stream_still_has_the_option(
     js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch, upgrade: bool

@@ -1,6 +1,7 @@
 """Spans, metrics and trace context of fast ingest, by OpenTelemetry's SDK on a real server."""
 
 import asyncio
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -10,12 +11,14 @@ from urllib.parse import urlsplit
 import pytest
 from client_cells import each
 from nats.js import JetStreamContext
-from opentelemetry import baggage, context, trace
+from opentelemetry import baggage, context, propagate, trace
+from opentelemetry.propagators.textmap import TextMapPropagator
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Sampler, SamplingResult
 from opentelemetry.trace import SpanKind, StatusCode
 
 import jetstream_ext as jsx
@@ -525,4 +528,98 @@ async def test_spans_and_metrics_that_raise_break_no_call(
         otel.uninstrument()
     assert done.inputs == 2
     assert " raised ValueError" in caplog.text
+    assert "secret" not in caplog.text
+
+
+class RaisesAt(SpanProcessor, Sampler):
+    """A span processor and a sampler, one of whose methods raises."""
+
+    def __init__(self, method: str) -> None:
+        self.calls = 0
+        setattr(self, method, self.fail)
+
+    def fail(self, *_: Any, **__: Any) -> Any:
+        self.calls += 1
+        raise ValueError("secret")
+
+    def should_sample(self, *args: Any, **kwargs: Any) -> SamplingResult:
+        return ALWAYS_ON.should_sample(*args, **kwargs)
+
+    def get_description(self) -> str:
+        return "raises"
+
+
+@each("method", ["on_start", "on_end", "should_sample"])
+async def test_a_span_processor_or_sampler_that_raises_breaks_no_call(
+    js: JetStreamContext, make_stream: Callable[..., Any], caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    stream, output = await make_stream(), await make_stream(allow_atomic=True)
+    plugin = RaisesAt(method)
+    caplog.clear()
+    own = TracerProvider(shutdown_on_exit=False)
+    tracers = TracerProvider(sampler=plugin, shutdown_on_exit=False)
+    tracers.add_span_processor(plugin)
+    otel.instrument(tracers)
+    try:
+        with own.get_tracer("test").start_as_current_span("request") as request:
+            async with jsx.FastPublisher(js) as publisher:
+                await publisher.add(f"{stream}.a")
+                await publisher.add_many([(f"{stream}.a", b"")] * 2)
+            await jsx.publish_atomic(js, [(f"{output}.b", b"")])
+        done = await log.exactly_once(
+            log.LogReader(js, stream),
+            output,
+            lambda _: jsx.BatchMessage(f"{output}.out"),
+            name="w",
+            prefix=f"{output}.at",
+        )
+    finally:
+        otel.uninstrument()
+    assert (publisher.ack.batch_size, done.inputs, done.outputs) == (3, 3, 3)
+    assert plugin.calls > 5
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert " raised ValueError (" in warning
+    assert "secret" not in warning
+    context = request.get_span_context()
+    expected = context.trace_id, context.span_id
+    found = {parent_of(message.headers) for message in await stored(js, stream)}
+    assert {trace_id for trace_id, _ in found} == {expected[0]}
+    if method != "on_end":  # without spans, the messages continue the caller's
+        assert found == {expected}
+
+
+async def test_a_propagator_that_raises_breaks_no_call(
+    js: JetStreamContext, make_stream: Callable[..., Any], recorded: Recorded, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(TextMapPropagator):
+        fields = frozenset[str]()
+
+        def inject(self, carrier: Any, context: Any = None, setter: Any = None) -> None:
+            raise KeyError("secret")
+
+        def extract(self, carrier: Any, context: Any = None, getter: Any = None) -> Any:
+            raise KeyError("secret")
+
+    stream, output = await make_stream(), await make_stream(allow_atomic=True)
+    before = propagate.get_global_textmap()
+    propagate.set_global_textmap(Broken())
+    try:
+        async with jsx.FastPublisher(js) as publisher:
+            await publisher.add_many([(f"{stream}.a", b"", {"a": "1"})] * 30)
+        reader = log.LogReader(js, stream)
+        done = await log.exactly_once(
+            reader, output, lambda _: jsx.BatchMessage(f"{output}.out"), name="w", prefix=f"{output}.at"
+        )
+    finally:
+        propagate.set_global_textmap(before)
+    assert (done.inputs, done.outputs) == (30, 30)
+    first, second = (re.sub(r"\(\S+test_otel.py, line \d+\)", "(…)", record.getMessage()) for record in caplog.records)
+    once = "; further errors of this kind are not logged"
+    assert first == (
+        f"OpenTelemetry: inject of the propagator raised KeyError (…), so messages get no trace context{once}"
+    )
+    assert second == (
+        "OpenTelemetry: extract of the propagator raised KeyError (…), so message 1 of stream "
+        f"{stream!r} counts as one without trace context{once}"
+    )
     assert "secret" not in caplog.text
