@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -14,7 +15,9 @@ from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
+from jetstream_ext.client import api as api_module
 from jetstream_ext.errors import IngestError, StreamRecreatedError
+from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.testing import NatsServer
 
 # nats-py leaves the sockets of lost connections to the garbage collector.
@@ -214,6 +217,36 @@ class TestRecreation:
         assert (caught.value.index, caught.value.in_doubt) == (0, 0)
         assert caught.value.report is not None
         assert caught.value.report.stored == 0
+
+    async def test_a_stream_whose_creation_time_changed_is_the_same(
+        self, own_server: NatsServer, js: JetStreamContext, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Some servers change it in a restart after an update; only the messages show that the stream is the same."""
+        await add_stream(js)
+        progress: list[int] = []
+        parse = api_module.parse_stream_state
+        restarted = False
+
+        def parsed(*arguments: Any) -> StreamState:
+            state = parse(*arguments)
+            return dataclasses.replace(state, created="2026-01-01T00:00:00Z") if restarted else state
+
+        monkeypatch.setattr(api_module, "parse_stream_state", parsed)
+
+        async def restart() -> None:
+            nonlocal restarted
+
+            async def arrived() -> bool:
+                return progress[-1] == SENT
+
+            await until(arrived)
+            await asyncio.to_thread(own_server.kill)
+            await asyncio.to_thread(own_server.restart)
+            restarted = True
+
+        report = await run(js, restart, flow=1, on_progress=lambda now: progress.append(now.stored), progress_every=0)
+        assert (report.stored, report.in_doubt) == (COUNT, 0)
+        assert await stored(js) == list(range(COUNT))
 
 
 class TestLongOutage:

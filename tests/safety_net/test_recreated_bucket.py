@@ -14,7 +14,8 @@ from nats.js.kv import KeyValue
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
-from jetstream_ext.errors import JetStreamExtError, StreamRecreatedError
+from jetstream_ext import AtomicBatch, BatchAck
+from jetstream_ext.errors import BatchOutcomeUnknownError, JetStreamExtError, StreamRecreatedError
 from jetstream_ext.log import LogReader, OffsetStore
 from jetstream_ext.testing import NatsServer
 
@@ -132,6 +133,62 @@ async def test_retried_transaction_runs_again_in_the_bucket_that_was_recreated_d
     assert (await kv.get("account")).value == b"71"
 
 
+async def test_retried_transaction_fails_when_the_bucket_is_recreated_during_every_run(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    name, runs = stream_name(), 0
+    kv = await kvx.enable(await js.create_key_value(bucket=name))
+    await kv.put("account", b"100")
+
+    async def fn(tx: kvx.Transaction) -> None:
+        nonlocal runs
+        runs += 1
+        await tx.get("account")
+        await recreate(js, name)
+        tx.put("account", b"101")
+
+    with pytest.raises(StreamRecreatedError, match="nothing was written"):
+        await kvx.retry_transaction(kv, fn, give_up_after=4)
+    assert runs > 1
+    assert (await kv.get("account")).value == b"7"
+
+
+async def test_lost_commit_is_resolved_and_not_repeated_in_a_recreated_bucket(
+    js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, runs = stream_name(), 0
+    kv = await kvx.enable(await js.create_key_value(bucket=name))
+    await kv.put("account", b"100")
+    send = AtomicBatch.commit_eob
+
+    async def lose(batch: AtomicBatch) -> BatchAck:
+        if runs > 1:
+            return await send(batch)
+        await recreate(js, name)
+        raise BatchOutcomeUnknownError(batch_id=batch.batch_id)
+
+    async def repeat(tx: kvx.Transaction) -> None:
+        raise AssertionError("the commit was repeated")
+
+    async def resolve(batch: AtomicBatch, *, timeout: float | None = None) -> str:
+        return "not_stored"
+
+    async def fn(tx: kvx.Transaction) -> None:
+        nonlocal runs
+        runs += 1
+        entry = await tx.get("account")
+        assert entry is not None
+        tx.put("account", entry.value + b"1")
+
+    monkeypatch.setattr(AtomicBatch, "commit_eob", lose)
+    monkeypatch.setattr(AtomicBatch, "state", property(lambda batch: "unknown" if runs == 1 else "committed"))
+    monkeypatch.setattr(AtomicBatch, "resolve", resolve)
+    monkeypatch.setattr(kvx.Transaction, "repeat", repeat)
+    await kvx.retry_transaction(kv, fn)
+    assert runs == 2
+    assert (await kv.get("account")).value == b"71"
+
+
 @contextlib.asynccontextmanager
 async def bucket_whose_creation_time_changes() -> AsyncIterator[tuple[NatsServer, JetStreamContext, KeyValue]]:
     """A bucket whose creation time a restart changes after the next update of its configuration."""
@@ -155,6 +212,37 @@ async def change_creation_time(server: NatsServer, js: JetStreamContext) -> None
                 if (await impatient.stream_info("KV_B")).created != info.created:
                     return
             await asyncio.sleep(0.05)
+
+
+async def test_retried_transaction_runs_again_if_the_creation_time_and_every_message_changed() -> None:
+    values: list[bytes] = []
+    async with bucket_whose_creation_time_changes() as (server, js, kv):
+        await kv.put("count", b"1")
+
+        async def fn(tx: kvx.Transaction) -> None:
+            entry = await tx.get("count")
+            assert entry is not None
+            values.append(entry.value)
+            if len(values) == 1:
+                await change_creation_time(server, js)
+                await kv.put("count", b"2")
+            tx.put("count", entry.value + b"x")
+
+        await kvx.retry_transaction(kv, fn)
+        assert values == [b"1", b"2"]
+        assert (await kv.get("count")).value == b"2x"
+
+
+async def test_transaction_commits_after_a_restart_that_changed_the_creation_time_of_its_bucket() -> None:
+    async with bucket_whose_creation_time_changes() as (server, js, kv):
+        for key in ("a", "b"):
+            await kv.put(key, b"1")
+        tx = kvx.transaction(kv)
+        await tx.get("a")
+        await change_creation_time(server, js)
+        await kv.put("b", b"2")  # the last message is gone, the first is left
+        tx.put("a", b"2")
+        await tx.commit()
 
 
 @pytest.fixture

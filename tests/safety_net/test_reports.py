@@ -28,6 +28,10 @@ def level(api_level: int) -> Callable[[bytes], bytes]:
     return lambda line: re.sub(rb'"api_lvl":[0-9]+', b'"api_lvl":%d' % api_level, line)
 
 
+async def payloads(js: JetStreamContext, stream: str) -> list[bytes]:
+    return [message.data for message in await jsx.DirectGet(js, stream).scan(confirm=True).to_list()]
+
+
 async def refused_batch(js: JetStreamContext, messages: list[BatchMessage], batch_id: str | None) -> jsx.AtomicBatch:
     """Return a batch whose commit was refused because the stream has some of its message ids."""
     batch = jsx.AtomicBatch(js, batch_id=batch_id)
@@ -37,6 +41,18 @@ async def refused_batch(js: JetStreamContext, messages: list[BatchMessage], batc
     assert (caught.value.outcome, batch.state) == (
         ("not_stored", "failed") if batch_id is None else ("unknown", "unknown")
     )
+    return batch
+
+
+async def lost_batch(js: JetStreamContext, messages: list[BatchMessage], batch_id: str) -> jsx.AtomicBatch:
+    """Return a batch whose commit was never sent, although the library cannot know that."""
+    batch = jsx.AtomicBatch(js, batch_id=batch_id)
+    await batch.add_many(messages)
+    machine = batch._session.machine
+    machine.commit(None)
+    machine.lost("silence")
+    batch._session._settle()
+    assert batch.state == "unknown"
     return batch
 
 
@@ -66,6 +82,21 @@ class TestBatchesWithOneId:
             assert (batch.ack, batch.state) == (ack, "committed")
             assert (await js.stream_info(stream)).state.messages == 7
 
+    async def test_a_message_with_an_id_may_be_sent_again_with_other_headers_but_not_with_another_payload(
+        self, js: JetStreamContext, make_stream: MakeStream
+    ) -> None:
+        stream = await make_stream()
+
+        async def publish(payload: bytes, trace: str) -> jsx.BatchAck:
+            message = BatchMessage(f"{stream}.a", payload, headers={"traceparent": trace}, msg_id="1")
+            return await jsx.publish_atomic(js, [message], batch_id="job")
+
+        ack = await publish(b"3 apples", "one")
+        assert await publish(b"3 apples", "two") == ack
+        with pytest.raises(errors.AtomicPublishDuplicateMessageIDError, match="not this batch") as caught:
+            await publish(b"9 pears", "one")
+        assert caught.value.outcome == "not_stored"
+
     async def test_another_batch_with_the_id_is_not_this_one(
         self, js: JetStreamContext, make_stream: MakeStream
     ) -> None:
@@ -82,6 +113,75 @@ class TestBatchesWithOneId:
                     await batch.resolve()
             assert batch.state == "failed", other
             assert (await js.stream_info(stream)).state.messages == len(other)
+
+    async def test_two_publishers_whose_messages_are_mixed_are_not_reported_as_stored(
+        self, js: JetStreamContext, make_stream: MakeStream
+    ) -> None:
+        stream = await make_stream()
+        one = await lost_batch(js, self.batch(stream, "xyz"), "job")
+        # The server takes the commit of another publisher for that of the batch it has.
+        header = {"Nats-Batch-Id": "job", "Nats-Batch-Sequence": "4", "Nats-Batch-Commit": "1"}
+        await js._nc.request(f"{stream}.a", b"w", headers=header, timeout=30)
+        assert (await js.stream_info(stream)).state.messages == 4
+        with pytest.raises(errors.BatchOutcomeUnknownError, match="another publisher uses the id"):
+            await one.resolve()
+
+    async def test_removed_messages_leave_the_outcome_unknown(
+        self, js: JetStreamContext, make_stream: MakeStream
+    ) -> None:
+        for overwritten in ("first", "last"):
+            stream = await make_stream(max_msgs_per_subject=1)
+            messages = [BatchMessage(f"{stream}.{name}", b"", msg_id=name) for name in ("first", "last")]
+            await jsx.publish_atomic(js, messages, batch_id="job")
+            await js.publish(f"{stream}.{overwritten}", b"newer")
+            with pytest.raises(errors.BatchOutcomeUnknownError, match="removed") as caught:
+                await jsx.publish_atomic(js, messages, batch_id="job")
+            assert caught.value.outcome == "unknown"
+            assert isinstance(caught.value.__cause__, errors.AtomicPublishDuplicateMessageIDError)
+
+    async def test_a_discarded_batch_is_not_stored_by_the_commit_of_a_later_one(
+        self, js: JetStreamContext, make_stream: MakeStream
+    ) -> None:
+        for how in ("publish_atomic", "add", "add_many", "commit"):
+            stream = await make_stream(max_msg_size=1000)
+            subject, large = f"{stream}.a", bytes(2000)
+            earlier = jsx.AtomicBatch(js, batch_id="job")
+            await earlier.add(subject, b"earlier")
+            await earlier.discard()
+
+            async def publish(how: str = how, subject: str = subject, large: bytes = large) -> None:
+                batch = jsx.AtomicBatch(js, batch_id="job", ack_first=False)
+                match how:
+                    case "publish_atomic":
+                        await jsx.publish_atomic(js, [(subject, large), (subject, b"2")], batch_id="job")
+                    case "add":
+                        await batch.add(subject, large)
+                        await batch.add(subject, b"2")
+                        await batch.commit_eob()
+                    case "add_many":
+                        await batch.add_many([(subject, large), (subject, b"2")])
+                        await batch.commit_eob()
+                    case "commit":
+                        await batch.add(subject, large)
+                        await batch.commit(subject, b"2")
+
+            # The server refuses message 1 and keeps the earlier batch, of which message 2 could be the next one.
+            with pytest.raises(errors.MessageTooLargeError) as caught:
+                await publish()
+            assert caught.value.outcome == "not_stored"
+            assert (await js.stream_info(stream)).state.messages == 0
+            assert await earlier.resolve() == "not_stored"
+            batch = jsx.AtomicBatch(js, batch_id="job", ack_first=False)
+            with pytest.raises(errors.AtomicPublishIncompleteError):  # its first message ends the earlier batch
+                await self.two(batch, subject)
+            await self.two(jsx.AtomicBatch(js, batch_id="job", ack_first=False), subject)
+            assert await payloads(js, stream) == [b"1", b"2"], how
+
+    @staticmethod
+    async def two(batch: jsx.AtomicBatch, subject: str) -> None:
+        await batch.add(subject, b"1")
+        await batch.add(subject, b"2")
+        await batch.commit_eob()
 
     async def test_no_other_batch_has_a_generated_id(self, js: JetStreamContext, make_stream: MakeStream) -> None:
         stream = await make_stream()

@@ -60,6 +60,35 @@ def test_spark_sends_no_password_to_a_server_that_has_lost_its_tls(tmp_path: Pat
         assert not sent_in_the_clear(server)
 
 
+def test_command_line_sends_no_password_when_only_its_first_connection_is_offered_tls(tmp_path: Path) -> None:
+    with FakeNatsServer(info=lambda n: {"tls_required": n == 0}, on_connect=refuse) as server:
+        run_cli("doctor", f"tls://u:{PASSWORD}@{server.place}", "--timeout", "20s", home=tmp_path)
+        assert not sent_in_the_clear(server)
+
+
+@needs_openssl
+def test_command_line_sends_no_password_to_a_server_that_has_lost_its_tls(tmp_path: Path) -> None:
+    chain, script = certificate(tmp_path), LosesTls()
+    with FakeNatsServer(
+        info=script.info, on_connect=script.on_connect, on_publish=script.on_publish, chain=chain
+    ) as server:
+        run_cli(
+            "doctor",
+            server.url,
+            "--user",
+            "u",
+            "--password",
+            PASSWORD,
+            "--tlsca",
+            chain,
+            "--timeout",
+            "8s",
+            home=tmp_path,
+        )
+        assert script.met
+        assert not sent_in_the_clear(server)
+
+
 # A URL parser mistakes these characters for the end of the user information or for an IPv6 address.
 ODD = ["hun/ter2", "hun?ter2", "hun#ter2", "hun[ter2", "hun]ter2", "[hunter2]", "hun,ter2"]
 
