@@ -560,9 +560,13 @@ async def test_a_leader_that_may_have_a_successor_is_not_believed(
     async def refuse(*_: Any) -> int:
         return before.last_seq
 
+    async def fences(*_: Any) -> dict[str, int]:
+        return {f"{source}.0": 3, f"{source}.1": 2}
+
     with monkeypatch.context() as patched:
         patched.setattr(redrive_search, "stream_state", answer)
         patched.setattr(redrive_search.CopySearch, "_marked", refuse)
+        patched.setattr(redrive_search.CopySearch, "fences", fences)
         await redrive(js, stream, f"{stream}.other", offsets=offsets, patience=0.3)
         with pytest.raises(errors.HistoryUnavailableError, match="cannot be read"):
             await redrive(js, stream, dead, offsets=offsets, patience=0.3)
