@@ -1,6 +1,8 @@
 """`retry_transaction`: when it runs a function again, for how long, and after a lost answer."""
 
 import asyncio
+import itertools
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,7 +11,9 @@ import pytest
 from nats.js.kv import KeyValue
 
 import jetstream_ext.kv as kvx
+from jetstream_ext.client.atomic import AtomicBatch
 from jetstream_ext.errors import BatchOutcomeUnknownError, KeyConflictError, NoStreamError
+from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.transaction import Transaction
 from jetstream_ext.testing import ReferenceServer
 from jetstream_ext.testing.reference import ChangeLeader, Cut, Drop, Lose, Overload, Unavailable
@@ -184,3 +188,36 @@ class TestLostAnswers:
             assert (tx.state, tx.revisions) == ("unknown", {})
             assert await tx.resolve(timeout=30) == outcome
             assert (tx.state, tx.revisions) == ("committed" if outcome == "stored" else "failed", revisions)
+
+    async def test_a_commit_sent_twice_is_not_called_lost_after_a_reconnect(
+        self, make_bucket, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def lost(*_: Any, **__: Any) -> Any:
+            raise BatchOutcomeUnknownError("no answer")
+
+        async def not_stored(batch: AtomicBatch, *, timeout: float | None = None) -> str:
+            return "not_stored"
+
+        bucket = Bucket(await make_bucket(), None)
+        for repeated, reconnected in itertools.product((False, True), repeat=2):
+            tx = Transaction(bucket, with_id=True)
+            tx.put("a", b"1")
+            with monkeypatch.context() as patch:
+                patch.setattr(AtomicBatch, "commit_eob", lost)
+                patch.setattr(AtomicBatch, "state", "unknown")
+                patch.setattr(sys.modules[Transaction.__module__], "publish_unobserved", lost)
+                patch.setattr(AtomicBatch, "resolve", not_stored)
+                with pytest.raises(BatchOutcomeUnknownError):
+                    await tx.commit()
+                if repeated:
+                    with pytest.raises(BatchOutcomeUnknownError):
+                        await tx.repeat()
+                if reconnected:
+                    patch.setattr(type(bucket.context.connection), "session", bucket.context.connection.session + 1)
+                if repeated and reconnected:
+                    for _ in range(2):
+                        with pytest.raises(BatchOutcomeUnknownError, match="sent twice and the client has reconnected"):
+                            await tx.resolve()
+                    assert tx.state == "unknown"
+                else:
+                    assert await tx.resolve() == "not_stored"

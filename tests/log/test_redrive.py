@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,6 +16,8 @@ from nats.js.api import StorageType, StreamSource, SubjectTransform
 from nats.js.errors import APIError, NoStreamResponseError
 
 from jetstream_ext import DirectGet, StoredMsg, errors
+from jetstream_ext.client.api import stream_state
+from jetstream_ext.client.connection import Context
 from jetstream_ext.log import (
     DeadLetter,
     Last,
@@ -25,7 +28,10 @@ from jetstream_ext.log import (
     drop,
     exactly_once,
     redrive,
+    redrive_search,
 )
+from jetstream_ext.log.redriving import _Redriving
+from jetstream_ext.protocol.api import StreamState
 
 Make = Callable[..., Awaitable[str]]
 Bury = Callable[..., Awaitable[tuple[str, str, str]]]
@@ -505,3 +511,64 @@ async def test_drop_deletes_dead_letters_only(js: JetStreamContext, bury: Bury) 
     assert await drop(js, stream, letters[:2]) == 2
     assert await drop(js, stream, letters[:2]) == 0
     assert await list_sequences(js, stream, dead) == letters[2:]
+
+
+async def test_an_attempt_that_arrives_behind_the_look_of_the_next_call_is_found(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal by the fence makes the call look again. Its message id alone would not help beyond the window."""
+    send = _Redriving._send
+    for window in (0.1, 120.0):
+        stream, dead, source = await bury(3, duplicate_window=window)
+        late = (await die(js, stream, dead, offsets, 0)).sent[0]
+
+        async def send_later(self: _Redriving, letters: Any, late: Any = late) -> None:
+            subject, payload, headers = late
+            await js.publish(subject, payload, headers=headers)
+            await asyncio.sleep(0.3)
+            await send(self, letters)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(_Redriving, "_send", send_later)
+            assert await redrive(js, stream, dead, offsets=offsets) == Redriven(sent=2, found=1, left=0)
+        assert (await payloads(js, source))[3:] == [b"0", b"1", b"2"]
+
+
+async def test_a_letter_stays_noted_until_it_is_sent(js: JetStreamContext, bury: Bury, offsets: OffsetStore) -> None:
+    """A call that looks in vain, and sends nothing itself, does not make the next one forget to look."""
+    stream, dead, source = await bury(3, duplicate_window=0.1)
+
+    subject, payload, headers = (await die(js, stream, dead, offsets, 0)).sent[0]
+    assert await redrive(js, stream, f"{stream}.other", offsets=offsets) == Redriven(0, 0, 0)
+    await js.publish(subject, payload, headers=headers)
+    await asyncio.sleep(0.3)
+    assert await redrive(js, stream, dead, offsets=offsets) == Redriven(sent=2, found=1, left=0)
+    assert (await payloads(js, source))[3:] == [b"0", b"1", b"2"]
+
+
+async def test_a_leader_that_may_have_a_successor_is_not_believed(
+    js: JetStreamContext, bury: Bury, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is cut off from the others and answers what it had when it was. They have the letters."""
+    stream, dead, source = await bury(3)
+    before = await stream_state(Context(js), source)
+    await die(js, stream, dead, offsets, 3)
+
+    async def answer(context: Context, name: str, timeout: float) -> StreamState:
+        return replace(before, leader_is_certain=False)
+
+    async def refuse(*_: Any) -> int:
+        return before.last_seq
+
+    async def fences(*_: Any) -> dict[str, int]:
+        return {f"{source}.0": 3, f"{source}.1": 2}
+
+    with monkeypatch.context() as patched:
+        patched.setattr(redrive_search, "stream_state", answer)
+        patched.setattr(redrive_search.CopySearch, "_marked", refuse)
+        patched.setattr(redrive_search.CopySearch, "fences", fences)
+        await redrive(js, stream, f"{stream}.other", offsets=offsets, patience=0.3)
+        with pytest.raises(errors.HistoryUnavailableError, match="cannot be read"):
+            await redrive(js, stream, dead, offsets=offsets, patience=0.3)
+    assert (await redrive(js, stream, dead, offsets=offsets)).found == 3
+    assert (await payloads(js, source))[3:] == [b"0", b"1", b"2"]

@@ -14,8 +14,12 @@ from nats.js import JetStreamContext
 from nats.js.errors import KeyNotFoundError, NotFoundError
 
 from jetstream_ext import BatchMessage, StoredMsg, errors
+from jetstream_ext.client.connection import open_bucket
+from jetstream_ext.client.fenced_write import RecordMovedError
+from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.log import Last, LogReader, OffsetStore, Processed, exactly_once, lease, takeover, worker
-from jetstream_ext.testing import NatsServer
+from jetstream_ext.log.lease import Lease
+from jetstream_ext.testing import NatsServer, ReferenceServer, VirtualClock
 
 Make = Callable[..., Awaitable[str]]
 More = Callable[[str, int, int], Awaitable[None]]
@@ -425,3 +429,96 @@ async def test_a_newcomer_takes_over_from_a_worker_that_commits_in_every_round_t
         for task in running:
             task.cancel()
         await asyncio.wait(running)
+
+
+class Leases:
+    """Two workers, whose leases of an hour only the test renews, and the server's clock; `standby` waits for `alive`."""
+
+    def __init__(self, js: JetStreamContext, clock: VirtualClock, patch: pytest.MonkeyPatch) -> None:
+        self.clock = clock
+        self.looks = 0  # of the standby at the bucket
+        self.alive, self.standby = (self.lease(js, holder, patch) for holder in "ab")
+        self.look = self.standby._bucket.unchecked_state
+        patch.setattr(self.standby._bucket, "unchecked_state", self.counted)
+
+    @staticmethod
+    def lease(js: JetStreamContext, holder: str, patch: pytest.MonkeyPatch) -> Lease:
+        bucket = Bucket(open_bucket(js, "B"), 30)
+        lease = Lease(bucket, "leases.k", holder=holder, name=holder, patience=30, seconds=3600)
+        patch.setattr(lease, "_renew", lambda writer: asyncio.Event().wait())
+        return lease
+
+    async def counted(self) -> Any:
+        self.looks += 1
+        return await self.look()
+
+    async def renew(self) -> None:
+        """Renew the lease of `alive`, as its task does."""
+        assert self.alive._writer is not None
+        try:
+            await self.alive._writer.store([], self.alive._encode())
+        except RecordMovedError:
+            assert await self.alive._take(self.alive._writer)
+
+    async def looked(self) -> None:
+        """Return when the standby has looked at the bucket after this call."""
+        until = self.looks + 3
+        async with asyncio.timeout(60):
+            while self.looks < until:
+                await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def two_leases(monkeypatch: pytest.MonkeyPatch, own_ttls: bool) -> AsyncIterator[Leases]:
+    clock = VirtualClock()
+    async with ReferenceServer(clock=clock) as server:
+        nc = await nats.connect(server.url, connect_timeout=10)
+        js = nc.jetstream(timeout=30)
+        await js.add_stream(name="KV_B", subjects=["$KV.B.>"], max_msgs_per_subject=1, allow_msg_ttl=own_ttls)
+        found = Leases(js, clock, monkeypatch)
+        try:
+            await found.alive.acquire()
+            yield found
+        finally:
+            await found.standby.release()
+            await found.alive.release()
+            await nc.close()
+
+
+async def lease_that_ended(leases: Leases, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, counted = leases.clock, leases.counted
+    waits, back = asyncio.Event(), asyncio.Event()
+    back.set()
+
+    async def look() -> Any:
+        if not back.is_set():
+            waits.set()
+            await back.wait()
+        return await counted()
+
+    monkeypatch.setattr(leases.standby._bucket, "unchecked_state", look)
+    waiting = asyncio.ensure_future(leases.standby.acquire())
+    await leases.looked()
+    back.clear()
+    await asyncio.wait_for(waits.wait(), 60)
+    clock.advance(5000)
+    back.set()
+    await leases.looked()
+    assert not waiting.done(), "the standby took over from a worker that could not renew its lease"
+    clock.advance(1100)
+    await leases.looked()
+    assert not waiting.done()
+    await leases.renew()
+    for seconds in (0, 2500, 1000):
+        clock.advance(seconds)
+        await leases.looked()
+        assert not waiting.done()
+    clock.advance(200)
+    await asyncio.wait_for(waiting, 60)
+
+
+async def test_a_lease_that_ended_while_the_server_was_away_can_be_renewed_first() -> None:
+    for own_ttls in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            async with two_leases(patch, own_ttls) as leases:
+                await lease_that_ended(leases, patch)

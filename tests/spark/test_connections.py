@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import os
 import shutil
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from jetstream_ext.spark.connection import (
     Lease,
     RefusedError,
     WorkerConnection,
+    connections,
 )
 from jetstream_ext.spark.options import ConnectionOptions, OptionError
 from jetstream_ext.testing import NatsServer
@@ -232,6 +234,16 @@ def test_unusable_credentials_files_are_refused(
 
 EVIL = "\x1b]0;owned\x07\x9b2J"
 ESCAPED = r"\x1b]0;owned\x07\x9b2J"
+
+
+def test_each_process_has_its_own_connections() -> None:
+    assert connections() is connections()
+    with pytest.MonkeyPatch.context() as patch:
+        mine = connections()
+        patch.setattr(os, "getpid", lambda: -1)
+        forked = connections()
+        assert forked is not mine
+        forked.close()
 
 
 def test_the_traceback_that_spark_logs_is_printable(cache: Connections, options: ConnectionOptions) -> None:

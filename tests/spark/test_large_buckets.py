@@ -27,7 +27,7 @@ from jetstream_ext.spark import buckets, connection, kv
 from jetstream_ext.spark.kv import BucketPart, plan_kv
 from jetstream_ext.spark.kv_source import JetStreamKvDataSource
 from jetstream_ext.spark.options import KvOptions
-from jetstream_ext.spark.planning import PlanningError
+from jetstream_ext.spark.planning import PlanningError, state_of
 from jetstream_ext.testing import NatsServer, ReferenceServer
 from jetstream_ext.testing.reference.faults import Faults, StaleReplica
 
@@ -374,6 +374,12 @@ class TestClassesWithoutKeys:
                 list(read.batches(part))
 
 
+async def allow_deletes(context: JetStreamContext, stream: str) -> Any:
+    state = await state_of(context, stream)
+    assert state is not None
+    return replace(state, config={**state.config, "deny_delete": False})
+
+
 @pytest.mark.usefixtures("ranges")
 class TestHistoriesWithGaps:
     def test_a_value_that_expires_between_tasks_repeats_no_key(
@@ -396,6 +402,18 @@ class TestHistoriesWithGaps:
         for rows in found:
             assert sum(row["key"] == "k" for row in rows) <= 1
             assert len({row["key"] for row in rows}) == len(rows) >= 98
+
+    def test_a_log_is_cut_only_if_older_values_never_outlive_newer_ones(self, make: Callable[..., Read]) -> None:
+        cells = [(1, True, True, True), (2, False, False, True), (2, True, False, False), (2, False, True, False)]
+        for history, own_ttls, deletes, cut in cells:
+            read = make(several_versions, history=history, own_ttls=own_ttls, options={"minPartitions": "20"})
+            with pytest.MonkeyPatch.context() as patch:
+                if deletes:
+                    patch.setattr(buckets, "state_of", allow_deletes)
+                read.plan()
+            assert all((part.keys.only is None) == cut for part in read.parts)
+            assert len(read.parts) == (20 if cut else kv._MOST_WHOLE_READS)
+            assert read.values() == NEWEST
 
 
 def test_batches_of_large_values_are_cut_by_their_bytes(

@@ -109,6 +109,17 @@ class TestWithoutLayout:
                 interrupted.sink(len(parts)).write(parts, attempt=1)
         assert interrupted.stored() == interrupted.once(rows[:6])
 
+    def test_another_number_is_refused_although_the_layout_has_left_a_delete_marker(
+        self, interrupted: Target, with_js: Any
+    ) -> None:
+        async def expire(js: JetStreamContext) -> None:
+            for name in ("_layout", "2"):
+                subject = f"_spark.{interrupted.name}.a-query.{name}"
+                await js.publish(subject, b"", headers={"Nats-Marker-Reason": "MaxAge"})
+
+        with_js(expire)
+        self.test_another_number_is_refused(interrupted)
+
     def test_the_same_number_is_continued_and_stored_again(self, interrupted: Target, with_js: Any) -> None:
         rows = interrupted.rows
         interrupted.sink(3).write([[], rows[:6], rows[6:]], attempt=1)
