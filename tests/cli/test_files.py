@@ -99,27 +99,31 @@ def test_a_parquet_export_that_was_killed_continues_after_its_journal(
 def test_an_export_of_a_killed_server_can_be_resumed(
     own_server: NatsServer, run: Run, ok: Json, tmp_path: Path
 ) -> None:
-    out, part = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part"
-    fill(own_server.url, "S", (b"%d" % n for n in range(30_000)))
+    out, part, count = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part", 60_000
+    fill(own_server.url, "S", (b"%d" % n for n in range(count)))
     ended = threading.Event()
 
     def kill() -> None:
         while not ended.is_set() and not (part.exists() and part.stat().st_size):
             time.sleep(0.0005)
+        own_server.pause()  # at once, so that the export cannot end before the kill
         own_server.kill()
 
     killing = threading.Thread(target=kill)
     killing.start()
-    done = run("export", "S", out, url=own_server.url)
-    ended.set()
-    killing.join()
+    try:
+        done = run("export", "S", out, url=own_server.url)
+    finally:
+        ended.set()
+        killing.join()
     own_server.restart()
-    if not out.exists():  # else it was faster
-        assert_fails(done, "the same command with --resume continues")
-        stored = json.loads((tmp_path / "out.jsonl.part.json").read_text())["messages"]
-        assert f"; {stored:,} message" in done.stderr
-        assert ok("export", "S", out, "--resume", url=own_server.url)["messages"] == 30_000
-    assert [json.loads(line)["data"] for line in out.read_text().splitlines()] == [str(n) for n in range(30_000)]
+    assert not out.exists(), "the export has ended before the server was killed"
+    assert_fails(done, "the same command with --resume continues")
+    stored = json.loads((tmp_path / "out.jsonl.part.json").read_text())["messages"]
+    assert 0 < stored < count
+    assert f"; {stored:,} message" in done.stderr
+    assert ok("export", "S", out, "--resume", url=own_server.url)["messages"] == count
+    assert [json.loads(line)["data"] for line in out.read_text().splitlines()] == [str(n) for n in range(count)]
 
 
 def test_an_export_stopped_while_it_writes_parquet_can_be_resumed(
@@ -414,7 +418,8 @@ def test_ingest_stores_each_row_once_after_kills_of_client_and_server(
     def wait_for_messages(at_least: int, running: subprocess.Popen[str]) -> None:
         async def wait(js: JetStreamContext) -> None:
             async with asyncio.timeout(2 * PATIENCE):
-                while running.poll() is None:
+                while True:
+                    assert running.poll() is None, "ingest has ended"
                     with contextlib.suppress(nats.js.errors.NotFoundError):
                         if (await js.stream_info("S")).state.messages >= at_least:
                             return
@@ -428,6 +433,7 @@ def test_ingest_stores_each_row_once_after_kills_of_client_and_server(
     with process(*how, "--json", url=own_server.url) as going_on:
         wait_for_messages(10_000, going_on)
         own_server.kill()
+        assert going_on.poll() is None, "ingest has ended before the server was killed"
         own_server.restart()
         shown, said = going_on.communicate(timeout=2 * PATIENCE)
     assert (going_on.returncode, said) == (0, "")

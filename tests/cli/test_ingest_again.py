@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -351,6 +352,64 @@ def test_a_brace_that_belongs_to_no_column_is_a_usage_error(stream: Stream, run:
         assert_usage(done, f"{option} {text!r}: {{ and }} can only enclose the name of a column")
 
 
+def test_an_id_that_someone_else_made_up_hides_no_row(stream: Stream) -> None:
+    stream.create()
+    stream.write(*range(10))
+    stream.ingest()
+
+    async def forge(js: JetStreamContext) -> None:
+        message = await js.get_last_msg(stream.name, f"{stream.name}.a")
+        assert message.headers is not None
+        path, content, _, row = message.headers["Nats-Msg-Id"].split(".")
+        await js.purge_stream(stream.name, keep=None, seq=6)
+        for index in (8, 10**15, "x", ""):
+            forged = {"Nats-Msg-Id": f"{path}.{content}.{index}.{row}"}
+            await js.publish(f"{stream.name}.a", b"forged", headers=forged)
+
+    async def remove_last(js: JetStreamContext) -> None:
+        for seq in range(8, 11):
+            await js.delete_msg(stream.name, seq)
+
+    stream.js(forge)
+    stream.js(remove_last)
+    assert stream.ingest() == (7, 3)
+    assert stream.rows == ["5", "6", *["forged"] * 4, "7", "8", "9"]
+
+
+def test_a_forged_id_with_a_large_number_is_ignored(stream: Stream) -> None:
+    stream.create()
+    stream.write(1)
+    stream.ingest()
+
+    async def forge(js: JetStreamContext) -> None:
+        message = await js.get_last_msg(stream.name, f"{stream.name}.a")
+        path, content, _, row = (message.headers or {})["Nats-Msg-Id"].split(".")
+        for forged in (f"{content}.{2**63}", f"other.{2**63}", f"{content}.{2**64}-1"):
+            await js.publish(f"{stream.name}.a", b"x", headers={"Nats-Msg-Id": f"{path}.{forged}.{row}"})
+
+    stream.js(forge)
+    stream.write(1, 2)
+    assert stream.ingest("--resume") == (1, 1)
+
+
+def test_equal_rows_with_skip_and_resume_in_any_order_are_stored_as_often_as_the_file_has_them(
+    stream: Stream,
+) -> None:
+    stream.create()
+    random = Random(7)
+    rows: list[str] = []
+    sent: set[int] = set()
+    for _ in range(25):
+        rows += random.choices("xy", k=random.randrange(3))
+        skip = random.randrange(len(rows) + 1) if random.random() < 0.5 else 0
+        if not rows:
+            continue
+        stream.write(*rows)
+        stream.ingest("--resume", *(["--skip", skip] if skip else []))
+        sent |= set(range(skip, len(rows)))
+        assert Counter(stream.rows) == Counter(rows[at] for at in sent)
+
+
 # -- streams that remove messages --------------------------------------------------------------------------------------
 
 
@@ -369,6 +428,44 @@ def test_a_value_that_was_replaced_does_not_come_back(stream: Stream) -> None:
     stream.path.write_text("to,n\nde,1\nfr,2\nde,4\nes,5\n")
     assert stream.ingest("--resume") == (3, 1)
     assert stream.rows == ["2", "4", "5"]
+
+
+async def last_values(js: JetStreamContext, name: str) -> dict[str, str]:
+    found = await jsx.DirectGet(js, name).scan().to_list()
+    return {message.subject.rpartition(".")[2]: message.data.decode() for message in found}
+
+
+def test_a_row_that_was_changed_and_changed_back_is_sent_where_the_stream_keeps_the_last_value(
+    make: Callable[..., Stream],
+) -> None:
+    def write(*values: str) -> None:
+        stream.path.write_text("to,n\n" + "".join(f"{n},{value}\n" for n, value in enumerate(values)))
+
+    def last() -> Any:
+        return stream.js(lambda js: last_values(js, stream.name))
+
+    for limit in ({}, {"max_msgs": 100}):
+        stream = make(duplicate_window=120, max_msgs_per_subject=1, **limit)
+        write(*"abcd")
+        assert stream.ingest() == (0, 4), limit
+        write(*"abCd")
+        assert stream.ingest("--resume") == (3, 1), limit
+        write(*"abcd")
+        assert "3 already stored, 1 to send" in stream.run("--dry-run").stdout, limit
+        assert stream.ingest() == (3, 1), limit
+        assert last() == dict(zip("0123", "abcd", strict=True)), limit
+        assert stream.ingest() == (4, 0), limit
+        write(*"aBCd")
+        assert stream.ingest("--resume") == (2, 2), limit
+        write(*"abcde")  # both changed back, and a new one
+        assert stream.ingest("--resume") == (2, 3), limit
+        assert last() == dict(zip("01234", "abcde", strict=True)), limit
+        assert stream.ingest() == (5, 0), limit
+        stream.js(lambda js, name=stream.name: js.publish(f"{name}.1", b"newer, by another program"))
+        assert stream.ingest() == (5, 0), limit
+        write(*"abcdef")
+        assert stream.ingest("--resume") == (5, 1), limit
+        assert last()["1"] == "newer, by another program", limit
 
 
 def test_what_a_stream_has_removed_is_said(make: Callable[..., Stream]) -> None:

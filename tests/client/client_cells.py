@@ -7,12 +7,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
 
 @contextmanager
 def named(**cell: Any) -> Iterator[None]:
-    """Name the cell of a table in the error that it causes."""
+    """Name the cell of a table in the error that it causes; a cell that skips has failed, for it would hide the others."""
     try:
-        yield
+        try:
+            yield
+        except pytest.skip.Exception as skipped:
+            raise AssertionError(f"a cell may not skip: {skipped}") from skipped
     except BaseException as error:
         error.add_note("with " + ", ".join(f"{name}={repr(value)[:200]}" for name, value in cell.items()))
         raise
@@ -28,6 +33,7 @@ def each(
     """
     arguments = [name.strip() for name in names.split(",")]
     cells = [dict(zip(arguments, row if len(arguments) > 1 else (row,), strict=True)) for row in values]
+    assert cells, "the table has no cells"
 
     def decorate(test: Callable[..., Any]) -> Callable[..., Any]:
         async def run_cell(cell: dict[str, Any], *given: Any, **fixtures: Any) -> None:

@@ -169,3 +169,19 @@ async def test_a_partial_mirror_does_not_shorten_a_confirmed_read(
             seq for seq in everything if 100 <= seq <= 200
         ]
     assert short, "without proof, a partial answer looks complete, as documented"
+
+
+async def test_if_only_a_mirror_answers_the_leader_sends_the_messages(js: JetStreamContext, make: Make) -> None:
+    """Also one that the mirror lacks."""
+    name = await make(num_replicas=1)
+    await fill(js, name, 1, 400)
+    for seq in range(2, 400, 2):
+        await js.delete_msg(name, seq)
+    mirror = await make(num_replicas=1, mirror=StreamSource(name=name), mirror_direct=True)
+    await caught_up(js, mirror, 201)
+    config = (await js.stream_info(name)).config
+    config.allow_direct = False  # the mirror still answers for the stream
+    await js.update_stream(config)
+    assert await seqs(jsx.DirectGet(js, name, timeout=30).scan(confirm=True)) == [*range(1, 400, 2), 400]
+    await js.delete_msg(mirror, 201)
+    assert await seqs(jsx.DirectGet(js, name, timeout=30).scan(confirm=True)) == [*range(1, 400, 2), 400]

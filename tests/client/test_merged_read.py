@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -10,9 +11,12 @@ from nats.js import JetStreamContext
 from nats.js.api import StreamSource
 
 import jetstream_ext as jsx
+from jetstream_ext import errors
+from jetstream_ext.client import merged_read
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.merged_read import read_merged
 from jetstream_ext.protocol.direct import Block
+from jetstream_ext.protocol.reads import MAX_IN_FLIGHT
 from jetstream_ext.protocol.subjects import matcher
 
 Make = Callable[..., Awaitable[str]]
@@ -89,6 +93,48 @@ class TestRows:
         some = [seq for seq in expected if 700 <= seq <= 1508]
         assert await read(js, name, below(name, filters), first=700, last=1508, confirm=confirm) == some
         assert await read(js, name, below(name, filters), first=700, last=699, confirm=confirm) == []
+
+
+class TestEnds:
+    @each("count", [3, 2 * MAX_IN_FLIGHT])
+    async def test_cancellation_at_any_point_leaves_nothing_behind(
+        self, js: JetStreamContext, mixed: tuple[str, list[str]], leak_check: Any, count: int
+    ) -> None:
+        name, subjects = mixed
+        filters = ["a.*", "*.x", "nothing", *map(str, range(count - 3))]
+        ticks, finished = 0, 0
+        while finished < 2:
+            task = asyncio.ensure_future(read(js, name, below(name, filters), last=200, max_bytes=4000))
+            for _ in range(ticks):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            await leak_check.assert_clean()
+            finished = 0 if task.cancelled() else finished + 1
+            ticks += 1 if ticks < 60 else ticks // 10
+        assert ticks > 60
+        assert await read(js, name, below(name, filters)) == matching(name, subjects, filters)
+
+    async def test_an_error_of_one_read_ends_all_of_them(
+        self, js: JetStreamContext, mixed: tuple[str, list[str]], leak_check: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        name, subjects = mixed
+        original = merged_read.read_blocks
+
+        async def breaks(context: Context, stream: str, plan: Any, *arguments: Any, **options: Any) -> Any:
+            async with aclosing(original(context, stream, plan, *arguments, **options)) as blocks:
+                async for block in blocks:
+                    yield block
+                    if plan.subject.endswith("x") and plan.position > 1000:
+                        raise errors.MessagesLostError("lost")
+
+        monkeypatch.setattr(merged_read, "read_blocks", breaks)
+        found: list[int] = []
+        with pytest.raises(errors.MessagesLostError):
+            await collect(found, blocks_of(js, name, below(name, ["a.*", "*.x", "b.y"]), max_bytes=5000))
+        assert found == matching(name, subjects, ["a.*", "*.x", "b.y"])[: len(found)]
+        assert found
+        await leak_check.assert_clean()
 
 
 class TestOtherResponders:
