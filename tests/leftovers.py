@@ -109,16 +109,24 @@ def pytest_runtest_protocol() -> Generator[None, Any, Any]:
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
     """Fail the test that left something behind, after all of its fixtures have ended."""
     try:
-        return (yield)
-    finally:
-        _close_connections_of_spark()
-        names = _left(_things() - set(_earlier))
-        for loop in [loop for loop in _loops if loop.is_closed()]:
-            names += [f"task {_name(task)} of a closed event loop" for task in asyncio.all_tasks(loop)]
-            _loops.discard(loop)
-        _clients.intersection_update([client for client in _clients if client in _earlier and not client.is_closed])
-        if names:
-            pytest.fail(f"{item.nodeid} left behind: {', '.join(sorted(names))}", pytrace=False)
+        result = yield
+    except BaseException:
+        _find_left()  # what is left is a consequence of that error, and no later test's
+        raise
+    if names := _find_left():
+        pytest.fail(f"{item.nodeid} left behind: {', '.join(sorted(names))}", pytrace=False)
+    return result
+
+
+def _find_left() -> list[str]:
+    """Return the names of what a test has left, and forget it."""
+    _close_connections_of_spark()
+    names = _left(_things() - set(_earlier))
+    for loop in [loop for loop in _loops if loop.is_closed()]:
+        names += [f"task {_name(task)} of a closed event loop" for task in asyncio.all_tasks(loop)]
+        _loops.discard(loop)
+    _clients.intersection_update([client for client in _clients if client in _earlier and not client.is_closed])
+    return names
 
 
 def _left(things: set[Any]) -> list[str]:
@@ -183,10 +191,11 @@ async def _end(before: set["asyncio.Task[Any]"], clients: set[Client]) -> list[s
     """End what runs in this loop and was not there before; return the names of what should have ended by itself."""
     loop: Any = asyncio.get_running_loop()
     mine = [client for client in set(_clients) - clients if _loop_of(client) is loop]
-    left = [_describe(client) for client in mine if _is_open(client)]
-    for client in mine:
-        with contextlib.suppress(Exception):
-            await asyncio.wait_for(client.close(), 5)
+    still_open = [client for client in mine if _is_open(client)]
+    left = [_describe(client) for client in still_open]
+    closing = [asyncio.ensure_future(client.close()) for client in still_open]
+    if closing:
+        await asyncio.wait(closing, timeout=5)
     await end_lost_tasks()
     deadline = loop.time() + GRACE
     while (tasks := _running(before)) and loop.time() < deadline:
