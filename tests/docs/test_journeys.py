@@ -1,4 +1,4 @@
-"""The journeys of the page on the design, counted anew: none has grown."""
+"""The journeys of the page on the design, counted again: none has grown."""
 
 import re
 import subprocess
