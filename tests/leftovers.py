@@ -131,9 +131,9 @@ def _find_left() -> list[str]:
 
 def _left(things: set[Any]) -> list[str]:
     """Return the names of those that are still there."""
-    there = [thing for thing in things if not isinstance(thing, Client) or _is_open(thing)]
-    there = [thing for thing in there if not isinstance(thing, BaseEventLoop) or not thing.is_closed()]
-    return [_describe(thing) for thing in there if not _is_foreign(thing)]
+    mine = [thing for thing in things if not _is_foreign(thing)]  # a thread that is about to end closes its loop first
+    there = [thing for thing in mine if not isinstance(thing, Client) or _is_open(thing)]
+    return [_describe(thing) for thing in there if not isinstance(thing, BaseEventLoop) or not thing.is_closed()]
 
 
 def _is_foreign(thing: Any) -> bool:
