@@ -111,11 +111,24 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
     try:
         result = yield
     except BaseException:
+        _finish_fixtures(item)
         _find_left()  # what is left is a consequence of that error, and no later test's
         raise
     if names := _find_left():
         pytest.fail(f"{item.nodeid} left behind: {', '.join(sorted(names))}", pytrace=False)
     return result
+
+
+def _finish_fixtures(item: pytest.Item) -> None:
+    """End the fixtures that pytest does not end after one that was cancelled.
+
+    pytest would give their values to all later tests, and never end them again: what one test patches would stay patched.
+    """
+    request: Any = getattr(item, "_request", None)
+    for fixture in reversed([] if request is None else list(request._fixture_defs.values())):
+        if fixture.scope == "function":
+            with contextlib.suppress(BaseException):  # the first error is reported
+                fixture.finish(request)
 
 
 def _find_left() -> list[str]:

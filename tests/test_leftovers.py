@@ -66,6 +66,25 @@ def test_leaves_nothing_in_a_loop_of_its_own(server):
     asyncio.run(run())
 
 
+@pytest.fixture
+async def cancelled_at_its_end():
+    yield
+    raise asyncio.CancelledError
+
+
+async def test_has_a_fixture_that_is_cancelled(monkeypatch, cancelled_at_its_end):
+    monkeypatch.setattr(leftovers, "PATCHED", True, raising=False)
+
+
+async def test_after_a_cancelled_fixture(monkeypatch):
+    assert not hasattr(leftovers, "PATCHED")
+    monkeypatch.setattr(leftovers, "PATCHED", True, raising=False)
+
+
+def test_after_two_of_them():
+    assert not hasattr(leftovers, "PATCHED")
+
+
 @pytest.fixture(scope="module")
 def shared(server):
     return asyncio.run(nats.connect(server.url))
@@ -85,6 +104,7 @@ LEFT = {
     "test_leaves_a_loop": "event loop",
     "test_leaves_a_thread": "thread Thread-",
     "test_leaves_a_task_of_a_closed_loop": "task sleep of a closed event loop",
+    "test_has_a_fixture_that_is_cancelled": "CancelledError",
     "test_is_the_last_of_a_fixture_that_leaves_a_client": "the fixture shared left behind: a client of nats-py",
 }
 
@@ -110,7 +130,7 @@ def test_what_a_test_leaves_behind_fails_that_test(tmp_path: Path) -> None:
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
     }
     done = subprocess.run([*command, *conftest], env=environment, capture_output=True, text=True, timeout=300)
-    assert f"10 passed, {len(LEFT)} errors" in done.stdout, done.stdout + done.stderr
+    assert f"13 passed, {len(LEFT)} errors" in done.stdout, done.stdout + done.stderr
     for name, left in LEFT.items():
         report = done.stdout.partition(f"at teardown of {name} _")[2].partition("___ ERROR")[0]
         assert left in report, done.stdout
