@@ -27,7 +27,7 @@ class Link:
         self.accepting = True
         """Whether new connections are let through."""
         self._port = port
-        self._rate = rate
+        self.rate: float | None = rate
         self.greeting = greeting
         self._links: set[asyncio.Task[None]] = set()
 
@@ -81,8 +81,8 @@ class Link:
 
     async def _down(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1 << 16):
-            if self._rate:
-                await asyncio.sleep(len(data) / self._rate)
+            if self.rate:
+                await asyncio.sleep(len(data) / self.rate)
             if self.replies:
                 writer.write(data)
                 await writer.drain()

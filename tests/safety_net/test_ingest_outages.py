@@ -339,6 +339,20 @@ class TestLongOutage:
         kept = config.get("max_msgs", config.get("max_msgs_per_subject", COUNT))
         assert await stored(direct) == list(range(COUNT))[-kept:]
 
+    async def test_a_search_that_does_not_end_within_the_timeout_says_so(
+        self, direct: JetStreamContext, link: Link, js: JetStreamContext, outage: Outage
+    ) -> None:
+        """Each answer comes in time, but the search as a whole has to end too."""
+        await add_stream(direct, allow_direct=False, duplicate_window=SHORT)
+
+        async def slow_afterwards() -> None:
+            await outage()
+            link.rate = 50_000
+
+        with pytest.raises(IngestError, match="searching it did not end within 2 s of the first error") as caught:
+            await run(js, slow_afterwards, lambda n: ("s.a", b"%d" % n + b" " * 20_000), timeout=2)
+        assert (caught.value.index, caught.value.in_doubt) == (0, SENT)
+
     async def test_what_was_purged_is_in_doubt(
         self, direct: JetStreamContext, js: JetStreamContext, outage: Outage
     ) -> None:
