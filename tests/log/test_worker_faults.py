@@ -42,10 +42,17 @@ async def outputs(js: JetStreamContext, name: str) -> list[int]:
 
 
 class FaultyCommits:
-    """Stands in for what a fenced writer sends: some commits fail, before or after they are stored."""
+    """Stands in for what a fenced writer sends: some commits fail, before or after they are stored.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, choose: Callable[[int], str | None]) -> None:
+    With `can_end`, the commit after a cancellation, by which the worker says that it has ended, does not fail.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, choose: Callable[[int], str | None], *, can_end: bool = False
+    ) -> None:
         self.choose = choose
+        self.can_end = can_end
+        self.ending = False
         self.count = 0
         self.happened: list[str] = []
         self.late: list[asyncio.Task[Any]] = []
@@ -66,8 +73,9 @@ class FaultyCommits:
             self.held is not None and not self.held.done()
         ):  # the server refuses others because of the one in its pipeline
             raise errors.WrongLastSequenceError(code=400, err_code=10071, outcome="not_stored")
-        fault = self.choose(self.count)
+        fault = None if self.ending else self.choose(self.count)
         self.count += 1
+        self.ending = False
         if fault is None:
             return await publish_once(writer, messages, record, timeout)
         self.happened.append(fault)
@@ -81,6 +89,7 @@ class FaultyCommits:
         if what == "held":
             self.held = self.late[-1]
         if what == "cancelled":
+            self.ending = self.can_end
             raise asyncio.CancelledError
         if what == "fails":
             raise errors.BatchAbandonedError("the connection was lost", outcome="not_stored")
@@ -127,19 +136,36 @@ async def test_a_faulty_commit_stores_each_output_once(
         assert await outputs(js, target) == expected(30), case
 
 
-@pytest.mark.parametrize("seed", range(4))
+def random_fault(rng: random.Random) -> Callable[[int], str | None]:
+    return lambda _: rng.choice(FAULTS) if rng.random() < 0.5 else None
+
+
+@pytest.mark.parametrize("seed", range(3))
 async def test_random_faults_store_each_output_once(
     js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     rng = random.Random(seed)
     source, target = await make_stream(200), await make_stream()
-    faulty = FaultyCommits(monkeypatch, lambda _: rng.choice(FAULTS) if rng.random() < 0.5 else None)
-    options = {"dead_letter": DeadLetter(f"{target}.dead", attempts=1)} if seed % 2 else {}
+    faulty = FaultyCommits(monkeypatch, random_fault(rng))
     workers = [rng.randint(1, 30) for _ in range(rng.randint(1, 3))]
-    await asyncio.gather(*(until_done(js, source, target, max_messages=most, **options) for most in workers))
+    await asyncio.gather(*(until_done(js, source, target, max_messages=most) for most in workers))
     await faulty.settle()
     assert len(faulty.happened) > 2
-    assert [it async for it in dead_letters(js, target, f"{target}.dead")] == []
+    assert await outputs(js, target) == expected(200)
+
+
+async def test_faults_of_commits_are_no_failures_of_inputs(
+    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dead letters after one attempt, no input becomes one, if a worker that ends can store that it has ended."""
+    rng = random.Random(0)
+    source, target = await make_stream(200), await make_stream()
+    faulty = FaultyCommits(monkeypatch, random_fault(rng), can_end=True)
+    letters = DeadLetter(f"{target}.dead", attempts=1)
+    await until_done(js, source, target, max_messages=10, dead_letter=letters)
+    await faulty.settle()
+    assert len(faulty.happened) > 2
+    assert [letter async for letter in dead_letters(js, target, letters.subject)] == []
     assert await outputs(js, target) == expected(200)
 
 
