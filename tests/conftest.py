@@ -104,6 +104,7 @@ LONGEST = (
     "tests/test_examples.py",
     "tests/safety_net/test_waits_end.py",
     "tests/log/test_cluster.py",
+    "tests/log/test_cluster.py::test_a_worker_stores_each_output_once_when_leaders_die",
     "tests/spark/test_large_buckets.py",
     "tests/faults/test_groups.py",
     "tests/cli/test_files.py",
@@ -143,12 +144,15 @@ SPARK_FILES = {f"tests/spark/{file}.py": name for name, files in SPARK_SESSIONS.
 if "JETSTREAM_EXT_SPARK_REMOTE" in os.environ:  # servers of Spark Connect listen on the same port
     SPARK_FILES = dict.fromkeys(SPARK_FILES, "spark session")
 
+# Each of these tests is a group of its own, because its file takes long.
+ALONE = ("tests/spark/test_query_history.py", "tests/log/test_cluster.py::test_a_worker_stores_each_output_once_when")
+
 
 def scope_of(nodeid: str) -> str:
     """Return the name of the group of tests that one worker runs in turn: a file, or the tests that share a JVM."""
     if nodeid.startswith(SPARK_PROCESSES):
         return "spark processes"
-    if nodeid.startswith("tests/spark/test_query_history.py"):
+    if nodeid.startswith(ALONE):
         return nodeid
     file = nodeid.split("::", 1)[0]
     return SPARK_FILES.get(file, file)
@@ -180,7 +184,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _leave_out(config, items, lambda item: item.nodeid.startswith(("tests/spark/", *SPARK_PROCESSES)))
     if "PYTEST_XDIST_WORKER" in os.environ:
         rank = {scope: place for place, scope in enumerate(LONGEST)}
-        items.sort(key=lambda item: rank.get(scope_of(item.nodeid), len(rank)))
+        items.sort(key=lambda item: rank.get(scope_of(item.nodeid).partition("[")[0], len(rank)))
 
 
 def pytest_collection_finish() -> None:
