@@ -54,7 +54,7 @@ def tests(session: nox.Session) -> None:
     # The tests import, and so compile, a small part of what pip would compile.
     session.install("--no-compile", "-e", ".[spark,arrow,server,cli]", *group("test"))
     if not session.posargs:  # for all tests: otherwise each of the processes would compile them
-        session.run("python", "tests/prepare.py", silent=True)
+        session.run("python", "-m", "pytest", "--collect-only", "-qq", silent=True)
     session.run("python", "-m", "pytest", *PARALLEL, *session.posargs)
 
 

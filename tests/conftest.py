@@ -29,7 +29,6 @@ from nats.js import JetStreamContext
 sys.path.insert(0, str(Path(__file__).parent))
 
 import leftovers
-import prepare
 
 from jetstream_ext.client import connection
 from jetstream_ext.client.base_connection import FallbackConnection
@@ -81,9 +80,15 @@ def pytest_configure(config: pytest.Config) -> None:
 for name in ("CI", "BUILD_NUMBER"):
     os.environ.pop(name, None)
 
-prepare.set_options()
+# Spark's JVMs live only for seconds here, so an optimising compiler, parallel collectors and the web UI cost more than
+# they gain.
+os.environ.setdefault("SPARK_LAUNCHER_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+os.environ.setdefault(
+    "SPARK_SUBMIT_OPTS",
+    "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:-UsePerfData -Dspark.ui.enabled=false -Dspark.sql.shuffle.partitions=2",
+)
 
-# The Python processes that Spark starts run tests/spark/preload/sitecustomize.py.
+# The Python processes that it starts run tests/spark/preload/sitecustomize.py.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent / "spark" / "preload"), os.environ.get("PYTHONPATH")])
 )
