@@ -1,7 +1,7 @@
 """No test leaves anything behind that a later test of the same process would meet: a client, task, loop or thread.
 
 A test that does fails itself, at its own end, by name. What nats-py itself leaves after its client was closed is ended here,
-and nowhere else: tasks that still reconnect, callbacks of subscriptions, sockets.
+and nowhere else: clients that are open again, tasks that still reconnect, callbacks of subscriptions, sockets.
 """
 
 import asyncio
@@ -41,6 +41,18 @@ def _record(kind: type, made: "weakref.WeakSet[Any] | set[Any]") -> None:
 
 _record(Client, _clients)
 _record(BaseEventLoop, _loops)
+
+# A client that was closed while it reconnected may be open again: nats-py loses the cancellation of that task.
+_closed: weakref.WeakSet[Client] = weakref.WeakSet()
+_close = Client.close
+
+
+async def _recorded_close(self: Client) -> None:
+    _closed.add(self)
+    await _close(self)
+
+
+Client.close = _recorded_close  # type: ignore[method-assign]
 
 
 def _name(task: "asyncio.Task[Any]") -> str:
@@ -145,7 +157,7 @@ def _find_left() -> list[str]:
 def _left(things: set[Any]) -> list[str]:
     """Return the names of those that are still there."""
     mine = [thing for thing in things if not _is_foreign(thing)]  # a thread that is about to end closes its loop first
-    there = [thing for thing in mine if not isinstance(thing, Client) or _is_open(thing)]
+    there = [thing for thing in mine if not isinstance(thing, Client) or (_is_open(thing) and thing not in _closed)]
     return [_describe(thing) for thing in there if not isinstance(thing, BaseEventLoop) or not thing.is_closed()]
 
 
@@ -205,7 +217,7 @@ async def _end(before: set["asyncio.Task[Any]"], clients: set[Client]) -> list[s
     loop: Any = asyncio.get_running_loop()
     mine = [client for client in set(_clients) - clients if _loop_of(client) is loop]
     still_open = [client for client in mine if _is_open(client)]
-    left = [_describe(client) for client in still_open]
+    left = [_describe(client) for client in still_open if client not in _closed]
     closing = [asyncio.ensure_future(client.close()) for client in still_open]
     if closing:
         await asyncio.wait(closing, timeout=5)

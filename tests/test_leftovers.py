@@ -57,6 +57,28 @@ async def test_leaves_nothing(nc, js, own_server):
     await lost.close()
 
 
+async def test_leaves_a_client_that_is_open_again(own_server, monkeypatch):
+    nc = await nats.connect(own_server.url, reconnect_time_wait=0.01)
+    connect, begun = nats.NATS._process_connect_init, asyncio.Event()
+
+    async def loses_a_cancellation(self):
+        if begun.is_set():
+            return await connect(self)
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise OSError
+
+    monkeypatch.setattr(nats.NATS, "_process_connect_init", loses_a_cancellation)
+    own_server.restart()
+    async with asyncio.timeout(30):
+        await begun.wait()
+        await nc.close()
+        while not nc.is_connected:
+            await asyncio.sleep(0.01)
+
+
 def test_leaves_nothing_in_a_loop_of_its_own(server):
     async def run():
         nc = await nats.connect(server.url)
@@ -130,7 +152,7 @@ def test_what_a_test_leaves_behind_fails_that_test(tmp_path: Path) -> None:
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
     }
     done = subprocess.run([*command, *conftest], env=environment, capture_output=True, text=True, timeout=300)
-    assert f"13 passed, {len(LEFT)} errors" in done.stdout, done.stdout + done.stderr
+    assert f"14 passed, {len(LEFT)} errors" in done.stdout, done.stdout + done.stderr
     for name, left in LEFT.items():
         report = done.stdout.partition(f"at teardown of {name} _")[2].partition("___ ERROR")[0]
         assert left in report, done.stdout
