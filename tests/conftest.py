@@ -80,12 +80,14 @@ def pytest_configure(config: pytest.Config) -> None:
 for name in ("CI", "BUILD_NUMBER"):
     os.environ.pop(name, None)
 
-# Spark's JVMs live only for seconds here, so an optimising compiler, parallel collectors and the web UI cost more than
-# they gain.
+# Spark's JVMs live only for seconds here, so an optimising compiler, parallel collectors, the verification of classes and
+# the web UI cost more than they gain.
 os.environ.setdefault("SPARK_LAUNCHER_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
 os.environ.setdefault(
     "SPARK_SUBMIT_OPTS",
-    "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:-UsePerfData -Dspark.ui.enabled=false -Dspark.sql.shuffle.partitions=2",
+    "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:-UsePerfData "
+    "-XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote "
+    "-Dspark.ui.enabled=false -Dspark.sql.shuffle.partitions=2",
 )
 
 # The Python processes that it starts run tests/spark/preload/sitecustomize.py.
