@@ -199,7 +199,8 @@ def test_add_many_and_add_send_the_same_bytes(
         except (ValueError, TypeError) as error:
             refused.append(type(error))
             continue
-    source, bulk, stopped = iter(given), b"", []
+    taken: list[BatchMessage] = []
+    source, bulk, stopped = (taken.append(each) or each for each in given), b"", []  # type: ignore[func-returns-value]
     while True:
         block = many.add_many(source, limit)
         asked = [int(reply.rpartition(".")[2]) for _, reply, _, _ in commands(block) if reply]
@@ -212,7 +213,9 @@ def test_add_many_and_add_send_the_same_bytes(
         if block.stopped is not None:
             stopped.append(type(block.stopped))
         else:
-            assert len(block.data) >= limit
+            newest = many.prepare(taken[-1])
+            held_back = len(newest[2]) + len(newest[3]) if level < 4 or options["in_one_go"] else 0
+            assert len(block.data) + held_back >= limit
     assert (bulk, stopped) == (single, refused)
     assert (one.size, one.sent, one.last_subject) == (many.size, many.sent, many.last_subject)
     if one.size:
