@@ -157,12 +157,12 @@ class TestOtherResponders:
         expected = matching(name, subjects, filters)
         for seq in (*range(2900, 3001), 1501):
             await js.delete_msg(mirrored, seq)
-        short = 0
+        async with asyncio.timeout(60):  # the server chooses at random who answers
+            while await read(js, name, below(name, filters), confirm=False) == expected:
+                pass  # without proof, an answer of the mirror looks complete
         for _ in range(5):
-            short += await read(js, name, below(name, filters), confirm=False) != expected
             found: list[int] = []
             async for block in blocks_of(js, name, below(name, filters), max_bytes=50_000):
                 assert block.stream == name
                 found += block.seqs
             assert found == expected
-        assert short, "without a proof, its answers look complete"
