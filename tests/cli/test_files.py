@@ -412,28 +412,31 @@ def test_a_link_that_takes_the_place_of_an_unfinished_file_is_an_error(tmp_path:
 def test_ingest_stores_each_row_once_after_kills_of_client_and_server(
     own_server: NatsServer, process: Start, ok: Json, tmp_path: Path
 ) -> None:
-    rows, count = tmp_path / "rows.csv", 40_000
+    rows, count = tmp_path / "rows.csv", 100_000
     rows.write_text("n\n" + "".join(f"{n}\n" for n in range(count)))
     how = ("ingest", rows, "--stream", "S", "--subject", "s", "--data-from", "n", "--create", "s")
 
-    def wait_for_messages(at_least: int, running: subprocess.Popen[str]) -> None:
+    def after(more: int, running: subprocess.Popen[str], stop: Callable[[], None]) -> None:
+        """Call `stop` when `more` messages were stored, in the same turn: `running` must not end before."""
+
         async def wait(js: JetStreamContext) -> None:
+            before = None
             async with asyncio.timeout(2 * PATIENCE):
                 while True:
                     assert running.poll() is None, "ingest has ended"
                     with contextlib.suppress(nats.js.errors.NotFoundError):
-                        if (await js.stream_info("S")).state.messages >= at_least:
-                            return
+                        messages = (await js.stream_info("S")).state.messages
+                        before = messages if before is None else before
+                        if messages >= before + more:
+                            return stop()
                     await asyncio.sleep(0.005)
 
         with_js(own_server.url, wait)
 
     with process(*how, url=own_server.url) as killed:
-        wait_for_messages(1_000, killed)
-        killed.kill()
+        after(1_000, killed, killed.kill)
     with process(*how, "--json", url=own_server.url) as going_on:
-        wait_for_messages(10_000, going_on)
-        own_server.kill()
+        after(1_000, going_on, own_server.kill)
         assert going_on.poll() is None, "ingest has ended before the server was killed"
         own_server.restart()
         shown, said = going_on.communicate(timeout=2 * PATIENCE)
@@ -446,7 +449,7 @@ def test_ingest_stores_each_row_once_after_kills_of_client_and_server(
 def test_an_ingest_stopped_with_ctrl_c_ends_at_a_known_row(
     server: NatsServer, process: Start, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
 ) -> None:
-    stream, rows, count = stream_name(), tmp_path / "rows.jsonl", 30_000
+    stream, rows, count = stream_name(), tmp_path / "rows.jsonl", 100_000
     rows.write_text("".join(f'{{"n":{n}}}\n' for n in range(count)))
     how = ("ingest", rows, "--stream", stream, "--subject", stream, "--create", stream)
 
@@ -455,12 +458,11 @@ def test_an_ingest_stopped_with_ctrl_c_ends_at_a_known_row(
             while True:
                 with contextlib.suppress(nats.js.errors.NotFoundError):
                     await js.stream_info(stream)
-                    return
+                    return ingesting.send_signal(signal.SIGINT)
                 await asyncio.sleep(0.005)
 
     with process(*how) as ingesting:
         with_js(server.url, begun)
-        ingesting.send_signal(signal.SIGINT)
         _, said = ingesting.communicate(timeout=PATIENCE)
     assert (ingesting.returncode, "stopped" in said) == (130, True)
     done = ok(*how)

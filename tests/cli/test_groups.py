@@ -73,17 +73,17 @@ def test_list_and_status(server: NatsServer, run: Run, ok: Json, names: tuple[st
 def test_members_with_one_label_are_told_apart(server: NatsServer, run: Run, names: tuple[str, str]) -> None:
     stream, bucket = names
 
-    async def join(js: JetStreamContext) -> list[str]:
+    async def join(js: JetStreamContext) -> None:
         group = Group(js, stream, "g", partitions=2, bucket=bucket, heartbeat=0.5)
         async with group.join(label="same") as one, group.join(label="same") as other, asyncio.timeout(60):
             while not (one.partitions and other.partitions):
                 await asyncio.sleep(0.01)
-            shown = await asyncio.to_thread(run, "group", "status", stream, "g", "--bucket", bucket)
-            return [shown.stdout, f"same {one.id}", f"same {other.id}"]
+            while True:  # the key of a member that had no time to renew it is missing for a moment
+                shown = await asyncio.to_thread(run, "group", "status", stream, "g", "--bucket", bucket)
+                if all(f"same {member.id}" in shown.stdout for member in (one, other)):
+                    return
 
-    shown, one, other = with_js(server.url, join)
-    assert one in shown
-    assert other in shown
+    with_js(server.url, join)
 
 
 def test_no_escape_sequence_of_a_foreign_member_reaches_the_terminal(

@@ -291,10 +291,14 @@ def test_a_restart_of_the_server_neither_loses_nor_repeats_dead_letters(
         name = make(with_js, stream_name(), own.url)
         with ThreadPoolExecutor() as thread:
             rows: list[Row] = [(None, b"%d" % number) for number in range(5000)]
-            writing = thread.submit(write, name, rows, "dedupe", f"{name}.dead", url=own.url, arrow=False, timeout="1")
-            while with_js(lambda js: js.stream_info(name), own.url).state.messages < 300:
-                assert not writing.done()
-            own.kill()
+            writing = thread.submit(write, name, rows, "dedupe", f"{name}.dead", url=own.url, arrow=False, timeout="5")
+
+            async def kill(js: JetStreamContext) -> None:
+                while (await js.stream_info(name)).state.messages < 300:
+                    assert not writing.done()
+                own.kill()
+
+            with_js(kill, own.url)
             assert not writing.done()
             own.restart()
             assert writing.result().diverted == 5000
@@ -331,6 +335,7 @@ def test_a_dead_letter_that_cannot_be_stored_fails_the_task(
         """The stream is deleted after the driver's check."""
 
     monkeypatch.setattr(sink, "check_dead_letters", unchecked)
+    monkeypatch.setattr(sink, "PATIENCE", 0.01)  # the second attempt does not begin: it could only time out
     with pytest.raises(DeadLetterError, match="no stream stores that subject, or the stream has no leader"):
         write(stream, rows, "dedupe", "nowhere")
 

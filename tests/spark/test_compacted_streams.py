@@ -67,7 +67,7 @@ async def test_a_purge_of_a_stream_that_allows_rollups_is_a_loss_whatever_is_sto
 
 
 async def test_messages_that_may_have_expired_are_a_loss(js: JetStreamContext, make: Make) -> None:
-    name = await make(max_age=1)
+    name = await make(max_age=5)
     await put(js, name, "a")
     query = follower(name)
     at = await read_to_the_end(js, query)

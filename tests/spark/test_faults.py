@@ -38,8 +38,8 @@ def pipeline(server: NatsServer, with_js: Any, stream_name: Callable[[], str], t
     return Pipeline(server, with_js, stream_name(), tmp_path)
 
 
-def dying(rows: int) -> Any:
-    """Fail the first attempt at partition 0 of every micro-batch after `rows` rows."""
+def dying(rows: int, pause: float = 0.5) -> Any:
+    """Fail the first attempt at partition 0 of every micro-batch after `rows` rows, and `pause` seconds."""
 
     def work(batches: Any) -> Any:
         import time
@@ -54,7 +54,7 @@ def dying(rows: int) -> Any:
                 yield batch.slice(first, 100)
                 passed += 100
                 if passed >= rows and context.partitionId() == 0 and context.attemptNumber() == 0:
-                    time.sleep(0.5)  # the rows passed on are stored meanwhile
+                    time.sleep(pause)  # the rows passed on are stored meanwhile
                     raise RuntimeError("a task dies")
 
     return work
@@ -84,7 +84,7 @@ def test_bad_rows_of_tasks_that_die_and_of_replays_are_stored_aside_once(
 def test_without_ids_a_task_that_dies_repeats_rows(spark: SparkSession, pipeline: Pipeline) -> None:
     """This proves that the fault happens: without ids, rows are stored twice."""
     pipeline.make()
-    pipeline.run(spark, "none", through=dying(ROWS // 16))
+    pipeline.run(spark, "none", through=dying(ROWS // 16, pause=2))
     missing, duplicated = pipeline.compare()
     assert missing == 0
     assert duplicated > 0

@@ -347,7 +347,7 @@ class TestLoss:
     def test_changes_that_expired_before_they_were_read_are_a_loss(
         self, make: Make, feed: Callable[..., Feed], put: Any, with_js: Any
     ) -> None:
-        query = feed(make(nothing, ttl=1), startingOffsets="latest")
+        query = feed(make(nothing, ttl=5), startingOffsets="latest")
         query.drain()
         put(query.bucket, ("a", b"1"), ("b", b"1"))
         wait_until_empty(with_js, query.bucket)
@@ -359,10 +359,10 @@ class TestLoss:
         self, make: Make, feed: Callable[..., Feed], put: Any, with_js: Any
     ) -> None:
         """Also beside a key that is written again and again, which moves the first revision past the position."""
-        query = feed(make(nothing, ttl=2))
+        query = feed(make(nothing, ttl=6))
         put(query.bucket, ("a", b"1"), ("b", b"1"), ("hot", b"1"))
         query.drain()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while with_js(lambda js: js.stream_info(f"KV_{query.bucket}")).state.messages > 1:
             assert time.monotonic() < deadline
             put(query.bucket, ("hot", b"2"), ("hot", b"3"))
@@ -374,7 +374,7 @@ class TestLoss:
         """Nothing was written for longer than the TTL, and then one key several times."""
 
         def check(plain: bool, own: bool) -> None:
-            query = feed(make(nothing, ttl=None if own else 1))
+            query = feed(make(nothing, ttl=None if own else 4))
 
             async def two(js: JetStreamContext) -> None:
                 for key in "ab":
