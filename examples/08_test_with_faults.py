@@ -14,7 +14,7 @@ from jetstream_ext.testing import Drop, Faults, Lose, ReferenceServer
 async def application(url: str) -> jsx.IngestReport:
     """Run the application under test, which must store every measurement once."""
     async with await nats.connect(url) as nc:
-        js = nc.jetstream(timeout=0.5)
+        js = nc.jetstream()
         await jsx.ensure_stream(js, name="M", subjects=["m.>"], allow_batched=True)
         return await jsx.ingest(js, ((f"m.{n % 4}", b"%d" % n) for n in range(500)), ack_timeout=0.5)
 

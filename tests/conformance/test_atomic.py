@@ -34,7 +34,7 @@ def batches(pair: Any, headers: Any) -> Any:
                 more["Nats_Expected_Stream"] = pair.name
             subject = str(more.pop("subject", f"s.{index}"))
             pair.publish(subject, f"m{index}".encode(), header=headers(**more))
-        pair.api(f"STREAM.INFO.{pair.name}")
+        pair.eventually(lambda: pair.api(f"STREAM.INFO.{pair.name}"))
         if pair.since("2.11.0"):
             pair.publish(f"$JS.API.DIRECT.GET.{pair.name}", b'{"batch":20,"seq":1}', wait=1)
         pair.compare_advisories()

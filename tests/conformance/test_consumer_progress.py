@@ -88,7 +88,7 @@ def test_last_per_subject_waits_at_a_deleted_message(pair: Any) -> None:
     pair.api(f"STREAM.PURGE.{pair.name}", {"filter": "s.a"})
     pull(pair, {"batch": 1}, wait=0)  # finds the deleted message, and waits for the next event
     assert len(pair.publish("s.b", wait=2)) == 2  # the ack and the pulled message
-    info(pair)
+    pair.eventually(lambda: info(pair))
 
 
 @pytest.mark.since("2.14.6")

@@ -167,7 +167,7 @@ def test_waiting_pull_request_gets_new_messages(pair: Any) -> None:
     assert len(pair.publish("s.a", b"one")) == 2
     assert len(pair.publish("s.a", b"two")) == 2
     assert len(pair.publish("s.a", b"three")) == 1
-    info(pair)
+    pair.eventually(lambda: info(pair))
 
 
 def test_pull_request_gets_heartbeats_until_it_expires(newest: Any) -> None:
@@ -283,7 +283,7 @@ def test_push_consumer_of_a_group_delivers_to_the_group(stream: Any) -> None:
     stream.raw(b"SUB Q.out g 8\r\n")
     stream.settle()
     stream.publish("s.a", wait=2)
-    info(stream)
+    stream.eventually(lambda: info(stream))
 
 
 def test_push_consumer_waits_for_a_subscriber(stream: Any) -> None:
@@ -294,7 +294,7 @@ def test_push_consumer_waits_for_a_subscriber(stream: Any) -> None:
     info(stream)
     stream.raw(b"UNSUB 7\r\n")
     stream.publish("s.a", b"x")
-    info(stream)
+    stream.eventually(lambda: info(stream))
 
 
 def test_idle_push_consumer_sends_heartbeats(newest: Any) -> None:
@@ -426,4 +426,4 @@ def test_flow_control_acks_limit_delivery(newest: Any, headers: Any) -> None:
     create(newest, ack_policy="flow_control", deliver_subject="Q.out", max_ack_pending=2)
     for _ in range(3):
         newest.publish("s.a", b"x")
-    info(newest)
+    newest.eventually(lambda: info(newest))

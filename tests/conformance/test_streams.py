@@ -381,7 +381,7 @@ def test_no_ack_stream_stores_without_an_answer(newest: Any) -> None:
     newest.stream(no_ack=True)
     newest.quiet = 0.05
     assert newest.publish("s.a", b"x") == []
-    assert newest.api(f"STREAM.INFO.{newest.name}")["state"]["messages"] == 1
+    newest.ask_until(f"$JS.API.STREAM.INFO.{newest.name}", lambda answer: answer["state"]["messages"] == 1)
 
 
 @pytest.mark.since("2.12.8")

@@ -194,28 +194,21 @@ def test_the_program_of_the_readme(empty_server: NatsServer, tmp_path: Path) -> 
 
 
 @contextlib.contextmanager
-def web_service(folder: Path, url: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Run the service of the page for the duration of a block, and give its process and its port."""
+def web_service(folder: Path, url: str) -> Iterator[subprocess.Popen[str]]:
+    """Run the service of the page for the duration of a block, on a free port."""
     (program,) = saved(DOCS / "web-service.md", folder, url)
-    port = free_port()
     process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-m", "uvicorn", "service:app", "--port", str(port)],
+        [sys.executable, "-W", "error", "-m", "uvicorn", "service:app", "--port", "0"],
         stderr=subprocess.PIPE,
         text=True,
         cwd=program.parent,
         env=environment() | {"NATS_URL": url},
     )
     try:
-        yield process, port
+        yield process
     finally:
         process.kill()
         process.communicate()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_the_web_service(empty_server: NatsServer, tmp_path: Path) -> None:
@@ -223,9 +216,10 @@ def test_the_web_service(empty_server: NatsServer, tmp_path: Path) -> None:
     page = DOCS / "web-service.md"
     commands = [text for language, text in BLOCK.findall(page.read_text(encoding="utf-8")) if language == "bash"]
     assert "uvicorn service:app\n" in commands
-    with web_service(tmp_path, empty_server.url) as (service, port):
+    with web_service(tmp_path, empty_server.url) as service:
         assert service.stderr is not None
-        assert any("running on" in line for line in service.stderr)
+        places = (re.search(r"running on http://127\.0\.0\.1:(\d+)", line) for line in service.stderr)
+        port = next(int(place[1]) for place in places if place is not None)
         answers = "".join(answer(line, port) for line in commands[-1].splitlines())
         assert answers == outputs(page)[0]
         service.terminate()
@@ -236,7 +230,9 @@ def test_the_web_service(empty_server: NatsServer, tmp_path: Path) -> None:
 
 def test_the_web_service_ends_without_a_nats_server(tmp_path: Path) -> None:
     """Within the time of the page, also after Ctrl-C, and with the reason."""
-    with web_service(tmp_path, f"nats://127.0.0.1:{free_port()}") as (service, _):
+    with socket.socket() as held, contextlib.ExitStack() as stack:
+        held.bind(("127.0.0.1", 0))  # nobody listens there
+        service = stack.enter_context(web_service(tmp_path, f"nats://127.0.0.1:{held.getsockname()[1]}"))
         assert service.stderr is not None
         assert any("Connect call failed" in line for line in service.stderr)
         service.send_signal(signal.SIGINT)

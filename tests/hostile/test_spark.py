@@ -83,7 +83,13 @@ async def run_case(case: Case, spark: SparkProcess) -> dict[str, Any]:
     async with ReferenceServer() as server:
         await fill(server)  # type: ignore[arg-type]
         async with HostileProxy(server.port, attack(case.attack, case.seed), armed=True) as proxy:
-            login = {"servers": proxy.url, "user": "alice", "passwordEnv": "HOSTILE_PASSWORD", "requestTimeout": "1"}
+            timeout = "30" if case.attack == "none" else "1"
+            login = {
+                "servers": proxy.url,
+                "user": "alice",
+                "passwordEnv": "HOSTILE_PASSWORD",
+                "requestTimeout": timeout,
+            }
             return await asyncio.wait_for(spark.run(case.call, {**login, **JOBS[case.call]}), SECONDS)
 
 

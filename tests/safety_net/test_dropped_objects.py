@@ -76,7 +76,7 @@ async def test_a_dropped_object_leaves_no_subscription_task_or_timer(
     js: JetStreamContext, make_stream: MakeStream, leak_check: Any, drop: Drop
 ) -> None:
     found = await drop_and_collect(drop, js, await make_stream())
-    assert leak_check.leaked() == (set(), set(), set())
+    await leak_check.assert_clean()
     assert any(text.startswith(("FastPublisher", "AtomicBatch", "watch_abandoned")) for text in found), "no warning"
 
 
@@ -93,4 +93,4 @@ async def test_a_dropped_object_leaves_nothing_where_warnings_are_errors(
         gc.collect()
         await asyncio.sleep(0.05)
     assert ResourceWarning in ignored
-    assert leak_check.leaked() == (set(), set(), set())
+    await leak_check.assert_clean()

@@ -51,8 +51,8 @@ async def test_value_that_expires_without_a_marker_because_it_was_replaced_is_un
     js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
     """The markers of all keys that expired since are still stored, but only the last message of a key leaves one."""
-    kv = await kvx.enable(await js.create_key_value(bucket=(name := stream_name()), history=10), ttl=3)
-    headers = jsx.ttl_headers(3)
+    kv = await kvx.enable(await js.create_key_value(bucket=(name := stream_name()), history=10), ttl=6)
+    headers = jsx.ttl_headers(6)
     await js.publish(f"$KV.{name}.session.a", b"v1", headers=headers)
     await js.publish(f"$KV.{name}.session.b", b"v1", headers=headers)
     await kv.put("other", b"1")

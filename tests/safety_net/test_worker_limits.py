@@ -210,7 +210,7 @@ async def test_worker_does_not_end_as_a_success_when_consumers_remove_its_inputs
             consumer = await js.pull_subscribe_bind("C", name)
             for taken in await consumer.fetch(20):
                 if taken.metadata.sequence.stream in (12, 13, 14, 18):
-                    await taken.ack_sync()
+                    await taken.ack_sync(timeout=30)
 
     with pytest.raises(StreamConfigMismatchError, match="interest retention"):
         await exactly_once(LogReader(js, name), output, handle, name="w", prefix=f"{output}.at")

@@ -42,7 +42,7 @@ SIZES = (0, 100_000, 1_000_000)
 PENDING = 4 << 20
 TARGETS = 8  # streams to write to: a server keeps the batches of a lost connection for 10 s, up to 50 in a stream
 AT_ONCE = 48  # cells in a round
-ATTEMPTS = 6  # to prepare a cell on a busy machine
+ATTEMPTS = 10  # to prepare a cell on a busy machine
 SLACK = 1.0  # seconds that a call may take beyond its timeout
 FAULTS = {
     "the server stays": ("close", "drain"),
@@ -467,6 +467,7 @@ async def open_member(t: Try) -> log.Member:
 async def idle_member(t: Try) -> log.Member:
     member = await join(t, new_group(t, start=log.New()).join())
     while len(member.partitions) < 4:
+        member._session.check()
         await asyncio.sleep(0.01)
     return member
 
