@@ -13,7 +13,7 @@ import leftovers
 import nats
 import pytest
 
-leftovers.GRACE = 0.2
+leftovers.GRACE = 1
 kept = []
 
 

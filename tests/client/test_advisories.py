@@ -15,7 +15,7 @@ import jetstream_ext as jsx
 from jetstream_ext import errors
 from jetstream_ext.testing import NatsServer
 
-SHORT = 'jetstream { limits { batch { timeout: "200ms", max_msgs: 5 } }, %s }'
+SHORT = 'jetstream { limits { batch { timeout: "2s", max_msgs: 5 } }, %s }'
 
 
 @pytest.mark.parametrize("version", ["2.12.0", "2.12.8", "2.14.6", "2.15.1"])

@@ -66,7 +66,7 @@ async def test_without_a_start_it_restarts_at_the_ack_floor(js: JetStreamContext
     sub = await js.pull_subscribe_bind("c", name)
     for msg in await fetch(sub, 5):
         if msg.metadata.sequence.stream in (1, 2, 4):
-            await msg.ack_sync()
+            await msg.ack_sync(timeout=30)
     reset = await jsx.reset_consumer(js, name, "c")
     assert isinstance(reset, ConsumerReset)
     assert reset.reset_seq == 3

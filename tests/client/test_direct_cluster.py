@@ -65,7 +65,7 @@ async def test_a_scan_survives_the_death_of_the_leader(cluster: NatsCluster, js:
     leader = (await js.stream_info(name)).cluster.leader  # type: ignore[union-attr]
     killed = next(server for server in cluster.servers if server.name == leader)
     try:
-        async with jsx.DirectGet(js, name, timeout=10).scan(batch=100, confirm=True) as messages:
+        async with jsx.DirectGet(js, name, timeout=60).scan(batch=100, confirm=True) as messages:
             async for message in messages:
                 read.append(message.seq)
                 if len(read) == 1050:

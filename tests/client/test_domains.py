@@ -136,7 +136,7 @@ async def test_the_refusal_of_a_stream_of_another_name_is_ignored(domains: Domai
 
 async def test_what_only_another_domain_stores_is_no_success(domains: Domains) -> None:
     await domains.create(hub=None, leaf={})
-    js = domains.hub._nc.jetstream(domain="hub", timeout=3)
+    js = domains.hub._nc.jetstream(domain="hub", timeout=6)
     for error in await asyncio.gather(*(call(js) for call in CALLS), return_exceptions=True):
         assert isinstance(error, errors.BatchError | errors.IngestError)
         assert getattr(error, "outcome", "unknown") == "unknown"

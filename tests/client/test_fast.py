@@ -262,7 +262,7 @@ class TestHandlers:
                 ended.set()
 
         async def use() -> None:
-            async with jsx.FastPublisher(js, flow=1, on_flow=handler, ack_timeout=2) as publisher:
+            async with jsx.FastPublisher(js, flow=1, on_flow=handler, ack_timeout=4) as publisher:
                 await publisher.add_many((f"{stream}.a", b"x") for _ in range(10))
                 await started.wait()
                 if how == "error":

@@ -171,7 +171,10 @@ async def check_dropped_batches(js: JetStreamContext, stream: str) -> None:
     batches = [(jsx.FastPublisher(js, gap=gap, keepalive=0), sent) for gap in jsx.GapMode for sent in (1, 5)]
     for pub, sent in batches:
         await pub.add_many([(f"{stream}.a", b"x")] * sent)
-    await asyncio.sleep(3.4)  # longer than the server keeps the batch; polling would keep it alive
+    async with asyncio.timeout(60):
+        while (await js.stream_info(stream)).state.messages < 12:
+            await asyncio.sleep(0.05)
+    await asyncio.sleep(5)  # longer than the server keeps the batch; polling would keep it alive
     await js.account_info()  # a server that was busy meanwhile forgets the batch now
     await asyncio.sleep(0.1)
     for pub, sent in batches:

@@ -106,7 +106,7 @@ async def test_multi_last_of_everything_lacks_only_what_servers_do_not_find(
     name = stream_name()
     await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True)
     publish_raw(server, ((b"%b.%b" % (name.encode(), token), b"") for token in (b"a", b"b", b"\x7f", b"c\x7f.d")))
-    direct = jsx.DirectGet(js, name, timeout=2)
+    direct = jsx.DirectGet(js, name, timeout=20)
     for pattern in (">", f"{name}.>"):
         for options in ({"min_seq": 1}, {"up_to_seq": 4}, {"up_to_seq": 4, "max_bytes": 1}):
             found = await direct.multi_last([pattern], **options).to_list()  # type: ignore[arg-type]

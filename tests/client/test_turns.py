@@ -205,7 +205,7 @@ async def test_the_opening_counts_for_the_calls_that_wait_for_it(
         first, second = await asyncio.gather(
             batch.add(f"{stream}.a"), batch.add(f"{stream}.b", ack=True), return_exceptions=True
         )
-        assert clock() - began < 8.0
+        assert clock() - began < 10.0
         assert first is None
         assert isinstance(second, errors.BatchAbandonedError)
     finally:
@@ -241,9 +241,9 @@ async def test_each_call_has_its_own_timeout(
         await batch.add(f"{stream}.1")
         room.clear()
         waiting = asyncio.ensure_future(batch.add(f"{stream}.2", ack=True))
-        await asyncio.sleep(1)
+        await asyncio.sleep(4)
         room.set()
         later = asyncio.ensure_future(batch.add(f"{stream}.3", ack=True))
         await asyncio.gather(waiting, later)
-    assert left[2] <= timeout - 0.9, "its wait for room and the reply share the timeout"
-    assert left[3] > timeout - 0.9, "it has not waited for room"
+    assert left[2] <= timeout - 3.9, "its wait for room and the reply share the timeout"
+    assert left[3] > timeout - 3.9, "it has not waited for room"

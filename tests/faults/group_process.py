@@ -70,7 +70,7 @@ async def main(urls: str, mode: str, label: str) -> None:
     loop.add_signal_handler(signal.SIGTERM, stop)
     with contextlib.suppress(asyncio.CancelledError):
         await working
-    with contextlib.suppress(asyncio.CancelledError):  # nats-py raises it if the connection was just lost
+    with contextlib.suppress(asyncio.CancelledError, OSError):  # nats-py raises them if the connection was just lost
         await nc.close()
 
 

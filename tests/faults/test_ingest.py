@@ -71,7 +71,7 @@ async def test_ingest_stores_everything_once_through_kills(
     await killing
     assert await stored(victim.url, "S") == list(range(count)), "every message once, and in order"
     assert (report.stored, done.stored) == (count, count)
-    assert report.batches == kills + 1
+    assert 2 <= report.batches <= kills + 1  # the last messages may be sent again without a batch
     assert 0 <= report.duplicates <= report.resent <= kills * 200
     assert done.most <= 201
 

@@ -183,7 +183,7 @@ class TestLostAnswers:
         ):
             server.faults.add(fault)
             with pytest.raises(BatchOutcomeUnknownError):
-                async with kvx.transaction(kv, timeout=2) as tx:
+                async with kvx.transaction(kv, timeout=4) as tx:
                     tx.put("a", b"1")
             assert (tx.state, tx.revisions) == ("unknown", {})
             assert await tx.resolve(timeout=30) == outcome

@@ -35,10 +35,10 @@ async def breakable_server() -> AsyncIterator[tuple[NatsServer, JetStreamContext
     """A server that the test may stop, with a stream "S" and a client that reconnects."""
     async with NatsServer() as server:
         nc = await nats.connect(server.url, error_cb=ignore, max_reconnect_attempts=-1, reconnect_time_wait=0.1)
-        js = nc.jetstream(timeout=0.5)
-        await js.add_stream(name="S", subjects=["S"], allow_direct=True)
-        await js.publish("S", b"1")
-        yield server, js
+        patient = nc.jetstream(timeout=30)
+        await patient.add_stream(name="S", subjects=["S"], allow_direct=True)
+        await patient.publish("S", b"1")
+        yield server, nc.jetstream(timeout=2)
         # nats-py raises the first; asyncio the second, where a transport is closed that has more to write (Python 3.12, 3.13).
         with contextlib.suppress(ConnectionError, TypeError):
             await nc.close()

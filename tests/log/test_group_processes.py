@@ -121,7 +121,7 @@ def check_handled(found: list[jsx.StoredMsg], mode: str, last: int) -> None:
 async def test_a_member_that_was_stopped_for_longer_than_its_ttl_stores_nothing(
     own: JetStreamContext, start: Start, mode: str
 ) -> None:
-    last = 1000 if mode == "iterate" else 2000
+    last = 1500 if mode == "iterate" else 4000
     await fill(own, 1, last)
     stopped = await start(mode, "stopped", 1.0)
 

@@ -375,7 +375,7 @@ class TestStop:
                 await go_on.wait()
 
             async with asyncio.timeout(60):
-                group = Group(js, "S", "g", partitions=1, bucket="B", heartbeat=0.5, patience=1.0)
+                group = Group(js, "S", "g", partitions=1, bucket="B", heartbeat=0.5, patience=3.0)
                 async with group.join(revoke_timeout=1.0) as member:
                     running = asyncio.ensure_future(member.run(handle))
                     await begun.wait()
@@ -400,9 +400,10 @@ class TestHandOversThatTakeTooLong:
     ) -> None:
         stream = await make_stream(messages=40)
         group = make_group(stream, partitions=2)
-        cancelled, lost, revoked = list[int](), list[int](), list[int]()
+        begun, cancelled, lost, revoked = list[int](), list[int](), list[int](), list[int]()
 
         async def hang(message: StoredMsg) -> None:
+            begun.append(message.seq)
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
@@ -411,7 +412,7 @@ class TestHandOversThatTakeTooLong:
 
         async with group.join(revoke_timeout=0.5, on_revoked=revoked.extend, on_partitions_lost=lost.extend) as member:
             running = asyncio.ensure_future(member.run(hang))
-            await until(lambda: len(member.partitions) == 2)
+            await until(lambda: len(member.partitions) == len(begun) == 2)
             async with asyncio.timeout(30):
                 other = await self.other_gets_all(group, {0, 1})
                 assert tuple(lost) == other.partitions
@@ -463,9 +464,9 @@ async def test_a_member_that_may_not_take_partitions_ends(stream_name: Callable[
         NatsServer(config=f"authorization {{ users: [ {users} ] }}") as server,
         await nats.connect(server.url, user="some", password="x", error_cb=ignore) as nc,
     ):
-        js = nc.jetstream(timeout=0.5)
+        js = nc.jetstream(timeout=3)
         await js.add_stream(name="S", subjects=["S"], allow_direct=True)
-        async with asyncio.timeout(60), Group(js, "S", "g", partitions=2, bucket="B", patience=1.0).join() as member:
+        async with asyncio.timeout(60), Group(js, "S", "g", partitions=2, bucket="B", patience=3.0).join() as member:
             with pytest.raises(errors.RequestTimeoutError, match=r"partitions"):
                 await anext(member)
 
@@ -1026,17 +1027,15 @@ class TestOtherStreams:
                 await take(member, 30)
                 await member.commit()
             assert [it.position for it in (await group.status()).partitions] == [31, 31]
-            seen = asyncio.Event()
+            seen: list[int] = []
 
             def handle(message: StoredMsg) -> BatchMessage:
-                if message.seq == 30:
-                    seen.set()
+                seen.append(message.seq)
                 return BatchMessage("OUT.out", message.data)
 
             other = Group(js, "S", "once", partitions=2, heartbeat=0.5)
             running = asyncio.ensure_future(exactly_once_group(other, "OUT", handle, prefix="OUT.at"))
-            async with asyncio.timeout(60):
-                await seen.wait()
+            await until(lambda: len(seen) == 30)
             await stop(running)
             assert len([it async for it in DirectGet(js, "OUT").scan(subject="OUT.out")]) == 30
             await nc.close()

@@ -262,7 +262,7 @@ async def test_a_cancelled_commit_does_not_fence_its_own_reader(
 async def test_a_commit_raises_after_patience(
     js: JetStreamContext, make_stream: Make, stream_name: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = await OffsetStore(js, stream_name(), patience=0.2).create()
+    store = await OffsetStore(js, stream_name(), patience=2).create()
     reader = LogReader(js, await make_stream(5))
     await store.commit(reader, name="r")
     Flaky(js, monkeypatch, ["is lost"] * 1000)

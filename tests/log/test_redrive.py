@@ -299,10 +299,15 @@ async def test_a_letter_of_unknown_outcome_is_found_behind_a_refusal(
 
 async def arrives_late(js: JetStreamContext, message: tuple[str, bytes, dict[str, str]]) -> None:
     """Let a message arrive after the duplicate window; it is refused by its fence."""
-    await asyncio.sleep(0.3)
     subject, payload, headers = message
+
+    async def send() -> None:
+        async with asyncio.timeout(60):
+            while (await js.publish(subject, payload, headers=headers)).duplicate:
+                await asyncio.sleep(0.1)
+
     with pytest.raises(APIError) as refused:
-        await js.publish(subject, payload, headers=headers)
+        await send()
     assert refused.value.err_code == errors.ErrorCode.WRONG_LAST_SEQUENCE
 
 
@@ -396,7 +401,7 @@ async def test_a_target_that_cannot_be_read_holds_up_no_others(
     await bury_more(js, other, stream, dead)
     for again in (False, True):
         with pytest.raises(errors.HistoryUnavailableError, match="cannot be read: repeat the call"):
-            await redrive(js, stream, dead, offsets=offsets, patience=0.5, again=again)
+            await redrive(js, stream, dead, offsets=offsets, patience=3.0, again=again)
         assert await payloads(js, other) == [b"other", b"other"]
     await update(js, source, allow_direct=True)
     assert await redrive(js, stream, dead, offsets=offsets, again=True) == Redriven(sent=0, found=2, left=0)
@@ -495,7 +500,7 @@ async def test_a_letter_that_is_refused_stays_with_those_behind_it(
     stream, dead, source = await bury(4)
     await update(js, source, subjects=[f"{source}.0"])
     with pytest.raises(NoStreamResponseError):
-        await redrive(js, stream, dead, offsets=offsets, timeout=10, patience=0.5)
+        await redrive(js, stream, dead, offsets=offsets, timeout=10, patience=3.0)
     assert [it.data for it in await stored(js, stream, dead)][-3:] == [b"1", b"2", b"3"]
     await update(js, source, subjects=[f"{source}.>"])
     await redrive(js, stream, dead, offsets=offsets)
@@ -567,8 +572,8 @@ async def test_a_leader_that_may_have_a_successor_is_not_believed(
         patched.setattr(redrive_search, "stream_state", answer)
         patched.setattr(redrive_search.CopySearch, "_marked", refuse)
         patched.setattr(redrive_search.CopySearch, "fences", fences)
-        await redrive(js, stream, f"{stream}.other", offsets=offsets, patience=0.3)
+        await redrive(js, stream, f"{stream}.other", offsets=offsets, patience=3.0)
         with pytest.raises(errors.HistoryUnavailableError, match="cannot be read"):
-            await redrive(js, stream, dead, offsets=offsets, patience=0.3)
+            await redrive(js, stream, dead, offsets=offsets, patience=3.0)
     assert (await redrive(js, stream, dead, offsets=offsets)).found == 3
     assert (await payloads(js, source))[3:] == [b"0", b"1", b"2"]

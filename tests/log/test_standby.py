@@ -163,7 +163,7 @@ import asyncio, sys
 import nats
 from jetstream_ext.log import LogReader, OffsetStore, exactly_once, lease
 
-lease.SECONDS = 1
+lease.SECONDS = 3
 
 async def main(url, source, target, bucket):
     js = (await nats.connect(url)).jetstream(timeout=30)
@@ -179,7 +179,7 @@ asyncio.run(main(*sys.argv[1:]))
 async def test_a_standby_takes_over_when_the_other_worker_dies(
     js: JetStreamContext, server: NatsServer, start: Any, more: More, offsets: OffsetStore, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(lease, "SECONDS", 1)
+    monkeypatch.setattr(lease, "SECONDS", 3)
     arguments = [server.url, start.source, start.target, offsets.bucket]
     active = await asyncio.create_subprocess_exec(sys.executable, "-c", PROGRAM, *arguments)
     try:

@@ -80,7 +80,7 @@ async def test_a_servers_marker_is_a_removal(js: JetStreamContext, make_stream: 
         max_msgs_per_subject=1, allow_msg_ttl=True, subject_delete_marker_ttl=60.0, allow_rollup_hdrs=True
     )
     async with log.Table(js, stream) as table:
-        ack = await js.publish(f"{stream}.a", b"", headers=jsx.ttl_headers(timedelta(seconds=1)))
+        ack = await js.publish(f"{stream}.a", b"", headers=jsx.ttl_headers(timedelta(seconds=5)))
         await table.wait_for(ack.seq)
         assert f"{stream}.a" in table
         await until(lambda: not table)

@@ -238,7 +238,7 @@ async def test_an_unexplained_refusal_raises_after_patience(
             raise errors.WrongLastSequenceError(code=400, err_code=code, outcome="not_stored")  # noqa: B023
 
         letters = DeadLetter(f"{target}.dead", attempts=1)
-        options: dict[str, Any] = {"name": "w", "prefix": f"{target}.at", "patience": 0.3, "dead_letter": letters}
+        options: dict[str, Any] = {"name": "w", "prefix": f"{target}.at", "patience": 3.0, "dead_letter": letters}
         with monkeypatch.context() as patch:
             patch.setattr(FencedWriter, "_publish", refuse)
             with pytest.raises(errors.RequestTimeoutError, match=told):

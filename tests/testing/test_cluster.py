@@ -27,7 +27,7 @@ def test_cluster_elects_a_leader(cluster: NatsCluster) -> None:
 
 async def test_stream_with_three_replicas_can_be_created_at_once() -> None:
     async with NatsCluster(config="max_payload: 2048") as cluster, connected(cluster.urls) as nc:
-        await nc.jetstream().add_stream(name="S", subjects=["s"], num_replicas=3)
+        await nc.jetstream(timeout=30).add_stream(name="S", subjects=["s"], num_replicas=3)
         assert nc.max_payload == 2048
 
 
@@ -63,7 +63,7 @@ async def test_stream_with_three_replicas_survives_a_kill(
 ) -> None:
     name = stream_name()
     async with connected(cluster.urls) as nc:
-        js = nc.jetstream()
+        js = nc.jetstream(timeout=30)
         await js.add_stream(name=name, subjects=[name], num_replicas=3)
         await wait_for_interest(js, name)
         await js.publish(name, b"kept")
