@@ -26,11 +26,12 @@ DOCS = ROOT / "docs"
 URL = "nats://localhost:4222"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"^```{code-block} python\n:caption: (\S+)\n\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-PROMPTS = re.compile(r"^(?:(?:>>>|\.\.\.) )+", re.MULTILINE)
 
+# Python writes ">>> " in another thread than the one that runs the program, so it could come in the middle of a line.
 # From Python 3.13 on, that prompt takes blocks from a terminal only: give it back the reading of lines it had before.
 PROMPT = """
 import code, runpy, sys
+sys.ps1 = sys.ps2 = ""
 if sys.version_info >= (3, 13):
     from _pyrepl.console import InteractiveColoredConsole
     InteractiveColoredConsole.runsource = code.InteractiveConsole.runsource
@@ -58,7 +59,7 @@ def environment() -> dict[str, str]:
 
 
 def typed(program: str, folder: Path, environment: dict[str, str]) -> tuple[str, str]:
-    """Type a program at Python's prompt; return what it printed, without the prompts, and what went wrong."""
+    """Type a program at Python's prompt, which shows nothing; return what it printed, and what went wrong."""
     done = subprocess.run(
         [sys.executable, "-c", PROMPT],
         input=program,
@@ -69,7 +70,7 @@ def typed(program: str, folder: Path, environment: dict[str, str]) -> tuple[str,
         cwd=folder,
         env=environment,
     )
-    return PROMPTS.sub("", done.stdout), done.stderr
+    return done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("page", TYPED, ids=lambda page: page.stem)
