@@ -113,7 +113,7 @@ def full(session: nox.Session) -> None:
     The campaigns: longer (tests that CI runs shortened), faults, group_faults, atomic_faults and spark_faults (kill, pause and restart
     real servers under load), spark_histories (2,000 random histories of streaming queries and their streams, and 2,000 of change feeds of buckets beside writers), differential (10,000 random sequences of commands to the reference server and to real ones),
     history (100,000 random operations on buckets and logs, with every read compared with the acknowledged history),
-    simulation (200,000 schedules of the fast batch in virtual time), call_simulation (104,000 schedules of ingest, atomic
+    simulation (200,000 schedules of the fast batch in virtual time), call_simulation (102,000 schedules of ingest, atomic
     batches and exactly-once workers in virtual time), group_simulation (100,000 schedules of the members of a group), waits (every call, fault, payload and state of the connection),
     hostile (a server that says anything, against every call, the command line, Spark and the wire; a failure names what
     repeats it), mutations (10,000,000 mutated frames through every decoder and machine), fuzz (the decoder of direct-get

@@ -1,5 +1,6 @@
 """Sphinx configuration. `python -m nox -s docs` builds; every warning is an error."""
 
+import re
 import sys
 from importlib.metadata import version as _version
 from pathlib import Path
@@ -46,7 +47,7 @@ nitpick_ignore_regex = [
     ),
     (
         r"py:class",
-        r"jetstream_ext\..*\.(Entry|Plan|Block|PositionedReader|GapHandler|ErrorHandler|FlowHandler|BatchState|PublishOptions|StreamOptions|BucketOptions|ScanOptions|_Builder|_Never|_Config|Bucket|Session|_Result|Live|Change|_C|_E)",
+        r"jetstream_ext\..*\.(Entry|Plan|Block|PositionedReader|GapHandler|ErrorHandler|FlowHandler|BatchState|PublishOptions|StreamOptions|BucketOptions|ScanOptions|_Builder|_Never|_Config|Bucket|Session|_Result|_AnyEntry|Live|Change|_C|_E)",
     ),
     (r"py:class", r"(pa\.)?(Schema|Table|RecordBatch)"),
     (r"py:class", r"jetstream_ext\.testing\.reference\.(router\.Message|wire\..*)"),
@@ -59,3 +60,14 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # the fields of a value as one list
 napoleon_custom_sections = [("Requires", "notes_style"), ("Cancellation", "notes_style")]
+
+# Sphinx replaces the names of type aliases by what they stand for.
+_ENTRY = re.compile(r"tuple\[str, bytes\] \| tuple\[str, bytes, [~.\w]*Mapping\[str, str\]\] \| [~.\w]*BatchMessage")
+
+
+def _one_name(app, what, name, obj, options, signature, returned):  # type: ignore[no-untyped-def]
+    return signature and _ENTRY.sub("~jetstream_ext.Entry", signature), returned
+
+
+def setup(app):  # type: ignore[no-untyped-def]
+    app.connect("autodoc-process-signature", _one_name)

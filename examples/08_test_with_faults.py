@@ -16,7 +16,7 @@ async def application(url: str) -> jsx.IngestReport:
     async with await nats.connect(url) as nc:
         js = nc.jetstream()
         await jsx.ensure_stream(js, name="M", subjects=["m.>"], allow_batched=True)
-        return await jsx.ingest(js, ((f"m.{n % 4}", b"%d" % n) for n in range(500)), ack_timeout=0.5)
+        return await jsx.ingest(js, ((f"m.{n % 4}", b"%d" % n) for n in range(500)), timeout=0.5)
 
 
 async def main() -> None:

@@ -23,6 +23,7 @@ from jetstream_ext.protocol.headers import (
     ROW_SUBJECT,
     ROW_TIME,
     VERSION,
+    is_instruction,
     line_without_header,
     parse_time_ns,
 )
@@ -208,7 +209,7 @@ class _BlockColumns:
 
     @property
     def headers(self) -> Array:
-        """One map per row: each name once, with all of its values in order."""
+        """One map per row, as `StoredMsg.headers`: each name once, with all of its values in order."""
         if self._maps is None:
             return pa.array([_grouped(row[ROW_STORED]) for row in self._block.rows], _HEADERS)
         return self._maps
@@ -239,17 +240,21 @@ def _all(values: Any) -> bool:
     return bool(pc.all(values).as_py())
 
 
+def _is_instruction(name: bytes) -> bool:
+    return is_instruction(name.decode("utf-8", "replace"))
+
+
 def _grouped(stored: bytes) -> list[tuple[bytes, list[bytes]]]:
     values: dict[bytes, list[bytes]] = {}
     for line in stored.split(b"\r\n")[1:]:
         name, colon, value = line.partition(b":")
-        if colon:
+        if colon and not _is_instruction(name.strip()):
             values.setdefault(name.strip(), []).append(value.strip())
     return list(values.items())
 
 
 def _maps(stored: Array) -> Array | None:
-    """Return the header lines of stored blocks as maps; None if a line is no header, or a name comes twice in a block."""
+    """Return the headers of stored blocks as maps; None if a line is no header, or a name comes twice in a block."""
     split = pc.split_pattern(stored, "\r\n")
     lines, owners = split.flatten(), pc.list_parent_indices(split)
     # The first line of a block is the version.
@@ -264,6 +269,12 @@ def _maps(stored: Array) -> Array | None:
     if pc.count_distinct(places).as_py() != len(places):
         return None
     starts = pc.subtract(split.offsets, _every(1, 0, len(stored) + 1))
+    kinds = _numbers("i", (not _is_instruction(name) for name in encoded.dictionary.to_pylist())).cast(pa.bool_())
+    if not _all(kinds):
+        kept = kinds.take(encoded.indices)
+        counts = pc.cumulative_sum(kept.cast(pa.int32()))
+        starts = pa.concat_arrays([_numbers("i", [0]), counts]).take(starts)
+        names, values = names.filter(kept), values.filter(kept)
     return _map_array(starts, names, _list_array(_every(1, 0, len(values) + 1), values))
 
 

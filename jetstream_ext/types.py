@@ -229,9 +229,9 @@ class IngestReport:
         stored: The number of messages of the source that are stored: the first ``stored`` ones, each once except those
             in doubt. With the caller's own message ids this includes messages that the stream had before: the server
             skips and acknowledges a message whose id it knows.
-        duplicates: The number of messages that were sent again although the first attempt had stored them. Without
-            message ids, the stream would hold them twice.
-        resent: The number of messages that were sent again because their batch ended before they were acknowledged.
+        duplicates: The number of messages that the stream had although their batch ended before they were acknowledged, so
+            that they were not sent again.
+        resent: The number of messages that were sent again because their batch ended and the stream did not show them.
         batches: The number of fast batches that the server opened.
         seconds: The duration.
         in_doubt: How many of the stored messages may be stored more than once. The server could no longer know their ids,

@@ -56,9 +56,15 @@ Journey = Callable[[JetStreamContext], Awaitable[Callable[[], Awaitable[object]]
 
 
 async def _add(js: JetStreamContext) -> Callable[[], Awaitable[object]]:
-    # With this window, a message waits for the ack of the one before: a journey has one message and one ack.
-    publisher = await jsx.FastPublisher(js, flow=1, max_outstanding_acks=1).__aenter__()
-    return lambda: publisher.add("J.add", b"1")
+    acked = asyncio.Event()
+    publisher = await jsx.FastPublisher(js, flow=1, on_flow=lambda _: acked.set()).__aenter__()
+
+    async def add() -> None:
+        acked.clear()
+        await publisher.add("J.add", b"1")
+        await acked.wait()
+
+    return add
 
 
 async def _scan(js: JetStreamContext) -> Callable[[], Awaitable[object]]:

@@ -39,6 +39,7 @@ DOCUMENTED = {
     "BatchMessage",
     "DirectGet",
     "EndReason",
+    "Entry",
     "FastPubAck",
     "FastPublisher",
     "Features",

@@ -54,7 +54,7 @@ def allowed(row: str) -> list[str]:
 async def fast(js: JetStreamContext) -> None:
     async with jsx.FastPublisher(js) as publisher:
         await publisher.add("s.a", b"1")
-    await jsx.ingest(js, [("s.a", b"1")], timeout=js._timeout)
+    await jsx.ingest(js, [("s.a", b"1")], patience=js._timeout)
 
 
 async def atomic(js: JetStreamContext) -> None:

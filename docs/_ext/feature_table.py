@@ -29,13 +29,10 @@ def markdown_table() -> str:
         [
             quirk.title,
             quirk.calls,
-            *(
-                quirk.since if quirk.release.startswith(f"{release}.") else "yes" if quirk.feature.on(release) else "no"
-                for release in features.RELEASES
-            ),
+            *(quirk.on(release) for release in features.RELEASES),
             str(quirk.feature.api_level),
             f"`{quirk.feature.option}`",
-            f"{quirk.release}: {quirk.wrong}",
+            f"before {quirk.since}: {quirk.wrong}",
         ]
         for quirk in features.QUIRKS
     )

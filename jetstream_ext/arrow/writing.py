@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator
-from typing import Any, Final, Literal, NoReturn
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Iterator
+from typing import Any, Final, NoReturn
 
 import pyarrow as pa
 from nats.js import JetStreamContext
 from pyarrow import types
 
 from jetstream_ext.arrow.schemas import Array
-from jetstream_ext.client.ingest import MsgId, ProgressHandler, ingest
+from jetstream_ext.client.ingest import ProgressHandler, ingest
 from jetstream_ext.errors import ConversionError
-from jetstream_ext.protocol.headers import MSG_ID, is_reserved
-from jetstream_ext.protocol.options import COLUMN_SYNONYMS, check_word
+from jetstream_ext.protocol.headers import MSG_ID, is_instruction
+from jetstream_ext.protocol.options import COLUMN_SYNONYMS
 from jetstream_ext.protocol.subjects import check_subject
 from jetstream_ext.text import did_you_mean
 from jetstream_ext.types import Entry, IngestReport, own_headers
@@ -29,12 +29,11 @@ async def from_arrow(
     source: object,
     *,
     subject: str | None = None,
-    nats_headers: Literal["error", "strip"] = "error",
-    msg_id: MsgId | None = None,
+    msg_id: Callable[[Entry], str] | None = None,
     flow: int = 100,
     max_outstanding_acks: int = 2,
-    timeout: float = 60.0,
-    ack_timeout: float | None = None,
+    timeout: float | None = None,
+    patience: float = 60.0,
     on_progress: ProgressHandler | None = None,
     progress_every: float = 0.5,
 ) -> IngestReport:
@@ -45,8 +44,9 @@ async def from_arrow(
     * ``subject`` (text), unless the option `subject` is given;
     * ``data`` (binary or text): the payload;
     * ``headers`` (optional): a map, or a list of structs of name and value, from text to text or to a list of text. A
-      header with several values is stored with all of them. Null is no headers;
-    * ``msg_id`` (optional, text): the ``Nats-Msg-Id``. For null, it is as for `ingest`;
+      header with several values is stored with all of them. Null is no headers. Instructions to the server that
+      `StoredMsg.headers` leaves out, such as ``Nats-Rollup``, are refused;
+    * ``msg_id`` (optional, text): the ``Nats-Msg-Id``. For null, it is that of ``headers``, or as for `ingest`;
     * ``stream``, ``seq`` and ``time`` are left out, so that what `to_arrow` returned can be stored again: its messages get
       new sequences and times.
 
@@ -56,14 +56,11 @@ async def from_arrow(
             data frame of Polars or pandas or a relation of DuckDB; an iterable or async iterable of ``RecordBatch``. It is
             read as fast as the messages are stored, readers in a thread of their own.
         subject: The subject of every message.
-        nats_headers: What to do about headers whose names start with ``Nats-``, in exactly these letters. They are
-            instructions to the server, and a stored one, such as a message id or an expected sequence, would be obeyed
-            again: ``"error"`` refuses the row, and ``"strip"`` leaves these headers out.
         msg_id: As for `ingest`.
         flow: As for `ingest`.
         max_outstanding_acks: As for `ingest`.
         timeout: As for `ingest`.
-        ack_timeout: As for `ingest`.
+        patience: As for `ingest`.
         on_progress: As for `ingest`.
         progress_every: As for `ingest`.
 
@@ -86,8 +83,7 @@ async def from_arrow(
     """
     if subject is not None:
         check_subject(subject)
-    check_word(nats_headers, ("error", "strip"), "nats_headers")
-    messages = _Messages(subject, strip=nats_headers == "strip")
+    messages = _Messages(subject)
     return await ingest(
         js,
         messages.read(source),
@@ -95,7 +91,7 @@ async def from_arrow(
         flow=flow,
         max_outstanding_acks=max_outstanding_acks,
         timeout=timeout,
-        ack_timeout=ack_timeout,
+        patience=patience,
         on_progress=on_progress,
         progress_every=progress_every,
     )
@@ -104,9 +100,8 @@ async def from_arrow(
 class _Messages:
     """Turns rows into messages, and counts the rows for errors."""
 
-    def __init__(self, subject: str | None, *, strip: bool) -> None:
+    def __init__(self, subject: str | None) -> None:
         self._subject = subject
-        self._strip = strip
         self._row = 0
         self._schema: pa.Schema | None = None  # the newest one that was checked
 
@@ -210,13 +205,12 @@ class _Messages:
                 self._refuse("one of its headers is null")
             given, values = entry.values() if isinstance(entry, dict) else entry
             name = self._text(given, "header name")
-            if is_reserved(name):
-                if self._strip:
-                    continue
+            if is_instruction(name):
                 self._refuse(
-                    f"its header {name!r} is an instruction to the server; leave such headers out with nats_headers='strip'"
-                    + (", and give ids in the column msg_id" if name == MSG_ID else "")
+                    f"its header {name!r} is an instruction to the server, which was for another message; leave it out"
                 )
+            if name == MSG_ID and msg_id is not None:
+                continue
             several = values if isinstance(values, list) else [values]
             pairs += [(name, self._text(value, f"header {name!r}")) for value in several]
         if msg_id is not None:

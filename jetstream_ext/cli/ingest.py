@@ -36,6 +36,7 @@ from jetstream_ext.client.streams import enable_options, ensure_stream
 from jetstream_ext.errors import (
     BadHeaderError,
     BadSubjectError,
+    BatchServerError,
     ErrorCode,
     IngestError,
     MaxPayloadError,
@@ -50,6 +51,7 @@ from jetstream_ext.types import BatchMessage, IngestProgress, IngestReport
 
 _CREATES: Final = "; --create SUBJECT creates it"
 _OF_THE_ROW: Final = (NoStreamResponseError, MaxPayloadError, BadSubjectError, BadHeaderError)
+_OF_THE_STREAM: Final = (ErrorCode.FAST_DISABLED, ErrorCode.FAST_MIRROR, ErrorCode.REQUIRED_API_LEVEL)
 _LIMITS: Final = (ErrorCode.STORE_FAILED, ErrorCode.ACCOUNT_RESOURCES_EXCEEDED)
 _NAMES_SHOWN: Final = 5
 _MESSAGES: Final = "Messages"
@@ -94,7 +96,7 @@ _NEEDS: Final = {"batched": "fast ingest", "direct": "direct get"}  # keys of `S
     "--headers-from",
     metavar="COLUMN",
     group=_MESSAGES,
-    help="The column with headers, as export writes them; not Nats-….",
+    help="The column with headers, as export writes them; instructions to the server are left out.",
 )
 @cli_option(
     "--no-restore", is_flag=True, group=_MESSAGES, help="Store the rows of an exported file as those of any other file."
@@ -251,7 +253,7 @@ def _run(job: _Ingest, where: Target, create: tuple[str, ...], *, as_json: bool)
         found = job.headers_left_out.most_common(_NAMES_SHOWN + 1)
         names = ", ".join(f"{name} ({number:,})" for name, number in found[:_NAMES_SHOWN])
         more = ", …" if len(found) > _NAMES_SHOWN else ""
-        say(f"left out headers that were instructions to the server: {names}{more}", err=True)
+        say(f"left out headers that were for other messages: {names}{more}", err=True)
     stored = job.already_stored + report.stored
     if job.stopping:
         raise Stopped(f"stopped: {job.state(stored, exact=True)}")
@@ -292,7 +294,7 @@ class _Ingest:
         taken: How many rows of the file were read without an error.
         has_all: Whether the stream certainly still has all rows that it stored.
         removed_meanwhile: How many messages the stream has removed during the run; None if that is not known.
-        headers_left_out: The headers of the rows that were sent that begin with ``Nats-``.
+        headers_left_out: The headers of the rows that were sent that were for other messages.
     """
 
     def __init__(
@@ -634,7 +636,11 @@ class _Ingest:
         stored = self.stored_before(before)
         code = getattr(cause, "err_code", None)
         reason = one_line(cause or error)
-        if isinstance(cause, NoStreamResponseError):
+        if (
+            isinstance(cause, BatchServerError) and code not in _OF_THE_STREAM
+        ):  # not what the batch says of its messages
+            reason = f"the server says: {cause.description}"
+        elif isinstance(cause, NoStreamResponseError):
             reason = f"no stream stores its subject {error.subject!r}"
         if error.in_doubt:
             stored = f"{stored}; " if before else ""

@@ -569,21 +569,6 @@ async def stream_names(api: Api, subject: str | None = None) -> list[str]:
             return list(names)
 
 
-async def known_stream_name(context: Context, subject: str, timeout: float) -> str | None:
-    """As `stream_name`, but return None as well if the server refuses, or the client may not ask.
-
-    Raises RequestTimeoutError if there is no answer for another reason.
-    """
-    try:
-        return await stream_name(Api(context, timeout, lookup=True), subject)
-    except NotPermittedError:
-        return None
-    except RequestTimeoutError as late:
-        raise RequestTimeoutError(f"which stream stores {subject!r} is unknown: {late}") from late
-    except APIError:
-        return None
-
-
 def remember_ack(context: Context, ack: BatchAck) -> None:
     """Note that a stream has reached the sequence of `ack`."""
     streams = _cache(context).streams

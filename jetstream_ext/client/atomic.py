@@ -6,7 +6,7 @@ import asyncio
 import math
 import sys
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, Generator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, Generator, Iterable, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Final, Literal, Self, Unpack, cast
@@ -14,19 +14,13 @@ from typing import Any, Final, Literal, Self, Unpack, cast
 from nats.js import JetStreamContext
 
 from jetstream_ext.client import telemetry
-from jetstream_ext.client.atomic_session import Adding, AtomicSession
+from jetstream_ext.client.atomic_session import AtomicSession
 from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription, weakly
 from jetstream_ext.client.connection import Context
-from jetstream_ext.errors import (
-    AtomicPublishDuplicateMessageIDError,
-    AtomicPublishIncompleteError,
-    BatchOutcomeUnknownError,
-    MessageTooLargeError,
-    ResponseError,
-)
+from jetstream_ext.errors import BadSubjectError, MessageTooLargeError, ResponseError
 from jetstream_ext.protocol.api import ABANDONED, parse_abandoned
 from jetstream_ext.protocol.frames import Frame
-from jetstream_ext.protocol.options import check_int, check_message
+from jetstream_ext.protocol.options import check_int
 from jetstream_ext.protocol.subjects import check_name
 from jetstream_ext.text import get_logger, log_state
 from jetstream_ext.types import AbandonedBatch, BatchAck, BatchMessage, Entry, PublishOptions
@@ -49,11 +43,6 @@ class AtomicBatch:
 
     Args:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
-        batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``; None generates one. Two publishers must not use one id at the
-            same time: the server could put messages of both into one batch.
-        ack_first: Wait for the server's reply to the first message, which reports most refusals.
-        ack_every: Wait for the reply to every n-th message; None is every 1000th. The reply reports a batch that the
-            server has dropped.
         timeout: Seconds that a call may take: to wait for the calls before it, to look up the stream, to wait for room in the
             connection's write buffer, and for the reply. `add_many` may take as long for each of its writes and for the last
             reply. None is the context's timeout.
@@ -70,16 +59,9 @@ class AtomicBatch:
         self,
         js: JetStreamContext,
         *,
-        batch_id: str | None = None,
-        ack_first: bool = True,
-        ack_every: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        if not isinstance(ack_first, bool):
-            raise TypeError(f"ack_first must be a bool, not {type(ack_first).__name__}")
-        if ack_every is not None:
-            check_int(ack_every, "ack_every")
-        self._session = AtomicSession(Context(js), batch_id, timeout, ack_first=ack_first, ack_every=ack_every)
+        self._session = AtomicSession(Context(js), timeout)
 
     def __repr__(self) -> str:
         return f"<AtomicBatch batch_id={self.batch_id!r} size={self.size} state={self.state!r}>"
@@ -109,10 +91,8 @@ class AtomicBatch:
         """
         return self._session.machine.result()
 
-    async def add(
-        self, subject: str, payload: bytes = b"", *, ack: bool | None = None, **options: Unpack[PublishOptions]
-    ) -> None:
-        """Add one message; it is stored when the batch is committed.
+    async def add(self, subject: str, payload: bytes = b"", **options: Unpack[PublishOptions]) -> None:
+        """Add one message; it is stored when the batch is committed. The first call waits for the server's reply.
 
         The message is checked before it takes a sequence: a refused call changes nothing. Concurrent calls add in the
         order in which they were made. The server checks expectations at commit.
@@ -120,50 +100,29 @@ class AtomicBatch:
         Args:
             subject: The message's subject.
             payload: Its bytes.
-            ack: Whether to wait for the server's reply to this message; None follows `ack_first` and `ack_every`.
             options: As for `BatchMessage`. Only the first message can have `expected_last_seq`, and a subject that was
                 written earlier in the batch cannot have `expected_last_subject_seq`. `msg_id` and
                 `expected_last_subject_seq` need 2.12.1.
 
         Raises:
-            BatchError: The server refused, or the batch had ended.
+            BatchError: The server refused a message of the batch, or the batch had ended.
+            MessageTooLargeError: The message is larger than the stream's ``max_msg_size``; the batch stays open.
             UnsupportedFeatureError: The server is older than 2.12, or it is 2.12.0 and there is an
                 `expected_last_subject_seq`; nothing was sent.
             BadSubjectError: The subject is invalid or too long (about 4000 bytes), or another stream stores it.
             BadHeaderError, MaxPayloadError, ValueError, TypeError: The message cannot be sent.
             RequestTimeoutError: The message was not added within `timeout`, and the batch stays open: the connection took
-                nothing, the calls before this one have not ended, or no server said which stream stores a subject that
-                is not one of the batch's stream. A quarter of `timeout` is kept for the reply.
+                nothing, or the calls before this one have not ended.
 
         Cancellation: The batch stays usable. If `size` counts the message, it is part of the batch.
         """
-        await self.add_message(BatchMessage(subject, payload, **options), ack=ack)
-
-    async def add_message(self, message: BatchMessage, *, ack: bool | None = None) -> None:
-        """Add one `BatchMessage`; arguments, errors and cancellation as for `add`."""
-        check_message(message)
-        if ack is not None and not isinstance(ack, bool):
-            raise TypeError(f"ack must be a bool or None, not {type(ack).__name__}")
-        observer = self._observer
-        if observer is None:
-            return await self._add(message, ack)
-        with self._session.begin(observer, telemetry.Kind.SEND, message.subject) as operation:
-            adding = Adding(operation.trace)
-            try:
-                await self._add(message, ack, adding)
-            finally:
-                self._session.describe(operation, adding.added)
-
-    async def _add(self, message: BatchMessage, ack: bool | None, adding: Adding | None = None) -> None:
-        began = asyncio.get_running_loop().time()
-        try:
-            await self._session.add(message, ack, adding)
-        except (AtomicPublishIncompleteError, MessageTooLargeError) as refusal:
-            await self._session.raise_explained(refusal, began)
-
-    @property
-    def _observer(self) -> telemetry.Observer | None:
-        return telemetry.observer if self._observed else None
+        session, message = self._session, BatchMessage(subject, payload, **options)
+        if telemetry.observer is None:
+            await session.add(message)
+        else:
+            with session.call(telemetry.Kind.SEND, subject, observed=self._observed) as call:
+                call.messages = 1
+                await session.add(message, call.trace)
 
     async def add_many(self, messages: Iterable[Entry] | AsyncIterable[Entry]) -> None:
         """Add many messages, with one write for many of them; much faster than `add`.
@@ -182,15 +141,8 @@ class AtomicBatch:
 
         Cancellation: The batch stays usable. The messages that `size` counts are part of it.
         """
-        session, observer = self._session, self._observer
-        if observer is None:
-            return await session.explained(session.add_many(messages))
-        with session.begin(observer, telemetry.Kind.SEND) as operation:
-            adding = Adding(operation.trace)
-            try:
-                await session.explained(session.add_many(messages, adding))
-            finally:
-                session.describe(operation, adding.added)
+        with self._session.call(telemetry.Kind.SEND, observed=self._observed) as call:
+            await self._session.add_many(messages, call)
 
     async def commit(self, subject: str, payload: bytes = b"", **options: Unpack[PublishOptions]) -> BatchAck:
         """Add a last message (arguments as for `add`), commit, and return the server's ack.
@@ -199,8 +151,7 @@ class AtomicBatch:
             BatchOutcomeUnknownError: The answer was lost: either all messages are stored, or none. See `resolve`.
             BatchError: The server refused, or the batch had ended; nothing is stored.
             RequestTimeoutError: As for `add` and `commit_eob`; the commit was not sent. `commit` can be called again, and
-                waits again for what did not come. A batch with an id of yours on a server older than 2.14 can then be
-                committed only with a message.
+                waits again for what did not come.
             UnsupportedFeatureError, BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: As for `add`.
 
         Cancellation: `state` is ``"unknown"`` if the commit was sent, and ``"open"`` if it was not; then as after a
@@ -214,32 +165,25 @@ class AtomicBatch:
         Raises:
             EmptyBatchError: Nothing was added.
             BatchOutcomeUnknownError, BatchError: As for `commit`.
-            RequestTimeoutError: The calls before this one have not ended within `timeout`, the connection has no room, or the
-                reply to the first message of a batch with an id of yours has not come; the commit was not sent.
+            RequestTimeoutError: The calls before this one have not ended within `timeout`, or the connection has no room; the
+                commit was not sent.
 
         Cancellation: As for `commit`.
         """
         return await self._commit(None)
 
     async def _commit(self, message: BatchMessage | None) -> BatchAck:
-        session, observer = self._session, self._observer
-        if observer is None:
-            return await session.explained(session.commit(message))
-        with session.begin(observer, telemetry.Kind.COMMIT) as operation:
+        with self._session.call(telemetry.Kind.COMMIT, observed=self._observed) as call:
             try:
-                trace = operation.trace if message is not None else None
-                return await session.explained(session.commit(message, trace))
+                return await self._session.commit(message, call.trace)
             finally:
-                session.describe(operation, self.size)
+                call.messages = self.size
 
     async def resolve(self, *, timeout: float | None = None) -> Literal["stored", "not_stored"]:
         """Find out, after a `BatchOutcomeUnknownError`, whether the batch is stored.
 
         The call makes sure at the stream's leader that the commit can no longer be applied, then reads everything that
         was stored since the batch was opened. It sets `state` to ``"committed"`` (and `ack`) or to ``"failed"``.
-        If the commit was refused because of its message ids (10201) and the batch's id was given, the call looks for an
-        earlier batch with this id: ``"stored"`` then means that this batch was stored before. With a given id, every
-        message of a batch that is found is compared by its subject, payload, and message id or headers.
 
         Args:
             timeout: Seconds that the call may take; None is four times the batch's own, because an election, the usual
@@ -247,12 +191,9 @@ class AtomicBatch:
 
         Raises:
             BatchOutcomeUnknownError: The outcome cannot be known: no leader answered (a later call may succeed), or
-                messages that could have been the batch's were removed from the stream since, or another publisher uses
-                the batch's id. The error says which.
+                messages that could have been the batch's were removed from the stream since. The error says which.
             ValueError, TypeError: `timeout` is not over 0, or not a number.
             BatchError: The batch is still open, or is being committed.
-            AtomicPublishDuplicateMessageIDError: The commit was refused for its message ids, and this batch had not been
-                stored before.
 
         Cancellation: Safe; `resolve` can be called again.
 
@@ -273,22 +214,20 @@ class AtomicBatch:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        session, observer = self._session, self._observer
+        session = self._session
         if kind is not None:
             session.discard()
-        elif observer is None or session.machine.ended or not self.size:
-            await session.explained(session.finish())
         else:
-            with session.begin(observer, telemetry.Kind.COMMIT) as operation:
-                session.describe(operation, self.size)
-                await session.explained(session.finish())
+            commits = self.size > 0 and not session.machine.ended
+            with session.call(telemetry.Kind.COMMIT, observed=self._observed and commits) as call:
+                call.messages = self.size
+                await session.finish()
 
 
 async def publish_atomic(
     js: JetStreamContext,
     messages: Iterable[Entry] | AsyncIterable[Entry],
     *,
-    batch_id: str | None = None,
     timeout: float | None = None,
 ) -> BatchAck:
     """Store all `messages`, or none of them, and return the server's ack.
@@ -297,20 +236,16 @@ async def publish_atomic(
         js: nats-py's JetStream context.
         messages: At least one ``(subject, payload)``, ``(subject, payload, headers)`` or `BatchMessage`, from an
             iterable or an async iterable. If it raises, nothing is stored.
-        batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``; None generates one. With a `batch_id` and a `msg_id` on every
-            message the call can be repeated: if this batch was stored before, within the stream's duplicate window,
-            the call returns its ack. Two publishers must not use one id at the same time.
-        timeout: Seconds that each write of the messages and the commit may take, with the lookups before; None is
-            the context's timeout. With a `batch_id`, the search for an earlier batch after a refusal may take four times as
-            long.
+        timeout: Seconds that the call may take, without those in which it waits for `messages`; None is the context's
+            timeout.
 
     Raises:
         EmptyBatchError: There were no messages.
-        BatchOutcomeUnknownError: The answer was lost: either all messages are stored, or none. Or the server refused
-            repeated message ids, and it cannot be known whether this batch was stored before.
+        BatchOutcomeUnknownError: The answer was lost: either all messages are stored, or none.
+        AtomicPublishDuplicateMessageIDError: The stream has a message with the `msg_id` of one of them, within its
+            ``duplicate_window``. If every call has its own ids, this batch was stored by an earlier call.
         MessageTooLargeError: A message is larger than the stream's ``max_msg_size``; nothing is stored. Without permission
-            for ``STREAM.INFO``, or an answer to it within what is left of `timeout`, an AtomicPublishIncompleteError, because
-            servers drop such a message without a word.
+            for ``STREAM.INFO``, an AtomicPublishIncompleteError, because servers drop such a message without a word.
         BatchError: The server refused; nothing is stored.
         UnsupportedFeatureError, RequestTimeoutError: As for `AtomicBatch.add`; nothing is stored.
         BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: A message cannot be sent, or an argument
@@ -320,40 +255,22 @@ async def publish_atomic(
 
     Requires: nats-server 2.12 and ``allow_atomic`` on the stream.
     """
-    session = AtomicSession(Context(js), batch_id, timeout, in_one_go=True)
-    observer = telemetry.observer
-    if observer is None:
-        return await _publish_one(session, messages, Adding(), own_id=batch_id is not None)
-    with session.begin(observer, telemetry.Kind.SEND) as operation:
-        adding = Adding(operation.trace)
-        try:
-            return await _publish_one(session, messages, adding, own_id=batch_id is not None)
-        finally:
-            session.describe(operation, adding.added)
-
-
-async def publish_unobserved(js: JetStreamContext, messages: Messages, *, batch_id: str, timeout: float) -> BatchAck:
-    """As `publish_atomic`, as part of a call that tells the observer itself; the messages get no trace context."""
-    return await _publish_one(
-        AtomicSession(Context(js), batch_id, timeout, in_one_go=True), messages, Adding(), own_id=True
-    )
-
-
-async def _publish_one(session: AtomicSession, messages: Messages, adding: Adding, *, own_id: bool) -> BatchAck:
     try:
-        await session.explained(session.fill(messages, adding))
-        return await session.explained(session.commit(None))
-    except AtomicPublishDuplicateMessageIDError as refusal:
-        if not own_id:
-            raise  # the id was generated: no other batch has it
+        return await _publish_one(js, messages, timeout)
+    except (BadSubjectError, MessageTooLargeError):
+        if not isinstance(messages, Sequence):
+            raise
+        return await _publish_one(js, messages, timeout)  # the stream may have changed since it was last looked up
+
+
+async def _publish_one(js: JetStreamContext, messages: Messages, timeout: float | None) -> BatchAck:
+    session = AtomicSession(Context(js), timeout, in_one_go=True)
+    with session.call(telemetry.Kind.SEND) as call:
         try:
-            ack = await session.resolve(None)
-        except BatchOutcomeUnknownError as unknown:
-            raise unknown from refusal
-        assert ack is not None  # otherwise it raises the refusal
-        return ack
-    finally:
-        session.discard()
+            await session.fill(messages, call)
+            return await session.commit(None)
+        finally:
+            session.discard()
 
 
 class AtomicBatches:
@@ -444,13 +361,18 @@ async def _publish(
     context: Context, batches: Iterable[Messages] | AsyncIterable[Messages], in_flight: int, timeout: float
 ) -> AsyncGenerator[BatchAck, None]:
     commits: deque[_Commit] = deque()
+    clock = asyncio.get_running_loop().time
     try:
         async with aclosing(_each(batches)) as source:
+            began = clock()
             async for batch in source:
                 while len(commits) >= in_flight:
                     yield await _oldest_ack(commits)
-                commit = _Commit(AtomicSession(context, timeout=timeout, in_one_go=True))
+                commit = _Commit(AtomicSession(context, timeout, in_one_go=True))
                 await commit.send(batch)
+                for earlier in commits:  # whose answers nobody has read while the sources were at work
+                    earlier.session.postpone(clock() - began)
+                began = clock()
                 commits.append(commit)
                 while commits and commits[0].session.answered:
                     yield await _oldest_ack(commits)
@@ -476,30 +398,21 @@ class _Commit:
 
     def __init__(self, session: AtomicSession) -> None:
         self.session: AtomicSession = session
-        observer = telemetry.observer
-        self._operation = None if observer is None else session.begin(observer, telemetry.Kind.SEND)
+        self._call = session.call(telemetry.Kind.SEND)
 
     async def send(self, messages: Messages) -> None:
         """Send the messages and the commit: few messages and their commit go out in one write."""
-        session, operation = self.session, self._operation
-        adding = Adding(None if operation is None else operation.trace)
         try:
-            await session.explained(session.fill(messages, adding))
-            await session.send_commit(None)
+            await self.session.fill(messages, self._call)
+            await self.session.send_commit(None)
         except BaseException as error:
-            self._describe(adding)
             self.end(error)
             raise
-        self._describe(adding)
-
-    def _describe(self, adding: Adding) -> None:
-        if self._operation is not None:
-            self.session.describe(self._operation, adding.added)
 
     async def ack(self) -> BatchAck:
         """Wait for the answer to the commit."""
         try:
-            ack = await self.session.explained(self.session.committed())
+            ack = await self.session.committed()
         except BaseException as error:
             self.end(error)
             raise
@@ -509,8 +422,7 @@ class _Commit:
     def end(self, error: BaseException | None = None) -> None:
         """Discard the batch, unless it is committed."""
         self.session.discard()
-        if self._operation is not None:
-            self._operation.end(error)
+        self._call.end(error)
 
 
 async def _each(batches: Iterable[Messages] | AsyncIterable[Messages]) -> AsyncGenerator[Messages, None]:

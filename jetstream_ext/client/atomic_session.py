@@ -1,259 +1,117 @@
-"""One atomic batch on a connection, and the proof of what became of its commit.
-
-`protocol.atomic` and `protocol.atomic_resolve` decide; this module sends, waits and asks for them.
-"""
+"""One atomic batch on a connection: `protocol.atomic` decides; this module sends, waits and asks for it."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator, Sequence
-from datetime import UTC, datetime
-from typing import Any, Final, NoReturn, TypeVar
+from collections import deque
+from collections.abc import AsyncIterable, Iterable, Iterator
+from typing import Any, Final
 
 import nats.errors
-import nats.js.errors
-from nats.js import JetStreamContext
 from nats.nuid import NUID
 
 from jetstream_ext.client import telemetry
-from jetstream_ext.client.api import (
-    ask_stream,
-    get_at_leader,
-    known_stream_name,
-    lookup_leader,
-    remember_ack,
-    settled_state,
-    stream_state,
-    why_no_jetstream,
+from jetstream_ext.client.api import forget_stream, lookup_leader, remember_ack, why_no_jetstream
+from jetstream_ext.client.base_connection import (
+    ROOM,
+    InboxHandler,
+    InboxSubscription,
+    NotPermittedError,
+    weakly,
 )
-from jetstream_ext.client.base_connection import ROOM, InboxHandler, InboxSubscription, Over, weakly
 from jetstream_ext.client.connection import Context, connection_of
-from jetstream_ext.client.direct import DirectGet
-from jetstream_ext.client.fence import send_fence
-from jetstream_ext.client.retry import Retry, is_transient_read
-from jetstream_ext.client.turns import Turn, Turns
-from jetstream_ext.errors import (
-    AtomicPublishIncompleteError,
-    BatchOutcomeUnknownError,
-    BatchServerError,
-    JetStreamExtError,
-    MessageTooLargeError,
-    RequestTimeoutError,
-)
-from jetstream_ext.protocol import atomic_resolve, frames
-from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.atomic import AtomicBatchMachine, State, Unresolved
-from jetstream_ext.protocol.atomic_resolve import Commit, NeverKnown, NotYetKnown, Plan, Query
+from jetstream_ext.client.outcome import find_out
+from jetstream_ext.client.turns import Turn, queued
+from jetstream_ext.errors import BadSubjectError, BatchOutcomeUnknownError, MessageTooLargeError, RequestTimeoutError
+from jetstream_ext.protocol import frames
+from jetstream_ext.protocol.atomic import AtomicBatchMachine, Server, State
 from jetstream_ext.protocol.atomic_wire import Block, Encoded
 from jetstream_ext.protocol.feature_table import ATOMIC
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.numbers import parse_number
 from jetstream_ext.protocol.options import as_message, check_messages, check_seconds
-from jetstream_ext.protocol.subjects import SubjectElsewhere
+from jetstream_ext.protocol.outcome import Batch, Unknown
 from jetstream_ext.protocol.trace_context import TraceContext
-from jetstream_ext.text import counted, get_logger, log_state
+from jetstream_ext.text import counted
 from jetstream_ext.types import BatchAck, BatchMessage, Entry
 
-_log: Final = get_logger("atomic")
-
-# The part of a call's timeout that is kept for the reply, so that a message is not sent when its call is about to give up.
-_REPLY_SHARE: Final = 0.25
 # Payload bytes per write of `fill`: the server works on one block while the next is encoded.
 _BLOCK: Final = 1 << 15
 # The default timeout of `resolve`, in timeouts of one reply: an election takes longer than a reply.
 _RESOLVE_TIMEOUTS: Final = 4
-# Seconds to wait for one answer of `resolve`. During an election no server answers, and the plan starts again.
-_ANSWER_TIMEOUT: Final = 2.0
 
-# The key of the waiter for the beginning of a batch; replies have sequences from 1.
-_BEGUN: Final = 0
-
-_T = TypeVar("_T")
-
-_Waiter = asyncio.Future[JetStreamExtError | None]
-"""Done when the reply has come, with the refusal if only this message was refused, or when the batch is over."""
-
-
-class _Patience:
-    """How long the waits of one call may take, in seconds: until it sends, and then for the reply, together a timeout."""
-
-    __slots__ = ("_opening", "_spent", "timeout")
-
-    def __init__(self, timeout: float) -> None:
-        self.timeout: float = timeout
-        self._opening = self._spent = 0.0
-
-    @property
-    def spent(self) -> float:
-        """How long the waits have taken."""
-        return self._spent
-
-    @property
-    def left(self) -> float:
-        return max(0.0, self.timeout - self._spent)
-
-    @property
-    def deadline(self) -> float:
-        """When a wait that begins now must end, on the loop's clock."""
-        return asyncio.get_running_loop().time() + self.left
-
-    @property
-    def to_send(self) -> float:
-        """How long a wait may take that begins now, before the call sends; what is left then is for the reply."""
-        return max(0.0, self.left - _REPLY_SHARE * self.timeout)
-
-    @property
-    def send_by(self) -> float:
-        """When such a wait must end, on the loop's clock."""
-        return asyncio.get_running_loop().time() + self.to_send
-
-    async def spend(self, waiting: Awaitable[_T], *, opening: bool = False) -> _T:
-        """Await something that makes the waits after it shorter; `opening`: it opens the batch."""
-        clock = asyncio.get_running_loop().time
-        began = clock()
-        try:
-            return await waiting
-        finally:
-            self._spent += clock() - began
-            if opening:
-                self._opening += clock() - began
-
-    def next_message(self) -> None:
-        """Begin again for another message of the call; opening the batch counts until the server replies."""
-        self._spent = self._opening
-
-    def replied(self) -> None:
-        self._opening = self._spent = 0.0
-
-
-class Adding:
-    """The messages of one call: the trace context that they get, and how many are part of the batch."""
-
-    __slots__ = ("added", "trace")
-
-    def __init__(self, trace: TraceContext | None = None) -> None:
-        self.trace: TraceContext | None = trace
-        self.added: int = 0
+_END: Final = object()
+_Waiter = asyncio.Future[None]
+"""Done when the reply has come, or the batch is over."""
 
 
 class AtomicSession:
-    """One atomic batch on a connection; the arguments are those of `AtomicBatch` and `AtomicBatchMachine`."""
+    """One atomic batch on a connection.
+
+    A deadline is that of one call, or of one block of a source: until its messages are sent, and their reply has come. A
+    batch that is sent `in_one_go` has one, to which the time of its source does not count.
+    """
 
     _inbox: InboxSubscription | None = None
 
-    def __init__(
-        self,
-        context: Context,
-        batch_id: str | None = None,
-        timeout: float | None = None,
-        *,
-        ack_first: bool = True,
-        ack_every: int | None = None,
-        in_one_go: bool = False,
-    ) -> None:
+    def __init__(self, context: Context, timeout: float | None = None, *, in_one_go: bool = False) -> None:
         self._connection = connection_of(context.nc)
         self.machine: AtomicBatchMachine = AtomicBatchMachine(
-            NUID().next().decode() if batch_id is None else batch_id,
-            own_id=batch_id is None,
-            inbox_size=self._connection.inbox_size,
-            ack_first=ack_first,
-            ack_every=ack_every,
-            in_one_go=in_one_go,
+            NUID().next().decode(), inbox_size=self._connection.inbox_size, in_one_go=in_one_go
         )
         self._context = context
         self._timeout = context.resolve_timeout(timeout)
-        # One call of the user's, which began now, sends and commits the whole batch.
-        self._only_call = _Patience(self._timeout) if in_one_go else None
-        self._only_call_began = asyncio.get_running_loop().time() if in_one_go else None
-        self._turns = Turns()
+        self._until: float | None = None  # the deadline of a batch in one go
+        self._in_one_go = in_one_go
+        self._queue: deque[Turn] = deque()  # callers that wait; one that sends at once overtakes them
         self._waiters: dict[int, _Waiter] = {}
-        self._commit_waiter: _Waiter | None = None
-        self._commit_deadline = 0.0
-        # For `resolve`: the stream when the batch was opened, a sequence that it had then, and the connection's session
-        # when the commit was written.
-        self._opened: tuple[StreamState | None, int] = None, 0
-        self._session = 0
+        self._answer: tuple[_Waiter, float] | None = None  # to the commit, which is awaited until this time
+        # For `resolve`: a sequence that the stream had when the batch was opened, and the connection of the commit.
+        self._after = self._session = 0
 
     # -- operations -----------------------------------------------------------------------------------------------
 
-    def begin(
-        self, observer: telemetry.Observer, kind: telemetry.Kind, subject: str | None = None
-    ) -> telemetry.Operation:
-        """Begin an operation on the batch, about one message of `subject` or any number of messages."""
-        name, subjects = self._stream_facts()
-        facts = {"jetstream_ext.batch.id": self.machine.batch_id}
-        return observer.begin(kind, self._connection, subject=subject, stream=name, subjects=subjects, attributes=facts)
+    def call(self, kind: telemetry.Kind, subject: str | None = None, *, observed: bool = True) -> telemetry.Call:
+        """Begin a call on the batch, about one message of `subject` or any number of messages."""
+        machine = self.machine
+        return telemetry.Call(
+            kind, self._connection, machine.batch_id, lambda: machine.server.stream, subject=subject, observed=observed
+        )
 
-    def describe(self, operation: telemetry.Operation, messages: int) -> None:
-        """Tell an operation of how many messages it was, and the batch's stream, which is known once it is opened."""
-        name, subjects = self._stream_facts()
-        operation.describe(stream=name, subjects=subjects, messages=messages)
+    async def add(self, message: BatchMessage, trace: TraceContext | None = None) -> None:
+        """Send a message; wait for its reply if it asks for one."""
+        deadline = self._deadline()
+        encoded = await self._prepared(message, deadline, trace)
+        await self._send(self.machine.add(encoded), deadline)
 
-    def _stream_facts(self) -> tuple[str | None, Sequence[str]]:
-        stream = self._opened[0]
-        return (None, ()) if stream is None else (stream.name, stream.subjects)
-
-    async def add(self, message: BatchMessage, ack: bool | None, adding: Adding | None = None) -> None:
-        """Send a message; wait for its reply if it requests one."""
-        patience = _Patience(self._timeout)
-        encoded = await self._prepared(message, patience, ack, None if adding is None else adding.trace)
-        self._check_usable()
-        block = self.machine.add(encoded)
-        if adding is not None:
-            adding.added += 1
-        waiter = self._expect(block.awaited) if block.awaited else None
-        if block.messages:
-            try:
-                self._connection.write_nowait(block.data, block.messages, block.size)
-            except nats.errors.Error as error:
-                self._write_failed(error)
-        if waiter is not None:
-            await self._reply(block.awaited, waiter, patience.deadline)
-        self.machine.check_added()
-
-    async def add_many(self, messages: Iterable[Entry] | AsyncIterable[Entry], adding: Adding | None = None) -> None:
-        """Send `messages`, and wait for the last reply that they request."""
-        patience = _Patience(self._timeout)
-        seq = await self.fill(messages, adding, patience)
-        if seq > self.machine.staged:
+    async def add_many(self, messages: Iterable[Entry] | AsyncIterable[Entry], call: telemetry.Call) -> None:
+        """Send `messages`, and wait for the last reply that they ask for."""
+        asked, deadline = await self.fill(messages, call)
+        if asked > self.machine.staged:
             self.machine.check_open()
-            await self._reply(seq, self._expect(seq), patience.deadline)
+            await self._reply(asked, self._expect(asked), deadline)
             self.machine.check_added()
 
-    async def fill(
-        self,
-        messages: Iterable[Entry] | AsyncIterable[Entry],
-        adding: Adding | None = None,
-        patience: _Patience | None = None,
-    ) -> int:
-        """Send `messages` in blocks; return the highest sequence among them that asked for a reply, or 0."""
+    async def fill(self, messages: Iterable[Entry] | AsyncIterable[Entry], call: telemetry.Call) -> tuple[int, float]:
+        """Send `messages` in blocks.
+
+        Returns the highest sequence among them that asks for a reply, or 0, and the deadline of the last block.
+        """
         check_messages(messages)
-        patience, adding = patience or self._new_call(), adding or Adding()
-        asked = 0
-        if isinstance(messages, AsyncIterable):
-            # One write each: nats-py's buffer joins them, and a slow source must not wait for a full block.
-            async for entry in messages:
-                patience.next_message()
-                alone = await self._prepared(as_message(entry), patience, None, adding.trace)
-                asked = max(asked, (await self._send_block(None, alone, patience, adding)).last_asked)
-            return asked
-        source = iter(messages)
-        for entry in source:
-            first: Encoded | None = await self._prepared(as_message(entry), patience, None, adding.trace)
-            while True:
-                block = await self._send_block(source, first, patience, adding)
-                asked = max(asked, block.last_asked)
-                if block.stopped is not None and not isinstance(block.stopped, SubjectElsewhere):
-                    break
-                patience.next_message()
-                first = None
-                if block.stopped is None:
-                    await asyncio.sleep(0)  # lets nats-py's flusher write
-                else:
-                    first = await self._prepared(as_message(block.stopped.entry), patience, None, adding.trace)
-            break
-        return asked
+        source: Any = aiter(messages) if isinstance(messages, AsyncIterable) else iter(messages)
+        is_async, clock = isinstance(messages, AsyncIterable), asyncio.get_running_loop().time
+        asked, deadline = 0, 0.0
+        while True:
+            began = clock()
+            entry = await anext(source, _END) if is_async else next(source, _END)
+            self.postpone(clock() - began)
+            if entry is _END:
+                return asked, deadline
+            # From an async source one write each: nats-py's buffer joins them, and a slow one must not wait for a full block.
+            block, deadline = await self._send_block(iter(()) if is_async else source, entry, call)
+            asked = max(asked, block.last_asked)
+            if not is_async:
+                await asyncio.sleep(0)  # lets nats-py's flusher write
 
     async def commit(self, message: BatchMessage | None, trace: TraceContext | None = None) -> BatchAck:
         """Commit, with or without a last message."""
@@ -262,60 +120,31 @@ class AtomicSession:
 
     async def send_commit(self, message: BatchMessage | None, trace: TraceContext | None = None) -> None:
         """Send the commit; `committed` waits for the answer."""
-        patience = self._new_call()
-        last = await self._prepared_commit(message, patience, trace)
-        self._check_usable()
-        block = self.machine.commit(last)
+        deadline = self._deadline()
+        with queued(self._queue, Turn()) as turn:
+            last = await self._in_turn(turn, message, deadline, trace)
+            block = self.machine.commit(last)
         self._session = self._connection.session
-        self._commit_waiter, self._commit_deadline = self._expect(block.awaited), patience.deadline
-        try:
-            await self._write(block, patience)
-        except asyncio.CancelledError:
-            self._abandon_commit()
-            raise
+        self._answer = self._expect(block.awaited), deadline
+        self._write(block)
+        self._connection.push()
 
     @property
     def answered(self) -> bool:
         """Whether `committed` will return or raise at once."""
-        return self._commit_waiter is not None and self._commit_waiter.done()
+        return self._answer is not None and self._answer[0].done()
 
     async def committed(self) -> BatchAck:
         """Wait for the answer to the commit that was sent."""
-        assert self._commit_waiter is not None
+        assert self._answer is not None
         try:
-            await self._reply(self.machine.sent, self._commit_waiter, self._commit_deadline)
+            await self._reply(self.machine.sent, *self._answer)
         except asyncio.CancelledError:
             self._abandon_commit()
             raise
         ack = self.machine.result()
         remember_ack(self._context, ack)
         return ack
-
-    async def explained(self, work: Awaitable[_T]) -> _T:
-        """Return what `work` on this batch returns, or raise its error; a message that is too large for its stream is named."""
-        began = asyncio.get_running_loop().time()
-        try:
-            return await work
-        except (AtomicPublishIncompleteError, MessageTooLargeError) as refusal:
-            await self.raise_explained(refusal, began)
-
-    async def raise_explained(self, refusal: BatchServerError, began: float) -> NoReturn:
-        """Raise a refusal of the server, or an error that names the message that is too large, if one is.
-
-        The stream is asked for its limit only within the timeout of the call, which began at the time `began`.
-        """
-        left = (self._only_call_began or began) + self._timeout - asyncio.get_running_loop().time()
-        if left <= 0 or (suspect := self.machine.suspect(refusal)) is None:
-            raise refusal
-        message, stream = suspect
-        try:  # the stream now: its limit may have changed
-            state = await ask_stream(self._context, message.subject, stream, left)
-        except nats.errors.Error:
-            state = None
-        error = None if state is None else self.machine.too_large(message, state)
-        if error is None:
-            raise refusal
-        raise error from refusal
 
     def discard(self) -> None:
         self.machine.discard()
@@ -334,131 +163,99 @@ class AtomicSession:
         """Return the ack of the batch if it is stored, or None."""
         machine = self.machine
         timeout = _RESOLVE_TIMEOUTS * self._timeout if timeout is None else check_seconds(timeout, "timeout")
-        unresolved = machine.unresolved()
-        if unresolved is Unresolved.NONE:
+        if not machine.check_unresolved():
             return machine.ack
-        facts = machine.batch_id, machine.size, machine.staged, machine.last_subject
-        commit = Commit(*facts, *self._opened, self._session, machine.fingerprints)
-
-        def plan() -> Plan:
-            if unresolved is Unresolved.COMMIT:
-                return atomic_resolve.find_commit(commit)
-            return atomic_resolve.find_earlier(commit, datetime.now(UTC))
-
-        machine.resolved(await _find_out(self._context, commit, plan, timeout, machine.error))
-        if unresolved is Unresolved.EARLIER:
-            machine.result()
+        stream, size = machine.server.stream, machine.size
+        try:
+            if stream is None:
+                raise Unknown("the state of the stream could not be read when the batch was opened")
+            write = Batch(
+                machine.last_subject, size, stream, self._after, machine.batch_id, machine.staged > 0, self._session
+            )
+            verdict = await find_out(self._context, write, timeout, f"batch {machine.batch_id}")
+            if verdict.doubt:
+                raise Unknown(verdict.doubt)
+        except (Unknown, NotPermittedError) as unknown:
+            text = f"batch {machine.batch_id}: the outcome is unknown: {unknown}; its {counted(size, 'message')} may be stored"
+            raise BatchOutcomeUnknownError(
+                text, batch_id=machine.batch_id, sent=size, acked=machine.staged, outcome="unknown"
+            ) from (unknown.__cause__ or unknown)
+        ack = BatchAck(stream.name, verdict.seq, machine.batch_id, size) if verdict.stored else None
+        machine.resolved(ack)
         return machine.ack
 
     # -- opening and sending --------------------------------------------------------------------------------------
 
-    def _new_call(self) -> _Patience:
-        return self._only_call or _Patience(self._timeout)
+    def _deadline(self) -> float:
+        deadline = asyncio.get_running_loop().time() + self._timeout
+        if not self._in_one_go:
+            return deadline
+        if self._until is None:
+            self._until = deadline
+        return self._until
 
-    def _encoded(self, message: BatchMessage, ack: bool | None, trace: TraceContext | None) -> Encoded:
+    def postpone(self, seconds: float) -> None:
+        """Leave out the time that a source took, of this batch or the next one."""
+        if self._until is not None:
+            self._until += seconds
+        if self._answer is not None:
+            waiter, deadline = self._answer
+            self._answer = waiter, deadline + seconds
+
+    def _encoded(self, message: BatchMessage, trace: TraceContext | None) -> Encoded:
         machine = self.machine
         machine.limit_messages(self._connection.max_payload)
-        return machine.prepare(message if trace is None else trace.added_to(message, machine.max_traced), ack)
-
-    def _prepared_now(self, message: BatchMessage, ack: bool | None, trace: TraceContext | None) -> Encoded | None:
-        """Check and encode a message; return None if it must wait before it can be added."""
-        machine, connection = self.machine, self._connection
         try:
-            encoded = self._encoded(message, ack, trace)
-        except SubjectElsewhere:
-            return None
-        return encoded if machine.state is not State.NEW and connection.has_room and not self._turns.queue else None
+            return machine.prepare(message if trace is None else trace.added_to(message, machine.largest))
+        except (BadSubjectError, MessageTooLargeError):
+            self._look_again()
+            raise
 
-    async def _prepared(
-        self, message: BatchMessage, patience: _Patience, ack: bool | None = None, trace: TraceContext | None = None
-    ) -> Encoded:
+    def _look_again(self) -> None:
+        """Let the next batch look the stream up again: its subjects or its limit may have changed since."""
+        if (stream := self.machine.server.stream) is not None:
+            forget_stream(self._context, stream.name)
+
+    async def _prepared(self, message: BatchMessage, deadline: float, trace: TraceContext | None) -> Encoded:
         """Check and encode a message; return when it can be added at once, or raise RequestTimeoutError.
 
         It then is its turn, the connection has room, and the batch is open and has its subject. A message that gives up
         before is not part of the batch, and a batch that it was the first of can still be one of any stream.
         """
-        if (ready := self._prepared_now(message, ack, trace)) is not None:
-            return ready
-        with self._turns.join() as turn:
-            return await self._in_turn(turn, message, patience, ack, trace)
+        if self.machine.state is State.OPEN and self._connection.ready and not self._queue:
+            return self._encoded(message, trace)
+        with queued(self._queue, Turn()) as turn:
+            encoded = await self._in_turn(turn, message, deadline, trace)
+            assert encoded is not None
+            return encoded
 
     async def _in_turn(
-        self, turn: Turn, message: BatchMessage, patience: _Patience, ack: bool | None, trace: TraceContext | None
-    ) -> Encoded:
-        """Do what `_prepared` says, with a turn that the caller keeps."""
-        machine, connection = self.machine, self._context.connection
+        self, turn: Turn, message: BatchMessage | None, deadline: float, trace: TraceContext | None
+    ) -> Encoded | None:
+        """Do what `_prepared` says, with a turn that the caller keeps; without a message, return when it can commit."""
+        machine, connection, clock = self.machine, self._context.connection, asyncio.get_running_loop().time
+        began = clock()
         while True:
-            try:
-                encoded = self._encoded(message, ack, trace)
-            except SubjectElsewhere as question:
-                await patience.spend(self._find_stream(question.subject, patience.left / 2))
-                continue
+            encoded = None if message is None else self._encoded(message, trace)
+            has_come = self._queue[0] is turn
+            if message is None and has_come:
+                machine.check_commit(None)
             self._check_usable()
             try:
-                if not turn.has_come:
-                    await patience.spend(turn.wait(patience.send_by))
+                if clock() >= deadline:
+                    raise RequestTimeoutError("the time is over")
+                if not has_come:
+                    await turn.wait(deadline)
                 elif not connection.has_room:
-                    await patience.spend(self._wait_room(patience.to_send))
-                elif machine.state is State.NEW:
-                    await patience.spend(self._open(encoded, message, patience.to_send), opening=True)
+                    await self._wait_room(deadline - clock())
+                elif machine.state is State.NEW and message is not None and encoded is not None:
+                    await self._open(encoded, message, deadline)
                 else:
                     return encoded
             except RequestTimeoutError as late:
-                raise self._not_sent("a message was not added", patience, late) from late
-
-    async def _prepared_commit(
-        self, message: BatchMessage | None, patience: _Patience, trace: TraceContext | None
-    ) -> Encoded | None:
-        """Return when the commit can be sent at once, with or without a last message; raise as `_prepared` does."""
-        machine = self.machine
-        with self._turns.join() as turn:
-            while True:
-                machine.check_open()
-                last = None if message is None else await self._in_turn(turn, message, patience, None, trace)
-                if turn.has_come:
-                    machine.check_commit(last)
-                self._check_usable()
-                try:
-                    if not turn.has_come:
-                        await patience.spend(turn.wait(patience.send_by))
-                    elif not self._connection.has_room:
-                        await patience.spend(self._wait_room(patience.to_send))
-                    elif (first := machine.begin(last)) is not None:
-                        await self._begin(first, patience)
-                    else:
-                        return last
-                except RequestTimeoutError as late:
-                    raise self._not_sent("the commit was not sent", patience, late) from late
-
-    async def _begin(self, first: Block, patience: _Patience) -> None:
-        """Send what must come before the commit, and wait until the server has begun the batch, or it has ended."""
-        if first.messages:
-            await patience.spend(self._write(first, patience))
-        if self.machine.begun or self.machine.ended:  # during the write
-            return
-        waiter = self._expect(_BEGUN)
-        try:
-            async with asyncio.timeout_at(patience.send_by):
-                await patience.spend(waiter)
-        except TimeoutError:
-            raise RequestTimeoutError("no reply says that the server has its first message") from None
-        finally:
-            self._forget(_BEGUN, waiter)
-        if self._only_call is not None:
-            patience.replied()  # as after the reply to any other write
-
-    def _not_sent(self, what: str, patience: _Patience, why: RequestTimeoutError) -> RequestTimeoutError:
-        return RequestTimeoutError(f"batch {self.machine.batch_id}: {what} within {patience.spent:.3g} s: {why}")
-
-    async def _find_stream(self, subject: str, timeout: float) -> None:
-        """Ask which stream stores `subject`; raise BadSubjectError if it is another one than the batch's."""
-        asking = known_stream_name(self._context, subject, timeout)
-        try:
-            stream = await self._connection.bounded(asking, math.inf, "the stream", over=lambda: self.machine.ended)
-        except Over:
-            self.machine.check_open()
-            raise
-        self.machine.check_stream(subject, stream)
+                what = "the commit" if message is None else "a message"
+                text = f"batch {machine.batch_id}: {what} was not sent within {clock() - began:.3g} s: {late}"
+                raise RequestTimeoutError(text) from late
 
     async def _wait_room(self, timeout: float) -> None:
         try:
@@ -470,79 +267,82 @@ class AtomicSession:
                 raise
             self._write_failed(error)
 
-    async def _open(self, first: Encoded, message: BatchMessage, timeout: float) -> None:
+    async def _open(self, first: Encoded, message: BatchMessage, deadline: float) -> None:
         """Open the batch for its first message, unless the connection has no room for it any more."""
-        connection, clock = self._connection, asyncio.get_running_loop().time
-        deadline = clock() + timeout
+        connection, context, clock = self._connection, self._context, asyncio.get_running_loop().time
         # A server before 2.12 stores the messages of a batch as separate ones.
-        leader = await lookup_leader(self._context, message.subject, message.stream, timeout, ATOMIC)
+        leader = await lookup_leader(context, message.subject, message.stream, max(0.0, deadline - clock()), ATOMIC)
         handler = InboxHandler(weakly(self._receive), weakly(self._disconnected))
         inbox = await connection.inbox(handler, tail=".*", timeout=max(0.0, deadline - clock()))
         try:
+            if not connection.has_room:  # a small buffer is full of the subscription
+                await self._wait_room(deadline - clock())
             connection.check_usable()
-            if connection.has_room:
-                self.machine.open(
-                    first,
-                    api_level=leader.api_level,
-                    server_version=leader.server_version,
-                    reply=inbox.subject,
-                    stream=leader.stream,
-                )
-                own = leader.stream if leader.stream is not None and leader.stream.stores(message.subject) else None
-                self.machine.target = self._context.target(None if own is None else own.name)
-                self.machine.no_jetstream = why_no_jetstream(self._context)
-                self._opened, self._inbox = (leader.stream, leader.last_seq), inbox
-                self._turns.wake()
+            if clock() >= deadline:
+                raise RequestTimeoutError("no answer to the lookups")
+            stream = leader.stream
+            # A stream that does not store the subject was named by the caller: perhaps accounts map subjects.
+            own = stream if stream is not None and stream.stores(message.subject) else None
+            target, why = context.target(None if own is None else own.name), why_no_jetstream(context)
+            server = Server(leader.api_level, leader.server_version, stream, target, why)
+            self.machine.open(first, server, inbox.subject, None if own is None else own.stores)
+            self._after, self._inbox = leader.last_seq, inbox
+            self._wake_queue()
         finally:
             if self._inbox is None:
                 inbox.close()
+
+    def _wake_queue(self) -> None:
+        """Let all callers look again: the batch was opened, or has ended."""
+        for turn in self._queue:
+            turn.wake()
 
     def _check_usable(self) -> None:
         """Raise what ended the batch, or nats-py's error if nothing can be written."""
         try:
             self._connection.check_usable()
         except nats.errors.ConnectionReconnectingError:
-            self.machine.cannot_send()
-            self._settle()
+            self._disconnected()  # nats-py has noticed the loss, although its reader task has not ended yet
             self.machine.check_open()
             raise
 
-    async def _send_block(
-        self, source: Iterator[Entry] | None, first: Encoded | None, patience: _Patience, adding: Adding
-    ) -> Block:
-        """Send one block; raise the error that stopped it before the end of `source`, except a SubjectElsewhere."""
-        self._check_usable()
-        self.machine.limit_messages(self._connection.max_payload)
-        before = self.machine.size
-        if source is None:
-            block = self.machine.add_many(iter(()), _BLOCK, first)
-        else:
-            with self._turns.join():  # a call that the source makes, in an eager task, has its turn after the block
-                block = self.machine.add_many(source, _BLOCK, first, adding.trace)
-        adding.added += self.machine.size - before
-        if isinstance(block.stopped, SubjectElsewhere) and self._only_call is not None:
-            # Before anything of the block is sent.
-            await patience.spend(self._find_stream(block.stopped.subject, patience.left / 2))
+    async def _send_block(self, source: Iterator[Entry], entry: object, call: telemetry.Call) -> tuple[Block, float]:
+        """Send one block, and return it with its deadline; raise the error that stopped it before the end of `source`."""
+        machine, deadline = self.machine, self._deadline()
+        first = await self._prepared(as_message(entry), deadline, call.trace)
+        before = machine.size
+        if (trace := call.trace) is not None:
+            source = (trace.carried_by(entry, machine.largest) for entry in source)
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        # In the queue, so that a call that the source makes, in an eager task, has its turn after the block.
+        with queued(self._queue, Turn()):
+            block = machine.add_many(source, _BLOCK, first)
+        self.postpone(clock() - began)
+        deadline += clock() - began
+        call.messages += machine.size - before
         if block.messages:
-            waiter, deadline = self._expect(block.awaited) if block.awaited else None, patience.deadline
-            try:
-                await self._write(block, patience)
-            except asyncio.CancelledError:
-                self._forget(block.awaited, waiter)
-                raise
-            if waiter is not None:
-                await self._reply(block.awaited, waiter, deadline)
-                patience.replied()
-            self.machine.check_added()
-        if block.stopped is not None and not isinstance(block.stopped, StopIteration | SubjectElsewhere):
+            await self._send(block, deadline)
+        if block.stopped is not None and not isinstance(block.stopped, StopIteration):
+            if isinstance(block.stopped, BadSubjectError | MessageTooLargeError):
+                self._look_again()
             raise block.stopped
-        return block
+        return block, deadline
 
-    async def _write(self, block: Block, patience: _Patience) -> None:
+    async def _send(self, block: Block, deadline: float) -> None:
+        """Write a block, and wait for the reply that it must await; the next call waits for room in the buffer."""
+        self.machine.check_added()  # the source may have ended the batch
+        if not block.messages:
+            return
+        waiter = self._expect(block.awaited) if block.awaited else None
+        self._write(block)
+        if waiter is not None:
+            await self._reply(block.awaited, waiter, deadline)
+        self.machine.check_added()
+
+    def _write(self, block: Block) -> None:
         try:
-            await self._connection.write(
-                block.data, block.messages, block.size, timeout=patience.left, over=lambda: self.machine.ended
-            )
+            self._connection.write_nowait(block.data, block.messages, block.size)
         except nats.errors.Error as error:
             self._write_failed(error)
 
@@ -562,41 +362,31 @@ class AtomicSession:
         return waiter
 
     def _forget(self, seq: int, waiter: _Waiter | None) -> None:
-        if self._waiters.get(seq) is waiter:  # the sequence of a refused message may have been reused
+        if self._waiters.get(seq) is waiter:
             self._waiters.pop(seq, None)
 
     async def _reply(self, seq: int, waiter: _Waiter, deadline: float) -> None:
-        """Wait for a reply until `deadline`; raise if it is the refusal of this one message."""
-        refusal: JetStreamExtError | None = None
+        """Wait for a reply, or the end of the batch, until `deadline`."""
         try:
             async with asyncio.timeout_at(deadline):
-                refusal = await waiter
+                await waiter
         except TimeoutError:
-            self.machine.lost(
-                f"no answer within {self._timeout:g} s{self._connection.why_silent(self.machine.subjects)}"
-            )
+            silent = self._connection.why_silent(self.machine.subjects)
+            self.machine.lost(f"no answer within {self._timeout:g} s{silent}")
         finally:
             self._forget(seq, waiter)
             self._settle()
-        if refusal is not None:
-            raise refusal
 
     def _receive(self, received: list[Frame]) -> None:
         for frame in received:
             subject, header, payload = frames.parts(frame)
-            token = subject.rpartition(b".")[2]
-            seq = parse_number(token)
+            seq = parse_number(subject.rpartition(b".")[2])
             if seq is None or self.machine.is_of_other(payload):
                 continue  # not a reply subject of this batch, or not its stream
-            refusal = self.machine.receive(seq, header, payload)
+            self.machine.receive(seq, header, payload)
             waiter = self._waiters.pop(seq, None)
             if waiter is not None and not waiter.done():
-                waiter.set_result(refusal)
-            elif refusal is not None:
-                self.machine.refusal_unobserved(refusal)
-        begun = self._waiters.get(_BEGUN)
-        if begun is not None and self.machine.begun and not begun.done():
-            begun.set_result(None)
+                waiter.set_result(None)
         self._settle()
 
     def _disconnected(self) -> None:
@@ -605,88 +395,23 @@ class AtomicSession:
 
     def __del__(self) -> None:
         if self._inbox is not None:
-            self._inbox.owner_dropped(f"AtomicBatch {self.machine.batch_id}")
+            self.machine.discard()
+            self._inbox.owner_dropped(f"AtomicBatch {self.machine.batch_id}", [self._say_farewell])
+
+    def _say_farewell(self) -> None:
+        """End the batch on the server, if it has ended only here."""
+        self._connection.write_if_usable(self.machine.farewell())  # otherwise the server ends it after 10 s
 
     def _settle(self) -> None:
         """Close the inbox and wake every waiter if the batch has ended."""
         if not self.machine.ended:
             return
-        self._turns.wake()
+        self._say_farewell()
+        if self.machine.state is State.FAILED:
+            self._look_again()
+        self._wake_queue()
         for waiter in self._waiters.values():
             if not waiter.done():
                 waiter.set_result(None)
         if self._inbox is not None:
             self._inbox.close()
-
-
-# -- the outcome of a commit ---------------------------------------------------------------------------------------------
-
-
-async def _find_out(
-    context: Context, commit: Commit, plan: Callable[[], Plan], timeout: float, cause: BaseException | None
-) -> BatchAck | None:
-    """Return the ack that the commit should have had, or None: nothing of the batch is stored, nor will be.
-
-    `plan` starts an attempt. `cause` is the error that left the outcome unknown; a BatchOutcomeUnknownError of this call
-    is raised from it.
-    """
-    source = f"batch {commit.batch_id}"  # for the log
-    retry = Retry(timeout, transient=_may_be_known_later)
-    retry.start()
-    why = "the stream's leader did not answer"
-    try:
-        async with asyncio.timeout(timeout):
-            while True:
-                try:
-                    return await _follow(context, plan(), _ANSWER_TIMEOUT, source)
-                except Exception as error:
-                    why, cause = str(error) or why, error
-                    log_state(_log, source, "outcome not found", error, error=error)
-                    await retry.pause_if_transient(error)
-    except (TimeoutError, NotYetKnown, NeverKnown, nats.errors.Error) as error:
-        if isinstance(error, TimeoutError) or _may_be_known_later(error):
-            why += f" (tried for {timeout:g} s)"
-    raise BatchOutcomeUnknownError(
-        f"batch {commit.batch_id}: the outcome is unknown: {why}; its {counted(commit.size, 'message')} may be stored",
-        batch_id=commit.batch_id,
-        sent=commit.size,
-        acked=commit.staged,
-        outcome="unknown",
-    ) from cause
-
-
-def _may_be_known_later(error: Exception) -> bool:
-    return isinstance(error, NotYetKnown) or is_transient_read(error)
-
-
-async def _follow(context: Context, plan: Plan, timeout: float, source: str) -> BatchAck | None:
-    """Answer the questions of a plan; return its verdict."""
-    answer: object = None
-    try:
-        while True:
-            query = plan.send(answer)
-            log_state(_log, source, "outcome searched", query=type(query).__name__)
-            answer = await _ask(context, query, timeout)
-    except StopIteration as verdict:
-        ack: BatchAck | None = verdict.value
-        return ack
-
-
-async def _ask(context: Context, query: Query, timeout: float) -> Any:
-    match query:
-        case atomic_resolve.AskState(stream, seq):
-            try:
-                return await settled_state(lambda: stream_state(context, stream, timeout), seq)
-            except nats.js.errors.NotFoundError:
-                return None
-        case atomic_resolve.AskMessage(stream, request):
-            return await get_at_leader(context, stream, request, timeout)
-        case atomic_resolve.AskRange(stream, search, options):
-            assert isinstance(context.js, JetStreamContext)  # only those publish
-            async with DirectGet(context.js, stream, timeout=timeout).scan(**options) as messages:
-                async for message in messages:
-                    search.see(message)
-        case atomic_resolve.AskFence(subject, kill, mark):
-            session, replies = await send_fence(context, subject, (kill, mark), timeout)
-            return session, *replies
-    return None

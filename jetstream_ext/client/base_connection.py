@@ -231,19 +231,23 @@ class BaseConnection(ABC):
     def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
         """Append encoded commands to nats-py's buffer, or raise as `check_usable` does and write nothing."""
 
-    async def write(
-        self, data: bytes, messages: int, payload_bytes: int, *, timeout: float, over: Callable[[], bool] = never
-    ) -> None:
-        """Call `write_nowait`, then wait for up to `timeout` seconds while the buffer is over nats-py's own limit.
+    def write_if_usable(self, command: bytes) -> None:
+        """Write a command that the connection may lose; while nats-py drains its subscriptions, it still publishes."""
+        if command and (self.usable or (self.nc.is_draining and not self.nc.is_draining_pubs)):
+            self._append(command)
 
-        The wait also ends when `over` returns True, because the batch of the bytes has ended.
+    @abstractmethod
+    def _append(self, data: bytes) -> None:
+        """Append encoded commands to nats-py's buffer."""
+
+    async def write(self, data: bytes, messages: int, payload_bytes: int, *, timeout: float) -> None:
+        """Call `write_nowait`, then wait for up to `timeout` seconds while the buffer is over nats-py's own limit.
 
         Cancellation: Everything is written: the bytes are in the buffer before the first suspension.
         """
         self.write_nowait(data, messages, payload_bytes)
         if not self.has_room:
-            with contextlib.suppress(Over):
-                await self.bounded(self._flushed(), timeout, ROOM, over=over)
+            await self.bounded(self._flushed(), timeout, ROOM)
 
     def push(self) -> bool:
         """Write nats-py's buffer to the socket, as its flusher would in a later turn of the loop; return whether it was done.
@@ -567,6 +571,9 @@ class FallbackConnection(BaseConnection):
 
     def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
         self.check_usable()
+        self._append(data)
+
+    def _append(self, data: bytes) -> None:
         self._queued += len(data)
         publishing = self._spawn(self._publish(data))  # fails if the connection is lost, which the handlers are told
         publishing.add_done_callback(lambda _: self._written(len(data)))

@@ -35,6 +35,7 @@ from nats.js.errors import APIError
 from jetstream_ext.client.api import get_at_leader
 from jetstream_ext.client.atomic import publish_atomic
 from jetstream_ext.client.connection import Context
+from jetstream_ext.client.outcome import search
 from jetstream_ext.client.retry import Retry, is_transient
 from jetstream_ext.errors import (
     ErrorCode,
@@ -45,6 +46,7 @@ from jetstream_ext.errors import (
     batch_refusal,
     server_error,
 )
+from jetstream_ext.protocol import outcome
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.options import as_message, has_expectation, message_headers
 from jetstream_ext.text import get_logger, log_state
@@ -189,19 +191,19 @@ class FencedWriter:
     async def _find_out(self, error: Exception, messages: Sequence[Entry], record: bytes, retry: Retry) -> BatchAck:
         """Return the ack of a store that failed with `error` if it is stored after all, or raise why it is not."""
         where = f"the record on {self.subject!r} of stream {self.stream!r}"
-        newest = await self._find(retry, {"last_by_subj": self.subject})
+        write = outcome.Record(self.stream, self.subject, self.fence, frozenset(self._in_doubt))
+        timeout = self.context.resolve_timeout(self.timeout)
+        found = await retry.call(lambda: search(self.context, outcome.find_follower(write), self.name, timeout))
+        newest = found.newest
         self._check_same(newest, error)
-        if newest is not None and newest.seq > self.fence:
-            # Only one record can follow the fence. It may be this writer's, with another writer's behind it.
-            follower = await self._find(retry, {"seq": self.fence + 1, "next_by_subj": self.subject})
-            if follower is not None and follower.data in self._in_doubt:
-                if follower.data == record:
-                    return BatchAck(self.stream, follower.seq, batch_size=len(messages) + 1)
-                self._move(follower.seq, follower.data)
-                raise RequestTimeoutError(
-                    f"{self.name}: the new record is not stored, because an earlier write of {where} succeeded after its answer "
-                    "was lost; repeat the call"
-                ) from error
+        if found.own is not None:
+            if found.own.data == record:
+                return BatchAck(self.stream, found.own.seq, batch_size=len(messages) + 1)
+            self._move(found.own.seq, found.own.data)
+            raise RequestTimeoutError(
+                f"{self.name}: the new record is not stored, because an earlier write of {where} succeeded after its answer "
+                "was lost; repeat the call"
+            ) from error
         if newest is None and self.fence:
             raise RecordMovedError(f"{self.name}: {where} was removed", name=self.name) from error
         if newest is not None and newest.seq != self.fence:

@@ -13,6 +13,7 @@ from jetstream_ext.client.direct_reader import read_blocks
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.gaps import only_a_rollup, were_replaced
+from jetstream_ext.protocol.headers import decode_stored
 from jetstream_ext.protocol.reads import Scan
 
 # Messages and bytes that are looked through for a rollup, about.
@@ -54,7 +55,7 @@ async def _has_rollup(context: Context, before: StreamState, state: StreamState,
     def is_rollup(message: StoredMsg) -> bool:
         if message.seq == before.last_seq and not before.origin and before.now - message.time > _ROLLUP_TAKES:
             return False  # what it replaces had been removed before
-        return Header.ROLLUP.value in message.headers
+        return Header.ROLLUP.value in decode_stored(message.stored_lines)
 
     plan = Scan(seq=before.last_seq, max_bytes=_REQUEST_BYTES)
     async with contextlib.aclosing(read_blocks(context, state.name, plan, timeout, confirm=True)) as blocks:

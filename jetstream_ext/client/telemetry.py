@@ -6,11 +6,12 @@ Without an observer, a call costs one look at `observer`. An observer must not r
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from jetstream_ext.client.base_connection import BaseConnection
+from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.trace_context import TraceContext
 
@@ -101,6 +102,53 @@ class Observer(Protocol):
 
         `consumer` is the name of the reader, or of the worker or group that it reads for.
         """
+
+
+class Call:
+    """One call on a batch, and its operation if it is observed: its messages carry `trace`, and `messages` counts them."""
+
+    __slots__ = ("_operation", "_stream", "messages", "trace")
+
+    def __init__(
+        self,
+        kind: Kind,
+        connection: BaseConnection,
+        batch_id: str,
+        stream: Callable[[], StreamState | None],
+        *,
+        subject: str | None = None,
+        observed: bool = True,
+    ) -> None:
+        self.messages: int = 0
+        self.trace: TraceContext | None = None
+        self._stream = stream  # is asked again at the end: it is known once the batch is open
+        self._operation: Operation | None = None
+        if observed and observer is not None:
+            ids = {"jetstream_ext.batch.id": batch_id}
+            self._operation = observer.begin(kind, connection, subject=subject, attributes=ids, **_facts(stream()))
+            self.trace = self._operation.trace
+
+    def __enter__(self) -> Self:
+        if self._operation is not None:
+            self._operation.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._operation is not None:
+            self._operation.describe(messages=self.messages, **_facts(self._stream()))
+            self._operation.__exit__(kind, error, traceback)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the operation, where ``with`` has not."""
+        if self._operation is not None:
+            self._operation.describe(messages=self.messages, **_facts(self._stream()))
+            self._operation.end(error)
+
+
+def _facts(stream: StreamState | None) -> dict[str, Any]:
+    return {} if stream is None else {"stream": stream.name, "subjects": stream.subjects}
 
 
 observer: Observer | None = None

@@ -3,69 +3,51 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from jetstream_ext.errors import RequestTimeoutError
 
 
 class Turn:
-    """The place of one caller in the queue."""
+    """The place of one caller in the queue; the caller looks again after each `wake`."""
 
-    def __init__(self, queue: deque[Turn]) -> None:
-        self._queue = queue
-        self._woken = asyncio.Event()
+    stopped: BaseException | None = None  # why it needs no turn any more
+    _waiter: asyncio.Future[None] | None = None
+
+    async def wait(self, until: float = math.inf) -> None:
+        """Wait for `wake`; raise RequestTimeoutError at the time `until`."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        if until == math.inf:
+            return await self._waiter
+        try:
+            async with asyncio.timeout_at(until):
+                await self._waiter
+        except TimeoutError:
+            raise RequestTimeoutError("the calls before it have not ended") from None
 
     @property
-    def has_come(self) -> bool:
-        return self._queue[0] is self
+    def is_waiting(self) -> bool:
+        return self._waiter is not None and not self._waiter.done()  # a cancellation of the task ends it at once
 
     def wake(self) -> None:
-        self._woken.set()
-
-    async def wait(self, until: float | None) -> None:
-        """Wait until the turn has come or `Turns.wake` is called; raise RequestTimeoutError at the time `until`."""
-        if until is None:
-            await self._woken.wait()
-        else:
-            try:
-                async with asyncio.timeout_at(until):
-                    await self._woken.wait()
-            except TimeoutError:
-                raise RequestTimeoutError("the calls before it have not ended") from None
-        self._woken.clear()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
-class Turns:
-    """Lets callers send one at a time, in the order of their calls; what else a caller needs it can do meanwhile."""
+_T = TypeVar("_T", bound=Turn)
 
-    def __init__(self) -> None:
-        self.queue: deque[Turn] = deque()  # one that sends now overtakes those in it
 
-    @contextmanager
-    def join(self) -> Iterator[Turn]:
-        """Join the queue; the block ends when the caller sends or gives up, without an `await` in between."""
-        turn, queue = Turn(self.queue), self.queue
-        queue.append(turn)
-        try:
-            yield turn
-        finally:
-            queue.remove(turn)
-            if queue:
-                queue[0].wake()
-
-    async def wait(self, check: Callable[[], None], until: float | None = None) -> None:
-        """Wait until all callers before this one have sent or given up; raise as `Turn.wait` and `check` do.
-
-        `check` raises the error of a batch that has ended.
-        """
-        with self.join() as turn:
-            while not turn.has_come:
-                await turn.wait(until)
-                check()
-
-    def wake(self) -> None:
-        """Let all callers look again: the batch was opened, or has ended."""
-        for turn in self.queue:
-            turn.wake()
+@contextmanager
+def queued(queue: deque[_T], turn: _T) -> Iterator[_T]:
+    """Join the queue; the first one in it sends. The block ends when the caller has sent or gives up."""
+    queue.append(turn)
+    try:
+        yield turn
+    finally:
+        queue.remove(turn)
+        if queue:
+            queue[0].wake()

@@ -38,7 +38,7 @@ from jetstream_ext.errors import (
 )
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, StoredMsg, not_found
-from jetstream_ext.protocol.headers import BATCH_ID, is_inside_batch
+from jetstream_ext.protocol.headers import BATCH_ID, decode_stored, is_inside_batch
 from jetstream_ext.protocol.numbers import json_number
 from jetstream_ext.protocol.range_read import MAX_LEADER_REQUESTS, MAX_MIRROR_ANSWERS
 from jetstream_ext.protocol.reads import OneReply, Scan, reached_now
@@ -58,6 +58,10 @@ _LONGEST_COMMIT: Final = 0.3  # after so many seconds, the rest of an atomic bat
 _PAUSES_BEFORE_A_CHECK: Final = 8
 # A read catches up with the writers only if it is faster than they are, by so much that it will end.
 _SLOWER: Final = 0.9
+
+
+def _batch_id(message: StoredMsg) -> str | None:
+    return decode_stored(message.stored_lines).get(BATCH_ID)
 
 
 class _UnverifiedError(Exception):
@@ -381,7 +385,7 @@ class VerifiedReader:
         Servers show the messages of a batch while they store it. The last message of the stream tells whether that is over.
         If none follows then, the others of the batch do not match or were removed.
         """
-        batch, pause = last.headers.get(BATCH_ID), _FIRST_PAUSE
+        batch, pause = _batch_id(last), _FIRST_PAUSE
         while pause < _LONGEST_COMMIT:
             state = await stream_state(self._context, self._stream, self._timeout)
             if state.last_seq >= last.seq:  # otherwise the leader has yet to learn of the message
@@ -389,9 +393,7 @@ class VerifiedReader:
                 after = Request(seq=last.seq + 1, next_by_subj=subject or ">")
                 if await self._at_leader(after) is not None:
                     return True
-                if newest is not None and not (
-                    is_inside_batch(newest.stored_lines) and newest.headers.get(BATCH_ID) == batch
-                ):
+                if newest is not None and not (is_inside_batch(newest.stored_lines) and _batch_id(newest) == batch):
                     return False
             await asyncio.sleep(pause)
             pause *= 2

@@ -27,7 +27,7 @@ from jetstream_ext.kv.enabling import check_supported, switches, turn_on
 from jetstream_ext.kv.entries import ROLLUP_HEADERS, check_key, operation
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.feature_table import BY_OPTION
-from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ, MSG_TTL, is_reserved
+from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ, MSG_ID, MSG_TTL, is_instruction
 from jetstream_ext.protocol.options import ttl_value
 from jetstream_ext.types import NEVER, TTL, own_headers
 
@@ -86,7 +86,9 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
     if not BY_OPTION["allow_msg_ttl"].on(bucket.context.connection.server_version):
         # Older servers store the header and never expire the key. But the bucket's leader may be a newer server.
         check_supported(bucket, (await bucket.unchecked_state()).config, ["allow_msg_ttl"], "nothing was written")
-    pairs = [pair for pair in _text_headers(bucket, key, found) if not is_reserved(pair[0])]
+    # By its message id, the server would take the call for a duplicate of the value.
+    replaced = {MSG_ID, MSG_TTL}
+    pairs = [pair for pair in _text_headers(bucket, key, found) if pair[0] not in replaced]
     if ttl is not NEVER:
         pairs += ROLLUP_HEADERS.items()
     pairs += [(MSG_TTL, text), (EXPECTED_LAST_SUBJECT_SEQ, str(found.seq))]
@@ -127,7 +129,7 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
 
 
 def _text_headers(bucket: Bucket, key: str, message: StoredMsg) -> list[tuple[str, str]]:
-    """Return the stored headers as they were published; raise BadHeaderError if one is not UTF-8."""
+    """Return the stored headers that a copy has; raise BadHeaderError if one is not UTF-8."""
     pairs: list[tuple[str, str]] = []
     for name, value in message.raw_headers:
         try:
@@ -138,7 +140,7 @@ def _text_headers(bucket: Bucket, key: str, message: StoredMsg) -> list[tuple[st
                 f"({value[:64]!r}), which nats-py cannot send; nothing was written, and the key keeps its earlier TTL; put the "
                 "value again with its new TTL (a transaction with put(ttl=...)), without that header"
             ) from error
-    return pairs
+    return [pair for pair in pairs if not is_instruction(pair[0])]
 
 
 async def enable(

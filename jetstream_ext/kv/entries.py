@@ -150,7 +150,7 @@ Row = tuple[int, str, bytes, Mapping[str, str], datetime]
 def row_of(message: StoredMsg) -> Row:
     """Return a message as a row: one of a known subject, or one of the leader's, which may raise ResponseError."""
     _check_known(message)
-    return message.seq, message.subject, message.data, message.headers, message.time
+    return message.seq, message.subject, message.data, decode_stored(message.stored_lines), message.time
 
 
 def rows_of(block: Block | Sequence[StoredMsg]) -> Iterator[Row]:

@@ -135,7 +135,7 @@ class Staging:
         own = {key: staged.expected for key, staged in self.writes.items() if staged.expected is not None}
         return own | {key: _revision_of(self.reads[key]) for key in self.only_read}
 
-    def messages(self, *, fence: int | None = None, msg_id: str | None = None) -> list[BatchMessage]:
+    def messages(self, *, fence: int | None = None) -> list[BatchMessage]:
         """Return the messages, one per key, in the order of the keys' first writes.
 
         `fence` is the bucket's revision at which all reads were valid, if `needs_fence`.
@@ -150,7 +150,7 @@ class Staging:
                 expected, of = _revision_of(self.reads[other]), self._prefix + other
             messages.append(staged.message(self._prefix + key, expected, of))
         if messages:
-            messages[0] = replace(messages[0], expected_last_seq=fence, msg_id=msg_id)
+            messages[0] = replace(messages[0], expected_last_seq=fence)
         return messages
 
     def refused(self, now: Mapping[str, KeyValueEntry | None]) -> KeyConflictError | None:

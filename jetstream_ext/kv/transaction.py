@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from inspect import isawaitable
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar
@@ -14,10 +13,10 @@ from nats.js.kv import KeyValue
 
 from jetstream_ext.client import telemetry
 from jetstream_ext.client.api import why_no_jetstream
-from jetstream_ext.client.atomic import AtomicBatch, BatchState, publish_unobserved
+from jetstream_ext.client.atomic import AtomicBatch, BatchState
+from jetstream_ext.client.outcome import may_be_known_later
 from jetstream_ext.client.retry import Retry, is_transient
 from jetstream_ext.errors import (
-    AtomicPublishDuplicateMessageIDError,
     AtomicPublishTooLargeError,
     BatchAbandonedError,
     BatchClosedError,
@@ -39,7 +38,7 @@ from jetstream_ext.kv.staging import Staging
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.options import check_function, check_seconds, check_sequence
 from jetstream_ext.text import counted, get_logger, log_state
-from jetstream_ext.types import TTL, BatchAck, BatchMessage
+from jetstream_ext.types import TTL, BatchAck
 
 _Result = TypeVar("_Result")
 
@@ -68,16 +67,12 @@ class Transaction:
     The commit stores one message per key, for any number of operations on it, with the headers that nats-py writes.
     """
 
-    def __init__(self, bucket: Bucket, *, with_id: bool = False, errors: list[Exception] | None = None) -> None:
+    def __init__(self, bucket: Bucket, *, errors: list[Exception] | None = None) -> None:
         self._bucket = bucket
         self._errors = errors  # gets those that `get`, `get_many` and `commit` raise
         self._staging = Staging(bucket.prefix, bucket=bucket.name, max_payload=bucket.context.connection.max_payload)
         self._batch_id = ""  # of the newest commit
-        self._with_id = with_id
         self._batch: AtomicBatch | None = None
-        self._messages: list[BatchMessage] = []
-        self._session = 0  # the connection's when the first of these messages were sent
-        self._repeated = False
         self._state: BatchState = "open"
         self._revisions: dict[str, int] = {}
 
@@ -274,14 +269,12 @@ class Transaction:
             if staging.needs_fence:
                 fence = (await bucket.state(direct=False)).last_seq
                 await self._check_reads()  # raises unless everything was as it was read at the fence
-            # Without an id of ours: no other batch can have a generated one, so a part of the batch proves all of it.
-            self._batch = batch = _Batch(bucket.js, ack_first=not self._with_id, timeout=bucket.timeout)
+            self._batch = batch = _Batch(bucket.js, timeout=bucket.timeout)
             self._batch_id = batch.batch_id
-            self._messages = staging.messages(fence=fence, msg_id=self._batch_id if self._with_id else None)
-            self._session = bucket.context.connection.session
+            messages = staging.messages(fence=fence)
             log_state(_log, self._source, "attempt", batch=self._batch_id, number=retries + 1, fence=fence)
             try:
-                await batch.add_many(self._messages)
+                await batch.add_many(messages)
                 self._accept(await batch.commit_eob())
                 return
             except WrongLastSequenceError as refusal:
@@ -337,7 +330,7 @@ class Transaction:
             raise conflict
 
     def _accept(self, ack: BatchAck) -> None:
-        first = ack.seq - len(self._messages) + 1
+        first = ack.seq - (ack.batch_size or 1) + 1
         self._revisions = {key: first + i for i, key in enumerate(self._staging.writes)}
 
     async def _find_conflict(self) -> KeyConflictError | None:
@@ -373,13 +366,6 @@ class Transaction:
                 f"this transaction is {self._state}; there is nothing to resolve", batch_id=self._batch_id
             )
         outcome = await self._batch.resolve(timeout=timeout)
-        if outcome == "not_stored" and self._repeated and self._bucket.context.connection.session != self._session:
-            raise BatchOutcomeUnknownError(
-                f"bucket {self._bucket.name!r}: the commit was sent twice and the client has reconnected, so one of the two "
-                "may still arrive over an old connection; read the keys to see whether they are written",
-                batch_id=self._batch_id,
-                outcome="unknown",
-            )
         if outcome == "stored":
             self._accept(self._batch.ack)
         self._enter("committed" if outcome == "stored" else "failed", before="unknown")
@@ -393,42 +379,6 @@ class Transaction:
             if self._errors is not None:
                 self._errors.append(error)
             raise
-
-    @property
-    def can_repeat(self) -> bool:
-        """Whether the same commit can be sent once more and takes effect once."""
-        return self._with_id and self._state == "unknown"
-
-    async def repeat(self) -> None:
-        """Send the same commit once more; because of its message id it takes effect once.
-
-        Raises:
-            BatchOutcomeUnknownError: The answer was lost again, or the server refused the commit for another reason, which
-                says nothing about the first one.
-            KeyConflictError: It was not written, and no longer can be.
-
-        Cancellation: The outcome stays unknown; `resolve` finds it out.
-        """
-        assert self.can_repeat
-        self._repeated = True
-        bucket = self._bucket
-        log_state(_log, self._source, "commit sent again", batch=self._batch_id)
-        try:
-            ack = await publish_unobserved(bucket.js, self._messages, batch_id=self._batch_id, timeout=bucket.timeout)
-        except AtomicPublishDuplicateMessageIDError:
-            pass  # it was written, because no other message has its id; other clients have written to its keys since
-        except BatchOutcomeUnknownError as error:
-            if not isinstance(error.__cause__, AtomicPublishDuplicateMessageIDError):
-                raise
-        except WrongLastSequenceError as refusal:
-            self._enter("failed", before="unknown", error=refusal)  # the server compares ids before revisions
-            raise await self._find_conflict() or refusal from refusal
-        except Exception as error:
-            unknown = _unknown(bucket, self._batch_id, error)
-            raise unknown from unknown.__cause__
-        else:
-            self._accept(ack)
-        self._enter("committed", before="unknown")
 
     async def discard(self) -> None:
         """End the transaction without a commit; nothing is written.
@@ -491,8 +441,7 @@ class _Run(Transaction):
 
     async def commit_once(self, retry: Retry) -> None:
         """Commit, and find out what the commit did if its answer is lost."""
-        loop, bucket = asyncio.get_running_loop(), self._bucket
-        sent = loop.time()
+        bucket = self._bucket
         try:
             await self.commit()
             return
@@ -501,23 +450,14 @@ class _Run(Transaction):
         while self.state == "unknown":
             await retry.pause_until_deadline(unknown)
             try:
-                window = (await bucket.state(direct=False)).duplicate_window or timedelta(0)
-                oldest = self._staging.oldest_read
-                is_recreated = oldest is not None and await bucket.has_replaced(oldest)
-                if (
-                    self.can_repeat
-                    and not is_recreated
-                    and loop.time() + bucket.timeout - sent < window.total_seconds()
-                ):
-                    await self.repeat()
-                elif not retry.over:  # else the next pause raises
+                if not retry.over:  # else the next pause raises
                     await self.resolve(timeout=retry.remaining)
             except Exception as error:
                 if self.state != "unknown":
                     raise
                 unknown = _unknown(bucket, unknown.batch_id, error)
                 cause = unknown.__cause__
-                if cause is not None and not is_transient(cause):
+                if cause is not None and not may_be_known_later(cause):
                     raise unknown from cause
         if self.state == "failed":
             raise BatchAbandonedError(
@@ -599,7 +539,7 @@ async def _run_until_committed(
         run += 1
         log_state(_log, source, "run begun", number=run)
         errors: list[Exception] = []
-        tx = _Run(bucket, with_id=True, errors=errors)
+        tx = _Run(bucket, errors=errors)
         returned = False
         try:
             result: _Result = await _started(fn(tx), fn)

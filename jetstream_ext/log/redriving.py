@@ -71,6 +71,7 @@ from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ, EXPECTED_S
 from jetstream_ext.protocol.options import check_int, check_seconds, check_sequence
 from jetstream_ext.protocol.subjects import check_filter, check_name, covers
 from jetstream_ext.text import counted, get_logger, log_state
+from jetstream_ext.types import own_headers
 
 _log = get_logger("log")
 
@@ -238,9 +239,9 @@ async def redrive(
 ) -> Redriven:
     """Hand dead letters back to the streams that they come from, each once, and delete them.
 
-    The input is published again, with its payload, its subject and its headers (without those that servers act on, whose
-    names begin with ``Nats-``), and so gets a new sequence in its stream. A call that is killed at any moment, and repeated
-    at any later time, hands no letter back twice. Of several calls at the same time one continues.
+    The input is published again, with its payload, its subject, its headers as `StoredMsg.headers` has them, and a message
+    id of its own, and so gets a new sequence in its stream. A call that is killed at any moment, and repeated at any later
+    time, hands no letter back twice. Of several calls at the same time one continues.
 
     An attempt without an answer may be held up, by a server that is suspended for example. When it arrives after another
     attempt, the server refuses it, because each letter names the last sequence on its subject. Only within the target's
@@ -695,10 +696,11 @@ class _Redriving:
         message_id = self._message_id(letter)
         if letter.again:  # the server must not take it for a copy of the one that may be gone
             message_id += f"/{letter.again}"
-        headers = sendable_headers(found.headers) | {MSG_ID: message_id, EXPECTED_STREAM: letter.target}
+        pairs = [*sendable_headers(found.headers).items(), (MSG_ID, message_id), (EXPECTED_STREAM, letter.target)]
         fence = self._fences[letter]
         if fence is not None:
-            headers[EXPECTED_LAST_SUBJECT_SEQ] = str(fence)
+            pairs.append((EXPECTED_LAST_SUBJECT_SEQ, str(fence)))
+        headers = own_headers(pairs)
         what = f"the ack of dead letter {letter.seq}"
         try:
             ack = await self._context.publish(letter.subject, message.data, headers, self._timeout, what)

@@ -26,8 +26,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Protocol, cast
 
@@ -67,6 +67,7 @@ from jetstream_ext.log.takeover import Takeover
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.dead_letters import Attempts, describe, letter_headers, one_line
 from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.protocol.headers import MSG_ID
 from jetstream_ext.protocol.options import (
     ENTRY,
     as_message,
@@ -81,7 +82,7 @@ from jetstream_ext.protocol.options import (
 )
 from jetstream_ext.protocol.subjects import check_name, check_subject, check_type
 from jetstream_ext.text import counted, get_logger, log_state, numbered
-from jetstream_ext.types import NEVER, BatchMessage, Entry
+from jetstream_ext.types import NEVER, BatchMessage, Entry, own_headers
 
 Outputs = Entry | Iterable[Entry] | AsyncIterable[Entry] | None
 Handler = Callable[[StoredMsg], Outputs | Awaitable[Outputs]]
@@ -159,6 +160,7 @@ async def exactly_once(
         output_stream: The stream that the outputs and the position go to.
         handler: Called with a `StoredMsg`, returns its outputs: a message (a `BatchMessage`, ``(subject, payload)`` or
             ``(subject, payload, headers)``), an iterable or async iterable of messages, or None; or an awaitable of that.
+            An input's headers may be passed on; a ``Nats-Msg-Id`` among headers is left out, and the option `msg_id` sets one.
             If an output has an expectation of its own and other outputs go to the same subject, set ``max_messages=1``. If
             the handler raises, the worker ends, and the next start handles again the inputs that were not committed.
         name: The worker's name; one for each input stream and purpose. Tokens of a subject.
@@ -578,7 +580,7 @@ class Worker:
         outputs = []
         for index, entry in enumerate(entries):
             try:
-                outputs.append(as_message(entry))
+                outputs.append(_output(entry))
             except TypeError:
                 what = (
                     kind_of(entry)
@@ -905,6 +907,15 @@ class Worker:
     async def _look(self) -> StreamState:
         self.state = await Retry(self.patience).call(partial(stream_state, self.context, self.stream, self.timeout))
         return self.state
+
+
+def _output(entry: object) -> BatchMessage:
+    """Return a message of the handler; an input's message id among its headers is left out, as the fence does that work."""
+    message = as_message(entry)
+    if isinstance(message.headers, Mapping) and MSG_ID in message.headers:
+        pairs = [pair for pair in message.headers.items() if pair[0] != MSG_ID]
+        return replace(message, headers=own_headers(pairs))
+    return message
 
 
 class _OutputsRefusedError(Exception):

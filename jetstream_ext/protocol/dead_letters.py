@@ -1,7 +1,8 @@
 """Dead letters as messages, and what a worker's record says about the input at its position.
 
-A dead letter has the payload and the headers of its input. Headers on which servers act (``Nats-*``) are kept under
-`KEPT` and their name, because a server would act on them again, and so are those of an earlier dead letter. A header that
+A dead letter has the payload and the headers of its input, without instructions that were carried out
+(`headers.is_instruction`). Other headers on which servers act (``Nats-*``) are kept under `KEPT` and their name, because a
+server would act on them again, and so are those of an earlier dead letter. A header that
 no client can send (its name or its value has other bytes) is kept percent-encoded under `RAW`. The headers with the input's
 origin are behind them.
 
@@ -120,7 +121,9 @@ def kept_headers(raw: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
 
 def letter_headers(message: StoredMsg, *, attempts: int, error: str, worker: str) -> dict[str, str]:
     """Return the headers of the dead letter for an input."""
-    pairs = kept_headers(message.raw_headers)
+    pairs = kept_headers(
+        pair for pair in message.raw_headers if not h.is_instruction(pair[0].decode("utf-8", "replace"))
+    )
     if message.subject != message.subject.strip():
         pairs.append((RAW_SUBJECT, quote(message.subject, safe="")))
     pairs += [
@@ -176,8 +179,8 @@ def raw_headers(message: StoredMsg) -> list[tuple[bytes, bytes]]:
 
 
 def sendable_headers(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return an input's headers as it is handed back, without those on which servers act."""
-    return own_headers([(name, value) for name, value in pairs if not h.is_reserved(name)])
+    """Return an input's headers as it is handed back; that publish has a message id of its own."""
+    return own_headers([(name, value) for name, value in pairs if name != h.MSG_ID and not h.is_instruction(name)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,10 +80,13 @@ class StoredMsg:
         subject: Its subject.
         seq: Its stream sequence.
         data: Its payload; empty for delete markers.
-        headers: The stored headers, without those that the server adds to a reply; of several values of a name, the last.
+        headers: The stored headers with which the message can be published again: without what the server adds to a
+            reply, and without the instructions that it carried out (``Nats-Batch-*``, ``Nats-Expected-*``,
+            ``Nats-Schedule*``, ``Nats-Rollup``, ``Nats-Incr``, ``Nats-Required-Api-Level``), or its note of the origin
+            (``Nats-Stream-Source``). Of several values of a name, the last.
         header_pairs: The same as a list of name and value, in the stored order, with every value of a repeated name.
         raw_subject: `subject` as bytes; in the text, U+FFFD stands for bytes that are not UTF-8.
-        raw_headers: `header_pairs` as bytes.
+        raw_headers: Every stored header, with those instructions, as a list of name and value in bytes.
         time: When it was stored (aware, UTC, microseconds).
         time_ns: When it was stored, in nanoseconds since the epoch.
         num_pending: The number of matching messages after it, if the reply has it.
@@ -208,11 +211,11 @@ class StoredMsg:
     @property
     def headers(self) -> dict[str, str]:
         stored = self.stored_lines
-        return h.decode_stored(stored) if stored else {}
+        return dict(h.copied_pairs(stored)) if stored else {}
 
     @property
     def header_pairs(self) -> list[tuple[str, str]]:
-        return h.stored_pairs(self.stored_lines)
+        return h.copied_pairs(self.stored_lines)
 
     @property
     def raw_headers(self) -> list[tuple[bytes, bytes]]:

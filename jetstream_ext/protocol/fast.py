@@ -3,8 +3,8 @@
 `TABLE` says what every input does in every state, and nothing else changes the state. docs/design/fast-batch.md shows
 each reply in each state.
 
-A deadline belongs to a wait. It starts when a caller begins to wait, when a ping goes out, or when a state is entered
-in which the server owes an answer; every sign of the server's life moves it.
+The server owes an answer from when a caller begins to wait, a ping goes out, or a state is entered that it has to end;
+`timeout` seconds later the batch ends, unless there was a sign of the server's life. Meanwhile it is asked again and again.
 
 Any client may publish to an inbox. A reply that cannot be about this batch (malformed, of another batch, about messages
 that were never sent) changes nothing: a real reply that is missing is asked for again, or a deadline ends the wait.
@@ -24,19 +24,17 @@ from jetstream_ext import errors
 from jetstream_ext.errors import BatchError, ErrorCode, JetStreamExtError, Outcome, ServerError
 from jetstream_ext.protocol import advice
 from jetstream_ext.protocol import fast_wire as wire
-from jetstream_ext.protocol.api import StreamState, Target
+from jetstream_ext.protocol.api import Target
 from jetstream_ext.protocol.fast_window import Window
 from jetstream_ext.protocol.fast_wire import BatchFlowError, Encoded, FastWire, Reply, UnrecognisedReply
 from jetstream_ext.protocol.feature_table import FAST_INGEST
 from jetstream_ext.protocol.frames import Frame
-from jetstream_ext.protocol.options import check_batch_id, check_choice, check_seconds
-from jetstream_ext.protocol.trace_context import TraceContext
+from jetstream_ext.protocol.options import check_choice, check_seconds
 from jetstream_ext.text import counted, get_logger, log_state, numbered, plural
 from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowGap, BatchMessage, EndReason, Entry, GapMode, InDoubt
 
-_OTHERS: Final = "another publisher, or an earlier one of up to 10 s ago"
-_ADVICE: Final = "give each publisher its own batch_id"
 _OLDER: Final = f": the server may be older than {FAST_INGEST.since}, or the stream may have no_ack set"
+_ASK_EVERY: Final = 1.0  # seconds between two pings while the server owes an answer
 KEPT_REPORTS: Final = 1000  # how many of the newest gap and error reports a batch keeps
 
 _log: Final = get_logger("fast")
@@ -50,7 +48,7 @@ class State(enum.Enum):
     # message, including pings, as a separate message.
     STARTING = "starting"
     # Messages go out as the window allows. While a caller waits, the server is pinged every `stall_ping` seconds, and
-    # three times before `ack_timeout`, because the answer recovers a lost ack. An idle batch is kept alive by a ping
+    # three times before `timeout`, because the answer recovers a lost ack. An idle batch is kept alive by a ping
     # every `keepalive` seconds, because servers drop a batch after 10 s without a message.
     OPEN = "open"
     # Only in ok mode: nothing is sent until the server has answered a ping on the new connection. That ping makes it
@@ -79,14 +77,12 @@ class Input(enum.Enum):
     ACK = "an ack frame"
     ALL_ARRIVED = "the answer to a ping that follows every message, on the current connection"
     GAP = "messages did not reach the server"
-    WENT_BACK = "the server received a sequence of the batch twice"
     MESSAGE_REFUSED = "an err frame: a check failed"
     MESSAGE_DROPPED = "no leader, overload, or no space; the server still has the batch"
     UNKNOWN_BATCH = "the server does not have the batch"
     BATCH_REFUSED = "the server has refused the batch"
     FINAL_ACK = "the final ack covers every message"
     SHORT_FINAL_ACK = "the final ack covers fewer messages"
-    FOREIGN_ACK = "the final ack of another batch with the same id"
     ORDINARY_ACK = "the ack of a server without fast ingest"
 
 
@@ -101,45 +97,36 @@ class Ending:
 
 
 _UNKNOWN, _ABANDONED = errors.BatchOutcomeUnknownError, errors.BatchAbandonedError
-# fmt: off
 DONE: Final = Ending(EndReason.COMMITTED)
 LEFT: Final = Ending(EndReason.DISCARDED)
-LEFT_COMMIT: Final = Ending(
-    EndReason.DISCARDED, _UNKNOWN, "the batch was discarded before its commit was answered; {rest}")
-UNUSED: Final = Ending(EndReason.DISCONNECTED, _ABANDONED, "{cut}; nothing was sent", None)
-CUT: Final = Ending(EndReason.DISCONNECTED, _ABANDONED, "{cut}; {rest}", None)
-CUT_COMMIT: Final = Ending(EndReason.DISCONNECTED, _UNKNOWN, "{cut}, and the commit was not answered; {rest}")
+CUT: Final = Ending(EndReason.DISCONNECTED, _ABANDONED, "{cut}", None)
+CUT_COMMIT: Final = Ending(EndReason.DISCONNECTED, _UNKNOWN, "{cut}, and the commit was not answered")
 NO_RESUME: Final = Ending(
-    EndReason.DISCONNECTED, _ABANDONED,
-    "the connection was lost, and the server did not answer on a new one within {wait:g} s; {rest}", None)
+    EndReason.DISCONNECTED,
+    _ABANDONED,
+    "the connection was lost, and the server did not answer on a new one within {wait:g} s",
+    None,
+)
 GONE: Final = Ending(
-    EndReason.DISCONNECTED, _ABANDONED,
-    "the connection was lost, and the server no longer knows the batch; {rest}", None)
-NO_START: Final = Ending(
-    EndReason.TIMEOUT, _UNKNOWN,
-    "no answer to the first message within {wait:g} s{start}; {rest}")
+    EndReason.DISCONNECTED, _ABANDONED, "the connection was lost, and the server no longer knows the batch", None
+)
+NO_START: Final = Ending(EndReason.TIMEOUT, _UNKNOWN, "no answer to the first message{start}")
 SILENCE: Final = Ending(
-    EndReason.TIMEOUT, _UNKNOWN,
-    "the server acknowledged {acked:,} of {messages} and then nothing for {wait:g} s{silence}; {rest}")
-NO_COMMIT: Final = Ending(
-    EndReason.TIMEOUT, _UNKNOWN, "no answer to the commit within {wait:g} s{silence}; {rest}")
-FORGOTTEN: Final = Ending(  # perhaps because it has committed the batch, and the final ack was lost
-    EndReason.ERROR, _UNKNOWN, "the server no longer knows the batch; {rest}")
+    EndReason.TIMEOUT,
+    _UNKNOWN,
+    "the server acknowledged {acked:,} of {messages} and then nothing for {wait:g} s{silence}",
+)
+NO_COMMIT: Final = Ending(EndReason.TIMEOUT, _UNKNOWN, "no answer to the commit within {wait:g} s{silence}")
+# Perhaps because it has committed the batch, and the final ack was lost.
+FORGOTTEN: Final = Ending(EndReason.ERROR, _UNKNOWN, "the server no longer knows the batch")
 STOPPED: Final = Ending(
-    EndReason.ERROR, _ABANDONED,
-    "the server ended the batch after message {acked} of {sent}; later messages are not stored", "partial")
-CLASH: Final = Ending(
-    EndReason.ERROR, _ABANDONED,
-    "the server ended another batch with the same batch id, of {others}; {rest}; {advice}")
-CLASH_FIRST: Final = Ending(
-    EndReason.ERROR, _ABANDONED,
-    "the server ended another batch with the same batch id, of {others}; nothing is stored; {advice}", "not_stored")
-# The errors of these depend on a reply; see `FastBatch._ending`.
+    EndReason.ERROR, _ABANDONED, "the server ended the batch after message {acked} of {sent}", "partial"
+)
+# The errors of these depend on a reply; see `FastBatch._failure`.
 REFUSED: Final = Ending(EndReason.ERROR)
 SHORT: Final = Ending(EndReason.ERROR)
 CAUSE: Final = Ending(EndReason.ERROR)
 NO_FEATURE: Final = Ending(EndReason.ERROR)
-# fmt: on
 
 
 class NoChange(enum.Enum):
@@ -162,21 +149,19 @@ TABLE: Final[dict[Input, tuple[Cell, Cell, Cell, Cell, Cell, Cell, Cell]]] = {
     Input.MESSAGE:           (STARTING, ___,              ___,              ERR,       ERR,             ERR,        ERR),
     Input.PING:              (ERR,      ___,              ___,              ERR,       ERR,             ERR,        ERR),
     Input.COMMIT:            (ERR,      COMMITTING,       COMMITTING,       ERR,       ERR,             ERR,        ERR),
-    Input.DISCARD:           (LEFT,     LEFT,             LEFT,             LEFT,      LEFT_COMMIT,     LEFT,       ___),
+    Input.DISCARD:           (LEFT,     LEFT,             LEFT,             LEFT,      LEFT,            LEFT,       ___),
     Input.CONNECTION_LOST:   (___,      (CUT, SUSPENDED), (CUT, SUSPENDED), ___,       CUT_COMMIT,      CAUSE,      ___),
-    Input.CONNECTION_CLOSED: (UNUSED,   CUT,              CUT,              CUT,       CUT_COMMIT,      CAUSE,      ___),
+    Input.CONNECTION_CLOSED: (CUT,      CUT,              CUT,              CUT,       CUT_COMMIT,      CAUSE,      ___),
     Input.DEADLINE:          (___,      NO_START,         SILENCE,          NO_RESUME, NO_COMMIT,       CAUSE,      ___),
     Input.ACK:               (___,      OPEN,             ___,              ___,       ___,             ___,        ___),
     Input.ALL_ARRIVED:       (___,      ___,              ___,              OPEN,      ___,             ___,        ___),
     Input.GAP:               (___,      (DRAINING, ___),  (DRAINING, ___),  ___,       (DRAINING, ___), ___,        ___),
-    Input.WENT_BACK:         (___,      DRAINING,         DRAINING,         DRAINING,  DRAINING,        ___,        ___),
     Input.MESSAGE_REFUSED:   (___,      (DRAINING, OPEN), (DRAINING, ___),  ___,       (DRAINING, ___), ___,        ___),
     Input.MESSAGE_DROPPED:   (___,      REFUSED,          (DRAINING, ___),  ___,       ___,             ___,        ___),
     Input.UNKNOWN_BATCH:     (___,      REFUSED,          REFUSED,          GONE,      FORGOTTEN,       CAUSE,      ___),
     Input.BATCH_REFUSED:     (___,      REFUSED,          REFUSED,          REFUSED,   REFUSED,         CAUSE,      ___),
     Input.FINAL_ACK:         (___,      ___,              STOPPED,          STOPPED,   DONE,            CAUSE,      ___),
     Input.SHORT_FINAL_ACK:   (___,      ___,              STOPPED,          STOPPED,   (SHORT, DONE),   CAUSE,      ___),
-    Input.FOREIGN_ACK:       (___,      CLASH_FIRST,      CLASH,            CLASH,     CLASH,           CAUSE,      ___),
     Input.ORDINARY_ACK:      (___,      NO_FEATURE,       NO_FEATURE,       NO_FEATURE, NO_FEATURE,     NO_FEATURE, ___),
 }  # fmt: skip
 """What happens: ``___`` changes nothing, and with ``ERR`` the call raises BatchError."""
@@ -189,6 +174,7 @@ _TABLES: Final[dict[GapMode, dict[tuple[State, Input], _Step]]] = {
     }
     for index, mode in enumerate((GapMode.FAIL, GapMode.OK))
 }
+_LAST_REPLIES: Final = frozenset({Input.FINAL_ACK, Input.SHORT_FINAL_ACK, Input.ORDINARY_ACK})
 _OWES_AN_ANSWER: Final = frozenset({STARTING, SUSPENDED, COMMITTING, DRAINING})
 # Refusals after which the server still has the batch and lacks only the message that they answer.
 _BATCH_LIVES: Final = {
@@ -212,8 +198,76 @@ class Ended:
 Event = BatchFlowAck | BatchFlowGap | BatchFlowError | InDoubt | UnrecognisedReply | Ended
 
 
+class Reports:
+    """What the server reported of single messages; the newest are kept, and all are counted."""
+
+    def __init__(self) -> None:
+        self.gaps: deque[BatchFlowGap] = deque(maxlen=KEPT_REPORTS)
+        self.gap_count: int = 0
+        self.errors: deque[BatchFlowError] = deque(maxlen=KEPT_REPORTS)
+        self.error_count: int = 0
+        self.in_doubt: deque[InDoubt] = deque(maxlen=KEPT_REPORTS)
+
+    def __bool__(self) -> bool:
+        return bool(self.gap_count or self.error_count or self.in_doubt)
+
+
+class Clock:
+    """When the batch ends because the server is silent, and when it is asked meanwhile, in seconds of a monotonic clock."""
+
+    def __init__(self, timeout: float, keepalive: float) -> None:
+        self.timeout: float = check_seconds(timeout, "timeout")
+        self._ask_every = min(_ASK_EVERY, self.timeout / 3)
+        self._keepalive = check_seconds(keepalive, "keepalive", zero=True) or math.inf
+        self._owed_since = math.inf  # with no sign of life since then
+        self._began = self._asked_at = self._wrote_at = 0.0
+        self._asked = False  # and not answered
+
+    @property
+    def deadline(self) -> float:
+        return self._owed_since + self.timeout
+
+    def expect(self, now: float, *, anew: bool = False) -> None:
+        """Note that the server owes an answer from `now` on, unless it owes one already."""
+        if anew or self._owed_since == math.inf:
+            self._owed_since = self._asked_at = self._began = now
+
+    def reconnected(self, now: float) -> None:
+        """Wait as long again for the answer on a new connection, which may be lost as well."""
+        self._owed_since = min(now, self._began + self.timeout)
+
+    def alive(self, now: float) -> None:
+        """Take a sign of life: what the server owes is on its way."""
+        self._owed_since, self._asked = now, False
+
+    def answered(self) -> None:
+        """Take the answer to a ping: the server owes at most what others wait for."""
+        self._asked = False
+
+    def settled(self) -> None:
+        """Note that the server owes nothing."""
+        self._owed_since, self._asked = math.inf, False
+
+    def nobody_waits(self) -> None:
+        """Note that the server owes at most the answer to a ping."""
+        if not self._asked:
+            self._owed_since = math.inf
+
+    def wrote(self, now: float, *, asks: bool = False) -> None:
+        self._wrote_at = now
+        if asks:
+            self._asked_at, self._asked = now, True
+
+    def due(self, *, asks: bool, idle: bool) -> float:
+        """Return when the time is over, or a question is due while the server owes an answer, or a ping of an idle batch."""
+        due = self._owed_since + self.timeout
+        if asks and due < math.inf:
+            due = min(due, self._asked_at + self._ask_every)
+        return min(due, self._wrote_at + self._keepalive) if idle else due
+
+
 class FastBatch:
-    """One fast-ingest batch. Times are seconds of one monotonic clock; bytes go to the connection as they are.
+    """One fast-ingest batch. Bytes go to the connection as they are.
 
     The shell calls `open` once it has an inbox, listens on ``<inbox>.<batch_id>.>``, and passes everything on: replies
     to `receive`, the connection's state to `disconnected` and `reconnected`, and the time to `handle_timer`. Calls that
@@ -228,51 +282,36 @@ class FastBatch:
         flow: int = 100,
         max_outstanding_acks: int = 2,
         gap: GapMode = GapMode.FAIL,
-        ack_timeout: float = 5.0,
-        stall_ping: float = 1.0,
+        timeout: float = 5.0,
         keepalive: float = 5.0,
         max_payload: int = 1 << 20,
         inbox_size: int = 0,
     ) -> None:
-        self.batch_id: str = check_batch_id(batch_id)
+        self.batch_id: str = batch_id
         self.gap: GapMode = check_choice(gap, GapMode, "gap")
         self.window: Window = Window(flow, max_outstanding_acks)
-        self.ack_timeout: float = check_seconds(ack_timeout, "ack_timeout")
+        self.clock: Clock = Clock(timeout, keepalive)
+        self.wire: FastWire = FastWire(
+            batch_id=batch_id, flow=flow, gap=self.gap, max_payload=max_payload, inbox_size=inbox_size
+        )
+        self.reports: Reports = Reports()
+        self.target: Target = Target()
+        self.advice: str = ""  # why perhaps no JetStream answers, for the error about a subject without a stream
         self.state: State = NEW
         self.sent: int = 0  # the highest batch sequence of a message
         self.pongs: int = 0  # how many pings were answered
-        self.end_reason: EndReason | None = None
         self.ack: BatchAck | None = None
-        self.error: JetStreamExtError | None = None  # of the ended batch; None after a commit or a discard
-        self.cause: BatchError | None = None  # why the batch is DRAINING
-        self.gaps: deque[BatchFlowGap] = deque(maxlen=KEPT_REPORTS)
-        self.gap_count: int = 0
-        self.errors: deque[BatchFlowError] = deque(maxlen=KEPT_REPORTS)
-        self.error_count: int = 0
-        self.in_doubt: deque[InDoubt] = deque(maxlen=KEPT_REPORTS)
-        self.silence: str = ""  # why the server may not answer, for the error of a deadline
-        self.no_jetstream: str = ""  # why perhaps no JetStream answers, for the error about a subject without a stream
-
-        self.target: Target = Target()
+        self.error: JetStreamExtError | None = None  # why the batch is DRAINING or ENDED, other than by the caller
+        self.end_reason: EndReason | None = None
         self.other: str = ""  # another stream that has answered
-
-        self._source = f"batch {batch_id}"  # for the log
-        self._table = _TABLES[self.gap]
-        self._wire = FastWire(
-            batch_id=batch_id, flow=flow, gap=self.gap, max_payload=max_payload, inbox_size=inbox_size
-        )
-        self._stall_ping = min(stall_ping, self.ack_timeout / 3)
-        self._keepalive = check_seconds(keepalive, "keepalive", zero=True) or math.inf
-        self._waiting_since = math.inf  # the oldest wait without a sign of life since
-        self._unanswered_since = math.inf  # the oldest ping without one
-        self._asked_at = self._wrote_at = self._opening_took = 0.0
-        self._asks_again = False  # COMMITTING, DRAINING: the server is to be asked again
-        self._connected = True
-        self._cut = "the connection was lost"
         self._stream = ""  # the batch's, if it is known
-        self._resumed = 0  # replies about messages up to this one may have been lost with a connection
-        self._probed = False  # SUSPENDED: the server was asked on a new connection once
+        self._opening_took = 0.0
+        self._connected = True
+        self._awaited = False  # a caller waits
+        self._asks_again = False  # COMMITTING, DRAINING: the server is to be asked again
+        self._last_words = b""
         self._doubtful = 0  # SUSPENDED: nothing is known from this sequence on
+        self._resumed = 0  # reports about messages up to this one may have been lost with a connection
         self._refusal: ServerError | None = None  # of the newest ping or marker, with no other reply since
 
     # -- for the shell's decisions --------------------------------------------------------------------------------
@@ -319,18 +358,18 @@ class FastBatch:
 
     @property
     def first_subject(self) -> str:
-        return self._wire.subject.decode()
+        return self.wire.subject.decode()
 
     def result(self) -> BatchAck:
         """Return the server's final ack; raise BatchError, or what ended the batch, if the server has sent no ack."""
         if self.ack is not None:
             return self.ack
-        if self.state is ENDED and self.end_reason is not EndReason.DISCARDED:
-            self._raise()
-        if self.state is ENDED:
-            text = f"it was discarded, so it has no final ack; {self._rest()}"
-            raise self._error(errors.BatchClosedError, text)
-        raise self._error(BatchError, "it is still open; its final ack comes with the commit or the end of its block")
+        if self.state is not ENDED:
+            what = "it is still open; its final ack comes with the commit or the end of its block"
+            raise BatchError(f"batch {self.batch_id}: {what}", **self._facts(None))
+        if self.error is None:
+            raise self._error(errors.BatchClosedError, "it was discarded, so it has no final ack")
+        return self._raise()
 
     def reached(self, goal: Callable[[], bool]) -> bool:
         """Whether a wait for `goal` is over; raise BatchError if the batch has ended, other than by its commit.
@@ -345,39 +384,22 @@ class FastBatch:
 
     # -- sending --------------------------------------------------------------------------------------------------
 
-    def open(self, inbox: str, took: float = 0.0, stream: StreamState | None = None) -> None:
+    def open(self, inbox: str, took: float = 0.0, stream: str = "") -> None:
         """Set the prefix of the reply subjects before the first message; raise if the batch was discarded.
 
-        From then on a message that `stream` does not store raises SubjectElsewhere. `took` are the seconds that the shell
-        needed to get that far; the wait for the first reply is shorter by them.
+        `stream` is the batch's, if it is known. `took` are the seconds that the shell needed to get that far; the wait for
+        the first reply is shorter by them.
         """
         self._check(Input.MESSAGE)
-        self._wire.open(inbox)
+        self.wire.open(inbox)
         self._opening_took = took
-        if stream is not None:
-            self._stream = stream.name
-            self._wire.subjects.limit_to(stream.stores)
-
-    def check_stream(self, subject: str, stream: str | None) -> None:
-        """Take the answer to a SubjectElsewhere, as `SubjectCache.answer` does."""
-        self._wire.subjects.answer(subject, stream, self._stream, f"batch {self.batch_id}", "a fast batch")
-
-    def set_max_payload(self, max_payload: int) -> None:
-        self._wire.max_payload = max_payload
-
-    def set_max_msg_size(self, max_msg_size: int | None) -> None:
-        """Set the limit of the stream, which no message exceeds only because of its trace context."""
-        self._wire.max_msg_size = max_msg_size
-
-    def encode(self, message: BatchMessage) -> Encoded:
-        """As `FastWire.encode`, for `add`; the batch does not change."""
-        return self._wire.encode(message)
+        self._stream = stream
 
     def add(self, message: BatchMessage | Encoded, now: float) -> bytes:
         """Return the bytes that publish `message`; it has a batch sequence from here on."""
         self._check(Input.MESSAGE)
-        encoded = message if isinstance(message, Encoded) else self._wire.encode(message)
-        data = self._wire.message(encoded, self.sent + 1)
+        encoded = message if isinstance(message, Encoded) else self.wire.encode(message)
+        data = self.wire.message(encoded, self.sent + 1)
         self._sent(1, now)
         return data
 
@@ -385,13 +407,11 @@ class FastBatch:
         """As `add`, for a message that has no headers and no options."""
         if self.state is not OPEN:
             self._check(Input.MESSAGE)
-        data = self._wire.plain(subject, payload, self.sent + 1)
+        data = self.wire.plain(subject, payload, self.sent + 1)
         self._sent(1, now)
         return data
 
-    def add_many(
-        self, entries: Iterator[Entry], now: float, trace: TraceContext | None = None
-    ) -> tuple[bytes, int, int, BaseException | None]:
+    def add_many(self, entries: Iterator[Entry], now: float) -> tuple[bytes, int, int, BaseException | None]:
         """Take a block of messages from `entries`: as many as the window has room for, up to its flow and about 1 MiB.
 
         The server acknowledges a block while the next one is encoded. A new batch takes only one message. Returns the
@@ -401,44 +421,49 @@ class FastBatch:
         """
         self._check(Input.MESSAGE)
         limit = 1 if self.state is NEW else min(self.room, self.window.flow)
-        data, count, size, stopped = self._wire.many(entries, limit, self.sent, trace)
+        data, count, size, stopped = self.wire.many(entries, limit, self.sent)
         if count:
             self._sent(count, now)
         return data, count, size, stopped
 
     def _sent(self, count: int, now: float) -> None:
         self.sent += count
-        self._wrote_at = now
+        self.clock.wrote(now)
         if self.state is NEW:
             self._happen(Input.MESSAGE, now)
 
     def ping(self, now: float) -> bytes:
         """Return the bytes that ask the server for its position."""
         self._check(Input.PING)
-        self._asked_at = self._wrote_at = now
-        self._unanswered_since = min(self._unanswered_since, now)
-        return self._ping_command()
+        self.clock.expect(now)
+        return self._ask(now)
 
-    def _ping_command(self) -> bytes:
-        log_state(_log, self._source, "ping sent", sent=self.sent, acked=self.acked)
-        return self._wire.ping(self.sent)
+    def _ask(self, now: float) -> bytes:
+        self.clock.wrote(now, asks=True)
+        self._log("ping sent")
+        return self.wire.ping(self.sent)
 
     def commit(self, now: float) -> bytes:
         """Return the bytes that end the batch; a last message goes before it by `add`."""
         self._happen(Input.COMMIT, now)
-        self._wrote_at = now
-        return self._wire.end(self.sent)
+        self.clock.wrote(now)
+        return self.wire.end(self.sent)
 
-    def discard(self) -> list[Event]:
-        """End the batch here; the server forgets it after its idle time. What was sent stays stored."""
-        return self._happen(Input.DISCARD, 0.0)
+    def discard(self) -> tuple[list[Event], bytes]:
+        """End the batch; return what happened, and bytes that end it on the server. What was sent stays stored."""
+        return self._happen(Input.DISCARD, 0.0), self._farewell()
+
+    def _farewell(self) -> bytes:
+        """Return, once, what ends a batch on the server that has ended only here; the server would count it for 10 s."""
+        out, self._last_words = self._last_words, b""
+        return out
 
     # -- the connection -------------------------------------------------------------------------------------------
 
     def disconnected(self, now: float, *, for_good: bool = False, why: str = "the connection was lost") -> list[Event]:
         """Take the loss of the connection: `for_good`, or until `reconnected`; `why` is for the error."""
-        self._connected, self._cut = False, why
-        return self._happen(Input.CONNECTION_CLOSED if for_good else Input.CONNECTION_LOST, now)
+        self._connected = False
+        return self._happen(Input.CONNECTION_CLOSED if for_good else Input.CONNECTION_LOST, now, why=why)
 
     def reconnected(self, now: float) -> bytes:
         """Take the new connection; return the ping that finds out whether the server has the batch.
@@ -448,62 +473,46 @@ class FastBatch:
         lost, self._connected = not self._connected, True
         if not lost or self.state is not SUSPENDED:
             return b""
-        if not self._probed:
-            self._probed = True
-            self._wait(now)  # only once: a connection that comes and goes must not move the deadline every time
-        self._asked_at = self._wrote_at = now
-        return self._ping_command()
+        self.clock.reconnected(now)
+        return self._ask(now)
 
-    def write_timed_out(self, now: float) -> list[Event]:
-        """Note that the connection has written nothing of its buffer for `ack_timeout` seconds."""
-        return self._happen(Input.DEADLINE, now)
+    def give_up(self, now: float, why: str = "") -> list[Event]:
+        """Note that no answer can come: the write buffer is full for `timeout` seconds, or the message was refused."""
+        return self._happen(Input.DEADLINE, now, why=why)
 
     # -- time -----------------------------------------------------------------------------------------------------
 
     def waiting(self, now: float) -> None:
         """Note that a caller waits from now on: for the first reply, the window, or acknowledgements."""
-        if self._waiting_since == math.inf and self.state is not NEW and self.state is not ENDED:
-            self._waiting_since = self._asked_at = now
+        self._awaited = True
+        if self.state is not NEW and self.state is not ENDED:
+            self.clock.expect(now)
 
     def not_waiting(self) -> None:
+        self._awaited = False
         if self.state is OPEN:
-            self._waiting_since = math.inf
+            self.clock.nobody_waits()
 
     def next_timer(self) -> float | None:
-        due = min(self._deadline, self._next_ask)
+        is_open = self.state is OPEN
+        asks = is_open or (self._connected if self.state is SUSPENDED else self._asks_again)
+        due = self.clock.due(asks=asks, idle=is_open)
         return None if due == math.inf else due
 
-    def handle_timer(self, now: float) -> tuple[list[Event], bytes]:
-        """Do what is due; return what happened, and bytes to send."""
-        if now >= self._deadline:
-            return self._happen(Input.DEADLINE, now), b""
-        if now < self._next_ask:
+    def handle_timer(self, now: float, silence: str = "") -> tuple[list[Event], bytes]:
+        """Do what is due; return what happened, and bytes to send. `silence` is why the server may not answer."""
+        if now >= self.clock.deadline:
+            return self._happen(Input.DEADLINE, now, why=silence), self._farewell()
+        if (due := self.next_timer()) is None or now < due:
             return [], b""
         if self.state is OPEN:
             return [], self.ping(now)
-        self._asked_at = self._wrote_at = now
-        if self.state is COMMITTING:
-            self._asks_again = False
-            log_state(_log, self._source, "commit sent again", self._refusal or "", sent=self.sent)
-            return [], self._wire.end(self.sent)
-        return [], self._ping_command()
-
-    @property
-    def _deadline(self) -> float:
-        return min(self._waiting_since, self._unanswered_since) + self.ack_timeout
-
-    @property
-    def _next_ask(self) -> float:
-        stalled = self._deadline < math.inf
-        again = self._asked_at + self._stall_ping if stalled else math.inf
-        if self.state is OPEN:
-            return min(again, self._wrote_at + self._keepalive)
-        asks = self._connected if self.state is SUSPENDED else self._asks_again
-        return again if asks else math.inf
-
-    def _wait(self, now: float) -> None:
-        self._waiting_since = self._asked_at = now
-        self._unanswered_since = math.inf
+        if self.state is not COMMITTING:
+            return [], self._ask(now)
+        self._asks_again = False
+        self.clock.wrote(now, asks=True)
+        self._log("commit sent again", self._refusal or "")
+        return [], self.wire.end(self.sent)
 
     # -- replies --------------------------------------------------------------------------------------------------
 
@@ -515,19 +524,20 @@ class FastBatch:
             if self.state is NEW or self.state is ENDED:
                 break
             try:
-                if other := self.target.other(frame[1][frame[2] :]):
+                if self.target.domain is not None and (other := self.target.other(frame[1][frame[2] :])):
                     self._note_other(other)
                     continue
                 reply = self._decode(frame)
             except errors.ResponseError as error:
                 events.append(UnrecognisedReply(error.frame))
             else:
+                self._hear(reply, now)
                 out += self._take(reply, now, events)
-        return events, out
+        return events, out + self._farewell() if self.state is ENDED else out
 
     def _note_other(self, other: str) -> None:
         self.other = self.target.answered_by(other)
-        log_state(_log, self._source, "ignored an answer", other)
+        self._log("ignored an answer", other)
 
     def _decode(self, frame: Frame) -> Reply:
         """Decode a reply, or raise ResponseError if it cannot be about this batch."""
@@ -536,26 +546,41 @@ class FastBatch:
         if isinstance(said, UnrecognisedReply):
             raise errors.ResponseError("a reply has an unknown type", frame=said.payload)
         if isinstance(said, BatchAck):
-            foreign = said.batch_id != self.batch_id
+            covers = said.batch_size or 0
         else:
             covers = reply.seq if isinstance(said, ServerError | wire.OrdinaryAck) else said.seq
-            foreign = covers > self.sent + 1  # the marker that ends the batch has a sequence too
-        if foreign:
+        # The marker that ends the batch has a sequence too.
+        if covers > self.sent + 1 or (isinstance(said, BatchAck) and said.batch_id != self.batch_id):
             raise errors.ResponseError("a reply is about another batch", frame=frame[1])
         return reply
 
-    def _take(self, reply: Reply, now: float, events: list[Event]) -> bytes:
-        said = reply.said
+    def _hear(self, reply: Reply, now: float) -> None:
+        """Take a reply as a sign of life, if it is one."""
+        said, window = reply.said, self.window
         if isinstance(said, ServerError) and reply.op in (wire.PING, wire.COMMIT_EOB):
-            # A server that refuses a ping or the marker does not have the batch at present: that is no sign of life.
+            # A server that refuses a ping or the marker does not have the batch at present.
             self._refusal = said
-        elif self.state is not DRAINING or reply.op != wire.PING:
-            # The final ack answers the pings of a draining batch; other answers must not extend its wait indefinitely.
-            self._refusal = None
-            self._unanswered_since = math.inf
-            if self._waiting_since != math.inf and not self._is_idle(reply):
-                self._waiting_since = now
-        match said:
+            return
+        if self.state is DRAINING and reply.op == wire.PING:
+            return  # the final ack answers the pings of a draining batch; other answers must not extend its wait
+        self._refusal = None
+        if not self._awaited and self.state not in _OWES_AN_ANSWER:
+            self.clock.settled()
+            return
+        # A stream's leader without its followers takes messages and answers pings, and acknowledges nothing. Another
+        # server may repeat one ack or one gap endlessly. Waits must end nevertheless.
+        if isinstance(said, BatchFlowGap):
+            idle = said in self.reports.gaps
+        else:
+            arrived = min(reply.seq, self.sent) if reply.op == wire.PING else 0
+            idle = isinstance(said, BatchFlowAck) and said.seq <= window.acked and arrived <= window.arrived
+        if not idle:
+            self.clock.alive(now)
+        elif reply.op == wire.PING:
+            self.clock.answered()
+
+    def _take(self, reply: Reply, now: float, events: list[Event]) -> bytes:
+        match said := reply.said:
             case BatchFlowAck():
                 self._flow_ack(reply, said, now, events)
             case BatchFlowGap():
@@ -563,10 +588,6 @@ class FastBatch:
             case BatchFlowError():
                 self._note_error(said, events, refused=True)
                 events += self._happen(Input.MESSAGE_REFUSED, now, reply)
-            case BatchAck() if self._is_of_another_batch(reply, said):
-                if reply.op != wire.START:  # the server ended this batch with the other one
-                    self.ack = said
-                events += self._happen(Input.FOREIGN_ACK, now, reply)
             case BatchAck():
                 self.ack = said
                 count = said.batch_size or 0
@@ -580,64 +601,43 @@ class FastBatch:
                 events += self._happen(Input.ORDINARY_ACK, now, reply)
         return b""
 
-    def _is_idle(self, reply: Reply) -> bool:
-        """Whether a server answers that has not stored or received anything since: waits must end nevertheless.
-
-        A stream's leader without its followers takes messages and answers pings, and acknowledges nothing. Another server
-        may repeat one ack or one gap endlessly.
-        """
-        said, window = reply.said, self.window
-        if isinstance(said, BatchFlowGap):
-            return said in self.gaps
-        arrived = min(reply.seq, self.sent) if reply.op == wire.PING else 0
-        return isinstance(said, BatchFlowAck) and said.seq <= window.acked and arrived <= window.arrived
-
-    def _is_of_another_batch(self, reply: Reply, ack: BatchAck) -> bool:
-        """Whether a final ack counts messages that this batch cannot have had on the server.
-
-        A message ends its own batch only because messages before it are missing, so the first one cannot. But if the stream
-        has replicas, the marker arrives before the messages are stored, and the last one that is stored is answered.
-        """
-        own = self.sent
-        if reply.op in (wire.START, wire.APPEND):
-            if self.state is not COMMITTING:
-                own = reply.seq - 1
-            elif self.gap is GapMode.FAIL:  # otherwise lost messages at the end are counted
-                own = reply.seq
-        return self.state is STARTING or (ack.batch_size or 0) > own
-
     def _flow_ack(self, reply: Reply, ack: BatchFlowAck, now: float, events: list[Event]) -> None:
-        if reply.op == wire.START and self.state is not STARTING and self.target.elsewhere and not self.other:
-            self._note_other("another stream")  # message 1 is acknowledged once by each stream
+        if (
+            ack.seq == 0
+            and reply.op == wire.START
+            and self.state is not STARTING
+            and self.target.elsewhere
+            and not self.other
+        ):
+            self._note_other("another stream")  # each stream opens a batch once
         events += self._happen(Input.ACK, now, reply)
-        flow = self.window.flow
-        if self.window.acknowledge(ack, self.sent, pong=reply.op == wire.PING):
+        flow, is_pong = self.window.flow, reply.op == wire.PING
+        before = self.window.acked
+        if self.window.acknowledge(ack, self.sent, pong=is_pong):
             events.append(ack)
         if self.window.flow != flow:
-            log_state(_log, self._source, "flow changed", flow=self.window.flow, before=flow, acked=self.acked)
-        if reply.op != wire.PING:
-            return
-        seq = min(reply.seq, self.sent)
-        full = self.gap is GapMode.OK and self.room <= 0
-        self.window.prove(seq, now, self._stall_ping if full else math.inf, self._resumed)
-        self.pongs += 1
-        if self._connected and seq >= self.sent:
-            events += self._happen(Input.ALL_ARRIVED, now, reply)
+            self._log("flow changed", flow=self.window.flow, before=flow)
+        if is_pong:
+            self.pongs += 1
+            self.window.arrived = max(self.window.arrived, min(reply.seq, self.sent))
+            if (
+                self.state is OPEN and self.acked == before
+            ):  # what was sent before a reconnect was refused, if it is missing
+                self.window.settle(min(reply.seq, self._resumed))
+            if self._connected and reply.seq >= self.sent:
+                events += self._happen(Input.ALL_ARRIVED, now, reply)
 
     def _gap(self, reply: Reply, gap: BatchFlowGap, now: float, events: list[Event]) -> None:
+        reports = self.reports
         if gap.first_lost <= 1 and reply.op == wire.PING:
             # The first message opens the batch, so a batch never lacks it: servers before 2.15 open a batch for a ping
             # after message 1 when they no longer have it.
             events += self._happen(Input.UNKNOWN_BATCH, now, reply)
-        elif self.state is DRAINING or gap in self.gaps:
-            pass  # the batch has ended, or the report came twice
-        elif gap.seq <= gap.first_lost:
-            events += self._happen(Input.WENT_BACK, now, reply)
-        else:
-            self.gaps.append(gap)
-            self.gap_count += 1
+        elif self.state is not DRAINING and gap not in reports.gaps and gap.seq > gap.first_lost:  # it is new
+            reports.gaps.append(gap)
+            reports.gap_count += 1
             events.append(gap)
-            log_state(_log, self._source, "gap", first_lost=gap.first_lost, last_lost=gap.last_lost)
+            self._log("gap", first_lost=gap.first_lost, last_lost=gap.last_lost)
             events += self._happen(Input.GAP, now, reply)
 
     def _refused(self, reply: Reply, error: ServerError, now: float, events: list[Event]) -> bytes:
@@ -649,102 +649,101 @@ class FastBatch:
         elif reply.op == wire.COMMIT_EOB:
             self._asks_again = True  # the marker was not taken: the batch is as it was
         elif reply.op != wire.PING:  # a refused ping is repeated until the deadline
-            return self._dropped(reply, error, now, events)
+            before = self.state
+            ended = self._happen(Input.MESSAGE_DROPPED, now, reply)
+            if not ended:
+                # A message that is too large was refused for good. Any other stays in the window, which closes while the
+                # server takes no messages.
+                self._note_error(BatchFlowError(reply.seq, error), events, refused=code == ErrorCode.MESSAGE_TOO_LARGE)
+            events += ended
+            if self.state is DRAINING and before is not DRAINING:
+                # The server ends the batch as soon as it sees what follows the hole. A ping makes it see that now.
+                self._asks_again = True
+                return self._ask(now)
         return b""
-
-    def _dropped(self, reply: Reply, error: ServerError, now: float, events: list[Event]) -> bytes:
-        before = self.state
-        ended = self._happen(Input.MESSAGE_DROPPED, now, reply)
-        if not ended:
-            # A message that is too large was refused for good. Any other stays in the window, which closes while the
-            # server takes no messages.
-            report = BatchFlowError(reply.seq, error)
-            self._note_error(report, events, refused=error.err_code == ErrorCode.MESSAGE_TOO_LARGE)
-        events += ended
-        if self.state is before or self.state is not DRAINING:
-            return b""
-        # The server ends the batch as soon as it sees what follows the hole. A ping makes it see that now.
-        self._asks_again = True
-        self._wrote_at = now
-        return self._ping_command()
 
     def _note_error(self, report: BatchFlowError, events: list[Event], *, refused: bool) -> None:
         if refused:
             self.window.refuse(report.seq, self.sent)
-        self.errors.append(report)
-        self.error_count += 1
+        self.reports.errors.append(report)
+        self.reports.error_count += 1
         events.append(report)
-        log_state(_log, self._source, "message refused", report.error, seq=report.seq)
+        self._log("message refused", report.error, seq=report.seq)
 
     # -- changes of state -----------------------------------------------------------------------------------------
 
     def _check(self, call: Input) -> None:
-        if self._table[self.state, call] is ERR:
+        if _TABLES[self.gap][self.state, call] is ERR:
             self._raise()
 
-    def _happen(self, event: Input, now: float, reply: Reply | None = None) -> list[Event]:
-        cell = self._table[self.state, event]
-        if cell is ERR:
+    def check_open(self) -> None:
+        if _TABLES[self.gap][self.state, Input.MESSAGE] is ERR and self.state is not SUSPENDED:
             self._raise()
-        if isinstance(cell, NoChange):
+
+    def _happen(self, event: Input, now: float, reply: Reply | None = None, why: str = "") -> list[Event]:
+        step, old, events = _TABLES[self.gap][self.state, event], self.state, list[Event]()
+        if step is ERR:
+            self._raise()
+        if isinstance(step, NoChange):
             return []
-        old, events = self.state, list[Event]()
-        if isinstance(cell, Ending):
-            self.end_reason, self.error = self._ending(cell, reply)
+        if isinstance(step, Ending):
+            if step is not CAUSE:
+                self.error = self._failure(step, reply, why)
+            is_gap = isinstance(self.error, errors.BatchGapError)
+            self.end_reason = EndReason.GAP if is_gap else step.reason
             if isinstance(self.error, BatchError):
                 self.error.sent, self.error.acked, self.error.ack = self.sent, self.acked, self.ack
             events.append(Ended(self.end_reason))
-            new = ENDED
-        else:
-            new = cell
+            # Only a server that is known to have fast ingest: another one stores the marker as a message.
+            lives = old in (OPEN, SUSPENDED) or (old is STARTING and self._stream != "")
+            if lives and self._connected and event not in _LAST_REPLIES:
+                self._last_words = self.wire.end(self.sent)
+        new = ENDED if isinstance(step, Ending) else step
         if old is SUSPENDED:
             events = self._doubts(new) + events
             self._resumed = self.sent
         elif new is SUSPENDED:
-            self._doubtful, self._probed = self.acked + 1, False
-        if new is DRAINING:
+            self._doubtful = self.acked + 1
+        elif new is DRAINING:
             assert reply is not None
-            self.cause = self._loss(reply)
+            self.error = self._loss(reply)
         self.state = new
         self._asks_again = False
-        self._waiting_since = self._unanswered_since = math.inf
-        if new in _OWES_AN_ANSWER:
-            self._wait(now)
-        if new is STARTING:
-            self._waiting_since -= self._opening_took
-        log_state(
-            _log, self._source, f"{old.name} -> {new.name}", event.value,
-            sent=self.sent, acked=self.acked,
-            end_reason=self.end_reason and self.end_reason.value, error=self.error or self.cause,
+        if new in _OWES_AN_ANSWER or (self._awaited and new is not ENDED):
+            self.clock.expect(now - self._opening_took if new is STARTING else now, anew=True)
+        else:
+            self.clock.settled()
+        self._log(
+            f"{old.name} -> {new.name}", event.value, sent=self.sent,
+            end_reason=self.end_reason and self.end_reason.value, error=self.error,
         )  # fmt: skip
         return events
 
     def _doubts(self, new: State) -> list[Event]:
         """Return the messages in doubt after SUSPENDED; those that the ping proved lost are not in doubt."""
-        last = self.gaps[-1] if self.gaps and new is OPEN else None
-        tail = self.sent + 1
+        gaps, tail = self.reports.gaps, self.sent + 1
+        last = gaps[-1] if gaps and new is OPEN else None
         if last is not None and last.seq > self.sent and last.first_lost >= self._doubtful:
             tail = last.first_lost
         if self._doubtful >= tail:
             return []
         doubt = InDoubt(self._doubtful, tail - 1)
-        self.in_doubt.append(doubt)
-        log_state(_log, self._source, "messages in doubt", first=self._doubtful, last=tail - 1)
+        self.reports.in_doubt.append(doubt)
+        self._log("messages in doubt", first=self._doubtful, last=tail - 1)
         return [doubt]
+
+    def _log(self, what: str, why: object = "", **facts: Any) -> None:
+        log_state(_log, f"batch {self.batch_id}", what, why, acked=self.acked, **facts)
 
     # -- errors ---------------------------------------------------------------------------------------------------
 
-    def check_open(self) -> None:
-        if self._table[self.state, Input.MESSAGE] is ERR and self.state is not SUSPENDED:
-            self._raise()
-
     def _raise(self) -> NoReturn:
         """Raise why the batch takes no message, ping or commit in its state."""
-        failure = self.cause if self.state is DRAINING else self.error
-        if failure is not None:
-            raise copy.copy(failure) from failure.__cause__  # one object raised twice would chain its tracebacks
+        if self.error is not None:
+            raise copy.copy(self.error) from self.error.__cause__  # one object raised twice would chain its tracebacks
         if self.state is NEW:
-            raise self._error(errors.EmptyBatchError, "the batch has no messages; add one before flush() or a commit")
+            text = "the batch has no messages; add one before flush() or a commit"
+            raise errors.EmptyBatchError(f"batch {self.batch_id}: {text}", **self._facts(None))
         if self.state is SUSPENDED:
             text = (
                 "the connection was lost; the batch takes no messages until the server has answered after the reconnect"
@@ -760,42 +759,54 @@ class FastBatch:
         elif outcome is None and self.acked < self.sent:
             outcome = "unknown" if self.ack is None else "partial"
         elif outcome is None:
-            outcome = "partial" if self.gap_count or self.error_count or self.in_doubt else "stored"
+            outcome = "partial" if self.reports else "stored"
         return {
             "batch_id": self.batch_id, "sent": self.sent, "acked": self.acked, "outcome": outcome, "ack": self.ack,
         }  # fmt: skip
 
-    def _ending(self, ending: Ending, reply: Reply | None) -> tuple[EndReason, JetStreamExtError | None]:
-        error: JetStreamExtError | None = None
-        if ending is CAUSE:
-            error = self.cause
-        elif ending is SHORT:
-            assert self.ack is not None
-            error = self._lost((self.ack.batch_size or 0) + 1, self.sent)
-        elif ending is REFUSED:
-            assert reply is not None
-            error = self._refused_batch(reply)
-        elif ending is NO_FEATURE:
-            assert reply is not None
-            error = FAST_INGEST.unsupported(detail=f"message {reply.seq} is stored, as a separate message")
-        elif ending.error is not None:
-            text = ending.text.format(
-                acked=self.acked, sent=self.sent, messages=counted(self.sent, "message"), wait=self.ack_timeout,
-                cut=self._cut, silence=self.silence, start=self.silence or _OLDER, others=_OTHERS, advice=_ADVICE, rest=self._rest(),
-            )  # fmt: skip
-            refusal = self._refusal if ending.reason is EndReason.TIMEOUT else None
-            if refusal is not None:
-                text += f"; the last error of the server: {refusal.description}"
-            error = self._error(ending.error, text, ending.outcome)
-            error.__cause__ = refusal
-        return EndReason.GAP if isinstance(error, errors.BatchGapError) else ending.reason, error
+    def _stored(self, outcome: Outcome | None) -> str:
+        """Return what of the batch is stored."""
+        acked, sent = self.acked, self.sent
+        if outcome == "not_stored" or (outcome == "partial" and not acked):
+            return "nothing is stored"
+        if outcome == "partial":
+            return f"{numbered(1, acked)} {plural(acked, 'is', 'are')} stored, later ones are not"
+        if acked == sent:
+            return "every message was acknowledged" if sent else "nothing was sent"
+        return f"{numbered(acked + 1, sent)} {plural(sent - acked, 'is', 'are')} not acknowledged and may be stored"
 
-    def _rest(self) -> str:
-        """Return which messages may be stored besides those that are acknowledged."""
-        if self.sent == self.acked:
-            return "every message was acknowledged" if self.sent else "nothing was sent"
-        messages, are = numbered(self.acked + 1, self.sent), plural(self.sent - self.acked, "is", "are")
-        return f"{messages} {are} not acknowledged and may be stored"
+    def _error(self, kind: type[BatchError], text: str, outcome: Outcome | None = None, **fields: Any) -> BatchError:
+        return kind(
+            f"batch {self.batch_id}: {text}; {self._stored(outcome)}{self._and_other}", **self._facts(outcome), **fields
+        )
+
+    @property
+    def _and_other(self) -> str:
+        return f"; {self.other}" if self.other else ""
+
+    def _failure(self, ending: Ending, reply: Reply | None, why: str) -> JetStreamExtError | None:
+        """Return the error of an ending; None if it is none."""
+        if ending is SHORT:
+            assert self.ack is not None
+            return self._lost((self.ack.batch_size or 0) + 1, self.sent)
+        if ending is REFUSED:
+            assert reply is not None
+            return self._refused_batch(reply)
+        if ending is NO_FEATURE:
+            assert reply is not None
+            return FAST_INGEST.unsupported(detail=f"message {reply.seq} is stored, as a separate message")
+        if ending.error is None:
+            return None
+        text = ending.text.format(
+            acked=self.acked, sent=self.sent, messages=counted(self.sent, "message"), wait=self.clock.timeout,
+            cut=why, silence=why, start=why or f" within {self.clock.timeout:g} s{_OLDER}",
+        )  # fmt: skip
+        refusal = self._refusal if ending.reason is EndReason.TIMEOUT else None
+        if refusal is not None:
+            text += f"; the last error of the server: {refusal.description}"
+        error = self._error(ending.error, text, ending.outcome)
+        error.__cause__ = refusal
+        return error
 
     def _loss(self, reply: Reply) -> BatchError:
         """Return the error of a batch that the server ends because of `reply`."""
@@ -805,24 +816,18 @@ class FastBatch:
         if isinstance(said, ServerError):
             return self._refused_message(said, reply.seq, "partial")
         assert isinstance(said, BatchFlowGap)
-        if said.seq > said.first_lost:
-            return self._lost(said.first_lost, said.last_lost)
-        first = self.state is STARTING
-        stored = "nothing is stored" if first else self._rest()
-        text = (
-            f"the server received message {said.seq} after message {said.first_lost - 1}, because {_OTHERS}, used the"
-        )
-        text += f" same batch id; {stored}; {_ADVICE}"
-        return self._error(_ABANDONED, text, "not_stored" if first else "unknown")
+        return self._lost(said.first_lost, said.last_lost)
 
     def _lost(self, first: int, last: int) -> BatchError:
-        for report in self.errors:
+        for report in self.reports.errors:
             if report.seq == first:  # not lost on its way: it was refused after the commit was sent
                 return self._refused_message(report.error, first, "partial")
         before = f"{numbered(1, first - 1)} {plural(first - 1, 'is', 'are')} stored, later ones are not"
-        lost = f"{numbered(first, last)} {plural(last - first + 1, 'was', 'were')} lost"
-        text = f"{lost}; {'nothing is stored' if first == 1 else before}"
-        return self._error(errors.BatchGapError, text, "partial", first_lost=first, last_lost=last)
+        text = f"{numbered(first, last)} {plural(last - first + 1, 'was', 'were')} lost; "
+        text += f"{'nothing is stored' if first == 1 else before}{self._and_other}"
+        return errors.BatchGapError(
+            f"batch {self.batch_id}: {text}", **self._facts("partial"), first_lost=first, last_lost=last
+        )
 
     def _refused_batch(self, reply: Reply) -> BatchError:
         first = self.state is STARTING or (reply.seq == 1 and reply.op == wire.START)
@@ -830,21 +835,18 @@ class FastBatch:
         if not isinstance(error, ServerError):  # a gap of message 1, which only another batch can have
             error = errors.server_error(code=errors.Status.INVALID_REQUEST, err_code=ErrorCode.FAST_UNKNOWN_BATCH)
         if first and errors.reached_no_stream(error):
-            text = f"no stream stores subject {self.first_subject!r}, or the stream has no leader{self.no_jetstream}"
-            return self._error(errors.NoStreamError, f"{text}; nothing is stored", "not_stored")
-        if doubt := self.target.doubt(error.err_code):
-            text = f"message {reply.seq} was refused: {error.description}; {self._rest()}; {doubt}"
-            return errors.batch_refusal(error, f"batch {self.batch_id}: {text}", **self._facts("unknown"))
-        return self._refused_message(error, reply.seq, "not_stored" if first else "unknown")
+            text = f"no stream stores subject {self.first_subject!r}, or the stream has no leader{self.advice}"
+            return self._error(errors.NoStreamError, text, "not_stored")
+        doubt = self.target.doubt(error.err_code)
+        return self._refused_message(error, reply.seq, "not_stored" if first and not doubt else "unknown", doubt)
 
-    def _refused_message(self, error: ServerError, seq: int, outcome: Outcome) -> BatchError:
-        stored = self._rest()
+    def _refused_message(self, error: ServerError, seq: int, outcome: Outcome, doubt: str = "") -> BatchError:
         if self.other:  # whose acks and refusals these are is not known
             stored, outcome = "it is not known which messages are stored", "unknown"
-        elif outcome == "not_stored" or (outcome == "partial" and seq == 1):
-            stored = "nothing is stored"
-        elif outcome == "partial":
+        elif outcome == "partial" and seq > 1:
             stored = "neither it nor any later message is stored; messages up to the error's `acked` are stored"
+        else:
+            stored = self._stored("not_stored" if outcome == "partial" else outcome)
         text = f"message {seq} was refused: {error.description}; {stored}"
         stream, subject = error.stream or self._stream, self.first_subject
         if error.err_code == ErrorCode.FAST_DISABLED:
@@ -852,13 +854,9 @@ class FastBatch:
             where = f"stream {stream!r}, which stores" if stream else "the stream of"
             text = f"fast ingest is disabled on {where} subject {subject!r}; {stored}; {how}"
         elif error.err_code == ErrorCode.FAST_UNKNOWN_BATCH:
-            text = f"the server no longer has the batch; {stored}"
-        text += advice.after_refusal(error.err_code, stream, subject, self._wire.expected_streams) + self._and_other
-        return errors.batch_refusal(error, f"batch {self.batch_id}: {text}", **self._facts(outcome))
-
-    def _error(self, kind: type[BatchError], text: str, outcome: Outcome | None = None, **fields: Any) -> BatchError:
-        return kind(f"batch {self.batch_id}: {text}{self._and_other}", **self._facts(outcome), **fields)
-
-    @property
-    def _and_other(self) -> str:
-        return f"; {self.other}" if self.other else ""
+            text = f"the server no longer has the batch, or message {seq} is for another stream; {stored}"
+        if doubt:
+            text += f"; {doubt}"
+        else:
+            text += advice.after_refusal(error.err_code, stream, subject, self.wire.expected_streams)
+        return errors.batch_refusal(error, f"batch {self.batch_id}: {text}{self._and_other}", **self._facts(outcome))

@@ -25,9 +25,7 @@ class Window:
         self.limit: int = self.flow * self._outstanding  # the highest batch sequence that may be sent
         self.acked: int = 0  # the highest one that the server acknowledged
         self.arrived: int = 0  # the highest one that a ping proved to have arrived, or to be reported as lost
-        self.settled_without_ack: int = 0  # the highest one that is no longer counted although no ack covers it
-        self._proof = 0, 0  # what the newest ping proved to have arrived, and what was acknowledged then
-        self._proof_at = 0.0
+        self._settled = 0  # the highest one that is no longer counted although no ack covers it
         # Runs [first, last] of refused messages above the newest ack. No ack covers them before a later message is
         # stored, so the window does not count them. Every run but one has a counted message before it, so there are
         # never more runs than the window is wide.
@@ -37,7 +35,7 @@ class Window:
     @property
     def base(self) -> int:
         """The batch sequence up to which the window counts no message."""
-        return max(self.settled_without_ack, self.acked)
+        return max(self._settled, self.acked)
 
     def acknowledge(self, ack: BatchFlowAck, sent: int, *, pong: bool = False) -> bool:
         """Take an ack; return False if it is older than what is known.
@@ -67,19 +65,10 @@ class Window:
             self._refused_count += 1
             self.limit += 1
 
-    def prove(self, seq: int, now: float, patience: float, resumed: int) -> None:
-        """Take the proof, by a ping, that everything up to `seq` arrived.
-
-        Reports about messages up to `resumed` may have been lost with a connection. If the same proof comes again after
-        `patience` seconds and the acks did not move, those that are unacknowledged were refused, so the window no longer
-        counts them.
-        """
-        self.arrived = max(self.arrived, seq)
-        if self._proof != (seq, self.acked):
-            self._proof, self._proof_at = (seq, self.acked), now
-        elif now >= self._proof_at + patience:
-            self.settled_without_ack = max(self.settled_without_ack, min(seq, resumed))
-            self._move(self.settled_without_ack)
+    def settle(self, seq: int) -> None:
+        """Count nothing up to `seq` any more: reports about those messages may have been lost with a connection."""
+        self._settled = max(self._settled, seq)
+        self._move(self.base)
 
     def _move(self, base: int) -> None:
         runs = self._refused

@@ -22,8 +22,7 @@ from jetstream_ext.protocol.fast_window import LARGEST_FLOW
 from jetstream_ext.protocol.frames import Frame, check_size, pub
 from jetstream_ext.protocol.numbers import LARGEST, json_number, parse_number
 from jetstream_ext.protocol.options import as_message, message_headers, payload_bytes
-from jetstream_ext.protocol.subjects import SubjectCache, SubjectElsewhere
-from jetstream_ext.protocol.trace_context import TraceContext
+from jetstream_ext.protocol.subjects import SubjectCache
 from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowGap, BatchMessage, Entry, GapMode
 
 START: Final = b"0"
@@ -52,7 +51,6 @@ class FastWire:
 
     def __init__(self, *, batch_id: str, flow: int, gap: GapMode, max_payload: int, inbox_size: int) -> None:
         self.max_payload: int = max_payload  # the server's limit for headers and payload together, in bytes
-        self.max_msg_size: int | None = None  # the stream's own
         self._tokens = f".{batch_id}.{flow}.{gap.value}."
         self._reply = b""
         self._headers = h.HeaderCache()
@@ -69,7 +67,7 @@ class FastWire:
         pairs = message_headers(message)
         if message.stream is not None and len(self.expected_streams) < _EXPECTED_KEPT:
             self.expected_streams.add(message.stream)
-        header = h.encode(pairs) if pairs else b""
+        header = h.outside_a_batch(h.encode(pairs)) if pairs else b""
         payload = payload_bytes(message.payload, "the payload on subject", message.subject)
         check_size(len(header) + len(payload), self.max_payload, message.subject)
         return Encoded(subject, header, payload)
@@ -88,10 +86,8 @@ class FastWire:
         size = len(payload)
         return b"PUB %b %b%d.1.$FI %d\r\n%b\r\n" % (self.subjects[subject], self._reply, seq, size, payload)
 
-    def many(
-        self, entries: Iterator[Entry], limit: int, sent: int, trace: TraceContext | None = None
-    ) -> tuple[bytes, int, int, BaseException | None]:
-        """Encode up to `limit` messages (and about 1 MiB) from `entries`, numbered from ``sent + 1``, with a trace context.
+    def many(self, entries: Iterator[Entry], limit: int, sent: int) -> tuple[bytes, int, int, BaseException | None]:
+        """Encode up to `limit` messages (and about 1 MiB) from `entries`, numbered from ``sent + 1``.
 
         Returns their bytes, their number, the sum of their payloads' sizes, and the exception of `entries` or of a refused
         message. Each message is checked before the next one is taken from `entries`.
@@ -100,31 +96,14 @@ class FastWire:
         size, last, largest = 0, sent, _BLOCK_BYTES
         known, top, reply, cached = self.subjects, self.max_payload, b" " + self._reply, self._headers.encode
         bulk = tuple if sent else None  # the first message is not appended: it opens the batch
-        added, traced = 0, b""
-        if trace is not None:  # a message without headers gets a constant block of them
-            added = len(trace.block)
-            traced = b"%%d.1.$FI %d %%d\r\n%b" % (added, trace.block.replace(b"%", b"%%"))
-            limit = min(limit, max(1, _BLOCK_BYTES // added))
-        fits = top if trace is None or self.max_msg_size is None else min(top, self.max_msg_size)
-        room = fits - added
         stopped: BaseException | None = None
         try:
             for seq, entry in zip(range(sent + 1, sent + limit + 1), entries):  # noqa: B905 - `entries` may be longer
-                if type(entry) is bulk and len(entry) == 2 and type(entry[1]) is bytes and len(entry[1]) <= room:
+                if type(entry) is bulk and len(entry) == 2 and type(entry[1]) is bytes and len(entry[1]) <= top:
                     # Nearly every message of a bulk is this or the next one. Their parts are joined only once.
                     subject, payload = entry
-                    if trace is None:
-                        out += (
-                            b"PUB ",
-                            known[subject],
-                            reply,
-                            b"%d.1.$FI %d\r\n" % (seq, len(payload)),
-                            payload,
-                            b"\r\n",
-                        )
-                    else:
-                        sizes = traced % (seq, len(payload) + added)
-                        out += b"HPUB ", known[subject], reply, sizes, payload, b"\r\n"
+                    sizes = b"%d.1.$FI %d\r\n" % (seq, len(payload))
+                    out += b"PUB ", known[subject], reply, sizes, payload, b"\r\n"
                 elif (
                     type(entry) is bulk
                     and len(entry) == 3
@@ -134,8 +113,6 @@ class FastWire:
                     subject, payload, headers = entry
                     raw = known[subject]
                     header = headers.block if type(headers) is h.EncodedHeaders else cached(headers)
-                    if trace is not None:
-                        header = trace.extend(header, fits - len(payload))
                     header_size = len(header)
                     total = header_size + len(payload)
                     check_size(total, top, subject)
@@ -144,9 +121,6 @@ class FastWire:
                     out += b"HPUB ", raw, reply, sizes, header, payload, b"\r\n"
                 else:
                     encoded = self.encode(as_message(entry))
-                    if trace is not None:
-                        header = trace.extend(encoded.header, fits - len(encoded.payload))
-                        encoded = encoded._replace(header=header)
                     out.append(self.message(encoded, seq))
                     largest -= len(encoded.header)
                     payload = encoded.payload
@@ -157,8 +131,6 @@ class FastWire:
             else:
                 stopped = StopIteration() if last < sent + limit else None
         except BaseException as error:
-            if isinstance(error, SubjectElsewhere):
-                error.entry = entry
             stopped = error
         return b"".join(out), last - sent, size, stopped
 

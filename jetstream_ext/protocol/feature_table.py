@@ -55,18 +55,23 @@ class Feature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quirk:
-    """A fault of a single release in one of its features."""
+    """A fault of some releases in one of their features."""
 
     title: str  # the affected part of the feature, in errors and in the documentation
     calls: str  # the calls of this library that need it
     feature: Feature
-    release: str  # the release with the fault
-    since: str  # the first release without it
-    wrong: str  # what `release` does, after "which"
+    since: str  # the first release without the fault
+    wrong: str  # what earlier releases do, after "which"
+
+    def on(self, release: str) -> str:
+        """As `Feature.on`, for the documentation: ``"yes"``, ``"no"``, or the release of that line without the fault."""
+        fixed_in_line = self.since.startswith(f"{release}.")
+        return self.since if fixed_in_line else "yes" if _numbers(release) >= _numbers(self.since) else "no"
 
     def check(self, server_version: str | None, detail: str) -> None:
         """Raise UnsupportedFeatureError if a server of this version has the fault; `detail` says what is stored."""
-        if (server_version or "").partition("-")[0] == self.release:  # a release candidate counts as its release
+        numbers = _numbers(server_version or "")  # a release candidate counts as its release
+        if len(numbers) > 2 and numbers < _numbers(self.since):
             raise UnsupportedFeatureError(
                 f"{self.title} needs nats-server {self.since}, but the server is {server_version}, which {self.wrong}; {detail}",
                 feature=self.feature.title,
@@ -179,11 +184,20 @@ FENCED_BATCHES: Final = Quirk(
     title="fenced atomic batch (expected_last_subject_seq)",
     calls="`expected_last_subject_seq=` in batches, `log.exactly_once`, `kv.transaction`, Spark's `transactional`",
     feature=ATOMIC,
-    release="2.12.0",
     since="2.12.1",
     wrong="compares the expectation with another subject and commits batches whose expectations do not hold",
 )
-QUIRKS: Final = (FENCED_BATCHES,)  # the faults of single releases
+COUNTERS_IN_BATCHES: Final = Quirk(
+    title="counter (Nats-Incr) in an atomic batch",
+    calls='`AtomicBatch.add(headers={"Nats-Incr": "+1"})`',
+    feature=ATOMIC,
+    since="2.14.3",
+    wrong="stores an empty value instead of the sum",
+)
+QUIRKS: Final = (FENCED_BATCHES, COUNTERS_IN_BATCHES)  # the faults of some releases
+
+COUNTED_MARKER: Final = frozenset({"2.14.0", "2.14.1", "2.14.2"})
+"""Releases that count the end-of-batch marker as a message, and so refuse it (10199) after as many as a batch can have."""
 
 START_TIME_LEVEL: Final = 2
 """Servers below this API level find a time (`start_time`, `up_to_time`) at another message if sequences were deleted."""

@@ -31,6 +31,10 @@ _APPENDED: Final = (STREAM, SUBJECT, SEQUENCE, TIME_STAMP, NUM_PENDING, LAST_SEQ
 REPLY_HEADERS: Final = frozenset({*_APPENDED, UP_TO_SEQUENCE})
 
 _RESERVED: Final = "Nats-"
+# Instructions that the server carried out when it stored the message, and its note of the origin of a sourced one. Published
+# with a copy, they would be carried out again, or make the server refuse it.
+INSTRUCTION_PREFIXES: Final = ("Nats-Batch-", "Nats-Expected-", "Nats-Schedule")
+INSTRUCTIONS: Final = frozenset({"Nats-Rollup", "Nats-Incr", "Nats-Required-Api-Level", "Nats-Stream-Source"})
 
 MSG_ID: Final = "Nats-Msg-Id"
 MSG_TTL: Final = "Nats-TTL"
@@ -43,6 +47,8 @@ EXPECTED_LAST_MSG_ID: Final = "Nats-Expected-Last-Msg-Id"
 BATCH_ID: Final = "Nats-Batch-Id"
 BATCH_SEQUENCE: Final = "Nats-Batch-Sequence"
 BATCH_COMMIT: Final = "Nats-Batch-Commit"
+
+SCHEDULER: Final = b"\r\nNats-Scheduler:"
 
 MAX_BLOCK: Final = 65_535
 """How many bytes of headers servers store with a message (10097 beyond that)."""
@@ -97,8 +103,11 @@ def are_in_place(row: Row) -> bool:
 
 
 def is_inside_batch(stored: bytes) -> bool:
-    """Return whether a message, by its stored headers, belongs to an atomic batch and is not the last one of it."""
-    return b"\r\nNats-Batch-Id:" in stored and b"\r\nNats-Batch-Commit:" not in stored
+    """Return whether a message, by its stored headers, belongs to an atomic batch and is not the last one of it.
+
+    The message of a schedule that has fired has the headers of the one that scheduled it.
+    """
+    return b"\r\nNats-Batch-Id:" in stored and b"\r\nNats-Batch-Commit:" not in stored and SCHEDULER not in stored
 
 
 def single_row(block: bytes) -> Row:
@@ -212,6 +221,16 @@ def encode(items: Iterable[tuple[str, str]]) -> bytes:
     return block
 
 
+def outside_a_batch(block: bytes) -> bytes:
+    """Return a header block; raise BadHeaderError if it would make the message one of an atomic batch."""
+    if b"\r\nNats-Batch-" in block:
+        raise BadHeaderError(
+            "a header begins with 'Nats-Batch-', with which servers take a message for one of an atomic batch; leave it out "
+            "(`StoredMsg.headers` does)"
+        )
+    return block
+
+
 class EncodedHeaders(Mapping[str, str]):
     """Headers that are encoded and checked already."""
 
@@ -247,15 +266,15 @@ class HeaderCache:
                 raw = value.strip().encode()
                 if raw:  # the same as `encode` returns
                     return b"NATS/1.0\r\nNats-Msg-Id: %b\r\n\r\n" % raw
-            return encode(headers.items())
+            return outside_a_batch(encode(headers.items()))
         items = tuple(headers.items())
         try:
             return self._blocks[items]
         except TypeError:  # a value that cannot be hashed is no str
-            return encode(items)
+            return outside_a_batch(encode(items))
         except KeyError:
             pass
-        block = encode(items)
+        block = outside_a_batch(encode(items))
         if len(block) <= self._LARGEST:
             if len(self._blocks) >= self._LIMIT:
                 self._blocks.clear()
@@ -357,9 +376,19 @@ def is_reserved(name: str) -> bool:
     return name.startswith(_RESERVED)
 
 
+def is_instruction(name: str) -> bool:
+    """Return whether a stored header is an instruction that was carried out, which a copy of the message must not have."""
+    return name.startswith(INSTRUCTION_PREFIXES) or name in INSTRUCTIONS
+
+
 def stored_pairs(block: bytes) -> list[tuple[str, str]]:
-    """Return a stored message's own headers in order: those of `parse_lines`, without what the server adds to a reply."""
-    return [(name, value) for name, value in parse_lines(block) if name not in REPLY_HEADERS]
+    """Return every stored header of a message in order: those of `parse_lines`, without what the server adds to a reply."""
+    return [pair for pair in parse_lines(block) if pair[0] not in REPLY_HEADERS]
+
+
+def copied_pairs(block: bytes) -> list[tuple[str, str]]:
+    """Return the stored headers in order that a copy of the message has, too: those that are no instructions."""
+    return [pair for pair in stored_pairs(block) if not is_instruction(pair[0])]
 
 
 def line_without_header(block: bytes) -> str | None:
@@ -371,7 +400,7 @@ def line_without_header(block: bytes) -> str | None:
 
 
 def raw_pairs(block: bytes) -> list[tuple[bytes, bytes]]:
-    """As `stored_pairs`, without decoding."""
+    """Return every stored header in order, without decoding; only what the server adds to a reply is left out."""
     lines = (line.partition(b":") for line in block.split(CRLF)[1:])
     pairs = [(name.strip(), value.strip()) for name, colon, value in lines if colon]
     return [(name, value) for name, value in pairs if name.decode("utf-8", "replace") not in REPLY_HEADERS]

@@ -18,7 +18,6 @@ from jetstream_ext.types import NEVER, TTL, BatchMessage
 _Choice = TypeVar("_Choice", bound=enum.Enum)
 
 _EXPECTATIONS: Final = {h.EXPECTED_LAST_SEQ, h.EXPECTED_LAST_SUBJECT_SEQ, h.EXPECTED_LAST_MSG_ID}
-_BATCH_ID_CHARS = frozenset("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz_-")
 
 _SHOWN: Final = 64  # characters of a value in an error
 ENTRY: Final = "a BatchMessage, (subject, payload) or (subject, payload, headers)"
@@ -192,12 +191,6 @@ def message_headers(message: BatchMessage) -> list[tuple[str, str]]:
     return pairs + options
 
 
-def check_message(message: object) -> None:
-    """Raise TypeError unless `message` is a `BatchMessage`."""
-    if not isinstance(message, BatchMessage):
-        raise TypeError(f"an atomic batch takes BatchMessage objects, not {type(message).__name__}")
-
-
 def check_messages(messages: object) -> None:
     """Raise TypeError, with the call that was probably meant, unless `messages` can be a bulk of messages."""
     if isinstance(messages, BatchMessage):
@@ -253,15 +246,6 @@ def payload_bytes(payload: object, what: str, name: str) -> bytes:
         hint = "; encode it, for example with .encode()" if isinstance(payload, str) else ""
         raise TypeError(f"{what} {name!r} must be bytes, not {type(payload).__name__}{hint}")
     return bytes(payload)
-
-
-def check_batch_id(batch_id: str) -> str:
-    """Return `batch_id` if servers accept it in both kinds of batch; raise ValueError or TypeError otherwise."""
-    if not isinstance(batch_id, str):
-        raise TypeError(f"a batch id must be str, not {type(batch_id).__name__}")
-    if not 1 <= len(batch_id) <= 64 or not _BATCH_ID_CHARS.issuperset(batch_id):
-        raise ValueError(f"a batch id must have 1 to 64 characters of [A-Za-z0-9_-], not {batch_id!r}")
-    return batch_id
 
 
 def check_seconds(value: float, name: str, *, zero: bool = False) -> float:

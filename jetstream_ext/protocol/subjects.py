@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Final
+from typing import Final
 
 from jetstream_ext.errors import BadSubjectError
 from jetstream_ext.protocol.frames import check_line
@@ -161,61 +161,35 @@ class SubjectMatcher:
         return [known[subject] for subject in subjects]
 
 
-class SubjectElsewhere(Exception):  # noqa: N818 - a question, not an error
-    """The batch's stream did not store `subject` when it was looked up."""
-
-    def __init__(self, subject: str) -> None:
-        super().__init__(subject)
-        self.subject: str = subject
-        self.entry: Any = None  # the message of a bulk
-
-
 class SubjectCache(dict[str, bytes]):
-    """Checked subjects and their bytes; `encode` returns the bytes, or raises as `check_subject` and `check_line` do.
-
-    With `stores`, it raises SubjectElsewhere for a new subject of which that is not true.
-    """
+    """Checked subjects and their bytes; `encode` returns the bytes, or raises as `check_subject` and `check_line` do."""
 
     _LIMIT = 8192
 
     def __init__(self, reply_size: int = 0) -> None:
         super().__init__()
         self._reply_size = reply_size
-        self.stores: Callable[[str], bool] | None = None
+        self._stores: Callable[[str], bool] = anything
+        self._stream = ""
 
     def __missing__(self, subject: str) -> bytes:
         check_subject(subject)
         check_line(subject, self._reply_size)
-        if self.stores is not None and not self.stores(subject):
-            raise SubjectElsewhere(subject)
-        return self.accept(subject)
-
-    def limit_to(self, stores: Callable[[str], bool]) -> None:
-        """Set `stores`, also for the subjects that were checked before."""
-        self.stores = stores
-        self.clear()
-
-    def accept(self, subject: str) -> bytes:
-        """Remember a subject that was checked; return its bytes."""
+        if not self._stores(subject):
+            raise BadSubjectError(
+                f"stream {self._stream!r}, which stores the first message of the batch, does not store subject {subject!r}; all "
+                "messages of a batch must be of one stream, so the message was not added; if the stream has just got this "
+                "subject, begin another batch"
+            )
         if len(self) >= self._LIMIT:
             self.clear()
         known = self[subject] = subject.encode()
         return known
 
-    def answer(self, question: str, stream: str | None, own: str, what: str, kind: str) -> None:
-        """Take the answer to a SubjectElsewhere: the name of the stream that stores the subject, or None if it is not known.
-
-        Raises BadSubjectError, for the batch `what` of the stream `own`, if that is another stream.
-        """
-        if stream is None:
-            self.stores = None  # perhaps accounts map subjects: the server decides
-        elif stream == own:
-            self.accept(question)  # its subjects have changed since
-        else:
-            raise BadSubjectError(
-                f"{what}: subject {question!r} is stored by stream {stream!r}, but the batch is for stream {own!r}; "
-                f"all messages of {kind} must be of one stream; the message was not added"
-            )
+    def limit_to(self, stores: Callable[[str], bool], stream: str) -> None:
+        """From now on refuse subjects that a stream does not store, also those that were checked before."""
+        self._stores, self._stream = stores, stream
+        self.clear()
 
     encode: Callable[..., bytes] = dict.__getitem__  # no Python code runs for a known subject
 

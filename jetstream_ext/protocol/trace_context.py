@@ -8,14 +8,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.options import given_headers, message_headers
-from jetstream_ext.types import BatchMessage, own_headers
+from jetstream_ext.protocol.options import as_message, given_headers, message_headers
+from jetstream_ext.types import BatchMessage, Entry, own_headers
 
-# The headers of OpenTelemetry's propagators, in lower case: W3C, B3, Jaeger, OpenTracing, AWS X-Ray and Google Cloud.
-_NAMES: Final = frozenset(
-    {"traceparent", "tracestate", "baggage", "b3", "uber-trace-id", "x-amzn-trace-id", "x-cloud-trace-context"}
-)
-_PREFIXES: Final = ("x-b3-", "uberctx-", "ot-tracer-", "ot-baggage-")
 # Bytes of a message that its batch may add, in a header block that is measured before.
 _MARGIN: Final = 512
 
@@ -25,32 +20,19 @@ class TraceContext:
     """The headers that carry one trace context, such as ``traceparent``; at least one."""
 
     pairs: tuple[tuple[str, str], ...]
-    lines: bytes = field(init=False)
-    """The pairs as lines of a header block."""
-    block: bytes = field(init=False)
-    """A header block of nothing else."""
+    headers: h.EncodedHeaders = field(init=False)  # of a message that has no others
     _names: frozenset[str] = field(init=False)  # in lower case
-    _marks: tuple[bytes, ...] = field(init=False)  # where a header block in lower case has one of them
 
     def __post_init__(self) -> None:
-        block = h.encode(self.pairs)
-        object.__setattr__(self, "block", block)
-        object.__setattr__(self, "lines", block[len(h.VERSION) + len(h.CRLF) : -len(h.CRLF)])
-        names = frozenset(name.lower() for name, _ in self.pairs)
-        object.__setattr__(self, "_names", names)
-        object.__setattr__(self, "_marks", tuple(b"\r\n%b:" % name.encode() for name in names))
+        object.__setattr__(self, "headers", h.EncodedHeaders(h.encode(self.pairs)))
+        object.__setattr__(self, "_names", frozenset(name.lower() for name, _ in self.pairs))
 
-    def extend(self, block: bytes, room: int) -> bytes:
-        """Return a header block with the context, which may have `room` bytes; unchanged if it has a context or no room."""
-        if not block:
-            return self.block if len(self.block) <= room else block
-        longer = len(block) + len(self.lines)
-        if longer > room or longer > h.MAX_BLOCK:
-            return block
-        lower = block.lower()
-        if any(mark in lower for mark in self._marks):
-            return block
-        return block[: -len(h.CRLF)] + self.lines + h.CRLF
+    def carried_by(self, entry: Entry, room: int) -> Entry:
+        """As `added_to`, for a message of a bulk; TypeError if it is none."""
+        if type(entry) is tuple and len(entry) == 2 and type(entry[1]) is bytes:
+            fits = len(self.headers.block) + len(entry[1]) <= room
+            return (entry[0], entry[1], self.headers) if fits else entry
+        return self.added_to(as_message(entry), room)
 
     def added_to(self, message: BatchMessage, room: int) -> BatchMessage:
         """Return a message with the context, which may have `room` bytes with its headers.
@@ -60,7 +42,7 @@ class TraceContext:
         try:
             headers = given_headers(message)
             size = sum(len(name) + 3 * len(value) + 4 for name, value in message_headers(message))
-            size += len(self.block) + _MARGIN
+            size += len(self.headers.block) + _MARGIN
             too_large = size > h.MAX_BLOCK or size + len(message.payload) > room
         except (TypeError, ValueError):
             return message  # it is refused where it is sent
@@ -76,9 +58,3 @@ def trace_context(pairs: Iterable[tuple[str, str]]) -> TraceContext | None:
         return TraceContext(pairs) if pairs else None
     except (TypeError, ValueError):
         return None
-
-
-def is_of_trace(name: str) -> bool:
-    """Return whether a header carries a trace context, so that it does not tell a message from others."""
-    name = name.lower()
-    return name in _NAMES or name.startswith(_PREFIXES)

@@ -479,7 +479,6 @@ class WriteOptions:
     semantics: Literal["dedupe", "transactional", "none"] = _option(
         "semantics", _choice(dedupe="dedupe", transactional="transactional", none="none"), "dedupe"
     )
-    strip_nats_headers: bool = _option("natsHeaders", _choice(refuse=False, strip=True), False)
     msg_ttl: str | None = _option("msgTtl", ttl_text)  # of every row, instead of a column; as ``Nats-TTL`` has it
     on_bad_row: str = _option("onBadRow", _bad_row_policy, "fail")
     write_id: str | None = _option("writeId", _write_id)

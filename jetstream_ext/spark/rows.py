@@ -30,7 +30,7 @@ from jetstream_ext.protocol.headers import (
     HeaderCache,
     check_header,
     encode,
-    is_reserved,
+    is_instruction,
 )
 from jetstream_ext.protocol.options import COLUMN_SYNONYMS
 from jetstream_ext.protocol.subjects import check_subject, covers
@@ -401,12 +401,12 @@ class RowReader:
         items = given.items() if isinstance(given, dict) else given
         for name, text in self._pairs(given) if self._columns.multiple else items:
             value = text or ""
-            if is_reserved(name):
-                if self._options.strip_nats_headers:
-                    continue
+            if name == MSG_ID or (name == MSG_TTL and header is not None):
+                # Several rows may come from one message: by its id the server would take the second one for a duplicate.
+                continue
+            if is_instruction(name):
                 raise _UnstorableError(
-                    f"its header {name!r} is an instruction to the server; set the option natsHeaders to strip to leave such "
-                    "headers out" + (", and give ids in the column msgId" if name == MSG_ID else "")
+                    f"its header {name!r} is an instruction to the server, which was for another message; leave it out"
                 )
             if name not in self._names or not value.isprintable():
                 self._check_header(name, value)

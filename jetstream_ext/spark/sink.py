@@ -394,7 +394,7 @@ async def _publish(
     """Store rows of which the first has the index `first`, without the bad ones."""
     try:
         if options.semantics == "dedupe":
-            report = await ingest(context, entries, flow=_FLOW, timeout=PATIENCE)
+            report = await ingest(context, entries, flow=_FLOW, patience=PATIENCE)
             if report.in_doubt:
                 _log.warning(
                     "stream %r: after an outage, %s of partition %d may be stored more than once",

@@ -46,7 +46,7 @@ class JetStreamDataSource(DataSource):
     map<string,array<string>>``; an explicit ``.schema("seq long, data binary")`` reads only the columns it names, and can
     also name ``timeNanos long``, the time as nanoseconds since 1970. When written: ``subject string, data binary|string``,
     optionally ``headers`` (values ``string`` or ``array<string>``), ``msgId string`` and ``msgTtl`` (``string`` or a whole
-    number).
+    number). A ``Nats-Msg-Id`` in ``headers`` is left out, as several rows may come from one message; ``msgId`` sets one.
 
     The options, and the permissions and servers that they need, are in the documentation (Spark, "Options"). A wrong
     option, schema or stream is an error on the driver: `OptionError`, `SchemaError`, `PlanningError`.

@@ -147,7 +147,7 @@ class Bench:
         for batch in self.batches():
             async with jsx.AtomicBatch(self.js) as opened:
                 for message in batch:
-                    await opened.add_message(message)
+                    await opened.add(message.subject, message.payload)
             count += opened.size
         return count
 

@@ -13,8 +13,7 @@ from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 from jetstream_ext.client import api
-from jetstream_ext.protocol.atomic import AtomicBatchMachine
-from jetstream_ext.protocol.atomic_wire import Encoded
+from jetstream_ext.protocol.atomic import Server
 from jetstream_ext.testing import NatsServer
 
 sys.path.insert(0, str(Path(__file__).parent))  # the tests import `client_cells`
@@ -146,10 +145,5 @@ def own_stream(own_js: JetStreamContext, stream_name: Callable[[], str]) -> Make
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to commit: by the end-of-batch marker, and with a message, as servers before 2.14 need it."""
     if request.param == "held back":
-        opened = AtomicBatchMachine.open
-
-        def held_back(self: AtomicBatchMachine, first: Encoded, **server: Any) -> None:
-            opened(self, first, **{**server, "api_level": 2})
-
-        monkeypatch.setattr(AtomicBatchMachine, "open", held_back)
+        monkeypatch.setattr(Server, "has_marker", False)
     return str(request.param)

@@ -1,6 +1,8 @@
 """Atomic batches against a real server: all of a batch is stored, or nothing."""
 
 import asyncio
+import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from itertools import repeat
 from typing import Any
@@ -65,7 +67,7 @@ class TestCommitting:
         assert await payloads(js, stream) == [b"1", b"2"]
 
     async def test_a_batch_can_have_a_thousand_messages(self, js: JetStreamContext, stream: str) -> None:
-        async with jsx.AtomicBatch(js, ack_every=100) as batch:
+        async with jsx.AtomicBatch(js) as batch:
             for i in range(1000):
                 await batch.add(f"{stream}.a", b"%d" % i)
         assert batch.ack.batch_size == 1000
@@ -76,13 +78,18 @@ class TestCommitting:
         async with jsx.AtomicBatch(js) as batch:
             await batch.add(f"{stream}.a", b"", headers=headers, msg_id="m1", msg_ttl=60, expected_last_seq=0)
             await batch.add(f"{stream}.b", b"\r\n", stream=stream, expected_last_subject_seq=0)
-            await batch.add_message(jsx.BatchMessage(f"{stream}.a", msg_ttl=jsx.NEVER))
+            await batch.add_many([jsx.BatchMessage(f"{stream}.a", msg_ttl=jsx.NEVER)])
         assert headers == {"K": "v", "Unicode": "ä"}
         first, second, third = await stored(js, stream)
         assert (first.data, second.data, third.data) == (b"", b"\r\n", b"")
-        own = {name: value for name, value in first.headers.items() if name not in BATCH_HEADERS}
-        assert own == {**headers, "Nats-Msg-Id": "m1", "Nats-TTL": "60", "Nats-Expected-Last-Sequence": "0"}
-        assert first.headers["Nats-Batch-Id"] == batch.batch_id
+        assert first.headers == {**headers, "Nats-Msg-Id": "m1", "Nats-TTL": "60"}
+        instructions = set(first.raw_headers) - {
+            (name.encode(), value.encode()) for name, value in first.headers.items()
+        }
+        assert instructions == {
+            (b"Nats-Expected-Last-Sequence", b"0"), (b"Nats-Batch-Id", batch.batch_id.encode()),
+            (b"Nats-Batch-Sequence", b"1"),
+        }  # fmt: skip
         assert third.headers["Nats-TTL"] == "never"
 
     async def test_the_caller_may_reuse_its_headers(self, js: JetStreamContext, stream: str) -> None:
@@ -94,21 +101,10 @@ class TestCommitting:
             headers.clear()
         assert [m.headers["I"] for m in await stored(js, stream)] == ["0", "1", "2", "3"]
 
-    @each("ack", [None, True, False])
-    @each("ack_first", [True, False])
-    async def test_messages_are_stored_with_and_without_replies(
-        self, js: JetStreamContext, stream: str, ack: bool | None, ack_first: bool
-    ) -> None:
-        await js.purge_stream(stream)
-        async with jsx.AtomicBatch(js, ack_first=ack_first) as batch:
-            for _ in range(5):
-                await batch.add(f"{stream}.a", b"x", ack=ack)
-        assert batch.size == await count(js, stream) == 5
-
     async def test_an_add_in_progress_is_part_of_the_commit(self, js: JetStreamContext, stream: str) -> None:
         batch = jsx.AtomicBatch(js)
         await batch.add(f"{stream}.a", b"0")
-        _, ack = await asyncio.gather(batch.add(f"{stream}.a", b"1", ack=True), batch.commit(f"{stream}.a", b"2"))
+        _, ack = await asyncio.gather(batch.add(f"{stream}.a", b"1"), batch.commit(f"{stream}.a", b"2"))
         assert ack.batch_size == 3
         assert await payloads(js, stream) == [b"0", b"1", b"2"]
 
@@ -139,7 +135,7 @@ class TestDebugRecords:
             changes += [
                 "OPEN -> COMMITTING (the commit was sent); messages=2, sent=2, acked=1",
                 (
-                    "COMMITTING -> FAILED (the server has refused the batch, and dropped it); messages=2, sent=2, acked=1, "
+                    "COMMITTING -> FAILED (a message or the commit was refused); messages=2, sent=2, acked=1, "
                     "error=WrongLastSequenceError"
                 ),
             ]
@@ -280,16 +276,16 @@ class TestNothingStored:
         self, js: JetStreamContext, make_stream: MakeStream, leak_check: Any
     ) -> None:
         # A cancelled add is part of the batch: if the server refuses its message, the batch must not commit without it.
-        stream = await make_stream(max_msg_size=300)
+        stream = await make_stream()
         batch = jsx.AtomicBatch(js)
-        await batch.add(f"{stream}.a", b"1")
-        adding = asyncio.create_task(batch.add(f"{stream}.a", bytes(500), ack=True))
-        await asyncio.sleep(0)
+        adding = asyncio.create_task(batch.add(f"{stream}.a", b"1", headers={"Nats-Required-Api-Level": "99"}))
+        while not batch.size:
+            await asyncio.sleep(0)
         adding.cancel()
         await asyncio.wait([adding])
         assert adding.cancelled()
         await js._nc.flush()
-        with pytest.raises(errors.MessageTooLargeError):
+        with pytest.raises(errors.RequiredApiLevelError):
             await batch.commit_eob()
         assert await count(js, stream) == 0
         await leak_check.assert_clean()
@@ -314,8 +310,8 @@ class TestRefusedAtOnce:
 
     async def test_arguments_of_the_wrong_type_are_refused(self, js: JetStreamContext, leak_check: Any) -> None:
         batch: Any = jsx.AtomicBatch(js)
-        for call in (batch.add("a", ack="yes"), batch.add_message(("a", b"")), batch.add_many([("a",)])):
-            with pytest.raises(TypeError, match=r"must be a bool|takes BatchMessage|a tuple of 1"):
+        for call in (batch.add(7), batch.add("a", "text"), batch.add_many([7]), batch.add_many([("a",)])):
+            with pytest.raises(TypeError, match=r"must be|a tuple of 1"):
                 await call
         for timeout in ("1", True):
             with pytest.raises(TypeError, match="timeout"):
@@ -359,7 +355,7 @@ class TestPublishAtomic:
 
         async def add() -> None:
             for message in messages:
-                await batch.add_message(message)
+                await batch.add_many([message])
 
         with pytest.raises(errors.AtomicPublishTooLargeError) as caught:
             await {
@@ -368,3 +364,36 @@ class TestPublishAtomic:
             }[how]()  # fmt: skip
         assert (caught.value.sent, caught.value.outcome) == (2000, "not_stored")
         assert await count(js, stream) == 0
+
+
+async def test_the_time_of_a_source_does_not_count(js: JetStreamContext, stream: str) -> None:
+    timeout, pause, large = 0.4, 0.25, bytes(40_000)  # each large message is a block of its own
+
+    async def source(count: int) -> AsyncIterator[tuple[str, bytes]]:
+        for _ in range(count):
+            yield f"{stream}.a", b""
+        await asyncio.sleep(2 * pause)  # until the end is known
+
+    def blocking(count: int) -> Iterator[tuple[str, bytes]]:
+        for _ in range(count):
+            yield f"{stream}.a", large
+            time.sleep(pause)
+
+    assert (await jsx.publish_atomic(js, source(2), timeout=timeout)).batch_size == 2
+    assert (await jsx.publish_atomic(js, blocking(3), timeout=timeout)).batch_size == 3
+    acks = await jsx.publish_atomic_many(js, [source(2), *(blocking(2) for _ in range(4))], timeout=timeout)
+    assert [ack.batch_size for ack in acks] == [2] * 5
+
+
+async def test_a_source_may_discard_its_own_batch(js: JetStreamContext, stream: str) -> None:
+    def source(batch: jsx.AtomicBatch) -> Iterator[tuple[str, bytes]]:
+        yield f"{stream}.a", b"1"
+        with contextlib.suppress(StopIteration):
+            batch.discard().send(None)
+        yield f"{stream}.a", b"2"
+
+    for _ in range(60):  # more than a stream has places
+        batch = jsx.AtomicBatch(js)
+        with pytest.raises(errors.BatchClosedError):
+            await batch.add_many(source(batch))
+    assert (await jsx.publish_atomic(js, [(f"{stream}.a", b"")])).batch_size == 1

@@ -56,7 +56,7 @@ async def emptied(js: JetStreamContext, stream: str) -> None:
 async def test_a_cancelled_add_keeps_the_batch_open(js: JetStreamContext, stream: str, leak_check: Any) -> None:
     async def once(ticks: int) -> bool:
         await emptied(js, stream)
-        batch = jsx.AtomicBatch(js, ack_every=1)
+        batch = jsx.AtomicBatch(js)
         cancelled = await cancelled_at(ticks, batch.add(f"{stream}.a", b"maybe"))
         assert batch._session._waiters == {}
         size = batch.size
@@ -89,7 +89,7 @@ async def test_a_cancelled_commit_or_block_stores_all_or_nothing(
                     await batch.add_many(entries)
                 else:
                     for entry in entries:
-                        await batch.add_message(entry)
+                        await batch.add_many([entry])
 
         cancelled = await cancelled_at(ticks, {
             "commit": lambda: batch.commit(f"{stream}.a", b"x"), "commit_eob": batch.commit_eob,

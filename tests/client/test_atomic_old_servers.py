@@ -47,7 +47,7 @@ async def behind(version: str) -> AsyncIterator[JetStreamContext]:
 async def assert_refused(js: JetStreamContext, version: str) -> None:
     for call in (
         lambda: jsx.AtomicBatch(js).add("s.a", b"x"),
-        lambda: jsx.AtomicBatch(js, ack_first=False).add("s.a", b"x"),
+        lambda: jsx.AtomicBatch(js).add("s.a", b"x"),
         lambda: jsx.AtomicBatch(js).commit("s.a", b"x"),
         lambda: jsx.AtomicBatch(js).add("s.a", b"x", stream="S"),
         lambda: jsx.publish_atomic(js, [jsx.BatchMessage("s.a")] * 3),
@@ -95,7 +95,6 @@ async def test_subject_expectations_are_refused_on_2_12_0(
         for call in (
             lambda: jsx.publish_atomic(js, [wrong, jsx.BatchMessage("s.new")]),
             lambda: jsx.publish_atomic(js, [jsx.BatchMessage("s.new"), wrong]),
-            lambda: batch.add_message(wrong),
             lambda: batch.add_many([wrong]),
             lambda: batch.commit("s.a", expected_last_subject_seq=0),
         ):
@@ -105,6 +104,48 @@ async def test_subject_expectations_are_refused_on_2_12_0(
             assert await has_only(nc, held)
         await batch.add("s.new")
         with pytest.raises(errors.UnsupportedFeatureError, match="not added"):
-            await batch.add_message(wrong)
+            await batch.add_many([wrong])
         assert (await batch.commit_eob()).batch_size == 1
         assert (await js.stream_info("S")).state.messages == 2
+
+
+@pytest.mark.parametrize("version", ["2.12.8", "2.14.0", "2.14.2", "2.14.6"])
+async def test_a_batch_of_as_many_messages_as_a_server_takes_is_committed(version: str) -> None:
+    """2.14.0 to 2.14.2 count the end-of-batch marker as a message, and refuse it behind the last one."""
+    async with NatsServer(version=version) as server, await nats.connect(server.url, connect_timeout=10) as nc:
+        js = nc.jetstream()
+        await js.add_stream(name="S", subjects=["s.>"], allow_atomic=True)
+        async with jsx.AtomicBatch(js) as batch:
+            await batch.add_many([("s.a", b"%d" % n) for n in range(1000)])
+        assert (await jsx.publish_atomic(js, [("s.a", b"")] * 1000)).batch_size == batch.ack.batch_size == 1000
+        one_more = jsx.AtomicBatch(js)
+        await one_more.add_many([("s.a", b"")] * 1000)
+        with pytest.raises(errors.AtomicPublishTooLargeError):
+            await one_more.commit("s.a", b"")
+        assert (await js.stream_info("S")).state.messages == 2000
+
+
+@pytest.mark.parametrize("version", ["2.12.0", "2.12.8", "2.14.2", "2.14.6"])
+async def test_counters_in_a_batch_are_refused_by_name_where_servers_store_an_empty_value(version: str) -> None:
+    async with NatsServer(version=version) as server, await nats.connect(server.url, connect_timeout=10) as nc:
+        js = nc.jetstream()
+        await js.add_stream(name="S", subjects=["s.>"], allow_atomic=True, allow_msg_counter=True, allow_direct=True)
+        add_five = jsx.BatchMessage("s.a", headers={"Nats-Incr": "+5"})
+        batch = jsx.AtomicBatch(js)
+        if version < "2.14.3":
+            for call in (
+                jsx.publish_atomic(js, [add_five]),
+                batch.add_many([add_five]),
+                batch.commit("s.a", headers={"Nats-Incr": "1"}),
+            ):
+                with pytest.raises(errors.UnsupportedFeatureError, match=r"counter .* needs nats-server 2\.14\.3"):
+                    await call
+            await batch.discard()
+            assert (await js.stream_info("S")).state.messages == 0
+        else:
+            await batch.add_many([add_five] * 2)
+            await batch.commit_eob()
+            assert [each.data for each in await jsx.DirectGet(js, "S").scan().to_list()] == [
+                b'{"val":"5"}',
+                b'{"val":"10"}',
+            ]

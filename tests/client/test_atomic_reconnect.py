@@ -28,14 +28,13 @@ async def stream(own_stream: Any) -> str:
     return await own_stream()
 
 
-@each("acked", [True, False])
 @each("bulk", [True, False])
 async def test_a_batch_continues_after_a_reconnect(
-    own_nc: Client, own_js: JetStreamContext, stream: str, acked: bool, bulk: bool
+    own_nc: Client, own_js: JetStreamContext, stream: str, bulk: bool
 ) -> None:
-    batch = jsx.AtomicBatch(own_js, ack_first=acked)
+    batch = jsx.AtomicBatch(own_js)
     for _ in range(3):
-        await batch.add(f"{stream}.a", b"x", ack=acked)
+        await batch.add(f"{stream}.a", b"x")
     await own_nc.flush()
     reconnects = own_nc.stats["reconnects"]
     await own_nc.force_reconnect()
@@ -44,7 +43,7 @@ async def test_a_batch_continues_after_a_reconnect(
         await batch.add_many([jsx.BatchMessage(f"{stream}.a", b"x")] * 4)
     else:
         for _ in range(4):
-            await batch.add(f"{stream}.a", b"x", ack=False)
+            await batch.add(f"{stream}.a", b"x")
     assert batch._session.machine.staged >= 4, "the first message after the reconnect was acknowledged"
     assert (await batch.commit_eob()).batch_size == 7
 
@@ -57,14 +56,14 @@ async def test_a_batch_fails_at_once_after_a_server_restart(
             pass
 
     calls: dict[str, Any] = {
-        "add": lambda batch: batch.add(f"{stream}.a", b"y", ack=False),
+        "add": lambda batch: batch.add(f"{stream}.a", b"y"),
         "add_many": lambda batch: batch.add_many([jsx.BatchMessage(f"{stream}.a")] * 1000),
         "commit": lambda batch: batch.commit(f"{stream}.a"),
         "exit": leave,
     }
     await own_js.account_info()  # the first request creates nats-py's own subscription
     held = set(own_nc._subs)
-    batches = {(call, acked): jsx.AtomicBatch(own_js, ack_first=acked) for call in calls for acked in (True, False)}
+    batches = {call: jsx.AtomicBatch(own_js) for call in calls}
     for batch in batches.values():
         for _ in range(3):
             await batch.add(f"{stream}.a", b"x")
@@ -72,8 +71,8 @@ async def test_a_batch_fails_at_once_after_a_server_restart(
     await asyncio.to_thread(own_server.kill)
     await asyncio.to_thread(own_server.restart)
     await connected(own_nc, 0)
-    for (call, acked), batch in batches.items():
-        with named(call=call, acked=acked):
+    for call, batch in batches.items():
+        with named(call=call):
             async with asyncio.timeout(20):
                 with pytest.raises(errors.BatchAbandonedError, match="no longer has the whole batch") as caught:
                     await calls[call](batch)
@@ -86,11 +85,11 @@ async def test_a_batch_fails_at_once_after_a_server_restart(
 async def test_a_connection_lost_while_a_reply_is_awaited_fails_the_batch(
     own_server: NatsServer, own_nc: Client, own_js: JetStreamContext, stream: str
 ) -> None:
+    await jsx.publish_atomic(own_js, [(f"{stream}.a", b"x")])  # from now on the stream is known
     batch = jsx.AtomicBatch(own_js, timeout=60)
-    await batch.add(f"{stream}.a", b"x")
     own_server.pause()
     sent = own_nc.stats["out_msgs"]
-    adding = asyncio.ensure_future(batch.add(f"{stream}.a", b"x", ack=True))
+    adding = asyncio.ensure_future(batch.add(f"{stream}.a", b"x"))
     while own_nc.stats["out_msgs"] == sent:
         await asyncio.sleep(0)
     own_server.kill()

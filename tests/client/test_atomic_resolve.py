@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import nats
@@ -141,19 +142,18 @@ async def test_a_recreated_stream_leaves_the_outcome_unknown(
     with pytest.raises(errors.BatchOutcomeUnknownError):
         await commit_unanswered(batch)
     await js.delete_stream(name)
-    with pytest.raises(errors.BatchOutcomeUnknownError, match="no longer exists"):
+    with pytest.raises(errors.BatchOutcomeUnknownError, match="was deleted;"):
         await batch.resolve()
     await js.add_stream(name=name, subjects=[f"{name}.>"], allow_atomic=True)
-    with pytest.raises(errors.BatchOutcomeUnknownError, match="re-created"):
+    with pytest.raises(errors.BatchOutcomeUnknownError, match="deleted and created again"):
         await batch.resolve()
 
 
-@pytest.mark.parametrize("acked", [True, False])
-async def test_after_a_restart_only_an_acknowledged_batch_can_be_resolved(
-    own_server: Any, own_nc: Client, own_js: JetStreamContext, own_stream: MakeStream, acked: bool
+async def test_a_batch_that_was_acknowledged_can_be_resolved_after_a_restart(
+    own_server: Any, own_nc: Client, own_js: JetStreamContext, own_stream: MakeStream
 ) -> None:
     name = await own_stream()
-    batch = jsx.AtomicBatch(own_js, timeout=60, ack_first=acked)
+    batch = jsx.AtomicBatch(own_js, timeout=60)
     await batch.add(f"{name}.0")
     await batch.add(f"{name}.1")
     await own_nc.flush()
@@ -167,12 +167,7 @@ async def test_after_a_restart_only_an_acknowledged_batch_can_be_resolved(
     await asyncio.to_thread(own_server.restart)
     while not own_nc.is_connected:
         await asyncio.sleep(0.01)
-    if acked:
-        assert await batch.resolve() == "not_stored"
-    else:
-        # The commit may still be on its way through the old connection.
-        with pytest.raises(errors.BatchOutcomeUnknownError, match="old connection"):
-            await batch.resolve()
+    assert await batch.resolve() == "not_stored"
 
 
 async def test_resolve_needs_an_ended_batch(js: JetStreamContext, make_stream: MakeStream) -> None:
@@ -214,4 +209,61 @@ async def test_resolve_works_on_older_servers(
                 with pytest.raises(errors.BatchOutcomeUnknownError):
                     await commit_unanswered(batch)
             assert await batch.resolve() == "not_stored"
+        await nc.close()
+
+
+@each("last", ["fired", "other"])
+async def test_the_message_of_a_fired_schedule_is_not_part_of_the_batch(
+    js: JetStreamContext, make_stream: MakeStream, last: str
+) -> None:
+    """It has the batch's headers of the message that scheduled it."""
+    name = await make_stream(allow_msg_schedules=True, allow_rollup_hdrs=True)
+    schedule = {"Nats-Schedule": f"@at {datetime.now(UTC) + timedelta(seconds=1):%Y-%m-%dT%H:%M:%SZ}"}
+    batch = jsx.AtomicBatch(js)
+    await batch.add(f"{name}.schedule", b"later", headers=schedule | {"Nats-Schedule-Target": f"{name}.fired"})
+    await batch.add(f"{name}.{last}", b"last")
+    await commit_and_miss_the_answer(batch)
+    async with asyncio.timeout(30):
+        while (await js.stream_info(name)).state.last_seq < 3:
+            await asyncio.sleep(0.05)
+    assert await batch.resolve() == "stored"
+    assert (batch.ack.seq, batch.ack.batch_size) == (2, 2)
+
+
+async def test_a_batch_is_found_in_a_stream_that_was_created_again_before_it(
+    js: JetStreamContext, make_stream: MakeStream
+) -> None:
+    name = await make_stream()
+    await jsx.publish_atomic(js, messages(name, 2))  # now the stream is cached
+    config = (await js.stream_info(name)).config
+    await js.delete_stream(name)
+    await js.add_stream(config)
+    batch = jsx.AtomicBatch(js)
+    await batch.add_many(messages(name, 2))
+    await commit_and_miss_the_answer(batch)
+    async with asyncio.timeout(30):
+        while not (await js.stream_info(name)).state.messages:
+            await asyncio.sleep(0.05)
+    assert await batch.resolve() == "stored"
+
+
+async def test_an_outcome_that_may_not_be_read_is_unknown() -> None:
+    writer = '{ publish: ["s.>", "$JS.API.STREAM.INFO.S", "$JS.API.STREAM.NAMES"] }'
+    users = f"{{ user: admin, password: p }}, {{ user: writer, password: p, permissions: {writer} }}"
+    async with NatsServer(config=f"authorization {{ users: [ {users} ] }}") as server:
+        admin = await nats.connect(server.url, user="admin", password="p", connect_timeout=10)
+        await admin.jetstream().add_stream(name="S", subjects=["s.>"], allow_atomic=True)
+        await admin.close()
+
+        async def ignore(_: Exception) -> None: ...
+
+        nc = await nats.connect(server.url, user="writer", password="p", connect_timeout=10, error_cb=ignore)
+        batch = jsx.AtomicBatch(nc.jetstream())
+        await batch.add_many(messages("s", 2))
+        await commit_and_miss_the_answer(batch)
+        with pytest.raises(
+            errors.BatchOutcomeUnknownError, match=r"no permission to publish to .*MSG\.GET\.S"
+        ) as caught:
+            await batch.resolve(timeout=30)
+        assert "tried for" not in str(caught.value)
         await nc.close()

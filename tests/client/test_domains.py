@@ -102,7 +102,7 @@ async def atomic(js: JetStreamContext, **options: Any) -> Any:
 
 
 async def fast(js: JetStreamContext, **options: Any) -> Any:
-    async with jsx.FastPublisher(js, ack_timeout=js._timeout) as publisher:
+    async with jsx.FastPublisher(js, timeout=js._timeout) as publisher:
         await publisher.add_many([jsx.BatchMessage("s.a", b"%d" % n, **options) for n in range(3)])
     return publisher.ack
 

@@ -41,23 +41,26 @@ class TestPublishing:
         assert await payloads(js, stream) == [b"%d" % i for i in range(1, 26)]
         await leak_check.assert_clean()
 
+    async def test_pings_of_an_idle_batch_do_not_end_it(self, js: JetStreamContext, stream: str) -> None:
+        for gap in jsx.GapMode:
+            async with jsx.FastPublisher(js, gap=gap, timeout=0.4) as pub:
+                await pub.add(f"{stream}.a", b"x")
+                for _ in range(10):
+                    await pub.ping()
+                    await asyncio.sleep(0.1)
+
     async def test_every_option_of_a_message_is_stored(self, js: JetStreamContext, stream: str) -> None:
         headers = {"K": "v", "Empty": "", "Unicode": "ä→ß"}
         async with jsx.FastPublisher(js) as pub:
             await pub.add(f"{stream}.a", b"", headers=headers, msg_id="m1", msg_ttl=60, stream=stream)
             await pub.add(f"{stream}.a", b"", expected_last_subject_seq=1)
             await pub.add(f"{stream}.b", b"", expected_last_seq=2, msg_ttl=jsx.NEVER)
-            await pub.add_message(
-                jsx.BatchMessage(
-                    f"{stream}.c", b"\r\n", expected_last_subject_seq=3, expected_last_subject=f"{stream}.b"
-                )
-            )
+            await pub.add(f"{stream}.c", b"\r\n", expected_last_subject_seq=3, expected_last_subject=f"{stream}.b")
         assert headers == {"K": "v", "Empty": "", "Unicode": "ä→ß"}
         first, second, third, fourth = await stored(js, stream)
-        assert first.headers == {
-            **headers, "Nats-Msg-Id": "m1", "Nats-TTL": "60", "Nats-Expected-Stream": stream,
-        }  # fmt: skip
-        assert (second.headers, second.data) == ({"Nats-Expected-Last-Subject-Sequence": "1"}, b"")
+        assert first.headers == {**headers, "Nats-Msg-Id": "m1", "Nats-TTL": "60"}
+        assert (b"Nats-Expected-Stream", stream.encode()) in first.raw_headers
+        assert (second.raw_headers, second.data) == ([(b"Nats-Expected-Last-Subject-Sequence", b"1")], b"")
         assert third.headers["Nats-TTL"] == "never"
         assert fourth.data == b"\r\n"
 
@@ -97,12 +100,12 @@ class TestPublishing:
         self, js: JetStreamContext, stream: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level("DEBUG", logger="jetstream_ext.fast")
-        async with jsx.FastPublisher(js, batch_id="watched") as pub:
+        async with jsx.FastPublisher(js) as pub:
             for _ in range(300):
                 await pub.add(f"{stream}.a", b"secret", headers={"K": "secret"})
         records = [each.getMessage() for each in caplog.records if each.name == "jetstream_ext.fast"]
         assert [text.partition(" (")[0] for text in records] == [
-            f"batch watched: {change}"
+            f"batch {pub.batch_id}: {change}"
             for change in ("NEW -> STARTING", "STARTING -> OPEN", "OPEN -> COMMITTING", "COMMITTING -> ENDED")
         ]
         assert "secret" not in "".join(records)
@@ -262,7 +265,7 @@ class TestHandlers:
                 ended.set()
 
         async def use() -> None:
-            async with jsx.FastPublisher(js, flow=1, on_flow=handler, ack_timeout=4) as publisher:
+            async with jsx.FastPublisher(js, flow=1, on_flow=handler, timeout=4) as publisher:
                 await publisher.add_many((f"{stream}.a", b"x") for _ in range(10))
                 await started.wait()
                 if how == "error":
@@ -336,4 +339,4 @@ async def test_a_refusal_of_the_batch_names_the_stream_and_the_expected_one(
     both = f"; a message expects stream '{stream}', and stream '{other}' stores its subject"
     with pytest.raises(errors.StreamMismatchError, match=both):
         async with jsx.FastPublisher(js) as publisher:
-            await publisher.add_message(jsx.BatchMessage(f"{other}.a", stream=stream))
+            await publisher.add_many([jsx.BatchMessage(f"{other}.a", stream=stream)])

@@ -141,7 +141,7 @@ class TestConnections:
             await pub.add(f"{stream}.a", b"%d" % i)
         closing = asyncio.create_task(pub.wait_closed())
         own_server.kill()
-        pub._batch.ack_timeout = 1.0  # in ok mode, the batch waits this long for another connection
+        pub._batch.clock.timeout = 1.0  # in ok mode, the batch waits this long for another connection
         async with asyncio.timeout(20):
             assert await closing is jsx.EndReason.DISCONNECTED
         with pytest.raises(
@@ -156,7 +156,7 @@ class TestConnections:
         self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream
     ) -> None:
         stream = await own_stream()
-        pub = jsx.FastPublisher(own_js, flow=1, max_outstanding_acks=1, ack_timeout=60)
+        pub = jsx.FastPublisher(own_js, flow=1, max_outstanding_acks=1, timeout=60)
         await pub.add(f"{stream}.a", b"1")
         own_server.pause()
 
@@ -179,7 +179,7 @@ class TestConnections:
         pub = jsx.FastPublisher(own_js)
         await pub.add(f"{stream}.a", b"1")
         own_server.pause()
-        pub._batch.ack_timeout = 0.2
+        pub._batch.clock.timeout = 0.2
         async with asyncio.timeout(20):
             with pytest.raises(errors.BatchOutcomeUnknownError) as caught:
                 await pub.commit_eob()
@@ -193,7 +193,7 @@ class TestConnections:
         own_server.pause()
         async with asyncio.timeout(20):
             with pytest.raises(errors.BatchOutcomeUnknownError, match="first message"):
-                await jsx.FastPublisher(own_js, ack_timeout=3).add(f"{stream}.a", b"1")
+                await jsx.FastPublisher(own_js, timeout=3).add(f"{stream}.a", b"1")
         own_server.resume()
 
     async def test_a_closed_connection_is_an_error(
@@ -216,7 +216,7 @@ class TestConnections:
     ) -> None:
         # nats-py swallows the cancellation while its buffer is full.
         stream = await own_stream()
-        pub = jsx.FastPublisher(own_js, ack_timeout=30)
+        pub = jsx.FastPublisher(own_js, timeout=30)
         await pub.add(f"{stream}.a", b"1")
         own_server.pause()
         try:
@@ -224,7 +224,7 @@ class TestConnections:
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.3):
                     await pub.add_many((f"{stream}.a", bytes(500_000)) for _ in range(100))
-            assert asyncio.get_running_loop().time() - began < 20  # ack_timeout is 30 s
+            assert asyncio.get_running_loop().time() - began < 20  # timeout is 30 s
         finally:
             own_server.resume()  # closing a connection waits until its buffer is sent
         sent = pub.batch_seq

@@ -237,7 +237,7 @@ async def test_forged_replies_do_no_harm(
 ) -> None:
     await js.purge_stream(stream)
     pub = jsx.FastPublisher(js, flow=10, gap=OK)
-    pub._batch._stall_ping = 60.0
+    pub._batch.clock._ask_every = 60.0
     await pub.add_many([(f"{stream}.a", b"x")] * 5)
     await pub.flush()
     for _ in range(2 if "twice" in what else 1):
@@ -256,7 +256,7 @@ async def test_forged_replies_do_no_harm(
         errors_,
         ended,
     )
-    pub._batch._stall_ping = 0.2  # not before: the answer to a ping would change what is compared
+    pub._batch.clock._ask_every = 0.2  # not before: the answer to a ping would change what is compared
     if ended is None:
         await pub.add_many([(f"{stream}.a", b"x")] * 50)
         assert (await pub.commit_eob()).batch_size == 55

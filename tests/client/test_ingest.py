@@ -46,11 +46,16 @@ class TestSources:
         assert report.seconds > 0
         await leak_check.assert_clean()
 
-    async def test_messages_of_another_stream_are_stored(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+    async def test_a_message_of_another_stream_ends_the_run(
+        self, js: JetStreamContext, make_stream: MakeStream
+    ) -> None:
         first, second = await make_stream(), await make_stream()
-        report = await jsx.ingest(js, [(f"{second if n % 5 == 4 else first}.a", b"%d" % n) for n in range(40)])
-        assert (report.stored, report.in_doubt) == (40, 0)
-        assert [(await js.stream_info(name)).state.messages for name in (first, second)] == [32, 8]
+        with pytest.raises(
+            errors.IngestError, match=f"index 4 .*'{second}'.*'{first}'.*must be of one stream"
+        ) as caught:
+            await jsx.ingest(js, [(f"{second if n == 4 else first}.a", b"%d" % n) for n in range(40)])
+        assert (caught.value.index, caught.value.in_doubt) == (4, 0)
+        assert [(await js.stream_info(name)).state.messages for name in (first, second)] == [4, 0]
 
     async def test_every_form_of_message_is_stored(self, js: JetStreamContext, stream: str) -> None:
         headers = {"K": "v"}
@@ -197,8 +202,6 @@ class TestRefusals:
         assert str(caught.value).endswith(
             f"; a message expects stream '{first}', and stream '{second}' stores its subject"
         )
-        with pytest.raises(errors.IngestError, match=f"'jetstream-ext enable {second} --ttl'$"):
-            await jsx.ingest(js, [(f"{first}.a", b""), jsx.BatchMessage(f"{second}.a", msg_ttl=60)])
 
     @each("version", ["2.11.11", "2.12.8"])
     async def test_a_server_without_fast_ingest_is_an_error(self, version: str) -> None:
@@ -209,7 +212,7 @@ class TestRefusals:
                 await jsx.ingest(js, [("s.1", b"x")])
             assert (await js.stream_info("S")).state.messages == 0
 
-    @each("options", [{"timeout": 0}, {"timeout": float("nan")}, {"progress_every": -1}])
+    @each("options", [{"timeout": 0}, {"patience": 0}, {"patience": float("nan")}, {"progress_every": -1}])
     async def test_options_are_checked(self, js: JetStreamContext, options: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match=f"{next(iter(options))} must be"):
             await jsx.ingest(js, [], **options)
@@ -226,13 +229,15 @@ class TestRefusals:
 
         async def source() -> AsyncIterator[tuple[str, bytes]]:
             yield "s.1", b"first"
+            while not (await own_js.stream_info("S")).state.messages:
+                await asyncio.sleep(0.01)
             own_server.pause()
             for _ in range(9):
                 yield "s.1", b"later"
 
         try:
             with pytest.raises(errors.IngestError, match=r"was not acknowledged: .*may be stored$") as caught:
-                await jsx.ingest(own_js, source(), flow=100, timeout=1.0, ack_timeout=0.5)
+                await jsx.ingest(own_js, source(), flow=100, patience=1.0, timeout=0.5)
         finally:
             own_server.resume()
         assert 0 < caught.value.in_doubt == 10 - caught.value.index
@@ -242,72 +247,17 @@ class TestRefusals:
                 await asyncio.sleep(0.05)
 
 
-@each("outcome, doubt", [("unknown", True), ("not_stored", False)])
-async def test_messages_before_the_end_of_fast_ingest_may_be_stored(
-    js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch, outcome: errors.Outcome, doubt: bool
+async def test_a_commit_without_an_answer_is_searched_for(
+    js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def disabled(publisher: jsx.FastPublisher) -> None:
-        raise errors.FastPublishDisabledError("fast ingest is disabled", outcome=outcome)
+        raise errors.FastPublishDisabledError("fast ingest is disabled", outcome="unknown")
 
     monkeypatch.setattr(jsx.FastPublisher, "commit_eob", disabled)
     monkeypatch.setattr(jsx.FastPublisher, "ack_seq", 0)
-    with pytest.raises(errors.IngestError, match="could not be sent: fast ingest is disabled") as caught:
-        await jsx.ingest(js, [(f"{stream}.a", b"x")] * 5)
-    assert caught.value.in_doubt == (5 if doubt else 0)
-    text = "it and the 4 after it may be stored" if doubt else "nothing is stored"
-    assert str(caught.value).endswith(f"disabled; {text}")
-
-
-@each(
-    "refusal", [nats.js.errors.APIError(code=400, err_code=10054, description="too large"), nats.errors.MaxPayloadError]
-)
-async def test_messages_that_are_refused_after_a_lost_answer_may_be_stored(
-    js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch, refusal: Any
-) -> None:
-    async def unanswered(publisher: jsx.FastPublisher) -> None:
-        raise errors.RequestTimeoutError
-
-    async def refuse(*arguments: Any, **options: Any) -> Any:
-        raise refusal
-
-    monkeypatch.setattr(jsx.FastPublisher, "commit_eob", unanswered)
-    monkeypatch.setattr(jsx.FastPublisher, "ack_seq", 0)
-    monkeypatch.setattr(js, "publish", refuse)
-    with pytest.raises(errors.IngestError, match=r"was refused: .*; it and the 4 after it may be stored$") as caught:
-        await jsx.ingest(js, [(f"{stream}.a", b"x")] * 5)
-    assert caught.value.in_doubt == 5
-
-
-@pytest.mark.parametrize("upgrade", [True, False], ids=["the stream has the option", "the stream lacks the option"])
-async def test_a_server_that_lost_fast_ingest_is_an_error_unless_the_stream_still_has_the_option(
-    js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch, upgrade: bool
-) -> None:
-    add, commit, refusals = jsx.FastPublisher.add_message, jsx.FastPublisher.commit_eob, [1, 2, 3]
-
-    async def older(publisher: jsx.FastPublisher, message: jsx.BatchMessage) -> Any:
-        if not refusals:
-            return await add(publisher, message)
-        if upgrade:
-            refusals.pop()
-        raise errors.UnsupportedFeatureError("fast ingest needs nats-server 2.14")
-
-    async def unanswered(publisher: jsx.FastPublisher) -> None:
-        monkeypatch.setattr(jsx.FastPublisher, "commit_eob", commit)
-        monkeypatch.setattr(jsx.FastPublisher, "add_message", older)
-        if not upgrade:
-            await js.update_stream((await js.stream_info(stream)).config.evolve(allow_batched=False))
-        raise errors.RequestTimeoutError
-
-    monkeypatch.setattr(jsx.FastPublisher, "commit_eob", unanswered)
-    monkeypatch.setattr(jsx.FastPublisher, "ack_seq", 0)
-    ingesting = jsx.ingest(js, [jsx.BatchMessage(f"{stream}.a", b"x", expected_last_seq=0)])
-    async with asyncio.timeout(30):
-        if upgrade:
-            assert (await ingesting).stored == 1
-        else:
-            with pytest.raises(errors.IngestError, match=r"could not be sent: fast .*2\.14; it may be stored$"):
-                await ingesting
-    assert [each.data for each in await messages(js, stream)] == [b"x"]
+    report = await jsx.ingest(js, [(f"{stream}.a", b"x")] * 5)
+    assert (report.stored, report.duplicates, report.in_doubt) == (5, 5, 0)
+    assert len(await messages(js, stream)) == 5
 
 
 async def test_a_full_stream_is_an_error_at_once(js: JetStreamContext, make_stream: Any) -> None:
@@ -424,7 +374,7 @@ class TestPermissions:
             await admin.purge_stream("S")
             async with asyncio.timeout(60):
                 with pytest.raises(errors.IngestError) as caught:
-                    await jsx.ingest(js, entries, timeout=300)
+                    await jsx.ingest(js, entries, patience=300)
             stored = await messages(admin, "S")
         before = {0: "nothing is stored", 1: "the message before it is stored"}
         assert str(caught.value) == (
@@ -439,7 +389,7 @@ class TestPermissions:
             await admin.add_stream(name="S", subjects=["s.>"], allow_batched=True, allow_direct=True)
             async with asyncio.timeout(60):
                 with pytest.raises(errors.IngestError) as caught:
-                    await jsx.ingest(js, [("s.a", b"x")], timeout=300)
+                    await jsx.ingest(js, [("s.a", b"x")], patience=300)
         assert str(caught.value) == (
             "the message at index 0 (subject 's.a') was not acknowledged; the server has refused a subscription: the user had no "
             "permission to subscribe to _INBOX.>, where answers come; it may be stored"

@@ -164,9 +164,6 @@ def cases() -> Iterator[tuple[str, Call]]:
 
 
 OTHERS: dict[str, Call] = {
-    "batch_id of an atomic batch": lambda place: jsx.AtomicBatch(place.js, batch_id=HALF),
-    "batch_id of publish_atomic": lambda place: jsx.publish_atomic(place.js, [place.message({})], batch_id=HALF),
-    "batch_id of a fast batch": lambda place: jsx.FastPublisher(place.js, batch_id=HALF),
     "gap mode": lambda place: jsx.FastPublisher(place.js, gap=HALF),  # type: ignore[arg-type]
     "watch_abandoned": lambda place: jsx.watch_abandoned(place.js, HALF),
     "message id of ingest": lambda place: jsx.ingest(place.js, [place.message({})], msg_id=lambda message: HALF),

@@ -259,7 +259,7 @@ async def test_what_was_sent_acknowledged_and_refused_is_counted(
     stream = await make_stream()
     async with jsx.FastPublisher(js, gap=jsx.GapMode.OK) as publisher:
         await publisher.add_many([(f"{stream}.a", b"")] * 50)
-        await publisher.add_message(jsx.BatchMessage(f"{stream}.a", expected_last_seq=7))
+        await publisher.add_many([jsx.BatchMessage(f"{stream}.a", expected_last_seq=7)])
     assert publisher.error_count == 1
     assert recorded.total("messaging.client.sent.messages") == 51
     assert recorded.total("jetstream_ext.acknowledged.messages") == 51

@@ -50,9 +50,9 @@ CALLS: dict[str, tuple[Call, str, str]] = {
         "; nothing of the batch is stored",
     ),
     "ingest": (
-        lambda js: jsx.ingest(js, [("a.b", b"1")], timeout=2),
-        r"no ack for 2 s (no stream stores the subject, or the stream has no leader",
-        "); nothing is stored",
+        lambda js: jsx.ingest(js, [("a.b", b"1")], patience=2),
+        "no stream stores subject 'a.b', or the stream has no leader",
+        "; nothing is stored",
     ),
     "transaction": (write, "bucket 'B' does not exist, or has no leader", "; nothing was written"),
 }

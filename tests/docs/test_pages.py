@@ -232,7 +232,7 @@ def test_the_web_service(empty_server: NatsServer, tmp_path: Path) -> None:
 def test_the_web_service_ends_without_a_nats_server(tmp_path: Path) -> None:
     """Within the time of the page, also after Ctrl-C, and with the reason."""
     with socket.socket() as held, contextlib.ExitStack() as stack:
-        held.bind(("127.0.0.1", 0))  # nobody listens there
+        held.bind(("127.0.0.1", 0))  # no server listens on it
         service = stack.enter_context(web_service(tmp_path, f"nats://127.0.0.1:{held.getsockname()[1]}"))
         assert service.stderr is not None
         assert any("Connect call failed" in line for line in service.stderr)

@@ -97,21 +97,21 @@ class Round:
         # In most batches the client keeps its connection; in the others it is connected to the victim.
         nc = await connect([self.victim, *others] if rng.random() < 0.3 else others)
         js = nc.jetstream(timeout=60)
-        told = Told(stream, f"b{seed}", rng.randint(1, 12), rng.choice(["add", "commit", "answer"]))
-        batch = jsx.AtomicBatch(js, batch_id=told.batch_id, ack_first=rng.random() < 0.7)
+        batch = jsx.AtomicBatch(js)
+        told = Told(stream, batch.batch_id, rng.randint(1, 12), rng.choice(["add", "commit", "answer"]))
         entries = [jsx.BatchMessage(f"{stream}.{i}", b"x" * rng.randint(0, 200)) for i in range(told.size)]
         last = entries.pop() if rng.random() < 0.5 else None
         try:
             head = 0 if told.stage == "add" else len(entries)
             for message in entries[:head]:
-                await batch.add_message(message)
+                await batch.add_many([message])
             self.ready += 1
             await self.begin.wait()
             batch._session._timeout = 2.0  # set only now, so that every batch is open when the leader dies
             if told.stage == "add":
                 await asyncio.sleep(rng.uniform(0, 0.05))
                 for message in entries:
-                    await batch.add_message(message)
+                    await batch.add_many([message])
             if told.stage == "answer":
                 await asyncio.sleep(rng.uniform(0, 0.01))
             else:
@@ -170,7 +170,7 @@ async def verify(js: JetStreamContext, told: Told) -> None:
     stored = [
         message
         async for message in jsx.DirectGet(js, told.stream, timeout=10).scan(confirm=True)
-        if message.headers["Nats-Batch-Id"] == told.batch_id
+        if (b"Nats-Batch-Id", told.batch_id.encode()) in message.raw_headers
     ]
     truth = {0: "not_stored", told.size: "stored"}.get(len(stored), f"{len(stored)} of {told.size}")
     claims = {told.outcome, told.resolved} - {"unknown", ""}

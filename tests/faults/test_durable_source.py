@@ -94,5 +94,7 @@ async def test_copy_is_complete_and_in_order_after_leaders_are_killed(
     last = (await patient.stream_info("W")).state.last_seq
     stored = await jsx.DirectGet(patient, "ALL").scan(confirm=True).to_list()
     # The publisher may have stored a number twice, but each message of the origin was copied once, in its place.
-    assert [int(message.headers["Nats-Stream-Source"].split()[1]) for message in stored] == list(range(1, last + 1))
+    assert [int(dict(message.raw_headers)[b"Nats-Stream-Source"].split()[1]) for message in stored] == list(
+        range(1, last + 1)
+    )
     assert {int(message.data) for message in stored} == set(range(published))

@@ -71,12 +71,12 @@ class TestAcknowledgedIsStored:
         nc = await connect(proxy.url)
         js = nc.jetstream()
         stream = await make_stream(js)
-        pub = jsx.FastPublisher(js, flow=flow, ack_timeout=PATIENT)
-        pub._batch._stall_ping = 0.3
+        pub = jsx.FastPublisher(js, flow=flow, timeout=PATIENT)
+        pub._batch.clock._ask_every = 0.3
         running = asyncio.create_task(publish_until_the_end(pub))
         while pub.ack_seq < 2000:
             await asyncio.sleep(0.001)
-        pub._batch.ack_timeout = ACK_TIMEOUT
+        pub._batch.clock.timeout = ACK_TIMEOUT
         if fault == "kill":
             victim.kill()
         elif fault == "pause":
@@ -106,7 +106,7 @@ class TestAcknowledgedIsStored:
         js = (await connect(proxy.url)).jetstream()
         await make_stream(js)
         proxy.delay = 0.05
-        async with jsx.FastPublisher(js, ack_timeout=PATIENT) as pub:
+        async with jsx.FastPublisher(js, timeout=PATIENT) as pub:
             await pub.add_many(numbers(2000))
         assert pub.ack.batch_size == 2000
 
@@ -120,8 +120,8 @@ class TestOkModeContinues:
         nc = await connect(proxy.url)
         js = nc.jetstream()
         stream = await make_stream(js)
-        pub = jsx.FastPublisher(js, gap=jsx.GapMode.OK, flow=50, ack_timeout=30.0)
-        pub._batch._stall_ping = 0.3
+        pub = jsx.FastPublisher(js, gap=jsx.GapMode.OK, flow=50, timeout=30.0)
+        pub._batch.clock._ask_every = 0.3
         done = asyncio.Event()
 
         async def cutting() -> None:
@@ -165,14 +165,14 @@ class TestOkModeContinues:
     ) -> None:
         js = (await connect(victim.url)).jetstream()
         stream = await make_stream(js)
-        pub = jsx.FastPublisher(js, gap=jsx.GapMode.OK, flow=10, ack_timeout=PATIENT)
-        pub._batch._stall_ping = 0.3
+        pub = jsx.FastPublisher(js, gap=jsx.GapMode.OK, flow=10, timeout=PATIENT)
+        pub._batch.clock._ask_every = 0.3
         await pub.add_many(numbers(25))
         if how == "restart":
             await asyncio.to_thread(victim.restart)
         else:
             victim.kill()
-            pub._batch.ack_timeout = ACK_TIMEOUT
+            pub._batch.clock.timeout = ACK_TIMEOUT
         async with asyncio.timeout(BOUND):
             assert await pub.wait_closed() is jsx.EndReason.DISCONNECTED
             with pytest.raises(errors.BatchAbandonedError) as caught:
@@ -188,7 +188,7 @@ class TestOkModeContinues:
         nc = await connect(proxy.url)
         js = nc.jetstream()
         await make_stream(js)
-        pub = jsx.FastPublisher(js, gap=jsx.GapMode.OK, ack_timeout=60.0)
+        pub = jsx.FastPublisher(js, gap=jsx.GapMode.OK, timeout=60.0)
         await pub.add("s.1", b"0")
         proxy.cut(refuse=True)
         while nc.is_connected:
@@ -218,8 +218,8 @@ class TestLeaders:
         stream = await make_stream(js, num_replicas=3)
         await wait_for_interest(js, "s.0")
         # Without a leader there are no acks; one vote takes 4 to 9 s, and a busy cluster may need a second.
-        pub = jsx.FastPublisher(js, gap=mode, flow=100, ack_timeout=BOUND)
-        pub._batch._stall_ping = 0.3
+        pub = jsx.FastPublisher(js, gap=mode, flow=100, timeout=BOUND)
+        pub._batch.clock._ask_every = 0.3
         enough: float = 2000
 
         async def publish() -> None:

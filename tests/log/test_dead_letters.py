@@ -118,7 +118,7 @@ async def test_the_dead_letter_and_the_position_are_one_batch(js: JetStreamConte
     (dead,) = await stored(js, target, "dead")
     position = await jsx.DirectGet(js, target).get(dead.seq + 1)
     assert position.subject == f"{target}.at.w"
-    assert position.headers["Nats-Batch-Id"] == dead.headers["Nats-Batch-Id"]
+    assert dict(position.raw_headers)[b"Nats-Batch-Id"] == dict(dead.raw_headers)[b"Nats-Batch-Id"]
     assert json.loads(position.data)["seq"] == 3
     assert "failed" not in json.loads(position.data)
 

@@ -34,9 +34,9 @@ from jetstream_ext.kv.history import Past
 from jetstream_ext.kv.limits import RECORD, drops_oldest, known_since
 from jetstream_ext.log.lease import Lease
 from jetstream_ext.log.offsets import StoredOffset
-from jetstream_ext.protocol import api, atomic_resolve, frames
+from jetstream_ext.protocol import api, frames, outcome
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.atomic import AtomicBatchMachine
+from jetstream_ext.protocol.atomic import AtomicBatchMachine, Server
 from jetstream_ext.protocol.atomic import State as AtomicState
 from jetstream_ext.protocol.atomic_wire import read_reply
 from jetstream_ext.protocol.direct import Block as RowBlock
@@ -300,7 +300,7 @@ def same_columns(m: Mutator) -> int:
         pairs: dict[bytes, list[bytes]] = {}
         for line in message.stored_lines.split(b"\r\n")[1:]:
             name, colon, value = line.partition(b":")
-            if colon:
+            if colon and not h.is_instruction(name.strip().decode("utf-8", "replace")):
                 pairs.setdefault(name.strip(), []).append(value.strip())
         expected = message.stream.encode(), message.seq, message.raw_subject, message.data, list(pairs.items())
         got = row["stream"], row["seq"], row["subject"], row["data"], row["headers"]
@@ -483,7 +483,8 @@ def receive_fast(m: Mutator) -> int:
         require(1 <= window.flow <= LARGEST_FLOW, f"the flow is {window.flow}")
         require(0 <= window.acked <= batch.sent, "more is acknowledged than was sent")
         require(window.limit <= batch.sent * 2 + LARGEST_FLOW * 3, "the window is open without bound")
-        require(len(batch.gaps) <= KEPT_REPORTS and len(batch.errors) <= KEPT_REPORTS, "reports without bound")
+        reports = batch.reports
+        require(len(reports.gaps) <= KEPT_REPORTS and len(reports.errors) <= KEPT_REPORTS, "reports without bound")
         require((batch.end_reason is None) == (batch.state is not FastState.ENDED), "ended without a reason")
     return fed
 
@@ -496,9 +497,9 @@ def atomic_reply(m: Mutator) -> Block:
 
 def receive_atomic(m: Mutator) -> int:
     """An atomic batch that is open or being committed."""
-    batch = AtomicBatchMachine(BATCH, own_id=bool(m.below(2)))
+    batch = AtomicBatchMachine(BATCH)
     messages = [batch.prepare(BatchMessage("a.b", b"%d" % n)) for n in range(3)]
-    batch.open(messages[0], api_level=4, server_version="2.15.1", reply=INBOX.decode())
+    batch.open(messages[0], Server(4, "2.15.1"), INBOX.decode())
     fed = 0
     for message in messages:
         batch.add(message)
@@ -509,9 +510,7 @@ def receive_atomic(m: Mutator) -> int:
     for _ in range(4):
         header, payload = atomic_reply(m)
         fed += 1
-        refusal = batch.receive(m.below(6), header, payload)
-        if refusal is not None:
-            batch.refusal_unobserved(refusal)
+        batch.receive(m.below(6), header, payload)
         require(isinstance(batch.state, AtomicState), "an unknown state")
         require(0 <= batch.staged <= batch.sent <= 4, "more is staged than was sent")
         require(
@@ -526,33 +525,34 @@ def receive_atomic(m: Mutator) -> int:
 
 
 def resolve_atomic(m: Mutator) -> int:
-    """The search for a batch whose commit was not answered."""
-    opened = api.parse_stream_state(INFO, "S") if m.below(2) else None
-    fingerprints = tuple(range(3)) if m.below(2) else None
-    commit = atomic_resolve.Commit(BATCH, 3, 0, "a.b", opened, 0, 0, fingerprints)
-    plan = atomic_resolve.find_earlier(commit, NOW) if m.below(2) else atomic_resolve.find_commit(commit)
+    """The search for a batch, or for messages of fast ingest, of which no answer came."""
+    before = api.parse_stream_state(INFO, "S")
+    write: outcome.Batch | outcome.Messages = outcome.Batch("a.b", 3, before, 0, BATCH, bool(m.below(2)), 0)
+    if m.below(2):
+        write = outcome.Messages("a.b", 3, before, 0, ("a", "b", "c"), bool(m.below(2)), "")
+    search = outcome.find(write)
     fed = 0
     answer: Any = None
     try:
         for _ in range(20):
-            match plan.send(answer):
-                case atomic_resolve.AskState():
+            match search.send(answer):
+                case outcome.AskState():
                     answer = api.parse_stream_state(
                         json.loads(INFOS[0].data) if m.below(4) else parsed(m, INFOS[0]), "S"
                     )
-                case atomic_resolve.AskMessage():
+                case outcome.AskMessage():
                     answer = api.parse_message("S", parsed(m, MESSAGE)) if m.below(4) else None
-                case atomic_resolve.AskRange(_, search, _):
-                    for seq in range(search.next_seq if isinstance(search, atomic_resolve.Search) else 1, 11):
+                case outcome.AskRange(_, first, last, see):
+                    for seq in range(first, min(last, first + 10) + 1):
                         fields = h.decode_stored(m.header(b"NATS/1.0\r\n%b\r\n" % STORED[2], b""))
-                        search.see(StoredMsg(stream="S", subject="a.b", seq=seq, headers=fields))
+                        see(StoredMsg(stream="S", subject="a.b", seq=seq, headers=fields))
                         fed += 1
                     answer = None
-                case atomic_resolve.AskFence():
-                    answer = (0, atomic_reply(m), atomic_reply(m))
+                case outcome.AskFence(_, messages):
+                    answer = 0, [atomic_reply(m) for _ in messages]
                     fed += 1
             fed += 1
-    except (StopIteration, atomic_resolve.NeverKnown, atomic_resolve.NotYetKnown, JetStreamExtError):
+    except (StopIteration, outcome.Unknown, JetStreamExtError):
         pass
     return fed
 

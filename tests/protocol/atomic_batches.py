@@ -6,17 +6,20 @@ import orjson
 
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.atomic import AtomicBatchMachine
+from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.atomic import AtomicBatchMachine, Server
 from jetstream_ext.protocol.atomic_wire import Block
 from jetstream_ext.types import BatchMessage
 
 Command = tuple[str, str, dict[str, str], bytes]
 
 
-def batch(level: int = 4, *, version: str = "", **options: Any) -> AtomicBatchMachine:
+def batch(
+    level: int = 4, *, version: str = "", stream: StreamState | None = None, **options: Any
+) -> AtomicBatchMachine:
     """Return an open batch on a server of this API level."""
     machine = AtomicBatchMachine("b1", **options)
-    machine.open(machine.prepare(BatchMessage("a.1")), api_level=level, server_version=version, reply="_INBOX.r")
+    machine.open(machine.prepare(BatchMessage("a.1")), Server(level, version, stream), "_INBOX.r")
     return machine
 
 
@@ -26,24 +29,23 @@ def message(subject: str = "a.1", payload: bytes = b"x", **options: Any) -> Batc
 
 def commands(block: Block) -> list[Command]:
     """Return subject, reply subject, headers and payload of every command in a block."""
-    sent = [(c.subject, c.reply, dict(h.parse_lines(c.header)), c.payload) for c in frames.parse_pubs(block.data)]
+    sent = read(block.data)
     assert (len(sent), sum(len(payload) for *_, payload in sent)) == (block.messages, block.size)
     return sent
 
 
-def add(machine: AtomicBatchMachine, message: BatchMessage, ack: bool | None = None) -> Command | None:
-    sent = commands(machine.add(machine.prepare(message, ack)))
+def read(data: bytes) -> list[Command]:
+    return [(c.subject, c.reply, dict(h.parse_lines(c.header)), c.payload) for c in frames.parse_pubs(data)]
+
+
+def add(machine: AtomicBatchMachine, message: BatchMessage) -> Command | None:
+    sent = commands(machine.add(machine.prepare(message)))
     assert len(sent) <= 1
     return sent[0] if sent else None
 
 
 def commit(machine: AtomicBatchMachine, message: BatchMessage | None = None) -> list[Command]:
-    """Commit a batch; the server has message 1."""
-    last = None if message is None else machine.prepare(message)
-    first = machine.begin(last)
-    if first is not None:
-        machine.receive(1, b"", b"")
-    return (commands(first) if first is not None else []) + commands(machine.commit(last))
+    return commands(machine.commit(None if message is None else machine.prepare(message)))
 
 
 def refusal(err_code: int, code: int = 400) -> tuple[bytes, bytes]:

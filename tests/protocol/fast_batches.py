@@ -15,7 +15,7 @@ OK, FAIL = GapMode.OK, GapMode.FAIL
 def batch(gap: GapMode = FAIL, *, max_payload: int = 1 << 20, **options: Any) -> FastBatch:
     """Return a batch that has sent nothing."""
     machine = FastBatch(batch_id="b1", flow=10, gap=gap, **options)
-    machine.set_max_payload(max_payload)
+    machine.wire.max_payload = max_payload
     machine.open("_INBOX.x")
     return machine
 

@@ -136,21 +136,6 @@ class TestExpectations:
                 assert machine.size == 2
 
 
-def test_a_message_that_the_server_refused_does_not_count_as_a_write() -> None:
-    machine = batch()
-    add(machine, message("a.1"))
-    add(machine, message("a.2"))
-    machine.receive(2, *refusal(10054))
-    add(machine, message("a.2", expected_last_subject_seq=0))
-    with pytest.raises(ValueError, match="earlier message"):
-        add(machine, message("a.1", expected_last_subject_seq=0))
-    machine.receive(2, *refusal(10054))
-    add(machine, message("a.1"))
-    machine.receive(2, *refusal(10054))
-    with pytest.raises(ValueError, match="earlier message"):
-        add(machine, message("a.1", expected_last_subject_seq=0))
-
-
 # -- bulks
 
 
@@ -185,13 +170,7 @@ bad = st.sampled_from(
 def test_add_many_and_add_send_the_same_bytes(
     level: int, given: list[BatchMessage], limit: int, data: st.DataObject
 ) -> None:
-    options = {
-        "ack_first": data.draw(st.booleans()),
-        "ack_every": data.draw(st.sampled_from([None, 1, 3])),
-        "in_one_go": data.draw(st.booleans()),
-        "max_payload": 1000,
-        "own_id": data.draw(st.booleans()),
-    }
+    options: dict[str, Any] = {"in_one_go": data.draw(st.booleans()), "max_payload": 1000}
     one, many = batch(level, **options), batch(level, **options)
     single, refused = b"", []
     for each in given:
@@ -205,8 +184,7 @@ def test_add_many_and_add_send_the_same_bytes(
     while True:
         block = many.add_many(source, limit)
         asked = [int(reply.rpartition(".")[2]) for _, reply, _, _ in commands(block) if reply]
-        unasked = asked == [1] and not options["own_id"]  # the machine wants this reply for itself
-        assert block.last_asked == max(asked, default=0) or (unasked and block.last_asked == 0)
+        assert block.last_asked == max(asked, default=0)
         assert block.awaited == 0
         bulk += block.data
         if isinstance(block.stopped, StopIteration):
@@ -224,9 +202,8 @@ def test_add_many_and_add_send_the_same_bytes(
 
 
 @LEVELS
-@walk("ack_every, waits", [(None, [1000, 2000, 3000]), (300, [1200, 2400]), (7000, [])])
-def test_add_many_waits_for_a_server_that_is_far_behind(level: int, ack_every: int | None, waits: list[int]) -> None:
-    machine = batch(level, ack_every=ack_every)
+def test_add_many_waits_for_a_server_that_is_far_behind(level: int) -> None:
+    machine = batch(level)
     source, asked = iter([message()] * 3500), []
     while True:
         block = machine.add_many(source, 1 << 30)
@@ -235,7 +212,7 @@ def test_add_many_waits_for_a_server_that_is_far_behind(level: int, ack_every: i
         asked.append(block.awaited)
         assert machine.sent == block.awaited == block.last_asked
         machine.receive(block.awaited, b"", b"")
-    assert asked == waits
+    assert asked == [1000, 2000, 3000]
     assert machine.size == 3500
 
 
@@ -243,17 +220,16 @@ class TestDisconnection:
     """The server keeps the batch by its id. The next reply tells whether the server has all of it."""
 
     def test_the_next_message_must_be_acknowledged(self) -> None:
-        machine = batch(own_id=True, ack_first=False)
-        for _ in range(3):
-            assert reply_of(add(machine, message())) == ""
+        machine = batch()
+        assert [reply_of(add(machine, message())) for _ in range(3)] == ["_INBOX.r.1", "", ""]
         machine.disconnected(reply_awaited=False)
         assert machine.state is State.OPEN
-        assert reply_of(add(machine, message(), ack=False)) == "_INBOX.r.4"
+        assert reply_of(add(machine, message())) == "_INBOX.r.4"
         machine.receive(4, b"", b"")
         assert reply_of(add(machine, message())) == ""
 
     def test_add_many_waits_for_the_reply_to_its_next_message(self) -> None:
-        machine = batch(own_id=True)
+        machine = batch()
         add(machine, message())
         machine.disconnected(reply_awaited=False)
         source = iter([message()] * 5)
@@ -266,7 +242,7 @@ class TestDisconnection:
     @LEVELS
     @walk("at_commit", [True, False])
     def test_a_batch_that_the_server_lost_is_abandoned(self, level: int, at_commit: bool) -> None:
-        machine = batch(level, own_id=True)
+        machine = batch(level)
         add(machine, message())
         add(machine, message())
         machine.disconnected(reply_awaited=False)
@@ -280,14 +256,6 @@ class TestDisconnection:
             add(machine, message())
         assert caught.value.outcome == "not_stored"
         assert isinstance(caught.value.__cause__, errors.AtomicPublishIncompleteError)
-
-    def test_the_message_after_a_refused_one_asks_for_a_reply(self) -> None:
-        machine = batch(own_id=True)
-        add(machine, message())
-        machine.disconnected(reply_awaited=False)
-        add(machine, message())
-        assert isinstance(machine.receive(2, *refusal(10054)), errors.MessageTooLargeError)
-        assert reply_of(add(machine, message())) == "_INBOX.r.2"
 
 
 def test_a_batch_that_was_not_found_has_failed() -> None:

@@ -11,7 +11,7 @@ from jetstream_ext.types import BatchFlowGap, EndReason, GapMode, InDoubt
 
 PING = b"PUB f.1 _INBOX.x.b1.10.fail.%d.4.$FI 0\r\n\r\n"
 OK_PING = PING.replace(b"fail", b"ok")
-TIMES = {"ack_timeout": 5.0, "stall_ping": 1.0, "keepalive": 20.0}
+TIMES = {"timeout": 5.0, "keepalive": 20.0}
 timed = partial(opened, **TIMES)
 
 
@@ -209,7 +209,7 @@ class TestSuspended:
         machine.receive([ack(2, seq=5, op=4)], 14.5)
         assert (machine.state, machine.acked, machine.is_settled(machine.sent)) == (State.OPEN, 2, True)
         # The acknowledged messages are stored. A report about the others may have been lost with the old connection.
-        assert list(machine.in_doubt) == [InDoubt(1, 5)]
+        assert list(machine.reports.in_doubt) == [InDoubt(1, 5)]
         assert machine.next_timer() == 34.0, "no caller waits; the batch is kept alive"
 
     def test_what_the_ping_proves_lost_is_a_gap_and_not_in_doubt(self) -> None:
@@ -219,8 +219,8 @@ class TestSuspended:
         machine.reconnected(11.0)
         lost = gap(4, 6, at=5, op=4)
         events, _ = machine.receive([lost, ack(2, seq=5, op=4)], 11.1)
-        assert list(machine.gaps) == [BatchFlowGap(4, 6)]
-        assert list(machine.in_doubt) == [InDoubt(3, 3)]
+        assert list(machine.reports.gaps) == [BatchFlowGap(4, 6)]
+        assert list(machine.reports.in_doubt) == [InDoubt(3, 3)]
         assert InDoubt(3, 3) in events
         assert (machine.state, machine.acked) == (State.OPEN, 2)
 
@@ -243,7 +243,7 @@ class TestSuspended:
         machine.disconnected(10.0)
         machine.reconnected(11.0)
         machine.receive([ack(5, seq=5, op=4)], 11.1)
-        assert (machine.state, list(machine.in_doubt)) == (State.OPEN, [])
+        assert (machine.state, list(machine.reports.in_doubt)) == (State.OPEN, [])
 
 
 class TestDraining:

@@ -93,7 +93,7 @@ async def test_flow_of_a_forged_ack_is_never_larger_than_a_flow_can_be(
     for msgs in (LARGEST_FLOW + 1, 1 << 63):
         forged, proxy.on_delivery = 0, partial(forge, msgs)
         try:
-            async with jsx.FastPublisher(js, flow=2, ack_timeout=2) as publisher:
+            async with jsx.FastPublisher(js, flow=2, timeout=2) as publisher:
                 for n in range(6):
                     await publisher.add(f"{stream}.b", b"%d" % n)
                 await publisher.flush()

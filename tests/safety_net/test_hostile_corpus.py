@@ -66,7 +66,15 @@ async def js(corpus: Corpus) -> AsyncIterator[JetStreamContext]:
 
 
 def as_stored(messages: Iterable[jsx.StoredMsg]) -> list[Stored]:
-    return [Stored(message.seq, message.subject, message.data, message.header_pairs) for message in messages]
+    return [
+        Stored(
+            message.seq,
+            message.subject,
+            message.data,
+            [(name.decode("utf-8", "replace"), text.decode("utf-8", "replace")) for name, text in message.raw_headers],
+        )
+        for message in messages
+    ]
 
 
 @all_versions

@@ -69,8 +69,8 @@ async def test_a_report_is_what_the_stream_holds(connect: Connect, seed: int) ->
                     js,
                     source(),
                     flow=rng.choice([1, 5, 20]),
-                    ack_timeout=rng.uniform(0.3, 1.0),
-                    timeout=30,
+                    timeout=rng.uniform(0.3, 1.0),
+                    patience=30,
                     msg_id=(lambda entry: f"n{entry[1].decode()}") if own_ids else None,
                 )
         except errors.IngestError as error:

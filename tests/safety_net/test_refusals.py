@@ -25,12 +25,12 @@ Publish = Callable[[JetStreamContext, BatchMessage], Awaitable[Any]]
 
 async def add_atomic(js: JetStreamContext, message: BatchMessage) -> None:
     async with jsx.AtomicBatch(js) as batch:
-        await batch.add_message(message)
+        await batch.add_many([message])
 
 
 async def add_fast(js: JetStreamContext, message: BatchMessage) -> None:
     async with jsx.FastPublisher(js) as publisher:
-        await publisher.add_message(message)
+        await publisher.add_many([message])
 
 
 async def commit_atomic(js: JetStreamContext, message: BatchMessage) -> None:

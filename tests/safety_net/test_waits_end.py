@@ -225,7 +225,7 @@ async def test_a_write_that_waits_for_room_ends_with_its_batch(
 
     async def add() -> None:
         while True:  # nats-py may still write some of it
-            await batch.add("s.a", bytes(100_000), **({"ack": False} if kind == "atomic" else {}))
+            await batch.add("s.a", bytes(100_000))
 
     adding = asyncio.ensure_future(add())
     try:

@@ -39,7 +39,7 @@ async def test_concurrent_adds_to_a_batch_wait_for_room(own_server: NatsServer, 
     async with jsx.AtomicBatch(js) as batch:
         await batch.add("s.a", b"first")
         own_server.pause()
-        adding = asyncio.gather(*(batch.add("s.a", payload, ack=False) for _ in range(200)))
+        adding = asyncio.gather(*(batch.add("s.a", payload) for _ in range(200)))
         sent = -1
         while sent < (sent := batch.size):  # the system takes some megabytes
             await asyncio.sleep(0.3)

@@ -271,7 +271,6 @@ def fast_calls(gap: jsx.GapMode) -> dict[str, Call]:
         "__aexit__": on(opened, lambda t, pub: pub.__aexit__(None, None, None)),
         "add": on(opened, lambda t, pub: pub.add(t.subject, t.payload)),
         "add (the first)": on(new, lambda t, pub: pub.add(t.subject, t.payload)),
-        "add_message": on(opened, lambda t, pub: pub.add_message(jsx.BatchMessage(t.subject, t.payload))),
         "add_many": on(opened, lambda t, pub: pub.add_many(t.entries(30))),
         "commit": on(opened, lambda t, pub: pub.commit(t.subject, t.payload)),
         "commit_eob": on(opened, lambda t, pub: pub.commit_eob()),
@@ -502,9 +501,6 @@ CALLS: dict[str, Call] = {
         open_batch, lambda t, batch: batch.add(f"w{(t.number + 1) % TARGETS}.{t.name}", t.payload)
     ),
     "AtomicBatch.add_many": on(open_batch, lambda t, batch: batch.add_many(t.entries())),
-    "AtomicBatch.add_message": on(
-        open_batch, lambda t, batch: batch.add_message(jsx.BatchMessage(t.subject, t.payload), ack=True)
-    ),
     "AtomicBatch.commit": on(open_batch, lambda t, batch: batch.commit(t.subject, t.payload)),
     "AtomicBatch.commit_eob": on(open_batch, lambda t, batch: batch.commit_eob()),
     "AtomicBatch.add (committed)": on(committed(open_batch), lambda t, batch: batch.add(t.subject, t.payload)),
@@ -536,7 +532,7 @@ CALLS: dict[str, Call] = {
     ),
     "ensure_stream": plain(lambda t: jsx.ensure_stream(t.js, name=f"E{t.name}", subjects=[f"e{t.name}"])),
     "features": plain(lambda t: jsx.features(t.js)),
-    "ingest": plain(lambda t: jsx.ingest(t.js, t.entries(30), flow=10, timeout=t.patience)),
+    "ingest": plain(lambda t: jsx.ingest(t.js, t.entries(30), flow=10, patience=t.patience)),
     "publish_atomic": plain(lambda t: jsx.publish_atomic(t.js, t.entries())),
     "publish_atomic_many": plain(lambda t: _listed(jsx.publish_atomic_many(t.js, [t.entries()] * 2))),
     "reset_consumer": plain(lambda t: jsx.reset_consumer(t.js, t.stream, "c")),
@@ -549,7 +545,7 @@ CALLS: dict[str, Call] = {
     "RecordBatches.aclose": on(open_record_batches, lambda t, batches: batches.aclose()),
     "RecordBatchReader.__aenter__": on(new_record_batch_reader, lambda t, reader: reader.__aenter__()),
     "RecordBatchReader.__aexit__": on(open_record_batch_reader, lambda t, reader: reader.__aexit__(None, None, None)),
-    "from_arrow": plain(lambda t: arrow.from_arrow(t.js, t.table(), flow=10, timeout=t.patience)),
+    "from_arrow": plain(lambda t: arrow.from_arrow(t.js, t.table(), flow=10, patience=t.patience)),
     "record_batches": plain(all_record_batches),
     "to_arrow": plain(lambda t: arrow.to_arrow(t.js, t.stream)),
     # kv
@@ -561,7 +557,6 @@ CALLS: dict[str, Call] = {
     "Transaction.discard": on(open_transaction, lambda t, tx: tx.discard()),
     "Transaction.get": on(open_transaction, lambda t, tx: tx.get("a")),
     "Transaction.get_many": on(open_transaction, lambda t, tx: tx.get_many(["a", "b"])),
-    "Transaction.repeat": on(lost_transaction, lambda t, tx: tx.repeat()),
     "Transaction.resolve": on(lost_transaction, lambda t, tx: tx.resolve(timeout=t.timeout)),
     "enable": on(a_bucket, lambda t, kv: kvx.enable(kv, atomic=True)),
     "ensure_bucket": plain(lambda t: kvx.ensure_bucket(t.js, "fresh", spark=True)),
@@ -637,6 +632,7 @@ async def fill(server: NatsServer) -> None:
 
 # -- the cells ----------------------------------------------------------------------------------------------------------
 
+NARROW: dict[str, Any] = {"pending_size": 100, "inbox_prefix": f"_INBOX_{'x' * 200}"}
 _CELL: contextvars.ContextVar["Cell | None"] = contextvars.ContextVar("cell", default=None)
 
 
@@ -650,6 +646,7 @@ class Cell:
     pending: bool = False
     fallback: bool = False
     moment: float = 0.0  # seconds after the start of the call at which its connection ends
+    narrow: bool = False  # nats-py's buffer takes less than one SUB line, and inboxes have long names
     wrong: str = ""
     through: Callable[[int], "Fault"] | None = None  # makes the proxy of a server's port that is the fault
     longer: float = 0.0  # seconds that the call may take beyond what its timeout and patience allow
@@ -661,7 +658,8 @@ class Cell:
         fault = self.fault if isinstance(self.fault, str) else f"stop after answer {self.fault}"
         state = "4 MiB pending" if self.pending else "idle"
         when = f" after {self.moment:g} s" if self.moment else ""
-        return f"{self.call}, {fault}{when}, {self.size:,} B, {state}" + (", fallback" if self.fallback else "")
+        how = ", fallback" * self.fallback + ", a small buffer" * self.narrow
+        return f"{self.call}, {fault}{when}, {self.size:,} B, {state}{how}"
 
     async def note(self, error: Exception) -> None:
         """Note an error that nats-py reports, if this package raised it in a callback and it is not documented."""
@@ -812,6 +810,7 @@ async def _connect(
         connect_timeout=30,
         drain_timeout=1,
         error_cb=cell.note,
+        **NARROW if cell.narrow else {},
     )
     proxies.push_async_callback(end_connection, nc)
     if cell.fallback:
@@ -1005,9 +1004,9 @@ def _check_leaks(running: _Running, owners: weakref.WeakKeyDictionary[asyncio.Ta
 
 def matrix(group: str) -> list[Cell]:
     """Return every cell for the faults of a group; the moment of the fault rotates."""
-    moments = itertools.cycle(MOMENTS)
+    moments, narrow = itertools.cycle(MOMENTS), itertools.cycle((False, False, True))
     return [
-        Cell(call, fault, size, pending, fallback, next(moments))
+        Cell(call, fault, size, pending, fallback, next(moments), next(narrow))
         for fallback, pending, size, fault, call in itertools.product(
             (False, True), (False, True), SIZES, FAULTS[group], CALLS
         )
@@ -1019,7 +1018,8 @@ def sample(group: str) -> list[Cell]:
     ends = list(itertools.product(FAULTS[group], SIZES, (False, True), (False, True)))
     shift = 8 * list(FAULTS).index(group)
     return [
-        Cell(call, *ends[(7 * n + shift) % len(ends)], moment=MOMENTS[n % len(MOMENTS)]) for n, call in enumerate(CALLS)
+        Cell(call, *ends[(7 * n + shift) % len(ends)], moment=MOMENTS[n % len(MOMENTS)], narrow=(n + shift) % 3 == 0)
+        for n, call in enumerate(CALLS)
     ]
 
 

@@ -1,7 +1,7 @@
 """Run schedules of the fast batch, of whole calls or of groups, or replay one.
 
 python tests/simulation [--schedules 100000] [--first 0]
-python tests/simulation --calls [--schedules 26000]
+python tests/simulation --calls [--schedules 34000]
 python tests/simulation --groups [--schedules 50000]
 python tests/simulation --replay fail:chaos:4711
 python tests/simulation --replay ingest:4711
@@ -43,14 +43,14 @@ def main() -> int:
     parser.add_argument(
         "--calls",
         action="store_true",
-        help="run whole calls: ingest, atomic batches (also with ids used again) and workers",
+        help="run whole calls: ingest, atomic batches and workers",
     )
     parser.add_argument("--groups", action="store_true", help="run the members of a group")
     parser.add_argument(
         "--schedules",
         type=int,
         help="schedules of each mode of the fast batch, half of them on each kind of link (default: 100,000), of each "
-        "kind of call (default: 26,000), or of each kind of clocks of a group (default: 50,000)",
+        "kind of call (default: 34,000), or of each kind of clocks of a group (default: 50,000)",
     )
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="the number of processes")
@@ -63,7 +63,7 @@ def main() -> int:
         module = call_schedules if kind in JOBS else group_schedules if kind == "group" else fast_schedules
         module.replay(options.replay, print)
         return 0
-    failures, kinds, schedules = (call_failures, len(JOBS), 26_000) if options.calls else (fast_failures, 2, 100_000)
+    failures, kinds, schedules = (call_failures, len(JOBS), 34_000) if options.calls else (fast_failures, 2, 100_000)
     if options.groups:
         failures, kinds, schedules = group_failures, 2, 50_000
     schedules = options.schedules or schedules

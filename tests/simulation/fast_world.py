@@ -39,9 +39,9 @@ class WatchedBatch(FastBatch):
         super().__init__(**options)
         self._changed = changed
 
-    def _happen(self, event: Input, *details: Any) -> list[Event]:
+    def _happen(self, event: Input, *details: Any, **named: Any) -> list[Event]:
         before = self.state
-        events = super()._happen(event, *details)
+        events = super()._happen(event, *details, **named)
         if self.state is not before:
             self._changed(before, event)
         return events
@@ -66,8 +66,7 @@ class World:
             flow=flow,
             max_outstanding_acks=self.outstanding,
             gap=mode,
-            ack_timeout=ACK_TIMEOUT,
-            stall_ping=random.choice((0.2, 1.0, 3.0)),
+            timeout=ACK_TIMEOUT,
             keepalive=random.choice((0.0, 2.0, 5.0)),
         )
         self.state = self.machine.state
@@ -193,8 +192,8 @@ class World:
                 entries = (self._message() for _ in range(value))
                 data, taken, _, _ = machine.add_many(entries, self.now)
                 self.write(data)
-            base = max(machine.acked, machine.window.settled_without_ack)
-            refused = len({each.seq for each in machine.errors if each.seq > base})
+            base = machine.window.base
+            refused = len({each.seq for each in machine.reports.errors if each.seq > base})
             if machine.sent - base - refused > machine.window.flow * self.outstanding:
                 raise WrongError("sent beyond the window")
             if value > taken:
@@ -378,7 +377,8 @@ class World:
     # -- what must hold ---------------------------------------------------------------------------------------
 
     def _check_sent(self, seq: int, op: int) -> None:
-        if self.machine.state is State.ENDED:
+        ends = op == 3 and seq == self.machine.sent + 1  # a batch that ends here ends on the server, once
+        if self.machine.state is State.ENDED and (not ends or any(each == 3 for _, each in self.sent_frames)):
             raise WrongError("something was sent after the end")
         if op in (0, 1):
             if seq != sum(1 for _, each in self.sent_frames if each in (0, 1)) + 1 or (op == 0) != (seq == 1):
@@ -401,9 +401,9 @@ class World:
     def _known_lost(self) -> set[int]:
         """Return the messages that were reported as lost, refused or in doubt."""
         machine = self.machine
-        lost = {seq for gap in machine.gaps for seq in range(gap.first_lost, gap.seq)}
-        lost |= {error.seq for error in machine.errors}
-        return lost | {seq for doubt in machine.in_doubt for seq in range(doubt.first, doubt.last + 1)}
+        lost = {seq for gap in machine.reports.gaps for seq in range(gap.first_lost, gap.seq)}
+        lost |= {error.seq for error in machine.reports.errors}
+        return lost | {seq for doubt in machine.reports.in_doubt for seq in range(doubt.first, doubt.last + 1)}
 
     def _check_flushed(self) -> None:
         if self.chaos and self.mode is GapMode.OK:
@@ -447,6 +447,6 @@ class World:
         if stored.intersection(lost) and not self.chaos:
             raise WrongError(f"stored, but named in the error as lost: {error}")
         if not self.chaos:
-            gaps = {seq for gap in machine.gaps for seq in range(gap.first_lost, gap.seq)}
+            gaps = {seq for gap in machine.reports.gaps for seq in range(gap.first_lost, gap.seq)}
             if stored & gaps:
                 raise WrongError(f"stored, but reported as lost: {sorted(stored & gaps)}")

@@ -1,7 +1,6 @@
-"""A few seconds of the simulation of whole calls; `nox -s full -- call_simulation` runs 104,000 schedules."""
+"""A few seconds of the simulation of whole calls; `nox -s full -- call_simulation` runs 102,000 schedules."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,21 +10,21 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from call_schedules import replay, run
-from call_world import JOBS, World
+from call_world import JOBS
 
-import jetstream_ext as jsx
 from jetstream_ext.client import fenced_write
-from jetstream_ext.client.atomic_session import AtomicSession, _Patience
+from jetstream_ext.client.atomic_session import AtomicSession
 from jetstream_ext.client.connection import Connection, Context
-from jetstream_ext.client.ingest import _Ingest, _Source
+from jetstream_ext.client.ingest import _Run
 from jetstream_ext.errors import BatchOutcomeUnknownError
 from jetstream_ext.log import worker
-from jetstream_ext.testing import reference
+from jetstream_ext.protocol.ingest import Ingest
+from jetstream_ext.protocol.outcome import Verdict
 from jetstream_ext.types import BatchAck, BatchMessage
 
 # nats-py leaves the transports of lost connections to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function StreamWriter")
-SCHEDULES = {"ingest": 100, "atomic": 50, "reused": 35, "worker": 30}
+SCHEDULES = {"ingest": 100, "atomic": 50, "worker": 30}
 
 
 def failures(kind: str, first: int, count: int) -> list[str]:
@@ -58,14 +57,8 @@ def test_schedules_that_found_a_defect() -> None:
         "ingest:3686",  # a duplicate of a message that was sent again before, and not answered
         "ingest:9051",  # a restarted server is another process
         "atomic:356",
-        "atomic:226040",  # a message is refused, and its place taken by that of an earlier batch with the id
-        "atomic:1518417",  # message 1 is refused unseen, and the commit is that of an earlier batch with the id
         "atomic:235",  # to explain a refusal took longer than the call's timeout
         "atomic:694361207",
-        "reused:605",
-        "reused:20221",  # a lookup that failed made a timeout a cancellation
-        "reused:750",  # a batch of which a part was stored by the commit of a later one
-        "reused:814",
         "atomic:1203",  # other content with the message ids of an earlier batch
         "worker:3",  # a round trip that is longer than the timeout
         "worker:110",
@@ -79,37 +72,8 @@ def test_schedules_that_found_a_defect() -> None:
     assert not found, "\n".join(found)
 
 
-async def _send_again_and_again(world: World) -> Callable[[], None]:
-    """Let a client that gets no answer to lookups send a message in a batch, and three times alone."""
-    world.network.create(
-        b'{"name":"s","subjects":["s.>"],"storage":"file","allow_batched":true,"duplicate_window":3000000000}'
-    )
-    rules = (
-        reference.Ignore("$JS.API.>"),
-        reference.Drop(kind="flow_ack", times=None),
-        reference.Drop(kind="pub_ack", times=2),
-    )
-    for rule in rules:
-        world.network.faults.add(rule)
-    call = jsx.ingest(world.nc.jetstream(timeout=1), [("s.a", b"0")])
-    report = await world.end(call, 60, "ingest")
-
-    def check() -> None:
-        assert len(world.stored("s")) == 2, "the server had forgotten the first copy, and not the second one"
-        assert (report.stored, report.duplicates, report.in_doubt) == (1, 1, 1)
-
-    return check
-
-
-def test_a_duplicate_of_a_message_that_was_sent_again_before_leaves_it_in_doubt(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(JOBS, "ingest", _send_again_and_again)
-    replay("ingest:0")
-
-
-committed, confirm, failed, resend = AtomicSession.committed, _Ingest._confirm, _Ingest._failure, _Ingest._resend
-publish_alone, encode_position = _Ingest._publish_alone, worker.encode_position
+committed, encode_position = AtomicSession.committed, worker.encode_position
+begin, confirm, found, failure = Ingest.begin, Ingest._confirm, Ingest.found, _Run._failure
 
 
 async def _believes_in_success(self: AtomicSession) -> BatchAck:
@@ -123,29 +87,27 @@ async def _finds_nothing(self: AtomicSession, timeout: float | None) -> None:
     return None
 
 
-async def _trusts_what_was_sent(self: _Ingest) -> None:
-    self._confirm(len(self._window))
+def _trusts_what_was_sent(self: Ingest, verdict: Verdict) -> None:
+    found(self, Verdict(self.unanswered, verdict.seq))
 
 
-async def _backwards(self: _Ingest) -> None:
-    entries = list(self._window)
-    self._window.clear()
-    self._window.extend(reversed(entries))
-    await resend(self)
+def _finds_no_message(self: Ingest, verdict: Verdict) -> None:
+    found(self, Verdict(0))
 
 
-def _without_unanswered(self: _Ingest, *arguments: Any) -> Any:
-    self._unanswered = 0
-    return failed(self, *arguments)
+def _backwards(self: Ingest) -> list[Any]:
+    self.window.reverse()
+    return begin(self)
 
 
-def _without_doubts(self: _Ingest, count: int, *, in_doubt: bool = False) -> None:
-    confirm(self, count)
+def _without_unanswered(self: _Run, *arguments: Any, **options: Any) -> Any:
+    self._machine.unanswered = self._machine._doubtful = 0
+    return failure(self, *arguments, **options)
 
 
-async def _always_a_duplicate(self: _Ingest, *arguments: Any) -> bool:
-    await publish_alone(self, *arguments)
-    return True
+def _without_doubts(self: Ingest, count: int, **options: Any) -> None:
+    self._doubtful = 0
+    confirm(self, count, **options)
 
 
 def _ahead(stream: str, created: str, seq: int, **record: Any) -> bytes:
@@ -159,16 +121,13 @@ def _without_a_fence(*arguments: Any, expected_last_subject_seq: int, **options:
 BUGS: dict[str, tuple[Any, str, Any, str, str]] = {
     "a lost ack is success": (AtomicSession, "committed", _believes_in_success, "atomic", "false success"),
     "resolve finds nothing": (AtomicSession, "resolve", _finds_nothing, "atomic", "false not_stored"),
-    "lookups take time of their own": (_Patience, "left", property(lambda self: self.timeout), "atomic", "hang"),
     "waits without a limit": (Context, "resolve_timeout", lambda *_: 10.0**6, "atomic", "hang"),
     "subscriptions stay": (Connection, "drop", lambda *_: None, "atomic", "subscriptions are left"),
-    "what was sent is stored": (_Ingest, "_resend", _trusts_what_was_sent, "ingest", "false success"),
-    "sent again backwards": (_Ingest, "_resend", _backwards, "ingest", "order"),
-    "sent again without ids": (_Source, "_with_id", lambda _, entry: entry, "ingest", "false once"),
-    "no doubts in the error": (_Ingest, "_failure", _without_unanswered, "ingest", "false not_stored"),
-    "no doubts in the report": (_Ingest, "_confirm", _without_doubts, "ingest", "false once"),
-    "no search": (_Ingest, "_ids_are_trusted", lambda _: True, "ingest", "false once"),
-    "invented duplicates": (_Ingest, "_publish_alone", _always_a_duplicate, "ingest", "false duplicates"),
+    "what was sent is stored": (Ingest, "found", _trusts_what_was_sent, "ingest", "false success"),
+    "sent again backwards": (Ingest, "begin", _backwards, "ingest", "order"),
+    "no doubts in the error": (_Run, "_failure", _without_unanswered, "ingest", "false not_stored"),
+    "no doubts in the report": (Ingest, "_confirm", _without_doubts, "ingest", "false once"),
+    "no search": (Ingest, "found", _finds_no_message, "ingest", "false once"),
     "no fence": (fenced_write, "BatchMessage", _without_a_fence, "worker", "false once"),
     "positions are ahead": (worker, "encode_position", _ahead, "worker", "false position"),
 }
@@ -178,8 +137,6 @@ BUGS: dict[str, tuple[Any, str, Any, str, str]] = {
 FIRST = {
     "no doubts in the error": 45,
     "no doubts in the report": 465,
-    "sent again without ids": 80,
-    "lookups take time of their own": 35,
     "resolve finds nothing": 20,
 }
 

@@ -258,16 +258,16 @@ def test_a_small_micro_batch_is_one_atomic_batch(spark: SparkSession, target: Ta
     target.write(rows_of(spark, 0, 998, 998, partitions=4), writeId="first")
     target.write(rows_of(spark, 998, 1996, 998, partitions=4), writeId="second")
 
-    async def batches(js: JetStreamContext) -> list[set[str]]:
+    async def batches(js: JetStreamContext) -> list[set[bytes]]:
         """Return the ids of the batches that the messages of each write were stored in."""
-        found: list[set[str]] = [set(), set()]
+        found: list[set[bytes]] = [set(), set()]
         async for one in jsx.DirectGet(js, f"KV_{target.name}").scan(subject=f"$KV.{target.name}.>"):
-            found[int(one.data) // 998].add((one.headers or {}).get("Nats-Batch-Id", ""))
+            found[int(one.data) // 998].add(dict(one.raw_headers).get(b"Nats-Batch-Id", b""))
         return found
 
     first, second = target.run(batches)
     assert len(first) == len(second) == 1
-    assert "" not in first | second
+    assert b"" not in first | second
 
 
 def test_clients_do_not_see_the_records_of_the_sink(spark: SparkSession, target: Target, found: Any) -> None:

@@ -19,6 +19,7 @@ from nats.js import JetStreamContext
 from nats.js.api import KeyValueConfig, RePublish
 
 import jetstream_ext.kv as kvx
+from jetstream_ext.client import fenced_write, outcome
 from jetstream_ext.client.api import stream_state
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.fenced_write import FencedWriter
@@ -208,14 +209,15 @@ async def test_a_former_leader_that_answers_reads_makes_no_row_a_bad_row(
     assert await first.open()
     assert await second.open()
     await first.store(writes)
-    stale, find = 2, FencedWriter._find
+    stale, find = 2, outcome.get_at_leader
 
-    async def find_earlier_state(writer: FencedWriter, *request: Any) -> Any:
+    async def find_earlier_state(*request: Any) -> Any:
         nonlocal stale
         stale -= 1
-        return None if stale >= 0 else await find(writer, *request)
+        return None if stale >= 0 else await find(*request)
 
-    monkeypatch.setattr(FencedWriter, "_find", find_earlier_state)
+    for module in (outcome, fenced_write):
+        monkeypatch.setattr(module, "get_at_leader", find_earlier_state)
     await second.store(writes)  # `refuse` would raise RowError
     assert stale < 0
     assert second.skipped == 2

@@ -103,12 +103,10 @@ def test_rows_become_messages() -> None:
     assert list(read(*rows)) == [("s.a", b"x", {"A": "1"}, "id"), ("s.b", b"", None, None), ("s.a", b"", None, None)]
 
 
-def test_nats_headers_are_stripped_on_request() -> None:
-    headers = {"Nats-Msg-Id": "1", "nats-rollup": "all", "NATS-TTL": "1s", "Natsy": "stays", "Nats-Rollup": "all"}
-    kept = {"nats-rollup": "all", "NATS-TTL": "1s", "Natsy": "stays"}
-    assert list(read(("s.a", b"", headers), natsHeaders="strip")) == [("s.a", b"", kept, None)]
-    assert list(read(("s.a", b"", kept))) == [("s.a", b"", kept, None)]  # servers compare names case-sensitively
-    assert list(read(("s.a", b"", {"Nats-TTL": "1s"}), natsHeaders="strip")) == [("s.a", b"", None, None)]
+def test_headers_that_were_read_are_written_without_the_message_id() -> None:
+    kept = {"nats-rollup": "all", "Natsy": "stays", "Nats-TTL": "60", "Nats-Marker-Reason": "MaxAge", "Nats-Own": "x"}
+    assert list(read(("s.a", b"", {"Nats-Msg-Id": "1", **kept}))) == [("s.a", b"", kept, None)]
+    assert list(read(("s.a", b"", kept, "id"))) == [("s.a", b"", kept, "id")]
 
 
 def test_headers_keep_several_values() -> None:
@@ -129,7 +127,7 @@ def test_a_row_that_cannot_be_a_message_is_refused(cell: Any) -> None:
         (("s.a\r\nPUB x 0", b""), {}, "white space or control characters"),
         (("_spark.S.q.0", b""), {"semantics": "transactional"}, "is reserved for the markers of the sink"),
         (("s.a", b"", {"Nats-Rollup": "all"}), {}, "its header 'Nats-Rollup' is an instruction to the server"),
-        (("s.a", b"", {"Nats-Msg-Id": "1"}), {}, "and give ids in the column msgId"),
+        (("s.a", b"", {"Nats-Expected-Stream": "S"}), {}, "'Nats-Expected-Stream' is an instruction to the server"),
         (("s.a", b"", None, ""), {}, "its msgId is empty"),
         (("s.a", b"", None, "x\u00a0"), {}, "its msgId is empty or has white space around it"),
         (("s.a", b"", None, "x\ny"), {}, "the value of header 'Nats-Msg-Id' has a line break"),
@@ -255,7 +253,7 @@ def test_the_option_gives_every_row_its_time_to_live() -> None:
     rows = [("s.a", b""), ("s.a", b"", {"A": "1"}), ("s.a", b"", {"Nats-TTL": "7"})]
     ttl = {"Nats-TTL": "900"}
     for some in (rows[:1], rows):
-        found = read(*some, msgTtl="15m", natsHeaders="strip")
+        found = read(*some, msgTtl="15m")
         assert [headers for _, _, headers, _ in found] == [ttl, {"A": "1"} | ttl, ttl][: len(some)]
 
 

@@ -108,7 +108,6 @@ def test_unsuitable_streams_and_options_are_refused(cell: Any, make: Any, writer
                 TRANSACTIONAL | {"sinkPartitions": "2"},
                 "its max_msg_size (400) or the server's max_payload is too small",
             ),
-            ({}, {"natsHeaders": "keep"}, "not one of refuse, strip"),
             ({}, {"password": "hunter2"}, "use 'passwordEnv'"),
         ],
     ):

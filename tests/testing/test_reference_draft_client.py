@@ -38,7 +38,7 @@ async def test_fast_ingest_stores_all_messages(js: Any, draft: ReferenceServer) 
     await js.add_stream(**CONFIG, allow_batched=True)
     for round_, gap in enumerate(jsx.GapMode, 1):
         draft.faults.add(Drop(kind="flow_ack", nth=2))  # so that the client pings
-        async with jsx.FastPublisher(js, flow=10, gap=gap, ack_timeout=30.0) as pub:
+        async with jsx.FastPublisher(js, flow=10, gap=gap, timeout=30.0) as pub:
             for index in range(57):
                 await pub.add("s.a", str(index).encode())
             await pub.flush()

@@ -18,7 +18,7 @@ import orjson
 
 from jetstream_ext.cli.files.exact_json import decode_exact, large_integer, repeated_key
 from jetstream_ext.cli.files.row_files import JsonRow, Row, RowError, duration_text
-from jetstream_ext.protocol.headers import is_reserved
+from jetstream_ext.protocol.headers import MSG_ID, is_instruction
 from jetstream_ext.text import did_you_mean
 from jetstream_ext.types import own_headers
 
@@ -52,7 +52,7 @@ class Message:
     subject: str
     payload: bytes
     headers: Mapping[str, str] | None
-    left_out: tuple[str, ...] = ()  # names of headers that begin with ``Nats-``
+    left_out: tuple[str, ...] = ()  # names of headers that were for other messages
 
     @property
     def digest(self) -> str:
@@ -112,8 +112,8 @@ class RowMapping:
         if isinstance(row, JsonRow):
             self._check_keys(row, place)
         pairs = [] if self.headers_from is None else self._header_pairs(row, self.headers_from, place)
-        own = [pair for pair in pairs if not is_reserved(pair[0])]
-        left_out = tuple(name for name, _ in pairs if is_reserved(name))
+        own = [pair for pair in pairs if not _is_left_out(pair[0])]
+        left_out = tuple(name for name, _ in pairs if _is_left_out(name))
         headers = own_headers(own) if own else None
         return Message(self._subject(row, place), self._payload(row, place), headers, left_out)
 
@@ -192,10 +192,7 @@ class RowMapping:
         return text
 
     def _header_pairs(self, row: Row, name: str, place: str) -> list[tuple[str, str]]:
-        """Return the headers in a column: a map, or a JSON object as text. A value may be a list of values.
-
-        Those that begin with ``Nats-`` are instructions to the server, which were for another message.
-        """
+        """Return the headers in a column: a map, or a JSON object as text. A value may be a list of values."""
         found = row.get(name)
         if found is None:
             self.check_columns(row, place)
@@ -217,6 +214,11 @@ class RowMapping:
         if not all(isinstance(text, str) for pair in pairs for text in pair):
             raise RowError(f"{place}: column {name!r} has a header that is not a string")
         return pairs
+
+
+def _is_left_out(name: str) -> bool:
+    """Whether a message is stored without a header of its row: an instruction for another message, or its id."""
+    return name == MSG_ID or is_instruction(name)
 
 
 def _described(columns: Collection[str], missing: str) -> str:

@@ -1,0 +1,108 @@
+"""Asks the questions of `protocol.outcome`, until it is known what a write did or the time is over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from typing import Any, Final, TypeVar
+
+import nats.errors
+import nats.js.errors
+from nats.js import JetStreamContext
+
+from jetstream_ext.client.api import get_at_leader, settled_state, stream_state
+from jetstream_ext.client.base_connection import NotPermittedError
+from jetstream_ext.client.connection import Context
+from jetstream_ext.client.direct import DirectGet
+from jetstream_ext.client.fence import send_fence
+from jetstream_ext.client.retry import Retry, is_transient_read
+from jetstream_ext.errors import RequestTimeoutError
+from jetstream_ext.protocol import outcome
+from jetstream_ext.protocol.outcome import Batch, Messages, Question, Unknown, Verdict
+from jetstream_ext.text import get_logger, log_state
+
+Found = TypeVar("Found")
+
+_log: Final = get_logger("client")
+
+# Seconds to wait for one answer. During an election no server answers, and the search starts again.
+_ANSWER_TIMEOUT: Final = 2.0
+
+
+async def find_out(context: Context, write: Batch | Messages, timeout: float, source: str) -> Verdict:
+    """Return what a write did; `source` names it in the log.
+
+    Raises:
+        Unknown: It cannot be known, or was not found out within `timeout` seconds; its cause is the last error.
+        NotPermittedError: The client may not ask.
+    """
+    retry = Retry(timeout, transient=may_be_known_later)
+    retry.start()
+    last: Exception | None = None
+    try:
+        async with asyncio.timeout(timeout):
+            while True:
+                try:
+                    return await search(context, outcome.find(write), source)
+                except Exception as error:
+                    last = error
+                    log_state(_log, source, "outcome not found", error, error=error)
+                    await retry.pause_if_transient(error)
+    except NotPermittedError:
+        raise
+    except (TimeoutError, Unknown, nats.errors.Error) as error:
+        if isinstance(error, Unknown) and not error.later:
+            raise
+        if not isinstance(error, TimeoutError) and not may_be_known_later(error):
+            raise
+        why = str(last or "") or "the stream's leader did not answer"
+        raise Unknown(f"{why} (tried for {timeout:g} s)", later=True) from last
+
+
+def may_be_known_later(error: BaseException) -> bool:
+    return error.later if isinstance(error, Unknown) else is_transient_read(error)
+
+
+async def search(
+    context: Context, searching: Generator[Question, Any, Found], source: str, timeout: float = _ANSWER_TIMEOUT
+) -> Found:
+    """Answer the questions of one search, each within `timeout` seconds; return what it found."""
+    answer = None
+    try:
+        while True:
+            question = searching.send(answer)
+            log_state(_log, source, "outcome searched", question=type(question).__name__)
+            context.connection.check_usable()  # nats-py would keep every question for the next connection
+            answer = await _ask(context, question, timeout)
+    except StopIteration as end:
+        found: Found = end.value
+        return found
+
+
+async def _ask(context: Context, question: Question, timeout: float) -> Any:
+    match question:
+        case outcome.AskState(stream, seq):
+            try:
+                return await settled_state(lambda: stream_state(context, stream, timeout), seq)
+            except nats.js.errors.NotFoundError:
+                return None
+        case outcome.AskMessage(stream, request):
+            try:
+                return await get_at_leader(context, stream, request, timeout)
+            except nats.js.errors.NotFoundError:
+                return None  # the question after it is about the stream
+        case outcome.AskRange(stream, first, last, see):
+            assert isinstance(context.js, JetStreamContext)  # only those publish
+            direct, subject = DirectGet(context.js, stream, timeout=timeout), f"{context.prefix}.DIRECT.GET.{stream}"
+            is_refused = context.connection.refusals([subject])
+            try:
+                async with direct.scan(seq=first, up_to_seq=last, confirm=True) as messages:
+                    async for message in messages:
+                        see(message)
+            except RequestTimeoutError as late:
+                if is_refused():
+                    raise NotPermittedError(subject) from late
+                raise
+        case outcome.AskFence(subject, messages):
+            return await send_fence(context, subject, messages, timeout)
+    return None
