@@ -108,7 +108,7 @@ async def fast(js: JetStreamContext, **options: Any) -> Any:
 
 
 async def ingest(js: JetStreamContext, **options: Any) -> Any:
-    return await jsx.ingest(js, [jsx.BatchMessage("s.a", b"%d" % n, **options) for n in range(3)])
+    return await jsx.ingest(js, [jsx.BatchMessage("s.a", b"%d" % n, **options) for n in range(3)], patience=5)
 
 
 Call = Callable[..., Awaitable[Any]]
@@ -173,7 +173,8 @@ async def test_a_refusal_that_may_be_of_another_domain_leaves_the_outcome_unknow
                 caught.value
             )
             assert getattr(caught.value, "outcome", "unknown") == "unknown"
-            assert getattr(caught.value, "in_doubt", 1) == 1
+            # The server acknowledges the first message before it refuses it: the others may have followed it.
+            assert getattr(caught.value, "in_doubt", 1) in (1, 3)
             # The context's own domain, and a context without one, know whose refusal it is.
             for js in (domains.leaf, domains.hub._nc.jetstream(timeout=20)):
                 with pytest.raises((errors.BatchError, errors.IngestError), match=r"nothing (of the batch )?is stored"):
