@@ -246,7 +246,8 @@ class FastPublisher:
 
         Args:
             messages: ``(subject, payload)``, ``(subject, payload, headers)`` or `BatchMessage`, from an iterable or
-                an async iterable. It is consumed as the window allows, so it may be endless.
+                an async iterable. It is consumed as the window allows, so it may be endless. An async iterable is read in a
+                task of its own, which is cancelled if the batch ends while it waits.
 
         Returns:
             As for `add`, when all messages are sent and at most a window of them is unacknowledged.

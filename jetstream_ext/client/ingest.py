@@ -93,7 +93,8 @@ async def ingest(
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
         messages: ``(subject, payload)``, ``(subject, payload, headers)`` or `BatchMessage`, from an iterable or an async
             iterable, all for one stream. It is read as fast as the messages are stored; only one window is in memory. What
-            it yields is copied unless it is immutable, so it may use one buffer or dict again and again.
+            it yields is copied unless it is immutable, so it may use one buffer or dict again and again. An async iterable is
+            read in a task of its own.
         msg_id: Called with each message that has no ``Nats-Msg-Id``; returns its id. The default ids are a random id of
             the run and the message's place in it. With ids that are derived from the content, a second run stores only
             what the first did not. A message is known by its id, so no other publisher may use it meanwhile. Only the
