@@ -51,7 +51,16 @@ from jetstream_ext.protocol.options import (
 )
 from jetstream_ext.protocol.outcome import StreamGone, Unknown
 from jetstream_ext.text import get_logger
-from jetstream_ext.types import BatchAck, BatchFlowAck, BatchMessage, Entry, IngestProgress, IngestReport, own_headers
+from jetstream_ext.types import (
+    BatchAck,
+    BatchFlowAck,
+    BatchMessage,
+    EndReason,
+    Entry,
+    IngestProgress,
+    IngestReport,
+    own_headers,
+)
 
 _AnyEntry = TypeVar("_AnyEntry", bound=Entry)
 ProgressHandler = Callable[[IngestProgress], None]
@@ -315,7 +324,6 @@ class _Run:
         self._machine = Ingest(source.run_id, source.window, _msg_id, _subject)
         self._refused: tuple[Entry, Exception] | None = None
         self._trouble: Exception | None = None  # how the newest batch ended
-        self._answered = False  # the server has answered its first message
         self._began = asyncio.get_running_loop().time()
 
     async def run_observed(self, observer: telemetry.Observer) -> IngestReport:
@@ -359,12 +367,14 @@ class _Run:
         if not machine.window:
             self._retry.reset()  # nothing waits: a lost connection before the next message says nothing about it
 
+        clock, opened = asyncio.get_running_loop().time, math.inf
+
         def acked(_: BatchFlowAck) -> None:
-            self._answered = True
+            nonlocal opened
+            opened = min(opened, clock())
             publisher.relax(self._timeout)
             self._acknowledge(publisher.ack_seq)
 
-        self._answered = False
         again = machine.begin()
         publisher = self._new_publisher(timeout=self._retry.within(self._timeout), on_flow=acked)
         publisher.keep_to(machine.stream)
@@ -380,6 +390,9 @@ class _Run:
             trouble = publisher.explained(error)
         finally:
             await publisher.discard()
+        if publisher.end_reason is not EndReason.TIMEOUT:
+            # While it was open, messages were stored, although no ack may have told of them: that time was no trouble.
+            self._retry.extend(max(0.0, clock() - opened))
         if publisher.leader is not None:
             machine.opened(publisher.leader.stream, publisher.leader.last_seq)
         self._acknowledge(publisher.ack_seq)
@@ -479,10 +492,8 @@ class _Run:
         write = machine.write()
         if write is None:
             return machine.not_readable()
-        # If the batch has been open, what it stored is progress, which only the search finds if no ack told of it.
-        patience = self._retry.give_up_after if self._answered else self._retry.remaining
         try:
-            verdict = await find_out(self._context, write, patience, f"run {self._source.run_id}")
+            verdict = await find_out(self._context, write, self._retry.remaining, f"run {self._source.run_id}")
         except StreamGone as gone:
             machine.gone()
             if machine.state is State.DONE:

@@ -109,6 +109,11 @@ class Retry:
         """Start the deadline now, not with the first error."""
         self._deadline = asyncio.get_running_loop().time() + self.give_up_after
 
+    def extend(self, seconds: float) -> None:
+        """Leave out the time in which there was no trouble."""
+        if self._deadline is not None:
+            self._deadline += seconds
+
     @property
     def remaining(self) -> float:
         """Seconds until the deadline, at least a millisecond: the timeout of an attempt."""
