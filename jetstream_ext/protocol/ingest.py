@@ -84,6 +84,7 @@ class Ingest:
         self._id_of, self._subject_of = id_of, subject_of
         self._after = 0  # a sequence that the stream had before any message of the window was sent
         self._known: Any = None  # the newest message that is certainly stored
+        self._late = 0  # how many of the oldest messages may still arrive over a connection that was lost
         self._doubtful = 0  # how many of the oldest messages may have a copy that a search cannot show
         self._in_batch = 0  # messages of the present batch that are acknowledged
         self._again = False  # it began with messages of an earlier one
@@ -94,7 +95,7 @@ class Ingest:
     @property
     def may_be_stored(self) -> int:
         """How many messages of the window, from the oldest on, may be stored."""
-        return max(self.unanswered, self._doubtful)
+        return max(self.unanswered, self._doubtful, self._late)
 
     # -- sending ----------------------------------------------------------------------------------------------------
 
@@ -157,6 +158,7 @@ class Ingest:
         counts.found += count if found else 0
         counts.in_doubt += doubtful
         self._doubtful -= doubtful
+        self._late = max(0, self._late - count)
         self.unanswered = max(0, self.unanswered - count)
 
     # -- searching --------------------------------------------------------------------------------------------------
@@ -184,6 +186,7 @@ class Ingest:
         if verdict.doubt:
             self._doubtful = max(self._doubtful, self.unanswered)
         self.counts.resent += self.unanswered
+        self._late = max(self._late, self.unanswered)
         self.unanswered = 0
         self._enter(Input.FOUND)
 
@@ -196,6 +199,7 @@ class Ingest:
         if self.counts.stored:
             self._enter(Input.STREAM_GONE)
         else:  # nothing was acknowledged, so nothing is lost: the messages go to the next stream of this name
+            self._late = max(self._late, self.unanswered)
             self.stream, self._after, self.unanswered = None, 0, 0
             self._enter(Input.FOUND)
 

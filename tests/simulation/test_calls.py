@@ -55,6 +55,8 @@ def test_schedules_that_found_a_defect() -> None:
         "ingest:150",
         "ingest:1155",  # what was sent over a lost link arrives late
         "ingest:3686",  # a duplicate of a message that was sent again before, and not answered
+        "ingest:7006633",  # what was sent over a lost link arrives after the search, and after the end of the run
+        "ingest:7012257",  # the search after a batch that was opened and broke took a patience of its own
         "ingest:9051",  # a restarted server is another process
         "atomic:356",
         "atomic:235",  # to explain a refusal took longer than the call's timeout
