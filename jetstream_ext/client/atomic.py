@@ -370,7 +370,7 @@ async def _publish(
                     yield await _oldest_ack(commits)
                 commit = _Commit(AtomicSession(context, timeout, in_one_go=True))
                 await commit.send(batch)
-                for earlier in commits:  # whose answers nobody has read while the sources were at work
+                for earlier in commits:  # the loop may not have read their answers while a source was at work
                     earlier.session.postpone(clock() - began)
                 began = clock()
                 commits.append(commit)

@@ -431,7 +431,7 @@ class _Run:
             self._report_progress()
 
     async def _judge(self, trouble: Exception | None) -> None:
-        """Wait before the next batch, or raise why there is none."""
+        """Wait before the next batch, or raise the error that ends the run."""
         waits = bool(self._machine.window)
         if trouble is None or isinstance(trouble, BatchGapError) or (self._source.ended and not waits):
             return

@@ -785,7 +785,7 @@ class FastBatch:
         return f"; {self.other}" if self.other else ""
 
     def _failure(self, ending: Ending, reply: Reply | None, why: str) -> JetStreamExtError | None:
-        """Return the error of an ending; None if it is none."""
+        """Return the error of an ending, or None for one without an error."""
         if ending is SHORT:
             assert self.ack is not None
             return self._lost((self.ack.batch_size or 0) + 1, self.sent)

@@ -99,7 +99,7 @@ class Batch(Write):
 class Messages(Write):
     """Messages that were sent in their order by fast ingest, which stores them up to some point.
 
-    With `unique` ids nobody else has an id of theirs, and no two of them have one; then one that is there proves those
+    With `unique` ids no other message has an id of theirs, and no two of them share one; then one that is there proves those
     before it. `known` is the id of a message that was stored before all of them, or "". `own` are a subject and ids: the
     stream is still the same if its newest message there has one of them.
     """
