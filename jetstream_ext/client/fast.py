@@ -262,27 +262,12 @@ class FastPublisher:
         """
         check_messages(messages)
         if not isinstance(messages, AsyncIterable):
-            return await self._add_many(iter(messages))
+            return await self._session.send_all(iter(messages))
         pump = Pump(messages)
         try:
-            return await self._add_many(pump)
+            return await self._session.send_all(pump)
         finally:
             await pump.aclose()
-
-    async def _add_many(self, messages: Iterator[Entry] | Pump) -> FastPubAck:
-        batch, session = self._batch, self._session
-        with session.call(telemetry.Kind.SEND) as call:
-            sender = Sender(session, call.trace)
-            try:
-                if isinstance(messages, Pump):
-                    await session.send_each(sender, messages)
-                else:
-                    await session.send(sender, messages)
-            finally:
-                call.messages = sender.sent
-        if batch.sent and batch.state is not State.OPEN:
-            await session.wait(batch.started)
-        return FastPubAck(batch.sent, batch.acked)
 
     async def flush(self) -> None:
         """Wait until the server has dealt with everything sent so far.
@@ -344,27 +329,15 @@ class FastPublisher:
         Cancellation: Before the commit is sent, the batch stays usable. After that the batch is discarded here, and the
             commit still ends it on the server.
         """
-        batch, session = self._batch, self._session
-        with session.call(telemetry.Kind.COMMIT) as call:
-            try:
-                await session.wait_to_commit()
-                command = batch.commit(session.now())
-                session.write(command, 1, 0)
-                await session.wait(batch.committed)
-            except asyncio.CancelledError:
-                if batch.state is State.COMMITTING:
-                    await self.discard()
-                raise
-            finally:
-                call.messages = batch.sent
-        return batch.result()
+        await self._session.commit()
+        return self._batch.result()
 
     async def discard(self) -> None:
         """End the batch without a commit, on the server too. What was sent stays stored.
 
         Cancellation: Cannot occur: the call never suspends.
         """
-        self._session.deliver(*self._batch.discard())
+        self._session.discard()
 
     async def wait_closed(self) -> EndReason:
         """Wait until the batch ends, and return the reason.
@@ -513,6 +486,40 @@ class FastSession:
             except StopAsyncIteration:
                 return
             await self.send(sender, iter((entry,)))
+
+    async def send_all(self, messages: Iterator[Entry] | Pump) -> FastPubAck:
+        """Send messages as the window allows; what is left of them after an error can go on in another batch."""
+        batch = self.batch
+        with self.call(telemetry.Kind.SEND) as call:
+            sender = Sender(self, call.trace)
+            try:
+                if isinstance(messages, Pump):
+                    await self.send_each(sender, messages)
+                else:
+                    await self.send(sender, messages)
+            finally:
+                call.messages = sender.sent
+        if batch.sent and batch.state is not State.OPEN:
+            await self.wait(batch.started)
+        return FastPubAck(batch.sent, batch.acked)
+
+    async def commit(self) -> None:
+        """End the batch after all calls that were made before; `batch.result` has the final ack."""
+        batch = self.batch
+        with self.call(telemetry.Kind.COMMIT) as call:
+            try:
+                await self.wait_to_commit()
+                self.write(batch.commit(self.now()), 1, 0)
+                await self.wait(batch.committed)
+            except asyncio.CancelledError:
+                if batch.state is State.COMMITTING:
+                    self.discard()
+                raise
+            finally:
+                call.messages = batch.sent
+
+    def discard(self) -> None:
+        self.deliver(*self.batch.discard())
 
     async def _next_of(self, source: Pump) -> None:
         """Wait until a source has a message or has stopped, or raise what ended the batch or the connection."""

@@ -17,10 +17,10 @@ from nats.nuid import NUID
 from typing_extensions import override
 
 from jetstream_ext.client import telemetry
-from jetstream_ext.client.api import LeaderInfo, forget_streams, stream_name
+from jetstream_ext.client.api import forget_streams, stream_name
 from jetstream_ext.client.base_connection import NotPermittedError, refused_message
 from jetstream_ext.client.connection import Context
-from jetstream_ext.client.fast import FastPublisher, Pump
+from jetstream_ext.client.fast import FastSession, Pump
 from jetstream_ext.client.outcome import find_out
 from jetstream_ext.client.retry import Retry, is_not_closed, is_transient
 from jetstream_ext.errors import (
@@ -38,7 +38,6 @@ from jetstream_ext.errors import (
 )
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.advice import after_refusal
-from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.ingest import Ingest, State
 from jetstream_ext.protocol.options import (
     as_message,
@@ -51,16 +50,7 @@ from jetstream_ext.protocol.options import (
 )
 from jetstream_ext.protocol.outcome import StreamGone, Unknown
 from jetstream_ext.text import get_logger
-from jetstream_ext.types import (
-    BatchAck,
-    BatchFlowAck,
-    BatchMessage,
-    EndReason,
-    Entry,
-    IngestProgress,
-    IngestReport,
-    own_headers,
-)
+from jetstream_ext.types import BatchFlowAck, BatchMessage, EndReason, Entry, IngestProgress, IngestReport, own_headers
 
 _AnyEntry = TypeVar("_AnyEntry", bound=Entry)
 ProgressHandler = Callable[[IngestProgress], None]
@@ -142,49 +132,14 @@ async def ingest(
     progress = _Progress(on_progress, check_seconds(progress_every, "progress_every", zero=True))
     timeout = Context(js).resolve_timeout(timeout)
 
-    publisher = partial(_Publisher, js, flow=flow, max_outstanding_acks=max_outstanding_acks)
+    new_session = partial(FastSession, Context(js), flow=flow, max_outstanding_acks=max_outstanding_acks, keepalive=5.0)
     source = _Source(messages, msg_id)
-    run = _Run(Context(js), source, publisher, timeout, patience, progress)
+    run = _Run(Context(js), source, new_session, timeout, patience, progress)
     try:
         observer = telemetry.observer
         return await run.run() if observer is None else await run.run_observed(observer)
     finally:
         await source.aclose()
-
-
-class _Publisher(FastPublisher):
-    """A fast batch of a run, and what its end says."""
-
-    @property
-    def leader(self) -> LeaderInfo | None:
-        """What was known about the stream's server when the batch was opened, before anything was sent."""
-        return self._session.leader
-
-    def keep_to(self, stream: StreamState | None) -> None:
-        """Refuse a first message of another stream than `stream`, if that is known."""
-        self._session.one_stream = "" if stream is None else stream.name
-
-    def relax(self, timeout: float) -> None:
-        """Wait for `timeout` seconds from now on: the server answers."""
-        self._batch.clock.timeout = timeout
-
-    async def add_entries(self, entries: Iterator[Entry] | Pump) -> None:
-        """As `add_many`; what is left of `entries` can go on in another batch."""
-        await self._add_many(entries)
-
-    @property
-    def final_ack(self) -> BatchAck | None:
-        return self._batch.ack
-
-    @property
-    def other(self) -> str:
-        """That another stream has answered as well, so that only the final ack says what is stored; or ""."""
-        return self._batch.other
-
-    def explained(self, error: Exception) -> Exception:
-        """Return the error of the batch, or another one if nothing is stored because the user may not publish it."""
-        subject = self._batch.first_subject
-        return NotPermittedError(subject, refused_message(subject)) if self._session.not_permitted else error
 
 
 class _Source:
@@ -310,14 +265,14 @@ class _Run:
         self,
         context: Context,
         source: _Source,
-        new_publisher: Callable[..., _Publisher],
+        new_session: Callable[..., FastSession],
         timeout: float,
         patience: float,
         progress: _Progress,
     ) -> None:
         self._context = context
         self._source = source
-        self._new_publisher = new_publisher
+        self._new_session = new_session
         self._timeout = timeout
         self._retry = Retry(patience, transient=is_not_closed)
         self._progress = progress
@@ -372,56 +327,62 @@ class _Run:
         def acked(_: BatchFlowAck) -> None:
             nonlocal opened
             opened = min(opened, clock())
-            publisher.relax(self._timeout)
-            self._acknowledge(publisher.ack_seq)
+            batch.clock.timeout = self._timeout  # it may be a shorter one
+            self._acknowledge(batch.acked)
 
         again = machine.begin()
-        publisher = self._new_publisher(timeout=self._retry.within(self._timeout), on_flow=acked)
-        publisher.keep_to(machine.stream)
+        session = self._new_session(
+            handlers={BatchFlowAck: acked}, batch_id=NUID().next().decode(), timeout=self._retry.within(self._timeout)
+        )
+        batch = session.batch
+        session.one_stream = "" if machine.stream is None else machine.stream.name
         forget_streams(self._context)  # what is cached may be older than the stream that takes the batch
         trouble: Exception | None = None
         try:
             # After a refused message nothing more is read.
-            if (not again or await self._add(publisher, iter(again))) and not source.ended:
-                await self._add(publisher, source.entries)
-            if publisher.batch_seq:
-                await publisher.commit_eob()
+            if (not again or await self._send(session, iter(again))) and not source.ended:
+                await self._send(session, source.entries)
+            if batch.sent:
+                await session.commit()
         except (UnsupportedFeatureError, BatchError, nats.errors.Error) as error:
-            trouble = publisher.explained(error)
+            trouble = error
         finally:
-            await publisher.discard()
-        if publisher.end_reason is not EndReason.TIMEOUT:
+            session.discard()
+        if session.not_permitted:  # it stays refused until someone grants it
+            trouble = NotPermittedError(batch.first_subject, refused_message(batch.first_subject))
+        if batch.end_reason is not EndReason.TIMEOUT:
             # While it was open, messages were stored, although no ack may have told of them: that time was no trouble.
             self._retry.extend(max(0.0, clock() - opened))
-        if publisher.leader is not None:
-            machine.opened(publisher.leader.stream, publisher.leader.last_seq)
-        self._acknowledge(publisher.ack_seq)
-        ack = publisher.final_ack
+        if session.leader is not None:
+            machine.opened(session.leader.stream, session.leader.last_seq)
+        self._acknowledge(batch.acked)
         machine.ended(
-            sent=publisher.batch_seq,
-            final=None if ack is None else ack.seq,
+            sent=batch.sent,
+            final=None if batch.ack is None else batch.ack.seq,
             stored_nothing=isinstance(trouble, NotPermittedError) or getattr(trouble, "outcome", "") == "not_stored",
             committed=trouble is None,
         )
         self._trouble = trouble
-        if isinstance(trouble, NotPermittedError):  # it stays refused until someone grants it
+        if isinstance(trouble, NotPermittedError):
             raise self._failure(f"was refused: {trouble}") from trouble
-        if publisher.other and trouble is not None:
-            machine.distrust(publisher.batch_seq)
+        if batch.other and trouble is not None:  # its acknowledgements were taken for those of the stream
+            machine.distrust(batch.sent)
             raise self._failure(f"was not acknowledged: {trouble}") from trouble
 
-    async def _add(self, publisher: _Publisher, messages: Iterator[Entry] | Pump) -> bool:
+    async def _send(self, session: FastSession, messages: Iterator[Entry] | Pump) -> bool:
         """Send messages; return False if one was refused before it took a sequence: then it ends the run."""
         try:
-            await publisher.add_entries(messages)
+            await session.send_all(messages)
         except Exception as error:
             broken = isinstance(error, BatchError | UnsupportedFeatureError | nats.errors.Error)
             if broken and not isinstance(error, ValueError):
                 raise
-            self._acknowledge(publisher.ack_seq)
-            self._refused = self._machine.window[publisher.batch_seq - publisher.ack_seq], error
+            batch = session.batch
+            self._acknowledge(batch.acked)
+            unanswered = batch.sent - batch.acked
+            self._refused = self._machine.window[unanswered], error
             self._source.ended = True
-            self._machine.drop_unsent(publisher.batch_seq - publisher.ack_seq)
+            self._machine.drop_unsent(unanswered)
             return False
         return True
 
