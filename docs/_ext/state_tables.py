@@ -266,6 +266,8 @@ FAST: list[Row] = [
     Row("503 to a ping", frame(b"", op=4, header=NO_RESPONDERS), SEVERAL),
     Row("503 to the end of the batch", frame(b"", SENT + 1, 3, NO_RESPONDERS), COMMITTING),
     *(Row(str(code), frame(refusal(code)), STARTED, code) for code in codes("AtomicPublish")),
+    Row("10208 to a ping", frame(refusal(10208), op=4), SEVERAL, 10208),
+    Row("10208 to the end of the batch", frame(refusal(10208), SENT + 1, 3), COMMITTING, 10208),
     Row("no sign of the server while a caller waits", silence, STARTED),
     Row("the connection is lost", lambda machine: machine.disconnected(1.0) and None),
     Row("the connection is closed", lambda machine: machine.disconnected(1.0, for_good=True) and None),

@@ -29,6 +29,7 @@ from jetstream_ext.errors import (
     BatchServerError,
     FastPublishDisabledError,
     FastPublishMirrorError,
+    FastPublishUnknownBatchError,
     IngestError,
     NoStreamError,
     RequiredApiLevelError,
@@ -411,6 +412,8 @@ class _Run:
                 return self._failure(f"could not be sent: {trouble}")
         elif isinstance(trouble, NoStreamError) and await self._has_no_stream():
             return self._failure("has a subject that no stream stores")
+        elif isinstance(trouble, FastPublishUnknownBatchError):
+            return None  # a message of another stream: as the first one of the next batch, it gets a better answer
         elif isinstance(trouble, BatchServerError) and trouble.outcome != "unknown" and not is_transient(trouble):
             name = machine.stream.name if machine.stream is not None else ""
             refused = machine.window[0]

@@ -78,7 +78,7 @@ class Input(enum.Enum):
     ALL_ARRIVED = "the answer to a ping that follows every message, on the current connection"
     GAP = "messages did not reach the server"
     MESSAGE_REFUSED = "an err frame: a check failed"
-    MESSAGE_DROPPED = "no leader, overload, or no space; the server still has the batch"
+    MESSAGE_DROPPED = "no leader, overload, no space, or another stream's; the server may still have the batch"
     UNKNOWN_BATCH = "the server does not have the batch"
     BATCH_REFUSED = "the server has refused the batch"
     FINAL_ACK = "the final ack covers every message"
@@ -182,7 +182,8 @@ _BATCH_LIVES: Final = {
     ErrorCode.MEMORY_EXCEEDED, ErrorCode.STORAGE_EXCEEDED,
 }  # fmt: skip
 _DROPPED: Final[dict[GapMode, set[ErrorCode]]] = {
-    GapMode.FAIL: _BATCH_LIVES,
+    # "Unknown batch" may be the answer of another stream; a ping to the batch's own brings its final ack.
+    GapMode.FAIL: _BATCH_LIVES | {ErrorCode.FAST_UNKNOWN_BATCH},
     # In fail mode a server without resources also refuses the ping that would bring the final ack.
     GapMode.OK: _BATCH_LIVES | {ErrorCode.INSUFFICIENT_RESOURCES},
 }
@@ -312,6 +313,7 @@ class FastBatch:
         self._last_words = b""
         self._doubtful = 0  # SUSPENDED: nothing is known from this sequence on
         self._resumed = 0  # reports about messages up to this one may have been lost with a connection
+        self._cause: Reply | None = None  # why the batch is DRAINING
         self._refusal: ServerError | None = None  # of the newest ping or marker, with no other reply since
 
     # -- for the shell's decisions --------------------------------------------------------------------------------
@@ -642,7 +644,7 @@ class FastBatch:
 
     def _refused(self, reply: Reply, error: ServerError, now: float, events: list[Event]) -> bytes:
         code = error.err_code
-        if code == ErrorCode.FAST_UNKNOWN_BATCH:
+        if code == ErrorCode.FAST_UNKNOWN_BATCH and (reply.op != wire.APPEND or self.gap is GapMode.OK):
             events += self._happen(Input.UNKNOWN_BATCH, now, reply)
         elif code is not None and code not in _DROPPED[self.gap]:
             events += self._happen(Input.BATCH_REFUSED, now, reply)
@@ -687,15 +689,12 @@ class FastBatch:
         if isinstance(step, NoChange):
             return []
         if isinstance(step, Ending):
-            if step is not CAUSE:
-                self.error = self._failure(step, reply, why)
+            self.error = self._failure(step, reply, why)
             is_gap = isinstance(self.error, errors.BatchGapError)
             self.end_reason = EndReason.GAP if is_gap else step.reason
-            if isinstance(self.error, BatchError):
-                self.error.sent, self.error.acked, self.error.ack = self.sent, self.acked, self.ack
             events.append(Ended(self.end_reason))
             # Only a server that is known to have fast ingest: another one stores the marker as a message.
-            lives = old in (OPEN, SUSPENDED) or (old is STARTING and self._stream != "")
+            lives = old in (OPEN, SUSPENDED, DRAINING) or (old is STARTING and self._stream != "")
             if lives and self._connected and event not in _LAST_REPLIES:
                 self._last_words = self.wire.end(self.sent)
         new = ENDED if isinstance(step, Ending) else step
@@ -706,7 +705,7 @@ class FastBatch:
             self._doubtful = self.acked + 1
         elif new is DRAINING:
             assert reply is not None
-            self.error = self._loss(reply)
+            self._cause, self.error = reply, self._loss(reply)
         self.state = new
         self._asks_again = False
         if new in _OWES_AN_ANSWER or (self._awaited and new is not ENDED):
@@ -754,7 +753,9 @@ class FastBatch:
 
     def _facts(self, outcome: Outcome | None) -> dict[str, Any]:
         """Return the fields of a `BatchError`; without an outcome, the acks and reports decide it."""
-        if outcome is None and not self.sent:
+        if self.other and outcome != "not_stored":
+            outcome = "unknown"  # whose acks and refusals these are is not known
+        elif outcome is None and (not self.sent or (self.ack is not None and not self.acked)):
             outcome = "not_stored"
         elif outcome is None and self.acked < self.sent:
             outcome = "unknown" if self.ack is None else "partial"
@@ -764,37 +765,43 @@ class FastBatch:
             "batch_id": self.batch_id, "sent": self.sent, "acked": self.acked, "outcome": outcome, "ack": self.ack,
         }  # fmt: skip
 
-    def _stored(self, outcome: Outcome | None) -> str:
-        """Return what of the batch is stored."""
-        acked, sent = self.acked, self.sent
-        if outcome == "not_stored" or (outcome == "partial" and not acked):
+    def _stored(self, outcome: Outcome, end: int) -> str:
+        """Return what of the batch is stored; from the sequence `end` on, nothing is."""
+        acked, last = self.acked, end - 1
+        if not self.sent:
+            return "nothing was sent"
+        if outcome == "not_stored":
             return "nothing is stored"
-        if outcome == "partial":
-            return f"{numbered(1, acked)} {plural(acked, 'is', 'are')} stored, later ones are not"
-        if acked == sent:
-            return "every message was acknowledged" if sent else "nothing was sent"
-        return f"{numbered(acked + 1, sent)} {plural(sent - acked, 'is', 'are')} not acknowledged and may be stored"
+        if self.other:
+            return f"it is not known which messages are stored; {self.other}"
+        text = f"{numbered(1, acked)} {plural(acked, 'is', 'are')} stored"
+        if acked == self.sent:
+            return "every message was acknowledged"
+        if outcome != "partial" and acked < last:
+            text = f"{numbered(acked + 1, last)} {plural(last - acked, 'is', 'are')} not acknowledged and may be stored"
+        return text if outcome != "partial" and end > self.sent else f"{text}, later ones are not"
 
-    def _error(self, kind: type[BatchError], text: str, outcome: Outcome | None = None, **fields: Any) -> BatchError:
-        return kind(
-            f"batch {self.batch_id}: {text}; {self._stored(outcome)}{self._and_other}", **self._facts(outcome), **fields
-        )
-
-    @property
-    def _and_other(self) -> str:
-        return f"; {self.other}" if self.other else ""
+    def _error(
+        self, kind: type[BatchError], text: str, outcome: Outcome | None = None, *, end: int = 0, **fields: Any
+    ) -> BatchError:
+        facts = self._facts(outcome)
+        stored = self._stored(facts["outcome"], end or self.sent + 1)
+        return kind(f"batch {self.batch_id}: {text}; {stored}", **facts, **fields)
 
     def _failure(self, ending: Ending, reply: Reply | None, why: str) -> JetStreamExtError | None:
         """Return the error of an ending, or None for one without an error."""
-        if ending is SHORT:
-            assert self.ack is not None
-            return self._lost((self.ack.batch_size or 0) + 1, self.sent)
-        if ending is REFUSED:
-            assert reply is not None
-            return self._refused_batch(reply)
         if ending is NO_FEATURE:
             assert reply is not None
             return FAST_INGEST.unsupported(detail=f"message {reply.seq} is stored, as a separate message")
+        if ending is SHORT:
+            assert self.ack is not None
+            return self._lost((self.ack.batch_size or 0) + 1, self.sent)
+        if ending is CAUSE:
+            assert self._cause is not None
+            return self._loss(self._cause)
+        if ending is REFUSED:
+            assert reply is not None
+            return self._refused_message(reply)
         if ending.error is None:
             return None
         text = ending.text.format(
@@ -808,55 +815,48 @@ class FastBatch:
         error.__cause__ = refusal
         return error
 
-    def _loss(self, reply: Reply) -> BatchError:
-        """Return the error of a batch that the server ends because of `reply`."""
-        said = reply.said
-        if isinstance(said, BatchFlowError):
-            return self._refused_message(said.error, said.seq, "partial")
-        if isinstance(said, ServerError):
-            return self._refused_message(said, reply.seq, "partial")
-        assert isinstance(said, BatchFlowGap)
-        return self._lost(said.first_lost, said.last_lost)
+    def _loss(self, cause: Reply) -> BatchError:
+        """Return the error of a batch that the server ends because of a lost or refused message."""
+        said = cause.said
+        return (
+            self._lost(said.first_lost, said.last_lost)
+            if isinstance(said, BatchFlowGap)
+            else self._refused_message(cause)
+        )
 
     def _lost(self, first: int, last: int) -> BatchError:
         for report in self.reports.errors:
             if report.seq == first:  # not lost on its way: it was refused after the commit was sent
-                return self._refused_message(report.error, first, "partial")
-        before = f"{numbered(1, first - 1)} {plural(first - 1, 'is', 'are')} stored, later ones are not"
-        text = f"{numbered(first, last)} {plural(last - first + 1, 'was', 'were')} lost; "
-        text += f"{'nothing is stored' if first == 1 else before}{self._and_other}"
-        return errors.BatchGapError(
-            f"batch {self.batch_id}: {text}", **self._facts("partial"), first_lost=first, last_lost=last
-        )
+                return self._refused_message(Reply(first, wire.APPEND, report))
+        text = f"{numbered(first, last)} {plural(last - first + 1, 'was', 'were')} lost"
+        return self._error(errors.BatchGapError, text, end=first, first_lost=first, last_lost=last)
 
-    def _refused_batch(self, reply: Reply) -> BatchError:
-        first = self.state is STARTING or (reply.seq == 1 and reply.op == wire.START)
-        error = reply.said
-        if not isinstance(error, ServerError):  # a gap of message 1, which only another batch can have
+    def _refused_message(self, reply: Reply) -> BatchError:
+        seq, error = reply.seq, reply.said
+        ends_later = isinstance(error, BatchFlowError) or self.state is DRAINING  # its acks say what is stored
+        if isinstance(error, BatchFlowError):
+            seq, error = error.seq, error.error
+        elif not isinstance(error, ServerError):  # a gap of message 1, which only another batch can have
             error = errors.server_error(code=errors.Status.INVALID_REQUEST, err_code=ErrorCode.FAST_UNKNOWN_BATCH)
-        if first and errors.reached_no_stream(error):
-            text = f"no stream stores subject {self.first_subject!r}, or the stream has no leader{self.advice}"
+        code, subject, stream = error.err_code, self.first_subject, error.stream or self._stream
+        is_first = self.state is STARTING or (seq == 1 and reply.op == wire.START)
+        if is_first and errors.reached_no_stream(error):
+            text = f"no stream stores subject {subject!r}, or the stream has no leader{self.advice}"
             return self._error(errors.NoStreamError, text, "not_stored")
-        doubt = self.target.doubt(error.err_code)
-        return self._refused_message(error, reply.seq, "not_stored" if first and not doubt else "unknown", doubt)
-
-    def _refused_message(self, error: ServerError, seq: int, outcome: Outcome, doubt: str = "") -> BatchError:
-        if self.other:  # whose acks and refusals these are is not known
-            stored, outcome = "it is not known which messages are stored", "unknown"
-        elif outcome == "partial" and seq > 1:
-            stored = "neither it nor any later message is stored; messages up to the error's `acked` are stored"
-        else:
-            stored = self._stored("not_stored" if outcome == "partial" else outcome)
+        doubt = "" if ends_later else self.target.doubt(code)
+        facts = self._facts(None if ends_later else "not_stored" if is_first and not doubt else "unknown")
+        stored = self._stored(
+            facts["outcome"], seq if ends_later and code != ErrorCode.FAST_UNKNOWN_BATCH else self.sent + 1
+        )
         text = f"message {seq} was refused: {error.description}; {stored}"
-        stream, subject = error.stream or self._stream, self.first_subject
-        if error.err_code == ErrorCode.FAST_DISABLED:
+        if code == ErrorCode.FAST_DISABLED:
             how = advice.enable_stream(stream, "batched", subject=subject)
             where = f"stream {stream!r}, which stores" if stream else "the stream of"
             text = f"fast ingest is disabled on {where} subject {subject!r}; {stored}; {how}"
-        elif error.err_code == ErrorCode.FAST_UNKNOWN_BATCH:
+        elif code == ErrorCode.FAST_UNKNOWN_BATCH:
             text = f"the server no longer has the batch, or message {seq} is for another stream; {stored}"
         if doubt:
             text += f"; {doubt}"
         else:
-            text += advice.after_refusal(error.err_code, stream, subject, self.wire.expected_streams)
-        return errors.batch_refusal(error, f"batch {self.batch_id}: {text}{self._and_other}", **self._facts(outcome))
+            text += advice.after_refusal(code, stream, subject, self.wire.expected_streams)
+        return errors.batch_refusal(error, f"batch {self.batch_id}: {text}", **facts)

@@ -247,19 +247,6 @@ class TestRefusals:
                 await asyncio.sleep(0.05)
 
 
-async def test_a_commit_without_an_answer_is_searched_for(
-    js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def disabled(publisher: jsx.FastPublisher) -> None:
-        raise errors.FastPublishDisabledError("fast ingest is disabled", outcome="unknown")
-
-    monkeypatch.setattr(jsx.FastPublisher, "commit_eob", disabled)
-    monkeypatch.setattr(jsx.FastPublisher, "ack_seq", 0)
-    report = await jsx.ingest(js, [(f"{stream}.a", b"x")] * 5)
-    assert (report.stored, report.duplicates, report.in_doubt) == (5, 5, 0)
-    assert len(await messages(js, stream)) == 5
-
-
 async def test_a_full_stream_is_an_error_at_once(js: JetStreamContext, make_stream: Any) -> None:
     name = await make_stream(allow_batched=True, max_msgs=3, discard="new")
     async with asyncio.timeout(30):

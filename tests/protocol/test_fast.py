@@ -73,7 +73,9 @@ TABLE: list[tuple[State, GapMode | None, str, Frame, State, Any]] = [
     (O, OK, "gap", gap(3, 5), O, None),
     (O, FAIL, "err", err(2), D, None),
     (O, OK, "err", err(2), O, None),
-    (O, None, "unknown batch", refusal(10208), E, (EndReason.ERROR, errors.FastPublishUnknownBatchError, "unknown")),
+    (O, FAIL, "unknown batch", refusal(10208), D, None),
+    (O, OK, "unknown batch", refusal(10208), E, (EndReason.ERROR, errors.FastPublishUnknownBatchError, "unknown")),
+    (O, None, "unknown batch to a ping", refusal(10208, 5, 4), E, (EndReason.ERROR, errors.FastPublishUnknownBatchError, "unknown")),
     (O, None, "first refused late", refusal(10071, 1, 0), E, (EndReason.ERROR, errors.WrongLastSequenceError, "not_stored")),
     (O, FAIL, "too large", refusal(10054), D, None),
     (O, OK, "too large", refusal(10054), O, None),
@@ -121,7 +123,8 @@ TABLE: list[tuple[State, GapMode | None, str, Frame, State, Any]] = [
     (D, FAIL, "err", err(4), D, None),
     (D, FAIL, "503", no_responders(5), D, None),
     (D, FAIL, "final", final(2), E, (EndReason.GAP, errors.BatchGapError, "partial")),
-    (D, FAIL, "unknown batch", refusal(10208, 5), E, (EndReason.GAP, errors.BatchGapError, "partial")),
+    (D, FAIL, "unknown batch", refusal(10208, 5), D, None),
+    (D, FAIL, "unknown batch to a ping", refusal(10208, 5, 4), E, (EndReason.GAP, errors.BatchGapError, "unknown")),
     (P, OK, "pong", ack(1, seq=5, op=4), O, None),
     (P, OK, "pong of before", ack(1, seq=4, op=4), P, None),
     (P, OK, "ack", ack(3), P, None),
@@ -209,7 +212,8 @@ def test_discard_ends_the_batch_in_every_state(state: State) -> None:
     events, farewell = machine.discard()
     assert machine.state is E
     assert machine.discard() == ([], b"")
-    ends = {O: ["_INBOX.x.b1.10.fail.6.3.$FI"], P: ["_INBOX.x.b1.10.ok.6.3.$FI"]}
+    end = ["_INBOX.x.b1.10.fail.6.3.$FI"]
+    ends = {O: end, D: end, P: ["_INBOX.x.b1.10.ok.6.3.$FI"]}
     assert [command.reply for command in commands(farewell)] == ends.get(state, [])
     if state is E:
         assert (events, machine.end_reason) == ([], EndReason.COMMITTED)
@@ -378,17 +382,37 @@ def test_a_gap_names_what_is_lost_and_what_is_stored(first: int, seq: int, text:
     assert str(machine.error) == f"batch b1: {text}"
 
 
-def test_an_error_that_is_raised_before_the_final_ack_states_no_number_that_changes() -> None:
+def test_the_error_of_a_refused_message_waits_for_the_final_ack() -> None:
     machine = batch()
     for _ in range(4):
         machine.add(message(), 0.0)
     machine.receive([ack(0, op=0), err(3)], 0.0)
-    with pytest.raises(errors.BatchError, match="messages up to the error's `acked` are stored") as caught:
+    with pytest.raises(errors.BatchError, match="messages 1 to 2 are not acknowledged and may be stored, later") as caught:
         machine.add(message(), 0.0)
-    assert caught.value.acked == 0
+    assert (caught.value.acked, caught.value.outcome) == (0, "unknown")
     machine.receive([final(2)], 0.0)
+    with pytest.raises(errors.BatchError, match="messages 1 to 2 are stored, later ones are not") as caught:
+        machine.add(message(), 0.0)
+    assert (caught.value.acked, caught.value.outcome) == (2, "partial")
+
+
+def test_unknown_batch_may_be_the_answer_of_another_stream() -> None:
+    machine = in_state(O)
+    (asked,) = commands(machine.receive([refusal(10208, 3)], 0.0)[1])
+    assert asked.reply == "_INBOX.x.b1.10.fail.5.4.$FI"
+    assert machine.receive([gap(3, 4), final(2)], 0.1)[1] == b""
     assert machine.error is not None
-    assert (machine.error.acked, str(machine.error)) == (2, str(caught.value))
+    assert "message 3 is for another stream; messages 1 to 2 are stored, later ones are not" in str(machine.error)
+
+
+def test_a_server_that_no_longer_has_the_batch_leaves_it_unknown() -> None:
+    machine = in_state(O)
+    machine.receive([refusal(10208, 3)], 0.0)
+    (end,) = commands(machine.receive([gap(1, 6, at=5, op=4)], 0.1)[1])  # an older server opens a batch for the ping
+    assert end.reply == "_INBOX.x.b1.10.fail.6.3.$FI"
+    assert isinstance(machine.error, errors.FastPublishUnknownBatchError)
+    assert machine.error.outcome == "unknown"
+    assert "messages 1 to 5 are not acknowledged and may be stored" in str(machine.error)
 
 
 def test_window_opens_after_lost_refusal_reports() -> None:
