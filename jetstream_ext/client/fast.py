@@ -223,21 +223,17 @@ class FastPublisher:
         sequence (`batch_seq` does not count it). After that the message is sent and counted. The batch stays usable.
         """
         session, batch = self._session, self._batch
-        if options or telemetry.observer is not None or not session.can_send:
-            return await self._add(BatchMessage(subject, payload, **options))
-        command = batch.add_plain(subject, payload, session.now())
+        if telemetry.observer is not None or not session.can_send:
+            message = BatchMessage(subject, payload, **options)
+            batch.wire.encode(message)  # a call that is refused opens nothing and waits for nothing
+            return await session.send_all(iter((message,)), subject)
+        if options:
+            command = batch.add(BatchMessage(subject, payload, **options), session.now())
+        else:
+            command = batch.add_plain(subject, payload, session.now())
         seq = batch.sent
         session.write(command, 1, len(payload))
         if batch.state is not State.OPEN:  # the write has found out that the connection is lost
-            await session.wait(batch.started)
-        return FastPubAck(seq, batch.window.acked)
-
-    async def _add(self, message: BatchMessage) -> FastPubAck:
-        session, batch = self._session, self._batch
-        with session.call(telemetry.Kind.SEND, message.subject) as call:
-            seq = await session.add(message, call.trace)
-            call.messages = 1
-        if batch.state is not State.OPEN:
             await session.wait(batch.started)
         return FastPubAck(seq, batch.window.acked)
 
@@ -396,7 +392,7 @@ class FastSession:
         )
         self.now: Callable[[], float] = lambda: asyncio.get_running_loop().time()  # `_open` sets a faster one
         self.handlers: _Handlers = _Handlers(handlers, self.batch.batch_id)
-        self.senders: deque[Turn] = deque()  # the first one sends; one that sends at once overtakes those that wait
+        self.senders: deque[Sender] = deque()  # the first one sends; one that sends at once overtakes those that wait
         self._waiters = 0  # callers that wait for the server
         self._changed = asyncio.Event()  # set and cleared at once, to wake all callers in `wait`
         self._ended = asyncio.Event()
@@ -450,26 +446,17 @@ class FastSession:
         """Whether the batch has its inbox."""
         return self._inbox is not None
 
-    async def add(self, message: BatchMessage, trace: TraceContext | None) -> int:
-        """Send a message when it is its turn; return its batch sequence."""
-        batch = self.batch
-        if not self.can_send:
-            batch.wire.encode(message)  # a call that is refused opens nothing and waits for nothing
-            with self._queued(Turn()) as turn:
-                await self._turn(turn, lambda: message)
-        encoded = batch.wire.encode(message if trace is None else trace.added_to(message, self.largest))
-        command, seq = batch.add(encoded, self.now()), batch.sent
-        self.write(command, 1, len(encoded.payload))
-        return seq
-
     async def send(self, sender: Sender, entries: Iterator[Entry]) -> None:
         """Send from `entries` when it is the turn of `sender`, as the window and the write buffer have room."""
         sender.begin(entries)
-        with self._queued(sender):
-            while await self._turn(sender, sender.first):
-                sender.send()
-                self.senders.rotate(-1)  # after a block it is the turn of the next caller
-                self.senders[0].wake()
+        try:
+            with queued(self.senders, sender):
+                while await self._has_turn(sender):
+                    sender.send()
+                    self.senders.rotate(-1)  # after a block it is the turn of the next caller
+                    self.senders[0].wake()
+        finally:
+            self._wake()
         if (stopped := sender.stopped) is not None and not isinstance(stopped, StopIteration):
             raise stopped
 
@@ -487,10 +474,10 @@ class FastSession:
                 return
             await self.send(sender, iter((entry,)))
 
-    async def send_all(self, messages: Iterator[Entry] | Pump) -> FastPubAck:
-        """Send messages as the window allows; what is left of them after an error can go on in another batch."""
+    async def send_all(self, messages: Iterator[Entry] | Pump, subject: str | None = None) -> FastPubAck:
+        """Send messages as the window allows, all of `subject` if it is given; after an error, another batch can go on."""
         batch = self.batch
-        with self.call(telemetry.Kind.SEND) as call:
+        with self.call(telemetry.Kind.SEND, subject) as call:
             sender = Sender(self, call.trace)
             try:
                 if isinstance(messages, Pump):
@@ -501,7 +488,7 @@ class FastSession:
                 call.messages = sender.sent
         if batch.sent and batch.state is not State.OPEN:
             await self.wait(batch.started)
-        return FastPubAck(batch.sent, batch.acked)
+        return FastPubAck(sender.newest or batch.sent, batch.acked)
 
     async def commit(self) -> None:
         """End the batch after all calls that were made before; `batch.result` has the final ack."""
@@ -529,41 +516,29 @@ class FastSession:
             await self.connection.bounded(ready.wait(), math.inf, "a message")
         if ready.is_set():
             return
-        self._begin_wait()
-        try:
+        with self._waiting():
             while not ready.is_set() and not self.batch.reached(never):
                 await self._changed.wait()
-        finally:
-            self._end_wait()
 
-    @contextlib.contextmanager
-    def _queued(self, turn: Turn) -> Iterator[Turn]:
-        try:
-            with queued(self.senders, turn):
-                yield turn
-        finally:
-            self._wake()
+    async def _has_turn(self, sender: Sender) -> bool:
+        """Return True when it is the sender's turn, and the batch takes a message; False when it is stopped.
 
-    async def _turn(self, turn: Turn, first: Callable[[], BatchMessage | None]) -> bool:
-        """Return True when it is the caller's turn, and the batch takes a message; False when the turn is stopped.
-
-        `first` returns the message that opens the batch. A message takes its sequence only while the write buffer has
-        room, so the buffer bounds the memory of a window.
+        A message takes its sequence only while the write buffer has room, so the buffer bounds the memory of a window.
         """
         batch, connection, senders, began = self.batch, self.connection, self.senders, self.now()
         deadline = began + batch.clock.timeout
         try:
-            while turn.stopped is None:
+            while sender.stopped is None:
                 if batch.state is State.DRAINING:
                     await self.wait(never)  # for the final ack, which belongs on the error
                 batch.check_open()
-                if senders[0] is not turn:
-                    await turn.wait(math.inf if self.opened else deadline)
+                if senders[0] is not sender:
+                    await sender.wait(math.inf if self.opened else deadline)
                 elif not self.opened:
-                    if (message := first()) is not None:
+                    if (message := sender.first()) is not None:
                         await self._open(message, began, deadline)
                 elif not batch.reached(batch.can_send):
-                    await self._wait_window(turn)
+                    await self._wait_window(sender)
                 elif not connection.usable:
                     self._lost()
                 elif not connection.has_room:
@@ -578,17 +553,14 @@ class FastSession:
             raise RequestTimeoutError(text) from late
         return False
 
-    async def _wait_window(self, turn: Turn) -> None:
+    async def _wait_window(self, sender: Sender) -> None:
         """Wait until the window has room; meanwhile `deliver` sends, two turns of the loop before this task could."""
         batch = self.batch
-        self._begin_wait()
-        try:
-            while turn.stopped is None and not batch.reached(batch.can_send):
+        with self._waiting():
+            while sender.stopped is None and not batch.reached(batch.can_send):
                 batch.waiting(self.now())
                 self._arm()
-                await turn.wait()
-        finally:
-            self._end_wait()
+                await sender.wait()
 
     def _send_on(self) -> None:
         """Send from the sender, if it waits for the window, and wake it unless the window is full again."""
@@ -596,7 +568,7 @@ class FastSession:
         if not sender.is_waiting:
             return
         # With several callers, each task sends by itself, so that they take turns.
-        if isinstance(sender, Sender) and len(self.senders) == 1 and self.connection.ready and batch.has_room:
+        if len(self.senders) == 1 and self.connection.ready and batch.has_room:
             batch.wire.max_payload = self.connection.max_payload
             sent = sender.send_for_task()
             if sent and sender.stopped is None and batch.state is State.OPEN and batch.room < 1:
@@ -659,30 +631,27 @@ class FastSession:
         batch = self.batch
         if batch.reached(goal):
             return
-        self._begin_wait()
-        try:
-            while True:
+        with self._waiting():
+            while not batch.reached(goal):
                 batch.waiting(self.now())
                 self._arm()
                 await self._changed.wait()
-                if batch.reached(goal):
-                    return
-        finally:
-            self._end_wait()
 
     def _wake(self) -> None:
         self._changed.set()
         self._changed.clear()
 
-    def _begin_wait(self) -> None:
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
         self._waiters += 1
         _WAITED_FOR.add(self)
-
-    def _end_wait(self) -> None:
-        self._waiters -= 1
-        if not self._waiters:
-            self.batch.not_waiting()
-            _WAITED_FOR.discard(self)
+        try:
+            yield
+        finally:
+            self._waiters -= 1
+            if not self._waiters:
+                self.batch.not_waiting()
+                _WAITED_FOR.discard(self)
 
     async def wait_closed(self) -> EndReason:
         """Wait for the end of the batch without sending anything."""
@@ -811,7 +780,8 @@ class Sender(Turn):
 
     def __init__(self, session: FastSession, trace: TraceContext | None) -> None:
         self.entries: Iterator[Entry] = iter(())
-        self.sent: int = 0  # how many messages were sent
+        self.sent: int = 0  # how many messages were sent, and the batch sequence of the newest
+        self.newest: int = 0
         # What the source raised (StopIteration at its end), a message's refusal, or what ended the batch.
         self.stopped: BaseException | None = None
         self._session = session
@@ -844,7 +814,7 @@ class Sender(Turn):
             while True:
                 data, count, size, self.stopped = session.batch.add_many(entries, session.now())
                 if count:
-                    self.sent += count
+                    self.sent, self.newest = self.sent + count, session.batch.sent
                     session.write(data, count, size)
                 if self.stopped is not None or len(session.senders) > 1:
                     break
