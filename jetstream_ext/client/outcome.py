@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, Final, TypeVar
 
 import nats.errors
@@ -11,13 +11,13 @@ import nats.js.errors
 from nats.js import JetStreamContext
 
 from jetstream_ext.client.api import get_at_leader, settled_state, stream_state
-from jetstream_ext.client.base_connection import NotPermittedError
+from jetstream_ext.client.base_connection import InboxHandler, NotPermittedError, refused_message
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
-from jetstream_ext.client.fence import send_fence
 from jetstream_ext.client.retry import Retry, is_transient_read
 from jetstream_ext.errors import RequestTimeoutError
-from jetstream_ext.protocol import outcome
+from jetstream_ext.protocol import frames, outcome
+from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.outcome import Batch, Messages, Question, Unknown, Verdict
 from jetstream_ext.text import get_logger, log_state
 
@@ -104,5 +104,47 @@ async def _ask(context: Context, question: Question, timeout: float) -> Any:
                     raise NotPermittedError(subject) from late
                 raise
         case outcome.AskFence(subject, messages):
-            return await send_fence(context, subject, messages, timeout)
+            return await _send_fence(context, subject, messages, timeout)
     return None
+
+
+async def _send_fence(
+    context: Context, subject: str, messages: Sequence[bytes], timeout: float
+) -> tuple[int, list[tuple[bytes, bytes]]]:
+    """Send messages of headers only in one write; return the connection's session and the replies, header and payload.
+
+    Raises ConnectionReconnectingError if the connection is lost meanwhile, and NotPermittedError as soon as the server
+    refuses the messages.
+    """
+    replies: dict[bytes, tuple[bytes, bytes]] = {}
+    complete: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    numbers = [b"%d" % number for number in range(len(messages))]
+
+    def receive(received: list[Frame]) -> None:
+        for frame in received:
+            name, header, payload = frames.parts(frame)
+            replies[name.rpartition(b".")[2]] = header, payload
+        if replies.keys() >= set(numbers) and not complete.done():
+            complete.set_result(True)
+
+    def disconnected() -> None:
+        if not complete.done():
+            complete.set_result(False)
+
+    connection, to = context.connection, subject.encode()
+    connection.check_usable()
+    inbox = await connection.inbox(InboxHandler(receive, disconnected), tail=".*", timeout=timeout)
+    try:
+        reply = inbox.subject.encode()
+        data = b"".join(
+            frames.pub(to, b"%b.%b" % (reply, number), header, b"")
+            for number, header in zip(numbers, messages, strict=True)
+        )
+        session = connection.session
+        await connection.write(data, len(messages), 0, timeout=timeout)
+        what, refused = f"the answers on {subject}", NotPermittedError(subject, refused_message(subject))
+        if not await connection.answered(complete, timeout, what, subject, subject, refused):
+            raise nats.errors.ConnectionReconnectingError
+    finally:
+        inbox.close()
+    return session, [replies[number] for number in numbers]

@@ -18,8 +18,8 @@ from jetstream_ext.client.retry import is_transient_read
 from jetstream_ext.errors import RequestTimeoutError, server_error
 from jetstream_ext.log.redrive_note import Key, NotedLetter, last_message
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.fence import mark_headers, marked_seq
 from jetstream_ext.protocol.headers import MSG_ID
+from jetstream_ext.protocol.outcome import mark_headers, marked_seq
 
 _READS_IN_FLIGHT: Final = 16
 

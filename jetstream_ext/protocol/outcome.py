@@ -18,6 +18,7 @@ and its repetition are never both stored. `find_follower` reads which one did.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -28,13 +29,15 @@ from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import StreamState, recreated
 from jetstream_ext.protocol.atomic_wire import answering_stream, read_reply
 from jetstream_ext.protocol.direct import StoredMsg
-from jetstream_ext.protocol.fence import mark, marked_seq
 from jetstream_ext.protocol.numbers import parse_number
 
 # After these refusals of the fence's first message the server does not have the batch.
 _FORGOTTEN: Final = frozenset({ErrorCode.ATOMIC_DISABLED, ErrorCode.ATOMIC_INCOMPLETE, ErrorCode.ATOMIC_TOO_LARGE})
 _REMOVED: Final = "the stream has removed messages since then, possibly those that are missing"
 _LARGEST_BLOCK: Final = 1 << 17
+# An expectation that no stream meets (the largest that servers parse): the refusal names the stream's last sequence.
+_IMPOSSIBLE_SEQ: Final = (1 << 63) - 1
+_LAST_SEQ: Final = re.compile(r"wrong last sequence: ([0-9]+)\Z")
 
 
 class Unknown(Exception):  # noqa: N818 - a verdict, not an error
@@ -270,6 +273,31 @@ def _refusal(reply: Reply, stream: str) -> ServerError:
     if answering != stream:
         raise Unknown(f"the subject of the last message now belongs to stream {answering!r}")
     return refusal
+
+
+# -- the fence -----------------------------------------------------------------------------------------------------------
+
+
+def mark(stream: str) -> bytes:
+    """Return the header block of a message that expects a last sequence that no stream has.
+
+    Its refusal names the last sequence that the leader has assigned. That includes messages that are still being
+    replicated and cannot be read yet.
+    """
+    return h.encode(list(mark_headers(stream).items()))
+
+
+def mark_headers(stream: str) -> dict[str, str]:
+    """Return the headers of a `mark`."""
+    return {h.EXPECTED_STREAM: stream, h.EXPECTED_LAST_SEQ: str(_IMPOSSIBLE_SEQ)}
+
+
+def marked_seq(refusal: object) -> int | None:
+    """Return the sequence that the leader will reach, if the answer to a `mark` names one."""
+    if not isinstance(refusal, ServerError) or refusal.err_code != ErrorCode.WRONG_LAST_SEQUENCE:
+        return None
+    found = _LAST_SEQ.search(refusal.description or "")
+    return parse_number(found[1]) if found else None
 
 
 # -- reading -------------------------------------------------------------------------------------------------------------
