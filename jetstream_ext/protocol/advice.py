@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection
 from contextvars import ContextVar
-from typing import Final
+from typing import Any, Final
 
-from jetstream_ext.errors import ErrorCode
+from jetstream_ext.errors import BatchError, ErrorCode, NoStreamError, ServerError, batch_refusal, reached_no_stream
 
 STREAM_OPTIONS: Final = {
     "direct": "allow_direct",
@@ -21,6 +21,12 @@ _PLACEHOLDER: Final = "NAME"  # in a command, for a name that is not known or no
 
 EXPLAINED: Final = frozenset({ErrorCode.MESSAGE_TTL_DISABLED, ErrorCode.STREAM_MISMATCH})
 """The refusals that `after_refusal` knows."""
+
+_DISABLED: Final[dict[int | None, tuple[str, str, str]]] = {
+    ErrorCode.ATOMIC_DISABLED: ("atomic batches are", "atomic", "them"),
+    ErrorCode.FAST_DISABLED: ("fast ingest is", "batched", "it"),
+}
+"""For the refusals of a stream that lacks an option: what is disabled, the option, and its pronoun."""
 
 CONNECTION_OPTIONS: Final[ContextVar[str]] = ContextVar("CONNECTION_OPTIONS", default="")
 """Further options of every command, which name the server; the command line sets them for its own connection."""
@@ -64,7 +70,50 @@ def after_refusal(code: int | None, stream: str, subject: str, expected: Collect
         stored = f"stream {stream!r} stores its subject" if stream else ""
         found = ", and ".join(filter(None, [names and f"a message expects stream {names}", stored]))
         return f"; {found}" if found else ""
+    if code == ErrorCode.FAST_UNKNOWN_BATCH:
+        return "; it is for another stream, or the server no longer has the batch"
     return ""
+
+
+def refused(
+    error: ServerError,
+    what: str,
+    stored: str,
+    subject: str,
+    stream: str,
+    expected: Collection[str],
+    *,
+    more: str = "",
+    unreachable: str | None = None,
+    **facts: Any,
+) -> BatchError:
+    """Return the error of a batch of which the server refused `what`.
+
+    Args:
+        error: The refusal.
+        what: The message or the commit, in words.
+        stored: What of the batch is stored, in words.
+        subject: The subject of what was refused.
+        stream: The stream that stores it, or "" if it is not known.
+        expected: The streams that messages of the batch expect.
+        more: What else to say; "": what there is to say after every such refusal.
+        unreachable: Why perhaps no JetStream answers, or ""; None: the refusal cannot say that no stream has the subject.
+        facts: The keywords of `BatchError`.
+    """
+    batch = f"batch {facts['batch_id']}"
+    if unreachable is not None and reached_no_stream(error):
+        text = f"no stream stores subject {subject!r} of {what}, or the stream has no leader{unreachable}; {stored}"
+        return NoStreamError(f"{batch}: {text}", **facts)
+    stream = error.stream or stream
+    if error.err_code in _DISABLED:
+        disabled, option, them = _DISABLED[error.err_code]
+        where = f"stream {stream!r}, which stores" if stream else "the stream of"
+        text = f"{disabled} disabled on {where} subject {subject!r}; {stored}; "
+        text += enable_stream(stream, option, what=them, subject=subject)
+    else:
+        text = f"{what} was refused: {error.description}; {stored}"
+        text += more or after_refusal(error.err_code, stream, subject, expected)
+    return batch_refusal(error, f"{batch}: {text}", **facts)
 
 
 def enable_bucket(bucket: str, *options: str, what: str = "it") -> str:

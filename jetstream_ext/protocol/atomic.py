@@ -482,31 +482,21 @@ class AtomicBatchMachine:
 
     def _refusal(self, refusal: ServerError, seq: int, what: str) -> JetStreamExtError:
         """Return the error for a refusal of `what`, the message or the marker with the sequence `seq`."""
-        facts, batch, nothing = self._facts("not_stored"), f"batch {self.batch_id}", "nothing of the batch is stored"
-        subject = self._subjects[(seq - 1) % self.size]  # the end-of-batch marker has the first subject
-        known = self.server.stream
-        stream = refusal.stream or (known.name if known is not None and known.stores(subject) else "")
-        if errors.reached_no_stream(refusal):
-            text = (
-                f"no stream stores subject {subject!r} of {what}, or the stream has no leader{self.server.no_jetstream}"
-            )
-            return errors.NoStreamError(f"{batch}: {text}; {nothing}", **facts)
+        facts, nothing = self._facts("not_stored"), "nothing of the batch is stored"
         incomplete = isinstance(refusal, errors.AtomicPublishIncompleteError)
         if incomplete and self._doubt_from:
             text = "the connection was lost, and the server no longer has the whole batch"
-            lost = errors.BatchAbandonedError(f"{batch}: {text}; {nothing}", **facts)
+            lost = errors.BatchAbandonedError(f"batch {self.batch_id}: {text}; {nothing}", **facts)
             lost.__cause__ = refusal
             return lost
-        if isinstance(refusal, errors.AtomicPublishDisabledError):
-            how = advice.enable_stream(stream, "atomic", what="them", subject=subject)
-            where = f"stream {stream!r}, which stores" if stream else "the stream of"
-            text = f"atomic batches are disabled on {where} subject {subject!r}; nothing is stored; {how}"
-        else:
-            text = f"{what} was refused: {refusal.description}; {nothing}{self._other}"
-            if incomplete:
-                text += "; servers drop a message over the stream's max_msg_size, or of another stream, without a word"
-            text += advice.after_refusal(refusal.err_code, stream, subject, self._wire.expected_streams)
-        return errors.batch_refusal(refusal, f"{batch}: {text}", **facts)
+        subject = self._subjects[(seq - 1) % self.size]  # the end-of-batch marker has the first subject
+        known = self.server.stream
+        dropped = "; servers drop a message over the stream's max_msg_size, or of another stream, without a word"
+        return advice.refused(
+            refusal, what, nothing + self._other,
+            subject, known.name if known is not None and known.stores(subject) else "", self._wire.expected_streams,
+            more=dropped if incomplete else "", unreachable=self.server.no_jetstream, **facts,
+        )  # fmt: skip
 
     def _apply(
         self,

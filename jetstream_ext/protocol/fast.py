@@ -533,8 +533,10 @@ class FastBatch:
             except errors.ResponseError as error:
                 events.append(UnrecognisedReply(error.frame))
             else:
-                self._hear(reply, now)
+                before = self.state, self._progress
                 out += self._take(reply, now, events)
+                if self.state is before[0]:
+                    self._hear(reply, now, progress=self._progress != before[1])
         return events, out + self._farewell() if self.state is ENDED else out
 
     def _note_other(self, other: str) -> None:
@@ -556,27 +558,20 @@ class FastBatch:
             raise errors.ResponseError("a reply is about another batch", frame=frame[1])
         return reply
 
-    def _hear(self, reply: Reply, now: float) -> None:
-        """Take a reply as a sign of life, if it is one."""
-        said, window = reply.said, self.window
-        if isinstance(said, ServerError) and reply.op in (wire.PING, wire.COMMIT_EOB):
-            # A server that refuses a ping or the marker does not have the batch at present.
-            self._refusal = said
-            return
-        if self.state is DRAINING and reply.op == wire.PING:
-            return  # the final ack answers the pings of a draining batch; other answers must not extend its wait
+    @property
+    def _progress(self) -> tuple[int, ...]:
+        """What a leader that cannot reach its followers does not change, although it takes messages and answers pings."""
+        return self.acked, self.window.arrived, self.reports.gap_count, self.reports.error_count
+
+    def _hear(self, reply: Reply, now: float, *, progress: bool) -> None:
+        """Take a reply that has not changed the state: only progress is a sign of life, so that every wait ends."""
         self._refusal = None
+        if isinstance(reply.said, ServerError) and reply.op in (wire.PING, wire.COMMIT_EOB):
+            self._refusal = reply.said  # the server does not have the batch at present
+            return
         if not self._awaited and self.state not in _OWES_AN_ANSWER:
             self.clock.settled()
-            return
-        # A stream's leader without its followers takes messages and answers pings, and acknowledges nothing. Another
-        # server may repeat one ack or one gap endlessly. Waits must end nevertheless.
-        if isinstance(said, BatchFlowGap):
-            idle = said in self.reports.gaps
-        else:
-            arrived = min(reply.seq, self.sent) if reply.op == wire.PING else 0
-            idle = isinstance(said, BatchFlowAck) and said.seq <= window.acked and arrived <= window.arrived
-        if not idle:
+        elif progress:
             self.clock.alive(now)
         elif reply.op == wire.PING:
             self.clock.answered()
@@ -653,7 +648,7 @@ class FastBatch:
         elif reply.op != wire.PING:  # a refused ping is repeated until the deadline
             before = self.state
             ended = self._happen(Input.MESSAGE_DROPPED, now, reply)
-            if not ended:
+            if not ended and before is not DRAINING:
                 # A message that is too large was refused for good. Any other stays in the window, which closes while the
                 # server takes no messages.
                 self._note_error(BatchFlowError(reply.seq, error), events, refused=code == ErrorCode.MESSAGE_TOO_LARGE)
@@ -694,7 +689,9 @@ class FastBatch:
             self.end_reason = EndReason.GAP if is_gap else step.reason
             events.append(Ended(self.end_reason))
             # Only a server that is known to have fast ingest: another one stores the marker as a message.
-            lives = old in (OPEN, SUSPENDED, DRAINING) or (old is STARTING and self._stream != "")
+            # The ping of a DRAINING batch makes some servers open it again.
+            lives = old in (OPEN, SUSPENDED) or (old is STARTING and self._stream != "")
+            lives |= old is DRAINING and self._asks_again
             if lives and self._connected and event not in _LAST_REPLIES:
                 self._last_words = self.wire.end(self.sent)
         new = ENDED if isinstance(step, Ending) else step
@@ -707,7 +704,7 @@ class FastBatch:
             assert reply is not None
             self._cause, self.error = reply, self._loss(reply)
         self.state = new
-        self._asks_again = False
+        self._asks_again, self._refusal = False, None
         if new in _OWES_AN_ANSWER or (self._awaited and new is not ENDED):
             self.clock.expect(now - self._opening_took if new is STARTING else now, anew=True)
         else:
@@ -838,25 +835,12 @@ class FastBatch:
             seq, error = error.seq, error.error
         elif not isinstance(error, ServerError):  # a gap of message 1, which only another batch can have
             error = errors.server_error(code=errors.Status.INVALID_REQUEST, err_code=ErrorCode.FAST_UNKNOWN_BATCH)
-        code, subject, stream = error.err_code, self.first_subject, error.stream or self._stream
-        is_first = self.state is STARTING or (seq == 1 and reply.op == wire.START)
-        if is_first and errors.reached_no_stream(error):
-            text = f"no stream stores subject {subject!r}, or the stream has no leader{self.advice}"
-            return self._error(errors.NoStreamError, text, "not_stored")
-        doubt = "" if ends_later else self.target.doubt(code)
+        code, is_first = error.err_code, self.state is STARTING or (seq == 1 and reply.op == wire.START)
+        doubt = "" if ends_later or errors.reached_no_stream(error) else self.target.doubt(code)
         facts = self._facts(None if ends_later else "not_stored" if is_first and not doubt else "unknown")
-        stored = self._stored(
-            facts["outcome"], seq if ends_later and code != ErrorCode.FAST_UNKNOWN_BATCH else self.sent + 1
-        )
-        text = f"message {seq} was refused: {error.description}; {stored}"
-        if code == ErrorCode.FAST_DISABLED:
-            how = advice.enable_stream(stream, "batched", subject=subject)
-            where = f"stream {stream!r}, which stores" if stream else "the stream of"
-            text = f"fast ingest is disabled on {where} subject {subject!r}; {stored}; {how}"
-        elif code == ErrorCode.FAST_UNKNOWN_BATCH:
-            text = f"the server no longer has the batch, or message {seq} is for another stream; {stored}"
-        if doubt:
-            text += f"; {doubt}"
-        else:
-            text += advice.after_refusal(code, stream, subject, self.wire.expected_streams)
-        return errors.batch_refusal(error, f"batch {self.batch_id}: {text}", **facts)
+        known = ends_later and code != ErrorCode.FAST_UNKNOWN_BATCH
+        return advice.refused(
+            error, f"message {seq}", self._stored(facts["outcome"], seq if known else self.sent + 1),
+            self.first_subject, self._stream, self.wire.expected_streams,
+            more=f"; {doubt}" if doubt else "", unreachable=self.advice if is_first else None, **facts,
+        )  # fmt: skip
