@@ -104,11 +104,11 @@ async def _ask(context: Context, question: Question, timeout: float) -> Any:
                     raise NotPermittedError(subject) from late
                 raise
         case outcome.AskFence(subject, messages):
-            return await _send_fence(context, subject, messages, timeout)
+            return await send_fence(context, subject, messages, timeout)
     return None
 
 
-async def _send_fence(
+async def send_fence(
     context: Context, subject: str, messages: Sequence[bytes], timeout: float
 ) -> tuple[int, list[tuple[bytes, bytes]]]:
     """Send messages of headers only in one write; return the connection's session and the replies, header and payload.

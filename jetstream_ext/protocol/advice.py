@@ -102,7 +102,7 @@ def refused(
     """
     batch = f"batch {facts['batch_id']}"
     if unreachable is not None and reached_no_stream(error):
-        text = f"no stream stores subject {subject!r} of {what}, or the stream has no leader{unreachable}; {stored}"
+        text = f"no stream stores subject {subject!r}, or the stream has no leader{unreachable}; {stored}"
         return NoStreamError(f"{batch}: {text}", **facts)
     stream = error.stream or stream
     if error.err_code in _DISABLED:

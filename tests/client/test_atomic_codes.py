@@ -190,7 +190,7 @@ async def test_a_mirror_with_allow_atomic_is_refused(old_js: JetStreamContext) -
 async def test_the_refusal_names_the_stream_and_the_expected_one(old_js: JetStreamContext) -> None:
     name = f"S{next(NUMBERS)}"
     await old_js.add_stream(name=name, subjects=["S.>"])
-    disabled = f"atomic batches are disabled on stream '{name}', which stores subject 'S.a'; nothing is stored; .*"
+    disabled = f"atomic batches are disabled on stream '{name}', which stores subject 'S.a'; nothing of the batch is stored; .*"
     with pytest.raises(
         errors.AtomicPublishDisabledError, match=f"{disabled} 'jetstream-ext enable {name} --atomic' "
     ) as off:

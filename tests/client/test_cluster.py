@@ -8,9 +8,9 @@ from nats.aio.client import Client
 import jetstream_ext as jsx
 from jetstream_ext.client.api import settled_state, stream_state
 from jetstream_ext.client.connection import Context
-from jetstream_ext.client.fence import send_fence
+from jetstream_ext.client.outcome import send_fence
 from jetstream_ext.protocol.atomic_wire import read_reply
-from jetstream_ext.protocol.fence import mark, marked_seq
+from jetstream_ext.protocol.outcome import mark, marked_seq
 
 
 @each("gap", ["fail", "ok"])

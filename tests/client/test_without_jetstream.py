@@ -46,7 +46,7 @@ CALLS: dict[str, tuple[Call, str, str]] = {
     ),
     "AtomicBatch.add": (
         lambda js: jsx.AtomicBatch(js).add("a.b", b"1"),
-        "no stream stores subject 'a.b' of message 1, or the stream has no leader",
+        "no stream stores subject 'a.b', or the stream has no leader",
         "; nothing of the batch is stored",
     ),
     "ingest": (

@@ -60,7 +60,11 @@ CELLS = {
     ("fast-fail", "`gap` frame", "OPEN"): "**DRAINING** `BatchGapError` (unknown)",
     ("fast-ok", "`gap` frame", "OPEN"): "·",
     ("fast-fail", "10208", "COMMITTING"): "·",
-    ("fast-fail", "10208 to the end of the batch", "COMMITTING"): "**ENDED** ERROR `BatchOutcomeUnknownError` (unknown)",
+    (
+        "fast-fail",
+        "10208 to the end of the batch",
+        "COMMITTING",
+    ): "**ENDED** ERROR `BatchOutcomeUnknownError` (unknown)",
     ("fast-ok", "the connection is lost", "OPEN"): "**SUSPENDED**",
     ("fast-ok", "`ack` frame", "NEW"): "",
     ("range-read", "the connection is lost", "READING"): "**RESUMING**",

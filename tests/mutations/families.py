@@ -45,10 +45,10 @@ from jetstream_ext.protocol.fast import KEPT_REPORTS, FastBatch
 from jetstream_ext.protocol.fast import State as FastState
 from jetstream_ext.protocol.fast_window import LARGEST_FLOW
 from jetstream_ext.protocol.feature_table import DIRECT_BATCH, FENCED_BATCHES
-from jetstream_ext.protocol.fence import marked_seq
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.gaps import were_replaced
 from jetstream_ext.protocol.numbers import LARGEST
+from jetstream_ext.protocol.outcome import marked_seq
 from jetstream_ext.protocol.range_read import (
     AskLeader,
     AwaitConnection,

@@ -386,7 +386,9 @@ def test_the_error_of_a_refused_message_waits_for_the_final_ack() -> None:
     for _ in range(4):
         machine.add(message(), 0.0)
     machine.receive([ack(0, op=0), err(3)], 0.0)
-    with pytest.raises(errors.BatchError, match="messages 1 to 2 are not acknowledged and may be stored, later") as caught:
+    with pytest.raises(
+        errors.BatchError, match="messages 1 to 2 are not acknowledged and may be stored, later"
+    ) as caught:
         machine.add(message(), 0.0)
     assert (caught.value.acked, caught.value.outcome) == (0, "unknown")
     machine.receive([final(2)], 0.0)
@@ -401,7 +403,9 @@ def test_unknown_batch_may_be_the_answer_of_another_stream() -> None:
     assert asked.reply == "_INBOX.x.b1.10.fail.5.4.$FI"
     assert machine.receive([gap(3, 4), final(2)], 0.1)[1] == b""
     assert machine.error is not None
-    assert "messages 1 to 2 are stored, later ones are not; it is for another stream, or the server" in str(machine.error)
+    assert "messages 1 to 2 are stored, later ones are not; it is for another stream, or the server" in str(
+        machine.error
+    )
 
 
 def test_a_server_that_no_longer_has_the_batch_leaves_it_unknown() -> None:
