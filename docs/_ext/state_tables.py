@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from jetstream_ext import errors
-from jetstream_ext.protocol import atomic, fast, range_read
+from jetstream_ext.protocol import api, atomic, fast, range_read
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.fast import State as FastState
 from jetstream_ext.protocol.feature_table import ATOMIC_EOB
@@ -152,7 +152,7 @@ def forgotten_after_a_reconnect(machine: atomic.AtomicBatchMachine) -> object:
 
 def opened(machine: atomic.AtomicBatchMachine) -> None:
     first = machine.prepare(MESSAGE)
-    machine.open(first, atomic.Server(ATOMIC_EOB.api_level, ""), "_INBOX.x")
+    machine.open(first, api.Server(ATOMIC_EOB.api_level, ""), "_INBOX.x")
 
 
 SENT_STATES = frozenset(state.name for state in atomic.State) - {"NEW"}

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
 import nats.errors
@@ -28,7 +28,15 @@ from jetstream_ext.errors import (
     Status,
     StreamRecreatedError,
 )
-from jetstream_ext.protocol.api import StreamState, parse_answer, parse_message, parse_stream_state, parsing, recreated
+from jetstream_ext.protocol.api import (
+    Server,
+    StreamState,
+    parse_answer,
+    parse_message,
+    parse_stream_state,
+    parsing,
+    recreated,
+)
 from jetstream_ext.protocol.direct import Request, StoredMsg
 from jetstream_ext.protocol.feature_table import START_TIME_LEVEL, Feature
 from jetstream_ext.protocol.numbers import json_number
@@ -471,22 +479,7 @@ def why_no_jetstream(context: Context) -> str:
     return f", or {why}" if why else ""
 
 
-class LeaderInfo(NamedTuple):
-    """The server that stores the messages on a subject: its API level and version.
-
-    `stream` is the stream as its leader reported it, and `last_seq` a sequence that it has already reached. Without an
-    answer (no such stream, or no permission to ask), `stream` is None and the rest is what the connection tells.
-    """
-
-    api_level: int
-    server_version: str
-    stream: StreamState | None = None
-    last_seq: int = 0
-
-
-async def lookup_leader(
-    context: Context, subject: str, stream: str | None, timeout: float, feature: Feature
-) -> LeaderInfo:
+async def find_server(context: Context, subject: str, stream: str | None, timeout: float, feature: Feature) -> Server:
     """Return which server stores `subject` (the stream's name may be given), to learn whether it has `feature`.
 
     In a cluster of mixed versions, or over a leaf node, the connected server is another one than the stream's leader. A
@@ -500,9 +493,14 @@ async def lookup_leader(
     if owner is not None and not feature.at(owner[0].api_level):
         forget_stream(context, owner[0].name)
         owner = await lookup_stream(context, subject, stream, seconds) or owner
-    if owner is None:
-        return LeaderInfo(await api_level(context, seconds), context.connection.server_version)
-    return LeaderInfo(owner[0].api_level, owner[0].server_version or "older", *owner)
+    state, last_seq = owner or (None, 0)
+    if state is None:
+        level, version = await api_level(context, seconds), context.connection.server_version
+    else:
+        level, version = state.api_level, state.server_version or "older"
+    # A stream that does not store the subject was named by the caller: perhaps accounts map subjects.
+    target = context.target(state.name if state is not None and state.stores(subject) else None)
+    return Server(level, version, state, last_seq, target, why_no_jetstream(context))
 
 
 async def ask_stream(context: Context, subject: str, stream: str | None, timeout: float) -> StreamState | None:

@@ -11,7 +11,7 @@ import nats.errors
 from nats.nuid import NUID
 
 from jetstream_ext.client import telemetry
-from jetstream_ext.client.api import forget_stream, lookup_leader, remember_ack, why_no_jetstream
+from jetstream_ext.client.api import find_server, forget_stream, remember_ack
 from jetstream_ext.client.base_connection import (
     ROOM,
     InboxHandler,
@@ -24,7 +24,7 @@ from jetstream_ext.client.outcome import find_out
 from jetstream_ext.client.turns import Turn, queued
 from jetstream_ext.errors import BadSubjectError, BatchOutcomeUnknownError, MessageTooLargeError, RequestTimeoutError
 from jetstream_ext.protocol import frames
-from jetstream_ext.protocol.atomic import AtomicBatchMachine, Server, State
+from jetstream_ext.protocol.atomic import AtomicBatchMachine, State
 from jetstream_ext.protocol.atomic_wire import Block, Encoded
 from jetstream_ext.protocol.feature_table import ATOMIC
 from jetstream_ext.protocol.frames import Frame
@@ -66,8 +66,7 @@ class AtomicSession:
         self._queue: deque[Turn] = deque()  # callers that wait; one that sends at once overtakes them
         self._waiters: dict[int, _Waiter] = {}
         self._answer: tuple[_Waiter, float] | None = None  # to the commit, which is awaited until this time
-        # For `resolve`: a sequence that the stream had when the batch was opened, and the connection of the commit.
-        self._after = self._session = 0
+        self._session = 0  # of the connection that the commit was written to
 
     # -- operations -----------------------------------------------------------------------------------------------
 
@@ -170,7 +169,13 @@ class AtomicSession:
             if stream is None:
                 raise Unknown("the state of the stream could not be read when the batch was opened")
             write = Batch(
-                machine.last_subject, size, stream, self._after, machine.batch_id, machine.staged > 0, self._session
+                machine.last_subject,
+                size,
+                stream,
+                machine.server.last_seq,
+                machine.batch_id,
+                machine.staged > 0,
+                self._session,
             )
             verdict = await find_out(self._context, write, timeout, f"batch {machine.batch_id}")
             if verdict.doubt:
@@ -271,7 +276,7 @@ class AtomicSession:
         """Open the batch for its first message, unless the connection has no room for it any more."""
         connection, context, clock = self._connection, self._context, asyncio.get_running_loop().time
         # A server before 2.12 stores the messages of a batch as separate ones.
-        leader = await lookup_leader(context, message.subject, message.stream, max(0.0, deadline - clock()), ATOMIC)
+        server = await find_server(context, message.subject, message.stream, max(0.0, deadline - clock()), ATOMIC)
         handler = InboxHandler(weakly(self._receive), weakly(self._disconnected))
         inbox = await connection.inbox(handler, tail=".*", timeout=max(0.0, deadline - clock()))
         try:
@@ -280,13 +285,8 @@ class AtomicSession:
             connection.check_usable()
             if clock() >= deadline:
                 raise RequestTimeoutError("no answer to the lookups")
-            stream = leader.stream
-            # A stream that does not store the subject was named by the caller: perhaps accounts map subjects.
-            own = stream if stream is not None and stream.stores(message.subject) else None
-            target, why = context.target(None if own is None else own.name), why_no_jetstream(context)
-            server = Server(leader.api_level, leader.server_version, stream, target, why)
-            self.machine.open(first, server, inbox.subject, None if own is None else own.stores)
-            self._after, self._inbox = leader.last_seq, inbox
+            self.machine.open(first, server, inbox.subject)
+            self._inbox = inbox
             self._wake_queue()
         finally:
             if self._inbox is None:

@@ -18,7 +18,7 @@ from nats.js import JetStreamContext
 from nats.nuid import NUID
 
 from jetstream_ext.client import telemetry
-from jetstream_ext.client.api import LeaderInfo, lookup_leader, why_no_jetstream
+from jetstream_ext.client.api import find_server
 from jetstream_ext.client.base_connection import (
     ROOM,
     BaseConnection,
@@ -386,7 +386,6 @@ class FastSession:
     ) -> None:
         self._context = context
         self.connection: BaseConnection = connection_of(context.nc)
-        self.leader: LeaderInfo | None = None  # the server of the stream, once the batch is opened
         self.batch: FastBatch = FastBatch(
             max_payload=self.connection.max_payload, inbox_size=self.connection.inbox_size, **batch
         )
@@ -408,7 +407,7 @@ class FastSession:
 
     @property
     def _stream(self) -> StreamState | None:
-        return None if self.leader is None else self.leader.stream
+        return self.batch.server.stream
 
     def call(self, kind: telemetry.Kind, subject: str | None = None) -> telemetry.Call:
         """Begin a call on the batch, about one message of `subject` or any number of messages."""
@@ -669,14 +668,12 @@ class FastSession:
         """Open the batch for its first message, unless the connection has no room for it any more."""
         context, connection, batch = self._context, self._context.connection, self.batch
         connection.check_usable()
-        leader = self.leader = await lookup_leader(
-            context, first.subject, first.stream, max(0.0, deadline - self.now()), FAST_INGEST
-        )
-        if not FAST_INGEST.at(leader.api_level):
+        server = await find_server(context, first.subject, first.stream, max(0.0, deadline - self.now()), FAST_INGEST)
+        if not FAST_INGEST.at(server.api_level):
             raise FAST_INGEST.unsupported(
-                server_version=leader.server_version, api_level=leader.api_level, detail="nothing was sent"
+                server_version=server.version, api_level=server.api_level, detail="nothing was sent"
             )
-        stream = leader.stream
+        stream = server.stream
         if stream is not None:
             if self.one_stream not in ("", stream.name):
                 raise BadSubjectError(
@@ -689,12 +686,8 @@ class FastSession:
         try:
             if self.now() >= deadline:
                 raise RequestTimeoutError("no answer to the lookups")
-            # A stream that does not store the subject was named by the caller: perhaps accounts map subjects.
-            own = stream if stream is not None and stream.stores(first.subject) else None
-            batch.target = context.target(None if own is None else own.name)
-            batch.advice = why_no_jetstream(context)
             self._is_refused = connection.refusals([first.subject])
-            batch.open(inbox.subject, self.now() - began, "" if own is None else own.name)
+            batch.open(inbox.subject, server, self.now() - began)
         except BaseException:
             inbox.close()
             raise

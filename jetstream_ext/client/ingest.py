@@ -354,8 +354,8 @@ class _Run:
         if batch.end_reason is not EndReason.TIMEOUT:
             # While it was open, messages were stored, although no ack may have told of them: that time was no trouble.
             self._retry.extend(max(0.0, clock() - opened))
-        if session.leader is not None:
-            machine.opened(session.leader.stream, session.leader.last_seq)
+        if session.opened:
+            machine.opened(batch.server.stream, batch.server.last_seq)
         self._acknowledge(batch.acked)
         machine.ended(
             sent=batch.sent,

@@ -340,6 +340,21 @@ class StreamState:
         self.check_sequences()
 
 
+@dataclass(frozen=True, slots=True)
+class Server:
+    """The server that takes a batch, as far as it is known before the first message is sent.
+
+    Without an answer (no such stream, or no permission to ask), `stream` is None and the rest is what the connection tells.
+    """
+
+    api_level: int
+    version: str
+    stream: StreamState | None = None  # that takes the batch, as its leader reported it
+    last_seq: int = 0  # a sequence that it has already reached
+    target: Target = field(default_factory=Target)
+    no_jetstream: str = ""  # why perhaps no JetStream answers, for the error about a subject without a stream
+
+
 def _transformed(transform: Mapping[str, Any], subject: str) -> list[str]:
     """Return a filter for what a subject transform makes of a subject or filter, or nothing if its source does not match."""
     if not overlap(transform.get("src") or ">", subject):

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
 from itertools import chain
 from typing import Any, Final
 
 from jetstream_ext import errors
 from jetstream_ext.errors import BatchError, JetStreamExtError, Outcome, ResponseError, ServerError
 from jetstream_ext.protocol import advice
-from jetstream_ext.protocol.api import StreamState, Target
+from jetstream_ext.protocol.api import Server
 from jetstream_ext.protocol.atomic_wire import (
     AtomicWire,
     Block,
@@ -91,22 +90,6 @@ TABLE: Final[dict[Input, tuple[State | None, ...]]] = {
 _NEXT: Final = {(state, event): after for event, row in TABLE.items() for state, after in zip(State, row, strict=True)}
 
 
-@dataclass(frozen=True, slots=True)
-class Server:
-    """The server that takes a batch, as far as it is known before the first message is sent."""
-
-    api_level: int
-    version: str
-    stream: StreamState | None = None  # that takes the batch
-    target: Target = field(default_factory=Target)
-    no_jetstream: str = ""  # why perhaps no JetStream answers, for the error about a subject without a stream
-
-    @property
-    def has_marker(self) -> bool:
-        """Whether a batch can be committed without another message, however many it has."""
-        return ATOMIC_EOB.at(self.api_level) and self.version.partition("-")[0] not in COUNTED_MARKER
-
-
 class AtomicBatchMachine:
     """One atomic batch; `open` comes before the first `add`.
 
@@ -174,11 +157,11 @@ class AtomicBatchMachine:
         self.check_open()
         return self._wire.encode(message)
 
-    def open(self, first: Encoded, server: Server, reply: str, stores: Callable[[str], bool] | None = None) -> None:
+    def open(self, first: Encoded, server: Server, reply: str) -> None:
         """Open the batch for messages; `first` must be the first that is added.
 
         The reply subject of a message is ``<reply>.<batch sequence>``. From then on only messages are taken whose subjects
-        the stream `stores`, if that is known. Raises UnsupportedFeatureError if the server has no atomic batches, or would
+        the stream stores, if it stores that of `first`. Raises UnsupportedFeatureError if the server has no atomic batches, or would
         not check what `first` expects.
         """
         self.check_open()
@@ -190,8 +173,8 @@ class AtomicBatchMachine:
         self.server = server
         stream = server.stream
         self._wire.open(reply, stream)
-        if stream is not None and stores is not None:
-            self._wire.subjects.limit_to(stores, stream.name)
+        if stream is not None and stream.stores(first[0]):
+            self._wire.subjects.limit_to(stream.stores, stream.name)
         self._apply(Input.OPENED)
 
     def add(self, message: Encoded) -> Block:
@@ -416,7 +399,8 @@ class AtomicBatchMachine:
 
     @property
     def _holds_back(self) -> bool:
-        return self._in_one_go or not self.server.has_marker
+        marker = ATOMIC_EOB.at(self.server.api_level) and self.server.version.partition("-")[0] not in COUNTED_MARKER
+        return self._in_one_go or not marker
 
     def _asks(self, seq: int) -> bool:
         """Return whether the message with this sequence asks for a reply."""

@@ -24,7 +24,7 @@ from jetstream_ext import errors
 from jetstream_ext.errors import BatchError, ErrorCode, JetStreamExtError, Outcome, ServerError
 from jetstream_ext.protocol import advice
 from jetstream_ext.protocol import fast_wire as wire
-from jetstream_ext.protocol.api import Target
+from jetstream_ext.protocol.api import Server
 from jetstream_ext.protocol.fast_window import Window
 from jetstream_ext.protocol.fast_wire import BatchFlowError, Encoded, FastWire, Reply, UnrecognisedReply
 from jetstream_ext.protocol.feature_table import FAST_INGEST
@@ -296,8 +296,7 @@ class FastBatch:
             batch_id=batch_id, flow=flow, gap=self.gap, max_payload=max_payload, inbox_size=inbox_size
         )
         self.reports: Reports = Reports()
-        self.target: Target = Target()
-        self.advice: str = ""  # why perhaps no JetStream answers, for the error about a subject without a stream
+        self.server: Server = Server(0, "")
         self.state: State = NEW
         self.sent: int = 0  # the highest batch sequence of a message
         self.pongs: int = 0  # how many pings were answered
@@ -305,7 +304,6 @@ class FastBatch:
         self.error: JetStreamExtError | None = None  # why the batch is DRAINING or ENDED, other than by the caller
         self.end_reason: EndReason | None = None
         self.other: str = ""  # another stream that has answered
-        self._stream = ""  # the batch's, if it is known
         self._opening_took = 0.0
         self._connected = True
         self._awaited = False  # a caller waits
@@ -386,16 +384,15 @@ class FastBatch:
 
     # -- sending --------------------------------------------------------------------------------------------------
 
-    def open(self, inbox: str, took: float = 0.0, stream: str = "") -> None:
+    def open(self, inbox: str, server: Server | None = None, took: float = 0.0) -> None:
         """Set the prefix of the reply subjects before the first message; raise if the batch was discarded.
 
-        `stream` is the batch's, if it is known. `took` are the seconds that the shell needed to get that far; the wait for
-        the first reply is shorter by them.
+        `took` are the seconds that the shell needed to get that far; the wait for the first reply is shorter by them.
         """
         self._check(Input.MESSAGE)
         self.wire.open(inbox)
         self._opening_took = took
-        self._stream = stream
+        self.server = server or self.server
 
     def add(self, message: BatchMessage | Encoded, now: float) -> bytes:
         """Return the bytes that publish `message`; it has a batch sequence from here on."""
@@ -526,7 +523,7 @@ class FastBatch:
             if self.state is NEW or self.state is ENDED:
                 break
             try:
-                if self.target.domain is not None and (other := self.target.other(frame[1][frame[2] :])):
+                if self.server.target.domain is not None and (other := self.server.target.other(frame[1][frame[2] :])):
                     self._note_other(other)
                     continue
                 reply = self._decode(frame)
@@ -540,7 +537,7 @@ class FastBatch:
         return events, out + self._farewell() if self.state is ENDED else out
 
     def _note_other(self, other: str) -> None:
-        self.other = self.target.answered_by(other)
+        self.other = self.server.target.answered_by(other)
         self._log("ignored an answer", other)
 
     def _decode(self, frame: Frame) -> Reply:
@@ -603,7 +600,7 @@ class FastBatch:
             ack.seq == 0
             and reply.op == wire.START
             and self.state is not STARTING
-            and self.target.elsewhere
+            and self.server.target.elsewhere
             and not self.other
         ):
             self._note_other("another stream")  # each stream opens a batch once
@@ -690,7 +687,7 @@ class FastBatch:
             events.append(Ended(self.end_reason))
             # Only a server that is known to have fast ingest: another one stores the marker as a message.
             # The ping of a DRAINING batch makes some servers open it again.
-            lives = old in (OPEN, SUSPENDED) or (old is STARTING and self._stream != "")
+            lives = old in (OPEN, SUSPENDED) or (old is STARTING and self.server.target.stream is not None)
             lives |= old is DRAINING and self._asks_again
             if lives and self._connected and event not in _LAST_REPLIES:
                 self._last_words = self.wire.end(self.sent)
@@ -836,11 +833,11 @@ class FastBatch:
         elif not isinstance(error, ServerError):  # a gap of message 1, which only another batch can have
             error = errors.server_error(code=errors.Status.INVALID_REQUEST, err_code=ErrorCode.FAST_UNKNOWN_BATCH)
         code, is_first = error.err_code, self.state is STARTING or (seq == 1 and reply.op == wire.START)
-        doubt = "" if ends_later or errors.reached_no_stream(error) else self.target.doubt(code)
+        doubt = "" if ends_later or errors.reached_no_stream(error) else self.server.target.doubt(code)
         facts = self._facts(None if ends_later else "not_stored" if is_first and not doubt else "unknown")
         known = ends_later and code != ErrorCode.FAST_UNKNOWN_BATCH
         return advice.refused(
             error, f"message {seq}", self._stored(facts["outcome"], seq if known else self.sent + 1),
-            self.first_subject, self._stream, self.wire.expected_streams,
-            more=f"; {doubt}" if doubt else "", unreachable=self.advice if is_first else None, **facts,
+            self.first_subject, self.server.target.stream or "", self.wire.expected_streams,
+            more=f"; {doubt}" if doubt else "", unreachable=self.server.no_jetstream if is_first else None, **facts,
         )  # fmt: skip

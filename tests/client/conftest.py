@@ -13,7 +13,7 @@ from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 from jetstream_ext.client import api
-from jetstream_ext.protocol.atomic import Server
+from jetstream_ext.protocol.atomic import AtomicBatchMachine
 from jetstream_ext.testing import NatsServer
 
 sys.path.insert(0, str(Path(__file__).parent))  # the tests import `client_cells`
@@ -145,5 +145,5 @@ def own_stream(own_js: JetStreamContext, stream_name: Callable[[], str]) -> Make
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to commit: by the end-of-batch marker, and with a message, as servers before 2.14 need it."""
     if request.param == "held back":
-        monkeypatch.setattr(Server, "has_marker", False)
+        monkeypatch.setattr(AtomicBatchMachine, "_holds_back", True)
     return str(request.param)

@@ -36,7 +36,8 @@ from jetstream_ext.log.lease import Lease
 from jetstream_ext.log.offsets import StoredOffset
 from jetstream_ext.protocol import api, frames, outcome
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.atomic import AtomicBatchMachine, Server
+from jetstream_ext.protocol.api import Server
+from jetstream_ext.protocol.atomic import AtomicBatchMachine
 from jetstream_ext.protocol.atomic import State as AtomicState
 from jetstream_ext.protocol.atomic_wire import read_reply
 from jetstream_ext.protocol.direct import Block as RowBlock

@@ -6,8 +6,8 @@ import orjson
 
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.atomic import AtomicBatchMachine, Server
+from jetstream_ext.protocol.api import Server, StreamState
+from jetstream_ext.protocol.atomic import AtomicBatchMachine
 from jetstream_ext.protocol.atomic_wire import Block
 from jetstream_ext.types import BatchMessage
 

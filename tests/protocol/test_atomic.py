@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jetstream_ext import errors
-from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.atomic import TABLE, AtomicBatchMachine, Input, Server, State
+from jetstream_ext.protocol.api import Server, StreamState
+from jetstream_ext.protocol.atomic import TABLE, AtomicBatchMachine, Input, State
 from jetstream_ext.types import NEVER, BatchAck, BatchMessage
 
 NEW, OPEN, COMMITTING, COMMITTED = State.NEW, State.OPEN, State.COMMITTING, State.COMMITTED
@@ -232,7 +232,7 @@ def test_what_resolve_looks_into() -> None:
 
 def test_a_subject_that_the_stream_lacks_is_refused() -> None:
     machine = AtomicBatchMachine("b1")
-    machine.open(machine.prepare(message("a.1")), Server(4, "", STREAM), "_INBOX.r", STREAM.stores)
+    machine.open(machine.prepare(message("a.1")), Server(4, "", STREAM), "_INBOX.r")
     add(machine, message("a.1"))
     before = visible(machine)
     with pytest.raises(errors.BadSubjectError, match=r"stream 'S', .*, does not store subject 'b\.1'"):
