@@ -299,9 +299,9 @@ class FastPublisher:
         """
         batch, session = self._batch, self._session
         await session.wait_to_ask()
-        before = batch.pongs
+        before = batch.window.pongs
         session.write(batch.ping(session.now()), 1, 0)
-        await session.wait(lambda: batch.pongs > before)
+        await session.wait(lambda: batch.window.pongs > before)
         return FastPubAck(batch.sent, batch.acked)
 
     # -- ending -------------------------------------------------------------------------------------------------

@@ -208,6 +208,8 @@ class Reports:
         self.errors: deque[BatchFlowError] = deque(maxlen=KEPT_REPORTS)
         self.error_count: int = 0
         self.in_doubt: deque[InDoubt] = deque(maxlen=KEPT_REPORTS)
+        self.unknown_from: int = 0  # SUSPENDED: nothing is known from this sequence on
+        self.resumed_at: int = 0  # reports about messages up to this one may have been lost with a connection
 
     def __bool__(self) -> bool:
         return bool(self.gap_count or self.error_count or self.in_doubt)
@@ -223,6 +225,8 @@ class Clock:
         self._owed_since = math.inf  # with no sign of life since then
         self._began = self._asked_at = self._wrote_at = 0.0
         self._asked = False  # and not answered
+        self.awaited: bool = False  # a caller waits
+        self.opening_took: float = 0.0  # seconds before the first message was sent, which count for its answer
 
     @property
     def deadline(self) -> float:
@@ -299,18 +303,13 @@ class FastBatch:
         self.server: Server = Server(0, "")
         self.state: State = NEW
         self.sent: int = 0  # the highest batch sequence of a message
-        self.pongs: int = 0  # how many pings were answered
         self.ack: BatchAck | None = None
         self.error: JetStreamExtError | None = None  # why the batch is DRAINING or ENDED, other than by the caller
         self.end_reason: EndReason | None = None
         self.other: str = ""  # another stream that has answered
-        self._opening_took = 0.0
         self._connected = True
-        self._awaited = False  # a caller waits
         self._asks_again = False  # COMMITTING, DRAINING: the server is to be asked again
         self._last_words = b""
-        self._doubtful = 0  # SUSPENDED: nothing is known from this sequence on
-        self._resumed = 0  # reports about messages up to this one may have been lost with a connection
         self._cause: Reply | None = None  # why the batch is DRAINING
         self._refusal: ServerError | None = None  # of the newest ping or marker, with no other reply since
 
@@ -391,7 +390,7 @@ class FastBatch:
         """
         self._check(Input.MESSAGE)
         self.wire.open(inbox)
-        self._opening_took = took
+        self.clock.opening_took = took
         self.server = server or self.server
 
     def add(self, message: BatchMessage | Encoded, now: float) -> bytes:
@@ -483,12 +482,12 @@ class FastBatch:
 
     def waiting(self, now: float) -> None:
         """Note that a caller waits from now on: for the first reply, the window, or acknowledgements."""
-        self._awaited = True
+        self.clock.awaited = True
         if self.state is not NEW and self.state is not ENDED:
             self.clock.expect(now)
 
     def not_waiting(self) -> None:
-        self._awaited = False
+        self.clock.awaited = False
         if self.state is OPEN:
             self.clock.nobody_waits()
 
@@ -566,7 +565,7 @@ class FastBatch:
         if isinstance(reply.said, ServerError) and reply.op in (wire.PING, wire.COMMIT_EOB):
             self._refusal = reply.said  # the server does not have the batch at present
             return
-        if not self._awaited and self.state not in _OWES_AN_ANSWER:
+        if not self.clock.awaited and self.state not in _OWES_AN_ANSWER:
             self.clock.settled()
         elif progress:
             self.clock.alive(now)
@@ -612,12 +611,12 @@ class FastBatch:
         if self.window.flow != flow:
             self._log("flow changed", flow=self.window.flow, before=flow)
         if is_pong:
-            self.pongs += 1
+            self.window.pongs += 1
             self.window.arrived = max(self.window.arrived, min(reply.seq, self.sent))
             if (
                 self.state is OPEN and self.acked == before
             ):  # what was sent before a reconnect was refused, if it is missing
-                self.window.settle(min(reply.seq, self._resumed))
+                self.window.settle(min(reply.seq, self.reports.resumed_at))
             if self._connected and reply.seq >= self.sent:
                 events += self._happen(Input.ALL_ARRIVED, now, reply)
 
@@ -694,16 +693,16 @@ class FastBatch:
         new = ENDED if isinstance(step, Ending) else step
         if old is SUSPENDED:
             events = self._doubts(new) + events
-            self._resumed = self.sent
+            self.reports.resumed_at = self.sent
         elif new is SUSPENDED:
-            self._doubtful = self.acked + 1
+            self.reports.unknown_from = self.acked + 1
         elif new is DRAINING:
             assert reply is not None
             self._cause, self.error = reply, self._loss(reply)
         self.state = new
         self._asks_again, self._refusal = False, None
-        if new in _OWES_AN_ANSWER or (self._awaited and new is not ENDED):
-            self.clock.expect(now - self._opening_took if new is STARTING else now, anew=True)
+        if new in _OWES_AN_ANSWER or (self.clock.awaited and new is not ENDED):
+            self.clock.expect(now - self.clock.opening_took if new is STARTING else now, anew=True)
         else:
             self.clock.settled()
         self._log(
@@ -716,13 +715,13 @@ class FastBatch:
         """Return the messages in doubt after SUSPENDED; those that the ping proved lost are not in doubt."""
         gaps, tail = self.reports.gaps, self.sent + 1
         last = gaps[-1] if gaps and new is OPEN else None
-        if last is not None and last.seq > self.sent and last.first_lost >= self._doubtful:
+        if last is not None and last.seq > self.sent and last.first_lost >= self.reports.unknown_from:
             tail = last.first_lost
-        if self._doubtful >= tail:
+        if self.reports.unknown_from >= tail:
             return []
-        doubt = InDoubt(self._doubtful, tail - 1)
+        doubt = InDoubt(self.reports.unknown_from, tail - 1)
         self.reports.in_doubt.append(doubt)
-        self._log("messages in doubt", first=self._doubtful, last=tail - 1)
+        self._log("messages in doubt", first=self.reports.unknown_from, last=tail - 1)
         return [doubt]
 
     def _log(self, what: str, why: object = "", **facts: Any) -> None:

@@ -25,6 +25,7 @@ class Window:
         self.limit: int = self.flow * self._outstanding  # the highest batch sequence that may be sent
         self.acked: int = 0  # the highest one that the server acknowledged
         self.arrived: int = 0  # the highest one that a ping proved to have arrived, or to be reported as lost
+        self.pongs: int = 0  # how many pings were answered
         self._settled = 0  # the highest one that is no longer counted although no ack covers it
         # Runs [first, last] of refused messages above the newest ack. No ack covers them before a later message is
         # stored, so the window does not count them. Every run but one has a counted message before it, so there are

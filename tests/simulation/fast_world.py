@@ -211,9 +211,9 @@ class World:
             self._next_op()
         elif name == "ping" and machine.sent:
             if not self.flushing:
-                self.flushing = machine.pongs + 1
+                self.flushing = machine.window.pongs + 1
                 self.write(machine.ping(self.now))
-            if machine.pongs < self.flushing:
+            if machine.window.pongs < self.flushing:
                 return False
             self._next_op()
         elif name == "commit" and machine.sent:
