@@ -30,8 +30,8 @@ from jetstream_ext.client.base_connection import (
 )
 from jetstream_ext.client.connection import Context, call_as, connection_of
 from jetstream_ext.client.turns import Turn, queued
-from jetstream_ext.errors import BadSubjectError, RequestTimeoutError
-from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.errors import BadSubjectError, RequestTimeoutError, StreamRecreatedError
+from jetstream_ext.protocol.api import StreamState, recreated
 from jetstream_ext.protocol.fast import KEPT_REPORTS, Ended, Event, FastBatch, State
 from jetstream_ext.protocol.fast_wire import BatchFlowError, UnrecognisedReply
 from jetstream_ext.protocol.feature_table import FAST_INGEST
@@ -401,7 +401,7 @@ class FastSession:
         self._is_refused: Callable[[], bool] = never  # whether the server has refused a message to the first subject
         # Whether the batch ended because the user may not publish its first message: then nothing is stored.
         self.not_permitted: bool = False
-        self.one_stream: str = ""  # the only stream that the batch may be for; "": any
+        self.one_stream: StreamState | None = None  # the only one that the batch may be for; None: any
 
     # -- what an observer is told ---------------------------------------------------------------------------------
 
@@ -675,11 +675,14 @@ class FastSession:
             )
         stream = server.stream
         if stream is not None:
-            if self.one_stream not in ("", stream.name):
+            if self.one_stream is not None and self.one_stream.name != stream.name:
                 raise BadSubjectError(
                     f"subject {first.subject!r} is stored by stream {stream.name!r}, those of earlier messages by "
-                    f"{self.one_stream!r}; all messages must be of one stream, so the message was not sent"
+                    f"{self.one_stream.name!r}; all messages must be of one stream, so the message was not sent"
                 )
+            if self.one_stream is not None and recreated(self.one_stream.created, stream.created):
+                text = f"stream {stream.name!r} was created again, or its server was restarted; nothing was sent"
+                raise StreamRecreatedError(text, stream=stream.name)
             stream.check_acks()
         handler = InboxHandler(weakly(self._receive), weakly(self._disconnected), weakly(self._reconnected))
         inbox = await connection.inbox(handler, tail=f".{batch.batch_id}.>", timeout=max(0.0, deadline - self.now()))

@@ -336,7 +336,7 @@ class _Run:
             handlers={BatchFlowAck: acked}, batch_id=NUID().next().decode(), timeout=self._retry.within(self._timeout)
         )
         batch = session.batch
-        session.one_stream = "" if machine.stream is None else machine.stream.name
+        session.one_stream = machine.stream
         forget_streams(self._context)  # what is cached may be older than the stream that takes the batch
         trouble: Exception | None = None
         try:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from jetstream_ext.protocol.api import StreamState, recreated
+from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.outcome import Messages, Verdict
 from jetstream_ext.text import get_logger, log_state
 
@@ -88,9 +88,7 @@ class Ingest:
         self._doubtful = 0  # how many of the oldest messages may have a copy that a search cannot show
         self._in_batch = 0  # messages of the present batch that are acknowledged
         self._again = False  # it began with messages of an earlier one
-        self._earlier = 0  # how many messages were stored before it began, and the newest of them
-        self._earlier_known: Any = None
-        self._elsewhere = False  # it was opened on a stream that was created at another time
+        self._earlier = 0  # how many messages were stored before it began
 
     @property
     def may_be_stored(self) -> int:
@@ -102,19 +100,15 @@ class Ingest:
     def begin(self) -> list[Any]:
         """Begin a batch; return the messages that it takes before those of the source."""
         self._in_batch, self._again = 0, bool(self.window)
-        self._earlier, self._earlier_known = self.counts.stored, self._known
+        self._earlier = self.counts.stored
         return list(self.window)
 
     def opened(self, stream: StreamState | None, last_seq: int) -> None:
         """Take what was known about the stream when the batch was opened."""
-        self._elsewhere = (
-            self.stream is not None and stream is not None and recreated(self.stream.created, stream.created)
-        )
-        if stream is None or self._elsewhere:
-            return  # the search finds out whether it is another one
-        self.stream = stream
-        if not self._again:
-            self._after = max(self._after, last_seq)
+        if stream is not None:
+            self.stream = stream
+            if not self._again:
+                self._after = max(self._after, last_seq)
 
     def acknowledged(self, up_to: int) -> bool:
         """Take that the server has the messages of the batch up to the sequence `up_to`; return whether that is new."""
@@ -173,10 +167,7 @@ class Ingest:
         subjects = list(map(self._subject_of, sent))
         subject = next((name for name in reversed(subjects) if self.stream.stores(name)), subjects[-1] if sent else "")
         known = "" if self._known is None else self._id_of(self._known)
-        # What was acknowledged by another stream says nothing about this one.
-        mine = self._earlier_known if self._elsewhere else self._known
-        own_ids = () if mine is None else (self._id_of(mine), *(() if self._elsewhere else ids))
-        own = "" if mine is None else self._subject_of(mine), frozenset(own_ids)
+        own = ("", frozenset[str]()) if not known else (self._subject_of(self._known), frozenset((known, *ids)))
         return Messages(subject, len(ids), self.stream, self._after, ids, unique, known, own)
 
     def found(self, verdict: Verdict) -> None:
