@@ -517,7 +517,7 @@ class FastBatch:
     def receive(self, frames: Iterable[Frame], now: float) -> tuple[list[Event], bytes]:
         """Take what the server sent; return what happened, and bytes to send in turn (usually none)."""
         events: list[Event] = []
-        out = b""
+        out, window, reports = b"", self.window, self.reports
         for frame in frames:
             if self.state is NEW or self.state is ENDED:
                 break
@@ -529,10 +529,11 @@ class FastBatch:
             except errors.ResponseError as error:
                 events.append(UnrecognisedReply(error.frame))
             else:
-                before = self.state, self._progress
+                state, known = self.state, (window.acked, window.arrived, reports.gap_count, reports.error_count)
                 out += self._take(reply, now, events)
-                if self.state is before[0]:
-                    self._hear(reply, now, progress=self._progress != before[1])
+                if self.state is state:
+                    found = window.acked, window.arrived, reports.gap_count, reports.error_count
+                    self._hear(reply, now, progress=found != known)
         return events, out + self._farewell() if self.state is ENDED else out
 
     def _note_other(self, other: str) -> None:
@@ -554,13 +555,11 @@ class FastBatch:
             raise errors.ResponseError("a reply is about another batch", frame=frame[1])
         return reply
 
-    @property
-    def _progress(self) -> tuple[int, ...]:
-        """What a leader that cannot reach its followers does not change, although it takes messages and answers pings."""
-        return self.acked, self.window.arrived, self.reports.gap_count, self.reports.error_count
-
     def _hear(self, reply: Reply, now: float, *, progress: bool) -> None:
-        """Take a reply that has not changed the state: only progress is a sign of life, so that every wait ends."""
+        """Take a reply that has not changed the state: only progress is a sign of life, so that every wait ends.
+
+        A stream's leader without its followers takes messages and answers pings, and acknowledges nothing.
+        """
         self._refusal = None
         if isinstance(reply.said, ServerError) and reply.op in (wire.PING, wire.COMMIT_EOB):
             self._refusal = reply.said  # the server does not have the batch at present
