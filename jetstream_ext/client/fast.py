@@ -613,9 +613,7 @@ class FastSession:
     async def wait_to_commit(self) -> None:
         """Wait until the batch can be committed, after all calls that were made before."""
         before = tuple(self.senders)
-        while any(sender in self.senders for sender in before):
-            self.batch.check_open()
-            await self._changed.wait()
+        await self.wait(lambda: not any(sender in self.senders for sender in before))
         await self.wait_to_ask()
 
     def _lost(self) -> None:
