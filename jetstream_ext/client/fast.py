@@ -216,8 +216,8 @@ class FastPublisher:
                 version before, the error says that this one message is stored as a separate message.
             StreamConfigMismatchError: The stream has ``no_ack``. Nothing was sent.
             RequestTimeoutError: The connection took nothing for `timeout` before the first message, which was not sent.
-            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message cannot be sent. (A message for
-                another stream than the batch's ends the batch: a server refuses it.)
+            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message cannot be sent. (A server
+                refuses a message for another stream than the batch's: `GapMode.FAIL` ends the batch.)
 
         Cancellation: While the call waits for room or for the connection, nothing is sent and the message has no
         sequence (`batch_seq` does not count it). After that the message is sent and counted. The batch stays usable.

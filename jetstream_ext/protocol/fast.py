@@ -176,14 +176,14 @@ _TABLES: Final[dict[GapMode, dict[tuple[State, Input], _Step]]] = {
 }
 _LAST_REPLIES: Final = frozenset({Input.FINAL_ACK, Input.SHORT_FINAL_ACK, Input.ORDINARY_ACK})
 _OWES_AN_ANSWER: Final = frozenset({STARTING, SUSPENDED, COMMITTING, DRAINING})
-# Refusals after which the server still has the batch and lacks only the message that they answer.
+# Refusals after which the server may still have the batch and lack only the message that they answer. Another stream, which
+# stores that message's subject, does not know the batch.
 _BATCH_LIVES: Final = {
     ErrorCode.MESSAGE_TOO_LARGE, ErrorCode.TOO_MANY_REQUESTS, ErrorCode.ACCOUNT_RESOURCES_EXCEEDED,
-    ErrorCode.MEMORY_EXCEEDED, ErrorCode.STORAGE_EXCEEDED,
+    ErrorCode.MEMORY_EXCEEDED, ErrorCode.STORAGE_EXCEEDED, ErrorCode.FAST_UNKNOWN_BATCH,
 }  # fmt: skip
 _DROPPED: Final[dict[GapMode, set[ErrorCode]]] = {
-    # "Unknown batch" may be the answer of another stream; a ping to the batch's own brings its final ack.
-    GapMode.FAIL: _BATCH_LIVES | {ErrorCode.FAST_UNKNOWN_BATCH},
+    GapMode.FAIL: _BATCH_LIVES,
     # In fail mode a server without resources also refuses the ping that would bring the final ack.
     GapMode.OK: _BATCH_LIVES | {ErrorCode.INSUFFICIENT_RESOURCES},
 }
@@ -224,7 +224,7 @@ class Clock:
         self._keepalive = check_seconds(keepalive, "keepalive", zero=True) or math.inf
         self._owed_since = math.inf  # with no sign of life since then
         self._began = self._asked_at = self._wrote_at = 0.0
-        self._asked = False  # and not answered
+        self.asked: bool = False  # and not answered
         self.awaited: bool = False  # a caller waits
         self.opening_took: float = 0.0  # seconds before the first message was sent, which count for its answer
 
@@ -243,25 +243,25 @@ class Clock:
 
     def alive(self, now: float) -> None:
         """Take a sign of life: what the server owes is on its way."""
-        self._owed_since, self._asked = now, False
+        self._owed_since, self.asked = now, False
 
     def answered(self) -> None:
         """Take the answer to a ping: the server owes at most what others wait for."""
-        self._asked = False
+        self.asked = False
 
     def settled(self) -> None:
         """Note that the server owes nothing."""
-        self._owed_since, self._asked = math.inf, False
+        self._owed_since, self.asked = math.inf, False
 
     def nobody_waits(self) -> None:
         """Note that the server owes at most the answer to a ping."""
-        if not self._asked:
+        if not self.asked:
             self._owed_since = math.inf
 
     def wrote(self, now: float, *, asks: bool = False) -> None:
         self._wrote_at = now
         if asks:
-            self._asked_at, self._asked = now, True
+            self._asked_at, self.asked = now, True
 
     def due(self, *, asks: bool, idle: bool) -> float:
         """Return when the time is over, or a question is due while the server owes an answer, or a ping of an idle batch."""
@@ -560,10 +560,11 @@ class FastBatch:
 
         A stream's leader without its followers takes messages and answers pings, and acknowledges nothing.
         """
-        self._refusal = None
-        if isinstance(reply.said, ServerError) and reply.op in (wire.PING, wire.COMMIT_EOB):
-            self._refusal = reply.said  # the server does not have the batch at present
+        if isinstance(reply.said, ServerError):
+            if reply.op in (wire.PING, wire.COMMIT_EOB):
+                self._refusal = reply.said  # the server does not have the batch at present
             return
+        self._refusal = None
         if not self.clock.awaited and self.state not in _OWES_AN_ANSWER:
             self.clock.settled()
         elif progress:
@@ -634,7 +635,7 @@ class FastBatch:
 
     def _refused(self, reply: Reply, error: ServerError, now: float, events: list[Event]) -> bytes:
         code = error.err_code
-        if code == ErrorCode.FAST_UNKNOWN_BATCH and (reply.op != wire.APPEND or self.gap is GapMode.OK):
+        if code == ErrorCode.FAST_UNKNOWN_BATCH and reply.op != wire.APPEND:
             events += self._happen(Input.UNKNOWN_BATCH, now, reply)
         elif code is not None and code not in _DROPPED[self.gap]:
             events += self._happen(Input.BATCH_REFUSED, now, reply)
@@ -652,6 +653,8 @@ class FastBatch:
                 # The server ends the batch as soon as it sees what follows the hole. A ping makes it see that now.
                 self._asks_again = True
                 return self._ask(now)
+            if self.state is OPEN and code == ErrorCode.FAST_UNKNOWN_BATCH and not self.clock.asked:
+                return self.ping(now)  # is it the answer of another stream?
         return b""
 
     def _note_error(self, report: BatchFlowError, events: list[Event], *, refused: bool) -> None:

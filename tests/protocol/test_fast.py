@@ -74,7 +74,7 @@ TABLE: list[tuple[State, GapMode | None, str, Frame, State, Any]] = [
     (O, FAIL, "err", err(2), D, None),
     (O, OK, "err", err(2), O, None),
     (O, FAIL, "unknown batch", refusal(10208), D, None),
-    (O, OK, "unknown batch", refusal(10208), E, (EndReason.ERROR, errors.FastPublishUnknownBatchError, "unknown")),
+    (O, OK, "unknown batch", refusal(10208), O, None),
     (O, None, "unknown batch to a ping", refusal(10208, 5, 4), E, (EndReason.ERROR, errors.FastPublishUnknownBatchError, "unknown")),
     (O, None, "first refused late", refusal(10071, 1, 0), E, (EndReason.ERROR, errors.WrongLastSequenceError, "not_stored")),
     (O, FAIL, "too large", refusal(10054), D, None),
@@ -406,6 +406,16 @@ def test_unknown_batch_may_be_the_answer_of_another_stream() -> None:
     assert "messages 1 to 2 are stored, later ones are not; it is for another stream, or the server" in str(
         machine.error
     )
+
+
+def test_a_batch_that_goes_on_asks_once_whether_it_is_known() -> None:
+    machine = in_state(O, OK)
+    _, out = machine.receive([refusal(10208, 2), refusal(10208, 3), refusal(10208, 4)], 0.0)
+    (asked,) = commands(out)
+    assert asked.reply == "_INBOX.x.b1.10.ok.5.4.$FI"
+    assert [each.seq for each in machine.reports.errors] == [2, 3, 4]
+    machine.receive([refusal(10208, 5, 4)], 0.1)
+    assert (machine.end_reason, type(machine.error)) == (EndReason.ERROR, errors.FastPublishUnknownBatchError)
 
 
 def test_a_server_that_no_longer_has_the_batch_leaves_it_unknown() -> None:

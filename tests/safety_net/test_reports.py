@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import itertools
 import re
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -158,31 +157,50 @@ class TestTwoStreams:
         for stream in (first, second):
             assert (await js.stream_info(stream)).state.last_seq == 0
 
-    async def test_a_fast_batch_ends(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+    async def test_a_fast_batch_ends_with_the_final_ack_or_reports_it(
+        self, js: JetStreamContext, make_stream: MakeStream
+    ) -> None:
         first, second = await make_stream(), await make_stream()
         calls: dict[str, Callable[[jsx.FastPublisher], Awaitable[object]]] = {
             "add": lambda publisher: publisher.add(f"{second}.a", b"3"),
             "add_many": lambda publisher: publisher.add_many([(f"{first}.b", b"2"), (f"{second}.a", b"3")]),
             "commit": lambda publisher: publisher.commit(f"{second}.a", b"3"),
         }
-        for gap, (name, call) in itertools.product(jsx.GapMode, calls.items()):
+        stored = 0
+        for name, call in calls.items():
+            stored += (good := 2 if name == "add_many" else 1)
             async with contextlib.AsyncExitStack() as stack:
-                publisher = jsx.FastPublisher(js, gap=gap)
+                publisher = jsx.FastPublisher(js)
                 stack.push_async_callback(publisher.discard)
                 await publisher.add(f"{first}.a", b"1")
-                # The other stream refuses the message, and its own lacks it: either answer may be first, or the commit.
-                ended = (errors.FastPublishUnknownBatchError, errors.BatchGapError, errors.BatchOutcomeUnknownError)
-                with contextlib.suppress(*ended):
+                # The other stream refuses the message, and its own lacks it: either answer may be first.
+                kinds = (errors.FastPublishUnknownBatchError, errors.BatchGapError)
+                with contextlib.suppress(*kinds):
                     await call(publisher)
-                    if publisher.end_reason is jsx.EndReason.COMMITTED:
-                        assert (name, gap, len(publisher.gaps)) == ("commit", jsx.GapMode.OK, 1)
-                        continue
-                with pytest.raises(ended) as caught:
+                with pytest.raises(kinds) as caught:
                     await publisher.flush()
-                assert caught.value.outcome == (
-                    "partial" if isinstance(caught.value, errors.BatchGapError) else "unknown"
-                )
-        assert (await js.stream_info(second)).state.messages == 0
+                error = caught.value
+                assert (error.outcome, error.acked) == ("partial", good), name
+                assert error.ack is not None
+                assert error.ack.batch_size == good
+                assert publisher.end_reason in (jsx.EndReason.ERROR, jsx.EndReason.GAP)
+            assert [(await js.stream_info(each)).state.messages for each in (first, second)] == [stored, 0]
+        for name, call in calls.items():
+            stored += 3 if name == "add_many" else 2 if name == "add" else 1
+            publisher = jsx.FastPublisher(js, gap=jsx.GapMode.OK)
+            await publisher.add(f"{first}.a", b"1")
+            await call(publisher)
+            if name != "commit":
+                await publisher.add(f"{first}.c", b"4")
+                await publisher.commit_eob()
+            bad = 3 if name == "add_many" else 2
+            assert publisher.end_reason is jsx.EndReason.COMMITTED
+            assert {(each.seq, type(each.error)) for each in publisher.errors} <= {
+                (bad, errors.FastPublishUnknownBatchError)
+            }
+            lost = {seq for gap in publisher.gaps for seq in range(gap.first_lost, gap.seq)}
+            assert lost | {each.seq for each in publisher.errors} == {bad}, name
+            assert [(await js.stream_info(each)).state.messages for each in (first, second)] == [stored, 0]
 
     async def test_a_fast_batch_takes_a_subject_that_its_stream_has_got_since(
         self, js: JetStreamContext, make_stream: MakeStream
