@@ -23,10 +23,10 @@ EXPLAINED: Final = frozenset({ErrorCode.MESSAGE_TTL_DISABLED, ErrorCode.STREAM_M
 """The refusals that `after_refusal` knows."""
 
 _DISABLED: Final[dict[int | None, tuple[str, str, str]]] = {
-    ErrorCode.ATOMIC_DISABLED: ("atomic batches are", "atomic", "them"),
-    ErrorCode.FAST_DISABLED: ("fast ingest is", "batched", "it"),
+    ErrorCode.ATOMIC_DISABLED: ("atomic batches are disabled", "atomic", "them"),
+    ErrorCode.FAST_DISABLED: ("fast ingest is disabled", "batched", "it"),
 }
-"""For the refusals of a stream that lacks an option: what is disabled, the option, and its pronoun."""
+"""For the refusals of a stream that lacks an option: what the error says, the option, and the pronoun for it."""
 
 CONNECTION_OPTIONS: Final[ContextVar[str]] = ContextVar("CONNECTION_OPTIONS", default="")
 """Further options of every command, which name the server; the command line sets them for its own connection."""
@@ -108,7 +108,7 @@ def refused(
     if error.err_code in _DISABLED:
         disabled, option, them = _DISABLED[error.err_code]
         where = f"stream {stream!r}, which stores" if stream else "the stream of"
-        text = f"{disabled} disabled on {where} subject {subject!r}; {stored}; "
+        text = f"{disabled} on {where} subject {subject!r}; {stored}; "
         text += enable_stream(stream, option, what=them, subject=subject)
     else:
         text = f"{what} was refused: {error.description}; {stored}"
