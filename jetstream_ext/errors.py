@@ -100,6 +100,19 @@ class RequestTimeoutError(JetStreamExtError, nats.errors.TimeoutError):
     """No answer arrived in time."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
+class MirrorAnswersError(JetStreamExtError):
+    """Only a mirror answered a read that has to be proved, until the timeout.
+
+    Attributes:
+        stream: The stream that was read.
+        mirror: The name of the mirror, which answers direct gets under the stream's name (``mirror_direct``).
+    """
+
+    stream: str = ""
+    mirror: str = ""
+
+
 class StreamConfigMismatchError(JetStreamExtError):
     """A stream exists with another configuration. ``diff`` maps each field to (wanted, found)."""
 

@@ -392,8 +392,6 @@ class _Builder:
                 yield pa.RecordBatch.from_arrays([*own, *batch.columns], schema=self.schema)
 
     def _messages(self, block: Block) -> pa.RecordBatch:
-        if block.from_leader and "subject" in self._columns.schema.names:
-            _check_subjects(block)
         try:
             return self._columns.batch(block)
         except ValueError:
@@ -429,14 +427,3 @@ def _check_column(field: Field, block: Block) -> None:
     except ValueError:
         index, error = first_bad(lambda start, stop: column.batch(block.part(start, stop)), len(block))
         raise misfit(field, f"message {block.seqs[index]} of stream {block.stream!r}", error) from error
-
-
-def _check_subjects(block: Block) -> None:
-    """Raise ConversionError if a subject of the leader's messages may be another one."""
-    for seq, subject in zip(block.seqs, block.subjects, strict=True):
-        if _UNKNOWN in subject:
-            raise ConversionError(
-                f"message {seq} of stream {block.stream!r}: its subject {subject.decode()!r} is not known, because answers of "
-                "the stream's leader have U+FFFD in place of bytes that are not UTF-8, and only mirrors answer direct gets; "
-                "leave subject out of schema, or connect to a server that is nearer to a replica of the stream"
-            )

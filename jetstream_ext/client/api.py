@@ -341,8 +341,10 @@ async def settled_state(
 
 async def wait_for_sequence(
     context: Context, stream: str, seq: int, timeout: float, *, up_to: int | None = None
-) -> None:
-    """Wait until the leader's last sequence is at least `seq`; raise RequestTimeoutError after `timeout` seconds.
+) -> StreamState:
+    """Wait until the leader's last sequence is at least `seq`, and return the stream's state.
+
+    Raises RequestTimeoutError after `timeout` seconds.
 
     Raises as `StreamState.check_sequences` does as well, because what the caller then reads at the leader proves nothing;
     `up_to` is the last sequence that it reads.
@@ -351,10 +353,10 @@ async def wait_for_sequence(
     state = await stream_state(context, stream, timeout)
     state.check_sequences(up_to)
     if state.last_seq >= seq:
-        return
+        return state
     try:
         async with asyncio.timeout_at(deadline):
-            await settled_state(lambda: stream_state(context, stream, timeout), seq, math.inf)
+            return await settled_state(lambda: stream_state(context, stream, timeout), seq, math.inf)
     except TimeoutError:
         raise RequestTimeoutError(
             f"the leader of stream {stream!r} did not reach sequence {seq} in {timeout:.4g} s"

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from datetime import datetime
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from typing import Final, Literal, TypedDict
 
 from nats.js import JetStreamContext
 
 from jetstream_ext.client import telemetry
-from jetstream_ext.client.api import Api, check_same_stream, stream_state, wait_for_sequence
-from jetstream_ext.client.base_connection import NotPermittedError
+from jetstream_ext.client.api import get_at_leader, wait_for_sequence
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import MessageBatch, read_blocks, read_one, skip_malformed
-from jetstream_ext.client.verified_read import VerifiedReader
-from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, StoredMsg
+from jetstream_ext.errors import MessageNotFoundError, RequestTimeoutError
+from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, StoredMsg, not_found
 from jetstream_ext.protocol.options import check_int, check_list, check_sequence, check_word, rfc3339
 from jetstream_ext.protocol.reads import MultiLast, OneReply, Plan, Scan
 from jetstream_ext.protocol.subjects import check_filter, check_name
 
 _INT64_MAX: Final = (1 << 63) - 1
+_EPOCH: Final = datetime.fromtimestamp(0, UTC)
 
 
 class DirectGet:
@@ -85,7 +85,8 @@ class DirectGet:
         Raises:
             ValueError: A sequence is not from 1 to 2**64-1.
             MessageNotFoundError: There is no such message (without `min_seq`: the responder has no such message).
-            DirectGetDisabledError: No ``allow_direct``, no such stream, or no server that can answer now; at once.
+            nats.js.errors.NotFoundError: There is no such stream.
+            DirectGetDisabledError: No ``allow_direct``, or no server that can answer now; at once.
             RequestTimeoutError: No answer, or the leader has no `min_seq`, within `timeout` seconds.
             JetStreamExtError, nats.errors.Error: See the class.
 
@@ -107,7 +108,7 @@ class DirectGet:
 
         Raises:
             BadSubjectError: `subject` is not a valid subject or filter.
-            ValueError, MessageNotFoundError, DirectGetDisabledError, RequestTimeoutError: As for `get`.
+            ValueError, NotFoundError, DirectGetDisabledError, RequestTimeoutError: As for `get`.
 
         Cancellation: Safe; nothing is left behind.
 
@@ -126,7 +127,7 @@ class DirectGet:
 
         Raises:
             BadSubjectError: `subject` is not a valid subject or filter.
-            ValueError, MessageNotFoundError, DirectGetDisabledError, RequestTimeoutError: As for `get`.
+            ValueError, NotFoundError, DirectGetDisabledError, RequestTimeoutError: As for `get`.
 
         Cancellation: Safe; nothing is left behind.
 
@@ -147,7 +148,7 @@ class DirectGet:
             ValueError: `when` is not timezone-aware, or `min_seq` is out of range.
             TypeError: `when` is not a datetime.
             BadSubjectError: `subject` is not a valid subject or filter.
-            MessageNotFoundError, DirectGetDisabledError, RequestTimeoutError: As for `get`.
+            NotFoundError, DirectGetDisabledError, RequestTimeoutError: As for `get`.
             UnsupportedFeatureError: The server is older than 2.11.
 
         Cancellation: Safe; nothing is left behind.
@@ -173,7 +174,22 @@ class DirectGet:
         if min_seq is None:
             return await read_one(self._js, self._stream, request, self._timeout)
         need = check_sequence(min_seq, "min_seq")
-        return await VerifiedReader(self._js, self._stream, self._timeout, need=need).get(request)
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._timeout
+        with suppress(MessageNotFoundError):
+            found = await read_one(self._js, self._stream, request, self._timeout)
+            if found.stream == self._stream and found.seq >= need:
+                return found
+        try:
+            await wait_for_sequence(self._js, self._stream, need, max(0.001, deadline - clock()))
+            left = max(0.001, deadline - clock())
+            at_leader = await get_at_leader(self._js, self._stream, request.body(), left)
+        except RequestTimeoutError as error:
+            late = f"the leader did not answer or did not reach sequence {need} within {self._timeout:.4g} s"
+            raise RequestTimeoutError(f"stream {self._stream!r}: {late}") from error
+        if at_leader is None:
+            raise not_found(self._stream, request)
+        return at_leader
 
     def batch(
         self,
@@ -182,6 +198,7 @@ class DirectGet:
         subject: str | None = None,
         seq: int | None = None,
         start_time: datetime | None = None,
+        up_to_time: datetime | None = None,
         max_bytes: int = DEFAULT_MAX_BYTES,
         min_seq: int | None = None,
     ) -> MessageBatch:
@@ -192,16 +209,17 @@ class DirectGet:
             subject: Filter, wildcards allowed; None is every subject.
             seq: The first stream sequence to look at (default 1).
             start_time: Start at the first message stored at or after this aware datetime instead.
+            up_to_time: End before the first message stored after this aware datetime, to the microsecond.
             max_bytes: Stop after the message that brings subjects, headers and payloads to this many bytes, whatever the
                 connection carries: on a slow one, other calls wait for the reply.
-            min_seq: As for `scan`; what a responder lacks up to this sequence comes from another one, or from the leader.
+            min_seq: As for `scan`.
 
         Returns:
             The messages, in the order of their sequences; the request goes out on first use.
 
         Raises:
-            ValueError: A number is out of range, `start_time` is not timezone-aware, or both starts are given.
-            TypeError: `start_time` is not a datetime.
+            ValueError: A number is out of range, a datetime is not timezone-aware, or both starts are given.
+            TypeError: `start_time` or `up_to_time` is not a datetime.
             BadSubjectError: `subject` is not a valid subject or filter.
             JetStreamExtError, nats.errors.Error: While iterating: as for `scan`.
 
@@ -219,7 +237,7 @@ class DirectGet:
             batch=check_int(batch, "batch", high=_INT64_MAX),
             max_bytes=check_int(max_bytes, "max_bytes", high=_INT64_MAX),
         )
-        return self._read(OneReply(request), min_seq=min_seq)
+        return self._read(OneReply(request, up_to_ns=_nanoseconds(up_to_time)), min_seq=min_seq)
 
     def multi_last(
         self,
@@ -250,9 +268,8 @@ class DirectGet:
             batch: The maximum number of messages, 1 to 2**63-1.
             max_bytes: Bytes per page, 1 to 2**63-1; as for `batch`, also on a slow connection.
             min_seq: Read your own writes: wait (within the timeout) until the leader has this sequence, and for a replica
-                of the stream that has what the leader has. If only mirrors answer, the read ends in a
-                `RequestTimeoutError` that names the mirror. With `up_to_time`, the leader decides what was stored up to
-                then. Needs permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
+                of the stream that has it; a mirror's answer does not count. With `up_to_time`, the leader decides what was
+                stored up to then. Needs permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
 
         Returns:
             As for `batch`.
@@ -263,6 +280,7 @@ class DirectGet:
             BadSubjectError: One of `subjects` is not a valid subject or filter.
             TooManySubjectsError: While iterating: the filters match too many subjects.
             RequestTimeoutError: While iterating: as for `scan`, and if no responder has reached the point in time.
+            MirrorAnswersError: While iterating, with `min_seq`: as for `scan`.
             JetStreamExtError, nats.errors.Error: While iterating: as for `scan`.
 
         Cancellation: As for `batch`.
@@ -286,7 +304,9 @@ class DirectGet:
             batch=None if batch is None else check_int(batch, "batch", high=_INT64_MAX),
             max_bytes=check_int(max_bytes, "max_bytes", high=_INT64_MAX),
         )
-        return self._read(MultiLast(request, proved=min_seq is not None), min_seq=min_seq)
+        if min_seq is not None:
+            check_sequence(min_seq, "min_seq")
+        return self._read(MultiLast(request, need=min_seq), min_seq=min_seq)
 
     def scan(
         self,
@@ -295,6 +315,7 @@ class DirectGet:
         seq: int | None = None,
         start_time: datetime | None = None,
         up_to_seq: int | None = None,
+        up_to_time: datetime | None = None,
         batch: int | None = None,
         max_bytes: int = DEFAULT_MAX_BYTES,
         prefetch: int = 2,
@@ -305,24 +326,26 @@ class DirectGet:
         """Read a whole range of the stream, with as many requests as it takes.
 
         Without `up_to_seq`, the read ends where the answering replica has no more messages. Memory is bounded: at most
-        `prefetch` replies are on their way and one is being read, each of `max_bytes` plus one message. While a proved read
-        gets its messages from the leader (see `confirm`), these are up to 64.
+        `prefetch` replies are on their way and one is being read, each of `max_bytes` plus one message.
 
         Args:
             subject: Filter, wildcards allowed; None is every subject.
             seq: First stream sequence (default 1).
             start_time: Start at the first message stored at or after this aware datetime instead.
             up_to_seq: Last stream sequence, inclusive.
+            up_to_time: End before the first message stored after this aware datetime, to the microsecond.
             batch: Messages per request at most, 1 to 2**63-1; None lets requests follow the size of the messages.
             max_bytes: Bytes per request at most, 1 to 2**63-1; requests ask for no more than the connection carries in
-                about half a second.
+                about half a second. After the connection was lost during a reply, they ask for a quarter, one at a time: a
+                server with a small ``max_pending`` closes connections that read too much at once.
             prefetch: Requests in flight at most, 1 to 4.
             confirm: Prove at the stream's leader that the range is complete, and at the end that it is of one stream: a
                 replica or mirror may lag, and its shorter answer looks like the end of the stream. Only messages of the
-                stream itself count. If only mirrors answer, the leader sends them, up to 64 at once. Without `up_to_seq`,
-                the range ends at the leader's last sequence when the read starts. Needs permission for ``STREAM.INFO``
-                and ``STREAM.MSG.GET``. With `up_to_seq`, a client without permission for ``STREAM.INFO`` can read as
-                well, but the read then does not notice if the stream is deleted and created again.
+                stream itself count. If a mirror answers under the stream's name, the read asks again, because a replica may
+                answer the next request. Without `up_to_seq`, the range ends at the leader's last sequence when the read
+                starts. Needs permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``. With `up_to_seq`, a client without
+                permission for ``STREAM.INFO`` can read as well, but the read then does not notice if the stream is deleted
+                and created again.
             min_seq: Read your own writes: wait (within the timeout) until the leader has this sequence, and prove the
                 range up to it. Only messages of the stream itself count, as with `confirm`.
             on_bad: What to do about a message whose time, which the server adds to it, is malformed: with ``"error"``, the
@@ -335,15 +358,17 @@ class DirectGet:
 
         Raises:
             ValueError, TypeError, BadSubjectError: As for `batch`.
-            DirectGetDisabledError: While iterating: no ``allow_direct``, or no such stream, at once; after the first
-                message, no responder for `timeout` seconds.
+            nats.js.errors.NotFoundError: While iterating: there is no such stream.
+            DirectGetDisabledError: While iterating: no ``allow_direct``, or no server that can answer now, at once; after
+                the first message, no responder for `timeout` seconds.
             UnsupportedFeatureError: While iterating: the server is older than 2.11.
             MessagesLostError: While iterating: messages were lost on their way, twice at the same place.
             RequestTimeoutError: While iterating: no answer came for `timeout` seconds, or for that time the leader did not
-                reach `min_seq`.
+                reach `min_seq`, or no replica had what the leader has.
+            MirrorAnswersError: While iterating, with `confirm` or `min_seq`: for `timeout` seconds, a mirror answered and
+                no replica that has what the leader has.
             StreamRecreatedError: At the end, with `confirm`: the stream was deleted and created again during the read.
-            nats.js.errors.NotFoundError, nats.js.errors.APIError: While iterating, with `confirm` or `min_seq`: the
-                leader refused, or there is no such stream.
+            nats.js.errors.APIError: While iterating, with `confirm` or `min_seq`: the leader refused.
             StreamConfigMismatchError: While iterating, with `confirm` or `min_seq`: the stream has file storage and has
                 reached sequence 2**62, and `up_to_seq` is not below it (see the class).
             JetStreamExtError, nats.errors.Error: While iterating: see the class.
@@ -361,6 +386,7 @@ class DirectGet:
                 seq=seq,
                 start_time=start_time,
                 up_to_seq=up_to_seq,
+                up_to_time=up_to_time,
                 batch=batch,
                 max_bytes=max_bytes,
                 prefetch=prefetch,
@@ -383,6 +409,7 @@ class ScanOptions(TypedDict, total=False):
     seq: int | None
     start_time: datetime | None
     up_to_seq: int | None
+    up_to_time: datetime | None
     batch: int | None
     max_bytes: int
     prefetch: int
@@ -400,6 +427,7 @@ def scan_blocks(
     seq: int | None = None,
     start_time: datetime | None = None,
     up_to_seq: int | None = None,
+    up_to_time: datetime | None = None,
     batch: int | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
     prefetch: int = 2,
@@ -416,6 +444,7 @@ def scan_blocks(
         seq=start or 1,
         start_time=start_time,
         up_to_seq=None if up_to_seq is None else check_sequence(up_to_seq, "up_to_seq"),
+        up_to_ns=_nanoseconds(up_to_time),
         batch=None if batch is None else check_int(batch, "batch", high=_INT64_MAX),
         max_bytes=check_int(max_bytes, "max_bytes", high=_INT64_MAX),
         prefetch=check_int(prefetch, "prefetch", high=4),
@@ -423,33 +452,16 @@ def scan_blocks(
     check_word(on_bad, ("error", "skip"), "on_bad")
     if min_seq is not None:
         check_sequence(min_seq, "min_seq")
-    if confirm:
-        blocks = _confirmed(js, stream, plan, timeout, min_seq)
-    else:
-        blocks = read_blocks(js, stream, plan, timeout, min_seq=min_seq)
+    blocks = read_blocks(js, stream, plan, timeout, confirm=confirm, min_seq=min_seq, same_stream=confirm)
     return plan, skip_malformed(blocks) if on_bad == "skip" else blocks
 
 
-async def _confirmed(
-    js: Context, stream: str, plan: Scan, timeout: float, min_seq: int | None
-) -> AsyncGenerator[Block, None]:
-    if min_seq is not None:
-        await wait_for_sequence(js, stream, min_seq, timeout, up_to=plan.up_to_seq)
-    state: StreamState | None = None
-    try:
-        state = await stream_state(Api(js, timeout, optional=plan.up_to_seq is not None), stream)
-    except NotPermittedError:
-        if plan.up_to_seq is None:
-            raise
-    else:
-        state.check_sequences(plan.up_to_seq)
-        if plan.up_to_seq is None:
-            plan.up_to_seq = state.last_seq
-    async with aclosing(read_blocks(js, stream, plan, timeout, confirm=True)) as blocks:
-        async for block in blocks:
-            yield block
-    if state is not None:
-        await check_same_stream(js, state, timeout=timeout)
+def _nanoseconds(time: datetime | None) -> int | None:
+    """Return the last nanosecond of the microsecond of an aware datetime, since the epoch."""
+    if time is None:
+        return None
+    rfc3339(time, "up_to_time")
+    return (time - _EPOCH) // timedelta(microseconds=1) * 1000 + 999
 
 
 def _start(seq: int | None, start_time: datetime | None) -> int | None:

@@ -1,10 +1,10 @@
-"""Direct gets over a connection: `RangeRead` and `SingleRead` decide; this module sends, waits and delivers."""
+"""Direct gets over a connection: `RangeRead` decides; this module sends, waits, asks the leader and delivers."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Generic, Self, TypeVar
@@ -12,36 +12,57 @@ from weakref import WeakKeyDictionary
 
 import nats.errors
 from nats.aio.client import Client
-from nats.js.api import DEFAULT_PREFIX
+from nats.js.errors import APIError, NotFoundError
 
 from jetstream_ext.client import telemetry
 from jetstream_ext.client.api import (
     LAG_PAUSE,
+    Api,
+    check_same_stream,
     first_since,
-    gather_bounded,
     get_at_leader,
     newest_up_to,
     stream_state,
     wait_for_sequence,
     why_no_jetstream,
 )
-from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription
+from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription, NotPermittedError
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.retry import Retry
-from jetstream_ext.errors import DirectGetDisabledError, JetStreamExtError, RequestTimeoutError
-from jetstream_ext.protocol import frames, range_read
-from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, StoredMsg, no_responders, not_found
-from jetstream_ext.protocol.feature_table import START_TIME_LEVEL
-from jetstream_ext.protocol.frames import Frame
-from jetstream_ext.protocol.range_read import (
-    MAX_LEADER_REQUESTS,
-    Action,
-    RangeRead,
-    SingleRead,
-    State,
-    no_answer,
+from jetstream_ext.errors import (
+    DirectGetDisabledError,
+    JetStreamExtError,
+    MessageNotFoundError,
+    MessagesLostError,
+    RequestTimeoutError,
 )
-from jetstream_ext.protocol.reads import NEWEST, Link, MultiLast, OneReply, Plan, RangePlan, Scan, SentRequest
+from jetstream_ext.protocol import frames
+from jetstream_ext.protocol import range_read as machine
+from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.direct import (
+    DEFAULT_MAX_BYTES,
+    Block,
+    EndOfBatch,
+    Request,
+    StoredMsg,
+    decode_single,
+    no_responders,
+    not_found,
+)
+from jetstream_ext.protocol.feature_table import START_TIME_LEVEL
+from jetstream_ext.protocol.flight import no_answer
+from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.protocol.link import Link
+from jetstream_ext.protocol.reads import (
+    MultiLast,
+    NewestMessage,
+    NextMessage,
+    OneReply,
+    Plan,
+    Question,
+    RangePlan,
+    SentRequest,
+)
 from jetstream_ext.text import get_logger
 
 _log = get_logger("direct")
@@ -104,16 +125,12 @@ class _Inboxes:
             inbox.close()
 
 
-_links: WeakKeyDictionary[Client, tuple[int, Link]] = WeakKeyDictionary()
+_links: WeakKeyDictionary[Client, Link] = WeakKeyDictionary()
 
 
 def link_of(context: Context) -> Link:
-    """Return what is known of a connection since it last connected."""
-    session = context.connection.session
-    known = _links.get(context.nc)
-    if known is None or known[0] != session:
-        known = _links[context.nc] = session, Link()
-    return known[1]
+    """Return what is known of a connection."""
+    return _links.setdefault(context.nc, Link())
 
 
 def read_blocks(
@@ -124,19 +141,25 @@ def read_blocks(
     *,
     confirm: bool = False,
     min_seq: int | None = None,
+    same_stream: bool = False,
+    allowed: bool = False,
     consumer: str | None = None,
 ) -> AsyncGenerator[Block, None]:
     """Yield the messages of a read as they come; see `RangeRead` for `timeout` and `DirectGet` for errors.
 
-    With `confirm`, which needs a `Scan`, the leader proves that the whole range was delivered; a range without an end ends
-    at the leader's current last sequence.
-
-    With `min_seq`, the read waits until the leader has this sequence, and a range is proved at least up to it. A
-    `MultiLast` with `min_seq` must be `proved`.
-
-    `consumer` is the name that an observer is told; see `telemetry.Observer.begin`.
+    Args:
+        context: The context.
+        stream: The stream's name.
+        plan: Which requests answer the read.
+        timeout: Seconds, for each wait.
+        confirm: Prove that the whole range of a `RangePlan` was delivered. A range without an end ends at the leader's
+            current last sequence.
+        min_seq: Wait until the leader has this sequence, and prove a range at least up to it.
+        same_stream: With `confirm`, check at the end that the stream was not deleted and created again, if the user may ask.
+        allowed: The stream is known to allow direct gets.
+        consumer: The name that an observer is told; see `telemetry.Observer.begin`.
     """
-    blocks = _read_blocks(context, stream, plan, timeout, confirm=confirm, min_seq=min_seq)
+    blocks = _read_blocks(context, stream, plan, timeout, confirm, min_seq, same_stream, allowed)
     observer = telemetry.observer
     return blocks if observer is None else _observed(observer, context, stream, consumer, blocks)
 
@@ -172,132 +195,148 @@ async def _observed(
 
 
 async def _read_blocks(
-    context: Context, stream: str, plan: Plan, timeout: float, *, confirm: bool = False, min_seq: int | None = None
+    context: Context,
+    stream: str,
+    plan: Plan,
+    timeout: float,
+    confirm: bool = False,
+    min_seq: int | None = None,
+    same_stream: bool = False,
+    allowed: bool = False,
 ) -> AsyncGenerator[Block, None]:
     loop, connection = asyncio.get_running_loop(), context.connection
-    if min_seq is not None:
-        up_to = plan.up_to_seq if isinstance(plan, RangePlan) else None
-        await wait_for_sequence(context, stream, min_seq, timeout, up_to=up_to)
-    finds_times = (connection.api_level or 0) >= START_TIME_LEVEL
-    if isinstance(plan, MultiLast) and plan.up_to_time is not None and (min_seq is not None or not finds_times):
-        # A responder may lag, and with `min_seq` only the leader knows what was stored up to then.
-        state = await stream_state(context, stream, timeout)
-        plan.pin(await first_since(context, state, plan.up_to_time, timeout) - 1)
-    prove_to = min_seq
-    if confirm:
-        assert isinstance(plan, Scan)
-        if plan.up_to_seq is None:
-            plan.up_to_seq = (await stream_state(context, stream, timeout)).last_seq
-        prove_to = plan.up_to_seq
-    machine = RangeRead(
+    state = await _pinned(context, stream, plan, timeout, confirm, min_seq, same_stream)
+    plan.link = link_of(context)
+    read = machine.RangeRead(
         stream,
         plan,
         timeout,
         pause=LAG_PAUSE,
-        prove_to=prove_to,
-        link=link_of(context),
+        allowed=allowed or (state is not None and bool(state.config.get("allow_direct"))),
         server_version=connection.server_version,
     )
     api = f"{context.prefix}.DIRECT.GET.{stream}"
-    addresses = {api, f"{DEFAULT_PREFIX}.DIRECT.GET.{stream}"}
-
-    async def at_leader(request: Request) -> StoredMsg | None:
-        return await get_at_leader(context, stream, request.body(), timeout)
-
-    async def ask_leader(request: Request) -> StoredMsg | None:
-        while True:
-            asked = loop.time()
-            try:
-                return await Retry(timeout).call(lambda: at_leader(request))
-            except RequestTimeoutError:
-                if not machine.others_answered(asked):
-                    raise
+    inboxes = _Inboxes(context, read.disconnected)
 
     def receive(sent: SentRequest, frames: list[Frame]) -> None:
-        machine.receive(sent, frames, loop.time())
+        read.receive(sent, frames, loop.time())
 
-    async def find_newest(seq: int, filters: tuple[str, ...]) -> tuple[tuple[int, str] | None, int]:
-        state = await stream_state(context, stream, timeout)
-        first, last = state.lowest_seq, min(seq, state.last_seq)
-        newest: StoredMsg | None = None
-
-        async def next_of(subject: str) -> StoredMsg | None:
-            return await at_leader(Request(seq=first, next_by_subj=subject))
-
-        if seq == NEWEST and filters != (">",):  # any match does, and none may be overlooked because it is overwritten
-            matches = await gather_bounded(next_of, filters, limit=MAX_LEADER_REQUESTS)
-            some = max(((one.seq, one.subject) for one in matches if one is not None), default=None)
-            return some, state.last_seq
-        while len(filters) > 1:  # leave out those without a message after the newest one that is known
-            found = zip(await gather_bounded(next_of, filters, limit=MAX_LEADER_REQUESTS), filters, strict=True)
-            later = sorted((one.seq, subject) for one, subject in found if one is not None and one.seq <= last)
-            filters = tuple(subject for _, subject in later[:-1])
-            if later:
-                first, subject = later[-1]
-                newest = await newest_up_to(at_leader, last, first, subject=subject) or newest
-                first = max(first, newest.seq if newest else 0) + 1
-        for subject in filters:
-            newest = await newest_up_to(at_leader, last, first, subject=subject) or newest
-        if newest is None and seq == NEWEST:  # or all messages are overwritten as fast as they are looked for
-            oldest = await at_leader(Request(seq=1, next_by_subj=">"))
-            return None if oldest is None else (state.last_seq, oldest.subject), state.last_seq
-        return None if newest is None else (newest.seq, newest.subject), state.last_seq
-
-    async def perform(action: Action) -> None:
+    async def perform(action: machine.Action) -> None:
         match action:
-            case range_read.Wait(until):
+            case machine.Wait(until):
                 await inboxes.wait(until)
-                machine.handle_timer(loop.time())
-            case range_read.SendRequest(sent, until):
-                subject, payload = sent.request.address(api)
-                addresses.add(subject)
+                read.handle_timer(loop.time())
+            case machine.SendRequest(sent, until):
                 left = max(0.001, until - loop.time())
                 try:
-                    await inboxes.send(subject, payload, partial(receive, sent), left, sent)
+                    await inboxes.send(*sent.request.address(api), partial(receive, sent), left, sent)
                 except nats.errors.ConnectionReconnectingError as error:
-                    machine.not_sent(sent, error)
+                    read.not_sent(sent, error)
                 except RequestTimeoutError:
                     if not connection.usable:
                         raise no_answer(stream, timeout, connected=False) from None
                     # Otherwise the wait for the reply decides: the request may be in the write buffer.
-            case range_read.DropReply(sent):
+            case machine.DropReply(sent):
                 inboxes.close(sent)
-            case range_read.AskLeader(requests):
-                found = await gather_bounded(ask_leader, requests, limit=len(requests))
-                machine.leader_answered(found, loop.time())
-            case range_read.FindNewest(seq, filters):
-                machine.newest_found(*await Retry(timeout).call(lambda: find_newest(seq, filters)), loop.time())
-            case range_read.AwaitConnection():
+            case machine.AskLeader(question):
+                asking = partial(_ask_leader, context, stream, question, timeout, proved=plan.proved)
+                read.leader_answered(*await Retry(timeout).call(asking), loop.time())
+            case machine.AwaitConnection():
                 await connection.wait_usable(timeout)
-                machine.connected()
+                read.connected()
 
-    inboxes = _Inboxes(context, machine.disconnected)
     try:
         while True:
-            match machine.next_action(loop.time()):
-                case range_read.Deliver(block):
+            match read.next_action(loop.time()):
+                case machine.Deliver(block):
                     yield block
-                case range_read.Done(failure):
+                case machine.Done(failure):
                     if failure is not None:
-                        raise _explained(context, failure, addresses) from failure.__cause__
-                    return
+                        raise await _explained(context, stream, failure, {api}) from failure.__cause__
+                    break
                 case action:
                     try:
                         await perform(action)
                     except Exception as error:
-                        machine.failed(error)
+                        read.failed(error)
     finally:
-        machine.closed()
+        read.closed()
         inboxes.close_all()
+    if same_stream and state is not None:
+        await check_same_stream(context, state, timeout=timeout)
 
 
-def _explained(context: Context, failure: Exception, subjects: Iterable[str]) -> Exception:
+async def _pinned(
+    context: Context,
+    stream: str,
+    plan: Plan,
+    timeout: float,
+    confirm: bool,
+    min_seq: int | None,
+    same_stream: bool,
+) -> StreamState | None:
+    """Ask the leader what a plan has to prove, and at which point in time; return the stream's state if it was asked."""
+    up_to = plan.up_to_seq if isinstance(plan, RangePlan) else None
+    state: StreamState | None = None
+    if min_seq is not None:
+        state = await wait_for_sequence(context, stream, min_seq, timeout, up_to=up_to)
+    elif confirm and (up_to is None or same_stream):
+        try:
+            state = await stream_state(Api(context, timeout, optional=up_to is not None), stream)
+        except NotPermittedError:
+            if up_to is None:
+                raise
+    if isinstance(plan, MultiLast) and plan.up_to_time is not None:
+        # A responder may lag, and with `min_seq` only the leader knows what was stored up to then.
+        if min_seq is not None or (context.connection.api_level or 0) < START_TIME_LEVEL:
+            state = state or await stream_state(context, stream, timeout)
+            plan.pin(await first_since(context, state, plan.up_to_time, timeout) - 1)
+    elif isinstance(plan, RangePlan) and (confirm or min_seq is not None):
+        if confirm and state is not None:
+            state.check_sequences(up_to)
+            plan.up_to_seq = state.last_seq if up_to is None else up_to
+        prove_to = plan.up_to_seq if confirm else min_seq
+        assert prove_to is not None
+        plan.prove(prove_to)
+    return state
+
+
+async def _ask_leader(
+    context: Context, stream: str, question: Question, timeout: float, *, proved: bool
+) -> tuple[StoredMsg | None, int]:
+    """Return the message that a plan asks for, if there is one, and otherwise the stream's last sequence (0: not asked)."""
+
+    async def at_leader(request: Request) -> StoredMsg | None:
+        return await get_at_leader(context, stream, request.body(), timeout)
+
+    match question:
+        case NextMessage(request):
+            return await at_leader(request), 0
+        case NewestMessage(seq):
+            if not proved:  # nearly always it is there, and any responder's answer is as good as its pages
+                with suppress(MessageNotFoundError):
+                    return await read_one(context, stream, Request(seq=seq), timeout), 0
+            elif (found := await at_leader(Request(seq=seq))) is not None:
+                return found, 0
+            state = await stream_state(context, stream, timeout)
+            return await newest_up_to(at_leader, min(seq, state.last_seq), state.lowest_seq), state.last_seq
+
+
+async def _explained(context: Context, stream: str, failure: Exception, subjects: Iterable[str]) -> Exception:
     """Return the error of a read whose requests went to `subjects`, with what else may be why no server answers."""
     if isinstance(failure, RequestTimeoutError):
         return context.connection.explained(failure, subjects)
-    if isinstance(failure, DirectGetDisabledError) and (no_jetstream := why_no_jetstream(context)):
-        return no_responders(failure.stream, no_jetstream)
-    return failure
+    if not isinstance(failure, DirectGetDisabledError):
+        return failure
+    allowed: bool | None = None
+    try:
+        state = await stream_state(Api(context, context.resolve_timeout(None), lookup=True), stream)
+        allowed = bool(state.config.get("allow_direct"))
+    except NotFoundError as missing:
+        return missing
+    except (nats.errors.Error, APIError):
+        pass
+    return no_responders(stream, allowed=allowed, no_jetstream=why_no_jetstream(context))
 
 
 async def skip_malformed(blocks: AsyncGenerator[Block, None]) -> AsyncGenerator[Block, None]:
@@ -315,51 +354,62 @@ async def read_one(context: Context, stream: str, request: Request, timeout: flo
 
     A request that was lost with the connection is sent once more.
     """
-    loop, connection = asyncio.get_running_loop(), context.connection
-    deadline = loop.time() + timeout
+    deadline = asyncio.get_running_loop().time() + timeout
     if request.start_time is not None:
-        # A batch of one message: an older server would ignore start_time in a single get and answer another message.
-        plan = OneReply(replace(request, batch=1))
-        try:
-            reading = _read_blocks(context, stream, plan, timeout)  # the caller's read is the one that is observed
-            async with asyncio.timeout_at(deadline), aclosing(reading) as blocks:
-                async for block in blocks:
-                    return next(block.messages())
-            raise not_found(stream, request)
-        except RequestTimeoutError:
-            raise
-        except TimeoutError:
-            raise no_answer(stream, timeout, connected=connection.usable) from None
-    read = SingleRead(stream, timeout)
+        return await _read_at(context, stream, request, timeout, deadline)
     subject, payload = request.address(f"{context.prefix}.DIRECT.GET.{stream}")
+    try:
+        answer = await _ask_once_more(context, stream, subject, payload, timeout, deadline)
+        return decode_single(stream, answer, context.connection.server_version, request)
+    except (RequestTimeoutError, DirectGetDisabledError) as failure:
+        raise await _explained(context, stream, failure, [subject]) from failure.__cause__
 
-    def remaining() -> float:
-        return max(0.001, deadline - loop.time())  # without time left, a wait fails at its first suspension
 
-    while read.state is not State.ENDED:
-        inboxes = _Inboxes(context, read.disconnected)
+async def _read_at(context: Context, stream: str, request: Request, timeout: float, deadline: float) -> StoredMsg:
+    # A batch of one message: an older server would ignore start_time in a single get and answer another message.
+    plan = OneReply(replace(request, batch=1, max_bytes=DEFAULT_MAX_BYTES))
+    try:
+        reading = _read_blocks(context, stream, plan, timeout)  # the caller's read is the one that is observed
+        async with asyncio.timeout_at(deadline), aclosing(reading) as blocks:
+            async for block in blocks:
+                return next(block.messages())
+        raise not_found(stream, request)
+    except RequestTimeoutError:
+        raise
+    except TimeoutError:
+        raise no_answer(stream, timeout, connected=context.connection.usable) from None
+
+
+async def _ask_once_more(
+    context: Context, stream: str, subject: str, payload: bytes, timeout: float, deadline: float
+) -> Frame:
+    """Send a request, once more if its answer is lost with the connection; return the answer."""
+    loop, connection = asyncio.get_running_loop(), context.connection
+    repeated = False
+    while True:
+        answer: list[Frame] = []
+        lost: list[Exception | None] = []
+        inboxes = _Inboxes(context, lost.append)
         try:
-            if read.state is State.RESUMING:
-                await connection.wait_usable(remaining())
-                read.connected()
-            await inboxes.send(subject, payload, read.receive, remaining())
+            await connection.wait_usable(max(0.001, deadline - loop.time()))
+            await inboxes.send(subject, payload, answer.extend, max(0.001, deadline - loop.time()))
             await inboxes.wait(deadline)
-            if read.state is State.READING:
-                read.expired()
-        except nats.errors.ConnectionReconnectingError as error:
-            if loop.time() >= deadline:
-                read.expired()
-            read.not_sent(error)
+        except nats.errors.ConnectionReconnectingError:
+            if loop.time() < deadline:
+                continue
+            raise no_answer(stream, timeout, connected=False) from None
         except RequestTimeoutError:
-            read.expired()
-        except Exception as error:
-            read.failed(error)
+            raise no_answer(stream, timeout, connected=connection.usable) from None
         finally:
             inboxes.close_all()
-    try:
-        return read.result(connection.server_version, request)
-    except (RequestTimeoutError, DirectGetDisabledError) as failure:
-        raise _explained(context, failure, [subject]) from failure.__cause__
+        if answer:
+            return answer[0]
+        if not lost:
+            raise no_answer(stream, timeout)
+        if repeated:
+            text = f"stream {stream!r}: the connection was lost before the direct get was answered; repeat it"
+            raise lost[0] or MessagesLostError(text, expected=0)
+        repeated = True
 
 
 _T = TypeVar("_T")

@@ -16,8 +16,7 @@ async def pieces_of(blocks: AsyncGenerator[Block, None], rows: int, most_bytes: 
             start = 0
             while start < len(block):
                 part = block.part(start, start + rows - len(piece))
-                joins = (piece.stream, piece.from_leader) == (part.stream, part.from_leader)
-                if len(piece) and (size + part.size > most_bytes or not joins):
+                if len(piece) and (size + part.size > most_bytes or piece.stream != part.stream):
                     yield piece
                     piece, size = Block(), 0
                     continue

@@ -12,8 +12,8 @@ from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import read_blocks
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import StoredMsg
-from jetstream_ext.protocol.gaps import only_a_rollup, were_replaced
 from jetstream_ext.protocol.headers import decode_stored
+from jetstream_ext.protocol.loss import only_a_rollup, were_replaced
 from jetstream_ext.protocol.reads import Scan
 
 # Messages and bytes that are looked through for a rollup, about.
@@ -28,7 +28,7 @@ _SHORTEST_TTL: Final = timedelta(seconds=1)
 async def were_replaced_by_newer(
     context: Context, state: StreamState, before: StreamState | None, since: datetime | None, timeout: float
 ) -> bool:
-    """As `protocol.gaps.were_replaced`; if only a rollup can have replaced the messages, look for one.
+    """As `protocol.loss.were_replaced`; if only a rollup can have replaced the messages, look for one.
 
     Each request waits up to `timeout` seconds.
     """

@@ -157,9 +157,6 @@ def rows_of(block: Block | Sequence[StoredMsg]) -> Iterator[Row]:
     """Return messages as rows; raise ResponseError at once if one of a block is malformed or its subject is not known."""
     if not isinstance(block, Block):
         return iter([row_of(message) for message in block])
-    if block.from_leader:
-        for message in block.messages():
-            _check_known(message)
     # As columns: zip makes one tuple after the other, so that a million messages are not a million tuples.
     subjects: list[str] = []
     headers: list[Mapping[str, str]] = []
@@ -218,7 +215,7 @@ def _plain_columns(
     found: Block | Sequence[StoredMsg], prefix: str
 ) -> tuple[list[int], list[str], list[bytes], list[bytes]] | None:
     """Return sequences, keys, payloads and times, or None if `_columns` must look at each message."""
-    if not isinstance(found, Block) or found.from_leader:
+    if not isinstance(found, Block):
         return None
     plain = found.plain_columns(prefix)
     if plain is None or not _TIMES.fullmatch(b",".join([b"", *plain[1]])):
@@ -240,9 +237,6 @@ def _columns(
             [format_time_ns(message.time_ns).encode() for message in found],
             [message.stored_lines for message in found],
         )
-    if found.from_leader:
-        for message in found.messages():
-            _check_known(message)
     names: list[str] = []
     times: list[bytes] = []
     headers: list[bytes] = []
@@ -264,8 +258,7 @@ def _check_known(message: StoredMsg) -> None:
         raise ResponseError(
             f"stream {message.stream!r}: the key of message {message.seq} is not known, because its subject "
             f"{message.subject!r} is not UTF-8, or has U+FFFD: answers of the stream's leader have U+FFFD instead of other "
-            "bytes, and only mirrors answer direct gets; read other keys only (filters), or connect to a server that is "
-            "nearer to a replica of the stream"
+            "bytes; read other keys only (filters)"
         )
 
 

@@ -19,9 +19,9 @@ from jetstream_ext.client.api import (
 )
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.retry import Retry
-from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.errors import RequestTimeoutError, StreamConfigMismatchError
 from jetstream_ext.kv.entries import Subjects
+from jetstream_ext.kv.proved_read import ProvedReader
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.numbers import json_number
@@ -140,9 +140,9 @@ class KeyedStream:
         """Do nothing; a bucket translates the error of a stream that does not exist."""
         yield
 
-    def reader(self, need: int) -> VerifiedReader:
-        """Return verified reads; `need` is the leader's last sequence when the call began."""
-        return VerifiedReader(self.context, self.stream, self.timeout, need=need, what=self.what)
+    def reader(self, need: int) -> ProvedReader:
+        """Return proved reads; `need` is the leader's last sequence when the call began."""
+        return ProvedReader(self.context, self.stream, self.timeout, need=need, what=self.what)
 
     async def get_at_leader(self, **request: object) -> StoredMsg | None:
         with self.not_found():

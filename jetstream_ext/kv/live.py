@@ -36,7 +36,6 @@ from nats.js.api import DEFAULT_PREFIX
 from jetstream_ext.client.api import LAG_PAUSE, settled_state
 from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription, mark_retrieved
 from jetstream_ext.client.retry import is_transient_read
-from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.errors import RequestTimeoutError, ResponseError, StreamRecreatedError
 from jetstream_ext.kv.checkpoint import Checkpoint, Saved
 from jetstream_ext.kv.entries import EVERYTHING, update_of, updates_of
@@ -45,11 +44,12 @@ from jetstream_ext.kv.limits import limits_of
 from jetstream_ext.kv.present import (
     empty_content,
     last_of_keys,
+    proved_reader,
     read_now,
     read_under_the_same_limits,
     stored_keys,
-    verified_reader,
 )
+from jetstream_ext.kv.proved_read import ProvedReader
 from jetstream_ext.protocol.api import StreamState, parsing
 from jetstream_ext.protocol.direct import Block, StoredMsg
 from jetstream_ext.protocol.frames import Frame
@@ -456,7 +456,7 @@ class Live:
             or (self._suspicious and now > self._compared_at + _COMPARE_EVERY)
         )
         stored = await self._compare() if self._doubtful else None
-        reader, count = verified_reader(self.source, self._state), 0
+        reader, count = proved_reader(self.source, self._state), 0
         async with aclosing(reader.follow(self._position, subject=self._filter)) as pieces:
             async for piece in pieces:
                 if len(piece):
@@ -483,7 +483,7 @@ class Live:
         self.content.stage(updates_of(found, self._subjects), size, 0 if self._filter else missing)
         self._position = seqs[-1]
 
-    async def _commit_all(self, reader: VerifiedReader, stored: _Stored | None) -> None:
+    async def _commit_all(self, reader: ProvedReader, stored: _Stored | None) -> None:
         """Commit after the last piece of the log; with it, the table has all that was stored when `reader.end` was asked."""
         content, end = self.content, reader.end
         if end.last_seq < content.revision:
@@ -526,7 +526,7 @@ class Live:
         if state.last_seq < revision:
             raise self._behind(state)
         log_state(_log, self._log_source, "compared", revision=revision, last_seq=state.last_seq)
-        reader = verified_reader(self.source, state)
+        reader = proved_reader(self.source, state)
         newest = await reader.newest_up_to(revision, state.first_seq)
         if newest is not None and newest.time > self._committed_at:
             raise _VanishedError("messages were lost, and others have their sequences")

@@ -32,11 +32,11 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
 
-from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.errors import StreamConfigMismatchError
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import KeyValueEntry, Row, entry_of, operation, rows_of
 from jetstream_ext.kv.history import Past, shows_expiry
+from jetstream_ext.kv.proved_read import ProvedReader
 from jetstream_ext.kv.reads import (
     ResolvedRevision,
     may_expire,
@@ -165,7 +165,7 @@ def has_no_older_values(state: StreamState) -> bool:
 
 
 async def newest_by_name(
-    bucket: Bucket, source: VerifiedReader, rows: Mapping[str, Row], state: StreamState, revision: int
+    bucket: Bucket, source: ProvedReader, rows: Mapping[str, Row], state: StreamState, revision: int
 ) -> dict[str, Row]:
     """Return those of `rows` that are the newest of their keys up to a revision, if requests can name the keys."""
     found: dict[str, int] = {}  # by subject
@@ -176,12 +176,12 @@ async def newest_by_name(
 
     keys = [key for key in rows if can_be_asked_for(key)]
     later = await read_newest(bucket, source, keys, revision, take)
-    await read_earlier(bucket, source, list(later), state.lowest_seq, revision, take)
+    await read_earlier(bucket, source, list(later), revision, take)
     return {key: row for key, row in rows.items() if found.get(row[1]) == row[0]}
 
 
 async def newest_by_log(
-    bucket: Bucket, source: VerifiedReader, rows: Mapping[str, Row], last: int, revision: int
+    bucket: Bucket, source: ProvedReader, rows: Mapping[str, Row], last: int, revision: int
 ) -> dict[str, Row]:
     """Return those of `rows`, which are the newest of their keys up to `last`, that are the newest up to a revision."""
     newest = dict(rows)
@@ -296,6 +296,5 @@ class _RangeReader:
             stored.update(row[1] for row in messages)
 
         named = list(filter(can_be_asked_for, keys))
-        first, revision = self._point.state.lowest_seq, self._point.revision
-        await read_earlier(bucket, self._source, named, first, revision, take)
+        await read_earlier(bucket, self._source, named, self._point.revision, take)
         return [key for key in keys if bucket.subject(key) not in stored]

@@ -25,11 +25,11 @@ from typing import Final, TypeVar
 
 from jetstream_ext.client.api import gather_bounded
 from jetstream_ext.client.retry import Retry
-from jetstream_ext.client.verified_read import Answer, AskLeaderError, VerifiedReader
 from jetstream_ext.errors import RequestTimeoutError, TooManySubjectsError
 from jetstream_ext.kv.entries import EVERYTHING, updates_of
 from jetstream_ext.kv.keyed_stream import KeyedStream
 from jetstream_ext.kv.limits import limits_of
+from jetstream_ext.kv.proved_read import Answer, ProvedReader
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import Block, StoredMsg
 from jetstream_ext.protocol.headers import is_inside_batch
@@ -52,8 +52,8 @@ def is_deep(state: StreamState) -> bool:
     return state.messages >= _DEEP * state.num_subjects
 
 
-def verified_reader(source: KeyedStream, state: StreamState, *, need: int | None = None) -> VerifiedReader:
-    """Return verified reads of what the stream had in a state, or has now; or of what it had at a sequence `need`."""
+def proved_reader(source: KeyedStream, state: StreamState, *, need: int | None = None) -> ProvedReader:
+    """Return proved reads of what the stream had in a state, or has now; or of what it had at a sequence `need`."""
     reader = source.reader(state.last_seq if need is None else need)
     reader.before = state
     return reader
@@ -110,7 +110,7 @@ async def read_now(
 
     `wanted` chooses among these keys; None takes all.
     """
-    reader, subjects = verified_reader(source, state), source.subjects(wanted or matcher(patterns))
+    reader, subjects = proved_reader(source, state), source.subjects(wanted or matcher(patterns))
     content = empty_content(state)
 
     def take(found: Block | Sequence[StoredMsg]) -> None:
@@ -126,7 +126,7 @@ async def read_now(
             answer, log_from = None, newest.seq  # the rest of the batch may just be being stored
     else:
         names = None
-        if patterns != [EVERYTHING] or is_deep(state) or not await reader.replicas_answer():
+        if patterns != [EVERYTHING] or is_deep(state):
             names = await list_keys(source, patterns)
         if names is None:
             async for block in reader.log(state.lowest_seq, state.last_seq):
@@ -149,7 +149,7 @@ async def read_now(
     return Present(content, time, end)
 
 
-async def last_of_keys(source: KeyedStream, reader: VerifiedReader, keys: Sequence[str]) -> dict[str, Update]:
+async def last_of_keys(source: KeyedStream, reader: ProvedReader, keys: Sequence[str]) -> dict[str, Update]:
     """Return the last message of each of `keys` that has one, as `protocol.table` takes it."""
     if not keys:
         return {}
@@ -165,21 +165,21 @@ async def last_of_keys(source: KeyedStream, reader: VerifiedReader, keys: Sequen
     return found
 
 
-async def stored_keys(source: KeyedStream, reader: VerifiedReader, patterns: Sequence[str]) -> set[str]:
+async def stored_keys(source: KeyedStream, reader: ProvedReader, patterns: Sequence[str]) -> set[str]:
     """Return the keys that match patterns and have a message during the whole call; perhaps others that have one meanwhile."""
     names = set(await source.list_keys([pattern for pattern in patterns if not is_literal(pattern)]))
     return names.union(await last_of_keys(source, reader, [pattern for pattern in patterns if is_literal(pattern)]))
 
 
 async def _read_at_once(
-    source: KeyedStream, reader: VerifiedReader, patterns: list[str], state: StreamState
+    source: KeyedStream, reader: ProvedReader, patterns: list[str], state: StreamState
 ) -> Answer | None:
     """Return the answer to one request for everything, or None if one answer does not have room for it."""
     if len(_chunks(source, patterns)) > 1 or (patterns == [EVERYTHING] and state.num_subjects > _CHUNK):
         return None
     try:
         answer = await reader.last_of([source.subject(pattern) for pattern in patterns])
-    except (TooManySubjectsError, AskLeaderError):
+    except TooManySubjectsError:
         return None
     return None if answer.pending else answer
 
@@ -208,15 +208,15 @@ async def read_from_any(
 
 async def read_by_name(
     source: KeyedStream,
-    reader: VerifiedReader,
+    reader: ProvedReader,
     keys: Sequence[str],
     take: Callable[[Block | Sequence[StoredMsg]], None],
     *,
-    up_to: StoredMsg | None = None,
+    up_to: int | None = None,
 ) -> None:
-    """Read the last message of each of `keys` (up to the message `up_to`), in parts that are each of one moment if possible.
+    """Read the last message of each of `keys` (up to the revision `up_to`), in parts that are each of one moment if possible.
 
-    Messages of other keys may be among them. Raises LookupError if `up_to` is no longer stored.
+    Messages of other keys may be among them.
     """
 
     async def read(chunk: Sequence[str]) -> None:
@@ -225,20 +225,15 @@ async def read_by_name(
         subjects = [source.subject(key) for key in chunk]
         try:
             answer = await reader.last_of(subjects, up_to=up_to, in_flight=in_flight)
-        except AskLeaderError:
-            take(await reader.last_at_leader(subjects, up_to=None if up_to is None else up_to.seq))
-            return
         except TooManySubjectsError:
             if alone:
                 raise
         else:
-            # Only a complete answer shows that it is of the moment of `up_to`.
-            if up_to is None or not answer.pending:
-                take(answer.block)
-                if not answer.pending:
-                    return
-                found = set(answer.block.subjects)
-                chunk = [key for key in chunk if source.subject(key).encode() not in found]
+            take(answer.block)
+            if not answer.pending or up_to is not None:
+                return
+            found = set(answer.block.subjects)
+            chunk = [key for key in chunk if source.subject(key).encode() not in found]
         half = len(chunk) // 2
         for part in (chunk[:half], chunk[half:]):
             if part:

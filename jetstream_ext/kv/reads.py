@@ -11,7 +11,6 @@ from typing import Final
 from nats.js.kv import KeyValue
 
 from jetstream_ext.client.api import first_since, gather_bounded, settled_state, wait_for_sequence
-from jetstream_ext.client.verified_read import AskLeaderError, VerifiedReader
 from jetstream_ext.errors import HistoryUnavailableError, RequestTimeoutError
 from jetstream_ext.kv.bucket import LOOKUPS_IN_FLIGHT, Bucket
 from jetstream_ext.kv.entries import (
@@ -34,16 +33,17 @@ from jetstream_ext.kv.present import (
     check_end,
     is_deep,
     list_keys,
+    proved_reader,
     read_by_name,
     read_from_any,
     read_now,
     read_under_the_same_limits,
-    verified_reader,
 )
+from jetstream_ext.kv.proved_read import ProvedReader
 from jetstream_ext.protocol import advice
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import Block, StoredMsg
-from jetstream_ext.protocol.gaps import Gaps
+from jetstream_ext.protocol.loss import Gaps
 from jetstream_ext.protocol.options import check_sequence, rfc3339
 from jetstream_ext.protocol.subjects import can_be_asked_for, is_literal, matcher
 from jetstream_ext.protocol.table import Content, Record
@@ -97,8 +97,8 @@ async def get_many(
             `min_revision` is no revision, or is given together with `at`; or `timeout` is not over 0.
         RequestTimeoutError, nats.js.errors.ServiceUnavailableError: No answer, no leader, or no replica that has caught up
             with the leader, within `timeout`.
-        ResponseError: An answer is malformed. Or only mirrors answer direct gets, and the leader has a message whose key is
-            not UTF-8, which its answer does not show ("Keys that clients refuse" in the documentation).
+        MirrorAnswersError: Only a mirror answered within `timeout`.
+        ResponseError: An answer is malformed.
 
     Cancellation: Safe; nothing is left behind.
 
@@ -123,7 +123,7 @@ async def get_many(
                 state = await bucket.readable_state()
                 if min_revision is not None and state.last_seq < min_revision:
                     await wait_for_sequence(bucket.context, bucket.stream, min_revision, bucket.timeout)
-                source = verified_reader(bucket, state, need=min_revision)
+                source = proved_reader(bucket, state, need=min_revision)
                 await read_by_name(bucket, source, left, take)
                 if source.replies > 1:
                     await bucket.check_same(state)
@@ -322,7 +322,7 @@ async def read_names(bucket: Bucket, point: ResolvedRevision, keys: Sequence[str
 
     async def judge(state: StreamState) -> Verdict:
         return await _judge(
-            bucket, verified_reader(bucket, state), subjects, state, point, named=keys, names=keys, wild=wild
+            bucket, proved_reader(bucket, state), subjects, state, point, named=keys, names=keys, wild=wild
         )
 
     return await read_under_the_same_limits(bucket, lambda: state_since(bucket, point), judge)
@@ -331,20 +331,19 @@ async def read_names(bucket: Bucket, point: ResolvedRevision, keys: Sequence[str
 async def _judge_past(
     bucket: Bucket, subjects: Subjects, patterns: list[str], state: StreamState, point: ResolvedRevision
 ) -> Verdict:
-    source = verified_reader(bucket, state)
+    source = proved_reader(bucket, state)
     named = [pattern for pattern in patterns if is_literal(pattern)]
     wild = len(named) < len(patterns)
     names: list[str] | None = named
     if wild and point.revision >= state.lowest_seq:
-        log = _is_small(state) and await source.replicas_answer()
-        log = log or (patterns == [EVERYTHING] and not is_deep(state))
-        names = None if log and await source.replicas_answer() else await list_keys(bucket, patterns)
+        log = _is_small(state) or (patterns == [EVERYTHING] and not is_deep(state))
+        names = None if log else await list_keys(bucket, patterns)
     return await _judge(bucket, source, subjects, state, point, named=named, names=names, wild=wild)
 
 
 async def _judge(
     bucket: Bucket,
-    source: VerifiedReader,
+    source: ProvedReader,
     subjects: Subjects,
     state: StreamState,
     point: ResolvedRevision,
@@ -368,7 +367,7 @@ async def _judge(
             missing = known
         elif wild or past.uncertain(names):
             missing = point.revision if await _any_removed(bucket, source, state, point.revision) else 0
-        if missing and _is_small(state) and await source.replicas_answer():
+        if missing and _is_small(state):
             # Only the whole log shows whether the histories of other keys account for what is missing.
             past = Past(subjects, revision=point.revision, history=state.max_msgs_per_subject)
             names = None
@@ -430,7 +429,7 @@ def may_have_vanished(end: StreamState, past: Past, point: ResolvedRevision, *, 
 
 
 async def _feed_by_name(
-    bucket: Bucket, source: VerifiedReader, names: Sequence[str], state: StreamState, past: Past
+    bucket: Bucket, source: ProvedReader, names: Sequence[str], state: StreamState, past: Past
 ) -> int | None:
     """Feed what decides about each of `names`; return the highest sequence up to the revision that is missing, if known.
 
@@ -439,17 +438,16 @@ async def _feed_by_name(
     revision, first = past.revision, state.lowest_seq
     last = await read_newest(bucket, source, names, revision, past.feed)
     missing: int | None = None
-    short = min(revision - first, state.messages) <= _ROWS_PER_LOOKUP * len(last)
-    if short and await source.replicas_answer():
+    if min(revision - first, state.messages) <= _ROWS_PER_LOOKUP * len(last):
         gaps = await _read_log(source, first, revision, lambda block: past.feed(rows_of(block)))
         missing = gaps.highest
     else:
-        await read_earlier(bucket, source, list(last), first, revision, past.feed)
+        await read_earlier(bucket, source, list(last), revision, past.feed)
 
     async def feed_oldest(key: str) -> None:
         if state.max_msgs_per_subject == 1:
             past.feed((last[key],))  # the key has no other message
-        elif (oldest := await source.oldest_of(bucket.subject(key), revision)) is not None:
+        elif (oldest := await source.oldest_of(bucket.subject(key))) is not None:
             past.feed_oldest(row_of(oldest[0]), oldest[1])
 
     await gather_bounded(feed_oldest, [key for key in last if not past.knows(key)], limit=LOOKUPS_IN_FLIGHT)
@@ -458,7 +456,7 @@ async def _feed_by_name(
 
 async def read_newest(
     bucket: Bucket,
-    source: VerifiedReader,
+    source: ProvedReader,
     keys: Sequence[str],
     revision: int,
     take: Callable[[Iterable[Row]], None],
@@ -481,35 +479,26 @@ async def read_newest(
 
 async def read_earlier(
     bucket: Bucket,
-    source: VerifiedReader,
+    source: ProvedReader,
     keys: Sequence[str],
-    first: int,
     revision: int,
     take: Callable[[Iterable[Row]], None],
 ) -> None:
-    """Pass the newest message up to `revision` of each of `keys` to `take`; `first` is the log's lowest sequence."""
-    try:
-        while keys and (newest := await source.newest_to_ask_for(revision, first)) is not None:
-            try:
-                await read_by_name(bucket, source, keys, lambda found: take(rows_of(found)), up_to=newest)
-                break
-            except LookupError:
-                pass  # `newest` was removed meanwhile. The loop ends: nothing is ever added up to the revision.
-    except AskLeaderError:
-        take(rows_of(await source.last_at_leader([bucket.subject(key) for key in keys], up_to=revision)))
+    """Pass the newest message up to `revision` of each of `keys` to `take`."""
+    await read_by_name(bucket, source, keys, lambda found: take(rows_of(found)), up_to=revision)
 
 
-async def _any_removed(bucket: Bucket, source: VerifiedReader, state: StreamState, revision: int) -> bool:
+async def _any_removed(bucket: Bucket, source: ProvedReader, state: StreamState, revision: int) -> bool:
     """Whether messages up to `revision` were, or may have been, removed."""
     if (await bucket.readable_state()).never_removed:
         return False
-    if revision - state.lowest_seq >= _SMALL_LOG or state.size > _SMALL_BYTES or not await source.replicas_answer():
+    if revision - state.lowest_seq >= _SMALL_LOG or state.size > _SMALL_BYTES:
         return True
     return (await _read_log(source, state.lowest_seq, revision)).highest > 0
 
 
 async def _read_log(
-    source: VerifiedReader, first: int, last: int, take: Callable[[Block], None] = lambda _: None
+    source: ProvedReader, first: int, last: int, take: Callable[[Block], None] = lambda _: None
 ) -> Gaps:
     """Hand over every stored message of ``first … last``; return the gaps between them."""
     gaps = Gaps(first, last)

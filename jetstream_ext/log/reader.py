@@ -30,7 +30,6 @@ from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.direct_reader import MessageBatch, link_of, read_blocks, read_one
 from jetstream_ext.client.replaced import were_replaced_by_newer
 from jetstream_ext.client.retry import Retry, is_transient, is_transient_read
-from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.errors import (
     MessageNotFoundError,
     PositionLostError,
@@ -43,7 +42,7 @@ from jetstream_ext.log.offsets import First, Last, OffsetStore, Seq, Start, Stor
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Request, StoredMsg
 from jetstream_ext.protocol.feature_table import START_TIME_LEVEL
-from jetstream_ext.protocol.gaps import Gaps
+from jetstream_ext.protocol.loss import Gaps
 from jetstream_ext.protocol.numbers import LARGEST
 from jetstream_ext.protocol.options import check_int, check_seconds, check_word
 from jetstream_ext.protocol.reads import OneReply, Scan
@@ -688,8 +687,11 @@ class LogReader:
             found = await get_at_leader(self._context, self.stream, {"last_by_subj": subject}, self._timeout)
             if found is None and subject == ">" and state.messages:
                 # For ``>``, servers look only at the last sequence, which may be deleted.
-                reader = VerifiedReader(self._context, self.stream, self._timeout, need=0)
-                found = await reader.newest_up_to(state.last_seq, state.first_seq)
+
+                async def find(request: Request) -> StoredMsg | None:
+                    return await get_at_leader(self._context, self.stream, request.body(), self._timeout)
+
+                found = await newest_up_to(find, state.last_seq, state.first_seq)
         return state.last_seq + 1 if found is None else found.seq
 
     async def _find_unconfirmed(self, start: Start | StoredOffset) -> int:

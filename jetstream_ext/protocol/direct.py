@@ -295,20 +295,6 @@ class Block:
     seqs: list[int] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
     header_sizes: list[int] = field(default_factory=list)
-    from_leader: bool = False  # its subjects have U+FFFD where the stored bytes may be others
-
-    @classmethod
-    def of(cls, messages: Sequence[StoredMsg], pending: int) -> Block:
-        """Return the leader's messages as one reply would have them; `pending` matching messages follow the last one."""
-        block, last = cls(messages[0].stream, from_leader=True), 0
-        for left, message in zip(range(pending + len(messages) - 1, pending - 1, -1), messages, strict=True):
-            time = h.format_time_ns(message.time_ns).encode()
-            numbers = b"%d" % message.seq, time, b"%d" % left, b"%d" % last
-            header = h.message_block(message.stored_lines, (message.stream.encode(), message.raw_subject, *numbers))
-            block.seqs.append(last := message.seq)
-            block.bodies.append(header + message.data)
-            block.header_sizes.append(len(header))
-        return block
 
     def __len__(self) -> int:
         return len(self.seqs)
@@ -321,7 +307,7 @@ class Block:
     def part(self, start: int, stop: int) -> Block:
         """Return a block with some of the rows."""
         rows = slice(start, stop)
-        return Block(self.stream, self.seqs[rows], self.bodies[rows], self.header_sizes[rows], self.from_leader)
+        return Block(self.stream, self.seqs[rows], self.bodies[rows], self.header_sizes[rows])
 
     def arrange(self, order: Sequence[int]) -> None:
         """Keep the rows with the indices `order`, in this order."""
@@ -339,7 +325,6 @@ class Block:
         self.seqs += other.seqs
         self.bodies += other.bodies
         self.header_sizes += other.header_sizes
-        self.from_leader |= other.from_leader
 
     @property
     def size(self) -> int:
@@ -614,13 +599,21 @@ def _status(stream: str, header: bytes) -> tuple[int, str]:
     return status
 
 
-def no_responders(stream: str, no_jetstream: str = "") -> errors.DirectGetDisabledError:
-    """Return the error for a direct get that no server answers, for one of the known reasons or `no_jetstream`."""
-    return errors.DirectGetDisabledError(
-        f"stream {stream!r}: no server answers direct gets: the stream does not exist, lacks allow_direct, or none of its "
-        f"replicas is available{no_jetstream}; {advice.enable_stream(stream, 'direct', what='direct gets')}",
-        stream=stream,
-    )
+def no_responders(stream: str, *, allowed: bool | None = None, no_jetstream: str = "") -> errors.DirectGetDisabledError:
+    """Return the error for a direct get that no server answers.
+
+    `allowed` is whether the stream allows direct gets, if that is known; otherwise `no_jetstream` may be why, too.
+    """
+    if allowed:
+        text = "no replica answers direct gets now, although the stream allows them; try again later"
+    elif allowed is None:
+        text = (
+            "no server answers direct gets: the stream does not exist, lacks allow_direct, or none of its replicas is "
+            f"available{no_jetstream}; {advice.enable_stream(stream, 'direct', what='direct gets')}"
+        )
+    else:
+        text = f"it does not allow direct gets; {advice.enable_stream(stream, 'direct', what='direct gets')}"
+    return errors.DirectGetDisabledError(f"stream {stream!r}: {text}", stream=stream)
 
 
 def status_error(stream: str, header: bytes, server: str = "", asked: Request | None = None) -> JetStreamExtError:

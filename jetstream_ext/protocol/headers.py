@@ -153,11 +153,6 @@ def stored_lines(headers: Mapping[str, str]) -> bytes:
     return CRLF.join([VERSION, *(f"{name}: {value}".encode() for name, value in headers.items())]) if headers else b""
 
 
-def message_block(stored: bytes, appended: Iterable[bytes]) -> bytes:
-    """Return the header block of a message in a batched reply: its stored headers, and the values that servers append."""
-    return CRLF.join([stored or VERSION, *map(bytes.__add__, _LINES, appended), b"", b""])
-
-
 def check_header(name: str, value: str) -> None:
     """Raise BadHeaderError for a header that could end its line early or that the server would drop."""
     if not isinstance(name, str):

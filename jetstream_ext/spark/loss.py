@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from jetstream_ext.protocol.gaps import find_gaps
+from jetstream_ext.protocol.loss import find_gaps
 
 _SECONDS: Final = 1.0  # between two questions for the first sequence, after the first few
 

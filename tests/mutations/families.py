@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any, Final, cast
 
 import pyarrow as pa
+from jetstream_ext.protocol.gaps import were_replaced
 from mutator import TIMES, VALUES, Block, Document, Mutator
 from nats.js.api import StreamConfig
 
@@ -47,7 +48,6 @@ from jetstream_ext.protocol.fast import State as FastState
 from jetstream_ext.protocol.fast_window import LARGEST_FLOW
 from jetstream_ext.protocol.feature_table import DIRECT_BATCH, FENCED_BATCHES
 from jetstream_ext.protocol.frames import Frame
-from jetstream_ext.protocol.gaps import were_replaced
 from jetstream_ext.protocol.numbers import LARGEST
 from jetstream_ext.protocol.outcome import marked_seq
 from jetstream_ext.protocol.range_read import (

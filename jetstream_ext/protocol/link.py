@@ -1,0 +1,122 @@
+"""What a connection carries, so that a read asks for no more than other calls, and the server's buffer, can wait for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+MAX_IN_FLIGHT: Final = 8  # requests of the reads of one `Group`
+
+# The replies in flight of one read take about this many seconds: other calls on the connection wait behind them.
+_SECONDS_IN_FLIGHT: Final = 0.5
+# Before anything is known of a connection: so slow that a first request keeps no other call waiting for long.
+_FIRST_RATE: Final = float(1 << 19)
+# One reply may come in one burst from a buffer on the way, so it raises the known rate only so far.
+_FASTER: Final = 4.0
+# In less time than this, the pauses of the machine are longer than those of the connection.
+_SLOW: Final = 0.1
+# Replies of fewer bytes show too little of a link. At the least rate, requests ask for as much, so that a link that has
+# become faster is noticed.
+_TELLING: Final = 1 << 16
+_LEAST_RATE: Final = _TELLING / _SECONDS_IN_FLIGHT
+# A server closes a connection for which it holds more bytes than its ``max_pending`` and does not say so. So after a loss,
+# replies have a part of the bytes, for so many seconds.
+_SMALLER: Final = 4
+_CAUTIOUS: Final = 600.0
+
+
+class Link:
+    """What a connection carries, in bytes per second, and what has cost it; the replies to reads show both."""
+
+    def __init__(self) -> None:
+        self.rate: float = _FIRST_RATE
+        self.most: int | None = None
+        """The bytes that the replies in flight may have together, after a reply was lost with the connection."""
+        self._measured = 0.0
+        self._cautious_until = -math.inf
+
+    def adapt(self, size: int, seconds: float, now: float, *, at_least: bool = False) -> None:
+        """Take that bytes of a reply arrived in so many seconds, or `at_least` in so few."""
+        measured = size / seconds if seconds > 0 else self.rate * _FASTER
+        if not at_least:
+            before, self._measured = self._measured, measured
+            measured = max(before, measured)  # one slow reply may be a pause of the server or of this machine
+        if measured > self.rate or (seconds >= _SLOW and not at_least):
+            self.rate = max(_LEAST_RATE, min(measured, self.rate * _FASTER))
+        if now > self._cautious_until:
+            self.most = None
+
+    def lost(self, asked: int, now: float) -> bool:
+        """Note that the connection was lost while replies of `asked` bytes came; return whether less can be asked for."""
+        held = asked if self.most is None else min(asked, self.most)
+        self.most, self._cautious_until = max(1, min(held, max(_TELLING, held // _SMALLER))), now + _CAUTIOUS
+        return self.most < held
+
+    def limit(self, max_bytes: int) -> int:
+        """Return the bytes that a request for `max_bytes` may ask for, whatever the rate."""
+        return max_bytes if self.most is None else min(max_bytes, self.most)
+
+    def room(self, requests: int) -> int:
+        """Return the bytes that each of so many requests in flight may ask for."""
+        return self.limit(int(self.rate * _SECONDS_IN_FLIGHT)) // requests
+
+
+@dataclass(slots=True)
+class Group:
+    """Reads that are merged, so that together they keep to the limits of one read: `max_bytes`, and what the `Link` carries.
+
+    A server answers the requests of a connection one after the other. So a request waits while the server answers those of
+    the other reads, and that is no silence.
+    """
+
+    readers: int  # how many of the reads have not ended
+    heard: float = -math.inf  # when the newest bytes of a reply to any of them arrived, by the caller's clock
+
+    @property
+    def in_flight(self) -> int:
+        """The number of requests that may be in flight, each for its part of the limits."""
+        return max(1, min(self.readers, MAX_IN_FLIGHT))
+
+    @property
+    def lazy(self) -> bool:
+        """Whether a read may send its next request only when its rows have been taken, because the reads are too many."""
+        return self.readers > MAX_IN_FLIGHT
+
+
+class Stopwatch:
+    """Measures how long the bytes of replies take to arrive.
+
+    The time until a reply's first bytes is also that of the server and of the way to it. So it counts only for a reply
+    whose first bytes are most of it, and then only shows what the link carries at least. All times are the caller's
+    clock, in seconds.
+    """
+
+    def __init__(self) -> None:
+        self._last = 0.0
+        self._first = self._rest = 0
+        self._first_seconds = self._rest_seconds = 0.0
+
+    def start(self, now: float) -> None:
+        """Note that a request is sent while no reply is on its way."""
+        self._last = now
+
+    def add(self, size: int, now: float, *, first: bool) -> None:
+        """Note that bytes of a reply, perhaps its first ones, have arrived."""
+        seconds, self._last = max(0.0, now - self._last), now
+        if first:
+            self._first += size
+            self._first_seconds += seconds
+        else:
+            self._rest += size
+            self._rest_seconds += seconds
+
+    def lap(self) -> tuple[int, float, bool]:
+        """Return bytes that have arrived since the last call, the seconds that they took, and whether that is at least."""
+        total, size, seconds = self._first + self._rest, self._rest, self._rest_seconds
+        mostly_first = size * 4 < self._first
+        if mostly_first:
+            size, seconds = total, seconds + self._first_seconds
+        self._first = self._rest = 0
+        self._first_seconds = self._rest_seconds = 0.0
+        return size, seconds, mostly_first or total < _TELLING
