@@ -9,7 +9,6 @@ from typing import Final
 from jetstream_ext.errors import RequestTimeoutError, ResponseError
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, ReplyDecoder
 from jetstream_ext.protocol.frames import Frame
-from jetstream_ext.protocol.link import Stopwatch
 from jetstream_ext.protocol.reads import Plan, SentRequest
 from jetstream_ext.text import counted
 
@@ -29,7 +28,10 @@ class Reply:
     whole: bool = False  # its last frame has arrived
     count: int = 0  # how many frames have arrived
     largest: int = 0  # of them, in bytes
-    lap: tuple[int, float, bool] = (0, 0.0, True)  # see `Stopwatch.lap`
+    first: int = 0  # the bytes that arrived first
+    waited: float = 0.0  # how long nothing had arrived before them
+    first_at: float = 0.0
+    last_at: float = 0.0
 
 
 class Flight:
@@ -46,7 +48,7 @@ class Flight:
         self._pause = pause
         self._server_version = server_version
         self._replies: dict[SentRequest, Reply] = {}
-        self._stopwatch = Stopwatch()
+        self._heard = 0.0  # when the newest bytes arrived, or a request was sent while no reply was on its way
         self.dropped: list[SentRequest] = []
         self.late: tuple[SentRequest, ...] = ()
         """Requests in flight before the oldest, which is silent, was repeated."""
@@ -63,7 +65,7 @@ class Flight:
         """Add a request that is being sent; return until when that may take."""
         decoder = ReplyDecoder(self._stream, start=sent.request.seq or 1, server_version=self._server_version)
         if all(reply.whole for reply in self._replies.values()):
-            self._stopwatch.start(now)
+            self._heard = now
         self._replies[sent] = Reply(decoder)
         self._sending_since = now
         return self._deadline if self.late else now + self._timeout - self._sending
@@ -84,7 +86,9 @@ class Flight:
             self._plan.group.heard = now
         sizes = [len(body) for _, body, _ in frames]
         size = sum(sizes)
-        self._stopwatch.add(size, now, first=not sent.wire)
+        if not sent.wire:
+            reply.first, reply.waited, reply.first_at = size, max(0.0, now - self._heard), now
+        self._heard = reply.last_at = now
         sent.wire += size
         reply.count += len(frames)
         reply.largest = max(reply.largest, *sizes)
@@ -93,7 +97,7 @@ class Flight:
             text = f"stream {self._stream!r}: the reply to a direct get is longer than its request {allowed} allows"
             reply.lost, reply.error = True, ResponseError(f"{text}; the messages that were returned are valid")
         if frames[-1][1].startswith(b"NATS/1.0 "):  # a status ends a reply
-            reply.whole, reply.lap = True, self._stopwatch.lap()
+            reply.whole = True
         if reply.frames:
             reply.frames += frames
         else:

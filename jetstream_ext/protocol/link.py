@@ -36,8 +36,15 @@ class Link:
         self._measured = 0.0
         self._cautious_until = -math.inf
 
-    def adapt(self, size: int, seconds: float, now: float, *, at_least: bool = False) -> None:
-        """Take that bytes of a reply arrived in so many seconds, or `at_least` in so few."""
+    def adapt(self, first: int, rest: int, waited: float, seconds: float, now: float) -> None:
+        """Take that the first bytes of a reply arrived after a wait, and the rest in so many seconds after them.
+
+        The wait is also that of the server and of the way to it. So it counts only for a reply whose first bytes are most of
+        it, and then only shows what the link carries at least.
+        """
+        mostly_first = rest * 4 < first
+        at_least = mostly_first or first + rest < _TELLING
+        size, seconds = (first + rest, waited + seconds) if mostly_first else (rest, seconds)
         measured = size / seconds if seconds > 0 else self.rate * _FASTER
         if not at_least:
             before, self._measured = self._measured, measured
@@ -82,41 +89,3 @@ class Group:
     def lazy(self) -> bool:
         """Whether a read may send its next request only when its rows have been taken, because the reads are too many."""
         return self.readers > MAX_IN_FLIGHT
-
-
-class Stopwatch:
-    """Measures how long the bytes of replies take to arrive.
-
-    The time until a reply's first bytes is also that of the server and of the way to it. So it counts only for a reply
-    whose first bytes are most of it, and then only shows what the link carries at least. All times are the caller's
-    clock, in seconds.
-    """
-
-    def __init__(self) -> None:
-        self._last = 0.0
-        self._first = self._rest = 0
-        self._first_seconds = self._rest_seconds = 0.0
-
-    def start(self, now: float) -> None:
-        """Note that a request is sent while no reply is on its way."""
-        self._last = now
-
-    def add(self, size: int, now: float, *, first: bool) -> None:
-        """Note that bytes of a reply, perhaps its first ones, have arrived."""
-        seconds, self._last = max(0.0, now - self._last), now
-        if first:
-            self._first += size
-            self._first_seconds += seconds
-        else:
-            self._rest += size
-            self._rest_seconds += seconds
-
-    def lap(self) -> tuple[int, float, bool]:
-        """Return bytes that have arrived since the last call, the seconds that they took, and whether that is at least."""
-        total, size, seconds = self._first + self._rest, self._rest, self._rest_seconds
-        mostly_first = size * 4 < self._first
-        if mostly_first:
-            size, seconds = total, seconds + self._first_seconds
-        self._first = self._rest = 0
-        self._first_seconds = self._rest_seconds = 0.0
-        return size, seconds, mostly_first or total < _TELLING

@@ -340,8 +340,8 @@ class RangeRead:
     def _finish(self, sent: SentRequest, reply: Reply, end: EndOfBatch, now: float) -> None:
         log_state(_log, self._source, "reply ended", rows=reply.decoder.count, pending=end.num_pending)
         if reply.decoder.count:
-            size, seconds, at_least = reply.lap
-            self._plan.link.adapt(size, seconds, now, at_least=at_least)
+            seconds = reply.last_at - reply.first_at
+            self._plan.link.adapt(reply.first, sent.wire - reply.first, reply.waited, seconds, now)
         rows = self._plan.finish(sent, end)
         self._flight.drop()
         self._retried = False
