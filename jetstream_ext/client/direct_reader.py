@@ -142,7 +142,7 @@ def read_blocks(
     confirm: bool = False,
     min_seq: int | None = None,
     same_stream: bool = False,
-    allowed: bool = False,
+    allowed: bool | None = None,
     consumer: str | None = None,
 ) -> AsyncGenerator[Block, None]:
     """Yield the messages of a read as they come; see `RangeRead` for `timeout` and `DirectGet` for errors.
@@ -156,7 +156,7 @@ def read_blocks(
             current last sequence.
         min_seq: Wait until the leader has this sequence, and prove a range at least up to it.
         same_stream: With `confirm`, check at the end that the stream was not deleted and created again, if the user may ask.
-        allowed: The stream is known to allow direct gets.
+        allowed: Whether the stream allows direct gets, if that is known.
         consumer: The name that an observer is told; see `telemetry.Observer.begin`.
     """
     blocks = _read_blocks(context, stream, plan, timeout, confirm, min_seq, same_stream, allowed)
@@ -202,17 +202,19 @@ async def _read_blocks(
     confirm: bool = False,
     min_seq: int | None = None,
     same_stream: bool = False,
-    allowed: bool = False,
+    allowed: bool | None = None,
 ) -> AsyncGenerator[Block, None]:
     loop, connection = asyncio.get_running_loop(), context.connection
     state = await _pinned(context, stream, plan, timeout, confirm, min_seq, same_stream)
+    if state is not None:
+        allowed = bool(state.config.get("allow_direct"))
     plan.link = link_of(context)
     read = machine.RangeRead(
         stream,
         plan,
         timeout,
         pause=LAG_PAUSE,
-        allowed=allowed or (state is not None and bool(state.config.get("allow_direct"))),
+        allowed=allowed,
         server_version=connection.server_version,
     )
     api = f"{context.prefix}.DIRECT.GET.{stream}"

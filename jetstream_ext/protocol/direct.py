@@ -666,5 +666,7 @@ def decode_single(stream: str, frame: Frame, server_version: str = "", request: 
         time_ns = h.parse_time_ns(h.line_value(row[h.ROW_TIME]))
     except ResponseError as error:
         raise malformed(stream, f"message {seq}", error) from None
+    if request is not None and request.next_by_subj is None and seq != (request.seq or seq):
+        raise malformed(stream, "a direct-get reply", f"it has message {seq} instead of {request.seq}", header)
     responder = h.line_value(row[h.ROW_STREAM]).decode("utf-8", "replace")
     return StoredMsg.single(responder, row[h.ROW_SUBJECT], seq, payload, row[h.ROW_STORED], time_ns)

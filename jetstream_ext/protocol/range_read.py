@@ -148,7 +148,8 @@ class RangeRead:
             half of it, a request without an answer is repeated, and both replies are awaited.
         pause: Seconds, at most, between two requests while responders lag or do not answer, and to wait for the end of a
             reply whose messages have all arrived.
-        allowed: The stream is known to allow direct gets, so that a first answer without a responder ends nothing.
+        allowed: Whether the stream allows direct gets, if that is known. If it does, a first answer without a responder ends
+            nothing. If it does not, no replica will answer.
         server_version: The connected server's version, for errors.
     """
 
@@ -159,7 +160,7 @@ class RangeRead:
         timeout: float,
         *,
         pause: float,
-        allowed: bool = False,
+        allowed: bool | None = None,
         server_version: str = "",
     ) -> None:
         self.state: State = READING
@@ -168,14 +169,16 @@ class RangeRead:
         self._plan = plan
         self._timeout = timeout
         self._pause = pause
-        self._allowed = allowed  # or a responder has answered
+        self._answered = bool(allowed)
+        self._only_mirrors = allowed is False
         self._flight = Flight(stream, plan, timeout, pause, server_version)
         self._rows: Block | None = None
         self._timer: float | None = None
         self._give_up_at: float | None = None  # unless a row comes
         self._next_pause = _FIRST_PAUSE
         self._mirror = ""  # the mirror that has answered since the last row
-        self._retried = False  # an interruption, or a silence, at this place
+        self._retried = False  # an interruption at this place
+        self._repeated = False  # a request, since the last complete reply
 
     def next_action(self, now: float) -> Action:
         flight, plan = self._flight, self._plan
@@ -235,7 +238,11 @@ class RangeRead:
     def leader_answered(self, found: StoredMsg | None, last_seq: int, now: float) -> None:
         """Take the message that the leader has, if any, and the leader's last sequence."""
         plan = self._plan
-        plan.learn(found, last_seq)
+        try:
+            plan.learn(found, last_seq)
+        except JetStreamExtError as error:
+            self._happen(Input.FAILED, error)
+            return
         if plan.behind:
             self._behind(now)
         elif plan.question is not None:
@@ -267,9 +274,9 @@ class RangeRead:
 
     def _repeat(self) -> None:
         """Ask once more for what a silent reply lacks: its server may have died. Whichever comes first then counts."""
-        if self._retried:
+        if self._repeated:
             return
-        self._retried = True
+        self._repeated = True
         late = tuple(self._plan.in_flight)
         self._plan.retry()
         if self._plan.done:
@@ -308,7 +315,7 @@ class RangeRead:
             "read, with a smaller max_bytes if the server closes connections that read so much (max_pending)"
         )
         error = reply.error or MessagesLostError(text, expected=reply.decoder.last_seq)
-        give_up = self._patience_ends(now) if reply.unsent else self._retried and not less
+        give_up = self._patience_ends(now) if reply.unsent else (self._retried or self._repeated) and not less
         self._flight.clear()
         self._plan.retry()
         self._flight.drop()
@@ -321,7 +328,7 @@ class RangeRead:
         try:
             block = decoder.feed(frames)
             pending = block.pending(-1) if block.seqs else 0
-            self._allowed |= bool(block.seqs)
+            self._answered |= bool(block.seqs)
             if plan.proved and block.seqs and block.stream != self._stream:
                 self._ask_again(Input.MIRROR, now, block.stream)
                 return
@@ -344,7 +351,7 @@ class RangeRead:
             self._plan.link.adapt(reply.first, sent.wire - reply.first, reply.waited, seconds, now)
         rows = self._plan.finish(sent, end)
         self._flight.drop()
-        self._retried = False
+        self._repeated = False
         if rows is not None and rows.seqs:
             self._progress(rows)
         if self._plan.behind:
@@ -363,7 +370,7 @@ class RangeRead:
         self._plan.retry()
         self._flight.drop()
         self._mirror = mirror or self._mirror
-        give_up = self._patience_ends(now) or not (self._allowed or error is None)
+        give_up = self._patience_ends(now) or not (self._answered or error is None) or bool(mirror and self._only_mirrors)
         self._happen(
             event, error or self._not_proved(), f"mirror {mirror!r} answers" if mirror else "", give_up=give_up
         )

@@ -19,9 +19,10 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Final
 
+from jetstream_ext.errors import ResponseError
 from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, StoredMsg
 from jetstream_ext.protocol.link import Group, Link
-from jetstream_ext.protocol.subjects import NOT_INDEXED, SubjectMatcher, filter_for
+from jetstream_ext.protocol.subjects import NOT_INDEXED, SubjectMatcher, can_be_asked_for, filter_for
 
 FIRST_BATCH: Final = 1_000
 MAX_BATCH: Final = 16_000
@@ -172,6 +173,8 @@ class RangePlan(Plan):
         return NextMessage(Request(seq=self.position + 1, next_by_subj=self.subject or ">"))
 
     def learn(self, found: StoredMsg | None, last_seq: int) -> None:
+        if found is not None and found.seq <= self.position:
+            raise ResponseError(f"the leader sent message {found.seq} of stream {found.stream!r} as the next one after {self.position}")
         later = found is None or found.seq > self._prove_to
         if later or (self._up_to_ns is not None and found is not None and found.time_ns > self._up_to_ns):
             self._prove_to = 0
@@ -380,32 +383,40 @@ class MultiLast(Plan):
         [matches] = self._filters.mask([witness.replace("\ufffd", "\udcff").encode("utf-8", "surrogateescape")])
         return matches
 
+    def _can_be_witness(self, subject: str) -> bool:
+        """Whether a request can name a message's subject, or has to because a filter matches it."""
+        if NOT_INDEXED in subject:  # it is in no reply to a request with filters
+            return False
+        unsure = any("\ufffd" in each for each in self._request.multi_last or ())
+        return can_be_asked_for(subject) or unsure or self._matches(subject)
+
     def _end(self) -> None:
         self._question = None
         self._finish_early(EndOfBatch(self._pending, self._last, self.point, found=bool(self._rows)))
 
     def learn(self, found: StoredMsg | None, last_seq: int) -> None:
         question, self._question = self._question, None
+        passed = found is not None and not self._can_be_witness(found.subject)
         if self._step is _Step.NOW:
             if found is None:
-                self.point = last_seq
+                self.point = self._need
                 self._end()
+            elif passed:
+                self._question = NextMessage(Request(seq=found.seq + 1, next_by_subj=">"))
             else:
                 self._witness = found.seq, found.subject
             return
         assert isinstance(question, NewestMessage)
-        if found is not None and NOT_INDEXED in found.subject:  # it is in no reply to a request with filters
+        if found is not None and passed and found.seq > self._cursor + 1:
             self._question = NewestMessage(found.seq - 1)
-        elif found is None or found.seq <= self._cursor:  # what followed has been removed
-            self.point = self.point if self._rows else min(question.seq, last_seq)
+        elif found is None or passed or found.seq <= self._cursor:  # what followed has been removed
+            self.point = self.point if self._rows else min(question.seq, last_seq or question.seq)
             self._pending = 0
             self._end()
         else:
-            before, self._witness = self._witness, (found.seq, found.subject)
-            if before == self._witness:
-                self.behind = f"message {found.seq}"
-            if not self._rows:
-                self.point = found.seq
+            self.behind = f"message {found.seq}" if found.seq == self._witness[0] else ""
+            self._witness = found.seq, found.subject
+            self.point = self.point if self._rows else found.seq
 
     def pin(self, seq: int) -> None:
         """Read what was stored up to a sequence, and not up to a time."""

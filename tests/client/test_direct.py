@@ -12,6 +12,7 @@ import pytest
 from client_cells import each
 from nats.aio.client import Client
 from nats.js import JetStreamContext
+from nats.js.errors import NotFoundError
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
@@ -217,7 +218,7 @@ class TestRefusals:
 
     async def test_a_failed_read_cannot_be_continued(self, js: JetStreamContext) -> None:
         scan = jsx.DirectGet(js, "NO_SUCH_STREAM").scan()
-        with pytest.raises(errors.DirectGetDisabledError):
+        with pytest.raises(NotFoundError):
             await scan.to_list()
         with pytest.raises(errors.JetStreamExtError, match="cannot be continued"):
             await scan.to_list()

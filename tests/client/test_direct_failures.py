@@ -99,6 +99,7 @@ async def fake(
 ) -> AsyncIterator[Responder]:
     responder = Responder(nc, stream_name(), pass_time)
     responder.ready = asyncio.Event()
+    await nc.jetstream().add_stream(name=responder.stream)  # its servers answer no direct gets
     task = asyncio.create_task(responder.serve(server))
     async with asyncio.timeout(30):
         await responder.ready.wait()
@@ -193,7 +194,7 @@ class TestMalformedReplies:
     async def test_a_repeated_answer_ends_the_read(self, fake: Responder, direct: jsx.DirectGet) -> None:
         fake.answers = [lambda _: [row(1, 0, 8), row(2, 1, 7), end(2, 7)]]
         for read in (direct.scan(batch=2, prefetch=1), direct.multi_last(["a"], up_to_seq=2)):
-            with pytest.raises(errors.ResponseError, match=r"increase after [12]"):
+            with pytest.raises(errors.ResponseError, match=r"increase after 2|message 1 instead of 2"):
                 await read.to_list()
         with pytest.raises(errors.ResponseError, match="increase after 4"):
             await direct.batch(2, seq=5).to_list()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from client_cells import each
 from nats.js import JetStreamContext
+from nats.js.errors import NotFoundError
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
@@ -333,7 +334,11 @@ class TestRefusals:
     ) -> None:  # fmt: skip
         name = "NONE" if missing == "stream" else await make(allow_direct=False)
         async with asyncio.timeout(20):
-            with pytest.raises(errors.DirectGetDisabledError, match=rf"{name}.*allow_direct") as caught:
-                await read(jsx.DirectGet(js, name, timeout=60))
-        assert caught.value.stream == name
+            if missing == "stream":
+                with pytest.raises(NotFoundError, match=f"stream '{name}' does not exist"):
+                    await read(jsx.DirectGet(js, name, timeout=60))
+            else:
+                with pytest.raises(errors.DirectGetDisabledError, match=rf"{name}.*allow_direct") as caught:
+                    await read(jsx.DirectGet(js, name, timeout=60))
+                assert caught.value.stream == name
         await leak_check.assert_clean()

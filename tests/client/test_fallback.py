@@ -13,6 +13,7 @@ import pytest
 from client_cells import each
 from nats.aio.client import Client
 from nats.js import JetStreamContext
+from nats.js.errors import NotFoundError
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
@@ -65,9 +66,9 @@ async def test_it_warns_once_per_connection(server: NatsServer) -> None:
             js = nc.jetstream()
             direct = jsx.DirectGet(js, "NO_SUCH_STREAM")
             for _ in range(3):
-                with pytest.raises(errors.DirectGetDisabledError):
+                with pytest.raises(NotFoundError):
                     await direct.get(1)
-            with pytest.raises(errors.DirectGetDisabledError):
+            with pytest.raises(NotFoundError):
                 await jsx.DirectGet(js, "NO_OTHER").get(1)
         assert [(warning.category, "several times slower" in str(warning.message)) for warning in caught] == [
             (RuntimeWarning, True)
