@@ -21,6 +21,7 @@ from jetstream_ext.errors import (
     DirectGetDisabledError,
     ErrorCode,
     MessagesLostError,
+    MirrorAnswersError,
     PositionLostError,
     RequestTimeoutError,
     ServerError,
@@ -67,8 +68,8 @@ def has_no_leader(error: Exception) -> bool:
 
 
 def is_transient_read(error: BaseException) -> bool:
-    """As `is_transient`, for direct gets from a stream that allows them: then an answer of none means that all are away."""
-    return is_transient(error) or isinstance(error, DirectGetDisabledError)
+    """As `is_transient`, for direct gets from a stream that allows them: then all replicas are away if none answers."""
+    return is_transient(error) or isinstance(error, DirectGetDisabledError | MirrorAnswersError)
 
 
 def is_not_closed(error: BaseException) -> bool:

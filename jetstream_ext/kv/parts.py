@@ -201,7 +201,6 @@ class _RangeReader:
         self._point = point
         self._subjects = bucket.subjects(wanted)
         self._source = bucket.reader(point.revision)
-        self._source.before = point.state
         self._read: array[int] | None = array("q") if remember else None  # the hashes of the keys
         self._expires = False  # whether a message showed that messages have TTLs of their own
 

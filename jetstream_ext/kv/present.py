@@ -54,9 +54,7 @@ def is_deep(state: StreamState) -> bool:
 
 def proved_reader(source: KeyedStream, state: StreamState, *, need: int | None = None) -> ProvedReader:
     """Return proved reads of what the stream had in a state, or has now; or of what it had at a sequence `need`."""
-    reader = source.reader(state.last_seq if need is None else need)
-    reader.before = state
-    return reader
+    return source.reader(state.last_seq if need is None else need)
 
 
 class LimitsChangedError(Exception):

@@ -10,7 +10,6 @@ from typing import Final
 
 from jetstream_ext.client.api import (
     Api,
-    check_same_stream,
     gather_bounded,
     get_at_leader,
     malformed_as_error,
@@ -19,7 +18,7 @@ from jetstream_ext.client.api import (
 )
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import link_of, read_blocks
-from jetstream_ext.errors import MirrorAnswersError, RequestTimeoutError, TooManySubjectsError
+from jetstream_ext.errors import RequestTimeoutError, TooManySubjectsError
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, StoredMsg
 from jetstream_ext.protocol.headers import BATCH_ID, decode_stored, is_inside_batch
@@ -83,9 +82,6 @@ class ProvedReader:
         self._timeout = timeout
         self._need = need
         self._what = what or f"stream {stream!r}"
-        self.before: StreamState | None = None
-        """A state of the stream from before the reads. Then a stream that was deleted and created again since is a
-        StreamRecreatedError, and no responder that never catches up."""
         self.replies: int = 0
         """How many answers were read. Those of one reply are all of the stream that has the name at that moment."""
         self.end: StreamState = StreamState(stream, "", {})
@@ -139,7 +135,7 @@ class ProvedReader:
             return
         plan = Scan(subject=subject, seq=first, up_to_seq=last, max_bytes=DEFAULT_MAX_BYTES)
         plan.prove(last)
-        async with contextlib.aclosing(self._blocks(plan)) as blocks:
+        async with self._blocks(plan) as blocks:
             async for block in blocks:
                 self.replies += 1
                 yield block
@@ -246,24 +242,16 @@ class ProvedReader:
 
     async def _joined(self, plan: Plan) -> Block:
         joined = Block()
-        async with contextlib.aclosing(self._blocks(plan)) as blocks:
+        async with self._blocks(plan) as blocks:
             async for block in blocks:
                 joined.stream = block.stream
                 joined.extend(block)
         self.replies += 1
         return joined
 
-    async def _blocks(self, plan: Plan) -> AsyncGenerator[Block, None]:
-        try:
-            # A stream that does not allow direct gets is refused before.
-            reading = read_blocks(self._context, self._stream, plan, self._timeout, allowed=True)
-            async with contextlib.aclosing(reading) as blocks:
-                async for block in blocks:
-                    yield block
-        except (RequestTimeoutError, MirrorAnswersError):
-            if self.before is not None:
-                await check_same_stream(self._context, self.before, timeout=self._timeout)
-            raise
+    def _blocks(self, plan: Plan) -> contextlib.aclosing[AsyncGenerator[Block, None]]:
+        # A stream that does not allow direct gets is refused before.
+        return contextlib.aclosing(read_blocks(self._context, self._stream, plan, self._timeout, allowed=True))
 
     async def _at_leader(self, request: Request) -> StoredMsg | None:
         return await get_at_leader(self._context, self._stream, request.body(), self._timeout)

@@ -169,8 +169,8 @@ class RangeRead:
         self._plan = plan
         self._timeout = timeout
         self._pause = pause
+        self._allowed = allowed
         self._answered = bool(allowed)
-        self._only_mirrors = allowed is False
         self._flight = Flight(stream, plan, timeout, pause, server_version)
         self._rows: Block | None = None
         self._timer: float | None = None
@@ -340,7 +340,9 @@ class RangeRead:
             elif decoder.end is not None:
                 self._finish(sent, reply, decoder.end, now)
         except DirectGetDisabledError as error:
-            self._ask_again(Input.NO_RESPONDER, now, error=error)
+            tried = f"no replica answers direct gets (tried for {self._timeout:.4g} s)"
+            late = RequestTimeoutError(f"{self._source}: {tried}") if self._allowed else error
+            self._ask_again(Input.NO_RESPONDER, now, error=late)
         except JetStreamExtError as error:
             self._happen(Input.REFUSED, error)
 
@@ -370,7 +372,8 @@ class RangeRead:
         self._plan.retry()
         self._flight.drop()
         self._mirror = mirror or self._mirror
-        give_up = self._patience_ends(now) or not (self._answered or error is None) or bool(mirror and self._only_mirrors)
+        hopeless = self._allowed is False if mirror else error is not None and not self._answered
+        give_up = self._patience_ends(now) or hopeless
         self._happen(
             event, error or self._not_proved(), f"mirror {mirror!r} answers" if mirror else "", give_up=give_up
         )

@@ -174,7 +174,9 @@ class RangePlan(Plan):
 
     def learn(self, found: StoredMsg | None, last_seq: int) -> None:
         if found is not None and found.seq <= self.position:
-            raise ResponseError(f"the leader sent message {found.seq} of stream {found.stream!r} as the next one after {self.position}")
+            raise ResponseError(
+                f"the leader sent message {found.seq} of stream {found.stream!r} as the next one after {self.position}"
+            )
         later = found is None or found.seq > self._prove_to
         if later or (self._up_to_ns is not None and found is not None and found.time_ns > self._up_to_ns):
             self._prove_to = 0

@@ -33,7 +33,6 @@ from jetstream_ext.protocol.direct import Block
 from jetstream_ext.protocol.subjects import can_be_asked_for
 from jetstream_ext.spark.buckets import bucket_state, check_bucket, record_batches
 from jetstream_ext.spark.connection import connected, run_on_driver
-from jetstream_ext.spark.offsets import identity
 from jetstream_ext.spark.options import FeedOptions
 from jetstream_ext.spark.planning import state_of
 from jetstream_ext.spark.ranges import SequenceRange
@@ -130,7 +129,6 @@ async def _newest_rows(
     if state is None:
         return
     key_of, source = bucket.subjects().key_of, bucket.reader(part.snapshot)
-    source.before = identity(part.stream, part.created, part.ends)
     every_message_decides = has_no_older_values(state)
     unnamed: dict[str, Row] = {}  # the newest rows of keys that no request can name
     async with aclosing(_messages(bucket, options, part)) as blocks:

@@ -82,8 +82,21 @@ def test_blocks_from_the_wire_and_the_leaders_messages_are_the_same(data: st.Dat
             st.sampled_from([{}, {}, {"Nats_TTL": "1"}, {"KV_Operation": "DEL"}, {"Nats_Subject": "x"}])
         )
         messages.append(put(seq, key, data.draw(st.binary(max_size=4)), **headers))
-    block = Block.of(messages, 0)
-    block.from_leader = False
+    block = Block("KV_B")
+    for message in messages:
+        last = b"%d" % (block.seqs[-1] if block.seqs else 0)
+        time = format_time_ns(message.time_ns).encode()
+        fields = (b"Stream: KV_B", b"Subject: " + message.raw_subject, b"Sequence: %d" % message.seq, b"Time-Stamp: " + time,
+                  b"Num-Pending: 0", b"Last-Sequence: " + last)  # fmt: skip
+        header = (
+            (message.stored_lines or b"NATS/1.0")
+            + b"\r\n"
+            + b"".join(b"Nats-%b\r\n" % field for field in fields)
+            + b"\r\n"
+        )
+        block.seqs.append(message.seq)
+        block.bodies.append(header + message.data)
+        block.header_sizes.append(len(header))
     times = [format_time_ns(message.time_ns).encode() for message in messages]
     columns = block.plain_columns()
     assert columns is None or columns == ([message.subject for message in messages], times)
