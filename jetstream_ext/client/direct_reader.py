@@ -342,7 +342,7 @@ async def _explained(context: Context, stream: str, failure: Exception, subjects
 
 
 async def skip_malformed(blocks: AsyncGenerator[Block, None]) -> AsyncGenerator[Block, None]:
-    """Yield `blocks` without the messages that `StoredMsg.check` refuses; log a warning for each of those."""
+    """Yield `blocks` without the messages whose time is malformed; log a warning for each of those."""
     async with aclosing(blocks):
         async for block in blocks:
             for error in block.drop_malformed():

@@ -11,7 +11,7 @@ from nats.js.api import Header
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import read_blocks
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.protocol.direct import StoredMsg, stored_block
 from jetstream_ext.protocol.headers import decode_stored
 from jetstream_ext.protocol.loss import only_a_rollup, were_replaced
 from jetstream_ext.protocol.reads import Scan
@@ -55,7 +55,7 @@ async def _has_rollup(context: Context, before: StreamState, state: StreamState,
     def is_rollup(message: StoredMsg) -> bool:
         if message.seq == before.last_seq and not before.origin and before.now - message.time > _ROLLUP_TAKES:
             return False  # what it replaces had been removed before
-        return Header.ROLLUP.value in decode_stored(message.stored_lines)
+        return Header.ROLLUP.value in decode_stored(stored_block(message))
 
     plan = Scan(seq=before.last_seq, max_bytes=_REQUEST_BYTES)
     async with contextlib.aclosing(read_blocks(context, state.name, plan, timeout, confirm=True)) as blocks:

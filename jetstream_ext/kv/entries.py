@@ -15,7 +15,7 @@ from nats.js.errors import InvalidKeyError
 from nats.js.kv import KV_DEL, KV_OP, KV_PURGE, MSG_ROLLUP_SUBJECT
 
 from jetstream_ext.errors import ResponseError
-from jetstream_ext.protocol.direct import Block, StoredMsg
+from jetstream_ext.protocol.direct import Block, StoredMsg, stored_block
 from jetstream_ext.protocol.headers import (
     MSG_TTL,
     ROW_STORED,
@@ -150,7 +150,7 @@ Row = tuple[int, str, bytes, Mapping[str, str], datetime]
 def row_of(message: StoredMsg) -> Row:
     """Return a message as a row: one of a known subject, or one of the leader's, which may raise ResponseError."""
     _check_known(message)
-    return message.seq, message.subject, message.data, decode_stored(message.stored_lines), message.time
+    return message.seq, message.subject, message.data, decode_stored(stored_block(message)), message.time
 
 
 def rows_of(block: Block | Sequence[StoredMsg]) -> Iterator[Row]:
@@ -235,7 +235,7 @@ def _columns(
             [message.seq for message in found],
             [message.data for message in found],
             [format_time_ns(message.time_ns).encode() for message in found],
-            [message.stored_lines for message in found],
+            [stored_block(message) for message in found],
         )
     names: list[str] = []
     times: list[bytes] = []

@@ -31,7 +31,7 @@ from jetstream_ext.kv.keyed_stream import KeyedStream
 from jetstream_ext.kv.limits import limits_of
 from jetstream_ext.kv.proved_read import Answer, ProvedReader
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.direct import Block, StoredMsg
+from jetstream_ext.protocol.direct import Block, StoredMsg, stored_block
 from jetstream_ext.protocol.headers import is_inside_batch
 from jetstream_ext.protocol.subjects import can_be_asked_for, is_literal, matcher
 from jetstream_ext.protocol.table import Content, Update, each
@@ -120,7 +120,7 @@ async def read_now(
     if answer is not None:
         take(answer.block)
         newest = answer.block.message(-1) if len(answer.block) else None
-        if newest is not None and newest.seq >= answer.up_to_seq and is_inside_batch(newest.stored_lines):
+        if newest is not None and newest.seq >= answer.up_to_seq and is_inside_batch(stored_block(newest)):
             answer, log_from = None, newest.seq  # the rest of the batch may just be being stored
     else:
         names = None

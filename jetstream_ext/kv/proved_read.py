@@ -20,7 +20,7 @@ from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import link_of, read_blocks
 from jetstream_ext.errors import RequestTimeoutError, TooManySubjectsError
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, StoredMsg
+from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, StoredMsg, stored_block
 from jetstream_ext.protocol.headers import BATCH_ID, decode_stored, is_inside_batch
 from jetstream_ext.protocol.numbers import json_number
 from jetstream_ext.protocol.reads import MultiLast, OneReply, Plan, Scan
@@ -39,7 +39,7 @@ _SLOWER: Final = 0.9
 
 
 def _batch_id(message: StoredMsg) -> str | None:
-    return decode_stored(message.stored_lines).get(BATCH_ID)
+    return decode_stored(stored_block(message)).get(BATCH_ID)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class ProvedReader:
                 start, until = (position, leader), loop.time() + self._timeout / 2
         if newest is None and position:
             last = await self._at_leader(Request(seq=position))
-            if last is not None and is_inside_batch(last.stored_lines) and await self._is_followed(last):
+            if last is not None and is_inside_batch(stored_block(last)) and await self._is_followed(last):
                 return await self.catch_up(position, take)
         return newest
 
@@ -191,7 +191,7 @@ class ProvedReader:
             if len(piece):
                 last = piece.last
                 position = last.seq
-                piece = Piece(found, whole=not is_inside_batch(last.stored_lines))
+                piece = Piece(found, whole=not is_inside_batch(stored_block(last)))
                 if more or (not piece.whole and await self._is_followed(last, subject)):
                     yield piece
                     continue
@@ -234,7 +234,7 @@ class ProvedReader:
                 after = Request(seq=last.seq + 1, next_by_subj=subject or ">")
                 if await self._at_leader(after) is not None:
                     return True
-                if newest is not None and not (is_inside_batch(newest.stored_lines) and _batch_id(newest) == batch):
+                if newest is not None and not (is_inside_batch(stored_block(newest)) and _batch_id(newest) == batch):
                     return False
             await asyncio.sleep(pause)
             pause *= 2

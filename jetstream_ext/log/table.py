@@ -11,7 +11,7 @@ from nats.js import JetStreamContext
 
 from jetstream_ext.kv.keyed_stream import KeyedStream
 from jetstream_ext.kv.live import Live, LiveMapping
-from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.protocol.direct import StoredMsg, single_message
 from jetstream_ext.protocol.headers import parse_time_ns
 from jetstream_ext.protocol.options import check_list
 from jetstream_ext.protocol.subjects import check_filter, check_name
@@ -96,7 +96,7 @@ class Table(LiveMapping[StoredMsg, MessageChange]):
 
 def _message_of(stream: str, subject: str, record: Record) -> StoredMsg:
     seq, data, time, stored = record
-    return StoredMsg.single(stream, subject.encode("utf-8", "surrogateescape"), seq, data, stored, parse_time_ns(time))
+    return single_message(stream, subject.encode("utf-8", "surrogateescape"), seq, data, stored, parse_time_ns(time))
 
 
 def _change_of(stream: str, change: Change) -> MessageChange:

@@ -23,7 +23,7 @@ from jetstream_ext.errors import (
 )
 from jetstream_ext.protocol import advice
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.protocol.direct import StoredMsg, single_message
 from jetstream_ext.protocol.feature_table import DIRECT_BATCH
 from jetstream_ext.protocol.numbers import json_int64, json_number, json_text, parse_number
 from jetstream_ext.protocol.subjects import covers, overlap
@@ -418,7 +418,7 @@ def parse_message(stream: str, answer: Mapping[str, Any]) -> StoredMsg:
     with parsing(f"the server's answer about a message of stream {stream!r}"):
         found = answer["message"]
         block = base64.b64decode(found["hdrs"], validate=True) if found.get("hdrs") else b""
-        return StoredMsg.single(
+        return single_message(
             stream,
             json_text(found["subject"], "subject").encode(),
             json_number(found["seq"], "seq", low=1),

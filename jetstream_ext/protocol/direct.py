@@ -129,36 +129,6 @@ class StoredMsg:
         self._num_pending = num_pending
         self._last_seq = last_seq
 
-    @classmethod
-    def single(
-        cls,
-        stream: str,
-        subject: bytes,
-        seq: int,
-        data: bytes,
-        stored: bytes,
-        time_ns: int,
-        num_pending: int | None = None,
-        last_seq: int | None = None,
-    ) -> StoredMsg:
-        """Return a message that came alone; `stored` is as in `headers.ROW_STORED`."""
-        self = cls(
-            stream=stream, subject="", seq=seq, data=data, time_ns=time_ns, num_pending=num_pending, last_seq=last_seq
-        )
-        self._subject, self._stored = subject, stored
-        return self
-
-    @classmethod
-    def from_wire(cls, stream: str, seq: int, body: bytes, header_size: int) -> StoredMsg:
-        """Return a message of a batched direct-get reply; `body` is its header block and its payload."""
-        self = object.__new__(cls)
-        self._stream = stream
-        self._seq = seq
-        self._body = body
-        self._header_size = header_size
-        self._lines = None
-        return self
-
     def _row(self) -> list[bytes]:
         lines = self._lines
         if lines is None:
@@ -178,10 +148,6 @@ class StoredMsg:
             return h.line_number(self._row()[place])
         except ResponseError as error:
             raise self._malformed(error) from None
-
-    def check(self) -> None:
-        """Raise ResponseError if the server's lines cannot be read: the time is malformed, or one is missing."""
-        _ = self.time_ns
 
     @property
     def stream(self) -> str:
@@ -204,22 +170,21 @@ class StoredMsg:
         return self._body[self._header_size :]
 
     @property
-    def stored_lines(self) -> bytes:
-        """The stored headers as `headers.ROW_STORED` has them."""
+    def _stored_block(self) -> bytes:
         return self._row()[h.ROW_STORED] if self._header_size else self._stored
 
     @property
     def headers(self) -> dict[str, str]:
-        stored = self.stored_lines
+        stored = self._stored_block
         return dict(h.copied_pairs(stored)) if stored else {}
 
     @property
     def header_pairs(self) -> list[tuple[str, str]]:
-        return h.copied_pairs(self.stored_lines)
+        return h.copied_pairs(self._stored_block)
 
     @property
     def raw_headers(self) -> list[tuple[bytes, bytes]]:
-        return h.raw_pairs(self.stored_lines)
+        return h.raw_pairs(self._stored_block)
 
     @property
     def time_ns(self) -> int:
@@ -253,17 +218,6 @@ class StoredMsg:
             return self._last_seq
         return self._number(h.ROW_LAST)
 
-    @property
-    def size(self) -> int:
-        """Its bytes as servers count them for ``max_bytes``: subject, header block and payload."""
-        stored = self.stored_lines
-        return (
-            len(self.raw_subject)
-            + (len(stored) + len(b"\r\n\r\n") if stored else 0)
-            + len(self._body)
-            - self._header_size
-        )
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, StoredMsg):
             return NotImplemented
@@ -277,11 +231,56 @@ class StoredMsg:
 
     def __reduce__(self) -> tuple[object, ...]:
         counts = self.num_pending, self.last_seq
-        own = self._stream, self.raw_subject, self._seq, self.data, self.stored_lines, self.time_ns
-        return StoredMsg.single, (*own, *counts)
+        own = self._stream, self.raw_subject, self._seq, self.data, self._stored_block, self.time_ns
+        return single_message, (*own, *counts)
 
 
 _SHOWN: Final = ("stream", "subject", "seq", "data", "headers", "time_ns", "num_pending", "last_seq")
+
+
+def single_message(
+    stream: str,
+    subject: bytes,
+    seq: int,
+    data: bytes,
+    stored: bytes,
+    time_ns: int,
+    num_pending: int | None = None,
+    last_seq: int | None = None,
+) -> StoredMsg:
+    """Return a message that came alone; `stored` is as in `headers.ROW_STORED`."""
+    message = StoredMsg(
+        stream=stream, subject="", seq=seq, data=data, time_ns=time_ns, num_pending=num_pending, last_seq=last_seq
+    )
+    message._subject, message._stored = subject, stored
+    return message
+
+
+def batch_message(stream: str, seq: int, body: bytes, header_size: int) -> StoredMsg:
+    """Return a message of a batched reply; `body` is its header block and its payload."""
+    message = object.__new__(StoredMsg)
+    message._stream = stream
+    message._seq = seq
+    message._body = body
+    message._header_size = header_size
+    message._lines = None
+    return message
+
+
+def _check(message: StoredMsg) -> None:
+    """Raise ResponseError if the server's lines cannot be read: the time is malformed, or one is missing."""
+    _ = message.time_ns
+
+
+def stored_block(message: StoredMsg) -> bytes:
+    """Return the stored headers as `headers.ROW_STORED` has them."""
+    return message._stored_block
+
+
+def size_of(message: StoredMsg) -> int:
+    """Return a message's bytes as servers count them for ``max_bytes``: subject, header block and payload."""
+    stored = message._stored_block
+    return len(message.raw_subject) + (len(stored) + len(b"\r\n\r\n") if stored else 0) + len(message.data)
 
 
 @dataclass(slots=True)
@@ -386,17 +385,17 @@ class Block:
         return pending
 
     def check(self) -> None:
-        """Raise ResponseError for the first message that `StoredMsg.check` refuses."""
+        """Raise ResponseError for the first message whose lines of the server cannot be read."""
         for message in self.messages():
-            message.check()
+            _check(message)
 
     def drop_malformed(self) -> list[ResponseError]:
-        """Drop the messages that `StoredMsg.check` refuses; return the errors."""
+        """Drop the messages whose lines of the server cannot be read; return the errors."""
         errors: list[ResponseError] = []
 
         def is_good(message: StoredMsg) -> bool:
             try:
-                message.check()
+                _check(message)
             except ResponseError as error:
                 errors.append(error)
                 return False
@@ -406,10 +405,10 @@ class Block:
         return errors
 
     def message(self, index: int) -> StoredMsg:
-        return StoredMsg.from_wire(self.stream, self.seqs[index], self.bodies[index], self.header_sizes[index])
+        return batch_message(self.stream, self.seqs[index], self.bodies[index], self.header_sizes[index])
 
     def messages(self) -> Iterator[StoredMsg]:
-        return map(StoredMsg.from_wire, repeat(self.stream), self.seqs, self.bodies, self.header_sizes)
+        return map(batch_message, repeat(self.stream), self.seqs, self.bodies, self.header_sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -672,4 +671,4 @@ def decode_single(stream: str, frame: Frame, server_version: str = "", request: 
     if request is not None and request.next_by_subj is None and seq != (request.seq or seq):
         raise malformed(stream, "a direct-get reply", f"it has message {seq} instead of {request.seq}", header)
     responder = h.line_value(row[h.ROW_STREAM]).decode("utf-8", "replace")
-    return StoredMsg.single(responder, row[h.ROW_SUBJECT], seq, payload, row[h.ROW_STORED], time_ns)
+    return single_message(responder, row[h.ROW_SUBJECT], seq, payload, row[h.ROW_STORED], time_ns)

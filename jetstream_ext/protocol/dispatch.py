@@ -23,7 +23,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final, NamedTuple
 
-from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.protocol.direct import StoredMsg, size_of
 
 TURN_MESSAGES: Final = 4096
 TURN_READS: Final = 32
@@ -217,7 +217,7 @@ class Dispatcher:
                 del reached[number]
                 continue
             queue.append(message)
-            it.size += message.size
+            it.size += size_of(message)
             note(number)
         return given
 
@@ -235,7 +235,7 @@ class Dispatcher:
             self._with_messages.pop(partition, None)
         else:
             taken = [queue.popleft() for _ in range(max_messages)]
-            it.size -= sum([message.size for message in taken])
+            it.size -= sum([size_of(message) for message in taken])
         if it.is_full and 2 * len(queue) <= self._buffer and 2 * it.size <= self._buffer_bytes:
             it.is_full = False
             self._call_wake()

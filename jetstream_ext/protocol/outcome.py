@@ -28,7 +28,7 @@ from jetstream_ext.errors import ErrorCode, ResponseError, ServerError, Status
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import StreamState, recreated
 from jetstream_ext.protocol.atomic_wire import answering_stream, read_reply
-from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.protocol.direct import StoredMsg, stored_block
 from jetstream_ext.protocol.numbers import parse_number
 
 # After these refusals of the fence's first message the server does not have the batch.
@@ -91,7 +91,7 @@ class Batch(Write):
 
     def place(self, message: StoredMsg) -> int:
         """Return the place of a message in the batch, from 1, or 0 if it is of another one, or of a schedule that has fired."""
-        stored = message.stored_lines
+        stored = stored_block(message)
         headers = h.decode_stored(stored)
         ours = headers.get(h.BATCH_ID) == self.batch_id and h.SCHEDULER not in stored
         number = parse_number(headers.get(h.BATCH_SEQUENCE, "")) if ours else None

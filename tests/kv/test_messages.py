@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jetstream_ext.kv.entries import KeyValueEntry, KeyValueSnapshot, Subjects, entry_of, ttl_of, updates_of
 from jetstream_ext.protocol import table
-from jetstream_ext.protocol.direct import Block, StoredMsg
+from jetstream_ext.protocol.direct import Block, StoredMsg, stored_block
 from jetstream_ext.protocol.headers import format_time_ns
 from jetstream_ext.protocol.subjects import matcher
 from jetstream_ext.protocol.table import Content
@@ -89,7 +89,7 @@ def test_blocks_from_the_wire_and_the_leaders_messages_are_the_same(data: st.Dat
         fields = (b"Stream: KV_B", b"Subject: " + message.raw_subject, b"Sequence: %d" % message.seq, b"Time-Stamp: " + time,
                   b"Num-Pending: 0", b"Last-Sequence: " + last)  # fmt: skip
         header = (
-            (message.stored_lines or b"NATS/1.0")
+            (stored_block(message) or b"NATS/1.0")
             + b"\r\n"
             + b"".join(b"Nats-%b\r\n" % field for field in fields)
             + b"\r\n"
@@ -100,5 +100,5 @@ def test_blocks_from_the_wire_and_the_leaders_messages_are_the_same(data: st.Dat
     times = [format_time_ns(message.time_ns).encode() for message in messages]
     columns = block.plain_columns()
     assert columns is None or columns == ([message.subject for message in messages], times)
-    assert (columns is None) == any(message.stored_lines for message in messages)
+    assert (columns is None) == any(stored_block(message) for message in messages)
     assert list(table.each(updates_of(block, ALL))) == updates_of(messages, ALL)

@@ -42,7 +42,7 @@ from jetstream_ext.protocol.atomic import AtomicBatchMachine
 from jetstream_ext.protocol.atomic import State as AtomicState
 from jetstream_ext.protocol.atomic_wire import read_reply
 from jetstream_ext.protocol.direct import Block as RowBlock
-from jetstream_ext.protocol.direct import ReplyDecoder, Request, StoredMsg, decode_single
+from jetstream_ext.protocol.direct import ReplyDecoder, Request, StoredMsg, decode_single, stored_block
 from jetstream_ext.protocol.fast import KEPT_REPORTS, FastBatch
 from jetstream_ext.protocol.fast import State as FastState
 from jetstream_ext.protocol.fast_window import LARGEST_FLOW
@@ -299,7 +299,7 @@ def same_columns(m: Mutator) -> int:
     require(in_range, "columns have what messages refuse")
     for row, message in zip(found.to_pylist(), messages, strict=True):
         pairs: dict[bytes, list[bytes]] = {}
-        for line in message.stored_lines.split(b"\r\n")[1:]:
+        for line in stored_block(message).split(b"\r\n")[1:]:
             name, colon, value = line.partition(b":")
             if colon and not h.is_instruction(name.strip().decode("utf-8", "replace")):
                 pairs.setdefault(name.strip(), []).append(value.strip())

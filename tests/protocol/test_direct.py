@@ -428,7 +428,7 @@ def test_header_pairs_have_every_value_in_order() -> None:
     block = lines + added + b"Nats-Num-Pending: 0\r\nNats-Last-Sequence: 0\r\n\r\n"
     pairs = [("X", "1"), ("Y", ""), ("X", "2")]
     one = direct.decode_single("S", raw(block, b"v"))
-    of_a_batch = direct.StoredMsg.from_wire("S", 1, block + b"v", len(block))
+    of_a_batch = direct.batch_message("S", 1, block + b"v", len(block))
     for message in (one, of_a_batch, pickle.loads(pickle.dumps(one)), pickle.loads(pickle.dumps(of_a_batch))):
         assert message.header_pairs == pairs
         assert message.headers == {"X": "2", "Y": ""}
@@ -442,7 +442,7 @@ def test_raw_headers_have_the_stored_bytes() -> None:
     added = b"Nats-Stream: S\r\nNats-Subject: s\r\nNats-Sequence: 1\r\nNats-Time-Stamp: %b\r\n" % TIME
     block = lines + added + b"Nats-Num-Pending: 0\r\nNats-Last-Sequence: 0\r\n\r\n"
     one = direct.decode_single("S", raw(block, b"v"))
-    of_a_batch = direct.StoredMsg.from_wire("S", 1, block + b"v", len(block))
+    of_a_batch = direct.batch_message("S", 1, block + b"v", len(block))
     from_the_leader = direct.Block.of([one], 0).message(0)
     for message in (
         one,

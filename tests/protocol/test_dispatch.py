@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetstream_ext.errors import BadSubjectError
-from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.protocol.direct import StoredMsg, single_message
 from jetstream_ext.protocol.dispatch import TURN_MESSAGES, TURN_READS, Dispatcher, Fed, Read
 from jetstream_ext.protocol.partitions import Partitioner
 
@@ -24,7 +24,7 @@ def partitions_of(messages: Iterable[StoredMsg]) -> list[int]:
 
 
 def message(seq: int, partition: int, size: int = 0) -> StoredMsg:
-    return StoredMsg.single("S", b"%d" % partition, seq, b"x" * size, b"", 0)
+    return single_message("S", b"%d" % partition, seq, b"x" * size, b"", 0)
 
 
 class Stream:
@@ -247,7 +247,7 @@ def test_each_partition_takes_its_messages_in_order_once(
             position, state = dispatcher.position(number), dispatcher._owned[number]
             assert taken[number] == stream.of(number, begun[number], position)
             assert stream.of(number, position, state.next) == seqs(state.queue)
-            assert state.size == sum(it.size for it in state.queue)
+            assert state.size == sum(size_of(it) for it in state.queue)
             assert len(state.queue) <= buffer
             assert not state.queue or state.size - state.queue[-1].size < buffer_bytes
             assert dispatcher.pending(number) == bool(state.queue)

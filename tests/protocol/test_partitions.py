@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jetstream_ext.errors import BadSubjectError
-from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.protocol.direct import StoredMsg, single_message
 from jetstream_ext.protocol.partitions import Partitioner, assign, partition_of
 
 
 def message(subject: str | bytes, seq: int = 1) -> StoredMsg:
     raw = subject if isinstance(subject, bytes) else subject.encode()
-    return StoredMsg.single("S", raw, seq, b"", b"", 0)
+    return single_message("S", raw, seq, b"", b"", 0)
 
 
 class TestPartitionOf:

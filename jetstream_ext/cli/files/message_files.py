@@ -15,7 +15,7 @@ import orjson
 
 from jetstream_ext.cli.files.formats import compress, conversion
 from jetstream_ext.cli.output import one_line, text_or_base64
-from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.protocol.direct import StoredMsg, stored_block
 from jetstream_ext.protocol.headers import CRLF, VERSION, format_time_ns, line_without_header
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class JsonLines:
         compress(part, file)
 
     def _row(self, message: StoredMsg) -> dict[str, Any]:
-        subject, pairs, lines = message.subject, message.header_pairs, message.stored_lines
+        subject, pairs, lines = message.subject, message.header_pairs, stored_block(message)
         if not (message.raw_subject.isascii() and lines.isascii()):
             _check_utf_8(message)
         if lines and (lines.count(CRLF) != len(pairs) or not lines.startswith(_VERSION_LINE)):
@@ -113,7 +113,7 @@ def _check_utf_8(message: StoredMsg) -> None:
 
 def _check_lines(message: StoredMsg) -> None:
     """Raise UnwritableError if a line among a message's headers is not a header."""
-    if (line := line_without_header(message.stored_lines)) is not None:
+    if (line := line_without_header(stored_block(message))) is not None:
         raise UnwritableError(
             f"message {message.seq} of stream {message.stream!r}: column 'headers' would lose the line {line!r}, which is no "
             f"header; {INSTEAD}"
