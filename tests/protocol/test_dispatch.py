@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetstream_ext.errors import BadSubjectError
-from jetstream_ext.protocol.direct import StoredMsg, single_message
+from jetstream_ext.protocol.direct import StoredMsg, single_message, size_of
 from jetstream_ext.protocol.dispatch import TURN_MESSAGES, TURN_READS, Dispatcher, Fed, Read
 from jetstream_ext.protocol.partitions import Partitioner
 
@@ -249,7 +249,7 @@ def test_each_partition_takes_its_messages_in_order_once(
             assert stream.of(number, position, state.next) == seqs(state.queue)
             assert state.size == sum(size_of(it) for it in state.queue)
             assert len(state.queue) <= buffer
-            assert not state.queue or state.size - state.queue[-1].size < buffer_bytes
+            assert not state.queue or state.size - size_of(state.queue[-1]) < buffer_bytes
             assert dispatcher.pending(number) == bool(state.queue)
         owned = [dispatcher._owned[number] for number in dispatcher]
         one_is_full = any(it.is_full for it in owned)
