@@ -377,8 +377,8 @@ class Block:
 
     def pending(self, index: int) -> int:
         """How many matching messages follow row `index`; raise ResponseError if that is no number."""
-        lines = self.bodies[index][: self.header_sizes[index]].rsplit(h.CRLF, 4)
-        if lines[1].startswith(b"Nats-Num-Pending: ") and (digits := lines[1][18:]).isdigit() and len(digits) < 20:
+        row = h.reply_row(self.bodies[index][: self.header_sizes[index]])
+        if row and (digits := row[h.ROW_PENDING][18:]).isdigit() and len(digits) < 20:
             return int(digits)
         pending = self.message(index).num_pending
         assert pending is not None  # it is from the wire
