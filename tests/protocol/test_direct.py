@@ -451,4 +451,4 @@ def test_raw_headers_have_the_stored_bytes() -> None:
         assert message.raw_headers == [(b"X", b"\xff"), (b"Y\xe9", b"\xef\xbf\xbd"), (b"X", b"caf\xe9")]
         assert message.header_pairs == [("X", "\ufffd"), ("Y\ufffd", "\ufffd"), ("X", "caf\ufffd")]
         assert message.headers == {"X": "caf\ufffd", "Y\ufffd": "\ufffd"}
-        assert message.size == len(lines) + len(b"\r\n") + len(b"sv")
+        assert direct.size_of(message) == len(lines) + len(b"\r\n") + len(b"sv")
