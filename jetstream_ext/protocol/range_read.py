@@ -176,6 +176,7 @@ class RangeRead:
         self._next_pause = _FIRST_PAUSE
         self._mirror = ""  # the mirror that has answered since the last row
         self._retried = False  # an interruption, or a silence, at this place
+        self._repeated = False  # a silent request, since the last complete reply
 
     def next_action(self, now: float) -> Action:
         flight, plan = self._flight, self._plan
@@ -266,10 +267,13 @@ class RangeRead:
             self._happen(Input.INTERRUPTED, flight.silence(), give_up=True)
 
     def _repeat(self) -> None:
-        """Ask once more for what a silent reply lacks: its server may have died. Whichever comes first then counts."""
-        if self._retried:
+        """Ask once more for what a silent reply lacks: its server may have died. Whichever comes first then counts.
+
+        Not for each message: an import without ``response_type: stream`` brings one for each request.
+        """
+        if self._retried or self._repeated:
             return
-        self._retried = True
+        self._retried = self._repeated = True
         late = tuple(self._plan.in_flight)
         self._plan.retry()
         if self._plan.done:
@@ -344,7 +348,7 @@ class RangeRead:
             self._plan.link.adapt(size, seconds, now, at_least=at_least)
         rows = self._plan.finish(sent, end)
         self._flight.drop()
-        self._retried = False
+        self._retried = self._repeated = False
         if rows is not None and rows.seqs:
             self._progress(rows)
         if self._plan.behind:

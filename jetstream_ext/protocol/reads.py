@@ -247,12 +247,12 @@ class OneReply(RangePlan):
 
     @property
     def only_end_missing(self) -> bool:
-        return self._full and self._last_seq > 0
+        return self._full
 
     def retry(self) -> None:
         super().retry()
-        if self.only_end_missing:  # the last message said the same
-            self._finish_early(EndOfBatch(self._pending + self._beyond, self._last_seq))
+        if self._full:  # the last message said the same
+            self._finish_early(EndOfBatch(self._pending + self._beyond, self._last_seq, found=self._last_seq > 0))
 
 
 class _Step(enum.Enum):

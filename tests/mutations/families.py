@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any, Final, cast
 
 import pyarrow as pa
-from jetstream_ext.protocol.gaps import were_replaced
+from jetstream_ext.protocol.loss import were_replaced
 from mutator import TIMES, VALUES, Block, Document, Mutator
 from nats.js.api import StreamConfig
 
