@@ -236,7 +236,9 @@ class RangeRead:
     def leader_answered(self, found: StoredMsg | None, last_seq: int, now: float) -> None:
         """Take the message that the leader has, if any, and the leader's last sequence."""
         plan = self._plan
-        plan.learn(found, last_seq)
+        rows = plan.learn(found, last_seq)
+        if rows is not None and rows.seqs:
+            self._progress(rows)
         if plan.behind:
             self._behind(now)
         elif plan.question is not None:
