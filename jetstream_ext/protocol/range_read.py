@@ -273,7 +273,7 @@ class RangeRead:
 
         Not for each message: an import without ``response_type: stream`` brings one for each request.
         """
-        if self._retried or self._repeated:
+        if self._repeated:
             return
         self._retried = self._repeated = True
         late = tuple(self._plan.in_flight)

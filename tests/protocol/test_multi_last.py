@@ -106,9 +106,13 @@ class Replica:
     most: int = 1024  # subjects
     old: bool = False
 
-    def answer(self, request: Request) -> list[Frame]:
+    @property
+    def held(self) -> Rows:
         part = matcher([self.only])
-        held = [row for row in self.stream.held(self.reached) if part(row[1])]
+        return [row for row in self.stream.held(self.reached) if part(row[1])]
+
+    def answer(self, request: Request) -> list[Frame]:
+        held = self.held
         assert request.multi_last
         up_to = request.up_to_seq or self.reached
         if self.file and up_to > self.reached:
@@ -167,8 +171,14 @@ class World:
                 self.questions.append(question)
                 if self.coming and self.rng.random() < 0.3:
                     self.stream.write(self.coming.pop())
-                last = self.stream.last if isinstance(question, NewestMessage) else 0
-                self.machine.leader_answered(self.stream.find(question), last, self.now)
+                found, last = self.stream.find(question), 0
+                if isinstance(question, NewestMessage):
+                    last = self.stream.last
+                    if not self.plan.proved:  # then any responder is asked for this message first
+                        had = dict(self.rng.choice(self.replicas).held)
+                        if question.seq in had:
+                            found = StoredMsg(stream="S", subject=had[question.seq], seq=question.seq)
+                self.machine.leader_answered(found, last, self.now)
             case AwaitConnection():
                 self.machine.connected()
             case Wait(until):
