@@ -11,8 +11,7 @@ from nats.js.errors import BadBucketError
 from nats.js.kv import KeyValue
 
 import jetstream_ext.kv as kvx
-from jetstream_ext.errors import NoStreamError
-from jetstream_ext.kv import present, reads
+from jetstream_ext.errors import MirrorAnswersError, NoStreamError
 from jetstream_ext.testing import NatsCluster
 
 KEYS = [f"k{n % 600}.{n % 3}" for n in range(600)]
@@ -45,33 +44,18 @@ async def test_mirrors_that_keep_removed_messages_are_not_trusted(make_bucket, m
     await kv._js.delete_stream(stream)
 
 
-async def test_bucket_is_read_at_its_leader_if_only_a_mirror_is_near(
-    make_bucket, load, mirrored, near, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(present, "_CHUNK", 50)
-    keys = [f"k{n}.{n % 3}" for n in range(150)]  # more than one answer has room for
-    there = set(keys[1:])
-    for source, by_name in (({}, False), ({"filter_subject": "$KV.*.*.0"}, True)):
-        if by_name:
-            for module, name in ((reads, "_SMALL_LOG"), (present, "_DEEP"), (reads, "_ROWS_PER_LOOKUP")):
-                monkeypatch.setattr(module, name, 0)
-        kv = await make_bucket(history=2)
-        await load(kv, dict.fromkeys(keys, b"1"))
-        await load(kv, dict.fromkeys(keys[:40], b"2"))
-        stream = await mirrored(kv, "NEAR", 64 if source else 190, allow_direct=True, **source)
-        await kv._js.purge_stream(kv._stream, subject=f"{kv._pre}{keys[0]}")
-        near(kv._stream, stream)
-        assert {key: entry.value for key, entry in (await kvx.snapshot(kv)).items()} == {
-            key: b"2" if key in keys[:40] else b"1" for key in there
-        }
-        assert set(await kvx.snapshot(kv, ["*.1"])) == set(keys[1::3])
-        assert set(await kvx.get_many(kv, keys)) == there
-        assert await kvx.get_many(kv, ["nothing", "else"]) == {}
-        past = await kvx.get_many(kv, keys[1:20], at=160)
-        assert [entry.value for entry in past.values()] == [b"2"] * 9 + [b"1"] * 10
-        assert set(await kvx.snapshot(kv, ["*.1"], at=160, strict=False)) == set(keys[1::3])
-        await kv.put("k149.2", b"3")
-        assert (await kvx.get_many(kv, ["k149.2"]))["k149.2"].value == b"3"
+async def test_read_of_a_bucket_beside_a_near_mirror_names_it(make_bucket, load, mirrored, near) -> None:
+    kv = await make_bucket(history=2)
+    await load(kv, dict.fromkeys(KEYS, b"1"))
+    mirror = await mirrored(kv, "NEAR", 600, allow_direct=True)
+    near(kv._stream, mirror)
+    for read in (
+        kvx.snapshot(kv, timeout=2),
+        kvx.get_many(kv, KEYS, timeout=2),
+        kvx.snapshot(kv, at=300, strict=False, timeout=2),
+    ):
+        with pytest.raises(MirrorAnswersError, match=mirror):
+            await read
 
 
 @pytest.fixture

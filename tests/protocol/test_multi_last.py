@@ -301,7 +301,9 @@ class TestOneReplica:
     @BOTH
     def test_a_read_that_is_not_paged_counts_the_rest(self, file: bool) -> None:
         plan = MultiLast(Request(multi_last=(">",), max_bytes=2), need=5, paged=False)
-        world = World((stream := one("abcde", Request(seq=1)).stream), [Replica(stream, 5, file)], plan, random.Random(1))
+        world = World(
+            (stream := one("abcde", Request(seq=1)).stream), [Replica(stream, 5, file)], plan, random.Random(1)
+        )
         assert world.act() is None
         assert world.delivered == [(1, "a"), (2, "b")]
         assert plan.end == EndOfBatch(3, 2, 5)
@@ -327,7 +329,9 @@ def test_a_read_shows_the_moment_that_it_names_or_fails(seed: int, proved: bool,
         for _ in range(rng.randint(1, 3))
     ]  # fmt: skip
     if proved and rng.random() < 0.3:
-        replicas += [Replica(stream, rng.randint(0, began), rng.random() < 0.5, name="M", only=rng.choice(["a", "z", ">"]))]
+        replicas += [
+            Replica(stream, rng.randint(0, began), rng.random() < 0.5, name="M", only=rng.choice(["a", "z", ">"]))
+        ]
     replicas = replicas[rng.random() < 0.1 and len(replicas) > 1 :]
     plan = MultiLast(request, need=began if proved else None)
     world = World(stream, replicas, plan, rng)

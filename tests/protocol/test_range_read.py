@@ -20,6 +20,7 @@ from jetstream_ext import errors
 from jetstream_ext.protocol import flight, reads
 from jetstream_ext.protocol.direct import EndOfBatch, Request, StoredMsg
 from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.protocol.link import MAX_IN_FLIGHT, Group
 from jetstream_ext.protocol.range_read import (
     ERR,
     TABLE,
@@ -35,7 +36,6 @@ from jetstream_ext.protocol.range_read import (
     State,
     Wait,
 )
-from jetstream_ext.protocol.link import MAX_IN_FLIGHT, Group
 from jetstream_ext.protocol.reads import MultiLast, NextMessage, OneReply, Plan, RangePlan, Scan, SentRequest
 
 TIMEOUT, PAUSE = 5.0, 0.05
