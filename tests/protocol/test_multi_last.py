@@ -299,6 +299,27 @@ class TestOneReplica:
         assert world.plan.end == EndOfBatch(0, 0, 3, found=False)
 
     @BOTH
+    def test_pages_are_of_one_moment_if_its_newest_message_is_overwritten(self, file: bool) -> None:
+        """The moment is the one before that message then, and the first page is read again."""
+        world = one("abcde", Request(multi_last=(">",), max_bytes=2), file=file, proved=True)
+        world.stream.history, world.coming = 1, ["e"]
+        assert world.act() is None
+        assert [request.up_to_seq for request in world.requests] == [None, 4, 4, 4]
+        assert world.delivered == [(1, "a"), (2, "b"), (3, "c"), (4, "d")]
+        assert world.plan.end == EndOfBatch(0, 4, 4)
+
+    def test_the_subject_of_the_witness_takes_no_room_of_the_batch(self) -> None:
+        found = set()
+        for seed in range(50):
+            world = one("a", Request(multi_last=("z",), batch=1), proved=True)
+            world.rng, world.coming = random.Random(seed), ["z"]
+            assert world.act() is None
+            assert world.plan.end is not None
+            assert world.plan.end.num_pending == 0
+            found.add((*world.delivered, len(world.requests)))
+        assert found == {(2,), ((2, "z"), 3)}, "the message is found, also if the witness was in a reply before it"
+
+    @BOTH
     def test_a_read_that_is_not_paged_counts_the_rest(self, file: bool) -> None:
         plan = MultiLast(Request(multi_last=(">",), max_bytes=2), need=5, paged=False)
         world = World(
