@@ -284,6 +284,13 @@ class TestSilence:
         assert "no answer to a direct get within 5 s" in str(error)
         assert (script.now, len(script.sent)) == (TIMEOUT, 2)
 
+    def test_is_repeated_also_after_the_connection_was_lost(self) -> None:
+        script = Script(scan())
+        script.lose()
+        assert script.expire() == Wait(TIMEOUT)
+        assert len(script.sent) == 3
+        assert script.answer(reply([1])) == Done()
+
     @walk("silences", [0, 1])
     @walk("make", [lambda: scan(up_to=3), lambda: one_reply(3)])
     def test_after_the_last_message_ends_the_read_soon(self, make: Callable[[], Plan], silences: int) -> None:
