@@ -15,12 +15,12 @@ import orjson
 
 from jetstream_ext import errors
 from jetstream_ext.protocol import api, atomic, fast, range_read
-from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.protocol.direct import Request, StoredMsg
 from jetstream_ext.protocol.fast import State as FastState
 from jetstream_ext.protocol.feature_table import ATOMIC_EOB
-from jetstream_ext.protocol.range_read import MAX_MIRROR_ANSWERS, RangeRead
+from jetstream_ext.protocol.range_read import RangeRead
 from jetstream_ext.protocol.range_read import State as ReadState
-from jetstream_ext.protocol.reads import Scan
+from jetstream_ext.protocol.reads import MultiLast, OneReply, Scan
 from jetstream_ext.types import BatchAck, BatchMessage, GapMode
 
 if TYPE_CHECKING:
@@ -322,12 +322,11 @@ def arrived(frames: list[Any], now: float = 0.0) -> Event:
     return event
 
 
-def leader_found(*seqs: int | None) -> Event:
+def leader_found(seq: int | None, now: float = 0.0) -> Event:
     def event(machine: RangeRead) -> None:
-        machine.leader_answered(
-            [None if seq is None else StoredMsg(stream="S", subject="a", seq=seq) for seq in seqs], 0.0
-        )
-        carried_out(machine)
+        found = None if seq is None else StoredMsg(stream="S", subject="a", seq=seq)
+        machine.leader_answered(found, LAST, now)
+        carried_out(machine, now)
 
     return event
 
@@ -362,8 +361,13 @@ FAILURE = errors.RequestTimeoutError("no connection")
 PAUSE_AND_RETRY = each(time_passed, connection_usable)
 
 
-def new_read(state: ReadState) -> RangeRead:
-    machine = RangeRead("S", Scan(up_to_seq=LAST, max_bytes=1 << 20, prefetch=1), 5.0, pause=0.05, prove_to=LAST)
+MULTI_LAST = Request(multi_last=("a",), up_to_seq=LAST, max_bytes=1)
+
+
+def new_read(state: ReadState, *, allowed: bool | None = None) -> RangeRead:
+    plan = Scan(up_to_seq=LAST, max_bytes=1 << 16, prefetch=1)
+    plan.prove(LAST)
+    machine = RangeRead("S", plan, 5.0, pause=0.05, allowed=allowed)
     carried_out(machine)
     return reached(machine, state)
 
@@ -372,7 +376,7 @@ def read_in(state: ReadState) -> RangeRead:
     """Return a read of the first message that got into `state`."""
     machine = new_read(ReadState.READING)
     arrived(messages(1, pending=9))(machine)
-    if state in (ReadState.PROVING, ReadState.ENDED):
+    if state in (ReadState.ASKING, ReadState.ENDED):
         arrived(messages(2, pending=0))(machine)
     if state is ReadState.PAUSED:
         arrived(status(" 503"))(machine)
@@ -383,37 +387,58 @@ def read_in(state: ReadState) -> RangeRead:
     return reached(machine, state)
 
 
-def read_of_a_mirror(state: ReadState) -> RangeRead:
-    machine = read_in(ReadState.READING)
-    for _ in range(MAX_MIRROR_ANSWERS):
-        arrived(messages(5, stream="M"))(machine)
-        connection_usable(machine)
-    if state is ReadState.PROVING:
-        arrived(messages(5, pending=9, stream="M"))(machine)
+def multi_last(state: ReadState) -> RangeRead:
+    """Return a `multi_last` up to a sequence, which asks the leader first."""
+    machine = RangeRead("S", MultiLast(MULTI_LAST), 5.0, pause=0.05)
+    carried_out(machine)
     return reached(machine, state)
 
 
-READING, PROVING = frozenset({"READING"}), frozenset({"PROVING"})
+def large_read(state: ReadState) -> RangeRead:
+    """Return a read of one large reply."""
+    machine = RangeRead("S", OneReply(Request(seq=1, batch=9, max_bytes=1 << 20)), 5.0, pause=0.05)
+    carried_out(machine)
+    return reached(machine, state)
+
+
+READING, ASKING = frozenset({"READING"}), frozenset({"ASKING"})
+NO_RESPONDER = arrived(status(" 503"))
+A_MIRROR = arrived(messages(5, stream="M"))
 
 RANGE_READ: list[Row] = [
     Row("messages arrive from a replica", arrived(messages(5)), READING),
-    Row("a mirror's messages arrive", arrived(messages(5, stream="M")), READING),
+    Row("a mirror's messages arrive", A_MIRROR, READING),
     Row(
-        f"a mirror's messages arrive, after {MAX_MIRROR_ANSWERS} answers of mirrors",
-        arrived(messages(5, pending=9, stream="M")),
+        "a mirror's messages arrive, `timeout` seconds after the last new message",
+        each(A_MIRROR, PAUSE_AND_RETRY, arrived(messages(5, stream="M"), LATE)),
         READING,
-        at=read_of_a_mirror,
     ),
-    Row("the leader sends the next messages", leader_found(5, 6), PROVING, at=read_of_a_mirror),
     Row("the last reply ends before the end of the range", arrived(messages(5, pending=0)), READING),
     Row("the last reply ends at the end of the range", arrived(messages(LAST, pending=0)), READING),
-    Row("the leader has no later message in the range", leader_found(None), PROVING),
-    Row("the leader has a message that no responder delivered", leader_found(5), PROVING),
-    Row("503", arrived(status(" 503")), READING),
-    Row("503 before any message", arrived(status(" 503")), READING, at=new_read),
+    Row("the leader has no later message in the range", leader_found(None), ASKING),
+    Row("the leader has a message that no responder delivered", leader_found(5), ASKING),
+    Row(
+        "the leader has a message that no responder delivered, `timeout` seconds after the last new message",
+        each(leader_found(5), PAUSE_AND_RETRY, arrived(messages(pending=0)), leader_found(5, LATE)),
+        ASKING,
+    ),
+    Row(
+        "the leader says which message shows the point in time of a `multi_last`",
+        leader_found(5),
+        ASKING,
+        at=multi_last,
+    ),
+    Row("503", NO_RESPONDER, READING),
+    Row("503 before any message", NO_RESPONDER, READING, at=new_read),
+    Row(
+        "503 before any message of a stream that is known to allow direct gets",
+        NO_RESPONDER,
+        READING,
+        at=lambda state: new_read(state, allowed=True),
+    ),
     Row(
         "503 `timeout` seconds after the last new message",
-        each(arrived(status(" 503")), PAUSE_AND_RETRY, arrived(status(" 503"), LATE)),
+        each(NO_RESPONDER, PAUSE_AND_RETRY, arrived(status(" 503"), LATE)),
         READING,
     ),
     Row("messages of a reply are lost", arrived(messages(5, last=4)), READING),
@@ -424,6 +449,12 @@ RANGE_READ: list[Row] = [
         "messages or the connection are lost, the second time at one place",
         each(connection_lost, connection_usable, connection_lost),
         READING,
+    ),
+    Row(
+        "the connection is lost a second time at one place, while more than 64 KiB are asked for",
+        each(connection_lost, connection_usable, connection_lost),
+        READING,
+        at=large_read,
     ),
     Row("408", arrived(status(" 408 Bad Request")), READING),
     Row("a malformed reply", arrived(status(" 299")), READING),

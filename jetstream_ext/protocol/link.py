@@ -57,8 +57,10 @@ class Link:
     def lost(self, asked: int, now: float) -> bool:
         """Note that the connection was lost while replies of `asked` bytes came; return whether less can be asked for."""
         held = asked if self.most is None else min(asked, self.most)
-        self.most, self._cautious_until = max(1, min(held, max(_TELLING, held // _SMALLER))), now + _CAUTIOUS
-        return self.most < held
+        if held <= _TELLING:
+            return False
+        self.most, self._cautious_until = max(_TELLING, held // _SMALLER), now + _CAUTIOUS
+        return True
 
     def limit(self, max_bytes: int) -> int:
         """Return the bytes that a request for `max_bytes` may ask for, whatever the rate."""

@@ -177,8 +177,8 @@ class RangeRead:
         self._give_up_at: float | None = None  # unless a row comes
         self._next_pause = _FIRST_PAUSE
         self._mirror = ""  # the mirror that has answered since the last row
-        self._retried = False  # an interruption at this place
-        self._repeated = False  # a request, since the last complete reply
+        self._retried = False  # an interruption, or a silence, at this place
+        self._repeated = False  # a silent request, since the last complete reply
 
     def next_action(self, now: float) -> Action:
         flight, plan = self._flight, self._plan
@@ -239,10 +239,12 @@ class RangeRead:
         """Take the message that the leader has, if any, and the leader's last sequence."""
         plan = self._plan
         try:
-            plan.learn(found, last_seq)
+            rows = plan.learn(found, last_seq)
         except JetStreamExtError as error:
             self._happen(Input.FAILED, error)
             return
+        if rows is not None and rows.seqs:
+            self._progress(rows)
         if plan.behind:
             self._behind(now)
         elif plan.question is not None:
@@ -273,10 +275,13 @@ class RangeRead:
             self._happen(Input.INTERRUPTED, flight.silence(), give_up=True)
 
     def _repeat(self) -> None:
-        """Ask once more for what a silent reply lacks: its server may have died. Whichever comes first then counts."""
+        """Ask once more for what a silent reply lacks: its server may have died. Whichever comes first then counts.
+
+        Not for each message: an import without ``response_type: stream`` brings one for each request.
+        """
         if self._repeated:
             return
-        self._repeated = True
+        self._retried = self._repeated = True
         late = tuple(self._plan.in_flight)
         self._plan.retry()
         if self._plan.done:
@@ -315,7 +320,7 @@ class RangeRead:
             "read, with a smaller max_bytes if the server closes connections that read so much (max_pending)"
         )
         error = reply.error or MessagesLostError(text, expected=reply.decoder.last_seq)
-        give_up = self._patience_ends(now) if reply.unsent else (self._retried or self._repeated) and not less
+        give_up = self._patience_ends(now) if reply.unsent else self._retried and not less
         self._flight.clear()
         self._plan.retry()
         self._flight.drop()
@@ -353,7 +358,7 @@ class RangeRead:
             self._plan.link.adapt(reply.first, sent.wire - reply.first, reply.waited, seconds, now)
         rows = self._plan.finish(sent, end)
         self._flight.drop()
-        self._repeated = False
+        self._retried = self._repeated = False
         if rows is not None and rows.seqs:
             self._progress(rows)
         if self._plan.behind:

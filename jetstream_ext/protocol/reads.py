@@ -87,8 +87,8 @@ class Plan(ABC):
         """What the leader has to be asked before the read can go on or end."""
 
     @abstractmethod
-    def learn(self, found: StoredMsg | None, last_seq: int) -> None:
-        """Take the leader's answer to `question`, and its last sequence."""
+    def learn(self, found: StoredMsg | None, last_seq: int) -> Block | None:
+        """Take the leader's answer to `question`, and its last sequence; return rows that now count."""
 
     @abstractmethod
     def next_request(self) -> SentRequest | None:
@@ -252,12 +252,12 @@ class OneReply(RangePlan):
 
     @property
     def only_end_missing(self) -> bool:
-        return self._full and self._last_seq > 0
+        return self._full
 
     def retry(self) -> None:
         super().retry()
-        if self.only_end_missing:  # the last message said the same
-            self._finish_early(EndOfBatch(self._pending + self._beyond, self._last_seq))
+        if self._full:  # the last message said the same
+            self._finish_early(EndOfBatch(self._pending + self._beyond, self._last_seq, found=self._last_seq > 0))
 
 
 class _Step(enum.Enum):
@@ -348,12 +348,14 @@ class MultiLast(Plan):
                 self._witness, self.behind = (0, ""), f"message {seq}"
             case _Step.NOW if reply.seqs and (end.up_to_seq or 0) < self._need:
                 self.behind = f"sequence {self._need}"
+            case _Step.NOW if seq and pending:  # the witness may take the place of a row within the caller's limits
+                self._witness, self.behind = (0, ""), f"sequence {self._need}"
             case _Step.NOW:
                 self.point = end.up_to_seq or newest or None
-                if pending and self._paged and len(reply) != self._request.batch:
-                    self._step, self._question = _Step.PAGE, NewestMessage(self.point or newest)
-                    return self._deliver(reply, pending)
-                return self._deliver(reply, pending, ended=True)
+                if not pending or not self._paged or len(reply) == self._request.batch:
+                    return self._deliver(reply, pending, ended=True)
+                self._page, self._page_pending = reply, pending
+                self._step, self._question = _Step.PAGE, NewestMessage(self.point or newest)
             case _Step.PAGE if newest == seq:
                 return self._deliver(reply, 0, ended=True)
             case _Step.PAGE if pending:
@@ -365,6 +367,7 @@ class MultiLast(Plan):
                 self._cursor, self._step = cursor, _Step.PAGE
                 return self._deliver(reply, self._page_pending)
             case _:
+                self._page = Block()
                 self._step, self._question = _Step.PAGE, NewestMessage(seq)
         return None
 
@@ -396,18 +399,18 @@ class MultiLast(Plan):
         self._question = None
         self._finish_early(EndOfBatch(self._pending, self._last, self.point, found=bool(self._rows)))
 
-    def learn(self, found: StoredMsg | None, last_seq: int) -> None:
+    def learn(self, found: StoredMsg | None, last_seq: int) -> Block | None:
         question, self._question = self._question, None
         passed = found is not None and not self._can_be_witness(found.subject)
         if self._step is _Step.NOW:
-            if found is None:
-                self.point = self._need
+            if found is None:  # nothing that a filter finds is left of what the leader had
+                self.point = max(self._need, last_seq)
                 self._end()
             elif passed:
                 self._question = NextMessage(Request(seq=found.seq + 1, next_by_subj=">"))
             else:
                 self._witness = found.seq, found.subject
-            return
+            return None
         assert isinstance(question, NewestMessage)
         if found is not None and passed and found.seq > self._cursor + 1:
             self._question = NewestMessage(found.seq - 1)
@@ -418,7 +421,11 @@ class MultiLast(Plan):
         else:
             self.behind = f"message {found.seq}" if found.seq == self._witness[0] else ""
             self._witness = found.seq, found.subject
-            self.point = self.point if self._rows else found.seq
+            first, self._page = self._page, Block()
+            if first.seqs and found.seq == self.point:
+                return self._deliver(first, self._page_pending)
+            self.point = found.seq
+        return None
 
     def pin(self, seq: int) -> None:
         """Read what was stored up to a sequence, and not up to a time."""

@@ -69,7 +69,18 @@ CELLS = {
     ("fast-ok", "`ack` frame", "NEW"): "",
     ("range-read", "the connection is lost", "READING"): "**RESUMING**",
     ("range-read", "the connection is lost", "PAUSED"): "·",
-    ("range-read", "the leader sends the next messages", "PROVING"): "**READING**",
+    ("range-read", "a mirror's messages arrive", "READING"): "**PAUSED**",
+    (
+        "range-read",
+        "a mirror's messages arrive, `timeout` seconds after the last new message",
+        "READING",
+    ): "**ENDED** `MirrorAnswersError`",
+    ("range-read", "the leader has a message that no responder delivered", "ASKING"): "**PAUSED**",
+    (
+        "range-read",
+        "the connection is lost a second time at one place, while more than 64 KiB are asked for",
+        "READING",
+    ): "**RESUMING**",
     ("range-read", "the pause is over", "READING"): "",
 }
 

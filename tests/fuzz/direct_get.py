@@ -17,7 +17,6 @@ with atheris.instrument_imports(include=["jetstream_ext"]):
         AwaitConnection,
         Deliver,
         Done,
-        FindNewest,
         RangeRead,
         SendRequest,
         Wait,
@@ -75,15 +74,17 @@ def look_at(messages: object) -> int:
 def one_input(raw: bytes) -> None:
     data = atheris.FuzzedDataProvider(raw)
     up_to = data.ConsumeIntInRange(1, 50) if data.ConsumeBool() else None
+    up_to_ns = data.PickValueInList([None, 0, 1_795_209_811_200_000_000])  # of `header_block`
+    lasts = Request(multi_last=("a",), up_to_seq=9 if data.ConsumeBool() else None)
     plans = [
-        Scan(max_bytes=1000, up_to_seq=up_to),
-        OneReply(Request(batch=5, seq=1)),
-        MultiLast(Request(multi_last=("a",), up_to_seq=9 if data.ConsumeBool() else None), proved=up_to is not None),
-        OneReply(Request(batch=5, seq=1), whole=True),
+        Scan(max_bytes=1000, up_to_seq=up_to, up_to_ns=up_to_ns),
+        OneReply(Request(batch=5, seq=1, max_bytes=1000), up_to_ns=up_to_ns),
+        MultiLast(lasts, need=up_to, paged=data.ConsumeBool()),
     ]
-    plan = plans[data.ConsumeIntInRange(0, 3)]
-    prove_to = up_to if isinstance(plan, MultiLast) or data.ConsumeBool() else None
-    machine = RangeRead("S", plan, 5.0, pause=0.05, prove_to=prove_to)
+    plan = plans[data.ConsumeIntInRange(0, 2)]
+    if up_to is not None and not isinstance(plan, MultiLast):
+        plan.prove(up_to)
+    machine = RangeRead("S", plan, 5.0, pause=0.05, allowed=data.PickValueInList([None, False, True]))
     now, last = 0.0, 0
     try:
         for _ in range(200):
@@ -92,13 +93,10 @@ def one_input(raw: bytes) -> None:
                     last = 0
                 case Deliver(block):
                     last = look_at(block.messages())
-                case AskLeader(requests):
-                    seqs = [data.ConsumeIntInRange(0, 60) for _ in requests]
-                    found = [StoredMsg(stream="S", subject="a", seq=seq) if seq else None for seq in seqs]
-                    machine.leader_answered(found, now)
-                case FindNewest(seq):
-                    newest = min(seq, data.ConsumeIntInRange(0, 60))
-                    machine.newest_found((newest, "a.b") if newest else None, data.ConsumeIntInRange(newest, 60), now)
+                case AskLeader():
+                    seq = data.ConsumeIntInRange(0, 60)
+                    found = StoredMsg(stream="S", subject="a.b", seq=seq) if seq else None
+                    machine.leader_answered(found, data.ConsumeIntInRange(seq, 60), now)
                 case AwaitConnection():
                     machine.connected()
                 case Done(None):

@@ -21,9 +21,8 @@ from nats.js.errors import BucketNotFoundError, InvalidKeyError
 from nats.js.kv import KeyValue
 
 import jetstream_ext.kv as kvx
-from jetstream_ext.client import verified_read
 from jetstream_ext.errors import RequestTimeoutError, StreamRecreatedError, UnsupportedFeatureError
-from jetstream_ext.kv import live
+from jetstream_ext.kv import live, proved_read
 from jetstream_ext.testing import NatsServer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -381,7 +380,7 @@ class TestTransactions:
     async def test_short_replies(
         self, make_bucket: MakeBucket, writer: JetStreamContext, monkeypatch: pytest.MonkeyPatch, history: int
     ) -> None:
-        monkeypatch.setattr(verified_read, "_CATCH_UP_BATCH", 7)
+        monkeypatch.setattr(proved_read, "_CATCH_UP_BATCH", 7)
         kv = await make_bucket(history=history)
         other = await writer.key_value(kv._name)
         seen: set[tuple[int, tuple[bytes, ...]]] = set()

@@ -20,7 +20,6 @@ from types import SimpleNamespace
 from typing import Any, Final, cast
 
 import pyarrow as pa
-from jetstream_ext.protocol.gaps import were_replaced
 from mutator import TIMES, VALUES, Block, Document, Mutator
 from nats.js.api import StreamConfig
 
@@ -48,6 +47,7 @@ from jetstream_ext.protocol.fast import State as FastState
 from jetstream_ext.protocol.fast_window import LARGEST_FLOW
 from jetstream_ext.protocol.feature_table import DIRECT_BATCH, FENCED_BATCHES
 from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.protocol.loss import were_replaced
 from jetstream_ext.protocol.numbers import LARGEST
 from jetstream_ext.protocol.outcome import marked_seq
 from jetstream_ext.protocol.range_read import (
@@ -55,7 +55,6 @@ from jetstream_ext.protocol.range_read import (
     AwaitConnection,
     Deliver,
     Done,
-    FindNewest,
     RangeRead,
     SendRequest,
     Wait,
@@ -394,14 +393,13 @@ def read_range(m: Mutator) -> int:
     """A whole read, with or without proof, with lost connections and what the leader says."""
     up_to = m.pick((None, 8, 50))
     plan: Any = (
-        Scan(max_bytes=1000, up_to_seq=up_to),
-        OneReply(Request(batch=5, seq=1)),
-        MultiLast(Request(multi_last=("a",), up_to_seq=9 if m.below(2) else None), proved=up_to is not None),
-        OneReply(Request(batch=5, seq=1), whole=True),
-    )[m.below(4)]
-    machine = RangeRead(
-        "S", plan, 5.0, pause=0.05, prove_to=up_to if isinstance(plan, MultiLast) or m.below(2) else None
-    )
+        Scan(max_bytes=1000, up_to_seq=up_to, up_to_ns=m.pick((None, NOW_NS + 5 * 10**9))),
+        OneReply(Request(batch=5, seq=1, max_bytes=1000), up_to_ns=m.pick((None, NOW_NS + 5 * 10**9))),
+        MultiLast(Request(multi_last=("a",), up_to_seq=9 if m.below(2) else None), need=up_to),
+    )[m.below(3)]
+    if up_to is not None and not isinstance(plan, MultiLast) and m.below(2):
+        plan.prove(up_to)
+    machine = RangeRead("S", plan, 5.0, pause=0.05)
     now, fed, seq = 0.0, 0, 0
     for _ in range(60):
         match machine.next_action(now):
@@ -409,14 +407,10 @@ def read_range(m: Mutator) -> int:
                 seq = (sent.request.seq or 1) - 1
             case Deliver(block):
                 read_rows(m, block)
-            case AskLeader(requests):
-                seqs = [m.below(12) for _ in requests]
-                machine.leader_answered(
-                    [StoredMsg(stream="S", subject="a", seq=seq) if seq else None for seq in seqs], now
-                )
-            case FindNewest(most):
-                newest = min(most, m.below(12))
-                machine.newest_found((newest, "a.b") if newest else None, newest + m.below(3), now)
+            case AskLeader():
+                found = m.below(12)
+                message = StoredMsg(stream="S", subject="a.b", seq=found) if found else None
+                machine.leader_answered(message, found + m.below(3), now)
             case AwaitConnection():
                 machine.connected()
             case Done(error):

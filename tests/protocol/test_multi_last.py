@@ -1,7 +1,7 @@
 """The read of the last message of many subjects, against a model of replicas that lag, with either kind of storage."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -12,21 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetstream_ext import errors
-from jetstream_ext.protocol.direct import EndOfBatch, Request
+from jetstream_ext.protocol.direct import EndOfBatch, Request, StoredMsg
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.range_read import (
     Action,
+    AskLeader,
     AwaitConnection,
     Deliver,
     Done,
     DropReply,
-    FindNewest,
     RangeRead,
     SendRequest,
     Wait,
 )
-from jetstream_ext.protocol.reads import MultiLast, SentRequest
-from jetstream_ext.protocol.subjects import matcher
+from jetstream_ext.protocol.reads import MultiLast, NewestMessage, NextMessage, Question, SentRequest
+from jetstream_ext.protocol.subjects import NOT_INDEXED, matcher
 
 TIMEOUT, PAUSE = 5.0, 0.05
 Rows = list[tuple[int, str]]
@@ -42,6 +42,12 @@ def reply(
         for place, ((seq, subject), last) in enumerate(zip(rows, lasts, strict=False), 1)
     ]
     return [*frames, eob(lasts[-1], max(0, pending - 1) if old else pending, up_to)]
+
+
+def finder(filters: Sequence[str]) -> Callable[[str], bool]:
+    """Which subjects a server finds by filters."""
+    matches = matcher(filters)
+    return lambda subject: matches(subject) and NOT_INDEXED not in subject
 
 
 NOTHING = [status("404 No Results")]
@@ -71,13 +77,18 @@ class Stream:
                 found.append((seq, subject))
         return found[::-1]
 
-    def newest(self, up_to: int, filters: Sequence[str] = (">",)) -> tuple[int, str] | None:
-        matches = matcher(filters)
-        return max((row for row in self.held(self.last) if row[0] <= up_to and matches(row[1])), default=None)
+    def find(self, question: Question) -> StoredMsg | None:
+        """What the leader has."""
+        match question:
+            case NewestMessage(seq):
+                found = max((row for row in self.held(self.last) if row[0] <= seq), default=None)
+            case NextMessage(request):
+                found = min((row for row in self.held(self.last) if row[0] >= (request.seq or 1)), default=None)
+        return None if found is None else StoredMsg(stream="S", subject=found[1], seq=found[0])
 
     def lasts(self, filters: Sequence[str], up_to: int) -> Rows:
         """The last message of each subject, as if all had been kept."""
-        matches = matcher(filters)
+        matches = finder(filters)
         found = {
             subject: seq for seq, subject in self.log if seq <= up_to and matches(subject) and seq not in self.deleted
         }
@@ -95,16 +106,18 @@ class Replica:
     most: int = 1024  # subjects
     old: bool = False
 
-    def answer(self, request: Request) -> list[Frame]:
+    @property
+    def held(self) -> Rows:
         part = matcher([self.only])
-        held = [row for row in self.stream.held(self.reached) if part(row[1])]
-        if request.multi_last is None:
-            found = [row for row in held if row[0] >= (request.seq or 0)]
-            return reply(found[:1], len(found) - 1, stream=self.name) if found else NOTHING
+        return [row for row in self.stream.held(self.reached) if part(row[1])]
+
+    def answer(self, request: Request) -> list[Frame]:
+        held = self.held
+        assert request.multi_last
         up_to = request.up_to_seq or self.reached
         if self.file and up_to > self.reached:
             return NOTHING
-        matches = matcher(request.multi_last)
+        matches = finder(request.multi_last)
         lasts = {subject: seq for seq, subject in held if seq <= up_to and matches(subject)}
         if not lasts:
             return NOTHING
@@ -118,14 +131,12 @@ class Replica:
 class World:
     """Drives one read against a cluster, on a virtual clock; each request goes to some replica."""
 
-    def __init__(
-        self, stream: Stream, replicas: list[Replica], plan: MultiLast, rng: random.Random, **options: int
-    ) -> None:
+    def __init__(self, stream: Stream, replicas: list[Replica], plan: MultiLast, rng: random.Random) -> None:
         self.stream, self.replicas, self.plan, self.rng = stream, replicas, plan, rng
-        self.machine = RangeRead("S", plan, TIMEOUT, pause=PAUSE, **options)
+        self.machine = RangeRead("S", plan, TIMEOUT, pause=PAUSE)
         self.delivered: Rows = []
         self.requests: list[Request] = []
-        self.leader_asked: list[int] = []
+        self.questions: list[Question] = []
         self.coming: list[str] = []
         self.loss = 0.0
         self.now = 0.0
@@ -143,10 +154,10 @@ class World:
         match action:
             case SendRequest(sent):
                 self.requests.append(sent.request)
-                replica = self.rng.choice(self.replicas)
-                if not replica.stuck:
-                    replica.reached = min(self.stream.last, replica.reached + self.rng.choice([0, 0, 1, 50]))
-                frames = list(replica.answer(sent.request))
+                for replica in self.replicas:
+                    if not replica.stuck:
+                        replica.reached = min(self.stream.last, replica.reached + self.rng.choice([0, 0, 1, 50]))
+                frames = list(self.rng.choice(self.replicas).answer(sent.request))
                 if self.rng.random() < self.loss:
                     del frames[self.rng.randrange(len(frames))]
                 self._replies[sent] = frames
@@ -156,9 +167,18 @@ class World:
                 self._replies.pop(sent, None)
             case Deliver(block):
                 self.delivered += [(message.seq, message.subject) for message in block.messages()]
-            case FindNewest(seq, filters):
-                self.leader_asked.append(seq)
-                self.machine.newest_found(self.stream.newest(seq, filters), self.stream.last, self.now)
+            case AskLeader(question):
+                self.questions.append(question)
+                if self.coming and self.rng.random() < 0.3:
+                    self.stream.write(self.coming.pop())
+                found, last = self.stream.find(question), 0
+                if isinstance(question, NewestMessage):
+                    last = self.stream.last
+                    if not self.plan.proved:  # then any responder is asked for this message first
+                        had = dict(self.rng.choice(self.replicas).held)
+                        if question.seq in had:
+                            found = StoredMsg(stream="S", subject=had[question.seq], seq=question.seq)
+                self.machine.leader_answered(found, last, self.now)
             case AwaitConnection():
                 self.machine.connected()
             case Wait(until):
@@ -174,8 +194,6 @@ class World:
                     if self.rng.random() < self.loss:
                         self.machine.disconnected()
                         self._replies.clear()
-            case _:
-                pytest.fail(f"unexpected {action}")
 
 
 def one(
@@ -192,8 +210,7 @@ def one(
     for subject in log:
         stream.write(subject)
     replica = Replica(stream, stream.last if reached is None else reached, file, stuck=reached is not None, old=old)
-    options = {"prove_to": 1} if proved else {}
-    return World(stream, [replica], MultiLast(request, proved=proved), random.Random(1), **options)
+    return World(stream, [replica], MultiLast(request, need=stream.last if proved else None), random.Random(1))
 
 
 BOTH = walk("file", [True, False])
@@ -202,21 +219,21 @@ BOTH = walk("file", [True, False])
 class TestOneReplica:
     @BOTH
     @walk("old", [False, True])
-    def test_pages_are_of_one_moment_and_ask_no_leader(self, file: bool, old: bool) -> None:
+    def test_pages_are_of_one_moment(self, file: bool, old: bool) -> None:
         world = one("abcde", Request(multi_last=(">",), max_bytes=2), file=file, old=old)
         world.coming = list("azaza")
         assert world.act() is None
         assert world.delivered == [(1, "a"), (2, "b"), (3, "c"), (4, "d"), (5, "e")]
         assert world.plan.end == EndOfBatch(0, 5, 5)
-        assert world.leader_asked == []
-        assert {request.up_to_seq for request in world.requests if request.multi_last} == {None, 5}
+        assert world.questions == [NewestMessage(5)]
+        assert [request.up_to_seq for request in world.requests] == [None, 5, 5, 5]
 
     @BOTH
     def test_the_read_by_time_pages_by_sequence(self, file: bool) -> None:
         when = datetime(2026, 1, 1, tzinfo=UTC)
         world = one("abc", Request(multi_last=(">",), up_to_time=when, max_bytes=2), file=file)
         assert world.act() is None
-        assert [request.up_to_time for request in world.requests] == [when, None, None]
+        assert [request.up_to_time for request in world.requests] == [when, None]
         assert world.delivered == [(1, "a"), (2, "b"), (3, "c")]
 
     @BOTH
@@ -224,7 +241,7 @@ class TestOneReplica:
         world = one("abca", Request(multi_last=("a",), up_to_seq=4), file=file, reached=3)
         error = world.act()
         assert isinstance(error, errors.RequestTimeoutError)
-        assert "has sequence 4, which the leader has (tried for 5 s)" in str(error)
+        assert "no replica that answers has message 4, which the leader has (tried for 5 s)" in str(error)
         assert (world.delivered, world.plan.done) == ([], False)
         assert TIMEOUT <= world.now <= TIMEOUT + 2 * PAUSE
 
@@ -237,28 +254,90 @@ class TestOneReplica:
             assert world.now == 0.0
 
     @BOTH
+    def test_a_lagging_responder_does_not_show_what_is_needed(self, file: bool) -> None:
+        for up_to, what in ((None, "sequence 4"), (4, "message 4")):
+            world = one("abca", Request(multi_last=("a",), up_to_seq=up_to), file=file, proved=True, reached=3)
+            error = world.act()
+            assert isinstance(error, errors.RequestTimeoutError)
+            assert f"no replica that answers has {what}, which the leader has" in str(error)
+            assert world.delivered == []
+
+    @BOTH
     def test_proved_does_not_believe_a_mirror(self, file: bool) -> None:
         world = one("abca", Request(multi_last=(">",)), file=file, proved=True)
         mirror = Replica(world.stream, 4, file, name="M", only="a")
-        world.replicas.append(mirror)
         for seed in range(20):
-            world = World(world.stream, world.replicas, MultiLast(Request(multi_last=(">",)), proved=True),
-                          random.Random(seed), prove_to=1)  # fmt: skip
+            plan = MultiLast(Request(multi_last=(">",)), need=4)
+            world = World(world.stream, [*world.replicas, mirror], plan, random.Random(seed))
             assert world.act() is None
             assert world.delivered == [(2, "b"), (3, "c"), (4, "a")]
+        world = World(world.stream, [mirror], MultiLast(Request(multi_last=(">",)), need=4), random.Random(1))
+        error = world.act()
+        assert isinstance(error, errors.MirrorAnswersError)
+        assert "mirror 'M'" in str(error)
+        assert TIMEOUT <= world.now <= TIMEOUT + 2 * PAUSE
+
+    @BOTH
+    def test_an_empty_answer_counts_if_its_responder_is_known(self, file: bool) -> None:
+        """The next request includes the subject of the leader's first message."""
+        world = one("abca", Request(multi_last=("z",)), file=file, proved=True)
+        assert world.act() is None
+        assert [request.multi_last for request in world.requests] == [("z",), ("z", "a")]
+        assert world.questions == [NextMessage(Request(seq=1, next_by_subj=">"))]
+        assert (world.delivered, world.plan.end) == ([], EndOfBatch(0, 0, 4, found=False))
+
+    def test_a_first_message_that_no_filter_finds_is_passed_over(self) -> None:
+        world = one(f"{NOT_INDEXED}b", Request(multi_last=("z",)), proved=True)
+        assert world.act() is None
+        assert [request.multi_last for request in world.requests] == [("z",), ("z", "b")]
+        assert world.plan.end == EndOfBatch(0, 0, 2, found=False)
+
+    def test_nothing_is_found_in_a_stream_that_was_purged(self) -> None:
+        world = one("abc", Request(multi_last=("a",)), proved=True)
+        world.stream.deleted = {1, 2, 3}
+        assert world.act() is None
+        assert world.plan.end == EndOfBatch(0, 0, 3, found=False)
+
+    @BOTH
+    def test_pages_are_of_one_moment_if_its_newest_message_is_overwritten(self, file: bool) -> None:
+        """The moment is the one before that message then, and the first page is read again."""
+        world = one("abcde", Request(multi_last=(">",), max_bytes=2), file=file, proved=True)
+        world.stream.history, world.coming = 1, ["e"]
+        assert world.act() is None
+        assert [request.up_to_seq for request in world.requests] == [None, 4, 4, 4]
+        assert world.delivered == [(1, "a"), (2, "b"), (3, "c"), (4, "d")]
+        assert world.plan.end == EndOfBatch(0, 4, 4)
+
+    def test_the_subject_of_the_witness_takes_no_room_of_the_batch(self) -> None:
+        found = set()
+        for seed in range(50):
+            world = one("a", Request(multi_last=("z",), batch=1), proved=True)
+            world.rng, world.coming = random.Random(seed), ["z"]
+            assert world.act() is None
+            assert world.plan.end is not None
+            assert world.plan.end.num_pending == 0
+            found.add((*world.delivered, len(world.requests)))
+        assert found == {(2,), ((2, "z"), 3)}, "the message is found, also if the witness was in a reply before it"
+
+    @BOTH
+    def test_a_read_that_is_not_paged_counts_the_rest(self, file: bool) -> None:
+        plan = MultiLast(Request(multi_last=(">",), max_bytes=2), need=5, paged=False)
         world = World(
-            world.stream, [mirror], MultiLast(Request(multi_last=(">",)), proved=True), random.Random(1), prove_to=1
+            (stream := one("abcde", Request(seq=1)).stream), [Replica(stream, 5, file)], plan, random.Random(1)
         )
-        assert "mirror 'M'" in str(world.act())
+        assert world.act() is None
+        assert world.delivered == [(1, "a"), (2, "b")]
+        assert plan.end == EndOfBatch(3, 2, 5)
+        assert len(world.requests) == 1
 
 
 @given(seed=st.integers(0, 1 << 40), proved=st.booleans(), loss=st.sampled_from([0.0, 0.0, 0.05]))
 @settings(max_examples=600, deadline=None)
 def test_a_read_shows_the_moment_that_it_names_or_fails(seed: int, proved: bool, loss: float) -> None:
     rng = random.Random(seed)
-    stream = Stream(history=rng.choice([1, 2, 100]))
+    stream, subjects = Stream(history=rng.choice([1, 2, 100])), "abcdefgh" + NOT_INDEXED * (rng.random() < 0.2)
     for _ in range(rng.choice([0, 3, 12, 40])):
-        stream.write(rng.choice("abcdefgh"))
+        stream.write(rng.choice(subjects))
     stream.deleted = {seq for seq, _ in stream.log if rng.random() < rng.choice([0, 0, 0.3])}
     began = stream.last
     point = rng.choice([None, rng.randint(1, began + 5), began + 100])
@@ -270,14 +349,21 @@ def test_a_read_shows_the_moment_that_it_names_or_fails(seed: int, proved: bool,
         Replica(stream, rng.choice([began, rng.randint(0, began)]), rng.random() < 0.5, rng.random() < 0.2, old=rng.random() < 0.2)
         for _ in range(rng.randint(1, 3))
     ]  # fmt: skip
-    world = World(stream, replicas, MultiLast(request, proved=proved), rng, **({"prove_to": 1} if proved else {}))
-    world.coming, world.loss = [rng.choice("abcdefghi") for _ in range(rng.choice([0, 3, 10]))], loss
-    most = max(replica.reached for replica in replicas)
-    had = {subject for _, subject in stream.held(began) if matcher(filters)(subject)}
+    if proved and rng.random() < 0.3:
+        replicas += [
+            Replica(stream, rng.randint(0, began), rng.random() < 0.5, name="M", only=rng.choice(["a", "z", ">"]))
+        ]
+    replicas = replicas[rng.random() < 0.1 and len(replicas) > 1 :]
+    plan = MultiLast(request, need=began if proved else None)
+    world = World(stream, replicas, plan, rng)
+    world.coming, world.loss = [rng.choice(subjects + "i") for _ in range(rng.choice([0, 3, 10]))], loss
+    had = {subject for _, subject in stream.held(began) if finder(filters)(subject)}
     error = world.act()
     if error is not None:
-        assert isinstance(error, errors.RequestTimeoutError | errors.MessagesLostError), repr(error)
-        assert loss or any(replica.stuck for replica in replicas), "a responder that catches up is waited for"
+        kinds = (errors.RequestTimeoutError, errors.MessagesLostError, errors.MirrorAnswersError)
+        assert isinstance(error, kinds), repr(error)
+        own = [replica for replica in replicas if replica.name == "S"]
+        assert loss or all(replica.stuck for replica in own), "a responder that catches up is waited for"
     rows = world.delivered
     assert rows == sorted(rows)
     assert len({subject for _, subject in rows}) == len(rows), "a subject came twice"
@@ -291,13 +377,14 @@ def test_a_read_shows_the_moment_that_it_names_or_fails(seed: int, proved: bool,
         return
     assert end is not None
     if end.up_to_seq is None:
-        assert (rows, point, proved) == ([], None, False)
+        assert (rows, point, proved and began > 0) == ([], None, False)
         return
     if proved and point is None and request.batch is None and (request.max_bytes or 0) >= 1000:
         assert had <= {subject for _, subject in rows}, "a subject that was there is missing from the only page"
     if proved or point is not None:
-        newest = stream.newest(began if point is None else min(point, began))
-        assert newest is None or end.up_to_seq >= newest[0]
+        most = began if point is None else min(point, began)
+        held = [seq for seq, subject in stream.held(stream.last) if seq <= most and NOT_INDEXED not in subject]
+        assert end.up_to_seq >= max(held, default=0)
     if point is not None:
         assert end.up_to_seq <= point
     kept = set(stream.held(stream.last)) | set(rows)
@@ -309,4 +396,3 @@ def test_a_read_shows_the_moment_that_it_names_or_fails(seed: int, proved: bool,
     else:
         assert len(rows) >= min(request.batch, len(expected))
     assert end.last_seq == (rows[-1][0] if rows else 0)
-    assert most <= stream.last

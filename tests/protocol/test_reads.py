@@ -12,12 +12,19 @@ from direct_replies import eob, row
 from jetstream_ext.protocol import reads
 from jetstream_ext.protocol.direct import Block, EndOfBatch, Request
 from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.protocol.link import MAX_IN_FLIGHT, Group, Link
 from jetstream_ext.protocol.range_read import AwaitConnection, Deliver, Done, DropReply, RangeRead, SendRequest, Wait
-from jetstream_ext.protocol.reads import MAX_IN_FLIGHT, Group, Link, Scan, SentRequest
+from jetstream_ext.protocol.reads import Scan, SentRequest
 
 CHUNK = 32_768
 MIB = 1 << 20
 NOT_FOUND = EndOfBatch(0, 0, found=False)
+
+
+def link_of(rate: float) -> Link:
+    link = Link()
+    link.rate = rate
+    return link
 
 
 class Path:
@@ -46,7 +53,8 @@ class Path:
 
     def run(self, *, consume: float = 0.0, max_bytes: int = 8 * MIB, **options: Any) -> list[int]:
         plan = Scan(max_bytes=max_bytes, **options)
-        machine = RangeRead("S", plan, 30.0, pause=0.05, link=self.link)
+        plan.link = self.link
+        machine = RangeRead("S", plan, 30.0, pause=0.05)
         coming: list[tuple[float, int, SentRequest, list[Frame]]] = []
         number = count()
         read: list[int] = []
@@ -118,7 +126,7 @@ def test_other_calls_wait_for_about_half_a_second_on_a_slow_link(size: int, rate
 ])  # fmt: skip
 def test_requests_grow_to_the_usual_size_on_a_fast_link(size: int, rate: float, latency: float) -> None:
     messages = 150_000 if size == 128 else 100 * MIB // size
-    fast, known = (Path(messages, size, rate, latency, link=link) for link in (None, Link(1e12)))
+    fast, known = (Path(messages, size, rate, latency, link=link) for link in (None, link_of(1e12)))
     for path in (fast, known):
         assert path.run() == list(range(1, messages + 1))
     usual = max(known.asked[1:])
@@ -130,7 +138,7 @@ def test_requests_grow_to_the_usual_size_on_a_fast_link(size: int, rate: float, 
 @walk("latency", [0.05, 0.6])
 @walk("messages, size", [(3, 100), (3, 10_000), (1, 1_000_000)])
 def test_replies_in_one_piece_do_not_make_a_link_slow(messages: int, size: int, latency: float) -> None:
-    link = Link(100e6)
+    link = link_of(100e6)
     for _ in range(50):
         Path(messages, size, 1e9, latency, link=link).run()
     assert link.rate >= 100e6
@@ -140,7 +148,7 @@ def test_replies_in_one_piece_do_not_make_a_link_slow(messages: int, size: int, 
 def test_a_link_that_was_slow_becomes_fast_again(size: int, latency: float, subject: str | None) -> None:
     link = Link()
     for _ in range(2):
-        link.adapt(100, 1000.0)
+        link.adapt(0, 100_000, 0.0, 1e6, 0.0)
     path = Path(20_000_000 // (size + 170), size, 50e6, latency, link=link)
     path.run(subject=subject)
     assert len(path.asked) <= 15
@@ -152,7 +160,7 @@ def test_a_link_that_was_slow_becomes_fast_again(size: int, latency: float, subj
     [(1_000, 0.0002, None, None), (1_000, 0.3, ">", 100e6), (10_000, 0.3, None, 100e6), (10_000, 0.0002, ">", None)],
 )
 def test_a_very_slow_link_is_recognised(size: int, latency: float, subject: str | None, known: float | None) -> None:
-    link = Link() if known is None else Link(known)
+    link = Link() if known is None else link_of(known)
     path = Path(20_000_000 // (size + 170), size, 100e3, latency, link=link)
     path.run(subject=subject)
     assert 50e3 <= link.rate <= 300e3
@@ -160,7 +168,7 @@ def test_a_very_slow_link_is_recognised(size: int, latency: float, subject: str 
 
 
 def test_a_link_that_becomes_slow_is_noticed() -> None:
-    link = Link(200e6)
+    link = link_of(200e6)
     path = Path(300, 100_000, 1e6, 0.01, link=link)
     path.run()
     first = path.waits[0][1]
@@ -168,9 +176,29 @@ def test_a_link_that_becomes_slow_is_noticed() -> None:
     assert all(wait < 0.8 for sent, wait in path.waits if sent > 3 * first)
 
 
+def test_a_link_lets_requests_shrink_with_each_loss_to_a_floor_and_recovers_after_ten_minutes() -> None:
+    link = Link()
+    most = []
+    while link.lost(link.limit(3 * MIB), 100.0):
+        most.append(link.limit(3 * MIB))
+    assert most == [3 * MIB // 4, 3 * MIB // 16, 1 << 16]
+    assert (link.limit(1000), link.limit(8 * MIB)) == (1000, 1 << 16)
+    assert link.room(2) <= 1 << 15
+    link.adapt(0, MIB, 0.0, 0.01, 700.0)
+    assert link.limit(8 * MIB) == 1 << 16
+    link.adapt(0, MIB, 0.0, 0.01, 700.1)
+    assert link.limit(8 * MIB) == 8 * MIB
+
+
+def test_a_loss_while_few_bytes_are_asked_for_does_not_make_requests_smaller() -> None:
+    link = Link()
+    assert not link.lost(1000, 0.0)
+    assert link.limit(8 * MIB) == 8 * MIB
+
+
 @walk("readers", [1, 2, 5, MAX_IN_FLIGHT, 100, 10_000])
 def test_the_reads_of_a_group_ask_for_no_more_than_one_read(readers: int) -> None:
-    group, link = Group(readers), Link(1e5)
+    group, link = Group(readers), link_of(1e5)
     for _ in range(2):
         path = Path(300, 100, 1e5, link=link)
         assert path.run(subject="a", max_bytes=80_000, group=group) == list(range(1, 301))
@@ -196,11 +224,11 @@ def test_does_not_guess_where_sequences_are_missing_or_filtered() -> None:
 
 
 def test_requests_follow_the_size_of_the_messages() -> None:
-    big = Path(99, 100, link=Link(1e12))
+    big = Path(99, 100, link=link_of(1e12))
     big.run(max_bytes=1000, prefetch=1)
     assert big.requests[0].batch == reads.FIRST_BATCH
     assert {request.batch for request in big.requests[1:]} == {7}, "three quarters of the bytes"
-    tiny = Path(6000, 1, link=Link(1e12))
+    tiny = Path(6000, 1, link=link_of(1e12))
     tiny.run(max_bytes=1 << 20, prefetch=1)
     assert [request.batch for request in tiny.requests] == [1000, 4000, 16000]
 

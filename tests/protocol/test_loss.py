@@ -4,7 +4,7 @@ from cells import walk
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetstream_ext.protocol.gaps import Gaps, find_gaps
+from jetstream_ext.protocol.loss import Gaps, find_gaps
 
 some = st.sets(st.integers(1, 40)).map(sorted)
 
