@@ -46,7 +46,7 @@ async def refused(read: Awaitable[Any]) -> type[Exception]:
 
 
 async def log(js: JetStreamContext, stream: str, **options: Any) -> list[int]:
-    return [message.seq async for message in LogReader(js, stream, **options)]
+    return [message.seq async for message in LogReader(js, stream, patience=js._timeout, **options)]
 
 
 async def column(js: JetStreamContext, stream: str, **options: Any) -> list[int]:
