@@ -208,7 +208,8 @@ async def test_reads_of_a_bucket_beside_a_lagging_mirror_are_complete(
                 assert set(found) - {"new"} == expected
                 assert "k1" not in found or found["k1"].value.endswith(b"mirror%d" % turn)
         assert set(await kvx.get_many(kv, ["new"])) == {"new"}
-    assert (await js.stream_info(f"{name}_LATE")).state.last_seq == COUNT
+    # It passes over the messages that newer ones have replaced, and so may seem to be current.
+    assert (await js.stream_info(f"{name}_LATE")).state.messages == COUNT
 
 
 async def test_a_read_follows_its_own_write_beside_a_lagging_mirror(
