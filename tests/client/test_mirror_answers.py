@@ -1,0 +1,403 @@
+"""A proof needs a replica: mirrors answer under the stream's name, and may be partial, late, or all that answers."""
+
+import asyncio
+import pickle
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import nats
+import pytest
+from client_cells import each, named
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
+from nats.js.api import StreamConfig, StreamSource
+from nats.js.kv import KeyValue
+
+import jetstream_ext as jsx
+import jetstream_ext.kv as kvx
+from jetstream_ext import arrow, errors
+from jetstream_ext.log import LogReader
+from jetstream_ext.testing import NatsServer
+
+TURNS = 50  # the server chooses a responder at random for each request: a mirror answers none of 50 once in 2**50 runs
+COUNT = 60
+GONE = (7, 8, 40)
+SEQS = [seq for seq in range(1, COUNT + 1) if seq not in GONE]
+START = datetime(2020, 1, 1, tzinfo=UTC)
+
+Read = Callable[[JetStreamContext, str], Awaitable[Any]]
+
+
+async def seqs(batch: jsx.MessageBatch) -> list[int]:
+    return [message.seq for message in await batch.to_list()]
+
+
+async def seq(message: Awaitable[jsx.StoredMsg]) -> int:
+    return (await message).seq
+
+
+async def refused(read: Awaitable[Any]) -> type[Exception]:
+    with pytest.raises(errors.MessageNotFoundError):
+        await read
+    return errors.MessageNotFoundError
+
+
+async def log(js: JetStreamContext, stream: str, **options: Any) -> list[int]:
+    return [message.seq async for message in LogReader(js, stream, patience=js._timeout, **options)]
+
+
+async def column(js: JetStreamContext, stream: str, **options: Any) -> list[int]:
+    return (await arrow.to_arrow(js, stream, **options)).column("seq").to_pylist()  # type: ignore[no-any-return]
+
+
+# Each read of a stream with the messages `SEQS`, where sequence n is on subject `<stream>.<n % 3>`, and its result.
+CONFIRMED: dict[str, tuple[Read, Any]] = {
+    "scan": (lambda js, s: seqs(jsx.DirectGet(js, s).scan(batch=25, confirm=True)), SEQS),
+    "scan of a subject": (
+        lambda js, s: seqs(jsx.DirectGet(js, s).scan(subject=f"{s}.2", confirm=True)),
+        [seq for seq in SEQS if seq % 3 == 2],
+    ),
+    "LogReader": (log, SEQS),
+    "LogReader of a subject": (lambda js, s: log(js, s, subject=f"{s}.0"), [seq for seq in SEQS if seq % 3 == 0]),
+    "to_arrow": (lambda js, s: column(js, s, confirm=True), SEQS),
+}
+MIN_SEQ: dict[str, tuple[Read, Any]] = {
+    "scan": (lambda js, s: seqs(jsx.DirectGet(js, s).scan(batch=25, min_seq=COUNT)), SEQS),
+    "batch": (lambda js, s: seqs(jsx.DirectGet(js, s).batch(100, min_seq=COUNT)), SEQS),
+    "batch of a subject": (
+        lambda js, s: seqs(jsx.DirectGet(js, s).batch(5, subject=f"{s}.2", seq=6, min_seq=COUNT)),
+        [11, 14, 17, 20, 23],
+    ),
+    "multi_last": (lambda js, s: seqs(jsx.DirectGet(js, s).multi_last([f"{s}.*"], min_seq=COUNT)), [58, 59, 60]),
+    "multi_last of the past": (
+        lambda js, s: seqs(jsx.DirectGet(js, s).multi_last([f"{s}.>"], up_to_seq=41, min_seq=COUNT)),
+        [37, 39, 41],
+    ),
+    "get": (lambda js, s: seq(jsx.DirectGet(js, s).get(3, min_seq=COUNT)), 3),
+    "get of a newer one": (lambda js, s: seq(jsx.DirectGet(js, s).get(59, min_seq=COUNT)), 59),
+    "get_last": (lambda js, s: seq(jsx.DirectGet(js, s).get_last(f"{s}.2", min_seq=COUNT)), 59),
+    "get_next": (lambda js, s: seq(jsx.DirectGet(js, s).get_next(f"{s}.*", seq=7, min_seq=COUNT)), 9),
+    "get_at": (lambda js, s: seq(jsx.DirectGet(js, s).get_at(START, min_seq=COUNT)), 1),
+    "get of a deleted message": (
+        lambda js, s: refused(jsx.DirectGet(js, s).get(8, min_seq=COUNT)),
+        errors.MessageNotFoundError,
+    ),
+    "get_last of no message": (
+        lambda js, s: refused(jsx.DirectGet(js, s).get_last(f"{s}.none", min_seq=COUNT)),
+        errors.MessageNotFoundError,
+    ),
+}
+UNPROVED: dict[str, Callable[[JetStreamContext, str], Awaitable[list[jsx.StoredMsg]]]] = {
+    "scan": lambda js, s: jsx.DirectGet(js, s).scan(batch=25).to_list(),
+    "batch": lambda js, s: jsx.DirectGet(js, s).batch(100).to_list(),
+    "multi_last": lambda js, s: jsx.DirectGet(js, s).multi_last([f"{s}.>"]).to_list(),
+    "get": lambda js, s: asyncio.gather(jsx.DirectGet(js, s).get(1)),
+    "get_last": lambda js, s: asyncio.gather(jsx.DirectGet(js, s).get_last(f"{s}.1")),
+    "get_next": lambda js, s: asyncio.gather(jsx.DirectGet(js, s).get_next(f"{s}.1", seq=5)),
+    "get_at": lambda js, s: asyncio.gather(jsx.DirectGet(js, s).get_at(START)),
+    "LogReader": lambda js, s: LogReader(js, s, confirm=False).read(100),
+}
+
+
+# Each read of a bucket with the keys `k0` to `k59`, and the keys that it finds.
+BUCKET: dict[str, tuple[Callable[[KeyValue], Awaitable[Any]], set[str]]] = {
+    "get_many": (lambda kv: kvx.get_many(kv, [f"k{n}" for n in range(90)]), {f"k{n}" for n in range(COUNT)}),
+    "get_many of two keys": (lambda kv: kvx.get_many(kv, ["k1", "k3", "none"]), {"k1", "k3"}),
+    "snapshot": (kvx.snapshot, {f"k{n}" for n in range(COUNT)}),
+    "snapshot of some keys": (lambda kv: kvx.snapshot(kv, ["k3", "k4", "none"]), {"k3", "k4"}),
+}
+
+
+async def fill(js: JetStreamContext, name: str, count: int = COUNT, payload: bytes = b"") -> None:
+    await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True)
+    for n in range(1, count + 1):
+        await js.publish(f"{name}.{n % 3}", payload)
+
+
+async def fill_bucket(js: JetStreamContext, bucket: str) -> KeyValue:
+    kv = await kvx.enable(await js.create_key_value(bucket=bucket))
+    for n in range(COUNT):
+        await kv.put(f"k{n}", b"%d" % n)
+    return kv
+
+
+async def mirror(js: JetStreamContext, name: str, origin: str, messages: int, **options: Any) -> None:
+    source = {key: options.pop(key) for key in ("filter_subject", "opt_start_seq") if key in options}
+    config = StreamConfig(
+        name=name, mirror=StreamSource(name=origin, **source), allow_direct=True, mirror_direct=True, **options
+    )
+    await js.add_stream(config)
+    async with asyncio.timeout(60):
+        while (await js.stream_info(name)).state.messages < messages:
+            await asyncio.sleep(0.01)
+        while await responder(js, origin) != name:  # only then does the test show something
+            await asyncio.sleep(0.01)
+
+
+async def responder(js: JetStreamContext, stream: str) -> str:
+    """Return the stream that answers the next direct get."""
+    answer = await js._nc.request(f"$JS.API.DIRECT.GET.{stream}", b'{"seq":1,"next_by_subj":">"}', timeout=30)
+    return (answer.headers or {}).get("Nats-Stream", "")
+
+
+async def all_are_complete(js: JetStreamContext, stream: str) -> None:
+    """Read the stream many times in a row in each way, all ways at once."""
+
+    async def read_often(what: str, read: Read, expected: Any) -> None:
+        with named(read=what):
+            for _ in range(TURNS):
+                assert await read(js, stream) == expected
+
+    async with asyncio.TaskGroup() as group:
+        for table in (CONFIRMED, MIN_SEQ):
+            for what, (read, expected) in table.items():
+                group.create_task(read_often(what, read, expected))
+
+
+# -- partial and late mirrors ------------------------------------------------------------------------------------------
+
+
+@each("source", ["filter_subject", "opt_start_seq"])
+async def test_reads_beside_a_partial_mirror_are_complete(
+    js: JetStreamContext, stream_name: Callable[[], str], source: str
+) -> None:
+    """The answers of the mirror look complete, or say that there is no message."""
+    name = stream_name()
+    await fill(js, name)
+    for gone in GONE:
+        await js.delete_msg(name, gone)
+    part: dict[str, Any] = {"filter_subject": f"{name}.1"} if source == "filter_subject" else {"opt_start_seq": 41}
+    await mirror(js, f"{name}_PART", name, 18, **part)
+    await all_are_complete(js, name)
+
+
+@each("source", ["filter_subject", "opt_start_seq"])
+async def test_reads_of_a_bucket_beside_a_partial_mirror_are_complete(
+    js: JetStreamContext, stream_name: Callable[[], str], source: str
+) -> None:
+    name = stream_name()
+    kv = await fill_bucket(js, name)
+    part: dict[str, Any] = {"filter_subject": f"$KV.{name}.k1"} if source == "filter_subject" else {"opt_start_seq": 41}
+    await mirror(js, f"{name}_PART", f"KV_{name}", 1, **part)
+    for what, (read, expected) in BUCKET.items():
+        with named(read=what):
+            for _ in range(TURNS):
+                assert set(await read(kv)) == expected
+
+
+async def test_reads_beside_a_lagging_mirror_are_complete(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+    """The mirror takes no message of more than one byte, and so stays at sequence 20."""
+    name = stream_name()
+    await fill(js, name, 20)
+    await mirror(js, f"{name}_LATE", name, 20, max_msg_size=1)
+    for n in range(21, COUNT + 1):
+        await js.publish(f"{name}.{n % 3}", b"too large for the mirror")
+    for gone in GONE:
+        await js.delete_msg(name, gone)
+    await all_are_complete(js, name)
+    assert (await js.stream_info(f"{name}_LATE")).state.last_seq == 20
+
+
+async def test_reads_of_a_bucket_beside_a_lagging_mirror_are_complete(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    name = stream_name()
+    kv = await fill_bucket(js, name)
+    await mirror(js, f"{name}_LATE", f"KV_{name}", COUNT, max_msg_size=50)  # headers count as well
+    for turn in range(TURNS):
+        await kv.put("k1", b"too large for the mirror" * 3 + b"%d" % turn)
+        await kv.put("new", b"too large for the mirror" * 3 + b"%d" % turn)
+        for what, (read, expected) in BUCKET.items():
+            with named(read=what):
+                found = await read(kv)
+                assert set(found) - {"new"} == expected
+                assert "k1" not in found or found["k1"].value.endswith(b"mirror%d" % turn)
+        assert set(await kvx.get_many(kv, ["new"])) == {"new"}
+    # It passes over the messages that newer ones have replaced, and so may seem to be current.
+    assert (await js.stream_info(f"{name}_LATE")).state.messages == COUNT
+
+
+async def test_a_read_follows_its_own_write_beside_a_lagging_mirror(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    name = stream_name()
+    await fill(js, name, 3)
+    await mirror(js, f"{name}_LATE", name, 3, max_msg_size=1)
+    direct = jsx.DirectGet(js, name)
+    for turn in range(TURNS):
+        written = (await js.publish(f"{name}.a", b"too large %d" % turn)).seq
+        assert (await direct.get_last(f"{name}.a", min_seq=written)).seq == written
+        assert (await direct.get(written, min_seq=written)).data == b"too large %d" % turn
+        assert await seqs(direct.multi_last([f"{name}.a"], min_seq=written)) == [written]
+        assert await seqs(direct.scan(seq=written, min_seq=written)) == [written]
+        assert await seqs(direct.batch(9, seq=written, min_seq=written)) == [written]
+
+
+async def test_an_unproved_read_takes_the_messages_of_a_partial_mirror(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    name = stream_name()
+    await fill(js, name)
+    await mirror(js, f"{name}_PART", name, 20, filter_subject=f"{name}.1")
+    for what, read in UNPROVED.items():
+        if what == "multi_last":  # each of its pages is of a responder that has reached the end of the stream
+            continue
+        with named(read=what):
+            async with asyncio.timeout(60):
+                while {message.stream for message in await read(js, name)} != {f"{name}_PART"}:
+                    pass
+
+
+# -- only a mirror answers ---------------------------------------------------------------------------------------------
+
+# The mirror gets every direct get of the stream, as one does in the client's own cluster of a super-cluster, where the
+# stream is in another cluster: servers prefer the responders of their own cluster.
+NEAR = """
+mappings {
+  "$JS.API.DIRECT.GET.ORIGIN": "$JS.API.DIRECT.GET.NEARBY"
+  "$JS.API.DIRECT.GET.ORIGIN.>": "$JS.API.DIRECT.GET.NEARBY.>"
+  "$JS.API.DIRECT.GET.KV_ORIGIN": "$JS.API.DIRECT.GET.KV_NEARBY"
+  "$JS.API.DIRECT.GET.KV_ORIGIN.>": "$JS.API.DIRECT.GET.KV_NEARBY.>"
+}
+"""
+TIMEOUT = 1.0
+
+
+@pytest.fixture(scope="module")
+def far_server() -> Iterator[NatsServer]:
+    """A server whose mirrors NEARBY and KV_NEARBY answer all direct gets of the streams ORIGIN and KV_ORIGIN."""
+
+    async def create(url: str) -> None:
+        async with await nats.connect(url, connect_timeout=10) as nc:
+            js = nc.jetstream(timeout=30)
+            await fill(js, "ORIGIN")
+            for gone in GONE:
+                await js.delete_msg("ORIGIN", gone)
+            await mirror(js, "NEARBY", "ORIGIN", len(SEQS))
+            await fill_bucket(js, "ORIGIN")
+            await mirror(js, "KV_NEARBY", "KV_ORIGIN", COUNT, max_msgs_per_subject=1)
+
+    with NatsServer(config=NEAR) as server:
+        asyncio.run(create(server.url))
+        yield server
+
+
+@pytest.fixture
+async def far(far_server: NatsServer) -> AsyncIterator[JetStreamContext]:
+    """A context whose calls end after one second."""
+    async with await nats.connect(far_server.url, connect_timeout=10) as nc:
+        yield nc.jetstream(timeout=TIMEOUT)
+
+
+async def mirror_answers(read: Awaitable[Any], stream: str, mirror: str, *words: str) -> None:
+    """Fail unless the read ends at its timeout with the error that names the mirror."""
+    started = time.monotonic()
+    async with asyncio.timeout(30):
+        with pytest.raises(errors.JetStreamExtError) as caught:
+            await read
+    from jetstream_ext.errors import MirrorAnswersError
+
+    assert type(caught.value) is MirrorAnswersError
+    assert 0.5 * TIMEOUT < time.monotonic() - started < 10 * TIMEOUT
+    error: Any = caught.value
+    text = str(error)
+    assert (error.stream, error.mirror) == (stream, mirror)
+    for word in (stream, mirror, *words):
+        assert word in text
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), again.stream, again.mirror) == (type(error), text, stream, mirror)
+
+
+@each("what", CONFIRMED, together=True)
+async def test_a_confirmed_read_ends_with_an_error_if_only_a_mirror_answers(far: JetStreamContext, what: str) -> None:
+    read, _ = CONFIRMED[what]
+    await mirror_answers(read(far, "ORIGIN"), "ORIGIN", "NEARBY", "confirm=False")
+
+
+@each("what", MIN_SEQ, together=True)
+async def test_a_read_with_min_seq_ends_with_an_error_if_only_a_mirror_answers(
+    far: JetStreamContext, what: str
+) -> None:
+    read, _ = MIN_SEQ[what]
+    await mirror_answers(read(far, "ORIGIN"), "ORIGIN", "NEARBY", "min_seq")
+
+
+async def test_a_proof_that_no_replica_gives_leaves_nothing_behind(far: JetStreamContext, has_only: Any) -> None:
+    await far.account_info()
+    held = set(far._nc._subs)
+    for read, _ in (CONFIRMED["scan"], CONFIRMED["LogReader"], MIN_SEQ["get"], MIN_SEQ["multi_last"]):
+        await mirror_answers(read(far, "ORIGIN"), "ORIGIN", "NEARBY")
+    assert await has_only(far._nc, held)
+
+
+async def test_an_unproved_read_is_content_with_the_mirror(far: JetStreamContext) -> None:
+    for what, read in UNPROVED.items():
+        with named(read=what):
+            found = await read(far, "ORIGIN")
+            assert {message.stream for message in found} == {"NEARBY"}
+            if len(found) > 3:
+                assert [message.seq for message in found] == SEQS
+    assert await column(far, "ORIGIN") == SEQS
+
+
+async def test_the_mirror_is_read_with_a_proof_under_its_own_name(far: JetStreamContext) -> None:
+    """What the error advises."""
+    for what in ("scan", "LogReader", "to_arrow"):
+        with named(read=what):
+            assert await CONFIRMED[what][0](far, "NEARBY") == SEQS
+    assert await MIN_SEQ["batch"][0](far, "NEARBY") == SEQS
+
+
+@each("what", BUCKET, together=True)
+async def test_a_read_of_a_bucket_ends_with_an_error_if_only_a_mirror_answers(far: JetStreamContext, what: str) -> None:
+    await mirror_answers(BUCKET[what][0](await far.key_value("ORIGIN")), "KV_ORIGIN", "KV_NEARBY")
+
+
+async def test_a_mirror_answers_for_a_stream_that_no_longer_allows_direct_gets(
+    nc: Client, stream_name: Callable[[], str]
+) -> None:
+    name, js = stream_name(), nc.jetstream(timeout=30)
+    await fill(js, name)
+    for gone in GONE:
+        await js.delete_msg(name, gone)
+    await mirror(js, f"{name}_COPY", name, len(SEQS))
+    config = (await js.stream_info(name)).config
+    await js.update_stream(config.evolve(allow_direct=False))
+    hurried = nc.jetstream(timeout=TIMEOUT)
+    assert await seqs(jsx.DirectGet(hurried, name).scan()) == SEQS
+    await mirror_answers(CONFIRMED["scan"][0](hurried, name), name, f"{name}_COPY", "confirm=False")
+    await mirror_answers(MIN_SEQ["get"][0](hurried, name), name, f"{name}_COPY")
+    await js.update_stream(config)
+    assert await CONFIRMED["scan"][0](js, name) == SEQS
+
+
+async def test_a_proof_succeeds_as_soon_as_a_replica_answers(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    """The read is still within its timeout when the stream allows direct gets again."""
+    name = stream_name()
+    await fill(js, name)
+    for gone in GONE:
+        await js.delete_msg(name, gone)
+    await mirror(js, f"{name}_COPY", name, len(SEQS))
+    config = (await js.stream_info(name)).config
+    for what, (read, expected) in [("confirmed scan", CONFIRMED["scan"]), *MIN_SEQ.items()]:
+        with named(read=what):
+            await js.update_stream(config.evolve(allow_direct=False))
+            asked = asyncio.Event()
+
+            async def heard(_: Msg, asked: asyncio.Event = asked) -> None:
+                asked.set()
+
+            subjects = (f"$JS.API.DIRECT.GET.{name}", f"$JS.API.DIRECT.GET.{name}.>")
+            spies = [await js._nc.subscribe(subject, cb=heard) for subject in subjects]
+            reading, hears = asyncio.ensure_future(read(js, name)), asyncio.ensure_future(asked.wait())
+            await asyncio.wait({reading, hears}, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+            hears.cancel()
+            await js.update_stream(config)
+            assert await reading == expected
+            for spy in spies:
+                await spy.unsubscribe()

@@ -1,0 +1,313 @@
+"""A read does not cost the connection: a server closes one that has more than `max_pending` bytes to receive."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import nats
+import pytest
+from client_cells import each, named
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext import arrow, errors
+from jetstream_ext.log import LogReader
+from jetstream_ext.testing import NatsServer
+
+MAX_PENDING = (400_000, 1_000_000, 4_000_000)
+# Sizes of messages, and how many of them a stream has: about 24 MB.
+COUNTS = {1_000: 24_000, 60_000: 400, 300_000: 80}
+SUBJECTS = 40
+# The read that finds out what the server can take may lose the connection so many times.
+LOSSES = 2
+
+
+def config(max_pending: int) -> str:
+    return f"max_pending: {max_pending}\nmax_payload: {min(max_pending, 1_000_000) - 50_000}\n"
+
+
+async def fill(url: str) -> None:
+    async with await nats.connect(url, connect_timeout=10) as nc:
+        js = nc.jetstream(timeout=30)
+        for size, count in COUNTS.items():
+            await js.add_stream(name=f"S{size}", subjects=[f"S{size}.*"], allow_direct=True, allow_batched=True)
+            async with jsx.FastPublisher(js) as publisher:
+                for n in range(1, count + 1):
+                    await publisher.add(f"S{size}.{n % SUBJECTS}", b"%09d" % n + bytes(size - 9))
+
+
+@pytest.fixture(scope="module", params=MAX_PENDING)
+def max_pending(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture(scope="module")
+def server(max_pending: int) -> Iterator[NatsServer]:
+    with NatsServer(config=config(max_pending)) as server:
+        asyncio.run(fill(server.url))
+        yield server
+
+
+class Losses:
+    """Counts how often a connection is lost."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._learned = False
+
+    async def note(self) -> None:
+        self._count += 1
+
+    def check(self, most: int = LOSSES) -> None:
+        """Fail if the connection was lost more than `most` times, or again after a read that had lost it.
+
+        Whether a reply that is too large costs the connection depends on how fast the client reads: the first read may be
+        lucky.
+        """
+        count, self._count = self._count, 0
+        assert count <= (0 if self._learned else most), f"the connection was lost {count} times"
+        self._learned = self._learned or count > 0
+
+    def forget(self, most: int) -> None:
+        """Fail if the connection was lost more than `most` times; nothing is learned."""
+        count, self._count = self._count, 0
+        assert count <= most, f"the connection was lost {count} times"
+
+
+@asynccontextmanager
+async def connected(url: str) -> AsyncIterator[tuple[JetStreamContext, Losses]]:
+    async def quiet(error: Exception) -> None:
+        pass
+
+    losses = Losses()
+    nc = await nats.connect(
+        url,
+        connect_timeout=10,
+        disconnected_cb=losses.note,
+        error_cb=quiet,
+        reconnect_time_wait=0.01,
+        max_reconnect_attempts=-1,
+    )
+    try:
+        yield nc.jetstream(timeout=20), losses
+        assert not nc.is_closed
+    finally:
+        nc._disconnected_cb = None
+        await nc.close()
+
+
+Read = Callable[[JetStreamContext, str, int], Awaitable[list[jsx.StoredMsg]]]
+
+
+async def of_reader(js: JetStreamContext, stream: str, count: int) -> list[jsx.StoredMsg]:
+    return [message async for message in LogReader(js, stream)]
+
+
+async def columns(js: JetStreamContext, stream: str, count: int) -> list[int]:
+    return (await arrow.to_arrow(js, stream)).column("seq").to_pylist()  # type: ignore[no-any-return]
+
+
+READS: dict[str, Read] = {
+    "scan": lambda js, stream, count: jsx.DirectGet(js, stream).scan().to_list(),
+    "confirmed scan": lambda js, stream, count: jsx.DirectGet(js, stream).scan(confirm=True).to_list(),
+    "LogReader": of_reader,
+}
+
+
+async def check(server: NatsServer, max_pending: int, size: int, read: Read, expected: list[int]) -> None:
+    """Read twice: everything is there, and only the first time may lose the connection.
+
+    The server counts a reply for a moment longer than the client takes to receive it. So a message of more than half of
+    `max_pending` may cost the connection whatever the client asks for; then the error says so.
+    """
+    tight = 2 * size > max_pending
+    async with connected(server.url) as (js, losses):
+        for turn in range(2):
+            with named(turn=turn):
+                try:
+                    found = await read(js, f"S{size}", len(expected))
+                except errors.MessagesLostError as error:
+                    assert tight
+                    assert "max_bytes" in str(error)  # noqa: PT017
+                    losses.forget(20)
+                    continue
+                assert [message.seq for message in found] == expected
+                assert all(len(message.data) == size and int(message.data[:9]) == message.seq for message in found)
+                if tight:
+                    losses.forget(20)
+                else:
+                    losses.check()
+
+
+@each("size", COUNTS)
+@each("read", READS.values())
+async def test_a_whole_range_is_read(server: NatsServer, max_pending: int, size: int, read: Read) -> None:
+    await check(server, max_pending, size, read, list(range(1, COUNTS[size] + 1)))
+
+
+@each("size", COUNTS)
+async def test_a_batch_has_as_many_messages_as_asked_for(server: NatsServer, max_pending: int, size: int) -> None:
+    """As many as fit into its default `max_bytes`."""
+    count = 6_000_000 // size
+
+    def read(js: JetStreamContext, stream: str, count: int) -> Awaitable[list[jsx.StoredMsg]]:
+        return jsx.DirectGet(js, stream).batch(count).to_list()
+
+    await check(server, max_pending, size, read, list(range(1, count + 1)))
+
+
+@each("size", COUNTS)
+async def test_the_last_messages_of_subjects_are_all_read(server: NatsServer, max_pending: int, size: int) -> None:
+    def read(js: JetStreamContext, stream: str, count: int) -> Awaitable[list[jsx.StoredMsg]]:
+        return jsx.DirectGet(js, stream).multi_last([f"{stream}.>"]).to_list()
+
+    await check(server, max_pending, size, read, list(range(COUNTS[size] - SUBJECTS + 1, COUNTS[size] + 1)))
+
+
+@each("size", COUNTS)
+async def test_one_read_of_a_connection_learns_for_the_others(server: NatsServer, max_pending: int, size: int) -> None:
+    """What a scan has found out holds for each read of this connection, also of other streams."""
+    if 2 * size > max_pending:
+        return  # see `check`
+    async with connected(server.url) as (js, losses):
+        await READS["scan"](js, "S60000", COUNTS[60_000])
+        losses.check()
+        for what, read in READS.items():
+            with named(read=what):
+                assert len(await read(js, f"S{size}", COUNTS[size])) == COUNTS[size]
+                losses.check()
+        count = 6_000_000 // size
+        assert len(await jsx.DirectGet(js, f"S{size}").batch(count).to_list()) == count
+        assert len(await jsx.DirectGet(js, f"S{size}").multi_last([f"S{size}.>"]).to_list()) == SUBJECTS
+        assert len(await columns(js, f"S{size}", COUNTS[size])) == COUNTS[size]
+        losses.check()
+
+
+async def test_an_application_that_is_busy_between_messages_reads_everything(server: NatsServer) -> None:
+    """While it computes, nothing is read from the socket, and what is on its way waits at the server."""
+    async with connected(server.url) as (js, losses):
+        for _ in range(3):
+            seqs: list[int] = []
+            async with jsx.DirectGet(js, "S60000").scan() as messages:
+                async for message in messages:
+                    seqs.append(message.seq)
+                    if message.seq % 20 == 0:
+                        time.sleep(0.01)
+            assert seqs == list(range(1, COUNTS[60_000] + 1))
+            losses.check()
+
+
+async def test_other_requests_of_the_connection_are_answered_during_a_scan(server: NatsServer) -> None:
+    """A lost connection would cost them their answers."""
+    async with connected(server.url) as (js, losses):
+        await READS["scan"](js, "S60000", COUNTS[60_000])
+        losses.check()
+        reading = asyncio.ensure_future(READS["scan"](js, "S60000", COUNTS[60_000]))
+        while not reading.done():
+            assert (await js.account_info()).streams == len(COUNTS)
+        assert len(await reading) == COUNTS[60_000]
+        losses.check()
+
+
+# -- no size is small enough ---------------------------------------------------------------------------------------------
+
+
+class Cutter:
+    """A proxy that aborts a connection as soon as it has brought more than `limit` bytes since the client last sent."""
+
+    def __init__(self, port: int, limit: int) -> None:
+        self._port, self._limit = port, limit
+        self._links: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> str:
+        self._listener = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return f"nats://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
+
+    async def __aexit__(self, *_: object) -> None:
+        self._listener.close()
+        for link in self._links:
+            link.cancel()
+        await asyncio.gather(*self._links, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link = asyncio.current_task()
+        assert link is not None
+        self._links.add(link)
+        back, upstream = await asyncio.open_connection("127.0.0.1", self._port)
+        brought = 0
+
+        async def forth() -> None:
+            nonlocal brought
+            while data := await reader.read(1 << 16):
+                brought = 0
+                upstream.write(data)
+
+        async def bring() -> None:
+            nonlocal brought
+            while data := await back.read(1 << 12):
+                brought += len(data)
+                if brought > self._limit:
+                    return
+                writer.write(data)
+
+        pumps = [asyncio.ensure_future(forth()), asyncio.ensure_future(bring())]
+        try:
+            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            pass  # the test is over; asyncio reports a cancelled task of its server as an error
+        finally:
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+            upstream.transport.abort()
+            writer.transport.abort()
+            self._links.discard(link)
+
+
+@pytest.fixture(scope="module")
+def small_server() -> Iterator[NatsServer]:
+    """A server with one stream of 30 messages of 60 kB."""
+
+    async def fill_one(url: str) -> None:
+        async with await nats.connect(url, connect_timeout=10) as nc:
+            js = nc.jetstream(timeout=30)
+            await js.add_stream(name="S", subjects=["s.*"], allow_direct=True)
+            for n in range(30):
+                await js.publish(f"s.{n}", bytes(60_000))
+
+    with NatsServer() as server:
+        asyncio.run(fill_one(server.url))
+        yield server
+
+
+HOPELESS: dict[str, Callable[[JetStreamContext], Awaitable[Any]]] = {
+    "scan": lambda js: jsx.DirectGet(js, "S").scan().to_list(),
+    "confirmed scan": lambda js: jsx.DirectGet(js, "S").scan(confirm=True).to_list(),
+    "batch": lambda js: jsx.DirectGet(js, "S").batch(30).to_list(),
+    "multi_last": lambda js: jsx.DirectGet(js, "S").multi_last(["s.>"]).to_list(),
+    "to_arrow": lambda js: arrow.to_arrow(js, "S"),
+}
+
+
+@each("what", HOPELESS)
+async def test_an_error_names_max_bytes_if_each_attempt_loses_the_connection(
+    small_server: NatsServer, what: str
+) -> None:
+    async with Cutter(small_server.port, 50_000) as url, connected(url) as (js, losses):
+        async with asyncio.timeout(60):
+            with pytest.raises(errors.MessagesLostError, match=r"'S'.*max_bytes"):
+                await HOPELESS[what](js._nc.jetstream(timeout=2))
+        losses.check(20)
+
+
+@each("limit", [70_000, 200_000, 500_000])
+async def test_a_read_finds_the_size_that_the_connection_brings(small_server: NatsServer, limit: int) -> None:
+    """The proxy counts exactly, where a server also depends on how fast the client is."""
+    async with Cutter(small_server.port, limit) as url, connected(url) as (js, losses):
+        for turn in range(2):
+            for what, read in HOPELESS.items():
+                with named(turn=turn, read=what):
+                    assert len(await read(js)) == 30
+                    losses.check(10)
