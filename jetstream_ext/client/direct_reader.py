@@ -130,7 +130,9 @@ _links: WeakKeyDictionary[Client, Link] = WeakKeyDictionary()
 
 def link_of(context: Context) -> Link:
     """Return what is known of a connection."""
-    return _links.setdefault(context.nc, Link())
+    link = _links.setdefault(context.nc, Link())
+    link.max_payload = context.connection.max_payload
+    return link
 
 
 def read_blocks(

@@ -30,6 +30,8 @@ from jetstream_ext.protocol.options import rfc3339
 
 DEFAULT_MAX_BYTES: Final = 8 * 1024 * 1024  # of one reply; the server's own 64 MiB make it cut off slow consumers
 
+# Servers take a later time, which does not fit into their nanoseconds, for one long ago.
+_LATEST: Final = datetime(2262, 4, 11, tzinfo=UTC)
 _SUBJECT_LINE: Final = b"\r\nNats-Subject: "
 _TIME_LINE: Final = b"\r\nNats-Time-Stamp: "
 
@@ -59,7 +61,7 @@ class Request:
         for name in self.__slots__:
             value = getattr(self, name)
             if value is not None:
-                body[name] = rfc3339(value, name) if name in ("start_time", "up_to_time") else value
+                body[name] = rfc3339(min(value, _LATEST), name) if isinstance(value, datetime) else value
         return body
 
     def __str__(self) -> str:

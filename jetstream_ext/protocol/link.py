@@ -20,10 +20,12 @@ _SLOW: Final = 0.1
 # become faster is noticed.
 _TELLING: Final = 1 << 16
 _LEAST_RATE: Final = _TELLING / _SECONDS_IN_FLIGHT
-# A server closes a connection for which it holds more bytes than its ``max_pending`` and does not say so. So after a loss,
-# replies have a part of the bytes, for so many seconds.
+# A server closes a connection for which it holds more bytes than its ``max_pending``, and does not say so. That is never less
+# than its ``max_payload``. It counts a reply for a moment longer than the client takes to receive it. So after a loss, replies
+# have this part of both, for so many seconds; but a connection that is lost for other reasons must not become very slow.
 _SMALLER: Final = 4
 _CAUTIOUS: Final = 600.0
+_LEAST: Final = 1 << 14
 
 
 class Link:
@@ -33,6 +35,8 @@ class Link:
         self.rate: float = _FIRST_RATE
         self.most: int | None = None
         """The bytes that the replies in flight may have together, after a reply was lost with the connection."""
+        self.max_payload: int = 1 << 20
+        """The server's limit for one message, in bytes."""
         self._measured = 0.0
         self._cautious_until = -math.inf
 
@@ -57,9 +61,10 @@ class Link:
     def lost(self, asked: int, now: float) -> bool:
         """Note that the connection was lost while replies of `asked` bytes came; return whether less can be asked for."""
         held = asked if self.most is None else min(asked, self.most)
-        if held <= _TELLING:
+        if held <= _LEAST:
             return False
-        self.most, self._cautious_until = max(_TELLING, held // _SMALLER), now + _CAUTIOUS
+        self.most = max(_LEAST, min(held, self.max_payload) // _SMALLER)
+        self._cautious_until = now + _CAUTIOUS
         return True
 
     def limit(self, max_bytes: int) -> int:

@@ -389,7 +389,8 @@ class RangeRead:
             return MirrorAnswersError(
                 f"{stream}: mirror {self._mirror!r} answers direct gets under the stream's name, and no replica of the stream that "
                 f"has what the leader has answered {tried}; the mirror may lack messages, so its answer proves nothing. Read "
-                f"with confirm=False and without min_seq, or the mirror by its own name, or set mirror_direct=False on it",
+                f"with confirm=False and without min_seq, or the mirror by its own name (with allow_direct on), or set "
+                f"mirror_direct=False on it, or connect to a server nearer to a replica",
                 stream=self._stream,
                 mirror=self._mirror,
             )

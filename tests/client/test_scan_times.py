@@ -54,8 +54,8 @@ async def everything(js: JetStreamContext, stream: str) -> list[jsx.StoredMsg]:
 
 
 def until(messages: list[jsx.StoredMsg], when: datetime) -> list[int]:
-    """Return the sequences before the first message that was stored after `when`."""
-    return [each.seq for each in itertools.takewhile(lambda each: each.time_ns <= nanoseconds(when), messages)]
+    """Return the sequences before the first message that was stored after the microsecond `when`."""
+    return [each.seq for each in itertools.takewhile(lambda each: each.time_ns < nanoseconds(when) + 1000, messages)]
 
 
 def instants(*times: datetime) -> list[datetime]:
