@@ -304,10 +304,18 @@ async def test_an_error_names_max_bytes_if_each_attempt_loses_the_connection(
 
 @each("limit", [70_000, 200_000, 500_000])
 async def test_a_read_finds_the_size_that_the_connection_brings(small_server: NatsServer, limit: int) -> None:
-    """The proxy counts exactly, where a server also depends on how fast the client is."""
+    """The proxy counts exactly, where a server also depends on how fast the client is.
+
+    A page of `multi_last` also brings the newest message, so there two messages must fit.
+    """
     async with Cutter(small_server.port, limit) as url, connected(url) as (js, losses):
         for turn in range(2):
             for what, read in HOPELESS.items():
                 with named(turn=turn, read=what):
+                    if what == "multi_last" and limit < 2 * 60_000:
+                        with pytest.raises(errors.MessagesLostError, match="max_bytes"):
+                            await read(js)
+                        losses.forget(20)
+                        continue
                     assert len(await read(js)) == 30
                     losses.check(10)
