@@ -6,6 +6,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from itertools import permutations
 from typing import Any, Final
 
 import orjson
@@ -25,36 +26,57 @@ from nats.js.errors import NotFoundError, ServiceUnavailableError
 from jetstream_ext.client.api import Api, first_since, gather_bounded, malformed_as_error, stream_state
 from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ServerError
-from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol.api import answering_server, check_config, parse_refusal
+from jetstream_ext.protocol.feature_table import CONSUMER_RESET, DURABLE_SOURCE
 from jetstream_ext.protocol.numbers import json_int64, json_number
 from jetstream_ext.protocol.options import check_sequence, check_unicode, rfc3339
-from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject
+from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject, covers
 
-_HEARTBEAT: Final = 1.0  # seconds; servers replace any other value
 _STALLED_AFTER: Final = timedelta(seconds=10)  # then a server restarts the source; heartbeats come every second
-_OWN_KEYWORDS: Final = frozenset(
-    {"name", "durable_name", "deliver_subject", "filter_subject", "opt_start_seq", "opt_start_time", "deliver_policy"}
-)
 _START_OPTIONS: Final = {
     DeliverPolicy.BY_START_SEQUENCE: "opt_start_seq",
     DeliverPolicy.BY_START_TIME: "opt_start_time",
 }
-_UNSET: Final[tuple[Any, ...]] = (None, False, 0, "", [])
-_BY_FLOW_CONTROL: Final = "the reading server acknowledges by flow control"
-# The values that these options of a source consumer can have, and why it cannot have others.
-_ALLOWED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
-    "ack_policy": ((ConsumerConfig().ack_policy, AckPolicy.FLOW_CONTROL), _BY_FLOW_CONTROL),
-    "flow_control": ((None, True), _BY_FLOW_CONTROL),
-    "ack_wait": (_UNSET, _BY_FLOW_CONTROL),
-    "backoff": (_UNSET, _BY_FLOW_CONTROL),
-    "idle_heartbeat": ((None, 0, _HEARTBEAT), "the server sets it to 1 s, which the reading server relies on"),
-    "max_deliver": ((None, 0, -1), "a lost message must be delivered again, without a limit"),
-    "deliver_group": (_UNSET, "the reading server joins no group and would receive nothing"),
-    "inactive_threshold": (_UNSET, "the server would delete the consumer while the reading server is away"),
-    "mem_storage": (_UNSET, "a restart of the server would delete the consumer"),
-    "headers_only": (_UNSET, "the reading stream would store the messages without their payloads"),
+_ARGUMENTS: Final = (
+    "name",
+    "durable_name",
+    "deliver_subject",
+    "deliver_policy",
+    "filter_subject",
+    *_START_OPTIONS.values(),
+)
+_FORCED: Final[Mapping[str, Any]] = {
+    "ack_policy": AckPolicy.FLOW_CONTROL,
+    "flow_control": True,
+    "idle_heartbeat": 1.0,  # seconds
+    "max_deliver": -1,
 }
+"""The options that servers set, whatever is given."""
+_BY_FLOW_CONTROL: Final = "the reading server acknowledges by flow control"
+_REASONS: Final = {
+    "ack_policy": _BY_FLOW_CONTROL,
+    "flow_control": _BY_FLOW_CONTROL,
+    "ack_wait": _BY_FLOW_CONTROL,
+    "backoff": _BY_FLOW_CONTROL,
+    "idle_heartbeat": "the server sets it to 1 s, which the reading server relies on",
+    "max_deliver": "a lost message must be delivered again, without a limit",
+    "deliver_group": "the reading server joins no group and would receive nothing",
+    "inactive_threshold": "the server would delete the consumer while the reading server is away",
+    "mem_storage": "a restart of the server would delete the consumer",
+    "headers_only": "the reading stream would store the messages without their payloads",
+}
+"""The options that a source consumer has only as `_FORCED`, or not at all, and why."""
+_ONE_OF_A_QUEUE: Final = (
+    "a work queue delivers each message to one consumer: give filters that no other consumer of the stream matches, or delete "
+    "the other one"
+)
+_ADVICE: Final[Mapping[int | None, str]] = {
+    ErrorCode.CONSUMER_DELIVER_CYCLE: "give a deliver_subject that no stream stores",
+    ErrorCode.CONSUMER_WORK_QUEUE_UNFILTERED: _ONE_OF_A_QUEUE,
+    ErrorCode.CONSUMER_WORK_QUEUE_NOT_UNIQUE: _ONE_OF_A_QUEUE,
+    ErrorCode.CONSUMER_WORK_QUEUE_NOT_ALL: "leave out deliver_policy, opt_start_seq and opt_start_time",
+}
+"""What to do about a refusal of a source consumer."""
 
 
 async def reset_consumer(
@@ -119,10 +141,7 @@ async def reset_consumer(
     info = await api.ask(f"CONSUMER.INFO.{stream}.{consumer}")
     with malformed_as_error(f"consumer {consumer!r}"):
         version, level = answering_server(info.get("config") or {})
-    if not feature_table.CONSUMER_RESET.at(level):
-        raise feature_table.CONSUMER_RESET.unsupported(
-            server_version=version or context.connection.server_version, api_level=level, detail="nothing was changed"
-        )
+    CONSUMER_RESET.check(level, version or context.connection.server_version, "nothing was changed")
     if time is not None:
         seq = await first_since(api, await stream_state(api, stream), time)
     answer = await api.ask(f"CONSUMER.RESET.{stream}.{consumer}", None if seq is None else {"seq": seq})
@@ -163,7 +182,8 @@ async def create_source_consumer(
         filter_subject: Read only this subject or filter (on a work queue, filters of consumers must not overlap).
         opt_start_seq: Start at this sequence (``by_start_sequence``).
         opt_start_time: Start at this aware datetime (``by_start_time``).
-        deliver_policy: Where to start; None is what the two arguments above imply, or else ``all``.
+        deliver_policy: Where to start; None is what the two arguments above imply, or else ``all``. A work queue can only
+            be read with ``all``.
         config: Everything else (``description``, ``filter_subjects``, ``max_ack_pending``, ``replay_policy``,
             ``num_replicas``, ``metadata`` ...). Servers force some options: ``ack_policy`` is ``flow_control``,
             ``flow_control`` is on, ``idle_heartbeat`` is 1 s, ``max_deliver`` is -1, ``ack_wait`` and ``backoff`` are
@@ -198,6 +218,8 @@ async def create_source_consumer(
     base = config or ConsumerConfig()
     _check_config(base, filter_subject)
     policy = _start(deliver_policy, opt_start_seq, opt_start_time)
+    if policy is DeliverPolicy.LAST_PER_SUBJECT and not base.filter_subjects:
+        filter_subject = filter_subject or ">"  # servers refuse this policy without a filter
     body = base.evolve(
         name=name,
         durable_name=name,
@@ -206,10 +228,7 @@ async def create_source_consumer(
         deliver_policy=policy,
         opt_start_seq=opt_start_seq,
         opt_start_time=opt_start_time,
-        ack_policy=AckPolicy.FLOW_CONTROL,
-        flow_control=True,
-        idle_heartbeat=_HEARTBEAT,
-        max_deliver=-1,
+        **_FORCED,
     ).as_dict()
     check_unicode(body, f"the configuration of consumer {name!r}")
     if external is not None:
@@ -222,14 +241,12 @@ async def create_source_consumer(
     try:
         await api.ask(subject, {"stream_name": stream, "config": body, "action": "create"})
     except ServerError as refusal:
-        if refusal.err_code != ErrorCode.INVALID_JSON:  # the answer of servers that lack this ack policy
-            raise
-        level = await api.level()
-        if feature_table.DURABLE_SOURCE.at(level):
-            raise
-        raise feature_table.DURABLE_SOURCE.unsupported(
-            server_version=context.connection.server_version, api_level=level, detail="nothing was created"
-        ) from refusal
+        if refusal.err_code == ErrorCode.INVALID_JSON:  # the answer of servers that lack this ack policy
+            DURABLE_SOURCE.check(await api.level(), context.connection.server_version, "nothing was created")
+        if refusal.err_code in _ADVICE:
+            text = f"{refusal.message}; {_ADVICE[refusal.err_code]}"
+            raise ServerError(text, code=refusal.code, err_code=refusal.err_code) from refusal
+        raise
     if external is None and context.prefix != DEFAULT_PREFIX:
         external = ExternalStream(api=context.prefix)
     return StreamSource(
@@ -257,22 +274,26 @@ def _start(policy: DeliverPolicy | None, seq: int | None, time: datetime | None)
 
 
 def _check_config(config: ConsumerConfig, filter_subject: str | None) -> None:
+    """Raise ValueError or TypeError unless a source consumer can have the options of `config` and these filters."""
     default = ConsumerConfig()
-    for name in _OWN_KEYWORDS:
+    for name in _ARGUMENTS:
         if getattr(config, name) != getattr(default, name):
             raise ValueError(f"give {name} as an argument of create_source_consumer, not in config")
+    for name, reason in _REASONS.items():
+        value = getattr(config, name)
+        if value not in (getattr(default, name), _FORCED[name]) if name in _FORCED else value:
+            raise ValueError(f"a source consumer cannot have {name}={value!r}: {reason} (ADR-60)")
+    if (config.max_ack_pending or 0) < 0:
+        raise ValueError("max_ack_pending must be over 0, because flow control needs a limit; None means 1000 (ADR-60)")
     if isinstance(config.filter_subjects, str):
         raise TypeError(f"filter_subjects must be a list, not {config.filter_subjects!r}; give filter_subject for one")
     if config.filter_subjects and filter_subject is not None:
         raise ValueError("give filter_subject or config.filter_subjects, not both")
     for subject in config.filter_subjects or ():
         check_filter(subject)
-    refused = [(name, reason) for name, (allowed, reason) in _ALLOWED.items() if getattr(config, name) not in allowed]
-    if (config.max_ack_pending or 0) < 0:
-        refused.append(("max_ack_pending", "flow control needs a limit of unacknowledged messages; None means 1000"))
-    if refused:
-        name, reason = refused[0]
-        raise ValueError(f"a source consumer cannot have {name}={getattr(config, name)!r}: {reason} (ADR-60)")
+    for wide, narrow in permutations(config.filter_subjects or (), 2):
+        if covers(wide, narrow):
+            raise ValueError(f"filter_subjects: {wide!r} includes {narrow!r}; servers refuse filters that overlap")
 
 
 class SourceState(enum.StrEnum):
@@ -394,14 +415,14 @@ async def _health(
     if state is SourceState.OK:
         if errors:
             state, detail = SourceState.FAILED, str(errors[0])
+        elif last_active is None and domain and _api_of(entry) == f"$JS.{domain}.API":
+            state = SourceState.MISCONFIGURED
+            detail = (
+                f"its external API prefix names the reading server's own domain {domain!r}, so nothing is ever read; "
+                "remove external"
+            )
         elif last_active is None:
             state, detail = SourceState.WAITING, "nothing has arrived from its origin yet"
-            if domain and (entry.get("external") or {}).get("api") == f"$JS.{domain}.API":
-                state = SourceState.MISCONFIGURED
-                detail = (
-                    f"its external API prefix names the reading server's own domain {domain!r}, so nothing is ever read; "
-                    "remove external"
-                )
         elif last_active > _STALLED_AFTER:
             seconds = last_active.total_seconds()
             state, detail = SourceState.STALLED, f"nothing has arrived from its origin for {seconds:.0f} s"
@@ -420,38 +441,38 @@ async def _health(
 
 async def _origin(api: Api, entry: Mapping[str, Any]) -> tuple[SourceState, str, int | None]:
     """Ask the origin of `entry` for its state, the cause, and the number of pending messages."""
-    name, consumer = entry["name"], entry.get("consumer")
-    prefix = (entry.get("external") or {}).get("api") or api.context.prefix
+    name, wanted = entry["name"], entry.get("consumer")
+    prefix = _api_of(entry) or api.context.prefix
     where = f"stream {name!r}" if prefix == DEFAULT_PREFIX else f"stream {name!r} at API prefix {prefix}"
     try:
-        if consumer is None:
+        if wanted is None:
             await api.stream(name, prefix=prefix)
             return SourceState.OK, "", None
-        info = await api.ask(f"CONSUMER.INFO.{name}.{consumer['name']}", prefix=prefix)
+        info = await api.ask(f"CONSUMER.INFO.{name}.{wanted['name']}", prefix=prefix)
     except NotFoundError as error:
-        if error.err_code == ErrorCode.STREAM_NOT_FOUND or consumer is None:
+        if error.err_code == ErrorCode.STREAM_NOT_FOUND or wanted is None:
             return SourceState.STREAM_MISSING, f"{where} does not exist", None
-        return SourceState.CONSUMER_MISSING, f"consumer {consumer['name']!r} on {where} does not exist", None
-    except ServiceUnavailableError as error:  # nats-py's own text is a list of fields
-        return SourceState.UNREACHABLE, f"{where} does not answer: {error.description}", None
-    except ServerError as refusal:
-        return (
-            SourceState.UNREACHABLE,
-            f"{where} does not answer: {refusal.description} (error {refusal.err_code})",
-            None,
-        )
-    except RequestTimeoutError as error:
-        return SourceState.UNREACHABLE, f"{where} does not answer: {error}", None
+        return SourceState.CONSUMER_MISSING, f"consumer {wanted['name']!r} on {where} does not exist", None
+    except (ServiceUnavailableError, ServerError, RequestTimeoutError) as error:
+        # The text of nats-py's ServiceUnavailableError is a list of fields.
+        return SourceState.UNREACHABLE, f"{where} does not answer: {getattr(error, 'description', error)}", None
     config = info.get("config") or {}
     pending = sum(json_number(info.get(name, 0), name) for name in ("num_pending", "num_ack_pending"))
-    if config.get("ack_policy") != "flow_control":
-        fault = f"has ack policy {config.get('ack_policy')!r}, not 'flow_control'"
-    elif config.get("deliver_subject") != consumer.get("deliver_subject"):
-        fault = f"delivers to {config.get('deliver_subject')!r}, not to {consumer.get('deliver_subject')!r}"
-    elif config.get("deliver_group"):
-        fault = f"delivers to the group {config['deliver_group']!r}, which a reading server does not join"
-    elif info.get("paused"):
+    policy, subject, group = (config.get(option) for option in ("ack_policy", "deliver_subject", "deliver_group"))
+    fault = ""
+    if policy != "flow_control":
+        fault = f"has ack policy {policy!r}, not 'flow_control'"
+    elif subject != wanted.get("deliver_subject"):
+        fault = f"delivers to {subject!r}, not to {wanted.get('deliver_subject')!r}"
+    elif group:
+        fault = f"delivers to the group {group!r}, which a reading server does not join"
+    if fault:
+        return SourceState.MISCONFIGURED, f"consumer {wanted['name']!r} on {where} {fault}", pending
+    if info.get("paused"):
         return SourceState.PAUSED, f"its consumer is paused until {config.get('pause_until')}", pending
-    else:
-        return SourceState.OK, "", pending
-    return SourceState.MISCONFIGURED, f"consumer {consumer['name']!r} on {where} {fault}", pending
+    return SourceState.OK, "", pending
+
+
+def _api_of(entry: Mapping[str, Any]) -> str | None:
+    """Return the API prefix of the origin of an entry, if it names one."""
+    return (entry.get("external") or {}).get("api")

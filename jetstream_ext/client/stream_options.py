@@ -6,7 +6,8 @@ import enum
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from functools import cache
-from typing import Any, Final, Literal, TypedDict, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Final, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
 
 from nats.js.api import (
     Base,
@@ -22,7 +23,7 @@ from nats.js.api import (
     SubjectTransform,
 )
 
-from jetstream_ext.protocol.options import check_bool, check_choice, check_duration, check_int
+from jetstream_ext.protocol.options import check_bool, check_choice, check_duration, check_int, shown
 from jetstream_ext.text import did_you_mean
 
 _INT32: Final = (1 << 31) - 1
@@ -113,54 +114,59 @@ def check_options(
     Args:
         what: The stream or bucket, as errors call it.
         options: The options; those that `kinds` does not have are left out.
-        kinds: A ``TypedDict``: its annotations are what the options are checked against. Lists are not checked.
+        kinds: A ``TypedDict``: its annotations are what the options are checked against.
         ranges: The least and the most of an option that is an integer; others are at least -1.
     """
     return {
-        option: _checked(options[option], kind, f"{what}: {option}", *ranges.get(option, (-1, None)))
+        option: _checked(options[option], kind, f"{what}: {option}", ranges.get(option, (-1, None)))
         for option, kind in _kinds(kinds).items()
         if options.get(option) is not None
     }
 
 
 @cache
-def _kinds(options: type) -> dict[str, tuple[Any, ...]]:
-    """Return the types that each option of a ``TypedDict`` can have."""
-    return {option: get_args(hint) or (hint,) for option, hint in get_type_hints(options).items()}
+def _kinds(options: type) -> dict[str, Any]:
+    """Return the annotation of each option of a ``TypedDict``."""
+    return get_type_hints(options)
 
 
-def _checked(value: Any, kinds: tuple[Any, ...], name: str, low: int, high: int | None) -> Any:
-    kind = kinds[0]
-    if get_origin(kind) is dict:
-        _check_texts(value, name)
-    elif get_origin(kind) is not None:
-        return value
-    elif timedelta in kinds:
-        return check_duration(value, name)
+def _checked(value: Any, kind: Any, name: str, span: tuple[int, int | None] = (-1, None)) -> Any:
+    """Return the value of an option with times in seconds, or raise an error unless its annotation `kind` allows it."""
+    origin = get_origin(kind)
+    if origin in (Union, UnionType):
+        kinds = get_args(kind)
+        return check_duration(value, name) if timedelta in kinds else _checked(value, kinds[0], name, span)
+    if origin is list:
+        (item,) = get_args(kind)
+        if not isinstance(value, list | tuple):
+            raise TypeError(f"{name} must be a list of {item.__name__}, not {shown(value)}{_hint(value, item, '[{}]')}")
+        return type(value)(_checked(each, item, f"{name}[{index}]") for index, each in enumerate(value))
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise TypeError(f"{name} must be a dict of str to str, not {shown(value)}")
+        for key, text in value.items():
+            _checked(key, str, f"{name}: each key")
+            _checked(text, str, f"{name}[{key!r}]")
     elif kind is bool:
         check_bool(value, name)
     elif kind is int:
+        low, high = span
         check_int(value, name, low=low, high=high)
-        if high is None:
-            check_int(value, name, low=low, high=_INT64)
+        check_int(value, name, low=low, high=high or _INT64)
     elif issubclass(kind, enum.Enum):
         return check_choice(value, kind, name)
     elif not isinstance(value, kind):
         described = f"a nats-py {kind.__name__}" if issubclass(kind, Base) else kind.__name__
-        raise TypeError(f"{name} must be {described}, not {type(value).__name__}")
+        raise TypeError(f"{name} must be {described}, not {shown(value)}{_hint(value, kind)}")
     elif isinstance(value, StreamConsumerLimits) and value.inactive_threshold is not None:
         return value.evolve(inactive_threshold=check_duration(value.inactive_threshold, f"{name}.inactive_threshold"))
     return value
 
 
-def _check_texts(value: object, name: str) -> None:
-    if not isinstance(value, dict):
-        raise TypeError(f"{name} must be a dict of str to str, not {type(value).__name__}")
-    for key, text in value.items():
-        if not isinstance(key, str):
-            raise TypeError(f"{name} must have keys of str, not {type(key).__name__}")
-        if not isinstance(text, str):
-            raise TypeError(f"{name}[{key!r}] must be str, not {type(text).__name__}")
+def _hint(value: object, kind: type, form: str = "{}") -> str:
+    """Return what to give instead of a text, if it is the one subject of a list, or the name of a source or mirror."""
+    meant = {str: repr(value), StreamSource: f"StreamSource(name={value!r})"}.get(kind, "")
+    return f"; give {form.format(meant)}" if meant and isinstance(value, str) else ""
 
 
 def describe_diff(diff: Mapping[str, tuple[Any, Any]]) -> str:

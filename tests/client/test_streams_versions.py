@@ -143,7 +143,6 @@ TOGETHER: list[dict[str, Any]] = [
     {"subject_delete_marker_ttl": 5, "allow_msg_ttl": True},
     {"mirror": source(), "subjects": [], "sources": []},
     {"mirror": source(), "duplicate_window": 10, "max_age": 20, "republish": RePublish(dest="c.>")},
-    {"mirror": StreamSource(name="DIRECT"), "mirror_direct": False},
     {"mirror": StreamSource(name="DIRECT"), "mirror_direct": True, "allow_direct": True},
     {"mirror": StreamSource(name="MISSING"), "mirror_direct": True},
     {"sources": [source()], "duplicate_window": 10, "subjects": ["S.>"]},
@@ -278,3 +277,8 @@ async def test_a_mirror_without_the_direct_gets_that_are_wanted_is_a_difference(
         with pytest.raises(StreamConfigMismatchError) as mismatch:
             await jsx.ensure_stream(js, name="S", mirror=source(), mirror_direct=True)
         assert mismatch.value.diff == {"mirror_direct": (True, False)}
+    await js.delete_stream("S")
+    for _ in range(2):
+        with pytest.raises(StreamConfigMismatchError) as mismatch:
+            await jsx.ensure_stream(js, name="S", mirror=StreamSource(name="DIRECT"), mirror_direct=False)
+        assert mismatch.value.diff == {"mirror_direct": (False, True)}
