@@ -36,6 +36,11 @@ except ImportError as _missing:
 
 __all__ = ["extract", "instrument", "uninstrument"]
 
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
+
+
 _log: Final = get_logger("client")
 
 _Arguments = ParamSpec("_Arguments")
