@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import permutations
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import orjson
 from nats.js import JetStreamContext
@@ -33,43 +33,18 @@ from jetstream_ext.protocol.options import check_sequence, check_unicode, rfc333
 from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject, covers
 
 _STALLED_AFTER: Final = timedelta(seconds=10)  # then a server restarts the source; heartbeats come every second
-_START_OPTIONS: Final = {
-    DeliverPolicy.BY_START_SEQUENCE: "opt_start_seq",
-    DeliverPolicy.BY_START_TIME: "opt_start_time",
-}
-_ARGUMENTS: Final = (
-    "name",
-    "durable_name",
-    "deliver_subject",
-    "deliver_policy",
-    "filter_subject",
-    *_START_OPTIONS.values(),
-)
+_CONFIG_OPTIONS: Final = (
+    "description", "filter_subjects", "max_ack_pending", "metadata", "num_replicas", "pause_until", "rate_limit_bps",
+    "replay_policy", "sample_freq",
+)  # fmt: skip
 _FORCED: Final[Mapping[str, Any]] = {
     "ack_policy": AckPolicy.FLOW_CONTROL,
     "flow_control": True,
     "idle_heartbeat": 1.0,  # seconds
     "max_deliver": -1,
 }
-"""The options that servers set, whatever is given."""
-_BY_FLOW_CONTROL: Final = "the reading server acknowledges by flow control"
-_REASONS: Final = {
-    "ack_policy": _BY_FLOW_CONTROL,
-    "flow_control": _BY_FLOW_CONTROL,
-    "ack_wait": _BY_FLOW_CONTROL,
-    "backoff": _BY_FLOW_CONTROL,
-    "idle_heartbeat": "the server sets it to 1 s, which the reading server relies on",
-    "max_deliver": "a lost message must be delivered again, without a limit",
-    "deliver_group": "the reading server joins no group and would receive nothing",
-    "inactive_threshold": "the server would delete the consumer while the reading server is away",
-    "mem_storage": "a restart of the server would delete the consumer",
-    "headers_only": "the reading stream would store the messages without their payloads",
-}
-"""The options that a source consumer has only as `_FORCED`, or not at all, and why."""
-_ONE_OF_A_QUEUE: Final = (
-    "a work queue delivers each message to one consumer: give filters that no other consumer of the stream matches, or delete "
-    "the other one"
-)
+"""The options of a source consumer that servers set, whatever is given."""
+_ONE_OF_A_QUEUE: Final = "give filters that no other consumer of the work queue has, or delete the other one"
 _ADVICE: Final[Mapping[int | None, str]] = {
     ErrorCode.CONSUMER_DELIVER_CYCLE: "give a deliver_subject that no stream stores",
     ErrorCode.CONSUMER_WORK_QUEUE_UNFILTERED: _ONE_OF_A_QUEUE,
@@ -256,35 +231,35 @@ async def create_source_consumer(
 
 def _start(policy: DeliverPolicy | None, seq: int | None, time: datetime | None) -> DeliverPolicy:
     """Return the deliver policy for the options; raise ValueError if they contradict each other."""
-    if seq is not None and time is not None:
-        raise ValueError("give opt_start_seq or opt_start_time, not both")
-    implied = DeliverPolicy.ALL
     if seq is not None:
         check_sequence(seq, "opt_start_seq")
-        implied = DeliverPolicy.BY_START_SEQUENCE
-    elif time is not None:
+    if time is not None:
         rfc3339(time, "opt_start_time")
-        implied = DeliverPolicy.BY_START_TIME
-    policy = implied if policy is None else DeliverPolicy(policy)
-    needed, given = _START_OPTIONS.get(policy), _START_OPTIONS.get(implied)
-    if needed != given:
-        options = f"{needed}, not {given}" if needed and given else needed or f"no {given}"
-        raise ValueError(f"deliver_policy {policy.value!r} {'needs' if needed else 'takes'} {options}")
-    return policy
+    starts = {DeliverPolicy.BY_START_SEQUENCE: seq, DeliverPolicy.BY_START_TIME: time}
+    implied = [each for each, value in starts.items() if value is not None]
+    chosen = DeliverPolicy(policy or next(iter(implied), DeliverPolicy.ALL))
+    if implied != [each for each in starts if each is chosen]:
+        raise ValueError(
+            f"deliver_policy {chosen.value!r} does not go with the start: give opt_start_seq for 'by_start_sequence', "
+            "opt_start_time for 'by_start_time', and neither for another policy"
+        )
+    return chosen
 
 
 def _check_config(config: ConsumerConfig, filter_subject: str | None) -> None:
     """Raise ValueError or TypeError unless a source consumer can have the options of `config` and these filters."""
     default = ConsumerConfig()
-    for name in _ARGUMENTS:
-        if getattr(config, name) != getattr(default, name):
-            raise ValueError(f"give {name} as an argument of create_source_consumer, not in config")
-    for name, reason in _REASONS.items():
-        value = getattr(config, name)
-        if value not in (getattr(default, name), _FORCED[name]) if name in _FORCED else value:
-            raise ValueError(f"a source consumer cannot have {name}={value!r}: {reason} (ADR-60)")
+    for name, value in vars(config).items():
+        is_given = value != getattr(default, name) and (bool(value) or name in _FORCED)
+        if is_given and name not in _CONFIG_OPTIONS and value != _FORCED.get(name):
+            raise ValueError(
+                f"the config of a source consumer cannot have {name}={value!r} (ADR-60), only {', '.join(_CONFIG_OPTIONS)}; "
+                "see 'Durable sources' in the documentation"
+            )
     if (config.max_ack_pending or 0) < 0:
-        raise ValueError("max_ack_pending must be over 0, because flow control needs a limit; None means 1000 (ADR-60)")
+        raise ValueError(
+            "max_ack_pending must not be negative, because flow control needs a limit; None means 1000 (ADR-60)"
+        )
     if isinstance(config.filter_subjects, str):
         raise TypeError(f"filter_subjects must be a list, not {config.filter_subjects!r}; give filter_subject for one")
     if config.filter_subjects and filter_subject is not None:
@@ -354,6 +329,10 @@ class SourceHealth:
         return self.state is SourceState.OK
 
 
+_Origin: TypeAlias = tuple[SourceState, str, int | None]
+"""What an origin says about an entry: the state, its cause, and the number of pending messages."""
+
+
 async def source_health(js: JetStreamContext, stream: str, *, timeout: float | None = None) -> list[SourceHealth]:
     """Return the health of the mirror and the sources of `stream`, one row each, in the order of its configuration.
 
@@ -386,32 +365,36 @@ async def source_health(js: JetStreamContext, stream: str, *, timeout: float | N
     with malformed_as_error(f"stream {stream!r} or one of its origins"):
         config, domain = info["config"], info.get("domain")
         check_config(config)
-        mirror, sources = config.get("mirror"), config.get("sources") or []
-        rows = [*([info["mirror"]] if info.get("mirror") else []), *(info.get("sources") or [])]
+        mirror = config.get("mirror")
+        rows = [row for row in (info.get("mirror"), *(info.get("sources") or ())) if row]
 
         async def health(entry: Mapping[str, Any]) -> SourceHealth:
             # The rows are in any order and lack the consumer's name.
             reported = [row for row in rows if _identity(row) == _identity(entry)]
-            return await _health(api, entry, reported, domain, mirror=entry is mirror)
+            return _health(entry, reported, await _origin(api, entry), domain, mirror=entry is mirror)
 
-        entries = [*([mirror] if mirror else []), *sources]
+        entries = [mirror] if mirror else config.get("sources") or []
         return await gather_bounded(health, entries, limit=len(entries))
 
 
+def _api_of(entry: Mapping[str, Any]) -> str | None:
+    """Return the API prefix of the origin of an entry, if it names one."""
+    return (entry.get("external") or {}).get("api")
+
+
 def _identity(entry: Mapping[str, Any]) -> tuple[object, ...]:
-    external = entry.get("external") or {}
     transforms = entry.get("subject_transforms") or []
-    return entry.get("name"), external.get("api"), entry.get("filter_subject", ""), orjson.dumps(transforms)
+    return entry.get("name"), _api_of(entry), entry.get("filter_subject", ""), orjson.dumps(transforms)
 
 
-async def _health(
-    api: Api, entry: Mapping[str, Any], reported: list[Mapping[str, Any]], domain: str | None, *, mirror: bool
+def _health(
+    entry: Mapping[str, Any], reported: list[Mapping[str, Any]], origin: _Origin, domain: str | None, *, mirror: bool
 ) -> SourceHealth:
     """Return the health of `entry` from what the reading server reports about it, and from what its origin answers."""
     ages = [json_int64(row.get("active", -1), "active") for row in reported]
     last_active = timedelta(microseconds=max(ages) // 1000) if ages and min(ages) >= 0 else None
     errors = [parse_refusal(row["error"]) for row in reported if row.get("error")]
-    state, detail, pending = await _origin(api, entry)
+    state, detail, pending = origin
     if state is SourceState.OK:
         if errors:
             state, detail = SourceState.FAILED, str(errors[0])
@@ -439,7 +422,7 @@ async def _health(
     )
 
 
-async def _origin(api: Api, entry: Mapping[str, Any]) -> tuple[SourceState, str, int | None]:
+async def _origin(api: Api, entry: Mapping[str, Any]) -> _Origin:
     """Ask the origin of `entry` for its state, the cause, and the number of pending messages."""
     name, wanted = entry["name"], entry.get("consumer")
     prefix = _api_of(entry) or api.context.prefix
@@ -459,20 +442,14 @@ async def _origin(api: Api, entry: Mapping[str, Any]) -> tuple[SourceState, str,
     config = info.get("config") or {}
     pending = sum(json_number(info.get(name, 0), name) for name in ("num_pending", "num_ack_pending"))
     policy, subject, group = (config.get(option) for option in ("ack_policy", "deliver_subject", "deliver_group"))
-    fault = ""
     if policy != "flow_control":
         fault = f"has ack policy {policy!r}, not 'flow_control'"
     elif subject != wanted.get("deliver_subject"):
         fault = f"delivers to {subject!r}, not to {wanted.get('deliver_subject')!r}"
     elif group:
         fault = f"delivers to the group {group!r}, which a reading server does not join"
-    if fault:
-        return SourceState.MISCONFIGURED, f"consumer {wanted['name']!r} on {where} {fault}", pending
-    if info.get("paused"):
+    elif info.get("paused"):
         return SourceState.PAUSED, f"its consumer is paused until {config.get('pause_until')}", pending
-    return SourceState.OK, "", pending
-
-
-def _api_of(entry: Mapping[str, Any]) -> str | None:
-    """Return the API prefix of the origin of an entry, if it names one."""
-    return (entry.get("external") or {}).get("api")
+    else:
+        return SourceState.OK, "", pending
+    return SourceState.MISCONFIGURED, f"consumer {wanted['name']!r} on {where} {fault}", pending

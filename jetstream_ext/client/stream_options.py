@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from functools import cache
 from types import UnionType
 from typing import Any, Final, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
 
@@ -80,19 +79,8 @@ STREAM_RANGES: Final[Mapping[str, tuple[int, int | None]]] = {
 }
 """The least and the most of an option that is an integer; others are at least -1."""
 
-STREAM_SYNONYMS: Final = {
-    "allow_batch_publish": "allow_batched",
-    "allow_atomic_publish": "allow_atomic",
-    "direct": "allow_direct",
-    "dupe_window": "duplicate_window",
-    "history": "max_msgs_per_subject",
-    "max_messages": "max_msgs",
-    "replicas": "num_replicas",
-    "source": "sources",
-    "subject": "subjects",
-    "ttl": "max_age",
-}
-"""What the nats tool, key-value buckets and other clients call an option of a stream."""
+STREAM_SYNONYMS: Final = {"history": "max_msgs_per_subject", "ttl": "max_age"}
+"""What key-value buckets call an option of a stream, where it is not similar."""
 
 
 def check_known_options(
@@ -119,15 +107,9 @@ def check_options(
     """
     return {
         option: _checked(options[option], kind, f"{what}: {option}", ranges.get(option, (-1, None)))
-        for option, kind in _kinds(kinds).items()
+        for option, kind in get_type_hints(kinds).items()
         if options.get(option) is not None
     }
-
-
-@cache
-def _kinds(options: type) -> dict[str, Any]:
-    """Return the annotation of each option of a ``TypedDict``."""
-    return get_type_hints(options)
 
 
 def _checked(value: Any, kind: Any, name: str, span: tuple[int, int | None] = (-1, None)) -> Any:

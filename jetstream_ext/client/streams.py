@@ -387,13 +387,11 @@ def _how_to_change(diff: Mapping[str, tuple[Any, Any]]) -> str:
             "servers never change a mirror (10055): to read it by a durable consumer, create another stream, or delete "
             "this one and create it again"
         )
-    want, have = diff.get("sources", ((), ()))
-    origins = {entry.name for entry in have or ()}
-    durable = [entry.name for entry in want or () if entry.consumer and entry not in have and entry.name in origins]
-    if durable:
+    wanted, _ = diff.get("sources", ((), ()))
+    if any(entry.consumer for entry in wanted or ()):
         return (
-            f"js.update_stream makes a source durable, but copies every message of {', '.join(map(repr, durable))} again, "
-            "unless its consumer starts behind the last copy (the second field of the header Nats-Stream-Source); "
+            "js.update_stream can make a source durable, but then copies every message of it again, unless its consumer "
+            "starts behind the last copy (the second field of the header Nats-Stream-Source); "
             "see 'Make a source durable' in the how-to guides"
         )
     return "give the existing values, or only the options that matter (as keywords), or change the stream with js.update_stream"
