@@ -154,13 +154,15 @@ async def create_source_consumer(
         name: The consumer's name.
         deliver_subject: A literal subject that both servers can use and that no stream stores; each consumer needs
             its own.
-        filter_subject: Read only this subject or filter (on a work queue, filters of consumers must not overlap).
+        filter_subject: Read only this subject or filter (on a work queue, filters of consumers must not overlap). None, and
+            no ``filter_subjects`` in `config`, is every subject, with every deliver policy.
         opt_start_seq: Start at this sequence (``by_start_sequence``).
         opt_start_time: Start at this aware datetime (``by_start_time``).
         deliver_policy: Where to start; None is what the two arguments above imply, or else ``all``. A work queue can only
             be read with ``all``.
-        config: Everything else (``description``, ``filter_subjects``, ``max_ack_pending``, ``replay_policy``,
-            ``num_replicas``, ``metadata`` ...). Servers force some options: ``ack_policy`` is ``flow_control``,
+        config: Everything else: ``description``, ``filter_subjects`` (which must not include each other),
+            ``max_ack_pending``, ``replay_policy``, ``num_replicas``, ``metadata``, ``pause_until``, ``rate_limit_bps`` and
+            ``sample_freq``; any other option is an error. Servers force some options: ``ack_policy`` is ``flow_control``,
             ``flow_control`` is on, ``idle_heartbeat`` is 1 s, ``max_deliver`` is -1, ``ack_wait`` and ``backoff`` are
             unset, ``max_ack_pending`` is over 0 (1000 by default).
         external: How the reading server reaches this JetStream; None is by the prefix of `js`, unless that is the
@@ -178,7 +180,8 @@ async def create_source_consumer(
         TypeError: ``filter_subjects`` is not a list.
         nats.js.errors.NotFoundError: There is no such stream.
         UnsupportedFeatureError: The server is older than 2.14. Nothing was created.
-        ServerError: The server refused; 10148: a consumer of this name exists with another configuration.
+        ServerError: The server refused; 10148: a consumer of this name exists with another configuration; 10101: a work
+            queue is not read with ``all``.
         nats.js.errors.ServiceUnavailableError, RequestTimeoutError: There is no JetStream, or no leader or answer in time.
 
     Cancellation: The consumer may have been created; nothing else is left behind.

@@ -167,32 +167,13 @@ async def ensure_stream(
     check_unicode(wanted.as_dict(), f"the configuration of stream {wanted.name!r}")
     api = Api(Context(js), timeout)
     wanted = _without_own_domain(wanted, api.context)
-    retried = False
-    while True:
-        try:
-            info = await api.stream(str(wanted.name))
-        except NotFoundError:
-            pass
-        else:
-            return await _extend(api, wanted, info)
-        await require_features(api, _needs(wanted), "nothing was created")
-        try:
-            created = await api.ask(f"STREAM.CREATE.{wanted.name}", wanted.as_dict())
-        except ServerError as refusal:
-            if refusal.err_code == ErrorCode.STREAM_SUBJECTS_OVERLAP:
-                raise await overlap_error(
-                    api,
-                    f"stream {wanted.name!r}",
-                    wanted.subjects or [str(wanted.name)],  # the server's default
-                    refusal,
-                    "give other subjects, or none and sources=[StreamSource(name={!r})] for a stream that copies its messages",
-                ) from refusal
-            # Another client may have created it in the meantime.
-            if refusal.err_code != ErrorCode.STREAM_NAME_EXISTS or retried:
-                raise
-            retried = True
-        else:
+    try:
+        info = await api.stream(str(wanted.name))
+    except NotFoundError:
+        if created := await _create(api, wanted):
             return _checked(api, wanted, created)
+        info = await api.stream(str(wanted.name))
+    return await _extend(api, wanted, info)
 
 
 async def enable_options(api: Api, stream: str, options: Iterable[str]) -> None:
@@ -226,6 +207,23 @@ def _wanted(config: StreamConfig | None, name: str | None, options: StreamOption
         # Servers refuse each update of a mirror that was created with an empty list (10055).
         checked["mirror"] = mirror.evolve(subject_transforms=None)
     return StreamConfig(**_NOTHING | checked | {"name": name})
+
+
+async def _create(api: Api, wanted: StreamConfig) -> dict[str, Any] | None:
+    """Create a stream and return the answer, or None if another client has created it in the meantime."""
+    await require_features(api, _needs(wanted), "nothing was created")
+    try:
+        return await api.ask(f"STREAM.CREATE.{wanted.name}", wanted.as_dict())
+    except ServerError as refusal:
+        if refusal.err_code == ErrorCode.STREAM_NAME_EXISTS:
+            return None
+        if refusal.err_code != ErrorCode.STREAM_SUBJECTS_OVERLAP:
+            raise
+        subjects = wanted.subjects or [str(wanted.name)]  # the server's default
+        remedy = (
+            "give other subjects, or none and sources=[StreamSource(name={!r})] for a stream that copies its messages"
+        )
+        raise await overlap_error(api, f"stream {wanted.name!r}", subjects, refusal, remedy) from refusal
 
 
 async def overlap_error(api: Api, what: str, subjects: Iterable[str], refusal: ServerError, remedy: str) -> ServerError:
