@@ -256,8 +256,8 @@ def _check_config(config: ConsumerConfig, filter_subject: str | None) -> None:
         is_given = value != getattr(default, name) and (bool(value) or name in _FORCED)
         if is_given and name not in _CONFIG_OPTIONS and value != _FORCED.get(name):
             raise ValueError(
-                f"the config of a source consumer cannot have {name}={value!r} (ADR-60), only {', '.join(_CONFIG_OPTIONS)}; "
-                "see 'Durable sources' in the documentation"
+                f"the config of a source consumer cannot have {name}={value!r}, only {', '.join(_CONFIG_OPTIONS)}; other options "
+                "are arguments of create_source_consumer, or the server sets them (ADR-60)"
             )
     if (config.max_ack_pending or 0) < 0:
         raise ValueError(

@@ -121,7 +121,8 @@ def _checked(value: Any, kind: Any, name: str, span: tuple[int, int | None] = (-
     if origin is list:
         (item,) = get_args(kind)
         if not isinstance(value, list | tuple):
-            raise TypeError(f"{name} must be a list of {item.__name__}, not {shown(value)}{_hint(value, item, '[{}]')}")
+            hint = f"; give [{value!r}]" if item is str and isinstance(value, str) else ""
+            raise TypeError(f"{name} must be a list of {item.__name__}, not {shown(value)}{hint}")
         return type(value)(_checked(each, item, f"{name}[{index}]") for index, each in enumerate(value))
     if origin is dict:
         if not isinstance(value, dict):
@@ -139,16 +140,10 @@ def _checked(value: Any, kind: Any, name: str, span: tuple[int, int | None] = (-
         return check_choice(value, kind, name)
     elif not isinstance(value, kind):
         described = f"a nats-py {kind.__name__}" if issubclass(kind, Base) else kind.__name__
-        raise TypeError(f"{name} must be {described}, not {shown(value)}{_hint(value, kind)}")
+        raise TypeError(f"{name} must be {described}, not {shown(value)}")
     elif isinstance(value, StreamConsumerLimits) and value.inactive_threshold is not None:
         return value.evolve(inactive_threshold=check_duration(value.inactive_threshold, f"{name}.inactive_threshold"))
     return value
-
-
-def _hint(value: object, kind: type, form: str = "{}") -> str:
-    """Return what to give instead of a text, if it is the one subject of a list, or the name of a source or mirror."""
-    meant = {str: repr(value), StreamSource: f"StreamSource(name={value!r})"}.get(kind, "")
-    return f"; give {form.format(meant)}" if meant and isinstance(value, str) else ""
 
 
 def describe_diff(diff: Mapping[str, tuple[Any, Any]]) -> str:

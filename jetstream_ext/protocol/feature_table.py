@@ -68,11 +68,6 @@ class Quirk:
     since: str  # the first release without the fault
     wrong: str  # what earlier releases do, after "which"
 
-    def on(self, release: str) -> str:
-        """As `Feature.on`, for the documentation: ``"yes"``, ``"no"``, or the release of that line without the fault."""
-        fixed_in_line = self.since.startswith(f"{release}.")
-        return self.since if fixed_in_line else "yes" if _numbers(release) >= _numbers(self.since) else "no"
-
     def check(self, server_version: str | None, detail: str) -> None:
         """Raise UnsupportedFeatureError if a server of this version has the fault; `detail` says what is stored."""
         numbers = _numbers(server_version or "")  # a release candidate counts as its release

@@ -375,10 +375,10 @@ async def test_a_service_can_call_it_at_every_start(
             {"sources": StreamSource(name="A")},
             "stream 'S': sources must be a list of StreamSource, not StreamSource",
         ),
-        ((), {"sources": "A"}, "sources must be a list of StreamSource, not 'A'; give [StreamSource(name='A')]"),
-        ((), {"sources": ["A"]}, "sources[0] must be a nats-py StreamSource, not 'A'; give StreamSource(name='A')"),
+        ((), {"sources": "A"}, "sources must be a list of StreamSource, not 'A'"),
+        ((), {"sources": ["A"]}, "sources[0] must be a nats-py StreamSource, not 'A'"),
         ((), {"sources": [None]}, "sources[0] must be a nats-py StreamSource, not NoneType"),
-        ((), {"mirror": "A"}, "mirror must be a nats-py StreamSource, not 'A'; give StreamSource(name='A')"),
+        ((), {"mirror": "A"}, "mirror must be a nats-py StreamSource, not 'A'"),
     ],
 )
 async def test_wrong_arguments_are_refused_with_what_is_meant(
