@@ -36,18 +36,6 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
     "num_replicas": 1,
     "persist_mode": PersistMode.DEFAULT,
 }
-_SOURCE: Final = {"name": ""}
-_TRANSFORM: Final = {"src": "", "dest": ""}
-# The same inside of a field, and what nats-py needs.
-_NESTED_DEFAULTS: Final[Mapping[str, Mapping[str, str]]] = {
-    "consumer": {"name": "", "deliver_subject": ""},
-    "external": {"api": ""},
-    "mirror": _SOURCE,
-    "republish": {"src": ">", "dest": ">"},
-    "sources": _SOURCE,
-    "subject_transform": _TRANSFORM,
-    "subject_transforms": _TRANSFORM,
-}
 _NOTHING: Final[dict[str, Any]] = dict.fromkeys(each.name for each in fields(StreamConfig))
 """The fields of a configuration in which nothing is given: None is not sent, and matches any value."""
 
@@ -259,7 +247,7 @@ async def _extend(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> Strea
     """Turn on the ``allow_*`` options that an existing stream lacks, or raise if it differs in anything else."""
     with malformed_as_error(f"stream {wanted.name!r}"):
         found = _stream_info(info)
-    diff = config_diff(wanted, found.config)
+    diff = config_diff(wanted, info["config"])
     missing = [name for name, (want, _) in diff.items() if name.startswith("allow_") and want]
     if other := {name: values for name, values in diff.items() if name not in missing}:
         raise StreamConfigMismatchError(
@@ -279,7 +267,7 @@ def _checked(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo
     """Return the stream that was created or changed, or raise if it is not as wanted."""
     with malformed_as_error(f"stream {wanted.name!r} (which was created or updated)"):
         found = _stream_info(info)
-    if diff := config_diff(wanted, found.config):
+    if diff := config_diff(wanted, info["config"]):
         lacking = f"stream {wanted.name!r} was created or updated without this feature"
         _check_leader(api, info["config"], _needs(wanted, diff), lacking)
         raise StreamConfigMismatchError(
@@ -318,57 +306,51 @@ async def require_features(api: Api, features: Iterable[Feature], detail: str) -
         feature.check(level, api.context.connection.server_version, detail)
 
 
-def config_diff(wanted: StreamConfig, found: StreamConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the fields that are given and differ, with (wanted, found); `found` is of `read_config`."""
-    # Both sides go through `read_config`, so that units, enums and defaults are the same.
-    asked = read_config(wanted.as_dict())
-    diff = {}
-    for name, given in vars(wanted).items():
-        if given is None or (name == "duplicate_window" and not given):
-            continue
-        want, have = (getattr(each, name) or _DEFAULTS.get(name, getattr(each, name)) for each in (asked, found))
-        if name == "metadata":
-            # Servers write their own keys, which change with every update.
-            own = {key: value for key, value in (want or {}).items() if not key.startswith("_nats.")}
-            same = own.items() <= (have or {}).items()
-        else:
-            # False, empty and missing are the same: servers leave them out.
-            same = _in_order(name, want) == _in_order(name, have) or (not want and not have)
-        if not same:
-            diff[name] = (want, have)
-    return diff
+def config_diff(wanted: StreamConfig, found: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the fields that are given and differ from a server's configuration, with (wanted, found) as nats-py has them."""
+    asked = wanted.as_dict()
+    given = [
+        name for name, value in vars(wanted).items() if value or (value is not None and name != "duplicate_window")
+    ]
+    different = [name for name in given if not _is_same(name, asked.get(name), found.get(name))]
+    shown = read_config(found)
+    return {name: (getattr(wanted, name), getattr(shown, name)) for name in different}
 
 
-def _in_order(name: str, value: Any) -> Any:
-    """Return the value of a field, with its lists sorted if their order has no meaning."""
-    if name in ("subjects", "sources") and value:
-        return sorted(value, key=repr)
-    if name == "placement" and value:
-        return value.evolve(tags=sorted(value.tags or ()))
-    return value
+def _is_same(name: str, want: Any, have: Any) -> bool:
+    if name == "metadata":
+        # Servers write their own keys, which change with every update.
+        own = {key: value for key, value in want.items() if not key.startswith("_nats.")}
+        return own.items() <= (have or {}).items()
+    return bool(_canonical(name, want) == _canonical(name, have))
+
+
+def _canonical(name: str, value: Any) -> Any:
+    """Return the value of a field of a configuration in the one form that all values have that mean the same."""
+    if isinstance(value, list | tuple):
+        values = [_canonical(name, each) for each in value]
+        has_order = name not in ("subjects", "sources", "tags")
+        return (values if has_order else sorted(values, key=_sorted_json)) or None
+    if isinstance(value, dict):
+        kept = {field: inner for field, given in value.items() if (inner := _canonical(field, given))}
+        return {"src": ">", "dest": ">", **kept} if name == "republish" else kept or None
+    if name == "opt_start_time" and value:
+        return parse_time(value)
+    return value or _DEFAULTS.get(name)  # servers leave out what is empty
+
+
+def _sorted_json(value: object) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
 
 
 def read_config(config: Mapping[str, Any]) -> StreamConfig:
-    """Return a configuration, of a server or of nats-py's ``as_dict``, as nats-py has it and as servers complete it."""
+    """Return a server's configuration as nats-py has it."""
     copy = orjson.loads(orjson.dumps(config))  # nats-py reads it in place
-    for name, value in copy.items():
-        if name != "metadata":
-            completed = _completed(name, value)
-            copy[name] = None if completed == {} else completed  # such as an empty placement
+    for entry in (copy.get("mirror") or {}, *(copy.get("sources") or ())):
+        if entry.get("opt_start_time"):
+            entry["opt_start_time"] = parse_time(entry["opt_start_time"]).isoformat()  # nats-py fails on some offsets
     read: StreamConfig = StreamConfig.from_response(copy)
     return read
-
-
-def _completed(name: str, value: Any) -> Any:
-    """Return the value of a field without its own empty fields, of which servers return only some, and with its defaults."""
-    if isinstance(value, list):
-        return [_completed(name, inner) for inner in value]
-    if isinstance(value, dict):
-        kept = {field: inner for field, given in value.items() if (inner := _completed(field, given))}
-        return {**_NESTED_DEFAULTS.get(name, {}), **kept}
-    if name == "opt_start_time" and value:
-        return parse_time(value).isoformat()  # nats-py fails on an offset west of UTC
-    return value
 
 
 def _stream_info(answer: dict[str, Any]) -> StreamInfo:

@@ -15,7 +15,7 @@ from nats.js.kv import KeyValue
 
 from jetstream_ext.client.api import Api, malformed_as_error
 from jetstream_ext.client.stream_options import STREAM_RANGES, check_known_options, check_options, describe_diff
-from jetstream_ext.client.streams import config_diff, overlap_error, read_config, require_features
+from jetstream_ext.client.streams import config_diff, overlap_error, require_features
 from jetstream_ext.errors import ErrorCode, ServerError, StreamConfigMismatchError
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.enabling import check_supported, marker_subjects, switches, turn_on
@@ -220,9 +220,8 @@ def _check_same(bucket: Bucket, wanted: Mapping[str, Any], state: StreamState) -
     left_out: dict[str, Any] = dict.fromkeys(vars(StreamConfig()))
     given = StreamConfig(**left_out | {_FIELDS[option]: want for option, want in wanted.items()})
     with malformed_as_error(bucket.what):
-        found = read_config(state.config)
-    fields = config_diff(given, found)
-    if not found.subject_delete_marker_ttl:
+        fields = config_diff(given, state.config)
+    if not state.config.get("subject_delete_marker_ttl"):
         fields.pop("subject_delete_marker_ttl", None)  # it is turned on
     if fields:
         diff = {option: fields[field] for option, field in _FIELDS.items() if field in fields}

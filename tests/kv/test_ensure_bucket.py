@@ -127,7 +127,7 @@ async def test_another_value_of_an_option_is_an_error_and_nothing_changes(
     }
     assert str(caught.value) == (
         f"bucket '{name}' exists with another configuration: description is 'mine', not '', history is 5, not 1, "
-        "ttl is 60.0, not 90.0, storage is 'memory', not 'file', limit_marker_ttl is 10.0, not 20.0; nothing was "
+        "ttl is 60.0, not 90.0, storage is 'memory', not 'file', limit_marker_ttl is 10.0, not 20; nothing was "
         "changed; give the existing values, or change the bucket with js.update_stream or "
         f"'nats kv edit {name}'"
     )
