@@ -155,9 +155,10 @@ async def ensure_stream(
     check_unicode(wanted.as_dict(), f"the configuration of stream {wanted.name!r}")
     api = Api(Context(js), timeout)
     wanted = _without_own_domain(wanted, api.context)
-    try:
+    info = None
+    with suppress(NotFoundError):
         info = await api.stream(str(wanted.name))
-    except NotFoundError:
+    if info is None:
         if created := await _create(api, wanted):
             return _checked(api, wanted, created)
         info = await api.stream(str(wanted.name))
