@@ -153,6 +153,7 @@ async def ensure_stream(
     """
     wanted = _wanted(config, name, options)
     check_unicode(wanted.as_dict(), f"the configuration of stream {wanted.name!r}")
+    _canonical("", wanted.as_dict())  # raises ValueError for an opt_start_time that is none
     api = Api(Context(js), timeout)
     wanted = _without_own_domain(wanted, api.context)
     info = None
@@ -248,7 +249,7 @@ async def _extend(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> Strea
     """Turn on the ``allow_*`` options that an existing stream lacks, or raise if it differs in anything else."""
     with malformed_as_error(f"stream {wanted.name!r}"):
         found = _stream_info(info)
-    diff = config_diff(wanted, info["config"])
+        diff = config_diff(wanted, info["config"])
     missing = [name for name, (want, _) in diff.items() if name.startswith("allow_") and want]
     if other := {name: values for name, values in diff.items() if name not in missing}:
         raise StreamConfigMismatchError(
@@ -268,7 +269,8 @@ def _checked(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo
     """Return the stream that was created or changed, or raise if it is not as wanted."""
     with malformed_as_error(f"stream {wanted.name!r} (which was created or updated)"):
         found = _stream_info(info)
-    if diff := config_diff(wanted, info["config"]):
+        diff = config_diff(wanted, info["config"])
+    if diff:
         lacking = f"stream {wanted.name!r} was created or updated without this feature"
         _check_leader(api, info["config"], _needs(wanted, diff), lacking)
         raise StreamConfigMismatchError(

@@ -403,6 +403,15 @@ async def test_a_difference_is_shown_without_what_is_not_set(
         )
 
 
+async def test_a_text_that_is_no_time_is_refused_and_nothing_is_sent(nc: Client, js: JetStreamContext) -> None:
+    sent = nc.stats["out_msgs"]
+    entry = StreamSource(name="A", opt_start_time="yesterday")  # type: ignore[arg-type]
+    for given in ({"mirror": entry}, {"sources": [entry]}):
+        with pytest.raises(ValueError, match="yesterday"):
+            await jsx.ensure_stream(js, name="S", **given)  # type: ignore[arg-type]
+    assert nc.stats["out_msgs"] == sent
+
+
 @each("name", [None, "", "a.b", "a b", "a>"])
 async def test_an_invalid_name_is_refused(js: JetStreamContext, name: str | None) -> None:
     with pytest.raises(ValueError, match="stream name"):
