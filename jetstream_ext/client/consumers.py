@@ -25,8 +25,9 @@ from nats.js.errors import NotFoundError, ServiceUnavailableError
 
 from jetstream_ext.client.api import Api, first_since, gather_bounded, malformed_as_error, stream_state
 from jetstream_ext.client.connection import Context
+from jetstream_ext.client.streams import check_leader
 from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ServerError
-from jetstream_ext.protocol.api import answering_server, check_config, parse_refusal
+from jetstream_ext.protocol.api import check_config, parse_refusal
 from jetstream_ext.protocol.feature_table import CONSUMER_RESET, DURABLE_SOURCE
 from jetstream_ext.protocol.numbers import json_int64, json_number
 from jetstream_ext.protocol.options import check_sequence, check_unicode, rfc3339
@@ -115,8 +116,7 @@ async def reset_consumer(
     api = Api(context, timeout)
     info = await api.ask(f"CONSUMER.INFO.{stream}.{consumer}")
     with malformed_as_error(f"consumer {consumer!r}"):
-        version, level = answering_server(info.get("config") or {})
-    CONSUMER_RESET.check(level, version or context.connection.server_version, "nothing was changed")
+        check_leader(context, info.get("config") or {}, [CONSUMER_RESET], "nothing was changed")
     if time is not None:
         seq = await first_since(api, await stream_state(api, stream), time)
     answer = await api.ask(f"CONSUMER.RESET.{stream}.{consumer}", None if seq is None else {"seq": seq})

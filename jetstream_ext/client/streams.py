@@ -259,7 +259,7 @@ async def _extend(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> Strea
         )
     if not missing:
         return found
-    _check_leader(api, info["config"], _needs(wanted, missing), "nothing was changed")
+    check_leader(api.context, info["config"], _needs(wanted, missing), "nothing was changed")
     # The server's own configuration: nats-py's has only the fields that it knows.
     update = info["config"] | dict.fromkeys(missing, True)
     return _checked(api, wanted, await api.ask(f"STREAM.UPDATE.{wanted.name}", update))
@@ -272,7 +272,7 @@ def _checked(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo
         diff = config_diff(wanted, info["config"])
     if diff:
         lacking = f"stream {wanted.name!r} was created or updated without this feature"
-        _check_leader(api, info["config"], _needs(wanted, diff), lacking)
+        check_leader(api.context, info["config"], _needs(wanted, diff), lacking)
         raise StreamConfigMismatchError(
             f"stream {wanted.name!r} was created or updated, but the server stored another configuration: "
             f"{describe_diff(diff)}",
@@ -291,11 +291,11 @@ def _needs(wanted: StreamConfig, options: Iterable[str] = feature_table.BY_OPTIO
     return needed
 
 
-def _check_leader(api: Api, config: Mapping[str, Any], features: Iterable[Feature], detail: str) -> None:
+def check_leader(context: Context, config: Mapping[str, Any], features: Iterable[Feature], detail: str) -> None:
     """Raise UnsupportedFeatureError if the leader that answered with `config` is too old for one of `features`."""
     version, level = answering_server(config)
     for feature in features:
-        feature.check(level, version or api.context.connection.server_version, detail)
+        feature.check(level, version or context.connection.server_version, detail)
 
 
 async def require_features(api: Api, features: Iterable[Feature], detail: str) -> None:
