@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Final, Unpack
@@ -160,8 +160,13 @@ async def ensure_stream(
     with suppress(NotFoundError):
         info = await api.stream(str(wanted.name))
     if info is None:
-        if created := await _create(api, wanted):
+        remedy = (
+            "give other subjects, or none and sources=[StreamSource(name={!r})] for a stream that copies its messages"
+        )
+        what = f"stream {wanted.name!r}"
+        if created := await create_stream(api, what, wanted.as_dict(), _needs(wanted), remedy):
             return _checked(api, wanted, created)
+        # Another client has created it in the meantime.
         info = await api.stream(str(wanted.name))
     return await _extend(api, wanted, info)
 
@@ -199,28 +204,34 @@ def _wanted(config: StreamConfig | None, name: str | None, options: StreamOption
     return StreamConfig(**_NOTHING | checked | {"name": name})
 
 
-async def _create(api: Api, wanted: StreamConfig) -> dict[str, Any] | None:
-    """Create a stream and return the answer, or None if another client has created it in the meantime."""
-    await require_features(api, _needs(wanted), "nothing was created")
+async def create_stream(
+    api: Api, what: str, body: dict[str, Any], features: Sequence[Feature], remedy: str
+) -> dict[str, Any] | None:
+    """Create the stream of `what` and return the answer, or None if there is one of this name.
+
+    If other streams store its subjects, the error says to do `remedy`; "{!r}" in it stands for the first of these streams.
+    """
+    connection = api.context.connection
+    level = connection.api_level if api.context.prefix == DEFAULT_PREFIX else None
+    if features and (level is None or not all(feature.at(level) for feature in features)):
+        level = await api.level()
+        for feature in features:
+            feature.check(level, connection.server_version, "nothing was created")
     try:
-        return await api.ask(f"STREAM.CREATE.{wanted.name}", wanted.as_dict())
+        return await api.ask(f"STREAM.CREATE.{body['name']}", body)
     except ServerError as refusal:
         if refusal.err_code == ErrorCode.STREAM_NAME_EXISTS:
             return None
-        if refusal.err_code != ErrorCode.STREAM_SUBJECTS_OVERLAP:
-            raise
-        subjects = wanted.subjects or [str(wanted.name)]  # the server's default
-        remedy = (
-            "give other subjects, or none and sources=[StreamSource(name={!r})] for a stream that copies its messages"
-        )
-        raise await overlap_error(api, f"stream {wanted.name!r}", subjects, refusal, remedy) from refusal
+        if refusal.err_code == ErrorCode.STREAM_SUBJECTS_OVERLAP:
+            subjects = body.get("subjects") or [body["name"]]  # the server's default
+            raise await _overlap_error(api, what, subjects, refusal, remedy) from refusal
+        raise
 
 
-async def overlap_error(api: Api, what: str, subjects: Iterable[str], refusal: ServerError, remedy: str) -> ServerError:
-    """Return the refusal (10065) to create `what`, whose subjects other streams store, with the streams that do.
-
-    `remedy` is what to do; "{!r}" in it stands for the first of these streams.
-    """
+async def _overlap_error(
+    api: Api, what: str, subjects: Iterable[str], refusal: ServerError, remedy: str
+) -> ServerError:
+    """Return the refusal (10065) to create `what`, whose subjects other streams store, with the streams that do."""
     holders: dict[str, str] = {}
     for subject in subjects:
         with suppress(nats.errors.Error, APIError):  # the refusal alone is better than another error
@@ -296,17 +307,6 @@ def check_leader(context: Context, config: Mapping[str, Any], features: Iterable
     version, level = answering_server(config)
     for feature in features:
         feature.check(level, version or context.connection.server_version, detail)
-
-
-async def require_features(api: Api, features: Iterable[Feature], detail: str) -> None:
-    """Raise UnsupportedFeatureError unless the server's API level has each of `features`."""
-    needed = list(features)
-    level = api.context.connection.api_level if api.context.prefix == DEFAULT_PREFIX else None
-    if not needed or (level is not None and all(feature.at(level) for feature in needed)):
-        return
-    level = await api.level()
-    for feature in needed:
-        feature.check(level, api.context.connection.server_version, detail)
 
 
 def config_diff(wanted: StreamConfig, found: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
