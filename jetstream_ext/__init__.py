@@ -3,7 +3,12 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from jetstream_ext import arrow as arrow
     from jetstream_ext import errors as errors
+    from jetstream_ext import kv as kv
+    from jetstream_ext import log as log
+    from jetstream_ext import otel as otel
+    from jetstream_ext import spark as spark
     from jetstream_ext.client.atomic import (
         AbandonedBatches,
         AtomicBatch,
@@ -50,6 +55,8 @@ __version__: str
 if not TYPE_CHECKING:  # for a type checker, `__getattr__` would declare every name
     # A name is imported when it is used: Spark starts several processes for a query, one after the other, and each of them
     # needs a part of this package only.
+    _AREAS = ("arrow", "errors", "kv", "log", "otel", "spark")
+    _NEEDED = {"arrow": "pyarrow", "otel": "opentelemetry"}  # by areas that cannot be imported without it
     _HOMES = {
         "client.atomic": (
             "AbandonedBatches",
@@ -97,8 +104,8 @@ if not TYPE_CHECKING:  # for a type checker, `__getattr__` would declare every n
 
         if name == "__version__":
             return metadata.version("nats-jetstream-ext")
-        if name == "errors":
-            return import_module("jetstream_ext.errors")
+        if name in _AREAS:
+            return import_module(f"jetstream_ext.{name}")
         for module, names in _HOMES.items():
             if name in names:
                 value = globals()[name] = getattr(import_module(f"jetstream_ext.{module}"), name)
@@ -106,7 +113,11 @@ if not TYPE_CHECKING:  # for a type checker, `__getattr__` would declare every n
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__():
-        return sorted({*globals(), *__all__, "__version__", "errors"})
+        from importlib.util import find_spec
+
+        # `help` and completion import what is listed, and fail with an area that cannot be imported.
+        areas = [area for area in _AREAS if area not in _NEEDED or find_spec(_NEEDED[area])]
+        return sorted({*__all__, *areas, "__version__", *(name for name in globals() if name.startswith("__"))})
 
 
 del TYPE_CHECKING  # not a name of this package

@@ -48,6 +48,70 @@ from typing_extensions import override
 from jetstream_ext.text import printable
 from jetstream_ext.types import BatchAck, IngestReport
 
+__all__ = [
+    "AtomicPublishDisabledError",
+    "AtomicPublishDuplicateMessageIDError",
+    "AtomicPublishIncompleteError",
+    "AtomicPublishInvalidBatchIDError",
+    "AtomicPublishInvalidCommitError",
+    "AtomicPublishMirrorError",
+    "AtomicPublishMissingSequenceError",
+    "AtomicPublishTooLargeError",
+    "AtomicPublishTooManyInflightError",
+    "AtomicPublishUnsupportedHeaderError",
+    "BadHeaderError",
+    "BadRequestError",
+    "BadSubjectError",
+    "BatchAbandonedError",
+    "BatchClosedError",
+    "BatchError",
+    "BatchGapError",
+    "BatchOutcomeUnknownError",
+    "BatchServerError",
+    "ConsumerInvalidResetError",
+    "ConversionError",
+    "DirectGetDisabledError",
+    "EmptyBatchError",
+    "ErrorCode",
+    "FastPublishDisabledError",
+    "FastPublishInvalidBatchIDError",
+    "FastPublishInvalidPatternError",
+    "FastPublishMirrorError",
+    "FastPublishTooManyInflightError",
+    "FastPublishUnknownBatchError",
+    "FencedError",
+    "GroupActiveError",
+    "HistoryUnavailableError",
+    "IngestError",
+    "JetStreamExtError",
+    "KeyConflictError",
+    "MaxPayloadError",
+    "MessageNotFoundError",
+    "MessageTTLDisabledError",
+    "MessageTTLInvalidError",
+    "MessageTooLargeError",
+    "MessagesLostError",
+    "NoStreamError",
+    "Outcome",
+    "PositionLostError",
+    "RequestTimeoutError",
+    "RequiredApiLevelError",
+    "ResponseError",
+    "ServerError",
+    "Status",
+    "StreamConfigMismatchError",
+    "StreamMismatchError",
+    "StreamRecreatedError",
+    "TooManyRequestsError",
+    "TooManySubjectsError",
+    "UnsupportedFeatureError",
+    "WrongLastSequenceError",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
+
 
 # The constructor of each `dataclass` below also takes the fields of its bases.
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -374,7 +438,7 @@ class Status(enum.IntEnum):
 
 
 class ErrorCode(enum.IntEnum):
-    """The server error codes (``err_code``) that this library knows; `SERVER_ERRORS` maps them to classes.
+    """The server error codes (``err_code``) that this library knows.
 
     The codes of the ADR drafts for fast ingest (10203-10206) are absent: released servers use them for other errors.
     """
@@ -397,6 +461,10 @@ class ErrorCode(enum.IntEnum):
     WRONG_LAST_SEQUENCE = 10071
     NOT_ENABLED = 10076
     STORE_FAILED = 10077
+    CONSUMER_DELIVER_CYCLE = 10081
+    CONSUMER_WORK_QUEUE_UNFILTERED = 10099
+    CONSUMER_WORK_QUEUE_NOT_UNIQUE = 10100
+    CONSUMER_WORK_QUEUE_NOT_ALL = 10101
     STREAM_SEALED = 10109
     ROLLUP_REFUSED = 10111
     STREAM_OFFLINE = 10118

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextvars import Token
 from functools import wraps
+from importlib.metadata import version
 from threading import RLock
 from traceback import extract_tb, format_tb
 from types import TracebackType
@@ -35,6 +36,11 @@ except ImportError as _missing:
     ) from _missing
 
 __all__ = ["extract", "instrument", "uninstrument"]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
+
 
 _log: Final = get_logger("client")
 
@@ -299,10 +305,9 @@ class _Observer:
     """What `telemetry.Observer` describes, by OpenTelemetry's API."""
 
     def __init__(self, tracers: trace.TracerProvider, meters: metrics.MeterProvider, *, inject: bool) -> None:
-        from jetstream_ext import __version__
-
-        self._tracer = tracers.get_tracer("jetstream_ext", __version__, schema_url=_SCHEMA)
-        meter = meters.get_meter("jetstream_ext", __version__, schema_url=_SCHEMA)
+        own = version("nats-jetstream-ext")
+        self._tracer = tracers.get_tracer("jetstream_ext", own, schema_url=_SCHEMA)
+        meter = meters.get_meter("jetstream_ext", own, schema_url=_SCHEMA)
         self._inject = inject
         self._kinds = _KINDS if inject else _KINDS | {Kind.SEND: SpanKind.CLIENT}
         self._messages = {

@@ -296,9 +296,9 @@ async def test_a_text_where_a_list_is_needed_is_shown_as_a_list(env: Env) -> Non
 
 async def test_the_subjects_of_a_stream_must_be_a_list_of_texts(env: Env) -> None:
     for given, expected in (
-        ("x.>", "subjects must be a list, not 'x.>'; give subjects=['x.>']"),
-        ({"x.>"}, "subjects must be a list, not set; give subjects=[...]"),
-        ([5], "subjects must be a list of str, not int; give subjects=['...']"),
+        ("x.>", "subjects must be a list of str, not 'x.>'; give ['x.>']"),
+        ({"x.>"}, "subjects must be a list of str, not set"),
+        ([5], "subjects[0] must be str, not int"),
     ):
         options: Any = {"subjects": given}
         text = await text_of(lambda: jsx.ensure_stream(env.js, name="NEW", **options), TypeError)  # noqa: B023

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import re
 import subprocess
@@ -65,6 +66,13 @@ DOCUMENTED = {
     "ttl_headers",
     "watch_abandoned",
     "with_ttl",
+}
+
+
+AREAS = {
+    name
+    for name in ("arrow", "kv", "log", "objects", "otel", "spark")
+    if importlib.util.find_spec(f"jetstream_ext.{name}")
 }
 
 
@@ -227,8 +235,9 @@ def test_import_loads_nothing_heavy() -> None:
     code = (
         "import sys, jetstream_ext\n"
         "ours = {name for name in sys.modules if name.startswith('jetstream_ext.')}\n"
+        "dir(jetstream_ext)\n"
         "from jetstream_ext import *\n"
-        "heavy = {'pyspark', 'pyarrow', 'pandas', 'numpy', 'rich', 'click', 'hypothesis', 'pytest'}\n"
+        "heavy = {'pyspark', 'pyarrow', 'opentelemetry', 'pandas', 'numpy', 'rich', 'click', 'hypothesis', 'pytest'}\n"
         "OUTER = ('jetstream_ext.spark.', 'jetstream_ext.testing.', 'jetstream_ext.cli.')\n"
         "ours |= {name for name in sys.modules if f'{name}.'.startswith(OUTER)}\n"
         "print(sorted(heavy & set(sys.modules)) + sorted(ours))\n"
@@ -240,11 +249,57 @@ def test_import_loads_nothing_heavy() -> None:
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
-def test_a_missing_pyarrow_is_named() -> None:
-    code = "import sys; sys.modules['pyarrow'] = None\nimport jetstream_ext.kv\nimport jetstream_ext.arrow"
+def run(code: str) -> str:
+    """Run a program in an interpreter of its own, because the tests have imported everything; return the last line of it."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    words = "ImportError: jetstream_ext.arrow needs pyarrow: pip install 'nats-jetstream-ext[arrow]'"
-    assert done.stderr.splitlines()[-1] == words
+    return (done.stdout + done.stderr).splitlines()[-1]
+
+
+def test_a_missing_extra_is_named_where_its_area_is_used() -> None:
+    for package, use, text in (
+        (
+            "pyarrow",
+            "jsx.arrow",
+            "ImportError: jetstream_ext.arrow needs pyarrow: pip install 'nats-jetstream-ext[arrow]'",
+        ),
+        (
+            "opentelemetry",
+            "jsx.otel",
+            "ImportError: jetstream_ext.otel needs opentelemetry-api: pip install 'nats-jetstream-ext[otel]'",
+        ),
+        ("pyspark", "jsx.spark.register(None)", "pip install 'nats-jetstream-ext[spark]'"),
+    ):
+        missing = f"import sys; sys.modules[{package!r}] = None\nimport jetstream_ext as jsx\njsx.kv, jsx.log\n"
+        assert text in run(f"{missing}{use}"), package
+        # Help and completion import every name that is listed.
+        assert run(f"{missing}import inspect; inspect.getmembers(jsx); print('arrow' in dir(jsx))") == str(
+            package != "pyarrow"
+        )
+
+
+def test_an_area_is_an_attribute_and_is_loaded_when_it_is_used() -> None:
+    for area in AREAS:
+        program = (
+            f"import sys, jetstream_ext as jsx; before = 'jetstream_ext.{area}' in sys.modules; jsx.{area}.__all__; "
+        )
+        assert run(f"{program}print(before, 'jetstream_ext.{area}' in sys.modules, '{area}' in dir(jsx))") == (
+            "False True True"
+        ), area
+
+
+def test_only_public_names_are_listed() -> None:
+    """Also after internal modules, which become attributes of the package, were imported."""
+    names = {module: {name for name in dir(module) if not name.startswith("@")} for module in public_modules()}
+    listed = {module.__name__: {name for name in names[module] if not re.fullmatch("__.*__", name)} for module in names}
+    assert listed.pop("jetstream_ext") == DOCUMENTED | AREAS | {"errors"}
+    assert listed == {module.__name__: set(module.__all__) for module in names if module is not jetstream_ext}
+
+
+def test_every_error_class_is_exported() -> None:
+    errors = jetstream_ext.errors
+    defined = {name for name, thing in vars(errors).items() if getattr(thing, "__module__", "") == errors.__name__}
+    classes = {name for name in defined if isinstance(getattr(errors, name), type)}
+    assert set(errors.__all__) == classes | {"Outcome"}
 
 
 def test_the_exported_names_are_the_documented_ones() -> None:
@@ -268,6 +323,12 @@ def test_nothing_else_is_exported() -> None:
     assert modules <= inside, "a foreign module became an attribute of the package"
 
 
+def public_modules() -> Iterator[types.ModuleType]:
+    yield jetstream_ext
+    for name in ("errors", "testing", "testing.reference", *sorted(AREAS)):
+        yield importlib.import_module(f"jetstream_ext.{name}")
+
+
 def declared() -> dict[str, str]:
     """The names that a type checker sees in the package, and their modules."""
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
@@ -281,11 +342,12 @@ def declared() -> dict[str, str]:
 
 def test_a_name_is_imported_from_the_module_that_a_type_checker_sees() -> None:
     modules = declared()
-    assert modules.pop("errors") == "jetstream_ext"
+    assert {area for area in modules if modules[area] == "jetstream_ext"} == AREAS | {"errors"}
+    modules = {name: module for name, module in modules.items() if module != "jetstream_ext"}
     assert modules.keys() == DOCUMENTED
     for name, module in modules.items():
         assert getattr(jetstream_ext, name) is getattr(importlib.import_module(module), name), name
-    assert {*DOCUMENTED, "errors", "__version__"} <= set(dir(jetstream_ext))
+    assert "__version__" in dir(jetstream_ext)
 
 
 def test_a_type_checker_knows_every_name_that_the_documentation_uses() -> None:

@@ -55,6 +55,15 @@ async def buckets(js: JetStreamContext) -> KeyValue:
     return await kvx.ensure_bucket(js, "B")
 
 
+async def areas(js: JetStreamContext, kv: KeyValue) -> jsx.kv.KeyValueSnapshot:
+    jsx.log.LogReader(js, "S")
+    jsx.otel.instrument()
+    jsx.spark.lag, jsx.arrow.to_arrow, jsx.errors.ServerError
+    await jsx.kv.get_manyy(kv, ["a"])  # Module has no attribute "get_manyy"
+    jsx.nothing  # Module has no attribute "nothing"
+    return await jsx.kv.snapshot(kv)
+
+
 async def acks(js: JetStreamContext) -> tuple[int, int | None]:
     async with jsx.AtomicBatch(js) as batch:
         await batch.add("s.a", b"1")
@@ -98,7 +107,7 @@ def test_a_type_checker_finds_misspelt_options_and_wrong_values(said: dict[str, 
     wanted = {n: line.partition("  # ")[2] for n, line in enumerate(PROGRAM.splitlines(), 1) if "  # " in line}
     assert said["program"].keys() == wanted.keys(), said["program"]
     assert [text for line, text in said["program"].items() if wanted[line] not in text] == []
-    assert len(wanted) == 10
+    assert len(wanted) == 12
 
 
 def test_the_programs_of_the_readme_and_of_the_pages_are_typed(said: dict[str, dict[int, str]]) -> None:

@@ -10,6 +10,12 @@ if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
 
+def since_within(since: str, release: str) -> str:
+    """Return "yes" or "no" for a line of servers, or the release `since` if that is one of this line."""
+    first, line = (tuple(map(int, version.split("."))) for version in (since, release))
+    return since if first[:2] == line else "yes" if line > first else "no"
+
+
 def markdown_table() -> str:
     """Return the table in Markdown."""
     head = ["feature", "calls", *features.RELEASES, "API level", "stream option", "behaviour of older servers"]
@@ -29,7 +35,7 @@ def markdown_table() -> str:
         [
             quirk.title,
             quirk.calls,
-            *(quirk.on(release) for release in features.RELEASES),
+            *(since_within(quirk.since, release) for release in features.RELEASES),
             str(quirk.feature.api_level),
             f"`{quirk.feature.option}`",
             f"before {quirk.since}: {quirk.wrong}",

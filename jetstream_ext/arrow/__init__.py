@@ -30,3 +30,7 @@ __all__ = [
     "record_batches",
     "to_arrow",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

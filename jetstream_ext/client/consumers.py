@@ -6,7 +6,8 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Final
+from itertools import permutations
+from typing import Any, Final, TypeAlias
 
 import orjson
 from nats.js import JetStreamContext
@@ -24,37 +25,34 @@ from nats.js.errors import NotFoundError, ServiceUnavailableError
 
 from jetstream_ext.client.api import Api, first_since, gather_bounded, malformed_as_error, stream_state
 from jetstream_ext.client.connection import Context
+from jetstream_ext.client.streams import check_leader
 from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ServerError
-from jetstream_ext.protocol import feature_table
-from jetstream_ext.protocol.api import answering_server, check_config, parse_refusal
+from jetstream_ext.protocol.api import check_config, parse_refusal
+from jetstream_ext.protocol.feature_table import CONSUMER_RESET, DURABLE_SOURCE
 from jetstream_ext.protocol.numbers import json_int64, json_number
 from jetstream_ext.protocol.options import check_sequence, check_unicode, rfc3339
-from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject
+from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject, covers
 
-_HEARTBEAT: Final = 1.0  # seconds; servers replace any other value
 _STALLED_AFTER: Final = timedelta(seconds=10)  # then a server restarts the source; heartbeats come every second
-_OWN_KEYWORDS: Final = frozenset(
-    {"name", "durable_name", "deliver_subject", "filter_subject", "opt_start_seq", "opt_start_time", "deliver_policy"}
-)
-_START_OPTIONS: Final = {
-    DeliverPolicy.BY_START_SEQUENCE: "opt_start_seq",
-    DeliverPolicy.BY_START_TIME: "opt_start_time",
+_CONFIG_OPTIONS: Final = (
+    "description", "filter_subjects", "max_ack_pending", "metadata", "num_replicas", "pause_until", "rate_limit_bps",
+    "replay_policy", "sample_freq",
+)  # fmt: skip
+_FORCED: Final[Mapping[str, Any]] = {
+    "ack_policy": AckPolicy.FLOW_CONTROL,
+    "flow_control": True,
+    "idle_heartbeat": 1.0,  # seconds
+    "max_deliver": -1,
 }
-_UNSET: Final[tuple[Any, ...]] = (None, False, 0, "", [])
-_BY_FLOW_CONTROL: Final = "the reading server acknowledges by flow control"
-# The values that these options of a source consumer can have, and why it cannot have others.
-_ALLOWED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
-    "ack_policy": ((ConsumerConfig().ack_policy, AckPolicy.FLOW_CONTROL), _BY_FLOW_CONTROL),
-    "flow_control": ((None, True), _BY_FLOW_CONTROL),
-    "ack_wait": (_UNSET, _BY_FLOW_CONTROL),
-    "backoff": (_UNSET, _BY_FLOW_CONTROL),
-    "idle_heartbeat": ((None, 0, _HEARTBEAT), "the server sets it to 1 s, which the reading server relies on"),
-    "max_deliver": ((None, 0, -1), "a lost message must be delivered again, without a limit"),
-    "deliver_group": (_UNSET, "the reading server joins no group and would receive nothing"),
-    "inactive_threshold": (_UNSET, "the server would delete the consumer while the reading server is away"),
-    "mem_storage": (_UNSET, "a restart of the server would delete the consumer"),
-    "headers_only": (_UNSET, "the reading stream would store the messages without their payloads"),
+"""The options of a source consumer that servers set, whatever is given."""
+_ONE_OF_A_QUEUE: Final = "give filters that no other consumer of the work queue has, or delete the other one"
+_ADVICE: Final[Mapping[int | None, str]] = {
+    ErrorCode.CONSUMER_DELIVER_CYCLE: "give a deliver_subject that no stream stores",
+    ErrorCode.CONSUMER_WORK_QUEUE_UNFILTERED: _ONE_OF_A_QUEUE,
+    ErrorCode.CONSUMER_WORK_QUEUE_NOT_UNIQUE: _ONE_OF_A_QUEUE,
+    ErrorCode.CONSUMER_WORK_QUEUE_NOT_ALL: "leave out deliver_policy, opt_start_seq and opt_start_time",
 }
+"""What to do about a refusal of a source consumer."""
 
 
 async def reset_consumer(
@@ -118,11 +116,7 @@ async def reset_consumer(
     api = Api(context, timeout)
     info = await api.ask(f"CONSUMER.INFO.{stream}.{consumer}")
     with malformed_as_error(f"consumer {consumer!r}"):
-        version, level = answering_server(info.get("config") or {})
-    if not feature_table.CONSUMER_RESET.at(level):
-        raise feature_table.CONSUMER_RESET.unsupported(
-            server_version=version or context.connection.server_version, api_level=level, detail="nothing was changed"
-        )
+        check_leader(context, info.get("config") or {}, [CONSUMER_RESET], "nothing was changed")
     if time is not None:
         seq = await first_since(api, await stream_state(api, stream), time)
     answer = await api.ask(f"CONSUMER.RESET.{stream}.{consumer}", None if seq is None else {"seq": seq})
@@ -160,12 +154,15 @@ async def create_source_consumer(
         name: The consumer's name.
         deliver_subject: A literal subject that both servers can use and that no stream stores; each consumer needs
             its own.
-        filter_subject: Read only this subject or filter (on a work queue, filters of consumers must not overlap).
+        filter_subject: Read only this subject or filter (on a work queue, filters of consumers must not overlap). None, and
+            no ``filter_subjects`` in `config`, is every subject, with every deliver policy.
         opt_start_seq: Start at this sequence (``by_start_sequence``).
         opt_start_time: Start at this aware datetime (``by_start_time``).
-        deliver_policy: Where to start; None is what the two arguments above imply, or else ``all``.
-        config: Everything else (``description``, ``filter_subjects``, ``max_ack_pending``, ``replay_policy``,
-            ``num_replicas``, ``metadata`` ...). Servers force some options: ``ack_policy`` is ``flow_control``,
+        deliver_policy: Where to start; None is what the two arguments above imply, or else ``all``. A work queue can only
+            be read with ``all``.
+        config: Everything else: ``description``, ``filter_subjects`` (which must not include each other),
+            ``max_ack_pending``, ``replay_policy``, ``num_replicas``, ``metadata``, ``pause_until``, ``rate_limit_bps`` and
+            ``sample_freq``; any other option is an error. Servers force some options: ``ack_policy`` is ``flow_control``,
             ``flow_control`` is on, ``idle_heartbeat`` is 1 s, ``max_deliver`` is -1, ``ack_wait`` and ``backoff`` are
             unset, ``max_ack_pending`` is over 0 (1000 by default).
         external: How the reading server reaches this JetStream; None is by the prefix of `js`, unless that is the
@@ -183,7 +180,8 @@ async def create_source_consumer(
         TypeError: ``filter_subjects`` is not a list.
         nats.js.errors.NotFoundError: There is no such stream.
         UnsupportedFeatureError: The server is older than 2.14. Nothing was created.
-        ServerError: The server refused; 10148: a consumer of this name exists with another configuration.
+        ServerError: The server refused; 10148: a consumer of this name exists with another configuration; 10101: a work
+            queue is not read with ``all``.
         nats.js.errors.ServiceUnavailableError, RequestTimeoutError: There is no JetStream, or no leader or answer in time.
 
     Cancellation: The consumer may have been created; nothing else is left behind.
@@ -198,6 +196,8 @@ async def create_source_consumer(
     base = config or ConsumerConfig()
     _check_config(base, filter_subject)
     policy = _start(deliver_policy, opt_start_seq, opt_start_time)
+    if policy is DeliverPolicy.LAST_PER_SUBJECT and not base.filter_subjects:
+        filter_subject = filter_subject or ">"  # servers refuse this policy without a filter
     body = base.evolve(
         name=name,
         durable_name=name,
@@ -206,10 +206,7 @@ async def create_source_consumer(
         deliver_policy=policy,
         opt_start_seq=opt_start_seq,
         opt_start_time=opt_start_time,
-        ack_policy=AckPolicy.FLOW_CONTROL,
-        flow_control=True,
-        idle_heartbeat=_HEARTBEAT,
-        max_deliver=-1,
+        **_FORCED,
     ).as_dict()
     check_unicode(body, f"the configuration of consumer {name!r}")
     if external is not None:
@@ -222,14 +219,16 @@ async def create_source_consumer(
     try:
         await api.ask(subject, {"stream_name": stream, "config": body, "action": "create"})
     except ServerError as refusal:
-        if refusal.err_code != ErrorCode.INVALID_JSON:  # the answer of servers that lack this ack policy
-            raise
-        level = await api.level()
-        if feature_table.DURABLE_SOURCE.at(level):
-            raise
-        raise feature_table.DURABLE_SOURCE.unsupported(
-            server_version=context.connection.server_version, api_level=level, detail="nothing was created"
-        ) from refusal
+        # Servers that lack this ack policy answer with INVALID_JSON.
+        if refusal.err_code == ErrorCode.INVALID_JSON and not DURABLE_SOURCE.at(level := await api.level()):
+            version = context.connection.server_version
+            raise DURABLE_SOURCE.unsupported(
+                server_version=version, api_level=level, detail="nothing was created"
+            ) from refusal
+        if refusal.err_code in _ADVICE:
+            text = f"{refusal.message}; {_ADVICE[refusal.err_code]}"
+            raise ServerError(text, code=refusal.code, err_code=refusal.err_code) from refusal
+        raise
     if external is None and context.prefix != DEFAULT_PREFIX:
         external = ExternalStream(api=context.prefix)
     return StreamSource(
@@ -239,40 +238,44 @@ async def create_source_consumer(
 
 def _start(policy: DeliverPolicy | None, seq: int | None, time: datetime | None) -> DeliverPolicy:
     """Return the deliver policy for the options; raise ValueError if they contradict each other."""
-    if seq is not None and time is not None:
-        raise ValueError("give opt_start_seq or opt_start_time, not both")
-    implied = DeliverPolicy.ALL
     if seq is not None:
         check_sequence(seq, "opt_start_seq")
-        implied = DeliverPolicy.BY_START_SEQUENCE
-    elif time is not None:
+    if time is not None:
         rfc3339(time, "opt_start_time")
-        implied = DeliverPolicy.BY_START_TIME
-    policy = implied if policy is None else DeliverPolicy(policy)
-    needed, given = _START_OPTIONS.get(policy), _START_OPTIONS.get(implied)
-    if needed != given:
-        options = f"{needed}, not {given}" if needed and given else needed or f"no {given}"
-        raise ValueError(f"deliver_policy {policy.value!r} {'needs' if needed else 'takes'} {options}")
-    return policy
+    starts = {DeliverPolicy.BY_START_SEQUENCE: seq, DeliverPolicy.BY_START_TIME: time}
+    implied = [each for each, value in starts.items() if value is not None]
+    chosen = DeliverPolicy(policy or next(iter(implied), DeliverPolicy.ALL))
+    if implied != [each for each in starts if each is chosen]:
+        raise ValueError(
+            f"deliver_policy {chosen.value!r} does not go with the start: give opt_start_seq for 'by_start_sequence', "
+            "opt_start_time for 'by_start_time', and neither for another policy"
+        )
+    return chosen
 
 
 def _check_config(config: ConsumerConfig, filter_subject: str | None) -> None:
+    """Raise ValueError or TypeError unless a source consumer can have the options of `config` and these filters."""
     default = ConsumerConfig()
-    for name in _OWN_KEYWORDS:
-        if getattr(config, name) != getattr(default, name):
-            raise ValueError(f"give {name} as an argument of create_source_consumer, not in config")
+    for name, value in vars(config).items():
+        is_given = value != getattr(default, name) and (bool(value) or name in _FORCED)
+        if is_given and name not in _CONFIG_OPTIONS and value != _FORCED.get(name):
+            raise ValueError(
+                f"the config of a source consumer cannot have {name}={value!r}, only {', '.join(_CONFIG_OPTIONS)}; other options "
+                "are arguments of create_source_consumer, or the server sets them (ADR-60)"
+            )
+    if (config.max_ack_pending or 0) < 0:
+        raise ValueError(
+            "max_ack_pending must not be negative, because flow control needs a limit; None means 1000 (ADR-60)"
+        )
     if isinstance(config.filter_subjects, str):
         raise TypeError(f"filter_subjects must be a list, not {config.filter_subjects!r}; give filter_subject for one")
     if config.filter_subjects and filter_subject is not None:
         raise ValueError("give filter_subject or config.filter_subjects, not both")
     for subject in config.filter_subjects or ():
         check_filter(subject)
-    refused = [(name, reason) for name, (allowed, reason) in _ALLOWED.items() if getattr(config, name) not in allowed]
-    if (config.max_ack_pending or 0) < 0:
-        refused.append(("max_ack_pending", "flow control needs a limit of unacknowledged messages; None means 1000"))
-    if refused:
-        name, reason = refused[0]
-        raise ValueError(f"a source consumer cannot have {name}={getattr(config, name)!r}: {reason} (ADR-60)")
+    for wide, narrow in permutations(config.filter_subjects or (), 2):
+        if covers(wide, narrow):
+            raise ValueError(f"filter_subjects: {wide!r} includes {narrow!r}; servers refuse filters that overlap")
 
 
 class SourceState(enum.StrEnum):
@@ -333,6 +336,10 @@ class SourceHealth:
         return self.state is SourceState.OK
 
 
+_Origin: TypeAlias = tuple[SourceState, str, int | None]
+"""What an origin says about an entry: the state, its cause, and the number of pending messages."""
+
+
 async def source_health(js: JetStreamContext, stream: str, *, timeout: float | None = None) -> list[SourceHealth]:
     """Return the health of the mirror and the sources of `stream`, one row each, in the order of its configuration.
 
@@ -365,43 +372,47 @@ async def source_health(js: JetStreamContext, stream: str, *, timeout: float | N
     with malformed_as_error(f"stream {stream!r} or one of its origins"):
         config, domain = info["config"], info.get("domain")
         check_config(config)
-        mirror, sources = config.get("mirror"), config.get("sources") or []
-        rows = [*([info["mirror"]] if info.get("mirror") else []), *(info.get("sources") or [])]
+        mirror = config.get("mirror")
+        rows = [row for row in (info.get("mirror"), *(info.get("sources") or ())) if row]
 
         async def health(entry: Mapping[str, Any]) -> SourceHealth:
             # The rows are in any order and lack the consumer's name.
             reported = [row for row in rows if _identity(row) == _identity(entry)]
-            return await _health(api, entry, reported, domain, mirror=entry is mirror)
+            return _health(entry, reported, await _origin(api, entry), domain, mirror=entry is mirror)
 
-        entries = [*([mirror] if mirror else []), *sources]
+        entries = [mirror] if mirror else config.get("sources") or []
         return await gather_bounded(health, entries, limit=len(entries))
 
 
+def _api_of(entry: Mapping[str, Any]) -> str | None:
+    """Return the API prefix of the origin of an entry, if it names one."""
+    return (entry.get("external") or {}).get("api")
+
+
 def _identity(entry: Mapping[str, Any]) -> tuple[object, ...]:
-    external = entry.get("external") or {}
     transforms = entry.get("subject_transforms") or []
-    return entry.get("name"), external.get("api"), entry.get("filter_subject", ""), orjson.dumps(transforms)
+    return entry.get("name"), _api_of(entry), entry.get("filter_subject", ""), orjson.dumps(transforms)
 
 
-async def _health(
-    api: Api, entry: Mapping[str, Any], reported: list[Mapping[str, Any]], domain: str | None, *, mirror: bool
+def _health(
+    entry: Mapping[str, Any], reported: list[Mapping[str, Any]], origin: _Origin, domain: str | None, *, mirror: bool
 ) -> SourceHealth:
     """Return the health of `entry` from what the reading server reports about it, and from what its origin answers."""
     ages = [json_int64(row.get("active", -1), "active") for row in reported]
     last_active = timedelta(microseconds=max(ages) // 1000) if ages and min(ages) >= 0 else None
     errors = [parse_refusal(row["error"]) for row in reported if row.get("error")]
-    state, detail, pending = await _origin(api, entry)
+    state, detail, pending = origin
     if state is SourceState.OK:
         if errors:
             state, detail = SourceState.FAILED, str(errors[0])
+        elif last_active is None and domain and _api_of(entry) == f"$JS.{domain}.API":
+            state = SourceState.MISCONFIGURED
+            detail = (
+                f"its external API prefix names the reading server's own domain {domain!r}, so nothing is ever read; "
+                "remove external"
+            )
         elif last_active is None:
             state, detail = SourceState.WAITING, "nothing has arrived from its origin yet"
-            if domain and (entry.get("external") or {}).get("api") == f"$JS.{domain}.API":
-                state = SourceState.MISCONFIGURED
-                detail = (
-                    f"its external API prefix names the reading server's own domain {domain!r}, so nothing is ever read; "
-                    "remove external"
-                )
         elif last_active > _STALLED_AFTER:
             seconds = last_active.total_seconds()
             state, detail = SourceState.STALLED, f"nothing has arrived from its origin for {seconds:.0f} s"
@@ -418,40 +429,34 @@ async def _health(
     )
 
 
-async def _origin(api: Api, entry: Mapping[str, Any]) -> tuple[SourceState, str, int | None]:
+async def _origin(api: Api, entry: Mapping[str, Any]) -> _Origin:
     """Ask the origin of `entry` for its state, the cause, and the number of pending messages."""
-    name, consumer = entry["name"], entry.get("consumer")
-    prefix = (entry.get("external") or {}).get("api") or api.context.prefix
+    name, wanted = entry["name"], entry.get("consumer")
+    prefix = _api_of(entry) or api.context.prefix
     where = f"stream {name!r}" if prefix == DEFAULT_PREFIX else f"stream {name!r} at API prefix {prefix}"
     try:
-        if consumer is None:
+        if wanted is None:
             await api.stream(name, prefix=prefix)
             return SourceState.OK, "", None
-        info = await api.ask(f"CONSUMER.INFO.{name}.{consumer['name']}", prefix=prefix)
+        info = await api.ask(f"CONSUMER.INFO.{name}.{wanted['name']}", prefix=prefix)
     except NotFoundError as error:
-        if error.err_code == ErrorCode.STREAM_NOT_FOUND or consumer is None:
+        if error.err_code == ErrorCode.STREAM_NOT_FOUND or wanted is None:
             return SourceState.STREAM_MISSING, f"{where} does not exist", None
-        return SourceState.CONSUMER_MISSING, f"consumer {consumer['name']!r} on {where} does not exist", None
-    except ServiceUnavailableError as error:  # nats-py's own text is a list of fields
-        return SourceState.UNREACHABLE, f"{where} does not answer: {error.description}", None
-    except ServerError as refusal:
-        return (
-            SourceState.UNREACHABLE,
-            f"{where} does not answer: {refusal.description} (error {refusal.err_code})",
-            None,
-        )
-    except RequestTimeoutError as error:
-        return SourceState.UNREACHABLE, f"{where} does not answer: {error}", None
+        return SourceState.CONSUMER_MISSING, f"consumer {wanted['name']!r} on {where} does not exist", None
+    except (ServiceUnavailableError, ServerError, RequestTimeoutError) as error:
+        # The text of nats-py's ServiceUnavailableError is a list of fields.
+        return SourceState.UNREACHABLE, f"{where} does not answer: {getattr(error, 'description', error)}", None
     config = info.get("config") or {}
     pending = sum(json_number(info.get(name, 0), name) for name in ("num_pending", "num_ack_pending"))
-    if config.get("ack_policy") != "flow_control":
-        fault = f"has ack policy {config.get('ack_policy')!r}, not 'flow_control'"
-    elif config.get("deliver_subject") != consumer.get("deliver_subject"):
-        fault = f"delivers to {config.get('deliver_subject')!r}, not to {consumer.get('deliver_subject')!r}"
-    elif config.get("deliver_group"):
-        fault = f"delivers to the group {config['deliver_group']!r}, which a reading server does not join"
+    policy, subject, group = (config.get(option) for option in ("ack_policy", "deliver_subject", "deliver_group"))
+    if policy != "flow_control":
+        fault = f"has ack policy {policy!r}, not 'flow_control'"
+    elif subject != wanted.get("deliver_subject"):
+        fault = f"delivers to {subject!r}, not to {wanted.get('deliver_subject')!r}"
+    elif group:
+        fault = f"delivers to the group {group!r}, which a reading server does not join"
     elif info.get("paused"):
         return SourceState.PAUSED, f"its consumer is paused until {config.get('pause_until')}", pending
     else:
         return SourceState.OK, "", pending
-    return SourceState.MISCONFIGURED, f"consumer {consumer['name']!r} on {where} {fault}", pending
+    return SourceState.MISCONFIGURED, f"consumer {wanted['name']!r} on {where} {fault}", pending

@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from functools import cache
-from typing import Any, Final, Literal, TypedDict, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Final, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
 
 from nats.js.api import (
     Base,
@@ -22,7 +22,7 @@ from nats.js.api import (
     SubjectTransform,
 )
 
-from jetstream_ext.protocol.options import check_bool, check_choice, check_duration, check_int
+from jetstream_ext.protocol.options import check_bool, check_choice, check_duration, check_int, shown
 from jetstream_ext.text import did_you_mean
 
 _INT32: Final = (1 << 31) - 1
@@ -79,19 +79,8 @@ STREAM_RANGES: Final[Mapping[str, tuple[int, int | None]]] = {
 }
 """The least and the most of an option that is an integer; others are at least -1."""
 
-STREAM_SYNONYMS: Final = {
-    "allow_batch_publish": "allow_batched",
-    "allow_atomic_publish": "allow_atomic",
-    "direct": "allow_direct",
-    "dupe_window": "duplicate_window",
-    "history": "max_msgs_per_subject",
-    "max_messages": "max_msgs",
-    "replicas": "num_replicas",
-    "source": "sources",
-    "subject": "subjects",
-    "ttl": "max_age",
-}
-"""What the nats tool, key-value buckets and other clients call an option of a stream."""
+STREAM_SYNONYMS: Final = {"history": "max_msgs_per_subject", "ttl": "max_age"}
+"""What key-value buckets call an option of a stream, where it is not similar."""
 
 
 def check_known_options(
@@ -113,54 +102,48 @@ def check_options(
     Args:
         what: The stream or bucket, as errors call it.
         options: The options; those that `kinds` does not have are left out.
-        kinds: A ``TypedDict``: its annotations are what the options are checked against. Lists are not checked.
+        kinds: A ``TypedDict``: its annotations are what the options are checked against.
         ranges: The least and the most of an option that is an integer; others are at least -1.
     """
     return {
-        option: _checked(options[option], kind, f"{what}: {option}", *ranges.get(option, (-1, None)))
-        for option, kind in _kinds(kinds).items()
+        option: _checked(options[option], kind, f"{what}: {option}", ranges.get(option, (-1, None)))
+        for option, kind in get_type_hints(kinds).items()
         if options.get(option) is not None
     }
 
 
-@cache
-def _kinds(options: type) -> dict[str, tuple[Any, ...]]:
-    """Return the types that each option of a ``TypedDict`` can have."""
-    return {option: get_args(hint) or (hint,) for option, hint in get_type_hints(options).items()}
-
-
-def _checked(value: Any, kinds: tuple[Any, ...], name: str, low: int, high: int | None) -> Any:
-    kind = kinds[0]
-    if get_origin(kind) is dict:
-        _check_texts(value, name)
-    elif get_origin(kind) is not None:
-        return value
-    elif timedelta in kinds:
-        return check_duration(value, name)
+def _checked(value: Any, kind: Any, name: str, span: tuple[int, int | None] = (-1, None)) -> Any:
+    """Return the value of an option with times in seconds, or raise an error unless its annotation `kind` allows it."""
+    origin = get_origin(kind)
+    if origin in (Union, UnionType):
+        kinds = get_args(kind)
+        return check_duration(value, name) if timedelta in kinds else _checked(value, kinds[0], name, span)
+    if origin is list:
+        (item,) = get_args(kind)
+        if not isinstance(value, list | tuple):
+            hint = f"; give [{value!r}]" if item is str and isinstance(value, str) else ""
+            raise TypeError(f"{name} must be a list of {item.__name__}, not {shown(value)}{hint}")
+        return type(value)(_checked(each, item, f"{name}[{index}]") for index, each in enumerate(value))
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise TypeError(f"{name} must be a dict of str to str, not {shown(value)}")
+        for key, text in value.items():
+            _checked(key, str, f"{name}: each key")
+            _checked(text, str, f"{name}[{key!r}]")
     elif kind is bool:
         check_bool(value, name)
     elif kind is int:
+        low, high = span
         check_int(value, name, low=low, high=high)
-        if high is None:
-            check_int(value, name, low=low, high=_INT64)
+        check_int(value, name, low=low, high=high or _INT64)
     elif issubclass(kind, enum.Enum):
         return check_choice(value, kind, name)
     elif not isinstance(value, kind):
         described = f"a nats-py {kind.__name__}" if issubclass(kind, Base) else kind.__name__
-        raise TypeError(f"{name} must be {described}, not {type(value).__name__}")
+        raise TypeError(f"{name} must be {described}, not {shown(value)}")
     elif isinstance(value, StreamConsumerLimits) and value.inactive_threshold is not None:
         return value.evolve(inactive_threshold=check_duration(value.inactive_threshold, f"{name}.inactive_threshold"))
     return value
-
-
-def _check_texts(value: object, name: str) -> None:
-    if not isinstance(value, dict):
-        raise TypeError(f"{name} must be a dict of str to str, not {type(value).__name__}")
-    for key, text in value.items():
-        if not isinstance(key, str):
-            raise TypeError(f"{name} must have keys of str, not {type(key).__name__}")
-        if not isinstance(text, str):
-            raise TypeError(f"{name}[{key!r}] must be str, not {type(text).__name__}")
 
 
 def describe_diff(diff: Mapping[str, tuple[Any, Any]]) -> str:

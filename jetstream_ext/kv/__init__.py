@@ -23,3 +23,7 @@ __all__ = [
     "touch",
     "transaction",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -15,8 +15,8 @@ from nats.js.kv import KeyValue
 
 from jetstream_ext.client.api import Api, malformed_as_error
 from jetstream_ext.client.stream_options import STREAM_RANGES, check_known_options, check_options, describe_diff
-from jetstream_ext.client.streams import config_diff, overlap_error, read_config, require_features
-from jetstream_ext.errors import ErrorCode, ServerError, StreamConfigMismatchError
+from jetstream_ext.client.streams import config_diff, create_stream
+from jetstream_ext.errors import StreamConfigMismatchError
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.enabling import check_supported, marker_subjects, switches, turn_on
 from jetstream_ext.protocol.api import StreamState, check_config
@@ -198,15 +198,10 @@ async def create_bucket(bucket: Bucket, *, replicas: int, direct: bool = False) 
 
 async def _create(bucket: Bucket, api: Api, body: dict[str, Any], switches: Mapping[str, Any]) -> None:
     """Create the bucket's stream, unless another client has created it meanwhile."""
-    await require_features(api, [BY_OPTION[name] for name in switches if name in BY_OPTION], "nothing was created")
-    try:
-        answer = await api.ask(f"STREAM.CREATE.{bucket.stream}", body)
-    except ServerError as refusal:
-        if refusal.err_code == ErrorCode.STREAM_SUBJECTS_OVERLAP:
-            remedy = "give the bucket another name, or remove the subject from the stream"
-            raise await overlap_error(api, bucket.what, body["subjects"], refusal, remedy) from refusal
-        if refusal.err_code != ErrorCode.STREAM_NAME_EXISTS:
-            raise
+    needed = [BY_OPTION[name] for name in switches if name in BY_OPTION]
+    remedy = "give the bucket another name, or remove the subject from the stream"
+    answer = await create_stream(api, bucket.what, body, needed, remedy)
+    if answer is None:
         return
     with malformed_as_error(f"bucket {bucket.name!r} (which was created)"):
         found = answer["config"]
@@ -220,9 +215,8 @@ def _check_same(bucket: Bucket, wanted: Mapping[str, Any], state: StreamState) -
     left_out: dict[str, Any] = dict.fromkeys(vars(StreamConfig()))
     given = StreamConfig(**left_out | {_FIELDS[option]: want for option, want in wanted.items()})
     with malformed_as_error(bucket.what):
-        found = read_config(state.config)
-    fields = config_diff(given, found)
-    if not found.subject_delete_marker_ttl:
+        fields = config_diff(given, state.config)
+    if not state.config.get("subject_delete_marker_ttl"):
         fields.pop("subject_delete_marker_ttl", None)  # it is turned on
     if fields:
         diff = {option: fields[field] for option, field in _FIELDS.items() if field in fields}

@@ -10,10 +10,11 @@ from nats.js.kv import KeyValue
 from jetstream_ext.client.api import Api, malformed_as_error, stream_state
 from jetstream_ext.client.base_connection import NotPermittedError
 from jetstream_ext.client.stream_options import describe_diff
+from jetstream_ext.client.streams import check_leader
 from jetstream_ext.errors import StreamConfigMismatchError
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.limits import known_since, limits_of, with_record
-from jetstream_ext.protocol.api import StreamState, answering_server, check_config
+from jetstream_ext.protocol.api import StreamState, check_config
 from jetstream_ext.protocol.feature_table import BY_OPTION
 from jetstream_ext.protocol.options import check_bool
 from jetstream_ext.protocol.subjects import covers
@@ -106,9 +107,4 @@ def _with_markers(state: StreamState) -> list[str]:
 
 def check_supported(bucket: Bucket, config: Mapping[str, Any], options: Iterable[str], detail: str) -> None:
     """Raise UnsupportedFeatureError if the bucket's leader is too old for one of `options`."""
-    version, level = answering_server(config)
-    for name in options:
-        feature = BY_OPTION.get(name)
-        if feature is not None and not feature.at(level):
-            server = version or bucket.context.connection.server_version
-            raise feature.unsupported(server_version=server, api_level=level, detail=detail)
+    check_leader(bucket.context, config, [BY_OPTION[name] for name in options if name in BY_OPTION], detail)

@@ -436,37 +436,6 @@ def transaction(kv: KeyValue, *, timeout: float | None = None) -> Transaction:
     return Transaction(Bucket(kv, timeout))
 
 
-class _Run(Transaction):
-    """One run of `retry_transaction`."""
-
-    async def commit_once(self, retry: Retry) -> None:
-        """Commit, and find out what the commit did if its answer is lost."""
-        bucket = self._bucket
-        try:
-            await self.commit()
-            return
-        except BatchOutcomeUnknownError as error:
-            unknown = error
-        while self.state == "unknown":
-            await retry.pause_until_deadline(unknown)
-            try:
-                if not retry.over:  # else the next pause raises
-                    await self.resolve(timeout=retry.remaining)
-            except Exception as error:
-                if self.state != "unknown":
-                    raise
-                unknown = _unknown(bucket, unknown.batch_id, error)
-                cause = unknown.__cause__
-                if cause is not None and not may_be_known_later(cause):
-                    raise unknown from cause
-        if self.state == "failed":
-            raise BatchAbandonedError(
-                f"bucket {bucket.name!r}: nothing was written, because the commit was lost; run the transaction again",
-                batch_id=unknown.batch_id,
-                outcome="not_stored",
-            ) from unknown
-
-
 async def retry_transaction(
     kv: KeyValue,
     fn: Callable[[Transaction], Awaitable[_Result]],
@@ -539,13 +508,13 @@ async def _run_until_committed(
         run += 1
         log_state(_log, source, "run begun", number=run)
         errors: list[Exception] = []
-        tx = _Run(bucket, errors=errors)
+        tx = Transaction(bucket, errors=errors)
         returned = False
         try:
             result: _Result = await _started(fn(tx), fn)
             returned = True
             if tx.state == "open":
-                await tx.commit_once(retry)
+                await _commit_once(tx, bucket, retry)
             return result
         except Exception as error:
             if tx.state in ("committed", "unknown") or not (returned or _consists_of(error, errors)):
@@ -555,6 +524,33 @@ async def _run_until_committed(
         finally:
             await tx.discard()
         await retry.pause_if_transient(failure)
+
+
+async def _commit_once(tx: Transaction, bucket: Bucket, retry: Retry) -> None:
+    """Commit, and find out what the commit did if its answer is lost."""
+    try:
+        await tx.commit()
+        return
+    except BatchOutcomeUnknownError as error:
+        unknown = error
+    while tx.state == "unknown":
+        await retry.pause_until_deadline(unknown)
+        try:
+            if not retry.over:  # else the next pause raises
+                await tx.resolve(timeout=retry.remaining)
+        except Exception as error:
+            if tx.state != "unknown":
+                raise
+            unknown = _unknown(bucket, unknown.batch_id, error)
+            cause = unknown.__cause__
+            if cause is not None and not may_be_known_later(cause):
+                raise unknown from cause
+    if tx.state == "failed":
+        raise BatchAbandonedError(
+            f"bucket {bucket.name!r}: nothing was written, because the commit was lost; run the transaction again",
+            batch_id=unknown.batch_id,
+            outcome="not_stored",
+        ) from unknown
 
 
 def _started(running: object, fn: object) -> Awaitable[Any]:

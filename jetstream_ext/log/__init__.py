@@ -39,3 +39,7 @@ __all__ = [
     "list_groups",
     "redrive",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -34,6 +34,11 @@ class Feature:
         """Whether a server of this API level (0: before 2.11) has it."""
         return api_level >= self.api_level
 
+    def check(self, api_level: int, server_version: str | None, detail: str) -> None:
+        """Raise UnsupportedFeatureError if a server of this API level lacks it; `detail` says what is stored or changed."""
+        if not self.at(api_level):
+            raise self.unsupported(server_version=server_version, api_level=api_level, detail=detail)
+
     def unsupported(
         self, *, server_version: str | None = None, api_level: int | None = None, detail: str = ""
     ) -> UnsupportedFeatureError:
@@ -62,11 +67,6 @@ class Quirk:
     feature: Feature
     since: str  # the first release without the fault
     wrong: str  # what earlier releases do, after "which"
-
-    def on(self, release: str) -> str:
-        """As `Feature.on`, for the documentation: ``"yes"``, ``"no"``, or the release of that line without the fault."""
-        fixed_in_line = self.since.startswith(f"{release}.")
-        return self.since if fixed_in_line else "yes" if _numbers(release) >= _numbers(self.since) else "no"
 
     def check(self, server_version: str | None, detail: str) -> None:
         """Raise UnsupportedFeatureError if a server of this version has the fault; `detail` says what is stored."""

@@ -29,6 +29,10 @@ else:
 __all__ = ["lag", "register", "upsert"]
 
 
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
+
+
 def register(spark: SparkSession) -> None:
     """Register the `jetstream` and `jetstream_kv` formats with a session (classic or Connect).
 

@@ -43,7 +43,7 @@ else:  # for a type checker, `__getattr__` would declare every name
         return value
 
     def __dir__():
-        return sorted({*globals(), *__all__})
+        return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
 del TYPE_CHECKING  # not a name of this package

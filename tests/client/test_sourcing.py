@@ -134,6 +134,15 @@ async def test_a_repeated_call_succeeds_and_a_different_one_fails(js: JetStreamC
         ({"opt_start_seq": 8}, [7, 8, 9]),
         ({"deliver_policy": DeliverPolicy.BY_START_SEQUENCE, "opt_start_seq": 10}, [9]),
         ({"deliver_policy": DeliverPolicy.LAST_PER_SUBJECT, "filter_subject": "{name}.>"}, [7, 8, 9]),
+        ({"deliver_policy": DeliverPolicy.LAST_PER_SUBJECT}, [7, 8, 9]),
+        ({"deliver_policy": DeliverPolicy.LAST_PER_SUBJECT, "config": ConsumerConfig(filter_subjects=[])}, [7, 8, 9]),
+        (
+            {
+                "deliver_policy": DeliverPolicy.LAST_PER_SUBJECT,
+                "config": ConsumerConfig(filter_subjects=["{name}.0", "{name}.2"]),
+            },
+            [8, 9],
+        ),
         ({"deliver_policy": DeliverPolicy.ALL}, list(range(10))),
         ({"deliver_policy": DeliverPolicy.NEW}, []),
     ],
@@ -152,8 +161,10 @@ async def test_filters_and_start_sequences_apply(
     entry = await jsx.create_source_consumer(js, name, "c", deliver_subject=f"deliver.{copy}", **options)
     await jsx.ensure_stream(js, name=copy, sources=[entry], allow_direct=True)
     await holds(js, copy, expected)
-    await publish(js, name, range(10, 11))
-    await holds(js, copy, [*expected, 10])
+    await publish(js, name, range(10, 13))  # one for each filter
+    filters = {subject[-1] for subject in options["config"].filter_subjects} if "config" in options else None
+    filters = filters or {options.get("filter_subject", ">")[-1]}
+    await holds(js, copy, [*expected, *(n for n in range(10, 13) if ">" in filters or str(n % 3) in filters)])
 
 
 @each("mirror", [False, True], together=True)
@@ -178,7 +189,7 @@ async def test_a_reset_of_the_consumer_repeats_nothing(
     [
         ({"config": ConsumerConfig(ack_policy=AckPolicy.ALL)}, "ack_policy"),
         ({"config": ConsumerConfig(flow_control=False)}, "flow_control"),
-        ({"config": ConsumerConfig(idle_heartbeat=5)}, "1 s"),
+        ({"config": ConsumerConfig(idle_heartbeat=5)}, "idle_heartbeat=5"),
         ({"config": ConsumerConfig(max_deliver=3)}, "max_deliver"),
         ({"config": ConsumerConfig(ack_wait=30)}, "ack_wait"),
         ({"config": ConsumerConfig(backoff=[1, 2])}, "backoff"),
@@ -186,22 +197,26 @@ async def test_a_reset_of_the_consumer_repeats_nothing(
         ({"config": ConsumerConfig(deliver_group="g")}, "deliver_group"),
         ({"config": ConsumerConfig(inactive_threshold=60)}, "inactive_threshold"),
         ({"config": ConsumerConfig(mem_storage=True)}, "mem_storage"),
-        ({"config": ConsumerConfig(headers_only=True)}, "payloads"),
-        ({"config": ConsumerConfig(deliver_subject="d")}, "as an argument"),
-        ({"config": ConsumerConfig(durable_name="d")}, "as an argument"),
-        ({"config": ConsumerConfig(deliver_policy=DeliverPolicy.NEW)}, "as an argument"),
+        ({"config": ConsumerConfig(max_waiting=5)}, "max_waiting=5"),
+        ({"config": ConsumerConfig(headers_only=True)}, "headers_only"),
+        ({"config": ConsumerConfig(deliver_subject="d")}, "only description"),
+        ({"config": ConsumerConfig(durable_name="d")}, "only description"),
+        ({"config": ConsumerConfig(deliver_policy=DeliverPolicy.NEW)}, "only description"),
         ({"config": ConsumerConfig(filter_subjects=["a"]), "filter_subject": "b"}, "filter_subjects"),
         ({"config": ConsumerConfig(filter_subjects=["a", "b..c"])}, "empty token"),
+        ({"config": ConsumerConfig(filter_subjects=["a.b", "c", "a.*"])}, r"'a\.\*' includes 'a\.b'"),
+        ({"config": ConsumerConfig(filter_subjects=["a", "a"])}, "'a' includes 'a'"),
+        ({"config": ConsumerConfig(filter_subjects=["a", ">"])}, "'>' includes 'a'"),
         ({"opt_start_seq": 0}, "opt_start_seq"),
         ({"opt_start_seq": True}, "opt_start_seq"),
         ({"opt_start_time": datetime(2026, 1, 1)}, "aware"),  # noqa: DTZ001
-        ({"opt_start_seq": 1, "opt_start_time": datetime.now(UTC)}, "not both"),
-        ({"deliver_policy": DeliverPolicy.BY_START_SEQUENCE}, "needs opt_start_seq"),
+        ({"opt_start_seq": 1, "opt_start_time": datetime.now(UTC)}, "does not go with the start"),
+        ({"deliver_policy": DeliverPolicy.BY_START_SEQUENCE}, "give opt_start_seq for"),
         (
             {"deliver_policy": DeliverPolicy.BY_START_TIME, "opt_start_seq": 1},
-            "needs opt_start_time, not opt_start_seq",
+            "opt_start_time for",
         ),
-        ({"deliver_policy": DeliverPolicy.NEW, "opt_start_seq": 1}, "takes no opt_start_seq"),
+        ({"deliver_policy": DeliverPolicy.NEW, "opt_start_seq": 1}, "neither for another"),
         ({"deliver_policy": "often"}, "often"),
         ({"deliver_subject": "d.*"}, "wildcard"),
         ({"deliver_subject": "d..e"}, "empty token"),
@@ -217,6 +232,53 @@ async def test_options_that_servers_refuse_or_replace_are_refused_before_any_req
     with pytest.raises(ValueError, match=words):
         await jsx.create_source_consumer(js, "S", "c", **({"deliver_subject": "d"} | wrong))
     assert nc.stats["out_msgs"] == sent
+
+
+async def test_every_start_and_filter_is_accepted_or_refused_with_advice(js: JetStreamContext, origin: Any) -> None:
+    starts: list[dict[str, Any]] = [
+        {},
+        *({"deliver_policy": policy} for policy in DeliverPolicy if "start" not in policy),
+        {"opt_start_seq": 1},
+        {"opt_start_time": datetime.now(UTC)},
+    ]
+    for retention in RetentionPolicy:
+        name = await origin(retention=retention)
+        filters: list[dict[str, Any]] = [
+            {},
+            {"filter_subject": ">"},
+            {"filter_subject": f"{name}.1"},
+            {"config": ConsumerConfig(filter_subjects=[])},
+            {"config": ConsumerConfig(filter_subjects=[f"{name}.1"])},
+            {"config": ConsumerConfig(filter_subjects=[f"{name}.1", f"{name}.2.*", f"{name}.*.3"])},
+        ]
+        for start in starts:
+            for each_filter in filters:
+                options = {"deliver_subject": f"d.{name}", **start, **each_filter}
+                if retention is not RetentionPolicy.WORK_QUEUE or start in ({}, {"deliver_policy": DeliverPolicy.ALL}):
+                    await jsx.create_source_consumer(js, name, "c", **options)
+                    await js.delete_consumer(name, "c")
+                    continue
+                with pytest.raises(ServerError, match="leave out deliver_policy, opt_start_seq and") as refused:
+                    await jsx.create_source_consumer(js, name, "c", **options)
+                assert refused.value.err_code == 10101
+
+
+async def test_a_second_consumer_of_a_work_queue_is_refused_with_advice(js: JetStreamContext, origin: Any) -> None:
+    name = await origin(retention=RetentionPolicy.WORK_QUEUE)
+    await jsx.create_source_consumer(js, name, "a", deliver_subject=f"d.{name}")
+    for options, code in (({}, 10099), ({"filter_subject": f"{name}.1"}, 10100)):
+        with pytest.raises(ServerError, match=f"stream '{name}'.*give filters that no other consumer") as refused:
+            await jsx.create_source_consumer(js, name, "b", deliver_subject=f"d.{name}", **options)
+        assert refused.value.err_code == code
+
+
+async def test_a_deliver_subject_that_the_stream_stores_is_refused_with_advice(
+    js: JetStreamContext, origin: Any
+) -> None:
+    name = await origin()
+    with pytest.raises(ServerError, match="give a deliver_subject that no stream stores") as refused:
+        await jsx.create_source_consumer(js, name, "c", deliver_subject=f"{name}.d")
+    assert refused.value.err_code == 10081
 
 
 async def test_an_unknown_stream_is_not_found(js: JetStreamContext) -> None:

@@ -36,6 +36,8 @@ from jetstream_ext.errors import (
 
 FLAGS = ("allow_direct", "allow_msg_ttl", "allow_atomic", "allow_batched", "allow_rollup_hdrs", "allow_msg_schedules")
 ALL_ON = dict.fromkeys(FLAGS, True)
+# The fields of a StreamConfig that are not None unless they are given.
+UNSET = {name: None for name, value in vars(StreamConfig()).items() if value is not None}
 
 
 async def on(js: JetStreamContext, name: str) -> set[str]:
@@ -76,10 +78,56 @@ async def test_missing_options_are_enabled_and_none_is_disabled(
     assert found.config.max_age == 3600
     assert found.config.metadata is not None
     assert found.config.metadata["team"] == "a"
-    await jsx.ensure_stream(js, name=name, allow_direct=False)
-    assert await on(js, name) == {"allow_direct", "allow_msg_ttl", "allow_atomic"}
     await jsx.ensure_stream(js, name=name, **ALL_ON)
     assert await on(js, name) == set(FLAGS)
+
+
+async def test_an_option_that_is_off_and_wanted_so_is_no_difference(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    off: dict[str, Any] = dict.fromkeys((*FLAGS, "allow_msg_counter", "mirror_direct"), False)
+    for name in (stream_name(), stream_name()):
+        await jsx.ensure_stream(js, name=name, **off)
+        assert not (await jsx.ensure_stream(js, name=name, **off)).did_create
+        assert await on(js, name) == set()
+
+
+async def test_an_option_that_is_on_and_wanted_off_is_a_difference(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    name, mirror, counters = stream_name(), stream_name(), stream_name()
+    await js.add_stream(name=name, **ALL_ON)
+    await js.add_stream(name=mirror, mirror=StreamSource(name=name))
+    await js.add_stream(name=counters, allow_msg_counter=True)
+    for stream, option in (
+        *((name, flag) for flag in FLAGS),
+        (mirror, "mirror_direct"),
+        (counters, "allow_msg_counter"),
+    ):
+        off: dict[str, Any] = {option: False}
+        text = f"{option} is True, not False; nothing was changed"
+        for given in ({"name": stream, **off}, {"config": StreamConfig(name=stream), **UNSET, **off}):
+            with pytest.raises(StreamConfigMismatchError, match=text) as mismatch:
+                await jsx.ensure_stream(js, **given)
+            assert mismatch.value.diff == {option: (False, True)}
+    with pytest.raises(StreamConfigMismatchError) as mismatch:
+        await jsx.ensure_stream(js, name=name, allow_atomic=False, allow_msg_counter=True)
+    assert mismatch.value.diff == {"allow_atomic": (False, True)}
+    assert await on(js, name) == set(FLAGS)
+    with pytest.raises(StreamConfigMismatchError) as mismatch:
+        await jsx.ensure_stream(js, StreamConfig(name=name, allow_direct=False, allow_batched=False))
+    assert set(mismatch.value.diff) == {"allow_direct", "allow_batched"}
+
+
+async def test_the_default_of_allow_rollup_hdrs_in_a_configuration_is_no_wish(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    """Servers turn it on together with other options, and nats-py's default is False."""
+    config = StreamConfig(name=stream_name(), allow_msg_schedules=True)
+    for _ in range(2):
+        assert (await jsx.ensure_stream(js, config)).config.allow_rollup_hdrs
+    with pytest.raises(StreamConfigMismatchError, match="allow_rollup_hdrs is True, not False"):
+        await jsx.ensure_stream(js, config, allow_rollup_hdrs=False)
 
 
 async def test_an_unchanged_stream_costs_one_request(
@@ -244,9 +292,9 @@ INVALID: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"deny_delete": 0}, TypeError, "deny_delete must be True or False, not int"),
     ({"description": 5}, TypeError, "description must be str, not int"),
     ({"metadata": {"a": 1}}, TypeError, "metadata['a'] must be str, not int"),
-    ({"metadata": {1: "a"}}, TypeError, "metadata must have keys of str, not int"),
-    ({"metadata": "a"}, TypeError, "metadata must be a dict of str to str, not str"),
-    ({"placement": "eu"}, TypeError, "placement must be a nats-py Placement, not str"),
+    ({"metadata": {1: "a"}}, TypeError, "metadata: each key must be str, not int"),
+    ({"metadata": "a"}, TypeError, "metadata must be a dict of str to str, not 'a'"),
+    ({"placement": "eu"}, TypeError, "placement must be a nats-py Placement, not 'eu'"),
     ({"republish": {}}, TypeError, "republish must be a nats-py RePublish, not dict"),
     ({"subject_transform": {}}, TypeError, "subject_transform must be a nats-py SubjectTransform, not dict"),
     ({"consumer_limits": 5}, TypeError, "consumer_limits must be a nats-py StreamConsumerLimits, not int"),
@@ -320,12 +368,17 @@ async def test_a_service_can_call_it_at_every_start(
         ((), {"zzz": 3}, "ensure_stream() has no option 'zzz'; its options are allow_atomic, allow_batched,"),
         (("ORDERS",), {}, "config must be a nats-py StreamConfig, not 'ORDERS'; give name='ORDERS'"),
         (({"name": "S"},), {}, "config must be a nats-py StreamConfig, not dict"),
-        ((), {"subjects": "a.>"}, "stream 'S': subjects must be a list, not 'a.>'; give subjects=['a.>']"),
-        ((), {"sources": StreamSource(name="A")}, "stream 'S': sources must be a list, not "),
-        ((), {"sources": "A"}, "sources must be a list, not 'A'; give sources=[StreamSource(name='A')]"),
-        ((), {"sources": ["A"]}, "must be a list of StreamSource, not 'A'; give sources=[StreamSource(name='A')]"),
-        ((), {"sources": [None]}, "give sources=[StreamSource(...)]"),
-        ((), {"mirror": "A"}, "mirror must be a StreamSource, not 'A'; give mirror=StreamSource(name='A')"),
+        ((), {"subjects": "a.>"}, "stream 'S': subjects must be a list of str, not 'a.>'; give ['a.>']"),
+        ((), {"subjects": ["a.>", 5]}, "stream 'S': subjects[1] must be str, not int"),
+        (
+            (),
+            {"sources": StreamSource(name="A")},
+            "stream 'S': sources must be a list of StreamSource, not StreamSource",
+        ),
+        ((), {"sources": "A"}, "sources must be a list of StreamSource, not 'A'"),
+        ((), {"sources": ["A"]}, "sources[0] must be a nats-py StreamSource, not 'A'"),
+        ((), {"sources": [None]}, "sources[0] must be a nats-py StreamSource, not NoneType"),
+        ((), {"mirror": "A"}, "mirror must be a nats-py StreamSource, not 'A'"),
     ],
 )
 async def test_wrong_arguments_are_refused_with_what_is_meant(
@@ -348,6 +401,15 @@ async def test_a_difference_is_shown_without_what_is_not_set(
         await jsx.ensure_stream(
             js, name=name, subjects=["b" + name], storage=StorageType.FILE, sources=[StreamSource(name=origin)]
         )
+
+
+async def test_a_text_that_is_no_time_is_refused_and_nothing_is_sent(nc: Client, js: JetStreamContext) -> None:
+    sent = nc.stats["out_msgs"]
+    entry = StreamSource(name="A", opt_start_time="yesterday")  # type: ignore[arg-type]
+    for given in ({"mirror": entry}, {"sources": [entry]}):
+        with pytest.raises(ValueError, match="yesterday"):
+            await jsx.ensure_stream(js, name="S", **given)  # type: ignore[arg-type]
+    assert nc.stats["out_msgs"] == sent
 
 
 @each("name", [None, "", "a.b", "a b", "a>"])
@@ -435,10 +497,9 @@ async def test_a_stream_that_another_client_creates_meanwhile_is_used(
     race = await Canned(nc, stream_name(), info=[MISSING, found], create=[EXISTS]).start()
     info = await jsx.ensure_stream(race.js, name="S", allow_direct=True)
     assert info.config.allow_direct
-    race = await Canned(nc, stream_name(), info=[MISSING, MISSING], create=[EXISTS, EXISTS]).start()
-    with pytest.raises(ServerError) as refused:
+    race = await Canned(nc, stream_name(), info=[MISSING, MISSING], create=[EXISTS]).start()
+    with pytest.raises(nats.js.errors.NotFoundError, match="'S' does not exist"):
         await jsx.ensure_stream(race.js, name="S")
-    assert refused.value.err_code == 10058
 
 
 async def test_an_update_keeps_fields_that_nats_py_does_not_know(nc: Client, stream_name: Callable[[], str]) -> None:

@@ -127,7 +127,7 @@ async def test_another_value_of_an_option_is_an_error_and_nothing_changes(
     }
     assert str(caught.value) == (
         f"bucket '{name}' exists with another configuration: description is 'mine', not '', history is 5, not 1, "
-        "ttl is 60.0, not 90.0, storage is 'memory', not 'file', limit_marker_ttl is 10.0, not 20.0; nothing was "
+        "ttl is 60.0, not 90.0, storage is 'memory', not 'file', limit_marker_ttl is 10.0, not 20; nothing was "
         "changed; give the existing values, or change the bucket with js.update_stream or "
         f"'nats kv edit {name}'"
     )
@@ -274,7 +274,7 @@ async def test_an_invalid_argument_is_refused_and_nothing_is_sent(js: JetStreamC
         ({"limit_marker_ttl": 0.5}, ValueError, "a TTL must be a whole number of seconds of at least 1, not 0.5"),
         ({"limit_marker_ttl": jsx.NEVER}, ValueError, "limit_marker_ttl must be finite"),
         ({"storage": "memroy"}, ValueError, "storage must be 'file' or 'memory', not 'memroy'; did you mean 'memory'?"),
-        ({"placement": "eu"}, TypeError, "placement must be a nats-py Placement, not str"),
+        ({"placement": "eu"}, TypeError, "placement must be a nats-py Placement, not 'eu'"),
         ({"description": "\ud800"}, ValueError, "has half of a surrogate pair"),
     ):
         with pytest.raises(error, match=re.escape(text)):

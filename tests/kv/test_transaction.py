@@ -2,6 +2,7 @@
 
 # ruff: noqa: PT012 - the exit of the block raises
 
+import inspect
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -411,3 +412,16 @@ async def test_ttls_are_stored_and_values_that_expire_replace_history(make_bucke
         "a": "60", "b": "61", "c": "62", "d": "never", "e": "63",
     }  # fmt: skip
     assert rollups == {"a", "c", "e"}
+
+
+async def test_every_attribute_of_a_transaction_is_documented(make_bucket) -> None:
+    kv = await make_bucket()
+
+    async def look(tx: kvx.Transaction) -> kvx.Transaction:
+        return tx
+
+    for tx in (kvx.transaction(kv), await kvx.retry_transaction(kv, look)):
+        names = {name for name in dir(tx) if not name.startswith("_")}
+        assert {"get", "put", "commit", "resolve"} <= names
+        assert type(tx) is kvx.Transaction  # whose docstrings are the reference
+        assert [name for name in names if not inspect.getdoc(getattr(kvx.Transaction, name))] == []

@@ -629,7 +629,8 @@ def read_answers(m: Mutator) -> int:
                 config = info["config"]
                 api.check_config(config)
                 for entry in config.get("sources") or []:
-                    run(consumers._health(asked, entry, info.get("sources") or [], info.get("domain"), mirror=False))
+                    origin = run(consumers._origin(asked, entry))
+                    consumers._health(entry, info.get("sources") or [], origin, info.get("domain"), mirror=False)
         except JetStreamExtError:
             pass
         try:

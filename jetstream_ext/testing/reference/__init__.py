@@ -60,3 +60,7 @@ __all__ = [
     "Unavailable",
     "VirtualClock",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
