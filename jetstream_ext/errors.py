@@ -91,6 +91,7 @@ __all__ = [
     "MessageTTLInvalidError",
     "MessageTooLargeError",
     "MessagesLostError",
+    "MirrorAnswersError",
     "NoStreamError",
     "Outcome",
     "PositionLostError",

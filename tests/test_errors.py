@@ -26,6 +26,7 @@ TREE: dict[str, tuple[type[BaseException], ...]] = {
     "TooManySubjectsError": (JetStreamExtError,),
     "ResponseError": (JetStreamExtError,),
     "MessagesLostError": (JetStreamExtError,),
+    "MirrorAnswersError": (JetStreamExtError,),
     "RequestTimeoutError": (JetStreamExtError, nats.errors.TimeoutError, TimeoutError),
     "PositionLostError": (errors.MessagesLostError,),
     "StreamRecreatedError": (JetStreamExtError,),

@@ -129,10 +129,13 @@ NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}  # public: the undersc
 
 
 def private_accesses(source: str) -> Iterator[str]:
-    """Accesses to private attributes, except through `self` and other instances of the same class."""
-    for node in ast.walk(ast.parse(source)):
+    """Accesses to private attributes, except to those of the module's own classes."""
+    nodes = list(ast.walk(ast.parse(source)))
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    of_classes = {node.attr for node in attributes if ast.unparse(node.value) in ("self", "super()")} | NAMED_TUPLE
+    for node in nodes:
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
-            if node.attr not in NAMED_TUPLE and not (isinstance(node.value, ast.Name) and node.value.id in OWN):
+            if node.attr not in of_classes and not (isinstance(node.value, ast.Name) and node.value.id in OWN):
                 yield f"line {node.lineno}: {ast.unparse(node)}"
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
             name = node.args[1]

@@ -92,16 +92,21 @@ async def reads(js: JetStreamContext) -> None:
     kv = await js.key_value("B")
     assert await kvx.get_many(kv, ["k"])
     assert await kvx.snapshot(kv)
+    assert await kvx.get_many(kv, ["none"]) == {}
 
 
 async def bucket_table(js: JetStreamContext) -> None:
     async with kvx.Table(await js.key_value("B"), timeout=js._timeout) as table:
         assert table["k"].value == b"1"
+    async with kvx.Table(await js.key_value("B"), ["none"], timeout=js._timeout) as table:
+        assert not table
 
 
 async def stream_table(js: JetStreamContext) -> None:
     async with log.Table(js, "S", timeout=js._timeout) as table:
         assert len(table) == 2
+    async with log.Table(js, "S", subject="s.none", timeout=js._timeout) as table:
+        assert not table
 
 
 async def transfer(js: JetStreamContext) -> None:

@@ -364,7 +364,7 @@ PAUSE_AND_RETRY = each(time_passed, connection_usable)
 MULTI_LAST = Request(multi_last=("a",), up_to_seq=LAST, max_bytes=1)
 
 
-def new_read(state: ReadState, *, allowed: bool | None = None) -> RangeRead:
+def new_read(state: ReadState, *, allowed: bool = False) -> RangeRead:
     plan = Scan(up_to_seq=LAST, max_bytes=1 << 16, prefetch=1)
     plan.prove(LAST)
     machine = RangeRead("S", plan, 5.0, pause=0.05, allowed=allowed)

@@ -336,7 +336,7 @@ class DirectGet:
             up_to_time: End before the first message stored after this aware datetime, to the microsecond.
             batch: Messages per request at most, 1 to 2**63-1; None lets requests follow the size of the messages.
             max_bytes: Bytes per request at most, 1 to 2**63-1; requests ask for no more than the connection carries in
-                about half a second. After the connection was lost during a reply, they ask for a quarter, one at a time: a
+                about half a second. After the connection was lost during a reply, they ask for an eighth, one at a time: a
                 server with a small ``max_pending`` closes connections that read too much at once.
             prefetch: Requests in flight at most, 1 to 4.
             confirm: Prove at the stream's leader that the range is complete, and at the end that it is of one stream: a

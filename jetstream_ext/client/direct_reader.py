@@ -144,7 +144,7 @@ def read_blocks(
     confirm: bool = False,
     min_seq: int | None = None,
     same_stream: bool = False,
-    allowed: bool | None = None,
+    allowed: bool = False,
     consumer: str | None = None,
 ) -> AsyncGenerator[Block, None]:
     """Yield the messages of a read as they come; see `RangeRead` for `timeout` and `DirectGet` for errors.
@@ -158,7 +158,7 @@ def read_blocks(
             current last sequence.
         min_seq: Wait until the leader has this sequence, and prove a range at least up to it.
         same_stream: With `confirm`, check at the end that the stream was not deleted and created again, if the user may ask.
-        allowed: Whether the stream allows direct gets, if that is known.
+        allowed: The stream is known to allow direct gets.
         consumer: The name that an observer is told; see `telemetry.Observer.begin`.
     """
     blocks = _read_blocks(context, stream, plan, timeout, confirm, min_seq, same_stream, allowed)
@@ -204,19 +204,17 @@ async def _read_blocks(
     confirm: bool = False,
     min_seq: int | None = None,
     same_stream: bool = False,
-    allowed: bool | None = None,
+    allowed: bool = False,
 ) -> AsyncGenerator[Block, None]:
     loop, connection = asyncio.get_running_loop(), context.connection
     state = await _pinned(context, stream, plan, timeout, confirm, min_seq, same_stream)
-    if state is not None:
-        allowed = bool(state.config.get("allow_direct"))
     plan.link = link_of(context)
     read = machine.RangeRead(
         stream,
         plan,
         timeout,
         pause=LAG_PAUSE,
-        allowed=allowed,
+        allowed=allowed or (state is not None and bool(state.config.get("allow_direct"))),
         server_version=connection.server_version,
     )
     api = f"{context.prefix}.DIRECT.GET.{stream}"
@@ -256,7 +254,8 @@ async def _read_blocks(
                     yield block
                 case machine.Done(failure):
                     if failure is not None:
-                        raise await _explained(context, stream, failure, {api}) from failure.__cause__
+                        tried = timeout if read.allowed else None
+                        raise await _explained(context, stream, failure, {api}, tried) from failure.__cause__
                     break
                 case action:
                     try:
@@ -326,8 +325,13 @@ async def _ask_leader(
             return await newest_up_to(at_leader, min(seq, state.last_seq), state.lowest_seq), state.last_seq
 
 
-async def _explained(context: Context, stream: str, failure: Exception, subjects: Iterable[str]) -> Exception:
-    """Return the error of a read whose requests went to `subjects`, with what else may be why no server answers."""
+async def _explained(
+    context: Context, stream: str, failure: Exception, subjects: Iterable[str], tried: float | None = None
+) -> Exception:
+    """Return the error of a read whose requests went to `subjects`, with what else may be why no server answers.
+
+    `tried` is for how many seconds the read has waited for a responder.
+    """
     if isinstance(failure, RequestTimeoutError):
         return context.connection.explained(failure, subjects)
     if not isinstance(failure, DirectGetDisabledError):
@@ -340,6 +344,8 @@ async def _explained(context: Context, stream: str, failure: Exception, subjects
         return missing
     except (nats.errors.Error, APIError):
         pass
+    if allowed and tried is not None:
+        return RequestTimeoutError(f"stream {stream!r}: no replica answers direct gets (tried for {tried:.4g} s)")
     return no_responders(stream, allowed=allowed, no_jetstream=why_no_jetstream(context))
 
 

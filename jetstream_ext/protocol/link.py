@@ -21,9 +21,10 @@ _SLOW: Final = 0.1
 _TELLING: Final = 1 << 16
 _LEAST_RATE: Final = _TELLING / _SECONDS_IN_FLIGHT
 # A server closes a connection for which it holds more bytes than its ``max_pending``, and does not say so. That is never less
-# than its ``max_payload``. It counts a reply for a moment longer than the client takes to receive it. So after a loss, replies
-# have this part of both, for so many seconds; but a connection that is lost for other reasons must not become very slow.
-_SMALLER: Final = 4
+# than its ``max_payload``. It counts a reply for a moment longer than the client takes to receive it, and requests grow fourfold.
+# So after a loss, replies have this part of both, for so many seconds; but a connection that is lost for other reasons must not
+# become very slow.
+_SMALLER: Final = 8
 _CAUTIOUS: Final = 600.0
 _LEAST: Final = 1 << 14
 

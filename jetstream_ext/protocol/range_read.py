@@ -148,8 +148,7 @@ class RangeRead:
             half of it, a request without an answer is repeated, and both replies are awaited.
         pause: Seconds, at most, between two requests while responders lag or do not answer, and to wait for the end of a
             reply whose messages have all arrived.
-        allowed: Whether the stream allows direct gets, if that is known. If it does, a first answer without a responder ends
-            nothing. If it does not, no replica will answer.
+        allowed: The stream is known to allow direct gets, so that a first answer without a responder ends nothing.
         server_version: The connected server's version, for errors.
     """
 
@@ -160,7 +159,7 @@ class RangeRead:
         timeout: float,
         *,
         pause: float,
-        allowed: bool | None = None,
+        allowed: bool = False,
         server_version: str = "",
     ) -> None:
         self.state: State = READING
@@ -169,8 +168,7 @@ class RangeRead:
         self._plan = plan
         self._timeout = timeout
         self._pause = pause
-        self._allowed = allowed
-        self._answered = bool(allowed)
+        self.allowed: bool = allowed  # or a responder has answered
         self._flight = Flight(stream, plan, timeout, pause, server_version)
         self._rows: Block | None = None
         self._timer: float | None = None
@@ -323,6 +321,8 @@ class RangeRead:
         give_up = self._patience_ends(now) if reply.unsent else self._retried and not less
         self._flight.clear()
         self._plan.retry()
+        if less:
+            self._plan.ask_for_less()
         self._flight.drop()
         if not self._plan.done:
             self._retried |= not reply.unsent
@@ -333,7 +333,7 @@ class RangeRead:
         try:
             block = decoder.feed(frames)
             pending = block.pending(-1) if block.seqs else 0
-            self._answered |= bool(block.seqs)
+            self.allowed |= bool(block.seqs)
             if plan.proved and block.seqs and block.stream != self._stream:
                 self._ask_again(Input.MIRROR, now, block.stream)
                 return
@@ -345,9 +345,7 @@ class RangeRead:
             elif decoder.end is not None:
                 self._finish(sent, reply, decoder.end, now)
         except DirectGetDisabledError as error:
-            tried = f"no replica answers direct gets (tried for {self._timeout:.4g} s)"
-            late = RequestTimeoutError(f"{self._source}: {tried}") if self._allowed else error
-            self._ask_again(Input.NO_RESPONDER, now, error=late)
+            self._ask_again(Input.NO_RESPONDER, now, error=error)
         except JetStreamExtError as error:
             self._happen(Input.REFUSED, error)
 
@@ -377,8 +375,7 @@ class RangeRead:
         self._plan.retry()
         self._flight.drop()
         self._mirror = mirror or self._mirror
-        hopeless = self._allowed is False if mirror else error is not None and not self._answered
-        give_up = self._patience_ends(now) or hopeless
+        give_up = self._patience_ends(now) or (error is not None and not self.allowed)
         self._happen(
             event, error or self._not_proved(), f"mirror {mirror!r} answers" if mirror else "", give_up=give_up
         )

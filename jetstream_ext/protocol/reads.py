@@ -120,6 +120,9 @@ class Plan(ABC):
         """
         self.in_flight.clear()
 
+    def ask_for_less(self) -> None:  # noqa: B027 - the next requests of most plans do that by themselves
+        """Note, after `retry`, that the replies cost the connection and that the link now limits them to less."""
+
     def _send(self, request: Request, start: int = 0, count: int = 0) -> SentRequest:
         self.behind = ""
         sent = SentRequest(request, start, count)
@@ -394,6 +397,10 @@ class MultiLast(Plan):
             return False
         unsure = any("\ufffd" in each for each in self._request.multi_last or ())
         return can_be_asked_for(subject) or unsure or self._matches(subject)
+
+    def ask_for_less(self) -> None:
+        if self._step is _Step.SUBJECTS:
+            self._step = _Step.PAGE  # of fewer subjects
 
     def _end(self) -> None:
         self._question = None

@@ -315,7 +315,12 @@ async def test_a_read_finds_the_size_that_the_connection_brings(small_server: Na
                     if what == "multi_last" and limit < 2 * 60_000:
                         with pytest.raises(errors.MessagesLostError, match="max_bytes"):
                             await read(js)
+                        await js.account_info()  # the last loss has been counted
                         losses.forget(20)
                         continue
                     assert len(await read(js)) == 30
-                    losses.check(10)
+                    if what == "multi_last" and not turn:
+                        await js.account_info()
+                        losses.forget(10)  # its pages bring one message more
+                    else:
+                        losses.check(10)

@@ -84,7 +84,7 @@ def one_input(raw: bytes) -> None:
     plan = plans[data.ConsumeIntInRange(0, 2)]
     if up_to is not None and not isinstance(plan, MultiLast):
         plan.prove(up_to)
-    machine = RangeRead("S", plan, 5.0, pause=0.05, allowed=data.PickValueInList([None, False, True]))
+    machine = RangeRead("S", plan, 5.0, pause=0.05, allowed=data.ConsumeBool())
     now, last = 0.0, 0
     try:
         for _ in range(200):
