@@ -50,10 +50,10 @@ from jetstream_ext.protocol.direct import (
     not_found,
 )
 from jetstream_ext.protocol.feature_table import START_TIME_LEVEL
-from jetstream_ext.protocol.flight import no_answer
 from jetstream_ext.protocol.frames import Frame
-from jetstream_ext.protocol.link import Link
+from jetstream_ext.protocol.range_read import no_answer
 from jetstream_ext.protocol.reads import (
+    Link,
     MultiLast,
     NewestMessage,
     NextMessage,
@@ -130,7 +130,9 @@ _links: WeakKeyDictionary[Client, Link] = WeakKeyDictionary()
 
 def link_of(context: Context) -> Link:
     """Return what is known of a connection."""
-    link = _links.setdefault(context.nc, Link())
+    link = _links.get(context.nc)
+    if link is None:
+        link = _links[context.nc] = Link()
     link.max_payload = context.connection.max_payload
     return link
 

@@ -8,9 +8,8 @@ from jetstream_ext.client.api import gather_bounded
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import read_blocks
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block
-from jetstream_ext.protocol.link import MAX_IN_FLIGHT
 from jetstream_ext.protocol.merge import FilteredRead, Merge
-from jetstream_ext.protocol.reads import Scan
+from jetstream_ext.protocol.reads import MAX_IN_FLIGHT, Scan
 
 
 async def read_merged(

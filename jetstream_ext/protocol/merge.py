@@ -21,7 +21,7 @@ from operator import ge
 from typing import Final
 
 from jetstream_ext.protocol.direct import Block
-from jetstream_ext.protocol.link import MAX_IN_FLIGHT, Group
+from jetstream_ext.protocol.reads import MAX_IN_FLIGHT, Group
 from jetstream_ext.protocol.subjects import check_filter, covers, is_literal
 
 # A row has about as many bytes again as `max_bytes` counts: see `Scan`.

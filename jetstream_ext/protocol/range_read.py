@@ -12,7 +12,8 @@ asks again, because the next responder may be a replica, and gives up after `tim
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Final
 
 from jetstream_ext.errors import (
@@ -23,15 +24,18 @@ from jetstream_ext.errors import (
     RequestTimeoutError,
     ResponseError,
 )
-from jetstream_ext.protocol.direct import Block, EndOfBatch, StoredMsg
-from jetstream_ext.protocol.flight import Flight, Reply
+from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, EndOfBatch, ReplyDecoder, StoredMsg
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.reads import Plan, Question, SentRequest
-from jetstream_ext.text import get_logger, log_state
+from jetstream_ext.text import counted, get_logger, log_state
 
 _log = get_logger("direct")
 
 _FIRST_PAUSE: Final = 0.001  # short, because another responder may answer the next request
+_MOST_ROWS: Final = 1 << 14
+"""Of a reply to a request without `batch`: servers send up to 1024, one for each subject."""
+_ROW_OVERHEAD: Final = 2048
+"""More than the bytes of the header lines that a server adds to a message and does not count for `max_bytes`."""
 
 
 class State(enum.Enum):
@@ -138,6 +142,180 @@ class Done:
 Action = SendRequest | DropReply | AskLeader | AwaitConnection | Deliver | Wait | Done
 
 
+@dataclass(slots=True)
+class _Reply:
+    decoder: ReplyDecoder
+    frames: list[Frame] = field(default_factory=list)
+    lost: bool = False  # nothing comes after `frames`
+    error: Exception | None = None  # why, if it is not the lost connection
+    unsent: bool = False
+    whole: bool = False  # its last frame has arrived
+    count: int = 0  # how many frames have arrived
+    largest: int = 0  # of them, in bytes
+    first: int = 0  # the bytes that arrived first
+    waited: float = 0.0  # how long nothing had arrived before them
+    first_at: float = 0.0
+    last_at: float = 0.0
+
+
+class _Flight:
+    """The requests of a plan in flight, and the wait for the reply to the oldest one.
+
+    The wait has `timeout` seconds, which sending and the reply share. After half of them the oldest request is *silent*,
+    because its server may have died. It is repeated once, and the first reply to either counts.
+    """
+
+    def __init__(self, stream: str, plan: Plan, timeout: float, pause: float, server_version: str) -> None:
+        self._stream = stream
+        self._plan = plan
+        self._timeout = timeout
+        self._pause = pause
+        self._server_version = server_version
+        self._replies: dict[SentRequest, _Reply] = {}
+        self._heard = 0.0  # when the newest bytes arrived, or a request was sent while no reply was on its way
+        self.dropped: list[SentRequest] = []
+        self.late: tuple[SentRequest, ...] = ()
+        """Requests in flight before the oldest, which is silent, was repeated."""
+        self._deadline = 0.0
+        self._waiting_since = 0.0
+        # How long sending has taken since the last answer, and when the request was handed out that is being sent.
+        self._sending = 0.0
+        self.sending_since: float | None = None
+
+    def __getitem__(self, sent: SentRequest) -> _Reply:
+        return self._replies[sent]
+
+    def add(self, sent: SentRequest, now: float) -> float:
+        """Add a request that is being sent; return until when that may take."""
+        decoder = ReplyDecoder(self._stream, start=sent.request.seq or 1, server_version=self._server_version)
+        if all(reply.whole for reply in self._replies.values()):
+            self._heard = now
+        self._replies[sent] = _Reply(decoder)
+        self.sending_since = now
+        return self._deadline if self.late else now + self._timeout - self._sending
+
+    def sent(self, now: float) -> None:
+        """Note that nothing is being sent any more."""
+        if self.sending_since is not None:
+            self._sending, self.sending_since = self._sending + now - self.sending_since, None
+
+    def receive(self, sent: SentRequest, frames: list[Frame], now: float) -> None:
+        reply = self._replies.get(sent)
+        if reply is None or reply.lost:
+            return
+        self._sending = 0.0
+        if self.sending_since is not None:
+            self.sending_since = now
+        if self._plan.group is not None:
+            self._plan.group.heard = now
+        sizes = [len(body) for _, body, _ in frames]
+        size = sum(sizes)
+        if not sent.wire:
+            reply.first, reply.waited, reply.first_at = size, max(0.0, now - self._heard), now
+        self._heard = reply.last_at = now
+        sent.wire += size
+        reply.count += len(frames)
+        reply.largest = max(reply.largest, *sizes)
+        if self._exceeds(sent, reply):
+            allowed = f"{sent.request.body()}"[:300]
+            text = f"stream {self._stream!r}: the reply to a direct get is longer than its request {allowed} allows"
+            reply.lost, reply.error = True, ResponseError(f"{text}; the messages that were returned are valid")
+        if frames[-1][1].startswith(b"NATS/1.0 "):  # a status ends a reply
+            reply.whole = True
+        if reply.frames:
+            reply.frames += frames
+        else:
+            reply.frames = frames
+
+    def _exceeds(self, sent: SentRequest, reply: _Reply) -> bool:
+        """Return whether a reply is longer than a server makes it, so that it may never end.
+
+        A server exceeds `max_bytes` by at most one message, of any size.
+        """
+        request = sent.request
+        most = (request.batch or _MOST_ROWS) + 1  # and the end of the reply
+        size = sent.wire - reply.largest - reply.count * _ROW_OVERHEAD
+        return reply.count > most or size > (request.max_bytes or DEFAULT_MAX_BYTES)
+
+    def lost(self, error: Exception | None) -> None:
+        """Note that the rest of all replies is lost; `error` is why, if the connection is closed for good."""
+        for reply in self._replies.values():
+            reply.lost, reply.error = True, reply.error or error
+
+    @property
+    def asked(self) -> int:
+        """The bytes that the replies in flight may have together."""
+        return sum(min(sent.request.max_bytes or 0, DEFAULT_MAX_BYTES) for sent in self._replies)
+
+    def oldest(self) -> tuple[SentRequest, _Reply]:
+        """Return the oldest request that counts; if it was repeated, the first one of the two that is answered."""
+        if self.late:
+            repeated = self._replies[self._plan.in_flight[0]]
+            if (late := self._replies[self.late[0]]).frames:
+                self._plan.in_flight = deque(self.late)
+            if late.frames or repeated.frames or repeated.lost:
+                self.late = ()
+                self.drop()
+        oldest = self._plan.in_flight[0]
+        return oldest, self._replies[oldest]
+
+    def clear(self) -> None:
+        """Forget the silence of the requests that are lost."""
+        self.late, self._sending = (), 0.0
+
+    def drop(self) -> None:
+        """Forget the replies to requests that no longer count."""
+        for sent in [sent for sent in self._replies if sent not in (*self._plan.in_flight, *self.late)]:
+            del self._replies[sent]
+            self.dropped.append(sent)
+
+    # -- the wait ---------------------------------------------------------------------------------------------------
+
+    def wait(self, now: float) -> float:
+        """Begin to wait for more of the oldest reply; return until when."""
+        self._waiting_since = now
+        self._deadline = now + max(self._pause, self._timeout - self._sending)
+        patience = self._timeout / 2
+        if self._plan.only_end_missing:
+            patience = min(patience, self._pause)
+        return min(self._deadline, now + patience)
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing has arrived that was not taken."""
+        first, reply = self._first(), self._replies[self._plan.in_flight[0]]
+        return not (reply.frames or reply.lost or first.frames)
+
+    def others_answered(self) -> bool:
+        """Return whether another read of the group was answered during the wait: a server answers one after the other."""
+        return self._plan.group is not None and self._plan.group.heard > self._waiting_since
+
+    def may_repeat(self, until: float) -> bool:
+        """Return whether the wait until then was not all of it."""
+        return until < self._deadline
+
+    def repeat(self, now: float) -> float:
+        """Wait on; return until when. A loop that was blocked for that long may still have to read the reply."""
+        self._deadline = max(self._deadline, now + self._pause)
+        return self._deadline
+
+    def _first(self) -> _Reply:
+        return self._replies[self.late[0] if self.late else self._plan.in_flight[0]]
+
+    def silence(self) -> RequestTimeoutError:
+        if not (messages := self._first().decoder.count):
+            return no_answer(self._stream, self._timeout)
+        return RequestTimeoutError(
+            f"stream {self._stream!r}: the answer to a direct get stopped after {counted(messages, 'message')}, with nothing more for "
+            f"{self._timeout:.4g} s (if the API is imported from another account, its export needs response_type stream)"
+        )
+
+
+def no_answer(stream: str, timeout: float, *, connected: bool = True) -> RequestTimeoutError:
+    what = "no answer to a direct get" if connected else "the connection was lost and did not come back"
+    return RequestTimeoutError(f"stream {stream!r}: {what} within {timeout:.4g} s")
+
+
 class RangeRead:
     """The machine of a read. All times are the caller's clock, in seconds.
 
@@ -165,11 +343,12 @@ class RangeRead:
         self.state: State = READING
         self.error: Exception | None = None  # of a read that has ENDED; None if it is complete
         self._stream = stream
+        self._source = f"stream {stream!r}"  # for the log
         self._plan = plan
         self._timeout = timeout
         self._pause = pause
         self.allowed: bool = allowed  # or a responder has answered
-        self._flight = Flight(stream, plan, timeout, pause, server_version)
+        self._flight = _Flight(stream, plan, timeout, pause, server_version)
         self._rows: Block | None = None
         self._timer: float | None = None
         self._give_up_at: float | None = None  # unless a row comes
@@ -180,7 +359,8 @@ class RangeRead:
 
     def next_action(self, now: float) -> Action:
         flight, plan = self._flight, self._plan
-        flight.sent(now)
+        if flight.sending_since is not None:
+            flight.sent(now)
         while True:
             if flight.dropped:
                 return DropReply(flight.dropped.pop())
@@ -309,7 +489,7 @@ class RangeRead:
             self._interrupt(reply, now)
         return reply.lost
 
-    def _interrupt(self, reply: Reply, now: float) -> None:
+    def _interrupt(self, reply: _Reply, now: float) -> None:
         """Ask for the rest once more, or give up; a request that was not sent is not yet repeated."""
         # A server that holds too much for a connection closes it, so another request for as much would cost it again.
         less = reply.error is None and self._plan.link.lost(self._flight.asked, now)
@@ -328,7 +508,7 @@ class RangeRead:
             self._retried |= not reply.unsent
             self._happen(Input.INTERRUPTED, error, give_up=give_up)
 
-    def _decode(self, sent: SentRequest, reply: Reply, frames: list[Frame], now: float) -> None:
+    def _decode(self, sent: SentRequest, reply: _Reply, frames: list[Frame], now: float) -> None:
         decoder, plan = reply.decoder, self._plan
         try:
             block = decoder.feed(frames)
@@ -349,7 +529,7 @@ class RangeRead:
         except JetStreamExtError as error:
             self._happen(Input.REFUSED, error)
 
-    def _finish(self, sent: SentRequest, reply: Reply, end: EndOfBatch, now: float) -> None:
+    def _finish(self, sent: SentRequest, reply: _Reply, end: EndOfBatch, now: float) -> None:
         log_state(_log, self._source, "reply ended", rows=reply.decoder.count, pending=end.num_pending)
         if reply.decoder.count:
             seconds = reply.last_at - reply.first_at
@@ -399,10 +579,6 @@ class RangeRead:
         if self._give_up_at is None:
             self._give_up_at = now + self._timeout
         return now >= self._give_up_at
-
-    @property
-    def _source(self) -> str:
-        return f"stream {self._stream!r}"
 
     def _happen(self, event: Input, error: Exception | None = None, why: str = "", *, give_up: bool = False) -> None:
         """Do what `TABLE` says."""

@@ -16,7 +16,7 @@ from jetstream_ext.client import merged_read
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.merged_read import read_merged
 from jetstream_ext.protocol.direct import Block
-from jetstream_ext.protocol.link import MAX_IN_FLIGHT
+from jetstream_ext.protocol.reads import MAX_IN_FLIGHT
 from jetstream_ext.protocol.subjects import matcher
 
 Make = Callable[..., Awaitable[str]]

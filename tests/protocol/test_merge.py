@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from jetstream_ext.errors import BadSubjectError
 from jetstream_ext.protocol.direct import Block
-from jetstream_ext.protocol.link import MAX_IN_FLIGHT
 from jetstream_ext.protocol.merge import FilteredRead, Merge, widest
+from jetstream_ext.protocol.reads import MAX_IN_FLIGHT
 
 
 def block(*seqs: int, stream: str = "S", size: int = 1) -> Block:

@@ -17,10 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetstream_ext import errors
-from jetstream_ext.protocol import flight, reads
+from jetstream_ext.protocol import range_read, reads
 from jetstream_ext.protocol.direct import EndOfBatch, Request, StoredMsg
 from jetstream_ext.protocol.frames import Frame
-from jetstream_ext.protocol.link import MAX_IN_FLIGHT, Group
 from jetstream_ext.protocol.range_read import (
     ERR,
     TABLE,
@@ -36,7 +35,17 @@ from jetstream_ext.protocol.range_read import (
     State,
     Wait,
 )
-from jetstream_ext.protocol.reads import MultiLast, NextMessage, OneReply, Plan, RangePlan, Scan, SentRequest
+from jetstream_ext.protocol.reads import (
+    MAX_IN_FLIGHT,
+    Group,
+    MultiLast,
+    NextMessage,
+    OneReply,
+    Plan,
+    RangePlan,
+    Scan,
+    SentRequest,
+)
 
 TIMEOUT, PAUSE = 5.0, 0.05
 MIB = 1 << 20
@@ -224,7 +233,7 @@ class TestReading:
 
     @walk("plan, most", [
         (scan(), 4), (scan(up_to=2), 2), (one_reply(3), 3), (one_reply(1000, 9000), 100),
-        (MultiLast(Request(multi_last=("a",), max_bytes=9000)), flight._MOST_ROWS),
+        (MultiLast(Request(multi_last=("a",), max_bytes=9000)), range_read._MOST_ROWS),
     ])  # fmt: skip
     def test_a_reply_without_an_end_is_refused_when_it_exceeds_its_request(self, plan: Plan, most: int) -> None:
         script = Script(plan)

@@ -12,9 +12,8 @@ from direct_replies import eob, row
 from jetstream_ext.protocol import reads
 from jetstream_ext.protocol.direct import Block, EndOfBatch, Request
 from jetstream_ext.protocol.frames import Frame
-from jetstream_ext.protocol.link import MAX_IN_FLIGHT, Group, Link
 from jetstream_ext.protocol.range_read import AwaitConnection, Deliver, Done, DropReply, RangeRead, SendRequest, Wait
-from jetstream_ext.protocol.reads import Scan, SentRequest
+from jetstream_ext.protocol.reads import MAX_IN_FLIGHT, Group, Link, Scan, SentRequest
 
 CHUNK = 32_768
 MIB = 1 << 20
