@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from typing import Final, Literal, TypedDict
+from typing import Final, Literal, TypedDict, Unpack
 
 from nats.js import JetStreamContext
 
@@ -419,24 +419,12 @@ class ScanOptions(TypedDict, total=False):
 
 
 def scan_blocks(
-    js: Context,
-    stream: str,
-    timeout: float,
-    *,
-    subject: str | None = None,
-    seq: int | None = None,
-    start_time: datetime | None = None,
-    up_to_seq: int | None = None,
-    up_to_time: datetime | None = None,
-    batch: int | None = None,
-    max_bytes: int = DEFAULT_MAX_BYTES,
-    prefetch: int = 2,
-    confirm: bool = False,
-    min_seq: int | None = None,
-    on_bad: Literal["error", "skip"] = "error",
+    js: Context, stream: str, timeout: float, **options: Unpack[ScanOptions]
 ) -> tuple[Scan, AsyncGenerator[Block, None]]:
     """Check the arguments of `DirectGet.scan`; return its plan and its messages."""
-    start = _start(seq, start_time)
+    subject, start_time, up_to_seq = options.get("subject"), options.get("start_time"), options.get("up_to_seq")
+    batch, min_seq, on_bad = options.get("batch"), options.get("min_seq"), options.get("on_bad", "error")
+    start = _start(options.get("seq"), start_time)
     if subject is not None:
         check_filter(subject)
     plan = Scan(
@@ -444,14 +432,15 @@ def scan_blocks(
         seq=start or 1,
         start_time=start_time,
         up_to_seq=None if up_to_seq is None else check_sequence(up_to_seq, "up_to_seq"),
-        up_to_ns=_nanoseconds(up_to_time),
+        up_to_ns=_nanoseconds(options.get("up_to_time")),
         batch=None if batch is None else check_int(batch, "batch", high=_INT64_MAX),
-        max_bytes=check_int(max_bytes, "max_bytes", high=_INT64_MAX),
-        prefetch=check_int(prefetch, "prefetch", high=4),
+        max_bytes=check_int(options.get("max_bytes", DEFAULT_MAX_BYTES), "max_bytes", high=_INT64_MAX),
+        prefetch=check_int(options.get("prefetch", 2), "prefetch", high=4),
     )
     check_word(on_bad, ("error", "skip"), "on_bad")
     if min_seq is not None:
         check_sequence(min_seq, "min_seq")
+    confirm = options.get("confirm", False)
     blocks = read_blocks(js, stream, plan, timeout, confirm=confirm, min_seq=min_seq, same_stream=confirm)
     return plan, skip_malformed(blocks) if on_bad == "skip" else blocks
 

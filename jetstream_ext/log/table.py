@@ -12,7 +12,6 @@ from nats.js import JetStreamContext
 from jetstream_ext.kv.keyed_stream import KeyedStream
 from jetstream_ext.kv.live import Live, LiveMapping
 from jetstream_ext.protocol.direct import StoredMsg, single_message
-from jetstream_ext.protocol.headers import parse_time_ns
 from jetstream_ext.protocol.options import check_list
 from jetstream_ext.protocol.subjects import check_filter, check_name
 from jetstream_ext.protocol.table import Change, Record
@@ -96,7 +95,8 @@ class Table(LiveMapping[StoredMsg, MessageChange]):
 
 def _message_of(stream: str, subject: str, record: Record) -> StoredMsg:
     seq, data, time, stored = record
-    return single_message(stream, subject.encode("utf-8", "surrogateescape"), seq, data, stored, parse_time_ns(time))
+    row = [subject.encode("utf-8", "surrogateescape"), b"", b": " + time, b"", b"", b"", stored]
+    return single_message(stream, seq, data, row)
 
 
 def _change_of(stream: str, change: Change) -> MessageChange:

@@ -418,14 +418,11 @@ def parse_message(stream: str, answer: Mapping[str, Any]) -> StoredMsg:
     with parsing(f"the server's answer about a message of stream {stream!r}"):
         found = answer["message"]
         block = base64.b64decode(found["hdrs"], validate=True) if found.get("hdrs") else b""
-        return single_message(
-            stream,
-            json_text(found["subject"], "subject").encode(),
-            json_number(found["seq"], "seq", low=1),
-            base64.b64decode(found.get("data") or "", validate=True),
-            h.complete_lines(block),
-            h.parse_time_ns(h.to_utc(json_text(found["time"], "time"))),
-        )
+        subject, seq = json_text(found["subject"], "subject").encode(), json_number(found["seq"], "seq", low=1)
+        time = h.to_utc(json_text(found["time"], "time"))
+        h.parse_time_ns(time)
+        row = [subject, b"", b": " + time, b"", b"", b"", h.complete_lines(block)]
+        return single_message(stream, seq, base64.b64decode(found.get("data") or "", validate=True), row)
 
 
 # The fields of a stream's configuration that are read, by their kinds. A field may be absent or null.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from itertools import compress, repeat
 from operator import ge
 from typing import Any, Final, final
@@ -95,18 +95,7 @@ class StoredMsg:
         last_seq: The sequence of the message before it in the same reply, if the reply has it.
     """
 
-    __slots__ = (
-        "_body",
-        "_header_size",
-        "_last_seq",
-        "_lines",
-        "_num_pending",
-        "_seq",
-        "_stored",
-        "_stream",
-        "_subject",
-        "_time_ns",
-    )
+    __slots__ = ("_body", "_header_size", "_lines", "_seq", "_stream")
 
     def __init__(
         self,
@@ -120,18 +109,15 @@ class StoredMsg:
         num_pending: int | None = None,
         last_seq: int | None = None,
     ) -> None:
-        self._lines: list[bytes] | None = None
-        self._header_size = 0  # over 0: a message from the wire, decoded on access
         self._stream = stream
-        self._subject = subject.encode()
         self._seq = seq
         self._body = data
-        self._stored = h.stored_lines(headers or {})
-        self._time_ns = time_ns
-        self._num_pending = num_pending
-        self._last_seq = last_seq
+        self._header_size = 0  # of a message of a batch, whose body begins with its header block
+        numbers = (b"" if number is None else b": %d" % number for number in (num_pending, last_seq))
+        time = b": " + h.format_time_ns(time_ns).encode()
+        self._lines: h.Row | None = [subject.encode(), b"", time, *numbers, b"", h.stored_lines(headers or {})]
 
-    def _row(self) -> list[bytes]:
+    def _row(self) -> h.Row:
         lines = self._lines
         if lines is None:
             lines = h.reply_row(self._body[: self._header_size])
@@ -145,9 +131,9 @@ class StoredMsg:
     def _malformed(self, error: ResponseError) -> ResponseError:
         return malformed(self._stream, f"message {self._seq}", error)
 
-    def _number(self, place: int) -> int:
+    def _number(self, place: int) -> int | None:
         try:
-            return h.line_number(self._row()[place])
+            return h.line_number(line) if (line := self._row()[place]) else None
         except ResponseError as error:
             raise self._malformed(error) from None
 
@@ -157,11 +143,11 @@ class StoredMsg:
 
     @property
     def subject(self) -> str:
-        return (self._row()[0] if self._header_size else self._subject).decode("utf-8", "replace")
+        return self._row()[h.ROW_SUBJECT].decode("utf-8", "replace")
 
     @property
     def raw_subject(self) -> bytes:
-        return self._row()[h.ROW_SUBJECT] if self._header_size else self._subject
+        return self._row()[h.ROW_SUBJECT]
 
     @property
     def seq(self) -> int:
@@ -173,7 +159,7 @@ class StoredMsg:
 
     @property
     def _stored_block(self) -> bytes:
-        return self._row()[h.ROW_STORED] if self._header_size else self._stored
+        return self._row()[h.ROW_STORED]
 
     @property
     def headers(self) -> dict[str, str]:
@@ -190,8 +176,6 @@ class StoredMsg:
 
     @property
     def time_ns(self) -> int:
-        if not self._header_size:
-            return self._time_ns
         row = self._row()
         try:
             return h.parse_time_ns(h.line_value(row[h.ROW_TIME]))
@@ -200,8 +184,6 @@ class StoredMsg:
 
     @property
     def time(self) -> datetime:
-        if not self._header_size:
-            return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=self._time_ns // 1000)
         row = self._row()
         try:
             return h.parse_time(h.line_value(row[h.ROW_TIME]))
@@ -210,14 +192,10 @@ class StoredMsg:
 
     @property
     def num_pending(self) -> int | None:
-        if not self._header_size:
-            return self._num_pending
         return self._number(h.ROW_PENDING)
 
     @property
     def last_seq(self) -> int | None:
-        if not self._header_size:
-            return self._last_seq
         return self._number(h.ROW_LAST)
 
     def __eq__(self, other: object) -> bool:
@@ -232,29 +210,16 @@ class StoredMsg:
         return f"StoredMsg({', '.join(f'{name}={getattr(self, name)!r}' for name in _SHOWN)})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        counts = self.num_pending, self.last_seq
-        own = self._stream, self.raw_subject, self._seq, self.data, self._stored_block, self.time_ns
-        return single_message, (*own, *counts)
+        return single_message, (self._stream, self._seq, self.data, self._row())
 
 
 _SHOWN: Final = ("stream", "subject", "seq", "data", "headers", "time_ns", "num_pending", "last_seq")
 
 
-def single_message(
-    stream: str,
-    subject: bytes,
-    seq: int,
-    data: bytes,
-    stored: bytes,
-    time_ns: int,
-    num_pending: int | None = None,
-    last_seq: int | None = None,
-) -> StoredMsg:
-    """Return a message that came alone; `stored` is as in `headers.ROW_STORED`."""
-    message = StoredMsg(
-        stream=stream, subject="", seq=seq, data=data, time_ns=time_ns, num_pending=num_pending, last_seq=last_seq
-    )
-    message._subject, message._stored = subject, stored
+def single_message(stream: str, seq: int, data: bytes, row: h.Row) -> StoredMsg:
+    """Return a message that came alone; of the row, the sequence and the stream do not count."""
+    message = batch_message(stream, seq, data, 0)
+    message._lines = row
     return message
 
 
@@ -666,11 +631,9 @@ def decode_single(stream: str, frame: Frame, server_version: str = "", request: 
         seq = h.line_number(row[h.ROW_SEQUENCE])
     except ResponseError as error:
         raise malformed(stream, "the sequence of a message", error) from None
-    try:
-        time_ns = h.parse_time_ns(h.line_value(row[h.ROW_TIME]))
-    except ResponseError as error:
-        raise malformed(stream, f"message {seq}", error) from None
     if request is not None and request.next_by_subj is None and seq != (request.seq or seq):
         raise malformed(stream, "a direct-get reply", f"it has message {seq} instead of {request.seq}", header)
     responder = h.line_value(row[h.ROW_STREAM]).decode("utf-8", "replace")
-    return single_message(responder, row[h.ROW_SUBJECT], seq, payload, row[h.ROW_STORED], time_ns)
+    message = single_message(responder, seq, payload, row)
+    _check(message)
+    return message

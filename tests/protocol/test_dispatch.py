@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetstream_ext.errors import BadSubjectError
-from jetstream_ext.protocol.direct import StoredMsg, single_message, size_of
+from jetstream_ext.protocol.direct import StoredMsg, size_of
 from jetstream_ext.protocol.dispatch import TURN_MESSAGES, TURN_READS, Dispatcher, Fed, Read
 from jetstream_ext.protocol.partitions import Partitioner
 
@@ -24,7 +24,7 @@ def partitions_of(messages: Iterable[StoredMsg]) -> list[int]:
 
 
 def message(seq: int, partition: int, size: int = 0) -> StoredMsg:
-    return single_message("S", b"%d" % partition, seq, b"x" * size, b"", 0)
+    return StoredMsg(stream="S", subject=str(int(partition)), seq=seq, data=b"x" * size)
 
 
 class Stream:

@@ -17,7 +17,7 @@ from jetstream_ext.protocol.partitions import Partitioner, assign, partition_of
 
 def message(subject: str | bytes, seq: int = 1) -> StoredMsg:
     raw = subject if isinstance(subject, bytes) else subject.encode()
-    return single_message("S", raw, seq, b"", b"", 0)
+    return single_message("S", seq, b"", [raw, b"", b": 2026-01-01T00:00:00Z", b"", b"", b"", b""])
 
 
 class TestPartitionOf:
