@@ -299,7 +299,7 @@ async def _pinned(
     elif isinstance(plan, RangePlan) and (confirm or min_seq is not None):
         if confirm and state is not None:
             state.check_sequences(up_to)
-            plan.up_to_seq = state.last_seq if up_to is None else up_to
+            plan.end_at(state.last_seq if up_to is None else up_to)
         prove_to = plan.up_to_seq if confirm else min_seq
         assert prove_to is not None
         plan.prove(prove_to)

@@ -231,9 +231,8 @@ class Plan(ABC):
 class RangePlan(Plan):
     """A plan whose rows are the messages of a range in order, so that the leader can prove that none is missing.
 
-    Everything up to the cursor, `position`, was delivered. With `prove_to`, it is proved that nothing else is stored up to
-    this sequence. A replica of the stream has its messages in order and without gaps of its own, but it may lag. So only
-    the end of the range needs a proof.
+    Everything up to the cursor, `position`, was delivered. A replica of the stream has its messages in order and without gaps
+    of its own, but it may lag. So only the end of the range needs a proof.
 
     `up_to_ns` is a time in nanoseconds since the epoch: the range ends before the first message that was stored later.
     """
@@ -245,21 +244,34 @@ class RangePlan(Plan):
         self.position: int = seq - 1
         self.subject = subject
         self.start_time: datetime | None = start_time
-        self.up_to_seq = up_to_seq
+        self.up_to_seq: int | None = None
         self._up_to_ns = up_to_ns
         self._prove_to = 0
         self._origin = (seq - 1, start_time)
         self._beyond = 0  # rows that came and lie after the range, so that nothing in it is missing
+        self._pending = 0  # how many matching messages follow the newest row
+        if up_to_seq is not None:
+            self.end_at(up_to_seq)
+
+    def end_at(self, seq: int) -> None:
+        """End the range with a sequence."""
+        self.up_to_seq = seq
+        if self.position >= seq and (self.start_time is None or not seq):
+            self._finish_early(EndOfBatch(0, 0, found=False))
 
     def prove(self, up_to: int) -> None:
-        """Prove the range up to a sequence, or up to its own end if that is lower."""
+        """Prove that nothing else is stored up to a sequence, or up to the end of the range if that is lower."""
         self.proved = True
         self._prove_to = up_to if self.up_to_seq is None else min(up_to, self.up_to_seq)
 
     @property
-    @abstractmethod
+    def only_end_missing(self) -> bool:
+        return self._beyond > 0 or (self.up_to_seq is not None and self.position >= self.up_to_seq)
+
+    @property
     def cut(self) -> bool:
         """Whether the caller's own limits end the read, so that nothing after the last row is missing."""
+        return self._beyond > 0
 
     @property
     def question(self) -> Question | None:
@@ -288,9 +300,25 @@ class RangePlan(Plan):
         self.done: bool = False
         self.in_flight.clear()
 
-    @property
-    def _last_seq(self) -> int:
-        return self.position if self.position > self._origin[0] else 0
+    def accept(self, sent: SentRequest, block: Block, size: int, pending: int) -> Block:
+        """As `Plan.accept`; rows that were already delivered or are beyond the range do not count."""
+        seqs = block.seqs
+        sent.rows += len(seqs)
+        sent.size = size
+        sent.first = sent.first or seqs[0]
+        sent.last = seqs[-1]
+        self._pending = pending
+        start = bisect_right(seqs, self.position) if seqs[0] <= self.position else 0
+        stop = len(seqs) if self.up_to_seq is None or seqs[-1] <= self.up_to_seq else bisect_right(seqs, self.up_to_seq)
+        stop = start if self._beyond else self._in_time(block, start, stop)
+        # Only the end of the reply has the right count of pending messages: on 2.11 a message counts itself.
+        self._beyond += len(seqs) - stop
+        if stop > start:
+            self.position = seqs[stop - 1]
+            self.start_time = None
+        if start or stop < len(seqs):
+            block.keep(start, stop)
+        return block
 
     def _in_time(self, block: Block, start: int, stop: int) -> int:
         """Return the first of the rows `start … stop` that was stored after the range, or `stop`."""
@@ -298,6 +326,16 @@ class RangePlan(Plan):
         if up_to is None:
             return stop
         return next((row for row in range(start, stop) if block.message(row).time_ns > up_to), stop)
+
+    def retry(self) -> None:
+        super().retry()
+        if self.only_end_missing:  # the newest row said nearly the same
+            last = self._last_seq
+            self._finish_early(EndOfBatch(self._pending + self._beyond, last, found=last > 0))
+
+    @property
+    def _last_seq(self) -> int:
+        return self.position if self.position > self._origin[0] else 0
 
 
 class OneReply(RangePlan):
@@ -309,15 +347,15 @@ class OneReply(RangePlan):
         assert request.max_bytes is not None
         self._request = request
         self._most, self._most_bytes = request.batch, request.max_bytes
-        self._rows = self._size = self._pending = 0
+        self._rows = self._size = 0
 
     @property
-    def _full(self) -> bool:
+    def only_end_missing(self) -> bool:
         return self._beyond > 0 or self._rows >= self._most or self._size >= self._most_bytes
 
     @property
     def cut(self) -> bool:
-        return self._full or (self.end is not None and self.end.num_pending > 0)
+        return self.only_end_missing or (self.end is not None and self.end.num_pending > 0)
 
     def next_request(self) -> SentRequest | None:
         if self.done or self.in_flight:
@@ -329,33 +367,17 @@ class OneReply(RangePlan):
 
     def accept(self, sent: SentRequest, block: Block, size: int, pending: int) -> Block:
         self._size += size - sent.size
-        sent.size, self._pending = size, pending
-        stop = 0 if self._beyond else self._in_time(block, 0, len(block))
-        self._beyond += len(block) - stop
-        if stop < len(block):
-            block.keep(0, stop)
-        if stop:
-            self._rows += stop
-            self.position: int = block.seqs[-1]
-        return block
+        kept = super().accept(sent, block, size, pending)
+        self._rows += len(kept)
+        return kept
 
     def finish(self, sent: SentRequest, end: EndOfBatch) -> None:
         self.in_flight.clear()
         asked, before = sent.request.max_bytes or 0, self._size - sent.size
-        if end.num_pending and not self._full and asked < self._most_bytes - before:
+        if end.num_pending and not self.only_end_missing and asked < self._most_bytes - before:
             return  # the connection's limit ended the reply, and not the caller's
-        self._finish_early(
-            replace(end, num_pending=end.num_pending + self._beyond, last_seq=self._last_seq, found=self._last_seq > 0)
-        )
-
-    @property
-    def only_end_missing(self) -> bool:
-        return self._full
-
-    def retry(self) -> None:
-        super().retry()
-        if self._full:  # the last message said the same
-            self._finish_early(EndOfBatch(self._pending + self._beyond, self._last_seq, found=self._last_seq > 0))
+        last = self._last_seq
+        self._finish_early(replace(end, num_pending=end.num_pending + self._beyond, last_seq=last, found=last > 0))
 
 
 class _Step(enum.Enum):
@@ -569,22 +591,16 @@ class Scan(RangePlan):
     ) -> None:
         super().__init__(subject, seq, start_time, up_to_seq, up_to_ns)
         self.group: Group | None = group
-        if up_to_seq is not None and up_to_seq < seq and start_time is None:
-            self._finish_early(EndOfBatch(0, 0, found=False))
         self._fixed = batch
         self._batch = batch or FIRST_BATCH
         self._max_bytes = max_bytes
         self._prefetch = prefetch
-        self._dense = self._reached = False
+        self._dense = False
         self._ahead = prefetch  # requests in flight, as far as the range allows
-        self._pending = 0
-
-    @property
-    def cut(self) -> bool:
-        return self._beyond > 0
 
     def next_request(self) -> SentRequest | None:
-        if self.done or self._reached or len(self.in_flight) >= (self._prefetch if self.link.most is None else 1):
+        most = self._prefetch if self.link.most is None else 1
+        if self.done or self.only_end_missing or len(self.in_flight) >= most:
             return None
         if not self.in_flight:
             return self._request_from(self.position + 1)
@@ -619,31 +635,6 @@ class Scan(RangePlan):
             return self._max_bytes, self.link.room(self._ahead)
         return self._max_bytes // self.group.readers, self.link.room(self._ahead * self.group.in_flight)
 
-    def accept(self, sent: SentRequest, block: Block, size: int, pending: int) -> Block:
-        """As `Plan.accept`; rows already delivered or beyond the range do not count."""
-        seqs = block.seqs
-        sent.rows += len(seqs)
-        sent.size = size
-        sent.first = sent.first or seqs[0]
-        sent.last = seqs[-1]
-        self._pending = pending
-        start = bisect_right(seqs, self.position) if seqs[0] <= self.position else 0
-        stop = len(seqs)
-        if self.up_to_seq is not None and seqs[-1] >= self.up_to_seq:
-            stop = bisect_right(seqs, self.up_to_seq)
-            self._reached = True
-        # Only the end of the reply has the right count of pending messages: on 2.11 a message counts itself.
-        stop = start if self._beyond else self._in_time(block, start, stop)
-        if stop < len(seqs):
-            self._reached = True
-            self._beyond += len(seqs) - stop
-        if stop > start:
-            self.position: int = seqs[stop - 1]
-            self.start_time: datetime | None = None
-        if start or stop < len(seqs):
-            block.keep(start, stop)
-        return block
-
     def finish(self, sent: SentRequest, end: EndOfBatch) -> None:
         """As `Plan.finish`; guesses that the reply makes wrong leave `in_flight`."""
         self.in_flight.popleft()
@@ -651,19 +642,10 @@ class Scan(RangePlan):
         # A lagging replica may find nothing after another one has counted more, so the plan asks once more.
         doubtful = not end.found and self._pending > 0
         self._pending = end.num_pending
-        self.done: bool = self._reached or (end.num_pending == 0 and not doubtful)
+        self.done: bool = self.only_end_missing or (end.num_pending == 0 and not doubtful)
         self._resize(sent)
         if self.done or doubtful or (self.in_flight and self.in_flight[0].start > self.position + 1):
             self.in_flight.clear()
-
-    @property
-    def only_end_missing(self) -> bool:
-        return self._reached
-
-    def retry(self) -> None:
-        super().retry()
-        if self._reached:  # the newest row said nearly the same
-            self._finish_early(EndOfBatch(self._pending + self._beyond, self._last_seq))
 
     def _resize(self, sent: SentRequest) -> None:
         if not sent.rows:
@@ -682,4 +664,4 @@ class Scan(RangePlan):
 
     def _reopen(self) -> None:
         super()._reopen()
-        self._reached = self._dense = False
+        self._dense = False
