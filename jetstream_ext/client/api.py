@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -112,66 +112,63 @@ class Api:
             BadSubjectError: The subject is invalid; nothing was sent.
         """
         subject = f"{prefix or self.context.prefix}.{what}"
-        check_filter(subject)  # it may have a name or prefix that another program wrote; nats-py sends any bytes
+        check_filter(subject)  # it may have a name or prefix that another program wrote
         payload = b"" if body is None else orjson.dumps(body)
-
-        refusal: ServerError | None = None
-
-        def heard(no_jetstream: str) -> None:
-            if prefix is None:
-                _cache(self.context).no_jetstream = no_jetstream
-
-        async def send() -> dict[str, Any]:
-            nonlocal refusal
-            try:
-                left = max(0.0, self.remaining)
-                reply = await self.context.connection.request(subject, payload, left, mapped=f"{DEFAULT_PREFIX}.{what}")
-                answer = parse_answer(subject, reply.data, self._what or _object_of(what))
-                heard("")
-                return answer
-            except NotPermittedError:
-                raise
-            except RequestTimeoutError:
-                raise RequestTimeoutError(
-                    self._unanswered(subject) + self.context.connection.why_silent(())
-                ) from refusal
-            except nats.errors.NoRespondersError as error:
-                own = subject.startswith(f"{DEFAULT_PREFIX}.") and not self.context.connection.has_jetstream
-                heard(_NONE_ON_THE_SERVER if own else f"no server answers on {subject}")
-                raise ServiceUnavailableError(
-                    Status.UNAVAILABLE, f"no server answers on {subject}: {NO_JETSTREAM}"
-                ) from error
-            except ServerError as error:
-                heard(_NOT_ENABLED.get(error.err_code or 0, ""))
-                if error.code == Status.NOT_FOUND:
-                    raise NotFoundError(error.code, _missing(what, error), error.err_code) from error
-                refusal = error
-                raise
-
+        cache = _cache(self.context)
         if self._lookup:
-            _cache(self.context).check_refused(subject)
-        try:
-            return await (self._repeated(subject, send) if repeat else send())
-        except NotPermittedError:
-            if self._lookup:
-                _cache(self.context).refused[subject] = asyncio.get_running_loop().time()
-            raise
-
-    def _unanswered(self, subject: str) -> str:
-        return f"no answer on {subject} within {self.timeout:.4g} s"
-
-    async def _repeated(self, subject: str, send: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-        """Send a request again while there is no answer or no leader."""
-        retry = Retry(
-            self.remaining, first_pause=LAG_PAUSE, transient=has_no_leader, unanswered=self._unanswered(subject)
-        )
+            cache.check_refused(subject)
+        retry = Retry(self.remaining, first_pause=LAG_PAUSE)
         retry.start()
+        while True:
+            try:
+                answer = await self._answer(subject, what, payload, again=_REPEAT_AFTER if repeat else math.inf)
+            except NotPermittedError:
+                if self._lookup:
+                    cache.refused[subject] = asyncio.get_running_loop().time()
+                raise
+            except (ServiceUnavailableError, ServerError) as error:
+                if prefix is None:
+                    cache.no_jetstream = self._no_jetstream(subject, error)
+                if not (repeat and has_no_leader(error)):
+                    raise
+                late = RequestTimeoutError(f"no leader answered on {subject} within {self.timeout:.4g} s")
+                late.__cause__ = error
+                await retry.pause_until_deadline(late)
+            else:
+                if prefix is None:
+                    cache.no_jetstream = ""
+                return answer
+
+    async def _answer(self, subject: str, what: str, payload: bytes, again: float) -> dict[str, Any]:
+        connection = self.context.connection
+        # The server maps the API of its own domain.
+        mapped = f"{DEFAULT_PREFIX}.{what}" if subject.startswith(f"$JS.{connection.domain}.API.") else ""
         try:
-            return await retry.call(lambda: _first_answer(send))
-        except ServerError as error:
-            if has_no_leader(error):
-                raise RequestTimeoutError(f"no leader answered on {subject} within {self.timeout:.4g} s") from error
+            _, reply, size = await connection.request(
+                subject, payload, max(0.0, self.remaining), mapped=mapped, again=again
+            )
+            return parse_answer(subject, reply[size:], self._what or _object_of(what))
+        except NotPermittedError:
             raise
+        except RequestTimeoutError:
+            why = connection.why_silent(())
+            raise RequestTimeoutError(f"no answer on {subject} within {self.timeout:.4g} s{why}") from None
+        except nats.errors.ConnectionReconnectingError as error:
+            raise RequestTimeoutError(f"no answer on {subject}: the connection was lost") from error
+        except nats.errors.NoRespondersError as error:
+            text = f"no server answers on {subject}: {NO_JETSTREAM}"
+            raise ServiceUnavailableError(Status.UNAVAILABLE, text) from error
+        except ServerError as error:
+            if error.code != Status.NOT_FOUND:
+                raise
+            raise NotFoundError(error.code, _missing(what, error), error.err_code) from error
+
+    def _no_jetstream(self, subject: str, error: APIError) -> str:
+        """Return why perhaps there is no JetStream, as a refusal of a request to `subject` says, or ""."""
+        if isinstance(error, ServerError):
+            return _NOT_ENABLED.get(error.err_code or 0, "")
+        own = subject.startswith(f"{DEFAULT_PREFIX}.") and not self.context.connection.has_jetstream
+        return _NONE_ON_THE_SERVER if own else f"no server answers on {subject}"
 
     async def stream(
         self, name: str, body: Mapping[str, Any] | None = None, prefix: str | None = None
@@ -204,21 +201,6 @@ def _missing(request: str, refusal: ServerError) -> str:
         case ErrorCode.CONSUMER_NOT_FOUND, ["CONSUMER", _, stream, consumer, *_]:
             return f"stream {stream!r} has no consumer {consumer!r}"
     return refusal.message
-
-
-async def _first_answer(send: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-    """Send a request repeatedly; return the first answer, or raise when the first request times out."""
-    asked: set[asyncio.Task[_T]] = set()
-    try:
-        while True:
-            asked.add(asyncio.create_task(send()))
-            done, _ = await asyncio.wait(asked, timeout=_REPEAT_AFTER, return_when=asyncio.FIRST_COMPLETED)
-            if done:
-                return done.pop().result()
-    finally:
-        for task in asked:
-            if not task.cancel():
-                mark_retrieved(task)
 
 
 async def gather_bounded(work: Callable[[_Item], Awaitable[_T]], items: Iterable[_Item], *, limit: int) -> list[_T]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import sys
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Generator, Iterable, Sequence
@@ -11,6 +10,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Final, Literal, Self, Unpack, cast
 
+import nats.errors
 from nats.js import JetStreamContext
 
 from jetstream_ext.client import telemetry
@@ -439,7 +439,9 @@ class AbandonedBatches:
 
     Use it as an async context manager and iterate over it inside. The iteration ends with nats-py's
     ``ConnectionClosedError`` or ``ConnectionDrainingError`` when the connection is closed or drained. It continues after
-    a reconnect, without the batches that were announced in between.
+    a reconnect, without the batches that were announced in between. Without the permission to subscribe to the advisories,
+    entering the context raises `RequestTimeoutError` with the name of the subject, and so does the iteration if the
+    permission is withdrawn later.
     """
 
     _inbox: InboxSubscription | None = None
@@ -451,6 +453,7 @@ class AbandonedBatches:
         # All domains publish to the same subject; the advisory names its domain.
         self._domain = self._js.domain
         self._pending: deque[AbandonedBatch] = deque()
+        self._failure: nats.errors.Error | None = None  # why no advisory comes any more
         self._changed = asyncio.Event()  # set while a batch is pending, and after the end
 
     async def __aenter__(self) -> Self:
@@ -459,10 +462,13 @@ class AbandonedBatches:
         connection, timeout, clock = self._js.connection, self._js.timeout, asyncio.get_running_loop().time
         connection.check_usable()
         began = clock()
-        handler = InboxHandler(weakly(self._receive), disconnected=lambda: None)
+        handler = InboxHandler(weakly(self._receive), weakly(self._disconnected), refused=weakly(self._fail))
+        self._failure = None
         self._inbox = await connection.inbox(handler, subject=self._subject, timeout=timeout)
         try:
             await connection.ping(began + timeout - clock())
+            if self._failure is not None:
+                raise self._failure
         except BaseException:
             await self.aclose()
             raise
@@ -500,6 +506,14 @@ class AbandonedBatches:
             self._changed.set()
             log_state(_log, f"watch {self._subject}", "batch abandoned", abandoned.reason, batch=abandoned.batch_id)
 
+    def _disconnected(self) -> None:
+        if (end := self._js.connection.end) is not None:
+            self._fail(end)
+
+    def _fail(self, error: nats.errors.Error) -> None:
+        self._failure = error
+        self._changed.set()
+
     def __del__(self) -> None:
         if self._inbox is not None:
             self._inbox.owner_dropped(f"watch_abandoned {self._subject}")
@@ -511,8 +525,10 @@ class AbandonedBatches:
         while self._inbox is not None:
             if self._pending:
                 return self._pending.popleft()
+            if self._failure is not None:
+                raise self._failure
             self._changed.clear()
-            await self._js.connection.bounded(self._changed.wait(), math.inf, "an advisory")
+            await self._changed.wait()
         raise StopAsyncIteration
 
 
@@ -532,6 +548,6 @@ def watch_abandoned(js: JetStreamContext, stream: str) -> AbandonedBatches:
     Raises:
         BadSubjectError: The name is not a valid stream name.
 
-    Requires: nats-server 2.12, and permission to subscribe to the advisories.
+    Requires: nats-server 2.12, and the permission to subscribe to ``$JS.EVENT.ADVISORY.STREAM.BATCH_ABANDONED.<stream>``.
     """
     return AbandonedBatches(js, stream)

@@ -1,4 +1,4 @@
-"""Access to a user's connection: inbox subscriptions, writing, bounded waits, and the connection's state.
+"""Access to a user's connection: inbox subscriptions, requests, writing, bounded waits, and the connection's state.
 
 `FallbackConnection` uses only nats-py's public interface; `connection.Connection` uses its internals and is faster.
 """
@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import re
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, TypeVar
@@ -31,24 +32,22 @@ from jetstream_ext.types import own_headers
 
 _log: Final = get_logger("client")
 
+_DEFAULT_MAX_PAYLOAD: Final = 1 << 20  # of servers
 # Seconds between two looks at the connection, during a wait and while inboxes are open: nats-py has no event for one that
 # is closed while it reconnects or while its server reads nothing.
-_DEFAULT_MAX_PAYLOAD: Final = 1 << 20  # of servers
 _WAIT_POLL: Final = 0.05
 _INBOX_POLL: Final = 0.2
 _CANCEL_AGAIN: Final = 0.5
 _CANCELLATIONS: Final = 10
-# What nats-py appends to an inbox for the reply to a request: a dot, an id of 22 characters and 4 more.
-_REQUEST_TOKEN: Final = 27
 
 _FLUSH_TIMEOUT: Final = 1_000_000
 
 # Bytes that may wait for nats-py, which has the same limit for its own buffer by default.
 _MAX_QUEUED: Final = 2 << 20
 
-# How nats-py reports that the server refused a message; nats-py has put the text into lower case.
-REFUSAL: Final = re.compile(r'permissions violation for publish to "(.*)"', re.IGNORECASE)
-REFUSED_SUBSCRIPTION: Final = re.compile(r'permissions violation for subscription to "(.*)"', re.IGNORECASE)
+# How nats-py reports what the server refused; nats-py has put the text into lower case.
+_REFUSAL: Final = re.compile(r'permissions violation for (publish|subscription) to "(.*)"', re.IGNORECASE)
+_REFUSED_KEPT: Final = 1024
 
 ROOM: Final = "room in the write buffer of the connection"
 
@@ -60,7 +59,7 @@ class Over(Exception):  # noqa: N818 - no error
 
 
 class NotPermittedError(RequestTimeoutError):
-    """A request has no answer, and the server said why: the client may not publish to `subject`; `text` overrides the text."""
+    """There is no answer, and the server said why: the client may not publish to `subject`; `text` overrides the text."""
 
     def __init__(self, subject: str = "", text: str = "") -> None:
         super().__init__(text or f"the server refused the request: no permission to publish to {subject}")
@@ -95,38 +94,33 @@ class InboxHandler:
         disconnected: The connection is lost, and with it perhaps sent messages and their answers. Called again if it is
             then closed.
         reconnected: nats-py is connected again; it has restored the subscription and written its buffer.
+        refused: The server has refused the subscription, or has ended it after a change of the user's permissions, so no
+            message will be delivered. A wait for messages that are no replies needs it.
     """
 
     frames: Callable[[list[Frame]], None]
     disconnected: Callable[[], None]
     reconnected: Callable[[], None] | None = None
-
-
-@dataclass(eq=False, slots=True)
-class _Asked:
-    """A request whose refusal can be noticed, unless one to another subject was under way that may be mapped alike."""
-
-    subject: str
-    mapped: str
-    alone: bool = True
+    refused: Callable[[NotPermittedError], None] | None = None
 
 
 class InboxSubscription:
-    """A subscription that delivers to an `InboxHandler` until `close`."""
+    """A subscription that delivers to an `InboxHandler` until `close`, after which `handler` is None."""
 
-    def __init__(self, connection: BaseConnection, subject: str) -> None:
+    def __init__(self, connection: BaseConnection, subject: str, handler: InboxHandler) -> None:
         self.subject = subject
+        self.handler: InboxHandler | None = handler
         self.subscription: Subscription | None = None
-        self.closed: bool = False
+        self.sid = 0
         self._connection = connection
         self._loop = asyncio.get_running_loop()
 
     def close(self) -> None:
         """Unsubscribe. Never suspends; safe to call twice and on a closed connection."""
-        self.closed = True
+        self.handler = None
         subscription, self.subscription = self.subscription, None
         if subscription is not None:
-            self._connection.drop(subscription)
+            self._connection.drop(self, subscription)
 
     def owner_dropped(self, what: str, then: Iterable[Callable[[], object]] = ()) -> None:
         """Close, from the owner's ``__del__`` and so perhaps from another thread, if `what` was left open; warn if so."""
@@ -160,15 +154,6 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def notify(handlers: Iterable[InboxHandler | None], *, connected: bool) -> None:
-    """Tell every handler that the connection is lost or back; the callbacks may add and remove handlers."""
-    log_state(_log, "connection", "reconnected" if connected else "disconnected")
-    for handler in list(handlers):
-        callback = None if handler is None else handler.reconnected if connected else handler.disconnected
-        if callback is not None:
-            call_handler(callback)
-
-
 def call_handler(handler: Callable[..., None], *arguments: object) -> None:
     """Call a handler and report its exception to the loop: raised, it would end nats-py's read loop silently."""
     try:
@@ -179,40 +164,54 @@ def call_handler(handler: Callable[..., None], *arguments: object) -> None:
         )
 
 
+class Refusals:
+    """What the server of a connection has refused since it was connected, by subjects in lower case."""
+
+    def __init__(self) -> None:
+        self.asking: dict[asyncio.Future[Any], tuple[tuple[str, ...], NotPermittedError]] = {}
+        """The answers that are awaited, which end with an error if a message to one of the subjects is refused."""
+        self.silent: str = ""
+        """The subjects to which the user may not subscribe although answers come there, if that is so."""
+        self._messages: dict[str, int] = {}  # when a message was refused, oldest first
+        self._number = itertools.count()
+
+    def forget(self) -> None:
+        """Forget everything: the next connection may have other permissions, and what the server refuses again is noted."""
+        self._messages.clear()
+        self.silent = ""
+
+    def message(self, subject: str) -> None:
+        """Note a message that was refused."""
+        self._messages.pop(subject, None)
+        self._messages[subject] = next(self._number)
+        if len(self._messages) > _REFUSED_KEPT:
+            del self._messages[next(iter(self._messages))]
+        for answer, (subjects, error) in self.asking.items():
+            if subject in subjects:
+                complete(answer, error)
+
+    def newest(self, subjects: Iterable[str]) -> int:
+        """Return a number that grows with every refused message to one of `subjects`; -1 if none was refused."""
+        return max((self._messages.get(subject.lower(), -1) for subject in subjects), default=-1)
+
+
+def complete(future: asyncio.Future[Any], result: object) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
 class BaseConnection(ABC):
     """Access to the connection `nc`; `server_info` returns the ``INFO`` of the connected server."""
 
     def __init__(self, nc: Client, server_info: Callable[[], Mapping[str, Any]]) -> None:
         self.nc = nc
         self._server_info = server_info
-        self._handlers: dict[Any, InboxHandler | None] = {}
-        self._asked: set[_Asked] = set()
-        self._inboxes = 0  # the open ones
+        self._inboxes: dict[InboxSubscription, None] = {}  # the open ones
         self._poll: asyncio.TimerHandle | None = None
+        self._lost = False
+        self._refusals = Refusals()
 
-    def _inbox_opened(self) -> None:
-        self._inboxes += 1
-        if self._poll is None:
-            self._poll = asyncio.get_running_loop().call_later(_INBOX_POLL, self._check_inboxes)
-
-    def _inbox_dropped(self) -> None:
-        self._inboxes -= 1
-        if not self._inboxes and self._poll is not None:
-            self._poll.cancel()
-            self._poll = None
-
-    def _check_inboxes(self) -> None:
-        self._poll = None
-        if self.end is not None:
-            notify(self._handlers.values(), connected=False)
-            return
-        self._check_state()
-        if self._inboxes:
-            self._poll = asyncio.get_running_loop().call_later(_INBOX_POLL, self._check_inboxes)
-
-    @abstractmethod
-    def _check_state(self) -> None:
-        """Tell the handlers that the connection is lost or back, if nothing else does."""
+    # -- inboxes and what their handlers are told ---------------------------------------------------------------------
 
     @abstractmethod
     async def inbox(
@@ -223,9 +222,153 @@ class BaseConnection(ABC):
         Cancellation: Nothing is subscribed.
         """
 
-    @abstractmethod
-    def drop(self, subscription: Subscription) -> None:
+    def _opened(self, inbox: InboxSubscription, subscription: Subscription) -> None:
+        inbox.subscription = subscription
+        self._inboxes[inbox] = None
+        if self._poll is None:
+            self._poll = asyncio.get_running_loop().call_later(_INBOX_POLL, self._check_inboxes)
+
+    def drop(self, inbox: InboxSubscription, subscription: Subscription) -> None:
         """Unsubscribe without suspending, so that no cancellation can interrupt it."""
+        self._inboxes.pop(inbox, None)
+        if not self._inboxes and self._poll is not None:
+            self._poll.cancel()
+            self._poll = None
+        self._unsubscribe(inbox, subscription)
+
+    @abstractmethod
+    def _unsubscribe(self, inbox: InboxSubscription, subscription: Subscription) -> None: ...
+
+    def _check_inboxes(self) -> None:
+        self._poll = None
+        if self.end is not None:
+            self._tell(connected=False)
+            return
+        self._look()
+        if self._inboxes:
+            self._poll = asyncio.get_running_loop().call_later(_INBOX_POLL, self._check_inboxes)
+
+    def _look(self) -> None:  # noqa: B027 - nothing to do for a connection that hears of it
+        """Take note of a connection that is lost or back, and of what the server has refused."""
+
+    def _tell(self, *, connected: bool) -> None:
+        """Tell every handler that the connection is lost or back; the callbacks may open and close inboxes."""
+        self._lost = not connected
+        if not connected:
+            self._refusals.forget()
+        log_state(_log, "connection", "reconnected" if connected else "disconnected")
+        for handler in [inbox.handler for inbox in self._inboxes]:
+            callback = None if handler is None else handler.reconnected if connected else handler.disconnected
+            if callback is not None:
+                call_handler(callback)
+
+    def _note_refusal(self, text: str) -> None:
+        """Tell who waits if `text`, an error that nats-py reports, says that the server has refused something."""
+        if (found := _REFUSAL.search(text)) is None:
+            return
+        subject = found[2].lower()
+        if found[1].lower() == "publish":
+            self._refusals.message(subject)
+            return
+        answers = self.nc.new_inbox().rpartition(".")[0]
+        if subject.startswith(f"{answers.lower()}."):
+            self._refusals.silent = f"{answers}.>"
+        for inbox in list(self._inboxes):
+            handler, name = inbox.handler, inbox.subject
+            if subject == name.lower() and handler is not None and handler.refused is not None:
+                text = f"the server refused the subscription: no permission to subscribe to {name}"
+                call_handler(handler.refused, NotPermittedError(name, text))
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    async def request(
+        self,
+        subject: str,
+        payload: bytes,
+        timeout: float,
+        *,
+        header: bytes = b"",
+        mapped: str = "",
+        again: float = math.inf,
+        what: str = "",
+        refused: str = "",
+    ) -> Frame:
+        """Send a request and return the first reply, within `timeout` seconds.
+
+        While nats-py reconnects, it is sent once the connection is back.
+
+        Args:
+            subject: Where to send it.
+            payload: What to send.
+            timeout: Seconds to wait for the connection and the reply together.
+            header: The encoded header block.
+            mapped: The name to which the server may map the subject: a refusal has that name.
+            again: Seconds after which it is sent again while there is no reply, also after a reconnect; for requests that
+                change nothing.
+            what: The awaited thing, for the error about a reply that does not come.
+            refused: The text of the error if the client may not publish to the subject.
+
+        Raises:
+            NotPermittedError: The server has refused the request: it was not carried out.
+            NoRespondersError: nats-py's: nobody is subscribed to the subject.
+            RequestTimeoutError: There was no reply in time; with `again`, also if the connection was lost meanwhile.
+            ConnectionReconnectingError: nats-py's: the connection was lost after the request was sent.
+            ConnectionClosedError, ConnectionDrainingError: nats-py's: no reply can come any more.
+            BadSubjectError, MaxPayloadError: The subject is too long, or the message is too large; nothing was sent.
+
+        Cancellation: Nothing is left behind; a request that was sent may be carried out.
+        """
+        frames.check_line(subject, self.inbox_size)
+        frames.check_size(len(header) + len(payload), self.max_payload, subject)
+        loop = asyncio.get_running_loop()
+        deadline, answer = loop.time() + timeout, loop.create_future()
+
+        def lost() -> None:
+            error = self.end or nats.errors.ConnectionReconnectingError()
+            complete(answer, error if self.end or again == math.inf else None)
+
+        inbox = await self.inbox(InboxHandler(lambda got: complete(answer, got[0]), lost), timeout=timeout)
+        command = frames.pub(subject.encode(), inbox.subject.encode(), header, payload)
+        try:
+            while True:
+                if not self.usable:
+                    await self.wait_usable(deadline - loop.time())
+                self.write_nowait(command, 1, len(payload))
+                until = min(deadline, loop.time() + again)
+                reply: Frame | None = await self.reply(
+                    answer, until, [subject, mapped], NotPermittedError(subject, refused)
+                )
+                if reply is not None:
+                    break
+                if loop.time() >= deadline:
+                    what = what or f"the answer on {subject}"
+                    raise RequestTimeoutError(f"timed out after {timeout:.4g} s while waiting for {what}")
+                answer = loop.create_future()
+        finally:
+            inbox.close()
+        if reply[1].startswith(b"NATS/1.0 503") and len(reply[1]) == reply[2]:
+            raise nats.errors.NoRespondersError
+        return reply
+
+    async def reply(
+        self, answer: asyncio.Future[_T | None], until: float, subjects: Iterable[str], refused: NotPermittedError
+    ) -> _T | None:
+        """Return what a handler puts into `answer`, or None at the time `until`; raise it if it is an error.
+
+        Raises `refused` as soon as the server refuses a message to one of `subjects`.
+        """
+        timer = asyncio.get_running_loop().call_at(until, complete, answer, None)
+        self._refusals.asking[answer] = tuple(map(str.lower, subjects)), refused
+        try:
+            result = await answer
+        finally:
+            timer.cancel()
+            del self._refusals.asking[answer]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    # -- writing ------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
@@ -288,13 +431,15 @@ class BaseConnection(ABC):
     async def _flushed(self) -> None:
         """Wait until nats-py has written what is in its buffer."""
 
+    # -- bounded waits ------------------------------------------------------------------------------------------------
+
     async def bounded(
         self, operation: Awaitable[_T], timeout: float, what: str, *, over: Callable[[], bool] = never
     ) -> _T:
         """Await an operation of nats-py until `timeout` seconds have passed or no answer can come any more.
 
-        nats-py's own waits (subscribe, flush, request) have no bound, and some swallow a cancellation. The operation
-        therefore runs in its own task, which is cancelled if this call ends first. `what` names the awaited thing in the
+        nats-py's own waits (subscribe, flush) have no bound, and some swallow a cancellation. The operation therefore runs
+        in its own task, which is cancelled if this call ends first. `what` names the awaited thing in the
         RequestTimeoutError, also if nats-py's own timeout passes first. An error of the socket, or a full buffer while
         nats-py reconnects, is a ConnectionReconnectingError. On malformed words of a server, nats-py raises whatever its
         code meets, from KeyError to RecursionError; that is a ResponseError.
@@ -331,79 +476,6 @@ class BaseConnection(ABC):
         finally:
             cancel_soon(task)
 
-    async def request(self, subject: str, payload: bytes, timeout: float, *, mapped: str = "") -> Msg:
-        """Send a request and return the answer, or raise RequestTimeoutError after `timeout` seconds.
-
-        Raises BadSubjectError if the subject is too long. If the name is given to which the server may map the subject,
-        raises NotPermittedError as soon as it refuses the request under one of the two.
-        """
-        self.check_request(subject)
-        request, what = self.nc.request(subject, payload, timeout=timeout), f"the answer on {subject}"
-        return await self.answered(request, timeout, what, subject, mapped, NotPermittedError(subject))
-
-    async def answered(
-        self, asking: Awaitable[_T], timeout: float, what: str, subject: str, mapped: str, refused: NotPermittedError
-    ) -> _T:
-        """Await the answer to a message to `subject`, as `bounded`, or raise `refused` as soon as the server refuses it.
-
-        That is noticed if the name is given to which the server may map the subject, perhaps the same.
-        """
-        is_refused = self.refusals({subject, mapped} if mapped else set())
-        asked = _Asked(subject, mapped.lower())
-        for other in self._asked:
-            if other.mapped == asked.mapped and other.subject != subject:
-                other.alone = asked.alone = False
-        self._asked.add(asked)
-        try:
-            return await self.bounded(asking, timeout, what, over=lambda: asked.alone and is_refused())
-        except Over:
-            raise refused from None
-        finally:
-            self._asked.remove(asked)
-
-    def refusals(self, subjects: Iterable[str]) -> Callable[[], bool]:
-        """Return a function that returns whether the server has refused a message to one of `subjects` since this call."""
-        names = {subject.lower() for subject in subjects}
-        before = self._newest_refusal(names)
-
-        def refused() -> bool:
-            newest = self._newest_refusal(names)
-            return newest is not None and newest != before
-
-        return refused
-
-    def _newest_refusal(self, subjects: Collection[str]) -> object:
-        """Return what stands for the newest refused message to one of `subjects`, given in lower case; None if unknown."""
-        error = self.nc.last_error
-        return error if (found := REFUSAL.search(str(error))) and found[1].lower() in subjects else None
-
-    def is_refused(self, inbox: InboxSubscription) -> bool:
-        """Return whether the server has refused a subscription, as far as is known: it does not answer otherwise."""
-        return inbox.subject.lower() in self._refused_subscriptions()
-
-    def _refused_subscriptions(self) -> Collection[str]:
-        """Return the subjects in lower case of the subscriptions that the server has refused, as far as they are known."""
-        found = REFUSED_SUBSCRIPTION.search(str(self.nc.last_error))
-        return () if found is None else (found[1].lower(),)
-
-    def why_silent(self, subjects: Iterable[str]) -> str:
-        """Return the permission whose lack may be why a message to one of `subjects` has no answer, for an error; or ""."""
-        for subject in subjects:
-            if self._newest_refusal({subject.lower()}) is not None:
-                return f"; {refused_message(subject)}"
-        prefix = self.nc.new_inbox().rpartition(".")[0]
-        if any(each.startswith(f"{prefix.lower()}.") for each in self._refused_subscriptions()):
-            return f"; the server has refused a subscription: the user had no permission to subscribe to {prefix}.>, where answers come"
-        return ""
-
-    def explained(self, late: RequestTimeoutError, subjects: Iterable[str]) -> RequestTimeoutError:
-        """Return the error about an answer that did not come to one of `subjects`, with what `why_silent` says."""
-        if not (why := "" if isinstance(late, NotPermittedError) else self.why_silent(subjects)):
-            return late
-        explained = RequestTimeoutError(f"{late}{why}")
-        explained.__cause__ = late.__cause__
-        return explained
-
     async def ping(self, timeout: float) -> None:
         """Wait until the server has read everything that was written, or raise RequestTimeoutError."""
 
@@ -413,6 +485,7 @@ class BaseConnection(ABC):
             await self._pong()
 
         await self.bounded(pongs(), timeout, "the server's PONG")
+        self._look()
 
     @abstractmethod
     async def _pong(self) -> None:
@@ -430,6 +503,40 @@ class BaseConnection(ABC):
                 raise RequestTimeoutError(f"the connection was lost and did not come back within {timeout:.4g} s")
             await asyncio.sleep(min(0.02, remaining))
 
+    # -- what the server has refused ----------------------------------------------------------------------------------
+
+    def refusals(self, subjects: Iterable[str]) -> Callable[[], bool]:
+        """Return a function that returns whether the server has refused a message to one of `subjects` since this call."""
+        names = list(subjects)
+        self._look()
+        before = self._refusals.newest(names)
+
+        def refused() -> bool:
+            self._look()
+            return self._refusals.newest(names) > before
+
+        return refused
+
+    def why_silent(self, subjects: Iterable[str]) -> str:
+        """Return the permission whose lack may be why a message to one of `subjects` has no answer, for an error; or ""."""
+        self._look()
+        for subject in subjects:
+            if self._refusals.newest([subject]) >= 0:
+                return f"; {refused_message(subject)}"
+        if answers := self._refusals.silent:
+            return f"; the server has refused a subscription: the user had no permission to subscribe to {answers}, where answers come"
+        return ""
+
+    def explained(self, late: RequestTimeoutError, subjects: Iterable[str]) -> RequestTimeoutError:
+        """Return the error about an answer that did not come to one of `subjects`, with what `why_silent` says."""
+        if not (why := "" if isinstance(late, NotPermittedError) else self.why_silent(subjects)):
+            return late
+        explained = RequestTimeoutError(f"{late}{why}")
+        explained.__cause__ = late.__cause__
+        return explained
+
+    # -- the connection's state ---------------------------------------------------------------------------------------
+
     @property
     def usable(self) -> bool:
         """Whether bytes written now can reach the server, and their answers this client."""
@@ -442,6 +549,20 @@ class BaseConnection(ABC):
             return nats.errors.ConnectionClosedError()
         # nats-py's drain() ends the subscriptions first; what they had received is delivered until then.
         return nats.errors.ConnectionDrainingError() if self.nc.is_draining_pubs else None
+
+    def check_usable(self) -> None:
+        """Raise nats-py's own error unless bytes written now can reach the server."""
+        if self.usable:
+            return
+        self.check_open()
+        raise nats.errors.ConnectionReconnectingError
+
+    def check_open(self) -> None:
+        """Raise nats-py's own error if the connection is closed or draining."""
+        if self.nc.is_closed:
+            raise nats.errors.ConnectionClosedError
+        if self.nc.is_draining:
+            raise nats.errors.ConnectionDrainingError
 
     @property
     def session(self) -> int:
@@ -458,10 +579,6 @@ class BaseConnection(ABC):
     def inbox_size(self) -> int:
         """How many bytes the subject of an inbox has."""
         return len(self.nc.new_inbox().encode())
-
-    def check_request(self, subject: str) -> None:
-        """Raise BadSubjectError if nats-py cannot send a request to `subject` because it is too long."""
-        frames.check_line(subject, self.inbox_size + _REQUEST_TOKEN)
 
     @property
     def server_version(self) -> str:
@@ -495,22 +612,12 @@ class BaseConnection(ABC):
         value = self._server_info().get(name)
         return value if isinstance(value, str) else ""
 
-    def check_usable(self) -> None:
-        """Raise nats-py's own error unless bytes written now can reach the server."""
-        if self.usable:
-            return
-        if self.nc.is_closed:
-            raise nats.errors.ConnectionClosedError
-        if self.nc.is_draining:
-            raise nats.errors.ConnectionDrainingError
-        raise nats.errors.ConnectionReconnectingError
-
 
 class FallbackConnection(BaseConnection):
     """The slower connection, for nats-py with other internals.
 
     Writing and `drop` go on in background tasks. A task ends when nats-py's buffer has taken its bytes, or when the
-    connection is closed.
+    connection is closed. nats-py keeps only the newest error, so of several refusals at once only the last is noticed.
     """
 
     def __init__(self, nc: Client, server_info: Callable[[], Mapping[str, Any]]) -> None:
@@ -519,53 +626,54 @@ class FallbackConnection(BaseConnection):
         self._writing = asyncio.Lock()
         self._queued = 0  # bytes that nats-py has not taken yet
         self._session = 0
-        self._lost = False
+        self._newest_error: object = nc.last_error
 
     async def inbox(
         self, handler: InboxHandler, *, subject: str = "", tail: str = "", timeout: float
     ) -> InboxSubscription:
-        inbox = InboxSubscription(self, subject or self.nc.new_inbox())
+        inbox = InboxSubscription(self, subject or self.nc.new_inbox(), handler)
 
         async def deliver(msg: Msg) -> None:
-            if not inbox.closed:  # nats-py delivers what it has received until the subscription ends in the background
+            if inbox.handler is not None:  # nats-py delivers what it has received until the subscription has ended
                 block = h.rebuild(msg.headers)
-                call_handler(handler.frames, [(msg.subject.encode(), block + msg.data, len(block))])
+                call_handler(inbox.handler.frames, [(msg.subject.encode(), block + msg.data, len(block))])
 
         subscribing = self._track(asyncio.ensure_future(self.nc.subscribe(inbox.subject + tail, cb=deliver)))
         try:
             subscription = await self.bounded(asyncio.shield(subscribing), timeout, "the subscription to an inbox")
         except BaseException:
-            inbox.close()
+            inbox.handler = None
             subscribing.add_done_callback(self._drop_late_subscription)
             subscribing.cancel()  # nats-py's flush takes that for success
             raise
-        self._check_state()  # an earlier loss does not concern the new handler
-        self._handlers[subscription] = handler
-        self._inbox_opened()
-        inbox.subscription = subscription
+        self._look()  # an earlier loss does not concern the new handler
+        self._opened(inbox, subscription)
         return inbox
 
     @property
     def usable(self) -> bool:
-        self._check_state()  # before a caller decides what to send: the next look of `_check_inboxes` may be later
+        self._look()  # before a caller decides what to send: the next look of `_check_inboxes` may be later
         return super().usable
 
     def _drop_late_subscription(self, subscribing: asyncio.Task[Subscription]) -> None:
         if not subscribing.cancelled() and subscribing.exception() is None:
-            self.drop(subscribing.result())
+            self._end(subscribing.result())
 
-    def _check_state(self) -> None:
+    def _look(self) -> None:
         session, connected = self.nc.stats["reconnects"], self.nc.is_connected
         if (session != self._session or not connected) and not self._lost:
-            self._lost = True
-            notify(self._handlers.values(), connected=False)
+            self._tell(connected=False)
         if connected and self._lost:
-            self._lost, self._session = False, session
-            notify(self._handlers.values(), connected=True)
+            self._session = session
+            self._tell(connected=True)
+        if (error := self.nc.last_error) is not self._newest_error:
+            self._newest_error = error
+            self._note_refusal(str(error))
 
-    def drop(self, subscription: Subscription) -> None:
-        if self._handlers.pop(subscription, None) is not None:
-            self._inbox_dropped()
+    def _unsubscribe(self, inbox: InboxSubscription, subscription: Subscription) -> None:
+        self._end(subscription)
+
+    def _end(self, subscription: Subscription) -> None:
         # The command is in nats-py's buffer at once.
         self._spawn(self.bounded(_unsubscribe(subscription), _WAIT_POLL, "the end of a subscription"))
 

@@ -117,7 +117,8 @@ async def send_fence(
     refuses the messages.
     """
     replies: dict[bytes, tuple[bytes, bytes]] = {}
-    complete: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+    complete: asyncio.Future[Any] = loop.create_future()
     numbers = [b"%d" % number for number in range(len(messages))]
 
     def receive(received: list[Frame]) -> None:
@@ -129,7 +130,7 @@ async def send_fence(
 
     def disconnected() -> None:
         if not complete.done():
-            complete.set_result(False)
+            complete.set_result(connection.end or nats.errors.ConnectionReconnectingError())
 
     connection, to = context.connection, subject.encode()
     connection.check_usable()
@@ -142,9 +143,9 @@ async def send_fence(
         )
         session = connection.session
         await connection.write(data, len(messages), 0, timeout=timeout)
-        what, refused = f"the answers on {subject}", NotPermittedError(subject, refused_message(subject))
-        if not await connection.answered(complete, timeout, what, subject, subject, refused):
-            raise nats.errors.ConnectionReconnectingError
+        until, refused = loop.time() + timeout, NotPermittedError(subject, refused_message(subject))
+        if await connection.reply(complete, until, [subject], refused) is None:
+            raise RequestTimeoutError(f"timed out after {timeout:.4g} s while waiting for the answers on {subject}")
     finally:
         inbox.close()
     return session, [replies[number] for number in numbers]
