@@ -46,7 +46,9 @@ _FLUSH_TIMEOUT: Final = 1_000_000
 _MAX_QUEUED: Final = 2 << 20
 
 # How nats-py reports what the server refused; nats-py has put the text into lower case.
-_REFUSAL: Final = re.compile(r'permissions violation for (publish|subscription) to "(.*)"', re.IGNORECASE)
+_REFUSAL: Final = re.compile(
+    r"""violation for (publish|subscription) to "(.*?)"(?: using queue ".*"| \(sid "\d+"\))?'?$""", re.IGNORECASE
+)
 _REFUSED_KEPT: Final = 1024
 
 ROOM: Final = "room in the write buffer of the connection"

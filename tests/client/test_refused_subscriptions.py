@@ -14,6 +14,7 @@ from nats.aio.client import Client
 from test_fallback import with_unknown_internals
 
 import jetstream_ext as jsx
+from jetstream_ext import kv as kvx
 from jetstream_ext.testing import NatsServer
 
 ADVISORIES = "$JS.EVENT.ADVISORY.STREAM.BATCH_ABANDONED"
@@ -87,6 +88,8 @@ def _escaped(stream: str) -> str:
 @each("fallback", KINDS)
 @each("how", ["reload", "restart"])
 async def test_a_watch_whose_permission_is_revoked_ends(guarded: Guarded, how: str, fallback: bool) -> None:
+    guarded.deny("nothing")
+    await guarded.reload()
     async with guarded.client(fallback=fallback) as nc, jsx.watch_abandoned(nc.jetstream(), "S") as watch:
         waiting = [asyncio.ensure_future(anext(watch)) for _ in range(2)]
         await asyncio.sleep(0)
@@ -100,6 +103,24 @@ async def test_a_watch_whose_permission_is_revoked_ends(guarded: Guarded, how: s
                 await each_
         with pytest.raises(nats.errors.Error, match="no permission"):
             await anext(watch)
+
+
+async def test_a_table_whose_permission_is_revoked_polls(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jetstream_ext.kv.live.LONGEST_PAUSE", 3600.0)
+    async with (
+        guarded.client(fallback=False) as nc,
+        await nats.connect(guarded.server.url, user="admin", password="p", connect_timeout=10) as admin,
+    ):
+        kv = await kvx.enable(await admin.jetstream(timeout=30).create_key_value(bucket="B"))
+        async with kvx.Table(await nc.jetstream(timeout=30).key_value("B")) as table:
+            revision = await kv.put("a", b"1")
+            await table.wait_for(revision, timeout=30)
+            guarded.deny("$KV.B.>")
+            await guarded.reload()
+            for value in (b"2", b"3"):
+                await kv.put("a", value)
+                while table["a"].value != value:
+                    await asyncio.sleep(0.01)
 
 
 async def test_a_refused_watch_leaves_nothing_behind(guarded: Guarded, leak_check: Any) -> None:
