@@ -105,8 +105,7 @@ async def test_a_watch_whose_permission_is_revoked_ends(guarded: Guarded, how: s
             await anext(watch)
 
 
-async def test_a_table_whose_permission_is_revoked_polls(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jetstream_ext.kv.live.LONGEST_PAUSE", 3600.0)
+async def test_a_table_whose_permission_is_revoked_polls(guarded: Guarded) -> None:
     async with (
         guarded.client(fallback=False) as nc,
         await nats.connect(guarded.server.url, user="admin", password="p", connect_timeout=10) as admin,
