@@ -439,9 +439,8 @@ class AbandonedBatches:
 
     Use it as an async context manager and iterate over it inside. The iteration ends with nats-py's
     ``ConnectionClosedError`` or ``ConnectionDrainingError`` when the connection is closed or drained. It continues after
-    a reconnect, without the batches that were announced in between. Without the permission to subscribe to the advisories,
-    entering the context raises `RequestTimeoutError` with the name of the subject, and so does the iteration if the
-    permission is withdrawn later.
+    a reconnect, without the batches that were announced in between. It ends with `RequestTimeoutError`, which names the
+    subject, without the permission to subscribe to the advisories, also if that is withdrawn later.
     """
 
     _inbox: InboxSubscription | None = None
@@ -459,19 +458,11 @@ class AbandonedBatches:
     async def __aenter__(self) -> Self:
         if self._inbox is not None:
             raise RuntimeError(f"the watch on {self._subject} is already open; call watch_abandoned() for another one")
-        connection, timeout, clock = self._js.connection, self._js.timeout, asyncio.get_running_loop().time
+        connection = self._js.connection
         connection.check_usable()
-        began = clock()
-        handler = InboxHandler(weakly(self._receive), weakly(self._disconnected), refused=weakly(self._fail))
         self._failure = None
-        self._inbox = await connection.inbox(handler, subject=self._subject, timeout=timeout)
-        try:
-            await connection.ping(began + timeout - clock())
-            if self._failure is not None:
-                raise self._failure
-        except BaseException:
-            await self.aclose()
-            raise
+        handler = InboxHandler(weakly(self._receive), weakly(self._disconnected), refused=weakly(self._fail))
+        self._inbox = await connection.inbox(handler, subject=self._subject, timeout=self._js.timeout)
         log_state(_log, f"watch {self._subject}", "opened")
         return self
 

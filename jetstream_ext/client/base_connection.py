@@ -40,8 +40,6 @@ _INBOX_POLL: Final = 0.2
 _CANCEL_AGAIN: Final = 0.5
 _CANCELLATIONS: Final = 10
 
-_FLUSH_TIMEOUT: Final = 1_000_000
-
 # Bytes that may wait for nats-py, which has the same limit for its own buffer by default.
 _MAX_QUEUED: Final = 2 << 20
 
@@ -61,10 +59,10 @@ class Over(Exception):  # noqa: N818 - no error
 
 
 class NotPermittedError(RequestTimeoutError):
-    """There is no answer, and the server said why: the client may not publish to `subject`; `text` overrides the text."""
+    """There is no answer, and the server said why: the user may not publish to `subject`; `text` overrides the text."""
 
     def __init__(self, subject: str = "", text: str = "") -> None:
-        super().__init__(text or f"the server refused the request: no permission to publish to {subject}")
+        super().__init__(text or refused_message(subject))
 
 
 class OtherDomainError(ResponseError):
@@ -170,8 +168,8 @@ class Refusals:
     """What the server of a connection has refused since it was connected, by subjects in lower case."""
 
     def __init__(self) -> None:
-        self.asking: dict[asyncio.Future[Any], tuple[tuple[str, ...], NotPermittedError]] = {}
-        """The answers that are awaited, which end with an error if a message to one of the subjects is refused."""
+        self.asking: dict[asyncio.Future[Any], tuple[str, str]] = {}
+        """The answers that are awaited, and the two names of the subject that a message went to."""
         self.silent: str = ""
         """The subjects to which the user may not subscribe although answers come there, if that is so."""
         self._messages: dict[str, int] = {}  # when a message was refused, oldest first
@@ -188,9 +186,9 @@ class Refusals:
         self._messages[subject] = next(self._number)
         if len(self._messages) > _REFUSED_KEPT:
             del self._messages[next(iter(self._messages))]
-        for answer, (subjects, error) in self.asking.items():
-            if subject in subjects:
-                complete(answer, error)
+        for answer, names in self.asking.items():
+            if subject in map(str.lower, names):
+                complete(answer, NotPermittedError(names[0]))
 
     def newest(self, subjects: Iterable[str]) -> int:
         """Return a number that grows with every refused message to one of `subjects`; -1 if none was refused."""
@@ -292,8 +290,6 @@ class BaseConnection(ABC):
         header: bytes = b"",
         mapped: str = "",
         again: float = math.inf,
-        what: str = "",
-        refused: str = "",
     ) -> Frame:
         """Send a request and return the first reply, within `timeout` seconds.
 
@@ -307,8 +303,6 @@ class BaseConnection(ABC):
             mapped: The name to which the server may map the subject: a refusal has that name.
             again: Seconds after which it is sent again while there is no reply, also after a reconnect; for requests that
                 change nothing.
-            what: The awaited thing, for the error about a reply that does not come.
-            refused: The text of the error if the client may not publish to the subject.
 
         Raises:
             NotPermittedError: The server has refused the request: it was not carried out.
@@ -337,14 +331,11 @@ class BaseConnection(ABC):
                     await self.wait_usable(deadline - loop.time())
                 self.write_nowait(command, 1, len(payload))
                 until = min(deadline, loop.time() + again)
-                reply: Frame | None = await self.reply(
-                    answer, until, [subject, mapped], NotPermittedError(subject, refused)
-                )
+                reply: Frame | None = await self.reply(answer, until, subject, mapped)
                 if reply is not None:
                     break
                 if loop.time() >= deadline:
-                    what = what or f"the answer on {subject}"
-                    raise RequestTimeoutError(f"timed out after {timeout:.4g} s while waiting for {what}")
+                    raise RequestTimeoutError(f"no answer on {subject} within {timeout:.4g} s")
                 answer = loop.create_future()
         finally:
             inbox.close()
@@ -352,15 +343,13 @@ class BaseConnection(ABC):
             raise nats.errors.NoRespondersError
         return reply
 
-    async def reply(
-        self, answer: asyncio.Future[_T | None], until: float, subjects: Iterable[str], refused: NotPermittedError
-    ) -> _T | None:
+    async def reply(self, answer: asyncio.Future[_T | None], until: float, subject: str, mapped: str = "") -> _T | None:
         """Return what a handler puts into `answer`, or None at the time `until`; raise it if it is an error.
 
-        Raises `refused` as soon as the server refuses a message to one of `subjects`.
+        Raises NotPermittedError as soon as the server refuses a message to `subject`, or to `mapped`, its name there.
         """
         timer = asyncio.get_running_loop().call_at(until, complete, answer, None)
-        self._refusals.asking[answer] = tuple(map(str.lower, subjects)), refused
+        self._refusals.asking[answer] = subject, mapped
         try:
             result = await answer
         finally:
@@ -478,21 +467,6 @@ class BaseConnection(ABC):
         finally:
             cancel_soon(task)
 
-    async def ping(self, timeout: float) -> None:
-        """Wait until the server has read everything that was written, or raise RequestTimeoutError."""
-
-        async def pongs() -> None:
-            # nats-py's ping overtakes what is still in its buffer; the second one follows it.
-            await self._pong()
-            await self._pong()
-
-        await self.bounded(pongs(), timeout, "the server's PONG")
-        self._look()
-
-    @abstractmethod
-    async def _pong(self) -> None:
-        """Send a ping and wait for the answer; a cancellation must not harm nats-py."""
-
     async def wait_usable(self, timeout: float) -> None:
         """Wait until the connection is usable; raise RequestTimeoutError, or `end` if it will not be any more."""
         loop = asyncio.get_running_loop()
@@ -585,15 +559,6 @@ class BaseConnection(ABC):
     @property
     def server_version(self) -> str:
         return self._info_text("version")
-
-    @property
-    def server_name(self) -> str:
-        return self._info_text("server_name")
-
-    @property
-    def server_id(self) -> str:
-        """The id of the connected server's process: a restarted server has another one."""
-        return self._info_text("server_id")
 
     @property
     def api_level(self) -> int | None:
@@ -699,10 +664,6 @@ class FallbackConnection(BaseConnection):
         await asyncio.sleep(0)  # a write that was just queued does not hold the lock yet
         async with self._writing:
             pass
-
-    async def _pong(self) -> None:
-        # Longer than any wait, and in a task of its own: a late PONG after the end of nats-py's own wait ends its read loop.
-        await asyncio.shield(self._spawn(self.nc.flush(_FLUSH_TIMEOUT)))
 
     async def _publish(self, data: bytes) -> None:
         async with self._writing:  # keeps the order of the calls

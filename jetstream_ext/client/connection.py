@@ -39,9 +39,9 @@ from jetstream_ext.client.base_connection import (
     InboxHandler,
     InboxSubscription,
     NotConnectedError,
+    NotPermittedError,
     OtherDomainError,
     call_handler,
-    refused_message,
 )
 from jetstream_ext.errors import JetStreamExtError, RequestTimeoutError
 from jetstream_ext.protocol import feature_table, frames
@@ -171,11 +171,6 @@ class Connection(BaseConnection):
         written = asyncio.get_running_loop().create_future()
         await queue.put(written)
         await written
-
-    async def _pong(self) -> None:
-        pong = asyncio.get_running_loop().create_future()
-        await self.nc._send_ping(pong)
-        await asyncio.shield(pong)  # nats-py's read loop would end with a PONG for a cancelled future
 
     def _watch_reader(self) -> None:
         if (task := self.nc._reading_task) is not None and task is not self._watched_reader:
@@ -353,7 +348,6 @@ _CLIENT: Final[Mapping[str, Any]] = {
     "_process_err": inspect.iscoroutinefunction,
     "_ps": object,
     "_reading_task": asyncio.Task | None,
-    "_send_ping": inspect.iscoroutinefunction,
     "_server_info": dict,
     "_sid": int,
     "_status": int,
@@ -495,17 +489,17 @@ class Context:
             RequestTimeoutError, ResponseError: There was no ack, or a malformed one: the message may be stored.
         """
         connection, header = self.connection, h.encode(headers.items()) if headers else b""
-        refused = refused_message(subject)
         try:
-            _, body, size = await connection.request(
-                subject, payload, timeout, header=header, mapped=subject, what=what, refused=refused
-            )
+            _, body, size = await connection.request(subject, payload, timeout, header=header, mapped=subject)
         except nats.errors.NoRespondersError as error:
             raise NoStreamResponseError from error
         except nats.errors.ConnectionReconnectingError as error:
             raise RequestTimeoutError(f"the connection was lost while waiting for {what}") from error
-        except RequestTimeoutError as late:
-            raise connection.explained(late, [subject]) from late.__cause__
+        except NotPermittedError:
+            raise
+        except RequestTimeoutError:
+            late = RequestTimeoutError(f"timed out after {timeout:.4g} s while waiting for {what}")
+            raise connection.explained(late, [subject]) from None
         reply, target = parse_answer(subject, body[size:]), self.target()
         with parsing(f"the ack on {subject}", body):
             stream, seq = json_text(reply["stream"], "stream"), json_number(reply["seq"], "seq")

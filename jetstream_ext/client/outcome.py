@@ -11,7 +11,7 @@ import nats.js.errors
 from nats.js import JetStreamContext
 
 from jetstream_ext.client.api import get_at_leader, settled_state, stream_state
-from jetstream_ext.client.base_connection import InboxHandler, NotPermittedError, refused_message
+from jetstream_ext.client.base_connection import InboxHandler, NotPermittedError
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.retry import Retry, is_transient_read
@@ -143,8 +143,7 @@ async def send_fence(
         )
         session = connection.session
         await connection.write(data, len(messages), 0, timeout=timeout)
-        until, refused = loop.time() + timeout, NotPermittedError(subject, refused_message(subject))
-        if await connection.reply(complete, until, [subject], refused) is None:
+        if await connection.reply(complete, loop.time() + timeout, subject) is None:
             raise RequestTimeoutError(f"timed out after {timeout:.4g} s while waiting for the answers on {subject}")
     finally:
         inbox.close()

@@ -127,7 +127,8 @@ async def test_a_refused_watch_leaves_nothing_behind(guarded: Guarded, leak_chec
     await guarded.reload()
     async with guarded.client(fallback=False) as nc:
         before = set(nc._subs)
-        with pytest.raises(nats.errors.Error):
-            await jsx.watch_abandoned(nc.jetstream(timeout=30), "S").__aenter__()
+        async with jsx.watch_abandoned(nc.jetstream(timeout=30), "S") as watch:
+            with pytest.raises(nats.errors.Error):
+                await anext(watch)
         assert set(nc._subs) == before
     await leak_check.assert_clean()
