@@ -439,7 +439,7 @@ class AbandonedBatches:
 
     Use it as an async context manager and iterate over it inside. The iteration ends with nats-py's
     ``ConnectionClosedError`` or ``ConnectionDrainingError`` when the connection is closed or drained. It continues after
-    a reconnect, without the batches that were announced in between. It ends with `RequestTimeoutError`, which names the
+    a reconnect, without the batches that were announced in between, or before the server had the subscription. It ends with `RequestTimeoutError`, which names the
     subject, without the permission to subscribe to the advisories, also if that is withdrawn later.
     """
 

@@ -35,7 +35,8 @@ _log: Final = get_logger("client")
 _DEFAULT_MAX_PAYLOAD: Final = 1 << 20  # of servers
 # Seconds between two looks at the connection, during a wait and while inboxes are open: nats-py has no event for one that
 # is closed while it reconnects or while its server reads nothing.
-_WAIT_POLL: Final = 0.05
+_SHORTEST_POLL: Final = 0.0005
+_WAIT_POLL: Final = 0.02
 _INBOX_POLL: Final = 0.2
 _CANCEL_AGAIN: Final = 0.5
 _CANCELLATIONS: Final = 10
@@ -52,10 +53,6 @@ _REFUSED_KEPT: Final = 1024
 ROOM: Final = "room in the write buffer of the connection"
 
 _T = TypeVar("_T")
-
-
-class Over(Exception):  # noqa: N818 - no error
-    """A wait ended because its `over` returned True."""
 
 
 class NotPermittedError(RequestTimeoutError):
@@ -380,8 +377,7 @@ class BaseConnection(ABC):
         Cancellation: Everything is written: the bytes are in the buffer before the first suspension.
         """
         self.write_nowait(data, messages, payload_bytes)
-        if not self.has_room:
-            await self.bounded(self._flushed(), timeout, ROOM)
+        await self.wait_room(timeout)
 
     def push(self) -> bool:
         """Write nats-py's buffer to the socket, as its flusher would in a later turn of the loop; return whether it was done.
@@ -408,76 +404,55 @@ class BaseConnection(ABC):
 
         Nothing is written. Raises RequestTimeoutError, and nats-py's error of a connection that has ended.
         """
-
-        async def room() -> None:
-            while not self.has_room:
-                await self._flushed()
-
-        with contextlib.suppress(Over):
-            await self.bounded(room(), timeout, ROOM, over=over)
-        if (end := self.end) is not None:  # it makes room, too
-            raise end
-
-    @abstractmethod
-    async def _flushed(self) -> None:
-        """Wait until nats-py has written what is in its buffer."""
+        await self._wait(
+            lambda: self.has_room or over(), timeout, f"timed out after {timeout:.4g} s while waiting for {ROOM}"
+        )
 
     # -- bounded waits ------------------------------------------------------------------------------------------------
 
-    async def bounded(
-        self, operation: Awaitable[_T], timeout: float, what: str, *, over: Callable[[], bool] = never
-    ) -> _T:
-        """Await an operation of nats-py until `timeout` seconds have passed or no answer can come any more.
+    async def bounded(self, operation: Awaitable[_T], timeout: float, what: str) -> _T:
+        """Await an operation of nats-py, or an event, until `timeout` seconds have passed or the connection has ended.
 
-        nats-py's own waits (subscribe, flush) have no bound, and some swallow a cancellation. The operation therefore runs
-        in its own task, which is cancelled if this call ends first. `what` names the awaited thing in the
-        RequestTimeoutError, also if nats-py's own timeout passes first. An error of the socket, or a full buffer while
-        nats-py reconnects, is a ConnectionReconnectingError. On malformed words of a server, nats-py raises whatever its
-        code meets, from KeyError to RecursionError; that is a ResponseError.
+        nats-py's own waits have no bound, and some swallow a cancellation. The operation therefore runs in its own task,
+        which is cancelled if this call ends first. `what` names the awaited thing in the RequestTimeoutError. An error of
+        the socket, or a full buffer while nats-py reconnects, is a ConnectionReconnectingError.
         """
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        deadline = began + timeout
         task = asyncio.ensure_future(operation)
         task.add_done_callback(mark_retrieved)
+        deadline = asyncio.get_running_loop().time() + timeout
         try:
             while True:
-                remaining = deadline - loop.time()
+                remaining = deadline - asyncio.get_running_loop().time()
                 done, _ = await asyncio.wait({task}, timeout=max(0.0, min(remaining, _WAIT_POLL)))
                 if done:
                     return task.result()
-                if over():
-                    raise Over
                 if (end := self.end) is not None:
                     raise end
                 if remaining <= 0:
                     raise RequestTimeoutError(f"timed out after {timeout:.4g} s while waiting for {what}")
-        except (Over, RequestTimeoutError):
+        except nats.errors.TimeoutError:  # it is an OSError, too
             raise
-        except nats.errors.TimeoutError:  # before OSError, which it is, too
-            waited = min(timeout, loop.time() - began)
-            raise RequestTimeoutError(f"timed out after {waited:.4g} s while waiting for {what}") from None
         except (OSError, nats.errors.OutboundBufferLimitError) as error:
             raise nats.errors.ConnectionReconnectingError from error
-        except nats.errors.Error:
-            raise
-        except Exception as error:
-            text = f"nats-py cannot process what the server sent while waiting for {what}: {error!r:.200}"
-            raise ResponseError(text) from error
         finally:
             cancel_soon(task)
 
     async def wait_usable(self, timeout: float) -> None:
         """Wait until the connection is usable; raise RequestTimeoutError, or `end` if it will not be any more."""
-        loop = asyncio.get_running_loop()
+        late = f"the connection was lost and did not come back within {timeout:.4g} s"
+        await self._wait(lambda: self.usable, timeout, late)
+
+    async def _wait(self, goal: Callable[[], bool], timeout: float, late: str) -> None:
+        loop, pause = asyncio.get_running_loop(), _SHORTEST_POLL
         deadline = loop.time() + timeout
-        while not self.usable:
+        while not goal():
             if (end := self.end) is not None:
                 raise end
             remaining = deadline - loop.time()
             if remaining <= 0:
-                raise RequestTimeoutError(f"the connection was lost and did not come back within {timeout:.4g} s")
-            await asyncio.sleep(min(0.02, remaining))
+                raise RequestTimeoutError(late)
+            await asyncio.sleep(min(pause, remaining))
+            pause = min(2 * pause, _WAIT_POLL)
 
     # -- what the server has refused ----------------------------------------------------------------------------------
 
@@ -659,11 +634,6 @@ class FallbackConnection(BaseConnection):
     @property
     def has_room(self) -> bool:
         return self._queued <= _MAX_QUEUED
-
-    async def _flushed(self) -> None:
-        await asyncio.sleep(0)  # a write that was just queued does not hold the lock yet
-        async with self._writing:
-            pass
 
     async def _publish(self, data: bytes) -> None:
         async with self._writing:  # keeps the order of the calls

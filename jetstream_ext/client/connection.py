@@ -164,14 +164,6 @@ class Connection(BaseConnection):
         nc = self.nc
         return nc._pending_data_size <= nc._max_pending_size or nc._max_pending_size <= 0
 
-    async def _flushed(self) -> None:
-        # The same as nats-py's forced flush, which takes its own timeout and a cancellation for success.
-        queue = self.nc._flush_queue
-        assert queue is not None
-        written = asyncio.get_running_loop().create_future()
-        await queue.put(written)
-        await written
-
     def _watch_reader(self) -> None:
         if (task := self.nc._reading_task) is not None and task is not self._watched_reader:
             self._watched_reader = task
