@@ -126,7 +126,7 @@ class Api:
                 if self._lookup:
                     cache.refused[subject] = asyncio.get_running_loop().time()
                 raise
-            except (ServiceUnavailableError, ServerError) as error:
+            except APIError as error:
                 if prefix is None:
                     cache.no_jetstream = self._no_jetstream(subject, error)
                 if not (repeat and has_no_leader(error)):
@@ -165,7 +165,7 @@ class Api:
 
     def _no_jetstream(self, subject: str, error: APIError) -> str:
         """Return why perhaps there is no JetStream, as a refusal of a request to `subject` says, or ""."""
-        if isinstance(error, ServerError):
+        if not isinstance(error, ServiceUnavailableError):
             return _NOT_ENABLED.get(error.err_code or 0, "")
         own = subject.startswith(f"{DEFAULT_PREFIX}.") and not self.context.connection.has_jetstream
         return _NONE_ON_THE_SERVER if own else f"no server answers on {subject}"
@@ -485,13 +485,6 @@ async def find_server(context: Context, subject: str, stream: str | None, timeou
     return Server(level, version, state, last_seq, target, why_no_jetstream(context))
 
 
-async def ask_stream(context: Context, subject: str, stream: str | None, timeout: float) -> StreamState | None:
-    """Return the stream that stores `subject` (its name may be given), or None; raise as `Api.ask` does."""
-    api = Api(context, timeout, lookup=True)
-    name = stream or await stream_name(api, subject)
-    return None if name is None else await stream_state(api, name)
-
-
 async def lookup_stream(
     context: Context, subject: str, stream: str | None, timeout: float
 ) -> tuple[StreamState, int] | None:
@@ -504,11 +497,12 @@ async def lookup_stream(
         if now - asked_at < _CACHE_TTL and (state.name == stream if stream else state.stores(subject)):
             return state, last_seq
     try:
-        asked = await ask_stream(context, subject, stream, timeout)
+        api = Api(context, timeout, lookup=True)
+        if (name := stream or await stream_name(api, subject)) is None:
+            return None
+        asked = await stream_state(api, name)
     except (RequestTimeoutError, APIError, ResponseError):
         return None  # no answer now, no such stream, or the server's refusal of the batch will say more
-    if asked is None:
-        return None
     cache.streams = {name: known for name, known in cache.streams.items() if now - known[0] < _CACHE_TTL}
     cache.streams[asked.name] = now, asked, asked.last_seq
     return asked, asked.last_seq

@@ -254,7 +254,8 @@ class BaseConnection(ABC):
         if not connected:
             self._refusals.forget()
         log_state(_log, "connection", "reconnected" if connected else "disconnected")
-        for handler in [inbox.handler for inbox in self._inboxes]:
+        for inbox in list(self._inboxes):
+            handler = inbox.handler
             callback = None if handler is None else handler.reconnected if connected else handler.disconnected
             if callback is not None:
                 call_handler(callback)
@@ -326,6 +327,7 @@ class BaseConnection(ABC):
             while True:
                 if not self.usable:
                     await self.wait_usable(deadline - loop.time())
+                    answer = loop.create_future()  # nothing was sent yet when the connection was lost
                 self.write_nowait(command, 1, len(payload))
                 until = min(deadline, loop.time() + again)
                 reply: Frame | None = await self.reply(answer, until, subject, mapped)
