@@ -17,7 +17,7 @@ from nats.aio.client import Client
 from nats.js.api import DEFAULT_PREFIX
 from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
-from jetstream_ext.client.base_connection import NotPermittedError, mark_retrieved
+from jetstream_ext.client.base_connection import BaseConnection, NotPermittedError, mark_retrieved
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.retry import Retry, has_no_leader
 from jetstream_ext.errors import (
@@ -114,14 +114,15 @@ class Api:
         subject = f"{prefix or self.context.prefix}.{what}"
         check_filter(subject)  # it may have a name or prefix that another program wrote
         payload = b"" if body is None else orjson.dumps(body)
-        cache = _cache(self.context)
+        connection = self.context.connection
+        cache, retry = _cache(self.context, connection), Retry(self.remaining, first_pause=LAG_PAUSE)
+        retry.start()
         if self._lookup:
             cache.check_refused(subject)
-        retry = Retry(self.remaining, first_pause=LAG_PAUSE)
-        retry.start()
+        again = _REPEAT_AFTER if repeat else math.inf
         while True:
             try:
-                answer = await self._answer(subject, what, payload, again=_REPEAT_AFTER if repeat else math.inf)
+                answer = await self._answer(connection, subject, what, payload, again)
             except NotPermittedError:
                 if self._lookup:
                     cache.refused[subject] = asyncio.get_running_loop().time()
@@ -139,8 +140,9 @@ class Api:
                     cache.no_jetstream = ""
                 return answer
 
-    async def _answer(self, subject: str, what: str, payload: bytes, again: float) -> dict[str, Any]:
-        connection = self.context.connection
+    async def _answer(
+        self, connection: BaseConnection, subject: str, what: str, payload: bytes, again: float
+    ) -> dict[str, Any]:
         # The server maps the API of its own domain.
         mapped = f"{DEFAULT_PREFIX}.{what}" if subject.startswith(f"$JS.{connection.domain}.API.") else ""
         try:
@@ -445,8 +447,8 @@ class _Cache:
 _caches: WeakKeyDictionary[Client, dict[str, _Cache]] = WeakKeyDictionary()
 
 
-def _cache(context: Context) -> _Cache:
-    by_prefix, session = _caches.setdefault(context.nc, {}), context.connection.session
+def _cache(context: Context, connection: BaseConnection | None = None) -> _Cache:
+    by_prefix, session = _caches.setdefault(context.nc, {}), (connection or context.connection).session
     cache = by_prefix.get(context.prefix)
     if cache is None or cache.session != session:
         cache = by_prefix[context.prefix] = _Cache(session)
