@@ -219,11 +219,12 @@ class BaseConnection(ABC):
         Cancellation: Nothing is subscribed.
         """
 
-    def _opened(self, inbox: InboxSubscription, subscription: Subscription) -> None:
+    def _opened(self, inbox: InboxSubscription, subscription: Subscription) -> InboxSubscription:
         inbox.subscription = subscription
         self._inboxes[inbox] = None
         if self._poll is None:
             self._poll = asyncio.get_running_loop().call_later(_INBOX_POLL, self._check_inboxes)
+        return inbox
 
     def drop(self, inbox: InboxSubscription, subscription: Subscription) -> None:
         """Unsubscribe without suspending, so that no cancellation can interrupt it."""
@@ -379,7 +380,8 @@ class BaseConnection(ABC):
         Cancellation: Everything is written: the bytes are in the buffer before the first suspension.
         """
         self.write_nowait(data, messages, payload_bytes)
-        await self.wait_room(timeout)
+        if not self.has_room:
+            await self.wait_room(timeout)
 
     def push(self) -> bool:
         """Write nats-py's buffer to the socket, as its flusher would in a later turn of the loop; return whether it was done.
@@ -591,8 +593,7 @@ class FallbackConnection(BaseConnection):
             subscribing.cancel()  # nats-py's flush takes that for success
             raise
         self._look()  # an earlier loss does not concern the new handler
-        self._opened(inbox, subscription)
-        return inbox
+        return self._opened(inbox, subscription)
 
     @property
     def usable(self) -> bool:

@@ -101,7 +101,8 @@ class Connection(BaseConnection):
         self, handler: InboxHandler, *, subject: str = "", tail: str = "", timeout: float
     ) -> InboxSubscription:
         nc = self.nc
-        self.check_open()
+        if not self.usable:
+            self.check_open()
         self._watch_reader()
         inbox = InboxSubscription(self, subject or nc.new_inbox(), handler)
         nc._sid = sid = nc._sid + 1
@@ -109,10 +110,9 @@ class Connection(BaseConnection):
         # The same as nats-py's `subscribe`, without its unbounded wait for the flusher.
         subscription = nc._subs[sid] = Subscription(nc, sid, inbox.subject + tail)
         self._by_sid[b"%d" % sid] = inbox
-        self._opened(inbox, subscription)
         if nc.is_connected:  # otherwise nats-py subscribes when it is connected again
             self._append(b"SUB %b  %d\r\n" % (subscription.subject.encode(), sid))
-        return inbox
+        return self._opened(inbox, subscription)
 
     def _unsubscribe(self, inbox: InboxSubscription, subscription: Subscription) -> None:
         nc, sid = self.nc, b"%d" % inbox.sid
