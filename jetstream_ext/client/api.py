@@ -115,62 +115,46 @@ class Api:
         check_filter(subject)  # it may have a name or prefix that another program wrote
         payload = b"" if body is None else orjson.dumps(body)
         connection = self.context.connection
-        cache, retry = _cache(self.context, connection), Retry(self.remaining, first_pause=LAG_PAUSE)
-        retry.start()
+        cache = _cache(self.context, connection)
+
+        def heard(no_jetstream: str) -> None:
+            if prefix is None:
+                cache.no_jetstream = no_jetstream
+
         if self._lookup:
             cache.check_refused(subject)
+        # The server maps the API of its own domain.
+        mapped = f"{DEFAULT_PREFIX}.{what}" if subject.startswith(f"$JS.{connection.domain}.API.") else ""
         again = _REPEAT_AFTER if repeat else math.inf
+        retry = Retry(self.remaining, first_pause=LAG_PAUSE)
+        retry.start()
         while True:
+            left = max(0.0, self.remaining)
             try:
-                answer = await self._answer(connection, subject, what, payload, again)
+                _, reply, size = await connection.request(subject, payload, left, mapped=mapped, again=again)
+                answer = parse_answer(subject, reply[size:], self._what or _object_of(what))
+                heard("")
+                return answer
             except NotPermittedError:
                 if self._lookup:
                     cache.refused[subject] = asyncio.get_running_loop().time()
                 raise
-            except APIError as error:
-                if prefix is None:
-                    cache.no_jetstream = self._no_jetstream(subject, error)
+            except nats.errors.ConnectionReconnectingError as error:
+                raise RequestTimeoutError(f"no answer on {subject}: the connection was lost") from error
+            except nats.errors.NoRespondersError as error:
+                own = subject.startswith(f"{DEFAULT_PREFIX}.") and not connection.has_jetstream
+                heard(_NONE_ON_THE_SERVER if own else f"no server answers on {subject}")
+                text = f"no server answers on {subject}: {NO_JETSTREAM}"
+                raise ServiceUnavailableError(Status.UNAVAILABLE, text) from error
+            except ServerError as error:
+                heard(_NOT_ENABLED.get(error.err_code or 0, ""))
+                if error.code == Status.NOT_FOUND:
+                    raise NotFoundError(error.code, _missing(what, error), error.err_code) from error
                 if not (repeat and has_no_leader(error)):
                     raise
                 late = RequestTimeoutError(f"no leader answered on {subject} within {self.timeout:.4g} s")
                 late.__cause__ = error
                 await retry.pause_until_deadline(late)
-            else:
-                if prefix is None:
-                    cache.no_jetstream = ""
-                return answer
-
-    async def _answer(
-        self, connection: BaseConnection, subject: str, what: str, payload: bytes, again: float
-    ) -> dict[str, Any]:
-        # The server maps the API of its own domain.
-        mapped = f"{DEFAULT_PREFIX}.{what}" if subject.startswith(f"$JS.{connection.domain}.API.") else ""
-        try:
-            _, reply, size = await connection.request(
-                subject, payload, max(0.0, self.remaining), mapped=mapped, again=again
-            )
-            return parse_answer(subject, reply[size:], self._what or _object_of(what))
-        except NotPermittedError:
-            raise
-        except RequestTimeoutError:
-            why = connection.why_silent(())
-            raise RequestTimeoutError(f"no answer on {subject} within {self.timeout:.4g} s{why}") from None
-        except nats.errors.ConnectionReconnectingError as error:
-            raise RequestTimeoutError(f"no answer on {subject}: the connection was lost") from error
-        except nats.errors.NoRespondersError as error:
-            text = f"no server answers on {subject}: {NO_JETSTREAM}"
-            raise ServiceUnavailableError(Status.UNAVAILABLE, text) from error
-        except ServerError as error:
-            if error.code != Status.NOT_FOUND:
-                raise
-            raise NotFoundError(error.code, _missing(what, error), error.err_code) from error
-
-    def _no_jetstream(self, subject: str, error: APIError) -> str:
-        """Return why perhaps there is no JetStream, as a refusal of a request to `subject` says, or ""."""
-        if not isinstance(error, ServiceUnavailableError):
-            return _NOT_ENABLED.get(error.err_code or 0, "")
-        own = subject.startswith(f"{DEFAULT_PREFIX}.") and not self.context.connection.has_jetstream
-        return _NONE_ON_THE_SERVER if own else f"no server answers on {subject}"
 
     async def stream(
         self, name: str, body: Mapping[str, Any] | None = None, prefix: str | None = None

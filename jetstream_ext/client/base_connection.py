@@ -306,7 +306,7 @@ class BaseConnection(ABC):
         Raises:
             NotPermittedError: The server has refused the request: it was not carried out.
             NoRespondersError: nats-py's: nobody is subscribed to the subject.
-            RequestTimeoutError: There was no reply in time; with `again`, also if the connection was lost meanwhile.
+            RequestTimeoutError: There was no reply in time, or the user may not subscribe to replies.
             ConnectionReconnectingError: nats-py's: the connection was lost after the request was sent.
             ConnectionClosedError, ConnectionDrainingError: nats-py's: no reply can come any more.
             BadSubjectError, MaxPayloadError: The subject is too long, or the message is too large; nothing was sent.
@@ -322,7 +322,11 @@ class BaseConnection(ABC):
             error = self.end or nats.errors.ConnectionReconnectingError()
             complete(answer, error if self.end or again == math.inf else None)
 
-        inbox = await self.inbox(InboxHandler(lambda got: complete(answer, got[0]), lost), timeout=timeout)
+        def refused(_: Exception) -> None:
+            complete(answer, RequestTimeoutError(f"no answer on {subject}{self.why_silent(())}"))
+
+        handler = InboxHandler(lambda got: complete(answer, got[0]), lost, refused=refused)
+        inbox = await self.inbox(handler, timeout=timeout)
         command = frames.pub(subject.encode(), inbox.subject.encode(), header, payload)
         try:
             while True:
@@ -335,7 +339,7 @@ class BaseConnection(ABC):
                 if reply is not None:
                     break
                 if loop.time() >= deadline:
-                    raise RequestTimeoutError(f"no answer on {subject} within {timeout:.4g} s")
+                    raise RequestTimeoutError(f"no answer on {subject} within {timeout:.4g} s{self.why_silent(())}")
                 answer = loop.create_future()
         finally:
             inbox.close()
