@@ -319,8 +319,7 @@ class BaseConnection(ABC):
         deadline, answer = loop.time() + timeout, loop.create_future()
 
         def lost() -> None:
-            error = self.end or nats.errors.ConnectionReconnectingError()
-            complete(answer, error if self.end or again == math.inf else None)
+            complete(answer, self.end or nats.errors.ConnectionReconnectingError())
 
         def refused(_: Exception) -> None:
             complete(answer, RequestTimeoutError(f"no answer on {subject}{self.why_silent(())}"))
@@ -335,11 +334,17 @@ class BaseConnection(ABC):
                     answer = loop.create_future()  # nothing was sent yet when the connection was lost
                 self.write_nowait(command, 1, len(payload))
                 until = min(deadline, loop.time() + again)
-                reply: Frame | None = await self.reply(answer, until, subject, mapped)
-                if reply is not None:
-                    break
-                if loop.time() >= deadline:
-                    raise RequestTimeoutError(f"no answer on {subject} within {timeout:.4g} s{self.why_silent(())}")
+                try:
+                    reply: Frame | None = await self.reply(answer, until, subject, mapped)
+                except nats.errors.ConnectionReconnectingError:
+                    if again == math.inf:
+                        raise
+                else:
+                    if reply is not None:
+                        break
+                    if until == deadline:
+                        text = f"no answer on {subject} within {timeout:.4g} s{self.why_silent(())}"
+                        raise RequestTimeoutError(text)
                 answer = loop.create_future()
         finally:
             inbox.close()
